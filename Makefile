@@ -1,0 +1,71 @@
+# The verbs of this repository. `make test` does everything that must pass before a change is done.
+#
+# PYTHON       the Python (3.11 or newer) that .venv is made with
+# TORCH_INDEX  the package index for torch; see scripts/install_torch.sh
+# JOBS         test processes
+
+SHELL := /bin/bash
+TORCH_INDEX ?=
+JOBS ?= 2
+export TORCH_INDEX
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test check lint format types pytest pytest-gpu bench lock clean
+
+help:  ## Show the verbs
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+venv: $(STAMP)  ## Make .venv with everything in it, at the versions of constraints.txt
+
+$(STAMP): pyproject.toml constraints.txt scripts/install_torch.sh
+	@test -x $(BIN)/python || "$$(PYTHON='$(PYTHON)' scripts/find_python.sh)" -m venv $(VENV)
+	$(PIP) install --quiet "$$(grep '^pip==' constraints.txt)"
+	scripts/install_torch.sh $(BIN)/python
+	$(PIP) install --quiet --constraint constraints.txt --group dev
+	$(PIP) install --quiet --constraint constraints.txt --no-build-isolation \
+		--editable '.[cli,hf,server,viz]'
+	@touch $@
+
+demo: $(STAMP)  ## Train a small model within a budget, and see what it costs
+	$(BIN)/python -m remat.demo
+
+test: lint types pytest pytest-gpu  ## Format, lint, import contracts, types, tests
+
+lint: $(STAMP)  ## ruff and the import contracts
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/lint-imports
+
+format: $(STAMP)  ## Let ruff format and fix what it can
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+types: $(STAMP)  ## pyright
+	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright
+
+# One thread for each process: on few cores, threads of several processes only wait for each other.
+pytest: $(STAMP)  ## The tests that need no GPU
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not gpu" -n $(JOBS) --dist worksteal -q
+
+# One process: they measure memory and time, and would disturb each other.
+pytest-gpu: $(STAMP)  ## The tests that need a GPU, where there is one
+	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
+		$(BIN)/pytest -m gpu -q; \
+	else \
+		echo "no CUDA device: the tests marked gpu are left out"; \
+	fi
+
+bench: $(STAMP)  ## Benchmarks; results go to benchmarks/results
+	$(BIN)/python -m benchmarks
+
+lock:  ## Write constraints.txt anew, from today's newest versions
+	scripts/lock.sh "$$(PYTHON='$(PYTHON)' scripts/find_python.sh)"
+
+clean:  ## Remove what the verbs made, .venv included
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache .grimp_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

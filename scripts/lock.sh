@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# Write constraints.txt: exact versions of everything a fresh environment gets today.
+# $1 is the Python to make that environment with; TORCH_INDEX as in install_torch.sh.
+set -euo pipefail
+
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+"$1" -m venv "$scratch/venv"
+python=$scratch/venv/bin/python
+"$python" -m pip install --quiet --upgrade pip
+"$python" -m pip install --quiet ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} torch
+"$python" -m pip install --quiet '.[cli,hf,server,viz]' --group dev
+
+{
+    echo "# Exact versions of the development environment, made by \`make lock\` ($("$python" -V))."
+    echo "# What only CUDA builds of torch bring along is left out: torch pins that itself."
+    echo "# torch stands without a local suffix, so that any build of that version fits."
+    "$python" -m pip freeze --all --exclude remat |
+        grep -v -i -E '^(nvidia|cuda|triton|pytorch-triton)' |
+        sed -E 's/\+[A-Za-z0-9.]+$//'
+} >"$scratch/constraints.txt"
+mv "$scratch/constraints.txt" constraints.txt

@@ -1,0 +1,124 @@
+"""remat: the optimal rematerialization solver for PyTorch.
+
+    from remat import optimize
+    gm = optimize(model, budget="8GiB")
+
+Importing remat imports no torch; the names of the torch side are loaded when first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
+
+from remat.errors import (
+    BudgetError,
+    DocumentError,
+    GraphError,
+    GuardError,
+    InfeasibleBudget,
+    RematError,
+    SolverError,
+    SolverTimeout,
+    TraceError,
+)
+from remat.graph import Graph, Operation, Value
+from remat.plan import Plan, Status
+from remat.program import Program
+from remat.progress import Progress
+from remat.rewrite import rewrite
+from remat.roofline import Roofline
+from remat.schedule import Schedule
+from remat.simulate import Timeline, simulate
+from remat.solve import solve, sweep
+from remat.strategies import Auto, Exact, KeepAll
+from remat.trace import Trace
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from typing import Any
+
+    from torch import nn
+
+    from remat.frontend.cost_cache import CostCache
+    from remat.frontend.measure import measure
+    from remat.frontend.meter import LiveStorageMeter
+    from remat.frontend.module import RematModule, lower
+    from remat.frontend.optimize import optimize
+
+_TORCH_SIDE = {
+    "CostCache": "cost_cache",
+    "LiveStorageMeter": "meter",
+    "RematModule": "module",
+    "lower": "module",
+    "measure": "measure",
+    "optimize": "optimize",
+}
+
+__all__ = [
+    "Auto",
+    "BudgetError",
+    "CostCache",
+    "DocumentError",
+    "Exact",
+    "Graph",
+    "GraphError",
+    "GuardError",
+    "InfeasibleBudget",
+    "KeepAll",
+    "LiveStorageMeter",
+    "Operation",
+    "Plan",
+    "Program",
+    "Progress",
+    "RematError",
+    "RematModule",
+    "Roofline",
+    "Schedule",
+    "SolverError",
+    "SolverTimeout",
+    "Status",
+    "Timeline",
+    "Trace",
+    "TraceError",
+    "Value",
+    "lower",
+    "measure",
+    "optimize",
+    "rewrite",
+    "simulate",
+    "solve",
+    "sweep",
+    "trace",
+]
+
+try:
+    __version__ = version("remat")
+except PackageNotFoundError:  # run from a source tree that is not installed
+    __version__ = "0+unknown"
+
+
+def trace(
+    model: nn.Module,
+    example_inputs: Any = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+    *,
+    differentiate: str | Sequence[str] = "auto",
+) -> Trace:
+    """Capture one training step of a model; see `remat.frontend.capture.trace`.
+
+    Defined here because the submodule `remat.trace`, which holds the `Trace` document, has the
+    same name: the function is what `remat.trace` means.
+    """
+    from remat.frontend.capture import trace as capture
+
+    return capture(model, example_inputs, example_kwargs, differentiate=differentiate)
+
+
+def __getattr__(name: str) -> object:
+    if name in _TORCH_SIDE:
+        found = getattr(import_module(f"remat.frontend.{_TORCH_SIDE[name]}"), name)
+        globals()[name] = found
+        return found
+    raise AttributeError(f"module 'remat' has no attribute {name!r}")

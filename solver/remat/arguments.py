@@ -1,0 +1,138 @@
+"""Arguments of traced operations as data, and their JSON form.
+
+In memory an argument is a Python scalar, a tuple of arguments, a `Ref` to a named tensor, or a
+`Literal` (a dtype, device, layout or memory format by name). In JSON, `Ref` and `Literal` are
+one-key objects, and so are floats that JSON cannot write.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, TypeAlias
+
+from pydantic import PlainSerializer, PlainValidator
+
+from remat.documents import check_identifier
+
+LITERAL_KINDS = ("dtype", "device", "layout", "memory_format")
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """The tensor with this name."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Literal:
+    """A torch constant by name: `Literal("dtype", "float32")`."""
+
+    kind: str
+    text: str
+
+
+if TYPE_CHECKING:
+    Argument: TypeAlias = (
+        "None | bool | int | float | complex | str | Ref | Literal | tuple[Argument, ...]"
+    )
+else:
+    Argument = object  # pydantic cannot follow a recursive alias; `decode` checks instead
+
+
+def encode(argument: Argument) -> object:
+    """The JSON form of an argument."""
+    match argument:
+        case Ref(name):
+            return {"ref": name}
+        case Literal(kind, text):
+            return {kind: text}
+        case tuple():
+            return [encode(item) for item in argument]
+        case complex():
+            return {"complex": [encode(argument.real), encode(argument.imag)]}
+        case float() if not math.isfinite(argument):
+            return {"float": str(argument)}
+        case _:
+            return argument
+
+
+def decode(data: object, depth: int = 0) -> Argument:
+    """The argument that `encode` wrote. Raises ValueError on anything else."""
+    if depth > 16:
+        raise ValueError("arguments are nested more than 16 deep")
+    match data:
+        case None | bool() | float() | str() | Ref() | Literal() | complex():
+            return data
+        case int():
+            if abs(data) >= 2**63:
+                raise ValueError(f"integer {str(data)[:40]} does not fit into 64 bits")
+            return data
+        case list() | tuple():
+            return tuple(decode(item, depth + 1) for item in data)
+        case {"ref": str(name)} if len(data) == 1:
+            return Ref(check_identifier(name))
+        case {"float": str(text)} if len(data) == 1 and text in ("inf", "-inf", "nan"):
+            return float(text)
+        case {"complex": [real, imag]} if len(data) == 1:
+            parts = decode(real, depth + 1), decode(imag, depth + 1)
+            if not all(isinstance(part, (int, float)) for part in parts):
+                raise ValueError("a complex number needs two numbers")
+            return complex(*(float(part) for part in parts))  # type: ignore[arg-type]
+        case dict() if len(data) == 1:
+            kind, text = next(iter(data.items()))
+            if kind in LITERAL_KINDS and isinstance(text, str) and _is_word(text):
+                return Literal(kind, text)
+    raise ValueError(f"{repr(data)[:80]} is no argument of an operation")
+
+
+def _is_word(text: str) -> bool:
+    return 0 < len(text) <= 40 and text.replace(":", "").replace("_", "").isalnum()
+
+
+def _decode_args(data: object) -> tuple[Argument, ...]:
+    if not isinstance(data, (list, tuple)):
+        raise ValueError("args must be a list")
+    return tuple(decode(item) for item in data)
+
+
+def _decode_kwargs(data: object) -> dict[str, Argument]:
+    if not isinstance(data, dict):
+        raise ValueError("kwargs must be an object")
+    return {check_identifier(str(key)): decode(item) for key, item in data.items()}
+
+
+Args = Annotated[
+    tuple[Argument, ...],
+    PlainValidator(_decode_args),
+    PlainSerializer(lambda args: [encode(item) for item in args]),
+]
+Kwargs = Annotated[
+    dict[str, Argument],
+    PlainValidator(_decode_kwargs),
+    PlainSerializer(lambda kwargs: {key: encode(item) for key, item in kwargs.items()}),
+]
+Scalar = Annotated[Argument, PlainValidator(decode), PlainSerializer(encode)]
+
+
+def refs(argument: object) -> Iterator[str]:
+    """The names that an argument (or a tuple or dict of them) refers to, in order."""
+    if isinstance(argument, Ref):
+        yield argument.name
+    elif isinstance(argument, tuple):
+        for item in argument:
+            yield from refs(item)
+    elif isinstance(argument, dict):
+        for item in argument.values():
+            yield from refs(item)
+
+
+def rename(argument: Argument, name_of: Callable[[str], str]) -> Argument:
+    """The argument with every reference renamed."""
+    if isinstance(argument, Ref):
+        return Ref(name_of(argument.name))
+    if isinstance(argument, tuple):
+        return tuple(rename(item, name_of) for item in argument)
+    return argument

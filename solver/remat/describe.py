@@ -1,0 +1,169 @@
+"""Plans in words: `describe`, `explain` and `diff`. Every number has a unit."""
+
+from __future__ import annotations
+
+import difflib
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+from remat.budget import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from remat.plan import Plan
+
+_ROWS = 16
+
+
+def describe(plan: Plan) -> str:
+    """A compact table of one plan."""
+    graph = plan.graph
+    again = plan.schedule.recomputed(graph)
+    source = plan.stats.get("cost_source", "as given")
+    share = plan.peak_bytes / plan.baseline_peak_bytes if plan.baseline_peak_bytes else 1.0
+    lines = [
+        f"plan      {plan.status.name.lower()}: {plan.status.value}",
+        f"budget    {format_bytes(plan.budget_bytes)}",
+        f"peak      {format_bytes(plan.peak_bytes)}, {share:.1%} of "
+        f"{format_bytes(plan.baseline_peak_bytes)} without recomputation "
+        f"({format_bytes(graph.constant_bytes)} constant)",
+        f"time      {format_seconds(plan.time_s)}, {plan.overhead:+.3%} over "
+        f"{format_seconds(plan.baseline_time_s)} (costs {source})",
+        f"bound     {_bound(plan)}",
+        f"recompute {sum(again.values())} runs of {len(again)} of {len(graph)} operations",
+    ]
+    solver = _solver(plan)
+    if solver:
+        lines.append(f"solver    {solver}")
+    if again:
+        lines += ["", *_modules(plan, again)]
+    return "\n".join(lines)
+
+
+def explain(plan: Plan, name: str) -> str:
+    """What the plan does with one operation, and why that is worth it."""
+    graph = plan.graph
+    names = {operation.name: op for op, operation in enumerate(graph.operations)}
+    if name not in names:
+        near = difflib.get_close_matches(name, names, n=3)
+        raise KeyError(
+            f"no operation is called {name!r}" + (f"; near: {', '.join(near)}" if near else "")
+        )
+    op = names[name]
+    operation = graph.operations[op]
+    size = sum(graph.values[v].size_bytes for v in operation.outputs)
+    runs = [run for run, o in enumerate(plan.schedule.runs) if o == op]
+    where = f" in {operation.module}" if operation.module else ""
+    kind = "backward" if operation.backward else "forward"
+    lines = [
+        f"{name}: {kind} operation {op} of {len(graph)}{where}, "
+        f"{format_seconds(operation.cost_s)}, output {format_bytes(size)}"
+    ]
+    if len(runs) == 1:
+        lines.append(f"  runs once (run {runs[0]})" + _why_once(plan, op))
+    else:
+        extra = operation.cost_s * (len(runs) - 1)
+        lines.append(
+            f"  runs {len(runs)} times (runs {', '.join(map(str, runs))}); recomputing costs "
+            f"{format_seconds(extra)}, {extra / plan.baseline_time_s:.3%} of the step"
+            if plan.baseline_time_s > 0
+            else f"  runs {len(runs)} times"
+        )
+    copies = [c for c in plan.timeline().copies if c.value in operation.outputs]
+    for copy in copies:
+        value = graph.values[copy.value]
+        last = (
+            "held to the end (a result)"
+            if copy.end >= len(plan.schedule)
+            else f"freed after run {copy.end} "
+            f"({graph.operations[plan.schedule.runs[copy.end]].name})"
+        )
+        lines.append(
+            f"  {value.name} ({format_bytes(value.size_bytes)}): made in run {copy.start}, {last}"
+        )
+    return "\n".join(lines)
+
+
+def diff(plan: Plan, other: Plan) -> str:
+    """What changes from `plan` to `other`."""
+    mine = _named(plan)
+    theirs = _named(other)
+    lines = [
+        f"budget {format_bytes(plan.budget_bytes)} -> {format_bytes(other.budget_bytes)}",
+        f"peak   {format_bytes(plan.peak_bytes)} -> {format_bytes(other.peak_bytes)} "
+        f"({format_bytes(other.peak_bytes - plan.peak_bytes)})",
+        f"time   {format_seconds(plan.time_s)} -> {format_seconds(other.time_s)} "
+        f"(overhead {plan.overhead:.3%} -> {other.overhead:.3%})",
+    ]
+    changed = sorted(n for n in mine.keys() | theirs.keys() if mine.get(n, 0) != theirs.get(n, 0))
+    lines += [f"  {n}: recomputed {mine.get(n, 0)} -> {theirs.get(n, 0)} times" for n in changed]
+    if not changed:
+        lines.append("  the same operations are recomputed, equally often")
+    return "\n".join(lines)
+
+
+def _bound(plan: Plan) -> str:
+    if plan.lower_bound is None or plan.gap is None:
+        return "none proved"
+    scope = (
+        "every schedule of this order"
+        if plan.bound_scope == "order"
+        else "every schedule over the slots offered"
+    )
+    return f"{plan.lower_bound:+.3%} at least, proved for {scope}; gap {plan.gap:.3%} of the time"
+
+
+def _solver(plan: Plan) -> str:
+    stats = plan.stats
+    facts = [str(stats[key]) for key in ("strategy", "solver") if key in stats]
+    facts += [f"{stats[key]} {key}" for key in ("slots", "rows", "columns") if key in stats]
+    facts += [
+        f"{key.removesuffix('_s')} {format_seconds(float(seconds))}"
+        for key, seconds in stats.items()
+        if key.endswith("_s") and isinstance(seconds, float)
+    ]
+    return ", ".join(facts)
+
+
+def _modules(plan: Plan, again: dict[int, int]) -> list[str]:
+    """One line a module: runs, seconds, and bytes made again; the dearest first."""
+    runs: dict[str, int] = defaultdict(int)
+    seconds: dict[str, float] = defaultdict(float)
+    size: dict[str, int] = defaultdict(int)
+    for op, times in again.items():
+        operation = plan.graph.operations[op]
+        key = operation.module or "(no module)"
+        runs[key] += times
+        seconds[key] += operation.cost_s * times
+        size[key] += times * sum(plan.graph.values[v].size_bytes for v in operation.outputs)
+    order = sorted(runs, key=lambda key: (-seconds[key], key))
+    width = max(len("module"), *(len(key) for key in order[:_ROWS]))
+    lines = [f"{'module':<{width}}  {'again':>5}  {'time':>9}  {'output':>9}"]
+    lines += [
+        f"{key:<{width}}  {runs[key]:>5}  {format_seconds(seconds[key]):>9}  "
+        f"{format_bytes(size[key]):>9}"
+        for key in order[:_ROWS]
+    ]
+    if len(order) > _ROWS:
+        rest = order[_ROWS:]
+        lines.append(
+            f"{f'{len(rest)} more':<{width}}  {sum(runs[k] for k in rest):>5}  "
+            f"{format_seconds(sum(seconds[k] for k in rest)):>9}  "
+            f"{format_bytes(sum(size[k] for k in rest)):>9}"
+        )
+    return lines
+
+
+def _why_once(plan: Plan, op: int) -> str:
+    operation = plan.graph.operations[op]
+    if not operation.recomputable:
+        return "; it may not run again"
+    if any(v in plan.graph.results for v in operation.outputs):
+        return "; its output is a result, held to the end"
+    if not any(plan.graph.consumers[v] for v in operation.outputs):
+        return "; nothing reads its output"
+    return "; its output is held until its last reader"
+
+
+def _named(plan: Plan) -> dict[str, int]:
+    again = plan.schedule.recomputed(plan.graph)
+    return {plan.graph.operations[op].name: times for op, times in again.items()}

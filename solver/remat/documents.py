@@ -1,0 +1,143 @@
+"""What every JSON document of remat shares: versioning, strict validation, safe names, files.
+
+Documents are data only: no pickle, no code. A name that ends up in generated source (fx turns
+node names into Python) must be a plain identifier; see `check_identifier`.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import keyword
+import os
+import re
+import tempfile
+from pathlib import Path
+from typing import Annotated, ClassVar, Self
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, StringConstraints, ValidationError
+
+from remat.errors import DocumentError
+
+_IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,199}")
+_TARGET = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\.[A-Za-z_][A-Za-z0-9_]*\.[A-Za-z_][A-Za-z0-9_]*")
+
+
+def check_identifier(name: str) -> str:
+    """`name` itself, if it may become a Python variable of generated code."""
+    if not _IDENTIFIER.fullmatch(name) or keyword.iskeyword(name) or name.startswith("__"):
+        raise ValueError(f"{name[:80]!r} is not a plain identifier")
+    return name
+
+
+def check_target(target: str) -> str:
+    """`target` itself, if it has the form `namespace.operation.overload`."""
+    if not _TARGET.fullmatch(target) or "__" in target.split(".")[0]:
+        raise ValueError(f"{target[:80]!r} is not of the form namespace.operation.overload")
+    return target
+
+
+Identifier = Annotated[str, AfterValidator(check_identifier)]
+Target = Annotated[str, AfterValidator(check_target)]
+Path_ = Annotated[str, StringConstraints(max_length=1000, pattern=r"^[^\x00-\x1f\x7f]*$")]
+"""A dotted path that is only ever looked up or shown, never executed."""
+
+
+class Record(BaseModel):
+    """A frozen, strictly validated piece of a document."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Document(Record):
+    """A Record with `format` and `version` that knows how to travel as JSON text and as a file."""
+
+    FORMAT: ClassVar[str]
+    VERSION: ClassVar[int]
+
+    format: str = ""
+    version: int = 0
+
+    def model_post_init(self, context: object, /) -> None:
+        """Stamp documents that are made in process."""
+        object.__setattr__(self, "format", self.format or self.FORMAT)
+        object.__setattr__(self, "version", self.version or self.VERSION)
+
+    def to_json(self) -> str:
+        """JSON text; `from_json` gives back an equal document."""
+        return self.model_dump_json(exclude_defaults=False)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        """Read and validate. Raises `DocumentError` that names what is wrong."""
+        _check_header(text, cls.FORMAT, cls.VERSION)
+        try:
+            return cls.model_validate_json(text)
+        except ValidationError as error:
+            raise DocumentError(_explain(cls.FORMAT, error)) from None
+        except RecursionError:
+            raise DocumentError(f"{cls.FORMAT}: nested too deeply to be a real document") from None
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the document; gzipped where the name ends in `.gz`. All or nothing."""
+        write_atomically(Path(path), self.to_json().encode())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Read a document from a file (gzipped or not). Raises `DocumentError`."""
+        return cls.from_json(read_bytes(Path(path)))
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write beside `path`, then rename: a reader never sees half a file."""
+    if path.suffix == ".gz":
+        data = gzip.compress(data, compresslevel=6, mtime=0)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def read_bytes(path: Path) -> bytes:
+    """The file's bytes, gunzipped where they are gzip. Raises `DocumentError`."""
+    try:
+        data = path.read_bytes()
+        return gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
+    except (OSError, EOFError) as error:
+        raise DocumentError(f"cannot read {path}: {error}") from None
+
+
+def _check_header(text: str | bytes, expected: str, version: int) -> None:
+    try:
+        header = json.loads(text)
+    except RecursionError:
+        raise DocumentError(f"{expected}: nested too deeply to be a real document") from None
+    except ValueError as error:
+        raise DocumentError(
+            f"this is no JSON document ({error}); expected a {expected} document as written by "
+            "remat, complete and as UTF-8 text"
+        ) from None
+    if not isinstance(header, dict) or header.get("format") != expected:
+        found = header.get("format") if isinstance(header, dict) else type(header).__name__
+        raise DocumentError(f"expected a {expected} document, found {str(found)[:80]!r}")
+    if header.get("version") != version:
+        raise DocumentError(
+            f"this {expected} document has version {str(header.get('version'))[:20]}, this remat "
+            f"reads version {version}: make it again with this remat, or use the one that wrote it"
+        )
+
+
+def _explain(expected: str, error: ValidationError) -> str:
+    first = error.errors(include_url=False, include_context=False)[0]
+    where = ".".join(str(part) for part in first["loc"]) or "document"
+    found = repr(first.get("input"))
+    more = error.error_count() - 1
+    return (
+        f"{expected}: {where}: {first['msg']} (found {found[:100]})"
+        + (f", and {more} more problems" if more else "")
+        + "; the document is damaged or was not written by remat"
+    )

@@ -1,0 +1,57 @@
+"""Everything remat raises on purpose.
+
+A message states the fact, the probable cause and what to do, with numbers and units.
+"""
+
+from __future__ import annotations
+
+
+class RematError(Exception):
+    """Base class of every error that remat raises on purpose."""
+
+
+class GraphError(RematError, ValueError):
+    """A graph, or a schedule for it, breaks a rule (cycle, negative size, unknown value)."""
+
+
+class BudgetError(RematError, ValueError):
+    """A budget that cannot be read: wrong type, wrong unit, not positive."""
+
+
+class InfeasibleBudget(RematError):
+    """No schedule fits the budget.
+
+    `min_feasible_bytes` is the smallest peak for which a schedule was found, in the graph's size
+    unit (bytes for traced models).
+    """
+
+    def __init__(self, message: str, *, min_feasible_bytes: int | None = None) -> None:
+        super().__init__(message)
+        self.min_feasible_bytes = min_feasible_bytes
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_infeasible, (str(self), self.min_feasible_bytes))
+
+
+def _infeasible(message: str, min_feasible_bytes: int | None) -> InfeasibleBudget:
+    return InfeasibleBudget(message, min_feasible_bytes=min_feasible_bytes)
+
+
+class SolverTimeout(RematError):
+    """The time limit passed before the solver knew any schedule within the budget."""
+
+
+class SolverError(RematError):
+    """A solver backend is missing, unlicensed, or stopped without an answer."""
+
+
+class TraceError(RematError):
+    """The model cannot be captured; the message names the place and the remedy."""
+
+
+class GuardError(RematError):
+    """A call differs from what the plan assumed, in a way that cannot be planned anew."""
+
+
+class DocumentError(RematError, ValueError):
+    """A Trace, Plan or Program document is truncated, forged, or of another version."""

@@ -1,0 +1,57 @@
+"""Costs of what cannot be measured, from a roofline that is fitted to what could be.
+
+The fit is one factor: the median ratio of measured to predicted time over the operations that
+were measured, so a generic profile learns how fast this device really is.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from remat.devices import match_device
+from remat.frontend.cost_cache import Cost
+from remat.frontend.cost_key import device_name
+from remat.roofline import Roofline, estimate
+from remat.trace import Node, TensorMeta
+
+_GENERIC = {"cpu": "cpu", "cuda": "a100"}
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A roofline times a factor."""
+
+    metas: Mapping[str, TensorMeta]
+    roofline: Roofline
+    factor: float
+    samples: int
+
+    @classmethod
+    def fit(
+        cls,
+        device: torch.device,
+        metas: Mapping[str, TensorMeta],
+        measured: Iterable[tuple[Node, Cost]],
+    ) -> Calibration:
+        """Fit to measured operations; without any the factor is 1."""
+        known = match_device(device_name(device)) if device.type == "cuda" else None
+        roofline = Roofline(known.name if known else _GENERIC.get(device.type, "cpu"))
+        ratios = [cost.cost_s / estimate(node, metas, roofline) for node, cost in measured]
+        factor = statistics.median(ratios) if ratios else 1.0
+        return cls(metas, roofline, factor, len(ratios))
+
+    def seconds(self, node: Node) -> float:
+        """Estimated seconds of an operation."""
+        return self.factor * estimate(node, self.metas, self.roofline)
+
+    @property
+    def description(self) -> str:
+        """For messages."""
+        return (
+            f"by the roofline of {self.roofline.name}, times {self.factor:.2g} as fitted to "
+            f"{self.samples} measured operations"
+        )

@@ -1,0 +1,160 @@
+"""`trace`: capture the joint forward+backward graph of a training step.
+
+Uses `aot_export_joint_with_descriptors`, which handles tied, frozen and unused parameters, mutated
+buffers, keyword arguments and outputs without a gradient, and says of every placeholder and output
+what it is. Nothing is computed: the capture runs on fake tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+
+from remat.errors import RematError, TraceError
+from remat.frontend.constants import ConstantFolding
+from remat.frontend.flat import Flat
+from remat.frontend.joint import read_joint
+from remat.frontend.pytree import flatten
+from remat.frontend.surroundings import checkpointing_disabled, observe, restored
+from remat.trace import Trace
+
+
+def trace(
+    model: nn.Module,
+    example_inputs: Any = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+    *,
+    differentiate: str | Sequence[str] = "auto",
+) -> Trace:
+    """Capture one training step of `model` on inputs like these.
+
+    `example_inputs` is a tuple of positional arguments (or one tensor, or a mapping, which is taken
+    as keyword arguments). `differentiate` says which outputs a gradient will come from: "auto" (the
+    scalar loss where the model returns one, else all), "all", or output names such as "loss".
+
+    Raises `TraceError` with the place and the remedy where the model cannot be captured.
+    """
+    args, kwargs = normalise_inputs(model, example_inputs, example_kwargs)
+    check_differentiable(model, args, kwargs)
+    leaves, inputs = flatten((args, kwargs), "the example inputs ")
+    flat = Flat(model, inputs, differentiate)
+    environment = observe(model)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(restored(model))
+        stack.enter_context(checkpointing_disabled())
+        graph_module = _joint(stack, flat, leaves)
+        return read_joint(graph_module, flat, inputs, environment)
+
+
+def normalise_inputs(
+    model: nn.Module, example_inputs: Any, example_kwargs: Mapping[str, Any] | None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments for `model.forward`. Raises `TraceError` where they do not
+    fit its signature."""
+    if not isinstance(model, nn.Module):
+        raise TraceError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    if isinstance(example_inputs, Mapping) and example_kwargs is None:
+        example_inputs, example_kwargs = (), example_inputs
+    if isinstance(example_inputs, torch.Tensor):
+        example_inputs = (example_inputs,)
+    if not isinstance(example_inputs, (tuple, list)):
+        raise TraceError(
+            f"example_inputs must be a tuple of the model's positional arguments, got "
+            f"{type(example_inputs).__name__}; wrap a single argument: (x,)"
+        )
+    args, kwargs = tuple(example_inputs), dict(example_kwargs or {})
+    try:
+        inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        raise TraceError(
+            f"the example inputs do not fit {type(model).__name__}.forward"
+            f"{inspect.signature(model.forward)}: {error}"
+        ) from None
+    return args, kwargs
+
+
+def check_differentiable(model: nn.Module, args: object, kwargs: object) -> None:
+    """Raise `TraceError` where no parameter and no input needs a gradient."""
+    leaves, _ = flatten((args, kwargs), "the example inputs ")
+    if not any(t.requires_grad for t in (*model.parameters(), *leaves)):
+        raise TraceError(
+            f"no parameter of {type(model).__name__} and no input requires a gradient, so there is "
+            "no backward pass to plan; call model.requires_grad_(True), or use the model as it is"
+        )
+
+
+def _joint(
+    stack: contextlib.ExitStack, flat: Flat, leaves: list[torch.Tensor]
+) -> torch.fx.GraphModule:
+    """First as eager mode would run it; if a branch depends on data, as `torch.compile` would
+    (Hugging Face models then build an explicit attention mask instead of looking at the data)."""
+    try:
+        try:
+            with ConstantFolding():
+                return _export(stack, flat, leaves)
+        except Exception as error:
+            if not _is_data_dependent(error):
+                raise
+            with ConstantFolding(), _compiling():
+                return _export(stack, flat, leaves)
+    except RematError:
+        raise
+    except Exception as error:
+        raise TraceError(_diagnose(flat.model, error)) from error
+
+
+def _export(
+    stack: contextlib.ExitStack, flat: Flat, leaves: list[torch.Tensor]
+) -> torch.fx.GraphModule:
+    return aot_export_joint_with_descriptors(stack, flat, tuple(leaves)).graph_module
+
+
+@contextlib.contextmanager
+def _compiling() -> Iterator[None]:
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
+
+
+def _is_data_dependent(error: BaseException) -> bool:
+    return any(
+        word in type(error).__name__
+        for word in ("DataDependent", "GuardOnDataDependent", "DynamicOutputShape")
+    )
+
+
+def _diagnose(model: nn.Module, error: Exception) -> str:
+    """One message: what failed, where in the user's code, and what to do."""
+    what = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+    if _is_data_dependent(error):
+        remedy = (
+            "a branch, index or shape depends on tensor values. Decide it outside of the model and "
+            "pass the result as a Python value, or replace it by torch.where or a mask"
+        )
+    else:
+        remedy = (
+            "first check that model(*inputs) and its backward run in eager mode; if they do, wrap "
+            "the part that fails in a module of its own and optimise the modules around it"
+        )
+    return f"{type(model).__name__} cannot be captured at {_place(error)}: {what}. Remedy: {remedy}"
+
+
+def _place(error: Exception) -> str:
+    """The innermost line of the traceback that is the user's own."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if "/torch/" not in f.filename and "/remat/" not in f.filename]
+    if not own:
+        return "an unknown line"
+    frame = own[-1]
+    return f"{frame.filename}:{frame.lineno} (in {frame.name}: {(frame.line or '').strip()})"

@@ -1,0 +1,117 @@
+"""Follow constants through a capture, so that branches on them need no `torch.compile` detour.
+
+Hugging Face models ask "are these position ids packed sequences?" of a tensor that they themselves
+made with `arange`. Under fake tensors that question has no answer and the capture fails, or the
+model takes its tracing path, with other kernels than in eager mode. `ConstantFolding` keeps a real
+copy of every small tensor that depends on no input, parameter or random number, and answers
+`bool(t)`, `t.item()` and `t.tolist()` from it: the capture takes the branch that eager takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.weak import WeakIdKeyDictionary
+
+MAX_ELEMENTS = 1 << 22
+"""Larger tensors are not followed: a mask of 2048 x 2048 still is."""
+
+_FACTORIES = frozenset(
+    getattr(torch, name)
+    for name in (
+        "arange",
+        "ones",
+        "zeros",
+        "full",
+        "tensor",
+        "eye",
+        "linspace",
+        "scalar_tensor",
+    )
+)
+_QUESTIONS = frozenset(
+    getattr(torch.Tensor, name)
+    for name in ("__bool__", "item", "tolist", "__int__", "__float__", "__index__")
+)
+_RANDOM = ("rand", "dropout", "bernoulli", "normal", "multinomial", "empty", "uniform")
+
+
+class ConstantFolding(TorchFunctionMode):
+    """While active, tensors made of constants have known values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._known: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        tensors = list(_tensors((args, kwargs)))
+        known = all(t in self._known for t in tensors)
+        if func in _QUESTIONS and tensors and known:
+            with _disable_current_modes():
+                return func(self._known[tensors[0]])
+        result = func(*args, **kwargs)
+        if _mutates(func) or "out" in kwargs:
+            # What was written may be a view of anything known: forget it all, rather than guess.
+            self._known.clear()
+        elif known and (tensors or func in _FACTORIES) and not _is_random(func):
+            self._follow(func, args, kwargs, result)
+        return result
+
+    def _follow(
+        self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any], result: Any
+    ) -> None:
+        made = [t for t in _tensors(result) if t not in self._known]
+        if not made or any(t.numel() > MAX_ELEMENTS for t in made):
+            return
+        try:
+            with _disable_current_modes(), torch.no_grad():
+                real = func(*self._real(args), **self._real(kwargs))
+        except Exception:
+            return  # then the value is simply not known
+        for tensor, value in zip(_tensors(result), _tensors(real), strict=False):
+            if type(value) is torch.Tensor and value.shape == tensor.shape:
+                self._known[tensor] = value
+
+    def _real(self, tree: Any) -> Any:
+        if isinstance(tree, torch.Tensor):
+            return self._known[tree]
+        if isinstance(tree, (list, tuple)) and type(tree) in (list, tuple):
+            return type(tree)(self._real(item) for item in tree)
+        if isinstance(tree, dict):
+            return {key: self._real(item) for key, item in tree.items()}
+        return tree
+
+
+def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, (list, tuple)):
+        for item in tree:
+            yield from _tensors(item)
+    elif isinstance(tree, dict):
+        for item in tree.values():
+            yield from _tensors(item)
+
+
+def _name(func: Callable[..., Any]) -> str:
+    return str(getattr(func, "__name__", ""))
+
+
+def _mutates(func: Callable[..., Any]) -> bool:
+    name = _name(func)
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+
+
+def _is_random(func: Callable[..., Any]) -> bool:
+    return any(word in _name(func) for word in _RANDOM)

@@ -1,0 +1,165 @@
+"""`lower`: a Program becomes two runnable fx graphs, and with a model a `RematModule`.
+
+Nothing in a document is trusted: operations resolve through `operators.resolve`, names were checked
+when the Program was read, and no text of the document is executed other than as those names.
+"""
+
+from __future__ import annotations
+
+import base64
+import operator
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.graph import _BoxedCodeGen
+
+from remat.arguments import Ref
+from remat.errors import DocumentError
+from remat.frontend.accumulate import accumulate
+from remat.frontend.operators import NAMESPACES, decode_argument, decode_literal, resolve
+from remat.frontend.pytree import builder
+from remat.frontend.random import generator_state, replay
+from remat.program import Program, Statement
+from remat.trace import ACCUMULATE, Placeholder
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A program ready to run on any model that it fits.
+
+    `forward` takes `forward_inputs` (in a list, which it empties) and returns the outputs, then
+    `program.saved` without placeholders, then `program.states`. `backward` takes the saved tensors,
+    the states, the tangents, the constants, and the parameters to accumulate into; it returns the
+    gradients in the order of `program.gradients`.
+    """
+
+    program: Program
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    constants: tuple[torch.Tensor, ...]
+    rebuild: Callable[[Sequence[object]], Any]
+    saved_placeholders: tuple[str, ...]
+    saved_variables: tuple[str, ...]
+    accumulated: tuple[str, ...]
+    namespaces: frozenset[str]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return compile_program, (self.program, self.namespaces)
+
+
+def compile_program(program: Program, namespaces: Collection[str] = NAMESPACES) -> Compiled:
+    """Build the forward and backward graphs.
+
+    Raises `DocumentError` for an operation or an output type that is not allowed or not there.
+    """
+    outside = {p.name: p for p in program.placeholders}
+    inputs = [p.name for p in program.placeholders if p.kind not in ("tangent", "constant")]
+    constants = [p for p in program.placeholders if p.kind == "constant"]
+    tangents = [o.tangent for o in program.outputs if o.tangent]
+    saved_placeholders = tuple(name for name in program.saved if name in outside)
+    saved_variables = tuple(name for name in program.saved if name not in outside)
+    accumulated = tuple(
+        arg.name
+        for s in program.backward
+        if s.target == ACCUMULATE and isinstance(arg := s.args[0], Ref)
+    )
+    forward = _graph(
+        program.forward,
+        inputs=[*inputs, *(p.name for p in constants)],
+        outputs=[*(o.name for o in program.outputs), *saved_variables, *program.states],
+        namespaces=namespaces,
+    )
+    backward = _graph(
+        program.backward,
+        inputs=[
+            *saved_placeholders,
+            *saved_variables,
+            *program.states,
+            *tangents,
+            *(p.name for p in constants),
+            *(f"into_{name}" for name in accumulated),
+        ],
+        outputs=[g.name for g in program.gradients],
+        namespaces=namespaces,
+    )
+    return Compiled(
+        program=program,
+        forward=forward,
+        backward=backward,
+        constants=tuple(_constant(p) for p in constants),
+        rebuild=builder(program.result),
+        saved_placeholders=saved_placeholders,
+        saved_variables=saved_variables,
+        accumulated=accumulated,
+        namespaces=frozenset(namespaces),
+    )
+
+
+def _graph(
+    statements: Sequence[Statement],
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    namespaces: Collection[str],
+) -> fx.GraphModule:
+    graph = fx.Graph()
+    # The boxed calling convention empties its argument list, so that each value dies after its
+    # last use; the ordinary one would keep every saved tensor alive through the backward.
+    graph.set_codegen(_BoxedCodeGen())
+    nodes: dict[str, Any] = {name: graph.placeholder(name) for name in inputs}
+    for statement in statements:
+        _add(graph, statement, nodes, namespaces)
+    graph.output([nodes[name] for name in outputs])
+    return fx.GraphModule(torch.nn.Module(), graph)
+
+
+def _add(
+    graph: fx.Graph, statement: Statement, nodes: dict[str, Any], namespaces: Collection[str]
+) -> None:
+    if statement.target == ACCUMULATE:
+        name = statement.args[0].name  # type: ignore[union-attr]
+        call = graph.call_function(
+            accumulate, (nodes[f"into_{name}"], decode_argument(statement.args[1], nodes))
+        )
+    else:
+        operation: Any = resolve(statement.target, namespaces)
+        args = tuple(decode_argument(item, nodes) for item in statement.args)
+        kwargs = {key: decode_argument(item, nodes) for key, item in statement.kwargs.items()}
+        if statement.random == "replay":
+            call = graph.call_function(
+                replay, (nodes[statement.state], statement.device, operation, args, kwargs)
+            )
+        else:
+            if statement.random == "save":
+                nodes[statement.state] = _named(
+                    graph.call_function(generator_state, (statement.device,)), statement.state
+                )
+            call = graph.call_function(operation, args, kwargs)
+    call.meta["remat"] = {"module": statement.module, "rerun": statement.rerun}
+    if len(statement.results) == 1 and statement.results[0].position < 0:
+        name = statement.results[0].name
+        nodes[name] = _named(call, name)
+        return
+    for bound in statement.results:
+        # Tuple elements are taken at once, or the tuple would keep all of its parts alive.
+        item = graph.call_function(operator.getitem, (call, bound.position))
+        nodes[bound.name] = _named(item, bound.name)
+
+
+def _named(node: fx.Node, name: str) -> fx.Node:
+    node._rename(name)
+    return node
+
+
+def _constant(placeholder: Placeholder) -> torch.Tensor:
+    meta = placeholder.tensor
+    dtype = decode_literal("dtype", meta.dtype)
+    assert isinstance(dtype, torch.dtype)
+    try:
+        data = bytearray(base64.b64decode(placeholder.data, validate=True))
+        flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+        return flat.reshape(meta.shape).to(meta.device)
+    except (ValueError, RuntimeError) as error:
+        raise DocumentError(f"the constant {placeholder.name} is damaged: {error}") from None

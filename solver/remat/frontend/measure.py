@@ -1,0 +1,259 @@
+"""`measure`: a Trace with costs, by running each distinct operation by itself, or by a roofline.
+
+Operations run on tensors made for them (see `remat.frontend.tensors`), never on the model's, so a
+measurement has no effect but on the cost cache. What cannot be measured is estimated from what
+could be, and says so.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from remat.arguments import refs
+from remat.errors import RematError
+from remat.frontend.calibration import Calibration
+from remat.frontend.cost_cache import Cost, CostCache
+from remat.frontend.cost_key import conditions, cost_key, device_name
+from remat.frontend.memory import free_bytes
+from remat.frontend.operators import resolve
+from remat.frontend.progress import Progress, reporter
+from remat.frontend.tensors import Operands, operand_bytes
+from remat.frontend.timers import FLOOR_S, timer_for
+from remat.roofline import Roofline, estimate, traffic_bytes
+from remat.trace import Node, TensorMeta, Trace
+
+log = logging.getLogger("remat")
+
+_COPY_BYTES = 64 << 20
+
+MEMORY_SHARE = 0.9
+"""Of the free memory, what operands and results may take; the rest is for workspaces and others."""
+
+
+def measure(
+    trace: Trace,
+    device: str | torch.device | Roofline | None = None,
+    *,
+    cache: CostCache | str | os.PathLike[str] | bool | None = None,
+    progress: Progress | bool | None = None,
+) -> Trace:
+    """A new Trace whose operations have `cost_s` (seconds), `workspace_bytes` and `cost_source`.
+
+    `device` is "cpu", "cuda", "cuda:1", or a `Roofline` that needs no device; by default where the
+    trace was made. `cache` is a path or a `CostCache`, by default the user's own; False measures
+    anew and keeps nothing. `progress` is called with (done, total, name); True draws a bar on
+    stderr. Views cost nothing. What fails to run is estimated, with a warning of the logger
+    "remat" for each distinct reason.
+
+    Raises `RematError` where the device is not there.
+    """
+    metas = tensor_metas(trace)
+    if isinstance(device, Roofline):
+        priced = {
+            node.name: _Priced(
+                max(FLOOR_S, estimate(node, metas, device)), 0, f"roofline {device.name}"
+            )
+            for node in trace.nodes
+            if not node.view
+        }
+        return _with_costs(trace, priced)
+    where = _checked(torch.device(device or trace.device), trace)
+    own = cache is None or not isinstance(cache, CostCache)
+    costs = _open_cache(cache)
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(_alone(where))
+            report = stack.enter_context(reporter(progress))
+            return _with_costs(trace, _measure(trace, metas, where, costs, report))
+    finally:
+        if own and costs is not None:
+            costs.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Priced:
+    cost_s: float
+    workspace_bytes: int
+    source: str
+
+
+def tensor_metas(trace: Trace) -> dict[str, TensorMeta]:
+    """Every tensor of the trace by name."""
+    metas = {p.name: p.tensor for p in trace.placeholders}
+    metas.update((r.name, r.tensor) for node in trace.nodes for r in node.results)
+    return metas
+
+
+def _with_costs(trace: Trace, priced: Mapping[str, _Priced]) -> Trace:
+    def update(node: Node) -> Node:
+        if node.name not in priced:
+            return node
+        cost = priced[node.name]
+        return node.model_copy(
+            update={
+                "cost_s": cost.cost_s,
+                "workspace_bytes": cost.workspace_bytes,
+                "cost_source": cost.source[:100],
+            }
+        )
+
+    # Not model_copy: it would carry over what the old trace has computed from its old nodes.
+    fields = {name: getattr(trace, name) for name in type(trace).model_fields}
+    return Trace(**{**fields, "nodes": tuple(update(node) for node in trace.nodes)})
+
+
+def _measure(
+    trace: Trace,
+    metas: Mapping[str, TensorMeta],
+    device: torch.device,
+    cache: CostCache | None,
+    report: Progress,
+) -> dict[str, _Priced]:
+    home = trace.device.partition(":")[0]
+    base = conditions(device)
+    groups: dict[str, list[Node]] = {}
+    keys: dict[str, dict[str, object]] = {}
+    for node in trace.nodes:
+        if not node.view:
+            key = cost_key(node, metas, home)
+            groups.setdefault(text := repr(key), []).append(node)
+            keys[text] = {**base, **key}
+    bench = _Bench(metas, home, device)
+    known: dict[str, Cost] = {}
+    failed: dict[str, str] = {}
+    for done, (text, nodes) in enumerate(groups.items()):
+        report(done, len(groups), nodes[0].target)
+        cost = cache.get(keys[text]) if cache is not None else None
+        if cost is None:
+            try:
+                cost = bench.cost(nodes[0])
+            except Exception as error:  # whatever an operation raises, the others still count
+                failed[text] = _reason(error)
+                bench.release()
+                continue
+            if cache is not None:
+                cache.put(keys[text], cost)
+        known[text] = cost
+    report(len(groups), len(groups), "")
+    source = f"measured {device.type} {device_name(device)}"
+    priced = {
+        n.name: _Priced(c.cost_s, c.workspace_bytes, source)
+        for t, c in known.items()
+        for n in groups[t]
+    }
+    if failed:
+        calibration = Calibration.fit(
+            device, metas, [(groups[text][0], cost) for text, cost in known.items()]
+        )
+        for text, reason in failed.items():
+            cost_s = max(FLOOR_S, calibration.seconds(groups[text][0]))
+            estimated = _Priced(cost_s, 0, f"estimated: {reason}")
+            priced.update((node.name, estimated) for node in groups[text])
+        _warn(failed, groups, calibration.description)
+    return priced
+
+
+class _Bench:
+    """Runs operations by themselves on one device."""
+
+    def __init__(self, metas: Mapping[str, TensorMeta], home: str, device: torch.device) -> None:
+        self._metas = metas
+        self._operands = Operands(metas, home, device)
+        self._device = device
+        self._time = timer_for(device)
+        self._copy_s_per_byte: float | None = None
+
+    def cost(self, node: Node) -> Cost:
+        if node.target.startswith("remat."):
+            # Our helpers move tensors (save, restore, accumulate) and may act on the model's own
+            # state, so they are priced by the bytes that they move and never run here.
+            return Cost(traffic_bytes(node, self._metas) * self.copy_s_per_byte(), 0)
+        operator = resolve(node.target)
+        needed = operand_bytes(node, self._metas, [*refs(node.args), *refs(node.kwargs)])
+        free = free_bytes(self._device)
+        if free is not None and needed > MEMORY_SHARE * free:
+            raise MemoryError(f"out of memory: needs {needed:,} bytes")
+        args, kwargs = self._operands.make(node, operator)
+        return self._time(lambda: operator(*args, **kwargs))
+
+    def copy_s_per_byte(self) -> float:
+        """Seconds for each byte read or written by a large `copy_`."""
+        if self._copy_s_per_byte is None:
+            source = torch.zeros(_COPY_BYTES, dtype=torch.uint8, device=self._device)
+            into = torch.zeros_like(source)
+            self._copy_s_per_byte = self._time(lambda: into.copy_(source)).cost_s / (
+                2 * _COPY_BYTES
+            )
+        return self._copy_s_per_byte
+
+    def release(self) -> None:
+        """After a failure: give back what the allocator has kept."""
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _checked(device: torch.device, trace: Trace) -> torch.device:
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise RematError(
+            "cannot measure on cuda: torch sees no CUDA device here; measure where one is, or "
+            "estimate with remat.Roofline('h200') or another known device"
+        )
+    if device.type not in ("cpu", "cuda"):
+        raise RematError(f"cannot measure on {device.type}: only cpu, cuda and a Roofline can")
+    if device.type != trace.device.partition(":")[0]:
+        log.warning(
+            "this trace was made for %s and is measured on %s: torch may choose other operations "
+            "there; trace it on %s to be sure",
+            trace.device,
+            device,
+            device.type,
+        )
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def _open_cache(cache: CostCache | str | os.PathLike[str] | bool | None) -> CostCache | None:
+    if isinstance(cache, CostCache):
+        return cache
+    if isinstance(cache, bool):
+        return CostCache() if cache else None
+    return CostCache(cache)
+
+
+@contextmanager
+def _alone(device: torch.device) -> Iterator[None]:
+    """Without the caller's gradient mode, autocast, dispatch modes and random state."""
+    devices = [device.index] if device.type == "cuda" else []
+    with (
+        torch.random.fork_rng(devices=devices),
+        torch.no_grad(),
+        torch.autocast(device.type, enabled=False),
+        _disable_current_modes(),
+    ):
+        yield
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in str(error):
+        return "out of memory"
+    first = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {first[0][:80]}"
+
+
+def _warn(failed: Mapping[str, str], groups: Mapping[str, list[Node]], how: str) -> None:
+    by_reason: dict[str, list[str]] = {}
+    for text, reason in failed.items():
+        by_reason.setdefault(reason, []).append(groups[text][0].target)
+    for reason, targets in by_reason.items():
+        names = ", ".join(sorted(set(targets))[:5])
+        log.warning(
+            "cannot measure %d operations (%s): %s; estimated %s", len(targets), names, reason, how
+        )

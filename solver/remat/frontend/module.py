@@ -1,0 +1,226 @@
+"""`RematModule`: the model with another forward.
+
+A `torch.fx.GraphModule` that shares the model's parameters, buffers and submodules (the very same
+dictionaries), so that optimizers, `state_dict`, `to`, `train` and weight tying behave as if it were
+the model. Evaluation and `no_grad` run the model's own forward.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import fx, nn
+
+from remat.frontend.guards import Binding, check_call
+from remat.frontend.lower import Compiled, compile_program
+from remat.frontend.operators import NAMESPACES
+from remat.frontend.pytree import flatten
+from remat.frontend.step import run_step
+from remat.program import Program
+from remat.structure import Structure
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    from remat.plan import Plan
+
+
+class Ready:
+    """A compiled program bound to a model, with its plan if there is one."""
+
+    def __init__(self, compiled: Compiled, model: nn.Module, plan: Plan | None) -> None:
+        self.compiled = compiled
+        self.plan = plan
+        self._model = model
+        self._binding = Binding(compiled.program, model)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Ready, (self.compiled, self._model, self.plan)
+
+    def __call__(self, leaves: Sequence[torch.Tensor]) -> Any:
+        placeholders = self._binding.tensors(leaves)
+        parameters = [placeholders[name] for name in self.compiled.accumulated]
+        return self.compiled.rebuild(run_step(self.compiled, placeholders, parameters))
+
+
+class Source(Protocol):
+    """Where a module's ready programs come from: a planner, or one program from a file."""
+
+    def ready(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        leaves: Sequence[torch.Tensor],
+        structure: Structure,
+    ) -> Ready: ...
+
+    def current(self) -> Ready | None: ...
+
+    def rebind(self, model: nn.Module) -> Source: ...
+
+
+class FixedSource:
+    """One program, made elsewhere: a call that differs from it is an error."""
+
+    def __init__(self, program: Program, model: nn.Module, compiled: Compiled, plan: Plan | None):
+        self._ready = Ready(compiled, model, plan)
+        self._program = program
+
+    def ready(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        leaves: Sequence[torch.Tensor],
+        structure: Structure,
+    ) -> Ready:
+        check_call(self._program, structure, leaves, model)
+        return self._ready
+
+    def current(self) -> Ready | None:
+        return self._ready
+
+    def rebind(self, model: nn.Module) -> Source:
+        return FixedSource(self._program, model, self._ready.compiled, self._ready.plan)
+
+
+class Step:
+    """What a `RematModule`'s graph calls: decides between the plan and the model's own forward."""
+
+    def __init__(self, model: nn.Module, source: Source) -> None:
+        self.model = model
+        self.source = source
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One call of the module."""
+        model = self.model
+        if not torch.is_grad_enabled():
+            return model(*args, **kwargs)
+        leaves, structure = flatten((args, kwargs), "the arguments ")
+        current = self.source.current()
+        planned_training = current is None or current.compiled.program.environment.training
+        if not model.training and planned_training:
+            return model(*args, **kwargs)
+        if not any(t.requires_grad for t in (*model.parameters(), *leaves)):
+            return model(*args, **kwargs)
+        return self.source.ready(model, args, kwargs, leaves, structure)(leaves)
+
+
+def _outer_graph() -> fx.Graph:
+    graph = fx.Graph()
+    args = graph.create_node("placeholder", "*args", name="args")
+    kwargs = graph.create_node("placeholder", "**kwargs", name="kwargs")
+    step = graph.create_node("get_attr", "step", name="step")
+    graph.output(graph.call_method("run", (step, args, kwargs)))
+    return graph
+
+
+class RematModule(fx.GraphModule):
+    """See `remat.optimize`. `plan`, `program`, `forward_graph` and `backward_graph` are those of
+    the latest planned inputs, or None before the first call."""
+
+    def __init__(self, model: nn.Module, source: Source) -> None:
+        root = nn.Module()
+        root.step = Step(model, source)  # type: ignore[assignment]
+        super().__init__(root, _outer_graph(), class_name=f"Remat{type(model).__name__}")
+        # Shared, not copied: what happens to the model's tensors happens here, and the reverse.
+        self.__dict__["_model"] = model
+        self.__dict__["_parameters"] = model._parameters
+        self.__dict__["_buffers"] = model._buffers
+        self.__dict__["_modules"] = model._modules
+        self.__dict__["_non_persistent_buffers_set"] = model._non_persistent_buffers_set
+        self.training = model.training
+
+    @property
+    def plan(self) -> Plan | None:
+        """The schedule with its peak, time and bound."""
+        ready = self._ready()
+        return ready.plan if ready else None
+
+    @property
+    def program(self) -> Program | None:
+        """The rewritten step as a document; `program.save(path)` keeps it for the next run."""
+        ready = self._ready()
+        return ready.compiled.program if ready else None
+
+    @property
+    def forward_graph(self) -> fx.GraphModule | None:
+        """The forward that runs, printable."""
+        ready = self._ready()
+        return ready.compiled.forward if ready else None
+
+    @property
+    def backward_graph(self) -> fx.GraphModule | None:
+        """The backward that runs, printable."""
+        ready = self._ready()
+        return ready.compiled.backward if ready else None
+
+    def _ready(self) -> Ready | None:
+        return self.__dict__["step"].source.current()
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            model = self.__dict__.get("_model")
+            if model is None or name.startswith("__"):
+                raise
+            return getattr(model, name)
+
+    def train(self, mode: bool = True) -> RematModule:
+        """As `nn.Module.train`, on the model itself."""
+        self.__dict__["_model"].train(mode)
+        self.training = mode
+        return self
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> RematModule:
+        self.__dict__["_model"]._apply(fn, recurse)
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own state, under the model's own keys."""
+        return self.__dict__["_model"].state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load into the model."""
+        return self.__dict__["_model"].load_state_dict(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RematModule:
+        model = copy.deepcopy(self.__dict__["_model"], memo)
+        return RematModule(model, self.__dict__["step"].source.rebind(model))
+
+    def __copy__(self) -> RematModule:
+        return RematModule(self.__dict__["_model"], self.__dict__["step"].source)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restore, (self.__dict__["_model"], self.__dict__["step"].source)
+
+
+def _restore(model: nn.Module, source: Source) -> RematModule:
+    return RematModule(model, source.rebind(model))
+
+
+def lower(
+    program: Program,
+    model: nn.Module,
+    *,
+    plan: Plan | None = None,
+    namespaces: Collection[str] = NAMESPACES,
+) -> RematModule:
+    """Turn a program, from `remat.rewrite`, a file or the service, into a running module.
+
+    The module uses `model`'s own parameters and checks at each call that the call is the one that
+    the program was made for. `namespaces` are the torch operator namespaces whose operations may
+    run; add your library's where the model uses custom operators.
+
+    Raises `GuardError` where the model does not fit, `DocumentError` for an operation that is not
+    allowed.
+    """
+    compiled = compile_program(program, namespaces)
+    return RematModule(model, FixedSource(program, model, compiled, plan))
+
+

@@ -1,0 +1,145 @@
+"""Operations by name: which torch functions a document may call, and with which arguments.
+
+A document comes from anywhere, so a name is looked up, never imported, and only functional ATen and
+prims operations pass. Two that look functional are refused all the same, because they reach files:
+`aten.from_file` and `aten.save` (which returns no tensor).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import TypeAlias
+
+import torch
+from torch._ops import OpOverload, OpOverloadPacket
+
+from remat.arguments import Argument, Literal, Ref
+from remat.documents import check_target
+from remat.errors import DocumentError, TraceError
+from remat.trace import COPY
+
+Operator: TypeAlias = Callable[..., object]
+
+NAMESPACES = frozenset({"aten", "prims"})
+"""The torch namespaces whose operations a document may name."""
+
+REMAT_OPERATIONS: dict[str, Operator] = {}
+"""Our own helpers by target, e.g. "remat.accumulate.default"; see `register`."""
+
+_REACHES_FILES = frozenset({"aten.from_file.default", "aten.from_file.out"})
+_LITERAL_TYPES: dict[str, type] = {
+    "dtype": torch.dtype,
+    "layout": torch.layout,
+    "memory_format": torch.memory_format,
+}
+
+
+def register(name: str, function: Operator) -> Operator:
+    """Let documents call `function` as the target `name`, which must be in namespace `remat`."""
+    if not check_target(name).startswith("remat."):
+        raise ValueError(f"{name}: helpers live in the namespace remat")
+    if REMAT_OPERATIONS.get(name, function) is not function:
+        raise ValueError(f"{name} is registered already")
+    REMAT_OPERATIONS[name] = function
+    return function
+
+
+def resolve(target: str, namespaces: Collection[str] = NAMESPACES) -> Operator:
+    """The function that a target names: an `OpOverload`, or one of remat's helpers.
+
+    Raises `DocumentError` where the name is malformed or unknown, or where the operation is not
+    functional (`aten.copy_.default` is the one exception).
+    """
+    try:
+        namespace, name, overload = check_target(target).split(".")
+    except ValueError as error:
+        raise DocumentError(str(error)) from None
+    if namespace == "remat":
+        if target not in REMAT_OPERATIONS:
+            raise DocumentError(f"{target} is none of remat's operations: a newer remat wrote it?")
+        return REMAT_OPERATIONS[target]
+    if namespace not in namespaces:
+        raise DocumentError(
+            f"{target}: operations of namespace {namespace} are not allowed, only those of "
+            f"{', '.join(sorted(namespaces))}"
+        )
+    operator = _lookup(namespace, name, overload)
+    if operator is None:
+        raise DocumentError(f"torch {torch.__version__} has no operation {target}")
+    _check_functional(target, operator)
+    return operator
+
+
+def _lookup(namespace: str, name: str, overload: str) -> OpOverload | None:
+    packet = getattr(getattr(torch.ops, namespace), name, None)
+    if not isinstance(packet, OpOverloadPacket):
+        return None
+    operator = getattr(packet, overload, None)
+    return operator if isinstance(operator, OpOverload) else None
+
+
+def _check_functional(target: str, operator: OpOverload) -> None:
+    schema = operator._schema
+    if target == COPY:
+        return
+    if schema.is_mutable:
+        raise DocumentError(f"{target} changes its arguments: only {COPY} may do that")
+    returns_tensors = any("Tensor" in str(item.type) for item in schema.returns)
+    if not returns_tensors or target in _REACHES_FILES:
+        raise DocumentError(f"{target} is not allowed: it is no function from tensors to tensors")
+
+
+def decode_argument(argument: Argument, tensors: Mapping[str, torch.Tensor]) -> object:
+    """What to pass to torch for an argument; references are looked up in `tensors`.
+
+    Raises `DocumentError` for a name that is not there or a literal that torch does not know.
+    """
+    match argument:
+        case Ref(name):
+            if name not in tensors:
+                raise DocumentError(f"there is no tensor {name}")
+            return tensors[name]
+        case Literal(kind, text):
+            return decode_literal(kind, text)
+        case tuple():
+            return [decode_argument(item, tensors) for item in argument]
+        case _:
+            return argument
+
+
+def decode_literal(kind: str, text: str) -> object:
+    """A torch constant by kind and name: ("dtype", "float32") gives `torch.float32`."""
+    if kind == "device":
+        try:
+            return torch.device(text)
+        except RuntimeError as error:
+            first = str(error).splitlines()[0]
+            raise DocumentError(f"{text!r} is no torch device: {first}") from None
+    expected = _LITERAL_TYPES.get(kind)
+    found = getattr(torch, text, None)
+    if expected is None or not isinstance(found, expected):
+        raise DocumentError(f"{text!r} is no torch {kind}")
+    return found
+
+
+def encode_argument(value: object, special: Callable[[object], Argument] | None = None) -> Argument:
+    """The inverse of `decode_argument`.
+
+    What is no scalar, list, tuple or torch constant goes to `special`, which names fx Nodes and
+    tensors. Raises `TraceError` where nobody can write the value down.
+    """
+    match value:
+        case None | bool() | int() | float() | complex() | str():
+            return value
+        case list() | tuple():
+            return tuple(encode_argument(item, special) for item in value)
+        case torch.device():
+            return Literal("device", str(value))
+        case torch.dtype() | torch.layout() | torch.memory_format():
+            kind = next(k for k, cls in _LITERAL_TYPES.items() if isinstance(value, cls))
+            return Literal(kind, str(value).removeprefix("torch."))
+    if special is not None:
+        return special(value)
+    raise TraceError(
+        f"an operation has an argument of type {type(value).__qualname__}, which cannot be saved"
+    )

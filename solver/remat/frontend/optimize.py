@@ -1,0 +1,77 @@
+"""`optimize(model, budget)`: the whole way in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from remat.budget import parse_budget
+from remat.errors import TraceError
+from remat.frontend.capture import check_differentiable, normalise_inputs
+from remat.frontend.cost_cache import CostCache
+from remat.frontend.module import RematModule
+from remat.frontend.operators import NAMESPACES
+from remat.frontend.planner import Options, Planner
+from remat.frontend.pytree import flatten
+from remat.progress import Progress
+from remat.roofline import Roofline
+from remat.strategies import Strategy
+
+
+def optimize(
+    model: nn.Module,
+    budget: int | str,
+    example_inputs: Any = None,
+    example_kwargs: Mapping[str, Any] | None = None,
+    *,
+    strategy: Strategy | None = None,
+    costs: str | Roofline | None = None,
+    cache: str | CostCache | None = None,
+    differentiate: str | Sequence[str] = "auto",
+    max_plans: int = 8,
+    progress: Callable[[Progress], None] | None = None,
+    namespaces: Collection[str] = NAMESPACES,
+) -> RematModule:
+    """The same model with a training step that never takes more memory than `budget`.
+
+    `budget` is the peak of bytes allocated during forward and backward, parameters, buffers,
+    gradients and batch included: an int (bytes), a string ("8GiB", "7.5 GB", "60%" of the peak
+    without recomputation), "min" (the smallest feasible) or "auto" (what the device has free).
+
+    Without example inputs the step is planned at the first call, for the inputs that it then gets;
+    with them, now. `costs` is "cpu", "cuda" or a `remat.Roofline`; by default operations are timed
+    on the model's own device. `differentiate` says which outputs gradients will come from (see
+    `remat.trace`). Other keyword arguments are those of `remat.solve` and `remat.measure`.
+
+    The result shares the model's parameters and behaves as the model. Raises `InfeasibleBudget`,
+    `BudgetError`, `TraceError`, `SolverTimeout`.
+    """
+    if not isinstance(model, nn.Module):
+        raise TraceError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    if isinstance(model, RematModule):
+        raise TraceError("this model is optimised already; pass the original one")
+    if budget != "auto":
+        parse_budget(budget, baseline_bytes=1 << 40)  # wrong units fail now, not at midnight
+    planner = Planner(
+        Options(
+            budget=budget,
+            strategy=strategy,
+            costs=costs,
+            cache=cache,
+            differentiate=differentiate if isinstance(differentiate, str) else tuple(differentiate),
+            max_plans=max_plans,
+            progress=progress,
+            namespaces=frozenset(namespaces),
+        )
+    )
+    if example_inputs is None and example_kwargs is None:
+        return RematModule(model, planner)
+    args, kwargs = normalise_inputs(
+        model, () if example_inputs is None else example_inputs, example_kwargs
+    )
+    check_differentiable(model, args, kwargs)
+    leaves, structure = flatten((args, kwargs), "the example inputs ")
+    planner.ready(model, args, kwargs, leaves, structure)
+    return RematModule(model, planner)

@@ -1,0 +1,223 @@
+"""`Planner`: plans a model's step for the inputs that arrive, and keeps the plans.
+
+A second call with the same signature costs a comparison. Other shapes are traced anew; where the
+graph is the same and the schedule fits the budget with the new sizes (the simulator proves it),
+the schedule is used again, else it is solved for.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from remat.arguments import refs
+from remat.budget import parse_budget
+from remat.errors import InfeasibleBudget
+from remat.frontend.capture import trace as capture
+from remat.frontend.cost_cache import CostCache
+from remat.frontend.device_memory import available_budget
+from remat.frontend.guards import Signature, signature
+from remat.frontend.lower import compile_program
+from remat.frontend.measure import measure
+from remat.frontend.module import Ready, Source
+from remat.frontend.operators import NAMESPACES
+from remat.plan import Plan
+from remat.progress import Progress
+from remat.rewrite import rewrite
+from remat.roofline import Roofline
+from remat.simulate import simulate
+from remat.solve import solve
+from remat.strategies import Solution, Strategy
+from remat.structure import Structure
+from remat.trace import Trace, with_accumulation
+
+logger = logging.getLogger("remat")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `remat.optimize` was asked for."""
+
+    budget: int | str
+    strategy: Strategy | None = None
+    costs: str | Roofline | None = None
+    cache: str | CostCache | None = None
+    differentiate: str | tuple[str, ...] = "auto"
+    max_plans: int = 8
+    progress: Callable[[Progress], None] | None = None
+    namespaces: frozenset[str] = NAMESPACES
+
+
+@dataclass
+class Entry:
+    """One planned signature."""
+
+    ready: Ready
+    trace: Trace
+    plan: Plan
+
+
+@dataclass
+class Planner:
+    """The source of a module's programs. `timings_s` tells where the last planning's time went."""
+
+    options: Options
+    timings_s: dict[str, float] = field(default_factory=dict)
+    _entries: OrderedDict[Signature, Entry] = field(default_factory=OrderedDict)
+    _last: Ready | None = None
+
+    def current(self) -> Ready | None:
+        """The program that ran last, or was planned last."""
+        return self._last
+
+    def rebind(self, model: nn.Module) -> Source:
+        """The same plans for a copy of the model."""
+        copied = Planner(self.options, dict(self.timings_s))
+        for key, entry in self._entries.items():
+            ready = Ready(entry.ready.compiled, model, entry.plan)
+            copied._entries[key] = replace(entry, ready=ready)
+            if entry.ready is self._last:
+                copied._last = ready
+        return copied
+
+    def ready(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        leaves: Sequence[torch.Tensor],
+        structure: Structure,
+    ) -> Ready:
+        """The program for a call; planned now where the call is of a new kind."""
+        key = signature(model, structure, leaves)
+        entry = self._entries.get(key)
+        if entry is None:
+            entry = self._plan(model, args, kwargs, accumulating=key.accumulating)
+            self._keep(key, entry)
+        self._entries.move_to_end(key)
+        self._last = entry.ready
+        return entry.ready
+
+    # -- planning ---------------------------------------------------------------------------
+
+    def _plan(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, accumulating: bool
+    ) -> Entry:
+        self.timings_s = {}
+        with self._timed("trace"):
+            traced = capture(model, args, kwargs, differentiate=self.options.differentiate)
+            if accumulating:
+                traced = with_accumulation(traced)
+        found = self._reuse(traced)
+        if found is None:
+            with self._timed("measure"):
+                costs = self.options.costs or traced.device.split(":")[0]
+                traced = measure(traced, device=costs, cache=self.options.cache)
+            with self._timed("solve"):
+                plan = self._solve(traced, accumulating)
+        else:
+            traced, plan = found
+        with self._timed("rewrite"):
+            program = rewrite(traced, plan.schedule)
+        with self._timed("lower"):
+            compiled = compile_program(program, self.options.namespaces)
+            ready = Ready(compiled, model, plan)
+        self._tell(traced, plan, reused=found is not None, accumulating=accumulating)
+        return Entry(ready, traced, plan)
+
+    def _budget(self, traced: Trace) -> int | str:
+        if self.options.budget == "auto":
+            return available_budget(traced)
+        return self.options.budget
+
+    def _solve(self, traced: Trace, accumulating: bool) -> Plan:
+        try:
+            return solve(
+                traced,
+                self._budget(traced),
+                self.options.strategy,
+                progress=self.options.progress,
+            )
+        except InfeasibleBudget as error:
+            if not accumulating:
+                raise
+            raise InfeasibleBudget(
+                f"{error} This call accumulates into gradients that are already there, which takes "
+                "their memory for the whole step; call zero_grad(set_to_none=True) before the "
+                "forward if accumulation is not meant.",
+                min_feasible_bytes=error.min_feasible_bytes,
+            ) from None
+
+    def _reuse(self, traced: Trace) -> tuple[Trace, Plan] | None:
+        if self.options.budget in ("min", "auto") or str(self.options.budget).endswith("%"):
+            return None  # these mean another number of bytes for other shapes
+        for entry in reversed(self._entries.values()):
+            if _outline(entry.trace) != _outline(traced):
+                continue
+            priced = _with_costs_of(traced, entry.trace)
+            graph, schedule = priced.graph(), entry.plan.schedule
+            budget_bytes = parse_budget(self.options.budget, baseline_bytes=0)
+            if isinstance(budget_bytes, int) and simulate(graph, schedule).peak_bytes <= budget_bytes:
+                stats = {"strategy": "the schedule solved for other shapes"}
+                return priced, Plan.of(graph, budget_bytes, Solution(schedule), stats)
+        return None
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.timings_s[phase] = time.perf_counter() - start
+
+    def _keep(self, key: Signature, entry: Entry) -> None:
+        self._entries[key] = entry
+        if len(self._entries) > self.options.max_plans:
+            self._entries.popitem(last=False)
+            logger.warning(
+                "more than %d kinds of inputs were planned; the least recently used plan is "
+                "forgotten. Pad inputs to fewer shapes, or pass max_plans=...",
+                self.options.max_plans,
+            )
+
+    def _tell(self, traced: Trace, plan: Plan, *, reused: bool, accumulating: bool) -> None:
+        spent = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.timings_s.items())
+        why = " for gradient accumulation" if accumulating else ""
+        if not self._entries:
+            logger.info("planned%s: %r (%s)", why, plan, spent)
+        elif reused:
+            logger.warning("inputs changed: the same schedule fits, used again%s (%s)", why, spent)
+        else:
+            logger.warning("inputs changed: planned anew%s: %r (%s)", why, plan, spent)
+
+
+def _outline(traced: Trace) -> tuple[object, ...]:
+    """Equal for traces of the same operations on the same values, whatever their sizes."""
+    nodes = tuple(
+        (n.name, n.target, n.view, n.backward, tuple(refs((n.args, *n.kwargs.values()))))
+        for n in traced.nodes
+    )
+    return nodes, traced.accumulating, tuple(o.tangent for o in traced.outputs)
+
+
+def _with_costs_of(traced: Trace, other: Trace) -> Trace:
+    """Costs of the same operations at other sizes: good enough to describe a plan that is not
+    solved for again."""
+    nodes = tuple(
+        n.model_copy(
+            update={
+                "cost_s": o.cost_s,
+                "workspace_bytes": o.workspace_bytes,
+                "cost_source": "estimated: measured at other sizes",
+            }
+        )
+        for n, o in zip(traced.nodes, other.nodes, strict=True)
+    )
+    return traced.replace(nodes=nodes)
+

@@ -1,0 +1,128 @@
+"""Take tensors out of a model's arguments and outputs, and put them back.
+
+Own code rather than `torch.utils._pytree`, because plain dataclasses need no registration here and
+because a `Structure` must be safe to read from a document: a type is looked up only in modules that
+are already imported, and must be a dataclass, a named tuple or a dict.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from remat.errors import DocumentError, TraceError
+from remat.structure import Structure
+
+CACHE_REMEDY = "pass use_cache=False (or set model.config.use_cache = False)"
+
+
+def flatten(tree: object, what: str) -> tuple[list[torch.Tensor], Structure]:
+    """The tensors of `tree`, each once, and the Structure that holds their numbers.
+
+    `what` names the tree in errors ("the model's output"). Raises `TraceError` for objects that
+    cannot be described by data.
+    """
+    leaves: list[torch.Tensor] = []
+    seen: dict[int, int] = {}
+
+    def walk(node: object, path: str) -> Structure:
+        if isinstance(node, torch.Tensor):
+            if id(node) not in seen:
+                seen[id(node)] = len(leaves)
+                leaves.append(node)
+            return Structure(kind="leaf", leaf=seen[id(node)])
+        if node is None or isinstance(node, (bool, int, float, str, complex)):
+            return Structure(kind="value", value=node)
+        if isinstance(node, tuple) and hasattr(node, "_fields"):
+            children = tuple(walk(item, f"{path}[{i}]") for i, item in enumerate(node))
+            return Structure(kind="namedtuple", type=_type_name(node), children=children)
+        if dataclasses.is_dataclass(node) and not isinstance(node, type):
+            return _object(node, [f.name for f in dataclasses.fields(node)], path)
+        if isinstance(node, (list, tuple)) and type(node) in (list, tuple, torch.Size):
+            children = tuple(walk(item, f"{path}[{i}]") for i, item in enumerate(node))
+            return Structure(kind="list" if isinstance(node, list) else "tuple", children=children)
+        if isinstance(node, Mapping):
+            if not all(isinstance(key, (str, int)) for key in node):
+                raise TraceError(f"{what}{path}: only strings and integers can be keys of a dict")
+            children = tuple(walk(item, f"{path}[{key!r}]") for key, item in node.items())
+            kind = "" if type(node) is dict else _type_name(node)
+            return Structure(kind="dict", type=kind, keys=tuple(node), children=children)
+        remedy = (
+            CACHE_REMEDY
+            if "cache" in type(node).__name__.lower()
+            else "use tensors, numbers, strings, None, and lists, tuples, dicts or dataclasses of them"
+        )
+        raise TraceError(f"{what}{path} is a {type(node).__name__}, which cannot be traced; {remedy}")
+
+    def _object(node: object, names: Sequence[str], path: str) -> Structure:
+        # Hugging Face's ModelOutput leaves absent fields None: leave them out, as it does itself.
+        kept = [n for n in names if getattr(node, n) is not None]
+        children = tuple(walk(getattr(node, n), f"{path}.{n}") for n in kept)
+        return Structure(
+            kind="object", type=_type_name(node), keys=tuple(kept), children=children
+        )
+
+    structure = walk(tree, "")
+    return leaves, structure
+
+
+def unflatten(structure: Structure, leaves: Sequence[object]) -> Any:
+    """The inverse of `flatten`. Raises `DocumentError` for a type that is not there."""
+    return builder(structure)(leaves)
+
+
+def builder(structure: Structure) -> Callable[[Sequence[object]], Any]:
+    """A function that rebuilds the tree from its leaves; types are resolved once, here."""
+    match structure.kind:
+        case "leaf":
+            number = structure.leaf
+            return lambda leaves: leaves[number]
+        case "value":
+            value = structure.value
+            return lambda leaves: value
+    parts = [builder(child) for child in structure.children]
+    keys = structure.keys
+    match structure.kind:
+        case "list":
+            return lambda leaves: [part(leaves) for part in parts]
+        case "tuple":
+            return lambda leaves: tuple(part(leaves) for part in parts)
+        case "namedtuple":
+            cls = _resolve(structure.type)
+            return lambda leaves: cls(*(part(leaves) for part in parts))
+        case "object":
+            cls = _resolve(structure.type)
+            return lambda leaves: cls(
+                **{str(k): part(leaves) for k, part in zip(keys, parts, strict=True)}
+            )
+        case _:
+            make = _resolve(structure.type) if structure.type else dict
+            return lambda leaves: make(
+                {k: part(leaves) for k, part in zip(keys, parts, strict=True)}
+            )
+
+
+def _type_name(node: object) -> str:
+    return f"{type(node).__module__}:{type(node).__qualname__}"
+
+
+def _resolve(name: str) -> Callable[..., Any]:
+    module_name, _, qualname = name.partition(":")
+    found: Any = sys.modules.get(module_name)
+    for part in qualname.split("."):
+        found = getattr(found, part, None) if not part.startswith("__") else None
+    plain = isinstance(found, type) and (
+        dataclasses.is_dataclass(found)
+        or (issubclass(found, tuple) and hasattr(found, "_fields"))
+        or issubclass(found, dict)
+    )
+    if not plain:
+        raise DocumentError(
+            f"the output type {name[:200]} is not a dataclass, named tuple or dict of a module that "
+            "is imported; import the model's package before lowering its program"
+        )
+    return found

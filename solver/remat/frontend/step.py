@@ -1,0 +1,138 @@
+"""One autograd node for the whole step: the forward graph, then, from what it saved, the backward
+graph.
+
+Every choice here is about lifetimes: a saved tensor is handed to the backward graph in a list that
+the graph empties, and no other reference to it survives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from remat.errors import GuardError
+from remat.frontend.lower import Compiled
+from remat.frontend.surroundings import without_autocast
+from remat.trace import TensorMeta
+
+
+def run_step(
+    compiled: Compiled,
+    placeholders: dict[str, torch.Tensor],
+    parameters: Sequence[torch.Tensor],
+) -> tuple[torch.Tensor, ...]:
+    """Run the forward; the returned tensors carry a gradient where the program has one.
+
+    `placeholders` are the parameters, buffers and inputs by placeholder name, `parameters` those to
+    accumulate into, in the order of `compiled.accumulated`.
+    """
+    names = list(placeholders)
+    tensors = list(placeholders.values())
+    return _Step.apply(compiled, names, list(parameters), *tensors)  # type: ignore[no-any-return]
+
+
+class _Step(torch.autograd.Function):
+    # Since torch 2.12 or so the engine then passes the tangents in a list that may be emptied;
+    # older versions ignore it, and the tangents live through the backward.
+    boxed_grads_call = True
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        compiled: Compiled,
+        names: list[str],
+        parameters: list[torch.Tensor],
+        *tensors: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        program = compiled.program
+        ctx.set_materialize_grads(False)
+        ctx.compiled, ctx.names, ctx.parameters = compiled, names, parameters
+        boxed = [*tensors, *compiled.constants]
+        with without_autocast():
+            results = compiled.forward.forward(boxed)
+        outputs = tuple(results[: len(program.outputs)])
+        last = len(results) - len(program.states)
+        ctx.states = results[last:]
+        given = dict(zip(names, tensors, strict=True))
+        ctx.save_for_backward(
+            *(given[name] for name in compiled.saved_placeholders),
+            *(_base(t, outputs) for t in results[len(outputs) : last]),
+        )
+        ctx.mark_non_differentiable(
+            *(t for t, o in zip(outputs, program.outputs, strict=True) if not o.differentiable)
+        )
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor | None, ...]:
+        boxed_grads = grads[0] if len(grads) == 1 and isinstance(grads[0], list) else list(grads)
+        if torch.is_grad_enabled():
+            raise GuardError(
+                "create_graph=True (double backward) through a remat module is not supported: its "
+                "backward is a fixed schedule. Use the original model for this step"
+            )
+        compiled: Compiled = ctx.compiled
+        tangents = _tangents(compiled, boxed_grads)
+        boxed_grads.clear()
+        del grads
+        boxed = [*ctx.saved_tensors]
+        ctx.maybe_clear_saved_tensors()
+        boxed += ctx.states
+        boxed += tangents
+        tangents.clear()
+        boxed += compiled.constants
+        boxed += ctx.parameters
+        with without_autocast():
+            found = compiled.backward.forward(boxed)
+        gradients = compiled.program.gradients
+        by_name = {g.placeholder: found.pop() for g in reversed(gradients)}
+        return (None, None, None, *(by_name.pop(name, None) for name in ctx.names))
+
+
+def _base(tensor: torch.Tensor, outputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """What to save of a variable: outputs as they are (autograd knows them), others detached, for a
+    view that some kernels return would otherwise be tracked as one."""
+    if any(tensor is output for output in outputs):
+        return tensor
+    return tensor.detach() if tensor._is_view() else tensor
+
+
+def _tangents(compiled: Compiled, grads: list[torch.Tensor | None]) -> list[torch.Tensor]:
+    """The gradients of the outputs, as the backward graph expects them."""
+    program = compiled.program
+    metas = {p.name: p.tensor for p in program.placeholders if p.kind == "tangent"}
+    tangents: list[torch.Tensor] = []
+    for index, output in enumerate(program.outputs):
+        grad = grads[index]
+        grads[index] = None
+        if not output.tangent:
+            if grad is not None and output.differentiable:
+                raise GuardError(
+                    f"a gradient arrived at the output {program.result.path_of(index)!r}, but the "
+                    "plan differentiates only the loss. Plan with "
+                    'optimize(..., differentiate="all") to use the gradient of every output'
+                )
+            continue
+        if output.tangent in metas:
+            tangents.append(_as_planned(grad, metas[output.tangent]))
+    return tangents
+
+
+def _as_planned(grad: torch.Tensor | None, meta: TensorMeta) -> torch.Tensor:
+    dtype = getattr(torch, meta.dtype)
+    if grad is None:
+        zero = torch.empty_strided(meta.shape, meta.stride, dtype=dtype, device=meta.device)
+        return zero.zero_()
+    if grad.dtype != dtype:
+        grad = grad.to(dtype)
+    same = all(
+        a == b
+        for a, b, size in zip(grad.stride(), meta.stride, meta.shape, strict=True)
+        if size > 1
+    )
+    if same and grad.untyped_storage().nbytes() == grad.numel() * grad.element_size():
+        return grad
+    planned = torch.empty_strided(meta.shape, meta.stride, dtype=dtype, device=meta.device)
+    return planned.copy_(grad)

@@ -1,0 +1,104 @@
+"""What a capture assumes of the model around the graph, and what each call checks again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.utils.checkpoint
+from torch import nn
+
+from remat.trace import Environment
+
+AUTOCAST_DEVICES = ("cpu", "cuda")
+
+
+def observe(model: nn.Module) -> Environment:
+    """The surroundings as they are now: training flags, autocast, torch's version."""
+    return Environment(
+        torch=torch.__version__,
+        training=model.training,
+        training_exceptions=training_exceptions(model),
+        autocast=autocast_modes(),
+        frees_tangents=hasattr(torch.autograd.Function, "boxed_grads_call"),
+    )
+
+
+def training_exceptions(model: nn.Module) -> tuple[str, ...]:
+    """Modules whose `training` flag differs from the model's own, by name."""
+    flag = model.training
+    return tuple(name for name, module in model.named_modules() if module.training != flag)
+
+
+def autocast_modes() -> tuple[str, ...]:
+    """Enabled autocast modes, as "cpu:bfloat16"."""
+    return tuple(
+        f"{device}:{str(torch.get_autocast_dtype(device)).removeprefix('torch.')}"
+        for device in AUTOCAST_DEVICES
+        if torch.is_autocast_enabled(device)
+    )
+
+
+@contextmanager
+def without_autocast() -> Iterator[None]:
+    """Run a captured graph: its casts are in the graph already."""
+    enabled = [d for d in AUTOCAST_DEVICES if torch.is_autocast_enabled(d)]
+    for device in enabled:
+        torch.set_autocast_enabled(device, False)
+    try:
+        yield
+    finally:
+        for device in enabled:
+            torch.set_autocast_enabled(device, True)
+
+
+@contextmanager
+def checkpointing_disabled() -> Iterator[None]:
+    """Look through `torch.utils.checkpoint` in the model's own code: what to recompute is remat's
+    decision, and a checkpoint that stays in the graph would fix a worse one."""
+    module = torch.utils.checkpoint
+    originals = module._checkpoint_without_reentrant_generator, module.CheckpointFunction.apply
+
+    def plain_generator(
+        fn: object, preserve: object, context_fn: object, *rest: object, **kwargs: object
+    ) -> Iterator[None]:
+        yield
+
+    def plain_apply(run: object, preserve: bool, *args: object) -> object:
+        return run(*args)  # type: ignore[operator]
+
+    module._checkpoint_without_reentrant_generator = plain_generator  # type: ignore[assignment]
+    module.CheckpointFunction.apply = plain_apply  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        module._checkpoint_without_reentrant_generator = originals[0]
+        module.CheckpointFunction.apply = originals[1]  # type: ignore[method-assign]
+
+
+@contextmanager
+def restored(model: nn.Module) -> Iterator[None]:
+    """Leave buffers and random generators as they were: a capture computes on fake tensors, but
+    the model's own code may assign to buffers or draw a seed."""
+    buffers = [
+        (module, name, buffer)
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+    ]
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        for module, name, buffer in buffers:
+            module._buffers[name] = buffer
+
+
+def buffers_by_module(model: nn.Module) -> dict[tuple[nn.Module, str], torch.Tensor | None]:
+    """Each registered buffer by its owner and name."""
+    return {
+        (module, name): buffer
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+    }

@@ -1,0 +1,252 @@
+"""`Graph`: what the solver sees of a training step.
+
+Operations in one fixed topological order, the values (storages) they consume and produce, their
+costs and sizes. Nothing here knows torch: a graph comes from a `Trace`, or from any networkx
+DiGraph with `cost` and `size` on its nodes.
+
+Terms, as used everywhere in remat:
+
+* *operation*: one kernel call of the joint forward+backward graph;
+* *value*: one storage of `size_bytes`; an operation consumes values and produces values;
+* *constant memory*: parameters, buffers and batch; always there and counted in the budget;
+* *result*: a value that must be held from its first production to the end (loss, gradients);
+* *boundary*: the operation that starts the backward pass. Runs before it belong to the forward
+  program, runs after it to the backward program. It produces the tangents and runs once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import networkx as nx
+
+from remat.errors import GraphError
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One storage. `size_bytes` is what the device's allocator sets aside for it."""
+
+    name: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One kernel call: consumes `inputs`, produces `outputs` (indices into `Graph.values`).
+
+    `workspace_bytes` are held only while it runs. `recomputable=False` means that it runs exactly
+    once. `module` is the path of the module it belongs to, or "".
+    """
+
+    name: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    cost_s: float
+    workspace_bytes: int = 0
+    backward: bool = False
+    recomputable: bool = True
+    module: str = ""
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Operations in execution order with their values; validated on construction.
+
+    Raises `GraphError` if a value is produced twice or never, is consumed before it is produced,
+    or if a size or cost is negative or not finite.
+    """
+
+    operations: tuple[Operation, ...]
+    values: tuple[Value, ...]
+    results: frozenset[int] = frozenset()
+    constant_bytes: int = 0
+    boundary: int | None = None
+
+    def __post_init__(self) -> None:
+        _validate(self)
+
+    def __len__(self) -> int:
+        return len(self.operations)
+
+    @cached_property
+    def producer(self) -> tuple[int, ...]:
+        """The operation that produces each value."""
+        producer = [-1] * len(self.values)
+        for index, operation in enumerate(self.operations):
+            for value in operation.outputs:
+                producer[value] = index
+        return tuple(producer)
+
+    @cached_property
+    def consumers(self) -> tuple[tuple[int, ...], ...]:
+        """The operations that consume each value, in order."""
+        consumers: list[list[int]] = [[] for _ in self.values]
+        for index, operation in enumerate(self.operations):
+            for value in operation.inputs:
+                consumers[value].append(index)
+        return tuple(tuple(users) for users in consumers)
+
+    @cached_property
+    def total_cost_s(self) -> float:
+        """Time of one step without recomputation, in seconds (or the graph's own cost unit)."""
+        return math.fsum(operation.cost_s for operation in self.operations)
+
+    def to_networkx(self) -> nx.DiGraph:
+        """One node an operation, named as it is; the inverse of `from_networkx` where every
+        operation has one output. Edges carry the consumed values' names under `values`."""
+        g = nx.DiGraph(constant_bytes=self.constant_bytes)
+        for operation in self.operations:
+            g.add_node(
+                operation.name,
+                cost=operation.cost_s,
+                size=sum(self.values[v].size_bytes for v in operation.outputs),
+                workspace=operation.workspace_bytes,
+                backward=operation.backward,
+                recomputable=operation.recomputable,
+                module=operation.module,
+                result=any(v in self.results for v in operation.outputs),
+            )
+        for operation in self.operations:
+            for v in operation.inputs:
+                source = self.operations[self.producer[v]].name
+                if g.has_edge(source, operation.name):
+                    g.edges[source, operation.name]["values"].append(self.values[v].name)
+                else:
+                    g.add_edge(source, operation.name, values=[self.values[v].name])
+        return g
+
+    @classmethod
+    def from_networkx(
+        cls,
+        g: nx.DiGraph,
+        order: Iterable[Hashable] | None = None,
+        results: Iterable[Hashable] | None = None,
+        constant_bytes: int = 0,
+    ) -> Graph:
+        """A graph from a networkx DiGraph: each node is an operation with one output value.
+
+        Node attributes: `cost` (seconds), `size` (bytes), optional `workspace` (bytes),
+        `backward`, `recomputable`, `module`, `result`. `order` is the execution order, by default
+        `networkx.topological_sort(g)`. `results` are the nodes whose outputs are held to the end
+        (default: those with a true `result`); an output without a user that is no result lives
+        only while its operation runs.
+
+        Raises `GraphError` on a cycle, a missing or bad attribute, or an order that is not one.
+        """
+        if not g.is_directed() or g.is_multigraph():
+            raise GraphError("expected a networkx.DiGraph; convert with networkx.DiGraph(g)")
+        if not nx.is_directed_acyclic_graph(g):
+            cycle = " -> ".join(str(edge[0]) for edge in nx.find_cycle(g))
+            raise GraphError(f"the graph has a cycle ({cycle}); a training step has none")
+        nodes = list(nx.topological_sort(g)) if order is None else list(order)
+        if len(nodes) != len(g) or set(nodes) != set(g.nodes):
+            raise GraphError(
+                f"`order` names {len(nodes)} operations, the graph has {len(g)}; "
+                "it must name each exactly once"
+            )
+        index = {node: i for i, node in enumerate(nodes)}
+        wanted = (
+            {n for n in nodes if g.nodes[n].get("result", False)}
+            if results is None
+            else set(results)
+        )
+        if unknown := wanted - set(index):
+            raise GraphError(f"`results` names {sorted(map(str, unknown))}, not in the graph")
+        operations = tuple(
+            _operation_from_node(node, g.nodes[node], index[node], [index[p] for p in g.pred[node]])
+            for node in nodes
+        )
+        values = tuple(
+            Value(str(node), _integer(g.nodes[node], "size", node, required=True)) for node in nodes
+        )
+        return cls(
+            operations,
+            values,
+            results=frozenset(index[n] for n in wanted),
+            constant_bytes=constant_bytes,
+        )
+
+
+def _operation_from_node(
+    node: Hashable, attributes: Mapping[str, object], index: int, inputs: list[int]
+) -> Operation:
+    cost = attributes.get("cost")
+    if isinstance(cost, bool) or not isinstance(cost, (int, float)):
+        raise GraphError(f"operation {node!s} needs a number `cost` (seconds), got {cost!r}")
+    return Operation(
+        name=str(node),
+        inputs=tuple(sorted(inputs)),
+        outputs=(index,),
+        cost_s=float(cost),
+        workspace_bytes=_integer(attributes, "workspace", node),
+        backward=bool(attributes.get("backward", False)),
+        recomputable=bool(attributes.get("recomputable", True)),
+        module=str(attributes.get("module", "")),
+    )
+
+
+def _integer(
+    attributes: Mapping[str, object], key: str, node: Hashable, required: bool = False
+) -> int:
+    number = attributes.get(key, None if required else 0)
+    if isinstance(number, float) and number.is_integer():
+        number = int(number)
+    if isinstance(number, bool) or not isinstance(number, int):
+        raise GraphError(f"operation {node!s} needs an integer `{key}` (bytes), got {number!r}")
+    return number
+
+
+def _validate(graph: Graph) -> None:
+    count = len(graph.values)
+    names: set[str] = set()
+    produced: set[int] = set()
+    for value in graph.values:
+        if value.size_bytes < 0:
+            raise GraphError(
+                f"value {value.name} has {value.size_bytes} bytes; sizes are zero or more"
+            )
+    for index, operation in enumerate(graph.operations):
+        where = f"operation {index} ({operation.name})"
+        if operation.name in names:
+            raise GraphError(f"{where}: another operation has this name; names are unique")
+        names.add(operation.name)
+        if not math.isfinite(operation.cost_s) or operation.cost_s < 0:
+            raise GraphError(
+                f"{where} costs {operation.cost_s} s; costs are finite and zero or more"
+            )
+        if operation.workspace_bytes < 0:
+            raise GraphError(f"{where} has a workspace of {operation.workspace_bytes} bytes")
+        for v in operation.inputs + operation.outputs:
+            if not 0 <= v < count:
+                raise GraphError(f"{where} names value {v}; the graph has {count} values")
+        if len(set(operation.inputs)) != len(operation.inputs):
+            raise GraphError(f"{where} lists an input twice")
+        for v in operation.inputs:
+            if v not in produced:
+                raise GraphError(
+                    f"{where} consumes value {graph.values[v].name} before any operation "
+                    "produces it: the order is not topological, or there is a cycle"
+                )
+        for v in operation.outputs:
+            if v in produced:
+                raise GraphError(f"{where} produces value {graph.values[v].name} a second time")
+            produced.add(v)
+    if len(produced) != count:
+        missing = next(v for v in range(count) if v not in produced)
+        raise GraphError(f"no operation produces value {graph.values[missing].name}")
+    for v in graph.results:
+        if not 0 <= v < count:
+            raise GraphError(f"result {v} is no value; the graph has {count} values")
+    if graph.constant_bytes < 0:
+        raise GraphError(
+            f"constant memory is {graph.constant_bytes} bytes; it must be zero or more"
+        )
+    if graph.boundary is not None:
+        if not 0 <= graph.boundary < len(graph.operations):
+            raise GraphError(f"boundary {graph.boundary} is no operation")
+        if graph.operations[graph.boundary].recomputable:
+            raise GraphError("the boundary operation must have recomputable=False")

@@ -1,0 +1,181 @@
+"""The JSON form of a plan: `{"format": "remat.plan", "version": 1, ...}`, strict both ways."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from remat.documents import Document, Record
+from remat.errors import DocumentError, RematError
+from remat.graph import Graph, Operation, Value
+from remat.schedule import Schedule
+
+if TYPE_CHECKING:
+    from remat.plan import Plan
+
+Natural = Annotated[int, Field(ge=0)]
+Amount = Annotated[float, Field(ge=0)]
+
+
+class ValueRecord(Record):
+    """See `remat.graph.Value`."""
+
+    name: str
+    size_bytes: Natural
+
+
+class OperationRecord(Record):
+    """See `remat.graph.Operation`."""
+
+    name: str
+    inputs: tuple[Natural, ...]
+    outputs: tuple[Natural, ...]
+    cost_s: Amount
+    workspace_bytes: Natural
+    backward: bool
+    recomputable: bool
+    module: str
+
+
+class GraphRecord(Record):
+    """See `remat.graph.Graph`. Results are in ascending order."""
+
+    operations: tuple[OperationRecord, ...]
+    values: tuple[ValueRecord, ...]
+    results: tuple[Natural, ...]
+    constant_bytes: Natural
+    boundary: Natural | None
+
+    @classmethod
+    def of(cls, graph: Graph) -> GraphRecord:
+        """The record of a graph."""
+        return cls(
+            operations=tuple(
+                OperationRecord(
+                    name=o.name,
+                    inputs=o.inputs,
+                    outputs=o.outputs,
+                    cost_s=o.cost_s,
+                    workspace_bytes=o.workspace_bytes,
+                    backward=o.backward,
+                    recomputable=o.recomputable,
+                    module=o.module,
+                )
+                for o in graph.operations
+            ),
+            values=tuple(ValueRecord(name=v.name, size_bytes=v.size_bytes) for v in graph.values),
+            results=tuple(sorted(graph.results)),
+            constant_bytes=graph.constant_bytes,
+            boundary=graph.boundary,
+        )
+
+    def graph(self) -> Graph:
+        """The graph, validated. Raises `GraphError`."""
+        return Graph(
+            operations=tuple(
+                Operation(
+                    name=o.name,
+                    inputs=o.inputs,
+                    outputs=o.outputs,
+                    cost_s=o.cost_s,
+                    workspace_bytes=o.workspace_bytes,
+                    backward=o.backward,
+                    recomputable=o.recomputable,
+                    module=o.module,
+                )
+                for o in self.operations
+            ),
+            values=tuple(Value(v.name, v.size_bytes) for v in self.values),
+            results=frozenset(self.results),
+            constant_bytes=self.constant_bytes,
+            boundary=self.boundary,
+        )
+
+
+class PlanDocument(Document):
+    """See `remat.plan.Plan`."""
+
+    FORMAT: ClassVar[str] = "remat.plan"
+    VERSION: ClassVar[int] = 1
+
+    status: Literal["OPTIMAL", "FEASIBLE"]
+    budget_bytes: Natural
+    peak_bytes: Natural
+    baseline_peak_bytes: Natural
+    time_s: Amount
+    baseline_time_s: Amount
+    lower_bound: Amount | None
+    bound_scope: Literal["slots", "order"]
+    runs: tuple[Natural, ...]
+    stats: dict[str, str | int | float]
+    graph: GraphRecord
+
+    @classmethod
+    def of(cls, plan: Plan) -> PlanDocument:
+        """The document of a plan."""
+        return cls(
+            status=plan.status.name,
+            budget_bytes=plan.budget_bytes,
+            peak_bytes=plan.peak_bytes,
+            baseline_peak_bytes=plan.baseline_peak_bytes,
+            time_s=plan.time_s,
+            baseline_time_s=plan.baseline_time_s,
+            lower_bound=plan.lower_bound,
+            bound_scope=plan.bound_scope,
+            runs=plan.schedule.runs,
+            stats=dict(plan.stats),
+            graph=GraphRecord.of(plan.graph),
+        )
+
+    def plan(self) -> Plan:
+        """The plan. Raises `DocumentError` if the numbers are not those of its schedule."""
+        from remat.plan import Plan, Status
+
+        try:
+            graph = self.graph.graph()
+            plan = Plan(
+                status=Status[self.status],
+                budget_bytes=self.budget_bytes,
+                peak_bytes=self.peak_bytes,
+                baseline_peak_bytes=self.baseline_peak_bytes,
+                time_s=self.time_s,
+                baseline_time_s=self.baseline_time_s,
+                lower_bound=self.lower_bound,
+                bound_scope=self.bound_scope,
+                schedule=Schedule(self.runs),
+                graph=graph,
+                stats=self.stats,
+            )
+            _check(plan)
+        except DocumentError:
+            raise
+        except RematError as error:
+            raise DocumentError(f"remat.plan: {error}") from None
+        return plan
+
+
+def _check(plan: Plan) -> None:
+    from remat.simulate import simulate
+
+    timeline = plan.timeline()
+    baseline = simulate(plan.graph, Schedule.keep_all(plan.graph))
+    pairs = (
+        ("peak_bytes", plan.peak_bytes, timeline.peak_bytes),
+        ("baseline_peak_bytes", plan.baseline_peak_bytes, baseline.peak_bytes),
+        ("time_s", plan.time_s, timeline.time_s),
+        ("baseline_time_s", plan.baseline_time_s, baseline.time_s),
+    )
+    for name, claimed, found in pairs:
+        if not math.isclose(claimed, found, rel_tol=1e-12):
+            raise DocumentError(f"remat.plan: {name} is {claimed}, but its schedule gives {found}")
+    if plan.peak_bytes > plan.budget_bytes:
+        raise DocumentError(
+            f"remat.plan: the peak of {plan.peak_bytes} bytes is over the budget of "
+            f"{plan.budget_bytes}"
+        )
+    if plan.lower_bound is not None and plan.lower_bound > plan.overhead:
+        raise DocumentError(
+            f"remat.plan: lower_bound {plan.lower_bound} is over the overhead {plan.overhead}"
+        )

@@ -1,0 +1,210 @@
+"""`rewrite`: Trace + Schedule -> Program. Pure data in, pure data out.
+
+Every run of the schedule becomes a statement. Views are no operations: they are written down where
+a statement needs them, from the copy of their storage that is alive there. What the backward
+reads of the forward's variables is what the forward saves.
+"""
+
+from __future__ import annotations
+
+from remat.arguments import Argument, refs, rename
+from remat.errors import GraphError
+from remat.program import Bound, Program, Statement
+from remat.schedule import Schedule
+from remat.simulate import simulate
+from remat.trace import ACCUMULATE, Gradient, Node, Output, Trace, accumulation_name, held_storages
+
+BATCH_NORM = "aten._native_batch_norm_legit_functional.default"
+BATCH_NORM_AGAIN = "aten._native_batch_norm_legit.no_stats"
+"""The same outputs bit for bit, and the running statistics move only once."""
+
+
+def rewrite(trace: Trace, schedule: Schedule) -> Program:
+    """The program that runs exactly `schedule`.
+
+    Raises `GraphError` where the schedule does not fit the trace.
+    """
+    graph = trace.graph()
+    timeline = simulate(graph, schedule)
+    writer = _Writer(trace, schedule)
+    writer.write()
+    return Program(
+        model=trace.model,
+        device=trace.device,
+        placeholders=trace.placeholders,
+        forward=tuple(writer.statements["forward"]),
+        backward=tuple(writer.statements["backward"]),
+        saved=tuple(writer.saved),
+        states=tuple(writer.states),
+        outputs=writer.outputs(),
+        gradients=writer.gradients,
+        inputs=trace.inputs,
+        result=trace.result,
+        environment=trace.environment,
+        accumulating=trace.accumulating,
+        predicted_peak_bytes=timeline.peak_bytes,
+    )
+
+
+class _Writer:
+    def __init__(self, trace: Trace, schedule: Schedule) -> None:
+        self.trace = trace
+        self.schedule = schedule
+        self.statements: dict[str, list[Statement]] = {"forward": [], "backward": []}
+        self.phase = "forward"
+        self.saved: dict[str, None] = {}
+        self.states: dict[str, None] = {}
+        self.gradients: tuple[Gradient, ...] = ()
+        self._placeholders = {p.name: p for p in trace.placeholders}
+        self._maker = {r.name: node for node in trace.nodes for r in node.results}
+        self._variable: dict[str, str] = {}  # tensor -> variable, valid in the current phase
+        self._phase_of: dict[str, str] = {}  # variable -> phase that defines it
+        self._made: dict[int, list[str]] = {}  # storage -> tensors that have a variable
+        self._times = dict.fromkeys(range(len(trace.operations)), 0)
+        self._results = held_storages(trace)
+        self._forward_output: dict[str, str] = {}
+
+    def write(self) -> None:
+        repeated = self.schedule.recomputed(self.trace.graph())
+        boundary = self.trace.operations.index(None)
+        for op in self.schedule.runs:
+            node = self.trace.operations[op]
+            if node is None:
+                self._start_backward()
+                continue
+            self._write_run(node, op, repeated=op in repeated)
+        if not self._times[boundary]:
+            raise GraphError("the schedule never starts the backward pass")
+        self.gradients = tuple(
+            Gradient(placeholder=g.placeholder, name=self._gradient_name(g))
+            for g in self.trace.gradients
+        )
+        self._drop_unread()
+
+    def outputs(self) -> tuple[Output, ...]:
+        """The trace's outputs under their forward variables."""
+        return tuple(
+            o.model_copy(update={"name": self._forward_output[o.name]}) for o in self.trace.outputs
+        )
+
+    # -- one run ----------------------------------------------------------------------------
+
+    def _write_run(self, node: Node, op: int, *, repeated: bool) -> None:
+        again = self._times[op] > 0
+        self._times[op] += 1
+        target, args, dropped = node.target, node.args, 0
+        if again and target == BATCH_NORM:
+            target, args, dropped = BATCH_NORM_AGAIN, (*args[:3], *args[5:]), 2
+        args = tuple(self._rename(item) for item in args)
+        kwargs = {key: self._rename(item) for key, item in node.kwargs.items()}
+        kept = node.results[: len(node.results) - dropped]
+        if again:
+            kept = tuple(r for r in kept if r.storage not in self._results)
+        for storage in {r.storage for r in kept}:
+            for name in self._made.pop(storage, ()):
+                self._variable.pop(name, None)
+        bound = tuple(
+            Bound(name=self._define(r.name, r.storage), position=r.position) for r in kept
+        )
+        if node.target == ACCUMULATE:
+            self._phase_of[node.name] = self.phase
+            bound = (Bound(name=node.name),)
+        self._append(
+            Statement(
+                target=target,
+                args=args,
+                kwargs=kwargs,
+                results=bound,
+                random=("replay" if again else "save") if node.seeded and repeated else "",
+                state=self._state(node, again) if node.seeded and repeated else "",
+                device=node.results[0].tensor.device if node.seeded and repeated else "",
+                module=node.module,
+                rerun=again,
+            )
+        )
+
+    def _state(self, node: Node, again: bool) -> str:
+        name = f"rng_{node.name}"
+        if not again:
+            self._phase_of[name] = self.phase
+        elif self._phase_of[name] != self.phase:
+            self.states[name] = None
+        return name
+
+    def _start_backward(self) -> None:
+        """Outputs leave the forward; views are written again where the backward needs them."""
+        self._times[self.trace.operations.index(None)] += 1
+        for output in self.trace.outputs:
+            self._forward_output[output.name] = self._read(output.name)
+        for names in self._made.values():
+            for name in [n for n in names if n in self._maker and self._maker[n].view]:
+                self._variable.pop(name, None)
+                names.remove(name)
+        self.phase = "backward"
+
+    def _gradient_name(self, gradient: Gradient) -> str:
+        accumulated = accumulation_name(gradient.placeholder)
+        return accumulated if accumulated in self._phase_of else self._read(gradient.name)
+
+    # -- variables --------------------------------------------------------------------------
+
+    def _rename(self, argument: Argument) -> Argument:
+        return rename(argument, self._read)
+
+    def _read(self, name: str) -> str:
+        """The variable that holds a tensor now; views are written down here if need be."""
+        if name in self._placeholders:
+            kind = self._placeholders[name].kind
+            if self.phase == "backward" and kind not in ("tangent", "constant"):
+                self.saved[name] = None
+            return name
+        if name not in self._variable:
+            self._write_view(name)
+        variable = self._variable[name]
+        if self.phase == "backward" and self._phase_of[variable] == "forward":
+            self.saved[variable] = None
+        return variable
+
+    def _write_view(self, name: str) -> None:
+        node = self._maker[name]
+        if not node.view:
+            raise GraphError(f"the schedule reads {name} before it is produced")
+        args = tuple(self._rename(item) for item in node.args)
+        kwargs = {key: self._rename(item) for key, item in node.kwargs.items()}
+        bound = tuple(
+            Bound(name=self._define(r.name, r.storage), position=r.position) for r in node.results
+        )
+        self._append(
+            Statement(
+                target=node.target, args=args, kwargs=kwargs, results=bound, module=node.module
+            )
+        )
+
+    def _define(self, name: str, storage: int) -> str:
+        variable, copy = name, 1
+        while variable in self._phase_of:
+            copy += 1
+            variable = f"{name}__{copy}"
+        self._phase_of[variable] = self.phase
+        self._variable[name] = variable
+        self._made.setdefault(storage, []).append(name)
+        return variable
+
+    def _append(self, statement: Statement) -> None:
+        self.statements[self.phase].append(statement)
+
+    def _drop_unread(self) -> None:
+        """Forget variables that nobody reads: the tuple element then dies with its tuple."""
+        outputs = {
+            "forward": {*self._forward_output.values(), *self.saved},
+            "backward": {g.name for g in self.gradients},
+        }
+        for phase, statements in self.statements.items():
+            read = set(outputs[phase])
+            for statement in statements:
+                read.update(refs((statement.args, *statement.kwargs.values())))
+            self.statements[phase] = [
+                s.model_copy(update={"results": tuple(b for b in s.results if b.name in read)})
+                for s in statements
+            ]
+

@@ -1,0 +1,151 @@
+"""The roofline model: an operation takes as long as its arithmetic or its memory traffic, whichever
+is longer, plus a launch.
+
+Williams, Waterman and Patterson, "Roofline: an insightful visual performance model for multicore
+architectures", CACM 52(4), 2009. It needs no device and no torch. It is good for choosing between
+schedules, not for promising times: attainable rates stand in for tiling, wave and cache effects,
+and the kernels' workspaces are unknown (zero).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+
+from remat.arguments import Argument, Ref, refs
+from remat.devices import Device, find_device
+from remat.flops import count_flops
+from remat.trace import Node, TensorMeta
+
+COMPUTE_EFFICIENCY = 0.7
+"""Share of the peak that large matrix products reach (cuBLAS on H100, bfloat16: 600 to 750 of 989
+TFLOP/s, limited by power)."""
+
+BANDWIDTH_EFFICIENCY = 0.85
+"""Share of the peak bandwidth that element-wise kernels on large tensors reach (STREAM-like)."""
+
+_ITEM_BYTES = {
+    **dict.fromkeys(("complex128",), 16),
+    **dict.fromkeys(("float64", "complex64", "int64", "uint64"), 8),
+    **dict.fromkeys(("float32", "int32", "uint32", "complex32"), 4),
+    **dict.fromkeys(("float16", "bfloat16", "int16", "uint16"), 2),
+}
+
+_LOOKUPS = frozenset({"embedding", "index_select", "gather", "index", "_unsafe_index"})
+"""Operations that read of their first operand only what they return."""
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """A device to price operations for: `Roofline("h200")`, or `Roofline.custom(...)`.
+
+    `allow_tf32` is what `torch.backends.cuda.matmul.allow_tf32` will be. Raises ValueError for an
+    unknown name.
+    """
+
+    name: str
+    allow_tf32: bool = False
+    compute_efficiency: float = COMPUTE_EFFICIENCY
+    bandwidth_efficiency: float = BANDWIDTH_EFFICIENCY
+    device: Device = None  # type: ignore[assignment]  # filled from the name
+
+    def __post_init__(self) -> None:
+        if self.device is None:
+            object.__setattr__(self, "device", find_device(self.name))
+        for share in (self.compute_efficiency, self.bandwidth_efficiency):
+            if not 0 < share <= 1:
+                raise ValueError(f"an efficiency is above 0 and at most 1, got {share}")
+
+    @classmethod
+    def custom(
+        cls,
+        name: str,
+        *,
+        fp32_flops_per_s: float,
+        bytes_per_s: float,
+        half_flops_per_s: float | None = None,
+        tf32_flops_per_s: float | None = None,
+        fp64_flops_per_s: float | None = None,
+        memory_bytes: int = 0,
+        launch_s: float = 4e-6,
+        allow_tf32: bool = False,
+    ) -> Roofline:
+        """A device by its rates; those left out follow from `fp32_flops_per_s` (half precision and
+        TF32 as fast, double precision half as fast)."""
+        device = Device(
+            name,
+            half_flops_per_s=half_flops_per_s or fp32_flops_per_s,
+            tf32_flops_per_s=tf32_flops_per_s or fp32_flops_per_s,
+            fp32_flops_per_s=fp32_flops_per_s,
+            fp64_flops_per_s=fp64_flops_per_s or fp32_flops_per_s / 2,
+            bytes_per_s=bytes_per_s,
+            memory_bytes=memory_bytes,
+            launch_s=launch_s,
+        )
+        rates = (device.fp32_flops_per_s, device.bytes_per_s, device.half_flops_per_s)
+        if min(*rates, device.tf32_flops_per_s, device.fp64_flops_per_s) <= 0 or launch_s < 0:
+            raise ValueError(f"device {name!r}: rates are above zero")
+        return cls(name, allow_tf32=allow_tf32, device=device)
+
+    def flops_per_s(self, dtype: str) -> float:
+        """Attainable arithmetic rate for matrix products in a dtype."""
+        device = self.device
+        if dtype in ("float16", "bfloat16") or dtype.startswith("float8"):
+            peak = device.half_flops_per_s
+        elif dtype in ("float64", "complex128"):
+            peak = device.fp64_flops_per_s
+        else:
+            peak = device.tf32_flops_per_s if self.allow_tf32 else device.fp32_flops_per_s
+        return peak * self.compute_efficiency
+
+    def seconds(self, flops: int, moved_bytes: int, dtype: str) -> float:
+        """Time of a kernel with this much arithmetic and traffic, launch included."""
+        memory_s = moved_bytes / (self.device.bytes_per_s * self.bandwidth_efficiency)
+        return self.device.launch_s + max(flops / self.flops_per_s(dtype), memory_s)
+
+
+def estimate(node: Node, metas: Mapping[str, TensorMeta], roofline: Roofline) -> float:
+    """Seconds that an operation takes; zero for a view. `metas` knows the tensors it reads."""
+    if node.view:
+        return 0.0
+    # The first result's dtype decides the rate: later ones may be statistics in float32.
+    dtype = node.results[0].tensor.dtype if node.results else "float32"
+    return roofline.seconds(flops(node, metas.__getitem__), traffic_bytes(node, metas), dtype)
+
+
+def flops(node: Node, meta_of: Callable[[str], TensorMeta]) -> int:
+    """Floating point operations of a node, as `torch.utils.flop_counter` counts them."""
+
+    def shaped(argument: Argument) -> object:
+        if isinstance(argument, Ref):
+            return meta_of(argument.name)
+        if isinstance(argument, tuple):
+            return tuple(shaped(item) for item in argument)
+        return argument
+
+    return 0 if node.view else count_flops(node.target, [shaped(item) for item in node.args])
+
+
+def traffic_bytes(node: Node, metas: Mapping[str, TensorMeta]) -> int:
+    """Bytes that an operation must read and write: each operand once, each result once."""
+    written = sum(touched_bytes(result.tensor) for result in node.results)
+    reads = {name: touched_bytes(metas[name]) for name in (*refs(node.args), *refs(node.kwargs))}
+    if node.target.split(".")[1] in _LOOKUPS and node.args and isinstance(node.args[0], Ref):
+        table = node.args[0].name
+        reads[table] = min(reads[table], written)
+    return written + sum(reads.values())
+
+
+def touched_bytes(meta: TensorMeta) -> int:
+    """Bytes behind a tensor; what an expanded dimension repeats counts once."""
+    elements = prod(
+        1 if stride == 0 and size > 1 else size
+        for size, stride in zip(meta.shape, meta.stride, strict=True)
+    )
+    return elements * item_bytes(meta.dtype)
+
+
+def item_bytes(dtype: str) -> int:
+    """Bytes of one element (1 for bool, int8 and the 8-bit floats)."""
+    return _ITEM_BYTES.get(dtype, 1)

@@ -1,0 +1,139 @@
+"""What a schedule costs: peak bytes, time and the life of every copy of every value.
+
+The judge of every plan. It shares no code with the MILP and knows nothing of slots. The rules are
+those of the runtime:
+
+* a run reads the latest copy of each input;
+* a copy dies right after its last reader, or right after its own run if nobody reads it;
+* the first copy of a result is held to the end and is the one that readers read; a later copy,
+  made by running its operation again for another output, is dropped right after that run;
+* while an operation runs, live memory is constant memory + all live copies (its inputs included)
+  + all its outputs + its workspace. The peak is the largest such sum.
+
+Linear in the number of (run, operand) pairs.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
+
+from remat.graph import Graph
+from remat.schedule import Schedule
+
+
+class Copy(NamedTuple):
+    """One copy of a value: made in run `start`, last needed in run `end` (both included).
+
+    A held result has `end` equal to the number of runs: it outlives the last one.
+    """
+
+    value: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """Memory and time of one schedule, run by run; constant memory is included everywhere.
+
+    `before_bytes[r]`, `during_bytes[r]` and `after_bytes[r]` are live just before, while and just
+    after run `r`. `time_s` is the sum of the costs of all runs, in the graph's cost unit (seconds).
+    """
+
+    peak_bytes: int
+    time_s: float
+    before_bytes: tuple[int, ...]
+    during_bytes: tuple[int, ...]
+    after_bytes: tuple[int, ...]
+    copies: tuple[Copy, ...]
+
+    @property
+    def peak_run(self) -> int:
+        """The first run at which the peak is reached."""
+        return self.during_bytes.index(self.peak_bytes) if self.during_bytes else 0
+
+    def live(self, run: int) -> tuple[int, ...]:
+        """The values with a live copy while `run` runs, its inputs and outputs included."""
+        return tuple(sorted({c.value for c in self.copies if c.start <= run <= c.end}))
+
+
+def simulate(graph: Graph, schedule: Schedule) -> Timeline:
+    """The timeline of `schedule` on `graph`.
+
+    Raises `GraphError` if the schedule is none for this graph (see `Schedule.check`).
+    """
+    schedule.check(graph)
+    spans = _spans(graph, schedule)
+    live = _live(graph, spans, len(schedule))
+    during = _during(graph, schedule, live)
+    return Timeline(
+        peak_bytes=max(during, default=graph.constant_bytes),
+        time_s=_time(graph, schedule),
+        before_bytes=tuple(live[:-1]),
+        during_bytes=tuple(during),
+        after_bytes=tuple(live[1:]),
+        copies=tuple(map(Copy, *spans)),
+    )
+
+
+def measure(graph: Graph, schedule: Schedule) -> tuple[int, float]:
+    """(peak in bytes, time in seconds) as in `simulate`, without the rest and without the check."""
+    live = _live(graph, _spans(graph, schedule), len(schedule))
+    during = _during(graph, schedule, live)
+    return max(during, default=graph.constant_bytes), _time(graph, schedule)
+
+
+_Spans = tuple[list[int], list[int], list[int]]
+"""Value, first run and last run of every copy."""
+
+
+def _spans(graph: Graph, schedule: Schedule) -> _Spans:
+    forever = len(schedule)
+    operations = graph.operations
+    results = graph.results
+    values: list[int] = []
+    starts: list[int] = []
+    ends: list[int] = []
+    latest = [-1] * len(graph.values)
+    for run, op in enumerate(schedule.runs):
+        operation = operations[op]
+        for v in operation.inputs:
+            if ends[latest[v]] < run:
+                ends[latest[v]] = run
+        for v in operation.outputs:
+            end = run
+            if v not in results:
+                latest[v] = len(values)
+            elif latest[v] < 0:
+                latest[v] = len(values)
+                end = forever
+            values.append(v)
+            starts.append(run)
+            ends.append(end)
+    return values, starts, ends
+
+
+def _live(graph: Graph, spans: _Spans, runs: int) -> list[int]:
+    """Bytes between runs: before the first, after the first, ..., after the last."""
+    change = [0] * (runs + 2)
+    for value, start, end in zip(*spans, strict=True):
+        size = graph.values[value].size_bytes
+        change[start + 1] += size
+        change[end + 1] -= size
+    change[0] = graph.constant_bytes
+    return list(accumulate(change[: runs + 1]))
+
+
+def _during(graph: Graph, schedule: Schedule, live: list[int]) -> list[int]:
+    need = [
+        sum(graph.values[v].size_bytes for v in operation.outputs) + operation.workspace_bytes
+        for operation in graph.operations
+    ]
+    return [live[run] + need[op] for run, op in enumerate(schedule.runs)]
+
+
+def _time(graph: Graph, schedule: Schedule) -> float:
+    return math.fsum(graph.operations[op].cost_s for op in schedule.runs)

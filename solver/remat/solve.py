@@ -1,0 +1,106 @@
+"""`solve`: one graph, one budget, one strategy, one plan. `sweep`: the frontier."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Protocol
+
+from remat.budget import parse_budget
+from remat.errors import InfeasibleBudget
+from remat.graph import Graph
+from remat.plan import Plan
+from remat.progress import Cancel, ProgressCallback
+from remat.schedule import Schedule
+from remat.simulate import simulate
+from remat.strategies.auto import Auto
+from remat.strategies.base import Stats, Strategy
+
+_SWEEP = ("min", *(f"{percent}%" for percent in range(5, 101, 5)))
+
+
+class HasGraph(Protocol):
+    """Anything with a graph: a `Trace`."""
+
+    def graph(self) -> Graph:
+        """The graph to solve."""
+        ...
+
+
+def solve(
+    graph: Graph | HasGraph,
+    budget: int | float | str,
+    strategy: Strategy | None = None,
+    *,
+    progress: ProgressCallback | None = None,
+    cancel: Cancel | None = None,
+) -> Plan:
+    """The cheapest schedule of `graph` whose peak is at most `budget`.
+
+    `budget` is bytes (an int), a string as read by `remat.budget.parse_budget`, or "min": the
+    smallest peak that the strategy finds, and then the cheapest schedule at that. `strategy` is
+    `Auto()` by default. `progress` is called with a `Progress` now and then; `cancel` (an Event)
+    ends the solve early with the best plan so far.
+
+    Raises `InfeasibleBudget` with the smallest peak found, `BudgetError`, `SolverTimeout` (no
+    schedule within the time limit), `SolverError` (a backend that is missing or fails), and
+    `RematError` if cancelled before any schedule was known.
+    """
+    graph = graph if isinstance(graph, Graph) else graph.graph()
+    return _solve(graph, budget, strategy or Auto(), None, progress, cancel)
+
+
+def sweep(
+    graph: Graph | HasGraph,
+    budgets: Iterable[int | float | str] | None = None,
+    strategy: Strategy | None = None,
+    *,
+    progress: ProgressCallback | None = None,
+    cancel: Cancel | None = None,
+) -> list[Plan]:
+    """The plans for several budgets, smallest budget first: the time/memory frontier.
+
+    Without `budgets`: 100%, 95%, ... of the peak without recomputation, down to the smallest
+    feasible. Budgets that are infeasible are left out. Each solve begins from the plan for the
+    next smaller budget, so cost never rises with the budget.
+    """
+    graph = graph if isinstance(graph, Graph) else graph.graph()
+    strategy = strategy or Auto()
+    baseline_bytes = simulate(graph, Schedule.keep_all(graph)).peak_bytes
+    wanted = _SWEEP if budgets is None else tuple(budgets)
+    sized = {parse_budget(budget, baseline_bytes=baseline_bytes) for budget in wanted}
+    plans: list[Plan] = []
+    for size in sorted(sized, key=lambda size: 0 if size == "min" else size):
+        if plans and size != "min" and size < plans[0].budget_bytes:
+            continue
+        start = plans[-1].schedule if plans else None
+        try:
+            plans.append(_solve(graph, size, strategy, start, progress, cancel))
+        except InfeasibleBudget:
+            continue
+    return plans
+
+
+def _solve(
+    graph: Graph,
+    budget: int | float | str,
+    strategy: Strategy,
+    start: Schedule | None,
+    progress: ProgressCallback | None,
+    cancel: Cancel | None,
+) -> Plan:
+    began = time.monotonic()
+    baseline_bytes = simulate(graph, Schedule.keep_all(graph)).peak_bytes
+    budget_bytes = parse_budget(budget, baseline_bytes=baseline_bytes)
+    stats: Stats = {"strategy": strategy.name}
+    if budget_bytes == "min":
+        smallest = strategy.run(graph, None, start=start, progress=progress, cancel=cancel)
+        start = smallest.schedule
+        budget_bytes = simulate(graph, start).peak_bytes
+        stats["peak_search_s"] = time.monotonic() - began
+        if smallest.bound is not None:
+            stats["peak_bound_bytes"] = int(smallest.bound)
+    solution = strategy.run(graph, budget_bytes, start=start, progress=progress, cancel=cancel)
+    stats |= solution.stats
+    stats["total_s"] = time.monotonic() - began
+    return Plan.of(graph, budget_bytes, solution, stats)

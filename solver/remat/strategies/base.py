@@ -1,0 +1,61 @@
+"""What a strategy is, and what it answers.
+
+A strategy is a frozen dataclass whose fields are its options, with one method, `run`. It promises
+nothing: `remat.solve` simulates whatever comes back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from remat.graph import Graph
+from remat.progress import Cancel, ProgressCallback
+from remat.schedule import Schedule
+
+Stats = dict[str, str | int | float]
+"""Flat facts about a solve; keys that end in `_s` are seconds."""
+
+BoundScope = Literal["slots", "order"]
+"""For which space a bound is proved: the slots offered, or every schedule of the graph's order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """A schedule with what is proved about it.
+
+    `bound` is a lower bound on the total time, in the graph's cost unit, or on the peak, in
+    bytes, where the smallest peak was asked for; None if nothing is proved. `proved` says that
+    the schedule is within the gap asked for of `bound`.
+    """
+
+    schedule: Schedule
+    bound: float | None = None
+    bound_scope: BoundScope = "slots"
+    proved: bool = False
+    stats: Stats = field(default_factory=dict[str, str | int | float])
+
+
+class Strategy(Protocol):
+    """How to look for a schedule within a budget."""
+
+    @property
+    def name(self) -> str:
+        """As it appears in `Plan.stats`."""
+        ...
+
+    def run(
+        self,
+        graph: Graph,
+        budget_bytes: int | None,
+        *,
+        start: Schedule | None = None,
+        progress: ProgressCallback | None = None,
+        cancel: Cancel | None = None,
+    ) -> Solution:
+        """A schedule of `graph` with a peak of at most `budget_bytes`, constant memory included.
+
+        With `budget_bytes=None`, one with the smallest peak it can find. `start` is a schedule
+        known to fit, to begin from. Raises `InfeasibleBudget` or `SolverTimeout`.
+        """
+        ...

@@ -1,0 +1,337 @@
+"""`Trace`: the joint forward+backward graph of one training step, as a document without torch.
+
+Made by `remat.trace`, priced by `remat.measure`, solved by `remat.solve`. It holds operation names,
+arguments, shapes and costs; no weights and no code.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from remat.arguments import Args, Kwargs, Ref, refs
+from remat.documents import Document, Identifier, Path_, Record, Target
+from remat.errors import RematError
+from remat.graph import Graph, Operation, Value
+from remat.structure import Structure
+
+BOUNDARY = "backward_start"
+"""Name of the pseudo operation that starts the backward pass and brings the tangents."""
+
+CUDA_ALIGNMENT_BYTES = 512
+"""The CUDA caching allocator rounds every request up to a multiple of this."""
+
+COPY = "aten.copy_.default"
+"""Writes a new value into a mutated buffer or input; the one operation with a side effect."""
+
+ACCUMULATE = "remat.accumulate.default"
+"""Adds a gradient into the `.grad` that is already there, and frees it."""
+
+Size = int
+
+
+class TensorMeta(Record):
+    """What the guards and the cost model know of a tensor. `stride` and `offset` in elements."""
+
+    dtype: str = Field(max_length=40)
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int = 0
+    device: str = Field(max_length=40)
+
+
+class Result(Record):
+    """A named tensor that an operation returns; it lives in `Trace.storages[storage]`."""
+
+    name: Identifier
+    tensor: TensorMeta
+    storage: int
+    position: int = -1
+    """Which element of the operation's tuple it is; -1 where the operation returns one tensor."""
+
+
+class Placeholder(Record):
+    """A tensor that exists before the step: what it is, and where to find it.
+
+    `target` is a parameter's or buffer's name in the model, the number of an input's leaf, the
+    number of the output whose gradient a tangent is, or "" for a constant, whose bytes are `data`.
+    `aliases` are other names of the same parameter (tied weights).
+    """
+
+    name: Identifier
+    kind: Literal["parameter", "buffer", "input", "tangent", "constant"]
+    target: Path_
+    tensor: TensorMeta
+    storage: int
+    requires_grad: bool = False
+    aliases: tuple[Path_, ...] = ()
+    data: str = Field(default="", max_length=2_000_000)
+
+
+class Node(Record):
+    """One operation, or one view (all of whose results look into storages that exist already)."""
+
+    name: Identifier
+    target: Target
+    args: Args = ()
+    kwargs: Kwargs = Field(default_factory=dict)
+    results: tuple[Result, ...] = ()
+    view: bool = False
+    backward: bool = False
+    seeded: bool = False
+    """Draws random numbers: its generator state is replayed when it runs again."""
+    recomputable: bool = True
+    module: Path_ = ""
+    cost_s: float | None = Field(default=None, ge=0)
+    workspace_bytes: int | None = Field(default=None, ge=0)
+    cost_source: str = Field(default="", max_length=100)
+
+
+class Output(Record):
+    """A tensor that the model returns. `tangent` names the placeholder of its gradient, or is ""
+    where the step does not differentiate it."""
+
+    name: Identifier
+    differentiable: bool
+    tangent: str = ""
+
+
+class Gradient(Record):
+    """The gradient of a placeholder: the tensor that holds it."""
+
+    placeholder: Identifier
+    name: Identifier
+
+
+class Environment(Record):
+    """What the capture assumed of its surroundings; checked again at each call."""
+
+    torch: str = Field(max_length=100)
+    training: bool
+    training_exceptions: tuple[Path_, ...] = ()
+    """Modules whose `training` flag differs from the model's own."""
+    autocast: tuple[str, ...] = ()
+    """Enabled autocast modes, as "cpu:bfloat16"."""
+    frees_tangents: bool = False
+    """Whether this torch lets a backward free the gradients that it was given (2.13 does)."""
+
+
+class Trace(Document):
+    """A training step as data. `nodes` are in execution order; names are unique."""
+
+    FORMAT: ClassVar[str] = "remat.trace"
+    VERSION: ClassVar[int] = 1
+
+    model: str = Field(default="", max_length=500)
+    device: str = Field(max_length=40)
+    placeholders: tuple[Placeholder, ...]
+    nodes: tuple[Node, ...]
+    outputs: tuple[Output, ...]
+    gradients: tuple[Gradient, ...]
+    storages: tuple[Size, ...]
+    inputs: Structure
+    result: Structure
+    environment: Environment
+    accumulating: bool = False
+    """Gradients are already there and are added to, as in gradient accumulation."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        _check_names(self)
+        return self
+
+    @property
+    def measured(self) -> bool:
+        """Whether every operation has a cost."""
+        return all(node.view or node.cost_s is not None for node in self.nodes)
+
+    def replace(self, **changes: object) -> Trace:
+        """A copy with some fields changed, validated again."""
+        fields = {name: getattr(self, name) for name in type(self).model_fields}
+        return type(self)(**(fields | changes))
+
+    @cached_property
+    def storage_of(self) -> dict[str, int]:
+        """The storage of each named tensor."""
+        found = {p.name: p.storage for p in self.placeholders}
+        found.update((r.name, r.storage) for node in self.nodes for r in node.results)
+        return found
+
+    @cached_property
+    def operations(self) -> tuple[Node | None, ...]:
+        """The node of each operation of `graph()`, in order; None is the boundary."""
+        nodes = [node for node in self.nodes if not node.view]
+        forward = [node for node in nodes if not node.backward]
+        return (*forward, None, *(node for node in nodes if node.backward))
+
+    def graph(self) -> Graph:
+        """What the solver sees. Sizes are rounded as the device's allocator rounds.
+
+        Raises `RematError` where operations have no cost yet.
+        """
+        return self._graph
+
+    @cached_property
+    def _graph(self) -> Graph:
+        if not self.measured:
+            raise RematError(
+                "this trace has no costs yet: call remat.measure(trace, device=...) with 'cpu', "
+                "'cuda' or remat.Roofline('h200') first"
+            )
+        return _build_graph(self)
+
+    def allocated_bytes(self, storage: int) -> int:
+        """Bytes that the device's allocator sets aside for a storage."""
+        size = self.storages[storage]
+        if self.device.startswith("cuda"):
+            return -(-size // CUDA_ALIGNMENT_BYTES) * CUDA_ALIGNMENT_BYTES
+        return size
+
+
+def _build_graph(trace: Trace) -> Graph:
+    constants = {p.storage for p in trace.placeholders if p.kind != "tangent"}
+    tangents = {p.storage for p in trace.placeholders if p.kind == "tangent"}
+    value_of: dict[int, int] = {}
+    values: list[Value] = []
+
+    def value(storage: int, name: str) -> int:
+        if storage not in value_of:
+            value_of[storage] = len(values)
+            values.append(Value(name, trace.allocated_bytes(storage)))
+        return value_of[storage]
+
+    operations: list[Operation] = []
+    boundary = 0
+    for node in trace.operations:
+        if node is None:
+            boundary = len(operations)
+            names = {p.storage: p.name for p in trace.placeholders}
+            made = tuple(value(s, names[s]) for s in sorted(tangents - constants))
+            operations.append(
+                Operation(BOUNDARY, (), made, 0.0, backward=True, recomputable=False)
+            )
+            continue
+        read = {trace.storage_of[n] for n in (*refs(node.args), *refs(node.kwargs))}
+        written = {r.storage: r.name for r in node.results}
+        operations.append(
+            Operation(
+                name=node.name,
+                inputs=tuple(sorted(value_of[s] for s in read if s not in constants)),
+                outputs=tuple(value(s, n) for s, n in written.items()),
+                cost_s=node.cost_s or 0.0,
+                workspace_bytes=node.workspace_bytes or 0,
+                backward=node.backward,
+                recomputable=node.recomputable,
+                module=node.module,
+            )
+        )
+    held = held_storages(trace)
+    resident = sum(trace.allocated_bytes(s) for s in constants)
+    if trace.accumulating:
+        resident += accumulated_bytes(trace)
+    return Graph(
+        operations=tuple(operations),
+        values=tuple(values),
+        results=frozenset(value_of[s] for s in held if s in value_of),
+        constant_bytes=resident,
+        boundary=boundary,
+    )
+
+
+def held_storages(trace: Trace) -> set[int]:
+    """Storages that somebody outside of the step holds to its end: outputs, gradients (but not
+    those that are added into a `.grad`), and the gradient of a scalar loss, which
+    `loss.backward()` itself holds until it returns."""
+    accumulated = {
+        name for node in trace.nodes if node.target == ACCUMULATE for name in refs(node.args[1])
+    }
+    frees = trace.environment.frees_tangents
+    held = {
+        p.storage
+        for p in trace.placeholders
+        if p.kind == "tangent" and (not frees or not p.tensor.shape)
+    }
+    held |= {trace.storage_of[o.name] for o in trace.outputs}
+    return held | {trace.storage_of[g.name] for g in trace.gradients if g.name not in accumulated}
+
+
+def accumulated_bytes(trace: Trace) -> int:
+    """Bytes of the `.grad` tensors that gradient accumulation finds in place."""
+    return sum(
+        trace.allocated_bytes(p.storage)
+        for p in trace.placeholders
+        if p.kind == "parameter" and p.requires_grad
+    )
+
+
+def accumulation_name(placeholder: str) -> str:
+    """Name of the operation that adds a parameter's gradient into its `.grad`."""
+    return f"accumulate_{placeholder}"
+
+
+def with_accumulation(trace: Trace) -> Trace:
+    """The same step where every parameter has a `.grad` already: each gradient is added into it as
+    soon as it is there, instead of being held to the end beside it."""
+    if trace.accumulating:
+        return trace
+    parameters = {p.name for p in trace.placeholders if p.kind == "parameter"}
+    sinks: dict[str, list[Node]] = {}
+    for gradient in trace.gradients:
+        if gradient.placeholder in parameters:
+            node = Node(
+                name=accumulation_name(gradient.placeholder),
+                target=ACCUMULATE,
+                args=(Ref(gradient.placeholder), Ref(gradient.name)),
+                backward=True,
+                recomputable=False,
+            )
+            sinks.setdefault(gradient.name, []).append(node)
+    nodes: list[Node] = []
+    for node in trace.nodes:
+        nodes.append(node)
+        for result in node.results:
+            nodes.extend(sinks.pop(result.name, ()))
+    return trace.replace(nodes=tuple(nodes), accumulating=True)
+
+
+def _check_names(trace: Trace) -> None:
+    """Every name is unique and defined before it is used; every storage exists."""
+    known: set[str] = set()
+
+    def define(name: str, storage: int) -> None:
+        if name in known or name == BOUNDARY:
+            raise ValueError(f"the name {name} is defined twice")
+        if not 0 <= storage < len(trace.storages):
+            raise ValueError(f"{name} lives in storage {storage}, which does not exist")
+        known.add(name)
+
+    if any(not 0 <= size < 2**63 for size in trace.storages):
+        raise ValueError("storages need sizes of zero or more bytes, below 2**63")
+    for placeholder in trace.placeholders:
+        define(placeholder.name, placeholder.storage)
+    owned = {p.storage for p in trace.placeholders}
+    for node in trace.nodes:
+        used = (*refs(node.args), *refs(node.kwargs))
+        if unknown := [name for name in used if name not in known]:
+            raise ValueError(f"operation {node.name} uses {unknown[0]} before it is defined")
+        storages = {r.storage for r in node.results}
+        if node.view != (bool(storages) and storages <= owned):
+            raise ValueError(f"operation {node.name} is wrongly marked as view={node.view}")
+        if not node.view and storages & owned:
+            raise ValueError(f"operation {node.name} writes a storage that already has an owner")
+        owned |= storages
+        for result in node.results:
+            define(result.name, result.storage)
+    tangents = {p.name for p in trace.placeholders if p.kind == "tangent"}
+    for output in trace.outputs:
+        if output.name not in known:
+            raise ValueError(f"the output {output.name} is not defined")
+        if output.tangent and output.tangent not in tangents:
+            raise ValueError(f"{output.tangent} is no tangent")
+    for gradient in trace.gradients:
+        if not {gradient.placeholder, gradient.name} <= known:
+            raise ValueError(f"the gradient {gradient.name} is not defined")
+    if sorted(set(trace.result.leaves())) != list(range(len(trace.outputs))):
+        raise ValueError("the result's leaves are not the outputs")

@@ -1,0 +1,200 @@
+"""What a capture holds, and what it says where it cannot."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import remat
+from remat.trace import COPY
+from tests.models import FAMILIES, PLAIN, Mlp, Norms, Tied
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_trace_is_its_document(name: str) -> None:
+    case = PLAIN[name]()
+    trace = remat.trace(case.model, case.args, case.kwargs)
+    assert remat.Trace.from_json(trace.to_json()) == trace
+
+
+def test_operations_know_their_modules() -> None:
+    trace = remat.trace(Mlp(), torch.randn(4, 32))
+    modules = {node.module for node in trace.nodes}
+    assert {"layers.1", "layers.3", "dropout"} <= modules
+    assert any(node.backward and node.module == "layers.2" for node in trace.nodes)
+
+
+def test_tied_weights_are_one_placeholder() -> None:
+    trace = remat.trace(Tied(), torch.randn(4, 24))
+    (weight,) = [p for p in trace.placeholders if p.kind == "parameter"]
+    assert weight.target == "first.weight"
+    assert weight.aliases == ("second.weight",)
+
+
+def test_mutated_buffers_are_written_once_in_the_forward() -> None:
+    trace = remat.trace(Norms(), torch.randn(2, 3, 8, 8))
+    writes = [node for node in trace.nodes if node.target == COPY]
+    assert len(writes) == 8  # mean, variance and count of two norms, and two buffers of its own
+    assert not any(node.backward or node.recomputable for node in writes)
+
+
+def test_only_the_loss_of_a_loss_model_is_differentiated() -> None:
+    case = FAMILIES["gpt2"]()
+    trace = remat.trace(case.model, kwargs_of(case))
+    assert [(o.differentiable, bool(o.tangent)) for o in trace.outputs] == [
+        (True, True),
+        (True, False),
+    ]
+    everything = remat.trace(case.model, kwargs_of(case), differentiate="all")
+    assert all(o.tangent for o in everything.outputs)
+
+
+def kwargs_of(case: object) -> dict[str, torch.Tensor]:
+    return case.kwargs  # type: ignore[attr-defined]
+
+
+def test_attention_is_captured_as_eager_runs_it() -> None:
+    """No explicit mask where eager mode needs none."""
+    from tests.models import gpt2
+
+    case = gpt2(dropout=0.0)
+    trace = remat.trace(case.model, case.kwargs)
+    flash = [n for n in trace.nodes if "flash_attention_for_cpu.default" in n.target]
+    assert len(flash) == 2
+    assert not any("attn_mask" in node.kwargs for node in flash)
+
+
+def test_a_capture_changes_nothing() -> None:
+    model = Norms()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    generator = torch.get_rng_state()
+    remat.trace(model, torch.randn(2, 3, 8, 8, generator=torch.Generator()))
+    assert torch.equal(generator, torch.get_rng_state())
+    for name, value in model.state_dict().items():
+        assert type(value) is torch.Tensor
+        assert torch.equal(value, before[name])
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+class Branch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.sum() > 0:
+            return self.linear(x)
+        return -self.linear(x)
+
+
+def test_data_dependent_control_flow_names_the_place() -> None:
+    with pytest.raises(remat.TraceError, match=r"test_capture.py:\d+ .*if x.sum\(\) > 0.*Remedy"):
+        remat.trace(Branch(), torch.randn(2, 4))
+
+
+def test_branches_on_constants_are_followed() -> None:
+    class Constant(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            positions = torch.arange(4)
+            if (positions.diff() == 1).all() and positions.sum().item() == 6:
+                return self.linear(x)
+            raise AssertionError("the branch that eager does not take")
+
+    trace = remat.trace(Constant(), torch.randn(2, 4))
+    assert any(node.target == "aten.addmm.default" for node in trace.nodes)
+
+
+def test_a_branch_on_a_changed_constant_is_data_dependent() -> None:
+    class Changed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            flags = torch.zeros(4)
+            flags[:2].copy_(x[0, :2])
+            return self.linear(x) if flags.sum() > 0 else -self.linear(x)
+
+    with pytest.raises(remat.TraceError, match="depends on tensor values"):
+        remat.trace(Changed(), torch.randn(2, 4))
+
+
+def test_a_cache_in_the_outputs_names_the_remedy() -> None:
+    case = FAMILIES["gpt2"]()
+    case.model.config.use_cache = True  # type: ignore[union-attr]
+    with pytest.raises(remat.TraceError, match="use_cache=False"):
+        remat.trace(case.model, case.kwargs)
+
+
+def test_nothing_to_differentiate() -> None:
+    with pytest.raises(remat.TraceError, match="no parameter of Mlp"):
+        remat.trace(Mlp().requires_grad_(False), torch.randn(4, 32))
+
+    class Detached(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x).detach()
+
+    with pytest.raises(remat.TraceError, match="no output of the model depends"):
+        remat.trace(Detached(), torch.randn(4, 4))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "kwargs", "message"),
+    [
+        ((), None, "do not fit Mlp.forward"),
+        ((torch.zeros(2, 32), 1.0, 2.0), None, "too many positional"),
+        ((torch.zeros(2, 32),), {"colour": 1}, "colour"),
+        ("text", None, "must be a tuple"),
+        ((torch.zeros(2, 33),), None, "cannot be captured"),
+        ((torch.zeros(2, 32), object()), None, "is a object, which cannot be traced"),
+    ],
+)
+def test_inputs_that_do_not_fit(inputs: object, kwargs: object, message: str) -> None:
+    with pytest.raises(remat.TraceError, match=message):
+        remat.trace(Mlp(), inputs, kwargs)  # type: ignore[arg-type]
+
+
+def test_not_a_module() -> None:
+    with pytest.raises(remat.TraceError, match=r"expected a torch.nn.Module"):
+        remat.trace(lambda x: x, torch.zeros(1))  # type: ignore[arg-type]
+
+
+def test_a_buffer_of_another_shape_is_refused() -> None:
+    class Grows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.register_buffer("seen", torch.zeros(0, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.seen = torch.cat([self.seen, x.detach()])
+            return self.linear(x).sum()
+
+    model = Grows()
+    with pytest.raises(remat.TraceError, match="replaces its buffer 'seen'"):
+        remat.trace(model, torch.randn(2, 4))
+    assert model.seen.shape == (0, 4)
+
+
+def test_a_large_constant_is_refused() -> None:
+    table = torch.randn(600, 600)
+
+    class Holds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(600, 600)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.linear(x) * table[0]).sum()
+
+    with pytest.raises(remat.TraceError, match="buffer|cannot be captured"):
+        remat.trace(Holds(), torch.randn(2, 600))

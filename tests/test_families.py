@@ -1,0 +1,49 @@
+"""Laws 1 to 3 of the architecture on real model families: same function, never above the budget,
+predicted peak = measured peak."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import remat
+from tests.harness import assert_same, eager_step, run_step
+from tests.models import FAMILIES
+
+COSTS = remat.Roofline("cpu")
+STRATEGY = remat.Auto(gap=0.02, time_limit=20.0)
+
+
+@pytest.mark.parametrize("budget", ["75%", "min"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_trains_as_eager_within_the_budget(family: str, budget: str) -> None:
+    torch.manual_seed(0)
+    case = FAMILIES[family]()
+    eager = eager_step(case)
+    model = copy.deepcopy(case.model)
+    limit: int | str = int(0.75 * eager.peak_bytes) if budget == "75%" else "min"
+    try:
+        gm = remat.optimize(
+            model, limit, case.args, case.kwargs, costs=COSTS, strategy=STRATEGY
+        )
+    except remat.InfeasibleBudget as error:
+        # Parameters dominate: then the smallest feasible budget is what the message names.
+        assert error.min_feasible_bytes is not None
+        limit = error.min_feasible_bytes
+        gm = remat.optimize(
+            model, limit, case.args, case.kwargs, costs=COSTS, strategy=STRATEGY
+        )
+    step = run_step(gm, case)
+    assert_same(step, eager)
+    plan, program = gm.plan, gm.program
+    assert plan is not None
+    assert program is not None
+    predicted = program.predicted_peak_bytes
+    assert plan.peak_bytes == predicted
+    if limit != "min":
+        assert step.peak_bytes <= limit
+    assert step.peak_bytes <= predicted
+    assert step.peak_bytes >= 0.99 * predicted
+    assert plan.peak_bytes < eager.peak_bytes

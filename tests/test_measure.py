@@ -1,0 +1,421 @@
+"""Every operation gets a cost, each distinct one is run once, and nobody notices."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import torch
+
+from remat.arguments import Argument, Literal, Ref
+from remat.errors import RematError
+from remat.frontend import measure as measuring
+from remat.frontend import operators
+from remat.frontend.cost_cache import CostCache
+from remat.frontend.measure import measure, tensor_metas
+from remat.frontend.tensors import Operands, extent
+from remat.frontend.timers import FLOOR_S
+from remat.roofline import Roofline
+from remat.structure import Structure
+from remat.trace import Environment, Node, Output, Placeholder, Result, TensorMeta, Trace
+
+ITEM = {"float32": 4, "int64": 8, "bool": 1, "bfloat16": 2, "float64": 8}
+
+
+class Builder:
+    """Writes a trace by hand: one placeholder or operation at a time."""
+
+    def __init__(self) -> None:
+        self.placeholders: list[Placeholder] = []
+        self.nodes: list[Node] = []
+        self.storages: list[int] = []
+
+    def _storage(self, tensor: TensorMeta) -> int:
+        self.storages.append(extent(tensor.shape, tensor.stride) * ITEM[tensor.dtype])
+        return len(self.storages) - 1
+
+    def given(self, *shape: int, dtype: str = "float32") -> Ref:
+        tensor = dense(*shape, dtype=dtype)
+        name = f"p{len(self.placeholders)}"
+        storage = self._storage(tensor)
+        self.placeholders.append(
+            Placeholder(name=name, kind="input", target="0", tensor=tensor, storage=storage)
+        )
+        return Ref(name)
+
+    def call(
+        self,
+        target: str,
+        args: Iterable[Argument],
+        *outs: TensorMeta,
+        view_of: Ref | None = None,
+        kwargs: dict[str, Argument] | None = None,
+    ) -> Ref:
+        name = f"n{len(self.nodes)}"
+        storages = {p.name: p.storage for p in self.placeholders}
+        storages.update((r.name, r.storage) for node in self.nodes for r in node.results)
+        results = tuple(
+            Result(
+                name=f"{name}_{i}",
+                tensor=out,
+                storage=storages[view_of.name] if view_of else self._storage(out),
+                position=i if len(outs) > 1 else -1,
+            )
+            for i, out in enumerate(outs)
+        )
+        self.nodes.append(
+            Node(
+                name=name,
+                target=target,
+                args=tuple(args),
+                kwargs=kwargs or {},
+                results=results,
+                view=view_of is not None,
+            )
+        )
+        return Ref(results[0].name)
+
+    def trace(self) -> Trace:
+        last = self.nodes[-1].results[0].name
+        return Trace(
+            model="by hand",
+            device="cpu",
+            placeholders=tuple(self.placeholders),
+            nodes=tuple(self.nodes),
+            outputs=(Output(name=last, differentiable=False),),
+            gradients=(),
+            storages=tuple(self.storages),
+            inputs=Structure(kind="tuple"),
+            result=Structure(kind="leaf", leaf=0),
+            environment=Environment(torch=torch.__version__, training=True),
+        )
+
+
+def dense(*shape: int, dtype: str = "float32") -> TensorMeta:
+    stride = tuple(torch.empty(shape, device="meta").stride())
+    return TensorMeta(dtype=dtype, shape=shape, stride=stride, device="cpu")
+
+
+def chain(layers: int = 3) -> Trace:
+    b = Builder()
+    x, weight = b.given(16, 32), b.given(32, 32)
+    for _ in range(layers):
+        transposed = TensorMeta(dtype="float32", shape=(32, 32), stride=(1, 32), device="cpu")
+        w = b.call("aten.t.default", [weight], transposed, view_of=weight)
+        x = b.call("aten.mm.default", [x, w], dense(16, 32))
+        x = b.call("aten.relu.default", [x], dense(16, 32))
+    return b.trace()
+
+
+@pytest.fixture
+def warned(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level(logging.WARNING, logger="remat")
+    return caplog
+
+
+def test_every_operation_has_a_cost_and_says_from_where() -> None:
+    trace = chain()
+    priced = measure(trace, "cpu")
+    assert priced.measured
+    assert not trace.measured, "the given trace is as it was"
+    for node in priced.nodes:
+        if node.view:
+            assert node.cost_s is None
+        else:
+            assert node.cost_s is not None
+            assert FLOOR_S <= node.cost_s < 1
+            assert node.workspace_bytes == 0
+            assert node.cost_source.startswith("measured cpu ")
+    assert Trace.from_json(priced.to_json()) == priced
+    assert priced.graph().total_cost_s > 0
+
+
+def test_equal_operations_are_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+    cost = measuring._Bench.cost
+    monkeypatch.setattr(
+        measuring._Bench, "cost", lambda self, node: (ran.append(node.target), cost(self, node))[1]
+    )
+    priced = measure(chain(10))
+    assert ran == ["aten.mm.default", "aten.relu.default"]
+    assert len({node.cost_s for node in priced.nodes if node.target == "aten.mm.default"}) == 1
+    again = measure(chain(4))
+    assert len(ran) == 2, "the second time the cost cache knows them"
+    assert [n.cost_s for n in again.nodes] == [n.cost_s for n in priced.nodes[:12]]
+    measure(chain(1), cache=False)
+    assert len(ran) == 4
+
+
+def test_measuring_again_replaces_what_was_computed_from_old_costs(tmp_path: Path) -> None:
+    first = measure(chain(), Roofline("v100"))
+    assert first.graph().total_cost_s > 0
+    second = measure(first, Roofline("h200"))
+    assert second.graph().total_cost_s < first.graph().total_cost_s
+    with CostCache(tmp_path / "mine.sqlite") as cache:
+        third = measure(second, cache=cache)
+    assert third.graph().total_cost_s != second.graph().total_cost_s
+
+
+def test_longer_work_costs_more() -> None:
+    b = Builder()
+    small, large = b.given(64, 64), b.given(512, 512)
+    b.call("aten.mm.default", [small, small], dense(64, 64))
+    b.call("aten.mm.default", [large, large], dense(512, 512))
+    costs = [node.cost_s or 0 for node in measure(b.trace()).nodes]
+    assert costs[1] > 10 * costs[0]
+
+
+def test_a_measured_time_is_right() -> None:
+    n = 512
+    b = Builder()
+    a = b.given(n, n)
+    b.call("aten.mm.default", [a, a], dense(n, n))
+    x = torch.randn(n, n)
+    for _ in range(5):
+        torch.mm(x, x)
+    times = []
+    for _ in range(20):
+        start = time.perf_counter()
+        torch.mm(x, x)
+        times.append(time.perf_counter() - start)
+    cost = measure(b.trace(), cache=False).nodes[0].cost_s or 0
+    assert min(times) / 4 < cost < 10 * sorted(times)[10], "machines are shared: be generous"
+
+
+OPERATIONS = {
+    "embedding": ("aten.embedding.default", lambda b: [b.given(7, 4), b.given(5, dtype="int64")]),
+    "embedding_backward": (
+        "aten.embedding_dense_backward.default",
+        lambda b: [b.given(5, 4), b.given(5, dtype="int64"), 7, -1, False],
+    ),
+    "nll": (
+        "aten.nll_loss_forward.default",
+        lambda b: [b.given(6, 3), b.given(6, dtype="int64"), None, 1, -100],
+    ),
+    "nll_backward": (
+        "aten.nll_loss_backward.default",
+        lambda b: [b.given(), b.given(6, 3), b.given(6, dtype="int64"), None, 1, -100, b.given()],
+    ),
+    "gather": (
+        "aten.gather.default",
+        lambda b: [b.given(4, 9), 1, b.given(4, 2, dtype="int64")],
+    ),
+    "scatter": (
+        "aten.scatter.value",
+        lambda b: [b.given(4, 3), 1, b.given(4, 2, dtype="int64"), 1.0],
+    ),
+    "index": (
+        "aten.index.Tensor",
+        lambda b: [b.given(3, 9), (None, b.given(4, dtype="int64"))],
+    ),
+    "index_mask": (
+        "aten.index.Tensor",
+        lambda b: [b.given(3, 9, 2), (b.given(3, 9, dtype="bool"), b.given(27, dtype="int64"))],
+    ),
+    "index_put": (
+        "aten.index_put.default",
+        lambda b: [b.given(3, 9), (b.given(4, dtype="int64"),), b.given(4, 9), True],
+    ),
+    "index_select": (
+        "aten.index_select.default",
+        lambda b: [b.given(3, 9), 1, b.given(4, dtype="int64")],
+    ),
+    "max_pool_backward": (
+        "aten.max_pool2d_with_indices_backward.default",
+        lambda b: [
+            *(b.given(1, 2, 4, 4), b.given(1, 2, 8, 8), (2, 2), (2, 2), (0, 0), (1, 1), False),
+            b.given(1, 2, 4, 4, dtype="int64"),
+        ],
+    ),
+    "integer_division": (
+        "aten.div.Tensor_mode",
+        lambda b: [b.given(4, dtype="int64"), b.given(4, dtype="int64")],
+    ),
+    "where": ("aten.where.self", lambda b: [b.given(4, dtype="bool"), b.given(4), b.given(4)]),
+    "bernoulli": ("aten.bernoulli.p", lambda b: [b.given(4), 0.5]),
+    "bernoulli_of_tensor": ("aten.bernoulli.default", lambda b: [b.given(400)]),
+    "dropout": ("aten.native_dropout.default", lambda b: [b.given(4), 0.5, True]),
+    "half": ("aten.add.Tensor", lambda b: [b.given(4, dtype="bfloat16"), 1]),
+    "nothing": ("aten.add.Tensor", lambda b: [b.given(0, 4), 1]),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_operands_are_such_that_the_operation_runs(
+    name: str, warned: pytest.LogCaptureFixture
+) -> None:
+    target, arguments = OPERATIONS[name]
+    b = Builder()
+    kwargs: dict[str, Argument] = {"rounding_mode": "floor"} if "mode" in target else {}
+    b.call(target, arguments(b), dense(1), kwargs=kwargs)
+    node = measure(b.trace()).nodes[0]
+    assert node.cost_source.startswith("measured"), warned.text
+
+
+def test_operands_have_the_shape_stride_and_alignment_of_the_trace() -> None:
+    tensor = TensorMeta(dtype="float32", shape=(4, 1, 3), stride=(6, 0, 2), offset=70, device="cpu")
+    b = Builder()
+    p = Placeholder(name="x", kind="input", target="0", tensor=tensor, storage=0)
+    b.storages.append(1000)
+    b.placeholders.append(p)
+    b.call("aten.add.Tensor", [Ref("x"), Ref("x")], dense(4, 1, 3))
+    trace = b.trace()
+    operator = operators.resolve("aten.add.Tensor")
+    args, _ = Operands(tensor_metas(trace), "cpu", torch.device("cpu")).make(
+        trace.nodes[0], operator
+    )
+    x = args[0]
+    assert isinstance(x, torch.Tensor)
+    assert x is args[1]
+    assert (x.shape, x.stride(), x.storage_offset()) == ((4, 1, 3), (6, 0, 2), 70 % 64)
+
+
+def test_the_users_random_numbers_and_modes_are_left_alone() -> None:
+    b = Builder()
+    b.call("aten.native_dropout.default", [b.given(64), 0.5, True], dense(64))
+    b.call("aten.mm.default", [Ref("p0"), Ref("p0")], dense(64))
+    torch.manual_seed(7)
+    state = torch.get_rng_state()
+    with torch.autocast("cpu"):
+        measure(b.trace(), cache=False)
+        assert torch.is_autocast_enabled("cpu")
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.is_grad_enabled()
+
+
+def failing() -> Trace:
+    b = Builder()
+    x = b.given(64, 64)
+    b.call("aten.mm.default", [x, b.given(3, 3)], dense(64, 64))  # shapes do not fit
+    b.call("aten.mm.default", [x, x], dense(64, 64))
+    b.call("aten.relu.default", [x], dense(64, 64))
+    b.call("aten.no_such_operation.default", [x], dense(64, 64))
+    return b.trace()
+
+
+def test_what_fails_is_estimated_and_says_so(warned: pytest.LogCaptureFixture) -> None:
+    nodes = measure(failing()).nodes
+    assert [node.cost_source.split(":")[0].split(" ")[0] for node in nodes] == [
+        "estimated",
+        "measured",
+        "measured",
+        "estimated",
+    ]
+    assert all((node.cost_s or 0) > 1e-7 for node in nodes)
+    assert len(warned.messages) == 2, "one warning for each reason"
+    assert "fitted to 2 measured operations" in warned.messages[0]
+    assert "no operation aten.no_such_operation.default" in warned.text
+
+
+def test_what_is_too_large_is_not_tried(
+    warned: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measuring, "free_bytes", lambda device: 1 << 16)
+    b = Builder()
+    x, y = b.given(64), b.given(1 << 20)
+    b.call("aten.relu.default", [x], dense(64))
+    b.call("aten.relu.default", [y], dense(1 << 20))
+    b.call("aten.relu.default", [b.given(1 << 50)], dense(1 << 50))
+    nodes = measure(b.trace(), cache=False).nodes
+    assert nodes[0].cost_source.startswith("measured")
+    assert nodes[1].cost_source == nodes[2].cost_source == "estimated: out of memory"
+    assert (nodes[2].cost_s or 0) > (nodes[1].cost_s or 0)
+    assert len(warned.messages) == 1
+
+
+def test_estimates_are_not_cached(warned: pytest.LogCaptureFixture) -> None:
+    measure(failing())
+    measure(failing())
+    assert len(warned.messages) == 4
+
+
+def test_our_own_operations_are_priced_by_bytes_and_never_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*args: object) -> None:
+        raise AssertionError("this would have touched the model")
+
+    monkeypatch.setitem(operators.REMAT_OPERATIONS, "remat.touch.default", refuse)
+    b = Builder()
+    b.call("remat.touch.default", [b.given(1 << 10)], dense(1 << 10))
+    b.call("remat.touch.default", [b.given(1 << 20)], dense(1 << 20))
+    b.call("aten.copy_.default", [b.given(1 << 20), b.given(1 << 20)], dense(1 << 20))
+    small, large, copy = measure(b.trace()).nodes
+    assert (large.cost_s or 0) == pytest.approx(1024 * (small.cost_s or 0))
+    assert copy.cost_source.startswith("measured cpu")
+
+
+def test_literals_and_devices_are_passed_on(warned: pytest.LogCaptureFixture) -> None:
+    b = Builder()
+    b.call(
+        "aten.full.default",
+        [(4, 4), 1.0],
+        dense(4, 4, dtype="bfloat16"),
+        kwargs={
+            "dtype": Literal("dtype", "bfloat16"),
+            "device": Literal("device", "cpu"),
+            "layout": Literal("layout", "strided"),
+            "pin_memory": False,
+        },
+    )
+    assert measure(b.trace()).nodes[0].cost_source.startswith("measured"), warned.text
+
+
+def test_roofline_needs_no_device_and_no_cache(tmp_path: Path) -> None:
+    priced = measure(chain(), Roofline("b200"))
+    assert priced.measured
+    assert {n.cost_source for n in priced.nodes if not n.view} == {"roofline b200"}
+    assert not (tmp_path / "remat-cache").exists()
+
+
+def test_progress_is_reported() -> None:
+    calls: list[tuple[int, int, str]] = []
+    measure(chain(), progress=lambda *call: calls.append(call))
+    assert calls == [(0, 2, "aten.mm.default"), (1, 2, "aten.relu.default"), (2, 2, "")]
+    measure(chain(), progress=True)
+
+
+def test_devices_that_are_not_there_are_named() -> None:
+    with pytest.raises(RematError, match="cannot measure on meta"):
+        measure(chain(), "meta")
+    if not torch.cuda.is_available():
+        with pytest.raises(RematError, match=r"remat\.Roofline\('h200'\)"):
+            measure(chain(), "cuda")
+
+
+@pytest.mark.gpu
+def test_cuda_times_and_workspaces(warned: pytest.LogCaptureFixture) -> None:
+    n = 1 << 24
+    b = Builder()
+    b.call("aten.add.Tensor", [b.given(n), 1], dense(n))
+    b.call("aten.sort.default", [b.given(n)], dense(n), dense(n, dtype="int64"))
+    trace = b.trace()
+    add, sort = measure(trace, "cuda", cache=False).nodes
+    assert add.cost_source.startswith("measured cuda NVIDIA")
+    assert add.workspace_bytes == 0
+    assert 8 * n / 10e12 < (add.cost_s or 0) < 1e-2
+    assert (sort.workspace_bytes or 0) > n, "sorting needs room beside its operands"
+
+
+def test_every_operation_of_a_traced_gpt2_can_be_measured(
+    warned: pytest.LogCaptureFixture,
+) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    from remat.frontend.capture import trace
+
+    config = GPT2Config(
+        n_layer=2, n_embd=32, n_head=2, vocab_size=101, n_positions=16, use_cache=False
+    )
+    ids = torch.randint(0, 101, (2, 16))
+    traced = trace(GPT2LMHeadModel(config), (), {"input_ids": ids, "labels": ids})
+    start = time.perf_counter()
+    priced = measure(traced)
+    assert time.perf_counter() - start < 30
+    assert priced.measured
+    sources = {node.cost_source for node in priced.nodes if not node.view}
+    assert all(source.startswith("measured cpu") for source in sources), warned.text
+    assert measure(traced, Roofline("h200")).graph().total_cost_s > 0

@@ -1,0 +1,48 @@
+"""Laws 1 to 3 on plain modules with one trap each, under budgets from all to the least."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import remat
+from tests.harness import assert_same, eager_step, run_step
+from tests.models import PLAIN
+
+COSTS = remat.Roofline("cpu")
+
+# What the loss outside of these models allocates is not remat's to plan.
+EXTERNAL_LOSS = {"two-heads", "alias"}
+
+
+@pytest.mark.parametrize("budget", ["100%", "min"])
+@pytest.mark.parametrize("name", PLAIN)
+def test_trains_as_eager(name: str, budget: str) -> None:
+    torch.manual_seed(0)
+    case = PLAIN[name]()
+    eager = eager_step(case)
+    if case.autocast is None:
+        gm = remat.optimize(copy.deepcopy(case.model), budget, case.args, case.kwargs, costs=COSTS)
+    else:
+        gm = remat.optimize(copy.deepcopy(case.model), budget, costs=COSTS)
+    step = run_step(gm, case)
+    if case.autocast is not None:
+        step = run_step(gm, case)  # the first call planned inside the metered region
+    assert_same(step, eager, tolerance=1e-5 if case.autocast is None else 2e-2)
+    program = gm.program
+    assert program is not None
+    if name not in EXTERNAL_LOSS:
+        assert step.peak_bytes <= program.predicted_peak_bytes
+        assert step.peak_bytes >= 0.99 * program.predicted_peak_bytes
+
+
+def test_statistics_move_once() -> None:
+    """Eager `torch.utils.checkpoint` moves batch-norm statistics twice."""
+    torch.manual_seed(0)
+    case = PLAIN["norms"]()
+    gm = remat.optimize(copy.deepcopy(case.model), "min", case.args, costs=COSTS)
+    run_step(gm, case)
+    assert int(gm.get_buffer("conv.1.num_batches_tracked")) == 1
+    assert int(gm.get_buffer("steps")) == 1
