@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from tests.models import Case
 from torch import nn
 
 from remat.frontend.meter import LiveStorageMeter
-from tests.models import Case
 
 RELATIVE_ERROR = 1e-5
 

@@ -259,9 +259,7 @@ def _x(*shape: int, grad: bool = False) -> torch.Tensor:
 
 PLAIN: dict[str, Callable[[], Case]] = {
     "mlp": lambda: Case(Mlp(), (_x(64, 32),), {"scale": 0.5}, loss=lambda out: out["loss"]),
-    "mlp-input-grad": lambda: Case(
-        Mlp(), (_x(64, 32, grad=True),), loss=lambda out: out["loss"]
-    ),
+    "mlp-input-grad": lambda: Case(Mlp(), (_x(64, 32, grad=True),), loss=lambda out: out["loss"]),
     "mlp-bf16": lambda: Case(
         Mlp(), (_x(64, 32),), loss=lambda out: out["loss"], autocast=torch.bfloat16
     ),

@@ -7,10 +7,10 @@ import copy
 
 import pytest
 import torch
-
-import remat
 from tests.harness import assert_same, eager_step, run_step
 from tests.models import FAMILIES
+
+import remat
 
 COSTS = remat.Roofline("cpu")
 STRATEGY = remat.Auto(gap=0.02, time_limit=20.0)
@@ -25,16 +25,11 @@ def test_trains_as_eager_within_the_budget(family: str, budget: str) -> None:
     model = copy.deepcopy(case.model)
     limit: int | str = int(0.75 * eager.peak_bytes) if budget == "75%" else "min"
     try:
-        gm = remat.optimize(
-            model, limit, case.args, case.kwargs, costs=COSTS, strategy=STRATEGY
-        )
+        gm = remat.optimize(model, limit, case.args, case.kwargs, costs=COSTS, strategy=STRATEGY)
     except remat.InfeasibleBudget as error:
         # Parameters dominate: then the smallest feasible budget is what the message names.
-        assert error.min_feasible_bytes is not None
-        limit = error.min_feasible_bytes
-        gm = remat.optimize(
-            model, limit, case.args, case.kwargs, costs=COSTS, strategy=STRATEGY
-        )
+        limit = error.min_feasible_bytes or 0
+        gm = remat.optimize(model, limit, case.args, case.kwargs, costs=COSTS, strategy=STRATEGY)
     step = run_step(gm, case)
     assert_same(step, eager)
     plan, program = gm.plan, gm.program

@@ -6,10 +6,10 @@ import copy
 
 import pytest
 import torch
-
-import remat
 from tests.harness import assert_same, eager_step, run_step
 from tests.models import PLAIN
+
+import remat
 
 COSTS = remat.Roofline("cpu")
 

@@ -8,6 +8,7 @@ one-key objects, and so are floats that JSON cannot write.
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, TypeAlias
@@ -16,6 +17,7 @@ from pydantic import PlainSerializer, PlainValidator
 
 from remat.documents import check_identifier
 
+MAX_TEXT = 100_000
 LITERAL_KINDS = ("dtype", "device", "layout", "memory_format")
 
 
@@ -36,7 +38,7 @@ class Literal:
 
 if TYPE_CHECKING:
     Argument: TypeAlias = (
-        "None | bool | int | float | complex | str | Ref | Literal | tuple[Argument, ...]"
+        "bool | int | float | complex | str | Ref | Literal | tuple[Argument, ...] | None"
     )
 else:
     Argument = object  # pydantic cannot follow a recursive alias; `decode` checks instead
@@ -64,6 +66,8 @@ def decode(data: object, depth: int = 0) -> Argument:
     if depth > 16:
         raise ValueError("arguments are nested more than 16 deep")
     match data:
+        case str() if len(data) > MAX_TEXT:
+            raise ValueError(f"a text of {len(data):,} characters is no argument of an operation")
         case None | bool() | float() | str() | Ref() | Literal() | complex():
             return data
         case int():
@@ -72,11 +76,11 @@ def decode(data: object, depth: int = 0) -> Argument:
             return data
         case list() | tuple():
             return tuple(decode(item, depth + 1) for item in data)
-        case {"ref": str(name)} if len(data) == 1:
+        case {"ref": str(name), **rest} if not rest:
             return Ref(check_identifier(name))
-        case {"float": str(text)} if len(data) == 1 and text in ("inf", "-inf", "nan"):
+        case {"float": str(text), **rest} if not rest and text in ("inf", "-inf", "nan"):
             return float(text)
-        case {"complex": [real, imag]} if len(data) == 1:
+        case {"complex": [real, imag], **rest} if not rest:
             parts = decode(real, depth + 1), decode(imag, depth + 1)
             if not all(isinstance(part, (int, float)) for part in parts):
                 raise ValueError("a complex number needs two numbers")
@@ -85,7 +89,7 @@ def decode(data: object, depth: int = 0) -> Argument:
             kind, text = next(iter(data.items()))
             if kind in LITERAL_KINDS and isinstance(text, str) and _is_word(text):
                 return Literal(kind, text)
-    raise ValueError(f"{repr(data)[:80]} is no argument of an operation")
+    raise ValueError(f"{reprlib.repr(data)[:80]} is no argument of an operation")
 
 
 def _is_word(text: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from remat.plan import Plan
 
 _ROWS = 16
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 def describe(plan: Plan) -> str:
@@ -125,13 +127,14 @@ def _solver(plan: Plan) -> str:
 
 
 def _modules(plan: Plan, again: dict[int, int]) -> list[str]:
-    """One line a module: runs, seconds, and bytes made again; the dearest first."""
+    """One line a module: runs, seconds, and bytes made again; the dearest first. Layers of the same
+    name but for their number share a line."""
     runs: dict[str, int] = defaultdict(int)
     seconds: dict[str, float] = defaultdict(float)
     size: dict[str, int] = defaultdict(int)
     for op, times in again.items():
         operation = plan.graph.operations[op]
-        key = operation.module or "(no module)"
+        key = _NUMBER.sub("*", operation.module) or "(no module)"
         runs[key] += times
         seconds[key] += operation.cost_s * times
         size[key] += times * sum(plan.graph.values[v].size_bytes for v in operation.outputs)

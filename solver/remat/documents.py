@@ -11,16 +11,35 @@ import json
 import keyword
 import os
 import re
+import reprlib
 import tempfile
+import zlib
 from pathlib import Path
-from typing import Annotated, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, StringConstraints, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    GetCoreSchemaHandler,
+    StringConstraints,
+    ValidationError,
+)
+from pydantic_core import CoreSchema
 
 from remat.errors import DocumentError
 
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,199}")
 _TARGET = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\.[A-Za-z_][A-Za-z0-9_]*\.[A-Za-z_][A-Za-z0-9_]*")
+
+MAX_BYTES = 256 << 20
+"""No document is larger; that of a model with a hundred layers takes about 10 MB."""
+
+MAX_KEYS = 10_000
+"""No object of a document has more keys."""
+
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxdict, _SHORT.maxlist, _SHORT.maxstring = 2, 3, 3, 80
 
 
 def check_identifier(name: str) -> str:
@@ -32,7 +51,7 @@ def check_identifier(name: str) -> str:
 
 def check_target(target: str) -> str:
     """`target` itself, if it has the form `namespace.operation.overload`."""
-    if not _TARGET.fullmatch(target) or "__" in target.split(".")[0]:
+    if len(target) > 200 or not _TARGET.fullmatch(target) or "__" in target.split(".")[0]:
         raise ValueError(f"{target[:80]!r} is not of the form namespace.operation.overload")
     return target
 
@@ -43,10 +62,30 @@ Path_ = Annotated[str, StringConstraints(max_length=1000, pattern=r"^[^\x00-\x1f
 """A dotted path that is only ever looked up or shown, never executed."""
 
 
+def _fail_fast(schema: object) -> None:
+    if isinstance(schema, dict):
+        if schema.get("type") in ("tuple", "list"):
+            schema["fail_fast"] = True
+        for part in schema.values():
+            _fail_fast(part)
+    elif isinstance(schema, list):
+        for part in schema:
+            _fail_fast(part)
+
+
 class Record(BaseModel):
     """A frozen, strictly validated piece of a document."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    @classmethod
+    def __get_pydantic_core_schema__(
+        cls, source: Any, handler: GetCoreSchemaHandler, /
+    ) -> CoreSchema:
+        """A list of a million wrong items would be reported a million times: the first is enough."""
+        schema = handler(source)
+        _fail_fast(schema)
+        return schema
 
 
 class Document(Record):
@@ -105,15 +144,19 @@ def write_atomically(path: Path, data: bytes) -> None:
 def read_bytes(path: Path) -> bytes:
     """The file's bytes, gunzipped where they are gzip. Raises `DocumentError`."""
     try:
-        data = path.read_bytes()
-        return gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
-    except (OSError, EOFError) as error:
+        with path.open("rb") as file:
+            zipped = file.read(2) == b"\x1f\x8b"
+        with gzip.open(path) if zipped else path.open("rb") as file:
+            return file.read(MAX_BYTES + 1)  # `from_json` refuses what is longer
+    except (OSError, EOFError, zlib.error) as error:
         raise DocumentError(f"cannot read {path}: {error}") from None
 
 
 def _check_header(text: str | bytes, expected: str, version: int) -> None:
+    if len(text) > MAX_BYTES:
+        raise DocumentError(f"{expected}: over {MAX_BYTES:,} bytes, too long to be a real document")
     try:
-        header = json.loads(text)
+        header = json.loads(text, object_pairs_hook=_plain_object)
     except RecursionError:
         raise DocumentError(f"{expected}: nested too deeply to be a real document") from None
     except ValueError as error:
@@ -131,13 +174,22 @@ def _check_header(text: str | bytes, expected: str, version: int) -> None:
         )
 
 
+def _plain_object(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """Refuses duplicate keys, of which two readers of one text may see different ones."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("an object has two values for one key")
+    if len(found) > MAX_KEYS:
+        raise ValueError(f"an object has {len(found)} keys")
+    return found
+
+
 def _explain(expected: str, error: ValidationError) -> str:
     first = error.errors(include_url=False, include_context=False)[0]
     where = ".".join(str(part) for part in first["loc"]) or "document"
-    found = repr(first.get("input"))
     more = error.error_count() - 1
     return (
-        f"{expected}: {where}: {first['msg']} (found {found[:100]})"
+        f"{expected}: {where[:200]}: {first['msg'][:300]} (found {_SHORT.repr(first.get('input'))})"
         + (f", and {more} more problems" if more else "")
         + "; the document is damaged or was not written by remat"
     )

@@ -10,17 +10,17 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from remat.arguments import Args, Kwargs, refs
-from remat.documents import Document, Identifier, Path_, Record, Target
+from remat.arguments import Args, Kwargs, Ref, refs
+from remat.documents import Document, Identifier, Path_, Record, Target, check_identifier
 from remat.structure import Structure
-from remat.trace import Environment, Gradient, Output, Placeholder
+from remat.trace import ACCUMULATE, Environment, Gradient, Output, Placeholder
 
 
 class Bound(Record):
     """A variable bound to what a statement returns, or to element `position` of it."""
 
     name: Identifier
-    position: int = -1
+    position: int = Field(default=-1, ge=-1, le=1000)
 
 
 class Statement(Record):
@@ -32,7 +32,7 @@ class Statement(Record):
     kwargs: Kwargs = Field(default_factory=dict)
     results: tuple[Bound, ...] = ()
     random: Literal["", "save", "replay"] = ""
-    state: str = ""
+    state: str = Field(default="", max_length=200)
     device: str = Field(default="", max_length=40)
     module: Path_ = ""
     rerun: bool = False
@@ -67,37 +67,66 @@ class Program(Document):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        known = {p.name: p for p in self.placeholders}
-        if len(known) != len(self.placeholders):
+        kinds = {p.name: p.kind for p in self.placeholders}
+        if len(kinds) != len(self.placeholders):
             raise ValueError("two placeholders have the same name")
-        before = {name for name, p in known.items() if p.kind != "tangent"}
+        _check_inputs(self)
+        before = {name for name, kind in kinds.items() if kind != "tangent"}
         inside = _check_statements("forward", self.forward, before)
         for output in self.outputs:
             if output.name not in inside:
                 raise ValueError(f"the output {output.name} is not defined in the forward")
-        for name in (*self.saved, *self.states):
-            if name not in inside:
-                raise ValueError(f"the saved {name} is not defined in the forward")
-        start = {*self.saved, *self.states}
-        start |= {n for n, p in known.items() if p.kind in ("tangent", "constant")}
-        if self.accumulating:
-            start |= {n for n, p in known.items() if p.kind == "parameter"}
-        inside = _check_statements("backward", self.backward, start)
-        for gradient in self.gradients:
-            if gradient.placeholder not in known or gradient.name not in inside:
-                raise ValueError(f"the gradient {gradient.name} is not defined in the backward")
-        for output in self.outputs:
-            if output.tangent and getattr(known.get(output.tangent), "kind", "") != "tangent":
+            if output.tangent and kinds.get(output.tangent) != "tangent":
                 raise ValueError(f"{output.tangent} is no tangent")
+        tangents = [output.tangent for output in self.outputs if output.tangent]
+        passed = (*self.saved, *self.states, *tangents)
+        if len(set(passed)) < len(passed):
+            raise ValueError("a variable is passed to the backward twice")
+        states = {s.state for s in self.forward if s.random == "save"}
+        for name in (*self.saved, *self.states):
+            if name not in inside or kinds.get(name) == "constant":
+                raise ValueError(f"the saved {name} is not defined in the forward")
+            if (name in states) != (name in self.states):
+                raise ValueError(f"{name} is taken for a generator's state, or the reverse")
+        constants = {name for name, kind in kinds.items() if kind == "constant"}
+        inside = _check_statements("backward", self.backward, {*passed, *constants})
+        for gradient in self.gradients:
+            if gradient.placeholder not in kinds or gradient.name not in inside:
+                raise ValueError(f"the gradient {gradient.name} is not defined in the backward")
+        _check_accumulation(self, {name for name, kind in kinds.items() if kind == "parameter"})
         if sorted(set(self.result.leaves())) != list(range(len(self.outputs))):
             raise ValueError("the result's leaves are not the outputs")
         return self
 
 
-def _check_statements(
-    where: str, statements: tuple[Statement, ...], defined: set[str]
-) -> set[str]:
+def _check_inputs(program: Program) -> None:
+    leaves = {str(leaf) for leaf in program.inputs.leaves()}
+    inputs = [p.target for p in program.placeholders if p.kind == "input"]
+    if set(inputs) != leaves or len(inputs) > len(leaves):
+        raise ValueError("the placeholders of inputs are not the arguments' leaves")
+
+
+def _check_accumulation(program: Program, parameters: set[str]) -> None:
+    """`remat.accumulate` is known to the lowering, which needs to see its parameter."""
+    if any(s.target == ACCUMULATE for s in program.forward):
+        raise ValueError(f"{ACCUMULATE} is for the backward")
+    for statement in program.backward:
+        if statement.target != ACCUMULATE:
+            continue
+        match statement.args:
+            case (Ref(name), Ref()) if name in parameters and program.accumulating:
+                continue
+        raise ValueError(f"{ACCUMULATE} needs a parameter and a gradient")
+
+
+def _check_statements(where: str, statements: tuple[Statement, ...], defined: set[str]) -> set[str]:
     known = set(defined)
+
+    def define(number: int, name: str) -> None:
+        if name in known:
+            raise ValueError(f"{where} statement {number} defines {name} again")
+        known.add(name)
+
     for number, statement in enumerate(statements):
         used = {*refs((statement.args, *statement.kwargs.values()))}
         if statement.random == "replay":
@@ -105,9 +134,7 @@ def _check_statements(
         if unknown := sorted(used - known):
             raise ValueError(f"{where} statement {number} reads {unknown[0]}, which is not there")
         if statement.random == "save":
-            known.add(statement.state)
+            define(number, check_identifier(statement.state))
         for bound in statement.results:
-            if bound.name in known:
-                raise ValueError(f"{where} statement {number} defines {bound.name} again")
-            known.add(bound.name)
+            define(number, bound.name)
     return known

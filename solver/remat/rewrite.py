@@ -207,4 +207,3 @@ class _Writer:
                 s.model_copy(update={"results": tuple(b for b in s.results if b.name in read)})
                 for s in statements
             ]
-

@@ -16,7 +16,7 @@ from remat.graph import Graph
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Operation indices in the order in which they run; an index that returns is a recomputation."""
+    """Operation indices in the order in which they run; one that returns is a recomputation."""
 
     runs: tuple[int, ...]
 

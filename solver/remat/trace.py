@@ -6,8 +6,9 @@ arguments, shapes and costs; no weights and no code.
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import cached_property
-from typing import ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -28,6 +29,9 @@ COPY = "aten.copy_.default"
 
 ACCUMULATE = "remat.accumulate.default"
 """Adds a gradient into the `.grad` that is already there, and frees it."""
+
+ADD_INTO = "remat.add_into.default"
+"""Adds the second gradient of a tied parameter into the first, in place."""
 
 Size = int
 
@@ -136,6 +140,8 @@ class Trace(Document):
     environment: Environment
     accumulating: bool = False
     """Gradients are already there and are added to, as in gradient accumulation."""
+    library_bytes: int = Field(default=0, ge=0, lt=2**63)
+    """What libraries hold on the device during the step (cuBLAS workspaces)."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -147,9 +153,18 @@ class Trace(Document):
         """Whether every operation has a cost."""
         return all(node.view or node.cost_s is not None for node in self.nodes)
 
-    def replace(self, **changes: object) -> Trace:
-        """A copy with some fields changed, validated again."""
-        fields = {name: getattr(self, name) for name in type(self).model_fields}
+    @property
+    def cost_source(self) -> str:
+        """Where the costs come from, in words: how many operations by source."""
+        counts = Counter(n.cost_source or "unknown" for n in self.nodes if not n.view)
+        if len(counts) == 1:
+            return next(iter(counts))
+        return "; ".join(f"{count} operations {source}" for source, count in counts.most_common(4))
+
+    def replace(self, **changes: Any) -> Trace:
+        """A copy with some fields changed, validated again. (`model_copy` would carry the cached
+        graph along.)"""
+        fields: dict[str, Any] = {name: getattr(self, name) for name in type(self).model_fields}
         return type(self)(**(fields | changes))
 
     @cached_property
@@ -209,9 +224,7 @@ def _build_graph(trace: Trace) -> Graph:
             boundary = len(operations)
             names = {p.storage: p.name for p in trace.placeholders}
             made = tuple(value(s, names[s]) for s in sorted(tangents - constants))
-            operations.append(
-                Operation(BOUNDARY, (), made, 0.0, backward=True, recomputable=False)
-            )
+            operations.append(Operation(BOUNDARY, (), made, 0.0, backward=True, recomputable=False))
             continue
         read = {trace.storage_of[n] for n in (*refs(node.args), *refs(node.kwargs))}
         written = {r.storage: r.name for r in node.results}
@@ -229,6 +242,7 @@ def _build_graph(trace: Trace) -> Graph:
         )
     held = held_storages(trace)
     resident = sum(trace.allocated_bytes(s) for s in constants)
+    resident += trace.library_bytes
     if trace.accumulating:
         resident += accumulated_bytes(trace)
     return Graph(
@@ -259,10 +273,11 @@ def held_storages(trace: Trace) -> set[int]:
 
 def accumulated_bytes(trace: Trace) -> int:
     """Bytes of the `.grad` tensors that gradient accumulation finds in place."""
+    owners = {g.placeholder for g in trace.gradients}
     return sum(
         trace.allocated_bytes(p.storage)
         for p in trace.placeholders
-        if p.kind == "parameter" and p.requires_grad
+        if p.kind == "parameter" and p.name in owners
     )
 
 
@@ -289,10 +304,12 @@ def with_accumulation(trace: Trace) -> Trace:
             )
             sinks.setdefault(gradient.name, []).append(node)
     nodes: list[Node] = []
-    for node in trace.nodes:
+    for node in reversed(trace.nodes):  # behind the last node that makes or reads the gradient
+        names = (*refs((node.args, *node.kwargs.values())), *(r.name for r in node.results))
+        for name in names:
+            nodes.extend(sinks.pop(name, ()))
         nodes.append(node)
-        for result in node.results:
-            nodes.extend(sinks.pop(result.name, ()))
+    nodes.reverse()
     return trace.replace(nodes=tuple(nodes), accumulating=True)
 
 

@@ -9,6 +9,17 @@ from __future__ import annotations
 
 import torch
 
+from remat.frontend.operators import register
+from remat.trace import ADD_INTO
+
+
+def add_into(total: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Add the gradient of another use of a tied parameter, as autograd does: in place."""
+    total.add_(gradient)
+
+
+register(ADD_INTO, add_into)
+
 
 def accumulate(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor | None:
     """Add `gradient` into `parameter.grad` and return None; or return it for autograd to deal with

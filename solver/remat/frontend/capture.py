@@ -44,6 +44,7 @@ def trace(
     args, kwargs = normalise_inputs(model, example_inputs, example_kwargs)
     check_differentiable(model, args, kwargs)
     leaves, inputs = flatten((args, kwargs), "the example inputs ")
+    _refuse_wrong_captures(model)
     flat = Flat(model, inputs, differentiate)
     environment = observe(model)
     with contextlib.ExitStack() as stack:
@@ -89,6 +90,19 @@ def check_differentiable(model: nn.Module, args: object, kwargs: object) -> None
             f"no parameter of {type(model).__name__} and no input requires a gradient, so there is "
             "no backward pass to plan; call model.requires_grad_(True), or use the model as it is"
         )
+
+
+def _refuse_wrong_captures(model: nn.Module) -> None:
+    """What torch captures without an error, but wrongly: dropout between the layers of a recurrent
+    network, which its decomposition leaves out (seen in torch 2.13, `_rnn_helper`)."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.RNNBase) and module.training:
+            if module.dropout > 0 and module.num_layers > 1:
+                raise TraceError(
+                    f"{name or type(model).__name__} is a {type(module).__name__} with dropout "
+                    "between its layers, which torch's capture loses; use one module per layer "
+                    "with nn.Dropout between them, or set its dropout to 0"
+                )
 
 
 def _joint(

@@ -16,9 +16,10 @@ import torch
 from torch import fx
 from torch.fx.graph import _BoxedCodeGen
 
-from remat.arguments import Ref
+from remat.arguments import Argument, refs
 from remat.errors import DocumentError
 from remat.frontend.accumulate import accumulate
+from remat.frontend.grad_mode import NEEDS_GRAD_MODE, with_grad_mode
 from remat.frontend.operators import NAMESPACES, decode_argument, decode_literal, resolve
 from remat.frontend.pytree import builder
 from remat.frontend.random import generator_state, replay
@@ -62,9 +63,7 @@ def compile_program(program: Program, namespaces: Collection[str] = NAMESPACES) 
     saved_placeholders = tuple(name for name in program.saved if name in outside)
     saved_variables = tuple(name for name in program.saved if name not in outside)
     accumulated = tuple(
-        arg.name
-        for s in program.backward
-        if s.target == ACCUMULATE and isinstance(arg := s.args[0], Ref)
+        name for s in program.backward if s.target == ACCUMULATE for name in refs(s.args[0])
     )
     forward = _graph(
         program.forward,
@@ -118,25 +117,30 @@ def _graph(
 def _add(
     graph: fx.Graph, statement: Statement, nodes: dict[str, Any], namespaces: Collection[str]
 ) -> None:
+    def decode(argument: Argument) -> Any:
+        return decode_argument(argument, nodes)
+
+    args = statement.args
     if statement.target == ACCUMULATE:
-        name = statement.args[0].name  # type: ignore[union-attr]
-        call = graph.call_function(
-            accumulate, (nodes[f"into_{name}"], decode_argument(statement.args[1], nodes))
-        )
+        parameter = nodes[f"into_{next(refs(args[0]))}"]
+        call = graph.call_function(accumulate, (parameter, decode(args[1])))
     else:
         operation: Any = resolve(statement.target, namespaces)
-        args = tuple(decode_argument(item, nodes) for item in statement.args)
-        kwargs = {key: decode_argument(item, nodes) for key, item in statement.kwargs.items()}
+        decoded = tuple(decode(item) for item in args)
+        kwargs = {key: decode(item) for key, item in statement.kwargs.items()}
         if statement.random == "replay":
+            state: Any = nodes[statement.state]
             call = graph.call_function(
-                replay, (nodes[statement.state], statement.device, operation, args, kwargs)
+                replay, (state, statement.device, operation, decoded, kwargs)
             )
         else:
             if statement.random == "save":
-                nodes[statement.state] = _named(
-                    graph.call_function(generator_state, (statement.device,)), statement.state
-                )
-            call = graph.call_function(operation, args, kwargs)
+                made = graph.call_function(generator_state, (statement.device,))
+                nodes[statement.state] = _named(made, statement.state)
+            if statement.target in NEEDS_GRAD_MODE:
+                call = graph.call_function(with_grad_mode, (operation, decoded, kwargs))
+            else:
+                call = graph.call_function(operation, decoded, kwargs)
     call.meta["remat"] = {"module": statement.module, "rerun": statement.rerun}
     if len(statement.results) == 1 and statement.results[0].position < 0:
         name = statement.results[0].name

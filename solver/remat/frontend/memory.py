@@ -1,4 +1,4 @@
-"""How much memory is free on a device."""
+"""How much memory of a device is free, and how much of it libraries take."""
 
 from __future__ import annotations
 
@@ -48,3 +48,15 @@ def _field(path: Path, name: str) -> int:
         if line.startswith(name):
             return int(line.split()[1])
     raise ValueError(f"{path} has no {name}")
+
+
+def library_bytes(device: torch.device | str) -> int:
+    """Bytes that cuBLAS holds in torch's allocator during a step: a workspace for the thread of the
+    forward and one for that of the backward. 32 MiB each on Hopper, 8 MiB and a little before it
+    (torch's defaults; not known to be exact on other devices)."""
+    device = torch.device(device)
+    if device.type != "cuda":
+        return 0
+    major, _ = torch.cuda.get_device_capability(device)
+    workspace = 32 << 20 if major >= 9 else (8 << 20) + (128 << 10)
+    return 2 * workspace

@@ -49,6 +49,8 @@ class Ready:
 class Source(Protocol):
     """Where a module's ready programs come from: a planner, or one program from a file."""
 
+    timings_s: dict[str, float]
+
     def ready(
         self,
         model: nn.Module,
@@ -69,6 +71,7 @@ class FixedSource:
     def __init__(self, program: Program, model: nn.Module, compiled: Compiled, plan: Plan | None):
         self._ready = Ready(compiled, model, plan)
         self._program = program
+        self.timings_s: dict[str, float] = {}
 
     def ready(
         self,
@@ -159,6 +162,11 @@ class RematModule(fx.GraphModule):
         ready = self._ready()
         return ready.compiled.backward if ready else None
 
+    @property
+    def timings_s(self) -> dict[str, float]:
+        """Where the time of the latest planning went, in seconds by phase."""
+        return dict(self.__dict__["step"].source.timings_s)
+
     def _ready(self) -> Ready | None:
         return self.__dict__["step"].source.current()
 
@@ -222,5 +230,3 @@ def lower(
     """
     compiled = compile_program(program, namespaces)
     return RematModule(model, FixedSource(program, model, compiled, plan))
-
-

@@ -36,6 +36,7 @@ from remat.roofline import Roofline
 from remat.simulate import simulate
 from remat.solve import solve
 from remat.strategies import Solution, Strategy
+from remat.strategies.base import Stats
 from remat.structure import Structure
 from remat.trace import Trace, with_accumulation
 
@@ -165,9 +166,13 @@ class Planner:
             priced = _with_costs_of(traced, entry.trace)
             graph, schedule = priced.graph(), entry.plan.schedule
             budget_bytes = parse_budget(self.options.budget, baseline_bytes=0)
-            if isinstance(budget_bytes, int) and simulate(graph, schedule).peak_bytes <= budget_bytes:
-                stats = {"strategy": "the schedule solved for other shapes"}
-                return priced, Plan.of(graph, budget_bytes, Solution(schedule), stats)
+            if (
+                isinstance(budget_bytes, int)
+                and simulate(graph, schedule).peak_bytes <= budget_bytes
+            ):
+                solution = Solution(schedule)
+                reused: Stats = {"strategy": "the schedule solved for other shapes"}
+                return priced, Plan.of(graph, budget_bytes, solution, reused)
         return None
 
     @contextmanager
@@ -220,4 +225,3 @@ def _with_costs_of(traced: Trace, other: Trace) -> Trace:
         for n, o in zip(traced.nodes, other.nodes, strict=True)
     )
     return traced.replace(nodes=nodes)
-

@@ -54,17 +54,17 @@ def flatten(tree: object, what: str) -> tuple[list[torch.Tensor], Structure]:
         remedy = (
             CACHE_REMEDY
             if "cache" in type(node).__name__.lower()
-            else "use tensors, numbers, strings, None, and lists, tuples, dicts or dataclasses of them"
+            else "use tensors, numbers, strings, and lists, tuples, dicts or dataclasses of them"
         )
-        raise TraceError(f"{what}{path} is a {type(node).__name__}, which cannot be traced; {remedy}")
+        raise TraceError(
+            f"{what}{path} is a {type(node).__name__}, which cannot be traced; {remedy}"
+        )
 
     def _object(node: object, names: Sequence[str], path: str) -> Structure:
         # Hugging Face's ModelOutput leaves absent fields None: leave them out, as it does itself.
         kept = [n for n in names if getattr(node, n) is not None]
         children = tuple(walk(getattr(node, n), f"{path}.{n}") for n in kept)
-        return Structure(
-            kind="object", type=_type_name(node), keys=tuple(kept), children=children
-        )
+        return Structure(kind="object", type=_type_name(node), keys=tuple(kept), children=children)
 
     structure = walk(tree, "")
     return leaves, structure
@@ -122,7 +122,7 @@ def _resolve(name: str) -> Callable[..., Any]:
     )
     if not plain:
         raise DocumentError(
-            f"the output type {name[:200]} is not a dataclass, named tuple or dict of a module that "
-            "is imported; import the model's package before lowering its program"
+            f"the output type {name[:200]} is not a dataclass, named tuple or dict of a module "
+            "that is imported; import the model's package before lowering its program"
         )
     return found

@@ -96,7 +96,8 @@ def _base(tensor: torch.Tensor, outputs: tuple[torch.Tensor, ...]) -> torch.Tens
     view that some kernels return would otherwise be tracked as one."""
     if any(tensor is output for output in outputs):
         return tensor
-    return tensor.detach() if tensor._is_view() else tensor
+    # A kernel may return nothing where its fake said a tensor (an unused workspace).
+    return tensor.detach() if tensor is not None and tensor._is_view() else tensor
 
 
 def _tangents(compiled: Compiled, grads: list[torch.Tensor | None]) -> list[torch.Tensor]:

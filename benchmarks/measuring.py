@@ -1,0 +1,118 @@
+"""Peaks, FLOPs and interleaved step times."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import statistics
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.profiler
+from torch import nn
+
+from benchmarks.methods import Method, step
+from benchmarks.workloads import Workload
+from remat.frontend.meter import cuda_peak, measure_step, unique_bytes
+from remat.trace import CUDA_ALIGNMENT_BYTES
+
+
+@dataclass(frozen=True)
+class Use:
+    """What one warm step takes. FLOPs are of matrix products and convolutions."""
+
+    peak_bytes: int
+    flops: int | None
+
+
+def use_of(method: Method, workload: Workload, device: torch.device) -> Use:
+    """Peak of allocated bytes, with parameters, buffers, gradients and batch, and FLOPs.
+
+    On the CPU, of live storages. The meter cannot see into what torch has compiled (dynamo steps
+    aside under it), so that is asked of the allocator; it counts kernels' scratch memory too. On
+    CUDA `max_memory_allocated` after warm-up, less what others (library workspaces) hold at rest.
+    """
+    module = method.module
+    assert module is not None
+    constants = resident(workload)
+    step(module, workload)
+    workload.model.zero_grad(set_to_none=True)
+    gc.collect()
+    compiled = "backend" in method.facts
+    if device.type != "cuda" and compiled:
+        return Use(_allocator_peak(module, workload) + unique_bytes(constants), None)
+    flops = None
+    if not compiled:
+        metered = measure_step(lambda: step(module, workload), constants, flops=True)
+        flops = metered.flops
+        if device.type != "cuda":
+            return Use(metered.peak_bytes, flops)
+    step(module, workload)
+    workload.model.zero_grad(set_to_none=True)
+    gc.collect()
+    torch.cuda.synchronize(device)
+    own = sum(-(-unique_bytes([t]) // CUDA_ALIGNMENT_BYTES) for t in constants)
+    foreign = torch.cuda.memory_allocated(device) - own * CUDA_ALIGNMENT_BYTES
+    return Use(cuda_peak(lambda: step(module, workload), device) - foreign, flops)
+
+
+def _allocator_peak(module: nn.Module, workload: Workload) -> int:
+    """Peak of what the CPU's allocator gave out during a step."""
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
+        step(module, workload)
+    kineto = profile.profiler
+    assert kineto is not None
+    assert kineto.kineto_results is not None
+    events = [e for e in kineto.kineto_results.events() if e.name() == "[memory]"]
+    events.sort(key=lambda e: e.start_ns())
+    return max(itertools.accumulate((e.nbytes() for e in events), initial=0))
+
+
+def resident(workload: Workload) -> list[torch.Tensor]:
+    """The tensors that are there before the step, one for each storage."""
+    batch = [t for t in workload.batch.values() if isinstance(t, torch.Tensor)]
+    found = [*workload.model.parameters(), *workload.model.buffers(), *batch]
+    return list({t.untyped_storage()._cdata: t for t in found}.values())
+
+
+def interleaved(
+    methods: list[Method], workload: Workload, device: torch.device, rounds: int
+) -> dict[str, list[float]]:
+    """Step times in seconds, A B C A B C ...: what else the machine does, it does to all. The
+    order turns by one each round, so that nobody always follows the same neighbour."""
+    times: dict[str, list[float]] = {method.name: [] for method in methods}
+    for number in range(-1, rounds):
+        at = number % len(methods)
+        for method in (*methods[at:], *methods[:at]):
+            assert method.module is not None
+            workload.model.zero_grad(set_to_none=True)
+            gc.collect()
+            _synchronize(device)
+            began = time.perf_counter()
+            step(method.module, workload)
+            _synchronize(device)
+            if number >= 0:  # the first round warms up
+                times[method.name].append(time.perf_counter() - began)
+    return times
+
+
+def summary(times: dict[str, list[float]], name: str) -> dict[str, float | int | list[float]]:
+    """Minimum and median, and the same of the ratios to eager's step of the same round."""
+    own = times[name]
+    ratios = [a / b for a, b in zip(own, times["eager"], strict=True)]
+    return {
+        "step_s_median": statistics.median(own),
+        "step_s_min": min(own),
+        "time_ratio_median": statistics.median(ratios),
+        "time_ratio_of_mins": min(own) / min(times["eager"]),
+        "runs": len(own),
+        "step_s": own,
+    }
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

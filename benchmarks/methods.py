@@ -1,0 +1,125 @@
+"""The methods that are compared. Each is a module that takes the workload's batch to a loss."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import remat
+from benchmarks.workloads import Workload
+
+
+@dataclass
+class Method:
+    """One way to run the step, with what it took to set up. `failure` says why it does not run."""
+
+    name: str
+    module: nn.Module | None = None
+    budget_bytes: int | None = None
+    setup_s: dict[str, float] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+    failure: str = ""
+
+
+def attempt(name: str, make: Callable[[], Method]) -> Method:
+    """What `make` makes, or a method that says how it failed."""
+    try:
+        return make()
+    except Exception as error:  # whatever a peer raises is a result
+        return Method(name, failure=f"{type(error).__name__}: {error}"[:500])
+
+
+def twin(model: nn.Module) -> nn.Module:
+    """A copy of the modules around the very same parameters and buffers."""
+    shared = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    return copy.deepcopy(model, shared)
+
+
+def step(module: nn.Module, workload: Workload) -> torch.Tensor:
+    """Forward and backward into fresh gradients; the loss."""
+    workload.model.zero_grad(set_to_none=True)
+    output = module(**workload.batch)
+    loss = output if isinstance(output, torch.Tensor) else output.loss
+    loss.backward()
+    return loss.detach()
+
+
+def eager(workload: Workload) -> Method:
+    """The model as it is."""
+    return Method("eager", workload.model)
+
+
+def per_block(workload: Workload) -> Method:
+    """`torch.utils.checkpoint` around every block, without reentry: what most people use."""
+    model = twin(workload.model)
+    for block in workload.blocks(model):
+        block.forward = _checkpointed(block.forward)  # type: ignore[method-assign]
+    return Method("per-block checkpoint", model)
+
+
+def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    return run
+
+
+def torch_budget(workload: Workload, share: float, backend: str) -> Method:
+    """torch's own partitioner with `activation_memory_budget`, compiled now."""
+    model = twin(workload.model)
+    compiled = torch.compile(model, backend=backend)
+    began = time.perf_counter()
+    settings = {"activation_memory_budget": share, "enable_autograd_cache": False}
+    limits = {"recompile_limit": 256, "fail_on_recompile_limit_hit": True}
+    torch._dynamo.utils.counters.clear()
+    with torch._functorch.config.patch(settings), torch._dynamo.config.patch(limits):
+        step(compiled, workload)  # type: ignore[arg-type]
+    facts = {
+        "activation_memory_budget": share,
+        "backend": backend,
+        "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
+    }
+    return Method(
+        f"torch budget {share:g}",
+        compiled,  # type: ignore[arg-type]
+        setup_s={"total": time.perf_counter() - began},
+        facts=facts,
+    )
+
+
+def rematerialized(
+    workload: Workload, name: str, budget: int | str, time_limit_s: float, cache: str
+) -> Method:
+    """remat within a budget in bytes, with costs measured on the workload's device."""
+    workload.model.zero_grad(set_to_none=True)  # with gradients there, accumulation is planned
+    began = time.perf_counter()
+    gm = remat.optimize(
+        workload.model,
+        budget,
+        (),
+        workload.batch,
+        strategy=remat.Auto(time_limit=time_limit_s),
+        cache=cache,
+    )
+    setup_s = dict(gm.__dict__["step"].source.timings_s)
+    setup_s["total"] = time.perf_counter() - began
+    plan = gm.plan
+    assert plan is not None
+    facts = {
+        "status": plan.status.name,
+        "predicted_peak_bytes": plan.peak_bytes,
+        "predicted_overhead": plan.overhead,
+        "lower_bound": plan.lower_bound,
+        "operations": len(plan.graph),
+        "recomputations": len(plan.schedule) - len(plan.graph),
+    }
+    limit = budget if isinstance(budget, int) else plan.budget_bytes
+    return Method(name, gm, limit, setup_s, facts)

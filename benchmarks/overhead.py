@@ -1,0 +1,197 @@
+"""What remat costs and saves beside eager mode, per-block checkpointing and torch's own budget.
+
+    python -m benchmarks.overhead                       # all models, on CUDA where there is one
+    python -m benchmarks.overhead --models gpt2 --quick
+
+All methods share one set of parameters and run interleaved in one process. remat runs at exactly
+the peaks that the others reach, so times are compared at equal memory. It ends with the aims:
+whether each was met, from the numbers above.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import tempfile
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo
+
+from benchmarks import machine, report
+from benchmarks.measuring import interleaved, summary, use_of
+from benchmarks.methods import Method, attempt, eager, per_block, rematerialized, torch_budget
+from benchmarks.workloads import WORKLOADS, Workload
+
+KEEP_ALL = "remat 100%"
+AT_BLOCKS = "remat at per-block peak"
+COLD = f"{AT_BLOCKS} (cold)"
+PER_BLOCK = "per-block checkpoint"
+RESULTS = Path(__file__).parent / "results"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run, print, write. Returns 0: an aim that is missed is a result, not an error."""
+    options = _options(argv)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    warnings.simplefilter("ignore")
+    torch._dynamo.config.recompile_limit = 256  # every method compiles the same code anew
+    torch._dynamo.config.accumulated_recompile_limit = 1024
+    device = torch.device(options.device)
+    result: dict[str, Any] = {
+        "benchmark": "overhead",
+        "quick": options.quick,
+        "units": "bytes, seconds; ratios are to eager mode, of the same round",
+        "peak": "max_memory_allocated, warm"
+        if device.type == "cuda"
+        else "live storages, with parameters, buffers, gradients and batch; for torch's budget what "
+        "the allocator gave out, because the meter cannot see into compiled graphs",
+        "machine": machine.describe(device),
+        "models": {},
+    }
+    for name in options.models:
+        torch.manual_seed(0)
+        workload = WORKLOADS[name](device, options.quick)
+        rows = run(workload, device, options)
+        aims = check_aims(name, rows)
+        report.show(f"{name}: {workload.size}", rows)
+        for aim in aims:
+            print(f"  {'met   ' if aim['met'] else 'MISSED'} {aim['aim']}: {aim['found']}")
+        result["models"][name] = {"size": workload.size, "methods": rows, "aims": aims}
+    out = options.out or (None if options.quick else RESULTS)
+    if out:
+        print("written:", report.write(Path(out), f"overhead-{machine.slug(device)}", result))
+    return 0
+
+
+def run(workload: Workload, device: torch.device, options: argparse.Namespace) -> list[report.Row]:
+    """One row for each method, eager first."""
+    with tempfile.TemporaryDirectory() as scratch:
+        cache = str(Path(scratch) / "costs.sqlite")
+
+        def remat_at(name: str, budget: int | str) -> Method:
+            return attempt(
+                name, lambda: rematerialized(workload, name, budget, options.time_limit, cache)
+            )
+
+        peers = [eager(workload), attempt(PER_BLOCK, lambda: per_block(workload))]
+        for share in options.torch_budgets:
+            peers.append(
+                attempt(
+                    f"torch budget {share:g}",
+                    lambda share=share: torch_budget(workload, share, options.torch_backend),
+                )
+            )
+        rows = {method.name: _measured(method, workload, device) for method in peers}
+        ours: list[Method] = []
+        block_peak = rows[PER_BLOCK].get("peak_bytes")
+        if block_peak:
+            # The first plan finds an empty cost cache, its repetition a full one.
+            rows[COLD] = _setup_only(remat_at(COLD, block_peak))
+            ours.append(remat_at(AT_BLOCKS, block_peak))
+        ours.append(remat_at(KEEP_ALL, "100%"))
+        for method in peers[2:]:
+            peak = rows[method.name].get("peak_bytes")
+            if peak and peak < rows["eager"]["peak_bytes"]:
+                ours.append(remat_at(f"remat at peak of {method.name}", peak))
+        for method in ours:
+            rows[method.name] = _measured(method, workload, device)
+    running = [m for m in (*peers, *ours) if not rows[m.name]["failure"]]
+    times = interleaved(running, workload, device, options.rounds)
+    for method in running:
+        rows[method.name] |= summary(times, method.name)
+        flops = rows[method.name]["flops"]
+        rows[method.name]["flops_ratio"] = flops and flops / rows["eager"]["flops"]
+    return [row for row in rows.values() if row["method"] != COLD] + [
+        row for row in rows.values() if row["method"] == COLD
+    ]
+
+
+def _measured(method: Method, workload: Workload, device: torch.device) -> report.Row:
+    row = _setup_only(method)
+    if method.failure:
+        return row
+    try:
+        use = use_of(method, workload, device)
+    except Exception as error:  # a compiled peer may fail only here
+        return row | {"failure": f"{type(error).__name__}: {error}"[:500]}
+    finally:
+        gc.collect()
+    return row | {"peak_bytes": use.peak_bytes, "flops": use.flops}
+
+
+def _setup_only(method: Method) -> report.Row:
+    return {
+        "method": method.name,
+        "failure": method.failure,
+        "budget_bytes": method.budget_bytes,
+        "setup_s": method.setup_s,
+        **method.facts,
+    }
+
+
+def check_aims(model: str, rows: list[report.Row]) -> list[dict[str, Any]]:
+    """The aims of the project that these rows can speak of."""
+    by_name = {row["method"]: row for row in rows}
+    aims: list[dict[str, Any]] = []
+
+    def aim(text: str, met: bool, found: str) -> None:
+        aims.append({"aim": text, "met": met, "found": found})
+
+    ours = [r for r in rows if r["method"].startswith("remat") and "step_s" in r]
+    worst = max((r["peak_bytes"] / r["budget_bytes"] for r in ours), default=0.0)
+    aim("never above the budget", bool(ours) and worst <= 1, f"at most {worst:.4f} of it")
+    blocks, at_blocks = by_name[PER_BLOCK], by_name.get(AT_BLOCKS, {})
+    if "step_s" in blocks and "step_s" in at_blocks:
+        theirs, extra = blocks["time_ratio_median"] - 1, at_blocks["time_ratio_median"] - 1
+        aim(
+            "extra time at the per-block peak at most 0.85 of per-block's",
+            extra <= 0.85 * theirs,
+            f"{extra:.1%} against {theirs:.1%} of eager's step",
+        )
+    else:
+        aim("extra time at the per-block peak", False, str(at_blocks.get("failure")))
+    keep = by_name[KEEP_ALL]
+    if "step_s" in keep:
+        ratio = keep["time_ratio_median"]
+        aim("keeping everything takes at most 1.02 of eager", ratio <= 1.02, f"{ratio:.3f}")
+    if model == "gpt2":
+        for name, limit in ((COLD, 60.0), (AT_BLOCKS, 20.0)):
+            total = by_name.get(name, {}).get("setup_s", {}).get("total")
+            kind = "cold" if name == COLD else "warm"
+            aim(
+                f"set-up with a {kind} cost cache under {limit:.0f} s",
+                total is not None and total < limit,
+                "not set up" if total is None else f"{total:.1f} s",
+            )
+    return aims
+
+
+def _options(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.overhead", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("--models", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--quick", action="store_true", help="small models, few runs: only to see that it works")
+    add("--rounds", type=int, help="timed steps of each method (default 9; 3 if quick)")
+    add("--torch-budgets", nargs="*", type=float, help="activation_memory_budget values")
+    add("--torch-backend", default="aot_eager_decomp_partition", help="backend of torch.compile")
+    add("--time-limit", type=float, help="seconds for each solve (default 60; 3 if quick)")
+    add("--threads", type=int, help="CPU threads of torch")
+    add("--out", help="folder for the result (default benchmarks/results; if quick, none)")
+    options = parser.parse_args(argv)
+    quick = options.quick
+    options.rounds = options.rounds or (3 if quick else 9)
+    options.time_limit = options.time_limit or (3.0 if quick else 60.0)
+    if options.torch_budgets is None:
+        options.torch_budgets = [0.5] if quick else [0.8, 0.5, 0.2, 0.0]
+    return options
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,60 @@
+"""Results as a table and as a dated file."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from pathlib import Path
+from typing import Any
+
+from remat.budget import format_bytes
+
+Row = dict[str, Any]
+
+COLUMNS = (
+    "method", "budget", "peak", "peak / eager", "step median (min)", "time / eager", "FLOPs / eager",
+    "set-up",
+)  # fmt: skip
+
+
+def cells(row: Row, eager: Row) -> tuple[str, ...]:
+    """One method's row of the table."""
+    if row["failure"]:
+        return (row["method"], *[""] * 6, row["failure"][:60])
+    budget = row["budget_bytes"]
+    return (
+        row["method"],
+        format_bytes(budget) if budget else "",
+        format_bytes(row["peak_bytes"]),
+        f"{row['peak_bytes'] / eager['peak_bytes']:.3f}",
+        f"{row['step_s_median']:.3f} s ({row['step_s_min']:.3f} s)",
+        f"{row['time_ratio_median']:.3f}",
+        f"{row['flops_ratio']:.3f}" if row["flops_ratio"] else "",
+        ", ".join(f"{name} {seconds:.1f} s" for name, seconds in row["setup_s"].items()),
+    )
+
+
+def show(title: str, rows: list[Row]) -> None:
+    """Print the table, with rich where it is installed."""
+    lines = [cells(row, rows[0]) for row in rows]
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:
+        print(f"\n{title}\n" + " | ".join(COLUMNS))
+        for line in lines:
+            print(" | ".join(line))
+        return
+    table = Table(*COLUMNS, title=title, title_justify="left")
+    for line in lines:
+        table.add_row(*line)
+    console = Console()
+    console.print(table) if console.is_terminal else Console(width=200).print(table)
+
+
+def write(folder: Path, name: str, result: dict[str, Any]) -> Path:
+    """Write the result as `YYYY-MM-DD-name.json`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{datetime.date.today().isoformat()}-{name}.json"
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    return path

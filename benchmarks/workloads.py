@@ -1,0 +1,124 @@
+"""The models of the benchmarks: real architectures with random weights, the loss inside.
+
+Sizes are such that activations dominate and one eager step takes some seconds on two CPU cores, or
+fills a good part of a large GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+@dataclass
+class Workload:
+    """A model with its batch. `blocks` are what per-block checkpointing checkpoints."""
+
+    size: str
+    model: nn.Module
+    batch: dict[str, Any]
+    blocks: Callable[[nn.Module], list[nn.Module]]
+
+
+class WithLoss(nn.Module):
+    """A diffusion model's training step."""
+
+    def __init__(self, unet: nn.Module) -> None:
+        super().__init__()
+        self.unet = unet
+
+    def forward(self, noisy: torch.Tensor, steps: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+        """Mean squared error of the predicted noise."""
+        return F.mse_loss(self.unet(noisy, steps).sample, noise)
+
+
+def gpt2(device: torch.device, quick: bool) -> Workload:
+    """GPT-2 with 12 layers; narrower on the CPU, with a small vocabulary."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    layers = 3 if quick else 12
+    if device.type == "cuda" and not quick:
+        rows, tokens, width, heads, vocabulary = 16, 1024, 768, 12, 50257
+    else:
+        rows, tokens, width, heads, vocabulary = 4, 128 if quick else 256, 384, 6, 8192
+    config = GPT2Config(
+        n_layer=layers, n_embd=width, n_head=heads, vocab_size=vocabulary, n_positions=tokens,
+        use_cache=False, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    ids = torch.randint(0, vocabulary, (rows, tokens), device=device)
+    return Workload(
+        f"{layers} layers of width {width}, {heads} heads, vocabulary {vocabulary}, "
+        f"batch {rows} x {tokens} tokens, dropout 0.1",
+        GPT2LMHeadModel(config).to(device).train(),
+        {"input_ids": ids, "labels": ids},
+        lambda model: list(model.get_submodule("transformer.h").children()),
+    )
+
+
+def resnet50(device: torch.device, quick: bool) -> Workload:
+    """ResNet-50: bottleneck layers 3, 4, 6, 3."""
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    depths = [1, 1, 1, 1] if quick else [3, 4, 6, 3]
+    rows, side = (128, 224) if device.type == "cuda" and not quick else (8, 64 if quick else 160)
+    config = ResNetConfig(depths=depths, layer_type="bottleneck", num_labels=1000)
+    batch = {
+        "pixel_values": torch.randn(rows, 3, side, side, device=device),
+        "labels": torch.randint(0, 1000, (rows,), device=device),
+    }
+
+    def blocks(model: nn.Module) -> list[nn.Module]:
+        return [m for m in model.modules() if type(m).__name__ == "ResNetBottleNeckLayer"]
+
+    return Workload(
+        f"bottleneck layers {depths}, batch {rows} x 3 x {side} x {side}",
+        ResNetForImageClassification(config).to(device).train(),
+        batch,
+        blocks,
+    )
+
+
+def unet2d(device: torch.device, quick: bool) -> Workload:
+    """A diffusion U-Net with attention, as diffusers builds it."""
+    from diffusers import UNet2DModel
+
+    if device.type == "cuda" and not quick:
+        rows, side, widths, layers = 32, 64, (128, 256, 512, 512), 2
+    else:
+        rows, side, widths, layers = 4, 32, (32, 64, 64, 128), 1 if quick else 2
+        if not quick:
+            rows, side, widths = 4, 64, (64, 64, 128, 128)
+    model = UNet2DModel(
+        sample_size=side, in_channels=3, out_channels=3, layers_per_block=layers,
+        block_out_channels=widths, norm_num_groups=16,
+        down_block_types=("DownBlock2D", "DownBlock2D", "AttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "AttnUpBlock2D", "UpBlock2D", "UpBlock2D"),
+    )  # fmt: skip
+    batch = {
+        "noisy": torch.randn(rows, 3, side, side, device=device),
+        "steps": torch.randint(0, 1000, (rows,), device=device),
+        "noise": torch.randn(rows, 3, side, side, device=device),
+    }
+
+    def blocks(model: nn.Module) -> list[nn.Module]:
+        kinds = ("ResnetBlock2D", "Attention")  # what diffusers itself checkpoints, and attention
+        return [m for m in model.modules() if type(m).__name__ in kinds]
+
+    return Workload(
+        f"widths {list(widths)}, {layers} layers per block, batch {rows} x 3 x {side} x {side}",
+        WithLoss(model).to(device).train(),
+        batch,
+        blocks,
+    )
+
+
+WORKLOADS: dict[str, Callable[[torch.device, bool], Workload]] = {
+    "gpt2": gpt2,
+    "resnet50": resnet50,
+    "unet2d": unet2d,
+}

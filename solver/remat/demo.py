@@ -1,0 +1,191 @@
+"""`make demo`: train GPT-2 in a fraction of its memory, and see what it costs.
+
+Optimises one training step of a GPT-2 with random weights, prints the plan, then runs the step in
+eager mode and under the plan, side by side: peak memory as predicted and as measured, time, and
+whether loss and gradients are equal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import logging
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+import remat
+from remat.budget import format_bytes, format_seconds
+from remat.errors import RematError
+from remat.frontend.meter import LiveStorageMeter, cuda_peak, unique_bytes
+from remat.progress import Progress
+
+
+@dataclass(frozen=True)
+class Run:
+    """What was measured of one way to run the step."""
+
+    peak_bytes: int
+    time_s: float
+    loss: float
+    gradients: dict[str, torch.Tensor]
+
+
+def main() -> int:
+    """Run the demo; returns the exit code."""
+    options = _options()
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(0)
+    model, inputs = _gpt2(options, device)
+    parameters = sum(p.numel() for p in model.parameters())
+    print(
+        f"GPT-2: {options.layers} layers, width {options.width}, {parameters / 1e6:.1f} M "
+        f"parameters, batch {options.batch} x {options.tokens} tokens, on {device}\n"
+    )
+    eager = copy.deepcopy(model)
+    start = time.perf_counter()
+    try:
+        gm = remat.optimize(
+            model,
+            options.budget,
+            example_kwargs=inputs,
+            strategy=remat.Auto(gap=0.01, time_limit=options.time_limit),
+            progress=_Progress(),
+        )
+    except RematError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 3
+    plan = gm.plan
+    assert plan is not None
+    print(plan.describe())
+    spent = ", ".join(f"{k} {v:.1f} s" for k, v in gm.timings_s.items())
+    print(f"\nready after {time.perf_counter() - start:.1f} s ({spent})\n")
+    before, after = _compare(eager, gm, inputs, device)
+    _report(before, after, plan)
+    return 0
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m remat.demo", description=__doc__)
+    parser.add_argument("--budget", default="45%", help='bytes, "2GiB", "45%%" (default) or "min"')
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--width", type=int, default=384)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--time-limit", type=float, default=30.0, help="seconds for the solver")
+    return parser.parse_args()
+
+
+def _gpt2(options: argparse.Namespace, device: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    try:
+        from transformers import GPT2Config, GPT2LMHeadModel
+    except ImportError:
+        raise SystemExit("the demo trains a transformers model: pip install 'remat[hf]'") from None
+    vocabulary = 8192
+    config = GPT2Config(
+        n_layer=options.layers,
+        n_embd=options.width,
+        n_head=max(1, options.width // 64),
+        n_positions=options.tokens,
+        vocab_size=vocabulary,
+        use_cache=False,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    ids = torch.randint(0, vocabulary, (options.batch, options.tokens), device=device)
+    model: nn.Module = GPT2LMHeadModel(config)
+    return model.to(device).train(), {"input_ids": ids, "labels": ids}
+
+
+class _Progress:
+    """One line on a terminal, nothing elsewhere."""
+
+    def __call__(self, progress: Progress) -> None:
+        if sys.stderr.isatty():
+            gap = "" if progress.gap is None else f", gap {progress.gap:.2%}"
+            text = f"solving ({progress.phase}): {progress.elapsed_s:.1f} s{gap}"
+            print(f"\r\x1b[K{text}\r", end="", file=sys.stderr, flush=True)
+
+
+def _compare(
+    eager: nn.Module, gm: nn.Module, inputs: dict[str, torch.Tensor], device: str
+) -> tuple[Run, Run]:
+    """Peaks of one step each, then times of interleaved steps."""
+    peaks = [_peak(module, inputs, device) for module in (eager, gm)]
+    times: tuple[list[float], list[float]] = ([], [])
+    for _ in range(5):
+        for module, found in zip((eager, gm), times, strict=True):
+            found.append(_time(module, inputs, device))
+    runs = [
+        _run(module, inputs, peak, statistics.median(found))
+        for module, peak, found in zip((eager, gm), peaks, times, strict=True)
+    ]
+    return runs[0], runs[1]
+
+
+def _step(module: nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    module.zero_grad(set_to_none=True)
+    torch.manual_seed(1)
+    output = module(**inputs)
+    output.loss.backward()
+    return output.loss.detach()
+
+
+def _peak(module: nn.Module, inputs: dict[str, torch.Tensor], device: str) -> int:
+    _step(module, inputs)
+    module.zero_grad(set_to_none=True)
+    if device == "cuda":
+        return cuda_peak(lambda: _step(module, inputs))
+    with LiveStorageMeter(unique_bytes([*module.parameters(), *inputs.values()])) as meter:
+        _step(module, inputs)
+    return meter.peak_bytes
+
+
+def _time(module: nn.Module, inputs: dict[str, torch.Tensor], device: str) -> float:
+    module.zero_grad(set_to_none=True)
+    start = time.perf_counter()
+    _step(module, inputs)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def _run(module: nn.Module, inputs: dict[str, torch.Tensor], peak: int, time_s: float) -> Run:
+    loss = float(_step(module, inputs))
+    gradients = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
+    return Run(peak, time_s, loss, gradients)
+
+
+def _report(before: Run, after: Run, plan: remat.Plan) -> None:
+    def row(label: str, *cells: str) -> None:
+        print(f"  {label:<22}" + "".join(f"{cell:>16}" for cell in cells))
+
+    row("", "eager", "remat", "change")
+    row("peak, predicted", format_bytes(plan.baseline_peak_bytes), format_bytes(plan.peak_bytes))
+    row(
+        "peak, measured",
+        format_bytes(before.peak_bytes),
+        format_bytes(after.peak_bytes),
+        f"{after.peak_bytes / before.peak_bytes - 1:+.1%}",
+    )
+    row("time, predicted", "", "", f"{plan.overhead:+.1%}")
+    row(
+        "time, median of 5",
+        format_seconds(before.time_s),
+        format_seconds(after.time_s),
+        f"{after.time_s / before.time_s - 1:+.1%}",
+    )
+    row("loss", f"{before.loss:.6f}", f"{after.loss:.6f}")
+    equal = sum(
+        torch.equal(gradient, after.gradients[name]) for name, gradient in before.gradients.items()
+    )
+    print(f"\n{equal} of {len(before.gradients)} gradients are equal bit for bit.")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,103 @@
+"""Gradients as autograd wants them.
+
+Autograd takes a gradient over without a copy only if nothing else owns its memory and it is laid
+out like its parameter. Where that is not so, the copy is made in the graph, where the plan sees it.
+The gradients of a parameter's several names (tied weights) are summed in place, as autograd does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from remat.arguments import Literal, Ref, refs
+from remat.frontend.draft import Draft
+from remat.trace import ADD_INTO, Gradient, Node, Placeholder, TensorMeta
+
+
+def own_gradients(draft: Draft, found: Sequence[tuple[Placeholder, str]]) -> None:
+    """Give each placeholder with gradients (pairs of owner and tensor) one gradient of its own."""
+    taken = {draft.storage_of[o.name] for o in draft.outputs}
+    taken |= {p.storage for p in draft.placeholders}
+    made_at = {r.name: i for i, n in enumerate(draft.nodes) for r in n.results}
+    names_of: dict[str, list[str]] = {}
+    for owner, name in found:
+        names_of.setdefault(owner.name, []).append(name)
+    for owner in draft.placeholders:
+        if owner.name not in names_of:
+            continue
+        name, *others = sorted(names_of[owner.name], key=lambda n: made_at.get(n, -1))
+        stride = _expected_stride(owner.tensor)
+        if draft.storage_of[name] in taken or not _same_layout(draft.meta_of[name], stride):
+            name = _copy(draft, name, owner, stride)
+        taken.add(draft.storage_of[name])
+        for number, other in enumerate(others):
+            total = Node(
+                name=f"tied_{owner.name}_{number}",
+                target=ADD_INTO,
+                args=(Ref(name), Ref(other)),
+                backward=True,
+                recomputable=False,
+            )
+            _insert(draft, total)
+        draft.gradients.append(Gradient(placeholder=owner.name, name=name))
+
+
+def _copy(draft: Draft, name: str, owner: Placeholder, stride: tuple[int, ...]) -> str:
+    copy = draft.fresh_result(f"grad_{owner.name}", draft.meta_of[name], stride)
+    dense = stride == _contiguous(owner.tensor.shape)
+    clone = Node(
+        name=copy.name,
+        target="aten.clone.default",
+        args=(Ref(name),),
+        kwargs={
+            "memory_format": Literal(
+                "memory_format", "contiguous_format" if dense else "channels_last"
+            )
+        },
+        results=(copy,),
+        backward=True,
+    )
+    _insert(draft, clone)
+    return copy.name
+
+
+def _insert(draft: Draft, node: Node) -> None:
+    """Put a node behind the last one that makes, or writes into, what it reads."""
+    needed = set(refs(node.args))
+    last = max(
+        (
+            i
+            for i, n in enumerate(draft.nodes)
+            if any(r.name in needed for r in n.results)
+            or (n.target == ADD_INTO and needed & set(refs(n.args)))
+        ),
+        default=-1,
+    )
+    draft.nodes.insert(last + 1, node)
+
+
+def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    stride: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(stride))
+
+
+def _expected_stride(owner: TensorMeta) -> tuple[int, ...]:
+    """The stride that autograd's gradient layout contract asks for: the parameter's own where that
+    is contiguous or channels-last, else contiguous."""
+    n = owner.shape
+    if len(n) == 4:
+        channels_last = (n[1] * n[2] * n[3], 1, n[1] * n[3], n[1])
+        if owner.stride == channels_last and owner.stride != _contiguous(n):
+            return channels_last
+    return _contiguous(n)
+
+
+def _same_layout(meta: TensorMeta, stride: tuple[int, ...]) -> bool:
+    """Equal strides, where sizes of one do not matter."""
+    return all(
+        a == b for a, b, size in zip(meta.stride, stride, meta.shape, strict=True) if size > 1
+    )

@@ -1,0 +1,60 @@
+"""Small graphs, by hand and at random, that the tests share."""
+
+from __future__ import annotations
+
+import networkx as nx
+from hypothesis import strategies as st
+
+from remat.graph import Graph, Operation, Value
+
+
+def chain(length: int, size: int = 1, cost: float = 1.0) -> Graph:
+    """A forward chain of `length` operations and a backward operation for each, as autograd makes
+    it: the backward of operation i reads its output and the gradient of the one after it."""
+    g = nx.DiGraph()
+    for i in range(length):
+        g.add_node(f"f{i}", cost=cost, size=size, module=f"layer.{i}")
+        if i:
+            g.add_edge(f"f{i - 1}", f"f{i}")
+    for i in reversed(range(length)):
+        g.add_node(f"b{i}", cost=cost, size=size, backward=True, result=i == 0)
+        g.add_edge(f"f{i}", f"b{i}")
+        if i < length - 1:
+            g.add_edge(f"b{i + 1}", f"b{i}")
+    forward = [f"f{i}" for i in range(length)]
+    return Graph.from_networkx(g, order=forward + [f"b{i}" for i in reversed(range(length))])
+
+
+@st.composite
+def small_graphs(draw: st.DrawFn, max_operations: int = 7, max_values: int = 9) -> Graph:
+    """Graphs of up to 7 operations: several outputs, results, workspace, constant memory, values
+    without bytes, operations that run once, a boundary."""
+    count = draw(st.integers(2, max_operations))
+    boundary = draw(st.one_of(st.none(), st.integers(1, count - 1)))
+    operations: list[Operation] = []
+    values: list[Value] = []
+    for op in range(count):
+        inputs = draw(st.sets(st.sampled_from(range(len(values))), max_size=3)) if values else set()
+        room = max_values - len(values) - (count - op - 1)
+        outputs = draw(st.integers(1, 2 if room > 1 else 1))
+        first = len(values)
+        values += [Value(f"v{first + i}", draw(st.integers(0, 6))) for i in range(outputs)]
+        operations.append(
+            Operation(
+                name=f"op{op}",
+                inputs=tuple(sorted(inputs)),
+                outputs=tuple(range(first, first + outputs)),
+                cost_s=float(draw(st.integers(0, 5))),
+                workspace_bytes=draw(st.sampled_from((0, 0, 0, 1, 3))),
+                backward=boundary is not None and op >= boundary,
+                recomputable=op != boundary and draw(st.sampled_from((True, True, True, False))),
+            )
+        )
+    results = draw(st.sets(st.sampled_from(range(len(values))), max_size=3))
+    return Graph(
+        tuple(operations),
+        tuple(values),
+        results=frozenset(results),
+        constant_bytes=draw(st.sampled_from((0, 0, 5))),
+        boundary=boundary,
+    )

@@ -1,0 +1,98 @@
+"""`Plan`: its numbers, its words, its document."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.graphs import chain
+
+from remat.errors import DocumentError, RematError
+from remat.plan import Plan, Status
+from remat.schedule import Schedule
+from remat.solve import solve
+from remat.strategies.base import Solution
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return solve(chain(8, size=1 << 20, cost=0.001), "60%")
+
+
+def test_json_round_trip_is_the_identity(plan: Plan, tmp_path: Path) -> None:
+    assert Plan.from_json(plan.to_json()) == plan
+    assert Plan.from_json(plan.to_json()).to_json() == plan.to_json()
+    plan.save(tmp_path / "plan.json.gz")
+    assert Plan.load(tmp_path / "plan.json.gz") == plan
+
+
+def test_a_damaged_document_is_refused(plan: Plan) -> None:
+    text = plan.to_json()
+    with pytest.raises(DocumentError):
+        Plan.from_json(text[: len(text) // 2])
+    with pytest.raises(DocumentError, match="version"):
+        Plan.from_json(_with(text, version=2))
+    with pytest.raises(DocumentError, match="expected a"):
+        Plan.from_json(_with(text, format="remat.trace"))
+    with pytest.raises(DocumentError):
+        Plan.from_json("[]")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("peak_bytes", 1),
+        ("time_s", 0.0),
+        ("baseline_peak_bytes", 1),
+        ("runs", [0, 1]),
+        ("runs", [99]),
+        ("budget_bytes", 1),
+        ("budget_bytes", "1"),
+        ("lower_bound", 99.0),
+        ("status", "BEST"),
+        ("extra", 1),
+    ],
+)
+def test_a_forged_document_is_refused(plan: Plan, key: str, value: object) -> None:
+    with pytest.raises(DocumentError):
+        Plan.from_json(_with(plan.to_json(), **{key: value}))
+
+
+def test_words_have_units(plan: Plan) -> None:
+    text = plan.describe()
+    assert str(plan) == text
+    for word in ("MiB", "ms", "%", "layer.", "bound"):
+        assert word in text
+    assert len(repr(plan)) < 120
+    assert "operations" not in repr(plan)
+
+
+def test_explain_says_kept_or_recomputed(plan: Plan) -> None:
+    again = plan.schedule.recomputed(plan.graph)
+    assert again
+    name = plan.graph.operations[next(iter(again))].name
+    assert "runs 2 times" in plan.explain(name)
+    assert "runs once" in plan.explain("b0")
+    with pytest.raises(KeyError, match="no operation"):
+        plan.explain("zz")
+
+
+def test_diff_names_what_changed(plan: Plan) -> None:
+    other = solve(plan.graph, "100%")
+    assert "recomputed 1 -> 0" in plan.diff(other)
+    assert "the same operations" in plan.diff(plan)
+
+
+def test_a_plan_over_its_budget_is_a_bug() -> None:
+    graph = chain(3)
+    with pytest.raises(RematError, match="bug"):
+        Plan.of(graph, 1, Solution(Schedule.keep_all(graph)), {})
+
+
+def test_status_says_what_to_do() -> None:
+    assert "time_limit" in Status.FEASIBLE.value
+
+
+def _with(text: str, **changes: object) -> str:
+    return json.dumps(json.loads(text) | changes)

@@ -1,0 +1,120 @@
+"""Laws 1 to 3 on random modules, budgets and schedules.
+
+REMAT_EXAMPLES raises the number of examples.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+import random
+
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, example, given, settings
+from hypothesis import strategies as st
+from tests.harness import Step as Ran
+from tests.harness import assert_same, eager_step, run_step
+from tests.models import FAMILIES, PLAIN, Case
+from tests.random_modules import (
+    KINDS,
+    ROWS,
+    WIDTH,
+    RandomModule,
+    Step,
+    lean_schedule,
+    random_schedule,
+)
+
+import remat
+
+COSTS = remat.Roofline("cpu")
+STRATEGY = remat.Auto(gap=0.02, time_limit=1.0)
+EXAMPLES = int(os.environ.get("REMAT_EXAMPLES", "25"))
+LAWS = settings(
+    max_examples=EXAMPLES,
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+
+STEPS = st.lists(st.builds(Step, st.sampled_from(KINDS), st.integers(0, 4)), min_size=2, max_size=9)
+SCHEDULED = ("gpt2", "llama", "resnet", "mlp", "tied", "norms", "weights")
+
+
+def case_of(steps: list[Step], seed: int, *, input_grad: bool) -> Case:
+    torch.manual_seed(seed)
+    x = torch.randn(ROWS, WIDTH, requires_grad=input_grad)
+    return Case(RandomModule(steps), (x,), loss=lambda out: out)
+
+
+def eager_or_none(case: Case) -> Ran | None:
+    """Eager's step, unless eager refuses (an in-place step on what the backward needs)."""
+    try:
+        return eager_step(case)
+    except RuntimeError as error:
+        assert "inplace" in str(error) or "in-place" in str(error)
+        return None
+
+
+def assert_bitwise(found: Ran, eager: Ran) -> None:
+    assert_same(found, eager, tolerance=0.0)
+
+
+@LAWS
+@given(STEPS, st.floats(0, 1), st.integers(0, 99), st.booleans())
+@example([Step("batch_norm", 0), Step("dropout_", 0), Step("attention", 1)], 0.0, 0, True)
+@example([Step("tied", 0), Step("slices", 1), Step("tied", 0), Step("mul_", 0)], 0.5, 1, False)
+def test_random_modules_within_random_budgets(
+    steps: list[Step], share: float, seed: int, input_grad: bool
+) -> None:
+    case = case_of(steps, seed, input_grad=input_grad)
+    eager = eager_or_none(case)
+    assume(eager is not None)
+    assert eager is not None
+    model = copy.deepcopy(case.model)
+    trace = remat.measure(remat.trace(model, case.args), COSTS)
+    least = remat.solve(trace, "min", STRATEGY)
+    spare = least.baseline_peak_bytes - least.peak_bytes
+    plan = remat.solve(trace, least.peak_bytes + int(share * spare), STRATEGY)
+    for chosen in (least, plan):
+        gm = remat.lower(remat.rewrite(trace, chosen.schedule), copy.deepcopy(case.model))
+        found = run_step(gm, case)
+        assert_bitwise(found, eager)
+        assert found.peak_bytes <= chosen.peak_bytes <= chosen.budget_bytes
+        assert found.peak_bytes >= 0.99 * chosen.peak_bytes
+
+
+@functools.cache
+def traced(name: str) -> tuple[Case, remat.Trace, Ran]:
+    torch.manual_seed(0)
+    case = (FAMILIES | PLAIN)[name]()
+    trace = remat.measure(remat.trace(case.model, case.args, case.kwargs), COSTS)
+    return case, trace, eager_step(case)
+
+
+def assert_runs_as_simulated(name: str, schedule: remat.Schedule) -> None:
+    case, trace, eager = traced(name)
+    program = remat.rewrite(trace, schedule)
+    found = run_step(remat.lower(program, copy.deepcopy(case.model)), case)
+    assert_bitwise(found, eager)
+    assert found.peak_bytes == program.predicted_peak_bytes
+    assert program.predicted_peak_bytes == remat.simulate(trace.graph(), schedule).peak_bytes
+
+
+@pytest.mark.parametrize("name", SCHEDULED)
+@settings(LAWS, max_examples=max(2, EXAMPLES // 10))
+@given(st.randoms(), st.floats(0, 1))
+def test_schedules_that_keep_a_random_share(name: str, rng: random.Random, kept: float) -> None:
+    _, trace, _ = traced(name)
+    assert_runs_as_simulated(name, lean_schedule(trace.graph(), rng, kept))
+
+
+@pytest.mark.parametrize("name", SCHEDULED)
+@settings(LAWS, max_examples=max(2, EXAMPLES // 10))
+@given(st.randoms(), st.floats(0, 0.2))
+def test_schedules_that_recompute_at_random(name: str, rng: random.Random, rate: float) -> None:
+    _, trace, _ = traced(name)
+    assert_runs_as_simulated(name, random_schedule(trace.graph(), rng, rate))

@@ -1,0 +1,238 @@
+"""`rewrite`: what the statements of a program are, on small traces."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.models import PLAIN
+from torch import nn
+
+import remat
+from remat.arguments import Ref, refs
+from remat.errors import GraphError
+from remat.program import Program, Statement
+from remat.rewrite import BATCH_NORM, BATCH_NORM_AGAIN
+from remat.trace import ACCUMULATE, ADD_INTO, COPY, Trace, with_accumulation
+
+
+class Net(nn.Module):
+    """Linear, dropout, a view that the backward reads, batch norm; the loss inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(nn.functional.dropout(self.linear(x), 0.5))
+        h = self.norm(h.view(4, 4, 8).transpose(0, 1).reshape(16, 8))
+        return torch.sigmoid(h).square().mean()
+
+
+def traced(model: nn.Module, *args: torch.Tensor) -> Trace:
+    return remat.measure(remat.trace(model, args), remat.Roofline("cpu"))
+
+
+@pytest.fixture(scope="module")
+def net() -> Trace:
+    torch.manual_seed(0)
+    return traced(Net(), torch.randn(16, 8))
+
+
+def keep_all(trace: Trace) -> Program:
+    return remat.rewrite(trace, remat.Schedule.keep_all(trace.graph()))
+
+
+def again(trace: Trace, times: int = 1) -> Program:
+    """All of the forward that may run again does so at the start of the backward."""
+    graph = trace.graph()
+    assert graph.boundary is not None
+    runs = list(range(len(graph)))
+    repeated = [op for op in runs[: graph.boundary] if graph.operations[op].recomputable]
+    runs[graph.boundary + 1 : graph.boundary + 1] = repeated * times
+    return remat.rewrite(trace, remat.Schedule(tuple(runs)))
+
+
+def reads(statement: Statement) -> set[str]:
+    used = set(refs((statement.args, *statement.kwargs.values())))
+    return used | ({statement.state} if statement.random == "replay" else set())
+
+
+def only(statements: tuple[Statement, ...], target: str) -> Statement:
+    (found,) = [s for s in statements if s.target == target]
+    return found
+
+
+def view_targets(trace: Trace) -> set[str]:
+    return {node.target for node in trace.nodes if node.view}
+
+
+def test_keep_all_runs_every_operation_once(net: Trace) -> None:
+    program = keep_all(net)
+    for phase, backward in ((program.forward, False), (program.backward, True)):
+        expected = [n.target for n in net.nodes if not n.view and n.backward == backward]
+        found = [s.target for s in phase if s.target not in view_targets(net)]
+        assert found == expected
+        assert not any(s.rerun or s.random for s in phase)
+    assert program.predicted_peak_bytes == remat.simulate(
+        net.graph(), remat.Schedule.keep_all(net.graph())
+    ).peak_bytes
+
+
+def test_views_are_written_again_where_they_are_read(net: Trace) -> None:
+    """A view is neither saved nor kept: its storage's owner is."""
+    views = {r.name for node in net.nodes if node.view for r in node.results}
+    assert views
+    for program in (keep_all(net), again(net)):
+        assert not views & set(program.saved)
+        written = [b.name for s in program.backward for b in s.results if b.name.split("__")[0] in views]
+        assert written, "the backward of a linear layer reads a transposed view"
+        for phase in (program.forward, program.backward):
+            for statement in phase:
+                if statement.target in view_targets(net):
+                    assert not statement.rerun
+                    assert not statement.random
+
+
+def test_views_of_a_recomputed_value_look_into_the_new_copy(net: Trace) -> None:
+    program = again(net)
+    fresh = {b.name for s in program.backward if s.rerun for b in s.results}
+    looks = [s for s in program.backward if s.target in view_targets(net)]
+    assert any(reads(s) & fresh for s in looks)
+    first = {b.name for s in program.forward for b in s.results}
+    assert not fresh & first
+
+
+def test_a_batch_norm_moves_its_statistics_once(net: Trace) -> None:
+    program = again(net, times=2)
+    first = only(program.forward, BATCH_NORM)
+    reruns = [s for s in program.backward if s.target == BATCH_NORM_AGAIN]
+    assert len(reruns) == 2
+    for rerun in reruns:
+        assert rerun.rerun
+        assert rerun.args[1:3] == first.args[1:3]  # weight and bias
+        assert rerun.args[3:] == first.args[5:]  # without the running statistics
+        assert all(b.position < 3 for b in rerun.results)
+    assert not any(s.target in (BATCH_NORM, COPY) for s in program.backward)
+    assert sum(s.target == COPY for s in program.forward) == 3
+
+
+def test_dropout_is_replayed_from_its_first_state(net: Trace) -> None:
+    assert not keep_all(net).states
+    program = again(net, times=2)
+    (saved,) = [s for s in program.forward if s.random]
+    replays = [s for s in program.backward if s.random]
+    assert saved.random == "save"
+    assert [s.random for s in replays] == ["replay", "replay"]
+    assert {s.state for s in (saved, *replays)} == set(program.states)
+    assert {s.device for s in (saved, *replays)} == {"cpu"}
+    assert {s.target for s in (saved, *replays)} == {saved.target}
+
+
+def test_a_replay_within_the_forward_saves_no_state(net: Trace) -> None:
+    graph = net.graph()
+    op = next(i for i, n in enumerate(net.operations) if n is not None and n.seeded)
+    runs = list(range(len(graph)))
+    runs.insert(op + 1, op)
+    program = remat.rewrite(net, remat.Schedule(tuple(runs)))
+    assert [s.random for s in program.forward if s.random] == ["save", "replay"]
+    assert not program.states
+
+
+@pytest.mark.parametrize("name", ["mlp", "norms", "two-heads", "alias", "tied", "weights"])
+@pytest.mark.parametrize("rewritten", [keep_all, again])
+def test_what_leaves_the_forward(name: str, rewritten) -> None:
+    """Saved is exactly what the backward reads; outputs and gradients are all there."""
+    torch.manual_seed(0)
+    case = PLAIN[name]()
+    trace = remat.trace(case.model, case.args, case.kwargs)
+    trace = remat.measure(trace, remat.Roofline("cpu"))
+    program = rewritten(trace)
+    made = {b.name for s in program.backward for b in s.results}
+    outside = {p.name for p in program.placeholders if p.kind in ("tangent", "constant")}
+    read = {name for s in program.backward for name in reads(s)}
+    read |= {g.name for g in program.gradients}
+    assert read - made - outside == {*program.saved, *program.states}
+    assert [o.tangent for o in program.outputs] == [o.tangent for o in trace.outputs]
+    assert [g.placeholder for g in program.gradients] == [g.placeholder for g in trace.gradients]
+    assert program.result == trace.result
+
+
+@pytest.mark.parametrize("name", ["mlp", "norms", "two-heads", "alias", "tied", "weights"])
+def test_nothing_is_computed_that_nobody_reads(name: str) -> None:
+    """Every variable has a reader, every statement a variable or an effect."""
+    torch.manual_seed(0)
+    case = PLAIN[name]()
+    trace = remat.trace(case.model, case.args, case.kwargs)
+    program = keep_all(remat.measure(trace, remat.Roofline("cpu")))
+    ends = {
+        "forward": {*(o.name for o in program.outputs), *program.saved, *program.states},
+        "backward": {g.name for g in program.gradients},
+    }
+    for phase, statements in (("forward", program.forward), ("backward", program.backward)):
+        read = ends[phase] | {name for s in statements for name in reads(s)}
+        for statement in statements:
+            assert statement.results or statement.target in (COPY, ADD_INTO), statement
+            assert all(b.name in read for b in statement.results), statement
+
+
+def test_accumulation_adds_each_gradient_as_soon_as_it_is_there(net: Trace) -> None:
+    trace = with_accumulation(net)
+    assert with_accumulation(trace) is trace
+    trace = remat.measure(trace, remat.Roofline("cpu"))
+    program = keep_all(trace)
+    assert program.accumulating
+    sinks = [s for s in program.backward if s.target == ACCUMULATE]
+    owners = {g.placeholder: g.name for g in net.gradients}
+    assert {s.args for s in sinks} == {(Ref(owner), Ref(g)) for owner, g in owners.items()}
+    assert {g.name for g in program.gradients} == {f"accumulate_{owner}" for owner in owners}
+    for at, statement in enumerate(program.backward):
+        if statement.target == ACCUMULATE:
+            gradient = statement.args[1]
+            before = program.backward[at - 1]
+            assert isinstance(gradient, Ref)
+            assert before.target == ACCUMULATE or gradient.name in (
+                reads(before) | {b.name for b in before.results}
+            )
+    extra = program.predicted_peak_bytes - keep_all(net).predicted_peak_bytes
+    gradients = sum(p.tensor.shape[0] * (p.tensor.stride[0] if p.tensor.stride else 1) * 4
+                    for p in trace.placeholders if p.name in owners)  # fmt: skip
+    assert extra <= gradients
+
+
+def test_tied_parameters_have_one_gradient() -> None:
+    torch.manual_seed(0)
+    case = PLAIN["tied"]()
+    trace = traced(case.model, *case.args)
+    for program in (keep_all(trace), again(trace)):
+        (owner,) = [p for p in program.placeholders if p.kind == "parameter"]
+        assert owner.aliases
+        (gradient,) = program.gradients
+        added = only(program.backward, ADD_INTO)
+        assert added.args[0] == Ref(gradient.name)
+        assert added.args[1] != added.args[0]
+        assert not added.results
+        assert program.backward[-1] == added or program.backward.index(added) > max(
+            i for i, s in enumerate(program.backward) if gradient.name in {b.name for b in s.results}
+        )
+
+
+def test_variables_of_reruns_have_names_of_their_own(net: Trace) -> None:
+    program = again(net, times=3)
+    names = [b.name for s in program.backward for b in s.results]
+    assert len(names) == len(set(names))
+    assert any(name.endswith("__4") for name in names)
+
+
+def test_schedules_that_are_none(net: Trace) -> None:
+    graph = net.graph()
+    assert graph.boundary is not None
+    runs = list(range(len(graph)))
+    for wrong in (runs[:-1], runs[1:], runs[: graph.boundary], [*runs, len(graph)], [*runs, graph.boundary]):
+        with pytest.raises(GraphError):
+            remat.rewrite(net, remat.Schedule(tuple(wrong)))
+
+
+def test_rewriting_is_pure(net: Trace) -> None:
+    before = net.to_json()
+    assert again(net) == again(net)
+    assert net.to_json() == before
