@@ -7,6 +7,7 @@ import itertools
 import statistics
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.profiler
@@ -66,7 +67,7 @@ def _allocator_peak(module: nn.Module, workload: Workload) -> int:
     kineto = profile.profiler
     assert kineto is not None
     assert kineto.kineto_results is not None
-    events = [e for e in kineto.kineto_results.events() if e.name() == "[memory]"]
+    events: list[Any] = [e for e in kineto.kineto_results.events() if e.name() == "[memory]"]
     events.sort(key=lambda e: e.start_ns())
     return max(itertools.accumulate((e.nbytes() for e in events), initial=0))
 

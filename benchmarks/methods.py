@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch._dynamo
+import torch._functorch.config
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

@@ -48,8 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "units": "bytes, seconds; ratios are to eager mode, of the same round",
         "peak": "max_memory_allocated, warm"
         if device.type == "cuda"
-        else "live storages, with parameters, buffers, gradients and batch; for torch's budget what "
-        "the allocator gave out, because the meter cannot see into compiled graphs",
+        else "live storages, with parameters, buffers, gradients and batch; of compiled methods "
+        "what the allocator gave out, because the meter cannot see into their graphs",
         "machine": machine.describe(device),
         "models": {},
     }
@@ -181,13 +181,13 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--rounds", type=int, help="timed steps of each method (default 9; 3 if quick)")
     add("--torch-budgets", nargs="*", type=float, help="activation_memory_budget values")
     add("--torch-backend", default="aot_eager_decomp_partition", help="backend of torch.compile")
-    add("--time-limit", type=float, help="seconds for each solve (default 60; 3 if quick)")
+    add("--time-limit", type=float, help="seconds for each solve (default 60; 15 if quick)")
     add("--threads", type=int, help="CPU threads of torch")
     add("--out", help="folder for the result (default benchmarks/results; if quick, none)")
     options = parser.parse_args(argv)
     quick = options.quick
     options.rounds = options.rounds or (3 if quick else 9)
-    options.time_limit = options.time_limit or (3.0 if quick else 60.0)
+    options.time_limit = options.time_limit or (15.0 if quick else 60.0)
     if options.torch_budgets is None:
         options.torch_budgets = [0.5] if quick else [0.8, 0.5, 0.2, 0.0]
     return options

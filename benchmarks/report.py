@@ -12,8 +12,8 @@ from remat.budget import format_bytes
 Row = dict[str, Any]
 
 COLUMNS = (
-    "method", "budget", "peak", "peak / eager", "step median (min)", "time / eager", "FLOPs / eager",
-    "set-up",
+    "method", "budget", "peak", "peak / eager", "step median (min)", "time / eager",
+    "FLOPs / eager", "set-up",
 )  # fmt: skip
 
 
@@ -21,6 +21,9 @@ def cells(row: Row, eager: Row) -> tuple[str, ...]:
     """One method's row of the table."""
     if row["failure"]:
         return (row["method"], *[""] * 6, row["failure"][:60])
+    setup = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in row["setup_s"].items())
+    if "step_s" not in row:
+        return (row["method"], *[""] * 6, setup)
     budget = row["budget_bytes"]
     return (
         row["method"],
@@ -30,7 +33,7 @@ def cells(row: Row, eager: Row) -> tuple[str, ...]:
         f"{row['step_s_median']:.3f} s ({row['step_s_min']:.3f} s)",
         f"{row['time_ratio_median']:.3f}",
         f"{row['flops_ratio']:.3f}" if row["flops_ratio"] else "",
-        ", ".join(f"{name} {seconds:.1f} s" for name, seconds in row["setup_s"].items()),
+        setup,
     )
 
 

@@ -32,9 +32,15 @@ class WithLoss(nn.Module):
         super().__init__()
         self.unet = unet
 
-    def forward(self, noisy: torch.Tensor, steps: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, noisy: torch.Tensor, steps: torch.Tensor, noise: torch.Tensor
+    ) -> torch.Tensor:
         """Mean squared error of the predicted noise."""
         return F.mse_loss(self.unet(noisy, steps).sample, noise)
+
+
+def _ready(model: nn.Module, device: torch.device) -> nn.Module:
+    return model.to(device).train()
 
 
 def gpt2(device: torch.device, quick: bool) -> Workload:
@@ -54,7 +60,7 @@ def gpt2(device: torch.device, quick: bool) -> Workload:
     return Workload(
         f"{layers} layers of width {width}, {heads} heads, vocabulary {vocabulary}, "
         f"batch {rows} x {tokens} tokens, dropout 0.1",
-        GPT2LMHeadModel(config).to(device).train(),
+        _ready(GPT2LMHeadModel(config), device),
         {"input_ids": ids, "labels": ids},
         lambda model: list(model.get_submodule("transformer.h").children()),
     )
@@ -66,7 +72,8 @@ def resnet50(device: torch.device, quick: bool) -> Workload:
 
     depths = [1, 1, 1, 1] if quick else [3, 4, 6, 3]
     rows, side = (128, 224) if device.type == "cuda" and not quick else (8, 64 if quick else 160)
-    config = ResNetConfig(depths=depths, layer_type="bottleneck", num_labels=1000)
+    config = ResNetConfig(depths=depths, layer_type="bottleneck")
+    config.num_labels = 1000
     batch = {
         "pixel_values": torch.randn(rows, 3, side, side, device=device),
         "labels": torch.randint(0, 1000, (rows,), device=device),
@@ -77,7 +84,7 @@ def resnet50(device: torch.device, quick: bool) -> Workload:
 
     return Workload(
         f"bottleneck layers {depths}, batch {rows} x 3 x {side} x {side}",
-        ResNetForImageClassification(config).to(device).train(),
+        _ready(ResNetForImageClassification(config), device),
         batch,
         blocks,
     )
@@ -111,7 +118,7 @@ def unet2d(device: torch.device, quick: bool) -> Workload:
 
     return Workload(
         f"widths {list(widths)}, {layers} layers per block, batch {rows} x 3 x {side} x {side}",
-        WithLoss(model).to(device).train(),
+        _ready(WithLoss(model), device),
         batch,
         blocks,
     )

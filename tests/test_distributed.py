@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from tests.models import FAMILIES
 
 import remat
-from tests.models import FAMILIES
 
 
 def _worker(rank: int, store: str, report: str) -> None:

@@ -153,9 +153,7 @@ def test_damaged_files(tmp_path: Path) -> None:
         remat.Program.load(tmp_path)
 
 
-def test_a_file_that_unpacks_without_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_unpacks_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("remat.documents.MAX_BYTES", 1 << 20)
     (tmp_path / "bomb.gz").write_bytes(gzip.compress(b" " * (20 << 20)))
     with pytest.raises(DocumentError, match="too long to be a real document"):

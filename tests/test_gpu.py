@@ -6,11 +6,11 @@ import copy
 
 import pytest
 import torch
+from tests.harness import RELATIVE_ERROR, relative_error
+from tests.models import FAMILIES, Case
 
 import remat
 from remat.frontend.meter import cuda_peak
-from tests.harness import RELATIVE_ERROR, relative_error
-from tests.models import FAMILIES, Case
 
 pytestmark = pytest.mark.gpu
 

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
-
-import remat
 from tests.harness import run_step
 from tests.models import Case
 from tests.random_modules import lean_schedule
+from torch import nn
+
+import remat
 
 Forward = Callable[..., torch.Tensor]
 

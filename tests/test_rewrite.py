@@ -8,11 +8,12 @@ from tests.models import PLAIN
 from torch import nn
 
 import remat
+from remat.accumulation import with_accumulation
 from remat.arguments import Ref, refs
 from remat.errors import GraphError
 from remat.program import Program, Statement
 from remat.rewrite import BATCH_NORM, BATCH_NORM_AGAIN
-from remat.trace import ACCUMULATE, ADD_INTO, COPY, Trace, with_accumulation
+from remat.trace import ACCUMULATE, ADD_INTO, COPY, Trace
 
 
 class Net(nn.Module):
@@ -73,9 +74,10 @@ def test_keep_all_runs_every_operation_once(net: Trace) -> None:
         found = [s.target for s in phase if s.target not in view_targets(net)]
         assert found == expected
         assert not any(s.rerun or s.random for s in phase)
-    assert program.predicted_peak_bytes == remat.simulate(
-        net.graph(), remat.Schedule.keep_all(net.graph())
-    ).peak_bytes
+    assert (
+        program.predicted_peak_bytes
+        == remat.simulate(net.graph(), remat.Schedule.keep_all(net.graph())).peak_bytes
+    )
 
 
 def test_views_are_written_again_where_they_are_read(net: Trace) -> None:
@@ -84,7 +86,9 @@ def test_views_are_written_again_where_they_are_read(net: Trace) -> None:
     assert views
     for program in (keep_all(net), again(net)):
         assert not views & set(program.saved)
-        written = [b.name for s in program.backward for b in s.results if b.name.split("__")[0] in views]
+        written = [
+            b.name for s in program.backward for b in s.results if b.name.split("__")[0] in views
+        ]
         assert written, "the backward of a linear layer reads a transposed view"
         for phase in (program.forward, program.backward):
             for statement in phase:
@@ -212,7 +216,9 @@ def test_tied_parameters_have_one_gradient() -> None:
         assert added.args[1] != added.args[0]
         assert not added.results
         assert program.backward[-1] == added or program.backward.index(added) > max(
-            i for i, s in enumerate(program.backward) if gradient.name in {b.name for b in s.results}
+            i
+            for i, s in enumerate(program.backward)
+            if gradient.name in {b.name for b in s.results}
         )
 
 
@@ -227,7 +233,13 @@ def test_schedules_that_are_none(net: Trace) -> None:
     graph = net.graph()
     assert graph.boundary is not None
     runs = list(range(len(graph)))
-    for wrong in (runs[:-1], runs[1:], runs[: graph.boundary], [*runs, len(graph)], [*runs, graph.boundary]):
+    for wrong in (
+        runs[:-1],
+        runs[1:],
+        runs[: graph.boundary],
+        [*runs, len(graph)],
+        [*runs, graph.boundary],
+    ):
         with pytest.raises(GraphError):
             remat.rewrite(net, remat.Schedule(tuple(wrong)))
 

@@ -14,6 +14,7 @@ import statistics
 import sys
 import time
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import nn
@@ -98,7 +99,7 @@ def _gpt2(options: argparse.Namespace, device: str) -> tuple[nn.Module, dict[str
         eos_token_id=0,
     )
     ids = torch.randint(0, vocabulary, (options.batch, options.tokens), device=device)
-    model: nn.Module = GPT2LMHeadModel(config)
+    model = cast(nn.Module, GPT2LMHeadModel(config))
     return model.to(device).train(), {"input_ids": ids, "labels": ids}
 
 

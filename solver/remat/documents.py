@@ -32,6 +32,8 @@ from remat.errors import DocumentError
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,199}")
 _TARGET = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\.[A-Za-z_][A-Za-z0-9_]*\.[A-Za-z_][A-Za-z0-9_]*")
 
+_OF_GENERATED_CODE = frozenset({"self", "torch", "args_list", "args_iter"})
+
 MAX_BYTES = 256 << 20
 """No document is larger; that of a model with a hundred layers takes about 10 MB."""
 
@@ -44,7 +46,8 @@ _SHORT.maxlevel, _SHORT.maxdict, _SHORT.maxlist, _SHORT.maxstring = 2, 3, 3, 80
 
 def check_identifier(name: str) -> str:
     """`name` itself, if it may become a Python variable of generated code."""
-    if not _IDENTIFIER.fullmatch(name) or keyword.iskeyword(name) or name.startswith("__"):
+    reserved = keyword.iskeyword(name) or name.startswith("__") or name in _OF_GENERATED_CODE
+    if reserved or not _IDENTIFIER.fullmatch(name):
         raise ValueError(f"{name[:80]!r} is not a plain identifier")
     return name
 
@@ -82,7 +85,7 @@ class Record(BaseModel):
     def __get_pydantic_core_schema__(
         cls, source: Any, handler: GetCoreSchemaHandler, /
     ) -> CoreSchema:
-        """A list of a million wrong items would be reported a million times: the first is enough."""
+        """A list of a million wrong items would be reported as often: the first is enough."""
         schema = handler(source)
         _fail_fast(schema)
         return schema

@@ -7,12 +7,13 @@ reads of the forward's variables is what the forward saves.
 
 from __future__ import annotations
 
+from remat.accumulation import accumulation_name
 from remat.arguments import Argument, refs, rename
 from remat.errors import GraphError
 from remat.program import Bound, Program, Statement
 from remat.schedule import Schedule
 from remat.simulate import simulate
-from remat.trace import ACCUMULATE, Gradient, Node, Output, Trace, accumulation_name, held_storages
+from remat.trace import ACCUMULATE, Gradient, Node, Output, Trace, held_storages
 
 BATCH_NORM = "aten._native_batch_norm_legit_functional.default"
 BATCH_NORM_AGAIN = "aten._native_batch_norm_legit.no_stats"

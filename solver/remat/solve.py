@@ -26,6 +26,11 @@ class HasGraph(Protocol):
         """The graph to solve."""
         ...
 
+    @property
+    def cost_source(self) -> str:
+        """Where its costs come from, in words."""
+        ...
+
 
 def solve(
     graph: Graph | HasGraph,
@@ -46,8 +51,9 @@ def solve(
     schedule within the time limit), `SolverError` (a backend that is missing or fails), and
     `RematError` if cancelled before any schedule was known.
     """
+    stats: Stats = {} if isinstance(graph, Graph) else {"cost_source": graph.cost_source}
     graph = graph if isinstance(graph, Graph) else graph.graph()
-    return _solve(graph, budget, strategy or Auto(), None, progress, cancel)
+    return _solve(graph, budget, strategy or Auto(), None, progress, cancel, stats)
 
 
 def sweep(
@@ -64,18 +70,21 @@ def sweep(
     feasible. Budgets that are infeasible are left out. Each solve begins from the plan for the
     next smaller budget, so cost never rises with the budget.
     """
+    stats: Stats = {} if isinstance(graph, Graph) else {"cost_source": graph.cost_source}
     graph = graph if isinstance(graph, Graph) else graph.graph()
     strategy = strategy or Auto()
     baseline_bytes = simulate(graph, Schedule.keep_all(graph)).peak_bytes
     wanted = _SWEEP if budgets is None else tuple(budgets)
     sized = {parse_budget(budget, baseline_bytes=baseline_bytes) for budget in wanted}
+    in_bytes = sorted(size for size in sized if isinstance(size, int))
+    in_order: list[int | str] = ["min", *in_bytes] if "min" in sized else [*in_bytes]
     plans: list[Plan] = []
-    for size in sorted(sized, key=lambda size: 0 if size == "min" else size):
-        if plans and size != "min" and size < plans[0].budget_bytes:
+    for size in in_order:
+        if plans and isinstance(size, int) and size < plans[0].budget_bytes:
             continue
         start = plans[-1].schedule if plans else None
         try:
-            plans.append(_solve(graph, size, strategy, start, progress, cancel))
+            plans.append(_solve(graph, size, strategy, start, progress, cancel, stats))
         except InfeasibleBudget:
             continue
     return plans
@@ -88,11 +97,12 @@ def _solve(
     start: Schedule | None,
     progress: ProgressCallback | None,
     cancel: Cancel | None,
+    stats: Stats,
 ) -> Plan:
     began = time.monotonic()
     baseline_bytes = simulate(graph, Schedule.keep_all(graph)).peak_bytes
     budget_bytes = parse_budget(budget, baseline_bytes=baseline_bytes)
-    stats: Stats = {"strategy": strategy.name}
+    stats = {**stats, "strategy": strategy.name}
     if budget_bytes == "min":
         smallest = strategy.run(graph, None, start=start, progress=progress, cancel=cancel)
         start = smallest.schedule

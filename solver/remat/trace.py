@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from remat.arguments import Args, Kwargs, Ref, refs
+from remat.arguments import Args, Kwargs, refs
 from remat.documents import Document, Identifier, Path_, Record, Target
 from remat.errors import RematError
 from remat.graph import Graph, Operation, Value
@@ -42,8 +42,14 @@ class TensorMeta(Record):
     dtype: str = Field(max_length=40)
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    offset: int = 0
+    offset: int = Field(default=0, ge=0)
     device: str = Field(max_length=40)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if len(self.shape) != len(self.stride) or min((*self.shape, *self.stride), default=0) < 0:
+            raise ValueError("a tensor needs as many strides as sizes, and none below zero")
+        return self
 
 
 class Result(Record):
@@ -281,38 +287,6 @@ def accumulated_bytes(trace: Trace) -> int:
     )
 
 
-def accumulation_name(placeholder: str) -> str:
-    """Name of the operation that adds a parameter's gradient into its `.grad`."""
-    return f"accumulate_{placeholder}"
-
-
-def with_accumulation(trace: Trace) -> Trace:
-    """The same step where every parameter has a `.grad` already: each gradient is added into it as
-    soon as it is there, instead of being held to the end beside it."""
-    if trace.accumulating:
-        return trace
-    parameters = {p.name for p in trace.placeholders if p.kind == "parameter"}
-    sinks: dict[str, list[Node]] = {}
-    for gradient in trace.gradients:
-        if gradient.placeholder in parameters:
-            node = Node(
-                name=accumulation_name(gradient.placeholder),
-                target=ACCUMULATE,
-                args=(Ref(gradient.placeholder), Ref(gradient.name)),
-                backward=True,
-                recomputable=False,
-            )
-            sinks.setdefault(gradient.name, []).append(node)
-    nodes: list[Node] = []
-    for node in reversed(trace.nodes):  # behind the last node that makes or reads the gradient
-        names = (*refs((node.args, *node.kwargs.values())), *(r.name for r in node.results))
-        for name in names:
-            nodes.extend(sinks.pop(name, ()))
-        nodes.append(node)
-    nodes.reverse()
-    return trace.replace(nodes=tuple(nodes), accumulating=True)
-
-
 def _check_names(trace: Trace) -> None:
     """Every name is unique and defined before it is used; every storage exists."""
     known: set[str] = set()
@@ -329,10 +303,19 @@ def _check_names(trace: Trace) -> None:
     for placeholder in trace.placeholders:
         define(placeholder.name, placeholder.storage)
     owned = {p.storage for p in trace.placeholders}
+    late = {p.name for p in trace.placeholders if p.kind == "tangent"}
     for node in trace.nodes:
         used = (*refs(node.args), *refs(node.kwargs))
         if unknown := [name for name in used if name not in known]:
             raise ValueError(f"operation {node.name} uses {unknown[0]} before it is defined")
+        if not node.backward and (wrong := [name for name in used if name in late]):
+            raise ValueError(
+                f"operation {node.name} of the forward uses {wrong[0]} of the backward"
+            )
+        if node.backward:
+            late.update(r.name for r in node.results)
+        if node.target == ACCUMULATE and (len(node.args) != 2 or len(used) != 2):
+            raise ValueError(f"operation {node.name} needs a parameter and a gradient")
         storages = {r.storage for r in node.results}
         if node.view != (bool(storages) and storages <= owned):
             raise ValueError(f"operation {node.name} is wrongly marked as view={node.view}")
@@ -343,8 +326,8 @@ def _check_names(trace: Trace) -> None:
             define(result.name, result.storage)
     tangents = {p.name for p in trace.placeholders if p.kind == "tangent"}
     for output in trace.outputs:
-        if output.name not in known:
-            raise ValueError(f"the output {output.name} is not defined")
+        if output.name not in known or output.name in late:
+            raise ValueError(f"the output {output.name} is not defined in the forward")
         if output.tangent and output.tangent not in tangents:
             raise ValueError(f"{output.tangent} is no tangent")
     for gradient in trace.gradients:

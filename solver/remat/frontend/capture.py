@@ -96,13 +96,14 @@ def _refuse_wrong_captures(model: nn.Module) -> None:
     """What torch captures without an error, but wrongly: dropout between the layers of a recurrent
     network, which its decomposition leaves out (seen in torch 2.13, `_rnn_helper`)."""
     for name, module in model.named_modules():
-        if isinstance(module, nn.RNNBase) and module.training:
-            if module.dropout > 0 and module.num_layers > 1:
-                raise TraceError(
-                    f"{name or type(model).__name__} is a {type(module).__name__} with dropout "
-                    "between its layers, which torch's capture loses; use one module per layer "
-                    "with nn.Dropout between them, or set its dropout to 0"
-                )
+        if not (isinstance(module, nn.RNNBase) and module.training):
+            continue
+        if module.dropout > 0 and module.num_layers > 1:
+            raise TraceError(
+                f"{name or type(model).__name__} is a {type(module).__name__} with dropout between "
+                "its layers, which torch's capture loses; use one module per layer with nn.Dropout "
+                "between them, or set its dropout to 0"
+            )
 
 
 def _joint(
@@ -156,6 +157,9 @@ def _diagnose(model: nn.Module, error: Exception) -> str:
             "a branch, index or shape depends on tensor values. Decide it outside of the model and "
             "pass the result as a Python value, or replace it by torch.where or a mask"
         )
+    elif "convert all Tensors to FakeTensors" in str(error):
+        what = "a tensor is used that is no parameter, buffer or input of the model"
+        remedy = "register it as a buffer of its module: self.register_buffer(name, tensor)"
     else:
         remedy = (
             "first check that model(*inputs) and its backward run in eager mode; if they do, wrap "

@@ -165,5 +165,5 @@ def _constant(placeholder: Placeholder) -> torch.Tensor:
         data = bytearray(base64.b64decode(placeholder.data, validate=True))
         flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
         return flat.reshape(meta.shape).to(meta.device)
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, AssertionError) as error:
         raise DocumentError(f"the constant {placeholder.name} is damaged: {error}") from None

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from remat.accumulation import with_accumulation
 from remat.arguments import refs
 from remat.budget import parse_budget
 from remat.errors import InfeasibleBudget
@@ -38,7 +39,7 @@ from remat.solve import solve
 from remat.strategies import Solution, Strategy
 from remat.strategies.base import Stats
 from remat.structure import Structure
-from remat.trace import Trace, with_accumulation
+from remat.trace import Trace
 
 logger = logging.getLogger("remat")
 

@@ -8,6 +8,7 @@ cancelled. Any other solver that PuLP knows goes by its PuLP name ("PULP_CBC_CMD
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -111,10 +112,13 @@ def _run_highs(
 
 
 def _run_pulp(model: Model, name: str, gap: float, time_limit: float, threads: int) -> Answer:
-    backend = _pulp_solver(_ALIASES.get(name, name), gap, time_limit, threads)
     began = time.monotonic()
     try:
-        model.problem.solve(backend)
+        with warnings.catch_warnings():
+            # PuLP announces that its bundled CBC goes away in PuLP 4.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            backend = _pulp_solver(_ALIASES.get(name, name), gap, time_limit, threads)
+            model.problem.solve(backend)
     except pulp.PulpSolverError as error:
         raise SolverError(
             f'{name} failed: {error}; solver="HiGHS" needs no installation'
@@ -122,7 +126,7 @@ def _run_pulp(model: Model, name: str, gap: float, time_limit: float, threads: i
     outcome = _outcome(model)
     objective = None
     if outcome in (Outcome.OPTIMAL, Outcome.FEASIBLE):
-        objective = pulp.value(model.problem.objective)
+        objective = _objective(model)
     bound = None
     if outcome is Outcome.OPTIMAL and objective is not None:
         # PuLP passes no bound on; that the solver stopped within the gap proves this one.
@@ -136,6 +140,13 @@ def _run_pulp(model: Model, name: str, gap: float, time_limit: float, threads: i
         seconds=time.monotonic() - began,
         message=pulp.LpStatus[model.problem.status],
     )
+
+
+def _objective(model: Model) -> float:
+    value = pulp.value(model.problem.objective)
+    if not isinstance(value, float | int):
+        raise SolverError("the solver claims a solution but returned no values")
+    return float(value)
 
 
 def _pulp_solver(name: str, gap: float, time_limit: float, threads: int) -> pulp.LpSolver:

@@ -69,7 +69,7 @@ class BulkHiGHS(pulp.LpSolver):
         """HiGHS is a dependency of remat."""
         return True
 
-    def actualSolve(self, lp: pulp.LpProblem) -> int:  # noqa: N802 (PuLP's name)
+    def actualSolve(self, lp: pulp.LpProblem) -> int:
         """Solve `lp`, set its variables' values, and return PuLP's status."""
         variables = lp.variables()
         highs = highspy.Highs()

@@ -1,23 +1,40 @@
-"""Cheap schedules: to start a solver from, and to fall back on when it finds none in time.
+"""Schedules without a solver: to start one from, and to fall back on when it finds none in time.
 
-A schedule here follows from a set of *dropped* values: each is freed in its longest idle spells
-and made again on demand, as late as possible, from whatever is then there. Choosing the set by
-cost per byte gives selective recomputation; choosing everything but every k-th cut of the graph
-gives segment checkpointing (Chen et al., 2016). `polish` then takes back what turns out not to be
-needed.
+Every schedule comes from `remat.milp.eviction`: first under each of its rules, then under random
+weights around the best so far, a plain local search with the simulator as its judge. `polish` then
+takes back what turns out not to be needed.
+
+Nothing here looks at a clock: work is counted in operations run or simulated, so the same call
+gives the same schedule on every machine.
 """
 
 from __future__ import annotations
 
 import heapq
-import time
-from collections.abc import Iterable, Iterator
-from itertools import pairwise
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from remat.graph import Graph
+from remat.milp.eviction import RULES, Rule, evict
 from remat.schedule import Schedule
 from remat.simulate import measure
+
+EFFORT = 10_000
+ATTEMPTS = 20
+"""Operations that one search may run, all attempts together: the larger of `EFFORT` and `ATTEMPTS`
+times the graph's. About 1 s on one core; four times as much finds peaks 0 to 1% smaller."""
+
+POLISH = 60_000
+"""Operations that `polish` may simulate, all trials together."""
+
+_SPREADS = (0.2, 0.5, 1.0)
+_STEP = 0.001
+
+
+def _never() -> bool:
+    return False
 
 
 class Rated(NamedTuple):
@@ -33,57 +50,85 @@ class Rated(NamedTuple):
         return cls(*measure(graph, schedule), schedule)
 
 
-def candidates(graph: Graph) -> list[Rated]:
-    """Schedules of many kinds, without regard to any budget; `keep_all` is the first."""
-    found = {Schedule.keep_all(graph): None}
-    droppable = _droppable(graph)
-    kept_sets = list(_kept_sets(graph, droppable))
-    for idle in sorted({max(3, len(graph) // share) for share in (8, 24, 60)}):
-        for kept in kept_sets:
-            found[prune(graph, on_demand(graph, droppable - kept, idle))] = None
-    return [Rated.of(graph, schedule) for schedule in found]
+def smallest(
+    graph: Graph,
+    *,
+    target_bytes: int,
+    start: Schedule | None = None,
+    effort: int | None = None,
+    stop: Callable[[], bool] = _never,
+) -> Rated:
+    """The schedule with the smallest peak that the search finds.
 
-
-def best_within(
-    graph: Graph, budget_bytes: int, rated: Iterable[Rated], seconds: float = 1.0
-) -> Schedule | None:
-    """The cheapest of `rated` with a peak of at most `budget_bytes`, polished; None if none."""
-    fitting = [r for r in rated if r.peak_bytes <= budget_bytes]
-    deadline = time.monotonic() + seconds
-    polished = [
-        Rated.of(graph, polish(graph, r.schedule, budget_bytes, deadline))
-        for r in heapq.nsmallest(3, fitting, key=lambda r: r.time_s)
-    ]
-    return min(polished, key=lambda r: r.time_s).schedule if polished else None
-
-
-def on_demand(graph: Graph, dropped: set[int], idle: int) -> Schedule:
-    """Free each of `dropped` in its spells of more than `idle` operations; make it again on demand.
-
-    A spell is counted between two events of the value in the graph's order; the last event begins
-    one that never ends.
+    Ends at the first peak of at most `target_bytes`: a budget, or a bound that no peak is under.
+    `start` is a schedule to improve on.
     """
-    spells = _spells(graph, dropped, idle)
-    made_at = [-1] * len(graph.values)
-    runs: list[int] = []
-    for op, operation in enumerate(graph.operations):
-        again: set[int] = set()
-        stack = list(operation.inputs)
-        while stack:
-            v = stack.pop()
-            producer = graph.producer[v]
-            if producer in again or not _freed(spells.get(v), made_at[v], op):
-                continue
-            again.add(producer)
-            stack.extend(graph.operations[producer].inputs)
-        for producer in sorted(again):
-            runs.append(producer)
-            for v in graph.operations[producer].outputs:
-                made_at[v] = op
-        runs.append(op)
-        for v in operation.outputs:
-            made_at[v] = op
-    return Schedule.of(runs)
+    best = Rated.of(graph, Schedule.keep_all(graph))
+    if start is not None:
+        best = min(best, Rated.of(graph, start), key=lambda rated: rated.peak_bytes)
+    effort = _effort(graph) if effort is None else effort
+    proposals = _Proposals(graph)
+    for rule, weights in proposals:
+        # A little less than now; then all there is to win; then halves.
+        low, attempt = target_bytes - 1, 0
+        while best.peak_bytes > target_bytes:
+            step = max(1, int(best.peak_bytes * _STEP))
+            if attempt and best.peak_bytes - low <= step:
+                break
+            if effort <= 0 or stop():
+                return best
+            aim = (best.peak_bytes - step, target_bytes, (low + best.peak_bytes) // 2)
+            budget = max(target_bytes, aim[min(attempt, 2)])
+            schedule = evict(graph, budget, rule, weights)
+            effort -= len(graph) if schedule is None else len(schedule)
+            attempt += 1
+            if schedule is not None:
+                best = Rated.of(graph, prune(graph, schedule))
+                proposals.accept()
+            elif attempt == 1:
+                break
+            else:
+                low = budget
+        if best.peak_bytes <= target_bytes:
+            break
+    return best
+
+
+def fitting(
+    graph: Graph,
+    budget_bytes: int,
+    *,
+    known: Sequence[Schedule] = (),
+    effort: int | None = None,
+    stop: Callable[[], bool] = _never,
+) -> list[Rated]:
+    """Schedules with a peak of at most `budget_bytes`, the cheapest first; the best polished.
+
+    `known` are schedules to be judged with those that the search finds. `stop` is heeded once
+    there is something to return.
+    """
+    found = {schedule: Rated.of(graph, schedule) for schedule in known}
+    found = {s: rated for s, rated in found.items() if rated.peak_bytes <= budget_bytes}
+    best_s = min((rated.time_s for rated in found.values()), default=float("inf"))
+    effort = _effort(graph) if effort is None else effort
+    proposals = _Proposals(graph)
+    for turn, (rule, weights) in enumerate(proposals):
+        if effort <= 0 or (stop() and (found or turn >= len(RULES))):
+            break
+        schedule = evict(graph, budget_bytes, rule, weights)
+        effort -= len(graph) if schedule is None else len(schedule)
+        if schedule is None:
+            continue
+        schedule = prune(graph, schedule)
+        rated = found[schedule] = Rated.of(graph, schedule)
+        if rated.time_s < best_s:
+            best_s = rated.time_s
+            proposals.accept()
+    ranked = heapq.nsmallest(12, found.values(), key=_by_cost)
+    polished = [
+        Rated.of(graph, polish(graph, rated.schedule, budget_bytes)) for rated in ranked[:3]
+    ]
+    return sorted(polished + ranked[3:], key=_by_cost)
 
 
 def prune(graph: Graph, schedule: Schedule) -> Schedule:
@@ -110,10 +155,10 @@ def prune(graph: Graph, schedule: Schedule) -> Schedule:
     return Schedule.of(kept)
 
 
-def polish(graph: Graph, schedule: Schedule, budget_bytes: int, deadline: float) -> Schedule:
+def polish(graph: Graph, schedule: Schedule, budget_bytes: int, effort: int = POLISH) -> Schedule:
     """Without the recomputations that the budget does not need, the dearest tried first.
 
-    Stops at `deadline` (of `time.monotonic`). Each trial is a simulation.
+    Each trial is a simulation; `effort` limits the operations simulated.
     """
     schedule = prune(graph, schedule)
     seen: set[int] = set()
@@ -123,9 +168,8 @@ def polish(graph: Graph, schedule: Schedule, budget_bytes: int, deadline: float)
             again.append((-graph.operations[op].cost_s, run))
         seen.add(op)
     gone: set[int] = set()
-    for _, run in sorted(again):
-        if time.monotonic() > deadline:
-            break
+    trials = effort // max(1, len(schedule))
+    for _, run in sorted(again)[:trials]:
         gone.add(run)
         trial = Schedule.of(op for r, op in enumerate(schedule.runs) if r not in gone)
         if measure(graph, trial)[0] > budget_bytes:
@@ -133,80 +177,35 @@ def polish(graph: Graph, schedule: Schedule, budget_bytes: int, deadline: float)
     return prune(graph, Schedule.of(op for r, op in enumerate(schedule.runs) if r not in gone))
 
 
-def _droppable(graph: Graph) -> set[int]:
-    return {
-        v
-        for v, value in enumerate(graph.values)
-        if value.size_bytes > 0
-        and v not in graph.results
-        and graph.consumers[v]
-        and graph.operations[graph.producer[v]].recomputable
-    }
+class _Proposals:
+    """Every rule, then random weights around the last accepted; without end."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._random = np.random.default_rng(0)
+        self._ones = np.ones(len(graph.values))
+        self._centre = self._last = (RULES[0], self._ones)
+
+    def __iter__(self) -> Iterator[tuple[Rule, list[float] | None]]:
+        for rule in RULES:
+            self._last = (rule, self._ones)
+            yield rule, None
+        turn = 0
+        while True:
+            rule, weights = self._centre
+            spread = _SPREADS[turn % len(_SPREADS)]
+            weights = weights * np.exp(self._random.normal(0.0, spread, len(weights)))
+            self._last = (rule, weights)
+            turn += 1
+            yield rule, weights.tolist()
+
+    def accept(self) -> None:
+        """The last proposal was an improvement."""
+        self._centre = self._last
 
 
-def _kept_sets(graph: Graph, droppable: set[int]) -> Iterator[set[int]]:
-    """The values to keep: by cost per byte, then by cuts of the graph, then both."""
-    price = sorted(
-        droppable,
-        key=lambda v: graph.operations[graph.producer[v]].cost_s / graph.values[v].size_bytes,
-        reverse=True,
-    )
-    prefixes = [set(price[: len(price) * share // 16]) for share in range(16)]
-    yield from prefixes
-    cuts = _narrow_cuts(graph)
-    for every in (1, 2, 3, 4, 6, 8, 12, 16):
-        if every < max(2, len(cuts)):
-            crossing = set[int]().union(*cuts[::every])
-            for prefix in prefixes[:9:2]:
-                yield crossing | prefix
+def _effort(graph: Graph) -> int:
+    return max(EFFORT, ATTEMPTS * len(graph))
 
 
-def _narrow_cuts(graph: Graph) -> list[set[int]]:
-    """Values alive at each place where the first half of the work is narrowest.
-
-    "Alive" means read within the next few operations: what the forward pass still needs, not what
-    it saves for the backward pass.
-    """
-    reach = max(4, len(graph) // 8)
-    near_end = list(graph.producer)
-    for v, users in enumerate(graph.consumers):
-        for op in users:
-            if op - near_end[v] <= reach:
-                near_end[v] = op
-    width = [0] * (len(graph) + 1)
-    for v, end in enumerate(near_end):
-        if end > graph.producer[v]:
-            width[graph.producer[v] + 1] += graph.values[v].size_bytes
-            width[end + 1 if end + 1 <= len(graph) else len(graph)] -= graph.values[v].size_bytes
-    for op in range(1, len(width)):
-        width[op] += width[op - 1]
-    cuts: list[set[int]] = []
-    for op in range(2, len(graph) - 1):
-        if width[op] < width[op - 1] and width[op] <= width[op + 1]:
-            alive = {v for v, end in enumerate(near_end) if graph.producer[v] < op <= end}
-            if not cuts or cuts[-1] != alive:
-                cuts.append(alive)
-    return cuts
-
-
-def _spells(graph: Graph, dropped: set[int], idle: int) -> dict[int, list[int]]:
-    """For each dropped value, the events after which it is freed, in order."""
-    spells: dict[int, list[int]] = {}
-    for v in dropped:
-        events = [graph.producer[v], *graph.consumers[v]]
-        spells[v] = [e for e, after in pairwise(events) if after - e > idle]
-        spells[v].append(events[-1])
-    return spells
-
-
-def _freed(spells: list[int] | None, made_at: int, op: int) -> bool:
-    """Whether a value last made at `made_at` is gone by `op`.
-
-    A copy made while recomputing after the last event serves the operation it was made for.
-    """
-    if spells is None:
-        return False
-    for start in spells:
-        if start >= made_at:
-            return start < op
-    return made_at < op
+def _by_cost(rated: Rated) -> tuple[float, int]:
+    return rated.time_s, rated.peak_bytes

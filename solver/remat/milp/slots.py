@@ -15,8 +15,8 @@ nothing; larger ones make the relaxation tight (see `remat.milp.cuts`).
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -87,32 +87,40 @@ def complete_count(graph: Graph) -> int:
 def complete(graph: Graph) -> Slots:
     """Every recomputable operation before every later one.
 
-    A run right after the operation's own first run is left out: whatever ran between the two may
-    run before the first instead.
+    Even right after its own first run: what ran between the two may have to run before the first
+    as well, and each operation has one slot a stage.
     """
     again = [op for op, o in enumerate(graph.operations) if o.recomputable]
-    offered = [
-        again[: bisect_right(again, stage - 2)] if stage >= 2 else [] for stage in range(len(graph))
-    ]
+    offered = [again[: bisect_left(again, stage)] for stage in range(len(graph))]
     return _build(graph, offered, region=0, keep=None, is_complete=True)
 
 
 def near(
-    graph: Graph, *, back: int, every: int, idle: int, region: int, keep: Schedule | None = None
+    graph: Graph,
+    *,
+    back: int,
+    every: int,
+    idle: int,
+    region: int,
+    known: Sequence[Schedule] = (),
+    stages: range | None = None,
 ) -> Slots:
     """Slots before operations that read a value idle for more than `idle` operations.
 
     Offered are the value's producer and its ancestors up to `back` operations before it, at every
     `every`-th such operation, for it and those up to the next. Slots of one operation less than
-    `region` operations apart form a group. `keep` is a schedule (of the graph's order) that the
-    slots must be able to express whatever the other options say.
+    `region` operations apart form a group. `known` are schedules (of the graph's order): the
+    slots can express the first, whatever the other options say, and offer what the others run.
+    `stages` are the operations before which anything is offered beyond that; all by default.
     """
     offered: list[set[int]] = [set() for _ in graph.operations]
     for start, wanted in _demands(graph, every, idle):
-        offered[start] |= _ancestors(graph, wanted, back, before=start)
-    if keep is not None:
-        for stage, op in _recomputations(keep):
+        if stages is None or start in stages:
+            offered[start] |= _ancestors(graph, wanted, back, before=start)
+    for schedule in known:
+        for stage, op in _recomputations(schedule):
             offered[stage].add(op)
+    keep = known[0] if known else None
     return _build(
         graph, [sorted(ops) for ops in offered], region=region, keep=keep, is_complete=False
     )

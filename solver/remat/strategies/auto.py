@@ -1,8 +1,8 @@
-"""The default: complete slots where they are few, near slots elsewhere, wider as needed."""
+"""The default: complete slots where they are few, near slots elsewhere."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,7 +15,7 @@ from remat.strategies.base import Solution
 from remat.strategies.search import Search
 
 _REGION = 10_000
-_BACKS = (14, 28, 56)
+_BACK = 14
 _EVERY = (1, 2, 3, 4, 6, 8, 12, 16, 24)
 
 
@@ -25,8 +25,11 @@ class Auto:
 
     `gap` is on total time: 0.005 ends the solve once the plan is proved to be within 0.5% of the
     best over the slots offered. At `time_limit` seconds the best plan so far is returned with the
-    gap that is proved by then. `complete_slots` is up to how many optional slots every schedule
-    of the order is considered, `near_slots` how many are offered at most otherwise.
+    gap that is proved by then. A solver run ends sooner once its best plan and its bound have
+    barely moved for `stall` seconds (or for as long as its first bound took); `math.inf` turns
+    that off. For budget="min", a peak within `peak_gap` of a proved bound is small enough.
+    `complete_slots` is up to how many optional slots every schedule of the order is considered,
+    `near_slots` how many are offered at most otherwise.
     """
 
     gap: float = 0.005
@@ -34,6 +37,8 @@ class Auto:
     threads: int = 2
     solver: str = "HiGHS"
     seed: int = 0
+    stall: float = 1.5
+    peak_gap: float = 0.01
     complete_slots: int = 4_000
     near_slots: int = 2_500
 
@@ -52,23 +57,25 @@ class Auto:
         cancel: Cancel | None = None,
     ) -> Solution:
         """The cheapest schedule within the budget, or the one with the smallest peak."""
-        search = Search(graph, self, start=start, progress=progress, cancel=cancel)
-        levels = self._levels(graph)
-        if budget_bytes is None:
-            return search.least_peak(levels)
-        return search.least_cost(levels, budget_bytes)
+        search = Search(
+            graph,
+            self,
+            partial(self._offer, graph),
+            start=start,
+            progress=progress,
+            cancel=cancel,
+            stall=self.stall,
+            peak_gap=self.peak_gap,
+        )
+        return search.least_peak() if budget_bytes is None else search.least_cost(budget_bytes)
 
-    def _levels(self, graph: Graph) -> tuple[Callable[[Schedule | None], Slots], ...]:
-        """Slot sets from narrow to wide; each is tried where the one before is infeasible."""
+    def _offer(self, graph: Graph, known: Sequence[Schedule]) -> Slots:
         if slots.complete_count(graph) <= self.complete_slots:
-            return (lambda _: slots.complete(graph),)
-        return tuple(partial(self._near, graph, back) for back in _BACKS)
-
-    def _near(self, graph: Graph, back: int, keep: Schedule | None) -> Slots:
-        for every in _EVERY:
-            offered = slots.near(
-                graph, back=back, every=every, idle=max(8, len(graph) // 40), region=_REGION, keep=keep
-            )
+            return slots.complete(graph)
+        idle = max(8, len(graph) // 40)
+        near = partial(slots.near, graph, back=_BACK, idle=idle, region=_REGION, known=known)
+        for every in _EVERY[:-1]:
+            offered = near(every=every)
             if offered.optional_count <= self.near_slots:
-                break
-        return offered
+                return offered
+        return near(every=_EVERY[-1])

@@ -41,8 +41,12 @@ class Exact:
         cancel: Cancel | None = None,
     ) -> Solution:
         """The cheapest schedule within the budget, or the one with the smallest peak."""
-        search = Search(graph, self, start=start, progress=progress, cancel=cancel)
-        everywhere = (lambda _: slots.complete(graph),)
-        if budget_bytes is None:
-            return search.least_peak(everywhere)
-        return search.least_cost(everywhere, budget_bytes)
+        search = Search(
+            graph,
+            self,
+            lambda _: slots.complete(graph),
+            start=start,
+            progress=progress,
+            cancel=cancel,
+        )
+        return search.least_peak() if budget_bytes is None else search.least_cost(budget_bytes)

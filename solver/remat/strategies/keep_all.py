@@ -9,7 +9,7 @@ from remat.progress import Cancel, ProgressCallback
 from remat.schedule import Schedule
 from remat.simulate import simulate
 from remat.strategies.base import Solution
-from remat.strategies.search import infeasible
+from remat.strategies.infeasible import infeasible
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,8 @@ class KeepAll:
         schedule = Schedule.keep_all(graph)
         peak_bytes = simulate(graph, schedule).peak_bytes
         if budget_bytes is not None and peak_bytes > budget_bytes:
-            raise infeasible(graph, budget_bytes, peak_bytes, "keep_all recomputes nothing")
+            raise infeasible(
+                graph, budget_bytes, peak_bytes, "keep_all recomputes nothing", proved=False
+            )
         bound = graph.total_cost_s if budget_bytes is not None else None
         return Solution(schedule, bound, "order", proved=budget_bytes is not None)

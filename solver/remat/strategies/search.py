@@ -1,314 +1,169 @@
-"""The search that the MILP strategies share: quick outs, incumbents, solves, verification.
+"""The search that the MILP strategies share: quick outs, schedules by eviction, then programs.
 
-For a cost: keep everything if that fits; else begin from the best cheap schedule that fits, or,
-where none does, from a small peak found by the same program with the peak as its objective. Slot
-sets come in levels, from narrow to wide; a level is left when it has no schedule within the
-budget. Every schedule that comes back was simulated in integers and fits.
+For a cost: keep everything if that fits; refuse a budget below what some operation needs; else
+begin from the cheapest schedule that eviction finds, let the program improve on it over slots that
+can express it, and where that proves too little, refine it window by window. For a peak: the
+smallest that eviction finds, and the program only where it can prove something (complete slots).
+Every schedule that comes back was simulated in integers and fits.
 """
 
 from __future__ import annotations
 
-import threading
+import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Protocol
 
 from remat.budget import format_bytes
-from remat.errors import InfeasibleBudget, RematError, SolverTimeout
+from remat.errors import RematError, SolverTimeout
 from remat.graph import Graph
-from remat.milp import backends, model
-from remat.milp.backends import Answer, Outcome
-from remat.milp.incumbent import Rated, best_within, candidates, polish, prune
+from remat.milp.backends import Outcome
+from remat.milp.bound import least_peak_bytes
+from remat.milp.incumbent import fitting, polish, smallest
 from remat.milp.slots import Slots
-from remat.progress import Cancel, Progress, ProgressCallback
+from remat.progress import Cancel, ProgressCallback
 from remat.schedule import Schedule
-from remat.simulate import measure, simulate
-from remat.strategies.base import Solution, Stats
+from remat.simulate import simulate
+from remat.strategies.base import Solution
+from remat.strategies.infeasible import infeasible
+from remat.strategies.programs import Options, Programs
+from remat.strategies.refine import refine
 
-Level = Callable[[Schedule | None], Slots]
-"""Builds a slot set that can express the given schedule, if any (complete ones always can)."""
+Offer = Callable[[Sequence[Schedule]], Slots]
+"""Builds a slot set that can express the first of the schedules and offers what the others
+recompute (complete sets always can)."""
 
-_PEAK_SHARE = 0.4
-_PEAK_GAP = 0.002
-_TIGHTENINGS = 5
-
-
-class Options(Protocol):
-    """The options of a MILP strategy."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def gap(self) -> float: ...
-    @property
-    def time_limit(self) -> float: ...
-    @property
-    def threads(self) -> int: ...
-    @property
-    def solver(self) -> str: ...
-    @property
-    def seed(self) -> int: ...
+_REFINE = 1.0
 
 
 class Search:
-    """One search on one graph: the deadline, the best schedule so far, and the facts gathered."""
+    """One search on one graph.
+
+    `stall` ends a solver run that has not moved for this many seconds, `peak_gap` is how near the
+    bound a small peak is good enough; a search with neither is exhaustive.
+    """
 
     def __init__(
         self,
         graph: Graph,
         options: Options,
+        offer: Offer,
         *,
         start: Schedule | None,
         progress: ProgressCallback | None,
         cancel: Cancel | None,
+        stall: float = math.inf,
+        peak_gap: float = 0.0,
     ) -> None:
         self.graph = graph
         self.options = options
+        self.offer = offer
         self.start = start
-        self.progress = progress
-        self.cancel = cancel
-        self.began = time.monotonic()
-        self.deadline = self.began + options.time_limit
-        self.stats: Stats = {"solver": options.solver, "slots": 0, "rows": 0, "columns": 0}
-        self.baseline_bytes = simulate(graph, Schedule.keep_all(graph)).peak_bytes
+        self.peak_gap = peak_gap
+        self.is_exhaustive = stall == math.inf and peak_gap == 0
+        self.programs = Programs(graph, options, progress, cancel, stall, peak_gap)
+        self.stats = self.programs.stats
+        self.floor_bytes = least_peak_bytes(graph)
 
-    def least_cost(self, levels: Sequence[Level], budget_bytes: int) -> Solution:
-        """The cheapest schedule within the budget, over the first level that has one."""
-        if self.baseline_bytes <= budget_bytes:
-            bound = self.graph.total_cost_s
-            return Solution(Schedule.keep_all(self.graph), bound, "order", True, self.stats)
-        cheap = self._cheap()
-        incumbent = best_within(self.graph, budget_bytes, cheap)
-        smallest = min(cheap, key=_by_peak).schedule
-        self._clock("heuristics_s", self.began)
-        for level in levels:
-            if incumbent is None:
-                smallest, excluded = self._reach(level, smallest, budget_bytes)
-                if excluded:
-                    continue
-                if self._peak(smallest) <= budget_bytes:
-                    incumbent = smallest
-            slots = level(incumbent)
-            answer, bound = self._solve_cost(slots, budget_bytes, incumbent)
-            if answer.schedule is not None:
-                return self._solution(slots, answer, bound)
-            if answer.outcome is not Outcome.INFEASIBLE:
-                self._give_up(budget_bytes, incumbent)
-        assert incumbent is None
-        smallest_bytes = self._peak(smallest)
-        raise infeasible(
-            self.graph, budget_bytes, smallest_bytes, "no schedule was found that fits"
-        )
-
-    def least_peak(self, levels: Sequence[Level]) -> Solution:
-        """A schedule with the smallest peak over the widest level that the time allows."""
-        best = min(self._cheap(), key=_by_peak).schedule
-        solution = Solution(best, stats=self.stats)
-        for number, level in enumerate(levels):
-            share = (self.deadline - time.monotonic()) / (len(levels) - number)
-            slots = level(best)
-            answer, bound = self._solve_peak(slots, best, share)
-            if answer.schedule is not None and self._peak(answer.schedule) <= self._peak(best):
-                best = answer.schedule
-            solution = Solution(
-                best,
-                bound,
-                "order" if slots.complete else "slots",
-                answer.outcome is Outcome.OPTIMAL,
-                self.stats,
-            )
-            if self._cancelled():
-                break
-        return solution
-
-    def _cheap(self) -> list[Rated]:
-        known = [Rated.of(self.graph, self.start)] if self.start is not None else []
-        return known + candidates(self.graph)
-
-    def _reach(self, level: Level, smallest: Schedule, budget_bytes: int) -> tuple[Schedule, bool]:
-        """A schedule with a peak within the budget or as near as it gets, over this level; and
-        whether the level is proved to have none within."""
-        left = (self.deadline - time.monotonic()) * _PEAK_SHARE
-        slots = level(smallest)
-        answer, bound = self._solve_peak(slots, smallest, left, budget_bytes)
-        if answer.schedule is not None and self._peak(answer.schedule) < self._peak(smallest):
-            smallest = answer.schedule
-        return smallest, bound is not None and bound > budget_bytes * (1 + 1e-6)
-
-    def _solve_cost(
-        self, slots: Slots, budget_bytes: int, incumbent: Schedule | None
-    ) -> tuple[Answer, float | None]:
-        """The program's answer, verified; and the bound on total time that it proves."""
-        bound: float | None = None
-        budget_now = budget_bytes
-        for attempt in range(_TIGHTENINGS):
-            program = self._build(slots, budget_now)
-            answer = self._run(
-                program,
-                gap=self.options.gap,
-                time_limit=self.deadline - time.monotonic(),
-                incumbent=incumbent,
-                report=self._cost_report(program.cost_unit_s),
-            )
-            if attempt == 0 and answer.bound is not None:
-                bound = answer.bound * program.cost_unit_s
-            if answer.schedule is None:
-                break
-            schedule = prune(self.graph, answer.schedule)
-            excess = self._peak(schedule) - budget_bytes
-            if excess <= 0:
-                deadline = min(self.deadline, time.monotonic() + 0.5)
-                polished = polish(self.graph, schedule, budget_bytes, deadline)
-                return replace(answer, schedule=polished), bound
-            # The solver's tolerance let a row slip by this much; ask for that much less.
-            budget_now -= excess
-        if incumbent is not None:
-            return Answer(Outcome.FEASIBLE, incumbent, None, None, 0, 0.0, "incumbent kept"), bound
-        if answer.schedule is not None:
-            return replace(answer, outcome=Outcome.UNKNOWN, schedule=None), bound
-        return answer, bound
-
-    def _solve_peak(
-        self, slots: Slots, incumbent: Schedule, time_limit: float, target_bytes: int | None = None
-    ) -> tuple[Answer, float | None]:
-        """The program's answer, and the bound on the peak in bytes that it proves."""
-        program = self._build(slots, None)
-        constant, unit = self.graph.constant_bytes, program.unit_bytes
-        target = None if target_bytes is None else (target_bytes - constant) / unit
-        excluded = threading.Event()
-        report = self._peak_report(constant, unit)
-
-        def watch(incumbent: float | None, bound: float | None) -> None:
-            report(incumbent, bound)
-            if target is not None and bound is not None and bound > target * (1 + 1e-6):
-                excluded.set()
-
-        answer = self._run(
-            program,
-            gap=max(self.options.gap, _PEAK_GAP) if target is not None else self.options.gap,
-            time_limit=time_limit,
-            incumbent=incumbent,
-            target=target,
-            report=watch,
-            done=excluded.is_set,
-        )
-        if answer.schedule is not None:
-            answer = replace(answer, schedule=prune(self.graph, answer.schedule))
-        bound = None if answer.bound is None else answer.bound * unit + constant
-        return answer, bound
-
-    def _build(self, slots: Slots, budget_bytes: int | None) -> model.Model:
-        began = time.monotonic()
-        program = model.build(self.graph, slots, budget_bytes)
-        self._clock("model_s", began)
-        self.stats["slots"] = slots.optional_count
-        self.stats["rows"] = program.rows
-        self.stats["columns"] = program.columns
-        return program
-
-    def _run(
-        self,
-        program: model.Model,
-        *,
-        gap: float,
-        time_limit: float,
-        incumbent: Schedule | None,
-        report: Callable[[float | None, float | None], None],
-        target: float | None = None,
-        done: Callable[[], bool] | None = None,
-    ) -> Answer:
-        stops = [f for f in (self.cancel and self.cancel.is_set, done) if f is not None]
-        answer = backends.run(
-            program,
-            solver=self.options.solver,
-            gap=gap,
-            time_limit=max(0.1, time_limit),
-            threads=self.options.threads,
-            seed=self.options.seed,
-            incumbent=incumbent,
-            target=target,
-            report=report if self.progress is not None or done is not None else None,
-            cancelled=(lambda: any(stop() for stop in stops)) if stops else None,
-        )
-        self.stats["solver_s"] = float(self.stats.get("solver_s", 0.0)) + answer.seconds
-        self.stats["nodes"] = answer.nodes
-        self.stats["solver_message"] = answer.message
-        return answer
-
-    def _solution(self, slots: Slots, answer: Answer, bound: float | None) -> Solution:
-        assert answer.schedule is not None
+    def least_cost(self, budget_bytes: int) -> Solution:
+        """The cheapest schedule within the budget. Raises `InfeasibleBudget`."""
+        programs = self.programs
+        keep_all = Schedule.keep_all(self.graph)
+        if simulate(self.graph, keep_all).peak_bytes <= budget_bytes:
+            return Solution(keep_all, self.graph.total_cost_s, "order", True, self.stats)
+        if self.floor_bytes > budget_bytes:
+            best = self.least_peak().schedule if self.is_exhaustive else self._smallest()
+            need = f"one operation alone needs {self.floor_bytes:,} bytes"
+            raise infeasible(self.graph, budget_bytes, programs.peak(best), need, proved=True)
+        known = self._fitting(budget_bytes) or [self._reach(budget_bytes)]
+        slots = self.offer(known)
+        answer, bound_s = programs.solve_cost(slots, budget_bytes, known[0])
+        best = answer.schedule or known[0]
+        proved = answer.outcome is Outcome.OPTIMAL or self._is_cheap(best, bound_s)
+        if not proved and not self.is_exhaustive:
+            until = min(programs.deadline, time.monotonic() + _REFINE * programs.stall)
+            best = refine(programs, best, budget_bytes, until)
+            proved = self._is_cheap(best, bound_s)
+        if bound_s is not None:
+            bound_s = max(bound_s, self.graph.total_cost_s)
         scope = "order" if slots.complete else "slots"
-        if bound is not None:
-            bound = max(bound, self.graph.total_cost_s)
-        proved = answer.outcome is Outcome.OPTIMAL
-        if bound is not None:
-            cost = simulate(self.graph, answer.schedule).time_s
-            proved = proved or cost - bound <= self.options.gap * cost
-        return Solution(answer.schedule, bound, scope, proved, self.stats)
+        return Solution(best, bound_s, scope, proved, self.stats)
 
-    def _give_up(self, budget_bytes: int, incumbent: Schedule | None) -> None:
-        if self._cancelled():
+    def least_peak(self) -> Solution:
+        """A schedule with the smallest peak; the bound holds for every schedule of the order."""
+        best = self._smallest()
+        floor = float(self.floor_bytes)
+        if self._is_small(best, floor) or self.programs.is_cancelled():
+            return Solution(best, floor, "order", self._is_small(best, floor), self.stats)
+        slots = self.offer([best])
+        if not slots.complete:
+            return Solution(best, floor, "order", False, self.stats)
+        best, bound, outcome = self._shrink(slots, best)
+        floor = max(floor, bound)
+        proved = outcome is Outcome.OPTIMAL or self._is_small(best, floor)
+        return Solution(best, floor, "order", proved, self.stats)
+
+    def _fitting(self, budget_bytes: int) -> list[Schedule]:
+        """Schedules within the budget, the cheapest first; none if none was found."""
+        began = time.monotonic()
+        start = () if self.start is None else (self.start,)
+        found = fitting(self.graph, budget_bytes, known=start, stop=self._must_end)
+        self.programs.clock("heuristics_s", began)
+        return [rated.schedule for rated in found]
+
+    def _smallest(self, target_bytes: int | None = None) -> Schedule:
+        """The smallest peak that eviction finds, down to a target."""
+        began = time.monotonic()
+        target = self.floor_bytes if target_bytes is None else target_bytes
+        found = smallest(self.graph, target_bytes=target, start=self.start, stop=self._must_end)
+        self.programs.clock("heuristics_s", began)
+        return found.schedule
+
+    def _shrink(
+        self, slots: Slots, best: Schedule, target_bytes: int | None = None
+    ) -> tuple[Schedule, float, Outcome]:
+        """The smaller peak of `best` and the program's, the bound proved over these slots."""
+        left = self.programs.deadline - time.monotonic()
+        answer, bound = self.programs.solve_peak(slots, best, left, target_bytes)
+        if answer.schedule is not None:
+            best = min(best, answer.schedule, key=self.programs.peak)
+        return best, bound or 0.0, answer.outcome
+
+    def _reach(self, budget_bytes: int) -> Schedule:
+        """A schedule within a budget that is hard to meet; the program is asked where eviction
+        finds none. Raises `InfeasibleBudget` or, if time ran out before, `SolverTimeout`."""
+        programs = self.programs
+        best = self._smallest(budget_bytes)
+        if programs.peak(best) <= budget_bytes:
+            return polish(self.graph, best, budget_bytes)
+        slots = self.offer([best])
+        best, bound, outcome = self._shrink(slots, best, budget_bytes)
+        if programs.peak(best) <= budget_bytes:
+            return best
+        if programs.is_cancelled():
             raise RematError("the solve was cancelled before any schedule was known")
-        raise SolverTimeout(
-            f"no schedule within {format_bytes(budget_bytes)} was found in "
-            f"{self.options.time_limit:g} s, and none was excluded; raise `time_limit` or the budget"
-        )
-
-    def _cost_report(self, unit_s: float) -> Callable[[float | None, float | None], None]:
-        total = self.graph.total_cost_s or 1.0
-        return self._reporter("cost", lambda x: x * unit_s / total - 1, lambda x: x * unit_s)
-
-    def _peak_report(
-        self, constant: int, unit: int
-    ) -> Callable[[float | None, float | None], None]:
-        return self._reporter("peak", lambda x: x * unit + constant, lambda x: x * unit + constant)
-
-    def _reporter(
-        self, phase: str, shown: Callable[[float], float], whole: Callable[[float], float]
-    ) -> Callable[[float | None, float | None], None]:
-        def report(incumbent: float | None, bound: float | None) -> None:
-            if self.progress is None:
-                return
-            gap = None
-            if incumbent is not None and bound is not None and whole(incumbent) > 0:
-                gap = max(0.0, (whole(incumbent) - whole(bound)) / whole(incumbent))
-            self.progress(
-                Progress(
-                    phase=phase,
-                    elapsed_s=time.monotonic() - self.began,
-                    incumbent=None if incumbent is None else shown(incumbent),
-                    bound=None if bound is None else shown(bound),
-                    gap=gap,
-                )
+        is_optimum = outcome is Outcome.OPTIMAL and self.peak_gap == 0
+        if slots.complete and (is_optimum or bound > budget_bytes * (1 + 1e-6)):
+            if self.is_exhaustive:
+                # The run above ended as soon as the budget was excluded.
+                best = min(best, self.least_peak().schedule, key=programs.peak)
+            reason = "no schedule of this order of the operations fits"
+            raise infeasible(self.graph, budget_bytes, programs.peak(best), reason, proved=True)
+        if time.monotonic() > programs.deadline:
+            raise SolverTimeout(
+                f"no schedule within {format_bytes(budget_bytes)} was found in "
+                f"{self.options.time_limit:g} s, and it is not excluded that there is one; the "
+                f"smallest peak found is {programs.peak(best):,} bytes: "
+                "raise `time_limit` or the budget"
             )
+        reason = "no schedule was found that fits, which is no proof that there is none"
+        raise infeasible(self.graph, budget_bytes, programs.peak(best), reason, proved=False)
 
-        return report
+    def _is_small(self, schedule: Schedule, bound_bytes: float) -> bool:
+        return self.programs.peak(schedule) <= bound_bytes * (1 + self.peak_gap)
 
-    def _peak(self, schedule: Schedule) -> int:
-        return measure(self.graph, schedule)[0]
+    def _is_cheap(self, schedule: Schedule, bound_s: float | None) -> bool:
+        time_s = self.programs.time(schedule)
+        return bound_s is not None and time_s - bound_s <= self.options.gap * time_s
 
-    def _cancelled(self) -> bool:
-        return self.cancel is not None and self.cancel.is_set()
-
-    def _clock(self, phase: str, began: float) -> None:
-        self.stats[phase] = float(self.stats.get(phase, 0.0)) + time.monotonic() - began
-
-
-def infeasible(
-    graph: Graph, budget_bytes: int, smallest_bytes: int, reason: str
-) -> InfeasibleBudget:
-    """The error for a budget that no known schedule fits."""
-    baseline_bytes = simulate(graph, Schedule.keep_all(graph)).peak_bytes
-    return InfeasibleBudget(
-        f"a budget of {format_bytes(budget_bytes)} ({budget_bytes:,} bytes) is too small: {reason}; "
-        f"the smallest peak found is {format_bytes(smallest_bytes)} ({smallest_bytes:,} bytes), "
-        f"without recomputation it is {format_bytes(baseline_bytes)} "
-        f"({baseline_bytes:,} bytes). Pass a budget of at least {smallest_bytes:,} bytes "
-        f"or budget='min', or make the batch smaller.",
-        min_feasible_bytes=smallest_bytes,
-    )
-
-
-def _by_peak(rated: Rated) -> tuple[int, float]:
-    return rated.peak_bytes, rated.time_s
+    def _must_end(self) -> bool:
+        return self.programs.is_cancelled() or time.monotonic() > self.programs.deadline

@@ -1,0 +1,215 @@
+"""One program at a time: built, run, verified with the simulator, and timed."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from remat.graph import Graph
+from remat.milp import backends, model
+from remat.milp.backends import Answer, Outcome
+from remat.milp.incumbent import polish, prune
+from remat.milp.slots import Slots
+from remat.progress import Cancel, Progress, ProgressCallback
+from remat.schedule import Schedule
+from remat.simulate import measure
+from remat.strategies.base import Stats
+from remat.strategies.stall import Stall
+
+_TIGHTENINGS = 5
+
+
+class Options(Protocol):
+    """The options of a MILP strategy."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def gap(self) -> float: ...
+    @property
+    def time_limit(self) -> float: ...
+    @property
+    def threads(self) -> int: ...
+    @property
+    def solver(self) -> str: ...
+    @property
+    def seed(self) -> int: ...
+
+
+@dataclass
+class Programs:
+    """Runs programs for one search; `stats` are the facts gathered so far.
+
+    `stall` ends a run that has not moved for this many seconds, `peak_gap` is the relative gap at
+    which a small peak is good enough.
+    """
+
+    graph: Graph
+    options: Options
+    progress: ProgressCallback | None
+    cancel: Cancel | None
+    stall: float = math.inf
+    peak_gap: float = 0.0
+    began: float = field(default_factory=time.monotonic)
+    stats: Stats = field(default_factory=dict[str, str | int | float])
+
+    def __post_init__(self) -> None:
+        self.deadline = self.began + self.options.time_limit
+        self.stats |= {"solver": self.options.solver, "slots": 0, "rows": 0, "columns": 0}
+
+    def solve_cost(
+        self,
+        slots: Slots,
+        budget_bytes: int,
+        incumbent: Schedule,
+        time_limit: float = math.inf,
+    ) -> tuple[Answer, float | None]:
+        """The program's answer, verified; and the bound on total time that it proves."""
+        bound: float | None = None
+        budget_now = budget_bytes
+        for _ in range(_TIGHTENINGS):
+            program = self._build(slots, budget_now)
+            report = self._cost_report(program.cost_unit_s)
+            report(self.time(incumbent) / program.cost_unit_s, None)
+            stall = Stall(self.stall, report)
+            answer = self._run(
+                program,
+                gap=self.options.gap,
+                time_limit=min(time_limit, self.deadline - time.monotonic()),
+                incumbent=incumbent,
+                report=stall.report,
+                done=stall.is_over,
+            )
+            if budget_now == budget_bytes and answer.bound is not None:
+                bound = answer.bound * program.cost_unit_s
+            if answer.schedule is None:
+                break
+            schedule = prune(self.graph, answer.schedule)
+            excess = self.peak(schedule) - budget_bytes
+            if excess <= 0:
+                if self.time(schedule) < self.time(incumbent):
+                    schedule = polish(self.graph, schedule, budget_bytes)
+                best = min(schedule, incumbent, key=self.time)
+                return replace(answer, schedule=best), bound
+            # The solver's tolerance let a row slip by this much; ask for that much less.
+            budget_now -= excess
+        kept = Answer(Outcome.FEASIBLE, incumbent, None, bound, 0, 0.0, "incumbent kept")
+        return kept, bound
+
+    def solve_peak(
+        self, slots: Slots, incumbent: Schedule, time_limit: float, target_bytes: int | None = None
+    ) -> tuple[Answer, float | None]:
+        """The program's answer, and the bound on the peak in bytes that it proves."""
+        program = self._build(slots, None)
+        constant, unit = self.graph.constant_bytes, program.unit_bytes
+        target = None if target_bytes is None else (target_bytes - constant) / unit
+        excluded = threading.Event()
+        tell = self._peak_report(constant, unit)
+        tell((self.peak(incumbent) - constant) / unit, None)
+        stall = Stall(self.stall, tell)
+
+        def watch(incumbent: float | None, bound: float | None) -> None:
+            stall.report(incumbent, bound)
+            if target is not None and bound is not None and bound > target * (1 + 1e-6):
+                excluded.set()
+
+        answer = self._run(
+            program,
+            gap=self.peak_gap,
+            time_limit=time_limit,
+            incumbent=incumbent,
+            target=target,
+            report=watch,
+            done=lambda: excluded.is_set() or stall.is_over(),
+        )
+        if answer.schedule is not None:
+            answer = replace(answer, schedule=prune(self.graph, answer.schedule))
+        bound = None if answer.bound is None else answer.bound * unit + constant
+        return answer, bound
+
+    def _build(self, slots: Slots, budget_bytes: int | None) -> model.Model:
+        began = time.monotonic()
+        program = model.build(self.graph, slots, budget_bytes)
+        self.clock("model_s", began)
+        self.stats["slots"] = slots.optional_count
+        self.stats["rows"] = program.rows
+        self.stats["columns"] = program.columns
+        return program
+
+    def _run(
+        self,
+        program: model.Model,
+        *,
+        gap: float,
+        time_limit: float,
+        incumbent: Schedule,
+        report: Callable[[float | None, float | None], None],
+        done: Callable[[], bool],
+        target: float | None = None,
+    ) -> Answer:
+        answer = backends.run(
+            program,
+            solver=self.options.solver,
+            gap=gap,
+            time_limit=max(0.1, time_limit),
+            threads=self.options.threads,
+            seed=self.options.seed,
+            incumbent=incumbent,
+            target=target,
+            report=report,
+            cancelled=lambda: done() or self.is_cancelled(),
+        )
+        self.stats["solver_s"] = float(self.stats.get("solver_s", 0.0)) + answer.seconds
+        self.stats["nodes"] = answer.nodes
+        self.stats["solver_message"] = answer.message
+        return answer
+
+    def _cost_report(self, unit_s: float) -> Callable[[float | None, float | None], None]:
+        total = self.graph.total_cost_s or 1.0
+        return self._reporter("cost", lambda x: x * unit_s / total - 1, lambda x: x * unit_s)
+
+    def _peak_report(
+        self, constant: int, unit: int
+    ) -> Callable[[float | None, float | None], None]:
+        return self._reporter("peak", lambda x: x * unit + constant, lambda x: x * unit + constant)
+
+    def _reporter(
+        self, phase: str, shown: Callable[[float], float], whole: Callable[[float], float]
+    ) -> Callable[[float | None, float | None], None]:
+        def report(incumbent: float | None, bound: float | None) -> None:
+            if self.progress is None:
+                return
+            gap = None
+            if incumbent is not None and bound is not None and whole(incumbent) > 0:
+                gap = max(0.0, (whole(incumbent) - whole(bound)) / whole(incumbent))
+            self.progress(
+                Progress(
+                    phase=phase,
+                    elapsed_s=time.monotonic() - self.began,
+                    incumbent=None if incumbent is None else shown(incumbent),
+                    bound=None if bound is None else shown(bound),
+                    gap=gap,
+                )
+            )
+
+        return report
+
+    def peak(self, schedule: Schedule) -> int:
+        """Bytes, simulated."""
+        return measure(self.graph, schedule)[0]
+
+    def time(self, schedule: Schedule) -> float:
+        """Seconds, simulated."""
+        return measure(self.graph, schedule)[1]
+
+    def is_cancelled(self) -> bool:
+        """Whether the caller asked for an end."""
+        return self.cancel is not None and self.cancel.is_set()
+
+    def clock(self, phase: str, began: float) -> None:
+        """Add the time since `began` to a phase's."""
+        self.stats[phase] = float(self.stats.get(phase, 0.0)) + time.monotonic() - began

@@ -1,0 +1,160 @@
+"""`solve` and `sweep`: laws 2 and 4 over graphs, budgets and strategies; errors; cancel."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from tests.graphs import chain
+
+from remat.errors import InfeasibleBudget, SolverError
+from remat.graph import Graph, Operation, Value
+from remat.plan import Status
+from remat.progress import Progress
+from remat.schedule import Schedule
+from remat.simulate import simulate
+from remat.solve import solve, sweep
+from remat.strategies import Auto, Exact, KeepAll, Strategy
+
+GRAPHS = {"chain": chain(8, size=100), "long chain": chain(60, size=3), "uneven": None}
+STRATEGIES: tuple[Strategy, ...] = (Auto(time_limit=3), Auto(gap=0.05, time_limit=3))
+
+
+def uneven(layers: int = 10) -> Graph:
+    """Layers of a dear matrix product and a cheap activation, with weight gradients as results."""
+    operations: list[Operation] = []
+    values: list[Value] = []
+    results: list[int] = []
+
+    def add(name: str, inputs: list[int], sizes: list[int], cost: float, backward: bool) -> int:
+        first = len(values)
+        values.extend(Value(f"{name}.{i}", size) for i, size in enumerate(sizes))
+        outputs = tuple(range(first, first + len(sizes)))
+        reads = tuple(sorted(set(inputs)))
+        operations.append(Operation(name, reads, outputs, cost, 8, backward, True, name[2:]))
+        return first
+
+    x = add("embed", [], [64], 1, False)
+    saved: list[tuple[int, int, int]] = []
+    for i in range(layers):
+        product = add(f"mm{i}", [x], [64], 20, False)
+        activation = add(f"relu{i}", [product], [64, 8], 1, False)
+        saved.append((x, product, activation))
+        x = activation
+    values.append(Value("tangent", 1))
+    start = Operation("start", (x,), (len(values) - 1,), 0, 0, True, recomputable=False)
+    operations.append(start)
+    gradient = len(values) - 1
+    for i in reversed(range(layers)):
+        before, product, activation = saved[i]
+        through = add(f"d_relu{i}", [gradient, product, activation + 1], [64], 2, True)
+        results.append(add(f"d_w{i}", [through, before], [16], 20, True))
+        gradient = add(f"d_x{i}", [through], [64], 20, True)
+    boundary = operations.index(start)
+    return Graph(tuple(operations), tuple(values), frozenset(results), 32, boundary)
+
+
+GRAPHS["uneven"] = uneven()
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=["auto", "loose"])
+@pytest.mark.parametrize("budget", ["100%", "80%", "60%"])
+def test_plans_fit_and_respect_their_bound(name: str, strategy: Strategy, budget: str) -> None:
+    graph = GRAPHS[name]
+    assert graph is not None
+    plan = solve(graph, budget, strategy)
+    timeline = simulate(graph, plan.schedule)
+    assert timeline.peak_bytes == plan.peak_bytes <= plan.budget_bytes
+    assert timeline.time_s == plan.time_s >= plan.baseline_time_s
+    assert plan.lower_bound is not None
+    assert 0 <= plan.lower_bound <= plan.overhead
+    assert plan.gap is not None
+    if plan.status is Status.OPTIMAL:
+        assert plan.gap <= 0.05 + 1e-9
+    if budget == "100%":
+        assert plan.schedule == Schedule.keep_all(graph)
+        assert plan.bound_scope == "order"
+
+
+def test_no_strategy_beats_the_exact_bound() -> None:
+    graph = uneven(4)
+    for budget in ("90%", "70%", "min"):
+        exact = solve(graph, budget, Exact())
+        auto = solve(graph, exact.budget_bytes, Auto())
+        assert exact.bound_scope == "order"
+        assert exact.lower_bound is not None
+        assert auto.overhead >= exact.lower_bound - 1e-9
+
+
+def test_cost_falls_as_the_budget_grows() -> None:
+    plans = sweep(uneven(4), ("min", "60%", "70%", "80%", "100%"), Auto(time_limit=3))
+    budgets = [plan.budget_bytes for plan in plans]
+    assert budgets == sorted(budgets)
+    times = [plan.time_s for plan in plans]
+    assert times == sorted(times, reverse=True)
+    assert plans[-1].overhead == 0
+    assert plans[0].peak_bytes <= plans[0].budget_bytes
+
+
+def test_an_infeasible_budget_says_what_would_do() -> None:
+    graph = uneven(4)
+    with pytest.raises(InfeasibleBudget, match="smallest peak found") as error:
+        solve(graph, 120)
+    smallest = error.value.min_feasible_bytes
+    assert smallest is not None
+    assert solve(graph, smallest).peak_bytes <= smallest
+
+
+def test_keep_all_fits_or_says_so() -> None:
+    graph = chain(4)
+    assert solve(graph, "100%", KeepAll()).overhead == 0
+    with pytest.raises(InfeasibleBudget) as error:
+        solve(graph, "50%", KeepAll())
+    assert error.value.min_feasible_bytes == simulate(graph, Schedule.keep_all(graph)).peak_bytes
+
+
+def test_a_trace_is_as_good_as_its_graph() -> None:
+    class Traced:
+        def graph(self) -> Graph:
+            return chain(4)
+
+    assert solve(Traced(), "100%").graph == chain(4)
+
+
+def test_cbc_agrees_with_highs() -> None:
+    graph = uneven(4)
+    highs = solve(graph, "75%", Exact())
+    cbc = solve(graph, "75%", Exact(solver="CBC"))
+    assert cbc.time_s == pytest.approx(highs.time_s)
+    assert cbc.stats["solver"] == "CBC"
+
+
+@pytest.mark.parametrize(("solver", "message"), [("nonsense", "PuLP knows"), ("GUROBI", "HiGHS")])
+def test_a_missing_solver_is_named(solver: str, message: str) -> None:
+    with pytest.raises(SolverError, match=message):
+        solve(uneven(4), "75%", Exact(solver=solver))
+
+
+def test_progress_is_reported() -> None:
+    seen: list[Progress] = []
+    solve(uneven(8), "60%", Auto(gap=0.0, time_limit=2), progress=seen.append)
+    assert seen
+    assert {progress.phase for progress in seen} <= {"cost", "peak"}
+    assert all(progress.gap is None or progress.gap >= 0 for progress in seen)
+
+
+def test_cancel_returns_the_best_so_far() -> None:
+    cancel = threading.Event()
+    cancel.set()
+    graph = uneven(12)
+    plan = solve(graph, "75%", Auto(gap=0.0), cancel=cancel)
+    assert plan.peak_bytes <= plan.budget_bytes
+    assert plan.status is Status.FEASIBLE
+
+
+def test_a_solve_leaves_no_trace_in_the_next() -> None:
+    graph = uneven(6)
+    first = solve(graph, "70%")
+    assert solve(graph, "70%").schedule == first.schedule
+    assert hash(first.schedule) == hash(Schedule(first.schedule.runs))
