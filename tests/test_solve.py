@@ -116,10 +116,14 @@ def test_keep_all_fits_or_says_so() -> None:
 
 def test_a_trace_is_as_good_as_its_graph() -> None:
     class Traced:
+        cost_source = "made up"
+
         def graph(self) -> Graph:
             return chain(4)
 
-    assert solve(Traced(), "100%").graph == chain(4)
+    plan = solve(Traced(), "100%")
+    assert plan.graph == chain(4)
+    assert "made up" in plan.describe()
 
 
 def test_cbc_agrees_with_highs() -> None:

@@ -8,6 +8,7 @@ its own.
 from __future__ import annotations
 
 import base64
+import math
 import operator
 
 import torch
@@ -31,6 +32,8 @@ from remat.frontend.mutations import (
 from remat.frontend.operators import encode_argument
 from remat.structure import Structure
 from remat.trace import Environment, Node, Output, Placeholder, Result, Trace
+
+MSE_LOSS = "aten.mse_loss.default"
 
 MAX_CONSTANT_BYTES = 1 << 20
 """A tensor constant in the model's code travels with the trace; larger ones must be buffers."""
@@ -226,6 +229,27 @@ class _Reader:
                 module=node.meta.get("custom", {}).get(MODULE_KEY, ""),
             )
         )
+        if str(target) == MSE_LOSS and not results[0].tensor.shape:
+            self._trim(node, results[0])
+
+    def _trim(self, node: fx.Node, loss: Result) -> None:
+        """The mean squared error leaves its scalar in the storage of all the squared errors, which
+        a fake tensor does not show: count it so, and keep a copy of the scalar instead."""
+        operands = [n.meta["val"] for n in node.all_input_nodes]
+        shape = torch.broadcast_shapes(*(t.shape for t in operands))
+        self.draft.storages[loss.storage] = math.prod(shape) * node.meta["val"].element_size()
+        small = self.draft.fresh_result(f"{loss.name}_scalar", loss.tensor, ())
+        self._arguments[node] = Ref(small.name)
+        self.draft.owned.add(small.storage)
+        clone = Node(
+            name=small.name,
+            target="aten.clone.default",
+            args=(Ref(loss.name),),
+            results=(small,),
+            backward=node not in self._forward,
+            module=self.draft.nodes[-1].module,
+        )
+        self.draft.nodes.append(clone)
 
     def _read_number(self, node: fx.Node, value: object) -> None:
         if value is None or isinstance(value, (bool, int, float)):
