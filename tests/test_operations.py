@@ -86,6 +86,12 @@ def losses(m: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     )
 
 
+def regressions(m: Any, x: torch.Tensor) -> torch.Tensor:
+    h = m.layer(x)
+    errors = (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss)
+    return torch.stack([error(h, x) for error in errors]).sum() + h.std() + h.var() + h.norm()
+
+
 def sorts(m: Any, x: torch.Tensor) -> torch.Tensor:
     h = m.layer(x)
     return h.sort(-1)[0][:, :3].sum() + h.topk(2)[0].sum() + h.max(1)[0].sum() + h.std()
@@ -189,6 +195,7 @@ CASES: dict[str, Callable[[], tuple[nn.Module, tuple[torch.Tensor, ...]]]] = {
         (ROWS,),
     ),
     "losses": lambda: (linear(losses), (ROWS, torch.tensor([1, 2, 0, 7]))),
+    "regressions": lambda: (linear(regressions), (torch.randn(64, 8),)),
     "sorts": lambda: (linear(sorts), (ROWS,)),
     "noises": lambda: (linear(noises), (ROWS,)),
     "custom-function": lambda: (linear(lambda m, x: Doubled.apply(m.layer(x)).mean()), (ROWS,)),
@@ -199,6 +206,11 @@ CASES: dict[str, Callable[[], tuple[nn.Module, tuple[torch.Tensor, ...]]]] = {
         (ROWS.double(),),
     ),
 }
+
+
+# Kernels whose real results take more memory than their fake ones say: oneDNN's LSTM workspace,
+# and an index write of a few bytes. Known, and not counted yet.
+LARGER_THAN_TRACED = {"lstm", "index-writes"}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -217,7 +229,11 @@ def test_recomputed_it_is_eager(name: str) -> None:
     schedules += [lean_schedule(graph, random.Random(n), kept) for n, kept in enumerate((0.5, 0.0))]
     for schedule in schedules:
         again = case_of(copy.deepcopy(model))
-        step = run_step(remat.lower(remat.rewrite(trace, schedule), again.model), again)
+        program = remat.rewrite(trace, schedule)
+        step = run_step(remat.lower(program, again.model), again)
+        if name not in LARGER_THAN_TRACED:
+            assert step.peak_bytes <= program.predicted_peak_bytes
+            assert step.peak_bytes >= 0.99 * program.predicted_peak_bytes
         assert torch.equal(step.loss, eager.loss)
         assert step.gradients.keys() == eager.gradients.keys()
         for key, gradient in eager.gradients.items():
