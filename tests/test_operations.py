@@ -208,16 +208,18 @@ CASES: dict[str, Callable[[], tuple[nn.Module, tuple[torch.Tensor, ...]]]] = {
 }
 
 
-# Kernels whose real results take more memory than their fake ones say: oneDNN's LSTM workspace,
-# and an index write of a few bytes. Known, and not counted yet.
+# Kernels whose real results take more memory than their fakes say (oneDNN's LSTM workspace, 56 KB
+# here): only a measurement knows. Some bytes of scratch are then still seen that nobody returns.
 LARGER_THAN_TRACED = {"lstm", "index-writes"}
+SCRATCH_BYTES = 128
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_recomputed_it_is_eager(name: str) -> None:
     torch.manual_seed(0)
     model, args = CASES[name]()
-    trace = remat.measure(remat.trace(model, args), remat.Roofline("cpu"))
+    costs = "cpu" if name in LARGER_THAN_TRACED else remat.Roofline("cpu")
+    trace = remat.measure(remat.trace(model, args), costs)
     graph = trace.graph()
 
     def case_of(model: nn.Module) -> Case:
@@ -231,9 +233,9 @@ def test_recomputed_it_is_eager(name: str) -> None:
         again = case_of(copy.deepcopy(model))
         program = remat.rewrite(trace, schedule)
         step = run_step(remat.lower(program, again.model), again)
-        if name not in LARGER_THAN_TRACED:
-            assert step.peak_bytes <= program.predicted_peak_bytes
-            assert step.peak_bytes >= 0.99 * program.predicted_peak_bytes
+        slack = SCRATCH_BYTES if name in LARGER_THAN_TRACED else 0
+        assert step.peak_bytes <= program.predicted_peak_bytes + slack
+        assert step.peak_bytes >= 0.99 * program.predicted_peak_bytes
         assert torch.equal(step.loss, eager.loss)
         assert step.gradients.keys() == eager.gradients.keys()
         for key, gradient in eager.gradients.items():

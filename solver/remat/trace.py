@@ -33,8 +33,6 @@ ACCUMULATE = "remat.accumulate.default"
 ADD_INTO = "remat.add_into.default"
 """Adds the second gradient of a tied parameter into the first, in place."""
 
-Size = int
-
 
 class TensorMeta(Record):
     """What the guards and the cost model know of a tensor. `stride` and `offset` in elements."""
@@ -140,7 +138,7 @@ class Trace(Document):
     nodes: tuple[Node, ...]
     outputs: tuple[Output, ...]
     gradients: tuple[Gradient, ...]
-    storages: tuple[Size, ...]
+    storages: tuple[int, ...]
     inputs: Structure
     result: Structure
     environment: Environment

@@ -21,7 +21,7 @@ from typing import Self, TypeVar
 
 log = logging.getLogger("remat")
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 FILE_NAME = f"costs-v{SCHEMA_VERSION}.sqlite"
 BUSY_TIMEOUT_S = 2.0
 
@@ -31,6 +31,7 @@ CREATE TABLE IF NOT EXISTS costs (
     key TEXT NOT NULL,
     cost_s REAL NOT NULL CHECK (cost_s >= 0),
     workspace_bytes INTEGER NOT NULL CHECK (workspace_bytes >= 0),
+    output_bytes TEXT NOT NULL,
     made_at TEXT NOT NULL DEFAULT CURRENT_TIMESTAMP
 ) WITHOUT ROWID
 """
@@ -40,10 +41,12 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What running an operation once takes."""
+    """What running an operation once takes. `output_bytes` are the storages of what it returns, in
+    order: some kernels return tensors in larger storages than their fakes say."""
 
     cost_s: float
     workspace_bytes: int
+    output_bytes: tuple[int, ...] = ()
 
 
 def default_cache_path() -> Path:
@@ -80,23 +83,25 @@ class CostCache:
             return self._memory[hash_]
         row = self._with_file(
             lambda db: db.execute(
-                "SELECT cost_s, workspace_bytes FROM costs WHERE hash = ?", (hash_,)
+                "SELECT cost_s, workspace_bytes, output_bytes FROM costs WHERE hash = ?", (hash_,)
             ).fetchone()
         )
         if row is None:
             return None
-        cost = self._memory[hash_] = Cost(float(row[0]), int(row[1]))
+        sizes = tuple(int(size) for size in row[2].split())
+        cost = self._memory[hash_] = Cost(float(row[0]), int(row[1]), sizes)
         return cost
 
     def put(self, key: object, cost: Cost) -> None:
         """Remember a cost; of two processes that measure the same, the later one wins."""
         hash_, text = _address(key)
         self._memory[hash_] = cost
-        row = (hash_, text, cost.cost_s, cost.workspace_bytes)
+        sizes = " ".join(map(str, cost.output_bytes))
+        row = (hash_, text, cost.cost_s, cost.workspace_bytes, sizes)
         self._with_file(
             lambda db: db.execute(
-                "INSERT OR REPLACE INTO costs (hash, key, cost_s, workspace_bytes) "
-                "VALUES (?, ?, ?, ?)",
+                "INSERT OR REPLACE INTO costs "
+                "(hash, key, cost_s, workspace_bytes, output_bytes) VALUES (?, ?, ?, ?, ?)",
                 row,
             )
         )

@@ -17,7 +17,7 @@ from remat.errors import GuardError
 from remat.frontend.surroundings import autocast_modes, training_exceptions
 from remat.program import Program
 from remat.structure import Structure
-from remat.trace import Placeholder, TensorMeta
+from remat.trace import Placeholder
 
 
 class TensorKey(NamedTuple):
@@ -143,16 +143,6 @@ def check_tensor(what: str, tensor: torch.Tensor, placeholder: Placeholder) -> N
             f"{what} differs from what the plan was made for: {'; '.join(differences)}. "
             "Plan again for it"
         )
-
-
-def same_meta(planned: TensorMeta, tensor: torch.Tensor) -> bool:
-    """Whether a tensor is as the plan assumed."""
-    return (
-        str(tensor.dtype) == f"torch.{planned.dtype}"
-        and tuple(tensor.shape) == planned.shape
-        and tuple(tensor.stride()) == planned.stride
-        and str(tensor.device) == planned.device
-    )
 
 
 def check_call(

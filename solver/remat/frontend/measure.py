@@ -21,6 +21,7 @@ from remat.errors import RematError
 from remat.frontend.calibration import Calibration
 from remat.frontend.cost_cache import Cost, CostCache
 from remat.frontend.cost_key import conditions, cost_key, device_name
+from remat.frontend.grad_mode import NEEDS_GRAD_MODE, with_grad_mode
 from remat.frontend.memory import free_bytes
 from remat.frontend.operators import resolve
 from remat.frontend.progress import Progress, reporter
@@ -32,6 +33,15 @@ from remat.trace import Node, TensorMeta, Trace
 log = logging.getLogger("remat")
 
 _COPY_BYTES = 64 << 20
+
+_OPAQUE = frozenset(
+    {
+        "aten.mkldnn_rnn_layer_backward.default",
+        "aten._cudnn_rnn_backward.default",
+        "aten.miopen_rnn_backward.default",
+    }
+)
+"""Never run on made-up operands: a library's opaque workspace is among them (oneDNN crashes)."""
 
 MEMORY_SHARE = 0.9
 """Of the free memory, what operands and results may take; the rest is for workspaces and others."""
@@ -82,6 +92,7 @@ class _Priced:
     cost_s: float
     workspace_bytes: int
     source: str
+    output_bytes: tuple[int, ...] = ()
 
 
 def tensor_metas(trace: Trace) -> dict[str, TensorMeta]:
@@ -104,9 +115,21 @@ def _with_costs(trace: Trace, priced: Mapping[str, _Priced]) -> Trace:
             }
         )
 
-    # Not model_copy: it would carry over what the old trace has computed from its old nodes.
-    fields = {name: getattr(trace, name) for name in type(trace).model_fields}
-    return Trace(**{**fields, "nodes": tuple(update(node) for node in trace.nodes)})
+    return trace.replace(
+        nodes=tuple(update(node) for node in trace.nodes), storages=_real_sizes(trace, priced)
+    )
+
+
+def _real_sizes(trace: Trace, priced: Mapping[str, _Priced]) -> tuple[int, ...]:
+    """Sizes of the storages, as large as they were when the operations really ran."""
+    sizes = list(trace.storages)
+    for node in trace.nodes:
+        seen = priced[node.name].output_bytes if node.name in priced else ()
+        for result in node.results:
+            position = max(result.position, 0)
+            if not node.view and position < len(seen):
+                sizes[result.storage] = max(sizes[result.storage], seen[position])
+    return tuple(sizes)
 
 
 def _measure(
@@ -144,7 +167,7 @@ def _measure(
     report(len(groups), len(groups), "")
     source = f"measured {device.type} {device_name(device)}"
     priced = {
-        n.name: _Priced(c.cost_s, c.workspace_bytes, source)
+        n.name: _Priced(c.cost_s, c.workspace_bytes, source, c.output_bytes)
         for t, c in known.items()
         for n in groups[t]
     }
@@ -175,12 +198,16 @@ class _Bench:
             # Our helpers move tensors (save, restore, accumulate) and may act on the model's own
             # state, so they are priced by the bytes that they move and never run here.
             return Cost(traffic_bytes(node, self._metas) * self.copy_s_per_byte(), 0)
+        if node.target in _OPAQUE:
+            raise RematError("reads a workspace that only its forward can make")
         operator = resolve(node.target)
         needed = operand_bytes(node, self._metas, [*refs(node.args), *refs(node.kwargs)])
         free = free_bytes(self._device)
         if free is not None and needed > MEMORY_SHARE * free:
             raise MemoryError(f"out of memory: needs {needed:,} bytes")
         args, kwargs = self._operands.make(node, operator)
+        if node.target in NEEDS_GRAD_MODE:
+            return self._time(lambda: with_grad_mode(operator, args, kwargs))
         return self._time(lambda: operator(*args, **kwargs))
 
     def copy_s_per_byte(self) -> float:

@@ -34,8 +34,8 @@ def run_step(
 
 
 class _Step(torch.autograd.Function):
-    # Since torch 2.12 or so the engine then passes the tangents in a list that may be emptied;
-    # older versions ignore it, and the tangents live through the backward.
+    # torch 2.13's engine then passes the tangents in a list that may be emptied; 2.11 ignores it,
+    # and the tangents live through the backward.
     boxed_grads_call = True
 
     @staticmethod

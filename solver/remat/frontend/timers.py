@@ -36,7 +36,7 @@ def timer_for(device: torch.device) -> Callable[[Run], Cost]:
 def time_cpu(run: Run) -> Cost:
     """Median wall-clock seconds of a call. The workspace is 0: torch does not report what CPU
     kernels allocate inside themselves, and no peak that can be measured on CPU contains it."""
-    run()
+    sizes = output_bytes(run())
 
     def block(calls: int) -> float:
         start = time.perf_counter()
@@ -44,7 +44,15 @@ def time_cpu(run: Run) -> Cost:
             run()
         return time.perf_counter() - start
 
-    return Cost(_median(block), 0)
+    return Cost(_median(block), 0, sizes)
+
+
+def output_bytes(result: object) -> tuple[int, ...]:
+    """Bytes of the storage of each element that an operation returns; 0 for what is no tensor."""
+    items = result if isinstance(result, (list, tuple)) else (result,)
+    return tuple(
+        item.untyped_storage().nbytes() if isinstance(item, torch.Tensor) else 0 for item in items
+    )
 
 
 def time_cuda(run: Run, device: torch.device) -> Cost:
@@ -62,6 +70,7 @@ def time_cuda(run: Run, device: torch.device) -> Cost:
         torch.cuda.synchronize(device)
         peak = torch.cuda.max_memory_allocated(device)
         after = torch.cuda.memory_allocated(device)
+        sizes = output_bytes(result)
         del result
 
         def block(calls: int) -> float:
@@ -75,7 +84,7 @@ def time_cuda(run: Run, device: torch.device) -> Cost:
             end.synchronize()
             return start.elapsed_time(end) / 1e3
 
-        return Cost(_median(block), max(0, peak - max(before, after)))
+        return Cost(_median(block), max(0, peak - max(before, after)), sizes)
 
 
 def _median(block: Callable[[int], float]) -> float:
