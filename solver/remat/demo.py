@@ -55,7 +55,7 @@ def main() -> int:
             model,
             options.budget,
             example_kwargs=inputs,
-            strategy=remat.Auto(gap=0.01, time_limit=options.time_limit),
+            strategy=remat.Auto(gap=0.01, time_limit=options.time_limit, stall=6.0),
             progress=_Progress(),
         )
     except RematError as error:
