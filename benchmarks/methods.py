@@ -83,6 +83,10 @@ def torch_budget(workload: Workload, share: float, backend: str) -> Method:
     torch._dynamo.utils.counters.clear()
     with torch._functorch.config.patch(settings), torch._dynamo.config.patch(limits):
         step(compiled, workload)  # type: ignore[arg-type]
+    if not torch._dynamo.utils.counters["stats"]["unique_graphs"]:
+        raise RuntimeError(
+            "torch ran code that it compiled for another budget; give one --torch-budgets a run"
+        )
     facts = {
         "activation_memory_budget": share,
         "backend": backend,
