@@ -74,7 +74,7 @@ def test_plans_fit_and_respect_their_bound(name: str, strategy: Strategy, budget
         assert plan.gap <= 0.05 + 1e-9
     if budget == "100%":
         assert plan.schedule == Schedule.keep_all(graph)
-        assert plan.bound_scope == "order"
+        assert plan.bound_scope == "all orders"
 
 
 def test_no_strategy_beats_the_exact_bound() -> None:

@@ -12,6 +12,7 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
+from remat.compare import Comparison, compare
 from remat.errors import (
     BudgetError,
     DocumentError,
@@ -32,7 +33,22 @@ from remat.roofline import Roofline
 from remat.schedule import Schedule
 from remat.simulate import Timeline, simulate
 from remat.solve import solve, sweep
-from remat.strategies import Auto, Exact, KeepAll
+from remat.strategies import (
+    ArticulationPoints,
+    Auto,
+    CheckmateMilp,
+    ChenGreedy,
+    ChenSqrt,
+    EveryK,
+    Exact,
+    KeepAll,
+    Knapsack,
+    LpRounding,
+    PerBlock,
+    RecomputeAll,
+    Revolve,
+    Rotor,
+)
 from remat.trace import Trace
 
 if TYPE_CHECKING:
@@ -57,24 +73,36 @@ _TORCH_SIDE = {
 }
 
 __all__ = [
+    "ArticulationPoints",
     "Auto",
     "BudgetError",
+    "CheckmateMilp",
+    "ChenGreedy",
+    "ChenSqrt",
+    "Comparison",
     "CostCache",
     "DocumentError",
+    "EveryK",
     "Exact",
     "Graph",
     "GraphError",
     "GuardError",
     "InfeasibleBudget",
     "KeepAll",
+    "Knapsack",
     "LiveStorageMeter",
+    "LpRounding",
     "Operation",
+    "PerBlock",
     "Plan",
     "Program",
     "Progress",
+    "RecomputeAll",
     "RematError",
     "RematModule",
+    "Revolve",
     "Roofline",
+    "Rotor",
     "Schedule",
     "SolverError",
     "SolverTimeout",
@@ -83,6 +111,7 @@ __all__ = [
     "Trace",
     "TraceError",
     "Value",
+    "compare",
     "lower",
     "measure",
     "optimize",

@@ -106,11 +106,11 @@ def diff(plan: Plan, other: Plan) -> str:
 def _bound(plan: Plan) -> str:
     if plan.lower_bound is None or plan.gap is None:
         return "none proved"
-    scope = (
-        "every schedule of this order"
-        if plan.bound_scope == "order"
-        else "every schedule over the slots offered"
-    )
+    scope = {
+        "slots": "every schedule over the slots offered",
+        "order": "every schedule of this order",
+        "all orders": "every schedule in any order",
+    }[plan.bound_scope]
     return f"{plan.lower_bound:+.3%} at least, proved for {scope}; gap {plan.gap:.3%} of the time"
 
 

@@ -41,9 +41,9 @@ class Plan:
 
     `budget_bytes` and the peaks include constant memory. `overhead` and `lower_bound` are extra
     time over no recomputation (0.05 is 5%); `lower_bound` is proved for `bound_scope`: "slots",
-    the places offered for recomputation, or "order", every schedule of the graph's order. `gap` is
-    (time - bound) / time on total time. `stats` are facts of the solve; its keys ending in `_s`
-    are seconds.
+    the places offered for recomputation, "order", every schedule of the graph's order, or "all
+    orders", every schedule. `gap` is (time - bound) / time on total time. `stats` are facts of the
+    solve; its keys ending in `_s` are seconds.
     """
 
     status: Status

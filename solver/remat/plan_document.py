@@ -11,6 +11,7 @@ from remat.documents import Document, Record
 from remat.errors import DocumentError, RematError
 from remat.graph import Graph, Operation, Value
 from remat.schedule import Schedule
+from remat.strategies.base import BoundScope
 
 if TYPE_CHECKING:
     from remat.plan import Plan
@@ -107,7 +108,7 @@ class PlanDocument(Document):
     time_s: Amount
     baseline_time_s: Amount
     lower_bound: Amount | None
-    bound_scope: Literal["slots", "order"]
+    bound_scope: BoundScope
     runs: tuple[Natural, ...]
     stats: dict[str, str | int | float]
     graph: GraphRecord

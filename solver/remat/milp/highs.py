@@ -3,7 +3,7 @@
 The model goes over in one call of arrays instead of row by row (0.1 s instead of seconds for
 100,000 rows), and what HiGHS knows comes back: dual bound, gap, its own model status. Takes an
 incumbent to start from, reports progress, and can be interrupted. Equivalent to `pulp.HiGHS`
-otherwise.
+otherwise. `pulp.PulpSolverError` is raised where HiGHS refuses to run.
 """
 
 from __future__ import annotations
@@ -84,7 +84,11 @@ class BulkHiGHS(pulp.LpSolver):
                 np.array([x for _, x in known], dtype=np.float64),
             )
         self._listen(highs)
-        highs.run()
+        if highs.run() == highspy.HighsStatus.kError:
+            # A process has one pool of HiGHS threads, and another solve has sized it differently.
+            highs.setOptionValue("threads", 0)
+            if highs.run() == highspy.HighsStatus.kError:
+                raise pulp.PulpSolverError("HiGHS refused to run the program")
         return self._read(highs, lp, variables)
 
     def _set_options(self, highs: highspy.Highs) -> None:

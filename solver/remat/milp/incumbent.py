@@ -1,8 +1,9 @@
 """Schedules without a solver: to start one from, and to fall back on when it finds none in time.
 
-Every schedule comes from `remat.milp.eviction`: first under each of its rules, then under random
-weights around the best so far, a plain local search with the simulator as its judge. `polish` then
-takes back what turns out not to be needed.
+Every schedule comes from `remat.milp.eviction`: first under the advice of `remat.milp.advice` where
+there is any, then under each of its rules, then under random weights around the best so far, a
+plain local search with the simulator as its judge. `polish` then takes back what turns out not to
+be needed.
 
 Nothing here looks at a clock: work is counted in operations run or simulated, so the same call
 gives the same schedule on every machine.
@@ -11,7 +12,7 @@ gives the same schedule on every machine.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -22,18 +23,25 @@ from remat.schedule import Schedule
 from remat.simulate import measure
 
 EFFORT = 10_000
-ATTEMPTS = 20
+ATTEMPTS = 60
 """Operations that one search may run, all attempts together: the larger of `EFFORT` and `ATTEMPTS`
-times the graph's. About 1 s on one core; four times as much finds peaks 0 to 1% smaller."""
+times the graph's."""
 
 POLISH = 60_000
 """Operations that `polish` may simulate, all trials together."""
+
+_ADVISED = (Rule(), Rule(cost=2.0), Rule(idle=0.6))
+"""The rules that take advice best."""
 
 _SPREADS = (0.2, 0.5, 1.0)
 _STEP = 0.001
 
 
 def _never() -> bool:
+    return False
+
+
+def _not_yet(_: float) -> bool:
     return False
 
 
@@ -99,21 +107,24 @@ def fitting(
     budget_bytes: int,
     *,
     known: Sequence[Schedule] = (),
+    advice: Iterable[list[float]] = (),
+    enough: Callable[[float], bool] = _not_yet,
     effort: int | None = None,
     stop: Callable[[], bool] = _never,
 ) -> list[Rated]:
     """Schedules with a peak of at most `budget_bytes`, the cheapest first; the best polished.
 
-    `known` are schedules to be judged with those that the search finds. `stop` is heeded once
+    `known` are schedules to be judged with those that the search finds, `advice` are weights to try
+    first, `enough` says of a time in seconds that no better one is wanted. `stop` is heeded once
     there is something to return.
     """
     found = {schedule: Rated.of(graph, schedule) for schedule in known}
     found = {s: rated for s, rated in found.items() if rated.peak_bytes <= budget_bytes}
     best_s = min((rated.time_s for rated in found.values()), default=float("inf"))
     effort = _effort(graph) if effort is None else effort
-    proposals = _Proposals(graph)
+    proposals = _Proposals(graph, advice)
     for turn, (rule, weights) in enumerate(proposals):
-        if effort <= 0 or (stop() and (found or turn >= len(RULES))):
+        if enough(best_s) or effort <= 0 or (stop() and (found or turn >= len(RULES))):
             break
         schedule = evict(graph, budget_bytes, rule, weights)
         effort -= len(graph) if schedule is None else len(schedule)
@@ -178,14 +189,19 @@ def polish(graph: Graph, schedule: Schedule, budget_bytes: int, effort: int = PO
 
 
 class _Proposals:
-    """Every rule, then random weights around the last accepted; without end."""
+    """All advice, every rule, then random weights around the last accepted; without end."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, advice: Iterable[list[float]] = ()) -> None:
+        self._advice = advice
         self._random = np.random.default_rng(0)
         self._ones = np.ones(len(graph.values))
         self._centre = self._last = (RULES[0], self._ones)
 
     def __iter__(self) -> Iterator[tuple[Rule, list[float] | None]]:
+        for weights in self._advice:
+            for rule in _ADVISED:
+                self._last = (rule, np.array(weights))
+                yield rule, weights
         for rule in RULES:
             self._last = (rule, self._ones)
             yield rule, None

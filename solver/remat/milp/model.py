@@ -7,7 +7,8 @@ consumes or produces d.
 
 Variables
     r_s in {0, 1}     slot s runs (1 for mandatory slots, so no variable)
-    h_{d,e} in [0,1]  d is held from its event e to its next event; integral once r is
+    h_{d,e} in {0, 1} d is held from its event e to its next event; integral once r is, but declared
+                      so: solvers derive cover cuts from the memory rows then, and branch on it
     u_s >= 0          bytes held just before slot s, constant memory excluded (substituted
                       where it is a short sum)
     b >= 0            the budget, only where the peak itself is minimised
@@ -171,7 +172,7 @@ class _Builder:
             self.add_le(f"consume_{slot}_{value}", [run], [old])
         if slot >= self.last_reader[value]:
             return old, self._hold(value, 0)
-        new = self._variable(f"h{value:06d}_{slot:06d}", 1)
+        new = self._variable(f"h{value:06d}_{slot:06d}", 1, pulp.LpInteger)
         if not isinstance(old, int):
             self.add_le(f"keep_{slot}_{value}", [new], [old])
         return old, self._hold(value, new)
@@ -180,7 +181,7 @@ class _Builder:
         old = self._held[value]
         if slot >= self.last_reader[value]:
             return old, self._hold(value, 0)
-        new = self._variable(f"h{value:06d}_{slot:06d}", 1)
+        new = self._variable(f"h{value:06d}_{slot:06d}", 1, pulp.LpInteger)
         if not isinstance(run, int):
             self.add_le(f"produce_{slot}_{value}", [new], [old, run])
             self.add_le(f"once_{slot}_{value}", [run, old], [], 1)

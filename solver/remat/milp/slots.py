@@ -15,6 +15,7 @@ nothing; larger ones make the relaxation tight (see `remat.milp.cuts`).
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from functools import cached_property
 
 from remat.graph import Graph
 from remat.schedule import Schedule
+
+_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
@@ -84,13 +87,16 @@ def complete_count(graph: Graph) -> int:
     return count * (count - 1) // 2
 
 
-def complete(graph: Graph) -> Slots:
+def complete(graph: Graph, affordable_s: float = math.inf) -> Slots:
     """Every recomputable operation before every later one.
+
+    Operations that cost more than `affordable_s` may be left out where a schedule with no more
+    extra time is known: none that runs them again is better.
 
     Even right after its own first run: what ran between the two may have to run before the first
     as well, and each operation has one slot a stage.
     """
-    again = [op for op, o in enumerate(graph.operations) if o.recomputable]
+    again = [op for op in range(len(graph)) if _may_run_again(graph, op, affordable_s)]
     offered = [again[: bisect_left(again, stage)] for stage in range(len(graph))]
     return _build(graph, offered, region=0, keep=None, is_complete=True)
 
@@ -104,6 +110,7 @@ def near(
     region: int,
     known: Sequence[Schedule] = (),
     stages: range | None = None,
+    affordable_s: float = math.inf,
 ) -> Slots:
     """Slots before operations that read a value idle for more than `idle` operations.
 
@@ -112,18 +119,26 @@ def near(
     `region` operations apart form a group. `known` are schedules (of the graph's order): the
     slots can express the first, whatever the other options say, and offer what the others run.
     `stages` are the operations before which anything is offered beyond that; all by default.
+    Nothing is offered that costs more than `affordable_s`, but for the first of the schedules.
     """
     offered: list[set[int]] = [set() for _ in graph.operations]
     for start, wanted in _demands(graph, every, idle):
         if stages is None or start in stages:
-            offered[start] |= _ancestors(graph, wanted, back, before=start)
-    for schedule in known:
+            found = _ancestors(graph, wanted, back, before=start)
+            offered[start].update(op for op in found if _may_run_again(graph, op, affordable_s))
+    for rank, schedule in enumerate(known):
         for stage, op in _recomputations(schedule):
-            offered[stage].add(op)
+            if rank == 0 or _may_run_again(graph, op, affordable_s):
+                offered[stage].add(op)
     keep = known[0] if known else None
     return _build(
         graph, [sorted(ops) for ops in offered], region=region, keep=keep, is_complete=False
     )
+
+
+def _may_run_again(graph: Graph, op: int, affordable_s: float) -> bool:
+    operation = graph.operations[op]
+    return operation.recomputable and operation.cost_s <= affordable_s * (1 + _ROUNDING)
 
 
 def _demands(graph: Graph, every: int, idle: int) -> Iterator[tuple[int, set[int]]]:

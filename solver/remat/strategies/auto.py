@@ -37,7 +37,7 @@ class Auto:
     threads: int = 2
     solver: str = "HiGHS"
     seed: int = 0
-    stall: float = 1.5
+    stall: float = 5.0
     peak_gap: float = 0.01
     complete_slots: int = 4_000
     near_slots: int = 2_500
@@ -69,11 +69,19 @@ class Auto:
         )
         return search.least_peak() if budget_bytes is None else search.least_cost(budget_bytes)
 
-    def _offer(self, graph: Graph, known: Sequence[Schedule]) -> Slots:
+    def _offer(self, graph: Graph, known: Sequence[Schedule], affordable_s: float) -> Slots:
         if slots.complete_count(graph) <= self.complete_slots:
-            return slots.complete(graph)
+            return slots.complete(graph, affordable_s)
         idle = max(8, len(graph) // 40)
-        near = partial(slots.near, graph, back=_BACK, idle=idle, region=_REGION, known=known)
+        near = partial(
+            slots.near,
+            graph,
+            back=_BACK,
+            idle=idle,
+            region=_REGION,
+            known=known,
+            affordable_s=affordable_s,
+        )
         for every in _EVERY[:-1]:
             offered = near(every=every)
             if offered.optional_count <= self.near_slots:

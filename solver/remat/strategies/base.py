@@ -16,8 +16,9 @@ from remat.schedule import Schedule
 Stats = dict[str, str | int | float]
 """Flat facts about a solve; keys that end in `_s` are seconds."""
 
-BoundScope = Literal["slots", "order"]
-"""For which space a bound is proved: the slots offered, or every schedule of the graph's order."""
+BoundScope = Literal["slots", "order", "all orders"]
+"""For which space a bound is proved: the slots offered, every schedule of the graph's order, or
+every schedule at all."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,8 +67,12 @@ class Programs:
         budget_bytes: int,
         incumbent: Schedule,
         time_limit: float = math.inf,
+        enough_s: float = 0.0,
     ) -> tuple[Answer, float | None]:
-        """The program's answer, verified; and the bound on total time that it proves."""
+        """The program's answer, verified; and the bound on total time that it proves.
+
+        Ends at a schedule that takes `enough_s` or less.
+        """
         bound: float | None = None
         budget_now = budget_bytes
         for _ in range(_TIGHTENINGS):
@@ -81,6 +85,7 @@ class Programs:
                 gap=self.options.gap,
                 time_limit=min(time_limit, self.deadline - time.monotonic()),
                 incumbent=incumbent,
+                target=enough_s / program.cost_unit_s,
                 report=stall.report,
                 done=stall.is_over,
             )

@@ -18,17 +18,40 @@ _BACK = 30
 _IDLE = 4
 _REGION = 20
 _SLOTS = 300
-_WINDOW_S = 1.0
+_WINDOW_S = 2.0
+_ENOUGH = 0.1
 _FACTS = ("slots", "rows", "columns", "nodes", "solver_message")
 """What `Plan.stats` says of the program that proved the bound, not of the windows."""
 
 
-def refine(programs: Programs, schedule: Schedule, budget_bytes: int, until: float) -> Schedule:
-    """A schedule at most as dear; windows go from the end to the start, once, until `until`."""
+def refine(
+    programs: Programs,
+    schedule: Schedule,
+    budget_bytes: int,
+    until: float,
+    bound_s: float | None,
+) -> Schedule:
+    """A schedule at most as dear; windows go from the end to the start, again and again.
+
+    Ends at `until`, within the gap of `bound_s`, or after a pass that won little of that gap.
+    """
     end = len(programs.graph)
     facts = {key: programs.stats[key] for key in _FACTS}
     rounds = 0
-    while end > 0 and time.monotonic() < until and not programs.is_cancelled():
+    gap = programs.options.gap
+    at_start_s = programs.time(schedule)
+
+    def is_over() -> bool:
+        time_s = programs.time(schedule)
+        enough = bound_s is not None and time_s - bound_s <= gap * time_s
+        return enough or time.monotonic() >= until or programs.is_cancelled()
+
+    while not is_over():
+        if end <= 0:
+            won_s = at_start_s - programs.time(schedule)
+            if won_s <= _ENOUGH * gap * at_start_s:
+                break
+            end, at_start_s = len(programs.graph), programs.time(schedule)
         window, offered = _window(programs, schedule, end)
         end -= max(1, len(window) // 2)
         if not offered.optional_count:

@@ -1,8 +1,9 @@
 """The search that the MILP strategies share: quick outs, schedules by eviction, then programs.
 
 For a cost: keep everything if that fits; refuse a budget below what some operation needs; else
-begin from the cheapest schedule that eviction finds, let the program improve on it over slots that
-can express it, and where that proves too little, refine it window by window. For a peak: the
+bound the cost by the relaxation at the worst moment and let eviction follow its advice, which is
+often optimal. Where it is not, let the program improve on it over slots that can express it, and
+where that proves too little, refine it window by window. For a peak: the
 smallest that eviction finds, and the program only where it can prove something (complete slots).
 Every schedule that comes back was simulated in integers and fits.
 """
@@ -16,6 +17,7 @@ from collections.abc import Callable, Sequence
 from remat.budget import format_bytes
 from remat.errors import RematError, SolverTimeout
 from remat.graph import Graph
+from remat.milp.advice import Advisor
 from remat.milp.backends import Outcome
 from remat.milp.bound import least_peak_bytes
 from remat.milp.incumbent import fitting, polish, smallest
@@ -23,16 +25,17 @@ from remat.milp.slots import Slots
 from remat.progress import Cancel, ProgressCallback
 from remat.schedule import Schedule
 from remat.simulate import simulate
-from remat.strategies.base import Solution
+from remat.strategies.base import BoundScope, Solution
 from remat.strategies.infeasible import infeasible
 from remat.strategies.programs import Options, Programs
 from remat.strategies.refine import refine
 
-Offer = Callable[[Sequence[Schedule]], Slots]
+Offer = Callable[[Sequence[Schedule], float], Slots]
 """Builds a slot set that can express the first of the schedules and offers what the others
-recompute (complete sets always can)."""
+recompute (complete sets always can), without operations that cost more than so many seconds."""
 
-_REFINE = 1.0
+_HEURISTICS = 0.25
+"""The share of the time that eviction may take."""
 
 
 class Search:
@@ -69,23 +72,39 @@ class Search:
         programs = self.programs
         keep_all = Schedule.keep_all(self.graph)
         if simulate(self.graph, keep_all).peak_bytes <= budget_bytes:
-            return Solution(keep_all, self.graph.total_cost_s, "order", True, self.stats)
+            return Solution(keep_all, self.graph.total_cost_s, "all orders", True, self.stats)
         if self.floor_bytes > budget_bytes:
             best = self.least_peak().schedule if self.is_exhaustive else self._smallest()
             need = f"one operation alone needs {self.floor_bytes:,} bytes"
             raise infeasible(self.graph, budget_bytes, programs.peak(best), need, proved=True)
-        known = self._fitting(budget_bytes) or [self._reach(budget_bytes)]
-        slots = self.offer(known)
-        answer, bound_s = programs.solve_cost(slots, budget_bytes, known[0])
-        best = answer.schedule or known[0]
+        advisor = self._advisor(budget_bytes)
+        known = self._fitting(budget_bytes, advisor) or [self._reach(budget_bytes)]
+        self.stats["order_bound"] = _over(advisor.bound_s, self.graph.total_cost_s)
+        best = known[0]
+        if self._is_cheap(best, advisor.bound_s):
+            return Solution(best, advisor.bound_s, "order", True, self.stats)
+        return self._improve(budget_bytes, known, advisor.bound_s)
+
+    def _improve(
+        self, budget_bytes: int, known: Sequence[Schedule], order_bound_s: float
+    ) -> Solution:
+        """The program over slots, then window by window; the best of all bounds."""
+        programs = self.programs
+        best = known[0]
+        slots = self.offer(known, programs.time(best) - self.graph.total_cost_s)
+        enough_s = order_bound_s / (1 - self.options.gap) if self.options.gap else 0.0
+        answer, bound_s = programs.solve_cost(slots, budget_bytes, best, enough_s=enough_s)
+        best = answer.schedule or best
+        if bound_s is not None:
+            # Schedules that the slots leave out as too dear are no better than what is known.
+            bound_s = min(bound_s, programs.time(best))
+        scope: BoundScope = "order" if slots.complete else "slots"
+        if bound_s is None or bound_s < order_bound_s or self._is_cheap(best, order_bound_s):
+            bound_s, scope = order_bound_s, "order"
         proved = answer.outcome is Outcome.OPTIMAL or self._is_cheap(best, bound_s)
         if not proved and not self.is_exhaustive:
-            until = min(programs.deadline, time.monotonic() + _REFINE * programs.stall)
-            best = refine(programs, best, budget_bytes, until)
+            best = refine(programs, best, budget_bytes, programs.deadline, bound_s)
             proved = self._is_cheap(best, bound_s)
-        if bound_s is not None:
-            bound_s = max(bound_s, self.graph.total_cost_s)
-        scope = "order" if slots.complete else "slots"
         return Solution(best, bound_s, scope, proved, self.stats)
 
     def least_peak(self) -> Solution:
@@ -94,7 +113,7 @@ class Search:
         floor = float(self.floor_bytes)
         if self._is_small(best, floor) or self.programs.is_cancelled():
             return Solution(best, floor, "order", self._is_small(best, floor), self.stats)
-        slots = self.offer([best])
+        slots = self.offer([best], math.inf)
         if not slots.complete:
             return Solution(best, floor, "order", False, self.stats)
         best, bound, outcome = self._shrink(slots, best)
@@ -102,11 +121,30 @@ class Search:
         proved = outcome is Outcome.OPTIMAL or self._is_small(best, floor)
         return Solution(best, floor, "order", proved, self.stats)
 
-    def _fitting(self, budget_bytes: int) -> list[Schedule]:
+    def _advisor(self, budget_bytes: int) -> Advisor:
+        began = time.monotonic()
+        advisor = Advisor(
+            self.graph,
+            budget_bytes,
+            gap=self.options.gap,
+            deadline=self.programs.deadline,
+            stop=self._must_end,
+        )
+        self.programs.clock("bound_s", began)
+        return advisor
+
+    def _fitting(self, budget_bytes: int, advisor: Advisor) -> list[Schedule]:
         """Schedules within the budget, the cheapest first; none if none was found."""
         began = time.monotonic()
-        start = () if self.start is None else (self.start,)
-        found = fitting(self.graph, budget_bytes, known=start, stop=self._must_end)
+        until = began + _HEURISTICS * (self.programs.deadline - began)
+        found = fitting(
+            self.graph,
+            budget_bytes,
+            known=() if self.start is None else (self.start,),
+            advice=advisor.advice(),
+            enough=lambda time_s: self._is_within_gap(time_s, advisor.bound_s),
+            stop=lambda: self._must_end() or time.monotonic() > until,
+        )
         self.programs.clock("heuristics_s", began)
         return [rated.schedule for rated in found]
 
@@ -135,7 +173,7 @@ class Search:
         best = self._smallest(budget_bytes)
         if programs.peak(best) <= budget_bytes:
             return polish(self.graph, best, budget_bytes)
-        slots = self.offer([best])
+        slots = self.offer([best], math.inf)
         best, bound, outcome = self._shrink(slots, best, budget_bytes)
         if programs.peak(best) <= budget_bytes:
             return best
@@ -162,8 +200,14 @@ class Search:
         return self.programs.peak(schedule) <= bound_bytes * (1 + self.peak_gap)
 
     def _is_cheap(self, schedule: Schedule, bound_s: float | None) -> bool:
-        time_s = self.programs.time(schedule)
-        return bound_s is not None and time_s - bound_s <= self.options.gap * time_s
+        return bound_s is not None and self._is_within_gap(self.programs.time(schedule), bound_s)
+
+    def _is_within_gap(self, time_s: float, bound_s: float) -> bool:
+        return math.isfinite(time_s) and time_s - bound_s <= self.options.gap * time_s
 
     def _must_end(self) -> bool:
         return self.programs.is_cancelled() or time.monotonic() > self.programs.deadline
+
+
+def _over(time_s: float, total_s: float) -> float:
+    return time_s / total_s - 1 if total_s > 0 else 0.0

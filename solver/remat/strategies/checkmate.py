@@ -1,0 +1,98 @@
+"""The optimum by Checkmate's program as published, for reference.
+
+Jain et al.: Checkmate: breaking the memory wall with optimal tensor rematerialization (MLSys
+2020), section 4; the program is in `remat.strategies.checkmate_program`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pulp
+
+from remat.errors import RematError, SolverError, SolverTimeout
+from remat.graph import Graph
+from remat.milp.highs import BulkHiGHS, HighsAnswer
+from remat.progress import Cancel, ProgressCallback
+from remat.schedule import Schedule
+from remat.simulate import measure
+from remat.strategies.base import Solution
+from remat.strategies.checkmate_program import Program
+from remat.strategies.infeasible import infeasible
+
+_TIGHTENINGS = 5
+
+
+@dataclass(frozen=True)
+class CheckmateMilp:
+    """The optimum over every schedule of the order, by the published program. Equivalent to
+    `Exact`, which finds it sooner."""
+
+    gap: float = 0.0
+    time_limit: float = 300.0
+    threads: int = 2
+    seed: int = 0
+    max_operations: int = 80
+    name: str = "checkmate"
+
+    def run(
+        self,
+        graph: Graph,
+        budget_bytes: int | None,
+        *,
+        start: Schedule | None = None,
+        progress: ProgressCallback | None = None,
+        cancel: Cancel | None = None,
+    ) -> Solution:
+        """The cheapest schedule within the budget, or the one with the smallest peak. Raises
+        `RematError` for a graph that is too large, `InfeasibleBudget`, `SolverTimeout`."""
+        del start, progress
+        if len(graph) > self.max_operations:
+            raise RematError(
+                f"{self.name} is the published program with three binaries a pair, and takes up "
+                f"to {self.max_operations} operations, not {len(graph)}: use Auto, or raise "
+                "`max_operations`"
+            )
+        bound: float | None = None
+        limit = budget_bytes
+        for attempt in range(_TIGHTENINGS):
+            program = Program(graph, limit)
+            answer = self._solve(program, cancel)
+            if program.problem.sol_status == pulp.LpSolutionInfeasible and budget_bytes is not None:
+                smallest_bytes = measure(graph, self.run(graph, None, cancel=cancel).schedule)[0]
+                reason = "no schedule of this order of the operations fits"
+                raise infeasible(graph, budget_bytes, smallest_bytes, reason, proved=attempt == 0)
+            if answer.objective is None:
+                raise SolverTimeout(
+                    f"no schedule was found in {self.time_limit:g} s: raise `time_limit`, or use "
+                    "Auto"
+                )
+            if attempt == 0 and answer.bound is not None:
+                bound = program.unbiased(answer.bound)
+            schedule = program.schedule()
+            over_bytes = 0 if limit is None else measure(graph, schedule)[0] - (budget_bytes or 0)
+            if limit is None or over_bytes <= 0:
+                is_proved = program.problem.sol_status == pulp.LpSolutionOptimal and attempt == 0
+                stats: dict[str, str | int | float] = {
+                    "solver": "HiGHS",
+                    "columns": len(program.problem.variables()),
+                    "nodes": answer.nodes,
+                    "solver_s": answer.seconds,
+                }
+                return Solution(schedule, bound, "order", is_proved, stats)
+            # The solver's tolerance let it through: ask for as much less.
+            limit -= over_bytes
+        raise SolverError(f"HiGHS exceeds the budget by its tolerance, {_TIGHTENINGS} times")
+
+    def _solve(self, program: Program, cancel: Cancel | None) -> HighsAnswer:
+        highs = BulkHiGHS(
+            gap=self.gap,
+            time_limit=self.time_limit,
+            threads=self.threads,
+            seed=self.seed,
+            cancelled=None if cancel is None else cancel.is_set,
+        )
+        program.problem.solve(highs)
+        if highs.answer is None or highs.answer.model_status == "Not Set":
+            raise SolverError("HiGHS stopped without an answer")
+        return highs.answer

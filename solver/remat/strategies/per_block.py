@@ -1,0 +1,45 @@
+"""One checkpoint per block: what a training script does with torch.utils.checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from remat.errors import RematError
+from remat.graph import Graph
+from remat.progress import Cancel, ProgressCallback
+from remat.schedule import Schedule
+from remat.strategies.base import Solution
+from remat.strategies.blocks import blocks
+from remat.strategies.checkpointed import cheapest, segmented
+
+
+@dataclass(frozen=True)
+class PerBlock:
+    """torch.utils.checkpoint (non-reentrant, with early stop) around each repeated block.
+
+    Blocks come from the operations' module paths (see `remat.strategies.blocks`). What crosses a
+    block's border is kept, and so is all that belongs to no block. Equivalent to
+    `model.gradient_checkpointing_enable()` of transformers.
+    """
+
+    name: str = "per_block"
+
+    def run(
+        self,
+        graph: Graph,
+        budget_bytes: int | None,
+        *,
+        start: Schedule | None = None,
+        progress: ProgressCallback | None = None,
+        cancel: Cancel | None = None,
+    ) -> Solution:
+        """The one schedule there is. Raises `RematError` for a graph without numbered modules."""
+        del start, progress
+        found = blocks(graph)
+        if not found:
+            raise RematError(
+                "per_block needs repeated blocks, but no operation has a module path with a "
+                'number, such as "layers.0": use EveryK, or ChenSqrt'
+            )
+        candidates = [(f"{len(found)} blocks", segmented(graph, found))]
+        return cheapest(graph, budget_bytes, candidates, name=self.name, cancel=cancel)

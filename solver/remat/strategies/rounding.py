@@ -1,0 +1,71 @@
+"""From the relaxed program's fractions to a schedule: both phases of Checkmate's rounding."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from remat.graph import Graph
+from remat.milp.model import Model
+from remat.schedule import Schedule
+
+Shares = npt.NDArray[np.float64]
+"""[stage, value]: how much of a value is held when the stage of an operation begins."""
+
+
+def held_shares(graph: Graph, relaxed: Model) -> Shares:
+    """S of a solved relaxation over complete slots; what is no question there is 1."""
+    held = {
+        variable.name: variable.varValue or 0.0
+        for variable in relaxed.problem.variables()
+        if variable.name.startswith("h")
+    }
+    now = np.zeros(len(graph.values))
+    shares = np.zeros((len(graph) + 1, len(graph.values)))
+    stage = 0
+    for slot, op in enumerate(relaxed.slots.operations):
+        operation = graph.operations[op]
+        for v in (*operation.inputs, *operation.outputs):
+            if v in graph.results or graph.values[v].size_bytes == 0:
+                now[v] = 1.0
+            else:
+                # No variable: this was the last slot that reads it.
+                now[v] = held.get(f"h{v:06d}_{slot:06d}", 0.0)
+        if not relaxed.slots.optional[slot]:
+            stage += 1
+            shares[stage] = now
+    return shares
+
+
+def rounded(graph: Graph, is_held: npt.NDArray[np.bool_]) -> Schedule:
+    """The schedule that holds S = `is_held` between stages and runs as little as that takes.
+
+    Before each operation run what it misses, and what the next stage wants held. What cannot be
+    made again is held for as long as anyone reads it.
+    """
+    runs: list[int] = []
+    stays = [
+        v in graph.results or not graph.operations[op].recomputable
+        for v, op in enumerate(graph.producer)
+    ]
+    held: set[int] = set()
+    for op in range(len(graph)):
+        after = {int(v) for v in np.flatnonzero(is_held[op + 1])}
+        after |= {v for v in range(len(graph.values)) if stays[v]}
+        before = {v for v in after if graph.producer[v] < op}
+        wanted = (*graph.operations[op].inputs, *before)
+        missing = _missing(graph, [v for v in wanted if v not in held], held)
+        runs += [*missing, op]
+        held = {v for v in after if graph.producer[v] <= op}
+    return Schedule.of(runs)
+
+
+def _missing(graph: Graph, values: list[int], held: set[int]) -> list[int]:
+    found: set[int] = set()
+    stack = list(values)
+    while stack:
+        op = graph.producer[stack.pop()]
+        if op not in found:
+            found.add(op)
+            stack += [v for v in graph.operations[op].inputs if v not in held]
+    return sorted(found)
