@@ -1,0 +1,95 @@
+"""How well and how fast graphs are scheduled, beside what is published and what others do.
+
+    python -m benchmarks.solver                                   # what needs no files of others
+    python -m benchmarks.solver --instances DIR                   # all of it
+    python -m benchmarks.solver --sections traced --models gpt12 unet --budgets 50% min
+
+Sections:
+
+* published: Checkmate's graphs in their order, beside published optima;
+* random:    random layered graphs, with the order searched and in the file's;
+* traced:    training steps of real architectures, roofline costs, at shares of their peak;
+* baselines: what others do on the same traced graphs at the same budgets;
+* table2:    Checkmate's Table 2 anew: the cost of heuristics as a ratio to the optimum;
+* peers:     the models that Rockmate was measured on, at the same peaks, really run.
+
+`published`, `random` and `table2` read graphs of others from `--instances`. Solves run one after
+the other, each in a process of its own. The result is written after every row.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from benchmarks import machine
+from benchmarks.solver import baselines, graphs, peers, published
+from benchmarks.solver.baseline_worker import NAMES
+from benchmarks.solver.record import Record
+from benchmarks.traced import SOURCES, default_cache
+
+SECTIONS: dict[str, Callable[[Record, argparse.Namespace], None]] = {
+    "published": published.published,
+    "random": published.layered,
+    "traced": graphs.traced,
+    "baselines": baselines.baselines,
+    "table2": baselines.table2,
+    "peers": peers.peers,
+}
+NEED_FILES = ("published", "random", "table2")
+RESULTS = Path(__file__).parents[1] / "results"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run, print, write. Returns 0: a target that is missed is a result, not an error."""
+    options = _options(argv)
+    given = options.sections != list(SECTIONS)
+    name = "-".join(["solver", *(options.sections if given else ())])
+    head = {
+        "benchmark": "solver",
+        "units": "bytes (units of the file for random graphs), seconds; overhead, bounds and gaps "
+        "as shares of the time without recomputation (gap: of the plan's)",
+        "machine": machine.describe(torch.device("cpu")),
+        "options": {k: str(v) for k, v in vars(options).items() if k not in ("instances", "cache")},
+    }
+    record = Record(None if options.out == "none" else Path(options.out), name, head)
+    try:
+        for section in options.sections:
+            SECTIONS[section](record, options)
+    except KeyboardInterrupt:
+        record.progress("interrupted; the rows above are kept")
+    if record.path is not None:
+        print("\nwritten:", record.path)
+    return 0
+
+
+def _options(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.solver", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("--sections", nargs="+", choices=list(SECTIONS), help="default: all that can run")
+    add("--instances", type=Path, help="folder with the published graphs")
+    add("--models", nargs="+", choices=list(SOURCES), default=list(SOURCES), help="traced graphs")
+    add("--budgets", nargs="+", default=list(graphs.BUDGETS), help="of the traced graphs")
+    add("--cache", type=Path, default=default_cache(), help="folder with the traces")
+    add("--gaps", nargs="+", type=float, default=[5e-5, 5e-4], help="asked for in `published`")
+    add("--time-limit", type=float, default=180.0, help="seconds for a solve at most")
+    add("--strategies", nargs="+", choices=NAMES, default=list(NAMES), help="the baselines")
+    add("--baseline-limit", type=float, default=60.0, help="seconds for a baseline at a budget")
+    add("--peer-costs", nargs="+", choices=("flops", "measured"), default=["flops"])
+    add("--peer-models", nargs="+", choices=("gpt", "resnet"), default=["gpt", "resnet"])
+    add("--threads", type=int, default=2, help="of torch, in `peers`")
+    add("--out", default=str(RESULTS), help='folder for the result, or "none"')
+    options = parser.parse_args(argv)
+    if options.sections is None:
+        options.sections = [s for s in SECTIONS if options.instances or s not in NEED_FILES]
+    elif options.instances is None and (needy := set(options.sections) & set(NEED_FILES)):
+        parser.error(f"--instances is needed for {', '.join(sorted(needy))}")
+    return options
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

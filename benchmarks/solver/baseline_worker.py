@@ -1,0 +1,55 @@
+"""One baseline on one graph at one budget: a job as JSON on stdin, a row as JSON on stdout."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from typing import Any
+
+from benchmarks.solver.worker import graph_of, memory_bytes
+from remat.compare import STRATEGIES, compare
+from remat.strategies.base import Strategy
+
+NAMES = tuple(strategy.name for strategy in STRATEGIES if strategy.name != "auto")
+"""The baselines, by name."""
+
+
+def main() -> int:
+    """Read the job, compare, print the row."""
+    job = json.load(sys.stdin)
+    strategy = strategy_of(job["strategy"], job["time_limit"])
+    compared = compare(graph_of(job), [job["budget"]], [strategy])
+    found = compared.rows[0]
+    row: dict[str, Any] = {
+        "strategy": found.strategy,
+        "budget": job["budget"],
+        "budget_bytes": found.budget_bytes,
+        "baseline_peak_bytes": compared.baseline_peak_bytes,
+        "seconds": found.seconds,
+        "applicable": found.is_applicable,
+        "status": "NO PLAN" if found.plan is None else found.plan.status.name,
+        "reason": found.reason,
+        "peak_rss_bytes": memory_bytes(),
+    }
+    if found.plan is not None:
+        row |= {
+            "peak_bytes": found.plan.peak_bytes,
+            "overhead": found.plan.overhead,
+            "gap": found.plan.gap,
+        }
+    print(json.dumps(row))
+    return 0
+
+
+def strategy_of(name: str, time_limit_s: float) -> Strategy:
+    """A baseline by name, with the time limit where it has one."""
+    strategy = next(s for s in STRATEGIES if s.name == name)
+    assert dataclasses.is_dataclass(strategy)
+    if any(field.name == "time_limit" for field in dataclasses.fields(strategy)):
+        return dataclasses.replace(strategy, time_limit=time_limit_s)  # type: ignore[return-value]
+    return strategy  # type: ignore[return-value]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,82 @@
+"""Section `traced`: graphs of real architectures at shares of their peak."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from benchmarks.report import Row
+from benchmarks.solver import jobs
+from benchmarks.solver.record import Record, decimal, meets, mib, percent
+from benchmarks.traced import cached
+
+BUDGETS = ("70%", "50%", "35%", "20%", "min")
+LARGEST = "gpt_10000"
+_SMALL = 1_000
+_SMALL_S = 20.0
+
+_COLUMNS = (
+    ("graph", -17), ("budget", 6), ("peak", 7), ("extra time", 10), ("gap", 7), ("bound", -6),
+    ("status", -10), ("operations", 10), ("slots", 6), ("rows", 7), ("first s", 7), ("gap s", 6),
+    ("total s", 7), ("RSS MiB", 7), ("met", -3), ("note", -60),
+)  # fmt: skip
+
+
+def asked_gap(name: str, budget: str) -> float:
+    """The gap that a solve shall prove."""
+    return 0.01 if name == LARGEST or budget in ("20%", "min") else 0.005
+
+
+def limit_s(name: str, options: Namespace) -> float:
+    """Seconds for a solve."""
+    return min(options.time_limit, 180.0 if name == LARGEST else 60.0)
+
+
+def traced(record: Record, options: Namespace) -> None:
+    """Each graph at each budget, each solve in a process of its own."""
+    record.begin("traced", "traced training steps, roofline costs", _COLUMNS)
+    for name in options.models:
+        record.progress(f"traced {name}: trace")
+        path, facts = cached(name, options.cache)
+        record.note("traced", name, facts)
+        for budget in options.budgets:
+            record.progress(f"traced {name} {budget}")
+            row = jobs.solve(
+                jobs.traced(path),
+                budget,
+                gap=asked_gap(name, budget),
+                time_limit=limit_s(name, options),
+            )
+            add(record, row | {"graph": name, "trace_s": facts["trace_s"]})
+
+
+def add(record: Record, row: Row) -> None:
+    """Judge and keep one row."""
+    infeasible = row["status"] == "INFEASIBLE"
+    if infeasible:
+        row["met"] = None
+    else:
+        gap = row.get("gap")
+        is_small = row.get("operations", 0) <= _SMALL
+        row["met"] = meets(
+            gap is not None and gap <= row["options"]["gap"],
+            row.get("gap_s", float("inf")) <= _SMALL_S if is_small else None,
+        )
+    record.add("traced", row, _cells(row))
+
+
+def _cells(row: Row) -> tuple[object, ...]:
+    note = row.get("failure", "")
+    if row["status"] == "INFEASIBLE":
+        proof = "proved" if row["proved"] else "not proved"
+        smallest = row["smallest_peak_bytes"] / row["baseline_peak_bytes"]
+        note = f"{proof}; smallest peak {percent(smallest, 1)}"
+    elif row["budget"] == "min" and (bound := row["stats"].get("peak_bound_bytes")):
+        note = f"peak at least {percent(bound / row['baseline_peak_bytes'], 1)}"
+    share = row["peak_bytes"] / row["baseline_peak_bytes"] if "peak_bytes" in row else None
+    return (
+        row["graph"], row["budget"], percent(share, 1),
+        percent(row.get("overhead")), percent(row.get("gap")), row.get("bound_scope"),
+        row["status"], row.get("operations"), row.get("slots"), row.get("rows"),
+        decimal(row.get("first_schedule_s")), decimal(row.get("gap_s")),
+        decimal(row.get("seconds")), mib(row.get("peak_rss_bytes")), row["met"], note,
+    )  # fmt: skip

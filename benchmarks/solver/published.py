@@ -1,0 +1,109 @@
+"""Sections `published` and `random`: the published graphs beside published results."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from benchmarks.report import Row
+from benchmarks.solver import jobs
+from benchmarks.solver.record import Record, decimal, meets, percent
+
+_CHECKMATE = {
+    "CM1": {"90%": 0.029, "80%": 0.136, "70%": 0.892},
+    "CM2": {"90%": 0.11, "80%": 0.30, "70%": 0.65, "50%": 1.73, "30%": 4.35},
+}
+"""Extra time in percent at most, within `_CHECKMATE_S` and proved to `_CHECKMATE_GAP`."""
+
+_CHECKMATE_S = 10.0
+_CHECKMATE_GAP = 5e-4
+
+_RANDOM_BUDGETS = ("90%", "80%", "70%", "60%", "50%", "40%")
+_REORDERED = {
+    "RL1": {"90%": 0.0, "80%": 0.3},
+    "RL2": {"90%": 0.0, "80%": 0.0, "70%": 2.6},
+    "RL3": {"90%": 0.03, "80%": 2.3},
+    "RL4": {"90%": 0.4, "80%": 2.5, "70%": 7.4},
+}
+"""FastSA (NeurIPS 2023), which reorders."""
+
+_ANY = {("RL1", "70%"), ("RL3", "70%")}
+"""FastSA finds nothing within these budgets: any schedule is better."""
+
+_FIXED = {
+    "RL1": {"90%": 0.8, "80%": 2.3},
+    "RL2": {"90%": 0.9, "80%": 4.9},
+    "RL3": {"90%": 0.7, "80%": 3.4},
+    "RL4": {"90%": 0.7, "80%": 3.4},
+}
+"""Moccasin (ICML 2023), in the order of the file."""
+
+_COLUMNS = (
+    ("graph", -5), ("order", -5), ("budget", 6), ("gap asked", 9), ("extra time", 10),
+    ("gap", 8), ("bound", -6), ("status", -10), ("seconds", 8), ("target", 7), ("met", 4),
+)  # fmt: skip
+
+
+def published(record: Record, options: Namespace) -> None:
+    """CM1 and CM2 in their order: extra time, proof and seconds."""
+    record.begin("published", "Checkmate's graphs, in their order", _COLUMNS)
+    for name, targets in _CHECKMATE.items():
+        for gap in options.gaps:
+            for budget, target in targets.items():
+                record.progress(f"published {name} {budget} gap {gap:g}")
+                row = jobs.solve(
+                    jobs.published(options.instances, name),
+                    budget,
+                    gap=gap,
+                    time_limit=min(options.time_limit, 0.95 * _CHECKMATE_S),
+                    order="off",
+                )
+                row["met"] = meets(
+                    _at_most(row, target, 3 if name == "CM1" else 2),
+                    _proved(row, _CHECKMATE_GAP),
+                    row.get("seconds", float("inf")) < _CHECKMATE_S,
+                )
+                _add(record, "published", row | {"graph": name, "target_percent": target})
+
+
+def layered(record: Record, options: Namespace) -> None:
+    """RL1 to RL4, with the order searched and in the file's."""
+    record.begin("random", "random layered graphs", _COLUMNS)
+    for name in ("RL1", "RL2", "RL3", "RL4"):
+        limit_s = min(options.time_limit, 180.0 if name == "RL4" else 60.0)
+        for order, targets in (("on", _REORDERED), ("off", _FIXED)):
+            for budget in _RANDOM_BUDGETS:
+                record.progress(f"random {name} {budget} order {order}")
+                row = jobs.solve(
+                    jobs.published(options.instances, name),
+                    budget,
+                    gap=0.005,
+                    time_limit=limit_s,
+                    order=order,
+                )
+                target = targets[name].get(budget)
+                is_any = order == "on" and (name, budget) in _ANY
+                row["met"] = meets(
+                    None if target is None else _at_most(row, target, 2 if target < 0.1 else 1),
+                    "overhead" in row if is_any else None,
+                )
+                shown = "any" if is_any else target
+                _add(record, "random", row | {"graph": name, "target_percent": shown})
+
+
+def _at_most(row: Row, target_percent: float, decimals: int) -> bool:
+    """Whether the extra time, rounded as the target is, is no more than it."""
+    return "overhead" in row and round(100 * row["overhead"], decimals) <= target_percent
+
+
+def _proved(row: Row, gap: float) -> bool:
+    return row.get("gap") is not None and row["gap"] <= gap
+
+
+def _add(record: Record, section: str, row: Row) -> None:
+    options = row["options"] or {}
+    cells = (
+        row["graph"], options.get("order"), row["budget"], percent(options.get("gap"), 3),
+        percent(row.get("overhead"), 3), percent(row.get("gap"), 3), row.get("bound_scope"),
+        row["status"], decimal(row.get("seconds")), row["target_percent"], row["met"],
+    )  # fmt: skip
+    record.add(section, row, cells)

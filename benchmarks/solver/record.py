@@ -1,0 +1,94 @@
+"""Rows as they come: printed as a table, and written to the dated result after every one."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import report
+from benchmarks.report import Row
+
+Columns = Sequence[tuple[str, int]]
+"""Titles with their widths; a negative width aligns to the left."""
+
+
+class Record:
+    """A result that grows. Without a folder it is printed only."""
+
+    def __init__(self, folder: Path | None, name: str, head: dict[str, Any]) -> None:
+        self.folder = folder
+        self.name = name
+        self.result: dict[str, Any] = {**head, "sections": {}}
+        self.path: Path | None = None
+        self._columns: Columns = ()
+        self._began = time.monotonic()
+
+    def begin(self, section: str, title: str, columns: Columns) -> None:
+        """A new section with its table."""
+        self.result["sections"].setdefault(section, [])
+        self._columns = columns
+        print(f"\n{section}: {title}")
+        self._print([name for name, _ in columns])
+
+    def add(self, section: str, row: Row, cells: Sequence[object]) -> None:
+        """One more row: what is written, and what is printed of it."""
+        self.result["sections"][section].append(row)
+        self.line(cells)
+        self._write()
+
+    def line(self, cells: Sequence[object]) -> None:
+        """A line of the table that is in no row of the result."""
+        self._print([shown(cell) for cell in cells])
+
+    def note(self, section: str, key: str, facts: object) -> None:
+        """A fact about a whole section."""
+        self.result.setdefault("summaries", {}).setdefault(section, {})[key] = facts
+        self._write()
+
+    def progress(self, text: str) -> None:
+        """A line on stderr: what runs now."""
+        print(f"[{time.monotonic() - self._began:6.0f} s] {text}", file=sys.stderr, flush=True)
+
+    def _print(self, cells: Sequence[str]) -> None:
+        line = "  ".join(
+            f"{cell:<{-width}}" if width < 0 else f"{cell:>{width}}"
+            for cell, (_, width) in zip(cells, self._columns, strict=True)
+        )
+        print(line.rstrip(), flush=True)
+
+    def _write(self) -> None:
+        if self.folder is not None:
+            self.path = report.write(self.folder, self.name, self.result)
+
+
+def shown(cell: object) -> str:
+    """A cell as text: nothing for None, yes or no for a verdict."""
+    if cell is None:
+        return ""
+    if isinstance(cell, bool):
+        return "yes" if cell else "NO"
+    return str(cell)
+
+
+def percent(share: float | None, decimals: int = 2) -> str | None:
+    """A share as a percentage."""
+    return None if share is None else f"{100 * share:.{decimals}f}%"
+
+
+def decimal(number: float | None, decimals: int = 1) -> str | None:
+    """A number with so many decimals."""
+    return None if number is None else f"{number:.{decimals}f}"
+
+
+def mib(size_bytes: float | None) -> str | None:
+    """Bytes as MiB."""
+    return None if size_bytes is None else f"{size_bytes / 2**20:.0f}"
+
+
+def meets(*conditions: bool | None) -> bool | None:
+    """Whether all conditions that apply hold; None where none applies."""
+    known = [condition for condition in conditions if condition is not None]
+    return all(known) if known else None

@@ -1,0 +1,120 @@
+"""One solve in a process of its own: a job as JSON on stdin, a row as JSON on stdout.
+
+A process of its own so that its memory is the solve's, and so that a crash loses one row. It
+imports no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import remat
+from benchmarks.instances import load
+from remat.budget import parse_budget
+from remat.progress import Progress
+
+
+def main() -> int:
+    """Read the job, solve, print the row."""
+    job = json.load(sys.stdin)
+    row = solved(graph_of(job), job["budget"], job["options"])
+    print(json.dumps(row))
+    return 0
+
+
+def graph_of(job: dict[str, Any]) -> remat.Graph:
+    """The graph of a job: a traced one or a published one."""
+    if "trace" in job:
+        return remat.Trace.load(job["trace"]).graph()
+    return load(Path(job["instances"]), job["name"])
+
+
+def strategy_of(options: dict[str, Any]) -> remat.Auto:
+    """`remat.Auto` with these options. Raises `ValueError` for one that it does not have."""
+    known = {field.name for field in dataclasses.fields(remat.Auto)}
+    if options.get("order") == "off" and "order" not in known:  # it has no order search yet
+        options = {name: given for name, given in options.items() if name != "order"}
+    if unknown := set(options) - known:
+        raise ValueError(f"remat.Auto has no option {', '.join(sorted(unknown))}")
+    return remat.Auto(**options)
+
+
+def solved(graph: remat.Graph, budget: str | int, options: dict[str, Any]) -> dict[str, Any]:
+    """A row: the plan or why there is none, with what it took."""
+    baseline_bytes = remat.simulate(graph, remat.Schedule.keep_all(graph)).peak_bytes
+    row: dict[str, Any] = {
+        "budget": budget,
+        "budget_bytes": parse_budget(budget, baseline_bytes=baseline_bytes),
+        "baseline_peak_bytes": baseline_bytes,
+        "constant_bytes": graph.constant_bytes,
+        "operations": len(graph),
+        "options": options,
+    }
+    try:
+        strategy = strategy_of(options)
+    except ValueError as error:
+        return row | {"status": "not run", "failure": str(error)}
+    before_bytes = memory_bytes()
+    began = time.perf_counter()
+    marks: dict[str, float] = {}
+
+    def mark(told: Progress) -> None:
+        if told.phase == "cost" and told.incumbent is not None:
+            marks.setdefault("first_schedule_s", time.perf_counter() - began)
+            if told.gap is not None and told.gap <= strategy.gap:
+                marks.setdefault("gap_s", time.perf_counter() - began)
+
+    try:
+        found = _facts(remat.solve(graph, budget, strategy, progress=mark))
+    except remat.InfeasibleBudget as error:
+        found = {
+            "status": "INFEASIBLE",
+            "smallest_peak_bytes": error.min_feasible_bytes,
+            "proved": getattr(error, "proved", "is proved infeasible" in str(error)),
+            "message": str(error),
+        }
+    except remat.SolverTimeout as error:
+        found = {"status": "TIMEOUT", "message": str(error)}
+    seconds = time.perf_counter() - began
+    if "overhead" in found:
+        marks = {"first_schedule_s": seconds, "gap_s": seconds} | marks
+    memory = {"peak_rss_bytes": memory_bytes(), "loaded_rss_bytes": before_bytes}
+    return row | found | marks | {"seconds": seconds} | memory
+
+
+def _facts(plan: remat.Plan) -> dict[str, Any]:
+    return {
+        "status": plan.status.name,
+        "budget_bytes": plan.budget_bytes,
+        "peak_bytes": plan.peak_bytes,
+        "overhead": plan.overhead,
+        "lower_bound": plan.lower_bound,
+        "gap": plan.gap,
+        "bound_scope": plan.bound_scope,
+        "recomputations": len(plan.schedule) - len(plan.graph),
+        "slots": plan.stats.get("slots", 0),
+        "rows": plan.stats.get("rows", 0),
+        "stats": dict(plan.stats),
+    }
+
+
+def memory_bytes() -> int:
+    """The most resident memory of this process so far. `ru_maxrss` alone would count the parent's
+    at the time of the fork, so Linux is asked for the program's own high-water mark."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    scale = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,247 @@
+"""Training graphs of real architectures at real sizes, traced without a number computed.
+
+    python -m benchmarks.traced                          # all of them, into the cache
+    python -m benchmarks.traced --models gpt12 unet --fresh
+
+Models and batches are fake tensors: shapes without storage, so that the largest needs no more
+memory than its graph. Costs come from a roofline. Traces are kept as JSON in a cache folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses import FakeTensorMode
+
+import remat
+from benchmarks.networks import DenseNet, SegmentationUNet
+from benchmarks.workloads import WithLoss
+
+Example = tuple[nn.Module, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Source:
+    """How a model and its batch are made, and what size they have, in words."""
+
+    size: str
+    make: Callable[[], Example]
+
+
+def _tokens(vocabulary: int, *shape: int) -> torch.Tensor:
+    return torch.randint(0, vocabulary, shape)
+
+
+def _images(rows: int, side: int) -> dict[str, torch.Tensor]:
+    return {
+        "pixel_values": torch.randn(rows, 3, side, side),
+        "labels": torch.randint(0, 1000, (rows,)),
+    }
+
+
+def _gpt(layers: int, rows: int = 4, tokens: int = 1024) -> Source:
+    def make() -> Example:
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        config = GPT2Config(n_layer=layers, n_positions=tokens, use_cache=False)
+        ids = _tokens(config.vocab_size, rows, tokens)
+        return GPT2LMHeadModel(config), {"input_ids": ids, "labels": ids}
+
+    return Source(
+        f"GPT-2, {layers} layers of width 768, batch {rows} x {tokens} tokens, dropout 0.1", make
+    )
+
+
+def _llama(layers: int, width: int, rows: int, tokens: int) -> Source:
+    def make() -> Example:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        config = LlamaConfig(
+            num_hidden_layers=layers, hidden_size=width, intermediate_size=width * 11 // 4,
+            num_attention_heads=width // 64, num_key_value_heads=width // 512, use_cache=False,
+        )  # fmt: skip
+        ids = _tokens(config.vocab_size, rows, tokens)
+        return LlamaForCausalLM(config), {"input_ids": ids, "labels": ids}
+
+    return Source(f"Llama, {layers} layers of width {width}, batch {rows} x {tokens} tokens", make)
+
+
+def _t5(layers: int, rows: int, tokens: int) -> Source:
+    def make() -> Example:
+        from transformers import T5Config, T5ForConditionalGeneration
+
+        config = T5Config(
+            num_layers=layers, num_decoder_layers=layers, d_model=768, d_ff=3072, num_heads=12,
+            use_cache=False,
+        )  # fmt: skip
+        ids = _tokens(config.vocab_size, rows, tokens)
+        # With labels alone, the model looks at their values to mask some out.
+        return T5ForConditionalGeneration(config), {
+            "input_ids": ids, "decoder_input_ids": ids, "labels": ids,
+        }  # fmt: skip
+
+    return Source(
+        f"T5 base, {layers} + {layers} layers of width 768, batch {rows} x {tokens} tokens, "
+        "dropout 0.1",
+        make,
+    )
+
+
+def _resnet(depths: Sequence[int], rows: int, side: int) -> Source:
+    def make() -> Example:
+        from transformers import ResNetConfig, ResNetForImageClassification
+
+        config = ResNetConfig(depths=list(depths), layer_type="bottleneck")
+        config.num_labels = 1000
+        return ResNetForImageClassification(config), _images(rows, side)
+
+    return Source(f"bottleneck layers {list(depths)}, batch {rows} x 3 x {side} x {side}", make)
+
+
+def _swin(rows: int) -> Source:
+    def make() -> Example:
+        from transformers import SwinConfig, SwinForImageClassification
+
+        config = SwinConfig(embed_dim=128, depths=[2, 2, 18, 2], num_heads=[4, 8, 16, 32])
+        config.num_labels = 1000
+        return SwinForImageClassification(config), _images(rows, 224)
+
+    return Source(f"Swin base, layers [2, 2, 18, 2], batch {rows} x 3 x 224 x 224", make)
+
+
+def _unet(rows: int, side: int) -> Source:
+    def make() -> Example:
+        from diffusers import UNet2DModel
+
+        model = UNet2DModel(
+            sample_size=side, in_channels=3, out_channels=3, layers_per_block=2,
+            block_out_channels=(128, 256, 512, 512),
+            down_block_types=("DownBlock2D", "DownBlock2D", "AttnDownBlock2D", "DownBlock2D"),
+            up_block_types=("UpBlock2D", "AttnUpBlock2D", "UpBlock2D", "UpBlock2D"),
+        )  # fmt: skip
+        image = torch.randn(rows, 3, side, side)
+        steps = torch.randint(0, 1000, (rows,))
+        return WithLoss(model), {"noisy": image, "steps": steps, "noise": torch.randn_like(image)}
+
+    return Source(
+        f"diffusion U-Net, widths [128, 256, 512, 512], batch {rows} x 3 x {side} x {side}", make
+    )
+
+
+def _segmentation(rows: int, side: int) -> Source:
+    def make() -> Example:
+        labels = torch.randint(0, 21, (rows, side, side))
+        return SegmentationUNet(), {
+            "pixel_values": torch.randn(rows, 3, side, side), "labels": labels,
+        }  # fmt: skip
+
+    return Source(f"segmentation U-Net, width 64, batch {rows} x 3 x {side} x {side}", make)
+
+
+def _densenet(rows: int) -> Source:
+    return Source(
+        f"DenseNet-121, growth 32, batch {rows} x 3 x 224 x 224",
+        lambda: (DenseNet(), _images(rows, 224)),
+    )
+
+
+SOURCES: dict[str, Source] = {
+    "gpt12": _gpt(12),
+    "resnet50": _resnet((3, 4, 6, 3), 32, 224),
+    "unet": _unet(16, 64),
+    "gpt48": _gpt(48),
+    "t5": _t5(12, 8, 512),
+    "llama32": _llama(32, 2048, 2, 2048),
+    "swin": _swin(32),
+    "densenet121": _densenet(32),
+    "resnet152": _resnet((3, 8, 36, 3), 32, 224),
+    "unet_segmentation": _segmentation(8, 256),
+    "gpt96": _gpt(96),
+    "gpt_10000": _gpt(132),
+}
+
+
+def trace(name: str, costs: str = "h200") -> remat.Trace:
+    """The training step of a named model, with roofline costs."""
+    with FakeTensorMode():
+        model, batch = SOURCES[name].make()
+    return remat.measure(remat.trace(model.train(), (), batch), remat.Roofline(costs))
+
+
+def default_cache() -> Path:
+    """The user's cache folder."""
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "remat-benchmarks"
+
+
+def tracer() -> str:
+    """A digest of the code that traces and prices, and of torch's version."""
+    digest = hashlib.sha256(torch.__version__.encode())
+    package = Path(remat.__file__).parent
+    for file in (*sorted(package.glob("frontend/*.py")), package / "roofline.py", Path(__file__)):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def cached(
+    name: str, folder: Path, fresh: bool = False, costs: str = "h200"
+) -> tuple[Path, dict[str, Any]]:
+    """The trace's file and facts about it: operations, peak, seconds that tracing took. Traced now
+    where the file is not there; `outdated` says that other code than today's has traced it."""
+    path, about = folder / f"{name}.trace.json", folder / f"{name}.about.json"
+    if fresh or not (path.exists() and about.exists()):
+        folder.mkdir(parents=True, exist_ok=True)
+        began = time.perf_counter()
+        found = trace(name, costs)
+        trace_s = time.perf_counter() - began
+        found.save(path)
+        graph = found.graph()
+        peak_bytes = remat.simulate(graph, remat.Schedule.keep_all(graph)).peak_bytes
+        facts = {
+            "model": name,
+            "size": SOURCES[name].size,
+            "costs": costs,
+            "operations": len(graph),
+            "trace_s": round(trace_s, 2),
+            "baseline_peak_bytes": peak_bytes,
+            "constant_bytes": graph.constant_bytes,
+            "tracer": tracer(),
+        }
+        about.write_text(json.dumps(facts, indent=1) + "\n")
+    facts = json.loads(about.read_text())
+    return path, facts | {"outdated": facts["tracer"] != tracer()}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Trace what is not in the cache yet; one line for each model."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.traced", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--models", nargs="+", choices=list(SOURCES), default=list(SOURCES))
+    parser.add_argument("--cache", type=Path, default=default_cache(), help="folder of the traces")
+    parser.add_argument("--fresh", action="store_true", help="trace anew what is there")
+    options = parser.parse_args(argv)
+    print(f"{'model':<18} {'operations':>10} {'trace s':>8} {'peak GiB':>9}  size")
+    for name in options.models:
+        _, facts = cached(name, options.cache, options.fresh)
+        peak_gib = facts["baseline_peak_bytes"] / 2**30
+        old = "  (by other code; --fresh traces anew)" if facts["outdated"] else ""
+        print(
+            f"{name:<18} {facts['operations']:>10} {facts['trace_s']:>8.1f} {peak_gib:>9.2f}  "
+            f"{facts['size']}{old}",
+            flush=True,
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
