@@ -39,7 +39,8 @@ class Operation:
     """One kernel call: consumes `inputs`, produces `outputs` (indices into `Graph.values`).
 
     `workspace_bytes` are held only while it runs. `recomputable=False` means that it runs exactly
-    once. `module` is the path of the module it belongs to, or "".
+    once. `module` is the path of the module it belongs to, or "". `sequenced` operations draw
+    random numbers or touch a buffer that changes: in any order of the graph, they keep theirs.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Operation:
     backward: bool = False
     recomputable: bool = True
     module: str = ""
+    sequenced: bool = False
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ class OperationRecord(Record):
     backward: bool
     recomputable: bool
     module: str
+    sequenced: bool = False
 
 
 class GraphRecord(Record):
@@ -63,6 +64,7 @@ class GraphRecord(Record):
                     backward=o.backward,
                     recomputable=o.recomputable,
                     module=o.module,
+                    sequenced=o.sequenced,
                 )
                 for o in graph.operations
             ),
@@ -85,6 +87,7 @@ class GraphRecord(Record):
                     backward=o.backward,
                     recomputable=o.recomputable,
                     module=o.module,
+                    sequenced=o.sequenced,
                 )
                 for o in self.operations
             ),

@@ -223,6 +223,7 @@ def _build_graph(trace: Trace) -> Graph:
 
     operations: list[Operation] = []
     boundary = 0
+    changing = {r.storage for node in trace.nodes for r in node.results} & constants
     for node in trace.operations:
         if node is None:
             boundary = len(operations)
@@ -242,6 +243,7 @@ def _build_graph(trace: Trace) -> Graph:
                 backward=node.backward,
                 recomputable=node.recomputable,
                 module=node.module,
+                sequenced=node.seeded or not changing.isdisjoint({*read, *written}),
             )
         )
     held = held_storages(trace)

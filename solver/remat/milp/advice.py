@@ -1,18 +1,20 @@
-"""What to keep, as the relaxations at single moments see it, and the bound that comes with it.
+"""What to keep, as the relaxations at moments see it, and the bound that comes with it.
 
-See `remat.milp.moment`. A heuristic that keeps what the best moment holds is often optimal at
-once. Where it is not, the recomputations after the moment lack room: advice for a somewhat smaller
-budget leaves them some.
+See `remat.milp.moment`. A heuristic that keeps what the best single moment holds is often optimal
+at once. Where it is not, the recomputations after the moment lack room. There are two remedies:
+advice for a somewhat smaller budget, which leaves them some (`Advisor.advice`), and more moments,
+added one by one where the schedule that the relaxation implies does not fit (`Advisor.pursue`).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from remat.graph import Graph
 from remat.milp import moment
-from remat.milp.moment import Moment
+from remat.milp.eviction import Advice
+from remat.milp.moment import Moments
 from remat.schedule import Schedule
 from remat.simulate import simulate
 
@@ -25,13 +27,14 @@ _HOLD = 1e-3
 
 _INTEGRAL_SHARE = 0.15
 _INTEGRAL_S = 15.0
+_MOST_MOMENTS = 8
 
 
 class Advisor:
     """Bound and advice for one budget, computed as they are asked for.
 
-    `bound_s` holds for every schedule of the order and grows as `advice` is drawn; `gap` is to what
-    relative gap the integer program is solved, `deadline` (of `time.monotonic`) when to stop.
+    `bound_s` holds for every schedule of the order and grows as advice is drawn; `gap` is to what
+    relative gap the integer programs are solved, `deadline` (of `time.monotonic`) when to stop.
     """
 
     def __init__(
@@ -50,50 +53,115 @@ class Advisor:
         self._stop = stop
         during_bytes = simulate(graph, Schedule.keep_all(graph)).during_bytes
         self._range_bytes = max(during_bytes, default=0) - graph.constant_bytes
-        self._moments: list[Moment] = []
+        self._singles: list[Moments] = []
         for operation in moment.candidates(during_bytes, budget_bytes, _PIECES):
-            if self._moments and stop():
+            if self._singles and stop():
                 break
-            found = moment.at(graph, budget_bytes, operation)
+            found = moment.linear(graph, budget_bytes, [operation])
             if found is not None:
-                self._moments.append(found)
-        self._moments.sort(key=lambda found: -found.bound_s)
-        self.bound_s = max((m.bound_s for m in self._moments), default=graph.total_cost_s)
+                self._singles.append(found)
+        self._singles.sort(key=lambda found: -found.bound_s)
+        self.bound_s = max((m.bound_s for m in self._singles), default=graph.total_cost_s)
 
-    def advice(self) -> Iterator[list[float]]:
-        """Weights for `evict`, the most promising first."""
-        best = self._moments[:2]
+    def advice(self) -> Iterator[Advice]:
+        """Advice for `evict` from single moments, the most promising first."""
+        best = self._singles[:2]
         for found in best[:1]:
-            yield self._weights(found)
-            exact = self._integral(found)
+            yield _advice(found)
+            limit = min(_INTEGRAL_S, _INTEGRAL_SHARE * (self._deadline - time.monotonic()))
+            exact = self._integral(found.operations, limit, None, self._stop)
             if exact is not None:
-                self.bound_s = max(self.bound_s, exact.bound_s)
-                yield self._weights(exact)
+                yield _advice(exact)
         for slack in _SLACKS:
             for found in best:
                 if self._stop():
                     return
                 smaller = self._budget_bytes - int(slack * self._range_bytes)
-                tighter = moment.at(self._graph, smaller, found.operation)
+                tighter = moment.linear(self._graph, smaller, found.operations)
                 if tighter is not None:
-                    yield self._weights(tighter)
+                    yield _advice(tighter)
 
-    def _integral(self, found: Moment) -> Moment | None:
-        left = self._deadline - time.monotonic()
-        limit = min(_INTEGRAL_S, _INTEGRAL_SHARE * left)
-        if limit <= 0 or self._stop():
+    def pursue(
+        self, known: Callable[[], Schedule], time_limit: float, stop: Callable[[], bool]
+    ) -> Iterator[Advice]:
+        """Advice from more and more moments, each where the last advice would not fit.
+
+        `known` is asked for the best schedule so far; one program takes `time_limit` seconds at
+        most. Ends when the advice fits at every moment.
+        """
+        operations = list(self._singles[0].operations) if self._singles else []
+        while 0 < len(operations) < _MOST_MOMENTS and not stop():
+            found = self._integral(operations, time_limit, known(), stop)
+            if found is None:
+                return
+            yield _advice(found)
+            worst = self._worst(found)
+            if worst is None or worst in operations:
+                return
+            operations.append(worst)
+
+    def _integral(
+        self,
+        operations: Sequence[int],
+        time_limit: float,
+        known: Schedule | None,
+        stop: Callable[[], bool],
+    ) -> Moments | None:
+        limit = min(time_limit, self._deadline - time.monotonic())
+        if limit <= 0 or stop():
             return None
-        return moment.integral(
+        found = moment.integral(
             self._graph,
             self._budget_bytes,
-            found.operation,
+            operations,
             gap=self._gap / 5,
             time_limit=limit,
-            cancelled=self._stop,
+            known=known,
+            cancelled=stop,
         )
+        if found is not None:
+            self.bound_s = max(self.bound_s, found.bound_s)
+        return found
 
-    def _weights(self, found: Moment) -> list[float]:
-        weights = [1.0] * len(self._graph.values)
-        for value, share in found.held.items():
-            weights[value] = _HOLD**share
-        return weights
+    def _worst(self, found: Moments) -> int | None:
+        """The first run at which memory is most over the budget if the advice is followed."""
+        graph = self._graph
+        schedule = _followed(graph, found)
+        during_bytes = simulate(graph, schedule).during_bytes
+        seen: set[int] = set()
+        worst, most_bytes = None, self._budget_bytes
+        for run, op in enumerate(schedule.runs):
+            if op not in seen and during_bytes[run] > most_bytes:
+                worst, most_bytes = op, during_bytes[run]
+            seen.add(op)
+        return worst
+
+
+def _followed(graph: Graph, found: Moments) -> Schedule:
+    """The schedule that holds what the moments hold, and makes the rest again when it is read."""
+    there: set[int] = set()
+    runs: list[int] = []
+    held = dict(zip(found.operations, found.held, strict=True))
+    for stage in range(len(graph)):
+        again: set[int] = set()
+        stack = [stage]
+        while stack:
+            for v in graph.operations[stack.pop()].inputs:
+                op = graph.producer[v]
+                if v not in there and op not in again:
+                    again.add(op)
+                    stack.append(op)
+        for op in (*sorted(again), stage):
+            runs.append(op)
+            there.update(graph.operations[op].outputs)
+        if stage in held:
+            kept = {v for v, share in held[stage].items() if share > 0.5}
+            there &= kept | graph.results | set(graph.operations[stage].outputs)
+    return Schedule.of(runs)
+
+
+def _advice(found: Moments) -> Advice:
+    return [
+        (op, {value: _HOLD**share for value, share in held.items()})
+        for op, held in zip(found.operations, found.held, strict=True)
+    ]

@@ -1,8 +1,12 @@
 """Run a model on a solver and say honestly what came of it.
 
-HiGHS is the default and the only one that starts from an incumbent, reports progress and can be
-cancelled. Any other solver that PuLP knows goes by its PuLP name ("PULP_CBC_CMD" or "CBC",
-"GUROBI", "CPLEX_PY", "SCIP_PY", ...).
+HiGHS is the default and the only one that reports progress and can be cancelled. Any other solver
+that PuLP knows goes by the name of its family or of PuLP's class: see `remat.milp.pulp_solvers`.
+
+PuLP's classes are taken at their word only where it can be true. Some call every solution optimal,
+some report a time limit, a refused licence or a program of theirs that never ran as "infeasible".
+So a claim to have finished does not count once the time is up, and a claim that there is no
+solution not where one is known.
 """
 
 from __future__ import annotations
@@ -16,11 +20,14 @@ from enum import Enum
 import pulp
 
 from remat.errors import SolverError
+from remat.milp import pulp_solvers
 from remat.milp.highs import BulkHiGHS, Report
 from remat.milp.model import Model
+from remat.milp.start import Values, is_solution, start_values
 from remat.schedule import Schedule
 
-_ALIASES = {"CBC": "PULP_CBC_CMD"}
+_TIME_IS_UP = 0.98
+"""A run that took this share of its time limit may have been stopped by it."""
 
 
 class Outcome(Enum):
@@ -61,13 +68,13 @@ def run(
     """Solve `model` to `gap` (relative) within `time_limit` seconds.
 
     `incumbent` is used where the slots can express it; `target` ends the solve at the first
-    solution that good. Raises `SolverError` if the solver is missing, unlicensed or fails.
+    solution that good (HiGHS only, as are `seed`, `report` and `cancelled`). Raises `SolverError`
+    if the solver is missing, unlicensed or fails.
     """
-    if solver == "HiGHS":
-        return _run_highs(
-            model, gap, time_limit, threads, seed, incumbent, target, report, cancelled
-        )
-    return _run_pulp(model, solver, gap, time_limit, threads)
+    start = None if incumbent is None else start_values(model, incumbent)
+    if not pulp_solvers.is_highs(solver):
+        return _run_pulp(model, solver, gap, time_limit, threads, start)
+    return _run_highs(model, gap, time_limit, threads, seed, start, target, report, cancelled)
 
 
 def _run_highs(
@@ -76,16 +83,11 @@ def _run_highs(
     time_limit: float,
     threads: int,
     seed: int,
-    incumbent: Schedule | None,
+    start: Values | None,
     target: float | None,
     report: Report | None,
     cancelled: Callable[[], bool] | None,
 ) -> Answer:
-    start = None
-    used = model.slots.locate(incumbent) if incumbent is not None else None
-    if used is not None:
-        chosen = set(used)
-        start = {run: float(slot in chosen) for slot, run in model.runs.items()}
     highs = BulkHiGHS(
         gap=gap,
         time_limit=time_limit,
@@ -96,7 +98,10 @@ def _run_highs(
         report=report,
         cancelled=cancelled,
     )
-    model.problem.solve(highs)
+    try:
+        model.problem.solve(highs)
+    except pulp.PulpSolverError as error:
+        raise SolverError(f"HiGHS failed: {error}") from error
     answer = highs.answer
     if answer is None:
         raise SolverError("HiGHS stopped without an answer")
@@ -111,35 +116,81 @@ def _run_highs(
     )
 
 
-def _run_pulp(model: Model, name: str, gap: float, time_limit: float, threads: int) -> Answer:
+def _run_pulp(
+    model: Model, name: str, gap: float, time_limit: float, threads: int, start: Values | None
+) -> Answer:
     began = time.monotonic()
+    backend = pulp_solvers.open_solver(
+        name, gap=gap, time_limit=time_limit, threads=threads, warm_start=start is not None
+    )
+    _make_constant_a_variable(model.problem)
+    for variable, value in (start or {}).items():
+        variable.varValue = value
     try:
         with warnings.catch_warnings():
-            # PuLP announces that its bundled CBC goes away in PuLP 4.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            backend = _pulp_solver(_ALIASES.get(name, name), gap, time_limit, threads)
+            # PuLP's own deprecations, and its remarks on options that a solver has not.
+            warnings.simplefilter("ignore")
             model.problem.solve(backend)
-    except pulp.PulpSolverError as error:
+        bound = pulp_solvers.bound(backend, model.problem)
+    except Exception as error:
+        # Each package has errors of its own, and a command that dies may leave half an answer.
         raise SolverError(
-            f'{name} failed: {error}; solver="HiGHS" needs no installation'
+            f"{name} ({backend.name}) stopped without an answer, {_words(error)}: check its "
+            f"installation and that its licence allows {model.columns:,} variables and "
+            f"{model.rows:,} rows; or {pulp_solvers.DEFAULT}"
         ) from error
+    finally:
+        getattr(backend, "close", lambda: None)()
+    seconds = time.monotonic() - began
     outcome = _outcome(model)
+    if outcome is Outcome.INFEASIBLE and start is not None and is_solution(model, start):
+        raise SolverError(
+            f"{name} ({backend.name}) says that there is no solution, but one is known: "
+            f"check its licence and installation, or {pulp_solvers.DEFAULT}"
+        )
+    if outcome is not Outcome.FEASIBLE and (
+        outcome is Outcome.UNKNOWN or seconds > _TIME_IS_UP * time_limit
+    ):
+        outcome = Outcome.FEASIBLE if _is_solved(model) else Outcome.UNKNOWN
     objective = None
     if outcome in (Outcome.OPTIMAL, Outcome.FEASIBLE):
         objective = _objective(model)
-    bound = None
-    if outcome is Outcome.OPTIMAL and objective is not None:
-        # PuLP passes no bound on; that the solver stopped within the gap proves this one.
-        bound = objective - gap * abs(objective)
+    if bound is None and outcome is Outcome.OPTIMAL and objective is not None:
+        # That the solver stopped within the gap proves this one.
+        bound = objective - max(gap, pulp_solvers.LEAST_GAP) * abs(objective)
+    if bound is not None and objective is not None:
+        bound = min(bound, objective)
     return Answer(
         outcome=outcome,
         schedule=_schedule(model) if objective is not None else None,
         objective=objective,
         bound=bound,
         nodes=0,
-        seconds=time.monotonic() - began,
+        seconds=seconds,
         message=pulp.LpStatus[model.problem.status],
     )
+
+
+def _make_constant_a_variable(problem: pulp.LpProblem) -> None:
+    """Most of PuLP's classes drop the objective's constant, on which gap and bound depend."""
+    objective = problem.objective
+    if objective is None or not objective.constant:
+        return
+    one = problem.add_variable("one", 1, 1)
+    costs = {**objective, one: objective.constant}
+    problem.setObjective(pulp.LpAffineExpression(costs))
+    one.varValue = 1.0
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def _is_solved(model: Model) -> bool:
+    """Whether the variables have values that are a solution."""
+    found = {v: v.varValue for v in model.problem.variables()}
+    known = {v: float(value) for v, value in found.items() if value is not None}
+    return len(known) == len(found) and is_solution(model, known)
 
 
 def _objective(model: Model) -> float:
@@ -147,27 +198,6 @@ def _objective(model: Model) -> float:
     if not isinstance(value, float | int):
         raise SolverError("the solver claims a solution but returned no values")
     return float(value)
-
-
-def _pulp_solver(name: str, gap: float, time_limit: float, threads: int) -> pulp.LpSolver:
-    known = pulp.listSolvers()
-    if name not in known:
-        raise SolverError(f"no solver is called {name!r}; PuLP knows {', '.join(known)}, CBC")
-    remedy = (
-        f'{name} is not available here: install it (and its licence), or use solver="HiGHS", '
-        "which comes with remat"
-    )
-    try:
-        backend = pulp.getSolver(name, msg=False, gapRel=gap, timeLimit=time_limit, threads=threads)
-        available = backend.available()
-    except TypeError:
-        backend = pulp.getSolver(name, msg=False, timeLimit=time_limit)
-        available = backend.available()
-    except (pulp.PulpSolverError, ImportError, OSError) as error:
-        raise SolverError(remedy) from error
-    if not available:
-        raise SolverError(remedy)
-    return backend
 
 
 def _outcome(model: Model) -> Outcome:

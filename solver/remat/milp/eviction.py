@@ -14,16 +14,21 @@ Deterministic: every limit is a number of runs.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from remat.graph import Graph
 from remat.schedule import Schedule
 
 MAX_RUNS = 8
-"""An attempt is given up when it has run this many times the graph's operations."""
+LARGE, MAX_RUNS_LARGE = 2_000, 3
+"""An attempt is given up when it has run this many times the graph's operations, or this many on
+graphs of more than `LARGE` operations, where it takes seconds."""
 
 _INFINITE = float("inf")
+
+Advice = Sequence[tuple[int, Mapping[int, float]]]
+"""Up to which operation, and by what the scores of some values are multiplied until then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +62,13 @@ def evict(
     budget_bytes: int,
     rule: Rule = RULES[0],
     weights: Sequence[float] | None = None,
+    advice: Advice = (),
 ) -> Schedule | None:
     """A schedule with a peak of at most `budget_bytes`, constant memory included, or None.
 
     `weights` multiply the scores of the values: a large one is thrown out sooner.
     """
-    attempt = _Attempt(graph, budget_bytes - graph.constant_bytes, rule, weights)
+    attempt = _Attempt(graph, budget_bytes - graph.constant_bytes, rule, weights, advice)
     return Schedule.of(attempt.runs) if attempt.succeeds() else None
 
 
@@ -70,7 +76,12 @@ class _Attempt:
     """One walk over the graph; the state is what is in memory now."""
 
     def __init__(
-        self, graph: Graph, room_bytes: int, rule: Rule, weights: Sequence[float] | None
+        self,
+        graph: Graph,
+        room_bytes: int,
+        rule: Rule,
+        weights: Sequence[float] | None,
+        advice: Advice,
     ) -> None:
         self.graph = graph
         self.rule = rule
@@ -79,6 +90,10 @@ class _Attempt:
         self.worth = [size**rule.size for size in self.size]
         if weights is not None:
             self.worth = [x * w for x, w in zip(self.worth, weights, strict=True)]
+        self.unadvised = self.worth
+        self.advice = sorted(advice, key=lambda piece: -piece[0])
+        self.until = -1
+        """The stage up to which the present advice holds."""
         self.is_result = [False] * len(self.size)
         for v in graph.results:
             self.is_result[v] = True
@@ -99,8 +114,11 @@ class _Attempt:
 
     def succeeds(self) -> bool:
         """Whether the walk came to its end; `runs` then holds the sequence."""
-        limit = MAX_RUNS * len(self.graph) + 100
+        count = len(self.graph)
+        limit = (MAX_RUNS if count <= LARGE else MAX_RUNS_LARGE) * count + 100
         for stage in range(len(self.graph)):
+            if stage > self.until:
+                self._take_advice()
             plan = self._plan(stage)
             if plan is None or len(self.runs) + len(plan) > limit:
                 return False
@@ -111,6 +129,16 @@ class _Attempt:
                 if not self._run(op, stage):
                     return False
         return True
+
+    def _take_advice(self) -> None:
+        """The next piece of advice, or none after the last."""
+        self.worth = self.unadvised
+        self.until = len(self.graph)
+        if self.advice:
+            self.until, factors = self.advice.pop()
+            self.worth = list(self.worth)
+            for value, factor in factors.items():
+                self.worth[value] *= factor
 
     def _plan(self, stage: int) -> list[int] | None:
         """The operations to run, in order, so that `stage` can: itself last."""

@@ -16,9 +16,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from remat.graph import Graph
-from remat.milp.eviction import RULES, Rule, evict
+from remat.milp.eviction import RULES, Advice, Rule, evict
 from remat.schedule import Schedule
 from remat.simulate import measure
 
@@ -30,7 +31,7 @@ times the graph's."""
 POLISH = 60_000
 """Operations that `polish` may simulate, all trials together."""
 
-_ADVISED = (Rule(), Rule(cost=2.0), Rule(idle=0.6))
+ADVISED = (Rule(), Rule(cost=2.0), Rule(idle=0.6))
 """The rules that take advice best."""
 
 _SPREADS = (0.2, 0.5, 1.0)
@@ -76,9 +77,9 @@ def smallest(
         best = min(best, Rated.of(graph, start), key=lambda rated: rated.peak_bytes)
     effort = _effort(graph) if effort is None else effort
     proposals = _Proposals(graph)
-    for rule, weights in proposals:
-        # A little less than now; then all there is to win; then halves.
-        low, attempt = target_bytes - 1, 0
+    for turn, (rule, weights, _) in enumerate(proposals):
+        # A little less than now (but for the first rule); all there is to win; then halves.
+        low, attempt = target_bytes - 1, int(turn == 0)
         while best.peak_bytes > target_bytes:
             step = max(1, int(best.peak_bytes * _STEP))
             if attempt and best.peak_bytes - low <= step:
@@ -93,7 +94,7 @@ def smallest(
             if schedule is not None:
                 best = Rated.of(graph, prune(graph, schedule))
                 proposals.accept()
-            elif attempt == 1:
+            elif attempt == 1 and turn:
                 break
             else:
                 low = budget
@@ -107,14 +108,14 @@ def fitting(
     budget_bytes: int,
     *,
     known: Sequence[Schedule] = (),
-    advice: Iterable[list[float]] = (),
+    advice: Iterable[Advice] = (),
     enough: Callable[[float], bool] = _not_yet,
     effort: int | None = None,
     stop: Callable[[], bool] = _never,
 ) -> list[Rated]:
     """Schedules with a peak of at most `budget_bytes`, the cheapest first; the best polished.
 
-    `known` are schedules to be judged with those that the search finds, `advice` are weights to try
+    `known` are schedules to be judged with those that the search finds, `advice` is tried
     first, `enough` says of a time in seconds that no better one is wanted. `stop` is heeded once
     there is something to return.
     """
@@ -123,10 +124,10 @@ def fitting(
     best_s = min((rated.time_s for rated in found.values()), default=float("inf"))
     effort = _effort(graph) if effort is None else effort
     proposals = _Proposals(graph, advice)
-    for turn, (rule, weights) in enumerate(proposals):
+    for turn, (rule, weights, piece) in enumerate(proposals):
         if enough(best_s) or effort <= 0 or (stop() and (found or turn >= len(RULES))):
             break
-        schedule = evict(graph, budget_bytes, rule, weights)
+        schedule = evict(graph, budget_bytes, rule, weights, piece)
         effort -= len(graph) if schedule is None else len(schedule)
         if schedule is None:
             continue
@@ -191,28 +192,29 @@ def polish(graph: Graph, schedule: Schedule, budget_bytes: int, effort: int = PO
 class _Proposals:
     """All advice, every rule, then random weights around the last accepted; without end."""
 
-    def __init__(self, graph: Graph, advice: Iterable[list[float]] = ()) -> None:
+    def __init__(self, graph: Graph, advice: Iterable[Advice] = ()) -> None:
         self._advice = advice
         self._random = np.random.default_rng(0)
         self._ones = np.ones(len(graph.values))
-        self._centre = self._last = (RULES[0], self._ones)
+        self._centre: tuple[Rule, NDArray[np.float64], Advice] = (RULES[0], self._ones, ())
+        self._last = self._centre
 
-    def __iter__(self) -> Iterator[tuple[Rule, list[float] | None]]:
-        for weights in self._advice:
-            for rule in _ADVISED:
-                self._last = (rule, np.array(weights))
-                yield rule, weights
+    def __iter__(self) -> Iterator[tuple[Rule, list[float] | None, Advice]]:
+        for piece in self._advice:
+            for rule in ADVISED:
+                self._last = (rule, self._ones, piece)
+                yield rule, None, piece
         for rule in RULES:
-            self._last = (rule, self._ones)
-            yield rule, None
+            self._last = (rule, self._ones, ())
+            yield rule, None, ()
         turn = 0
         while True:
-            rule, weights = self._centre
+            rule, weights, piece = self._centre
             spread = _SPREADS[turn % len(_SPREADS)]
             weights = weights * np.exp(self._random.normal(0.0, spread, len(weights)))
-            self._last = (rule, weights)
+            self._last = (rule, weights, piece)
             turn += 1
-            yield rule, weights.tolist()
+            yield rule, weights.tolist(), piece
 
     def accept(self) -> None:
         """The last proposal was an improvement."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Literal
 
 from remat.graph import Graph
 from remat.milp import slots
 from remat.milp.slots import Slots
 from remat.progress import Cancel, ProgressCallback
 from remat.schedule import Schedule
+from remat.strategies import ordered
 from remat.strategies.base import Solution
 from remat.strategies.search import Search
 
@@ -24,12 +26,14 @@ class Auto:
     """Near-optimal plans for graphs of any size.
 
     `gap` is on total time: 0.005 ends the solve once the plan is proved to be within 0.5% of the
-    best over the slots offered. At `time_limit` seconds the best plan so far is returned with the
-    gap that is proved by then. A solver run ends sooner once its best plan and its bound have
-    barely moved for `stall` seconds (or for as long as its first bound took); `math.inf` turns
+    best, of every schedule of the order or of those over the slots offered. At `time_limit` seconds
+    the best plan so far is returned with the gap that is proved by then. A solver run ends sooner
+    once its best plan and its bound have barely moved for `stall` seconds (or for as long as its
+    first bound took); `math.inf` turns
     that off. For budget="min", a peak within `peak_gap` of a proved bound is small enough.
     `complete_slots` is up to how many optional slots every schedule of the order is considered,
-    `near_slots` how many are offered at most otherwise.
+    `near_slots` how many are offered at most otherwise. `order` says whether other orders of the
+    operations are searched too; "auto" does so for graphs that are no training step.
     """
 
     gap: float = 0.005
@@ -37,10 +41,11 @@ class Auto:
     threads: int = 2
     solver: str = "HiGHS"
     seed: int = 0
-    stall: float = 5.0
+    stall: float = 10.0
     peak_gap: float = 0.01
     complete_slots: int = 4_000
     near_slots: int = 2_500
+    order: Literal["auto", "on", "off"] = "auto"
 
     @property
     def name(self) -> str:
@@ -57,17 +62,31 @@ class Auto:
         cancel: Cancel | None = None,
     ) -> Solution:
         """The cheapest schedule within the budget, or the one with the smallest peak."""
-        search = Search(
-            graph,
-            self,
-            partial(self._offer, graph),
-            start=start,
-            progress=progress,
-            cancel=cancel,
-            stall=self.stall,
-            peak_gap=self.peak_gap,
+
+        def solve(graph: Graph, start: Schedule | None, time_limit: float) -> Solution:
+            search = Search(
+                graph,
+                replace(self, time_limit=time_limit),
+                partial(self._offer, graph),
+                start=start,
+                progress=progress,
+                cancel=cancel,
+                stall=self.stall,
+                peak_gap=self.peak_gap,
+            )
+            return search.least_peak() if budget_bytes is None else search.least_cost(budget_bytes)
+
+        is_wanted = self.order == "on" or (self.order == "auto" and ordered.is_worthwhile(graph))
+        if not is_wanted:
+            return solve(graph, start, self.time_limit)
+        limit, seed = self.time_limit, self.seed
+        if budget_bytes is None:
+            return ordered.least_peak(
+                graph, start, solve, time_limit=limit, seed=seed, cancel=cancel
+            )
+        return ordered.least_cost(
+            graph, budget_bytes, start, solve, time_limit=limit, seed=seed, cancel=cancel
         )
-        return search.least_peak() if budget_bytes is None else search.least_cost(budget_bytes)
 
     def _offer(self, graph: Graph, known: Sequence[Schedule], affordable_s: float) -> Slots:
         if slots.complete_count(graph) <= self.complete_slots:

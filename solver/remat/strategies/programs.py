@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol
 
 from remat.graph import Graph
@@ -67,27 +68,27 @@ class Programs:
         budget_bytes: int,
         incumbent: Schedule,
         time_limit: float = math.inf,
-        enough_s: float = 0.0,
+        enough: Callable[[float], bool] = lambda _: False,
     ) -> tuple[Answer, float | None]:
         """The program's answer, verified; and the bound on total time that it proves.
 
-        Ends at a schedule that takes `enough_s` or less.
+        Ends at a schedule of whose time in seconds `enough` is true.
         """
         bound: float | None = None
         budget_now = budget_bytes
         for _ in range(_TIGHTENINGS):
             program = self._build(slots, budget_now)
-            report = self._cost_report(program.cost_unit_s)
-            report(self.time(incumbent) / program.cost_unit_s, None)
-            stall = Stall(self.stall, report)
+            unit_s = program.cost_unit_s
+            stall = Stall(self.stall, self._cost_report(unit_s))
+            stall.least = self.time(incumbent) / unit_s
+            self._cost_report(unit_s)(stall.least, None)
             answer = self._run(
                 program,
                 gap=self.options.gap,
                 time_limit=min(time_limit, self.deadline - time.monotonic()),
                 incumbent=incumbent,
-                target=enough_s / program.cost_unit_s,
                 report=stall.report,
-                done=stall.is_over,
+                done=partial(_is_done, stall, lambda x, unit_s=unit_s: enough(x * unit_s)),
             )
             if budget_now == budget_bytes and answer.bound is not None:
                 bound = answer.bound * program.cost_unit_s
@@ -218,3 +219,7 @@ class Programs:
     def clock(self, phase: str, began: float) -> None:
         """Add the time since `began` to a phase's."""
         self.stats[phase] = float(self.stats.get(phase, 0.0)) + time.monotonic() - began
+
+
+def _is_done(stall: Stall, enough: Callable[[float], bool]) -> bool:
+    return stall.is_over() or enough(stall.least)

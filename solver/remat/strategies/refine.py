@@ -8,11 +8,13 @@ where one over the whole sequence stalls.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from remat.milp import slots
 from remat.milp.slots import Slots
 from remat.schedule import Schedule
 from remat.strategies.programs import Programs
+from remat.strategies.pursuit import Pursuit
 
 _BACK = 30
 _IDLE = 4
@@ -28,12 +30,14 @@ def refine(
     programs: Programs,
     schedule: Schedule,
     budget_bytes: int,
-    until: float,
+    pursuit: Pursuit,
     bound_s: float | None,
+    enough: Callable[[float], bool],
 ) -> Schedule:
     """A schedule at most as dear; windows go from the end to the start, again and again.
 
-    Ends at `until`, within the gap of `bound_s`, or after a pass that won little of that gap.
+    Begins anew from what the pursuit finds where that is better. Ends with the time, within the gap
+    of `bound_s`, where there is enough, or after a pass that won little.
     """
     end = len(programs.graph)
     facts = {key: programs.stats[key] for key in _FACTS}
@@ -43,10 +47,12 @@ def refine(
 
     def is_over() -> bool:
         time_s = programs.time(schedule)
-        enough = bound_s is not None and time_s - bound_s <= gap * time_s
-        return enough or time.monotonic() >= until or programs.is_cancelled()
+        proved = bound_s is not None and time_s - bound_s <= gap * time_s
+        late = time.monotonic() >= programs.deadline
+        return proved or late or enough(time_s) or programs.is_cancelled()
 
     while not is_over():
+        schedule = min(schedule, pursuit.best, key=programs.time)
         if end <= 0:
             won_s = at_start_s - programs.time(schedule)
             if won_s <= _ENOUGH * gap * at_start_s:
@@ -56,8 +62,8 @@ def refine(
         end -= max(1, len(window) // 2)
         if not offered.optional_count:
             continue
-        left = min(_WINDOW_S, until - time.monotonic())
-        answer, _ = programs.solve_cost(offered, budget_bytes, schedule, time_limit=left)
+        left = min(_WINDOW_S, programs.deadline - time.monotonic())
+        answer, _ = programs.solve_cost(offered, budget_bytes, schedule, left, enough)
         if answer.schedule is not None:
             schedule = min(schedule, answer.schedule, key=programs.time)
         rounds += 1

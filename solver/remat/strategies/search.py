@@ -28,6 +28,7 @@ from remat.simulate import simulate
 from remat.strategies.base import BoundScope, Solution
 from remat.strategies.infeasible import infeasible
 from remat.strategies.programs import Options, Programs
+from remat.strategies.pursuit import Pursuit
 from remat.strategies.refine import refine
 
 Offer = Callable[[Sequence[Schedule], float], Slots]
@@ -36,6 +37,12 @@ recompute (complete sets always can), without operations that cost more than so 
 
 _HEURISTICS = 0.25
 """The share of the time that eviction may take."""
+
+_OVER_SLOTS = 0.6
+"""The share of what is left then for the program over slots; windows have the rest."""
+
+_PURSUE = 0.3
+"""The share of what is left for programs over moments where there is one core only."""
 
 
 class Search:
@@ -79,33 +86,61 @@ class Search:
             raise infeasible(self.graph, budget_bytes, programs.peak(best), need, proved=True)
         advisor = self._advisor(budget_bytes)
         known = self._fitting(budget_bytes, advisor) or [self._reach(budget_bytes)]
-        self.stats["order_bound"] = _over(advisor.bound_s, self.graph.total_cost_s)
-        best = known[0]
-        if self._is_cheap(best, advisor.bound_s):
-            return Solution(best, advisor.bound_s, "order", True, self.stats)
-        return self._improve(budget_bytes, known, advisor.bound_s)
+        self._tell_bound(advisor)
+        if self._is_cheap(known[0], advisor.bound_s):
+            return Solution(known[0], advisor.bound_s, "order", True, self.stats)
+        return self._improve(budget_bytes, known, advisor)
 
-    def _improve(
-        self, budget_bytes: int, known: Sequence[Schedule], order_bound_s: float
+    def _improve(self, budget_bytes: int, known: Sequence[Schedule], advisor: Advisor) -> Solution:
+        """The program over slots and then windows, beside programs over moments."""
+
+        def enough(time_s: float) -> bool:
+            return self._is_within_gap(time_s, advisor.bound_s)
+
+        pursuit = Pursuit(self.graph, budget_bytes, advisor, known, enough, self._must_end)
+        if self.is_exhaustive:
+            return self._over_slots(budget_bytes, pursuit, advisor, enough)
+        if self.options.threads > 1:
+            pursuit.begin()
+        else:
+            pursuit.run_for(_PURSUE * (self.programs.deadline - time.monotonic()))
+        try:
+            return self._over_slots(budget_bytes, pursuit, advisor, enough)
+        finally:
+            pursuit.end()
+
+    def _over_slots(
+        self,
+        budget_bytes: int,
+        pursuit: Pursuit,
+        advisor: Advisor,
+        enough: Callable[[float], bool],
     ) -> Solution:
-        """The program over slots, then window by window; the best of all bounds."""
         programs = self.programs
-        best = known[0]
-        slots = self.offer(known, programs.time(best) - self.graph.total_cost_s)
-        enough_s = order_bound_s / (1 - self.options.gap) if self.options.gap else 0.0
-        answer, bound_s = programs.solve_cost(slots, budget_bytes, best, enough_s=enough_s)
-        best = answer.schedule or best
-        if bound_s is not None:
-            # Schedules that the slots leave out as too dear are no better than what is known.
-            bound_s = min(bound_s, programs.time(best))
-        scope: BoundScope = "order" if slots.complete else "slots"
-        if bound_s is None or bound_s < order_bound_s or self._is_cheap(best, order_bound_s):
-            bound_s, scope = order_bound_s, "order"
-        proved = answer.outcome is Outcome.OPTIMAL or self._is_cheap(best, bound_s)
-        if not proved and not self.is_exhaustive:
-            best = refine(programs, best, budget_bytes, programs.deadline, bound_s)
-            proved = self._is_cheap(best, bound_s)
-        return Solution(best, bound_s, scope, proved, self.stats)
+        best = pursuit.best
+        slots = self.offer(pursuit.known, programs.time(best) - self.graph.total_cost_s)
+        left = programs.deadline - time.monotonic()
+        limit = left if self.is_exhaustive else _OVER_SLOTS * left
+        answer, bound_s = programs.solve_cost(slots, budget_bytes, best, limit, enough)
+        best = min(answer.schedule or best, pursuit.best, key=programs.time)
+        proved = answer.outcome is Outcome.OPTIMAL
+        if not self.is_exhaustive:
+            if not proved:
+                best = refine(programs, best, budget_bytes, pursuit, bound_s, enough)
+            pursuit.end()
+            best = min(best, pursuit.best, key=programs.time)
+        self._tell_bound(advisor)
+        bound_s, scope = self._bound(slots, bound_s, best, advisor)
+        return Solution(best, bound_s, scope, proved or self._is_cheap(best, bound_s), self.stats)
+
+    def _bound(
+        self, slots: Slots, bound_s: float | None, best: Schedule, advisor: Advisor
+    ) -> tuple[float, BoundScope]:
+        """The higher bound, or the one for the wider space where that proves enough."""
+        if bound_s is None or bound_s < advisor.bound_s or self._is_cheap(best, advisor.bound_s):
+            return advisor.bound_s, "order"
+        # Schedules that the slots leave out as too dear are no better than what is known.
+        return min(bound_s, self.programs.time(best)), "order" if slots.complete else "slots"
 
     def least_peak(self) -> Solution:
         """A schedule with the smallest peak; the bound holds for every schedule of the order."""
@@ -147,6 +182,10 @@ class Search:
         )
         self.programs.clock("heuristics_s", began)
         return [rated.schedule for rated in found]
+
+    def _tell_bound(self, advisor: Advisor) -> None:
+        total_s = self.graph.total_cost_s
+        self.stats["order_bound"] = advisor.bound_s / total_s - 1 if total_s > 0 else 0.0
 
     def _smallest(self, target_bytes: int | None = None) -> Schedule:
         """The smallest peak that eviction finds, down to a target."""
@@ -207,7 +246,3 @@ class Search:
 
     def _must_end(self) -> bool:
         return self.programs.is_cancelled() or time.monotonic() > self.programs.deadline
-
-
-def _over(time_s: float, total_s: float) -> float:
-    return time_s / total_s - 1 if total_s > 0 else 0.0

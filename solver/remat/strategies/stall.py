@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
@@ -24,11 +25,15 @@ class Stall:
         self._began = time.monotonic()
         self._moved_at: float | None = None
         self._gap: float | None = None
+        self.least = math.inf
+        """The best incumbent reported."""
 
     def report(self, incumbent: float | None, bound: float | None) -> None:
         """What the solver has now."""
         self._then(incumbent, bound)
         now = time.monotonic()
+        if incumbent is not None:
+            self.least = min(self.least, incumbent)
         gap = None if incumbent is None or bound is None else incumbent - bound
         if self._moved_at is None:
             self._patience_s = max(self._patience_s, _SHARE * (now - self._began))

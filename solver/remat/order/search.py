@@ -1,0 +1,151 @@
+"""Schedules within a budget by annealing over whole sequences: order and recomputation together.
+
+Rounds of `remat.order.anneal`, some from the start's order with nothing run twice, some from the
+best schedule so far. Where none of the first rounds fits, the order that came nearest is given to
+eviction (`remat.milp.incumbent`), and its schedule to the rounds that follow.
+
+Not yet as good as it could be: at budgets where much of the graph runs twice, one run moved at a
+time rarely gets anywhere; rounds do not learn from each other how hot or how dear to be; and where
+one order is nearly forced, as in training graphs, the MILP over that order does as well or better.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+
+from remat.graph import Graph
+from remat.milp.incumbent import Rated, fitting, prune, smallest
+from remat.order.anneal import Cooling, Mix, anneal
+from remat.order.moves import block, exchange, relocate, repeat, retire, transpose
+from remat.order.profile import Profile
+from remat.order.reorder import first_runs, guarded, reordered
+from remat.schedule import Schedule
+
+EFFORT = 600_000
+"""Moves tried by default, all rounds together; some 40 s on one core."""
+
+_MIX = Mix(((relocate, 11), (transpose, 1), (block, 2), (repeat, 2), (retire, 3), (exchange, 1)))
+_LEAST_GAIN = 1e-9
+_EVICTIONS = 8
+"""Operations that eviction may run, in times the graph's."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Round:
+    """`bare`: from the order of first runs, nothing run twice; else from the best so far or, where
+    nothing fits, from that with the least excess. `rescue`: only where nothing fits yet."""
+
+    cooling: Cooling
+    share: float
+    bare: bool = False
+    rescue: bool = False
+
+
+_HOT = Cooling(hot=1.2, cold=0.05, low=1.0, high=25.0)
+_COOL = Cooling(hot=0.3, cold=0.03, low=8.0, high=25.0)
+_DEAR = Cooling(hot=0.3, cold=0.05, low=10.0, high=100.0)
+_FIRST = (
+    _Round(_COOL, 0.05),
+    _Round(_HOT, 0.4, bare=True),
+    _Round(_DEAR, 0.1, rescue=True),
+)
+_LATER = (_Round(_HOT, 0.25), _Round(_COOL, 0.2))
+
+
+def _never() -> bool:
+    return False
+
+
+def search_schedule(
+    graph: Graph,
+    budget_bytes: int,
+    start: Schedule,
+    *,
+    effort: int = EFFORT,
+    seed: int = 0,
+    stop: Callable[[], bool] = _never,
+) -> Schedule:
+    """The cheapest schedule found with a peak of at most `budget_bytes`, constant memory included.
+
+    Never a worse one than `start`: if nothing that fits is found, the one with the smallest peak.
+    Operations run in any order that `guarded` allows; raises `GraphError` if `start` does not.
+    """
+    search = _Search(graph, budget_bytes, start, seed, stop)
+    for turn in _FIRST:
+        search.anneal(turn, round(effort * turn.share))
+    search.evict()
+    for turn in _LATER:
+        search.anneal(turn, round(effort * turn.share))
+    return search.best.schedule
+
+
+class _Search:
+    def __init__(
+        self,
+        graph: Graph,
+        budget_bytes: int,
+        start: Schedule,
+        seed: int,
+        stop: Callable[[], bool],
+    ) -> None:
+        self.graph = guarded(graph)
+        self.budget_bytes = budget_bytes
+        start.check(self.graph)
+        self.start = start
+        self.random = Random(seed)
+        self.stop = stop
+        self.best = Rated.of(self.graph, start)
+        self.nearest = start.runs
+        self.excess_bytes = float("inf")
+
+    def is_done(self) -> bool:
+        """No schedule is cheaper than one that runs nothing twice."""
+        return self._fits(self.best) and len(self.best.schedule) == len(self.graph)
+
+    def anneal(self, turn: _Round, effort: int) -> None:
+        """One round."""
+        is_fit = self._fits(self.best)
+        if self.is_done() or self.stop() or (turn.rescue and is_fit):
+            return
+        runs = self.best.schedule.runs if is_fit else self.nearest
+        if turn.bare:
+            runs = first_runs(self.start)
+        profile = Profile(self.graph, self.budget_bytes, runs)
+        found: list[int] = []
+        least_s = self.best.time_s if is_fit else float("inf")
+
+        def record(profile: Profile) -> bool:
+            nonlocal found, least_s
+            if profile.time_s < least_s * (1 - _LEAST_GAIN):
+                found, least_s = profile.runs, profile.time_s
+            return len(found) == len(self.graph)
+
+        anneal(profile, self.random, turn.cooling, _MIX, effort=effort, fits=record, stop=self.stop)
+        if profile.excess_bytes < self.excess_bytes:
+            self.nearest, self.excess_bytes = tuple(profile.runs), profile.excess_bytes
+        self._offer(Schedule.of(found or profile.runs))
+
+    def evict(self) -> None:
+        """If nothing fits yet: what eviction finds in the order that came nearest."""
+        if self._fits(self.best) or self.stop():
+            return
+        permuted, back = reordered(self.graph, first_runs(Schedule.of(self.nearest)))
+        work = _EVICTIONS * len(self.graph)
+        found = fitting(permuted, self.budget_bytes, effort=work, stop=self.stop)
+        if not found:
+            found = [
+                smallest(permuted, target_bytes=self.budget_bytes, effort=work, stop=self.stop)
+            ]
+        self._offer(back(found[0].schedule))
+
+    def _offer(self, schedule: Schedule) -> None:
+        rated = Rated.of(self.graph, prune(self.graph, schedule))
+        self.best = min(self.best, rated, key=self._rank)
+
+    def _fits(self, rated: Rated) -> bool:
+        return rated.peak_bytes <= self.budget_bytes
+
+    def _rank(self, rated: Rated) -> tuple[int, float, int]:
+        return max(rated.peak_bytes, self.budget_bytes), rated.time_s, rated.peak_bytes

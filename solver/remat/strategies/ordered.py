@@ -1,0 +1,102 @@
+"""The order of the operations searched as well: annealing, then the program over its best order.
+
+Annealing over whole sequences (`remat.order`) takes half of the time. The order in which its best
+schedule runs the operations first is the order in which everything else then works.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from remat.errors import InfeasibleBudget, SolverTimeout
+from remat.graph import Graph
+from remat.order import first_runs, in_order, least_peak_order, reordered, search_schedule
+from remat.progress import Cancel
+from remat.schedule import Schedule
+from remat.simulate import measure
+from remat.strategies.base import Solution
+
+_SHARE = 0.6
+_MOVES_PER_S = 25_000
+"""What one core does; more only means that the last rounds are cut off by the clock."""
+
+Solve = Callable[[Graph, Schedule | None, float], Solution]
+"""Solves a graph in its order, from a schedule, within so many seconds."""
+
+
+def is_worthwhile(graph: Graph) -> bool:
+    """Whether order is likely to matter: not in a training step, where it is nearly forced."""
+    return graph.boundary is None and not any(o.backward for o in graph.operations)
+
+
+def least_cost(
+    graph: Graph,
+    budget_bytes: int,
+    start: Schedule | None,
+    solve: Solve,
+    *,
+    time_limit: float,
+    seed: int,
+    cancel: Cancel | None,
+) -> Solution:
+    """The cheapest schedule found in any order; the bound holds for the order it came from, or for
+    all orders where nothing runs twice. Raises `InfeasibleBudget` if nothing fits in any order
+    tried."""
+    began = time.monotonic()
+    annealed = search_schedule(
+        graph,
+        budget_bytes,
+        Schedule.keep_all(graph) if start is None else start,
+        effort=int(_SHARE * time_limit * _MOVES_PER_S),
+        seed=seed,
+        stop=_stop(began + _SHARE * time_limit, cancel),
+    )
+    seconds = time.monotonic() - began
+    peak_bytes, time_s = measure(graph, annealed)
+    fits = peak_bytes <= budget_bytes
+    if fits and len(annealed) == len(graph):
+        return Solution(annealed, time_s, "all orders", True, {"order_s": seconds})
+    order = first_runs(annealed)
+    permuted, back = reordered(graph, order)
+    known = in_order(annealed, order) if fits else None
+    try:
+        found = solve(permuted, known, max(1.0, time_limit - seconds))
+    except (InfeasibleBudget, SolverTimeout):
+        if not fits:
+            raise
+        found = Solution(in_order(annealed, order))
+    return replace(found, schedule=back(found.schedule), stats={**found.stats, "order_s": seconds})
+
+
+def least_peak(
+    graph: Graph,
+    start: Schedule | None,
+    solve: Solve,
+    *,
+    time_limit: float,
+    seed: int,
+    cancel: Cancel | None,
+) -> Solution:
+    """The schedule with the smallest peak in the graph's order or in one that needs less."""
+    began = time.monotonic()
+    order = least_peak_order(
+        graph,
+        target_bytes=0,
+        effort=int(_SHARE * time_limit * _MOVES_PER_S),
+        seed=seed,
+        stop=_stop(began + _SHARE * time_limit, cancel),
+    )
+    seconds = time.monotonic() - began
+    left = max(1.0, (time_limit - seconds) / 2)
+    permuted, back = reordered(graph, order)
+    found = solve(permuted, None, left)
+    found = replace(found, schedule=back(found.schedule))
+    kept = solve(graph, start, left)
+    best = min(found, kept, key=lambda s: measure(graph, s.schedule)[0])
+    return replace(best, stats={**best.stats, "order_s": seconds})
+
+
+def _stop(until: float, cancel: Cancel | None) -> Callable[[], bool]:
+    return lambda: time.monotonic() > until or (cancel is not None and cancel.is_set())

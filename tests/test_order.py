@@ -1,0 +1,198 @@
+"""Searching over orders: valid, never worse than the start, allowed by the runtime."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.graphs import chain, small_graphs
+
+from remat.errors import GraphError
+from remat.graph import Graph, Operation, Value
+from remat.order import (
+    first_runs,
+    guarded,
+    in_order,
+    least_peak_order,
+    reordered,
+    search_schedule,
+)
+from remat.order.moves import block, exchange, relocate, repeat, retire, transpose
+from remat.order.profile import Profile
+from remat.schedule import Schedule
+from remat.simulate import measure, simulate
+
+MOVES = (relocate, transpose, block, repeat, repeat, retire, exchange)
+
+
+def layered(count: int, seed: int) -> Graph:
+    """A random graph without boundary or results."""
+    random = Random(seed)
+    operations = [
+        Operation(
+            name=f"op{op}",
+            inputs=tuple(sorted(random.sample(range(op), min(op, random.randint(1, 3))))),
+            outputs=(op,),
+            cost_s=float(random.randint(1, 9)),
+        )
+        for op in range(count)
+    ]
+    values = tuple(Value(f"v{op}", random.randint(1, 9)) for op in range(count))
+    return Graph(tuple(operations), values)
+
+
+def topological_orders(graph: Graph) -> list[list[int]]:
+    """All of them."""
+    found: list[list[int]] = []
+
+    def extend(order: list[int]) -> None:
+        if len(order) == len(graph):
+            found.append(order)
+        for op in set(range(len(graph))) - set(order):
+            if all(graph.producer[v] in order for v in graph.operations[op].inputs):
+                extend([*order, op])
+
+    extend([])
+    return found
+
+
+def is_allowed(graph: Graph, schedule: Schedule) -> bool:
+    """Whether the first runs stay on their side of the boundary and single runs in order."""
+    order = first_runs(schedule)
+    once = [op for op in order if not graph.operations[op].recomputable]
+    if once != sorted(once):
+        return False
+    if graph.boundary is None:
+        return True
+    cut = order.index(graph.boundary)
+    return set(order[:cut]) == set(range(graph.boundary))
+
+
+@settings(max_examples=60, deadline=None)
+@given(small_graphs(max_operations=9, max_values=12), st.integers(0, 99))
+def test_profile_agrees_with_the_simulator(graph: Graph, seed: int) -> None:
+    random = Random(seed)
+    budget_bytes = int(0.7 * simulate(graph, Schedule.keep_all(graph)).peak_bytes)
+    profile = Profile(guarded(graph), budget_bytes, range(len(graph)))
+    for _ in range(60):
+        runs = profile.runs
+        if not random.choice(MOVES)(profile, random):
+            profile.undo()
+            continue
+        profile.weigh()
+        if random.random() < 0.4:
+            profile.undo()
+            assert profile.runs == runs
+        else:
+            profile.keep()
+        timeline = simulate(graph, Schedule.of(profile.runs))
+        excess = sum(max(0, used - budget_bytes) for used in timeline.during_bytes)
+        assert profile.excess_bytes == excess
+        assert profile.time_s == pytest.approx(timeline.time_s)
+        assert profile.peak_bytes() == timeline.peak_bytes
+        assert is_allowed(graph, Schedule.of(profile.runs))
+
+
+@settings(max_examples=30, deadline=None)
+@given(small_graphs(), st.floats(0.3, 1.0), st.integers(0, 9))
+def test_search_is_valid_and_never_worse(graph: Graph, part: float, seed: int) -> None:
+    start = Schedule.keep_all(graph)
+    peak_bytes, time_s = measure(graph, start)
+    budget_bytes = int(part * peak_bytes)
+    found = search_schedule(graph, budget_bytes, start, effort=1500, seed=seed)
+    timeline = simulate(graph, found)
+    assert is_allowed(graph, found)
+    assert timeline.peak_bytes <= peak_bytes
+    if peak_bytes <= budget_bytes:
+        assert timeline.peak_bytes <= budget_bytes
+        assert timeline.time_s <= time_s
+    assert found == search_schedule(graph, budget_bytes, start, effort=1500, seed=seed)
+
+
+def test_search_drops_what_a_better_order_does_not_need() -> None:
+    graph = layered(30, seed=1)
+    peak_bytes, _ = measure(graph, Schedule.of(least_peak_order(graph, target_bytes=0)))
+    assert peak_bytes < measure(graph, Schedule.keep_all(graph))[0]
+    found = search_schedule(graph, peak_bytes, Schedule.keep_all(graph), effort=60_000)
+    assert measure(graph, found)[0] <= peak_bytes
+    assert measure(graph, found)[1] == graph.total_cost_s
+
+
+def test_search_improves_on_a_feasible_start() -> None:
+    graph = chain(8)
+    budget_bytes = 8
+    again = [op for i in reversed(range(8)) for op in [*range(i + 1), 15 - i]]
+    start = Schedule.of(list(range(8)) + again)
+    peak_bytes, time_s = measure(graph, start)
+    assert peak_bytes <= budget_bytes
+    found = search_schedule(graph, budget_bytes, start, effort=20_000)
+    assert measure(graph, found)[0] <= budget_bytes
+    assert measure(graph, found)[1] < time_s
+
+
+def test_search_stops_when_told() -> None:
+    graph = layered(30, seed=1)
+    start = Schedule.keep_all(graph)
+    assert search_schedule(graph, 0, start, effort=10**9, stop=lambda: True) == start
+
+
+@settings(max_examples=40, deadline=None)
+@given(small_graphs(max_operations=6))
+def test_least_peak_order_is_never_under_the_optimum(graph: Graph) -> None:
+    peaks = [measure(graph, Schedule.of(order))[0] for order in topological_orders(guarded(graph))]
+    order = least_peak_order(graph, target_bytes=0, effort=500)
+    peak_bytes, _ = measure(graph, Schedule.of(order))
+    assert is_allowed(graph, Schedule.of(order))
+    assert min(peaks) <= peak_bytes <= measure(graph, Schedule.keep_all(graph))[0]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_least_peak_order_finds_the_optimum(seed: int) -> None:
+    graph = layered(7, seed)
+    peaks = [measure(graph, Schedule.of(order))[0] for order in topological_orders(graph)]
+    order = least_peak_order(graph, target_bytes=0, effort=3000)
+    assert measure(graph, Schedule.of(order))[0] == min(peaks)
+
+
+def test_least_peak_order_ends_at_its_target() -> None:
+    graph = layered(30, seed=1)
+    target_bytes = measure(graph, Schedule.keep_all(graph))[0]
+    assert least_peak_order(graph, target_bytes=target_bytes, effort=10**9)
+
+
+@settings(max_examples=40, deadline=None)
+@given(small_graphs(), st.integers(0, 99))
+def test_reordered_round_trips(graph: Graph, seed: int) -> None:
+    order = least_peak_order(graph, target_bytes=0, effort=200, seed=seed)
+    permuted, back = reordered(graph, order)
+    schedule = Schedule.keep_all(permuted)
+    assert back(schedule).runs == tuple(order)
+    assert in_order(back(schedule), order) == schedule
+    assert measure(permuted, schedule) == measure(graph, back(schedule))
+    inverse = sorted(range(len(order)), key=order.__getitem__)
+    assert reordered(permuted, inverse)[0] == graph
+
+
+def test_reordered_refuses_an_order_that_is_none() -> None:
+    with pytest.raises(GraphError, match="before any operation"):
+        reordered(chain(2), (1, 0, 2, 3))
+
+
+def test_guarded_keeps_indices_and_bytes() -> None:
+    operations = [
+        Operation("a", (), (0,), 1.0, recomputable=False),
+        Operation("b", (), (1,), 1.0, recomputable=False),
+        Operation("tangents", (), (2,), 0.0, recomputable=False),
+        Operation("c", (0, 1, 2), (3,), 1.0, backward=True),
+        Operation("d", (0,), (4,), 1.0, backward=True),
+    ]
+    values = tuple(Value(f"v{i}", 3) for i in range(5))
+    graph = Graph(tuple(operations), values, boundary=2)
+    frame = guarded(graph)
+    allowed = Schedule.of((0, 1, 2, 4, 3))
+    assert measure(frame, allowed) == measure(graph, allowed)
+    for runs in ((1, 0, 2, 3, 4), (0, 2, 1, 4, 3), (0, 1, 4, 2, 3)):
+        with pytest.raises(GraphError, match="before it was ever produced"):
+            Schedule.of(runs).check(frame)
