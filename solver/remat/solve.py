@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from dataclasses import is_dataclass, replace
 from typing import Protocol
 
 from remat.budget import parse_budget
@@ -16,6 +17,7 @@ from remat.simulate import simulate
 from remat.strategies.auto import Auto
 from remat.strategies.base import Stats, Strategy
 
+_LEAST_S = 1.0
 _SWEEP = ("min", *(f"{percent}%" for percent in range(5, 101, 5)))
 
 
@@ -43,7 +45,8 @@ def solve(
     """The cheapest schedule of `graph` whose peak is at most `budget`.
 
     `budget` is bytes (an int), a string as read by `remat.budget.parse_budget`, or "min": the
-    smallest peak that the strategy finds, and then the cheapest schedule at that. `strategy` is
+    smallest peak that the strategy finds, and then the cheapest schedule at that, both within its
+    time limit. `strategy` is
     `Auto()` by default. `progress` is called with a `Progress` now and then; `cancel` (an Event)
     ends the solve early with the best plan so far.
 
@@ -110,7 +113,16 @@ def _solve(
         stats["peak_search_s"] = time.monotonic() - began
         if smallest.bound is not None:
             stats["peak_bound_bytes"] = int(smallest.bound)
+        strategy = _with_what_is_left(strategy, time.monotonic() - began)
     solution = strategy.run(graph, budget_bytes, start=start, progress=progress, cancel=cancel)
     stats |= solution.stats
     stats["total_s"] = time.monotonic() - began
     return Plan.of(graph, budget_bytes, solution, stats)
+
+
+def _with_what_is_left(strategy: Strategy, spent_s: float) -> Strategy:
+    """The strategy with so much less of a time limit, if it has one."""
+    limit = getattr(strategy, "time_limit", None)
+    if not is_dataclass(strategy) or not isinstance(limit, int | float):
+        return strategy
+    return replace(strategy, time_limit=max(_LEAST_S, limit - spent_s))

@@ -38,6 +38,9 @@ recompute (complete sets always can), without operations that cost more than so 
 _HEURISTICS = 0.25
 """The share of the time that eviction may take."""
 
+_SMALLEST = 0.3
+"""The share of the time that eviction may take to find the smallest peak."""
+
 _OVER_SLOTS = 0.6
 """The share of what is left then for the program over slots; windows have the rest."""
 
@@ -191,7 +194,13 @@ class Search:
         """The smallest peak that eviction finds, down to a target."""
         began = time.monotonic()
         target = self.floor_bytes if target_bytes is None else target_bytes
-        found = smallest(self.graph, target_bytes=target, start=self.start, stop=self._must_end)
+        until = began + _SMALLEST * (self.programs.deadline - began)
+        found = smallest(
+            self.graph,
+            target_bytes=target,
+            start=self.start,
+            stop=lambda: self._must_end() or time.monotonic() > until,
+        )
         self.programs.clock("heuristics_s", began)
         return found.schedule
 

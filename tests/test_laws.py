@@ -1,0 +1,172 @@
+"""Laws 2, 4 and 5 on random graphs, budgets and every strategy.
+
+REMAT_EXAMPLES is the number of graphs. Above the default they are drawn anew each time.
+"""
+
+from __future__ import annotations
+
+import os
+from itertools import pairwise
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests import brute_force
+from tests.graphs import small_graphs
+from tests.test_baselines import QUICK
+
+from remat.errors import BudgetError, InfeasibleBudget, RematError
+from remat.graph import Graph
+from remat.plan import Plan, Status
+from remat.schedule import Schedule
+from remat.simulate import simulate
+from remat.solve import solve, sweep
+from remat.strategies import (
+    Auto,
+    CheckmateMilp,
+    Exact,
+    KeepAll,
+    LpRounding,
+    Strategy,
+)
+
+DEFAULT = 60
+EXAMPLES = int(os.environ.get("REMAT_EXAMPLES", str(DEFAULT)))
+LAWS = settings(
+    max_examples=EXAMPLES,
+    derandomize=EXAMPLES <= DEFAULT,
+    database=None,
+    deadline=None,
+    suppress_health_check=[
+        HealthCheck.too_slow,
+        HealthCheck.filter_too_much,
+        HealthCheck.data_too_large,
+    ],
+)
+BASELINES: tuple[Strategy, ...] = (KeepAll(), Auto(threads=1), *QUICK)
+SLOW: tuple[Strategy, ...] = (LpRounding(samples=2, threads=1), CheckmateMilp(threads=1))
+"""Only for graphs of up to 5 operations."""
+
+EXACT = Exact(threads=1)
+ROUNDING = 1e-7
+"""Relative: what solvers may be off by."""
+
+
+def plan_of(graph: Graph, budget: int | str, strategy: Strategy) -> Plan | None:
+    """The strategy's plan, checked by itself; None where it has none, for a reason it gives."""
+    try:
+        plan = solve(graph, budget, strategy)
+    except InfeasibleBudget as error:
+        refusal: RematError = error
+    except BudgetError:
+        raise
+    except RematError as error:
+        refusal = error
+    else:
+        check(graph, plan)
+        return plan
+    if isinstance(refusal, InfeasibleBudget):
+        smallest = refusal.min_feasible_bytes
+        assert smallest is None or isinstance(budget, str) or smallest > budget, strategy.name
+    else:
+        assert "use" in str(refusal), strategy.name
+    return None
+
+
+def check(graph: Graph, plan: Plan) -> None:
+    """Law 2, the numbers of a plan, and its round trip."""
+    name = plan.stats["strategy"]
+    timeline = simulate(graph, plan.schedule)
+    assert timeline.peak_bytes == plan.peak_bytes <= plan.budget_bytes, name
+    assert timeline.time_s == plan.time_s >= plan.baseline_time_s, name
+    if plan.lower_bound is not None:
+        assert 0 <= plan.lower_bound <= plan.overhead, name
+    if plan.gap is not None and plan.lower_bound is not None and plan.time_s > 0:
+        bound_s = plan.baseline_time_s * (1 + plan.lower_bound)
+        assert plan.gap == pytest.approx((plan.time_s - bound_s) / plan.time_s, abs=1e-9), name
+    again = Plan.from_json(plan.to_json())
+    assert again == plan
+    assert again.to_json() == plan.to_json()
+
+
+def smallest_plan(graph: Graph) -> Plan | None:
+    """For the smallest budget of any schedule; None if that is no budget (nothing has bytes)."""
+    try:
+        plan = plan_of(graph, "min", EXACT)
+    except BudgetError:
+        return None
+    assert plan is not None
+    return plan
+
+
+@LAWS
+@given(small_graphs(), st.floats(0, 1))
+def test_every_strategy_on_small_graphs(graph: Graph, share: float) -> None:
+    """Brute force knows the optimum: no strategy beats it, no bound of the order exceeds it."""
+    smallest = smallest_plan(graph)
+    if smallest is None:
+        return
+    low, high = smallest.peak_bytes, smallest.baseline_peak_bytes
+    assert low == brute_force.smallest_budget(graph)
+    budget = max(1, round(low + share * (high - low)))
+    optimum = brute_force.cheapest(graph, budget)
+    assert optimum is not None
+    exact = plan_of(graph, budget, EXACT)
+    assert exact is not None
+    assert exact.status is Status.OPTIMAL
+    assert exact.time_s == pytest.approx(optimum, rel=ROUNDING, abs=1e-9)
+    for strategy in (EXACT, *BASELINES, *(SLOW if len(graph) <= 5 else ())):
+        for limit in (budget, "min"):
+            plan = plan_of(graph, limit, strategy)
+            if plan is None:
+                continue
+            assert plan.peak_bytes >= low, strategy.name
+            best = optimum if limit == budget else brute_force.cheapest(graph, plan.budget_bytes)
+            assert best is not None
+            assert plan.time_s >= best * (1 - ROUNDING), strategy.name
+            if plan.lower_bound is not None and plan.bound_scope != "slots":
+                bound_s = plan.baseline_time_s * (1 + plan.lower_bound)
+                assert bound_s <= best * (1 + ROUNDING), strategy.name
+
+
+@settings(LAWS, max_examples=max(1, EXAMPLES // 4))
+@given(small_graphs(max_operations=12, max_values=18), st.floats(0, 1))
+def test_no_strategy_beats_exact_on_larger_graphs(graph: Graph, share: float) -> None:
+    smallest = smallest_plan(graph)
+    if smallest is None:
+        return
+    low, high = smallest.peak_bytes, smallest.baseline_peak_bytes
+    budget = max(1, round(low + share * (high - low)))
+    exact = plan_of(graph, budget, EXACT)
+    assert exact is not None
+    assert exact.bound_scope in ("order", "all orders")
+    assert exact.lower_bound is not None
+    bound_s = exact.baseline_time_s * (1 + exact.lower_bound)
+    for strategy in BASELINES:
+        plan = plan_of(graph, budget, strategy)
+        if plan is None:
+            continue
+        assert plan.peak_bytes >= low, strategy.name
+        assert plan.time_s >= bound_s * (1 - ROUNDING), strategy.name
+        assert plan.time_s >= exact.time_s * (1 - ROUNDING), strategy.name
+        if plan.lower_bound is not None and plan.bound_scope != "slots":
+            assert plan.lower_bound <= exact.overhead + ROUNDING, strategy.name
+
+
+@LAWS
+@given(small_graphs())
+def test_cost_falls_as_the_budget_grows(graph: Graph) -> None:
+    smallest = smallest_plan(graph)
+    if smallest is None:
+        return
+    low, high = smallest.peak_bytes, smallest.baseline_peak_bytes
+    budgets = sorted({max(1, low + step * (high - low) // 4) for step in range(5)})
+    alone = [plan_of(graph, budget, EXACT) for budget in budgets]
+    costs = [plan.time_s for plan in alone if plan is not None]
+    assert len(costs) == len(budgets)
+    for dearer, cheaper in pairwise(costs):
+        assert cheaper <= dearer * (1 + ROUNDING)
+    swept = sweep(graph, budgets, EXACT)
+    assert [plan.budget_bytes for plan in swept] == budgets
+    assert [plan.time_s for plan in swept] == pytest.approx(costs, rel=ROUNDING, abs=1e-9)
+    assert simulate(graph, Schedule.keep_all(graph)).time_s == costs[-1]

@@ -1,0 +1,251 @@
+"""Sizes, costs and budgets at the ends of their ranges, and the arithmetic of a plan."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests import brute_force
+from tests.graphs import chain, small_graphs
+from tests.test_solve import uneven
+
+from remat.errors import BudgetError, InfeasibleBudget, RematError
+from remat.graph import Graph, Operation, Value
+from remat.plan import Plan, Status
+from remat.progress import Cancel, ProgressCallback
+from remat.schedule import Schedule
+from remat.simulate import simulate
+from remat.solve import solve
+from remat.strategies import Auto, Exact, KeepAll, Solution, Strategy
+
+LAWS = settings(
+    max_examples=25,
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+STRATEGIES: tuple[Strategy, ...] = (Exact(threads=1), Auto(threads=1, gap=0.0))
+
+
+def scaled(graph: Graph, size: int, cost: float, more: int = 0) -> Graph:
+    """Sizes times `size`, plus `more` where there are any; costs times `cost`."""
+    return replace(
+        graph,
+        values=tuple(
+            Value(v.name, v.size_bytes * size + (more if v.size_bytes else 0)) for v in graph.values
+        ),
+        operations=tuple(
+            replace(o, cost_s=o.cost_s * cost, workspace_bytes=o.workspace_bytes * size)
+            for o in graph.operations
+        ),
+        constant_bytes=graph.constant_bytes * size,
+    )
+
+
+def with_costs(graph: Graph, costs: list[float]) -> Graph:
+    operations = zip(graph.operations, costs, strict=False)
+    return replace(graph, operations=tuple(replace(o, cost_s=cost) for o, cost in operations))
+
+
+def bound_s(plan: Plan) -> float:
+    assert plan.lower_bound is not None
+    return plan.baseline_time_s * (1 + plan.lower_bound)
+
+
+def agree(graph: Graph, budget: int, *, rel: float = 1e-7) -> None:
+    """With brute force, cost and bound; infeasible for both or for none."""
+    best = brute_force.cheapest(graph, budget)
+    for strategy in STRATEGIES:
+        if best is None:
+            with pytest.raises(InfeasibleBudget) as error:
+                solve(graph, budget, strategy)
+            assert error.value.min_feasible_bytes is not None
+            assert error.value.min_feasible_bytes > budget
+            continue
+        plan = solve(graph, budget, strategy)
+        assert plan.peak_bytes <= budget
+        assert plan.time_s >= best * (1 - 1e-12)
+        assert plan.time_s <= best * (1 + rel), strategy.name
+        assert bound_s(plan) <= best * (1 + rel), strategy.name
+
+
+@LAWS
+@given(small_graphs(max_operations=6), st.integers(0, 50), st.integers(-2, 2), st.data())
+def test_a_budget_holds_to_the_byte(
+    graph: Graph, power: int, more: int, data: st.DataObject
+) -> None:
+    graph = scaled(graph, 2**power, 1.0, max(0, more))
+    smallest = brute_force.smallest_budget(graph)
+    high = simulate(graph, Schedule.keep_all(graph)).peak_bytes
+    budget = data.draw(st.sampled_from([smallest, high, (smallest + high) // 2]))
+    for near in (budget - 1, budget, budget + 1):
+        if near > 0:
+            agree(graph, near)
+
+
+@pytest.mark.parametrize("power", [10, 30, 40, 50])
+def test_one_byte_decides(power: int) -> None:
+    """Two values of which one is a byte larger: which of them to keep hangs on that byte."""
+    size = 2**power
+    operations = (
+        Operation("dear", (), (0,), 5.0),
+        Operation("cheap", (), (1,), 1.0),
+        Operation("peak", (), (2,), 1.0),
+        Operation("use cheap", (1,), (3,), 1.0),
+        Operation("use dear", (0,), (4,), 1.0),
+    )
+    sizes = (size + 1, size, size, 0, 0)
+    graph = Graph(operations, tuple(Value(f"v{i}", s) for i, s in enumerate(sizes)))
+    for budget, again_s in (
+        (3 * size + 1, 0.0),
+        (3 * size, 1.0),
+        (2 * size + 1, 1.0),
+        (2 * size, 5.0),
+        (2 * size - 1, 6.0),
+    ):
+        plan = solve(graph, budget, Exact(threads=1))
+        assert plan.time_s == graph.total_cost_s + again_s
+        assert plan.peak_bytes <= budget
+    with pytest.raises(InfeasibleBudget) as error:
+        solve(graph, size, Exact(threads=1))
+    assert error.value.min_feasible_bytes == size + 1
+
+
+@LAWS
+@given(
+    small_graphs(max_operations=6),
+    st.lists(st.sampled_from([0.0, 1e-12, 1e-6, 1.0, 3.0, 1e6]), min_size=6, max_size=6),
+    st.floats(0, 1),
+)
+def test_costs_of_any_magnitude(graph: Graph, costs: list[float], share: float) -> None:
+    """Whatever is less than 1e-6 of the total is within the solver's tolerance of it."""
+    graph = with_costs(graph, costs)
+    low = brute_force.smallest_budget(graph)
+    high = simulate(graph, Schedule.keep_all(graph)).peak_bytes
+    agree(graph, max(1, round(low + share * (high - low))), rel=1e-5)
+
+
+@pytest.mark.parametrize("unit", [1e-12, 1e-6, 1e6, 1e12])
+def test_the_unit_of_cost_does_not_matter(unit: float) -> None:
+    plan = solve(uneven(4), "75%", Exact(threads=1))
+    other = solve(scaled(uneven(4), 1, unit), "75%", Exact(threads=1))
+    assert other.overhead == pytest.approx(plan.overhead)
+    assert other.time_s == pytest.approx(plan.time_s * unit)
+
+
+@pytest.mark.parametrize("unit", [3, 2**20, 10**9 + 7, 2**50])
+def test_the_unit_of_size_does_not_matter(unit: int) -> None:
+    graph = uneven(4)
+    budget = int(0.75 * simulate(graph, Schedule.keep_all(graph)).peak_bytes)
+    plan = solve(graph, budget, Exact(threads=1))
+    other = solve(scaled(graph, unit, 1.0), budget * unit, Exact(threads=1))
+    assert other.time_s == pytest.approx(plan.time_s)
+    assert other.peak_bytes <= budget * unit
+
+
+@pytest.mark.parametrize("cost", [0.0, 1.0])
+def test_all_costs_alike(cost: float) -> None:
+    graph = chain(7, size=5, cost=cost)
+    for budget in ("100%", "80%", "60%", "min"):
+        for strategy in STRATEGIES:
+            plan = solve(graph, budget, strategy)
+            assert plan.status is Status.OPTIMAL
+            assert plan.gap == pytest.approx(0, abs=1e-9)
+            again = sum(plan.schedule.recomputed(graph).values())
+            assert plan.time_s == cost * (len(graph) + again)
+            assert plan.overhead == pytest.approx(again / len(graph) if cost else 0)
+            assert Plan.from_json(plan.to_json()) == plan
+            assert "nan" not in plan.describe().lower()
+
+
+@LAWS
+@given(small_graphs(max_operations=6), st.floats(0, 1))
+def test_operations_that_cost_nothing(graph: Graph, share: float) -> None:
+    free = with_costs(graph, [0.0] * len(graph))
+    low = brute_force.smallest_budget(free)
+    high = simulate(free, Schedule.keep_all(free)).peak_bytes
+    agree(free, max(1, round(low + share * (high - low))))
+
+
+def test_nothing_has_bytes() -> None:
+    graph = scaled(chain(4), 0, 1.0)
+    for strategy in (*STRATEGIES, KeepAll()):
+        plan = solve(graph, 1, strategy)
+        assert plan.overhead == 0
+        assert plan.peak_bytes == 0
+        assert Plan.from_json(plan.to_json()) == plan
+
+
+@pytest.mark.parametrize("budget", [2**62, 10**30, "9000000TiB"])
+def test_a_huge_budget_keeps_all(budget: int | str) -> None:
+    graph = uneven(4)
+    plan = solve(graph, budget)
+    assert plan.schedule == Schedule.keep_all(graph)
+    assert plan.lower_bound == plan.overhead == 0
+
+
+def test_one_operation() -> None:
+    graph = Graph((Operation("only", (), (0,), 2.0, 3),), (Value("v", 4),), frozenset({0}), 5)
+    for strategy in (*STRATEGIES, KeepAll()):
+        for budget in (12, "min", "100%"):
+            plan = solve(graph, budget, strategy)
+            assert (plan.peak_bytes, plan.time_s, plan.overhead) == (12, 2.0, 0)
+        with pytest.raises(InfeasibleBudget) as error:
+            solve(graph, 11, strategy)
+        assert error.value.min_feasible_bytes == 12
+
+
+def test_no_operations() -> None:
+    graph = Graph((), (), constant_bytes=5)
+    for strategy in (*STRATEGIES, KeepAll()):
+        plan = solve(graph, 5, strategy)
+        assert (len(plan.schedule), plan.peak_bytes, plan.time_s, plan.gap) == (0, 5, 0, 0)
+        assert Plan.from_json(plan.to_json()) == plan
+        with pytest.raises(InfeasibleBudget):
+            solve(graph, 4, strategy)
+
+
+@pytest.mark.parametrize("budget", [0, -1, 0.5, True, math.nan, math.inf, "", "8 Gib/s"])
+def test_what_is_no_budget(budget: object) -> None:
+    with pytest.raises(BudgetError):
+        solve(chain(2), budget)
+
+
+@dataclass(frozen=True)
+class Claims:
+    """Keeps everything and claims a bound, whatever the budget."""
+
+    bound: float | None = None
+    name: str = "claims"
+
+    def run(
+        self,
+        graph: Graph,
+        budget_bytes: int | None,
+        *,
+        start: Schedule | None = None,
+        progress: ProgressCallback | None = None,
+        cancel: Cancel | None = None,
+    ) -> Solution:
+        return Solution(Schedule.of((*range(len(graph)), 0)), self.bound)
+
+
+def test_a_schedule_over_the_budget_is_a_bug() -> None:
+    with pytest.raises(RematError, match="bug: the schedule peaks at") as error:
+        solve(chain(4), 2, Claims())
+    assert not isinstance(error.value, InfeasibleBudget)
+
+
+@pytest.mark.parametrize(
+    ("bound", "gap"), [(None, None), (0.0, 1 / 9), (8.5, 0.5 / 9), (9.0, 0), (99.0, 0)]
+)
+def test_the_gap_is_on_total_time(bound: float | None, gap: float | None) -> None:
+    """Eight operations of a second and one again; a bound is at least the time without any."""
+    plan = solve(chain(4), "200%", Claims(bound))
+    assert plan.time_s == 9
+    assert plan.overhead == pytest.approx(1 / 8)
+    assert plan.gap == (gap if gap is None else pytest.approx(gap))
