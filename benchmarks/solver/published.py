@@ -71,7 +71,7 @@ def layered(record: Record, options: Namespace) -> None:
     for name in ("RL1", "RL2", "RL3", "RL4"):
         limit_s = min(options.time_limit, 180.0 if name == "RL4" else 60.0)
         for order, targets in (("on", _REORDERED), ("off", _FIXED)):
-            for budget in _RANDOM_BUDGETS if order == "on" else targets:
+            for budget in _RANDOM_BUDGETS if order == "on" else targets[name]:
                 record.progress(f"random {name} {budget} order {order}")
                 row = jobs.solve(
                     jobs.published(options.instances, name),

@@ -62,6 +62,8 @@ class Advisor:
                 self._singles.append(found)
         self._singles.sort(key=lambda found: -found.bound_s)
         self.bound_s = max((m.bound_s for m in self._singles), default=graph.total_cost_s)
+        self.implied: list[Schedule] = []
+        """The schedules that integral advice implies, the last one last. Few of them fit."""
 
     def advice(self) -> Iterator[Advice]:
         """Advice for `evict` from single moments, the most promising first."""
@@ -95,7 +97,7 @@ class Advisor:
             if found is None:
                 return
             yield _advice(found)
-            worst = self._worst(found)
+            worst = self._worst(self.implied[-1])
             if worst is None or worst in operations:
                 return
             operations.append(worst)
@@ -121,13 +123,12 @@ class Advisor:
         )
         if found is not None:
             self.bound_s = max(self.bound_s, found.bound_s)
+            self.implied.append(_followed(self._graph, found))
         return found
 
-    def _worst(self, found: Moments) -> int | None:
-        """The first run at which memory is most over the budget if the advice is followed."""
-        graph = self._graph
-        schedule = _followed(graph, found)
-        during_bytes = simulate(graph, schedule).during_bytes
+    def _worst(self, schedule: Schedule) -> int | None:
+        """The first run at which memory is most over the budget."""
+        during_bytes = simulate(self._graph, schedule).during_bytes
         seen: set[int] = set()
         worst, most_bytes = None, self._budget_bytes
         for run, op in enumerate(schedule.runs):

@@ -104,7 +104,10 @@ def _solve(
     cancelled: Callable[[], bool] | None = None,
 ) -> Moments | None:
     highs = BulkHiGHS(gap=gap, time_limit=time_limit, threads=1, start=start, cancelled=cancelled)
-    relaxation.problem.solve(highs)
+    try:
+        relaxation.problem.solve(highs)
+    except pulp.PulpSolverError:
+        return None
     answer = highs.answer
     if answer is None or answer.objective is None or answer.bound is None:
         return None
@@ -152,7 +155,7 @@ class _Relaxation:
                     for window in self.runs
                     for op, run in window.items()
                 },
-                constant=COST_SCALE,
+                constant=graph.total_cost_s / self.cost_unit_s,
             )
         )
         self.problem.extend(self._rows)

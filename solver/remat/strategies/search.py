@@ -121,7 +121,8 @@ class Search:
     ) -> Solution:
         programs = self.programs
         best = pursuit.best
-        slots = self.offer(pursuit.known, programs.time(best) - self.graph.total_cost_s)
+        hints = [*pursuit.known, *advisor.implied]
+        slots = self.offer(hints, programs.time(best) - self.graph.total_cost_s)
         left = programs.deadline - time.monotonic()
         limit = left if self.is_exhaustive else _OVER_SLOTS * left
         answer, bound_s = programs.solve_cost(slots, budget_bytes, best, limit, enough)
