@@ -179,7 +179,7 @@ def test_none_is_cheaper_than_the_optimum(graph: Graph, share: float) -> None:
 def test_none_is_cheaper_than_auto_on_a_chain(share: float) -> None:
     graph = uneven_stages(7)
     budget = f"{share:.0%}"
-    auto = solve(graph, budget, Auto(gap=0.0, time_limit=2))
+    auto = solve(graph, budget, Auto(order="off", gap=0.0, time_limit=2))
     assert auto.lower_bound is not None
     for strategy in QUICK:
         try:
@@ -340,7 +340,7 @@ def test_what_does_not_apply_says_so(strategy: Strategy, graph: Graph, message: 
 def test_a_comparison_lists_what_does_not_apply() -> None:
     graph = uneven_stages(1, count=6)
     strategies = (
-        Auto(time_limit=2),
+        Auto(order="off", time_limit=2),
         Rotor(),
         ChenSqrt(),
         CheckmateMilp(max_operations=2),

@@ -9,7 +9,7 @@ import os
 from itertools import pairwise
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from tests import brute_force
 from tests.graphs import small_graphs
@@ -33,6 +33,7 @@ from remat.strategies import (
 DEFAULT = 60
 EXAMPLES = int(os.environ.get("REMAT_EXAMPLES", str(DEFAULT)))
 LAWS = settings(
+    phases=(Phase.explicit, Phase.reuse, Phase.generate),
     max_examples=EXAMPLES,
     derandomize=EXAMPLES <= DEFAULT,
     database=None,
@@ -43,7 +44,7 @@ LAWS = settings(
         HealthCheck.data_too_large,
     ],
 )
-BASELINES: tuple[Strategy, ...] = (KeepAll(), Auto(threads=1), *QUICK)
+BASELINES: tuple[Strategy, ...] = (KeepAll(), Auto(order="off", threads=1), *QUICK)
 SLOW: tuple[Strategy, ...] = (LpRounding(samples=2, threads=1), CheckmateMilp(threads=1))
 """Only for graphs of up to 5 operations."""
 

@@ -28,7 +28,7 @@ LAWS = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
-STRATEGIES: tuple[Strategy, ...] = (Exact(threads=1), Auto(threads=1, gap=0.0))
+STRATEGIES: tuple[Strategy, ...] = (Exact(threads=1), Auto(order="off", threads=1, gap=0.0))
 
 
 def scaled(graph: Graph, size: int, cost: float, more: int = 0) -> Graph:

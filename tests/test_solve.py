@@ -17,7 +17,10 @@ from remat.solve import solve, sweep
 from remat.strategies import Auto, Exact, KeepAll, Strategy
 
 GRAPHS = {"chain": chain(8, size=100), "long chain": chain(60, size=3), "uneven": None}
-STRATEGIES: tuple[Strategy, ...] = (Auto(time_limit=3), Auto(gap=0.05, time_limit=3))
+STRATEGIES: tuple[Strategy, ...] = (
+    Auto(order="off", time_limit=3),
+    Auto(order="off", gap=0.05, time_limit=3),
+)
 
 
 def uneven(layers: int = 10) -> Graph:
@@ -81,14 +84,14 @@ def test_no_strategy_beats_the_exact_bound() -> None:
     graph = uneven(4)
     for budget in ("90%", "70%", "min"):
         exact = solve(graph, budget, Exact())
-        auto = solve(graph, exact.budget_bytes, Auto())
+        auto = solve(graph, exact.budget_bytes, Auto(order="off"))
         assert exact.bound_scope == "order"
         assert exact.lower_bound is not None
         assert auto.overhead >= exact.lower_bound - 1e-9
 
 
 def test_cost_falls_as_the_budget_grows() -> None:
-    plans = sweep(uneven(4), ("min", "60%", "70%", "80%", "100%"), Auto(time_limit=3))
+    plans = sweep(uneven(4), ("min", "60%", "70%", "80%", "100%"), Auto(order="off", time_limit=3))
     budgets = [plan.budget_bytes for plan in plans]
     assert budgets == sorted(budgets)
     times = [plan.time_s for plan in plans]
@@ -142,7 +145,7 @@ def test_a_missing_solver_is_named(solver: str, message: str) -> None:
 
 def test_progress_is_reported() -> None:
     seen: list[Progress] = []
-    solve(uneven(8), "60%", Auto(gap=0.0, time_limit=2), progress=seen.append)
+    solve(uneven(8), "60%", Auto(order="off", gap=0.0, time_limit=2), progress=seen.append)
     assert seen
     assert {progress.phase for progress in seen} <= {"cost", "peak"}
     assert all(progress.gap is None or progress.gap >= 0 for progress in seen)
@@ -152,7 +155,7 @@ def test_cancel_returns_the_best_so_far() -> None:
     cancel = threading.Event()
     cancel.set()
     graph = uneven(12)
-    plan = solve(graph, "75%", Auto(gap=0.0), cancel=cancel)
+    plan = solve(graph, "75%", Auto(order="off", gap=0.0), cancel=cancel)
     assert plan.peak_bytes <= plan.budget_bytes
     assert plan.status is Status.FEASIBLE
 

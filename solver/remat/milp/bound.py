@@ -35,3 +35,14 @@ def least_peak_bytes(graph: Graph) -> int:
             kept.discard(v)
             kept_bytes -= size[v]
     return graph.constant_bytes + most
+
+
+def least_peak_of_any_order_bytes(graph: Graph) -> int:
+    """Bytes that every schedule needs, in whatever order, constant memory included: for some
+    operation alone, or for all results at the end."""
+    size = [value.size_bytes for value in graph.values]
+    alone = (
+        sum(size[v] for v in {*o.inputs, *o.outputs}) + o.workspace_bytes for o in graph.operations
+    )
+    at_end = sum(size[v] for v in graph.results)
+    return graph.constant_bytes + max(at_end, max(alone, default=0))

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from remat.errors import InfeasibleBudget, SolverTimeout
 from remat.graph import Graph
+from remat.milp.bound import least_peak_of_any_order_bytes
 from remat.order import first_runs, in_order, least_peak_order, reordered, search_schedule
 from remat.progress import Cancel
 from remat.schedule import Schedule
@@ -21,6 +22,10 @@ from remat.strategies.base import Solution
 _SHARE = 0.6
 _MOVES_PER_S = 25_000
 """What one core does; more only means that the last rounds are cut off by the clock."""
+
+_MOVES_PER_OPERATION = 6_000
+_MOVES_PER_PAIR = 200
+"""Small graphs need fewer."""
 
 Solve = Callable[[Graph, Schedule | None, float], Solution]
 """Solves a graph in its order, from a schedule, within so many seconds."""
@@ -45,11 +50,13 @@ def least_cost(
     all orders where nothing runs twice. Raises `InfeasibleBudget` if nothing fits in any order
     tried."""
     began = time.monotonic()
+    if least_peak_of_any_order_bytes(graph) > budget_bytes:
+        return solve(graph, start, time_limit)  # raises InfeasibleBudget
     annealed = search_schedule(
         graph,
         budget_bytes,
         Schedule.keep_all(graph) if start is None else start,
-        effort=int(_SHARE * time_limit * _MOVES_PER_S),
+        effort=_effort(graph, time_limit),
         seed=seed,
         stop=_stop(began + _SHARE * time_limit, cancel),
     )
@@ -84,7 +91,7 @@ def least_peak(
     order = least_peak_order(
         graph,
         target_bytes=0,
-        effort=int(_SHARE * time_limit * _MOVES_PER_S),
+        effort=_effort(graph, time_limit),
         seed=seed,
         stop=_stop(began + _SHARE * time_limit, cancel),
     )
@@ -96,6 +103,12 @@ def least_peak(
     kept = solve(graph, start, left)
     best = min(found, kept, key=lambda s: measure(graph, s.schedule)[0])
     return replace(best, stats={**best.stats, "order_s": seconds})
+
+
+def _effort(graph: Graph, time_limit: float) -> int:
+    count = len(graph)
+    by_size = min(_MOVES_PER_OPERATION * count, _MOVES_PER_PAIR * count**2)
+    return min(by_size, int(_SHARE * time_limit * _MOVES_PER_S))
 
 
 def _stop(until: float, cancel: Cancel | None) -> Callable[[], bool]:
