@@ -11,6 +11,7 @@ from tests.harness import assert_same, eager_step, run_step
 from tests.models import FAMILIES
 
 import remat
+from remat.order import first_runs
 
 COSTS = remat.Roofline("cpu")
 STRATEGY = remat.Auto(gap=0.02, time_limit=20.0)
@@ -42,3 +43,20 @@ def test_trains_as_eager_within_the_budget(family: str, budget: str) -> None:
     assert step.peak_bytes <= predicted
     assert step.peak_bytes >= 0.99 * predicted
     assert plan.peak_bytes < eager.peak_bytes
+
+
+@pytest.mark.parametrize("family", ["gpt2", "resnet", "unet"])
+def test_another_order_computes_the_same(family: str) -> None:
+    """Dropout, batch norm and skip connections, in an order that the search chose."""
+    torch.manual_seed(0)
+    case = FAMILIES[family]()
+    eager = eager_step(case)
+    strategy = remat.Auto(gap=0.02, time_limit=6.0, order="on")
+    gm = remat.optimize(
+        copy.deepcopy(case.model), "85%", case.args, case.kwargs, costs=COSTS, strategy=strategy
+    )
+    step = run_step(gm, case)
+    assert_same(step, eager)
+    assert gm.plan is not None
+    assert step.peak_bytes <= gm.plan.peak_bytes <= gm.plan.budget_bytes
+    assert first_runs(gm.plan.schedule) != tuple(range(len(gm.plan.graph)))

@@ -136,6 +136,11 @@ def near(
     )
 
 
+def recombined(graph: Graph, known: Sequence[Schedule], *, region: int) -> Slots:
+    """What any of these schedules runs again, where it does; the first can be expressed."""
+    return near(graph, back=0, every=1, idle=0, region=region, known=known, stages=range(0))
+
+
 def _may_run_again(graph: Graph, op: int, affordable_s: float) -> bool:
     operation = graph.operations[op]
     return operation.recomputable and operation.cost_s <= affordable_s * (1 + _ROUNDING)

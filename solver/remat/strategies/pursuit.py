@@ -47,6 +47,11 @@ class Pursuit:
         self._thread = threading.Thread(target=self._guarded, name="remat-pursuit", daemon=True)
 
     @property
+    def hints(self) -> list[Schedule]:
+        """The schedules known and those that the moments imply, which may not fit."""
+        return [*self.known, *self._advisor.implied]
+
+    @property
     def best(self) -> Schedule:
         """The cheapest so far."""
         return self.known[0]

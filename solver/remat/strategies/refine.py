@@ -1,8 +1,9 @@
-"""Large-neighbourhood search: free the recomputations of one window of the sequence at a time.
+"""Large-neighbourhood search: recombine what known schedules run again, and free window by window.
 
-Everything that the schedule recomputes stays on offer, and before the operations of the window so
-does what can be made again from far back. Such programs are small and solve in a second or less
-where one over the whole sequence stalls.
+To recombine is a program over the slots that the best schedules use and those that the relaxation
+at moments implies: few, and the right ones. In a window everything that the schedule recomputes
+stays on offer, and before the operations of the window so does what can be made again from far
+back. Such programs are small and solve in seconds where one over the whole sequence stalls.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from remat.strategies.pursuit import Pursuit
 _BACK = 30
 _IDLE = 4
 _REGION = 20
+_FAR = 10_000
 _SLOTS = 300
+_RECOMBINE_S = 10.0
 _WINDOW_S = 2.0
 _ENOUGH = 0.1
 _FACTS = ("slots", "rows", "columns", "nodes", "solver_message")
@@ -52,14 +55,16 @@ def refine(
         return proved or late or enough(time_s) or programs.is_cancelled()
 
     while not is_over():
-        schedule = min(schedule, pursuit.best, key=programs.time)
+        if end in (0, len(programs.graph)):
+            left = min(_RECOMBINE_S, programs.deadline - time.monotonic())
+            schedule = recombine(programs, schedule, budget_bytes, pursuit, left, enough)
         if end <= 0:
             won_s = at_start_s - programs.time(schedule)
             if won_s <= _ENOUGH * gap * at_start_s:
                 break
             end, at_start_s = len(programs.graph), programs.time(schedule)
         window, offered = _window(programs, schedule, end)
-        end -= max(1, len(window) // 2)
+        end = max(0, end - max(1, len(window) // 2))
         if not offered.optional_count:
             continue
         left = min(_WINDOW_S, programs.deadline - time.monotonic())
@@ -70,6 +75,22 @@ def refine(
     programs.stats |= facts
     programs.stats["windows"] = rounds
     return schedule
+
+
+def recombine(
+    programs: Programs,
+    schedule: Schedule,
+    budget_bytes: int,
+    pursuit: Pursuit,
+    time_limit: float,
+    enough: Callable[[float], bool],
+) -> Schedule:
+    """A schedule at most as dear, out of what it, those that are known and those that the moments
+    imply run again. Few slots, well chosen: the strongest step by far."""
+    schedule = min(schedule, pursuit.best, key=programs.time)
+    offered = slots.recombined(programs.graph, [schedule, *pursuit.hints], region=_FAR)
+    answer, _ = programs.solve_cost(offered, budget_bytes, schedule, time_limit, enough)
+    return min(schedule, answer.schedule or schedule, key=programs.time)
 
 
 def _window(programs: Programs, schedule: Schedule, end: int) -> tuple[range, Slots]:

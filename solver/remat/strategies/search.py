@@ -29,7 +29,7 @@ from remat.strategies.base import BoundScope, Solution
 from remat.strategies.infeasible import infeasible
 from remat.strategies.programs import Options, Programs
 from remat.strategies.pursuit import Pursuit
-from remat.strategies.refine import refine
+from remat.strategies.refine import recombine, refine
 
 Offer = Callable[[Sequence[Schedule], float], Slots]
 """Builds a slot set that can express the first of the schedules and offers what the others
@@ -41,7 +41,10 @@ _HEURISTICS = 0.25
 _SMALLEST = 0.3
 """The share of the time that eviction may take to find the smallest peak."""
 
-_OVER_SLOTS = 0.6
+_RECOMBINE = 0.2
+"""The share of what is left then for the program over what known schedules run again."""
+
+_OVER_SLOTS = 0.45
 """The share of what is left then for the program over slots; windows have the rest."""
 
 _PURSUE = 0.3
@@ -121,9 +124,12 @@ class Search:
     ) -> Solution:
         programs = self.programs
         best = pursuit.best
-        hints = [*pursuit.known, *advisor.implied]
-        slots = self.offer(hints, programs.time(best) - self.graph.total_cost_s)
         left = programs.deadline - time.monotonic()
+        if not self.is_exhaustive:
+            limit = _RECOMBINE * left
+            best = recombine(programs, best, budget_bytes, pursuit, limit, enough)
+        hints = [best, *pursuit.hints]
+        slots = self.offer(hints, programs.time(best) - self.graph.total_cost_s)
         limit = left if self.is_exhaustive else _OVER_SLOTS * left
         answer, bound_s = programs.solve_cost(slots, budget_bytes, best, limit, enough)
         best = min(answer.schedule or best, pursuit.best, key=programs.time)
