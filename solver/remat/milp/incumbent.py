@@ -34,6 +34,9 @@ POLISH = 60_000
 ADVISED = (Rule(), Rule(cost=2.0), Rule(idle=0.6))
 """The rules that take advice best."""
 
+AT_LEAST = 3
+"""Attempts that are made whatever `stop` says, where nothing fits yet."""
+
 _SPREADS = (0.2, 0.5, 1.0)
 _STEP = 0.001
 
@@ -117,7 +120,7 @@ def fitting(
 
     `known` are schedules to be judged with those that the search finds, `advice` is tried
     first, `enough` says of a time in seconds that no better one is wanted. `stop` is heeded once
-    there is something to return.
+    there is something to return, or after `AT_LEAST` attempts.
     """
     found = {schedule: Rated.of(graph, schedule) for schedule in known}
     found = {s: rated for s, rated in found.items() if rated.peak_bytes <= budget_bytes}
@@ -125,7 +128,7 @@ def fitting(
     effort = _effort(graph) if effort is None else effort
     proposals = _Proposals(graph, advice)
     for turn, (rule, weights, piece) in enumerate(proposals):
-        if enough(best_s) or effort <= 0 or (stop() and (found or turn >= len(RULES))):
+        if enough(best_s) or effort <= 0 or (stop() and (found or turn >= AT_LEAST)):
             break
         schedule = evict(graph, budget_bytes, rule, weights, piece)
         effort -= len(graph) if schedule is None else len(schedule)
