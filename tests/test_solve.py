@@ -165,3 +165,14 @@ def test_a_solve_leaves_no_trace_in_the_next() -> None:
     first = solve(graph, "70%")
     assert solve(graph, "70%").schedule == first.schedule
     assert hash(first.schedule) == hash(Schedule(first.schedule.runs))
+
+
+def test_a_start_in_another_order_does_not_seem_to_beat_the_bound() -> None:
+    graph = uneven(4)
+    swapped = Schedule.of([1, 0, *range(2, len(graph))])
+    assert not swapped.keeps_order()
+    assert Schedule.keep_all(graph).keeps_order()
+    baseline = simulate(graph, Schedule.keep_all(graph)).peak_bytes
+    strategy = Auto(order="off", time_limit=3)
+    found = strategy.run(graph, baseline * 7 // 10, start=swapped)
+    assert found.schedule.keeps_order()

@@ -40,6 +40,7 @@ SECTIONS: dict[str, Callable[[Record, argparse.Namespace], None]] = {
     "peers": peers.peers,
 }
 NEED_FILES = ("published", "random", "table2")
+PATHS = ("instances", "cache", "out")
 RESULTS = Path(__file__).parents[1] / "results"
 
 
@@ -53,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "units": "bytes (units of the file for random graphs), seconds; overhead, bounds and gaps "
         "as shares of the time without recomputation (gap: of the plan's)",
         "machine": machine.describe(torch.device("cpu")),
-        "options": {k: str(v) for k, v in vars(options).items() if k not in ("instances", "cache")},
+        "options": {k: str(v) for k, v in vars(options).items() if k not in PATHS},
     }
     record = Record(None if options.out == "none" else Path(options.out), name, head)
     try:

@@ -55,6 +55,11 @@ class Schedule:
             if not times:
                 raise GraphError(f"{graph.operations[op].name} never runs")
 
+    def keeps_order(self) -> bool:
+        """Whether operations run for the first time in the graph's order."""
+        first = list(dict.fromkeys(self.runs))
+        return first == sorted(first)
+
     def recomputed(self, graph: Graph) -> dict[int, int]:
         """How many extra times each operation runs, for those that run more than once."""
         times = [0] * len(graph.operations)

@@ -38,6 +38,9 @@ recompute (complete sets always can), without operations that cost more than so 
 _HEURISTICS = 0.25
 """The share of the time that eviction may take."""
 
+_WELL, _MORE = 0.1, 0.03
+"""Eviction goes on to this share of the gap, for up to this share of the time."""
+
 _SMALLEST = 0.3
 """The share of the time that eviction may take to find the smallest peak."""
 
@@ -73,7 +76,8 @@ class Search:
         self.graph = graph
         self.options = options
         self.offer = offer
-        self.start = start
+        # Bounds are for the graph's order: a schedule in another would seem to beat them.
+        self.start = start if start is not None and start.keeps_order() else None
         self.peak_gap = peak_gap
         self.is_exhaustive = stall == math.inf and peak_gap == 0
         self.programs = Programs(graph, options, progress, cancel, stall, peak_gap)
@@ -187,7 +191,7 @@ class Search:
             budget_bytes,
             known=() if self.start is None else (self.start,),
             advice=advisor.advice(),
-            enough=lambda time_s: self._is_within_gap(time_s, advisor.bound_s),
+            enough=lambda time_s: self._is_enough(time_s, advisor.bound_s, began),
             stop=lambda: self._must_end() or time.monotonic() > until,
         )
         self.programs.clock("heuristics_s", began)
@@ -256,6 +260,13 @@ class Search:
 
     def _is_cheap(self, schedule: Schedule, bound_s: float | None) -> bool:
         return bound_s is not None and self._is_within_gap(self.programs.time(schedule), bound_s)
+
+    def _is_enough(self, time_s: float, bound_s: float, began: float) -> bool:
+        """Within the gap; and well within it if that is soon done."""
+        if not self._is_within_gap(time_s, bound_s):
+            return False
+        late = time.monotonic() - began > _MORE * self.options.time_limit
+        return late or time_s - bound_s <= _WELL * self.options.gap * time_s
 
     def _is_within_gap(self, time_s: float, bound_s: float) -> bool:
         return math.isfinite(time_s) and time_s - bound_s <= self.options.gap * time_s
