@@ -82,6 +82,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--baseline-limit", type=float, default=60.0, help="seconds for a baseline at a budget")
     add("--peer-costs", nargs="+", choices=("flops", "measured"), default=["flops"])
     add("--peer-models", nargs="+", choices=("gpt", "resnet"), default=["gpt", "resnet"])
+    add("--orders", nargs="+", choices=("on", "off"), default=["on", "off"])
     add("--threads", type=int, default=2, help="of torch, in `peers`")
     add("--out", default=str(RESULTS), help='folder for the result, or "none"')
     options = parser.parse_args(argv)

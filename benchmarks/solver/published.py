@@ -26,6 +26,9 @@ _REORDERED = {
 }
 """FastSA (NeurIPS 2023), which reorders."""
 
+_GAP = {"on": 0.005, "off": 0.001}
+"""What is asked for; what is published for the fixed order is within a thousandth of the optimum."""
+
 _ANY = {("RL1", "70%"), ("RL3", "70%")}
 """FastSA finds nothing within these budgets: any schedule is better."""
 
@@ -70,13 +73,14 @@ def layered(record: Record, options: Namespace) -> None:
     record.begin("random", "random layered graphs", _COLUMNS)
     for name in ("RL1", "RL2", "RL3", "RL4"):
         limit_s = min(options.time_limit, 180.0 if name == "RL4" else 60.0)
-        for order, targets in (("on", _REORDERED), ("off", _FIXED)):
+        for order in options.orders:
+            targets = _REORDERED if order == "on" else _FIXED
             for budget in _RANDOM_BUDGETS if order == "on" else targets[name]:
                 record.progress(f"random {name} {budget} order {order}")
                 row = jobs.solve(
                     jobs.published(options.instances, name),
                     budget,
-                    gap=0.005,
+                    gap=_GAP[order],
                     time_limit=limit_s,
                     order=order,
                 )
