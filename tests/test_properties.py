@@ -68,6 +68,18 @@ def assert_bitwise(found: Ran, eager: Ran) -> None:
 @given(STEPS, st.floats(0, 1), st.integers(0, 99), st.booleans())
 @example([Step("batch_norm", 0), Step("dropout_", 0), Step("attention", 1)], 0.0, 0, True)
 @example([Step("tied", 0), Step("slices", 1), Step("tied", 0), Step("mul_", 0)], 0.5, 1, False)
+@example(
+    [
+        Step("expand", 3),
+        Step("split", 1),
+        Step("layer_norm", 1),
+        Step("slices", 0),
+        Step("frozen", 4),
+    ],
+    0.44975832682612993,
+    39,
+    False,
+)
 def test_random_modules_within_random_budgets(
     steps: list[Step], share: float, seed: int, input_grad: bool
 ) -> None:

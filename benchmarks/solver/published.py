@@ -27,7 +27,7 @@ _REORDERED = {
 """FastSA (NeurIPS 2023), which reorders."""
 
 _GAP = {"on": 0.005, "off": 0.001}
-"""What is asked for; what is published for the fixed order is within a thousandth of the optimum."""
+"""What is asked for: what is published for the fixed order is near the optimum."""
 
 _ANY = {("RL1", "70%"), ("RL3", "70%")}
 """FastSA finds nothing within these budgets: any schedule is better."""

@@ -223,7 +223,9 @@ def _build_graph(trace: Trace) -> Graph:
 
     operations: list[Operation] = []
     boundary = 0
-    changing = {r.storage for node in trace.nodes for r in node.results} & constants
+    changing = {
+        r.storage for node in trace.nodes if not node.view for r in node.results
+    } & constants
     for node in trace.operations:
         if node is None:
             boundary = len(operations)

@@ -33,6 +33,7 @@ from remat.frontend.operators import encode_argument
 from remat.structure import Structure
 from remat.trace import Environment, Node, Output, Placeholder, Result, Trace
 
+COPY = "aten.copy.default"
 MSE_LOSS = "aten.mse_loss.default"
 
 MAX_CONSTANT_BYTES = 1 << 20
@@ -229,8 +230,19 @@ class _Reader:
                 module=node.meta.get("custom", {}).get(MODULE_KEY, ""),
             )
         )
+        if str(target) == COPY and not view:
+            self._widen(node, results[0])
         if str(target) == MSE_LOSS and not results[0].tensor.shape:
             self._trim(node, results[0])
+
+    def _widen(self, node: fx.Node, copied: Result) -> None:
+        """`aten.copy` clones the whole storage that its first operand looks into, which the traced
+        fake tensor does not show."""
+        first = node.args[0]
+        assert isinstance(first, fx.Node)
+        whole = self.draft.storages[self.draft.storage(first.meta["val"])]
+        storages = self.draft.storages
+        storages[copied.storage] = max(storages[copied.storage], whole)
 
     def _trim(self, node: fx.Node, loss: Result) -> None:
         """The mean squared error leaves its scalar in the storage of all the squared errors, which
