@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.graphs import chain, small_graphs
+from tests.test_solve import uneven
 
 from remat.compare import compare
 from remat.errors import BudgetError, InfeasibleBudget, RematError
@@ -363,3 +364,12 @@ def test_a_comparison_lists_what_does_not_apply() -> None:
         assert [time for _, time in points] == sorted((time for _, time in points), reverse=True)
     with pytest.raises(BudgetError):
         compare(graph, ["nonsense"], strategies)
+
+
+def test_lp_rounding_relaxes_everything() -> None:
+    """The bound is that of fractions, not of a program in which some variables are integer."""
+    graph = uneven(3)
+    optimum = solve(graph, "75%", Exact())
+    found = LpRounding().run(graph, optimum.budget_bytes)
+    assert found.bound is not None
+    assert graph.total_cost_s < found.bound < optimum.time_s - 1e-3

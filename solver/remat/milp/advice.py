@@ -19,6 +19,7 @@ from remat.schedule import Schedule
 from remat.simulate import simulate
 
 _PIECES = 12
+_FOLLOWED = 3
 _SLACKS = (0.02, 0.06, 0.12, 0.18, 0.04, 0.01, 0.09)
 """Shares of the memory above the constant that the advice leaves free, in the order given."""
 
@@ -67,7 +68,7 @@ class Advisor:
 
     def advice(self) -> Iterator[Advice]:
         """Advice for `evict` from single moments, the most promising first."""
-        best = self._singles[:2]
+        best = self._singles[:_FOLLOWED]
         for found in best[:1]:
             yield _advice(found)
             limit = min(_INTEGRAL_S, _INTEGRAL_SHARE * (self._deadline - time.monotonic()))

@@ -14,7 +14,7 @@ Deterministic: every limit is a number of runs.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from remat.graph import Graph
@@ -63,13 +63,17 @@ def evict(
     rule: Rule = RULES[0],
     weights: Sequence[float] | None = None,
     advice: Advice = (),
+    most_s: float = _INFINITE,
+    stop: Callable[[], bool] = lambda: False,
 ) -> Schedule | None:
     """A schedule with a peak of at most `budget_bytes`, constant memory included, or None.
 
-    `weights` multiply the scores of the values: a large one is thrown out sooner.
+    `weights` multiply the scores of the values: a large one is thrown out sooner. The attempt is
+    given up when it takes more than `most_s`, or when `stop` says so: on a large graph the bad ones
+    take the longest, and even a good one seconds.
     """
     attempt = _Attempt(graph, budget_bytes - graph.constant_bytes, rule, weights, advice)
-    return Schedule.of(attempt.runs) if attempt.succeeds() else None
+    return Schedule.of(attempt.runs) if attempt.succeeds(most_s, stop) else None
 
 
 class _Attempt:
@@ -112,15 +116,19 @@ class _Attempt:
         self.watchers: dict[int, list[int]] = {}
         self.runs: list[int] = []
 
-    def succeeds(self) -> bool:
+    def succeeds(self, most_s: float, stop: Callable[[], bool]) -> bool:
         """Whether the walk came to its end; `runs` then holds the sequence."""
         count = len(self.graph)
+        left_s = most_s - self.graph.total_cost_s
         limit = (MAX_RUNS if count <= LARGE else MAX_RUNS_LARGE) * count + 100
         for stage in range(len(self.graph)):
             if stage > self.until:
                 self._take_advice()
             plan = self._plan(stage)
-            if plan is None or len(self.runs) + len(plan) > limit:
+            if stop() or plan is None or len(self.runs) + len(plan) > limit:
+                return False
+            left_s -= sum(self.graph.operations[op].cost_s for op in plan[:-1])
+            if left_s < 0:
                 return False
             for op in plan:
                 for v in self.graph.operations[op].inputs:

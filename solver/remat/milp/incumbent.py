@@ -40,6 +40,9 @@ AT_LEAST = 3
 _SPREADS = (0.2, 0.5, 1.0)
 _STEP = 0.001
 
+_SPARE = 0.1
+"""Of the best extra time: how much more an attempt may take, for pruning to win it back."""
+
 
 def _never() -> bool:
     return False
@@ -91,7 +94,7 @@ def smallest(
                 return best
             aim = (best.peak_bytes - step, target_bytes, (low + best.peak_bytes) // 2)
             budget = max(target_bytes, aim[min(attempt, 2)])
-            schedule = evict(graph, budget, rule, weights)
+            schedule = evict(graph, budget, rule, weights, stop=stop)
             effort -= len(graph) if schedule is None else len(schedule)
             attempt += 1
             if schedule is not None:
@@ -128,9 +131,11 @@ def fitting(
     effort = _effort(graph) if effort is None else effort
     proposals = _Proposals(graph, advice)
     for turn, (rule, weights, piece) in enumerate(proposals):
-        if enough(best_s) or effort <= 0 or (stop() and (found or turn >= AT_LEAST)):
+        heeded = stop if found or turn >= AT_LEAST else _never
+        if enough(best_s) or effort <= 0 or heeded():
             break
-        schedule = evict(graph, budget_bytes, rule, weights, piece)
+        most_s = best_s + _SPARE * (best_s - graph.total_cost_s)
+        schedule = evict(graph, budget_bytes, rule, weights, piece, most_s, heeded)
         effort -= len(graph) if schedule is None else len(schedule)
         if schedule is None:
             continue
@@ -193,7 +198,7 @@ def polish(graph: Graph, schedule: Schedule, budget_bytes: int, effort: int = PO
 
 
 class _Proposals:
-    """All advice, every rule, then random weights around the last accepted; without end."""
+    """The first rule, all advice, the other rules, then random weights around the last accepted."""
 
     def __init__(self, graph: Graph, advice: Iterable[Advice] = ()) -> None:
         self._advice = advice
@@ -203,11 +208,13 @@ class _Proposals:
         self._last = self._centre
 
     def __iter__(self) -> Iterator[tuple[Rule, list[float] | None, Advice]]:
+        self._last = self._centre
+        yield RULES[0], None, ()
         for piece in self._advice:
             for rule in ADVISED:
                 self._last = (rule, self._ones, piece)
                 yield rule, None, piece
-        for rule in RULES:
+        for rule in RULES[1:]:
             self._last = (rule, self._ones, ())
             yield rule, None, ()
         turn = 0

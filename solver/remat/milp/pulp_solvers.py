@@ -105,6 +105,12 @@ def open_solver(
     raise SolverError(f"{wanted.name} is not available here{why}: {wanted.remedy}; or {DEFAULT}")
 
 
+def require(name: str) -> None:
+    """Raise `SolverError` at once if a solver is missing, not when a program first needs it."""
+    if not is_highs(name):
+        open_solver(name, gap=0.0, time_limit=1.0, threads=1, warm_start=False)
+
+
 def bound(backend: pulp.LpSolver, problem: pulp.LpProblem) -> float | None:
     """The dual bound after a solve, in units of the objective; None if the solver tells none."""
     read = _BOUNDS.get(backend.name)

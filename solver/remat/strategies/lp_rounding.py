@@ -133,8 +133,8 @@ class LpRounding:
         """The solved relaxation (None if it has no solution) with its least time in seconds or, if
         there is no limit, its least peak in bytes without constant memory."""
         relaxed = model.build(graph, slots.complete(graph), limit_bytes)
-        for run in relaxed.runs.values():
-            run.cat = pulp.LpContinuous
+        for variable in relaxed.problem.variables():
+            variable.cat = pulp.LpContinuous
         left = max(0.1, until - time.monotonic())
         is_cancelled = None if cancel is None else cancel.is_set
         highs = BulkHiGHS(gap=0.0, time_limit=left, threads=self.threads, cancelled=is_cancelled)

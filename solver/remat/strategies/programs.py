@@ -57,6 +57,7 @@ class Programs:
     peak_gap: float = 0.0
     began: float = field(default_factory=time.monotonic)
     stats: Stats = field(default_factory=dict[str, str | int | float])
+    _pace_s: float = 0.0
 
     def __post_init__(self) -> None:
         self.deadline = self.began + self.options.time_limit
@@ -77,6 +78,9 @@ class Programs:
         bound: float | None = None
         budget_now = budget_bytes
         for _ in range(_TIGHTENINGS):
+            began = time.monotonic()
+            if began + self._overhead_s(slots) > self.deadline:
+                break
             program = self._build(slots, budget_now)
             unit_s = program.cost_unit_s
             stall = Stall(self.stall, self._cost_report(unit_s))
@@ -90,6 +94,8 @@ class Programs:
                 report=stall.report,
                 done=partial(_is_done, stall, lambda x, unit_s=unit_s: enough(x * unit_s)),
             )
+            overhead_s = time.monotonic() - began - answer.seconds
+            self._pace_s = max(self._pace_s, overhead_s / max(1, len(slots.operations)))
             if budget_now == budget_bytes and answer.bound is not None:
                 bound = answer.bound * program.cost_unit_s
             if answer.schedule is None:
@@ -136,6 +142,11 @@ class Programs:
             answer = replace(answer, schedule=prune(self.graph, answer.schedule))
         bound = None if answer.bound is None else answer.bound * unit + constant
         return answer, bound
+
+    def _overhead_s(self, slots: Slots) -> float:
+        """What a program takes beside the solver's own run, judged by those before it: seconds
+        where it is large."""
+        return self._pace_s * len(slots.operations)
 
     def _build(self, slots: Slots, budget_bytes: int | None) -> model.Model:
         began = time.monotonic()

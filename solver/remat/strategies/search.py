@@ -21,6 +21,7 @@ from remat.milp.advice import Advisor
 from remat.milp.backends import Outcome
 from remat.milp.bound import least_peak_bytes
 from remat.milp.incumbent import fitting, polish, smallest
+from remat.milp.pulp_solvers import require
 from remat.milp.slots import Slots
 from remat.progress import Cancel, ProgressCallback
 from remat.schedule import Schedule
@@ -29,6 +30,7 @@ from remat.strategies.base import BoundScope, Solution
 from remat.strategies.infeasible import infeasible
 from remat.strategies.programs import Options, Programs
 from remat.strategies.pursuit import Pursuit
+from remat.strategies.quick import quick_schedules
 from remat.strategies.refine import recombine, refine
 
 Offer = Callable[[Sequence[Schedule], float], Slots]
@@ -73,6 +75,7 @@ class Search:
         stall: float = math.inf,
         peak_gap: float = 0.0,
     ) -> None:
+        require(options.solver)
         self.graph = graph
         self.options = options
         self.offer = offer
@@ -95,8 +98,11 @@ class Search:
             need = f"one operation alone needs {self.floor_bytes:,} bytes"
             raise infeasible(self.graph, budget_bytes, programs.peak(best), need, proved=True)
         advisor = self._advisor(budget_bytes)
-        known = self._fitting(budget_bytes, advisor) or [self._reach(budget_bytes)]
+        known = self._fitting(budget_bytes, advisor)
         self._tell_bound(advisor)
+        if not known or not self._is_cheap(known[0], advisor.bound_s):
+            known = sorted([*known, *self._quick(budget_bytes)], key=programs.time)
+        known = known or [self._reach(budget_bytes)]
         if self._is_cheap(known[0], advisor.bound_s):
             return Solution(known[0], advisor.bound_s, "order", True, self.stats)
         return self._improve(budget_bytes, known, advisor)
@@ -197,6 +203,12 @@ class Search:
         self.programs.clock("heuristics_s", began)
         return [rated.schedule for rated in found]
 
+    def _quick(self, budget_bytes: int | None) -> list[Schedule]:
+        """What the quick baselines find; an exhaustive search needs no such help."""
+        if self.is_exhaustive:
+            return []
+        return list(quick_schedules(self.graph, budget_bytes, self._must_end))
+
     def _tell_bound(self, advisor: Advisor) -> None:
         total_s = self.graph.total_cost_s
         self.stats["order_bound"] = advisor.bound_s / total_s - 1 if total_s > 0 else 0.0
@@ -206,10 +218,11 @@ class Search:
         began = time.monotonic()
         target = self.floor_bytes if target_bytes is None else target_bytes
         until = began + _SMALLEST * (self.programs.deadline - began)
+        known = [*self._quick(None), *([] if self.start is None else [self.start])]
         found = smallest(
             self.graph,
             target_bytes=target,
-            start=self.start,
+            start=min(known, key=self.programs.peak, default=None),
             stop=lambda: self._must_end() or time.monotonic() > until,
         )
         self.programs.clock("heuristics_s", began)

@@ -1,0 +1,78 @@
+"""`Auto` begins from the quick baselines: it is never worse than one of them, and ends in time."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from tests.graphs import small_graphs
+from tests.test_solve import uneven
+
+from remat.errors import RematError, SolverError
+from remat.graph import Graph
+from remat.milp.eviction import evict
+from remat.milp.incumbent import fitting
+from remat.schedule import Schedule
+from remat.simulate import measure, simulate
+from remat.solve import solve
+from remat.strategies import Auto
+from remat.strategies.quick import QUICK, quick_schedules
+
+LAWS = settings(
+    derandomize=True,
+    database=None,
+    deadline=None,
+    max_examples=25,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+
+
+def never() -> bool:
+    return False
+
+
+@LAWS
+@given(small_graphs())
+def test_auto_is_never_worse_than_a_quick_baseline(graph: Graph) -> None:
+    for strategy in QUICK:
+        try:
+            smallest_bytes, time_s = measure(graph, strategy.run(graph, None).schedule)
+        except RematError:
+            continue
+        if smallest_bytes == 0:  # no budget
+            continue
+        plan = solve(graph, smallest_bytes, Auto(order="off"))
+        assert plan.time_s <= time_s * (1 + 1e-9)
+        smallest = solve(graph, "min", Auto(order="off"))
+        assert smallest.peak_bytes <= smallest_bytes * (1 + Auto().peak_gap)
+
+
+@LAWS
+@given(small_graphs())
+def test_quick_schedules_keep_their_budget(graph: Graph) -> None:
+    peak_bytes = simulate(graph, Schedule.keep_all(graph)).peak_bytes
+    for share in (0.5, 0.8):
+        budget_bytes = int(share * peak_bytes)
+        for schedule in quick_schedules(graph, budget_bytes, never):
+            schedule.check(graph)
+            assert measure(graph, schedule)[0] <= budget_bytes
+
+
+def test_an_attempt_that_grows_too_dear_is_given_up() -> None:
+    graph = uneven(6)
+    budget_bytes = int(0.7 * simulate(graph, Schedule.keep_all(graph)).peak_bytes)
+    schedule = evict(graph, budget_bytes)
+    assert schedule is not None
+    time_s = measure(graph, schedule)[1]
+    assert evict(graph, budget_bytes, most_s=time_s) == schedule
+    assert evict(graph, budget_bytes, most_s=time_s * (1 - 1e-6)) is None
+    assert evict(graph, budget_bytes, stop=lambda: True) is None
+    assert fitting(graph, budget_bytes, stop=lambda: True), "the first attempts ignore the clock"
+
+
+def test_a_missing_solver_is_an_error_even_where_it_is_not_needed() -> None:
+    began = time.monotonic()
+    with pytest.raises(SolverError, match="not available here"):
+        solve(uneven(3), "100%", Auto(solver="GLPK_CMD"))
+    assert time.monotonic() - began < 5
