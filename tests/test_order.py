@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from random import Random
 
 import pytest
@@ -11,20 +12,36 @@ from tests.graphs import chain, small_graphs
 
 from remat.errors import GraphError
 from remat.graph import Graph, Operation, Value
+from remat.milp.bound import least_peak_bytes
 from remat.order import (
     first_runs,
     guarded,
     in_order,
     least_peak_order,
+    pinned,
     reordered,
+    search_in_order,
     search_schedule,
 )
-from remat.order.moves import block, exchange, relocate, repeat, retire, transpose
+from remat.order.moves import (
+    block,
+    exchange,
+    relieve,
+    relocate,
+    repeat,
+    retire,
+    shift,
+    swap,
+    transpose,
+)
+from remat.order.places import idle_until
 from remat.order.profile import Profile
 from remat.schedule import Schedule
 from remat.simulate import measure, simulate
+from remat.strategies.auto import Auto
+from remat.strategies.exact import Exact
 
-MOVES = (relocate, transpose, block, repeat, repeat, retire, exchange)
+MOVES = (relocate, transpose, block, repeat, repeat, retire, exchange, shift, relieve, swap)
 
 
 def layered(count: int, seed: int) -> Graph:
@@ -70,12 +87,15 @@ def is_allowed(graph: Graph, schedule: Schedule) -> bool:
     return set(order[:cut]) == set(range(graph.boundary))
 
 
+@pytest.mark.parametrize("frame", [guarded, pinned])
 @settings(max_examples=60, deadline=None)
-@given(small_graphs(max_operations=9, max_values=12), st.integers(0, 99))
-def test_profile_agrees_with_the_simulator(graph: Graph, seed: int) -> None:
+@given(graph=small_graphs(max_operations=9, max_values=12), seed=st.integers(0, 99))
+def test_profile_agrees_with_the_simulator(
+    frame: Callable[[Graph], Graph], graph: Graph, seed: int
+) -> None:
     random = Random(seed)
     budget_bytes = int(0.7 * simulate(graph, Schedule.keep_all(graph)).peak_bytes)
-    profile = Profile(guarded(graph), budget_bytes, range(len(graph)))
+    profile = Profile(frame(graph), budget_bytes, range(len(graph)))
     for _ in range(60):
         runs = profile.runs
         if not random.choice(MOVES)(profile, random):
@@ -93,6 +113,32 @@ def test_profile_agrees_with_the_simulator(graph: Graph, seed: int) -> None:
         assert profile.time_s == pytest.approx(timeline.time_s)
         assert profile.peak_bytes() == timeline.peak_bytes
         assert is_allowed(graph, Schedule.of(profile.runs))
+        assert frame is guarded or Schedule.of(profile.runs).keeps_order()
+
+
+@settings(max_examples=60, deadline=None)
+@given(small_graphs(max_operations=9, max_values=12), st.integers(0, 99))
+def test_idle_values_are_in_memory_and_not_read(graph: Graph, seed: int) -> None:
+    random = Random(seed)
+    profile = Profile(pinned(graph), 0, range(len(graph)))
+    for _ in range(20):
+        if random.choice((shift, repeat, retire))(profile, random):
+            profile.weigh()
+            profile.keep()
+        else:
+            profile.undo()
+    runs = profile.runs
+    timeline = simulate(graph, Schedule.of(runs))
+    filled = [slot for slot, op in enumerate(profile.slots) if op >= 0]
+    for v, value in enumerate(graph.values):
+        if not value.size_bytes or v in graph.results:
+            continue
+        for run, slot in enumerate(filled):
+            reader = idle_until(profile, v, slot)
+            operation = graph.operations[runs[run]]
+            touched = v in operation.inputs or v in operation.outputs
+            assert (reader >= 0) == (v in timeline.live(run) and not touched)
+            assert reader < 0 or v in graph.operations[profile.slots[reader]].inputs
 
 
 @settings(max_examples=30, deadline=None)
@@ -109,6 +155,50 @@ def test_search_is_valid_and_never_worse(graph: Graph, part: float, seed: int) -
         assert timeline.peak_bytes <= budget_bytes
         assert timeline.time_s <= time_s
     assert found == search_schedule(graph, budget_bytes, start, effort=1500, seed=seed)
+
+
+@settings(max_examples=30, deadline=None)
+@given(small_graphs(), st.floats(0.3, 1.0), st.integers(0, 9))
+def test_search_in_order_is_valid_and_never_worse(graph: Graph, part: float, seed: int) -> None:
+    start = Schedule.keep_all(graph)
+    peak_bytes, time_s = measure(graph, start)
+    budget_bytes = int(part * peak_bytes)
+    found = search_in_order(graph, budget_bytes, start, effort=1500, seed=seed)
+    assert found.keeps_order()
+    assert measure(graph, found)[0] <= peak_bytes
+    if peak_bytes <= budget_bytes:
+        assert measure(graph, found)[1] <= time_s
+    assert found == search_in_order(graph, budget_bytes, start, effort=1500, seed=seed)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_search_in_order_finds_the_optimum(seed: int) -> None:
+    graph = layered(14, seed)
+    floor_bytes = least_peak_bytes(graph)
+    budget_bytes = (floor_bytes + 3 * measure(graph, Schedule.keep_all(graph))[0]) // 4
+    best = Exact(gap=0.0).run(graph, budget_bytes).schedule
+    found = search_in_order(graph, budget_bytes, Schedule.keep_all(graph), effort=20_000)
+    assert measure(graph, found)[0] <= budget_bytes
+    assert measure(graph, found)[1] == pytest.approx(measure(graph, best)[1])
+
+
+def test_search_in_order_refuses_a_start_in_another_order() -> None:
+    graph = layered(30, seed=1)
+    order = least_peak_order(graph, target_bytes=0, effort=500)
+    assert order != tuple(range(30))
+    with pytest.raises(GraphError, match="before it was ever produced"):
+        search_in_order(graph, 0, Schedule.of(order))
+
+
+def test_auto_anneals_in_the_graph_order() -> None:
+    graph = layered(60, seed=1)
+    budget_bytes = int(0.75 * measure(graph, Schedule.keep_all(graph))[0])
+    found = Auto(order="off", time_limit=6.0, gap=1e-6).run(graph, budget_bytes)
+    assert found.schedule.keeps_order()
+    assert measure(graph, found.schedule)[0] <= budget_bytes
+    assert found.bound is not None
+    assert found.bound <= measure(graph, found.schedule)[1]
+    assert "anneal_s" in found.stats
 
 
 def test_search_drops_what_a_better_order_does_not_need() -> None:

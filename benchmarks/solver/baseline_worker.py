@@ -1,4 +1,4 @@
-"""One baseline on one graph at one budget: a job as JSON on stdin, a row as JSON on stdout."""
+"""One baseline on one graph: a job as JSON on stdin, its rows as JSON on stdout."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from benchmarks.solver.worker import graph_of, memory_bytes
-from remat.compare import STRATEGIES, compare
+from remat.compare import STRATEGIES, Comparison, Row, compare
 from remat.strategies.base import Strategy
 
 NAMES = tuple(strategy.name for strategy in STRATEGIES if strategy.name != "auto")
@@ -16,14 +16,18 @@ NAMES = tuple(strategy.name for strategy in STRATEGIES if strategy.name != "auto
 
 
 def main() -> int:
-    """Read the job, compare, print the row."""
+    """Read the job, compare, print a row for each budget."""
     job = json.load(sys.stdin)
     strategy = strategy_of(job["strategy"], job["time_limit"])
-    compared = compare(graph_of(job), [job["budget"]], [strategy])
-    found = compared.rows[0]
+    compared = compare(graph_of(job), job["budgets"], [strategy])
+    print(json.dumps({"rows": [_facts(row, compared) for row in compared.rows]}))
+    return 0
+
+
+def _facts(found: Row, compared: Comparison) -> dict[str, Any]:
     row: dict[str, Any] = {
         "strategy": found.strategy,
-        "budget": job["budget"],
+        "budget": found.budget,
         "budget_bytes": found.budget_bytes,
         "baseline_peak_bytes": compared.baseline_peak_bytes,
         "seconds": found.seconds,
@@ -38,8 +42,7 @@ def main() -> int:
             "overhead": found.plan.overhead,
             "gap": found.plan.gap,
         }
-    print(json.dumps(row))
-    return 0
+    return row
 
 
 def strategy_of(name: str, time_limit_s: float) -> Strategy:

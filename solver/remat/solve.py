@@ -15,7 +15,7 @@ from remat.progress import Cancel, ProgressCallback
 from remat.schedule import Schedule
 from remat.simulate import simulate
 from remat.strategies.auto import Auto
-from remat.strategies.base import Stats, Strategy
+from remat.strategies.base import Solution, Stats, Strategy
 
 _LEAST_S = 1.0
 _SWEEP = ("min", *(f"{percent}%" for percent in range(5, 101, 5)))
@@ -45,8 +45,8 @@ def solve(
     """The cheapest schedule of `graph` whose peak is at most `budget`.
 
     `budget` is bytes (an int), a string as read by `remat.budget.parse_budget`, or "min": the
-    smallest peak that the strategy finds, and then the cheapest schedule at that, both within its
-    time limit. `strategy` is
+    smallest peak that the strategy finds, and then the cheapest schedule at that (or, where a
+    smaller one is not excluded, within `peak_gap` of it), both within its time limit. `strategy` is
     `Auto()` by default. `progress` is called with a `Progress` now and then; `cancel` (an Event)
     ends the solve early with the best plan so far.
 
@@ -109,7 +109,7 @@ def _solve(
     if budget_bytes == "min":
         smallest = strategy.run(graph, None, start=start, progress=progress, cancel=cancel)
         start = smallest.schedule
-        budget_bytes = simulate(graph, start).peak_bytes
+        budget_bytes = _near(simulate(graph, start).peak_bytes, smallest, strategy)
         stats["peak_search_s"] = time.monotonic() - began
         if smallest.bound is not None:
             stats["peak_bound_bytes"] = int(smallest.bound)
@@ -118,6 +118,16 @@ def _solve(
     stats |= solution.stats
     stats["total_s"] = time.monotonic() - began
     return Plan.of(graph, budget_bytes, solution, stats)
+
+
+def _near(peak_bytes: int, smallest: Solution, strategy: Strategy) -> int:
+    """The budget for "min": where it is not proved that no smaller peak is possible, up to the
+    strategy's own tolerance above it. At the very smallest peak that happened to be found, a step
+    costs far more than a per cent above, and little can be proved about it."""
+    tolerance = getattr(strategy, "peak_gap", 0.0)
+    if smallest.proved or not isinstance(tolerance, int | float):
+        return peak_bytes
+    return int(peak_bytes * (1 + tolerance))
 
 
 def _with_what_is_left(strategy: Strategy, spent_s: float) -> Strategy:

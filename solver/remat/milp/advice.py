@@ -20,7 +20,7 @@ from remat.simulate import simulate
 
 _PIECES = 12
 _FOLLOWED = 3
-_SLACKS = (0.02, 0.06, 0.12, 0.18, 0.04, 0.01, 0.09)
+_SLACKS = (0.02, 0.12, 0.06, 0.18, 0.04, 0.01, 0.09)
 """Shares of the memory above the constant that the advice leaves free, in the order given."""
 
 _HOLD = 1e-3

@@ -152,7 +152,8 @@ def fitting(
 
 
 def prune(graph: Graph, schedule: Schedule) -> Schedule:
-    """Without the recomputations whose outputs nobody reads; never a larger peak or cost."""
+    """Without the recomputations whose outputs nobody reads, or whose copies before take no bytes;
+    never a larger peak or cost."""
     times = [0] * len(graph.operations)
     for op in schedule.runs:
         times[op] += 1
@@ -161,7 +162,8 @@ def prune(graph: Graph, schedule: Schedule) -> Schedule:
     for op in reversed(schedule.runs):
         operation = graph.operations[op]
         if times[op] > 1 and not any(
-            wanted[v] and v not in graph.results for v in operation.outputs
+            wanted[v] and v not in graph.results and graph.values[v].size_bytes > 0
+            for v in operation.outputs
         ):
             times[op] -= 1
             continue

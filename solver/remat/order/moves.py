@@ -10,7 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import Random
 
-from remat.order.places import before, earliest, first_read, is_held_past, latest, owner
+import numpy as np
+
+from remat.order.places import (
+    before,
+    earliest,
+    first_read,
+    idle_until,
+    is_held_past,
+    latest,
+    owner,
+)
 from remat.order.profile import Profile
 
 Move = Callable[[Profile, Random], bool]
@@ -18,12 +28,23 @@ Move = Callable[[Profile, Random], bool]
 _DEPTH = 4
 """How many operations in a row a recomputation may need made again before it."""
 
+_TRIES = 40
+"""Values looked at for one that can be thrown out at a given place; most are not in memory."""
+
 
 def relocate(profile: Profile, random: Random) -> bool:
     """Take one run to another place between those that it reads from and those that read it."""
-    slots = profile.slots
-    slot = _pick(slots, random)
-    op = slots[slot]
+    return _relocate(profile, random, _pick(profile.slots, random))
+
+
+def shift(profile: Profile, random: Random) -> bool:
+    """The same for a run of an operation that runs several times."""
+    slot = _pick_again(profile, random)
+    return slot >= 0 and _relocate(profile, random, slot)
+
+
+def _relocate(profile: Profile, random: Random, slot: int) -> bool:
+    op = profile.slots[slot]
     low, high = _window(profile, op, slot)
     if high - low < 2:
         return False
@@ -80,21 +101,17 @@ def repeat(profile: Profile, random: Random) -> bool:
     """Make a value again before one of its readers, and with it what has gone by then."""
     slots = profile.slots
     slot = _pick(slots, random)
-    inputs = profile.inputs[slots[slot]]
-    if not inputs:
+    held = profile.held[slots[slot]]
+    if not held:
         return False
-    v = inputs[int(random.random() * len(inputs))]
+    v = held[int(random.random() * len(held))]
     return _repeat(profile, random, v, slot, _DEPTH)
 
 
 def retire(profile: Profile, random: Random) -> bool:
     """Do without one of several runs of an operation."""
-    if not profile.again:
-        return False
-    op = profile.again[int(random.random() * len(profile.again))]
-    own = profile.at[op]
-    slot = own[int(random.random() * len(own))]
-    if latest(profile, op, slot) != len(profile.slots) - 1:
+    slot = _pick_again(profile, random)
+    if slot < 0 or not _is_spare(profile, slot):
         return False
     profile.drop(slot)
     return True
@@ -109,11 +126,64 @@ def exchange(profile: Profile, random: Random) -> bool:
     return True
 
 
+def relieve(profile: Profile, random: Random) -> bool:
+    """Where memory is over the budget, throw a value out and make it again before it is read."""
+    if not profile.excess_bytes:
+        return False
+    over = np.flatnonzero(profile.over > 0)
+    return _throw_out(profile, random, int(over[int(random.random() * len(over))]))
+
+
+def swap(profile: Profile, random: Random) -> bool:
+    """Do without one recomputation; where memory is over the budget then, throw out something
+    else."""
+    slot = _pick_again(profile, random)
+    if slot < 0 or not _is_spare(profile, slot):
+        return False
+    op = profile.slots[slot]
+    made = [v for v in profile.outputs[op] if profile.size[v]]
+    low = 1 + max([before(profile, v, slot) for v in made], default=slot)
+    profile.drop(slot)
+    profile.settle()
+    if low < slot:
+        size = sum(profile.size[v] for v in made)
+        over = np.flatnonzero(profile.over[low:slot] > -size)
+        if len(over):
+            _throw_out(profile, random, low + int(over[int(random.random() * len(over))]))
+    return True
+
+
 def _pick(slots: list[int], random: Random) -> int:
     while True:
         slot = int(random.random() * len(slots))
         if slots[slot] >= 0:
             return slot
+
+
+def _pick_again(profile: Profile, random: Random) -> int:
+    """A run of an operation that runs several times, or -1."""
+    if not profile.again:
+        return -1
+    own = profile.at[profile.again[int(random.random() * len(profile.again))]]
+    return own[int(random.random() * len(own))]
+
+
+def _is_spare(profile: Profile, slot: int) -> bool:
+    """Whether every reader of this run has another copy to read."""
+    return latest(profile, profile.slots[slot], slot) == len(profile.slots) - 1
+
+
+def _throw_out(profile: Profile, random: Random, slot: int) -> bool:
+    """Make a value again that is held idle in `slot`, before it is next read."""
+    count = len(profile.size)
+    for _ in range(_TRIES):
+        v = int(random.random() * count)
+        if not profile.size[v] or profile.is_result[v]:
+            continue
+        reader = idle_until(profile, v, slot)
+        if reader >= 0:
+            return _repeat(profile, random, v, reader, _DEPTH)
+    return False
 
 
 def _window(profile: Profile, op: int, slot: int) -> tuple[int, int]:
@@ -163,7 +233,7 @@ def _repeat(profile: Profile, random: Random, v: int, slot: int, depth: int) -> 
     if not depth or random.random() < 0.3:
         return True
     profile.settle()
-    for u in profile.inputs[op]:
+    for u in profile.held[op]:
         if not is_held_past(profile, u, free) and random.random() < 0.6:
             _repeat(profile, random, u, free, depth - 1)
             profile.settle()

@@ -73,3 +73,18 @@ def is_held_past(profile: Profile, v: int, slot: int) -> bool:
         return False
     m = bisect_right(own, slot)
     return m == len(own) or readers[k] < own[m]
+
+
+def idle_until(profile: Profile, v: int, slot: int) -> int:
+    """The slot that next reads the copy of `v` that lies idle in `slot`; -1 if none does."""
+    readers = profile.reads[v]
+    if not readers or readers[-1] <= slot:
+        return -1
+    own = profile.at[profile.producer[v]]
+    m = bisect_left(own, slot)
+    if not m or (m < len(own) and own[m] == slot):
+        return -1
+    k = bisect_left(readers, slot)
+    if readers[k] == slot or (m < len(own) and own[m] < readers[k]):
+        return -1
+    return readers[k]

@@ -47,7 +47,7 @@ class Profile:
         self.inputs = [operation.inputs for operation in graph.operations]
         self.outputs = [operation.outputs for operation in graph.operations]
         self.is_result = [v in graph.results for v in range(len(graph.values))]
-        self._held = [
+        self.held = [
             tuple(v for v in inputs if self.size[v] and not self.is_result[v])
             for inputs in self.inputs
         ]
@@ -102,7 +102,7 @@ class Profile:
         op = self.slots[slot]
         at, reads, sizes, producer = self.at, self.reads, self.size, self.producer
         spans = self._spans
-        for v in self._held[op]:
+        for v in self.held[op]:
             own, readers = at[producer[v]], reads[v]
             if len(own) > 1:
                 unread(sizes[v], own, readers, slot, spans)
@@ -139,7 +139,7 @@ class Profile:
     def add(self, op: int, slot: int) -> None:
         """Run `op` once more, in `slot`, which is empty."""
         self.settle()
-        for v in self._held[op]:
+        for v in self.held[op]:
             read(self.size[v], self.at[self.producer[v]], self.reads[v], slot, self._spans)
         for v in self._made[op]:
             self._make(v, self.at[op], slot)
@@ -151,7 +151,7 @@ class Profile:
         """Do without the run in `slot`, one of several of its operation."""
         self.settle()
         op = self.slots[slot]
-        for v in self._held[op]:
+        for v in self.held[op]:
             unread(self.size[v], self.at[self.producer[v]], self.reads[v], slot, self._spans)
         for v in self._made[op]:
             self._unmake(v, self.at[op], slot)

@@ -52,7 +52,16 @@ def guarded(graph: Graph) -> Graph:
     Operations keep their indices, so a schedule of one is a schedule of the other. First runs stay
     on their side of the boundary; operations that run once or are sequenced stay in order.
     """
-    pairs = _across_boundary(graph) + _in_sequence(graph)
+    return _with_pairs(graph, _across_boundary(graph) + _in_sequence(graph))
+
+
+def pinned(graph: Graph) -> Graph:
+    """The same graph where first runs stay in the graph's order: only recomputations move."""
+    return _with_pairs(graph, list(pairwise(range(len(graph)))))
+
+
+def _with_pairs(graph: Graph, pairs: list[tuple[int, int]]) -> Graph:
+    """With a value without bytes from the first to the second of each pair."""
     inputs = [list(operation.inputs) for operation in graph.operations]
     outputs = [list(operation.outputs) for operation in graph.operations]
     values = list(graph.values)

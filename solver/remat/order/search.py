@@ -1,8 +1,10 @@
-"""Schedules within a budget by annealing over whole sequences: order and recomputation together.
+"""Schedules within a budget by annealing over whole sequences: order and recomputation together,
+or recomputation alone.
 
 Rounds of `remat.order.anneal`, some from the start's order with nothing run twice, some from the
 best schedule so far. Where none of the first rounds fits, the order that came nearest is given to
-eviction (`remat.milp.incumbent`), and its schedule to the rounds that follow.
+eviction (`remat.milp.incumbent`), and its schedule to the rounds that follow. Where first runs keep
+the graph's order, moves aim at the places where memory is over the budget: few others change it.
 
 Not yet as good as it could be: at budgets where much of the graph runs twice, one run moved at a
 time rarely gets anywhere; rounds do not learn from each other how hot or how dear to be; and where
@@ -18,15 +20,26 @@ from random import Random
 from remat.graph import Graph
 from remat.milp.incumbent import Rated, fitting, prune, smallest
 from remat.order.anneal import Cooling, Mix, anneal
-from remat.order.moves import block, exchange, relocate, repeat, retire, transpose
+from remat.order.moves import (
+    block,
+    exchange,
+    relieve,
+    relocate,
+    repeat,
+    retire,
+    shift,
+    swap,
+    transpose,
+)
 from remat.order.profile import Profile
-from remat.order.reorder import first_runs, guarded, reordered
+from remat.order.reorder import first_runs, guarded, pinned, reordered
 from remat.schedule import Schedule
 
 EFFORT = 600_000
 """Moves tried by default, all rounds together; some 40 s on one core."""
 
 _MIX = Mix(((relocate, 11), (transpose, 1), (block, 2), (repeat, 2), (retire, 3), (exchange, 1)))
+_IN_ORDER = Mix(((shift, 4), (repeat, 1), (retire, 4), (exchange, 1), (relieve, 2), (swap, 8)))
 _LEAST_GAIN = 1e-9
 _EVICTIONS = 8
 """Operations that eviction may run, in times the graph's."""
@@ -45,6 +58,7 @@ class _Round:
 
 _HOT = Cooling(hot=1.2, cold=0.05, low=1.0, high=25.0)
 _COOL = Cooling(hot=0.3, cold=0.03, low=8.0, high=25.0)
+_SOFT = Cooling(hot=0.3, cold=0.04, low=0.02, high=10.0)
 _DEAR = Cooling(hot=0.3, cold=0.05, low=10.0, high=100.0)
 _FIRST = (
     _Round(_COOL, 0.05),
@@ -52,6 +66,15 @@ _FIRST = (
     _Round(_DEAR, 0.1, rescue=True),
 )
 _LATER = (_Round(_HOT, 0.25), _Round(_COOL, 0.2))
+# In one order, excess must be cheap at first: to throw out a value over a long stretch in favour of
+# another leads through sequences that are over the budget at hundreds of runs.
+_ROUNDS_IN_ORDER = (
+    _Round(_SOFT, 0.35, bare=True),
+    _Round(_DEAR, 0.1, rescue=True),
+    _Round(_SOFT, 0.3, bare=True),
+    _Round(_DEAR, 0.1, rescue=True),
+    _Round(_SOFT, 0.25),
+)
 
 
 def _never() -> bool:
@@ -72,7 +95,7 @@ def search_schedule(
     Never a worse one than `start`: if nothing that fits is found, the one with the smallest peak.
     Operations run in any order that `guarded` allows; raises `GraphError` if `start` does not.
     """
-    search = _Search(graph, budget_bytes, start, seed, stop)
+    search = _Search(guarded(graph), _MIX, budget_bytes, start, seed, stop)
     for turn in _FIRST:
         search.anneal(turn, round(effort * turn.share))
     search.evict()
@@ -81,16 +104,36 @@ def search_schedule(
     return search.best.schedule
 
 
+def search_in_order(
+    graph: Graph,
+    budget_bytes: int,
+    start: Schedule,
+    *,
+    effort: int = EFFORT,
+    seed: int = 0,
+    stop: Callable[[], bool] = _never,
+) -> Schedule:
+    """As `search_schedule`, where operations first run in the graph's order and `start` does so."""
+    search = _Search(pinned(graph), _IN_ORDER, budget_bytes, start, seed, stop)
+    for turn in _ROUNDS_IN_ORDER:
+        search.anneal(turn, round(effort * turn.share))
+    return search.best.schedule
+
+
 class _Search:
+    """`graph` is framed: every topological order of it is allowed."""
+
     def __init__(
         self,
         graph: Graph,
+        mix: Mix,
         budget_bytes: int,
         start: Schedule,
         seed: int,
         stop: Callable[[], bool],
     ) -> None:
-        self.graph = guarded(graph)
+        self.graph = graph
+        self.mix = mix
         self.budget_bytes = budget_bytes
         start.check(self.graph)
         self.start = start
@@ -122,7 +165,15 @@ class _Search:
                 found, least_s = profile.runs, profile.time_s
             return len(found) == len(self.graph)
 
-        anneal(profile, self.random, turn.cooling, _MIX, effort=effort, fits=record, stop=self.stop)
+        anneal(
+            profile,
+            self.random,
+            turn.cooling,
+            self.mix,
+            effort=effort,
+            fits=record,
+            stop=self.stop,
+        )
         if profile.excess_bytes < self.excess_bytes:
             self.nearest, self.excess_bytes = tuple(profile.runs), profile.excess_bytes
         self._offer(Schedule.of(found or profile.runs))

@@ -16,8 +16,14 @@ from remat.strategies import ordered
 from remat.strategies.base import Solution
 from remat.strategies.search import Search
 
-_REGION = 10_000
+_REGION = 100
+"""Slots of an operation further apart than this many operations are no group. One group for all
+allows one recomputation, and its cuts ask for inputs that were held since its first slot."""
+
 _BACK = 14
+_RESERVE = 0.1
+"""Of the room, times the gap: what values may take together that no program decides on."""
+
 _EVERY = (1, 2, 3, 4, 6, 8, 12, 16, 24)
 
 
@@ -30,7 +36,8 @@ class Auto:
     the best plan so far is returned with the gap that is proved by then. A solver run ends sooner
     once its best plan and its bound have barely moved for `stall` seconds (or for as long as its
     first bound took); `math.inf` turns
-    that off. For budget="min", a peak within `peak_gap` of a proved bound is small enough.
+    that off. For budget="min", a peak within `peak_gap` of a proved bound is small
+    enough, and so is one within `peak_gap` of the smallest found.
     `complete_slots` is up to how many optional slots every schedule of the order is considered,
     `near_slots` how many are offered at most otherwise. `order` says whether other orders of the
     operations are searched too; "auto" does so for graphs that are no training step.
@@ -44,7 +51,7 @@ class Auto:
     stall: float = 10.0
     peak_gap: float = 0.01
     complete_slots: int = 4_000
-    near_slots: int = 2_500
+    near_slots: int = 2_000
     order: Literal["auto", "on", "off"] = "auto"
 
     @property
@@ -67,12 +74,14 @@ class Auto:
             search = Search(
                 graph,
                 replace(self, time_limit=time_limit),
-                partial(self._offer, graph),
+                self._offer,
                 start=start,
                 progress=progress,
                 cancel=cancel,
                 stall=self.stall,
                 peak_gap=self.peak_gap,
+                is_annealed=ordered.is_worthwhile(graph),
+                reserve=0.0 if self._is_complete(graph) else _RESERVE * self.gap,
             )
             return search.least_peak() if budget_bytes is None else search.least_cost(budget_bytes)
 
@@ -88,8 +97,11 @@ class Auto:
             graph, budget_bytes, start, solve, time_limit=limit, seed=seed, cancel=cancel
         )
 
+    def _is_complete(self, graph: Graph) -> bool:
+        return slots.complete_count(graph) <= self.complete_slots
+
     def _offer(self, graph: Graph, known: Sequence[Schedule], affordable_s: float) -> Slots:
-        if slots.complete_count(graph) <= self.complete_slots:
+        if self._is_complete(graph):
             return slots.complete(graph, affordable_s)
         idle = max(8, len(graph) // 40)
         near = partial(

@@ -17,8 +17,9 @@ Stats = dict[str, str | int | float]
 """Flat facts about a solve; keys that end in `_s` are seconds."""
 
 BoundScope = Literal["slots", "order", "all orders"]
-"""For which space a bound is proved: the slots offered, every schedule of the graph's order, or
-every schedule at all."""
+"""For which space a bound is proved: the slots offered (with small values kept throughout, where
+`stats` names `reserve_bytes` for them), every schedule of the graph's order, or every schedule at
+all."""
 
 
 @dataclass(frozen=True, slots=True)

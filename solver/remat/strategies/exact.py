@@ -44,7 +44,7 @@ class Exact:
         search = Search(
             graph,
             self,
-            lambda _, affordable_s: slots.complete(graph, affordable_s),
+            lambda graph, _, affordable_s: slots.complete(graph, affordable_s),
             start=start,
             progress=progress,
             cancel=cancel,

@@ -20,6 +20,10 @@ from remat.simulate import measure
 from remat.strategies.base import Solution
 
 _SHARE = 0.6
+
+_USABLE = 0.97
+"""Of the time: the search that follows keeps back a share of its own, which is less in seconds."""
+
 _MOVES_PER_S = 25_000
 """What one core does; more only means that the last rounds are cut off by the clock."""
 
@@ -69,7 +73,7 @@ def least_cost(
     permuted, back = reordered(graph, order)
     known = in_order(annealed, order) if fits else None
     try:
-        found = solve(permuted, known, max(1.0, time_limit - seconds))
+        found = solve(permuted, known, max(1.0, _USABLE * time_limit - seconds))
     except (InfeasibleBudget, SolverTimeout):
         if not fits:
             raise

@@ -1,18 +1,20 @@
 """Large-neighbourhood search: recombine what known schedules run again, and free window by window.
 
-To recombine is a program over the slots that the best schedules use and those that the relaxation
-at moments implies: few, and the right ones. In a window everything that the schedule recomputes
-stays on offer, and before the operations of the window so does what can be made again from far
-back. Such programs are small and solve in seconds where one over the whole sequence stalls.
+To recombine is a program over the slots that the best schedules use and those that a relaxation
+uses, at moments or over all slots (`sift`): few, and the right ones. In a window everything that
+the schedule recomputes stays on offer, and before the operations of the window so does what can be
+made again from far back. Such programs are small and solve in seconds where one over the whole
+sequence stalls.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from remat.milp import slots
 from remat.milp.slots import Slots
+from remat.milp.support import support
 from remat.schedule import Schedule
 from remat.strategies.programs import Programs
 from remat.strategies.pursuit import Pursuit
@@ -20,11 +22,14 @@ from remat.strategies.pursuit import Pursuit
 _BACK = 30
 _IDLE = 4
 _REGION = 20
-_FAR = 10_000
+_FAR = 100
 _SLOTS = 300
 _RECOMBINE_S = 10.0
 _WINDOW_S = 2.0
 _ENOUGH = 0.1
+_WELL = 0.3
+"""Of the gap: to what a recombination is solved, so that a bound proved later can meet it."""
+
 _FACTS = ("slots", "rows", "columns", "nodes", "solver_message")
 """What `Plan.stats` says of the program that proved the bound, not of the windows."""
 
@@ -39,11 +44,11 @@ def refine(
 ) -> Schedule:
     """A schedule at most as dear; windows go from the end to the start, again and again.
 
-    Begins anew from what the pursuit finds where that is better. Ends with the time, within the gap
-    of `bound_s`, where there is enough, or after a pass that won little.
+    Begins anew from what the pursuit finds where that is better. Ends with the time, within the
+    gap of `bound_s`, where there is enough, or after a pass that won little.
     """
     end = len(programs.graph)
-    facts = {key: programs.stats[key] for key in _FACTS}
+    facts = {key: programs.stats[key] for key in _FACTS if key in programs.stats}
     rounds = 0
     gap = programs.options.gap
     at_start_s = programs.time(schedule)
@@ -55,9 +60,11 @@ def refine(
         return proved or late or enough(time_s) or programs.is_cancelled()
 
     while not is_over():
-        if end in (0, len(programs.graph)):
+        schedule = min(schedule, pursuit.best, key=programs.time)
+        if end <= 0:
             left = min(_RECOMBINE_S, programs.deadline - time.monotonic())
-            schedule = recombine(programs, schedule, budget_bytes, pursuit, left, enough)
+            hints = pursuit.hints
+            schedule = recombine(programs, schedule, budget_bytes, hints, left, enough)
         if end <= 0:
             won_s = at_start_s - programs.time(schedule)
             if won_s <= _ENOUGH * gap * at_start_s:
@@ -81,16 +88,39 @@ def recombine(
     programs: Programs,
     schedule: Schedule,
     budget_bytes: int,
-    pursuit: Pursuit,
+    hints: Sequence[Schedule],
     time_limit: float,
     enough: Callable[[float], bool],
 ) -> Schedule:
-    """A schedule at most as dear, out of what it, those that are known and those that the moments
-    imply run again. Few slots, well chosen: the strongest step by far."""
-    schedule = min(schedule, pursuit.best, key=programs.time)
-    offered = slots.recombined(programs.graph, [schedule, *pursuit.hints], region=_FAR)
-    answer, _ = programs.solve_cost(offered, budget_bytes, schedule, time_limit, enough)
+    """A schedule at most as dear, out of what it and the hints run again, which need not fit. Few
+    slots, well chosen: the strongest step by far."""
+    offered = slots.recombined(programs.graph, [schedule, *hints], region=_FAR)
+    gap = _WELL * programs.options.gap
+    answer, _ = programs.solve_cost(offered, budget_bytes, schedule, time_limit, enough, gap)
     return min(schedule, answer.schedule or schedule, key=programs.time)
+
+
+def sift(
+    programs: Programs,
+    schedule: Schedule,
+    budget_bytes: int,
+    offered: Slots,
+    time_limit: float,
+    enough: Callable[[float], bool],
+) -> Schedule:
+    """A schedule at most as dear, out of what it and the relaxation over the slots run again."""
+    until = time.monotonic() + time_limit
+    used = support(
+        programs.graph,
+        offered,
+        budget_bytes,
+        time_limit=time_limit,
+        cancelled=programs.is_cancelled,
+    )
+    left = until - time.monotonic()
+    if used is None or left <= 0:
+        return schedule
+    return recombine(programs, schedule, budget_bytes, [used], left, enough)
 
 
 def _window(programs: Programs, schedule: Schedule, end: int) -> tuple[range, Slots]:
