@@ -18,9 +18,9 @@ from remat.milp.small import set_aside
 from remat.milp.support import support
 from remat.schedule import Schedule
 from remat.simulate import measure, simulate
+from remat.strategies.near_search import NearSearch
 from remat.strategies.programs import Programs
 from remat.strategies.refine import sift
-from remat.strategies.search import Search
 
 LAWS = settings(
     max_examples=40,
@@ -169,8 +169,8 @@ def test_the_smallest_peak_may_be_as_much_larger_as_the_strategy_tolerates() -> 
     assert proved.budget_bytes == proved.peak_bytes
 
 
-def search(graph: Graph, start: Schedule, reserve: float) -> Search:
-    return Search(
+def search(graph: Graph, start: Schedule, reserve: float) -> NearSearch:
+    return NearSearch(
         graph,
         remat.Auto(threads=1),
         lambda graph, known, _: slots.recombined(graph, known, region=100),

@@ -1,9 +1,9 @@
 """Other orders of the operations, and schedules that do not follow the graph's.
 
 `reordered` gives the graph in another order, for the solvers that keep to it; `least_peak_order`
-and `search_schedule` find orders worth trying. `search_in_order` keeps
-to the graph's and only places recomputations. Nothing here looks at a clock: work is counted in
-moves, and `stop` is asked between them.
+and `search_schedule` find orders worth trying. `search_in_order` keeps to the graph's and only
+places recomputations. Nothing here looks at a clock: work is counted in moves, and `stop` is asked
+between them.
 """
 
 from remat.order.peak import least_peak_order

@@ -14,7 +14,7 @@ from remat.progress import Cancel, ProgressCallback
 from remat.schedule import Schedule
 from remat.strategies import ordered
 from remat.strategies.base import Solution
-from remat.strategies.search import Search
+from remat.strategies.near_search import NearSearch
 
 _REGION = 100
 """Slots of an operation further apart than this many operations are no group. One group for all
@@ -35,9 +35,8 @@ class Auto:
     best, of every schedule of the order or of those over the slots offered. At `time_limit` seconds
     the best plan so far is returned with the gap that is proved by then. A solver run ends sooner
     once its best plan and its bound have barely moved for `stall` seconds (or for as long as its
-    first bound took); `math.inf` turns
-    that off. For budget="min", a peak within `peak_gap` of a proved bound is small
-    enough, and so is one within `peak_gap` of the smallest found.
+    first bound took); `math.inf` turns that off. For budget="min", a peak within `peak_gap` of a
+    proved bound is small enough, and so is one within `peak_gap` of the smallest found.
     `complete_slots` is up to how many optional slots every schedule of the order is considered,
     `near_slots` how many are offered at most otherwise. `order` says whether other orders of the
     operations are searched too; "auto" does so for graphs that are no training step.
@@ -71,7 +70,7 @@ class Auto:
         """The cheapest schedule within the budget, or the one with the smallest peak."""
 
         def solve(graph: Graph, start: Schedule | None, time_limit: float) -> Solution:
-            search = Search(
+            search = NearSearch(
                 graph,
                 replace(self, time_limit=time_limit),
                 self._offer,

@@ -1,0 +1,202 @@
+"""The search for a nearly optimal schedule of a graph of any size, with a proof of how near it is.
+
+What eviction and the bound at moments leave open (`remat.strategies.search`) is closed from both
+sides until the gap or the time is reached. Quick baselines, and annealing where the graph is no
+training step, give schedules to begin from. Then the slots that can improve on them are sifted by
+the linear relaxation, a program runs over those that pass, one over all slots proves it, and where
+that proves too little, windows refine it. Beside all that, programs over more and more moments
+raise the bound that holds for every schedule.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from remat.graph import Graph
+from remat.milp.advice import Advisor
+from remat.milp.backends import Outcome
+from remat.milp.incumbent import prune
+from remat.milp.slots import Slots
+from remat.milp.small import set_aside
+from remat.progress import Cancel, ProgressCallback
+from remat.schedule import Schedule
+from remat.strategies.annealing import annealed
+from remat.strategies.base import Solution
+from remat.strategies.programs import Options, Programs
+from remat.strategies.pursuit import Pursuit
+from remat.strategies.quick import quick_schedules
+from remat.strategies.refine import refine, sift
+from remat.strategies.search import Offer, Search
+
+_HEURISTICS, _BEFORE_ANNEALING = 0.2, 0.1
+"""The share of the time that eviction may take; less where annealing follows, which finds far
+better schedules."""
+
+_ANNEAL, _ANNEAL_ON = 0.5, 0.15
+"""The share of what is left then that annealing may take, and where the gap is reached."""
+
+_SIFT = 0.4
+"""The share of what is left then for the program over what its relaxation runs again."""
+
+_OVER_SLOTS = 0.6
+"""The share of what is left then for the program over slots; windows have the rest."""
+
+_PURSUE = 0.3
+"""The share of what is left for programs over moments where there is one core only."""
+
+Enough = Callable[[float], bool]
+"""Says of a time in seconds that no better one is wanted."""
+
+
+class NearSearch(Search):
+    """`Search` that ends at the gap. `is_annealed` says to anneal before the programs
+    (`remat.order`), which places a few dozen recomputations among a thousand operations better than
+    they do where the graph is no training step. `reserve` is the share of the room that small
+    values may be given for good, see `remat.milp.small`.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        options: Options,
+        offer: Offer,
+        *,
+        start: Schedule | None,
+        progress: ProgressCallback | None,
+        cancel: Cancel | None,
+        stall: float = math.inf,
+        peak_gap: float = 0.0,
+        is_annealed: bool = False,
+        reserve: float = 0.0,
+    ) -> None:
+        super().__init__(
+            graph,
+            options,
+            offer,
+            start=start,
+            progress=progress,
+            cancel=cancel,
+            stall=stall,
+            peak_gap=peak_gap,
+        )
+        self.is_annealed = is_annealed
+        self.reserve = reserve
+        self.heuristics_share = _BEFORE_ANNEALING if is_annealed else _HEURISTICS
+
+    def _within(self, budget_bytes: int, advisor: Advisor) -> Solution:
+        programs, room_bytes, known = self._known(budget_bytes, advisor)
+        quick: list[Schedule] = []
+        if not known or not self._is_cheap(known[0], advisor.bound_s):
+            quick = self._quick(budget_bytes)
+            known = _with(programs, room_bytes, known, quick)
+        if self.is_annealed:
+            found = self._anneal(programs, room_bytes, known, advisor.bound_s)
+            known = _with(programs, room_bytes, known, [found])
+        known = known or [self._reach(budget_bytes)]
+        if self._is_cheap(known[0], advisor.bound_s):
+            return Solution(known[0], advisor.bound_s, "order", True, self.stats)
+        found = self._improve(programs, room_bytes, known, advisor)
+        # What fits only where nothing is set aside.
+        also = [*quick, *([] if self.start is None else [self.start])]
+        best = _with(self.programs, budget_bytes, [found.schedule], also)[0]
+        bound_s = None if found.bound is None else min(found.bound, programs.time(best))
+        return replace(found, schedule=best, bound=bound_s)
+
+    def _known(
+        self, budget_bytes: int, advisor: Advisor
+    ) -> tuple[Programs, int, Sequence[Schedule]]:
+        """Programs, the budget for them, and schedules within that, the cheapest first: with small
+        values set aside, or on all values where eviction finds nothing then, or nothing at all."""
+        room_bytes = budget_bytes - self.graph.constant_bytes
+        light, reserve_bytes = set_aside(self.graph, int(self.reserve * room_bytes))
+        if reserve_bytes:
+            left_bytes = budget_bytes - reserve_bytes
+            if known := self._fitting(light, left_bytes, advisor):
+                self.stats["reserve_bytes"] = reserve_bytes
+                return replace(self.programs, graph=light), left_bytes, known
+        return self.programs, budget_bytes, self._fitting(self.graph, budget_bytes, advisor)
+
+    def _improve(
+        self, programs: Programs, budget_bytes: int, known: Sequence[Schedule], advisor: Advisor
+    ) -> Solution:
+        """The program over slots and then windows, beside programs over moments."""
+
+        def enough(time_s: float) -> bool:
+            return self._is_within_gap(time_s, advisor.bound_s)
+
+        pursuit = Pursuit(programs.graph, budget_bytes, advisor, known, enough, self._must_end)
+        if self.options.threads > 1:
+            pursuit.begin()
+        else:
+            pursuit.run_for(_PURSUE * self._left_s())
+        try:
+            best, slots = self._sifted(programs, budget_bytes, pursuit, enough)
+            limit = _OVER_SLOTS * self._left_s()
+            answer, bound_s = programs.solve_cost(slots, budget_bytes, best, limit, enough)
+            best = answer.schedule or best
+            proved = answer.outcome is Outcome.OPTIMAL
+            if not proved:
+                best = refine(programs, best, budget_bytes, pursuit, bound_s, enough)
+        finally:
+            pursuit.end()
+        best = min(best, pursuit.best, key=programs.time)
+        if bound_s is not None and programs.time(best) < (1 - self.options.gap) * bound_s:
+            # Better by far than all over the slots, which therefore say nothing about it.
+            bound_s, proved = None, False
+        bound_s, scope = self._bound(slots, bound_s, best, advisor)
+        return Solution(best, bound_s, scope, proved or self._is_cheap(best, bound_s), self.stats)
+
+    def _sifted(
+        self, programs: Programs, budget_bytes: int, pursuit: Pursuit, enough: Enough
+    ) -> tuple[Schedule, Slots]:
+        """The best schedule after sifting the slots, and the slots that can improve on it."""
+
+        def offer(best: Schedule) -> Slots:
+            affordable_s = programs.time(best) - self.graph.total_cost_s
+            return self.offer(programs.graph, [best], affordable_s)
+
+        best = pursuit.best
+        limit = _SIFT * self._left_s()
+        best = sift(programs, best, budget_bytes, offer(best), limit, enough)
+        best = min(best, pursuit.best, key=programs.time)
+        return best, offer(best)
+
+    def _anneal(
+        self, programs: Programs, budget_bytes: int, known: Sequence[Schedule], bound_s: float
+    ) -> Schedule:
+        """The cheapest schedule that annealing finds in the graph's order; it goes on for a while
+        where the gap is reached."""
+        best = known[0] if known else Schedule.keep_all(self.graph)
+        time_s = programs.time(best) if known else math.inf
+        if self._is_well_within_gap(time_s, bound_s):
+            return best
+        share = _ANNEAL_ON if self._is_within_gap(time_s, bound_s) else _ANNEAL
+        return annealed(programs, best, budget_bytes, share * self._left_s())
+
+    def _quick(self, budget_bytes: int | None) -> list[Schedule]:
+        """What the quick baselines find. In an order that another search chose they are none, and
+        slow."""
+        if self.is_annealed and self.start is not None:
+            return []
+        return list(quick_schedules(self.graph, budget_bytes, self._must_end))
+
+    def _small(self) -> list[Schedule]:
+        return [*self._quick(None), *super()._small()]
+
+    def _nearest(self, best: Schedule | None) -> Schedule:
+        return best or self._smallest()
+
+    def _left_s(self) -> float:
+        return self.programs.deadline - time.monotonic()
+
+
+def _with(
+    programs: Programs, budget_bytes: int, known: Sequence[Schedule], more: Sequence[Schedule]
+) -> list[Schedule]:
+    """All schedules that fit, the cheapest first."""
+    pruned = [prune(programs.graph, schedule) for schedule in more]
+    fits = [schedule for schedule in pruned if programs.peak(schedule) <= budget_bytes]
+    return sorted([*known, *fits], key=programs.time)
