@@ -180,3 +180,29 @@ def test_candidates_are_where_memory_is_over_the_budget() -> None:
     assert moment.candidates((1, 2, 3), 3, 12) == []
     assert moment.candidates((1, 5, 2, 7, 1), 3, 12) == [3, 1, 2]
     assert moment.candidates((1, 5, 2, 7, 1), 3, 1) == [3]
+
+
+def test_implied_schedules_run_nothing_twice_for_values_without_bytes() -> None:
+    """What may run once makes a value of no bytes, on which no program decides."""
+    once, many = False, True
+    table = [
+        ((), (0, 1), 5.0, 3, many), ((), (2, 3), 4.0, 0, once), ((0,), (4, 5), 2.0, 1, once),
+        ((3, 4), (6,), 3.0, 0, many), ((5,), (7,), 4.0, 0, many), ((0, 5, 6), (8,), 5.0, 1, many),
+        ((0, 3, 6), (9, 10), 1.0, 0, many), ((5, 6, 7), (11,), 2.0, 0, once),
+        ((4, 7, 8), (12, 13), 3.0, 0, many), ((1, 12, 13), (14,), 0.0, 3, once),
+        ((3, 14), (15, 16), 1.0, 0, many), ((1, 6), (17,), 0.0, 0, many),
+    ]  # fmt: skip
+    sizes = (6, 6, 0, 6, 0, 2, 5, 4, 2, 4, 6, 5, 1, 3, 5, 6, 0, 5)
+    graph = Graph(
+        tuple(
+            Operation(f"op{i}", inputs, outputs, cost_s, workspace, recomputable=again)
+            for i, (inputs, outputs, cost_s, workspace, again) in enumerate(table)
+        ),
+        tuple(Value(f"v{i}", size) for i, size in enumerate(sizes)),
+        results=frozenset({15}),
+    )
+    advised = advisor(graph, 29)
+    list(advised.pursue(lambda: Schedule.keep_all(graph), 60.0, lambda: False))
+    assert advised.implied
+    for schedule in advised.implied:
+        schedule.check(graph)

@@ -141,6 +141,7 @@ class Advisor:
 
 def _followed(graph: Graph, found: Moments) -> Schedule:
     """The schedule that holds what the moments hold, and makes the rest again when it is read."""
+    free = graph.results | {v for v, value in enumerate(graph.values) if not value.size_bytes}
     there: set[int] = set()
     runs: list[int] = []
     held = dict(zip(found.operations, found.held, strict=True))
@@ -158,7 +159,7 @@ def _followed(graph: Graph, found: Moments) -> Schedule:
             there.update(graph.operations[op].outputs)
         if stage in held:
             kept = {v for v, share in held[stage].items() if share > 0.5}
-            there &= kept | graph.results | set(graph.operations[stage].outputs)
+            there &= kept | free | set(graph.operations[stage].outputs)
     return Schedule.of(runs)
 
 

@@ -37,7 +37,7 @@ seconds."""
 _WELL, _MORE = 0.1, 0.03
 """Eviction goes on to this share of the gap, for up to this share of the time."""
 
-_SMALLEST = 0.3
+_SMALLEST = 0.2
 """The share of the time that eviction may take to find the smallest peak."""
 
 
