@@ -16,7 +16,7 @@ from remat.milp.incumbent import fitting
 from remat.schedule import Schedule
 from remat.simulate import measure, simulate
 from remat.solve import solve
-from remat.strategies import Auto
+from remat.strategies import Auto, EveryK
 from remat.strategies.quick import QUICK, quick_schedules
 
 LAWS = settings(
@@ -76,3 +76,23 @@ def test_a_missing_solver_is_an_error_even_where_it_is_not_needed() -> None:
     with pytest.raises(SolverError, match="not available here"):
         solve(uneven(3), "100%", Auto(solver="GLPK_CMD"))
     assert time.monotonic() - began < 5
+
+
+def test_quick_baselines_end_when_the_time_is_up() -> None:
+    graph = uneven(6)
+    calls = 0
+
+    def stop() -> bool:
+        nonlocal calls
+        calls += 1
+        return calls > 2  # asked before a baseline, and after each choice of one
+
+    assert list(quick_schedules(graph, 1, stop)) == []
+    assert calls <= 4
+    with pytest.raises(RematError, match="cancelled before it found"):
+        EveryK().run(graph, 1, cancel=_Set())
+
+
+class _Set:
+    def is_set(self) -> bool:
+        return True

@@ -159,6 +159,8 @@ def compare(
                 break
             if failed is None:
                 row = _row(traced, budget, strategy, progress, cancel)
+                if row.plan is None and cancel is not None and cancel.is_set():
+                    break
                 failed = None if row.is_applicable else row
             else:
                 row = replace(failed, budget=budget, seconds=0.0)

@@ -182,10 +182,11 @@ def cheapest(
     is_sorted: bool = False,
 ) -> Solution:
     """Of a strategy's candidates, each with the choice that made it, the cheapest within the
-    budget; without one, the smallest peak. A cancel is heeded once there is something to return.
-    `is_sorted` says that the cheapest come first, so that the first within a budget is the one.
+    budget; without one, the smallest peak. `is_sorted` says that the cheapest come first, so that
+    the first within a budget is the one.
 
-    Raises `InfeasibleBudget` with the smallest peak of all.
+    Raises `InfeasibleBudget` with the smallest peak of all, and `RematError` if cancelled before
+    any was found.
     """
     best: tuple[tuple[float, float], str, Schedule] | None = None
     smallest_bytes: int | None = None
@@ -200,8 +201,11 @@ def cheapest(
             key = (time_s, peak_bytes) if budget_bytes is not None else (peak_bytes, time_s)
             if best is None or key < best[0]:
                 best = (key, choice, schedule)
-        is_over = cancel is not None and cancel.is_set()
-        if best is not None and (is_over or (is_sorted and budget_bytes is not None)):
+        if best is not None and is_sorted and budget_bytes is not None:
+            break
+        if cancel is not None and cancel.is_set():
+            if best is None:
+                raise RematError(f"{name} was cancelled before it found a schedule that fits")
             break
     if smallest_bytes is None:
         raise RematError(f"{name} found nothing to choose from in this graph")

@@ -35,6 +35,10 @@ _HEURISTICS, _BEFORE_ANNEALING = 0.2, 0.1
 """The share of the time that eviction may take; less where annealing follows, which finds far
 better schedules."""
 
+_QUICK = 0.2
+"""The share of what is left that the quick baselines may take: some on graphs that are no training
+step are not quick."""
+
 _ANNEAL, _ANNEAL_ON = 0.5, 0.15
 """The share of what is left then that annealing may take, and where the gap is reached."""
 
@@ -181,7 +185,12 @@ class NearSearch(Search):
         slow."""
         if self.is_annealed and self.start is not None:
             return []
-        return list(quick_schedules(self.graph, budget_bytes, self._must_end))
+        until = time.monotonic() + _QUICK * self._left_s()
+
+        def stop() -> bool:
+            return self._must_end() or time.monotonic() > until
+
+        return list(quick_schedules(self.graph, budget_bytes, stop))
 
     def _small(self) -> list[Schedule]:
         return [*self._quick(None), *super()._small()]

@@ -6,6 +6,7 @@ Each takes milliseconds to a few seconds, even at 10,000 operations.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from remat.errors import RematError
 from remat.graph import Graph
@@ -32,16 +33,24 @@ def quick_schedules(
 ) -> Iterator[Schedule]:
     """Schedules within the budget, polished; without one, those with each one's smallest peak.
 
-    A baseline that does not work on this graph, or finds nothing that fits, yields nothing.
+    A baseline that does not work on this graph, or finds nothing that fits before `stop` says that
+    it is too late, yields nothing.
     """
     for strategy in QUICK:
         if stop():
             return
         try:
-            found = strategy.run(graph, budget_bytes)
+            found = strategy.run(graph, budget_bytes, cancel=_When(stop))
         except RematError:
             continue
         if budget_bytes is None:
             yield found.schedule
         else:
             yield polish(graph, found.schedule, budget_bytes)
+
+
+@dataclass(frozen=True)
+class _When:
+    """A cancel that asks."""
+
+    is_set: Callable[[], bool]
