@@ -51,6 +51,9 @@ _OVER_SLOTS = 0.6
 _PURSUE = 0.3
 """The share of what is left for programs over moments where there is one core only."""
 
+_ROUNDING = 1e-6
+"""Of a bound: what a solver's tolerances may have added to it."""
+
 Enough = Callable[[float], bool]
 """Says of a time in seconds that no better one is wanted."""
 
@@ -147,9 +150,11 @@ class NearSearch(Search):
         finally:
             pursuit.end()
         best = min(best, pursuit.best, key=programs.time)
-        if bound_s is not None and programs.time(best) < (1 - self.options.gap) * bound_s:
-            # Better by far than all over the slots, which therefore say nothing about it.
-            bound_s, proved = None, False
+        if bound_s is not None and not slots.complete:
+            least_s = (1 - self.options.gap - _ROUNDING) * bound_s
+            if programs.time(best) < least_s:
+                # Better by far than all over the slots, which therefore say nothing about it.
+                bound_s, proved = None, False
         bound_s, scope = self._bound(slots, bound_s, best, advisor)
         return Solution(best, bound_s, scope, proved or self._is_cheap(best, bound_s), self.stats)
 
