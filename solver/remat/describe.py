@@ -111,6 +111,9 @@ def _bound(plan: Plan) -> str:
         "order": "every schedule of this order",
         "all orders": "every schedule in any order",
     }[plan.bound_scope]
+    wider = plan.stats.get("order_bound")
+    if plan.bound_scope == "slots" and isinstance(wider, float):
+        scope += f" ({wider:+.3%} for every schedule of this order)"
     return f"{plan.lower_bound:+.3%} at least, proved for {scope}; gap {plan.gap:.3%} of the time"
 
 
