@@ -1,5 +1,1 @@
-"""The planning service of remat.
-
-It comes with a later release: this package holds its name and its place, and nothing else yet.
-Until then plans are made in process, by `remat.solve`.
-"""
+"""The planning service of remat: FastAPI in front, a store behind, one process for each solve."""

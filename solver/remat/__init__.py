@@ -12,6 +12,7 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
+from remat.client import Client
 from remat.compare import Comparison, compare
 from remat.errors import (
     BudgetError,
@@ -20,6 +21,7 @@ from remat.errors import (
     GuardError,
     InfeasibleBudget,
     RematError,
+    ServiceError,
     SolverError,
     SolverTimeout,
     TraceError,
@@ -79,6 +81,7 @@ __all__ = [
     "CheckmateMilp",
     "ChenGreedy",
     "ChenSqrt",
+    "Client",
     "Comparison",
     "CostCache",
     "DocumentError",
@@ -104,6 +107,7 @@ __all__ = [
     "Roofline",
     "Rotor",
     "Schedule",
+    "ServiceError",
     "SolverError",
     "SolverTimeout",
     "Status",

@@ -15,7 +15,7 @@ import reprlib
 import tempfile
 import zlib
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -39,6 +39,9 @@ MAX_BYTES = 256 << 20
 
 MAX_KEYS = 10_000
 """No object of a document has more keys."""
+
+NAMESPACES = frozenset({"aten", "prims"})
+"""The torch namespaces whose operations a document may name."""
 
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxdict, _SHORT.maxlist, _SHORT.maxstring = 2, 3, 3, 80
@@ -112,13 +115,12 @@ class Document(Record):
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
         """Read and validate. Raises `DocumentError` that names what is wrong."""
-        _check_header(text, cls.FORMAT, cls.VERSION)
+        header = parse_plain_json(text, cls.FORMAT)
         try:
-            return cls.model_validate_json(text)
-        except ValidationError as error:
-            raise DocumentError(_explain(cls.FORMAT, error)) from None
-        except RecursionError:
-            raise DocumentError(f"{cls.FORMAT}: nested too deeply to be a real document") from None
+            check_header(header, cls.FORMAT, cls.VERSION)
+        except ValueError as error:
+            raise DocumentError(str(error)) from None
+        return validated(cls, text, cls.FORMAT)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the document; gzipped where the name ends in `.gz`. All or nothing."""
@@ -128,6 +130,9 @@ class Document(Record):
     def load(cls, path: str | os.PathLike[str]) -> Self:
         """Read a document from a file (gzipped or not). Raises `DocumentError`."""
         return cls.from_json(read_bytes(Path(path)))
+
+
+R = TypeVar("R", bound=Record)
 
 
 def write_atomically(path: Path, data: bytes) -> None:
@@ -155,26 +160,44 @@ def read_bytes(path: Path) -> bytes:
         raise DocumentError(f"cannot read {path}: {error}") from None
 
 
-def _check_header(text: str | bytes, expected: str, version: int) -> None:
+def parse_plain_json(text: str | bytes, what: str) -> object:
+    """JSON without tricks: not too long, not too deep, no key twice in an object.
+
+    Raises `DocumentError` that says what is wrong with `what`.
+    """
     if len(text) > MAX_BYTES:
-        raise DocumentError(f"{expected}: over {MAX_BYTES:,} bytes, too long to be a real document")
+        raise DocumentError(f"{what}: over {MAX_BYTES:,} bytes, too long to be a real document")
     try:
-        header = json.loads(text, object_pairs_hook=_plain_object)
+        return json.loads(text, object_pairs_hook=_plain_object)
     except RecursionError:
-        raise DocumentError(f"{expected}: nested too deeply to be a real document") from None
+        raise DocumentError(f"{what}: nested too deeply to be a real document") from None
     except ValueError as error:
         raise DocumentError(
-            f"this is no JSON document ({error}); expected a {expected} document as written by "
+            f"this is no JSON document ({error}); expected a {what} document as written by "
             "remat, complete and as UTF-8 text"
         ) from None
+
+
+def check_header(header: object, expected: str, version: int) -> None:
+    """Raises ValueError where a parsed document is not of the expected format and version."""
     if not isinstance(header, dict) or header.get("format") != expected:
         found = header.get("format") if isinstance(header, dict) else type(header).__name__
-        raise DocumentError(f"expected a {expected} document, found {str(found)[:80]!r}")
+        raise ValueError(f"expected a {expected} document, found {str(found)[:80]!r}")
     if header.get("version") != version:
-        raise DocumentError(
+        raise ValueError(
             f"this {expected} document has version {str(header.get('version'))[:20]}, this remat "
             f"reads version {version}: make it again with this remat, or use the one that wrote it"
         )
+
+
+def validated(kind: type[R], text: str | bytes, what: str) -> R:
+    """The record that the JSON text is. Raises `DocumentError` that names what is wrong."""
+    try:
+        return kind.model_validate_json(text)
+    except ValidationError as error:
+        raise DocumentError(_explain(what, error)) from None
+    except RecursionError:
+        raise DocumentError(f"{what}: nested too deeply to be a real document") from None
 
 
 def _plain_object(pairs: list[tuple[str, object]]) -> dict[str, object]:

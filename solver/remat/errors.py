@@ -55,3 +55,7 @@ class GuardError(RematError):
 
 class DocumentError(RematError, ValueError):
     """A Trace, Plan or Program document is truncated, forged, or of another version."""
+
+
+class ServiceError(RematError):
+    """The service cannot be reached, refuses the request, or fails."""

@@ -125,6 +125,24 @@ class Plan:
 
         return diff(self, other)
 
+    def to_svg(self) -> str:
+        """A picture: memory over the step by what holds it, under the budget."""
+        from remat.view.timeline import timeline_svg
+
+        return timeline_svg(self)
+
+    def to_html(self) -> str:
+        """A page: figures, table, timeline, schedule, modules and the dearest recomputations."""
+        from remat.view.html import plan_html
+
+        return plan_html(self)
+
+    def _repr_html_(self) -> str:
+        """What notebooks show."""
+        from remat.view.html import plan_fragment
+
+        return plan_fragment(self)
+
     def to_json(self) -> str:
         """JSON text, graph included; `from_json` gives back an equal plan."""
         from remat.plan_document import PlanDocument

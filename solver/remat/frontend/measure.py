@@ -11,7 +11,6 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -26,8 +25,9 @@ from remat.frontend.memory import free_bytes
 from remat.frontend.operators import resolve
 from remat.frontend.progress import Progress, reporter
 from remat.frontend.tensors import Operands, operand_bytes
-from remat.frontend.timers import FLOOR_S, timer_for
-from remat.roofline import Roofline, estimate, traffic_bytes
+from remat.frontend.timers import timer_for
+from remat.pricing import FLOOR_S, Priced, by_roofline, tensor_metas, with_costs
+from remat.roofline import Roofline, traffic_bytes
 from remat.trace import Node, TensorMeta, Trace
 
 log = logging.getLogger("remat")
@@ -66,14 +66,7 @@ def measure(
     """
     metas = tensor_metas(trace)
     if isinstance(device, Roofline):
-        priced = {
-            node.name: _Priced(
-                max(FLOOR_S, estimate(node, metas, device)), 0, f"roofline {device.name}"
-            )
-            for node in trace.nodes
-            if not node.view
-        }
-        return _with_costs(trace, priced)
+        return by_roofline(trace, device)
     where = _checked(torch.device(device or trace.device), trace)
     own = cache is None or not isinstance(cache, CostCache)
     costs = _open_cache(cache)
@@ -81,55 +74,10 @@ def measure(
         with ExitStack() as stack:
             stack.enter_context(_alone(where))
             report = stack.enter_context(reporter(progress))
-            return _with_costs(trace, _measure(trace, metas, where, costs, report))
+            return with_costs(trace, _measure(trace, metas, where, costs, report))
     finally:
         if own and costs is not None:
             costs.close()
-
-
-@dataclass(frozen=True, slots=True)
-class _Priced:
-    cost_s: float
-    workspace_bytes: int
-    source: str
-    output_bytes: tuple[int, ...] = ()
-
-
-def tensor_metas(trace: Trace) -> dict[str, TensorMeta]:
-    """Every tensor of the trace by name."""
-    metas = {p.name: p.tensor for p in trace.placeholders}
-    metas.update((r.name, r.tensor) for node in trace.nodes for r in node.results)
-    return metas
-
-
-def _with_costs(trace: Trace, priced: Mapping[str, _Priced]) -> Trace:
-    def update(node: Node) -> Node:
-        if node.name not in priced:
-            return node
-        cost = priced[node.name]
-        return node.model_copy(
-            update={
-                "cost_s": cost.cost_s,
-                "workspace_bytes": cost.workspace_bytes,
-                "cost_source": cost.source[:100],
-            }
-        )
-
-    return trace.replace(
-        nodes=tuple(update(node) for node in trace.nodes), storages=_real_sizes(trace, priced)
-    )
-
-
-def _real_sizes(trace: Trace, priced: Mapping[str, _Priced]) -> tuple[int, ...]:
-    """Sizes of the storages, as large as they were when the operations really ran."""
-    sizes = list(trace.storages)
-    for node in trace.nodes:
-        seen = priced[node.name].output_bytes if node.name in priced else ()
-        for result in node.results:
-            position = max(result.position, 0)
-            if not node.view and position < len(seen):
-                sizes[result.storage] = max(sizes[result.storage], seen[position])
-    return tuple(sizes)
 
 
 def _measure(
@@ -138,7 +86,7 @@ def _measure(
     device: torch.device,
     cache: CostCache | None,
     report: Progress,
-) -> dict[str, _Priced]:
+) -> dict[str, Priced]:
     home = trace.device.partition(":")[0]
     base = conditions(device)
     groups: dict[str, list[Node]] = {}
@@ -167,7 +115,7 @@ def _measure(
     report(len(groups), len(groups), "")
     source = f"measured {device.type} {device_name(device)}"
     priced = {
-        n.name: _Priced(c.cost_s, c.workspace_bytes, source, c.output_bytes)
+        n.name: Priced(c.cost_s, c.workspace_bytes, source, c.output_bytes)
         for t, c in known.items()
         for n in groups[t]
     }
@@ -177,7 +125,7 @@ def _measure(
         )
         for text, reason in failed.items():
             cost_s = max(FLOOR_S, calibration.seconds(groups[text][0]))
-            estimated = _Priced(cost_s, 0, f"estimated: {reason}")
+            estimated = Priced(cost_s, 0, f"estimated: {reason}")
             priced.update((node.name, estimated) for node in groups[text])
         _warn(failed, groups, calibration.description)
     return priced

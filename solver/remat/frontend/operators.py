@@ -14,14 +14,11 @@ import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
 from remat.arguments import Argument, Literal, Ref
-from remat.documents import check_target
+from remat.documents import NAMESPACES, check_target
 from remat.errors import DocumentError, TraceError
 from remat.trace import COPY
 
 Operator: TypeAlias = Callable[..., object]
-
-NAMESPACES = frozenset({"aten", "prims"})
-"""The torch namespaces whose operations a document may name."""
 
 REMAT_OPERATIONS: dict[str, Operator] = {}
 """Our own helpers by target, e.g. "remat.accumulate.default"; see `register`."""

@@ -13,7 +13,7 @@ from remat.frontend.capture import check_differentiable, normalise_inputs
 from remat.frontend.cost_cache import CostCache
 from remat.frontend.module import RematModule
 from remat.frontend.operators import NAMESPACES
-from remat.frontend.planner import Options, Planner
+from remat.frontend.planner import Options, Planner, Service
 from remat.frontend.pytree import flatten
 from remat.progress import Progress
 from remat.roofline import Roofline
@@ -33,6 +33,7 @@ def optimize(
     max_plans: int = 8,
     progress: Callable[[Progress], None] | None = None,
     namespaces: Collection[str] = NAMESPACES,
+    service: Service | None = None,
 ) -> RematModule:
     """The same model with a training step that never takes more memory than `budget`.
 
@@ -43,7 +44,8 @@ def optimize(
     Without example inputs the step is planned at the first call, for the inputs that it then gets;
     with them, now. `costs` is "cpu", "cuda" or a `remat.Roofline`; by default operations are timed
     on the model's own device. `differentiate` says which outputs gradients will come from (see
-    `remat.trace`). Other keyword arguments are those of `remat.solve` and `remat.measure`.
+    `remat.trace`). `service` plans elsewhere, as `remat.Client.optimize` does. Other keyword
+    arguments are those of `remat.solve` and `remat.measure`.
 
     The result shares the model's parameters and behaves as the model. Raises `InfeasibleBudget`,
     `BudgetError`, `TraceError`, `SolverTimeout`.
@@ -64,6 +66,7 @@ def optimize(
             max_plans=max_plans,
             progress=progress,
             namespaces=frozenset(namespaces),
+            service=service,
         )
     )
     if example_inputs is None and example_kwargs is None:

@@ -31,6 +31,8 @@ from remat.frontend.measure import measure
 from remat.frontend.module import Ready, Source
 from remat.frontend.operators import NAMESPACES
 from remat.plan import Plan
+from remat.pricing import Priced, with_costs
+from remat.program import Program
 from remat.progress import Progress
 from remat.rewrite import rewrite
 from remat.roofline import Roofline
@@ -42,6 +44,13 @@ from remat.structure import Structure
 from remat.trace import Trace
 
 logger = logging.getLogger("remat")
+
+ELSEWHERE = "elsewhere"
+"""In `Options.costs`: who solves also measures."""
+
+
+Service = Callable[[Trace, int | str], tuple[Plan, Program]]
+"""What solves in place of this process."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +65,7 @@ class Options:
     max_plans: int = 8
     progress: Callable[[Progress], None] | None = None
     namespaces: frozenset[str] = NAMESPACES
+    service: Service | None = None
 
 
 @dataclass
@@ -120,15 +130,19 @@ class Planner:
                 traced = with_accumulation(traced)
         found = self._reuse(traced)
         if found is None:
-            with self._timed("measure"):
-                costs = self.options.costs or traced.device.split(":")[0]
-                traced = measure(traced, device=costs, cache=self.options.cache)
+            if self.options.costs != ELSEWHERE:
+                with self._timed("measure"):
+                    costs = self.options.costs or traced.device.split(":")[0]
+                    traced = measure(traced, device=costs, cache=self.options.cache)
             with self._timed("solve"):
-                plan = self._solve(traced, accumulating)
+                plan, program = self._solve(traced, accumulating)
+            if not traced.measured:
+                traced = _with_costs_of_plan(traced, plan)
         else:
-            traced, plan = found
-        with self._timed("rewrite"):
-            program = rewrite(traced, plan.schedule)
+            (traced, plan), program = found, None
+        if program is None:
+            with self._timed("rewrite"):
+                program = rewrite(traced, plan.schedule)
         with self._timed("lower"):
             compiled = compile_program(program, self.options.namespaces)
             ready = Ready(compiled, model, plan)
@@ -140,14 +154,12 @@ class Planner:
             return available_budget(traced)
         return self.options.budget
 
-    def _solve(self, traced: Trace, accumulating: bool) -> Plan:
+    def _solve(self, traced: Trace, accumulating: bool) -> tuple[Plan, Program | None]:
+        options, budget = self.options, self._budget(traced)
         try:
-            return solve(
-                traced,
-                self._budget(traced),
-                self.options.strategy,
-                progress=self.options.progress,
-            )
+            if options.service is not None:
+                return options.service(traced, budget)
+            return solve(traced, budget, options.strategy, progress=options.progress), None
         except InfeasibleBudget as error:
             if not accumulating:
                 raise
@@ -210,6 +222,15 @@ def _outline(traced: Trace) -> tuple[object, ...]:
         for n in traced.nodes
     )
     return nodes, traced.accumulating, tuple(o.tangent for o in traced.outputs)
+
+
+def _with_costs_of_plan(traced: Trace, plan: Plan) -> Trace:
+    """Costs as they were measured where the plan was made."""
+    source = str(plan.stats.get("cost_source", "as given"))
+    return with_costs(
+        traced,
+        {o.name: Priced(o.cost_s, o.workspace_bytes, source) for o in plan.graph.operations},
+    )
 
 
 def _with_costs_of(traced: Trace, other: Trace) -> Trace:

@@ -13,15 +13,12 @@ from collections.abc import Callable
 import torch
 
 from remat.frontend.cost_cache import Cost
+from remat.pricing import FLOOR_S
 
 TARGET_S = 0.02
 SLOW_S = 0.05
 BLOCK_S = 1e-3
 SLOW_RUNS = 3
-
-FLOOR_S = 1e-9
-"""No cost below a nanosecond: that is under any clock's resolution, and an operation that costs
-nothing would let a solver run it any number of times without noticing."""
 
 Run = Callable[[], object]
 

@@ -1,0 +1,76 @@
+"""The process that solves one request and ends: `python -m remat_server.child FD PARENT`.
+
+It loads the solver first and says that it is ready, so that a worker can keep one waiting. It dies
+with its worker, holds no more memory than it may, and does nothing else: no store, no network.
+"""
+
+from __future__ import annotations
+
+import gc
+import gzip
+import os
+import resource
+import signal
+import sys
+from multiprocessing.connection import Connection
+
+import highspy  # noqa: F401  # loaded before the request comes
+
+from remat_server.deathsig import die_with_parent
+from remat_server.messages import Answered, Failed, Ready, Task
+from remat_server.problems import problem
+from remat_server.solving import perform
+
+
+def main() -> int:
+    """Serve one task on the connection whose file descriptor is the argument."""
+    die_with_parent(int(sys.argv[2]))
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C goes to the whole group; the worker ends us
+    connection = Connection(int(sys.argv[1]))
+    gc.freeze()
+    connection.send_bytes(Ready().model_dump_json().encode())
+    try:
+        task = Task.model_validate_json(connection.recv_bytes())
+        request = gzip.decompress(connection.recv_bytes())
+    except EOFError:
+        return 0
+    os.nice(task.niceness)
+    if not task.device:  # CUDA reserves far more than it uses
+        _limit_memory(task.memory_bytes)
+    try:
+        found = perform(
+            task.kind,
+            request,
+            threads=task.threads,
+            device=task.device,
+            tell=lambda message: connection.send_bytes(message.model_dump_json().encode()),
+        )
+    except MemoryError:
+        found = Failed(status="failed", problem=problem(500, TOO_LARGE, "memory"))
+    if isinstance(found, Failed):
+        connection.send_bytes(found.model_dump_json().encode())
+        return 0
+    answered, body = found
+    assert isinstance(answered, Answered)
+    connection.send_bytes(answered.model_dump_json().encode())
+    connection.send_bytes(body)
+    return 0
+
+
+TOO_LARGE = (
+    "the solve took more memory than a solve may here; offer fewer slots (strategy option "
+    "near_slots), or raise REMAT_SOLVE_MEMORY_BYTES"
+)
+
+
+def _limit_memory(size_bytes: int) -> None:
+    """Of data, not of addresses: reserved addresses of thread stacks and arenas cost nothing."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if sys.platform == "linux":
+        resource.setrlimit(resource.RLIMIT_DATA, (size_bytes, size_bytes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,158 @@
+"""`remat serve`, `remat worker` and `remat keys`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+import uvicorn
+from pydantic import ValidationError
+from rich.console import Console
+from rich.table import Table
+
+from remat.errors import ServiceError
+from remat_server.app import create_app
+from remat_server.processes import run_worker
+from remat_server.settings import Settings
+from remat_server.store import keys
+from remat_server.store.database import Database
+
+keys_app = typer.Typer(help="API keys of the service.", no_args_is_help=True)
+
+DatabaseUrl = Annotated[
+    str | None,
+    typer.Option(help="The store, e.g. postgresql://user@host/name; by default SQLite"),
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the service's commands to `remat`."""
+    app.command(epilog=_settings_help())(serve)
+    app.command()(worker)
+    app.add_typer(keys_app, name="keys")
+
+
+def serve(
+    host: Annotated[str | None, typer.Option(help="Address to listen on")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one")] = None,
+    database_url: DatabaseUrl = None,
+    workers: Annotated[
+        int | None, typer.Option(help="Concurrent solves; 0: solve elsewhere (remat worker)")
+    ] = None,
+) -> None:
+    """Start the service: the API, the page at /, and a worker that solves.
+
+    Everything can be set by REMAT_* in the environment; options go before it.
+    """
+    settings = _settings(
+        host=host,
+        port=port,
+        database_url=database_url,
+        worker=None if workers is None else workers > 0,
+        concurrent_solves=workers or None,
+    )
+    config = uvicorn.Config(
+        create_app(settings),
+        host=settings.host,
+        port=settings.port,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=10,
+    )
+    server = uvicorn.Server(config)
+    server.run()
+    if not server.started:
+        raise typer.Exit(1)
+
+
+def worker(
+    database_url: DatabaseUrl = None,
+    concurrent_solves: Annotated[int | None, typer.Option(help="Solves at the same time")] = None,
+) -> None:
+    """Solve the jobs of a store, on this machine or on a Ray cluster (REMAT_PLACEMENT=ray).
+
+    Any number of workers may share one PostgreSQL store.
+    """
+    run_worker(_settings(database_url=database_url, concurrent_solves=concurrent_solves))
+
+
+@keys_app.command("add")
+def add_key(
+    name: Annotated[str, typer.Argument(help="Whose key it is, or what for")],
+    database_url: DatabaseUrl = None,
+) -> None:
+    """Make a key and print it; it cannot be seen again. From the first key on, keys are needed."""
+
+    def add(database: Database) -> None:
+        with database.write() as connection:
+            id, key = keys.add(connection, name)
+        Console(stderr=True).print(f"key {id} for {name!r}; this is the only time it is shown:")
+        print(key)
+
+    _with_store(database_url, add)
+
+
+@keys_app.command("list")
+def list_keys(database_url: DatabaseUrl = None) -> None:
+    """List the keys, without the keys themselves."""
+
+    def show(database: Database) -> None:
+        table = Table("id", "name", "made", "revoked")
+        with database.read() as connection:
+            for key in keys.listed(connection):
+                table.add_row(key.id, key.name, _when(key.created_at), _when(key.revoked_at))
+        Console().print(table)
+
+    _with_store(database_url, show)
+
+
+@keys_app.command("revoke")
+def revoke_key(
+    id: Annotated[str, typer.Argument(help="As `remat keys list` shows it")],
+    database_url: DatabaseUrl = None,
+) -> None:
+    """End a key's use, at once."""
+
+    def revoke(database: Database) -> None:
+        with database.write() as connection:
+            if not keys.revoke(connection, id):
+                raise ServiceError(f"no key {id!r} is in use; `remat keys list` shows them")
+
+    _with_store(database_url, revoke)
+
+
+def _with_store(database_url: str | None, act: Callable[[Database], None]) -> None:
+    database = Database(_settings(database_url=database_url).store_url)
+    database.migrate()
+    try:
+        act(database)
+    finally:
+        database.close()
+
+
+def _settings(**given: Any) -> Settings:
+    try:
+        return Settings(**{name: value for name, value in given.items() if value is not None})
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        name = "REMAT_" + "_".join(str(part) for part in first["loc"]).upper()
+        raise ServiceError(f"{name}: {first['msg']} (found {first['input']!r})") from None
+
+
+def _when(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
+
+
+def _settings_help() -> str:
+    lines = ["Settings (environment, with defaults):", ""]
+    for name, field in Settings.model_fields.items():
+        default = field.get_default(call_default_factory=True, validated_data={})
+        shown = ",".join(default) if isinstance(default, tuple) else str(default)
+        text = f" - {field.description}" if field.description else ""
+        lines.append(f"REMAT_{name.upper()}={shown}{text}\n")
+    return "\n".join(lines)

@@ -1,0 +1,196 @@
+"""From a posted body to a job: what is accepted, what it will need, and what is known already."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+from dataclasses import dataclass, fields, is_dataclass
+
+from sqlalchemy.exc import IntegrityError
+
+import remat
+from remat.budget import parse_budget
+from remat.documents import NAMESPACES, parse_plain_json
+from remat.errors import DocumentError, SolverError
+from remat.milp.pulp_solvers import is_highs
+from remat.pricing import by_roofline
+from remat.roofline import Roofline
+from remat.schedule import Schedule
+from remat.simulate import simulate
+from remat.trace import Trace
+from remat.wire import JobView, Kind, Sizes, SolveRequest, graph_of
+from remat_server.problems import ServiceProblem
+from remat_server.settings import Settings
+from remat_server.solving import Request, read_request
+from remat_server.store import jobs, leases
+from remat_server.store.database import Database
+from remat_server.store.jobs import IdempotencyConflict, NewJob
+
+
+@dataclass(frozen=True, slots=True)
+class Intake:
+    """Accepts requests into the store."""
+
+    settings: Settings
+    database: Database
+
+    def accept(
+        self, kind: Kind, body: bytes, owner: str, idempotency_key: str | None, request_id: str
+    ) -> JobView:
+        """The job for a body: a new one, or the one that this idempotency key made before.
+
+        A body that was solved before is not even validated again: it is the same, byte for byte.
+        Raises `ServiceProblem` and `DocumentError`.
+        """
+        content = digest(kind, body)
+        with self.database.read() as connection:
+            if found := self._known(connection, owner, idempotency_key, content):
+                return found
+            is_answered = jobs.is_answered(connection, content)
+            active = jobs.active_count(connection, owner)
+            devices = leases.devices_present(connection, 3 * self.settings.lease_s)
+        model, needs = "", ""
+        if not is_answered:
+            request = self.validate(kind, body)
+            model = request.trace.model if request.trace is not None else ""
+            needs = self._needs(request, devices)
+            if active >= self.settings.queued_per_key:
+                raise ServiceProblem(
+                    429,
+                    f"{active} of your jobs have not ended yet, the most that this service keeps; "
+                    "wait for some of them, or cancel them",
+                    name="queue-full",
+                    headers={"Retry-After": "30"},
+                )
+        job = NewJob(
+            owner=owner,
+            kind=kind,
+            content=content,
+            request=gzip.compress(body, compresslevel=1, mtime=0),
+            model=model,
+            needs=needs,
+            idempotency_key=idempotency_key,
+            request_id=request_id,
+        )
+        try:
+            with self.database.write() as connection:
+                id = jobs.submit(connection, job)
+                found = jobs.view(connection, owner, id)
+        except IntegrityError:  # the same key at the same time: the other one was first
+            with self.database.read() as connection:
+                if again := self._known(connection, owner, idempotency_key, content):
+                    return again
+            raise
+        assert found is not None
+        return found[0]
+
+    def _known(
+        self, connection: jobs.Connection, owner: str, key: str | None, content: str
+    ) -> JobView | None:
+        if key is None:
+            return None
+        try:
+            id = jobs.by_idempotency_key(connection, owner, key, content)
+        except IdempotencyConflict:
+            raise ServiceProblem(
+                422,
+                "this Idempotency-Key was used for another request; use a new one for each",
+                name="idempotency-key-reused",
+            ) from None
+        found = None if id is None else jobs.view(connection, owner, id)
+        return None if found is None else found[0]
+
+    def validate(self, kind: Kind, body: bytes) -> Request:
+        """The request within this service's limits."""
+        parse_plain_json(body, "request")
+        request = read_request(kind, body)
+        trace, graph = request.trace, request.graph
+        operations = len(trace.nodes) if trace else len(graph.operations) if graph else 0
+        values = len(trace.storages) if trace else len(graph.values) if graph else 0
+        for what, found, most in (
+            ("operations", operations, self.settings.operations),
+            ("values", values, self.settings.values),
+        ):
+            if found > most:
+                raise ServiceProblem(
+                    413, f"the graph has {found:,} {what}; this service takes up to {most:,}"
+                )
+        if trace is not None:
+            self._check_operations(trace)
+        self._check_strategy(request)
+        return request
+
+    def _check_operations(self, trace: Trace) -> None:
+        allowed = NAMESPACES | {"remat", *self.settings.namespaces}
+        for node in trace.nodes:
+            if node.target.partition(".")[0] not in allowed:
+                raise DocumentError(
+                    f"operation {node.name} is {node.target}; this service takes operations of "
+                    f"{', '.join(sorted(allowed))} only. The operator may allow more by "
+                    "REMAT_NAMESPACES"
+                )
+
+    def _check_strategy(self, request: Request) -> None:
+        strategy = request.options.strategy
+        if not is_dataclass(strategy):
+            return
+        options = {f.name: getattr(strategy, f.name) for f in fields(strategy)}
+        limit, most = options.get("time_limit", 0.0), self.settings.solve_limit_s
+        if limit > most:
+            raise ServiceProblem(
+                422, f"the time limit is {limit:g} s; this service solves for up to {most:g} s"
+            )
+        solver = options.get("solver", "HiGHS")
+        allowed = [name.lower() for name in self.settings.solvers]
+        if not is_highs(solver) and solver.lower() not in allowed:
+            raise SolverError(
+                f"this service does not offer the solver {solver[:80]!r}, only "
+                f"{', '.join(self.settings.solvers)}; the operator may set REMAT_SOLVERS"
+            )
+
+    def _needs(self, request: Request, devices: set[str]) -> str:
+        if not request.is_measured_here or request.trace is None:
+            return ""
+        needed = request.trace.device.partition(":")[0]
+        if needed not in devices:
+            raise ServiceProblem(
+                422,
+                f"the costs of this trace are to be measured on {needed[:40]}, and no worker of "
+                'this service can; set options.costs to "roofline:h200" (or another known '
+                "device), or measure it where you traced it: remat.measure(trace)",
+                name="no-device",
+            )
+        return needed
+
+    def sizes(self, kind: Kind, body: bytes) -> Sizes:
+        """What a dry run tells."""
+        request = self.validate(kind, body)
+        found = graph_of(request)
+        if request.is_measured_here and isinstance(found, Trace):
+            operations, values, peak = len(found.operations), len(found.storages), None
+            constants, costs = 0, "to be measured"
+        else:
+            costs = request.options.costs or ""
+            if isinstance(found, Trace) and costs:
+                found = by_roofline(found, Roofline(costs.partition(":")[2]))
+            graph = found.graph() if isinstance(found, Trace) else found
+            costs = found.cost_source if isinstance(found, Trace) else "as given"
+            operations, values = len(graph), len(graph.values)
+            constants = graph.constant_bytes
+            peak = simulate(graph, Schedule.keep_all(graph)).peak_bytes
+            budgets = [request.budget] if isinstance(request, SolveRequest) else request.budgets
+            for budget in budgets or ():
+                parse_budget(budget, baseline_bytes=peak)
+        return Sizes(
+            operations=operations,
+            values=values,
+            constant_bytes=constants,
+            baseline_peak_bytes=peak,
+            costs=costs,
+        )
+
+
+def digest(kind: Kind, body: bytes) -> str:
+    """Names what is asked: the same bytes, of the same kind, for the same version of the solver."""
+    head = f"{kind} {remat.__version__}\n".encode()
+    return hashlib.sha256(head + body).hexdigest()

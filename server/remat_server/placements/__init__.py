@@ -1,0 +1,1 @@
+"""Where solves run: a port, and its adapters."""

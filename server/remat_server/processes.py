@@ -1,0 +1,106 @@
+"""The worker as a process: `python -m remat_server.processes`, alone or kept by the service."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+
+import structlog
+
+from remat.errors import ServiceError
+from remat_server import devices, logs
+from remat_server.deathsig import die_with_parent
+from remat_server.placements.local import LocalPlacement
+from remat_server.placements.port import Placement
+from remat_server.settings import Settings
+from remat_server.store.database import Database
+from remat_server.worker import Worker
+
+log = structlog.get_logger()
+
+_WITH_PARENT = "REMAT_WORKER_OF"
+_RESTART_S = 1.0
+
+
+def run_worker(settings: Settings) -> None:
+    """Solve jobs of the store until SIGTERM or SIGINT."""
+    logs.configure(settings)
+    database = Database(settings.store_url)
+    database.migrate()
+    placement = _placement(settings)
+    worker = Worker(settings, database, placement, devices.measurable())
+    signal.signal(signal.SIGTERM, worker.stop)
+    signal.signal(signal.SIGINT, worker.stop)
+    worker.run()
+    database.close()
+
+
+def _placement(settings: Settings) -> Placement:
+    if settings.placement == "local":
+        return LocalPlacement()
+    try:
+        from remat_server.placements.on_ray import RayPlacement
+    except ImportError as error:
+        raise ServiceError(f"Ray is not installed ({error}): pip install 'remat[ray]'") from None
+    return RayPlacement(settings.ray_address)
+
+
+class KeptWorker:
+    """The service's own worker: starts with it, starts again where it dies, drains at the end."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._task: asyncio.Task[None] | None = None
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> None:
+        """Start the worker and keep it."""
+        self._process = await self._spawn()
+        self._task = asyncio.create_task(self._keep())
+
+    async def stop(self) -> None:
+        """Let the worker drain; it is killed where it takes longer than it may."""
+        if self._task is not None:
+            self._task.cancel()
+        if self._process is None or self._process.returncode is not None:
+            return
+        self._process.send_signal(signal.SIGTERM)
+        try:
+            await asyncio.wait_for(self._process.wait(), self._settings.drain_s + 10)
+        except TimeoutError:
+            self._process.kill()
+            await self._process.wait()
+
+    async def _spawn(self) -> asyncio.subprocess.Process:
+        environment = {**os.environ, **self._settings.environment(), _WITH_PARENT: str(os.getpid())}
+        return await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "remat_server.processes",
+            env=environment,
+            stdin=asyncio.subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    async def _keep(self) -> None:
+        while True:
+            assert self._process is not None
+            code = await self._process.wait()
+            log.error("the worker ended and is started again", code=code)
+            await asyncio.sleep(_RESTART_S)
+            self._process = await self._spawn()
+
+
+def main() -> int:
+    """The worker of a service: its settings are in the environment."""
+    parent = os.environ.pop(_WITH_PARENT, "")
+    if parent:
+        die_with_parent(int(parent))
+    run_worker(Settings())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,137 @@
+"""`POST /solve` and `POST /sweeps`: work comes in."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any
+
+from anyio import sleep
+from anyio.to_thread import run_sync
+from fastapi import APIRouter, Header, Query, Request
+from fastapi.responses import JSONResponse, Response
+
+from remat.wire import ENDED, Answer, JobView, Kind, Sizes, SolveRequest, SweepAnswer, SweepRequest
+from remat_server.auth import Owner
+from remat_server.bodies import read_body
+from remat_server.problems import ServiceProblem
+from remat_server.routes.common import problems
+from remat_server.routes.results import result_response
+from remat_server.store import jobs
+
+router = APIRouter(tags=["solving"])
+
+_WAIT = re.compile(r"(?:^|[,;\s])wait=(\d{1,6})(?:$|[,;\s])")
+_LOOK_S = 0.05
+
+Prefer = Annotated[
+    str | None, Header(description="`wait=N`: answer with the result if it is there in N seconds")
+]
+IdempotencyKey = Annotated[
+    str | None,
+    Header(
+        min_length=1,
+        max_length=200,
+        pattern=r"^[\x21-\x7e]+$",
+        description="Any new text: a request that is sent again under it makes no second job",
+    ),
+]
+DryRun = Annotated[bool, Query(description="Only validate, and tell the sizes")]
+
+
+def _documented(body: type[SolveRequest | SweepRequest], answer: type[Any]) -> dict[str, Any]:
+    """The parts of the OpenAPI document that FastAPI cannot see, as bodies are read by hand."""
+    json = "application/json"
+    schema = body.model_json_schema(ref_template=f"#/components/schemas/{body.__name__}.{{model}}")
+    schema.pop("$defs", None)
+    view = {"$ref": "#/components/schemas/JobView"}
+    return {
+        "openapi_extra": {"requestBody": {"required": True, "content": {json: {"schema": schema}}}},
+        "status_code": 202,
+        "responses": {
+            200: {
+                "description": "The sizes (`dry_run`), or the result (`Prefer: wait`), or the job "
+                "where it ended without one",
+                "content": {
+                    json: {
+                        "schema": {
+                            "oneOf": [
+                                {"$ref": "#/components/schemas/Sizes"},
+                                {"type": "object", "description": f"{answer.__name__}"},
+                                view,
+                            ]
+                        }
+                    }
+                },
+            },
+            202: {
+                "description": "Accepted",
+                "content": {json: {"schema": view}},
+                "headers": {"Location": {"schema": {"type": "string"}}},
+            },
+            **problems(413, 415),
+        },
+    }
+
+
+@router.post("/solve", **_documented(SolveRequest, Answer))
+async def post_solve(
+    request: Request,
+    owner: Owner,
+    prefer: Prefer = None,
+    idempotency_key: IdempotencyKey = None,
+    dry_run: DryRun = False,
+) -> Response:
+    """The cheapest schedule within a budget, and the program that runs it."""
+    return await _accept(request, "solve", owner, prefer, idempotency_key, dry_run)
+
+
+@router.post("/sweeps", **_documented(SweepRequest, SweepAnswer))
+async def post_sweep(
+    request: Request,
+    owner: Owner,
+    prefer: Prefer = None,
+    idempotency_key: IdempotencyKey = None,
+    dry_run: DryRun = False,
+) -> Response:
+    """The time/memory frontier over many budgets."""
+    return await _accept(request, "sweep", owner, prefer, idempotency_key, dry_run)
+
+
+async def _accept(
+    request: Request, kind: Kind, owner: str, prefer: str | None, key: str | None, dry_run: bool
+) -> Response:
+    state = request.app.state
+    if state.draining.is_set():
+        raise ServiceProblem(
+            503, "the service is being stopped; try again", headers={"Retry-After": "10"}
+        )
+    body = await read_body(request, state.settings.body_bytes)
+    if dry_run:
+        sizes: Sizes = await run_sync(state.intake.sizes, kind, body)
+        return JSONResponse(sizes.model_dump())
+    request_id: str = request.scope["state"]["request_id"]
+    job: JobView = await run_sync(state.intake.accept, kind, body, owner, key, request_id)
+    where = f"/jobs/{job.id}" if kind == "solve" else f"/sweeps/{job.id}"
+    headers = {"Location": where}
+    asked = _WAIT.search(prefer or "")
+    if asked is None:
+        return JSONResponse(job.model_dump(), 202, headers)
+    wait_s = min(float(asked[1]), state.settings.wait_s)
+    headers["Preference-Applied"] = f"wait={wait_s:g}"
+    spent_s = 0.0
+    while job.status not in ENDED and spent_s < wait_s and not state.draining.is_set():
+        await sleep(_LOOK_S)
+        spent_s += _LOOK_S
+        job = await run_sync(_look, state.database, owner, job)
+    if job.status not in ENDED:
+        return JSONResponse(job.model_dump(), 202, headers)
+    if job.status != "succeeded":
+        return JSONResponse(job.model_dump(), 200, headers)
+    return await run_sync(result_response, request, owner, job.id, "json", headers)
+
+
+def _look(database: Any, owner: str, job: JobView) -> JobView:
+    with database.read() as connection:
+        found = jobs.view(connection, owner, job.id)
+    # Whoever forgets a job while waiting for it is told that it is cancelled.
+    return job.model_copy(update={"status": "cancelled"}) if found is None else found[0]

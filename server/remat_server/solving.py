@@ -1,0 +1,137 @@
+"""From a request to an answer: what a solving process does, without the process."""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+from remat.documents import validated
+from remat.errors import InfeasibleBudget, RematError
+from remat.plan import Plan
+from remat.plan_document import PlanDocument
+from remat.pricing import by_roofline
+from remat.progress import Progress, ProgressCallback
+from remat.rewrite import rewrite
+from remat.roofline import Roofline
+from remat.solve import solve, sweep
+from remat.strategies.base import Strategy
+from remat.trace import Trace
+from remat.wire import (
+    Answer,
+    Kind,
+    ProgressRecord,
+    SolveRequest,
+    Summary,
+    SweepAnswer,
+    SweepRequest,
+    graph_of,
+)
+from remat_server.messages import Advanced, Answered, Failed
+from remat_server.problems import of_error, problem
+
+Told = Callable[[Advanced], None]
+Request = SolveRequest | SweepRequest
+
+_EVERY_S = 0.5
+
+
+def read_request(kind: Kind, body: bytes) -> Request:
+    """The validated request. Raises `DocumentError`."""
+    return validated(SolveRequest if kind == "solve" else SweepRequest, body, "request")
+
+
+def perform(
+    kind: Kind, body: bytes, *, threads: int, device: str, tell: Told
+) -> tuple[Answered, bytes] | Failed:
+    """The answer with its gzipped body, or what is wrong. Lets MemoryError pass."""
+    try:
+        request = read_request(kind, body)
+        strategy = with_threads(request.options.strategy, threads)
+        graph, costs = _priced(request, device)
+        progress = _teller(tell)
+        if isinstance(request, SweepRequest):
+            plans = sweep(graph, request.budgets, strategy, progress=progress)
+            if not plans:
+                raise InfeasibleBudget(
+                    'none of the budgets is feasible; include "min" to learn the smallest peak'
+                )
+            documents = tuple(PlanDocument.of(plan) for plan in plans)
+            answer = SweepAnswer(plans=documents, costs=costs).model_dump_json()
+        else:
+            plan = solve(graph, request.budget, strategy, progress=progress)
+            plans = [plan]
+            program = rewrite(graph, plan.schedule) if isinstance(graph, Trace) else None
+            answer = Answer(
+                plan=PlanDocument.of(plan), program=program, costs=costs
+            ).model_dump_json()
+    except InfeasibleBudget as error:
+        return Failed(status="infeasible", problem=of_error(error, 200))
+    except RematError as error:
+        return Failed(status="failed", problem=of_error(error))
+    except RecursionError:
+        return Failed(status="failed", problem=problem(422, "the graph is nested too deeply"))
+    zipped = gzip.compress(answer.encode(), compresslevel=5, mtime=0)
+    return Answered(summary=tuple(map(summarise, plans))), zipped
+
+
+def with_threads(strategy: Strategy, threads: int) -> Strategy:
+    """The strategy with no more threads than the service gives to a solve."""
+    options: dict[str, Any] = {}
+    if is_dataclass(strategy) and any(f.name == "threads" for f in fields(strategy)):
+        options["threads"] = min(threads, getattr(strategy, "threads", threads))
+        return replace(strategy, **options)
+    return strategy
+
+
+def summarise(plan: Plan) -> Summary:
+    """A plan in figures."""
+    return Summary(
+        status=plan.status.name,
+        budget_bytes=plan.budget_bytes,
+        peak_bytes=plan.peak_bytes,
+        baseline_peak_bytes=plan.baseline_peak_bytes,
+        time_s=plan.time_s,
+        baseline_time_s=plan.baseline_time_s,
+        overhead=plan.overhead,
+        lower_bound=plan.lower_bound,
+        gap=plan.gap,
+        operations=len(plan.graph),
+    )
+
+
+def _priced(request: Request, device: str) -> tuple[Any, str]:
+    """The graph or the trace with costs, and where these come from."""
+    graph = graph_of(request)
+    if not isinstance(graph, Trace):
+        return graph, "as given"
+    costs = request.options.costs
+    if request.is_measured_here:
+        from remat.frontend.measure import measure
+
+        graph = measure(graph, device=device)
+    elif costs is not None:
+        graph = by_roofline(graph, Roofline(costs.partition(":")[2]))
+    return graph, graph.cost_source
+
+
+def _teller(tell: Told) -> ProgressCallback:
+    """Passes on what is of use: each better schedule, else how things stand twice a second."""
+    last: list[Any] = [None, None, float("-inf")]
+
+    def progress(now: Progress) -> None:
+        is_incumbent = now.incumbent is not None and [now.phase, now.incumbent] != last[:2]
+        if not is_incumbent and now.elapsed_s - last[2] < _EVERY_S:
+            return
+        last[:] = [now.phase, now.incumbent, now.elapsed_s]
+        record = ProgressRecord(
+            phase=now.phase,
+            elapsed_s=now.elapsed_s,
+            incumbent=now.incumbent,
+            bound=now.bound,
+            gap=now.gap,
+        )
+        tell(Advanced(progress=record, is_incumbent=is_incumbent))
+
+    return progress

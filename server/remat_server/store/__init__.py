@@ -1,0 +1,1 @@
+"""The store: the queue and the truth, in SQLite or PostgreSQL."""

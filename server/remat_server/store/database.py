@@ -1,0 +1,114 @@
+"""`Database`: connections to the store, and transactions that do not get in each other's way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from alembic import command
+from alembic.config import Config
+from sqlalchemy import Connection, Double, create_engine, event, make_url, text
+from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.sql.functions import FunctionElement
+
+from remat.errors import ServiceError
+
+_BUSY_S = 30
+
+
+class now(FunctionElement[float]):  # reads as the SQL function it is
+    """The database's own clock, so that machines need not agree on the time."""
+
+    type = Double()
+    inherit_cache = True
+
+
+@compiles(now, "sqlite")
+def _sqlite_now(element: now, compiler: Any, **options: Any) -> str:
+    return "((julianday('now') - 2440587.5) * 86400.0)"
+
+
+@compiles(now, "postgresql")
+def _postgresql_now(element: now, compiler: Any, **options: Any) -> str:
+    return "extract(epoch from clock_timestamp())::double precision"
+
+
+class Database:
+    """The store's engine. `read()` and `write()` give connections; `write()` commits at its end.
+
+    SQLite takes its write lock when a transaction begins: one that reads first and then writes
+    would otherwise fail where another wrote in between.
+    """
+
+    def __init__(self, url: str) -> None:
+        try:
+            parsed = make_url(url)
+            if parsed.drivername == "postgresql":
+                parsed = parsed.set(drivername="postgresql+psycopg")
+            self.is_sqlite = parsed.get_backend_name() == "sqlite"
+            if self.is_sqlite and parsed.database:
+                Path(parsed.database).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            options: dict[str, Any] = {"pool_pre_ping": True}
+            if self.is_sqlite:
+                options["connect_args"] = {"timeout": _BUSY_S, "isolation_level": None}
+            else:
+                options |= {"pool_size": 10, "max_overflow": 40}
+            self.url = parsed
+            self.engine = create_engine(parsed, **options)
+        except Exception as error:
+            raise ServiceError(
+                f"the store {_without_password(url)} cannot be opened: {error}; REMAT_DATABASE_URL "
+                "is like postgresql://user@host/name (pip install 'remat[postgres]')"
+            ) from None
+        if self.is_sqlite:
+            event.listen(self.engine, "connect", _configure_sqlite)
+
+    @contextmanager
+    def read(self) -> Iterator[Connection]:
+        """A connection to read with: what it sees is consistent."""
+        with self.engine.connect() as connection:
+            if self.is_sqlite:
+                connection.exec_driver_sql("BEGIN")
+            yield connection
+            connection.rollback()
+
+    @contextmanager
+    def write(self) -> Iterator[Connection]:
+        """A transaction: all of it, or nothing."""
+        with self.engine.connect() as connection:
+            if self.is_sqlite:
+                connection.exec_driver_sql("BEGIN IMMEDIATE")
+            try:
+                yield connection
+                connection.commit()
+            except BaseException:
+                connection.rollback()
+                raise
+
+    def migrate(self) -> None:
+        """Bring the tables to this version's. Several processes may do so at once."""
+        with self.write() as connection:
+            if not self.is_sqlite:
+                connection.execute(text("SELECT pg_advisory_xact_lock(7236748)"))
+            config = Config()
+            config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
+            config.attributes["connection"] = connection
+            command.upgrade(config, "head")
+
+    def close(self) -> None:
+        """Give all connections back."""
+        self.engine.dispose()
+
+
+def _configure_sqlite(connection: Any, record: object) -> None:
+    for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
+        connection.execute(f"PRAGMA {pragma}")
+
+
+def _without_password(url: str) -> str:
+    try:
+        return make_url(url).render_as_string(hide_password=True)
+    except Exception:
+        return "of REMAT_DATABASE_URL"

@@ -1,0 +1,190 @@
+"""Jobs as users see them: submit, look, list, cancel, forget. Each function takes a connection."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import Connection, Row, delete, exists, func, insert, select, update
+
+from remat.wire import ENDED, JobView, Kind, Problem, ProgressRecord, Summary
+from remat_server.store.database import now
+from remat_server.store.events import append
+from remat_server.store.tables import answers, jobs
+from remat_server.store.tallies import count
+
+
+@dataclass(frozen=True, slots=True)
+class NewJob:
+    """What was asked. `request` is gzipped JSON, `content` its digest."""
+
+    owner: str
+    kind: Kind
+    content: str
+    request: bytes
+    model: str = ""
+    needs: str = ""
+    idempotency_key: str | None = None
+    request_id: str = ""
+
+
+class IdempotencyConflict(Exception):
+    """The key was used for another request."""
+
+
+def by_idempotency_key(connection: Connection, owner: str, key: str, content: str) -> str | None:
+    """The id of the job that was made under this key, if any; raises `IdempotencyConflict`."""
+    query = select(jobs.c.id, jobs.c.content).where(
+        jobs.c.owner == owner, jobs.c.idempotency_key == key
+    )
+    found = connection.execute(query).first()
+    if found is not None and found.content != content:
+        raise IdempotencyConflict(key)
+    return None if found is None else found.id
+
+
+def submit(connection: Connection, job: NewJob) -> str:
+    """Queue a job, or finish it at once where the same was solved before; returns its id.
+
+    Raises IntegrityError where another request with the same idempotency key came first.
+    """
+    id = secrets.token_hex(16)
+    used = update(answers).where(answers.c.content == job.content).values(used_at=now())
+    is_known = connection.execute(used).rowcount > 0
+    connection.execute(
+        insert(jobs).values(
+            id=id,
+            owner=job.owner,
+            kind=job.kind,
+            status="succeeded" if is_known else "queued",
+            model=job.model,
+            content=job.content,
+            needs=job.needs,
+            request=None if is_known else job.request,
+            idempotency_key=job.idempotency_key,
+            request_id=job.request_id,
+            created_at=now(),
+            started_at=now() if is_known else None,
+            finished_at=now() if is_known else None,
+        )
+    )
+    append(connection, id, "status", {"status": "succeeded" if is_known else "queued"})
+    if is_known:
+        append(connection, id, "done", {"status": "succeeded"})
+        count(connection, "answered_from_store", kind=job.kind)
+    count(connection, "submitted", kind=job.kind)
+    return id
+
+
+def is_answered(connection: Connection, content: str) -> bool:
+    """Whether this very request was accepted and solved before."""
+    return connection.execute(select(exists().where(answers.c.content == content))).scalar_one()
+
+
+def active_count(connection: Connection, owner: str) -> int:
+    """How many jobs of an owner are queued or running."""
+    query = select(func.count()).where(jobs.c.owner == owner, jobs.c.status.not_in(ENDED))
+    return connection.execute(query).scalar_one()
+
+
+def view(connection: Connection, owner: str, id: str) -> tuple[JobView, int] | None:
+    """A job of this owner, and its revision; None where there is none."""
+    found = _row(connection, owner, id)
+    if found is None:
+        return None
+    return _view(connection, found), found.revision
+
+
+def views(
+    connection: Connection, owner: str, status: str | None, before: int | None, limit: int
+) -> tuple[list[JobView], int | None]:
+    """Jobs of an owner, newest first, and where the next page begins."""
+    query = select(jobs).where(jobs.c.owner == owner).order_by(jobs.c.number.desc())
+    if status is not None:
+        query = query.where(jobs.c.status == status)
+    if before is not None:
+        query = query.where(jobs.c.number < before)
+    found = connection.execute(query.limit(limit + 1)).all()
+    page = found[:limit]
+    more = page[-1].number if len(found) > limit else None
+    return [_view(connection, row, with_position=False) for row in page], more
+
+
+def result(connection: Connection, owner: str, id: str) -> tuple[JobView, bytes | None] | None:
+    """A job with its gzipped answer, which is None where it has none."""
+    found = _row(connection, owner, id)
+    if found is None:
+        return None
+    body = None
+    if found.status == "succeeded":
+        query = select(answers.c.body).where(answers.c.content == found.content)
+        body = connection.execute(query).scalar_one()
+    return _view(connection, found), body
+
+
+def cancel(connection: Connection, owner: str, id: str) -> str | None:
+    """Cancel a job that has not ended, or forget one that has.
+
+    Returns "cancelled" or "forgotten", or None where there is no such job. The worker of a running
+    job sees at its next look that the job is no longer its own.
+    """
+    found = _row(connection, owner, id, for_update=True)
+    if found is None:
+        return None
+    if found.status in ENDED:
+        connection.execute(delete(jobs).where(jobs.c.id == id))
+        return "forgotten"
+    connection.execute(
+        update(jobs)
+        .where(jobs.c.id == id)
+        .values(
+            status="cancelled",
+            cancelled=True,
+            finished_at=now(),
+            worker=None,
+            lease_until=None,
+            request=None,
+            revision=jobs.c.revision + 1,
+        )
+    )
+    append(connection, id, "status", {"status": "cancelled"})
+    append(connection, id, "done", {"status": "cancelled"})
+    count(connection, "finished", kind=found.kind, status="cancelled")
+    return "cancelled"
+
+
+def _row(
+    connection: Connection, owner: str, id: str, *, for_update: bool = False
+) -> Row[Any] | None:
+    query = select(jobs).where(jobs.c.id == id, jobs.c.owner == owner)
+    return connection.execute(query.with_for_update() if for_update else query).first()
+
+
+def _view(connection: Connection, row: Row[Any], *, with_position: bool = True) -> JobView:
+    position = None
+    if row.status == "queued" and with_position:
+        before = select(func.count()).where(jobs.c.status == "queued", jobs.c.number < row.number)
+        position = connection.execute(before).scalar_one()
+    return JobView(
+        id=row.id,
+        kind=row.kind,
+        status=row.status,
+        model=row.model,
+        created_at=row.created_at,
+        started_at=row.started_at,
+        finished_at=row.finished_at,
+        position=position,
+        progress=None if row.progress is None else ProgressRecord(**row.progress),
+        summary=_summary(connection, row),
+        problem=None if row.problem is None else Problem(**row.problem),
+    )
+
+
+def _summary(connection: Connection, row: Row[Any]) -> tuple[Summary, ...]:
+    if row.status != "succeeded":
+        return ()
+    query = select(answers.c.summary).where(answers.c.content == row.content)
+    found: Sequence[dict[str, Any]] = connection.execute(query).scalar_one()
+    return tuple(Summary(**each) for each in found)

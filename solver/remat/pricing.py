@@ -1,0 +1,76 @@
+"""Costs into a trace: where they come from is up to the caller; see `by_roofline` and
+`remat.measure`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from remat.roofline import Roofline, estimate
+from remat.trace import Node, TensorMeta, Trace
+
+FLOOR_S = 1e-9
+"""No cost below a nanosecond: that is under any clock's resolution, and an operation that costs
+nothing would let a solver run it any number of times without noticing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Priced:
+    """What one operation takes: seconds, bytes of workspace, and the bytes behind its outputs."""
+
+    cost_s: float
+    workspace_bytes: int
+    source: str
+    output_bytes: tuple[int, ...] = ()
+
+
+def tensor_metas(trace: Trace) -> dict[str, TensorMeta]:
+    """Every tensor of the trace by name."""
+    metas = {p.name: p.tensor for p in trace.placeholders}
+    metas.update((r.name, r.tensor) for node in trace.nodes for r in node.results)
+    return metas
+
+
+def by_roofline(trace: Trace, roofline: Roofline) -> Trace:
+    """A new Trace with costs by a device's data sheet; needs neither device nor torch."""
+    metas = tensor_metas(trace)
+    source = f"roofline {roofline.name}"
+    priced = {
+        node.name: Priced(max(FLOOR_S, estimate(node, metas, roofline)), 0, source)
+        for node in trace.nodes
+        if not node.view
+    }
+    return with_costs(trace, priced)
+
+
+def with_costs(trace: Trace, priced: Mapping[str, Priced]) -> Trace:
+    """A new Trace with costs for the operations named, and storages no smaller than was seen."""
+
+    def update(node: Node) -> Node:
+        if node.name not in priced:
+            return node
+        cost = priced[node.name]
+        return node.model_copy(
+            update={
+                "cost_s": cost.cost_s,
+                "workspace_bytes": cost.workspace_bytes,
+                "cost_source": cost.source[:100],
+            }
+        )
+
+    return trace.replace(
+        nodes=tuple(update(node) for node in trace.nodes), storages=_real_sizes(trace, priced)
+    )
+
+
+def _real_sizes(trace: Trace, priced: Mapping[str, Priced]) -> tuple[int, ...]:
+    """Sizes of the storages, as large as they were when the operations really ran."""
+    sizes = list(trace.storages)
+    for node in trace.nodes:
+        seen = priced[node.name].output_bytes if node.name in priced else ()
+        for result in node.results:
+            position = max(result.position, 0)
+            if not node.view and position < len(seen):
+                sizes[result.storage] = max(sizes[result.storage], seen[position])
+    return tuple(sizes)

@@ -1,0 +1,29 @@
+"""Pictures, pages and exports of a `Plan`: text in, text out, without torch."""
+
+from __future__ import annotations
+
+from remat.view.chrome import chrome_trace
+from remat.view.code import annotated_code
+from remat.view.frontier import frontier_svg
+from remat.view.html import plan_fragment, plan_html
+from remat.view.modules import modules_svg
+from remat.view.schedule import schedule_svg
+from remat.view.snapshot import memory_snapshot, save_snapshot
+from remat.view.tables import graph_dot, graph_graphml, operations_csv
+from remat.view.timeline import timeline_svg
+
+__all__ = [
+    "annotated_code",
+    "chrome_trace",
+    "frontier_svg",
+    "graph_dot",
+    "graph_graphml",
+    "memory_snapshot",
+    "modules_svg",
+    "operations_csv",
+    "plan_fragment",
+    "plan_html",
+    "save_snapshot",
+    "schedule_svg",
+    "timeline_svg",
+]

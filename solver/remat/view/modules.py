@@ -1,0 +1,115 @@
+"""`modules_svg`: where in the model the recomputed time goes."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from remat.budget import format_bytes, format_seconds
+from remat.plan import Plan
+from remat.view import svg
+from remat.view.text import plain, shorten
+
+MAX_BARS = 24
+_WIDTH, _LEFT, _RIGHT, _TOP = 960.0, 250.0, 170.0, 56.0
+_ROW = 20.0
+_DEPTH = 8
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+
+
+@dataclass(slots=True)
+class Share:
+    """What is run again of one module: number of runs, seconds, and bytes made."""
+
+    name: str
+    runs: int = 0
+    time_s: float = 0.0
+    size_bytes: int = 0
+
+
+def modules_svg(plan: Plan) -> str:
+    """The picture as SVG text: one bar a module, in the order of the model; bars are seconds, or
+    runs where recomputation takes no time."""
+    found = shares(plan)
+    by_time = any(share.time_s > 0 for share in found)
+    lengths = [share.time_s if by_time else float(share.runs) for share in found]
+    scale = (_WIDTH - _LEFT - _RIGHT) / max(lengths, default=1.0)
+    body = [svg.text(_LEFT, 24, "Recomputed time by module", role="title")]
+    body.append(svg.text(_LEFT, 42, _summary(plan)))
+    for row, (share, length) in enumerate(zip(found, lengths, strict=True)):
+        y = _TOP + row * _ROW
+        words = f"{format_seconds(share.time_s)}, {share.runs:,} runs"
+        if share.runs == 1:
+            words = words.removesuffix("s")
+        tip = f"{share.name}: {words}, {format_bytes(share.size_bytes)} made again"
+        body += [
+            svg.text(
+                _LEFT - 8, y + 13, shorten(plain(share.name), 38), anchor="end", tip=share.name
+            ),
+            svg.rectangle(_LEFT, y + 2, max(length * scale, 1.0), _ROW - 5, "again", tip),
+            svg.text(_LEFT + length * scale + 8, y + 13, words),
+        ]
+    height = _TOP + len(found) * _ROW
+    body.append(svg.line(_LEFT, _TOP, _LEFT, height, "axis"))
+    return svg.document(_WIDTH, height + 12, "Recomputed time by module", _summary(plan), body)
+
+
+def shares(plan: Plan, limit: int = MAX_BARS) -> list[Share]:
+    """What is recomputed of each module, in the order of the graph; at most `limit` groups.
+
+    Modules are grouped by the longest paths that give few enough groups: whole, without the
+    numbers of layers (`transformer.h.*.mlp`), or cut at some depth. Where no way gives few
+    enough, the dearest are listed and the last group is the rest.
+    """
+    again = plan.schedule.recomputed(plan.graph)
+    operations = plan.graph.operations
+    paths = {op: operations[op].module for op in again}
+    best: dict[int, str] = {}
+    for names in _groupings(paths):
+        groups = len(set(names.values()))
+        if not best or (groups <= limit and groups > len(set(best.values()))):
+            best = names
+        elif len(set(best.values())) > limit:
+            best = min(best, names, key=lambda n: abs(len(set(n.values())) - limit))
+    found: dict[str, Share] = {}
+    for op in sorted(again):
+        share = found.setdefault(best[op], Share(best[op]))
+        share.runs += again[op]
+        share.time_s += again[op] * operations[op].cost_s
+        share.size_bytes += again[op] * sum(
+            plan.graph.values[v].size_bytes for v in operations[op].outputs
+        )
+    if len(found) <= limit:
+        return list(found.values())
+    dear = sorted(found.values(), key=lambda share: -share.time_s)
+    kept = {share.name for share in dear[: limit - 1]}
+    rest = Share(f"{len(found) - len(kept)} more")
+    for share in dear[limit - 1 :]:
+        rest.runs += share.runs
+        rest.time_s += share.time_s
+        rest.size_bytes += share.size_bytes
+    return [share for share in found.values() if share.name in kept] + [rest]
+
+
+def _groupings(paths: dict[int, str]) -> list[dict[int, str]]:
+    """Names of the operations' groups, finest first."""
+    whole = {op: path or "(no module)" for op, path in paths.items()}
+    starred = {op: _NUMBER.sub("*", path) for op, path in whole.items()}
+    found = [whole, starred]
+    for depth in range(_DEPTH, 0, -1):
+        found += [
+            {op: ".".join(path.split(".")[:depth]) for op, path in names.items()}
+            for names in (whole, starred)
+        ]
+    return found
+
+
+def _summary(plan: Plan) -> str:
+    again = plan.schedule.recomputed(plan.graph)
+    if not again:
+        return "nothing is recomputed"
+    extra_s = sum(plan.graph.operations[op].cost_s * times for op, times in again.items())
+    return (
+        f"{format_seconds(extra_s)} in {sum(again.values()):,} runs of {len(again):,} operations, "
+        f"{plan.overhead:+.2%} of the step without recomputation"
+    )

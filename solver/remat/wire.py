@@ -1,0 +1,261 @@
+"""What crosses the wire between `remat.Client` and the service: plain, strict documents.
+
+No weights, no pickle, no code: a request carries a `Trace` (or a bare graph), an answer a plan and
+a `Program`. Errors are RFC 9457 problem documents, whose `type` says which exception they are.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import (
+    AfterValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    WithJsonSchema,
+    model_validator,
+)
+
+from remat.budget import parse_budget
+from remat.documents import Record, check_header
+from remat.errors import (
+    BudgetError,
+    DocumentError,
+    GraphError,
+    InfeasibleBudget,
+    RematError,
+    ServiceError,
+    SolverError,
+    SolverTimeout,
+    TraceError,
+)
+from remat.graph import Graph
+from remat.plan_document import GraphRecord, PlanDocument
+from remat.program import Program
+from remat.roofline import Roofline
+from remat.strategies.auto import Auto
+from remat.strategies.base import Strategy
+from remat.strategies.registry import STRATEGIES, from_data, to_data
+from remat.trace import Trace
+
+PROBLEMS = "urn:remat:problem:"
+"""What the `type` of every problem document begins with."""
+
+ENDED = frozenset({"succeeded", "infeasible", "failed", "cancelled"})
+"""The states that a job does not leave."""
+
+State = Literal["queued", "running", "succeeded", "infeasible", "failed", "cancelled"]
+Kind = Literal["solve", "sweep"]
+
+_EXCEPTIONS: dict[str, type[RematError]] = {
+    "budget": BudgetError,
+    "document": DocumentError,
+    "graph": GraphError,
+    "infeasible": InfeasibleBudget,
+    "solver": SolverError,
+    "timeout": SolverTimeout,
+    "trace": TraceError,
+}
+
+
+def _check_trace(trace: Trace) -> Trace:
+    check_header({"format": trace.format, "version": trace.version}, Trace.FORMAT, Trace.VERSION)
+    return trace
+
+
+def _check_budget(budget: int | float | str) -> int | float | str:
+    try:
+        parse_budget(budget, baseline_bytes=1 << 40)  # units are checked now, shares later
+    except BudgetError as error:
+        raise ValueError(str(error)) from None
+    return budget
+
+
+def _check_costs(costs: str) -> str:
+    how, _, device = costs.partition(":")
+    if how == "roofline":
+        Roofline(device)
+    elif costs != "measure":
+        raise ValueError(f'costs are "measure" or "roofline:DEVICE", not {costs[:80]!r}')
+    return costs
+
+
+def _read_strategy(data: object) -> Strategy:
+    return data if type(data) in STRATEGIES.values() else from_data(data)  # type: ignore[return-value]
+
+
+Budget = Annotated[
+    int | Annotated[float, Field(strict=True)] | Annotated[str, Field(max_length=100)],
+    AfterValidator(_check_budget),
+]
+StrategyData = Annotated[
+    Strategy,
+    PlainValidator(_read_strategy),
+    PlainSerializer(to_data),
+    WithJsonSchema(
+        {
+            "type": "object",
+            "properties": {"name": {"type": "string"}},
+            "required": ["name"],
+            "examples": [{"name": "auto", "gap": 0.005, "time_limit": 60}],
+        }
+    ),
+]
+
+
+class Options(Record):
+    """How to solve. `costs` is "measure" (on the service's own device), "roofline:DEVICE" (by a
+    device's data sheet), or null: those of the trace, which is measured where it has none."""
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    strategy: StrategyData = Field(default_factory=Auto)
+    costs: Annotated[str, Field(max_length=100), AfterValidator(_check_costs)] | None = None
+
+
+class _Problem(Record):
+    """A trace or a bare graph, and how to solve it."""
+
+    trace: Annotated[Trace, AfterValidator(_check_trace)] | None = None
+    graph: GraphRecord | None = None
+    options: Options = Field(default_factory=Options)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.trace is None) == (self.graph is None):
+            raise ValueError("one of `trace` and `graph` is needed, not both")
+        if self.graph is not None:
+            self.graph.graph()  # raises GraphError, a ValueError, where it breaks a rule
+            if self.options.costs is not None:
+                raise ValueError("a bare graph has costs of its own: leave out options.costs")
+        return self
+
+    @property
+    def is_measured_here(self) -> bool:
+        """Whether the service must measure the costs, with torch and the device."""
+        if self.trace is None:
+            return False
+        costs = self.options.costs
+        return costs == "measure" or (costs is None and not self.trace.measured)
+
+
+class SolveRequest(_Problem):
+    """The body of `POST /solve`: `{"trace" or "graph", "budget", "options"}`."""
+
+    budget: Budget
+
+
+class SweepRequest(_Problem):
+    """The body of `POST /sweeps`. Without `budgets`: 100%, 95%, ... of the peak, and "min"."""
+
+    budgets: Annotated[tuple[Budget, ...], Field(min_length=1, max_length=100)] | None = None
+
+
+class Answer(Record):
+    """What a solve made. `program` is null for a bare graph; `costs` tells where they are from."""
+
+    plan: PlanDocument
+    program: Program | None
+    costs: str
+
+
+class SweepAnswer(Record):
+    """The frontier, smallest budget first; `baseline_*` are those without recomputation."""
+
+    plans: tuple[PlanDocument, ...]
+    costs: str
+
+
+class ProgressRecord(Record):
+    """See `remat.Progress`."""
+
+    phase: str
+    elapsed_s: float
+    incumbent: float | None = None
+    bound: float | None = None
+    gap: float | None = None
+
+
+class Summary(Record):
+    """A plan in figures. Bytes, seconds, and shares of the time without recomputation."""
+
+    status: str
+    budget_bytes: int
+    peak_bytes: int
+    baseline_peak_bytes: int
+    time_s: float
+    baseline_time_s: float
+    overhead: float
+    lower_bound: float | None
+    gap: float | None
+    operations: int
+
+
+class Problem(Record):
+    """RFC 9457. `detail` says what is wrong, why, and what to do."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: str = "about:blank"
+    title: str = ""
+    status: int = 500
+    detail: str = ""
+    min_feasible_bytes: int | None = None
+
+    def exception(self) -> RematError:
+        """The exception that the library would have raised."""
+        kind = _EXCEPTIONS.get(self.type.removeprefix(PROBLEMS), ServiceError)
+        text = self.detail or self.title
+        if kind is InfeasibleBudget:
+            return InfeasibleBudget(text, min_feasible_bytes=self.min_feasible_bytes)
+        return kind(text)
+
+
+def problem_name(error: RematError) -> str:
+    """The last part of the problem type for an exception of ours."""
+    return next((n for n, kind in _EXCEPTIONS.items() if isinstance(error, kind)), "remat")
+
+
+class JobView(Record):
+    """A job as `GET /jobs/{id}` shows it. Times are seconds since 1970."""
+
+    id: str
+    kind: Kind
+    status: State
+    model: str = ""
+    created_at: float
+    started_at: float | None = None
+    finished_at: float | None = None
+    position: int | None = None
+    """How many jobs are queued before this one."""
+    progress: ProgressRecord | None = None
+    summary: tuple[Summary, ...] = ()
+    problem: Problem | None = None
+
+
+class JobPage(Record):
+    """One page of `GET /jobs`, newest first; pass `next` as `cursor` for the page after it."""
+
+    jobs: tuple[JobView, ...]
+    next: str | None = None
+
+
+class Sizes(Record):
+    """What `?dry_run=true` tells of a request that would be accepted."""
+
+    operations: int
+    values: int
+    constant_bytes: int
+    baseline_peak_bytes: int | None
+    """None where the costs, and so the graph, are not known before they are measured."""
+    costs: str
+
+
+def graph_of(request: _Problem) -> Graph | Trace:
+    """What to hand to `remat.solve`."""
+    if request.trace is not None:
+        return request.trace
+    assert request.graph is not None
+    return request.graph.graph()

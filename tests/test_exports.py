@@ -1,0 +1,313 @@
+"""Exports of plans: Chrome traces, memory snapshots, annotated code, tables and graphs."""
+
+from __future__ import annotations
+
+import ast
+import csv
+import io
+import json
+import math
+import pickle
+import pickletools
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import networkx as nx
+import pytest
+import torch
+from hypothesis import given
+from tests.graphs import chain
+from tests.test_view import HOSTILE, half_recomputed, hostile_plan, lone, plan_of, plans
+from torch import nn
+from torch.cuda import _memory_viz
+
+import remat
+from remat.arguments import Literal, Ref
+from remat.graph import Graph, Operation, Value
+from remat.plan import Plan
+from remat.program import Bound, Program, Statement
+from remat.schedule import Schedule
+from remat.trace import Trace
+from remat.view import (
+    annotated_code,
+    chrome_trace,
+    graph_dot,
+    graph_graphml,
+    memory_snapshot,
+    operations_csv,
+    plan_html,
+    save_snapshot,
+)
+from remat.view.code import _call
+from remat.view.tables import COLUMNS
+
+
+@pytest.fixture(scope="module")
+def traced() -> tuple[Trace, Plan, Program]:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.1), nn.BatchNorm1d(64), nn.Linear(64, 1)
+    )
+    trace = remat.measure(remat.trace(model, (torch.randn(32, 16),)), device=remat.Roofline("h200"))
+    plan = remat.solve(trace, "min", remat.RecomputeAll())
+    assert plan.schedule.recomputed(plan.graph)
+    return trace, plan, remat.rewrite(trace, plan.schedule)
+
+
+# -- Chrome traces ------------------------------------------------------------------------------
+
+
+@given(plans())
+def test_a_chrome_trace_has_every_run_and_the_memory(plan: Plan) -> None:
+    document = json.loads(chrome_trace(plan))
+    events = document["traceEvents"]
+    for event in events:
+        assert event["ph"] in ("X", "C", "M")
+        assert isinstance(event["name"], str)
+        for key in ("ts", "pid", "tid"):
+            assert isinstance(event[key], int | float)
+            assert event[key] >= 0
+    complete = [event for event in events if event["ph"] == "X"]
+    assert len(complete) == len(plan.schedule)
+    assert all(event["dur"] >= 0 for event in complete)
+    assert math.fsum(event["dur"] for event in complete) == pytest.approx(plan.time_s * 1e6)
+    for one, other in pairwise(complete):
+        assert one["ts"] + one["dur"] == pytest.approx(other["ts"])
+    again = [event for event in complete if event["cat"] == "recompute"]
+    assert len(again) == sum(plan.schedule.recomputed(plan.graph).values())
+    counters = [sum(event["args"].values()) for event in events if event["ph"] == "C"]
+    timeline = plan.timeline()
+    assert counters == [*timeline.during_bytes, timeline.after_bytes[-1]]
+
+
+def test_a_chrome_trace_has_two_tracks() -> None:
+    plan = half_recomputed(4)
+    events = json.loads(chrome_trace(plan))["traceEvents"]
+    track = [event["tid"] for event in events if event["ph"] == "X"]
+    assert track == [1] * 5 + [2] * 5
+    names = {event["args"]["name"] for event in events if event["ph"] == "M"}
+    assert {"forward", "backward"} <= names
+
+
+# -- memory snapshots ---------------------------------------------------------------------------
+
+
+def live_bytes(events: list[dict[str, Any]]) -> Iterator[tuple[int, int]]:
+    """(run, live bytes) after each event; checks that no two live blocks overlap."""
+    held: dict[int, int] = {}
+    for event in events:
+        address, size = event["addr"], event["size"]
+        if event["action"] == "alloc":
+            assert all(address + size <= a or a + s <= address for a, s in held.items())
+            held[address] = size
+        elif event["action"] == "free_completed":
+            assert held.pop(address) == size
+        yield event["frames"][0]["line"], sum(held.values())
+
+
+@given(plans())
+def test_a_snapshot_allocates_and_frees_as_the_simulator_says(plan: Plan) -> None:
+    snapshot = memory_snapshot(plan)
+    steps = list(live_bytes(snapshot["device_traces"][0]))
+    assert max((size for _, size in steps), default=0) == plan.peak_bytes
+    live = steps[-1][1] if steps else 0
+    assert live == plan.timeline().after_bytes[-1]
+    for segment in snapshot["segments"]:
+        blocks = segment["blocks"]
+        assert sum(block["size"] for block in blocks) == segment["total_size"]
+        held = [block["size"] for block in blocks if block["state"] == "active_allocated"]
+        assert sum(held) == segment["allocated_size"] == live
+        address = segment["address"]
+        for block in blocks:
+            assert block["address"] == address
+            address += block["size"]
+
+
+def test_torch_loads_a_snapshot(tmp_path: Path) -> None:
+    graph = replace(half_recomputed(40).graph, constant_bytes=32 << 20)
+    plan = plan_of(graph, half_recomputed(40).schedule)
+    path = tmp_path / "snapshot.pickle"
+    save_snapshot(plan, path)
+    snapshot = pickle.loads(path.read_bytes())
+    assert snapshot == memory_snapshot(plan)
+    assert "MemoryViz.js" in _memory_viz.trace_plot(snapshot)
+    assert "MemoryViz.js" in _memory_viz.segment_plot(snapshot)
+    flames = _memory_viz.memory(snapshot, format_flamegraph=str)
+    assert "constant memory" in flames
+    assert "remat:99:b0" in flames
+    assert _memory_viz.segments(snapshot, format_flamegraph=str)
+    assert "total_allocated: 33.0MiB" in _memory_viz.segsum(snapshot)
+    assert "TOTAL MEM" in _memory_viz.trace(snapshot)
+    left = _memory_viz.filter_alloc_free_pairs(memory_snapshot(plan))["device_traces"][0]
+    assert [event["action"] for event in left] == ["alloc", "alloc"]
+    first = next(e for e in snapshot["device_traces"][0] if e["frames"][0]["name"] == "f0")
+    assert [(frame["filename"], frame["name"]) for frame in first["frames"]] == [
+        ("layer.0", "f0"),
+        ("module", "layer.0"),
+        ("module", "layer"),
+    ]
+
+
+def test_a_snapshot_has_only_what_the_viewer_unpickles(tmp_path: Path) -> None:
+    save_snapshot(hostile_plan(), tmp_path / "snapshot.pickle")
+    known = {
+        *("PROTO", "FRAME", "STOP", "MARK", "MEMOIZE", "BINGET", "LONG_BINGET"),
+        *("EMPTY_DICT", "EMPTY_LIST", "APPEND", "APPENDS", "SETITEM", "SETITEMS"),
+        *("SHORT_BINUNICODE", "BINUNICODE", "BININT", "BININT1", "BININT2", "LONG1"),
+        *("NEWTRUE", "NEWFALSE", "NONE"),
+    }
+    data = (tmp_path / "snapshot.pickle").read_bytes()
+    assert {opcode.name for opcode, _, _ in pickletools.genops(data)} <= known
+
+
+def test_a_plan_without_bytes_has_an_empty_snapshot() -> None:
+    graph = chain(3, size=0)
+    snapshot = memory_snapshot(plan_of(graph, Schedule.keep_all(graph)))
+    assert snapshot["segments"] == []
+    assert snapshot["device_traces"] == [[]]
+
+
+# -- annotated code -----------------------------------------------------------------------------
+
+
+def test_code_has_a_line_for_every_statement(traced: tuple[Trace, Plan, Program]) -> None:
+    trace, plan, program = traced
+    text = annotated_code(program, plan, trace)
+    tree = ast.parse(text)
+    forward, backward = tree.body
+    assert isinstance(forward, ast.FunctionDef)
+    assert isinstance(backward, ast.FunctionDef)
+    assert (forward.name, backward.name) == ("forward", "backward")
+    # Beside the statements: what is returned, what is saved, and the return.
+    assert len(forward.body) == len(program.forward) + 3
+    assert len(backward.body) == len(program.backward) + 2
+    again = sum(plan.schedule.recomputed(plan.graph).values())
+    assert text.count("recomputed, run ") == again
+    assert text.count("run 1 of ") == len(plan.schedule.recomputed(plan.graph))
+    assert "saves the random state" in text
+    assert "replays the random state" in text
+    assert "  # 0, 8.00 KiB" in text
+    assert "view" in text
+
+
+def test_code_says_what_is_known(traced: tuple[Trace, Plan, Program]) -> None:
+    trace, plan, program = traced
+    alone = annotated_code(program)
+    assert "recomputed" in alone
+    assert "KiB, " not in alone
+    assert "KiB, " in annotated_code(program, trace=trace)
+    assert re.search(r"recomputed, run [2-9] of [2-9]\b", annotated_code(program, plan))
+    other = half_recomputed(4)
+    assert annotated_code(program, other) == alone
+    assert "aten.native_dropout" in plan_html(plan, program)
+
+
+def test_literals_cannot_break_out_of_a_line() -> None:
+    statement = Statement(
+        target="aten.add.Tensor",
+        args=(
+            Ref("x"),
+            "'); import os #\n\u2028",
+            (1,),
+            (),
+            math.inf,
+            math.nan,
+            1 + 2j,
+            -0.0,
+            None,
+            Literal("dtype", "float32"),
+            Literal("device", "cuda:0"),
+            Literal("dtype", "x);y("),
+        ),
+        results=(Bound(name="y", position=0), Bound(name="z", position=2)),
+    )
+    (line,) = ast.parse(_call(statement)).body
+    assert isinstance(line, ast.Assign)
+    assert isinstance(line.value, ast.Call)
+    assert ast.unparse(line.targets[0]) == "(y, _, z, *_)"
+    assert len(line.value.args) == 12
+    assert len(_call(statement).splitlines()) == 1
+
+
+# -- tables and graphs --------------------------------------------------------------------------
+
+
+def test_the_table_has_a_line_for_every_operation() -> None:
+    plan = half_recomputed(6)
+    rows = list(csv.DictReader(io.StringIO(operations_csv(plan))))
+    assert list(rows[0]) == list(COLUMNS)
+    assert len(rows) == len(plan.graph)
+    assert sum(int(row["runs"]) for row in rows) == len(plan.schedule)
+    assert sum(float(row["cost_s"]) + float(row["extra_s"]) for row in rows) == pytest.approx(
+        plan.time_s
+    )
+    assert rows[1]["name"] == "f1"
+    assert (rows[1]["first_run"], rows[1]["last_run"]) == ("1", "12")
+    assert [row["result"] for row in rows] == ["0"] * 11 + ["1"]
+
+
+def test_tables_take_hostile_names() -> None:
+    plan = hostile_plan()
+    rows = list(csv.reader(io.StringIO(operations_csv(plan))))
+    assert len(rows) == len(HOSTILE) + 1
+    assert not any(cell.startswith(("=", "+", "@")) for row in rows for cell in row)
+    g = nx.parse_graphml(graph_graphml(plan.graph))
+    assert len(g) == len(HOSTILE)
+    assert g.nodes["o0"]["name"] == HOSTILE[0]
+    for line in graph_dot(plan.graph, plan).splitlines():
+        assert line.replace("\\\\", "").replace('\\"', "").count('"') % 2 == 0
+    json.loads(chrome_trace(plan))
+    memory_snapshot(plan)
+
+
+def test_graphs_keep_operations_and_edges() -> None:
+    plan = half_recomputed(5)
+    graph = plan.graph
+    edges = sum(len(users) for users in graph.consumers)
+    text = graph_dot(graph, plan)
+    assert text.count("->") == edges
+    assert text.count("runs 2 times") == 2
+    assert "runs 2 times" not in graph_dot(graph)
+    g = nx.parse_graphml(graph_graphml(graph))
+    assert len(g) == len(graph)
+    assert g.number_of_edges() == edges
+    assert g.nodes["o0"] == {
+        "name": "f0",
+        "cost": 1e-4,
+        "size": 1 << 20,
+        "workspace": 0,
+        "backward": False,
+        "recomputable": True,
+        "module": "layer.0",
+        "result": False,
+    }
+
+
+@pytest.mark.parametrize("graph", [Graph((), ()), lone()], ids=["empty", "one"])
+def test_odd_plans_have_exports_too(graph: Graph) -> None:
+    plan = plan_of(graph, Schedule.keep_all(graph))
+    assert len(json.loads(chrome_trace(plan))["traceEvents"]) == 3 + (3 if len(graph) else 0)
+    assert memory_snapshot(plan)["device_traces"]
+    assert operations_csv(plan).count("\n") == len(graph) + 1
+    assert graph_dot(graph).startswith("digraph")
+    assert len(nx.parse_graphml(graph_graphml(graph))) == len(graph)
+
+
+def test_several_outputs_and_workspace_are_in_the_exports() -> None:
+    graph = Graph(
+        (
+            Operation("two", (), (0, 1), 1.0, workspace_bytes=8),
+            Operation("end", (0, 1), (2,), 1.0),
+        ),
+        (Value("a", 1), Value("b", 2), Value("c", 4)),
+        results=frozenset({2}),
+    )
+    plan = plan_of(graph, Schedule.of([0, 1]))
+    steps = list(live_bytes(memory_snapshot(plan)["device_traces"][0]))
+    assert max(size for _, size in steps) == plan.peak_bytes == 11
+    assert operations_csv(plan).splitlines()[1].split(",")[9:11] == ["3", "8"]
+    assert graph_dot(graph).count("o0 -> o1") == 2

@@ -1,0 +1,419 @@
+"""The service as a new user meets it: a real server process, curl, and `remat.Client`."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx2
+import pytest
+from tests import server as servers
+from tests.harness import assert_same, eager_step, run_step
+from tests.models import gpt2
+from tests.server import HARD, Server, chain, finished, post, solving_processes, wait_for
+
+import remat
+from remat.plan_document import GraphRecord
+from remat.wire import Answer, SolveRequest
+
+QUICK = remat.Auto(gap=0.02)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with servers.running(tmp_path_factory.mktemp("service")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def http(server: Server) -> Iterator[httpx2.Client]:
+    with server.http() as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def graph() -> remat.Graph:
+    return GraphRecord.model_validate_json(json.dumps(chain())).graph()
+
+
+# -- as a new user would ----------------------------------------------------------------------
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+def test_a_trace_by_curl_trains_within_its_budget(server: Server, tmp_path: Path) -> None:
+    case = gpt2(dropout=0.0)
+    trace = remat.measure(
+        remat.trace(case.model, case.args, case.kwargs), device=remat.Roofline("h200")
+    )
+    body = tmp_path / "request.json.gz"
+    text = '{"trace": ' + trace.to_json() + ', "budget": "60%"}'
+    body.write_bytes(gzip.compress(text.encode()))
+
+    def curl(*arguments: str) -> str:
+        command = ["curl", "--silent", "--show-error", "--fail-with-body", *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+    job = json.loads(
+        curl(
+            f"{server.url}/solve",
+            "--header",
+            "Content-Type: application/json",
+            "--header",
+            "Content-Encoding: gzip",
+            "--data-binary",
+            f"@{body}",
+        )
+    )
+    curl("--no-buffer", "--max-time", "120", f"{server.url}/jobs/{job['id']}/events")
+    text = curl("--compressed", f"{server.url}/jobs/{job['id']}/result")
+    answer = Answer.model_validate_json(text)
+
+    assert answer.program is not None
+    plan = answer.plan.plan()
+    gm = remat.lower(answer.program, case.model, plan=plan)
+    eager = eager_step(case)
+    found = run_step(gm, case)
+    assert_same(found, eager)
+    assert plan.budget_bytes < plan.baseline_peak_bytes
+    assert found.peak_bytes <= plan.budget_bytes < eager.peak_bytes
+    assert "roofline" in answer.costs
+
+
+def test_client_optimizes_as_the_library_does(server: Server) -> None:
+    case = gpt2(dropout=0.0)
+    costs = remat.Roofline("h200")
+    seen: list[remat.Progress] = []
+    with server.client() as client:
+        gm = client.optimize(
+            case.model, "60%", case.args, case.kwargs, costs=costs, progress=seen.append
+        )
+    local = remat.optimize(case.model, "60%", case.args, case.kwargs, costs=costs)
+    assert gm.plan is not None
+    assert local.plan is not None
+    assert gm.plan.schedule == local.plan.schedule
+    assert gm.plan.overhead == local.plan.overhead
+    assert gm.plan.peak_bytes <= gm.plan.budget_bytes
+    eager = eager_step(case)
+    found = run_step(gm, case)
+    assert_same(found, eager)
+    assert found.peak_bytes <= gm.plan.budget_bytes
+
+
+def test_service_measures_where_it_has_the_device(server: Server) -> None:
+    case = gpt2(layers=1, dropout=0.0)
+    with server.client() as client:
+        gm = client.optimize(
+            case.model, "85%", case.args, case.kwargs, strategy=QUICK, costs="measure"
+        )
+    assert gm.plan is not None
+    assert "measured" in str(gm.plan.stats["cost_source"])
+    assert_same(run_step(gm, case), eager_step(case))
+
+
+def test_service_prices_by_a_data_sheet(server: Server) -> None:
+    case = gpt2(layers=1, dropout=0.0)
+    trace = remat.trace(case.model, case.args, case.kwargs)
+    with server.client() as client:
+        plan = client.solve(trace, "85%", QUICK, costs="roofline:a100")
+    assert plan.stats["cost_source"] == "roofline a100"
+    local = remat.solve(remat.measure(trace, device=remat.Roofline("a100")), "85%", QUICK)
+    assert plan.schedule == local.schedule
+
+
+def test_a_trace_for_a_device_that_no_worker_has_is_refused(server: Server) -> None:
+    case = gpt2(layers=1, dropout=0.0)
+    trace = remat.trace(case.model, case.args, case.kwargs)
+    moved = json.loads(trace.to_json().replace('"device":"cpu"', '"device":"cuda:0"'))
+    with server.http() as http:
+        answer = http.post("/solve", json={"trace": moved, "budget": "70%"})
+    assert answer.status_code == 422
+    assert answer.json()["type"].endswith("no-device")
+    assert "roofline" in answer.json()["detail"]
+
+
+# -- the same errors --------------------------------------------------------------------------
+
+
+def test_client_raises_what_the_library_raises(server: Server, graph: remat.Graph) -> None:
+    with server.client() as client:
+        for budget in (250, "5%"):
+            with pytest.raises(remat.InfeasibleBudget) as remote:
+                client.solve(graph, budget)
+            with pytest.raises(remat.InfeasibleBudget) as local:
+                remat.solve(graph, budget)
+            assert str(remote.value) == str(local.value)
+            assert remote.value.min_feasible_bytes == local.value.min_feasible_bytes == 300
+        for wrong in ("8 potatoes", True, -1):
+            with pytest.raises(remat.BudgetError):
+                client.solve(graph, wrong)
+        with pytest.raises(remat.SolverError, match="does not offer the solver"):
+            client.solve(graph, "60%", remat.Auto(solver="GUROBI"))
+
+
+def test_client_says_when_there_is_no_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("remat.client.PATIENCE_S", 0.0)
+    nobody = remat.Client(f"http://127.0.0.1:{servers.free_port()}")
+    with pytest.raises(remat.ServiceError, match="is it running"):
+        nobody.job("x")
+    with pytest.raises(remat.ServiceError, match="no address"):
+        remat.Client("host:8000")
+
+
+def test_client_says_when_the_address_is_of_something_else(server: Server) -> None:
+    with remat.Client(server.url + "/static") as client, pytest.raises(remat.ServiceError):
+        client.job("x")
+
+
+# -- solving ----------------------------------------------------------------------------------
+
+
+def test_results_are_those_of_the_library(server: Server, graph: remat.Graph) -> None:
+    with server.client() as client:
+        for strategy in (remat.Auto(), remat.ChenSqrt(), remat.Exact(), remat.KeepAll()):
+            budget = "100%" if isinstance(strategy, remat.KeepAll) else "70%"
+            remote = client.solve(graph, budget, strategy)
+            local = remat.solve(graph, budget, strategy)
+            assert remote.overhead == local.overhead
+            assert remote.status == local.status
+            assert remote.lower_bound == local.lower_bound
+
+
+def test_sweep_is_the_library_s(server: Server, graph: remat.Graph) -> None:
+    budgets = ["min", "50%", "70%", "100%"]
+    with server.client() as client:
+        remote = client.sweep(graph, budgets)
+    local = remat.sweep(graph, budgets)
+    assert [p.overhead for p in remote] == [p.overhead for p in local]
+
+
+def test_the_same_request_is_answered_from_the_store(http: httpx2.Client) -> None:
+    first = post(http, budget=1234567)
+    done = finished(http, first.json()["id"])
+    again = post(http, budget=1234567)
+    assert again.json()["id"] != first.json()["id"]
+    assert again.json()["status"] == "succeeded"
+    assert again.json()["summary"] == done["summary"]
+    bodies = [http.get(f"/jobs/{r.json()['id']}/result").content for r in (first, again)]
+    assert bodies[0] == bodies[1]
+
+
+def test_prefer_wait_answers_with_the_result(http: httpx2.Client) -> None:
+    asked = http.post(
+        "/solve", json={"graph": chain(), "budget": "70%"}, headers={"Prefer": "wait=30"}
+    )
+    assert asked.status_code == 200
+    assert asked.headers["Preference-Applied"] == "wait=30"
+    assert asked.json()["plan"]["peak_bytes"] <= asked.json()["plan"]["budget_bytes"]
+
+
+def test_infeasible_is_a_result(http: httpx2.Client) -> None:
+    job = finished(http, post(http, budget=200).json()["id"])
+    assert job["status"] == "infeasible"
+    assert job["problem"]["min_feasible_bytes"] == 300
+    result = http.get(f"/jobs/{job['id']}/result")
+    assert result.status_code == 200
+    assert result.json()["problem"]["min_feasible_bytes"] == 300
+
+
+def test_dry_run_tells_the_sizes_and_makes_no_job(http: httpx2.Client) -> None:
+    before = http.get("/jobs").json()["jobs"]
+    told = http.post("/solve?dry_run=true", json={"graph": chain(), "budget": "50%"})
+    assert told.status_code == 200
+    assert told.json()["operations"] == 25
+    assert told.json()["baseline_peak_bytes"] == 1400
+    assert http.get("/jobs").json()["jobs"] == before
+
+
+def test_idempotency_key_makes_one_job(http: httpx2.Client) -> None:
+    headers = {"Idempotency-Key": "once"}
+    body = {"graph": chain(), "budget": "80%"}
+    with ThreadPoolExecutor(8) as pool:
+        asked = [pool.submit(http.post, "/solve", json=body, headers=headers) for _ in range(8)]
+        ids = [each.result().json()["id"] for each in asked]
+    assert len(set(ids)) == 1
+    other = http.post("/solve", json={**body, "budget": "90%"}, headers=headers)
+    assert other.status_code == 422
+    assert other.json()["type"].endswith("idempotency-key-reused")
+
+
+def test_result_before_the_end_is_a_conflict(http: httpx2.Client) -> None:
+    job = post(http, graph=chain(40), budget="35%", options={"strategy": HARD}).json()
+    early = http.get(f"/jobs/{job['id']}/result")
+    assert early.status_code == 409
+    assert early.headers["content-type"] == "application/problem+json"
+    http.delete(f"/jobs/{job['id']}")
+
+
+def test_etag(http: httpx2.Client) -> None:
+    id = post(http, budget="75%").json()["id"]
+    finished(http, id)
+    first = http.get(f"/jobs/{id}")
+    same = http.get(f"/jobs/{id}", headers={"If-None-Match": first.headers["ETag"]})
+    assert same.status_code == 304
+    assert same.content == b""
+
+
+def test_pages_of_jobs(http: httpx2.Client) -> None:
+    made = [post(http, budget=2000 + i).json()["id"] for i in range(5)]
+    for id in made:
+        finished(http, id)
+    listed: list[str] = []
+    cursor = None
+    while True:
+        query = {"limit": 2} | ({"cursor": cursor} if cursor else {})
+        page = http.get("/jobs", params=query).json()
+        listed += [job["id"] for job in page["jobs"]]
+        cursor = page["next"]
+        if cursor is None:
+            break
+    assert listed[:5] == made[::-1]
+    assert len(listed) == len(set(listed))
+    assert all(j["status"] == "queued" for j in http.get("/jobs?status=queued").json()["jobs"])
+
+
+# -- live, cancel -------------------------------------------------------------------------------
+
+
+def test_events_tell_a_job_s_story_and_resume(http: httpx2.Client) -> None:
+    id = post(http, graph=chain(16), budget="45%").json()["id"]
+    story = list(events(http, id))
+    kinds = [kind for _, kind, _ in story]
+    assert kinds[0] == "status"
+    assert kinds[-1] == "done"
+    assert [number for number, _, _ in story] == list(range(1, len(story) + 1))
+    assert {"status": "running"} in [data for _, _, data in story]
+    assert story[-1][2] == {"status": "succeeded"}
+    assert list(events(http, id, last="2")) == story[2:]
+
+
+def test_events_of_no_job_are_a_404(http: httpx2.Client) -> None:
+    answer = http.get("/jobs/nothing/events")
+    assert answer.status_code == 404
+    assert answer.headers["content-type"] == "application/problem+json"
+
+
+def test_cancel_frees_the_core_within_a_second(server: Server, http: httpx2.Client) -> None:
+    job = post(http, graph=chain(60), budget="22%", options={"strategy": HARD}).json()
+    wait_for(lambda: http.get(f"/jobs/{job['id']}").json()["status"] == "running")
+    solving = wait_for(lambda: solving_processes(server.environment["REMAT_DATA_DIR"]))
+    began = time.monotonic()
+    assert http.delete(f"/jobs/{job['id']}").status_code == 202
+    wait_for(
+        lambda: not solving & solving_processes(server.environment["REMAT_DATA_DIR"]), timeout_s=5
+    )
+    assert time.monotonic() - began < 1.0
+    assert http.get(f"/jobs/{job['id']}").json()["status"] == "cancelled"
+    assert http.delete(f"/jobs/{job['id']}").status_code == 204
+    assert http.get(f"/jobs/{job['id']}").status_code == 404
+
+
+def test_cancelled_client_cancels_its_job(server: Server, http: httpx2.Client) -> None:
+    cancel = threading.Event()
+    threading.Timer(1.0, cancel.set).start()
+    graph = GraphRecord.model_validate_json(json.dumps(chain(61))).graph()
+    with server.client() as client, pytest.raises(remat.RematError, match="cancelled"):
+        client.solve(graph, "22%", remat.Exact(), cancel=cancel)
+    assert http.get("/jobs").json()["jobs"][0]["status"] == "cancelled"
+
+
+# -- forms of the result --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("accept", "begins"),
+    [
+        ("application/json", '{"plan"'),
+        ("image/svg+xml", "<svg"),
+        ("text/html", "<!doctype html>"),
+        ("application/vnd.chrome-trace+json", "{"),
+        ("text/html;q=0.2, application/json;q=0.9", '{"plan"'),
+        ("*/*", '{"plan"'),
+    ],
+)
+def test_forms_of_the_result(http: httpx2.Client, accept: str, begins: str) -> None:
+    id = post(http, budget="65%").json()["id"]
+    finished(http, id)
+    found = http.get(f"/jobs/{id}/result", headers={"Accept": accept})
+    assert found.status_code == 200
+    assert found.text.lower().startswith(begins)
+
+
+def test_python_needs_a_program(http: httpx2.Client) -> None:
+    id = post(http, budget="65%").json()["id"]
+    finished(http, id)
+    assert http.get(f"/jobs/{id}/result?format=python").status_code == 406
+    assert http.get(f"/jobs/{id}/result", headers={"Accept": "image/png"}).status_code == 406
+
+
+def test_python_of_a_trace(server: Server, http: httpx2.Client) -> None:
+    case = gpt2(layers=1, dropout=0.0)
+    trace = remat.measure(
+        remat.trace(case.model, case.args, case.kwargs), device=remat.Roofline("h200")
+    )
+    with server.client() as client:
+        job = client.submit(SolveRequest(trace=trace, budget="80%"))
+        client.finish(job.id)
+    code = http.get(f"/jobs/{job.id}/result?format=python").text
+    assert "def forward" in code
+    assert "def backward" in code
+    compile(code, "program", "exec")
+
+
+# -- operation --------------------------------------------------------------------------------
+
+
+def test_health_and_metrics(http: httpx2.Client) -> None:
+    finished(http, post(http, budget="77%").json()["id"])
+    assert http.get("/livez").json() == {"status": "ok"}
+    assert http.get("/readyz").json() == {"status": "ok"}
+    text = http.get("/metrics").text
+    lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    assert float(lines['remat_jobs_finished_total{kind="solve",status="succeeded"}']) >= 1
+    assert float(lines["remat_solve_seconds_count"]) >= 1
+    assert float(lines["remat_workers"]) == 1
+    assert 'remat_jobs{status="queued"}' in lines
+
+
+def test_every_answer_has_an_id_and_safe_headers(http: httpx2.Client) -> None:
+    given = http.get("/livez", headers={"X-Request-ID": "abc-1"})
+    assert given.headers["X-Request-ID"] == "abc-1"
+    made = http.get("/nothing", headers={"X-Request-ID": "a b<script>"})
+    assert made.status_code == 404
+    assert made.headers["content-type"] == "application/problem+json"
+    assert "script" not in made.headers["X-Request-ID"]
+    assert "default-src 'none'" in made.headers["Content-Security-Policy"]
+
+
+def test_names_of_other_hosts_are_refused(http: httpx2.Client) -> None:
+    answer = http.get("/jobs", headers={"Host": "evil.example:8000"})
+    assert answer.status_code == 400
+    assert answer.json()["type"].endswith("unknown-host")
+
+
+def test_the_log_is_json_with_ids(server: Server, http: httpx2.Client) -> None:
+    answer = post(http, budget="78%")
+    id, request = answer.json()["id"], answer.headers["X-Request-ID"]
+    finished(http, id)
+
+    def told() -> list[dict[str, str]]:
+        lines = [json.loads(line) for line in server.log.read_text().splitlines()]
+        return [line for line in lines if line.get("job") == id and line["event"] == "solve ends"]
+
+    (ended,) = wait_for(told)
+    assert ended["request"] == request
+
+
+# -- helpers ----------------------------------------------------------------------------------
+
+
+def events(http: httpx2.Client, id: str, last: str = "0") -> Iterator[tuple[int, str, object]]:
+    with http.sse(f"/jobs/{id}/events", headers={"Last-Event-ID": last}) as source:
+        for event in source:
+            yield int(event.id), event.event, json.loads(event.data)

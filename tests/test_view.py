@@ -1,0 +1,377 @@
+"""Pictures and pages of plans: true to the simulator, well-formed, escaped, small and fast."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.graphs import chain, small_graphs
+
+from remat.compare import Row
+from remat.graph import Graph, Operation, Value
+from remat.plan import Plan
+from remat.schedule import Schedule
+from remat.simulate import simulate
+from remat.solve import solve, sweep
+from remat.strategies.base import Solution
+from remat.view import (
+    frontier_svg,
+    modules_svg,
+    plan_fragment,
+    plan_html,
+    schedule_svg,
+    timeline_svg,
+)
+from remat.view.axes import byte_ticks, decimal_ticks, tick_bytes
+from remat.view.modules import MAX_BARS, shares
+from remat.view.occupancy import backward_run, occupancy, reruns
+from remat.view.svg import number
+from remat.view.text import escape, plain, shorten
+from remat.view.timeline import MAX_COLUMNS, peaks
+
+SVG = "{http://www.w3.org/2000/svg}"
+PICTURES: tuple[Callable[[Plan], str], ...] = (
+    timeline_svg,
+    schedule_svg,
+    modules_svg,
+    lambda plan: frontier_svg([plan]),
+)
+HOSTILE = (
+    "<script>alert(1)</script>",
+    "\" onload=\"alert(1)' x='",
+    "two\nlines\r\x85of\u2028text",
+    "</title></svg><b>",
+    "nul\x00 esc\x1b lone\ud800 turn\u202e",
+    "]]> --> &amp; &#60; %s {0}",
+    "=HYPERLINK(1)",
+)
+
+
+def plan_of(graph: Graph, schedule: Schedule, budget_bytes: int | None = None) -> Plan:
+    """A plan without a solver and without a bound."""
+    peak = simulate(graph, schedule).peak_bytes
+    return Plan.of(graph, max(budget_bytes or peak, 1), Solution(schedule), {})
+
+
+def half_recomputed(length: int) -> Plan:
+    """Every other forward operation of a chain runs again right before its backward reads it."""
+    graph = chain(length, size=1 << 20, cost=1e-4)
+    runs = list(range(length))
+    for step, i in enumerate(reversed(range(length))):
+        runs += [i, length + step] if i % 2 else [length + step]
+    return plan_of(graph, Schedule.of(runs))
+
+
+def hostile_plan() -> Plan:
+    """Operations, values and modules with the worst of names, one of them recomputed."""
+    count = len(HOSTILE)
+    values = tuple(Value(name, 1 << 10) for name in HOSTILE)
+    operations = tuple(
+        Operation(
+            name, (i - 1,) if i else (), (i,), 0.5, module=f"{HOSTILE[-1 - i]}.m", backward=i > 3
+        )
+        for i, name in enumerate(HOSTILE)
+    )
+    graph = Graph(operations, values, results=frozenset({count - 1}))
+    return plan_of(graph, Schedule.of([*range(count - 1), count - 2, 0, count - 1]))
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    """Small graphs under schedules with recomputations anywhere after the first run."""
+    graph = draw(small_graphs())
+    runs = list(range(len(graph)))
+    again = [op for op in runs if graph.operations[op].recomputable]
+    for op in draw(st.lists(st.sampled_from(again), max_size=6)) if again else []:
+        runs.insert(draw(st.integers(runs.index(op) + 1, len(runs))), op)
+    return plan_of(graph, Schedule.of(runs))
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return solve(chain(8, size=1 << 20, cost=0.001), "60%")
+
+
+@given(plans())
+def test_the_layers_add_up_to_the_simulated_memory_at_every_run(plan: Plan) -> None:
+    held = occupancy(plan)
+    totals = [sum(column) for column in zip(*held.layers.values(), strict=True)]
+    assert totals == list(plan.timeline().during_bytes)
+    assert min(min(layer) for layer in held.layers.values()) >= 0
+    assert max(totals) == plan.peak_bytes
+
+
+def test_each_layer_holds_what_it_says() -> None:
+    # f0 f1 f2 b2 b1 f0 b0: f0 is dropped after f1 and made again for b0, which is the result.
+    graph = replace(chain(3, size=10), constant_bytes=7)
+    operations = list(graph.operations)
+    operations[4] = replace(operations[4], workspace_bytes=5)
+    graph = replace(graph, operations=tuple(operations))
+    layers = occupancy(plan_of(graph, Schedule.of([0, 1, 2, 3, 4, 0, 5]))).layers
+    assert layers == {
+        "constant": [7] * 7,
+        "results": [0, 0, 0, 0, 0, 0, 10],
+        "kept": [10, 20, 20, 20, 10, 0, 0],
+        "passing": [0, 0, 0, 10, 20, 10, 10],
+        "again": [0, 0, 0, 0, 0, 10, 10],
+        "workspace": [0, 0, 0, 0, 5, 0, 0],
+    }
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from((0.0, 0.0, 0.25, 1.0, 7.5)), st.integers(0, 9)), min_size=1),
+    st.integers(1, 12),
+)
+def test_a_column_shows_the_largest_run_that_touches_it(
+    runs: list[tuple[float, int]], count: int
+) -> None:
+    starts = [0.0]
+    for cost, _ in runs:
+        starts.append(starts[-1] + cost)
+    memory = [size for _, size in runs]
+    found = peaks(starts, memory, starts[-1], count)
+    if not starts[-1]:
+        assert not found
+        return
+    assert len(found) <= count
+    assert max(memory[run] for *_, run in found) == max(memory)
+    assert found[0][0] == 0
+    assert all(a[1] == b[0] for a, b in pairwise(found))
+    for left, right, run in found:
+        assert starts[run] <= right
+        assert starts[run + 1] >= left
+        inside = [m for r, m in enumerate(memory) if left < starts[r + 1] and starts[r] < right]
+        assert memory[run] >= max(inside)
+
+
+def test_the_timeline_has_budget_boundary_layers_and_the_eager_curve(plan: Plan) -> None:
+    root = ElementTree.fromstring(timeline_svg(plan))
+    classes = [str(element.get("class")) for element in root.iter()]
+    layers = occupancy(plan).used
+    assert [c.removeprefix("remat-") for c in classes if c.removeprefix("remat-") in layers] == (
+        layers[::-1]
+    )
+    assert classes.count("remat-eager") == 1
+    assert classes.count("remat-budget") == 1
+    texts = [element.text for element in root.iter(f"{SVG}text")]
+    assert {"forward", "backward", "time"} <= set(texts)
+    assert any(text and text.startswith("budget ") for text in texts)
+    # The highest corner of the stack is the peak, on the axis that the labels give.
+    height = {element.text: float(element.get("y", 0)) - 4 for element in root.iter(f"{SVG}text")}
+    scale = (height["0 B"] - height["8 MiB"]) / (8 << 20)
+    outline = next(e for e in root.iter() if e.get("class") == f"remat-{layers[-1]}")
+    top = min(float(y) for y in re.findall(r"V([\d.]+)", outline.get("d", "")))
+    assert (height["0 B"] - top) / scale == pytest.approx(plan.peak_bytes, rel=0.01)
+
+
+def test_the_timeline_counts_runs_where_asked_or_where_there_is_no_time(plan: Plan) -> None:
+    free = chain(4, size=1 << 20, cost=0.0)
+    for picture in (
+        timeline_svg(plan, x="runs"),
+        timeline_svg(plan_of(free, Schedule.keep_all(free))),
+    ):
+        assert "runs" in [e.text for e in ElementTree.fromstring(picture).iter(f"{SVG}text")]
+
+
+def test_a_budget_far_above_is_said_not_drawn() -> None:
+    graph = chain(4, size=1 << 20)
+    picture = timeline_svg(plan_of(graph, Schedule.keep_all(graph), budget_bytes=1 << 40))
+    assert "budget 1.00 TiB, far above" in picture
+    assert '<line class="remat-budget"' not in picture
+    assert not re.search(r'<line[^>]*class="remat-budget"', picture)
+
+
+def test_the_schedule_marks_every_run_and_every_recomputation() -> None:
+    plan = half_recomputed(8)
+    root = ElementTree.fromstring(schedule_svg(plan))
+    strokes = {str(e.get("class")): e.get("d", "").count("M") for e in root.iter(f"{SVG}path")}
+    assert strokes["remat-run"] == len(plan.graph)
+    assert strokes["remat-rerun"] == 4
+    assert strokes["remat-held-again"] == 4
+    hovers = [e for e in root.iter(f"{SVG}rect") if e.get("class") == "remat-hover"]
+    assert len(hovers) == len(plan.graph)
+    assert "f1 in layer.1: runs at 1, 17; 100 us, 1.00 MiB" in "".join(root.itertext())
+
+
+def test_many_rows_are_labelled_by_module() -> None:
+    plan = half_recomputed(80)
+    backward = {"b79": "head", "b0": ""}
+    operations = tuple(
+        replace(o, module=f"net.h.{i // 20}.mlp" if i % 20 else "net", cost_s=1e-3)
+        if i < 80
+        else replace(o, module=backward.get(o.name, "net.h.3.mlp.act"))
+        for i, o in enumerate(plan.graph.operations)
+    )
+    plan = replace(plan, graph=replace(plan.graph, operations=operations))
+    root = ElementTree.fromstring(schedule_svg(plan))
+    labels = [t.text or t[0].tail for t in root.iter(f"{SVG}text") if t.get("text-anchor") == "end"]
+    assert labels == ["net.h.0.mlp", "net.h.1.mlp", "net.h.2.mlp", "net.h.3.mlp", "net.h.3.mlp"]
+
+
+def test_the_frontier_has_plans_bounds_baselines_and_the_device() -> None:
+    graph = chain(8, size=1 << 20, cost=0.001)
+    found = sweep(graph, ["60%", "80%", "100%"])
+    dear = half_recomputed(8)
+    rows = [
+        Row("per_block", "50%", 1, dear, "", 0.0),
+        Row("every_k", "50%", 1, dear, "", 0.0),
+        Row("revolve", "50%", None, None, "does not fit", 0.0),
+    ]
+    picture = frontier_svg(found, rows, capacity_bytes=4 << 20)
+    root = ElementTree.fromstring(picture)
+    classes = [element.get("class") for element in root.iter(f"{SVG}circle")]
+    assert classes.count("remat-run") == len(found)
+    assert classes.count("remat-bound-swatch") == len(found)
+    words = "".join(root.itertext())
+    assert "device 4.00 MiB" in words
+    assert "every_k" in words
+    assert "revolve" not in words
+    # Both baselines are the same plan: neither mark hides the other.
+    marks = [e.get("d") for e in root.iter(f"{SVG}path") if e.get("class") == "remat-point"]
+    assert len(marks) == len(set(marks)) == 4
+    assert "far beyond" in frontier_svg(found, capacity_bytes=1 << 40)
+    assert "no plans" in frontier_svg([])
+
+
+def test_modules_are_grouped_as_finely_as_there_are_bars() -> None:
+    few = shares(half_recomputed(16))
+    assert [share.name for share in few] == [f"layer.{i}" for i in range(1, 16, 2)]
+    assert all((share.runs, share.size_bytes) == (1, 1 << 20) for share in few)
+    assert [share.name for share in shares(half_recomputed(200))] == ["layer.*"]
+    plan = half_recomputed(200)
+    operations = tuple(replace(o, module=f"part{i}") for i, o in enumerate(plan.graph.operations))
+    many = shares(replace(plan, graph=replace(plan.graph, operations=operations)))
+    assert len(many) == MAX_BARS
+    assert many[-1].name == "77 more"
+    assert sum(share.runs for share in many) == 100
+    assert sum(share.time_s for share in many) == pytest.approx(plan.time_s - plan.baseline_time_s)
+
+
+def test_a_page_says_everything_and_is_well_formed(plan: Plan) -> None:
+    page = plan_html(plan)
+    root = ElementTree.fromstring(page)
+    words = "".join(root.itertext())
+    assert plan.describe() in words
+    assert f"{plan.overhead:+.2%}" in words
+    assert len(list(root.iter(f"{SVG}svg"))) == 3
+    rows = list(next(root.iter("tbody")))
+    assert len(rows) == len(plan.schedule.recomputed(plan.graph))
+    assert plan.to_html() == page
+    assert plan.to_svg() == timeline_svg(plan)
+    fragment = plan._repr_html_()
+    assert fragment == plan_fragment(plan)
+    assert ElementTree.fromstring(fragment).tag == "div"
+    for text in (page, fragment):
+        assert "<script" not in text
+        assert not re.search(r"(src|href)=|url\(|@import", text)
+
+
+def test_pictures_can_be_read_aloud(plan: Plan) -> None:
+    for picture in PICTURES:
+        root = ElementTree.fromstring(picture(plan))
+        assert root.get("role") == "img"
+        assert len(root.get("aria-label", "")) > 20
+        assert root[0].tag == f"{SVG}title"
+        assert "prefers-color-scheme:dark" in "".join(root.itertext())
+
+
+def test_hostile_names_end_escaped() -> None:
+    plan = hostile_plan()
+    for text in (*(picture(plan) for picture in PICTURES), plan_html(plan), plan_fragment(plan)):
+        root = ElementTree.fromstring(text)
+        assert "<script" not in text
+        assert "<b>\n" not in text
+        assert not any("onload" in element.attrib for element in root.iter())
+        assert {element.tag.removeprefix(SVG) for element in root.iter()} <= {
+            *("svg", "g", "title", "desc", "style", "rect", "text", "line", "path", "circle"),
+            *("html", "head", "meta", "body", "main", "h1", "h2", "div", "b", "span", "p"),
+            *("pre", "table", "thead", "tbody", "tr", "th", "td", "details", "summary"),
+        }
+        assert not set(text) & set("\x00\x1b\x85\u2028\u202e\ud800")
+        text.encode()
+
+
+def test_text_is_plain_short_and_escaped() -> None:
+    assert plain("a\nb\tc\x00\u202ed") == "a b c\ufffd\ufffdd"
+    assert escape("<a b='c' d=\"e\">&") == "&lt;a b=&#39;c&#39; d=&quot;e&quot;&gt;&amp;"
+    assert shorten("transformer.h.11.mlp", 12) == "tra…h.11.mlp"
+    assert shorten("short", 5) == "short"
+    assert [number(x) for x in (1.0, 0.125, -0.001, 10.5, 100)] == ["1", "0.12", "0", "10.5", "100"]
+
+
+def test_ticks_are_round_and_inside() -> None:
+    assert byte_ticks(7 << 30) == [i * 2.0**30 for i in range(8)]
+    assert byte_ticks(0) == [0.0]
+    ticks = (0, 512, 1536, 1 << 30, 10 << 30, 200 << 20)
+    assert [tick_bytes(tick) for tick in ticks] == (
+        ["0 B", "512 B", "1.5 KiB", "1 GiB", "10 GiB", "200 MiB"]
+    )
+    assert decimal_ticks(0, 1, 5) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1.0])
+    assert decimal_ticks(3, 3) == [3]
+    for high in (1e-9, 0.37, 12.0, 4.1e9):
+        assert 4 <= len(decimal_ticks(0, high)) <= 9
+        assert 1 <= len(byte_ticks(high)) <= 9
+
+
+def lone() -> Graph:
+    return Graph((Operation("only", (), (0,), 1.0),), (Value("v", 4),), frozenset({0}))
+
+
+@pytest.mark.parametrize(
+    "graph",
+    [
+        Graph((), ()),
+        lone(),
+        replace(lone(), operations=(Operation("only", (), (0,), 0.0),)),
+        replace(lone(), values=(Value("v", 0),)),
+        replace(chain(60), constant_bytes=3, boundary=None),
+        chain(5, size=0, cost=0.0),
+    ],
+    ids=["empty", "one", "free", "no bytes", "no boundary", "nothing at all"],
+)
+def test_odd_graphs_have_pictures_too(graph: Graph) -> None:
+    plan = plan_of(graph, Schedule.keep_all(graph))
+    assert plan.lower_bound is None
+    for picture in (*PICTURES, plan_html, plan_fragment):
+        ElementTree.fromstring(picture(plan))
+    assert "NaN" not in plan_html(plan)
+    assert "nan" not in timeline_svg(plan)
+
+
+@given(plans())
+def test_any_plan_has_pictures(plan: Plan) -> None:
+    for picture in PICTURES:
+        ElementTree.fromstring(picture(plan))
+
+
+def test_the_backward_begins_at_the_boundary_or_the_first_backward_operation() -> None:
+    plan = half_recomputed(4)
+    assert backward_run(plan) == 5
+    operations = list(plan.graph.operations)
+    operations[6] = replace(operations[6], recomputable=False)
+    marked = replace(plan.graph, operations=tuple(operations), boundary=6)
+    assert backward_run(replace(plan, graph=marked)) == plan.schedule.runs.index(6)
+    assert backward_run(plan_of(lone(), Schedule.of([0]))) is None
+    assert reruns(plan.schedule)[:7] == [0, 0, 0, 0, 1, 0, 0]
+
+
+def test_five_thousand_operations_are_fast_and_small() -> None:
+    plan = half_recomputed(2500)
+    assert len(plan.graph) == 5000
+    assert len(plan.schedule) == 6250
+    began = time.perf_counter()
+    page = plan_html(plan)
+    spent_s = time.perf_counter() - began
+    assert spent_s < 2
+    assert len(page.encode()) < 3_000_000
+    for picture in PICTURES:
+        assert len(picture(plan).encode()) < 1_000_000
+    d = re.findall(r'd="([^"]*)"', timeline_svg(plan))
+    assert max(path.count("V") for path in d) <= MAX_COLUMNS + 1
