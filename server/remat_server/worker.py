@@ -28,7 +28,7 @@ from remat_server.store.leases import Claimed
 
 log = structlog.get_logger()
 
-_POLL_S = 0.1
+_POLL_S = 0.05
 _LOOK_S = 0.25
 _UPKEEP_S = 10.0
 _GRACE_S = 60.0

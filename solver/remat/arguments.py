@@ -63,32 +63,39 @@ def encode(argument: Argument) -> object:
 
 def decode(data: object, depth: int = 0) -> Argument:
     """The argument that `encode` wrote. Raises ValueError on anything else."""
-    if depth > 16:
-        raise ValueError("arguments are nested more than 16 deep")
-    match data:
-        case str() if len(data) > MAX_TEXT:
+    if type(data) is dict:  # most arguments are references: they come first, for speed
+        return _decode_object(data)
+    if data is None or type(data) in (bool, float, Ref, Literal, complex):
+        return data  # type: ignore[return-value]
+    if isinstance(data, (list, tuple)):
+        if depth > 16:
+            raise ValueError("arguments are nested more than 16 deep")
+        return tuple([decode(item, depth + 1) for item in data])
+    if isinstance(data, str):
+        if len(data) > MAX_TEXT:
             raise ValueError(f"a text of {len(data):,} characters is no argument of an operation")
-        case None | bool() | float() | str() | Ref() | Literal() | complex():
-            return data
-        case int():
-            if abs(data) >= 2**63:
-                raise ValueError(f"integer {str(data)[:40]} does not fit into 64 bits")
-            return data
-        case list() | tuple():
-            return tuple(decode(item, depth + 1) for item in data)
-        case {"ref": str(name), **rest} if not rest:
-            return Ref(check_identifier(name))
-        case {"float": str(text), **rest} if not rest and text in ("inf", "-inf", "nan"):
-            return float(text)
-        case {"complex": [real, imag], **rest} if not rest:
-            parts = decode(real, depth + 1), decode(imag, depth + 1)
+        return data
+    if isinstance(data, int):
+        if abs(data) >= 2**63:
+            raise ValueError(f"integer {str(data)[:40]} does not fit into 64 bits")
+        return data
+    raise ValueError(f"{reprlib.repr(data)[:80]} is no argument of an operation")
+
+
+def _decode_object(data: dict[str, object]) -> Argument:
+    if len(data) == 1:
+        kind, told = next(iter(data.items()))
+        if kind == "ref" and isinstance(told, str):
+            return Ref(check_identifier(told))
+        if kind == "float" and told in ("inf", "-inf", "nan"):
+            return float(told)
+        if kind == "complex" and isinstance(told, (list, tuple)) and len(told) == 2:
+            parts = decode(told[0]), decode(told[1])
             if not all(isinstance(part, (int, float)) for part in parts):
                 raise ValueError("a complex number needs two numbers")
             return complex(*(float(part) for part in parts))  # type: ignore[arg-type]
-        case dict() if len(data) == 1:
-            kind, text = next(iter(data.items()))
-            if kind in LITERAL_KINDS and isinstance(text, str) and _is_word(text):
-                return Literal(kind, text)
+        if kind in LITERAL_KINDS and isinstance(told, str) and _is_word(told):
+            return Literal(kind, told)
     raise ValueError(f"{reprlib.repr(data)[:80]} is no argument of an operation")
 
 
@@ -99,7 +106,7 @@ def _is_word(text: str) -> bool:
 def _decode_args(data: object) -> tuple[Argument, ...]:
     if not isinstance(data, (list, tuple)):
         raise ValueError("args must be a list")
-    return tuple(decode(item) for item in data)
+    return tuple([decode(item) for item in data])
 
 
 def _decode_kwargs(data: object) -> dict[str, Argument]:

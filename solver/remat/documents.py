@@ -14,6 +14,7 @@ import re
 import reprlib
 import tempfile
 import zlib
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self, TypeVar
 
@@ -47,6 +48,7 @@ _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxdict, _SHORT.maxlist, _SHORT.maxstring = 2, 3, 3, 80
 
 
+@lru_cache(maxsize=1 << 16)
 def check_identifier(name: str) -> str:
     """`name` itself, if it may become a Python variable of generated code."""
     reserved = keyword.iskeyword(name) or name.startswith("__") or name in _OF_GENERATED_CODE
@@ -55,6 +57,7 @@ def check_identifier(name: str) -> str:
     return name
 
 
+@lru_cache(maxsize=1 << 12)
 def check_target(target: str) -> str:
     """`target` itself, if it has the form `namespace.operation.overload`."""
     if len(target) > 200 or not _TARGET.fullmatch(target) or "__" in target.split(".")[0]:

@@ -23,6 +23,9 @@ from remat_server.store.events import Event
 router = APIRouter(tags=["jobs"])
 
 _LOOK_S = 0.25
+_FIRST_LOOKS_S = 0.05
+"""For the first seconds: most jobs are short, and nobody likes to wait."""
+_SHORT_S = 3.0
 _ALIVE_S = 15.0
 _UNMODIFIED: dict[int | str, dict[str, Any]] = {304: {"description": "As it was (`If-None-Match`)"}}
 
@@ -105,7 +108,7 @@ async def watch_job(
     A client that was cut off goes on where it was, by the header `Last-Event-ID`.
     """
     last = int(last_event_id) if (last_event_id or "").isdigit() else 0  # type: ignore[arg-type]
-    spoke = time.monotonic()
+    began = spoke = time.monotonic()
     while not request.app.state.draining.is_set():
         found = await run_sync(_after, store, id, min(last, 2**31 - 1))
         for event in found:
@@ -116,7 +119,7 @@ async def watch_job(
         if time.monotonic() > spoke + _ALIVE_S:
             spoke = time.monotonic()
             yield ServerSentEvent(comment="still here")
-        await sleep(_LOOK_S)
+        await sleep(_FIRST_LOOKS_S if time.monotonic() < began + _SHORT_S else _LOOK_S)
 
 
 def _after(store: Database, id: str, number: int) -> list[Event]:

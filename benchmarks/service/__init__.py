@@ -1,0 +1,1 @@
+"""How the service holds under load and loss, and what it costs over the library."""

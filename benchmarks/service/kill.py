@@ -1,0 +1,80 @@
+"""SIGKILL at random moments: every job that was accepted finishes, once and right."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from tests import server as servers
+from tests.server import Server
+
+from benchmarks.service import jobs
+
+_LEASE_S = "2"
+_MOMENTS_S = (0.2, 6.0)
+_PATIENCE_S = 600.0
+
+
+def run(folder: Path, settings: dict[str, str], options: argparse.Namespace) -> dict[str, Any]:
+    """Kill the server `options.kills` times, and as often its worker."""
+    plan = jobs.expected()
+    chance = random.Random(options.seed)
+    settings = {**settings, "REMAT_LEASE_S": _LEASE_S}
+    server = servers.start(folder, "--workers", "2", port=None, **settings)
+    made: list[str] = []
+    began = time.monotonic()
+    try:
+        for turn in range(2 * options.kills):
+            with server.http() as http:
+                for _ in range(options.in_flight):
+                    answer = http.post("/solve", json=jobs.body(len(made)))
+                    assert answer.status_code == 202, answer.text
+                    made.append(answer.json()["id"])
+            time.sleep(chance.uniform(*_MOMENTS_S))
+            if turn % 2:
+                os.kill(worker_of(server), signal.SIGKILL)
+            else:
+                server.stop(signal.SIGKILL)
+                port = int(server.url.rpartition(":")[2])
+                server = servers.start(folder, "--workers", "2", port=port, **settings)
+            with server.http() as http:
+                for id in made[-options.in_flight :]:
+                    servers.finished(http, id, _PATIENCE_S)
+        with server.http() as http:
+            for id in made:
+                jobs.check(http, id, plan)
+        lost = server.log.read_text().count("the worker ended and is started again")
+    finally:
+        server.process.kill()
+        server.process.wait()
+    return {
+        "kills_of_the_server": options.kills,
+        "kills_of_the_worker": options.kills,
+        "worker_restarts_seen": lost,
+        "in_flight": options.in_flight,
+        "accepted": len(made),
+        "finished_once_and_right": len(made),
+        "seconds": round(time.monotonic() - began, 1),
+    }
+
+
+def worker_of(server: Server) -> int:
+    """The process id of the server's worker."""
+    return servers.wait_for(lambda: _worker(server.process.pid))
+
+
+def _worker(parent: int) -> int:
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+            command = (stat.parent / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if int(fields[1]) == parent and b"remat_server.processes" in command and fields[0] != "Z":
+            return int(stat.parent.name)
+    return 0
