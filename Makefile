@@ -28,7 +28,7 @@ $(STAMP): pyproject.toml constraints.txt scripts/install_torch.sh
 	scripts/install_torch.sh $(BIN)/python
 	$(PIP) install --quiet --constraint constraints.txt --group dev
 	$(PIP) install --quiet --constraint constraints.txt --no-build-isolation \
-		--editable '.[cli,hf,server,viz]'
+		--editable '.[cli,hf,postgres,ray,server,viz]'
 	@touch $@
 
 demo: $(STAMP)  ## Train a small model within a budget, and see what it costs

@@ -9,7 +9,7 @@ trap 'rm -rf "$scratch"' EXIT
 python=$scratch/venv/bin/python
 "$python" -m pip install --quiet --upgrade pip
 "$python" -m pip install --quiet ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} torch
-"$python" -m pip install --quiet '.[cli,hf,server,viz]' --group dev
+"$python" -m pip install --quiet '.[cli,hf,postgres,ray,server,viz]' --group dev
 
 {
     echo "# Exact versions of the development environment, made by \`make lock\` ($("$python" -V))."

@@ -364,6 +364,34 @@ def test_python_of_a_trace(server: Server, http: httpx2.Client) -> None:
     assert "def forward" in code
     assert "def backward" in code
     compile(code, "program", "exec")
+    answer = Answer.model_validate_json(http.get(f"/jobs/{job.id}/result").content)
+    program = http.get(f"/jobs/{job.id}/result?format=program").content
+    assert remat.Program.from_json(program) == answer.program
+    plan = http.get(f"/jobs/{job.id}/result?format=plan").content
+    assert remat.Plan.from_json(plan) == answer.plan.plan()
+    with server.client() as client:
+        again = client.submit(SolveRequest(trace=trace, budget="80%"))
+    assert again.model == trace.model, "what is answered from the store has its name too"
+
+
+@pytest.mark.parametrize("form", ["svg", "schedule", "modules"])
+def test_pictures_have_no_way_to_run_anything(http: httpx2.Client, form: str) -> None:
+    id = post(http, budget="65%").json()["id"]
+    finished(http, id)
+    found = http.get(f"/jobs/{id}/result?format={form}")
+    assert found.headers["content-type"].startswith("image/svg+xml")
+    assert "sandbox" in found.headers["content-security-policy"]
+    assert found.text.startswith("<svg")
+
+
+def test_the_list_tells_places_in_the_queue(tmp_path: Path) -> None:
+    with servers.running(tmp_path, "--workers", "0") as server, server.http() as http:
+        ids = [post(http, budget=f"{n}%").json()["id"] for n in (60, 61, 62)]
+        assert http.get("/jobs").json()["jobs"][0]["position"] == 2
+        http.delete(f"/jobs/{ids[0]}")
+        found = {job["id"]: job["position"] for job in http.get("/jobs").json()["jobs"]}
+        assert found == {ids[0]: None, ids[1]: 0, ids[2]: 1}
+        assert http.get(f"/jobs/{ids[2]}").json()["position"] == 1
 
 
 # -- operation --------------------------------------------------------------------------------

@@ -64,6 +64,8 @@ class Surround:
                     out.setdefault(name, value)
                 if not scope["path"].startswith(("/docs", "/redoc")):
                     out.setdefault("Content-Security-Policy", _POLICY)
+                if scope["path"] == "/" or scope["path"].startswith("/static/"):
+                    out.setdefault("Cache-Control", "no-cache")  # parts of one version only
             await send(message)
 
         try:

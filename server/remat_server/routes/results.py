@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gzip
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Request
@@ -11,8 +11,6 @@ from fastapi.responses import JSONResponse, Response
 
 from remat import view
 from remat.documents import validated
-from remat.plan import Plan
-from remat.program import Program
 from remat.wire import ENDED, Answer, SweepAnswer
 from remat_server.auth import Owner
 from remat_server.problems import ServiceProblem
@@ -21,8 +19,7 @@ from remat_server.store import jobs
 
 router = APIRouter(tags=["jobs"])
 
-Form = Literal["json", "svg", "html", "chrome", "python"]
-Renderer = Callable[[list[Plan], Program | None], str]
+Form = Literal["json", "svg", "html", "chrome", "python", "schedule", "modules", "plan", "program"]
 
 _MEDIA: dict[Form, str] = {
     "json": "application/json",
@@ -30,7 +27,13 @@ _MEDIA: dict[Form, str] = {
     "html": "text/html",
     "chrome": "application/vnd.chrome-trace+json",
     "python": "text/x-python",
+    # Asked for by `format`; an `Accept` of these kinds means the first of each.
+    "schedule": "image/svg+xml",
+    "modules": "image/svg+xml",
+    "plan": "application/json",
+    "program": "application/json",
 }
+_PICTURES = frozenset[Form]({"svg", "schedule", "modules"})
 _FRAME = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; sandbox"
 """Of a page that the service makes: it has no scripts, and could run none."""
 
@@ -41,8 +44,8 @@ _FRAME = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; sandbox"
         200: {
             "description": "The answer; or the job, where it is infeasible",
             "content": {
-                media: {"schema": {"type": "object"} if form == "json" else {"type": "string"}}
-                for form, media in _MEDIA.items()
+                media: {"schema": {"type": "object" if media == _MEDIA["json"] else "string"}}
+                for media in _MEDIA.values()
             },
         },
         **problems(404, 406, 409),
@@ -54,7 +57,12 @@ def get_result(
     id: JobId,
     format: Annotated[Form | None, Query(description="Instead of the header `Accept`")] = None,
 ) -> Response:
-    """The plan and the program as JSON, or a picture, a page, a Chrome trace, readable Python."""
+    """The plan and the program as JSON, or a picture, a page, a Chrome trace, readable Python.
+
+    `svg` is the memory over the step (of a sweep, the frontier), `schedule` what runs when,
+    `modules` what is recomputed where; `plan` and `program` are the parts of the JSON answer, as
+    `remat.Plan.load` and `remat.Program.load` read them.
+    """
     return result_response(request, owner, id, format or _accepted(request))
 
 
@@ -82,7 +90,7 @@ def result_response(
         else:
             body = gzip.decompress(body)
         return Response(body, media_type=_MEDIA[form], headers=all_headers)
-    if form in ("html", "svg"):
+    if form in _PICTURES or form == "html":
         all_headers["Content-Security-Policy"] = _FRAME
     text = _render(form, job.kind, gzip.decompress(body))
     return Response(text, media_type=_MEDIA[form], headers=all_headers)
@@ -99,13 +107,21 @@ def _render(form: Form, kind: str, body: bytes) -> str:
     match form:
         case "svg":
             return view.timeline_svg(plan)
+        case "schedule":
+            return view.schedule_svg(plan)
+        case "modules":
+            return view.modules_svg(plan)
+        case "plan":
+            return answer.plan.to_json()
         case "html":
             return view.plan_html(plan, answer.program)
         case "chrome":
             return view.chrome_trace(plan)
         case _:
             if answer.program is None:
-                raise ServiceProblem(406, "a bare graph has no program to show as Python")
+                raise ServiceProblem(406, f"a bare graph has no program to show as {form}")
+            if form == "program":
+                return answer.program.to_json()
             return view.annotated_code(answer.program, plan)
 
 
@@ -123,7 +139,9 @@ def _accepted(request: Request) -> Form:
         for form, offered in _MEDIA.items():
             if media == offered or media == offered.partition("/")[0] + "/*":
                 return form
-    raise ServiceProblem(406, f"the result is offered as {', '.join(_MEDIA.values())}")
+    raise ServiceProblem(
+        406, f"the result is offered as {', '.join(dict.fromkeys(_MEDIA.values()))}"
+    )
 
 
 def _quality(part: str) -> float:

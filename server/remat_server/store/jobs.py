@@ -51,6 +51,7 @@ def submit(connection: Connection, job: NewJob) -> str:
     Raises IntegrityError where another request with the same idempotency key came first.
     """
     id = secrets.token_hex(16)
+    model = job.model or _model_of(connection, job.content)
     used = update(answers).where(answers.c.content == job.content).values(used_at=now())
     is_known = connection.execute(used).rowcount > 0
     connection.execute(
@@ -59,7 +60,7 @@ def submit(connection: Connection, job: NewJob) -> str:
             owner=job.owner,
             kind=job.kind,
             status="succeeded" if is_known else "queued",
-            model=job.model,
+            model=model,
             content=job.content,
             needs=job.needs,
             request=None if is_known else job.request,
@@ -78,6 +79,12 @@ def submit(connection: Connection, job: NewJob) -> str:
     return id
 
 
+def _model_of(connection: Connection, content: str) -> str:
+    """The model's name in an earlier job that asked the same: a body that is known is not read."""
+    query = select(jobs.c.model).where(jobs.c.content == content).limit(1)
+    return connection.execute(query).scalar() or ""
+
+
 def is_answered(connection: Connection, content: str) -> bool:
     """Whether this very request was accepted and solved before."""
     return connection.execute(select(exists().where(answers.c.content == content))).scalar_one()
@@ -94,7 +101,7 @@ def view(connection: Connection, owner: str, id: str) -> tuple[JobView, int] | N
     found = _row(connection, owner, id)
     if found is None:
         return None
-    return _view(connection, found), found.revision
+    return _view(connection, found, _position(connection, found)), found.revision
 
 
 def views(
@@ -109,7 +116,17 @@ def views(
     found = connection.execute(query.limit(limit + 1)).all()
     page = found[:limit]
     more = page[-1].number if len(found) > limit else None
-    return [_view(connection, row, with_position=False) for row in page], more
+    queued = [row.number for row in page if row.status == "queued"]
+    positions = _positions(connection, queued) if queued else {}
+    return [_view(connection, row, positions.get(row.number)) for row in page], more
+
+
+def _positions(connection: Connection, numbers: Sequence[int]) -> dict[int, int]:
+    """How many queued jobs are before each of these queued ones; one pass over the queue."""
+    rank = func.row_number().over(order_by=jobs.c.number)
+    queue = select(jobs.c.number, rank.label("rank")).where(jobs.c.status == "queued").subquery()
+    query = select(queue.c.number, queue.c.rank).where(queue.c.number.in_(numbers))
+    return {row.number: row.rank - 1 for row in connection.execute(query)}
 
 
 def result(connection: Connection, owner: str, id: str) -> tuple[JobView, bytes | None] | None:
@@ -121,7 +138,7 @@ def result(connection: Connection, owner: str, id: str) -> tuple[JobView, bytes 
     if found.status == "succeeded":
         query = select(answers.c.body).where(answers.c.content == found.content)
         body = connection.execute(query).scalar_one()
-    return _view(connection, found), body
+    return _view(connection, found, None), body
 
 
 def cancel(connection: Connection, owner: str, id: str) -> str | None:
@@ -162,11 +179,14 @@ def _row(
     return connection.execute(query.with_for_update() if for_update else query).first()
 
 
-def _view(connection: Connection, row: Row[Any], *, with_position: bool = True) -> JobView:
-    position = None
-    if row.status == "queued" and with_position:
-        before = select(func.count()).where(jobs.c.status == "queued", jobs.c.number < row.number)
-        position = connection.execute(before).scalar_one()
+def _position(connection: Connection, row: Row[Any]) -> int | None:
+    if row.status != "queued":
+        return None
+    before = select(func.count()).where(jobs.c.status == "queued", jobs.c.number < row.number)
+    return connection.execute(before).scalar_one()
+
+
+def _view(connection: Connection, row: Row[Any], position: int | None) -> JobView:
     return JobView(
         id=row.id,
         kind=row.kind,
