@@ -21,11 +21,12 @@ if TYPE_CHECKING:
 
 def add_group_cuts(builder: _Builder) -> None:
     """Add the rows for every group of more than one slot."""
+    builder.write_all()
     slots_of: dict[int, list[int]] = {}
     for slot in builder.runs:
         slots_of.setdefault(builder.slots.operations[slot], []).append(slot)
     for number, group in enumerate(builder.slots.groups):
-        if len(group) < 2:
+        if len(group) < 2 or not all(builder.is_written(slot) for slot in group):
             continue
         runs = [builder.runs[slot] for slot in group]
         builder.add_le(f"group_{number}", runs, [], 1)

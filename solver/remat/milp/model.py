@@ -33,13 +33,14 @@ caller verifies every solution with the simulator, in integers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
 import pulp
 
 from remat.graph import Graph
 from remat.milp.slots import Slots
+from remat.milp.ties import Ties
 
 COST_SCALE = 1000.0
 """The total cost of one step without recomputation, in units of the objective."""
@@ -64,15 +65,18 @@ class Model:
     columns: int
 
 
-def build(graph: Graph, slots: Slots, budget_bytes: int | None) -> Model:
+def build(graph: Graph, slots: Slots, budget_bytes: int | None, ties: Ties | None = None) -> Model:
     """The program over `slots`: least cost within `budget_bytes`, or least peak if that is None.
+
+    With `ties`, slots of one class run together, or not at all: a small program, whose bound says
+    nothing about others.
 
     The objective is in units of `cost_unit_s` seconds and includes the mandatory runs, or in
     units of `unit_bytes` bytes and excludes constant memory.
     """
     from remat.milp.cuts import add_group_cuts
 
-    builder = _Builder(graph, slots, budget_bytes)
+    builder = _Builder(graph, slots, budget_bytes, ties)
     builder.walk()
     add_group_cuts(builder)
     return builder.finish()
@@ -81,9 +85,15 @@ def build(graph: Graph, slots: Slots, budget_bytes: int | None) -> Model:
 class _Builder:
     """Walks the slot sequence once and writes the rows; the state is what is held now."""
 
-    def __init__(self, graph: Graph, slots: Slots, budget_bytes: int | None) -> None:
+    def __init__(
+        self, graph: Graph, slots: Slots, budget_bytes: int | None, ties: Ties | None
+    ) -> None:
         self.graph = graph
         self.slots = slots
+        self.ties = ties
+        self._tied: dict[Hashable, pulp.LpVariable] = {}
+        self._writes = True
+        """Whether rows are written for the slot at hand."""
         scale_bytes = budget_bytes if budget_bytes is not None else _keep_all_bytes(graph)
         self.unit_bytes = 1 << max(0, scale_bytes.bit_length() - 11)
         self.sizes = [value.size_bytes / self.unit_bytes for value in graph.values]
@@ -91,9 +101,7 @@ class _Builder:
         self.problem = pulp.LpProblem("rematerialization", pulp.LpMinimize)
         self.rows: list[tuple[str, pulp.LpConstraint]] = []
         self.runs: dict[int, pulp.LpVariable] = {
-            slot: self._variable(f"r{slot:06d}", 1, pulp.LpInteger)
-            for slot, optional in enumerate(slots.optional)
-            if optional
+            slot: self._run(slot) for slot, optional in enumerate(slots.optional) if optional
         }
         self.room: float | pulp.LpVariable = (
             self._variable("b", None)
@@ -117,6 +125,7 @@ class _Builder:
         for slot, op in enumerate(self.slots.operations):
             run = self.runs.get(slot, 1)
             operation = self.graph.operations[op]
+            self._writes = self.is_written(slot)
             self._peak(slot, run, op)
             change: dict[pulp.LpVariable, float] = {}
             constant = 0.0
@@ -134,6 +143,8 @@ class _Builder:
 
     def add(self, name: str, terms: dict[pulp.LpVariable, float], sense: int, rhs: float) -> None:
         """One row: terms (sense) rhs."""
+        if not self._writes:
+            return
         expression = pulp.LpAffineExpression(terms)
         self.rows.append((name, pulp.LpConstraint(expression, sense, rhs=rhs)))
 
@@ -148,6 +159,14 @@ class _Builder:
                     terms[held] = terms.get(held, 0) + sign
         if terms:
             self.add(name, terms, pulp.LpConstraintLE, rhs)
+
+    def write_all(self) -> None:
+        """Write rows again, whatever slot was at hand."""
+        self._writes = True
+
+    def is_written(self, slot: int) -> bool:
+        """Whether the rows of this slot are none of those of a slot that it is tied to."""
+        return self.ties is None or self.ties.written[slot]
 
     def finish(self) -> Model:
         self._set_objective()
@@ -172,7 +191,7 @@ class _Builder:
             self.add_le(f"consume_{slot}_{value}", [run], [old])
         if slot >= self.last_reader[value]:
             return old, self._hold(value, 0)
-        new = self._variable(f"h{value:06d}_{slot:06d}", 1, pulp.LpInteger)
+        new = self._hold_after(slot, value)
         if not isinstance(old, int):
             self.add_le(f"keep_{slot}_{value}", [new], [old])
         return old, self._hold(value, new)
@@ -181,7 +200,7 @@ class _Builder:
         old = self._held[value]
         if slot >= self.last_reader[value]:
             return old, self._hold(value, 0)
-        new = self._variable(f"h{value:06d}_{slot:06d}", 1, pulp.LpInteger)
+        new = self._hold_after(slot, value)
         if not isinstance(run, int):
             self.add_le(f"produce_{slot}_{value}", [new], [old, run])
             self.add_le(f"once_{slot}_{value}", [run, old], [], 1)
@@ -226,7 +245,7 @@ class _Builder:
             terms[held] = terms.get(held, 0.0) + size
             if terms[held] == 0.0:
                 del terms[held]
-        if len(terms) <= SHORT_SUM:
+        if len(terms) <= SHORT_SUM or not self._writes:
             self._live = terms
             return
         live = self._variable(f"u{slot + 1:06d}", None)
@@ -254,15 +273,32 @@ class _Builder:
             self.problem.setObjective(pulp.LpAffineExpression({self.room: 1.0}))
             return
         unit = self._cost_unit()
-        costs = {
-            run: self.graph.operations[self.slots.operations[slot]].cost_s / unit
-            for slot, run in self.runs.items()
-        }
+        costs: dict[pulp.LpVariable, float] = {}
+        for slot, run in self.runs.items():
+            cost_s = self.graph.operations[self.slots.operations[slot]].cost_s
+            costs[run] = costs.get(run, 0.0) + cost_s / unit
         total = self.graph.total_cost_s / unit
         self.problem.setObjective(pulp.LpAffineExpression(costs, constant=total))
 
     def _cost_unit(self) -> float:
         return self.graph.total_cost_s / COST_SCALE or 1.0
+
+    def _run(self, slot: int) -> pulp.LpVariable:
+        key = None if self.ties is None else self.ties.run_class(slot)
+        return self._shared(key, f"r{slot:06d}", pulp.LpInteger)
+
+    def _hold_after(self, slot: int, value: int) -> pulp.LpVariable:
+        key = None if self.ties is None else self.ties.hold_class(slot, value)
+        # No cover cuts to be had from sums over many blocks; integral by itself.
+        return self._shared(key, f"h{value:06d}_{slot:06d}", pulp.LpContinuous)
+
+    def _shared(self, key: Hashable, name: str, kind: str) -> pulp.LpVariable:
+        """The variable of this class; a new one where there is none yet, or no class."""
+        if key is None:
+            return self._variable(name, 1, pulp.LpInteger)
+        if key not in self._tied:
+            self._tied[key] = self._variable(name, 1, kind)
+        return self._tied[key]
 
     def _variable(self, name: str, upper: float | None, cat: str = "Continuous") -> pulp.LpVariable:
         self.columns += 1

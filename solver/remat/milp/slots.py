@@ -71,6 +71,19 @@ class Slots:
             return None
         return tuple(used)
 
+    def only(self, used: Iterable[int]) -> Slots:
+        """Without the optional slots that are not among `used`."""
+        chosen = set(used)
+        kept = [s for s, optional in enumerate(self.optional) if not optional or s in chosen]
+        number = {slot: i for i, slot in enumerate(kept)}
+        groups = (tuple(number[s] for s in group if s in number) for group in self.groups)
+        return Slots(
+            operations=tuple(self.operations[slot] for slot in kept),
+            optional=tuple(self.optional[slot] for slot in kept),
+            groups=tuple(group for group in groups if group),
+            complete=False,
+        )
+
     def schedule(self, used: Iterable[int]) -> Schedule:
         """The schedule that runs the mandatory slots and, of the optional ones, `used`."""
         chosen = set(used)
@@ -141,13 +154,32 @@ def recombined(graph: Graph, known: Sequence[Schedule], *, region: int) -> Slots
     return near(graph, back=0, every=1, idle=0, region=region, known=known, stages=range(0))
 
 
+def periodic(
+    graph: Graph, block: Sequence[int], *, back: int, every: int, idle: int, region: int
+) -> Slots:
+    """As `near` in the backward pass, but counted anew in each block (`block`, for each operation),
+    so that identical blocks have the same slots."""
+    offered: list[set[int]] = [set() for _ in graph.operations]
+    for start, wanted in _demands(graph, every, idle, block):
+        if graph.boundary is not None and start < graph.boundary:
+            continue
+        found = _ancestors(graph, wanted, back, before=start)
+        offered[start].update(op for op in found if graph.operations[op].recomputable)
+    return _build(
+        graph, [sorted(ops) for ops in offered], region=region, keep=None, is_complete=False
+    )
+
+
 def _may_run_again(graph: Graph, op: int, affordable_s: float) -> bool:
     operation = graph.operations[op]
     return operation.recomputable and operation.cost_s <= affordable_s * (1 + _ROUNDING)
 
 
-def _demands(graph: Graph, every: int, idle: int) -> Iterator[tuple[int, set[int]]]:
-    """(stage, values read at it and shortly after that were idle for long before)."""
+def _demands(
+    graph: Graph, every: int, idle: int, block: Sequence[int] | None = None
+) -> Iterator[tuple[int, set[int]]]:
+    """(stage, values read at it and shortly after that were idle for long before). With `block`, of
+    each operation, no further than its block."""
     last_event = list(graph.producer)
     start = -1
     count = 0
@@ -158,7 +190,8 @@ def _demands(graph: Graph, every: int, idle: int) -> Iterator[tuple[int, set[int
             last_event[v] = op
         if not idle_inputs:
             continue
-        if count == every or (start >= 0 and op - start > 4 * every):
+        is_next = block is not None and start >= 0 and block[op] != block[start]
+        if is_next or count == every or (start >= 0 and op - start > 4 * every):
             yield start, wanted
             start, count, wanted = -1, 0, set()
         if start < 0:

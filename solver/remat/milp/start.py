@@ -23,7 +23,7 @@ def start_values(model: Model, schedule: Schedule) -> Values | None:
     chosen = set(used)
     variables = model.problem.variables()
     rows = list(model.problem.constraints())
-    found: Values = {v: float(v.lowBound or 0) for v in variables if v.cat == pulp.LpInteger}
+    found: Values = {v: float(v.lowBound or 0) for v in variables if v.upBound == 1}
     found |= {run: float(slot in chosen) for slot, run in model.runs.items()}
     runs = set(model.runs.values())
     for row in reversed(rows):

@@ -1,11 +1,12 @@
 """The search for a nearly optimal schedule of a graph of any size, with a proof of how near it is.
 
 What eviction and the bound at moments leave open (`remat.strategies.search`) is closed from both
-sides until the gap or the time is reached. Quick baselines, and annealing where the graph is no
-training step, give schedules to begin from. Then the slots that can improve on them are sifted by
-the linear relaxation, a program runs over those that pass, one over all slots proves it, and where
-that proves too little, windows refine it. Beside all that, programs over more and more moments
-raise the bound that holds for every schedule.
+sides until the gap or the time is reached. Quick baselines, annealing where the graph is no
+training step, and programs in which identical blocks decide together (`remat.strategies.tied`)
+give schedules to begin from. Then the slots that can improve on them are sifted by the linear
+relaxation, a program runs over those that pass, one over all slots proves it, and where that proves
+too little, windows refine it. Beside all that, programs over more and more moments raise the bound
+that holds for every schedule.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataclasses import replace
 from remat.graph import Graph
 from remat.milp.advice import Advisor
 from remat.milp.backends import Outcome
-from remat.milp.incumbent import prune
+from remat.milp.incumbent import polish, prune
 from remat.milp.slots import Slots
 from remat.milp.small import set_aside
 from remat.progress import Cancel, ProgressCallback
@@ -30,10 +31,17 @@ from remat.strategies.pursuit import Pursuit
 from remat.strategies.quick import quick_schedules
 from remat.strategies.refine import refine, sift
 from remat.strategies.search import Offer, Search
+from remat.strategies.tied import identical_blocks, tied_schedule
 
 _HEURISTICS, _BEFORE_ANNEALING = 0.2, 0.1
 """The share of the time that eviction may take; less where annealing follows, which finds far
 better schedules."""
+
+_AFTER_TIED = 0.08
+"""The share of the time for eviction where blocks that decide together went before."""
+
+_TIED = 0.5
+"""The share of what is left that they may take."""
 
 _QUICK = 0.2
 """The share of what is left that the quick baselines may take: some on graphs that are no training
@@ -94,6 +102,7 @@ class NearSearch(Search):
         self.heuristics_share = _BEFORE_ANNEALING if is_annealed else _HEURISTICS
 
     def _within(self, budget_bytes: int, advisor: Advisor) -> Solution:
+        self.found = self._tied(budget_bytes, advisor)
         programs, room_bytes, known = self._known(budget_bytes, advisor)
         quick: list[Schedule] = []
         if not known or not self._is_cheap(known[0], advisor.bound_s):
@@ -116,10 +125,11 @@ class NearSearch(Search):
         self, budget_bytes: int, advisor: Advisor
     ) -> tuple[Programs, int, Sequence[Schedule]]:
         """Programs, the budget for them, and schedules within that, the cheapest first: with small
-        values set aside, or on all values where eviction finds nothing then, or nothing at all."""
+        values set aside, or on all values where eviction finds nothing then, or nothing at all, or
+        where schedules are known that use the room to the last byte."""
         room_bytes = budget_bytes - self.graph.constant_bytes
         light, reserve_bytes = set_aside(self.graph, int(self.reserve * room_bytes))
-        if reserve_bytes:
+        if reserve_bytes and not self.found:
             left_bytes = budget_bytes - reserve_bytes
             if known := self._fitting(light, left_bytes, advisor):
                 self.stats["reserve_bytes"] = reserve_bytes
@@ -184,6 +194,23 @@ class NearSearch(Search):
             return best
         share = _ANNEAL_ON if self._is_within_gap(time_s, bound_s) else _ANNEAL
         return annealed(programs, best, budget_bytes, share * self._left_s())
+
+    def _tied(self, budget_bytes: int, advisor: Advisor) -> list[Schedule]:
+        """What identical blocks that decide together come to, where there are many."""
+        began = time.monotonic()
+        blocks = identical_blocks(self.graph)
+        if blocks is None:
+            return []
+        found = tied_schedule(
+            self.programs,
+            blocks,
+            budget_bytes,
+            time_limit=_TIED * self._left_s(),
+            enough=lambda time_s: self._is_within_gap(time_s, advisor.bound_s),
+        )
+        self.programs.clock("blocks_s", began)
+        self.heuristics_share = _AFTER_TIED
+        return [] if found is None else [polish(self.graph, found, budget_bytes)]
 
     def _quick(self, budget_bytes: int | None) -> list[Schedule]:
         """What the quick baselines find. In an order that another search chose they are none, and

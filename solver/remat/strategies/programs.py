@@ -15,6 +15,7 @@ from remat.milp import backends, model
 from remat.milp.backends import Answer, Outcome
 from remat.milp.incumbent import polish, prune
 from remat.milp.slots import Slots
+from remat.milp.ties import Ties
 from remat.progress import Cancel, Progress, ProgressCallback
 from remat.schedule import Schedule
 from remat.simulate import measure
@@ -123,6 +124,34 @@ class Programs:
         kept = Answer(Outcome.FEASIBLE, incumbent, None, bound, 0, 0.0, "incumbent kept")
         return kept, bound
 
+    def solve_tied(
+        self,
+        ties: Ties,
+        budget_bytes: int,
+        start: Schedule | None,
+        time_limit: float,
+        enough: Callable[[float], bool],
+        gap: float,
+    ) -> Schedule | None:
+        """What the program finds where slots are tied, not verified; None if nothing. It says
+        nothing about other schedules."""
+        began = time.monotonic()
+        program = model.build(self.graph, ties.slots, budget_bytes, ties)
+        self.clock("model_s", began)
+        if self._is_too_late(program):
+            return None
+        unit_s = program.cost_unit_s
+        least = Stall(math.inf, lambda incumbent, bound: None)
+        answer = self._run(
+            program,
+            gap=gap,
+            time_limit=time_limit - (time.monotonic() - began),
+            incumbent=start,
+            report=least.report,
+            done=lambda: enough(least.least * unit_s),
+        )
+        return answer.schedule
+
     def solve_peak(
         self, slots: Slots, incumbent: Schedule, time_limit: float, target_bytes: int | None = None
     ) -> tuple[Answer, float | None]:
@@ -183,7 +212,7 @@ class Programs:
         *,
         gap: float,
         time_limit: float,
-        incumbent: Schedule,
+        incumbent: Schedule | None,
         report: Callable[[float | None, float | None], None],
         done: Callable[[], bool],
         target: float | None = None,

@@ -69,6 +69,8 @@ class Search:
         self.offer = offer
         # Bounds are for the graph's order: a schedule in another would seem to beat them.
         self.start = start if start is not None and start.keeps_order() else None
+        self.found: list[Schedule] = []
+        """Schedules within the budget that eviction goes on from, beside the start."""
         self.peak_gap = peak_gap
         self.programs = Programs(graph, options, progress, cancel, stall, peak_gap)
         self.stats = self.programs.stats
@@ -151,7 +153,7 @@ class Search:
         found = fitting(
             graph,
             budget_bytes,
-            known=() if self.start is None else (prune(graph, self.start),),
+            known=[prune(graph, schedule) for schedule in (*self.found, self.start) if schedule],
             advice=advisor.advice(),
             enough=lambda time_s: self._is_enough(time_s, advisor.bound_s, began),
             stop=lambda: self._must_end() or time.monotonic() > until,

@@ -1,0 +1,224 @@
+"""Identical blocks are found, and programs in which they decide together find what fits."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from tests.graphs import chain, small_graphs
+
+from remat.graph import Graph, Operation, Value
+from remat.milp import model, slots
+from remat.milp.repeats import Repeats, find, merged
+from remat.milp.ties import Ties
+from remat.schedule import Schedule
+from remat.simulate import measure, simulate
+from remat.solve import solve
+from remat.strategies import Auto, PerBlock, tied
+from remat.strategies.programs import Programs
+
+LAWS = settings(
+    derandomize=True,
+    database=None,
+    deadline=None,
+    max_examples=60,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+FORWARD, BACKWARD = 3, 4
+"""Operations of a block of `stack`."""
+
+
+def stack(layers: int, odd: int | None = None) -> Graph:
+    """Residual blocks with weight gradients; the one that is `odd` costs more."""
+    operations: list[Operation] = []
+    values: list[Value] = []
+    results: list[int] = []
+
+    def add(name: str, inputs: list[int], size: int, cost: float, backward: bool = False) -> int:
+        values.append(Value(name, size))
+        module = f"layer.{name.partition('.')[2]}" if "." in name else ""
+        reads = tuple(sorted(set(inputs)))
+        made = (len(values) - 1,)
+        operations.append(Operation(name, reads, made, cost, 8, backward, True, module))
+        return made[0]
+
+    x = add("embed", [], 64, 1)
+    saved: list[tuple[int, int, int]] = []
+    for i in range(layers):
+        product = add(f"mm.{i}", [x], 128, 20 + (i == odd))
+        masked = add(f"drop.{i}", [product], 128, 2)
+        saved.append((x, product, masked))
+        x = add(f"add.{i}", [x, masked], 64, 3)
+    values.append(Value("tangent", 1))
+    start = Operation("start", (x,), (len(values) - 1,), 0, 0, True, recomputable=False)
+    operations.append(start)
+    gradient = len(values) - 1
+    for i in reversed(range(layers)):
+        before, product, masked = saved[i]
+        through = add(f"d_drop.{i}", [gradient, masked], 128, 2, True)
+        rest = add(f"d_act.{i}", [through, product], 128, 2, True)
+        results.append(add(f"d_w.{i}", [rest, before], 16, 20, True))
+        gradient = add(f"d_x.{i}", [rest, gradient], 64, 20, True)
+    return Graph(tuple(operations), tuple(values), frozenset(results), 32, operations.index(start))
+
+
+def blocks(layers: int = 20) -> tuple[Graph, Repeats]:
+    graph = stack(layers)
+    found = find(graph, 8)
+    assert found is not None
+    return graph, found
+
+
+def budget_of(graph: Graph, share: float) -> int:
+    return int(share * simulate(graph, Schedule.keep_all(graph)).peak_bytes)
+
+
+def ties_of(graph: Graph, found: Repeats, group: tuple[int, ...]) -> Ties:
+    offered = slots.periodic(graph, found.block, back=8, every=4, idle=2, region=14)
+    return Ties.of(graph, found, offered, group)
+
+
+def programs(graph: Graph, **options: float) -> Programs:
+    return Programs(graph, Auto(time_limit=20.0, **options), None, None)
+
+
+def test_blocks_and_their_backward_are_found() -> None:
+    graph, found = blocks()
+    assert found.length == FORWARD
+    assert found.count >= 18, "all but those at an end that read from outside"
+    layers = [
+        int(graph.operations[op].module[6:]) - block
+        for op, block in enumerate(found.block)
+        if block >= 0
+    ]
+    assert max(layers) - min(layers) <= 1, "the backward of a layer is in its block, or the next"
+    for op, (block, place) in enumerate(zip(found.block, found.place, strict=True)):
+        assert (block < 0) == (place < 0)
+        kind = graph.operations[op].name.partition(".")[0]
+        same = {o for o in range(len(graph)) if found.place[o] == place and place >= 0}
+        assert all(graph.operations[o].name.partition(".")[0] == kind for o in same)
+        assert len(same) in (0, found.count)
+
+
+def test_one_block_that_is_not_alike_ends_the_run() -> None:
+    found = find(stack(24, odd=10), 8)
+    assert found is not None
+    assert 11 <= found.count <= 13
+    assert find(stack(16, odd=8), 10) is None
+
+
+def test_graphs_without_repeats_have_none() -> None:
+    assert find(chain(20), 8) is None, "no boundary"
+    graph = stack(20)
+    uneven = tuple(replace(o, cost_s=o.cost_s + i) for i, o in enumerate(graph.operations))
+    assert find(replace(graph, operations=uneven), 8) is None
+    assert find(graph, 21) is None
+    assert tied.identical_blocks(graph) is None, "too small to be worth it"
+
+
+@LAWS
+@given(small_graphs())
+def test_finding_never_fails(graph: Graph) -> None:
+    found = find(graph, 2)
+    if found is not None:
+        assert len(found.block) == len(found.place) == len(graph)
+        assert found.count >= 2
+
+
+def test_merged_blocks_keep_their_operations() -> None:
+    _, found = blocks()
+    pairs = merged(found, 2)
+    assert pairs.count == found.count // 2
+    assert pairs.length == 2 * found.length
+    inside = [(b, p) for b, p in zip(pairs.block, pairs.place, strict=True) if b >= 0]
+    assert len(inside) == len(set(inside)) == pairs.count * 2 * (FORWARD + BACKWARD)
+    assert merged(found, 1) == found
+
+
+def test_slots_are_the_same_in_each_block() -> None:
+    graph, found = blocks()
+    ties = ties_of(graph, found, (0, *(1 for _ in range(found.count - 2)), 2))
+    seen: dict[int, list[object]] = {}
+    for slot, stage in enumerate(ties.stages):
+        seen.setdefault(found.block[stage], []).append(ties.run_class(slot))
+    middle = range(5, found.count - 5)
+    assert all(seen[block] == seen[5] for block in middle)
+    assert any(ties.slots.optional)
+    assert not all(ties.written)
+
+
+@pytest.mark.parametrize("share", [0.4, 0.6])
+def test_groups_of_one_block_tie_nothing(share: float) -> None:
+    graph, found = blocks(12)
+    ties = ties_of(graph, found, tuple(range(found.count)))
+    free = model.build(graph, ties.slots, budget_of(graph, share))
+    bound = model.build(graph, ties.slots, budget_of(graph, share), ties)
+    assert all(ties.written)
+    assert (free.rows, free.columns) == (bound.rows, bound.columns)
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("share", [0.35, 0.5, 0.7])
+def test_what_a_tied_program_finds_fits(groups: int, share: float) -> None:
+    graph, found = blocks()
+    inner = found.count - 2
+    group = (0, *(1 + i * groups // inner for i in range(inner)), groups + 1)
+    ties = ties_of(graph, found, group)
+    budget_bytes = budget_of(graph, share)
+    schedule = programs(graph).solve_tied(ties, budget_bytes, None, 2.0, lambda _: False, 1e-3)
+    assert schedule is not None
+    assert simulate(graph, schedule).peak_bytes <= budget_bytes
+    used = set(ties.slots.locate(schedule) or ())
+    choice: dict[object, set[bool]] = {}
+    for slot, optional in enumerate(ties.slots.optional):
+        if optional:
+            choice.setdefault(ties.run_class(slot), set()).add(slot in used)
+    assert all(len(made) == 1 for made in choice.values()), "a class runs together or not at all"
+
+
+def test_nothing_runs_again_where_all_fits() -> None:
+    graph, found = blocks()
+    ties = ties_of(graph, found, (0,) * found.count)
+    schedule = programs(graph).solve_tied(
+        ties, budget_of(graph, 1.0), None, 2.0, lambda _: False, 0.0
+    )
+    assert schedule == Schedule.keep_all(graph)
+
+
+def test_it_is_no_worse_than_checkpointing_each_block() -> None:
+    graph, found = blocks(24)
+    per_block = PerBlock().run(graph, None).schedule
+    peak_bytes, time_s = measure(graph, per_block)
+    schedule = tied.tied_schedule(programs(graph), found, peak_bytes, 2.0, lambda _: False)
+    assert schedule is not None
+    assert measure(graph, schedule)[0] <= peak_bytes
+    assert measure(graph, schedule)[1] < time_s
+
+
+def test_it_heeds_a_cancel_and_a_time_limit() -> None:
+    graph, found = blocks(24)
+    budget_bytes = budget_of(graph, 0.5)
+    cancel = threading.Event()
+    cancel.set()
+    cancelled = Programs(graph, Auto(), None, cancel)
+    for run, limit in ((cancelled, 60.0), (programs(graph), 0.0)):
+        began = time.monotonic()
+        tied.tied_schedule(run, found, budget_bytes, limit, lambda _: False)
+        assert time.monotonic() - began < 2
+        assert run.stats["rows"] == 0, "no program was run"
+
+
+@pytest.mark.parametrize("share", [0.3, 0.5])
+def test_auto_is_no_worse_with_it(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, _ = blocks(20)
+    auto = Auto(time_limit=2.0, gap=0.002, complete_slots=100)
+    budget_bytes = budget_of(graph, share)
+    without = solve(graph, budget_bytes, auto)
+    monkeypatch.setattr(tied, "_LARGE", 10)
+    with_blocks = solve(graph, budget_bytes, auto)
+    assert with_blocks.peak_bytes <= budget_bytes
+    # Both end with the time, on whatever machine this is.
+    assert with_blocks.time_s <= without.time_s * 1.02
