@@ -18,7 +18,15 @@ from fastapi.staticfiles import StaticFiles
 
 import remat
 from remat.errors import ServiceError
-from remat.wire import JobView, Problem, Sizes
+from remat.wire import (
+    Answer,
+    JobView,
+    Problem,
+    Sizes,
+    SolveRequest,
+    SweepAnswer,
+    SweepRequest,
+)
 from remat_server import logs, metrics, problems
 from remat_server.auth import Gate
 from remat_server.intake import Intake
@@ -75,8 +83,10 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     app.state.requests = requests
     app.state.draining = threading.Event()
     problems.install(app)
-    for module in (solve, jobs, results, health):
+    modules = (solve, jobs, results, health)
+    for module in modules:
         app.include_router(module.router)
+    app.state.routes = [route for module in modules for route in module.router.routes]
     app.mount("/static", StaticFiles(directory=_STATIC), name="static")
 
     @app.get("/", include_in_schema=False)
@@ -98,10 +108,17 @@ def _document(app: FastAPI) -> None:
         schemas = document.setdefault("components", {}).setdefault("schemas", {})
         schemas.pop("HTTPValidationError", None)
         schemas.pop("ValidationError", None)
-        for kind in (Problem, Sizes, JobView):
+        for kind in (Problem, Sizes, JobView, SolveRequest, SweepRequest, Answer, SweepAnswer):
             made = kind.model_json_schema(ref_template="#/components/schemas/{model}")
             schemas |= made.pop("$defs", {})
             schemas.setdefault(kind.__name__, made)
+        # FastAPI describes events by a word of OpenAPI 3.2, which 3.1 forbids.
+        watching = document["paths"]["/jobs/{id}/events"]["get"]["responses"]["200"]
+        for media in watching["content"].values():
+            media.setdefault("schema", media.pop("itemSchema", {}))
+        key = {"type": "http", "scheme": "bearer", "description": "Where the service has keys"}
+        document["components"]["securitySchemes"] = {"key": key}
+        document["security"] = [{}, {"key": []}]
         return document
 
     app.openapi = openapi

@@ -31,7 +31,7 @@ async def read_body(request: Request, limit_bytes: int) -> bytes:
     if coding not in ("gzip", "identity"):
         raise ServiceProblem(415, f"the coding {coding[:80]} is not understood; use gzip")
     length = request.headers.get("content-length", "")
-    if length.isdigit() and int(length) > limit_bytes:
+    if length.isdecimal() and (len(length) > 18 or int(length) > limit_bytes):
         raise _too_large(limit_bytes)
     body = await _collect(request, limit_bytes, is_zipped=coding == "gzip")
     for magic, what in _MAGIC.items():
@@ -45,16 +45,17 @@ async def read_body(request: Request, limit_bytes: int) -> bytes:
 async def _collect(request: Request, limit_bytes: int, *, is_zipped: bool) -> bytes:
     unzip = zlib.decompressobj(wbits=31) if is_zipped else None
     parts: list[bytes] = []
-    size = 0
+    size = received = 0
     try:
         async for chunk in request.stream():
             part = chunk
+            received += len(chunk)  # which a gzip stream of nothing makes large, too
             if unzip is not None:
                 part = unzip.decompress(chunk, limit_bytes + 1 - size)
                 if unzip.unused_data:
                     raise ServiceProblem(400, "the gzip stream is followed by something else")
             size += len(part)
-            if size > limit_bytes or (unzip is not None and unzip.unconsumed_tail):
+            if max(size, received) > limit_bytes or (unzip is not None and unzip.unconsumed_tail):
                 raise _too_large(limit_bytes)
             parts.append(part)
     except zlib.error as error:

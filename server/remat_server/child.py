@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import gc
 import gzip
+import json
 import os
 import resource
 import signal
 import sys
+import traceback
 from multiprocessing.connection import Connection
 
 import highspy  # noqa: F401  # loaded before the request comes
@@ -49,6 +51,9 @@ def main() -> int:
         )
     except MemoryError:
         found = Failed(status="failed", problem=problem(500, TOO_LARGE, "memory"))
+    except Exception as error:
+        _log(error)
+        found = Failed(status="failed", problem=problem(500, A_BUG, "internal"))
     if isinstance(found, Failed):
         connection.send_bytes(found.model_dump_json().encode())
         return 0
@@ -63,6 +68,16 @@ TOO_LARGE = (
     "the solve took more memory than a solve may here; offer fewer slots (strategy option "
     "near_slots), or raise REMAT_SOLVE_MEMORY_BYTES"
 )
+
+
+A_BUG = "this is a bug of remat: the service's log has its traceback; please report it"
+
+
+def _log(error: Exception) -> None:
+    """One line, as the service's log is, and without what was posted."""
+    lines = traceback.format_tb(error.__traceback__)
+    told = {"event": "solve met a bug", "level": "error", "exception": type(error).__name__}
+    print(json.dumps({**told, "traceback": "".join(lines)}), file=sys.stderr, flush=True)
 
 
 def _limit_memory(size_bytes: int) -> None:

@@ -26,6 +26,12 @@ from remat_server.store import jobs, leases
 from remat_server.store.database import Database
 from remat_server.store.jobs import IdempotencyConflict, NewJob
 
+_PARTS_PER_OPERATION = 60
+"""Objects, lists and items of a document for each operation: real traces have 40."""
+
+_STRUCTURE = 50_000
+"""Nodes of the structures of a model's arguments and results."""
+
 
 @dataclass(frozen=True, slots=True)
 class Intake:
@@ -101,24 +107,47 @@ class Intake:
         return None if found is None else found[0]
 
     def validate(self, kind: Kind, body: bytes) -> Request:
-        """The request within this service's limits."""
-        parse_plain_json(body, "request")
+        """The request within this service's limits.
+
+        Sizes come first: to validate takes far more time and memory than to count.
+        """
+        self._check_parts(body)
+        self._check_counts(parse_plain_json(body, "request"))
         request = read_request(kind, body)
-        trace, graph = request.trace, request.graph
-        operations = len(trace.nodes) if trace else len(graph.operations) if graph else 0
-        values = len(trace.storages) if trace else len(graph.values) if graph else 0
-        for what, found, most in (
-            ("operations", operations, self.settings.operations),
-            ("values", values, self.settings.values),
-        ):
-            if found > most:
-                raise ServiceProblem(
-                    413, f"the graph has {found:,} {what}; this service takes up to {most:,}"
-                )
-        if trace is not None:
-            self._check_operations(trace)
+        if request.trace is not None:
+            self._check_operations(request.trace)
         self._check_strategy(request)
         return request
+
+    def _check_parts(self, body: bytes) -> None:
+        parts = sum(map(body.count, (b"{", b"[", b",")))
+        most = _PARTS_PER_OPERATION * self.settings.operations
+        if parts > most:
+            raise ServiceProblem(
+                413,
+                f"the document has {parts:,} parts (objects, lists, items); this service takes up "
+                f"to {most:,}, {_PARTS_PER_OPERATION} for each of the operations that it takes. "
+                "The operator may raise REMAT_OPERATIONS",
+            )
+
+    def _check_counts(self, document: object) -> None:
+        trace, graph = _part(document, "trace"), _part(document, "graph")
+        limits = self.settings.operations, self.settings.values
+        for what, most, lists in (
+            ("operations", limits[0], (_part(trace, "nodes"), _part(graph, "operations"))),
+            ("values", limits[1], (_part(trace, "storages"), _part(graph, "values"))),
+        ):
+            found = max(len(each) if isinstance(each, list) else 0 for each in lists)
+            if found > most:
+                raise ServiceProblem(
+                    413,
+                    f"the graph has {found:,} {what}; this service takes up to {most:,}. The "
+                    f"operator may raise REMAT_{what.upper()}",
+                )
+        if _is_larger([_part(trace, "inputs"), _part(trace, "result")], _STRUCTURE):
+            raise ServiceProblem(
+                413, f"the model's arguments and results have over {_STRUCTURE:,} items"
+            )
 
     def _check_operations(self, trace: Trace) -> None:
         allowed = NAMESPACES | {"remat", *self.settings.namespaces}
@@ -188,6 +217,22 @@ class Intake:
             baseline_peak_bytes=peak,
             costs=costs,
         )
+
+
+def _part(document: object, key: str) -> object:
+    return document.get(key) if isinstance(document, dict) else None
+
+
+def _is_larger(structures: list[object], most: int) -> bool:
+    """Whether there are more nodes than that; see `remat.structure.Structure`."""
+    count = 0
+    while structures and count <= most:
+        node = structures.pop()
+        children = _part(node, "children")
+        if isinstance(children, list):
+            structures += children
+        count += 1
+    return count > most
 
 
 def digest(kind: Kind, body: bytes) -> str:

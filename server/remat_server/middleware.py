@@ -29,6 +29,8 @@ _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+"""A client can make up others, each of which would be a series of its own in the metrics."""
 _QUIET = frozenset({"/livez", "/readyz", "/metrics"})
 
 
@@ -79,11 +81,12 @@ class Surround:
         finally:
             seconds = time.perf_counter() - began
             route = getattr(scope.get("route"), "path", "other")
-            self._requests.labels(scope["method"][:10], route, str(status)).observe(seconds)
+            method = scope["method"] if scope["method"] in _METHODS else "other"
+            self._requests.labels(method, route, str(status)).observe(seconds)
             tell = log.debug if scope["path"] in _QUIET else log.info
             tell(
                 "request",
-                method=scope["method"],
+                method=scope["method"][:20],
                 path=scope["path"][:200],
                 status=status,
                 seconds=round(seconds, 4),

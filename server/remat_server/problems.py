@@ -17,6 +17,9 @@ from remat.wire import PROBLEMS, Problem, problem_name
 
 MEDIA_TYPE = "application/problem+json"
 
+_LONGEST = 1900
+"""Characters of a detail: it may quote what was posted."""
+
 _TITLES = {
     400: ("bad-request", "The request cannot be read"),
     401: ("unauthorized", "An API key is needed"),
@@ -38,6 +41,7 @@ _NAMED = {
     "crashed": "The solve ended without an answer",
     "document": "The document is wrong",
     "graph": "The graph is wrong",
+    "internal": "The solve met a bug",
     "infeasible": "No schedule fits the budget",
     "memory": "The solve needed too much memory",
     "solver": "The solver cannot be used",
@@ -62,6 +66,9 @@ def problem(status: int, detail: str, name: str = "") -> Problem:
     """The document for a status; `name` is the last part of its type."""
     usual, title = _TITLES.get(status, ("error", "The request failed"))
     title = _NAMED.get(name, title)
+    if len(detail) > _LONGEST:
+        detail = detail[:_LONGEST] + "..."
+    detail = detail.encode(errors="replace").decode()  # half a surrogate pair is no UTF-8
     return Problem(type=PROBLEMS + (name or usual), title=title, status=status, detail=detail)
 
 
@@ -95,9 +102,16 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def http_exception(request: Request, error: HTTPException) -> Response:
         detail = str(error.detail)
+        headers = dict(error.headers or {})
+        path = request.scope["path"][:200]
         if error.status_code == 404:
-            detail = f"there is nothing at {request.url.path[:200]}; /docs lists what is"
-        return answer(error.status_code, detail, headers=error.headers)
+            detail = f"there is nothing at {path}; /docs lists what is"
+        if error.status_code == 405:
+            routes = [r for r in app.state.routes if r.path_regex.match(request.scope["path"])]
+            methods = sorted({method for route in routes for method in route.methods})
+            headers["Allow"] = ", ".join(methods) or headers.get("Allow") or "GET, HEAD"
+            detail = f"{path} takes {headers['Allow']}, not {request.method[:20]}"
+        return answer(error.status_code, detail, headers=headers)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
+from pydantic import ValidationError
+
 from remat.documents import validated
 from remat.errors import InfeasibleBudget, RematError
 from remat.plan import Plan
@@ -70,6 +72,9 @@ def perform(
         return Failed(status="infeasible", problem=of_error(error, 200))
     except RematError as error:
         return Failed(status="failed", problem=of_error(error))
+    except ValidationError as error:
+        wrong = f"this trace makes no program: {error.errors()[0]['msg']}; it was not made by remat"
+        return Failed(status="failed", problem=problem(422, wrong, "document"))
     except RecursionError:
         return Failed(status="failed", problem=problem(422, "the graph is nested too deeply"))
     zipped = gzip.compress(answer.encode(), compresslevel=5, mtime=0)

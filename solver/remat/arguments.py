@@ -44,6 +44,9 @@ else:
     Argument = object  # pydantic cannot follow a recursive alias; `decode` checks instead
 
 
+_AS_THEY_ARE = frozenset({type(None), bool, float, complex, Ref, Literal})
+
+
 def encode(argument: Argument) -> object:
     """The JSON form of an argument."""
     match argument:
@@ -64,8 +67,8 @@ def encode(argument: Argument) -> object:
 def decode(data: object, depth: int = 0) -> Argument:
     """The argument that `encode` wrote. Raises ValueError on anything else."""
     if type(data) is dict:  # most arguments are references: they come first, for speed
-        return _decode_object(data)
-    if data is None or type(data) in (bool, float, Ref, Literal, complex):
+        return _decode_object(data, depth)
+    if type(data) in _AS_THEY_ARE:
         return data  # type: ignore[return-value]
     if isinstance(data, (list, tuple)):
         if depth > 16:
@@ -82,15 +85,15 @@ def decode(data: object, depth: int = 0) -> Argument:
     raise ValueError(f"{reprlib.repr(data)[:80]} is no argument of an operation")
 
 
-def _decode_object(data: dict[str, object]) -> Argument:
-    if len(data) == 1:
+def _decode_object(data: dict[str, object], depth: int) -> Argument:
+    if depth <= 16 and len(data) == 1:
         kind, told = next(iter(data.items()))
         if kind == "ref" and isinstance(told, str):
             return Ref(check_identifier(told))
         if kind == "float" and told in ("inf", "-inf", "nan"):
             return float(told)
         if kind == "complex" and isinstance(told, (list, tuple)) and len(told) == 2:
-            parts = decode(told[0]), decode(told[1])
+            parts = decode(told[0], depth + 1), decode(told[1], depth + 1)
             if not all(isinstance(part, (int, float)) for part in parts):
                 raise ValueError("a complex number needs two numbers")
             return complex(*(float(part) for part in parts))  # type: ignore[arg-type]

@@ -20,7 +20,8 @@ _UNITS = {
     "gib": 2**30,
     "tib": 2**40,
 }
-_QUANTITY = re.compile(r"([+-]?\d+(?:\.\d*)?|[+-]?\.\d+)\s*([a-z]*|%)", re.IGNORECASE)
+_QUANTITY = re.compile(r"([+-]?\d+(?:\.\d*)?|[+-]?\.\d+)\s*([a-z]*|%)", re.IGNORECASE | re.ASCII)
+_LIMIT_BYTES = 10**100
 _HINT = 'pass bytes as an int, or a string such as "8GiB", "7.5 GB", "512MiB", "60%" or "min"'
 
 
@@ -77,7 +78,13 @@ def _scale(number: str, unit: int, divisor: int) -> int:
 
 def _positive(size_bytes: int, given: object) -> int:
     if size_bytes <= 0:
-        raise BudgetError(f"the budget {given!r} is {size_bytes} bytes; it must be positive")
+        raise BudgetError(
+            f"the budget {str(given)[:80]!r} is {str(size_bytes)[:80]} bytes; it must be positive"
+        )
+    if size_bytes >= _LIMIT_BYTES:
+        raise BudgetError(
+            f"the budget {str(given)[:80]!r} is over 1e100 bytes, more than any memory; {_HINT}"
+        )
     return size_bytes
 
 

@@ -202,6 +202,29 @@ def _integer(
     return number
 
 
+_LIMIT_BYTES = 2**62
+"""All sizes together stay below it: 64 bits hold any sum, with every value there twice."""
+
+_LIMIT_S = 1e100
+"""All costs together stay below it, and none but zero is under its inverse: so no schedule's time
+overflows, and no power of a ratio of costs."""
+
+
+def _check_totals(graph: Graph) -> None:
+    size_bytes = graph.constant_bytes + sum(value.size_bytes for value in graph.values)
+    size_bytes += max((operation.workspace_bytes for operation in graph.operations), default=0)
+    if size_bytes >= _LIMIT_BYTES:
+        raise GraphError(
+            "constant memory, all values and the largest workspace add up to over 2**62 bytes: "
+            "sizes are in bytes"
+        )
+    costs_s = [operation.cost_s for operation in graph.operations]
+    if tiny := [cost for cost in costs_s if 0 < cost < 1 / _LIMIT_S]:
+        raise GraphError(f"an operation costs {tiny[0]} s: costs are zero, or {1 / _LIMIT_S:g} s")
+    if max(costs_s, default=0.0) >= _LIMIT_S or math.fsum(costs_s) >= _LIMIT_S:
+        raise GraphError(f"the costs add up to over {_LIMIT_S:g} s: give them in a larger unit")
+
+
 def _validate(graph: Graph) -> None:
     count = len(graph.values)
     names: set[str] = set()
@@ -252,3 +275,4 @@ def _validate(graph: Graph) -> None:
             raise GraphError(f"boundary {graph.boundary} is no operation")
         if graph.operations[graph.boundary].recomputable:
             raise GraphError("the boundary operation must have recomputable=False")
+    _check_totals(graph)

@@ -6,7 +6,7 @@ statement that reads it, so the order of the statements is the memory plan.
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -50,7 +50,7 @@ class Program(Document):
     FORMAT: ClassVar[str] = "remat.program"
     VERSION: ClassVar[int] = 1
 
-    model: str = Field(default="", max_length=500)
+    model: Annotated[Path_, Field(max_length=500)] = ""
     device: str = Field(max_length=40)
     placeholders: tuple[Placeholder, ...]
     forward: tuple[Statement, ...]

@@ -15,6 +15,7 @@ from math import prod
 
 from remat.arguments import Argument, Ref, refs
 from remat.devices import Device, find_device
+from remat.errors import DocumentError
 from remat.flops import count_flops
 from remat.trace import Node, TensorMeta
 
@@ -111,7 +112,13 @@ def estimate(node: Node, metas: Mapping[str, TensorMeta], roofline: Roofline) ->
         return 0.0
     # The first result's dtype decides the rate: later ones may be statistics in float32.
     dtype = node.results[0].tensor.dtype if node.results else "float32"
-    return roofline.seconds(flops(node, metas.__getitem__), traffic_bytes(node, metas), dtype)
+    try:
+        arithmetic = flops(node, metas.__getitem__)
+        return roofline.seconds(arithmetic, traffic_bytes(node, metas), dtype)
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        raise DocumentError(
+            f"operation {node.name} has other arguments than {node.target} takes ({error})"
+        ) from None
 
 
 def flops(node: Node, meta_of: Callable[[str], TensorMeta]) -> int:

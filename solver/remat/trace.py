@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import cached_property
-from typing import Any, ClassVar, Literal, Self
+from math import prod
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -34,6 +35,10 @@ ADD_INTO = "remat.add_into.default"
 """Adds the second gradient of a tied parameter into the first, in place."""
 
 
+_MAX_DIMENSIONS = 64
+"""As in torch."""
+
+
 class TensorMeta(Record):
     """What the guards and the cost model know of a tensor. `stride` and `offset` in elements."""
 
@@ -47,6 +52,10 @@ class TensorMeta(Record):
     def _check(self) -> Self:
         if len(self.shape) != len(self.stride) or min((*self.shape, *self.stride), default=0) < 0:
             raise ValueError("a tensor needs as many strides as sizes, and none below zero")
+        if len(self.shape) > _MAX_DIMENSIONS:
+            raise ValueError(f"a tensor has up to {_MAX_DIMENSIONS} dimensions")
+        if max(prod(self.shape), self.offset, *self.stride) >= 2**63:
+            raise ValueError("a tensor's elements, strides and offset are below 2**63")
         return self
 
 
@@ -132,7 +141,7 @@ class Trace(Document):
     FORMAT: ClassVar[str] = "remat.trace"
     VERSION: ClassVar[int] = 1
 
-    model: str = Field(default="", max_length=500)
+    model: Annotated[Path_, Field(max_length=500)] = ""
     device: str = Field(max_length=40)
     placeholders: tuple[Placeholder, ...]
     nodes: tuple[Node, ...]
@@ -306,6 +315,7 @@ def _check_names(trace: Trace) -> None:
         define(placeholder.name, placeholder.storage)
     owned = {p.storage for p in trace.placeholders}
     late = {p.name for p in trace.placeholders if p.kind == "tangent"}
+    early = {p.storage for p in trace.placeholders if p.kind != "tangent"}
     for node in trace.nodes:
         used = (*refs(node.args), *refs(node.kwargs))
         if unknown := [name for name in used if name not in known]:
@@ -319,11 +329,15 @@ def _check_names(trace: Trace) -> None:
         if node.target == ACCUMULATE and (len(node.args) != 2 or len(used) != 2):
             raise ValueError(f"operation {node.name} needs a parameter and a gradient")
         storages = {r.storage for r in node.results}
+        if not node.backward and node.view and not storages <= early:
+            raise ValueError(f"operation {node.name} of the forward views a tensor of the backward")
         if node.view != (bool(storages) and storages <= owned):
             raise ValueError(f"operation {node.name} is wrongly marked as view={node.view}")
         if not node.view and storages & owned:
             raise ValueError(f"operation {node.name} writes a storage that already has an owner")
         owned |= storages
+        if not node.backward:
+            early |= storages
         for result in node.results:
             define(result.name, result.storage)
     tangents = {p.name for p in trace.placeholders if p.kind == "tangent"}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from http import HTTPStatus
 from typing import Annotated, Any
 
 from fastapi import Depends, Path, Request
 
+from remat.documents import Record
 from remat.wire import Problem
 from remat_server.intake import Intake
 from remat_server.problems import MEDIA_TYPE, ServiceProblem
@@ -16,11 +18,33 @@ JobId = Annotated[str, Path(max_length=64, description="As in the job's `id`")]
 
 def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """The documentation of problem responses; some can come of any route."""
-    schema = {"$ref": "#/components/schemas/Problem"}
-    found: dict[int | str, dict[str, Any]] = {}
-    for status in sorted({*statuses, 400, 401, 422, 429, 503}):
-        found[status] = {"description": "A problem", "content": {MEDIA_TYPE: {"schema": schema}}}
-    return found
+    return only_problems(*statuses, 400, 401, 422, 429, 503)
+
+
+def only_problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """The documentation of just these. 400 can come of any route: the host may be unknown."""
+    content = {MEDIA_TYPE: {"schema": reference(Problem)}}
+    return {
+        status: {"description": HTTPStatus(status).phrase, "content": content}
+        for status in sorted(set(statuses))
+    }
+
+
+def reference(kind: type[Record]) -> dict[str, str]:
+    """To a schema that `remat_server.app` adds to the OpenAPI document."""
+    return {"$ref": f"#/components/schemas/{kind.__name__}"}
+
+
+LINKS = {
+    name: {"operationId": operation, "parameters": {"id": "$response.body#/id"}}
+    for name, operation in (
+        ("job", "get_job_jobs__id__get"),
+        ("events", "watch_job_jobs__id__events_get"),
+        ("result", "get_result_jobs__id__result_get"),
+        ("cancel", "delete_job_jobs__id__delete"),
+    )
+}
+"""What can be done with a job that was made."""
 
 
 def _database(request: Request) -> Database:
@@ -42,4 +66,14 @@ def no_job(id: str) -> ServiceProblem:
     )
 
 
-__all__ = ["Accepting", "JobId", "Problem", "Store", "no_job", "problems"]
+__all__ = [
+    "LINKS",
+    "Accepting",
+    "JobId",
+    "Problem",
+    "Store",
+    "no_job",
+    "only_problems",
+    "problems",
+    "reference",
+]

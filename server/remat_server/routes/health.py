@@ -12,7 +12,7 @@ from sqlalchemy import text
 
 from remat_server.metrics import registry
 from remat_server.problems import ServiceProblem
-from remat_server.routes.common import Store, problems
+from remat_server.routes.common import Store, only_problems, problems
 
 router = APIRouter(tags=["operation"])
 
@@ -23,13 +23,13 @@ class Health(BaseModel):
     status: Literal["ok"] = "ok"
 
 
-@router.get("/livez")
+@router.get("/livez", responses=only_problems(400))
 async def livez() -> Health:
     """The process answers."""
     return Health()
 
 
-@router.get("/readyz", responses={503: problems()[503]})
+@router.get("/readyz", responses=only_problems(400, 503))
 def readyz(request: Request, store: Store) -> Health:
     """Requests can be served: the store is there, and the service is not being stopped."""
     if request.app.state.draining.is_set():

@@ -15,7 +15,7 @@ from fastapi.sse import EventSourceResponse, ServerSentEvent
 from remat.wire import JobPage, JobView, State
 from remat_server.auth import Owner
 from remat_server.problems import ServiceProblem
-from remat_server.routes.common import JobId, Store, no_job, problems
+from remat_server.routes.common import JobId, Store, no_job, problems, reference
 from remat_server.store import events, jobs
 from remat_server.store.database import Database
 from remat_server.store.events import Event
@@ -70,7 +70,7 @@ def get_job(
     responses={
         202: {
             "description": "It had not ended: cancelled",
-            "content": {"application/json": {"schema": {"$ref": "#/components/schemas/JobView"}}},
+            "content": {"application/json": {"schema": reference(JobView)}},
         },
         204: {"description": "It had ended: forgotten"},
         **problems(404),
@@ -107,10 +107,12 @@ async def watch_job(
 
     A client that was cut off goes on where it was, by the header `Last-Event-ID`.
     """
-    last = int(last_event_id) if (last_event_id or "").isdigit() else 0  # type: ignore[arg-type]
+    last = int(last_event_id) if last_event_id and last_event_id.isdecimal() else 0
     began = spoke = time.monotonic()
     while not request.app.state.draining.is_set():
-        found = await run_sync(_after, store, id, min(last, 2**31 - 1))
+        found, is_over = await run_sync(_after, store, id, min(last, 2**31 - 1))
+        if is_over:
+            return
         for event in found:
             last, spoke = event.number, time.monotonic()
             yield ServerSentEvent(event=event.kind, id=str(event.number), data=event.data)
@@ -122,6 +124,8 @@ async def watch_job(
         await sleep(_FIRST_LOOKS_S if time.monotonic() < began + _SHORT_S else _LOOK_S)
 
 
-def _after(store: Database, id: str, number: int) -> list[Event]:
+def _after(store: Database, id: str, number: int) -> tuple[list[Event], bool]:
+    """The events after a number, and whether there is none and will be none."""
     with store.read() as connection:
-        return events.after(connection, id, number)
+        found = events.after(connection, id, number)
+        return found, not found and jobs.is_over(connection, id)

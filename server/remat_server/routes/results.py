@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import gzip
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
 
 from remat import view
 from remat.documents import validated
-from remat.wire import ENDED, Answer, SweepAnswer
+from remat.wire import ENDED, Answer, JobView, SweepAnswer
 from remat_server.auth import Owner
 from remat_server.problems import ServiceProblem
-from remat_server.routes.common import JobId, no_job, problems
+from remat_server.routes.common import JobId, no_job, problems, reference
 from remat_server.store import jobs
 
 router = APIRouter(tags=["jobs"])
@@ -34,6 +34,10 @@ _MEDIA: dict[Form, str] = {
     "program": "application/json",
 }
 _PICTURES = frozenset[Form]({"svg", "schedule", "modules"})
+_SCHEMAS: dict[Form, dict[str, Any]] = {
+    "json": {"oneOf": [reference(kind) for kind in (Answer, SweepAnswer, JobView)]},
+    "chrome": {"type": "object"},
+}
 _FRAME = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; sandbox"
 """Of a page that the service makes: it has no scripts, and could run none."""
 
@@ -44,8 +48,8 @@ _FRAME = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; sandbox"
         200: {
             "description": "The answer; or the job, where it is infeasible",
             "content": {
-                media: {"schema": {"type": "object" if media == _MEDIA["json"] else "string"}}
-                for media in _MEDIA.values()
+                media: {"schema": _SCHEMAS.get(form, {"type": "string"})}
+                for form, media in reversed(_MEDIA.items())  # the first of a kind documents it
             },
         },
         **problems(404, 406, 409),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any
 
-from anyio import sleep
+from anyio import CapacityLimiter, sleep
 from anyio.to_thread import run_sync
 from fastapi import APIRouter, Header, Query, Request
 from fastapi.responses import JSONResponse, Response
@@ -14,7 +14,7 @@ from remat.wire import ENDED, Answer, JobView, Kind, Sizes, SolveRequest, SweepA
 from remat_server.auth import Owner
 from remat_server.bodies import read_body
 from remat_server.problems import ServiceProblem
-from remat_server.routes.common import problems
+from remat_server.routes.common import LINKS, problems, reference
 from remat_server.routes.results import result_response
 from remat_server.store import jobs
 
@@ -22,6 +22,9 @@ router = APIRouter(tags=["solving"])
 
 _WAIT = re.compile(r"(?:^|[,;\s])wait=(\d{1,6})(?:$|[,;\s])")
 _LOOK_S = 0.05
+
+_validating = CapacityLimiter(2)
+"""A large document takes hundreds of megabytes while it is validated, so few are at a time."""
 
 Prefer = Annotated[
     str | None, Header(description="`wait=N`: answer with the result if it is there in N seconds")
@@ -41,9 +44,7 @@ DryRun = Annotated[bool, Query(description="Only validate, and tell the sizes")]
 def _documented(body: type[SolveRequest | SweepRequest], answer: type[Any]) -> dict[str, Any]:
     """The parts of the OpenAPI document that FastAPI cannot see, as bodies are read by hand."""
     json = "application/json"
-    schema = body.model_json_schema(ref_template=f"#/components/schemas/{body.__name__}.{{model}}")
-    schema.pop("$defs", None)
-    view = {"$ref": "#/components/schemas/JobView"}
+    schema, made, view = (reference(kind) for kind in (body, answer, JobView))
     return {
         "openapi_extra": {"requestBody": {"required": True, "content": {json: {"schema": schema}}}},
         "status_code": 202,
@@ -55,8 +56,8 @@ def _documented(body: type[SolveRequest | SweepRequest], answer: type[Any]) -> d
                     json: {
                         "schema": {
                             "oneOf": [
-                                {"$ref": "#/components/schemas/Sizes"},
-                                {"type": "object", "description": f"{answer.__name__}"},
+                                reference(Sizes),
+                                made,
                                 view,
                             ]
                         }
@@ -67,6 +68,7 @@ def _documented(body: type[SolveRequest | SweepRequest], answer: type[Any]) -> d
                 "description": "Accepted",
                 "content": {json: {"schema": view}},
                 "headers": {"Location": {"schema": {"type": "string"}}},
+                "links": LINKS,
             },
             **problems(413, 415),
         },
@@ -107,10 +109,12 @@ async def _accept(
         )
     body = await read_body(request, state.settings.body_bytes)
     if dry_run:
-        sizes: Sizes = await run_sync(state.intake.sizes, kind, body)
+        sizes: Sizes = await run_sync(state.intake.sizes, kind, body, limiter=_validating)
         return JSONResponse(sizes.model_dump())
     request_id: str = request.scope["state"]["request_id"]
-    job: JobView = await run_sync(state.intake.accept, kind, body, owner, key, request_id)
+    job: JobView = await run_sync(
+        state.intake.accept, kind, body, owner, key, request_id, limiter=_validating
+    )
     where = f"/jobs/{job.id}" if kind == "solve" else f"/sweeps/{job.id}"
     headers = {"Location": where}
     asked = _WAIT.search(prefer or "")

@@ -129,6 +129,12 @@ def _positions(connection: Connection, numbers: Sequence[int]) -> dict[int, int]
     return {row.number: row.rank - 1 for row in connection.execute(query)}
 
 
+def is_over(connection: Connection, id: str) -> bool:
+    """Whether a job has ended, or was forgotten: no events will come."""
+    found = connection.execute(select(jobs.c.status).where(jobs.c.id == id)).scalar()
+    return found is None or found in ENDED
+
+
 def result(connection: Connection, owner: str, id: str) -> tuple[JobView, bytes | None] | None:
     """A job with its gzipped answer, which is None where it has none."""
     found = _row(connection, owner, id)
@@ -175,6 +181,8 @@ def cancel(connection: Connection, owner: str, id: str) -> str | None:
 def _row(
     connection: Connection, owner: str, id: str, *, for_update: bool = False
 ) -> Row[Any] | None:
+    if "\0" in id:  # which is no text to PostgreSQL
+        return None
     query = select(jobs).where(jobs.c.id == id, jobs.c.owner == owner)
     return connection.execute(query.with_for_update() if for_update else query).first()
 

@@ -92,7 +92,13 @@ class CheckmateMilp:
             seed=self.seed,
             cancelled=None if cancel is None else cancel.is_set,
         )
-        program.problem.solve(highs)
+        try:
+            program.problem.solve(highs)
+        except pulp.PulpSolverError as error:  # its coefficients, most likely
+            raise SolverError(
+                f"{error}: the graph's sizes are too far from its budget, or its costs from each "
+                "other; use Auto"
+            ) from None
         if highs.answer is None or highs.answer.model_status == "Not Set":
             raise SolverError("HiGHS stopped without an answer")
         return highs.answer

@@ -138,7 +138,13 @@ class LpRounding:
         left = max(0.1, until - time.monotonic())
         is_cancelled = None if cancel is None else cancel.is_set
         highs = BulkHiGHS(gap=0.0, time_limit=left, threads=self.threads, cancelled=is_cancelled)
-        relaxed.problem.solve(highs)
+        try:
+            relaxed.problem.solve(highs)
+        except pulp.PulpSolverError as error:  # its coefficients, most likely
+            raise SolverError(
+                f"{error}: the graph's sizes are too far from its budget, or its costs from each "
+                "other; use Auto"
+            ) from None
         if relaxed.problem.sol_status == pulp.LpSolutionInfeasible:
             return None, 0.0
         if highs.answer is None or highs.answer.model_status == "Not Set":

@@ -44,6 +44,23 @@ STRATEGIES: dict[str, type[Any]] = {
     "checkmate": CheckmateMilp,
 }
 
+_RANGES = {
+    "threads": (1, 1024),
+    "seed": (0, 2**31 - 1),
+    "complete_slots": (0, 1_000_000),
+    "near_slots": (0, 1_000_000),
+    "k": (1, 1_000_000),
+    "checkpoints": (1, 1_000_000),
+    "parameter_bytes": (0, 2**62),
+    "pieces": (1, 100_000),
+    "choices": (1, 10_000),
+    "slots": (1, 10_000),
+    "samples": (0, 10_000),
+    "max_operations": (1, 1_000_000),
+}
+"""What an option of a document may be, both included: anything else is a mistake or an attack."""
+
+_MOST_ALLOWANCES = 100
 _FOREVER_S = 1e9
 """Stands for infinity in JSON, which has none."""
 
@@ -79,11 +96,22 @@ def from_data(data: object) -> Strategy:
         raise ValueError(f"strategy {name}: {where}: {first['msg']}") from None
     options = dict(checked)
     for option, value in options.items():
-        if option in ("gap", "peak_gap") and not 0 <= value < 1:
-            raise ValueError(f"strategy {name}: {option} is {value}; it is at least 0 and below 1")
-        if option in ("time_limit", "stall", "threads") and not value > 0:
-            raise ValueError(f"strategy {name}: {option} is {value}; it is above zero")
+        _check_option(f"strategy {name}: {option}", option, value)
     return cast(Strategy, STRATEGIES[name](**options))
+
+
+def _check_option(where: str, option: str, value: Any) -> None:
+    if option in ("gap", "peak_gap") and not 0 <= value < 1:
+        raise ValueError(f"{where} is {value}; it is at least 0 and below 1")
+    if option in ("time_limit", "stall") and not value > 0:
+        raise ValueError(f"{where} is {value}; it is above zero")
+    if option == "allowances" and not (
+        0 < len(value) <= _MOST_ALLOWANCES and all(0 <= share < 1 for share in value)
+    ):
+        raise ValueError(f"{where} are 1 to {_MOST_ALLOWANCES} shares, at least 0 and below 1")
+    least, most = _RANGES.get(option, (0, 0))
+    if option in _RANGES and value is not None and not least <= value <= most:
+        raise ValueError(f"{where} is {str(value)[:40]}; it is from {least} to {most}")
 
 
 @cache

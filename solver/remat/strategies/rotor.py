@@ -93,7 +93,7 @@ def _keep_all_bytes(costs: ChainCosts, slots: int) -> int:
     """Enough to keep every tape, rounded up to pieces of that by `slots`."""
     peak = max(np.max(costs.held_bytes + costs.tape_bytes), np.max(costs.backward_bytes))
     dynamic = float(np.sum(costs.saved_bytes) + peak)
-    pieces = max(slots - len(costs.saved_bytes) - 1, slots // 2)
+    pieces = max(slots - len(costs.saved_bytes) - 1, slots // 2, 1)
     return costs.reserved_bytes + int(dynamic * slots / pieces) + slots
 
 
