@@ -15,10 +15,10 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check lint format types pytest pytest-gpu bench lock clean
+.PHONY: help venv demo test check lint format types system-packages pytest pytest-gpu bench lock clean
 
 help:  ## Show the verbs
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
 
 venv: $(STAMP)  ## Make .venv with everything in it, at the versions of constraints.txt
 
@@ -34,7 +34,7 @@ $(STAMP): pyproject.toml constraints.txt scripts/install_torch.sh
 demo: $(STAMP)  ## Train a small model within a budget, and see what it costs
 	$(BIN)/python -m remat.demo
 
-test: lint types pytest pytest-gpu  ## Format, lint, import contracts, types, tests
+test: lint types system-packages pytest pytest-gpu  ## Format, lint, import contracts, types, tests
 
 lint: $(STAMP)  ## ruff and the import contracts
 	$(BIN)/ruff format --check .
@@ -47,6 +47,10 @@ format: $(STAMP)  ## Let ruff format and fix what it can
 
 types: $(STAMP)  ## pyright
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright
+
+# Never fails: tests whose packages are missing are skipped. NO_SYSTEM_PACKAGES=1 installs none.
+system-packages:  ## PostgreSQL and Chromium for tests, where we may install Debian packages
+	@scripts/system_packages.sh
 
 # One thread for each process: on few cores, threads of several processes only wait for each other.
 pytest: $(STAMP)  ## The tests that need no GPU

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,19 @@ import torch
 def cache_of_this_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No test reads or writes the user's cost cache."""
     monkeypatch.setenv("REMAT_CACHE_DIR", str(tmp_path / "remat-cache"))
+
+
+@pytest.fixture(scope="session")
+def postgres_url() -> Iterator[str]:
+    """A real PostgreSQL, started for the first test that asks; each test process has its own."""
+    from tests import postgres  # needs a driver, which tests of the GPU may not have
+
+    if reason := postgres.why_not():
+        pytest.skip(reason)
+    with tempfile.TemporaryDirectory(prefix="remat-postgres-") as directory:
+        Path(directory).chmod(0o755)
+        with postgres.running(Path(directory)) as url:
+            yield url
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

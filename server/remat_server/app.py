@@ -52,12 +52,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await run_sync(database.migrate)
-        if not settings.is_loopback and not settings.allow_anonymous and not gate.is_closed:
-            raise ServiceError(
-                f"{settings.host} can be reached from other machines, and there are no API keys: "
-                "make one (remat keys add NAME), or bind to 127.0.0.1, or set "
-                "REMAT_ALLOW_ANONYMOUS=true if everybody who can reach it may use it"
-            )
+        check_keys(app)
         _drain_on_signals(app.state.draining)
         worker = KeptWorker(settings) if settings.worker else None
         if worker is not None:
@@ -97,6 +92,18 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     app.add_middleware(Surround, settings=settings, gate=gate, requests=requests)
     _document(app)
     return app
+
+
+def check_keys(app: FastAPI) -> None:
+    """Raises `ServiceError` where other machines could use the service without a key."""
+    settings: Settings = app.state.settings
+    gate: Gate = app.state.gate
+    if not settings.is_loopback and not settings.allow_anonymous and not gate.is_closed:
+        raise ServiceError(
+            f"{settings.host} can be reached from other machines, and there are no API keys: "
+            "make one (remat keys add NAME), or bind to 127.0.0.1, or set "
+            "REMAT_ALLOW_ANONYMOUS=true if everybody who can reach it may use it"
+        )
 
 
 def _document(app: FastAPI) -> None:

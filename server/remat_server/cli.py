@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from remat.errors import ServiceError
-from remat_server.app import create_app
+from remat_server.app import check_keys, create_app
 from remat_server.processes import run_worker
 from remat_server.settings import Settings
 from remat_server.store import keys
@@ -53,8 +53,11 @@ def serve(
         worker=None if workers is None else workers > 0,
         concurrent_solves=workers or None,
     )
+    app = create_app(settings)
+    app.state.database.migrate()  # what is wrong is said in one line, before uvicorn's traceback
+    check_keys(app)
     config = uvicorn.Config(
-        create_app(settings),
+        app,
         host=settings.host,
         port=settings.port,
         log_config=None,

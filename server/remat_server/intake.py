@@ -59,6 +59,7 @@ class Intake:
         if not is_answered:
             request = self.validate(kind, body)
             model = request.trace.model if request.trace is not None else ""
+            model = model.replace("\0", "")  # PostgreSQL has no such text
             needs = self._needs(request, devices)
             if active >= self.settings.queued_per_key:
                 raise ServiceProblem(

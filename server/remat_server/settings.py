@@ -18,8 +18,12 @@ Seconds = Annotated[float, Field(gt=0)]
 
 
 def _data_dir() -> Path:
-    home = os.environ.get("XDG_DATA_HOME")
-    return (Path(home) if home else Path.home() / ".local" / "share") / "remat"
+    if home := os.environ.get("XDG_DATA_HOME"):
+        return Path(home) / "remat"
+    try:
+        return Path.home() / ".local" / "share" / "remat"
+    except RuntimeError:  # a container's user that has no name, and no HOME
+        return Path("/var/lib/remat")
 
 
 class Settings(BaseSettings):

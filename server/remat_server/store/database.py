@@ -10,6 +10,7 @@ from typing import Any
 from alembic import command
 from alembic.config import Config
 from sqlalchemy import Connection, Double, create_engine, event, make_url, text
+from sqlalchemy.exc import OperationalError
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.functions import FunctionElement
 
@@ -55,6 +56,7 @@ class Database:
                 options["connect_args"] = {"timeout": _BUSY_S, "isolation_level": None}
             else:
                 options |= {"pool_size": 10, "max_overflow": 40}
+            self._of_reads = {} if self.is_sqlite else {"isolation_level": "REPEATABLE READ"}
             self.url = parsed
             self.engine = create_engine(parsed, **options)
         except Exception as error:
@@ -68,7 +70,7 @@ class Database:
     @contextmanager
     def read(self) -> Iterator[Connection]:
         """A connection to read with: what it sees is consistent."""
-        with self.engine.connect() as connection:
+        with self.engine.connect().execution_options(**self._of_reads) as connection:
             if self.is_sqlite:
                 connection.exec_driver_sql("BEGIN")
             yield connection
@@ -88,14 +90,24 @@ class Database:
                 raise
 
     def migrate(self) -> None:
-        """Bring the tables to this version's. Several processes may do so at once."""
-        with self.write() as connection:
-            if not self.is_sqlite:
-                connection.execute(text("SELECT pg_advisory_xact_lock(7236748)"))
-            config = Config()
-            config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
-            config.attributes["connection"] = connection
-            command.upgrade(config, "head")
+        """Bring the tables to this version's. Several processes may do so at once.
+
+        Raises `ServiceError` where the store cannot be reached.
+        """
+        try:
+            with self.write() as connection:
+                self._migrate(connection)
+        except OperationalError as error:
+            shown = self.url.render_as_string(hide_password=True)
+            raise ServiceError(f"the store {shown} does not answer: {error.orig}") from None
+
+    def _migrate(self, connection: Connection) -> None:
+        if not self.is_sqlite:
+            connection.execute(text("SELECT pg_advisory_xact_lock(7236748)"))
+        config = Config()
+        config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
+        config.attributes["connection"] = connection
+        command.upgrade(config, "head")
 
     def close(self) -> None:
         """Give all connections back."""

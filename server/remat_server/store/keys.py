@@ -57,7 +57,8 @@ def owner_of(connection: Connection, key: str) -> str | None:
     prefix, _, rest = key.partition("_")
     id, _, secret = rest.partition("_")
     query = select(keys.c.digest).where(keys.c.id == id[:32], keys.c.revoked_at.is_(None))
-    digest = connection.execute(query).scalar() if prefix == "remat" else None
+    is_possible = prefix == "remat" and "\0" not in id  # PostgreSQL has no text with NUL
+    digest = connection.execute(query).scalar() if is_possible else None
     is_right = hmac.compare_digest(digest or "", _digest(secret))
     return id if is_right else None
 
