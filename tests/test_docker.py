@@ -61,7 +61,7 @@ def test_images_are_run_by_nobody_special(target: str) -> None:
     assert json.loads(stage["ENTRYPOINT"]) == ["remat"]
     assert json.loads(stage["CMD"]) == ["serve" if target == "server" else "worker"]
     assert "/opt/remat/healthcheck.py" in stage["HEALTHCHECK"]
-    assert stage["ENV"].split() >= ["PATH=/opt/remat/bin:$PATH"]
+    assert "PATH=/opt/remat/bin:$PATH" in stage["ENV"].split()
     assert "org.opencontainers.image.licenses" in stage["LABEL"]
 
 
@@ -325,8 +325,9 @@ def test_it_writes_only_where_it_may() -> None:
 
         refused = ended("serve")
         assert refused.returncode != 0
-        assert refused.stderr.startswith("remat: 0.0.0.0 can be reached"), refused.stderr
+        assert refused.stderr.splitlines()[-1].startswith("remat: 0.0.0.0 can be reached")
         assert "remat keys add NAME" in refused.stderr
+        assert "Traceback" not in refused.stderr
         added = ended("keys", "add", "prometheus")
         assert added.returncode == 0, added.stderr
         key = added.stdout.strip()

@@ -38,25 +38,18 @@ class Gate:
 
     def owner(self, request: Request) -> str:
         """The owner for a request. Raises `ServiceProblem` 401 or 429."""
-        owner = ANONYMOUS
+        address = request.client.host if request.client else ""
+        owner: str | None = ANONYMOUS
         if self.is_closed:
             owner = self._owner_of_key(request)
-        who = owner or (request.client.host if request.client else "")
-        if not self._limiter.hit(self._rate, who):
+        # Wrong keys are counted by address too: nobody may try them without end.
+        if not self._limiter.hit(self._rate, owner or address):
             raise ServiceProblem(
                 429,
                 f"more than {self._rate.amount} requests in a minute; wait, or watch a job by its "
                 "event stream instead of asking again and again",
                 headers={"Retry-After": "10"},
             )
-        return owner
-
-    def _owner_of_key(self, request: Request) -> str:
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        owner = None
-        if scheme.lower() == "bearer" and key:
-            with self._database.read() as connection:
-                owner = keys.owner_of(connection, key.strip())
         if owner is None:
             raise ServiceProblem(
                 401,
@@ -65,6 +58,13 @@ class Gate:
                 headers={"WWW-Authenticate": "Bearer"},
             )
         return owner
+
+    def _owner_of_key(self, request: Request) -> str | None:
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not key:
+            return None
+        with self._database.read() as connection:
+            return keys.owner_of(connection, key.strip())
 
 
 def _owner(request: Request) -> str:

@@ -47,4 +47,5 @@ def configure(settings: Settings) -> None:
     for name in ("uvicorn", "uvicorn.error"):
         logging.getLogger(name).handlers[:] = []
         logging.getLogger(name).propagate = True
+    logging.getLogger("alembic").setLevel("WARNING")
     logging.getLogger("uvicorn.access").disabled = True  # the middleware says more
