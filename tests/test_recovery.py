@@ -1,10 +1,12 @@
-"""Loss: killed servers and workers, stopped servers, solves that take too much. On SQLite."""
+"""Loss: killed servers and workers, stopped servers, solves that take too much."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -115,6 +117,30 @@ def test_a_killed_solve_fails_with_a_reason_and_the_next_one_works(tmp_path: Pat
         assert ended["problem"]["type"].endswith("crashed")
         assert "SIGKILL" in ended["problem"]["detail"]
         assert finished(http, post(http, budget="72%").json()["id"])["status"] == "succeeded"
+
+
+def test_workers_elsewhere_share_a_postgresql_store(
+    tmp_path: Path, postgres_url: str, plan: remat.Plan
+) -> None:
+    settings = {"REMAT_DATABASE_URL": postgres_url, "REMAT_LEASE_S": "1"}
+    with servers.running(tmp_path, "--workers", "0", **settings) as server, server.http() as http:
+        made = [http.post("/solve", json=jobs.body(i)).json()["id"] for i in range(6)]
+        assert {http.get(f"/jobs/{id}").json()["status"] for id in made} == {"queued"}
+        command = [sys.executable, "-m", "remat.cli", "worker", "--database-url", postgres_url]
+        command += ["--concurrent-solves", "1"]
+        workers = [subprocess.Popen(command, env=server.environment) for _ in range(2)]
+        try:
+            wait_for(lambda: len(solving_processes(str(tmp_path))) == 2)
+            workers[0].kill()
+            for id in made:
+                finished(http, id, 120)
+                jobs.check(http, id, plan)
+            workers[1].terminate()
+            assert workers[1].wait(timeout=30) == 0
+        finally:
+            for worker in workers:
+                worker.kill()
+                worker.wait()
 
 
 def again_started(log: Path) -> float:

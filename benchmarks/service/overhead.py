@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gzip
 import statistics
 import time
 from pathlib import Path
@@ -11,41 +12,67 @@ from typing import Any
 from tests import server as servers
 
 import remat
+from remat.wire import Options, SolveRequest
 
 _REPEATS = 7
 _STRATEGY = remat.KeepAll()
+_HEADERS = {
+    "Content-Type": "application/json",
+    "Content-Encoding": "gzip",
+    "Prefer": "wait=60",
+}
 
 
 def run(folder: Path, settings: dict[str, str], options: argparse.Namespace) -> dict[str, Any]:
-    """Solves that take next to no time, so that what is left is the service's own."""
+    """Solves that take next to no time, so that what is left is the service's own.
+
+    By plain HTTP with a request that is encoded already, which is the service alone; and by
+    `remat.Client`, which also writes the trace and reads the plan and the program.
+    """
     trace = remat.Trace.load(options.trace) if options.trace else _gpt2()
-    budgets = [f"{100 + n}%" for n in range(_REPEATS)]
+    body = b""
     local: list[float] = []
-    fresh: list[float] = []
-    cached: list[float] = []
+    http_s: dict[str, list[float]] = {"fresh": [], "cached": []}
+    client_s: dict[str, list[float]] = {"fresh": [], "cached": []}
     running = servers.running(folder, "--workers", "1", **settings)
-    with running as server, server.client() as client:
+    with running as server, server.client() as client, server.http() as http:
         client.solve(trace, "99.5%", remat.Auto(gap=0.5))  # the first connection
-        for budget in budgets:
+        for number in range(_REPEATS):
             time.sleep(2.0)  # until the next process waits, as between users
             began = time.perf_counter()
-            plan = remat.solve(trace, budget, _STRATEGY)
+            plan = remat.solve(trace, f"{100 + number}%", _STRATEGY)
             remat.rewrite(trace, plan.schedule)
             local.append(time.perf_counter() - began)
-            for seconds in (fresh, cached):
+            body = _request(trace, f"{100 + number}%")
+            for kind in http_s:
                 began = time.perf_counter()
-                found = client.plan(trace, budget, _STRATEGY)
-                seconds.append(time.perf_counter() - began)
+                answer = http.post("/solve", content=body, headers=_HEADERS)
+                http_s[kind].append(time.perf_counter() - began)
+                assert tuple(answer.json()["plan"]["runs"]) == plan.schedule.runs
+            time.sleep(2.0)
+            for kind in client_s:
+                began = time.perf_counter()
+                found = client.plan(trace, f"{200 + number}%", _STRATEGY)
+                client_s[kind].append(time.perf_counter() - began)
                 assert found[0].schedule == plan.schedule
+    library_s = statistics.median(local)
+    http_medians = {kind: statistics.median(seconds) for kind, seconds in http_s.items()}
+    client_medians = {kind: statistics.median(seconds) for kind, seconds in client_s.items()}
     return {
         "operations": len(trace.graph()),
         "nodes": len(trace.nodes),
-        "library_s": round(statistics.median(local), 4),
-        "fresh_s": round(statistics.median(fresh), 4),
-        "cached_s": round(statistics.median(cached), 4),
-        "fresh_over_library_s": round(statistics.median(fresh) - statistics.median(local), 4),
-        "cached_over_nothing_s": round(statistics.median(cached), 4),
+        "request_bytes": len(body),
+        "library_s": round(library_s, 4),
+        "http_fresh_over_library_s": round(http_medians["fresh"] - library_s, 4),
+        "http_cached_s": round(http_medians["cached"], 4),
+        "client_fresh_over_library_s": round(client_medians["fresh"] - library_s, 4),
+        "client_cached_s": round(client_medians["cached"], 4),
     }
+
+
+def _request(trace: remat.Trace, budget: str) -> bytes:
+    request = SolveRequest(trace=trace, budget=budget, options=Options(strategy=_STRATEGY))
+    return gzip.compress(request.model_dump_json().encode())
 
 
 def _gpt2() -> remat.Trace:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import threading
 from collections.abc import AsyncIterator
@@ -51,6 +52,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        gc.set_threshold(100_000)  # documents are many small objects without cycles
         await run_sync(database.migrate)
         check_keys(app)
         _drain_on_signals(app.state.draining)

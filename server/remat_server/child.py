@@ -32,6 +32,7 @@ def main() -> int:
     )  # Ctrl-C goes to the whole group; the worker ends us
     connection = Connection(int(sys.argv[1]))
     gc.freeze()
+    gc.set_threshold(100_000)  # documents are many small objects without cycles
     connection.send_bytes(Ready().model_dump_json().encode())
     try:
         task = Task.model_validate_json(connection.recv_bytes())

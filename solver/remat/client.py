@@ -176,7 +176,7 @@ class Client:
             **_subject(graph),
         )
         job = self.submit(request)
-        answer = self._read(self.finish(job.id, progress, cancel), SweepAnswer)
+        answer = self._read(self._finish(job, progress, cancel), SweepAnswer)
         return [document.plan() for document in answer.plans]
 
     # -- jobs ---------------------------------------------------------------------------------
@@ -206,17 +206,7 @@ class Client:
 
         Where the wait is interrupted, the job is cancelled.
         """
-        try:
-            self._watch(id, progress, cancel)
-        except BaseException:
-            self._cancel_quietly(id)
-            raise
-        job = self.job(id)
-        if job.status == "succeeded":
-            return self._call("GET", f"/jobs/{id}/result", headers={"Accept": "application/json"})
-        if job.problem is not None:
-            raise job.problem.exception()
-        raise RematError(f"the job {id} is {job.status}")
+        return self._finish(self.job(id), progress, cancel)
 
     # -- the wire -----------------------------------------------------------------------------
 
@@ -232,8 +222,25 @@ class Client:
         parse_budget(budget, baseline_bytes=1 << 40)  # the same error as without a service
         request = SolveRequest(budget=budget, options=_options(strategy, costs), **_subject(graph))
         job = self.submit(request)
-        answer = self._read(self.finish(job.id, progress, cancel), Answer)
+        answer = self._read(self._finish(job, progress, cancel), Answer)
         return answer.plan.plan(), answer.program
+
+    def _finish(
+        self, job: JobView, progress: ProgressCallback | None, cancel: Cancel | None
+    ) -> bytes:
+        if job.status not in ENDED:
+            try:
+                self._watch(job.id, progress, cancel)
+            except BaseException:
+                self._cancel_quietly(job.id)
+                raise
+            job = self.job(job.id)
+        if job.status == "succeeded":
+            headers = {"Accept": "application/json"}
+            return self._call("GET", f"/jobs/{job.id}/result", headers=headers)
+        if job.problem is not None:
+            raise job.problem.exception()
+        raise RematError(f"the job {job.id} is {job.status}")
 
     def _watch(self, id: str, progress: ProgressCallback | None, cancel: Cancel | None) -> None:
         """Follow a job's events to its end, over lost connections."""
