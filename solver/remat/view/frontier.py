@@ -178,7 +178,7 @@ _SHAPES = (_square, _diamond, _cross)
 
 
 def _tick_percent(value: float) -> str:
-    return f"{value * 100:.3g}%"
+    return f"{value * 100:.3g}%" if value < 9.995 else f"{value * 100:,.0f}%"
 
 
 def _summary(line: list[Plan]) -> str:
