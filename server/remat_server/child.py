@@ -15,6 +15,7 @@ import signal
 import sys
 import traceback
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import highspy  # noqa: F401  # loaded before the request comes
 
@@ -23,13 +24,15 @@ from remat_server.messages import Answered, Failed, Ready, Task
 from remat_server.problems import problem
 from remat_server.solving import perform
 
+_NEARLY = 0.7
+_WITHOUT_MEMORY = (MemoryError, SystemError)
+"""The second is what CPython raises where it could not even make the first."""
+
 
 def main() -> int:
     """Serve one task on the connection whose file descriptor is the argument."""
     die_with_parent(int(sys.argv[2]))
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C goes to the whole group; the worker ends us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the worker, which ends us
     connection = Connection(int(sys.argv[1]))
     gc.freeze()
     gc.set_threshold(100_000)  # documents are many small objects without cycles
@@ -50,11 +53,12 @@ def main() -> int:
             device=task.device,
             tell=lambda message: connection.send_bytes(message.model_dump_json().encode()),
         )
-    except MemoryError:
-        found = Failed(status="failed", problem=problem(500, TOO_LARGE, "memory"))
     except Exception as error:
-        _log(error)
-        found = Failed(status="failed", problem=problem(500, A_BUG, "internal"))
+        if isinstance(error, _WITHOUT_MEMORY) or _data_bytes() > _NEARLY * task.memory_bytes:
+            found = Failed(status="failed", problem=problem(500, TOO_LARGE, "memory"))
+        else:
+            _log(error)
+            found = Failed(status="failed", problem=problem(500, A_BUG, "internal"))
     if isinstance(found, Failed):
         connection.send_bytes(found.model_dump_json().encode())
         return 0
@@ -79,6 +83,17 @@ def _log(error: Exception) -> None:
     lines = traceback.format_tb(error.__traceback__)
     told = {"event": "solve met a bug", "level": "error", "exception": type(error).__name__}
     print(json.dumps({**told, "traceback": "".join(lines)}), file=sys.stderr, flush=True)
+
+
+def _data_bytes() -> int:
+    """What counts against the limit now. Without memory, any call may fail in any way; while the
+    error is looked at, its traceback still holds what was there."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return 0
+    found = next((line for line in lines if line.startswith("VmData")), "VmData 0 kB")
+    return int(found.split()[1]) << 10
 
 
 def _limit_memory(size_bytes: int) -> None:
