@@ -124,14 +124,20 @@ def test_workers_elsewhere_share_a_postgresql_store(
 ) -> None:
     settings = {"REMAT_DATABASE_URL": postgres_url, "REMAT_LEASE_S": "1"}
     with servers.running(tmp_path, "--workers", "0", **settings) as server, server.http() as http:
-        made = [http.post("/solve", json=jobs.body(i)).json()["id"] for i in range(6)]
-        assert {http.get(f"/jobs/{id}").json()["status"] for id in made} == {"queued"}
+        options = {"strategy": {**HARD, "time_limit": 5.0}}
+        long = [
+            post(http, graph=chain(60 + i), budget="22%", options=options).json()["id"]
+            for i in range(2)
+        ]
+        made = [http.post("/solve", json=jobs.body(i)).json()["id"] for i in range(4)]
+        assert {http.get(f"/jobs/{id}").json()["status"] for id in long + made} == {"queued"}
         command = [sys.executable, "-m", "remat.cli", "worker", "--database-url", postgres_url]
         command += ["--concurrent-solves", "1"]
         workers = [subprocess.Popen(command, env=server.environment) for _ in range(2)]
         try:
             wait_for(lambda: len(solving_processes(str(tmp_path))) == 2)
             workers[0].kill()
+            assert all(finished(http, id, 120)["status"] == "succeeded" for id in long)
             for id in made:
                 finished(http, id, 120)
                 jobs.check(http, id, plan)
