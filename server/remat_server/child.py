@@ -21,7 +21,7 @@ import highspy  # noqa: F401  # loaded before the request comes
 
 from remat_server.deathsig import die_with_parent
 from remat_server.messages import Answered, Failed, Ready, Task
-from remat_server.problems import problem
+from remat_server.problems import out_of_memory, problem
 from remat_server.solving import perform
 
 _NEARLY = 0.7
@@ -55,7 +55,7 @@ def main() -> int:
         )
     except Exception as error:
         if isinstance(error, _WITHOUT_MEMORY) or _data_bytes() > _NEARLY * task.memory_bytes:
-            found = Failed(status="failed", problem=problem(500, TOO_LARGE, "memory"))
+            found = Failed(status="failed", problem=out_of_memory(task.memory_bytes))
         else:
             _log(error)
             found = Failed(status="failed", problem=problem(500, A_BUG, "internal"))
@@ -67,12 +67,6 @@ def main() -> int:
     connection.send_bytes(answered.model_dump_json().encode())
     connection.send_bytes(body)
     return 0
-
-
-TOO_LARGE = (
-    "the solve took more memory than a solve may here; offer fewer slots (strategy option "
-    "near_slots), or raise REMAT_SOLVE_MEMORY_BYTES"
-)
 
 
 A_BUG = "this is a bug of remat: the service's log has its traceback; please report it"

@@ -80,6 +80,16 @@ def answer(
     return JSONResponse(document, status, headers=dict(headers or {}), media_type=MEDIA_TYPE)
 
 
+def out_of_memory(limit_bytes: int) -> Problem:
+    """The document for a solve that needed more memory than it may take."""
+    return problem(
+        500,
+        f"the solve needed more memory than the {limit_bytes:,} bytes that a solve may take here; "
+        "offer fewer slots (option near_slots), or raise REMAT_SOLVE_MEMORY_BYTES",
+        "memory",
+    )
+
+
 def of_error(error: RematError, status: int = 422) -> Problem:
     """The document for an exception of the library; `Problem.exception` is the inverse."""
     found = problem(status, str(error), problem_name(error))

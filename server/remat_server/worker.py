@@ -20,7 +20,7 @@ from sqlalchemy.exc import DBAPIError
 from remat.wire import Problem
 from remat_server.messages import Advanced, Answered, Failed, Task
 from remat_server.placements.port import Gone, Lost, Placement, Run
-from remat_server.problems import problem
+from remat_server.problems import out_of_memory, problem
 from remat_server.settings import Settings
 from remat_server.store import leases, upkeep
 from remat_server.store.database import Database
@@ -206,7 +206,7 @@ class Worker:
         active.peak_bytes = max(active.peak_bytes, active.run.memory_bytes())
         limit_s = self._settings.solve_limit_s + _GRACE_S
         if active.peak_bytes > self._settings.solve_memory_bytes:
-            found = self._memory_problem()
+            found = out_of_memory(self._settings.solve_memory_bytes)
         elif time.monotonic() - active.began > limit_s:
             text = f"the solve was ended after {limit_s:g} s, the most that this service allows"
             found = problem(500, text, "timeout")
@@ -217,18 +217,9 @@ class Worker:
 
     def _why_lost(self, active: Active, lost: Lost) -> Problem:
         if active.peak_bytes > 0.7 * self._settings.solve_memory_bytes:
-            return self._memory_problem()
+            return out_of_memory(self._settings.solve_memory_bytes)
         text = f"the solve ended without an answer: {lost}; the service's log may say more"
         return problem(500, text, "crashed")
-
-    def _memory_problem(self) -> Problem:
-        limit = self._settings.solve_memory_bytes
-        return problem(
-            500,
-            f"the solve needed more memory than the {limit:,} bytes that a solve may take here; "
-            "offer fewer slots (option near_slots), or raise REMAT_SOLVE_MEMORY_BYTES",
-            "memory",
-        )
 
     # -- the store --------------------------------------------------------------------------
 
