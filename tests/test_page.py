@@ -418,7 +418,7 @@ def test_a_key_is_asked_for_and_kept(page: Page, tmp_path: Path, trace_file: Pat
         assert key not in page.url
         page.get_by_role("button", name="API key").click()
         page.get_by_role("button", name="Forget the key").click()
-        assert page.evaluate("Object.keys(sessionStorage).length") == 0
+        page.wait_for_function("Object.keys(sessionStorage).length === 0")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

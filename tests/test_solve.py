@@ -151,6 +151,14 @@ def test_progress_is_reported() -> None:
     assert all(progress.gap is None or progress.gap >= 0 for progress in seen)
 
 
+def test_progress_of_a_sweep_says_which_budget_it_is_at() -> None:
+    seen: list[Progress] = []
+    strategy = Auto(order="off", gap=0.0, time_limit=2)
+    plans = sweep(uneven(8), ["60%", "80%"], strategy, progress=seen.append)
+    assert seen
+    assert {now.budget_bytes for now in seen} <= {plan.budget_bytes for plan in plans}
+
+
 def test_cancel_returns_the_best_so_far() -> None:
     cancel = threading.Event()
     cancel.set()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gzip
+import time
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import asdict, fields, is_dataclass, replace
 from typing import Any
 
 from pydantic import ValidationError
@@ -37,11 +38,12 @@ Told = Callable[[Advanced], None]
 Request = SolveRequest | SweepRequest
 
 _EVERY_S = 0.5
+_REMEDY = "/docs describes requests, and remat.Client writes them"
 
 
 def read_request(kind: Kind, body: bytes) -> Request:
     """The validated request. Raises `DocumentError`."""
-    return validated(SolveRequest if kind == "solve" else SweepRequest, body, "request")
+    return validated(SolveRequest if kind == "solve" else SweepRequest, body, "request", _REMEDY)
 
 
 def perform(
@@ -123,20 +125,20 @@ def _priced(request: Request, device: str) -> tuple[Any, str]:
 
 def _teller(tell: Told) -> ProgressCallback:
     """Passes on what is of use: each better schedule, else how things stand twice a second."""
-    last: list[Any] = [None, None, float("-inf")]
+    told: Progress | None = None
+    told_at_s = float("-inf")
 
     def progress(now: Progress) -> None:
-        is_incumbent = now.incumbent is not None and [now.phase, now.incumbent] != last[:2]
-        if not is_incumbent and now.elapsed_s - last[2] < _EVERY_S:
-            return
-        last[:] = [now.phase, now.incumbent, now.elapsed_s]
-        record = ProgressRecord(
-            phase=now.phase,
-            elapsed_s=now.elapsed_s,
-            incumbent=now.incumbent,
-            bound=now.bound,
-            gap=now.gap,
+        nonlocal told, told_at_s
+        is_incumbent = now.incumbent is not None and (
+            told is None
+            or (now.phase, now.budget_bytes, now.incumbent)
+            != (told.phase, told.budget_bytes, told.incumbent)
         )
-        tell(Advanced(progress=record, is_incumbent=is_incumbent))
+        # `elapsed_s` begins anew at each budget of a sweep.
+        if not is_incumbent and time.monotonic() - told_at_s < _EVERY_S:
+            return
+        told, told_at_s = now, time.monotonic()
+        tell(Advanced(progress=ProgressRecord(**asdict(now)), is_incumbent=is_incumbent))
 
     return progress

@@ -44,6 +44,7 @@ MAX_KEYS = 10_000
 NAMESPACES = frozenset({"aten", "prims"})
 """The torch namespaces whose operations a document may name."""
 
+_DAMAGED = "the document is damaged or was not written by remat"
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxdict, _SHORT.maxlist, _SHORT.maxstring = 2, 3, 3, 80
 
@@ -193,12 +194,12 @@ def check_header(header: object, expected: str, version: int) -> None:
         )
 
 
-def validated(kind: type[R], text: str | bytes, what: str) -> R:
+def validated(kind: type[R], text: str | bytes, what: str, remedy: str = _DAMAGED) -> R:
     """The record that the JSON text is. Raises `DocumentError` that names what is wrong."""
     try:
         return kind.model_validate_json(text)
     except ValidationError as error:
-        raise DocumentError(_explain(what, error)) from None
+        raise DocumentError(_explain(what, error, remedy)) from None
     except RecursionError:
         raise DocumentError(f"{what}: nested too deeply to be a real document") from None
 
@@ -213,12 +214,12 @@ def _plain_object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return found
 
 
-def _explain(expected: str, error: ValidationError) -> str:
+def _explain(expected: str, error: ValidationError, remedy: str) -> str:
     first = error.errors(include_url=False, include_context=False)[0]
     where = ".".join(str(part) for part in first["loc"]) or "document"
     more = error.error_count() - 1
     return (
         f"{expected}: {where[:200]}: {first['msg'][:300]} (found {_SHORT.repr(first.get('input'))})"
         + (f", and {more} more problems" if more else "")
-        + "; the document is damaged or was not written by remat"
+        + f"; {remedy}"
     )

@@ -13,7 +13,8 @@ class Progress:
 
     `incumbent` and `bound` are overheads (extra time over the time without recomputation) in the
     phase "cost", and peak bytes in the phase "peak"; None where none is known. `gap` is
-    (cost - bound) / cost, on total time or on total bytes.
+    (cost - bound) / cost, on total time or on total bytes. `budget_bytes` is None in the phase
+    "peak", which looks for the smallest.
     """
 
     phase: str
@@ -21,6 +22,7 @@ class Progress:
     incumbent: float | None = None
     bound: float | None = None
     gap: float | None = None
+    budget_bytes: int | None = None
 
 
 ProgressCallback = Callable[[Progress], None]

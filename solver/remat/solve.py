@@ -114,10 +114,18 @@ def _solve(
         if smallest.bound is not None:
             stats["peak_bound_bytes"] = int(smallest.bound)
         strategy = _with_what_is_left(strategy, time.monotonic() - began)
-    solution = strategy.run(graph, budget_bytes, start=start, progress=progress, cancel=cancel)
+    told = _for_budget(progress, budget_bytes)
+    solution = strategy.run(graph, budget_bytes, start=start, progress=told, cancel=cancel)
     stats |= solution.stats
     stats["total_s"] = time.monotonic() - began
     return Plan.of(graph, budget_bytes, solution, stats)
+
+
+def _for_budget(progress: ProgressCallback | None, budget_bytes: int) -> ProgressCallback | None:
+    """Strategies do not say which budget they are asked for; a sweep has several."""
+    if progress is None:
+        return None
+    return lambda now: progress(replace(now, budget_bytes=budget_bytes))
 
 
 def _near(peak_bytes: int, smallest: Solution, strategy: Strategy) -> int:

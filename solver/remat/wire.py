@@ -176,6 +176,7 @@ class ProgressRecord(Record):
     incumbent: float | None = None
     bound: float | None = None
     gap: float | None = None
+    budget_bytes: int | None = None
 
 
 class Summary(Record):

@@ -18,8 +18,9 @@ export class History {
   add(progress) {
     let current = this.stretches.at(-1);
     const last = current?.points.at(-1);
-    if (!current || current.phase !== progress.phase || progress.elapsed_s < last.elapsed_s) {
-      current = { phase: progress.phase, points: [] };
+    const isOther = current?.phase !== progress.phase || current?.budget !== progress.budget_bytes;
+    if (isOther || progress.elapsed_s < last.elapsed_s) {
+      current = { phase: progress.phase, budget: progress.budget_bytes, points: [] };
       this.stretches.push(current);
     }
     current.points.push(progress);
