@@ -81,3 +81,7 @@ def test_seconds_are_written() -> None:
     assert format_seconds(1.5) == "1.5 s"
     assert format_seconds(0.0123) == "12.3 ms"
     assert format_seconds(5e-9) == "5 ns"
+    assert format_seconds(42e-6) == "42 µs"
+    assert format_seconds(0.9999e-6) == "1 µs"
+    assert format_seconds(0.99996) == "1 s"
+    assert format_seconds(-1234.5) == "-1,234 s"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import base64
 import csv
 import io
 import json
@@ -10,17 +11,21 @@ import math
 import pickle
 import pickletools
 import re
+import runpy
+import textwrap
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import networkx as nx
 import pytest
 import torch
 from hypothesis import given
 from tests.graphs import chain
+from tests.models import gpt2
 from tests.test_view import HOSTILE, half_recomputed, hostile_plan, lone, plan_of, plans
 from torch import nn
 from torch.cuda import _memory_viz
@@ -31,6 +36,7 @@ from remat.graph import Graph, Operation, Value
 from remat.plan import Plan
 from remat.program import Bound, Program, Statement
 from remat.schedule import Schedule
+from remat.strategies.per_block import PerBlock
 from remat.trace import Trace
 from remat.view import (
     annotated_code,
@@ -42,7 +48,7 @@ from remat.view import (
     plan_html,
     save_snapshot,
 )
-from remat.view.code import _call
+from remat.view.code import _call, _lines
 from remat.view.tables import COLUMNS
 
 
@@ -58,7 +64,28 @@ def traced() -> tuple[Trace, Plan, Program]:
     return trace, plan, remat.rewrite(trace, plan.schedule)
 
 
+@pytest.fixture(scope="module")
+def gpt2_plan() -> Plan:
+    torch.manual_seed(0)
+    case = gpt2()
+    traced = remat.trace(case.model, case.args, case.kwargs)
+    return remat.solve(remat.measure(traced, device=remat.Roofline("h200")), "min", PerBlock())
+
+
 # -- Chrome traces ------------------------------------------------------------------------------
+
+
+def test_a_chrome_trace_is_of_the_trace_event_format(gpt2_plan: Plan) -> None:
+    schema = json.loads(Path(__file__).with_name("trace_event.schema.json").read_text())
+    validator = jsonschema.Draft202012Validator(schema)
+    validator.check_schema(schema)
+    document = json.loads(chrome_trace(gpt2_plan))
+    assert gpt2_plan.schedule.recomputed(gpt2_plan.graph)
+    validator.validate(document)
+    validator.validate(json.loads(chrome_trace(hostile_plan())))
+    event = next(event for event in document["traceEvents"] if event["ph"] == "X")
+    for wrong in ({"ph": "B"}, {"dur": -1.0}, {"ts": "0"}, {"args": {}}, {"color": "red"}):
+        assert not validator.is_valid({"traceEvents": [event | wrong]})
 
 
 @given(plans())
@@ -152,6 +179,62 @@ def test_torch_loads_a_snapshot(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("command", "page"),
+    [
+        (["trace_plot"], "Active Memory Timeline"),
+        (["trace_plot", "--segments"], "Active Cached Memory Timeline"),
+        (["trace_plot", "--filter_freed"], "Active Memory Timeline"),
+        (["segment_plot"], "Allocator State History"),
+        (["stats"], None),
+        (["trace"], None),
+    ],
+    ids=["trace plot", "segments over time", "what is left", "segment plot", "stats", "trace"],
+)
+def test_the_commands_of_torch_read_a_snapshot(
+    command: list[str],
+    page: str | None,
+    gpt2_plan: Plan,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As `python -m torch.cuda._memory_viz trace_plot snapshot.pickle -o page.html`."""
+    snapshot, html = tmp_path / "snapshot.pickle", tmp_path / "page.html"
+    save_snapshot(gpt2_plan, snapshot)
+    output = ["-o", str(html)] if page else []
+    monkeypatch.setattr("sys.argv", ["_memory_viz", *command, str(snapshot), *output])
+    runpy.run_path(_memory_viz.__file__, run_name="__main__")
+    printed = capsys.readouterr().out
+    if page is None:
+        events = memory_snapshot(gpt2_plan)["device_traces"][0]
+        told = "total_allocated" if command == ["stats"] else f"{len(events)} entries"
+        assert told in printed
+        return
+    assert not printed
+    text = html.read_text()
+    assert f"add_local_files(local_files, {page!r})" in text
+    (encoded,) = re.findall(r'"base64": "([^"]+)"', text)
+    shown = pickle.loads(base64.b64decode(encoded))
+    events = [event["action"] for event in shown["device_traces"][0]]
+    if "--filter_freed" in command:
+        # What is left at the end: constant memory and the results.
+        results = gpt2_plan.graph.results
+        sized = [v for v in results if gpt2_plan.graph.values[v].size_bytes]
+        assert events == ["alloc"] * (1 + len(sized))
+    else:
+        assert shown == memory_snapshot(gpt2_plan)
+
+
+def test_torch_compares_two_snapshots(gpt2_plan: Plan, capsys: pytest.CaptureFixture[str]) -> None:
+    eager = remat.solve(gpt2_plan.graph, "100%", remat.KeepAll())
+    before, after = (memory_snapshot(plan)["segments"] for plan in (eager, gpt2_plan))
+    flames = _memory_viz.compare(before, after, format_flamegraph=str)
+    assert "only_before;stream_0" in flames
+    assert "only_after;stream_0" in flames
+    assert "only_after = [139637976727552]" in capsys.readouterr().out
+
+
 def test_a_snapshot_has_only_what_the_viewer_unpickles(tmp_path: Path) -> None:
     save_snapshot(hostile_plan(), tmp_path / "snapshot.pickle")
     known = {
@@ -188,10 +271,32 @@ def test_code_has_a_line_for_every_statement(traced: tuple[Trace, Plan, Program]
     again = sum(plan.schedule.recomputed(plan.graph).values())
     assert text.count("recomputed, run ") == again
     assert text.count("run 1 of ") == len(plan.schedule.recomputed(plan.graph))
-    assert "saves the random state" in text
-    assert "replays the random state" in text
+    (state,) = program.states
+    assert text.count(f"saves {state}") == 1
+    replays = [s for s in (*program.forward, *program.backward) if s.random == "replay"]
+    assert text.count(f"replays {state}") == len(replays)
+    assert text.count(", kept") == len(set(program.saved) & _made(program))
     assert "  # 0, 8.00 KiB" in text
     assert "view" in text
+
+
+def _made(program: Program) -> set[str]:
+    return {bound.name for statement in program.forward for bound in statement.results}
+
+
+def test_long_calls_go_on_below_and_stay_one_statement() -> None:
+    names = [f"argument_number_{i}" for i in range(20)]
+    statement = Statement(
+        target="aten.cat.default",
+        args=tuple(map(Ref, names)),
+        results=(Bound(name="y", position=0),),
+        module="net.h.0",
+    )
+    lines = _lines(statement, "net.h.0, 4 B")
+    assert lines[0].endswith("  # net.h.0, 4 B")
+    assert max(map(len, lines)) <= 100
+    (assignment,) = ast.parse(textwrap.dedent("\n".join(lines))).body
+    assert ast.unparse(assignment) == f"y = aten.cat.default({', '.join(names)})[0]"
 
 
 def test_code_says_what_is_known(traced: tuple[Trace, Plan, Program]) -> None:

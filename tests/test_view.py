@@ -14,13 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.graphs import chain, small_graphs
 
-from remat.compare import Row
+from remat.compare import Comparison, Row, compare
 from remat.graph import Graph, Operation, Value
 from remat.plan import Plan
 from remat.schedule import Schedule
 from remat.simulate import simulate
 from remat.solve import solve, sweep
+from remat.strategies.auto import Auto
 from remat.strategies.base import Solution
+from remat.strategies.per_block import PerBlock
+from remat.strategies.recompute_all import RecomputeAll
 from remat.view import (
     frontier_svg,
     modules_svg,
@@ -29,7 +32,8 @@ from remat.view import (
     schedule_svg,
     timeline_svg,
 )
-from remat.view.axes import byte_ticks, decimal_ticks, tick_bytes
+from remat.view.axes import Unit, byte_unit, decimal_ticks, second_unit
+from remat.view.frontier import frontier
 from remat.view.modules import MAX_BARS, shares
 from remat.view.occupancy import backward_run, occupancy, reruns
 from remat.view.svg import number
@@ -161,14 +165,15 @@ def test_the_timeline_has_budget_boundary_layers_and_the_eager_curve(plan: Plan)
     assert classes.count("remat-eager") == 1
     assert classes.count("remat-budget") == 1
     texts = [element.text for element in root.iter(f"{SVG}text")]
-    assert {"forward", "backward", "time"} <= set(texts)
+    assert {"forward", "backward", "memory (MiB)", "time (ms)"} <= set(texts)
     assert any(text and text.startswith("budget ") for text in texts)
     # The highest corner of the stack is the peak, on the axis that the labels give.
-    height = {element.text: float(element.get("y", 0)) - 4 for element in root.iter(f"{SVG}text")}
-    scale = (height["0 B"] - height["8 MiB"]) / (8 << 20)
+    numbers = [e for e in root.iter(f"{SVG}text") if e.get("text-anchor") == "end"]
+    height = {element.text: float(element.get("y", 0)) - 4 for element in numbers}
+    scale = (height["0"] - height["8"]) / (8 << 20)
     outline = next(e for e in root.iter() if e.get("class") == f"remat-{layers[-1]}")
     top = min(float(y) for y in re.findall(r"V([\d.]+)", outline.get("d", "")))
-    assert (height["0 B"] - top) / scale == pytest.approx(plan.peak_bytes, rel=0.01)
+    assert (height["0"] - top) / scale == pytest.approx(plan.peak_bytes, rel=0.01)
 
 
 def test_the_timeline_counts_runs_where_asked_or_where_there_is_no_time(plan: Plan) -> None:
@@ -197,7 +202,7 @@ def test_the_schedule_marks_every_run_and_every_recomputation() -> None:
     assert strokes["remat-held-again"] == 4
     hovers = [e for e in root.iter(f"{SVG}rect") if e.get("class") == "remat-hover"]
     assert len(hovers) == len(plan.graph)
-    assert "f1 in layer.1: runs at 1, 17; 100 us, 1.00 MiB" in "".join(root.itertext())
+    assert "f1 in layer.1: runs at 1, 17; 100 µs, 1.00 MiB" in "".join(root.itertext())
 
 
 def test_many_rows_are_labelled_by_module() -> None:
@@ -212,7 +217,14 @@ def test_many_rows_are_labelled_by_module() -> None:
     plan = replace(plan, graph=replace(plan.graph, operations=operations))
     root = ElementTree.fromstring(schedule_svg(plan))
     labels = [t.text or t[0].tail for t in root.iter(f"{SVG}text") if t.get("text-anchor") == "end"]
-    assert labels == ["net.h.0.mlp", "net.h.1.mlp", "net.h.2.mlp", "net.h.3.mlp", "net.h.3.mlp"]
+    assert labels == [
+        "net.h.0.mlp",
+        "net.h.1.mlp",
+        "net.h.2.mlp",
+        "net.h.3.mlp",
+        "net.h.3.mlp",
+        "forward",
+    ]
 
 
 def test_the_frontier_has_plans_bounds_baselines_and_the_device() -> None:
@@ -227,17 +239,63 @@ def test_the_frontier_has_plans_bounds_baselines_and_the_device() -> None:
     picture = frontier_svg(found, rows, capacity_bytes=4 << 20)
     root = ElementTree.fromstring(picture)
     classes = [element.get("class") for element in root.iter(f"{SVG}circle")]
-    assert classes.count("remat-run") == len(found)
-    assert classes.count("remat-bound-swatch") == len(found)
+    assert classes.count("remat-run") == len(found) + 1
+    assert classes.count("remat-bound-dot") == len(found) + 1  # and one in the legend
     words = "".join(root.itertext())
     assert "device 4.00 MiB" in words
     assert "every_k" in words
     assert "revolve" not in words
-    # Both baselines are the same plan: neither mark hides the other.
-    marks = [e.get("d") for e in root.iter(f"{SVG}path") if e.get("class") == "remat-point"]
-    assert len(marks) == len(set(marks)) == 4
+    # Both baselines are the same plan: neither mark hides the other, and both are where it is.
+    roles = ("remat-point", "remat-ring")
+    marks = [e for e in root.iter(f"{SVG}path") if e.get("class") in roles]
+    assert [e.get("class") for e in marks].count("remat-ring") == 1
+    assert len({e.get("d") for e in marks}) == len(marks) == 4
     assert "far beyond" in frontier_svg(found, capacity_bytes=1 << 40)
     assert "no plans" in frontier_svg([])
+    assert "device 141 GiB" not in frontier_svg(found)
+    assert "far beyond" in frontier_svg(found, Comparison(tuple(rows), 1, 1.0), device="h200")
+    with pytest.raises(ValueError, match="unknown device"):
+        frontier_svg(found, device="abacus")
+
+
+def test_the_frontier_has_steps_within_which_the_optimum_lies() -> None:
+    graph = chain(8, size=1 << 20, cost=0.001)
+    shown = frontier(sweep(graph, ["60%", "80%"]))
+    eager = simulate(graph, Schedule.keep_all(graph)).peak_bytes
+    assert shown.plans()[-1] == (eager, 0.0)
+    assert len(shown.plans()) == 2 * len(shown.bounds()) + 1 == 5
+    for corners in (shown.plans(), shown.bound()):
+        for (x, y), (a, b) in pairwise(corners):
+            assert x <= a
+            assert y >= b
+            assert x == a or y == b
+    # A plan serves for every larger peak, a bound holds for every smaller one.
+    assert shown.plans()[1] == (shown.plans()[2][0], shown.plans()[0][1])
+    assert shown.bound()[1] == (shown.bound()[0][0], shown.bound()[2][1])
+
+
+def test_what_would_squash_the_frontier_is_said_above_it() -> None:
+    found = sweep(chain(8, size=1 << 20, cost=0.001), ["90%"])
+    dear = half_recomputed(8)
+    rows = [Row(name, "50%", 1, dear, "", 0.0) for name in ("per_block", "every_k")]
+    least = max(plan.overhead for plan in found)
+    assert dear.overhead > 1.5 * least
+    assert f"above: per_block {dear.overhead:+.0%}, every_k" in frontier_svg(found, rows)
+
+
+def test_a_comparison_is_a_picture_with_every_baseline() -> None:
+    graph = chain(8, size=1 << 20, cost=0.001)
+    compared = compare(graph, ["60%", "90%"], [Auto(time_limit=5), PerBlock(), RecomputeAll()])
+    picture = compared.to_svg(device="h200")
+    words = "".join(ElementTree.fromstring(picture).itertext())
+    assert "2 plans, from " in words
+    assert "lower bound" in words
+    assert "recompute_all" in words
+    assert "device 131 GiB" in words
+    shown = ElementTree.fromstring(compared._repr_html_())
+    assert shown.tag == "div"
+    assert compared.describe() in "".join(shown.itertext())
+    assert len(list(shown.iter(f"{SVG}svg"))) == 1
 
 
 def test_modules_are_grouped_as_finely_as_there_are_bars() -> None:
@@ -307,17 +365,27 @@ def test_text_is_plain_short_and_escaped() -> None:
 
 
 def test_ticks_are_round_and_inside() -> None:
-    assert byte_ticks(7 << 30) == [i * 2.0**30 for i in range(8)]
-    assert byte_ticks(0) == [0.0]
-    ticks = (0, 512, 1536, 1 << 30, 10 << 30, 200 << 20)
-    assert [tick_bytes(tick) for tick in ticks] == (
-        ["0 B", "512 B", "1.5 KiB", "1 GiB", "10 GiB", "200 MiB"]
+    gib = byte_unit(7 << 30)
+    assert gib == Unit("GiB", 1 << 30)
+    assert gib.ticks(0, 7 << 30) == [i * 2.0**30 for i in range(8)]
+    assert [gib.label(tick) for tick in (0, 512 << 20, 1 << 30, 1500 << 30)] == (
+        ["0", "0.5", "1", "1,500"]
+    )
+    assert [byte_unit(size).name for size in (0, 1023, 1024, 2.0**41, 2.0**60)] == (
+        ["B", "B", "KiB", "TiB", "TiB"]
+    )
+    assert [second_unit(time).name for time in (0, 5e-8, 3e-6, 0.002, 1, 7200)] == (
+        ["ns", "ns", "µs", "ms", "s", "s"]
+    )
+    milliseconds = second_unit(0.0025)
+    assert [milliseconds.label(tick) for tick in milliseconds.ticks(0, 0.0025)] == (
+        ["0", "0.5", "1", "1.5", "2", "2.5"]
     )
     assert decimal_ticks(0, 1, 5) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1.0])
     assert decimal_ticks(3, 3) == [3]
     for high in (1e-9, 0.37, 12.0, 4.1e9):
         assert 4 <= len(decimal_ticks(0, high)) <= 9
-        assert 1 <= len(byte_ticks(high)) <= 9
+        assert 4 <= len(byte_unit(high).ticks(0, high)) <= 9
 
 
 def lone() -> Graph:

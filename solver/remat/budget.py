@@ -102,8 +102,11 @@ def format_bytes(size_bytes: int | float) -> str:
 
 
 def format_seconds(time_s: float) -> str:
-    """Seconds for people: "12.3 ms"."""
-    for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
-        if abs(time_s) * factor >= 1:
-            return f"{time_s * factor:.3g} {unit}"
+    """Seconds for people, with up to three digits: "12.3 ms", "1,234 s"."""
+    if abs(time_s) >= 999.5:
+        return f"{time_s:,.0f} s"
+    for unit, factor in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
+        text = f"{time_s * factor:.3g}"  # what is rounded up to 1,000 is 1 of the next unit
+        if abs(float(text)) >= 1:
+            return f"{text} {unit}"
     return f"{time_s * 1e9:.3g} ns" if time_s else "0 s"

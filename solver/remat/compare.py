@@ -113,6 +113,22 @@ class Comparison:
             lines += ["", *(f"{name}: {reason}" for name, reason in reasons.items())]
         return "\n".join(lines)
 
+    def to_svg(self, *, device: str | None = None) -> str:
+        """A picture: extra time against peak memory. The plans of `Auto`, which come with bounds,
+        are the line, every other strategy's are points; `device` (a name) adds its memory."""
+        from remat.view.frontier import frontier_svg
+
+        own = Auto().name
+        line = [row.plan for row in self.rows if row.plan is not None and row.strategy == own]
+        others = [row for row in self.rows if row.strategy != own]
+        return frontier_svg(line, others, device=device)
+
+    def _repr_html_(self) -> str:
+        """What notebooks show."""
+        from remat.view.html import comparison_fragment
+
+        return comparison_fragment(self)
+
     def __str__(self) -> str:
         return self.describe()
 

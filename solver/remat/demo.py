@@ -8,32 +8,18 @@ whether loss and gradients are equal.
 from __future__ import annotations
 
 import argparse
-import copy
 import logging
-import statistics
 import sys
 import time
-from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch import nn
 
 import remat
-from remat.budget import format_bytes, format_seconds
 from remat.errors import RematError
-from remat.frontend.meter import LiveStorageMeter, cuda_peak, unique_bytes
+from remat.frontend.trial import trial
 from remat.progress import Progress
-
-
-@dataclass(frozen=True)
-class Run:
-    """What was measured of one way to run the step."""
-
-    peak_bytes: int
-    time_s: float
-    loss: float
-    gradients: dict[str, torch.Tensor]
 
 
 def main() -> int:
@@ -48,7 +34,6 @@ def main() -> int:
         f"GPT-2: {options.layers} layers, width {options.width}, {parameters / 1e6:.1f} M "
         f"parameters, batch {options.batch} x {options.tokens} tokens, on {device}\n"
     )
-    eager = copy.deepcopy(model)
     start = time.perf_counter()
     try:
         gm = remat.optimize(
@@ -66,8 +51,7 @@ def main() -> int:
     print(plan.describe())
     spent = ", ".join(f"{k} {v:.1f} s" for k, v in gm.timings_s.items())
     print(f"\nready after {time.perf_counter() - start:.1f} s ({spent})\n")
-    before, after = _compare(eager, gm, inputs, device)
-    _report(before, after, plan)
+    print(trial(model, gm, (), inputs).describe())
     return 0
 
 
@@ -111,81 +95,6 @@ class _Progress:
             gap = "" if progress.gap is None else f", gap {progress.gap:.2%}"
             text = f"solving ({progress.phase}): {progress.elapsed_s:.1f} s{gap}"
             print(f"\r\x1b[K{text}\r", end="", file=sys.stderr, flush=True)
-
-
-def _compare(
-    eager: nn.Module, gm: nn.Module, inputs: dict[str, torch.Tensor], device: str
-) -> tuple[Run, Run]:
-    """Peaks of one step each, then times of interleaved steps."""
-    peaks = [_peak(module, inputs, device) for module in (eager, gm)]
-    times: tuple[list[float], list[float]] = ([], [])
-    for _ in range(5):
-        for module, found in zip((eager, gm), times, strict=True):
-            found.append(_time(module, inputs, device))
-    runs = [
-        _run(module, inputs, peak, statistics.median(found))
-        for module, peak, found in zip((eager, gm), peaks, times, strict=True)
-    ]
-    return runs[0], runs[1]
-
-
-def _step(module: nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-    module.zero_grad(set_to_none=True)
-    torch.manual_seed(1)
-    output = module(**inputs)
-    output.loss.backward()
-    return output.loss.detach()
-
-
-def _peak(module: nn.Module, inputs: dict[str, torch.Tensor], device: str) -> int:
-    _step(module, inputs)
-    module.zero_grad(set_to_none=True)
-    if device == "cuda":
-        return cuda_peak(lambda: _step(module, inputs))
-    with LiveStorageMeter(unique_bytes([*module.parameters(), *inputs.values()])) as meter:
-        _step(module, inputs)
-    return meter.peak_bytes
-
-
-def _time(module: nn.Module, inputs: dict[str, torch.Tensor], device: str) -> float:
-    module.zero_grad(set_to_none=True)
-    start = time.perf_counter()
-    _step(module, inputs)
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
-
-
-def _run(module: nn.Module, inputs: dict[str, torch.Tensor], peak: int, time_s: float) -> Run:
-    loss = float(_step(module, inputs))
-    gradients = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
-    return Run(peak, time_s, loss, gradients)
-
-
-def _report(before: Run, after: Run, plan: remat.Plan) -> None:
-    def row(label: str, *cells: str) -> None:
-        print(f"  {label:<22}" + "".join(f"{cell:>16}" for cell in cells))
-
-    row("", "eager", "remat", "change")
-    row("peak, predicted", format_bytes(plan.baseline_peak_bytes), format_bytes(plan.peak_bytes))
-    row(
-        "peak, measured",
-        format_bytes(before.peak_bytes),
-        format_bytes(after.peak_bytes),
-        f"{after.peak_bytes / before.peak_bytes - 1:+.1%}",
-    )
-    row("time, predicted", "", "", f"{plan.overhead:+.1%}")
-    row(
-        "time, median of 5",
-        format_seconds(before.time_s),
-        format_seconds(after.time_s),
-        f"{after.time_s / before.time_s - 1:+.1%}",
-    )
-    row("loss", f"{before.loss:.6f}", f"{after.loss:.6f}")
-    equal = sum(
-        torch.equal(gradient, after.gradients[name]) for name, gradient in before.gradients.items()
-    )
-    print(f"\n{equal} of {len(before.gradients)} gradients are equal bit for bit.")
 
 
 if __name__ == "__main__":

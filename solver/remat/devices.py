@@ -21,7 +21,7 @@ class Device:
     bytes_per_s: float
     memory_bytes: int
     launch_s: float = 4e-6
-    """Seconds until a kernel that does nothing is done: about 4 us on CUDA when kernels follow each
+    """Seconds until a kernel that does nothing is done: about 4 µs on CUDA when kernels follow each
     other, as an eager step issues them."""
 
 

@@ -59,3 +59,11 @@ class DocumentError(RematError, ValueError):
 
 class ServiceError(RematError):
     """The service cannot be reached, refuses the request, or fails."""
+
+
+def one_line(error: BaseException, limit: int = 300) -> str:
+    """Somebody else's exception as one line: its type, and the beginning of its message."""
+    words = " ".join(str(error).split())
+    if len(words) > limit:
+        words = words[:limit].rsplit(" ", 1)[0] + " ..."
+    return f"{type(error).__name__}: {words}" if words else type(error).__name__

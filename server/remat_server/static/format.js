@@ -20,7 +20,7 @@ export function bytes(size) {
 export function seconds(time) {
   if (time === null || time === undefined) return "";
   for (const [unit, factor] of [["s", 1], ["ms", 1e3], ["µs", 1e6]]) {
-    if (Math.abs(time) * factor >= 1) return `${digits(time * factor)}${SPACE}${unit}`;
+    if (Math.abs(time) * factor >= 0.9995) return `${digits(time * factor)}${SPACE}${unit}`;
   }
   return time ? `${digits(time * 1e9)}${SPACE}ns` : `0${SPACE}s`;
 }

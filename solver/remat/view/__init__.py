@@ -1,9 +1,18 @@
-"""Pictures, pages and exports of a `Plan`: text in, text out, without torch."""
+"""Pictures, pages and exports of a `Plan`: text in, text out, without torch.
+
+The pictures as matplotlib figures are in `remat.view.figures`, which needs matplotlib to draw.
+"""
 
 from __future__ import annotations
 
 from remat.view.chrome import chrome_trace
 from remat.view.code import annotated_code
+from remat.view.figures import (
+    frontier_figure,
+    modules_figure,
+    schedule_figure,
+    timeline_figure,
+)
 from remat.view.frontier import frontier_svg
 from remat.view.html import plan_fragment, plan_html
 from remat.view.modules import modules_svg
@@ -15,15 +24,19 @@ from remat.view.timeline import timeline_svg
 __all__ = [
     "annotated_code",
     "chrome_trace",
+    "frontier_figure",
     "frontier_svg",
     "graph_dot",
     "graph_graphml",
     "memory_snapshot",
+    "modules_figure",
     "modules_svg",
     "operations_csv",
     "plan_fragment",
     "plan_html",
     "save_snapshot",
+    "schedule_figure",
     "schedule_svg",
+    "timeline_figure",
     "timeline_svg",
 ]

@@ -15,7 +15,7 @@ from remat.program import Program, Statement
 from remat.trace import Trace
 from remat.view.text import plain
 
-_COLUMN = 72
+_COLUMN = 76
 """Where comments begin, if the code leaves room."""
 
 _WIDTH = 100
@@ -24,9 +24,10 @@ _WIDTH = 100
 def annotated_code(program: Program, plan: Plan | None = None, trace: Trace | None = None) -> str:
     """Two functions, `forward` and `backward`; every line ends in a comment.
 
-    The comment has the module path, whether it is a recomputation and, with the `plan` that the
-    program was rewritten from, or its `trace`, the bytes of the output, the time, and which of how
-    many runs it is. What does not fit together (a plan of another program) is left out.
+    The comment has the module path, whether the backward pass finds the result kept or it is a
+    recomputation and, with the `plan` that the program was rewritten from, or its `trace`, the
+    bytes of the output, the time, and which of how many runs it is. What does not fit together (a
+    plan of another program) is left out. Long calls go on below their first line.
     """
     statements = [*program.forward, *program.backward]
     graph = plan.graph if plan is not None else _graph(trace)
@@ -39,7 +40,8 @@ def annotated_code(program: Program, plan: Plan | None = None, trace: Trace | No
         if op is not None:
             times[op] = times.get(op, 0) + 1
     seen: dict[int, int] = {}
-    lines: list[str] = []
+    kept = frozenset(program.saved)
+    rows: list[list[str]] = []
     for statement, op in zip(statements, notes, strict=True):
         words = [plain(statement.module)] if statement.module else []
         if graph is not None and op is not None:
@@ -55,11 +57,14 @@ def annotated_code(program: Program, plan: Plan | None = None, trace: Trace | No
             )
         elif op is not None and times[op] > 1:
             words.append(f"run 1 of {times[op]}")
+        if any(bound.name in kept for bound in statement.results):
+            words.append("kept")
         if statement.random:
             verb = "saves" if statement.random == "save" else "replays"
-            words.append(f"{verb} the random state {plain(statement.state)}")
-        lines.append(_line(_call(statement), ", ".join(words)))
-    before = len(program.forward)
+            words.append(f"{verb} {plain(statement.state)}")
+        rows.append(_lines(statement, ", ".join(words)))
+    forward = rows[: len(program.forward)]
+    backward = rows[len(program.forward) :]
     kinds = {p.name: p.kind for p in program.placeholders}
     outputs = [output.name for output in program.outputs]
     passed = [*program.saved, *program.states]
@@ -72,14 +77,14 @@ def annotated_code(program: Program, plan: Plan | None = None, trace: Trace | No
             "",
             "",
             *_signature("forward", [name for name, kind in kinds.items() if kind != "tangent"]),
-            *lines[:before],
+            *(line for row in forward for line in row),
             *_return("outputs", outputs),
             *_return("saved", passed),
             "    return outputs, saved",
             "",
             "",
             *_signature("backward", list(dict.fromkeys((*passed, *tangents)))),
-            *lines[before:],
+            *(line for row in backward for line in row),
             *_return("gradients", [gradient.name for gradient in program.gradients]),
             "    return gradients",
             "",
@@ -131,17 +136,23 @@ def _fits(notes: list[int | None], plan: Plan) -> bool:
 
 
 def _call(statement: Statement) -> str:
+    head, arguments, tail = _parts(statement)
+    return f"{head}{', '.join(arguments)}{tail}"
+
+
+def _parts(statement: Statement) -> tuple[str, list[str], str]:
+    """What stands before the arguments, the arguments, and what stands after them."""
     arguments = [_argument(item) for item in statement.args]
     arguments += [f"{key}={_argument(item)}" for key, item in statement.kwargs.items()]
-    call = f"{statement.target}({', '.join(arguments)})"
     bound = {b.position: b.name for b in statement.results}
     if not bound:
-        return call
+        return f"{statement.target}(", arguments, ")"
     if len(bound) == 1:
         position, name = next(iter(bound.items()))
-        return f"{name} = {call}" + (f"[{position}]" if position >= 0 else "")
+        tail = f")[{position}]" if position >= 0 else ")"
+        return f"{name} = {statement.target}(", arguments, tail
     names = [bound.get(position, "_") for position in range(max(bound) + 1)]
-    return f"{', '.join(names)}, *_ = {call}"
+    return f"{', '.join(names)}, *_ = {statement.target}(", arguments, ")"
 
 
 def _argument(argument: Argument) -> str:
@@ -163,9 +174,15 @@ def _argument(argument: Argument) -> str:
             return repr(argument)
 
 
-def _line(code: str, comment: str) -> str:
-    text = f"    {code}"
-    return f"{text:<{_COLUMN}}  # {comment}" if comment else text
+def _lines(statement: Statement, comment: str) -> list[str]:
+    """A statement: in one line if its comment still begins where all do, else in several."""
+    head, arguments, tail = _parts(statement)
+    lines = [f"    {head}{', '.join(arguments)}{tail}"]
+    if len(lines[0]) > _COLUMN and arguments:
+        lines = _rows(f"    {head}", arguments, tail, indent="    ")
+    if comment:
+        lines[0] = f"{lines[0]:<{_COLUMN}}  # {comment}"
+    return lines
 
 
 def _signature(name: str, parameters: list[str]) -> list[str]:
@@ -179,8 +196,10 @@ def _return(name: str, values: list[str]) -> list[str]:
 def _wrapped(head: str, names: list[str], tail: str, indent: str) -> list[str]:
     """Names in lines of at most a hundred characters where they do not fit into one."""
     whole = f"{head}{', '.join(names)}{tail}"
-    if len(whole) <= _WIDTH:
-        return [whole]
+    return [whole] if len(whole) <= _WIDTH else _rows(head, names, tail, indent)
+
+
+def _rows(head: str, names: list[str], tail: str, indent: str) -> list[str]:
     lines = [head]
     row = f"{indent}    "
     for name in names:

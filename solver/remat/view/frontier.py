@@ -3,189 +3,281 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 
 from remat.budget import format_bytes
-from remat.compare import Row
+from remat.compare import Comparison, Row
+from remat.devices import find_device
 from remat.plan import Plan
 from remat.view import svg
-from remat.view.axes import (
-    Axis,
-    bottom_axis,
-    byte_ticks,
-    decimal_ticks,
-    left_axis,
-    tick_bytes,
-)
+from remat.view.axes import PERCENT, Axis, bottom_axis, byte_unit, left_axis
+from remat.view.marks import mark, ring, triangle
+from remat.view.timeline import EAGER
 
-_WIDTH, _HEIGHT = 960.0, 400.0
-_LEFT, _RIGHT, _TOP = 72.0, 24.0, 56.0
-_CLIP = 2.5
+TITLE = "Extra time against peak memory"
+PLANS, BOUND = "plans", "lower bound"
+_WIDTH, _HEIGHT = 960.0, 420.0
+_LEFT, _RIGHT, _TOP = 60.0, 24.0, 88.0
+_CLIP = 1.5
 """Baselines that cost more than this many times the dearest plan would squash the frontier."""
 
+_FAR = 1.5
+"""A device with more than this many times the largest peak is beyond the right edge."""
 
-def frontier_svg(
-    plans: Sequence[Plan], rows: Iterable[Row] = (), capacity_bytes: int | None = None
-) -> str:
-    """The picture as SVG text.
+Place = tuple[float, float]
+"""Peak in bytes, extra time as a fraction."""
 
-    `plans` (as from `remat.sweep`) are one line, their lower bounds a second, dashed one. `rows`
-    (as from `remat.compare`) are points, one mark a strategy; one that is far above the line is a
-    triangle at the upper edge. `capacity_bytes` is what the device has. Lines between points guide
-    the eye: it is the points that are known.
-    """
+
+@dataclass(frozen=True)
+class Point:
+    """What one strategy does at one budget."""
+
+    strategy: str
+    peak_bytes: int
+    overhead: float
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """What the picture shows: the plans by peak, the baselines, and how far the axes reach."""
+
+    line: list[Plan]
+    points: list[Point]
+    eager_bytes: int | None
+    capacity_bytes: int | None
+    low_bytes: float
+    high_bytes: float
+    high_overhead: float
+
+    @property
+    def strategies(self) -> list[str]:
+        return list(dict.fromkeys(point.strategy for point in self.points))
+
+    def plans(self) -> list[Place]:
+        """The corners of the least time known for each peak: a plan serves for all larger ones."""
+        known = [(float(plan.peak_bytes), plan.overhead) for plan in self.line]
+        if self.eager_bytes is not None and known:
+            known.append((float(self.eager_bytes), 0.0))
+        corners = known[:1]
+        for (_, overhead), place in pairwise(known):
+            corners += [(place[0], overhead), place]
+        return corners
+
+    def bounds(self) -> list[Place]:
+        """The proved bounds, at the peaks of their plans."""
+        return [
+            (float(plan.peak_bytes), plan.lower_bound)
+            for plan in self.line
+            if plan.lower_bound is not None
+        ]
+
+    def bound(self) -> list[Place]:
+        """The corners of the proved bound: what is proved for a peak holds for all smaller ones."""
+        proved = self.bounds()
+        corners = proved[:1]
+        for (peak_bytes, _), place in pairwise(proved):
+            corners += [(peak_bytes, place[1]), place]
+        return corners
+
+    def above(self) -> list[Point]:
+        """The baselines that are over the upper edge, by peak."""
+        over = [point for point in self.points if point.overhead > self.high_overhead]
+        return sorted(over, key=lambda point: (point.peak_bytes, point.overhead))
+
+
+def frontier(
+    plans: Sequence[Plan],
+    comparison: Comparison | Iterable[Row] = (),
+    capacity_bytes: int | None = None,
+    device: str | None = None,
+) -> Frontier:
+    """The data of the picture; the arguments are those of `frontier_svg`."""
+    if capacity_bytes is None and device is not None:
+        capacity_bytes = find_device(device).memory_bytes
     line = sorted(plans, key=lambda plan: (plan.peak_bytes, plan.overhead))
-    points = [(row.strategy, row.plan) for row in rows if row.plan is not None]
-    everything = [*line, *(plan for _, plan in points)]
-    body = [svg.text(_LEFT, 24, "Extra time against peak memory", role="title")]
-    body.append(svg.text(_LEFT, 42, _summary(line)))
-    across, up = _axes(line, everything, capacity_bytes)
-    bottom = _TOP + _HEIGHT
-    body += left_axis(up, decimal_ticks(0, up.high, 6), _tick_percent, _LEFT, _WIDTH - _RIGHT)
-    ticks = byte_ticks(across.high)
-    body += bottom_axis(across, [t for t in ticks if t >= across.low], tick_bytes, bottom, "peak")
-    if capacity_bytes is not None:
-        body += _capacity(capacity_bytes, across)
-    entries: list[tuple[str, str]] = []
-    if any(plan.lower_bound is not None for plan in line):
-        entries.append(("bound-swatch", "lower bound"))
-        body += _bounds(line, across, up)
-    if line:
-        entries.insert(0, ("run", "plans"))
-        body += _plans(line, across, up)
-    strategies = list(dict.fromkeys(strategy for strategy, _ in points))
-    body += _baselines(points, strategies, across, up)
-    marks, y = svg.legend(entries, _LEFT, bottom + 56, _WIDTH - _LEFT)
-    more, y = _strategies(strategies, y if entries else bottom + 56)
-    return svg.document(
-        _WIDTH, y, "Extra time against peak memory", _summary(line), [*body, *marks, *more]
-    )
-
-
-def _axes(
-    line: list[Plan], everything: list[Plan], capacity_bytes: int | None
-) -> tuple[Axis, Axis]:
-    """Memory from zero on; time up to the dearest point that does not squash the line."""
-    most = max((plan.peak_bytes for plan in everything), default=0) or 1
-    if capacity_bytes is not None and capacity_bytes <= 2 * most:
+    rows = comparison.rows if isinstance(comparison, Comparison) else tuple(comparison)
+    made = [(row.strategy, row.plan) for row in rows if row.plan is not None]
+    places = dict.fromkeys((name, plan.peak_bytes, plan.overhead) for name, plan in made)
+    points = [Point(*place) for place in places]
+    everything = [*line, *(plan for _, plan in made)]
+    eager = max((plan.baseline_peak_bytes for plan in everything), default=None)
+    peaks = [*(plan.peak_bytes for plan in everything), *([eager] if eager else [])]
+    most = max(peaks, default=1) or 1
+    if capacity_bytes is not None and capacity_bytes <= _FAR * most:
         most = max(most, capacity_bytes)
     dearest = max((plan.overhead for plan in everything), default=0.0)
     own = max((plan.overhead for plan in line), default=0.0)
     if own > 0:
         dearest = min(dearest, _CLIP * own)
-    across = Axis(0, most * 1.04, _LEFT, _WIDTH - _LEFT - _RIGHT)
-    return across, Axis(0, max(dearest, 0.001) * 1.08, _TOP + _HEIGHT, -_HEIGHT)
+    return Frontier(
+        line=line,
+        points=points,
+        eager_bytes=eager,
+        capacity_bytes=capacity_bytes,
+        low_bytes=_low(min(peaks, default=0), most),
+        high_bytes=most * 1.03,
+        high_overhead=max(dearest, 0.001) * 1.05,
+    )
+
+
+def frontier_svg(
+    plans: Sequence[Plan],
+    comparison: Comparison | Iterable[Row] = (),
+    capacity_bytes: int | None = None,
+    *,
+    device: str | None = None,
+) -> str:
+    """The picture as SVG text: `frontier_svg(remat.sweep(t), remat.compare(t), device="h200")`.
+
+    `plans` (as from `remat.sweep`) are one line, their lower bounds a second, dashed one: steps,
+    since a plan serves for every larger budget and a bound holds for every smaller one. The
+    optimum lies between. A `comparison` (or its rows) adds points, one mark a strategy; those far
+    above the line are triangles at the upper edge. `capacity_bytes`, or the name of a `device`,
+    adds what the device has.
+
+    Raises `ValueError` for an unknown device.
+    """
+    shown = frontier(plans, comparison, capacity_bytes, device)
+    bottom, right = _TOP + _HEIGHT, _WIDTH - _RIGHT
+    across = Axis(shown.low_bytes, shown.high_bytes, _LEFT, right - _LEFT)
+    up = Axis(0, shown.high_overhead, bottom, -_HEIGHT)
+    unit = byte_unit(across.high)
+    body = svg.heading(TITLE, summary(shown))
+    body += left_axis(up, PERCENT, "extra time (%)", _LEFT, right)
+    ticks = unit.ticks(across.low, across.high)
+    body += bottom_axis(across, unit, ticks, bottom, f"peak memory ({unit.name})")
+    if shown.capacity_bytes is not None:
+        body += _capacity(shown.capacity_bytes, across)
+    legend: list[tuple[Callable[[float, float], str], str]] = []
+    if shown.line:
+        body.append(_steps(shown.plans(), across, up, "line", PLANS))
+        legend.append((lambda x, y: _sample(x, y, "line", _dot(x, y, 3.5, "run")), PLANS))
+    if shown.bounds():
+        body.append(_steps(shown.bound(), across, up, "bound", BOUND))
+        body += [_dot(across.at(x), up.at(y), 2, "bound-dot") for x, y in shown.bounds()]
+        legend.append((lambda x, y: _sample(x, y, "bound", _dot(x, y, 2, "bound-dot")), BOUND))
+    if shown.eager_bytes is not None:
+        x = across.at(shown.eager_bytes)
+        tip = f"{EAGER}: peak {format_bytes(shown.eager_bytes)}"
+        body.append(_dot(x, up.at(0), 4.5, "eager-dot", tip))
+        legend.append((lambda x, y: _dot(x, y, 4.5, "eager-dot"), EAGER))
+    body += _points(shown, across, up)
+    body += _plans(shown.line, across, up)
+    for index, name in enumerate(shown.strategies):
+        legend.append((lambda x, y, index=index: mark(index, x, y), name))
+    entries, below = _legend(legend, bottom + 62)
+    return svg.document(_WIDTH, below, TITLE, summary(shown), [*body, *entries])
+
+
+def summary(shown: Frontier) -> str:
+    """How many plans, and the first and the last of them."""
+    if not shown.line:
+        return f"{len(shown.strategies)} strategies" if shown.strategies else "no plans"
+    first, last = shown.line[0], shown.line[-1]
+    if len(shown.line) == 1:
+        return f"1 plan, {first.overhead:+.2%} at {format_bytes(first.peak_bytes)}"
+    return (
+        f"{len(shown.line)} plans, from {first.overhead:+.2%} at {format_bytes(first.peak_bytes)} "
+        f"to {last.overhead:+.2%} at {format_bytes(last.peak_bytes)}"
+    )
+
+
+def above_words(points: Sequence[Point]) -> str:
+    """What is over the upper edge, in words: each strategy once, with the least that it costs."""
+    least: dict[str, float] = {}
+    for point in points:
+        least[point.strategy] = min(point.overhead, least.get(point.strategy, point.overhead))
+    order = sorted(least.items(), key=lambda item: item[1])
+    return "above: " + ", ".join(f"{name} {overhead:+,.0%}" for name, overhead in order)
+
+
+def _low(least: float, most: float) -> float:
+    """Where the memory axis begins: zero, or a round number where that would waste its half."""
+    if least < 0.2 * most:
+        return 0.0
+    ticks = byte_unit(most).ticks(0, 0.94 * least, 6)
+    return ticks[-1] if ticks else 0.0
 
 
 def _plans(line: list[Plan], across: Axis, up: Axis) -> list[str]:
-    places = [(across.at(plan.peak_bytes), up.at(plan.overhead)) for plan in line]
-    parts = [svg.path(_polyline(places), "line")]
-    for plan, (x, y) in zip(line, places, strict=True):
+    parts: list[str] = []
+    for plan in line:
         bound = f", at least {plan.lower_bound:+.2%}" if plan.lower_bound is not None else ""
-        tip = svg.tooltip(
+        tip = (
             f"peak {format_bytes(plan.peak_bytes)} for the budget "
             f"{format_bytes(plan.budget_bytes)}: {plan.overhead:+.2%}{bound}"
         )
-        parts.append(svg.element("circle", tip, cx=x, cy=y, r=3.5, class_="remat-run"))
+        parts.append(_dot(across.at(plan.peak_bytes), up.at(plan.overhead), 3.5, "run", tip))
     return parts
 
 
-def _bounds(line: list[Plan], across: Axis, up: Axis) -> list[str]:
-    """A bound for a budget holds for every smaller peak too, so each is drawn at its plan's."""
-    places = [
-        (across.at(plan.peak_bytes), up.at(plan.lower_bound))
-        for plan in line
-        if plan.lower_bound is not None
-    ]
-    dots = [svg.element("circle", cx=x, cy=y, r=2, class_="remat-bound-swatch") for x, y in places]
-    return [svg.path(_polyline(places), "bound", "lower bound", stroke_dasharray="5 4"), *dots]
+def _steps(corners: list[Place], across: Axis, up: Axis, role: str, tip: str) -> str:
+    places = (f"{svg.number(across.at(x))} {svg.number(up.at(y))}" for x, y in corners)
+    dash = "5 4" if role == "bound" else None
+    return svg.path("M" + "L".join(places), role, tip, stroke_dasharray=dash)
 
 
-def _polyline(places: list[tuple[float, float]]) -> str:
-    return "M" + "L".join(f"{svg.number(x)} {svg.number(y)}" for x, y in places)
+def _dot(x: float, y: float, r: float, role: str, tip: str | None = None) -> str:
+    children = () if tip is None else (svg.tooltip(tip),)
+    return svg.element("circle", *children, cx=x, cy=y, r=r, class_=f"remat-{role}")
+
+
+def _sample(x: float, y: float, role: str, dot: str) -> str:
+    dash = "5 4" if role == "bound" else None
+    data = f"M{svg.number(x - 10)} {svg.number(y)}h20"
+    return svg.path(data, role, stroke_dasharray=dash) + dot
 
 
 def _capacity(capacity_bytes: int, across: Axis) -> list[str]:
     words = f"device {format_bytes(capacity_bytes)}"
     right = _WIDTH - _RIGHT
     if capacity_bytes > across.high:
-        return [svg.text(right, 42, f"{words}, far beyond", role="budget-label", anchor="end")]
+        label = f"{words}, far beyond"
+        return [svg.text(right, svg.SUMMARY_Y, label, role="budget-label", anchor="end")]
     x = across.at(capacity_bytes)
     anchor, shift = ("end", -6) if x > _LEFT + 120 else (None, 6)
     return [
-        svg.line(x, _TOP - 6, x, _TOP + _HEIGHT, "budget", dash="7 4"),
-        svg.text(x + shift, _TOP + 4, words, role="budget-label", anchor=anchor),
+        svg.line(x, _TOP - 18, x, _TOP + _HEIGHT, "budget", dash="7 4"),
+        svg.text(x + shift, _TOP - 10, words, role="budget-label", anchor=anchor),
     ]
 
 
-def _baselines(
-    points: list[tuple[str, Plan]], strategies: list[str], across: Axis, up: Axis
-) -> list[str]:
-    """A mark a plan; a mark that would hide another one stands to its right."""
+def _points(shown: Frontier, across: Axis, up: Axis) -> list[str]:
+    """A mark a plan. Where several lie at one place, those after the first are rings around it."""
     parts: list[str] = []
     taken: list[tuple[float, float]] = []
-    places = dict.fromkeys((name, plan.peak_bytes, plan.overhead) for name, plan in points)
-    for name, peak_bytes, overhead in places:
-        x, tip = across.at(peak_bytes), f"{name}: {overhead:+.2%} at {format_bytes(peak_bytes)}"
-        index = strategies.index(name)
-        shape, y = _SHAPES[index % len(_SHAPES)], up.at(overhead)
-        if overhead > up.high:
-            shape, y, tip = _up, _TOP + 6, f"{tip}, above the edge"
-        while any(abs(x - other) < 7 and abs(y - level) < 7 for other, level in taken):
-            x += 10
+    strategies = shown.strategies
+    for point in shown.points:
+        if point.overhead > shown.high_overhead:
+            continue
+        x, y = across.at(point.peak_bytes), up.at(point.overhead)
+        tip = f"{point.strategy}: {point.overhead:+.2%} at {format_bytes(point.peak_bytes)}"
+        around = sum(abs(x - a) < 2 and abs(y - b) < 2 for a, b in taken)
         taken.append((x, y))
-        parts.append(_mark(shape, index, x, y, tip))
-        if shape is _up:
-            parts.append(svg.text(x + 8, y + 4, f"{overhead:+.0%}"))
+        index = strategies.index(point.strategy)
+        parts.append(ring(index, x, y, around, tip) if around else mark(index, x, y, tip))
+    above = shown.above()
+    for point in above:
+        tip = f"{point.strategy}: {point.overhead:+,.0%} at {format_bytes(point.peak_bytes)}"
+        index = strategies.index(point.strategy)
+        parts.append(triangle(index, across.at(point.peak_bytes), _TOP + 6, tip))
+    if above:
+        last = max(point.peak_bytes for point in above)
+        parts.append(svg.text(across.at(last) + 12, _TOP + 10, above_words(above)))
     return parts
 
 
-def _strategies(names: list[str], y: float) -> tuple[list[str], float]:
-    """The legend of the baselines' marks, and the y below it."""
+def _legend(
+    entries: list[tuple[Callable[[float, float], str], str]], y: float
+) -> tuple[list[str], float]:
+    """Marks with words, and the y below the last row."""
     parts: list[str] = []
     x = _LEFT
-    for index, name in enumerate(names):
-        needed = 32 + svg.CHARACTER_WIDTH * len(name)
+    for draw, words in entries:
+        needed = 44 + svg.CHARACTER_WIDTH * len(words)
         if x > _LEFT and x + needed > _WIDTH - _RIGHT:
-            x, y = _LEFT, y + 18
-        shape = _SHAPES[index % len(_SHAPES)]
-        parts += [_mark(shape, index, x + 5, y - 4, name), svg.text(x + 16, y, name)]
+            x, y = _LEFT, y + 20
+        parts += [draw(x + 10, y - 4), svg.text(x + 26, y, words)]
         x += needed
-    return parts, y + (18 if names else 0)
-
-
-def _mark(shape: Callable[[float, float], str], index: int, x: float, y: float, tip: str) -> str:
-    return svg.path(shape(x, y), "point", tip, fill=svg.SERIES[index % len(svg.SERIES)])
-
-
-def _square(x: float, y: float) -> str:
-    return f"M{svg.number(x - 4)} {svg.number(y - 4)}h8v8h-8z"
-
-
-def _diamond(x: float, y: float) -> str:
-    return f"M{svg.number(x)} {svg.number(y - 5.5)}l5.5 5.5l-5.5 5.5l-5.5 -5.5z"
-
-
-def _cross(x: float, y: float) -> str:
-    start = f"M{svg.number(x - 1.6)} {svg.number(y - 5)}"
-    return f"{start}h3.2v3.4h3.4v3.2h-3.4v3.4h-3.2v-3.4h-3.4v-3.2h3.4z"
-
-
-def _up(x: float, y: float) -> str:
-    return f"M{svg.number(x)} {svg.number(y - 5)}l5 9h-10z"
-
-
-_SHAPES = (_square, _diamond, _cross)
-
-
-def _tick_percent(value: float) -> str:
-    return f"{value * 100:.3g}%" if value < 9.995 else f"{value * 100:,.0f}%"
-
-
-def _summary(line: list[Plan]) -> str:
-    if not line:
-        return "no plans"
-    first, last = line[0], line[-1]
-    return (
-        f"{len(line)} plans, from {first.overhead:+.2%} at {format_bytes(first.peak_bytes)} to "
-        f"{last.overhead:+.2%} at {format_bytes(last.peak_bytes)}"
-    )
+    return parts, y + 18

@@ -7,6 +7,7 @@ as HTML, and light or dark as the reader's system is.
 from __future__ import annotations
 
 from remat.budget import format_bytes, format_seconds
+from remat.compare import Comparison
 from remat.plan import Plan
 from remat.program import Program
 from remat.view.code import annotated_code
@@ -82,6 +83,15 @@ def plan_fragment(plan: Plan) -> str:
         f'<div class="remat-plan"><style>{_STYLE}</style>{_figures(plan)}{timeline_svg(plan)}'
         f"<details><summary>details</summary><pre>{escape_lines(plan.describe())}</pre></details>"
         "</div>"
+    )
+
+
+def comparison_fragment(comparison: Comparison) -> str:
+    """The frontier, with the table of `describe()` to unfold: for notebooks."""
+    table = f"<pre>{escape_lines(comparison.describe())}</pre>"
+    return (
+        f'<div class="remat-plan"><style>{_STYLE}</style>{comparison.to_svg()}'
+        f"<details><summary>table</summary>{table}</details></div>"
     )
 
 

@@ -11,8 +11,9 @@ from remat.view import svg
 from remat.view.text import plain, shorten
 
 MAX_BARS = 24
-_WIDTH, _LEFT, _RIGHT, _TOP = 960.0, 250.0, 170.0, 56.0
-_ROW = 20.0
+TITLE = "Recomputed time by module"
+_WIDTH, _TOP, _ROW = 960.0, 64.0, 20.0
+_LETTERS = 44
 _DEPTH = 8
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
@@ -31,27 +32,36 @@ def modules_svg(plan: Plan) -> str:
     """The picture as SVG text: one bar a module, in the order of the model; bars are seconds, or
     runs where recomputation takes no time."""
     found = shares(plan)
-    by_time = any(share.time_s > 0 for share in found)
-    lengths = [share.time_s if by_time else float(share.runs) for share in found]
-    scale = (_WIDTH - _LEFT - _RIGHT) / max(lengths, default=1.0)
-    body = [svg.text(_LEFT, 24, "Recomputed time by module", role="title")]
-    body.append(svg.text(_LEFT, 42, _summary(plan)))
-    for row, (share, length) in enumerate(zip(found, lengths, strict=True)):
+    lengths = bars(found)
+    names = [shorten(plain(share.name), _LETTERS) for share in found]
+    words = [cost(share) for share in found]
+    left = svg.MARGIN + svg.CHARACTER_WIDTH * max(map(len, names), default=0) + 10
+    room = _WIDTH - svg.MARGIN - left - 8 - svg.CHARACTER_WIDTH * max(map(len, words), default=0)
+    scale = room / max(lengths, default=1.0)
+    body = svg.heading(TITLE, summary(plan))
+    for row, (share, name, length) in enumerate(zip(found, names, lengths, strict=True)):
         y = _TOP + row * _ROW
-        words = f"{format_seconds(share.time_s)}, {share.runs:,} runs"
-        if share.runs == 1:
-            words = words.removesuffix("s")
-        tip = f"{share.name}: {words}, {format_bytes(share.size_bytes)} made again"
+        tip = f"{share.name}: {words[row]}, {format_bytes(share.size_bytes)} made again"
         body += [
-            svg.text(
-                _LEFT - 8, y + 13, shorten(plain(share.name), 38), anchor="end", tip=share.name
-            ),
-            svg.rectangle(_LEFT, y + 2, max(length * scale, 1.0), _ROW - 5, "again", tip),
-            svg.text(_LEFT + length * scale + 8, y + 13, words),
+            svg.text(left - 8, y + 14, name, anchor="end", tip=share.name),
+            svg.rectangle(left, y + 2, max(length * scale, 1.0), _ROW - 5, "again", tip),
+            svg.text(left + length * scale + 8, y + 14, words[row]),
         ]
     height = _TOP + len(found) * _ROW
-    body.append(svg.line(_LEFT, _TOP, _LEFT, height, "axis"))
-    return svg.document(_WIDTH, height + 12, "Recomputed time by module", _summary(plan), body)
+    if found:
+        body.append(svg.line(left, _TOP, left, height, "axis"))
+    return svg.document(_WIDTH, height + 12, TITLE, summary(plan), body)
+
+
+def bars(found: list[Share]) -> list[float]:
+    """How long the bar of each module is: seconds, or runs where none takes time."""
+    by_time = any(share.time_s > 0 for share in found)
+    return [share.time_s if by_time else float(share.runs) for share in found]
+
+
+def cost(share: Share) -> str:
+    """Time and runs, in words."""
+    return f"{format_seconds(share.time_s)}, {share.runs:,} run{'s' if share.runs != 1 else ''}"
 
 
 def shares(plan: Plan, limit: int = MAX_BARS) -> list[Share]:
@@ -104,12 +114,13 @@ def _groupings(paths: dict[int, str]) -> list[dict[int, str]]:
     return found
 
 
-def _summary(plan: Plan) -> str:
+def summary(plan: Plan) -> str:
+    """How much is recomputed in all."""
     again = plan.schedule.recomputed(plan.graph)
     if not again:
         return "nothing is recomputed"
     extra_s = sum(plan.graph.operations[op].cost_s * times for op, times in again.items())
     return (
         f"{format_seconds(extra_s)} in {sum(again.values()):,} runs of {len(again):,} operations, "
-        f"{plan.overhead:+.2%} of the step without recomputation"
+        f"{plan.overhead:.2%} of the step without recomputation"
     )

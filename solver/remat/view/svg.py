@@ -1,47 +1,53 @@
 """Writing SVG: escaped elements, short numbers, and one palette for light and dark.
 
-The colours are those of Okabe and Ito (2008), which people who confuse red and green can tell
-apart. Elements carry classes, and the style sheet gives a class its colour twice: for light, and
+The hues are those of Okabe and Ito (2008), which people who confuse red and green can tell apart.
+What lies beside each other also differs in lightness, for paper and for eyes without colour.
+Elements carry classes, and the style sheet gives a class its colour twice: for light, and
 for screens that prefer dark; paper always gets the light one. Classes begin with `remat-` because
 the style sheet of an SVG inside a page holds for the whole page.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 from remat.view.text import escape
 
-CHARACTER_WIDTH = 6.1
+CHARACTER_WIDTH = 6.5
 """Average width in pixels of a character of the labels; nothing here can measure text."""
+
+_HEX = re.compile("#[0-9a-f]{6}")
 
 _SANS = "system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif"
 
 _LIGHT = {
     "paper": "fill:#ffffff",
-    "label": "fill:#555555",
+    "label": "fill:#4a4a4a",
     "title": "fill:#1a1a1a",
     "grid": "stroke:#dddddd",
     "axis": "stroke:#888888",
     "eager": "fill:#e4e4e4;stroke:#b5b5b5",
-    "constant": "fill:#8c8c8c",
-    "results": "fill:#0072b2",
-    "kept": "fill:#56b4e9",
-    "passing": "fill:#cc79a7",
-    "again": "fill:#e69f00",
-    "workspace": "fill:#009e73",
+    "constant": "fill:#858585",
+    "results": "fill:#005f99",
+    "kept": "fill:#5db8ec",
+    "passing": "fill:#b5578f",
+    "again": "fill:#f5b83d",
+    "workspace": "fill:#004d3a",
     "budget": "stroke:#d55e00;fill:#d55e00",
     "budget-label": "fill:#b34e00",
     "mark": "stroke:#1a1a1a;fill:#1a1a1a",
-    "held": "stroke:#b9def5;fill:#b9def5",
-    "held-again": "stroke:#f5d48a;fill:#f5d48a",
-    "held-result": "stroke:#d3d3d3;fill:#d3d3d3",
-    "run": "stroke:#0072b2;fill:#0072b2",
+    "held": "stroke:#a3d3f3;fill:#a3d3f3",
+    "held-again": "stroke:#f2b544;fill:#f2b544",
+    "held-result": "stroke:#e2e2e2;fill:#e2e2e2",
+    "run": "stroke:#005f99;fill:#005f99",
     "rerun": "stroke:#d55e00;fill:#d55e00",
-    "line": "stroke:#0072b2;fill:none",
+    "line": "stroke:#005f99;fill:none",
     "bound": "stroke:#555555;fill:none",
-    "bound-swatch": "fill:#555555",
-    "point": "stroke:#ffffff",
+    "bound-dot": "fill:#555555",
+    "point": "stroke:#333333",
+    "ring": "fill:none",
+    "eager-dot": "stroke:#1a1a1a;fill:#ffffff",
 }
 
 _DARK = {
@@ -51,21 +57,31 @@ _DARK = {
     "grid": "stroke:#33373d",
     "axis": "stroke:#7d828a",
     "eager": "fill:#2b2e34;stroke:#565b63",
-    "constant": "fill:#7a7e85",
+    "constant": "fill:#5c6067",
     "results": "fill:#1f8fd0",
+    "kept": "fill:#8ccbf2",
+    "passing": "fill:#c2639a",
+    "again": "fill:#f0ab1f",
+    "workspace": "fill:#00785a",
     "mark": "stroke:#f0f0f0;fill:#f0f0f0",
-    "held": "stroke:#1f4a66;fill:#1f4a66",
-    "held-again": "stroke:#6b4e0d;fill:#6b4e0d",
-    "held-result": "stroke:#44484f;fill:#44484f",
+    "held": "stroke:#255a7d;fill:#255a7d",
+    "held-again": "stroke:#936a0e;fill:#936a0e",
+    "held-result": "stroke:#3a3d44;fill:#3a3d44",
     "run": "stroke:#56b4e9;fill:#56b4e9",
     "rerun": "stroke:#ff8c3b;fill:#ff8c3b",
     "budget": "stroke:#ff8c3b;fill:#ff8c3b",
     "budget-label": "fill:#ff8c3b",
     "line": "stroke:#56b4e9;fill:none",
     "bound": "stroke:#b4b8bf;fill:none",
-    "bound-swatch": "fill:#b4b8bf",
+    "bound-dot": "fill:#b4b8bf",
     "point": "stroke:#16181c",
+    "eager-dot": "stroke:#f0f0f0;fill:#16181c",
 }
+
+MARGIN = 16.0
+"""Pixels left of everything, and right of it."""
+
+TITLE_Y, SUMMARY_Y = 26.0, 46.0
 
 SERIES = ("#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#b8a800", "#8c8c8c")
 """Fill colours for any number of things beside each other, on light and on dark."""
@@ -127,6 +143,19 @@ def rectangle(
     return element("rect", *children, x=x, y=y, width=width, height=height, class_=f"remat-{role}")
 
 
+def heading(title: str, summary: str) -> list[str]:
+    """The title and the line below it."""
+    return [
+        text(MARGIN, TITLE_Y, title, role="title"),
+        text(MARGIN, SUMMARY_Y, summary),
+    ]
+
+
+def colour(role: str) -> str:
+    """The light colour of a role, for those who write no style sheet."""
+    return _HEX.findall(_LIGHT[role])[0]
+
+
 def line(x1: float, y1: float, x2: float, y2: float, role: str, *, dash: str | None = None) -> str:
     """A straight line, one pixel wide."""
     return element(
@@ -181,11 +210,12 @@ def style() -> str:
     """The style sheet that every picture carries."""
     return "".join(
         (
-            f".remat-picture{{max-width:100%;height:auto;font:11px {_SANS}}}",
-            ".remat-title{font-weight:600;font-size:14px}",
+            f".remat-picture{{max-width:100%;height:auto;font:12px {_SANS}}}",
+            ".remat-title{font-weight:600;font-size:15px}",
             ".remat-grid,.remat-axis{stroke-width:1;fill:none}",
             ".remat-hover{fill:transparent}",
-            ".remat-line{stroke-width:2}.remat-bound{stroke-width:1.5}",
+            ".remat-line{stroke-width:2}.remat-bound,.remat-ring,.remat-eager-dot{stroke-width:1.5}",
+            ".remat-point{stroke-width:0.7}",
             _rules(_LIGHT),
             f"@media screen and (prefers-color-scheme:dark){{{_rules(_DARK)}}}",
             "rect.remat-swatch{stroke:none}",

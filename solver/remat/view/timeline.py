@@ -8,6 +8,7 @@ that the peak is there however short it is, and a column's layers are those of o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
 
@@ -17,69 +18,129 @@ from remat.schedule import Schedule
 from remat.simulate import simulate
 from remat.view import svg
 from remat.view.axes import (
+    RUNS,
     Axis,
+    Unit,
     bottom_axis,
-    byte_ticks,
-    decimal_ticks,
+    byte_unit,
     left_axis,
-    tick_bytes,
-    tick_count,
-    tick_seconds,
+    passes,
+    second_unit,
 )
-from remat.view.occupancy import LAYERS, backward_run, occupancy, starts_s
+from remat.view.occupancy import LAYERS, Occupancy, backward_run, occupancy, starts_s
 from remat.view.text import plain, shorten
 
 MAX_COLUMNS = 1500
+TITLE = "Memory over the step"
+EAGER = "without recomputation"
 _WIDTH, _HEIGHT = 960.0, 400.0
-_LEFT, _RIGHT, _TOP = 72.0, 16.0, 70.0
+_LEFT, _RIGHT, _TOP = 60.0, 24.0, 88.0
 _MAX_TIPS = 240
+
+Columns = list[tuple[float, float, int]]
+"""(from, to, run) each, left to right."""
+
+
+@dataclass(frozen=True)
+class Curves:
+    """What the picture shows, in bytes over seconds or over runs.
+
+    `starts` and `eager_starts` have one entry more than there are runs: the end of the last.
+    `top_bytes` is the highest thing shown; `budget_fits` is False for a budget far above it.
+    """
+
+    held: Occupancy
+    starts: list[float]
+    eager_bytes: tuple[int, ...]
+    eager_starts: list[float]
+    by_time: bool
+    top_bytes: int
+    budget_fits: bool
+
+    @property
+    def during_bytes(self) -> tuple[int, ...]:
+        return self.held.timeline.during_bytes
+
+    @property
+    def end(self) -> float:
+        return max(self.starts[-1], self.eager_starts[-1])
+
+    @property
+    def unit(self) -> Unit:
+        """What the horizontal axis counts in."""
+        return second_unit(self.end) if self.by_time else RUNS
+
+    def columns(self) -> Columns:
+        return peaks(self.starts, self.during_bytes, self.end)
+
+    def eager_columns(self) -> Columns:
+        return peaks(self.eager_starts, self.eager_bytes, self.end)
+
+    def tops(self) -> list[tuple[str, list[int]]]:
+        """The layers that are used, bottom first, each with its upper edge run by run."""
+        total = [0] * len(self.during_bytes)
+        found: list[tuple[str, list[int]]] = []
+        for layer in self.held.used:
+            total = [a + b for a, b in zip(total, self.held.layers[layer], strict=True)]
+            found.append((layer, total))
+        return found
+
+
+def curves(plan: Plan, x: Literal["time", "runs"] = "time") -> Curves:
+    """The memory of the plan, and that without recomputation over its own, shorter time."""
+    held = occupancy(plan)
+    during = held.timeline.during_bytes
+    eager = simulate(plan.graph, Schedule.keep_all(plan.graph)).during_bytes
+    by_time = x == "time" and plan.time_s > 0
+    costs = (operation.cost_s for operation in plan.graph.operations)
+    highest = max((*during, *eager, 1))
+    fits = plan.budget_bytes <= 1.3 * highest
+    return Curves(
+        held=held,
+        starts=starts_s(plan) if by_time else _counts(len(during)),
+        eager_bytes=eager,
+        eager_starts=list(accumulate(costs, initial=0.0)) if by_time else _counts(len(eager)),
+        by_time=by_time,
+        top_bytes=max(highest, plan.budget_bytes if fits else 0),
+        budget_fits=fits,
+    )
 
 
 def timeline_svg(plan: Plan, *, x: Literal["time", "runs"] = "time") -> str:
     """The picture as SVG text. `x` is what the horizontal axis counts: seconds, or runs (which it
     also counts where the plan takes no time)."""
-    held = occupancy(plan)
-    during = held.timeline.during_bytes
-    eager = simulate(plan.graph, Schedule.keep_all(plan.graph)).during_bytes
-    by_time = x == "time" and plan.time_s > 0
-    starts = starts_s(plan) if by_time else _counts(len(during))
-    eager_starts = (
-        list(accumulate((o.cost_s for o in plan.graph.operations), initial=0.0))
-        if by_time
-        else _counts(len(eager))
-    )
-    end = max(starts[-1], eager_starts[-1])
-    across = Axis(0, end, _LEFT, _WIDTH - _LEFT - _RIGHT)
-    highest = max((*during, *eager, 1))
-    fits = plan.budget_bytes <= 1.3 * highest
-    top = max(highest, plan.budget_bytes if fits else 0)
-    up = Axis(0, top * 1.06, _TOP + _HEIGHT, -_HEIGHT)
-    columns = peaks(starts, during, end)
-    body = [svg.text(_LEFT, 24, "Memory over the step", role="title"), _subtitle(plan)]
-    body += left_axis(up, byte_ticks(top * 1.06), tick_bytes, _LEFT, _WIDTH - _RIGHT)
-    shape = _steps(peaks(eager_starts, eager, end), eager, across, up)
-    body.append(
-        svg.path(shape, "eager", "without recomputation: " + format_bytes(max(eager, default=0)))
-    )
-    body += _stack(held.layers, held.used, columns, across, up)
-    ticks = decimal_ticks(0, end)
-    name = "time" if by_time else "runs"
-    label = tick_seconds if by_time else tick_count
-    body += bottom_axis(across, ticks, label, _TOP + _HEIGHT, name)
-    body += _boundary(plan, starts, across)
-    body += _peak(held.timeline.peak_run, during, starts, across, up)
-    body += _budget(plan, up, fits)
+    shown = curves(plan, x)
+    during = shown.during_bytes
+    across = Axis(0, shown.end, _LEFT, _WIDTH - _LEFT - _RIGHT)
+    bottom, right = _TOP + _HEIGHT, _WIDTH - _RIGHT
+    up = Axis(0, shown.top_bytes * 1.06, bottom, -_HEIGHT)
+    columns = shown.columns()
+    in_bytes = byte_unit(up.high)
+    body = svg.heading(TITLE, summary(plan))
+    body += left_axis(up, in_bytes, f"memory ({in_bytes.name})", _LEFT, right)
+    shape = _steps(shown.eager_columns(), shown.eager_bytes, across, up)
+    tip = f"{EAGER}: {format_bytes(max(shown.eager_bytes, default=0))}"
+    body.append(svg.path(shape, "eager", tip))
+    # Each layer reaches down to zero, and the highest is drawn first.
+    for layer, top in reversed(shown.tops()):
+        tip = f"{LAYERS[layer]}: at most {format_bytes(max(shown.held.layers[layer]))}"
+        body.append(svg.path(_steps(columns, top, across, up), layer, tip))
+    name = f"time ({shown.unit.name})" if shown.by_time else "runs"
+    body += bottom_axis(across, shown.unit, shown.unit.ticks(0, shown.end), bottom, name)
+    boundary = backward_run(plan)
+    if boundary is not None:
+        body += passes(across.at(shown.starts[boundary]), _LEFT, right, _TOP, bottom)
+    body += _peak(shown.held.timeline.peak_run, during, shown.starts, across, up)
+    body += _budget(plan, up, shown.budget_fits)
     body += _tips(plan, columns, during, across)
-    entries = [(layer, LAYERS[layer]) for layer in held.used]
-    marks, bottom = svg.legend(
-        [*entries, ("eager", "without recomputation")], _LEFT, _TOP + _HEIGHT + 56, _WIDTH - _LEFT
-    )
-    return svg.document(_WIDTH, bottom, "Memory over the step", _summary(plan), [*body, *marks])
+    entries = [(layer, LAYERS[layer]) for layer in shown.held.used]
+    marks, below = svg.legend([*entries, ("eager", EAGER)], _LEFT, bottom + 62, _WIDTH - _LEFT)
+    return svg.document(_WIDTH, below, TITLE, summary(plan), [*body, *marks])
 
 
 def peaks(
     starts: Sequence[float], during: Sequence[int], end: float, columns: int = MAX_COLUMNS
-) -> list[tuple[float, float, int]]:
+) -> Columns:
     """At most `columns` columns (from, to, run), left to right: `run` has the most memory of those
     that touch the column. Neighbours that show the same run are one. `starts` has one entry more
     than there are runs, the end of the last."""
@@ -93,7 +154,7 @@ def peaks(
         for column in range(first, last + 1):
             if best[column] < 0 or memory > during[best[column]]:
                 best[column] = run
-    found: list[tuple[float, float, int]] = []
+    found: Columns = []
     for column, run in enumerate(best):
         if run < 0:
             continue
@@ -109,27 +170,7 @@ def _counts(runs: int) -> list[float]:
     return [float(run) for run in range(runs + 1)]
 
 
-def _stack(
-    layers: dict[str, list[int]],
-    used: list[str],
-    columns: list[tuple[float, float, int]],
-    across: Axis,
-    up: Axis,
-) -> list[str]:
-    """One path a layer. Each reaches down to zero, and the highest is drawn first."""
-    total = [0] * len(next(iter(layers.values())))
-    paths: list[str] = []
-    for layer in used:
-        held = layers[layer]
-        total = [a + b for a, b in zip(total, held, strict=True)]
-        tip = f"{LAYERS[layer]}: at most {format_bytes(max(held))}"
-        paths.append(svg.path(_steps(columns, total, across, up), layer, tip))
-    return paths[::-1]
-
-
-def _steps(
-    columns: list[tuple[float, float, int]], height: Sequence[int], across: Axis, up: Axis
-) -> str:
+def _steps(columns: Columns, height: Sequence[int], across: Axis, up: Axis) -> str:
     """The area under a staircase; steps too low to see are left out."""
     if not columns:
         return ""
@@ -143,20 +184,6 @@ def _steps(
             level = y
     data.append(f"H{svg.number(across.at(columns[-1][1]))}V{floor}Z")
     return "".join(data)
-
-
-def _boundary(plan: Plan, starts: list[float], across: Axis) -> list[str]:
-    run = backward_run(plan)
-    if run is None:
-        return []
-    x = across.at(starts[run])
-    y = _TOP - 12
-    parts = [svg.line(x, y, x, _TOP + _HEIGHT, "mark", dash="2 4")]
-    if x - _LEFT > 60:
-        parts.append(svg.text(x - 6, y + 8, "forward", anchor="end"))
-    if _WIDTH - _RIGHT - x > 60:
-        parts.append(svg.text(x + 6, y + 8, "backward"))
-    return parts
 
 
 def _peak(
@@ -174,7 +201,9 @@ def _budget(plan: Plan, up: Axis, fits: bool) -> list[str]:
     right = _WIDTH - _RIGHT
     words = f"budget {format_bytes(plan.budget_bytes)}"
     if not fits:
-        return [svg.text(right, 42, f"{words}, far above", role="budget-label", anchor="end")]
+        return [
+            svg.text(right, svg.SUMMARY_Y, f"{words}, far above", role="budget-label", anchor="end")
+        ]
     y = up.at(plan.budget_bytes)
     return [
         svg.element(
@@ -191,9 +220,7 @@ def _budget(plan: Plan, up: Axis, fits: bool) -> list[str]:
     ]
 
 
-def _tips(
-    plan: Plan, columns: list[tuple[float, float, int]], during: Sequence[int], across: Axis
-) -> list[str]:
+def _tips(plan: Plan, columns: Columns, during: Sequence[int], across: Axis) -> list[str]:
     """Invisible strips that say what runs under the pointer."""
     stride = -(-len(columns) // _MAX_TIPS)
     parts: list[str] = []
@@ -217,11 +244,8 @@ def _tips(
     return parts
 
 
-def _subtitle(plan: Plan) -> str:
-    return svg.text(_LEFT, 42, _summary(plan))
-
-
-def _summary(plan: Plan) -> str:
+def summary(plan: Plan) -> str:
+    """Peak and time, each with what it is relative to."""
     peak, baseline = format_bytes(plan.peak_bytes), format_bytes(plan.baseline_peak_bytes)
     return (
         f"peak {peak} instead of {baseline}, time {format_seconds(plan.time_s)} instead of "

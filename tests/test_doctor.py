@@ -1,0 +1,168 @@
+"""The report on this machine, and on machines where something is broken."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+
+import remat
+from remat.frontend import doctor
+from remat.frontend.cost_cache import Cost, CostCache, default_cache_path
+from remat.frontend.doctor import Check, examine
+
+
+@pytest.fixture(scope="module")
+def report() -> dict[str, Check]:
+    began = time.monotonic()
+    found = examine()
+    assert time.monotonic() - began < 20
+    assert len({check.name for check in found}) == len(found)
+    return {check.name: check for check in found}
+
+
+def test_this_machine(report: dict[str, Check]) -> None:
+    assert report["Python"].text.startswith(platform.python_version())
+    assert report["torch"].state == "ok"
+    assert report["torch"].text.startswith(torch.__version__)
+    assert report["solver HiGHS"].state == "ok"
+    assert report["solver HiGHS"].text == f"{metadata.version('highspy')}, the default"
+    for package in ("pulp", "networkx", "pydantic", "highspy"):
+        assert report[package] == Check(package, "ok", metadata.version(package))
+    assert str(os.cpu_count()) in report["processor"].text
+    assert "GiB" in report["memory"].text
+    extras = {name.removeprefix("extra ") for name in report if name.startswith("extra ")}
+    assert extras == {"cli", "client", "hf", "postgres", "ray", "server", "viz"}
+    if not torch.cuda.is_available():
+        assert report["CUDA"].state in ("missing", "wrong")
+
+
+def test_what_is_not_ok_has_a_remedy(report: dict[str, Check]) -> None:
+    for check in report.values():
+        assert "\n" not in check.text + check.remedy
+        assert check.text
+        if check.state == "wrong" or (check.state == "missing" and check.name != "CUDA"):
+            assert check.remedy, check
+        if check.state == "ok":
+            assert not check.remedy, check
+
+
+def named(name: str) -> Check:
+    group = {"cost cache": doctor._cost_cache, "torch": doctor._torch, "CUDA": doctor._devices}
+    (found,) = doctor._guarded(name, group[name])
+    return found
+
+
+# -- the cost cache -------------------------------------------------------------------------------
+
+
+def test_a_cost_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("REMAT_CACHE_DIR", str(tmp_path / "costs"))
+    empty = named("cost cache")
+    assert empty.state == "ok"
+    assert empty.text.startswith(os.path.join("~", "costs"))
+    assert not (tmp_path / "costs").exists(), "a report makes nothing"
+    with CostCache() as cache:
+        for number in range(3):
+            cache.put(["add", number], Cost(1e-6, 0))
+    found = named("cost cache")
+    assert found.state == "ok"
+    assert "3 entries, " in found.text
+    assert "KiB" in found.text
+
+
+def test_a_damaged_cost_cache() -> None:
+    path = default_cache_path()
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"nonsense" * 1000)
+    found = named("cost cache")
+    assert (found.state, found.remedy) == ("wrong", f"delete {path}; it is made anew")
+
+
+def test_a_cost_cache_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("REMAT_CACHE_DIR", str(tmp_path / "file" / "below"))
+    found = named("cost cache")
+    assert found.state == "wrong"
+    assert "REMAT_CACHE_DIR" in found.remedy
+
+
+# -- broken surroundings --------------------------------------------------------------------------
+
+
+def in_surroundings(directory: Path) -> dict[str, Check]:
+    """The report of a process that finds the modules of this directory before all others."""
+    code = "from remat.frontend.doctor import examine\nfor c in examine(): print(repr(c))"
+    root = Path(remat.__file__).parents[1]
+    path = os.pathsep.join([str(directory), str(root)])
+    ended = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    found: list[Check] = [eval(line, {"Check": Check}) for line in ended.stdout.splitlines()]
+    return {check.name: check for check in found}
+
+
+def test_a_broken_torch(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise OSError('libtorch.so: cannot open')")
+    report = in_surroundings(tmp_path)
+    assert report["torch"].state == "wrong"
+    assert "cannot be imported: OSError: libtorch.so: cannot open" in report["torch"].text
+    assert "pip install" in report["torch"].remedy
+    assert report["memory"].state == report["solver HiGHS"].state == "ok"
+    assert not {name for name in report if name.lower().startswith("cuda")}
+
+
+def command(directory: Path, name: str, text: str) -> None:
+    directory.mkdir(exist_ok=True)
+    file = directory / name
+    file.write_text(f"#!/bin/sh\n{text}\n")
+    file.chmod(0o755)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="a shell script stands for the driver's command")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is usable here")
+def test_a_gpu_that_torch_cannot_use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    command(tmp_path, "nvidia-smi", "echo 'NVIDIA H200, 570.1'; echo 'NVIDIA L4, 570.1'")
+    found = named("CUDA")
+    assert found.state == "wrong"
+    assert found.text.startswith("NVIDIA H200 (driver 570.1) and NVIDIA L4 (driver 570.1) is here")
+    assert found.remedy
+    command(tmp_path, "nvidia-smi", "echo 'NVIDIA-SMI has failed'; exit 9")
+    assert named("CUDA").state == "missing"
+
+
+@pytest.mark.parametrize(
+    ("version", "least", "older"),
+    [("2.13.0+cpu", "2.11", False), ("2.9.1", "2.11", True), ("2.11", "2.11", False)],
+)
+def test_versions(version: str, least: str, older: bool) -> None:
+    assert doctor._older(version, least) == older
+
+
+def test_a_torch_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.10.1+cu128")
+    found = named("torch")
+    assert found.state == "wrong"
+    assert found.remedy == "pip install 'torch>=2.11'"
+
+
+@pytest.mark.gpu
+def test_a_gpu(report: dict[str, Check]) -> None:
+    found = report["cuda:0"]
+    assert found.state == "ok"
+    assert torch.cuda.get_device_name(0) in found.text
+    assert "GiB" in found.text

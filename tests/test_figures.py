@@ -1,0 +1,147 @@
+"""The pictures as matplotlib figures: the same words, colours and data as the SVGs."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from collections.abc import Callable
+from xml.etree import ElementTree
+
+import matplotlib
+import pytest
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+from tests.references import network
+from tests.references import plan as dropping
+from tests.test_view import SVG, hostile_plan, lone, plan_of
+
+from remat.compare import Row
+from remat.errors import RematError
+from remat.graph import Graph
+from remat.plan import Plan
+from remat.schedule import Schedule
+from remat.view import (
+    frontier_figure,
+    frontier_svg,
+    modules_figure,
+    modules_svg,
+    schedule_figure,
+    schedule_svg,
+    timeline_figure,
+    timeline_svg,
+)
+from remat.view.svg import colour
+
+Draw = Callable[[Plan], Figure]
+
+
+def _rows(plan: Plan) -> list[Row]:
+    graph = plan.graph
+    cheap = plan_of(graph, Schedule.keep_all(graph))
+    return [Row("keep_all", "100%", 1, cheap, "", 0.0), Row("per_block", "1%", 1, plan, "", 0.0)]
+
+
+PAIRS: dict[str, tuple[Draw, Callable[[Plan], str]]] = {
+    "timeline": (timeline_figure, timeline_svg),
+    "timeline by runs": (
+        lambda plan: timeline_figure(plan, x="runs"),
+        lambda plan: timeline_svg(plan, x="runs"),
+    ),
+    "schedule": (schedule_figure, schedule_svg),
+    "modules": (modules_figure, modules_svg),
+    "frontier": (
+        lambda plan: frontier_figure([plan], _rows(plan), device="h200"),
+        lambda plan: frontier_svg([plan], _rows(plan), device="h200"),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return dropping(network(2), "norm", "act")
+
+
+def words(figure: Figure) -> set[str]:
+    """Every text of a figure."""
+    figure.draw_without_rendering()
+    texts = figure.findobj(lambda artist: hasattr(artist, "get_text"))
+    return {artist.get_text() for artist in texts if artist.get_visible()}
+
+
+@pytest.mark.parametrize(("figure", "picture"), PAIRS.values(), ids=PAIRS)
+def test_a_figure_says_what_the_picture_says(
+    figure: Draw, picture: Callable[[Plan], str], plan: Plan
+) -> None:
+    root = ElementTree.fromstring(picture(plan))
+    title, summary, *others = (e[0].tail if len(e) else e.text for e in root.iter(f"{SVG}text"))
+    shown = words(figure(plan))
+    assert f"{title}: {summary}" in shown
+    assert set(others) <= shown | {"per_block", "recomputed"}
+    assert {"per_block", "recomputed"} & set(others) <= shown
+
+
+def test_a_figure_has_the_colours_and_the_data_of_the_picture(plan: Plan) -> None:
+    (axes,) = timeline_figure(plan).axes
+    filled = {to_hex(patch.get_facecolor()): patch for patch in axes.patches}
+    assert {colour("kept"), colour("again"), colour("eager"), colour("constant")} <= set(filled)
+    top = max(patch.get_data().values.max() for patch in axes.patches)
+    assert top == plan.baseline_peak_bytes
+    stack = [patch for color, patch in filled.items() if color != colour("eager")]
+    assert max(patch.get_data().values.max() for patch in stack) >= plan.peak_bytes
+    (axes,) = schedule_figure(plan).axes
+    drawn = {to_hex(lines.get_color()[0]): lines for lines in axes.collections}
+    assert len(drawn[colour("run")].get_segments()) == len(plan.graph)
+    again = sum(plan.schedule.recomputed(plan.graph).values())
+    assert len(drawn[colour("rerun")].get_segments()) == again
+
+
+@pytest.mark.parametrize("form", ["pdf", "png"])
+def test_a_large_plan_can_be_saved_for_a_paper(form: str) -> None:
+    large = dropping(network(49), "norm", "act")
+    file = io.BytesIO()
+    schedule_figure(large).savefig(file, format=form)
+    assert file.getvalue().startswith(b"%PDF" if form == "pdf" else b"\x89PNG")
+    assert len(file.getvalue()) < 1_000_000
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        hostile_plan(),
+        plan_of(lone(), Schedule.of([0])),
+        plan_of(Graph((), ()), Schedule.of([])),
+    ],
+    ids=["hostile", "one", "empty"],
+)
+def test_odd_plans_have_figures(odd: Plan) -> None:
+    for figure, _ in PAIRS.values():
+        figure(odd).draw_without_rendering()
+
+
+def test_nothing_of_matplotlib_is_imported_before_a_figure_and_no_state_is_touched() -> None:
+    code = """
+import sys
+import remat.view
+assert "matplotlib" not in sys.modules
+from tests.test_view import half_recomputed
+figure = remat.view.modules_figure(half_recomputed(4))
+assert "matplotlib.pyplot" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_figure_leaves_the_settings_alone(plan: Plan) -> None:
+    before = dict(matplotlib.rcParams)
+    for figure, _ in PAIRS.values():
+        figure(plan)
+    assert dict(matplotlib.rcParams) == before
+
+
+def test_without_matplotlib_the_error_says_what_to_install(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    for figure, _ in PAIRS.values():
+        with pytest.raises(RematError, match=r"pip install 'remat\[viz\]'"):
+            figure(plan)
