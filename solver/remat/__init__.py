@@ -12,6 +12,7 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
+from remat.batch import MaxBatch
 from remat.client import Client
 from remat.compare import Comparison, compare
 from remat.errors import (
@@ -25,7 +26,9 @@ from remat.errors import (
     SolverError,
     SolverTimeout,
     TraceError,
+    UnknownName,
 )
+from remat.footprint import Estimate
 from remat.graph import Graph, Operation, Value
 from remat.plan import Plan, Status
 from remat.program import Program
@@ -60,6 +63,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from remat.frontend.cost_cache import CostCache
+    from remat.frontend.estimate import estimate
+    from remat.frontend.max_batch import max_batch
     from remat.frontend.measure import measure
     from remat.frontend.meter import LiveStorageMeter
     from remat.frontend.module import RematModule, lower
@@ -68,6 +73,8 @@ if TYPE_CHECKING:
 _TORCH_SIDE = {
     "CostCache": "cost_cache",
     "LiveStorageMeter": "meter",
+    "estimate": "estimate",
+    "max_batch": "max_batch",
     "RematModule": "module",
     "lower": "module",
     "measure": "measure",
@@ -85,6 +92,7 @@ __all__ = [
     "Comparison",
     "CostCache",
     "DocumentError",
+    "Estimate",
     "EveryK",
     "Exact",
     "Graph",
@@ -95,6 +103,7 @@ __all__ = [
     "Knapsack",
     "LiveStorageMeter",
     "LpRounding",
+    "MaxBatch",
     "Operation",
     "PerBlock",
     "Plan",
@@ -114,9 +123,12 @@ __all__ = [
     "Timeline",
     "Trace",
     "TraceError",
+    "UnknownName",
     "Value",
     "compare",
+    "estimate",
     "lower",
+    "max_batch",
     "measure",
     "optimize",
     "rewrite",

@@ -1,8 +1,7 @@
-"""Plans in words: `describe`, `explain` and `diff`. Every number has a unit."""
+"""Plans in words: `describe` and `diff`. Every number has a unit."""
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections import defaultdict
 from typing import TYPE_CHECKING
@@ -11,6 +10,13 @@ from remat.budget import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from remat.plan import Plan
+
+SCOPES = {
+    "slots": "every schedule over the slots offered",
+    "order": "every schedule of this order",
+    "all orders": "every schedule in any order",
+}
+"""What a plan's bound is proved for, in words."""
 
 _ROWS = 16
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
@@ -41,50 +47,6 @@ def describe(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def explain(plan: Plan, name: str) -> str:
-    """What the plan does with one operation, and why that is worth it."""
-    graph = plan.graph
-    names = {operation.name: op for op, operation in enumerate(graph.operations)}
-    if name not in names:
-        near = difflib.get_close_matches(name, names, n=3)
-        raise KeyError(
-            f"no operation is called {name!r}" + (f"; near: {', '.join(near)}" if near else "")
-        )
-    op = names[name]
-    operation = graph.operations[op]
-    size = sum(graph.values[v].size_bytes for v in operation.outputs)
-    runs = [run for run, o in enumerate(plan.schedule.runs) if o == op]
-    where = f" in {operation.module}" if operation.module else ""
-    kind = "backward" if operation.backward else "forward"
-    lines = [
-        f"{name}: {kind} operation {op} of {len(graph)}{where}, "
-        f"{format_seconds(operation.cost_s)}, output {format_bytes(size)}"
-    ]
-    if len(runs) == 1:
-        lines.append(f"  runs once (run {runs[0]})" + _why_once(plan, op))
-    else:
-        extra = operation.cost_s * (len(runs) - 1)
-        lines.append(
-            f"  runs {len(runs)} times (runs {', '.join(map(str, runs))}); recomputing costs "
-            f"{format_seconds(extra)}, {extra / plan.baseline_time_s:.3%} of the step"
-            if plan.baseline_time_s > 0
-            else f"  runs {len(runs)} times"
-        )
-    copies = [c for c in plan.timeline().copies if c.value in operation.outputs]
-    for copy in copies:
-        value = graph.values[copy.value]
-        last = (
-            "held to the end (a result)"
-            if copy.end >= len(plan.schedule)
-            else f"freed after run {copy.end} "
-            f"({graph.operations[plan.schedule.runs[copy.end]].name})"
-        )
-        lines.append(
-            f"  {value.name} ({format_bytes(value.size_bytes)}): made in run {copy.start}, {last}"
-        )
-    return "\n".join(lines)
-
-
 def diff(plan: Plan, other: Plan) -> str:
     """What changes from `plan` to `other`."""
     mine = _named(plan)
@@ -106,11 +68,7 @@ def diff(plan: Plan, other: Plan) -> str:
 def _bound(plan: Plan) -> str:
     if plan.lower_bound is None or plan.gap is None:
         return "none proved"
-    scope = {
-        "slots": "every schedule over the slots offered",
-        "order": "every schedule of this order",
-        "all orders": "every schedule in any order",
-    }[plan.bound_scope]
+    scope = SCOPES[plan.bound_scope]
     wider = plan.stats.get("order_bound")
     if plan.bound_scope == "slots" and isinstance(wider, float):
         scope += f" ({wider:+.3%} for every schedule of this order)"
@@ -157,17 +115,6 @@ def _modules(plan: Plan, again: dict[int, int]) -> list[str]:
             f"{format_bytes(sum(size[k] for k in rest)):>9}"
         )
     return lines
-
-
-def _why_once(plan: Plan, op: int) -> str:
-    operation = plan.graph.operations[op]
-    if not operation.recomputable:
-        return "; it may not run again"
-    if any(v in plan.graph.results for v in operation.outputs):
-        return "; its output is a result, held to the end"
-    if not any(plan.graph.consumers[v] for v in operation.outputs):
-        return "; nothing reads its output"
-    return "; its output is held until its last reader"
 
 
 def _named(plan: Plan) -> dict[str, int]:

@@ -22,19 +22,25 @@ class InfeasibleBudget(RematError):
     """No schedule fits the budget.
 
     `min_feasible_bytes` is the smallest peak for which a schedule was found, in the graph's size
-    unit (bytes for traced models).
+    unit (bytes for traced models). `is_proved` says whether no schedule at all can fit, or merely
+    none was found.
     """
 
-    def __init__(self, message: str, *, min_feasible_bytes: int | None = None) -> None:
+    def __init__(
+        self, message: str, *, min_feasible_bytes: int | None = None, is_proved: bool = False
+    ) -> None:
         super().__init__(message)
         self.min_feasible_bytes = min_feasible_bytes
+        self.is_proved = is_proved
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_infeasible, (str(self), self.min_feasible_bytes))
+        return (_infeasible, (str(self), self.min_feasible_bytes, self.is_proved))
 
 
-def _infeasible(message: str, min_feasible_bytes: int | None) -> InfeasibleBudget:
-    return InfeasibleBudget(message, min_feasible_bytes=min_feasible_bytes)
+def _infeasible(
+    message: str, min_feasible_bytes: int | None, is_proved: bool = False
+) -> InfeasibleBudget:
+    return InfeasibleBudget(message, min_feasible_bytes=min_feasible_bytes, is_proved=is_proved)
 
 
 class SolverTimeout(RematError):
@@ -43,6 +49,13 @@ class SolverTimeout(RematError):
 
 class SolverError(RematError):
     """A solver backend is missing, unlicensed, or stopped without an answer."""
+
+
+class UnknownName(RematError, KeyError):
+    """No operation and no module of a plan has this name."""
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""  # KeyError would quote it
 
 
 class TraceError(RematError):

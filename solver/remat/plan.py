@@ -110,14 +110,15 @@ class Plan:
 
         return describe(self)
 
-    def explain(self, operation: str) -> str:
-        """What happens to one operation, by name: kept or recomputed, where, size, cost.
+    def explain(self, name: str) -> str:
+        """Why one operation is kept or recomputed, and what the other way would cost: the peak,
+        where it is, the time. With the path of a module, a table of its operations.
 
-        Raises `KeyError` for an unknown name, with the nearest known ones.
+        Raises `UnknownName`, which is a `KeyError`, with the nearest known names.
         """
-        from remat.describe import explain
+        from remat.explain import explain
 
-        return explain(self, operation)
+        return explain(self, name)
 
     def diff(self, other: Plan) -> str:
         """What `other` does differently: peak, time, and the operations recomputed in one only."""

@@ -21,6 +21,7 @@ from remat.errors import RematError, TraceError
 from remat.frontend.constants import ConstantFolding
 from remat.frontend.flat import Flat
 from remat.frontend.joint import read_joint
+from remat.frontend.meta import placed
 from remat.frontend.pytree import flatten
 from remat.frontend.surroundings import checkpointing_disabled, observe, restored
 from remat.trace import Trace
@@ -38,16 +39,19 @@ def trace(
     `example_inputs` is a tuple of positional arguments (or one tensor, or a mapping, which is taken
     as keyword arguments). `differentiate` says which outputs a gradient will come from: "auto" (the
     scalar loss where the model returns one, else all), "all", or output names such as "loss".
+    A model on the "meta" device is captured as if it were on CUDA where there is one, else on the
+    CPU: nothing is allocated, and its plan is for a model that really is there.
 
     Raises `TraceError` with the place and the remedy where the model cannot be captured.
     """
     args, kwargs = normalise_inputs(model, example_inputs, example_kwargs)
     check_differentiable(model, args, kwargs)
-    leaves, inputs = flatten((args, kwargs), "the example inputs ")
     _refuse_wrong_captures(model)
-    flat = Flat(model, inputs, differentiate)
     environment = observe(model)
     with contextlib.ExitStack() as stack:
+        args, kwargs = stack.enter_context(placed(model, args, kwargs))
+        leaves, inputs = flatten((args, kwargs), "the example inputs ")
+        flat = Flat(model, inputs, differentiate)
         stack.enter_context(torch.enable_grad())
         stack.enter_context(restored(model))
         stack.enter_context(checkpointing_disabled())

@@ -22,4 +22,5 @@ def infeasible(
         f"({baseline_bytes:,} bytes). Pass a budget of at least {smallest_bytes:,} bytes "
         f"or budget='min', or make the batch smaller.",
         min_feasible_bytes=smallest_bytes,
+        is_proved=proved,
     )

@@ -1,0 +1,306 @@
+"""`max_batch`: the largest batch whose training step fits a budget.
+
+The peak without recomputation, and roughly the smallest peak with it, is affine in the batch: a
+line through two captures guesses where it meets the budget, and the solver decides around there.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from remat.batch import Attempt, MaxBatch
+from remat.budget import format_bytes, parse_budget
+from remat.errors import BudgetError, InfeasibleBudget, SolverTimeout, TraceError
+from remat.frontend.capture import trace as capture
+from remat.frontend.cost_cache import CostCache
+from remat.frontend.device_memory import available_budget
+from remat.frontend.measure import measure
+from remat.plan import Plan
+from remat.progress import Progress
+from remat.roofline import Roofline
+from remat.schedule import Schedule
+from remat.simulate import simulate
+from remat.solve import solve
+from remat.strategies import Auto, Strategy
+from remat.strategies.quick import quick_schedules
+from remat.trace import Trace
+
+_LEAP = 8
+"""How many times larger than those before a guess may be: `model_fn` makes real inputs, and where
+gradients are the peak of small batches, a line through those promises too much."""
+
+_LINES = 6
+"""Guesses by a line; after them, what is left is halved."""
+
+Call = tuple[Any, ...]
+"""(model, args), (model, kwargs) or (model, args, kwargs)."""
+
+
+def max_batch(
+    model_fn: Callable[[int], Call],
+    budget: int | str,
+    *,
+    start: int = 1,
+    most: int = 65536,
+    strategy: Strategy | None = None,
+    costs: str | Roofline | None = None,
+    cache: CostCache | str | None = None,
+    max_overhead: float | None = None,
+    progress: Callable[[Attempt], None] | None = None,
+) -> MaxBatch:
+    """The largest batch, up to `most`, whose training step fits `budget`, with its plan.
+
+    `model_fn(batch)` returns `(model, args)`, `(model, kwargs)` or `(model, args, kwargs)` for a
+    batch of that size; the model may be the same each time, and all may be on the "meta" device.
+    `budget` is bytes, a string such as "8GiB", or "auto" (what the device has free, as it is once
+    the first batch was made). With `max_overhead`, the plan's overhead is at most that (0.1 is
+    10%). `start` is the first batch to be captured; smaller ones only if it does not fit. `costs`
+    and `cache` are as in `remat.optimize`, `strategy` as in `remat.solve`; each batch near the
+    answer is solved for within its time limit. `progress` is told each attempt.
+
+    Assumes that what fits for a batch fits for every smaller one. Then the answer is the largest
+    if the next batch is proved not to fit (`is_proved`); else no plan for it was found in the time.
+
+    Raises `InfeasibleBudget` where not even a batch of 1 fits, `BudgetError` for a budget that is
+    no number of bytes, `TraceError`, `SolverTimeout`, and ValueError for `start` or `most`.
+    """
+    if not 1 <= start <= most:
+        raise ValueError(f"1 <= start <= most is needed; start is {start}, most is {most}")
+    if max_overhead is not None and not max_overhead >= 0:
+        raise ValueError(f"max_overhead is {max_overhead}; it is zero or more (0.1 is 10%)")
+    _refuse_shares(budget)
+    search = _Search(model_fn, strategy or Auto(), costs, cache, max_overhead, progress, most)
+    first = search.trace(start)
+    search.budget_bytes = _bytes(budget, first)
+    eager = search.largest_eager(start)
+    batch, neighbour = search.largest(eager, start)
+    if batch == 0:
+        assert neighbour is not None
+        raise _nothing_fits(neighbour, search)
+    traced = search.trace(batch)
+    return MaxBatch(
+        batch=batch,
+        budget_bytes=search.budget_bytes,
+        max_overhead=max_overhead,
+        plan=search.best_plan(batch),
+        trace=traced,
+        eager_batch=eager,
+        eager_time_s=search.trace(eager).graph().total_cost_s if eager else None,
+        is_proved=neighbour is None or neighbour.is_proved,
+        attempts=tuple(search.attempts),
+    )
+
+
+@dataclass
+class _Search:
+    model_fn: Callable[[int], Call]
+    strategy: Strategy
+    costs: str | Roofline | None
+    cache: CostCache | str | None
+    max_overhead: float | None
+    progress: Callable[[Attempt], None] | None
+    most: int
+    budget_bytes: int = 0
+    attempts: list[Attempt] = field(default_factory=list)
+    _traces: dict[int, Trace] = field(default_factory=dict)
+    _plans: dict[int, Plan] = field(default_factory=dict)
+
+    # -- what a batch takes -----------------------------------------------------------------
+
+    def trace(self, batch: int) -> Trace:
+        """The step for a batch, captured once, with costs."""
+        if batch not in self._traces:
+            model, args, kwargs = _call(self.model_fn(batch))
+            traced = capture(model, args, kwargs)
+            device = self.costs or traced.device.split(":")[0]
+            self._traces[batch] = measure(traced, device, cache=self.cache)
+        return self._traces[batch]
+
+    def eager_bytes(self, batch: int) -> int:
+        """The peak without recomputation."""
+        graph = self.trace(batch).graph()
+        return simulate(graph, Schedule.keep_all(graph)).peak_bytes
+
+    def quick_bytes(self, batch: int) -> int:
+        """The smallest peak that quick baselines reach."""
+        graph = self.trace(batch).graph()
+        schedules = [Schedule.keep_all(graph), *quick_schedules(graph, None, lambda: False)]
+        return min(simulate(graph, schedule).peak_bytes for schedule in schedules)
+
+    # -- searches ---------------------------------------------------------------------------
+
+    def largest_eager(self, start: int) -> int:
+        """The largest batch that fits without recomputation, 0 if none does."""
+        low, high = 0, self.most + 1
+        points: list[tuple[int, int]] = []
+        guess = start
+        while high - low > 1:
+            guess = min(max(guess, low + 1), high - 1)
+            points.append((guess, self.eager_bytes(guess)))
+            if points[-1][1] <= self.budget_bytes:
+                low = guess
+            else:
+                high = guess
+            if len(points) == 1:
+                guess = 2 * guess
+            elif len(points) <= _LINES:
+                guess = min(self._meets(points[-2], points[-1]), _LEAP * max(points)[0])
+            else:
+                guess = (low + min(high, _LEAP * low)) // 2
+        return low
+
+    def largest(self, low: int, start: int) -> tuple[int, Attempt | None]:
+        """The largest batch with a plan, 0 if there is none, and the attempt at the next one; None
+        if that is over `most`. `low` fits without recomputation."""
+        if low == self.most:
+            return low, None
+        high, failed = self.most + 1, None
+        near = max(low, start)
+        other = 2 * near if 2 * near <= self.most else max(1, near // 2)
+        line = (near, self.quick_bytes(near)), (other, self.quick_bytes(other))
+        guess, floor_bytes = min(self._meets(*line), _LEAP * near), _intercept(*line)
+        step = max(1, near // 4)
+        sluggish = 0
+        while high - low > 1:
+            batch = min(max(guess, low + 1), high - 1)
+            width = high - low
+            attempt = self._attempt(batch)
+            if attempt.fits:
+                low = batch
+            else:
+                high, failed = batch, attempt
+            sluggish = sluggish + 1 if high - low > width / 2 else 0
+            if failed is None:
+                guess, step = low + step, 2 * step
+            elif sluggish > 1 or failed.least_bytes is None:
+                guess = (low + high) // 2
+            else:
+                guess = self._meets((0, floor_bytes), (high, failed.least_bytes))
+        return low, failed
+
+    def best_plan(self, batch: int) -> Plan:
+        """The plan at full effort, or the one that the search met, where that is better."""
+        known = self._plans.get(batch)
+        try:
+            plan = solve(self.trace(batch), self.budget_bytes, self.strategy)
+        except (InfeasibleBudget, SolverTimeout):
+            if known is None:
+                raise
+            return known
+        return plan if known is None or plan.time_s <= known.time_s else known
+
+    def _meets(self, *points: tuple[int, int]) -> int:
+        """The last batch at which the line through two points of (batch, bytes) is within the
+        budget."""
+        (x, a), (y, b) = sorted(points)
+        return self.most if b <= a else x + (self.budget_bytes - a) * (y - x) // (b - a)
+
+    def _attempt(self, batch: int) -> Attempt:
+        began = time.monotonic()
+        traced = self.trace(batch)
+        enough = _Enough(self.max_overhead)
+        found: dict[str, Any]
+        try:
+            plan = solve(
+                traced, self.budget_bytes, self.strategy, progress=enough, cancel=enough.event
+            )
+        except InfeasibleBudget as error:
+            found = {
+                "fits": False,
+                "is_proved": error.is_proved,
+                "least_bytes": error.min_feasible_bytes,
+            }
+        except SolverTimeout:
+            found = {"fits": False, "is_proved": False}
+        else:
+            found = self._judged(plan)
+            self._plans[batch] = plan
+        attempt = Attempt(batch=batch, seconds=time.monotonic() - began, **found)
+        self.attempts.append(attempt)
+        if self.progress is not None:
+            self.progress(attempt)
+        return attempt
+
+    def _judged(self, plan: Plan) -> dict[str, Any]:
+        limit = self.max_overhead
+        fits = limit is None or plan.overhead <= limit
+        bound = plan.lower_bound
+        return {
+            "fits": fits,
+            "is_proved": fits or (bound is not None and limit is not None and bound > limit),
+            "peak_bytes": plan.peak_bytes,
+            "overhead": plan.overhead,
+        }
+
+
+class _Enough:
+    """Ends a solve once it is known whether the batch fits: the time is not wanted yet."""
+
+    def __init__(self, max_overhead: float | None) -> None:
+        self.event = threading.Event()
+        self._limit = max_overhead
+
+    def __call__(self, progress: Progress) -> None:
+        known, bound, limit = progress.incumbent, progress.bound, self._limit
+        if progress.phase != "cost" or known is None:
+            return
+        if limit is None or known <= limit or (bound is not None and bound > limit):
+            self.event.set()
+
+
+def _refuse_shares(budget: int | str) -> None:
+    text = budget.strip().lower() if isinstance(budget, str) else ""
+    if text == "min" or text.endswith("%"):
+        raise BudgetError(
+            f"the budget {budget!r} is another number of bytes for each batch, so any batch would "
+            'fit; pass bytes, such as "8GiB", or "auto"'
+        )
+
+
+def _bytes(budget: int | str, first: Trace) -> int:
+    if isinstance(budget, str) and budget.strip().lower() == "auto":
+        return available_budget(first)
+    found = parse_budget(budget, baseline_bytes=0)
+    assert isinstance(found, int)
+    return found
+
+
+def _call(returned: object) -> tuple[nn.Module, Any, Mapping[str, Any] | None]:
+    if isinstance(returned, tuple) and len(returned) in (2, 3):
+        model, inputs, *rest = returned
+        if isinstance(model, nn.Module) and all(isinstance(r, Mapping) for r in rest):
+            return model, inputs, rest[0] if rest else None
+    raise TraceError(
+        "model_fn(batch) must return (model, args), (model, kwargs) or (model, args, kwargs), got "
+        f"{type(returned).__name__}"
+    )
+
+
+def _intercept(*points: tuple[int, int]) -> int:
+    """What a batch of none would take, by the line through two points of (batch, bytes)."""
+    (x, a), (y, b) = sorted(points)
+    return a if x == y else max(0, a - (b - a) * x // (y - x))
+
+
+def _nothing_fits(attempt: Attempt, search: _Search) -> InfeasibleBudget:
+    budget = format_bytes(search.budget_bytes)
+    if attempt.overhead is not None:
+        return InfeasibleBudget(
+            f"a batch of 1 fits {budget}, but with an overhead of {attempt.overhead:.1%} where "
+            f"max_overhead is {search.max_overhead:.1%}; allow more, or pass a larger budget",
+            is_proved=attempt.is_proved,
+        )
+    least = attempt.least_bytes
+    needs = "" if least is None else f"; it needs {format_bytes(least)} ({least:,} bytes)"
+    return InfeasibleBudget(
+        f"not even a batch of 1 fits {budget} ({search.budget_bytes:,} bytes){needs}. Pass a "
+        "larger budget, a smaller model, or shorter inputs",
+        min_feasible_bytes=least,
+        is_proved=attempt.is_proved,
+    )
