@@ -67,7 +67,7 @@ def traced() -> tuple[Trace, Plan, Program]:
 @pytest.fixture(scope="module")
 def gpt2_plan() -> Plan:
     torch.manual_seed(0)
-    case = gpt2()
+    case = gpt2(layers=1)
     traced = remat.trace(case.model, case.args, case.kwargs)
     return remat.solve(remat.measure(traced, device=remat.Roofline("h200")), "min", PerBlock())
 
@@ -273,8 +273,8 @@ def test_code_has_a_line_for_every_statement(traced: tuple[Trace, Plan, Program]
     assert text.count("run 1 of ") == len(plan.schedule.recomputed(plan.graph))
     (state,) = program.states
     assert text.count(f"saves {state}") == 1
-    replays = [s for s in (*program.forward, *program.backward) if s.random == "replay"]
-    assert text.count(f"replays {state}") == len(replays)
+    replays = [s for s in program.backward if s.random and s.random != "save"]
+    assert text.count(f"replays {state}") == len(replays) > 0
     assert text.count(", kept") == len(set(program.saved) & _made(program))
     assert "  # 0, 8.00 KiB" in text
     assert "view" in text

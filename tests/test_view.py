@@ -217,14 +217,13 @@ def test_many_rows_are_labelled_by_module() -> None:
     plan = replace(plan, graph=replace(plan.graph, operations=operations))
     root = ElementTree.fromstring(schedule_svg(plan))
     labels = [t.text or t[0].tail for t in root.iter(f"{SVG}text") if t.get("text-anchor") == "end"]
-    assert labels == [
-        "net.h.0.mlp",
-        "net.h.1.mlp",
-        "net.h.2.mlp",
-        "net.h.3.mlp",
-        "net.h.3.mlp",
-        "forward",
-    ]
+    assert labels == ["net.h.0", "net.h.1", "net.h.2", "net.h.3", "net.h.3", "forward"]
+    # As well where all of it is deep inside of something else.
+    deep = tuple(replace(o, module=f"a.b.c.d.{o.module}" if o.module else "") for o in operations)
+    plan = replace(plan, graph=replace(plan.graph, operations=deep))
+    root = ElementTree.fromstring(schedule_svg(plan))
+    labels = [t[0].tail for t in root.iter(f"{SVG}text") if len(t)]
+    assert labels == [f"a.b.c.d.net.h.{i}" for i in (0, 1, 2, 3, 3)]
 
 
 def test_the_frontier_has_plans_bounds_baselines_and_the_device() -> None:
@@ -281,6 +280,10 @@ def test_what_would_squash_the_frontier_is_said_above_it() -> None:
     least = max(plan.overhead for plan in found)
     assert dear.overhead > 1.5 * least
     assert f"above: per_block {dear.overhead:+.0%}, every_k" in frontier_svg(found, rows)
+    # Without plans, what counts is what most baselines cost.
+    slow = replace(dear, time_s=40 * dear.time_s)
+    rows.append(Row("slow", "50%", 1, slow, "", 0.0))
+    assert f"above: slow {slow.overhead:+,.0%}" in frontier_svg([], rows)
 
 
 def test_a_comparison_is_a_picture_with_every_baseline() -> None:

@@ -27,6 +27,9 @@ ROLES = {
 
 _BAND = {"kept": "held", "passing": "held", "results": "held-result", "again": "held-again"}
 
+_DEPTH = 8
+"""Module paths are told apart by at most so many of their parts."""
+
 Stroke = tuple[int, int, int]
 """A row, and the first and the last column of a stretch of cells in it."""
 
@@ -94,10 +97,11 @@ def sections(plan: Plan, height: float, label: float) -> list[Section]:
     for low in (label, label / 4, label / 8):
         best: list[Section] = []
         covered = 0
-        for depth in range(4, 0, -1):
+        for depth in range(_DEPTH, 0, -1):
             found = [s for s in _stretches_at(plan, depth) if (s[2] - s[1]) * height >= low]
             share = sum(after - first for _, first, after in found)
-            if share > 1.15 * covered:
+            # A shorter path that tells as much apart is the better name.
+            if share > 1.15 * covered or (share >= covered and len(found) >= len(best)):
                 best, covered = found, share
         if len(best) >= 4:
             break

@@ -144,7 +144,7 @@ def frontier_figure(
     shown = frontiers.frontier(plans, comparison, capacity_bytes, device)
     figure, axes = _figure(frontiers.TITLE, frontiers.summary(shown))
     axes.set_xlim(shown.low_bytes, shown.high_bytes)
-    axes.set_ylim(0, shown.high_overhead)
+    axes.set_ylim(0, shown.top_overhead)
     if shown.line:
         xs, ys = zip(*shown.plans(), strict=True)
         axes.plot(xs, ys, color=colour("line"), linewidth=1.3)
@@ -156,7 +156,7 @@ def frontier_figure(
         axes.plot(xs, ys, "--", color=colour("bound"), linewidth=1, label=frontiers.BOUND)
     if shown.eager_bytes is not None:
         dot = {"markerfacecolor": "white", "markeredgecolor": colour("mark"), "clip_on": False}
-        axes.plot(shown.eager_bytes, 0, "o", markersize=4.5, label=timeline.EAGER, **dot)
+        axes.plot(shown.eager_bytes, 0, "o", markersize=6.5, label=timeline.EAGER, **dot)
     for index, name in enumerate(shown.strategies):
         own = [p for p in shown.points if p.strategy == name]
         inside = [p for p in own if p.overhead <= shown.high_overhead]
@@ -179,7 +179,7 @@ def frontier_figure(
         words = frontiers.above_words(above)
         axes.annotate(
             f"↑ {words}",
-            (last, shown.high_overhead),
+            (last, shown.top_overhead),
             xytext=(0, -9),
             textcoords="offset points",
             fontsize=_SMALL,
@@ -197,7 +197,7 @@ def frontier_figure(
             )
             axes.annotate(
                 words,
-                (shown.capacity_bytes, shown.high_overhead),
+                (shown.capacity_bytes, shown.top_overhead),
                 xytext=(0, 3),
                 textcoords="offset points",
                 ha="right",

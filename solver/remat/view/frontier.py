@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from statistics import median
 
 from remat.budget import format_bytes
 from remat.compare import Comparison, Row
@@ -19,8 +20,9 @@ TITLE = "Extra time against peak memory"
 PLANS, BOUND = "plans", "lower bound"
 _WIDTH, _HEIGHT = 960.0, 420.0
 _LEFT, _RIGHT, _TOP = 60.0, 24.0, 88.0
-_CLIP = 1.5
-"""Baselines that cost more than this many times the dearest plan would squash the frontier."""
+_CLIP, _CLIP_MEDIAN = 1.5, 2.5
+"""Baselines that cost more than this many times the dearest plan, or where there is no plan that
+costs anything, the median of the baselines, would squash the picture."""
 
 _FAR = 1.5
 """A device with more than this many times the largest peak is beyond the right edge."""
@@ -49,6 +51,11 @@ class Frontier:
     low_bytes: float
     high_bytes: float
     high_overhead: float
+
+    @property
+    def top_overhead(self) -> float:
+        """Where the picture ends: what is above the edge has room of its own."""
+        return self.high_overhead * (1.1 if self.above() else 1.0)
 
     @property
     def strategies(self) -> list[str]:
@@ -108,8 +115,11 @@ def frontier(
         most = max(most, capacity_bytes)
     dearest = max((plan.overhead for plan in everything), default=0.0)
     own = max((plan.overhead for plan in line), default=0.0)
+    costs = [point.overhead for point in points if point.overhead > 0]
     if own > 0:
         dearest = min(dearest, _CLIP * own)
+    elif costs:
+        dearest = min(dearest, _CLIP_MEDIAN * median(costs))
     return Frontier(
         line=line,
         points=points,
@@ -141,7 +151,7 @@ def frontier_svg(
     shown = frontier(plans, comparison, capacity_bytes, device)
     bottom, right = _TOP + _HEIGHT, _WIDTH - _RIGHT
     across = Axis(shown.low_bytes, shown.high_bytes, _LEFT, right - _LEFT)
-    up = Axis(0, shown.high_overhead, bottom, -_HEIGHT)
+    up = Axis(0, shown.top_overhead, bottom, -_HEIGHT)
     unit = byte_unit(across.high)
     body = svg.heading(TITLE, summary(shown))
     body += left_axis(up, PERCENT, "extra time (%)", _LEFT, right)
