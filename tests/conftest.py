@@ -9,6 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
+try:
+    from hypothesis import HealthCheck, settings
+except ImportError:  # tests of the GPU do without it
+    pass
+else:
+    # How long an example takes only says how busy the machine is.
+    settings.register_profile("remat", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("remat")
+
 
 @pytest.fixture(autouse=True)
 def cache_of_this_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from tests.models import PLAIN
 import remat
 
 COSTS = remat.Roofline("cpu")
+STRATEGY = remat.Auto(time_limit=3.0)
 
 # What the loss outside of these models allocates is not remat's to plan.
 EXTERNAL_LOSS = {"two-heads", "alias"}
@@ -24,9 +25,16 @@ def test_trains_as_eager(name: str, budget: str) -> None:
     case = PLAIN[name]()
     eager = eager_step(case)
     if case.autocast is None:
-        gm = remat.optimize(copy.deepcopy(case.model), budget, case.args, case.kwargs, costs=COSTS)
+        gm = remat.optimize(
+            copy.deepcopy(case.model),
+            budget,
+            case.args,
+            case.kwargs,
+            costs=COSTS,
+            strategy=STRATEGY,
+        )
     else:
-        gm = remat.optimize(copy.deepcopy(case.model), budget, costs=COSTS)
+        gm = remat.optimize(copy.deepcopy(case.model), budget, costs=COSTS, strategy=STRATEGY)
     step = run_step(gm, case)
     if case.autocast is not None:
         step = run_step(gm, case)  # the first call planned inside the metered region
@@ -42,7 +50,7 @@ def test_statistics_move_once() -> None:
     """Eager `torch.utils.checkpoint` moves batch-norm statistics twice."""
     torch.manual_seed(0)
     case = PLAIN["norms"]()
-    gm = remat.optimize(copy.deepcopy(case.model), "min", case.args, costs=COSTS)
+    gm = remat.optimize(copy.deepcopy(case.model), "min", case.args, costs=COSTS, strategy=STRATEGY)
     run_step(gm, case)
     assert int(gm.get_buffer("conv.1.num_batches_tracked")) == 1
     assert int(gm.get_buffer("steps")) == 1

@@ -84,7 +84,7 @@ def test_no_strategy_beats_the_exact_bound() -> None:
     graph = uneven(4)
     for budget in ("90%", "70%", "min"):
         exact = solve(graph, budget, Exact())
-        auto = solve(graph, exact.budget_bytes, Auto(order="off"))
+        auto = solve(graph, exact.budget_bytes, Auto(order="off", time_limit=5.0))
         assert exact.bound_scope == "order"
         assert exact.lower_bound is not None
         assert auto.overhead >= exact.lower_bound - 1e-9
@@ -145,7 +145,7 @@ def test_a_missing_solver_is_named(solver: str, message: str) -> None:
 
 def test_progress_is_reported() -> None:
     seen: list[Progress] = []
-    solve(uneven(8), "60%", Auto(order="off", gap=0.0, time_limit=2), progress=seen.append)
+    solve(uneven(8), "60%", Auto(order="off", gap=0.0, time_limit=5), progress=seen.append)
     assert seen
     assert {progress.phase for progress in seen} <= {"cost", "peak"}
     assert all(progress.gap is None or progress.gap >= 0 for progress in seen)
@@ -153,7 +153,7 @@ def test_progress_is_reported() -> None:
 
 def test_progress_of_a_sweep_says_which_budget_it_is_at() -> None:
     seen: list[Progress] = []
-    strategy = Auto(order="off", gap=0.0, time_limit=2)
+    strategy = Auto(order="off", gap=0.0, time_limit=5)
     plans = sweep(uneven(8), ["60%", "80%"], strategy, progress=seen.append)
     assert seen
     assert {now.budget_bytes for now in seen} <= {plan.budget_bytes for plan in plans}

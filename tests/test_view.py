@@ -437,9 +437,9 @@ def test_five_thousand_operations_are_fast_and_small() -> None:
     plan = half_recomputed(2500)
     assert len(plan.graph) == 5000
     assert len(plan.schedule) == 6250
-    began = time.perf_counter()
+    began = time.process_time()
     page = plan_html(plan)
-    spent_s = time.perf_counter() - began
+    spent_s = time.process_time() - began
     assert spent_s < 2
     assert len(page.encode()) < 3_000_000
     for picture in PICTURES:
