@@ -422,12 +422,19 @@ def test_an_interrupted_write_leaves_the_old_file(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
+    real = Path.open
+
+    def half(path: Path, mode: str) -> None:
+        """The new file is there, but nothing is in it yet."""
+        real(path, mode).close()
+        raise KeyboardInterrupt
+
     for where in ("replace", "write"):
         with monkeypatch.context() as patch:
             if where == "replace":
                 patch.setattr(Path, "replace", interrupted)
             else:
-                patch.setattr(os, "fdopen", interrupted)
+                patch.setattr(Path, "open", half)
             with pytest.raises(KeyboardInterrupt):
                 new.save(tmp_path / name)
         assert remat.Program.load(tmp_path / name) == old

@@ -9,7 +9,7 @@ from tests.graphs import chain
 
 from remat.errors import InfeasibleBudget, SolverError
 from remat.graph import Graph, Operation, Value
-from remat.plan import Status
+from remat.plan import Plan, Status
 from remat.progress import Progress
 from remat.schedule import Schedule
 from remat.simulate import simulate
@@ -166,6 +166,21 @@ def test_cancel_returns_the_best_so_far() -> None:
     plan = solve(graph, "75%", Auto(order="off", gap=0.0), cancel=cancel)
     assert plan.peak_bytes <= plan.budget_bytes
     assert plan.status is Status.FEASIBLE
+
+
+def test_a_cancelled_sweep_keeps_what_it_has() -> None:
+    cancel = threading.Event()
+    told: list[Plan] = []
+
+    def tell(plan: Plan) -> None:
+        told.append(plan)
+        if len(told) == 2:
+            cancel.set()
+
+    budgets = ("75%", "85%", "95%")
+    plans = sweep(uneven(4), budgets, Auto(time_limit=3), cancel=cancel, told=tell)
+    assert plans == told
+    assert len(plans) == 2
 
 
 def test_a_solve_leaves_no_trace_in_the_next() -> None:

@@ -1,23 +1,22 @@
-"""`remat serve`, `remat worker` and `remat keys`."""
+"""`remat serve`, `remat worker` and `remat keys`.
+
+What they need is imported when they run: `remat --help` shows them, and is fast.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-import uvicorn
 from pydantic import ValidationError
-from rich.console import Console
-from rich.table import Table
 
 from remat.errors import ServiceError
-from remat_server.app import check_keys, create_app
-from remat_server.processes import run_worker
 from remat_server.settings import Settings
-from remat_server.store import keys
-from remat_server.store.database import Database
+
+if TYPE_CHECKING:
+    from remat_server.store.database import Database
 
 keys_app = typer.Typer(help="API keys of the service.", no_args_is_help=True)
 
@@ -46,6 +45,10 @@ def serve(
 
     Everything can be set by REMAT_* in the environment; options go before it.
     """
+    import uvicorn
+
+    from remat_server.app import check_keys, create_app
+
     settings = _settings(
         host=host,
         port=port,
@@ -79,6 +82,8 @@ def worker(
 
     Any number of workers may share one PostgreSQL store.
     """
+    from remat_server.processes import run_worker
+
     run_worker(_settings(database_url=database_url, concurrent_solves=concurrent_solves))
 
 
@@ -88,6 +93,9 @@ def add_key(
     database_url: DatabaseUrl = None,
 ) -> None:
     """Make a key and print it; it cannot be seen again. From the first key on, keys are needed."""
+    from rich.console import Console
+
+    from remat_server.store import keys
 
     def add(database: Database) -> None:
         with database.write() as connection:
@@ -101,6 +109,10 @@ def add_key(
 @keys_app.command("list")
 def list_keys(database_url: DatabaseUrl = None) -> None:
     """List the keys, without the keys themselves."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from remat_server.store import keys
 
     def show(database: Database) -> None:
         table = Table("id", "name", "made", "revoked")
@@ -118,6 +130,7 @@ def revoke_key(
     database_url: DatabaseUrl = None,
 ) -> None:
     """End a key's use, at once."""
+    from remat_server.store import keys
 
     def revoke(database: Database) -> None:
         with database.write() as connection:
@@ -128,6 +141,8 @@ def revoke_key(
 
 
 def _with_store(database_url: str | None, act: Callable[[Database], None]) -> None:
+    from remat_server.store.database import Database
+
     database = Database(_settings(database_url=database_url).store_url)
     database.migrate()
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from remat.budget import format_bytes, format_seconds, parse_budget
@@ -106,7 +106,7 @@ class Comparison:
             "extra time (peak reached, in % of that without recomputation); - does not fit; "
             "gap: the largest that is proved",
             "",
-            *_aligned(table),
+            *aligned(table),
         ]
         reasons = {row.strategy: row.reason for row in self.rows if not row.is_applicable}
         if reasons:
@@ -153,6 +153,7 @@ def compare(
     *,
     progress: ProgressCallback | None = None,
     cancel: Cancel | None = None,
+    told: Callable[[Row], None] | None = None,
 ) -> Comparison:
     """The plans of several strategies for several budgets, as `solve` gives them.
 
@@ -184,6 +185,8 @@ def compare(
                 size = parse_budget(budget, baseline_bytes=baseline.peak_bytes)
                 row = replace(row, budget_bytes=size if isinstance(size, int) else None)
             rows.append(row)
+            if told is not None:
+                told(row)
     return Comparison(tuple(rows), baseline.peak_bytes, baseline.time_s)
 
 
@@ -217,7 +220,8 @@ def _gap(rows: Sequence[Row]) -> str:
     return f"{max(gaps):.2%}" if gaps else ""
 
 
-def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
+def aligned(table: Sequence[Sequence[str]]) -> list[str]:
+    """A line for each row: the first column to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines: list[str] = []
     for line in table:

@@ -12,7 +12,7 @@ import keyword
 import os
 import re
 import reprlib
-import tempfile
+import secrets
 import zlib
 from functools import lru_cache
 from pathlib import Path
@@ -143,13 +143,13 @@ def write_atomically(path: Path, data: bytes) -> None:
     """Write beside `path`, then rename: a reader never sees half a file."""
     if path.suffix == ".gz":
         data = gzip.compress(data, compresslevel=6, mtime=0)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    beside = path.with_name(f".{path.name[:100]}.{secrets.token_hex(8)}")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with beside.open("xb") as file:  # with the permissions of any new file
             file.write(data)
-        Path(name).replace(path)
+        beside.replace(path)
     except BaseException:
-        Path(name).unlink(missing_ok=True)
+        beside.unlink(missing_ok=True)
         raise
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import is_dataclass, replace
 from typing import Protocol
 
@@ -18,7 +18,7 @@ from remat.strategies.auto import Auto
 from remat.strategies.base import Solution, Stats, Strategy
 
 _LEAST_S = 1.0
-_SWEEP = ("min", *(f"{percent}%" for percent in range(5, 101, 5)))
+SWEEP = ("min", *(f"{percent}%" for percent in range(5, 101, 5)))
 
 
 class HasGraph(Protocol):
@@ -66,18 +66,20 @@ def sweep(
     *,
     progress: ProgressCallback | None = None,
     cancel: Cancel | None = None,
+    told: Callable[[Plan], None] | None = None,
 ) -> list[Plan]:
     """The plans for several budgets, smallest budget first: the time/memory frontier.
 
     Without `budgets`: 100%, 95%, ... of the peak without recomputation, down to the smallest
     feasible. Budgets that are infeasible are left out. Each solve begins from the plan for the
-    next smaller budget, so cost never rises with the budget.
+    next smaller budget, so cost never rises with the budget. `told` is called with each plan as
+    soon as it is there. Once `cancel` is set, what is left is left out.
     """
     stats: Stats = {} if isinstance(graph, Graph) else {"cost_source": graph.cost_source}
     graph = graph if isinstance(graph, Graph) else graph.graph()
     strategy = strategy or Auto()
     baseline_bytes = simulate(graph, Schedule.keep_all(graph)).peak_bytes
-    wanted = _SWEEP if budgets is None else tuple(budgets)
+    wanted = SWEEP if budgets is None else tuple(budgets)
     sized = {parse_budget(budget, baseline_bytes=baseline_bytes) for budget in wanted}
     in_bytes = sorted(size for size in sized if isinstance(size, int))
     in_order: list[int | str] = ["min", *in_bytes] if "min" in sized else [*in_bytes]
@@ -85,11 +87,15 @@ def sweep(
     for size in in_order:
         if plans and isinstance(size, int) and size < plans[0].budget_bytes:
             continue
+        if plans and cancel is not None and cancel.is_set():
+            break
         start = plans[-1].schedule if plans else None
         try:
             plans.append(_solve(graph, size, strategy, start, progress, cancel, stats))
         except InfeasibleBudget:
             continue
+        if told is not None:
+            told(plans[-1])
     return plans
 
 

@@ -1,7 +1,8 @@
 """Run a model on a solver and say honestly what came of it.
 
-HiGHS is the default and the only one that reports progress and can be cancelled. Any other solver
-that PuLP knows goes by the name of its family or of PuLP's class: see `remat.milp.pulp_solvers`.
+HiGHS is the default and the only one that reports progress. Any other solver that PuLP knows goes
+by the name of its family or of PuLP's class: see `remat.milp.pulp_solvers`. Of those, the ones that
+run as a command can be cancelled on Linux: see `remat.milp.commands`.
 
 PuLP's classes are taken at their word only where it can be true. Some call every solution optimal,
 some report a time limit, a refused licence or a program of theirs that never ran as "infeasible".
@@ -21,6 +22,7 @@ import pulp
 
 from remat.errors import SolverError
 from remat.milp import pulp_solvers
+from remat.milp.commands import ended_once
 from remat.milp.highs import BulkHiGHS, Report
 from remat.milp.model import Model
 from remat.milp.start import Values, is_solution, start_values
@@ -68,12 +70,12 @@ def run(
     """Solve `model` to `gap` (relative) within `time_limit` seconds.
 
     `incumbent` is used where the slots can express it; `target` ends the solve at the first
-    solution that good (HiGHS only, as are `seed`, `report` and `cancelled`). Raises `SolverError`
-    if the solver is missing, unlicensed or fails.
+    solution that good (HiGHS only, as are `seed` and `report`). Once `cancelled`, the best solution
+    so far is the answer. Raises `SolverError` if the solver is missing, unlicensed or fails.
     """
     start = None if incumbent is None else start_values(model, incumbent)
     if not pulp_solvers.is_highs(solver):
-        return _run_pulp(model, solver, gap, time_limit, threads, start)
+        return _run_pulp(model, solver, gap, time_limit, threads, start, cancelled)
     return _run_highs(model, gap, time_limit, threads, seed, start, target, report, cancelled)
 
 
@@ -117,7 +119,13 @@ def _run_highs(
 
 
 def _run_pulp(
-    model: Model, name: str, gap: float, time_limit: float, threads: int, start: Values | None
+    model: Model,
+    name: str,
+    gap: float,
+    time_limit: float,
+    threads: int,
+    start: Values | None,
+    cancelled: Callable[[], bool] | None,
 ) -> Answer:
     began = time.monotonic()
     backend = pulp_solvers.open_solver(
@@ -127,13 +135,16 @@ def _run_pulp(
     for variable, value in (start or {}).items():
         variable.varValue = value
     try:
-        with warnings.catch_warnings():
+        with ended_once(cancelled), warnings.catch_warnings():
             # PuLP's own deprecations, and its remarks on options that a solver has not.
             warnings.simplefilter("ignore")
             model.problem.solve(backend)
         bound = pulp_solvers.bound(backend, model.problem)
     except Exception as error:
         # Each package has errors of its own, and a command that dies may leave half an answer.
+        if cancelled is not None and cancelled():
+            seconds = time.monotonic() - began
+            return Answer(Outcome.UNKNOWN, None, None, None, 0, seconds, "cancelled")
         raise SolverError(
             f"{name} ({backend.name}) stopped without an answer, {_words(error)}: check its "
             f"installation and that its licence allows {model.columns:,} variables and "
@@ -143,6 +154,9 @@ def _run_pulp(
         getattr(backend, "close", lambda: None)()
     seconds = time.monotonic() - began
     outcome = _outcome(model)
+    is_cut_short = cancelled is not None and cancelled()
+    if is_cut_short and outcome is not Outcome.FEASIBLE:
+        outcome = Outcome.UNKNOWN
     if outcome is Outcome.INFEASIBLE and start is not None and is_solution(model, start):
         raise SolverError(
             f"{name} ({backend.name}) says that there is no solution, but one is known: "

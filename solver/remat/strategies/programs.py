@@ -89,7 +89,7 @@ class Programs:
         budget_now = budget_bytes
         for _ in range(_TIGHTENINGS):
             began = time.monotonic()
-            if began + self._overhead_s(slots) > self.deadline:
+            if self.is_cancelled() or began + self._overhead_s(slots) > self.deadline:
                 break
             program = self._build(slots, budget_now)
             if self._is_too_late(program):

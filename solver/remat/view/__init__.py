@@ -14,6 +14,7 @@ from remat.view.figures import (
     timeline_figure,
 )
 from remat.view.frontier import frontier_svg
+from remat.view.frontier_page import frontier_html
 from remat.view.html import plan_fragment, plan_html
 from remat.view.modules import modules_svg
 from remat.view.schedule import schedule_svg
@@ -25,6 +26,7 @@ __all__ = [
     "annotated_code",
     "chrome_trace",
     "frontier_figure",
+    "frontier_html",
     "frontier_svg",
     "graph_dot",
     "graph_graphml",

@@ -68,12 +68,17 @@ def plan_html(plan: Plan, program: Program | None = None) -> str:
     if program is not None:
         code = f'<pre class="remat-code">{escape_lines(annotated_code(program, plan))}</pre>'
         parts.append(f"<h2>Program</h2><details><summary>code</summary>{code}</details>")
+    return page("Rematerialization plan", "".join(parts))
+
+
+def page(title: str, body: str) -> str:
+    """A whole page around a body of markup; `title` is text."""
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/>'
         f'<meta http-equiv="Content-Security-Policy" content="{escape(_POLICY)}"/>'
         '<meta name="viewport" content="width=device-width, initial-scale=1"/>'
-        f"<title>Rematerialization plan</title><style>{_PAGE_STYLE}{_STYLE}</style></head>"
-        f'<body><main class="remat-plan">{"".join(parts)}</main></body></html>\n'
+        f"<title>{escape(title)}</title><style>{_PAGE_STYLE}{_STYLE}</style></head>"
+        f'<body><main class="remat-plan">{body}</main></body></html>\n'
     )
 
 

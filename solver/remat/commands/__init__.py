@@ -1,0 +1,1 @@
+"""The commands of `remat`, one file each, and what they share."""

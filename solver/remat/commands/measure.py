@@ -1,0 +1,55 @@
+"""`remat measure`: costs for a trace."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from remat.commands import files
+from remat.commands.exits import UsageError
+from remat.commands.figures import describe_costs, describe_trace
+from remat.commands.live import live
+from remat.commands.options import Json, Output, Roofline, TraceFile
+from remat.commands.solving import hint
+from remat.pricing import by_roofline
+from remat.roofline import Roofline as Model
+
+
+def measure(
+    trace: TraceFile,
+    device: Annotated[
+        str | None,
+        typer.Option(help="cpu or cuda; by default where the trace was made.", show_default=False),
+    ] = None,
+    roofline: Roofline = None,
+    output: Output = None,
+    as_json: Json = False,
+) -> None:
+    """Time a trace's operations, or estimate them for a device that is not here."""
+    if device is not None and roofline is not None:
+        raise UsageError("give --device (to time) or --roofline (to estimate), not both")
+    model = None if roofline is None else _roofline(roofline)
+    files.check_outputs(output)
+    traced = files.read_trace(trace)
+    if model is not None:
+        priced = by_roofline(traced, model)
+    else:
+        from remat.frontend.measure import measure as run
+
+        with live("measuring", 1) as line:
+            priced = run(traced, device, progress=line.measuring)
+    if output is not None:
+        files.write(output, priced.to_json())
+    if as_json:
+        files.show_json(priced.to_json())
+    else:
+        files.show(f"{describe_trace(priced)}\n\n{describe_costs(priced)}")
+    hint(output, as_json, "trace", "trace.json.gz")
+
+
+def _roofline(name: str) -> Model:
+    try:
+        return Model(name)
+    except ValueError as error:
+        raise UsageError(str(error)) from None

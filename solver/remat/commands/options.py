@@ -1,0 +1,215 @@
+"""Options that several commands have, and how a strategy is put together from them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from remat.budget import parse_budget
+from remat.commands.exits import UsageError
+from remat.compare import STRATEGIES as COMPARED
+from remat.devices import DEVICES
+from remat.strategies.base import Strategy
+from remat.strategies.registry import STRATEGIES, from_data, to_data
+
+AUTOCAST = ("bfloat16", "float16")
+
+
+def _beginning(names: Iterable[str], typed: str) -> list[str]:
+    return [name for name in names if name.startswith(typed)]
+
+
+def complete_strategy(incomplete: str) -> list[str]:
+    """For the shell."""
+    return _beginning(STRATEGIES, incomplete)
+
+
+def complete_strategies(incomplete: str) -> list[str]:
+    """For the shell: the last of names with commas between them."""
+    before, comma, last = incomplete.rpartition(",")
+    return [f"{before}{comma}{name}" for name in _beginning(STRATEGIES, last)]
+
+
+def complete_device(incomplete: str) -> list[str]:
+    """For the shell."""
+    return _beginning(DEVICES, incomplete)
+
+
+TraceFile = Annotated[
+    str, typer.Argument(metavar="TRACE", help="A trace's file, .json or .json.gz; - is stdin.")
+]
+PlanFile = Annotated[
+    str, typer.Argument(metavar="PLAN", help="A plan's file, .json or .json.gz; - is stdin.")
+]
+Source = Annotated[
+    str,
+    typer.Argument(
+        metavar="SOURCE",
+        help="package.module:factory, path/to/script.py:factory, hf:gpt2, hf:org/name, or a "
+        "config.json of Hugging Face. A factory returns (model, args), (model, kwargs) or "
+        "(model, args, kwargs).",
+    ),
+]
+Output = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", metavar="FILE", help="Write here; gzipped if it ends in .gz."),
+]
+ProgramOutput = Annotated[
+    Path | None,
+    typer.Option("--program", metavar="FILE", help="Write the program for remat.lower here."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
+Budget = Annotated[
+    str,
+    typer.Option(
+        "--budget",
+        "-b",
+        metavar="BUDGET",
+        help="Peak memory: 8GiB, 7.5GB, bytes, 60% of the peak without recomputation, or min.",
+    ),
+]
+Budgets = Annotated[
+    list[str] | None,
+    typer.Option("--budget", "-b", metavar="BUDGET", help="As for solve; may be repeated."),
+]
+StrategyName = Annotated[
+    str,
+    typer.Option(
+        "--strategy",
+        metavar="NAME",
+        help=f"One of {', '.join(STRATEGIES)}.",
+        autocompletion=complete_strategy,
+    ),
+]
+StrategyOptions = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--option", metavar="NAME=VALUE", help="An option of the strategy, e.g. k=4; repeatable."
+    ),
+]
+Gap = Annotated[
+    float | None,
+    typer.Option("--gap", help="End once the time is proved within this share of the best."),
+]
+TimeLimit = Annotated[
+    float | None, typer.Option("--time-limit", metavar="SECONDS", help="End after this time.")
+]
+Solver = Annotated[
+    str | None, typer.Option("--solver", metavar="NAME", help="HiGHS, CBC, Gurobi, SCIP, ...")
+]
+Roofline = Annotated[
+    str | None,
+    typer.Option(
+        "--roofline",
+        metavar="DEVICE",
+        help=f"Estimate for a device by its data sheet: {', '.join(DEVICES)}.",
+        autocompletion=complete_device,
+    ),
+]
+Batch = Annotated[int, typer.Option("--batch", min=1, help="Batch size, for hf: and config.json.")]
+Tokens = Annotated[int, typer.Option("--tokens", min=1, help="Tokens of a sequence.")]
+Image = Annotated[
+    int | None,
+    typer.Option("--image", min=1, help="Pixels of an image's side.", show_default=False),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="NAME=VALUE", help="Change the configuration, e.g. n_layer=4."),
+]
+Seed = Annotated[int, typer.Option("--seed", help="For weights and inputs.")]
+OnDevice = Annotated[str, typer.Option("--device", help="cpu or cuda.")]
+Dtype = Annotated[
+    str | None,
+    typer.Option("--dtype", help="Cast the model: float32, bfloat16, float16.", show_default=False),
+]
+Autocast = Annotated[
+    str | None,
+    typer.Option("--autocast", help="Run under autocast: bfloat16, float16.", show_default=False),
+]
+
+
+def check_budgets(budgets: Iterable[str]) -> None:
+    """Raises `BudgetError` for what cannot be read, before anything else is done."""
+    for budget in budgets:
+        parse_budget(budget, baseline_bytes=1 << 40)
+
+
+def check_autocast(dtype: str | None) -> None:
+    """Raises `UsageError` for what autocast has not."""
+    if dtype not in (None, *AUTOCAST):
+        raise UsageError(f"--autocast {dtype!r}: it is {' or '.join(AUTOCAST)}")
+
+
+def strategy_of(
+    name: str,
+    options: Sequence[str] | None,
+    gap: float | None,
+    time_limit: float | None,
+    solver: str | None,
+) -> Strategy:
+    """The strategy with its options. Raises `UsageError` that says which there are."""
+    given: dict[str, Any] = {}
+    for option in options or ():
+        key, equals, text = option.partition("=")
+        if not equals or not key:
+            raise UsageError(f"--option {option!r} is not of the form name=value")
+        given[key.strip()] = _value(text)
+    return _made(name, given | _shortcuts(gap, time_limit, solver))
+
+
+def compared(
+    names: str | None, gap: float | None, time_limit: float | None, solver: str | None
+) -> list[Strategy]:
+    """The strategies to compare; a shortcut goes to those that have such an option."""
+    found: list[Strategy] = []
+    if names is None:
+        found += COMPARED
+    else:
+        for name in (part.strip() for part in names.split(",") if part.strip()):
+            ready = [each for each in COMPARED if to_data(each)["name"] == name]
+            found += ready or [_made(name, {})]
+    if not found:
+        raise UsageError(f"--strategies names none; there are {', '.join(STRATEGIES)}")
+    shortcuts = _shortcuts(gap, time_limit, solver)
+    changed: list[Strategy] = []
+    for strategy in found:
+        data = to_data(strategy)
+        own = {key: value for key, value in shortcuts.items() if key in data}
+        changed.append(_checked(data | own) if own else strategy)
+    if unused := [key for key in shortcuts if not any(key in to_data(s) for s in found)]:
+        raise UsageError(f"none of these strategies has the option {unused[0]}")
+    return changed
+
+
+def _shortcuts(gap: float | None, time_limit: float | None, solver: str | None) -> dict[str, Any]:
+    every = {"gap": gap, "time_limit": time_limit, "solver": solver}
+    return {key: value for key, value in every.items() if value is not None}
+
+
+def _made(name: str, given: dict[str, Any]) -> Strategy:
+    if name not in STRATEGIES:
+        raise UsageError(f"there is no strategy {name!r}; there are {', '.join(STRATEGIES)}")
+    known = [field.name for field in fields(STRATEGIES[name])]
+    if unknown := [key for key in given if key not in known]:
+        has = f"its options are {', '.join(known)}" if known else "it has no options"
+        raise UsageError(f"the strategy {name} has no option {unknown[0]!r}: {has}")
+    return _checked({"name": name} | given)
+
+
+def _checked(data: dict[str, Any]) -> Strategy:
+    try:
+        return from_data(data)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

@@ -1,0 +1,99 @@
+"""`remat run`: a model's own step beside remat's."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from remat.budget import format_bytes
+from remat.commands import files
+from remat.commands.figures import json_of, plan_figures
+from remat.commands.live import live
+from remat.commands.options import (
+    Autocast,
+    Batch,
+    Budget,
+    Dtype,
+    Gap,
+    Image,
+    Json,
+    OnDevice,
+    Overrides,
+    ProgramOutput,
+    Seed,
+    Solver,
+    Source,
+    StrategyName,
+    StrategyOptions,
+    TimeLimit,
+    Tokens,
+    check_autocast,
+    check_budgets,
+    strategy_of,
+)
+from remat.commands.solving import best_so_far, finish, solved
+from remat.rewrite import rewrite
+
+
+def run(
+    source: Source,
+    budget: Budget,
+    strategy: StrategyName = "auto",
+    option: StrategyOptions = None,
+    gap: Gap = None,
+    time_limit: TimeLimit = None,
+    solver: Solver = None,
+    program: ProgramOutput = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed steps of each.")] = 5,
+    as_json: Json = False,
+    batch: Batch = 2,
+    tokens: Tokens = 128,
+    image: Image = None,
+    overrides: Overrides = None,
+    seed: Seed = 0,
+    device: OnDevice = "cpu",
+    dtype: Dtype = None,
+    autocast: Autocast = None,
+) -> None:
+    """Train a step of a model as it is and with remat: peak, time, loss, gradients."""
+    check_budgets([budget])
+    chosen = strategy_of(strategy, option, gap, time_limit, solver)
+    check_autocast(autocast)
+    files.check_outputs(program)
+    from remat.frontend.autocast import autocast as casting
+    from remat.frontend.capture import trace as capture
+    from remat.frontend.measure import measure
+    from remat.frontend.module import lower
+    from remat.frontend.sources import load_step
+    from remat.frontend.trial import trial
+
+    step = load_step(
+        source,
+        batch=batch,
+        tokens=tokens,
+        image=image,
+        overrides=overrides or (),
+        device=device,
+        dtype=dtype,
+        seed=seed,
+    )
+    with casting(device, autocast):
+        traced = capture(step.model, step.args, step.kwargs)
+        with live("measuring", 1) as line:
+            traced = measure(traced, progress=line.measuring)
+        plan, signum = solved(traced, budget, chosen)
+        made = rewrite(traced, plan.schedule)
+        if program is not None:
+            files.write(program, made.to_json())
+        if signum is not None:
+            files.show(json_of({"plan": plan_figures(plan)}) if as_json else plan.describe())
+            finish(signum, best_so_far(plan))
+        module = lower(made, step.model, plan=plan)
+        with live("running"):
+            found = trial(step.model, module, step.args, step.kwargs, rounds=rounds)
+    if as_json:
+        figures = {"model": step.name, **found.to_data(), "plan": plan_figures(plan)}
+        files.show_json(json_of(figures))
+    else:
+        files.show(f"{step.name} within {format_bytes(plan.budget_bytes)}\n\n{found.describe()}")

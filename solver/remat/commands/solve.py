@@ -1,0 +1,52 @@
+"""`remat solve`: the cheapest plan within a budget."""
+
+from __future__ import annotations
+
+from remat.commands import files
+from remat.commands.options import (
+    Budget,
+    Gap,
+    Json,
+    Output,
+    ProgramOutput,
+    Solver,
+    StrategyName,
+    StrategyOptions,
+    TimeLimit,
+    TraceFile,
+    check_budgets,
+    strategy_of,
+)
+from remat.commands.solving import best_so_far, finish, hint, solved
+from remat.rewrite import rewrite
+
+
+def solve(
+    trace: TraceFile,
+    budget: Budget,
+    strategy: StrategyName = "auto",
+    option: StrategyOptions = None,
+    gap: Gap = None,
+    time_limit: TimeLimit = None,
+    solver: Solver = None,
+    output: Output = None,
+    program: ProgramOutput = None,
+    as_json: Json = False,
+) -> None:
+    """Find the schedule with the least extra time whose peak is within the budget."""
+    check_budgets([budget])
+    chosen = strategy_of(strategy, option, gap, time_limit, solver)
+    files.check_outputs(output, program)
+    traced = files.read_measured(trace)
+    plan, signum = solved(traced, budget, chosen)
+    if output is not None:
+        files.write(output, plan.to_json())
+    if program is not None:
+        files.write(program, rewrite(traced, plan.schedule).to_json())
+    if as_json:
+        files.show_json(plan.to_json())
+    else:
+        files.show(plan.describe())
+    if program is None:
+        hint(output, as_json, "plan", "plan.json.gz")
+    finish(signum, best_so_far(plan))

@@ -1,0 +1,58 @@
+"""What the commands that solve share: how they end when they were interrupted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import typer
+
+from remat.commands.exits import code_of_signal, say, word
+from remat.commands.interrupt import interruptible
+from remat.commands.live import Line, live
+from remat.plan import Plan
+from remat.progress import Cancel
+from remat.solve import solve
+from remat.strategies.base import Strategy
+from remat.trace import Trace
+
+_T = TypeVar("_T")
+
+
+def solved(trace: Trace, budget: str, strategy: Strategy) -> tuple[Plan, int | None]:
+    """The plan, and the signal that ended the solve early, if one did."""
+    return attended(
+        "solving",
+        None,
+        lambda line, cancel: solve(trace, budget, strategy, progress=line.solving, cancel=cancel),
+    )
+
+
+def attended(
+    title: str, steps: int | None, work: Callable[[Line, Cancel], _T]
+) -> tuple[_T, int | None]:
+    """Work with a live line that signals end early."""
+    with live(title, steps) as line:
+        ended = interruptible(lambda cancel: work(line, cancel))
+    return ended.result, ended.signum
+
+
+def finish(signum: int | None, what: str) -> None:
+    """After everything was written and shown: the exit code of an interrupted command."""
+    if signum is not None:
+        say(f"{word(signum)}: this is {what}")
+        raise typer.Exit(code_of_signal(signum))
+
+
+def best_so_far(plan: Plan) -> str:
+    """What an interrupted solve's plan is, in words."""
+    if plan.gap is None:
+        return "the best plan so far; nothing is proved about it"
+    return f"the best plan so far, within {plan.gap:.2%} of the best possible time"
+
+
+def hint(output: Path | None, as_json: bool, what: str, name: str) -> None:
+    """Say how to keep what was made and only shown."""
+    if output is None and not as_json:
+        say(f"this {what} is not kept: -o {name} writes it, --json prints it")

@@ -1,0 +1,97 @@
+"""`remat sweep`: the frontier of time and memory."""
+
+from __future__ import annotations
+
+from remat.budget import format_bytes, format_seconds
+from remat.commands import files
+from remat.commands.exits import UsageError
+from remat.commands.figures import check_any, csv_of, frontier_table, json_of, plan_figures
+from remat.commands.live import Line
+from remat.commands.options import (
+    Budgets,
+    Gap,
+    Json,
+    Output,
+    Solver,
+    StrategyName,
+    StrategyOptions,
+    TimeLimit,
+    TraceFile,
+    check_budgets,
+    strategy_of,
+)
+from remat.commands.solving import attended, finish, hint
+from remat.plan import Plan
+from remat.progress import Cancel
+from remat.solve import SWEEP
+from remat.solve import sweep as solve_all
+from remat.sweep_document import SweepDocument
+from remat.view import frontier_html, frontier_svg
+
+
+def sweep(
+    trace: TraceFile,
+    budget: Budgets = None,
+    strategy: StrategyName = "auto",
+    option: StrategyOptions = None,
+    gap: Gap = None,
+    time_limit: TimeLimit = None,
+    solver: Solver = None,
+    output: Output = None,
+    as_json: Json = False,
+) -> None:
+    """Solve for several budgets: how much time each saved byte costs.
+
+    The output is .json (for `remat plot`), .csv, .svg or .html. A time limit is for each budget.
+    """
+    check_budgets(budget or ())
+    chosen = strategy_of(strategy, option, gap, time_limit, solver)
+    files.check_outputs(output)
+    if output is not None and files.suffix_of(output) not in _WRITERS:
+        raise UsageError(f"{output}: a sweep is written as {', '.join(_WRITERS)}")
+    traced = files.read_measured(trace)
+
+    def work(line: Line, cancel: Cancel) -> list[Plan]:
+        return solve_all(
+            traced,
+            budget,
+            chosen,
+            progress=line.solving,
+            cancel=cancel,
+            told=lambda plan: line.advance(),
+        )
+
+    plans, signum = attended("sweep", len(budget or SWEEP), work)
+    check_any(plans, budget)
+    if output is not None:
+        files.write(output, _WRITERS[files.suffix_of(output)](plans))
+    if as_json:
+        files.show_json(
+            json_of(
+                {
+                    "baseline_peak_bytes": plans[0].baseline_peak_bytes,
+                    "baseline_time_s": plans[0].baseline_time_s,
+                    "plans": [plan_figures(plan) for plan in plans],
+                }
+            )
+        )
+    else:
+        files.show(describe(plans))
+    hint(output, as_json, "sweep", "sweep.json.gz")
+    finish(signum, "what was solved so far")
+
+
+def describe(plans: list[Plan]) -> str:
+    """A line for each plan, under what they are relative to."""
+    return (
+        f"without recomputation: peak {format_bytes(plans[0].baseline_peak_bytes)}, "
+        f"time {format_seconds(plans[0].baseline_time_s)}\n\n{frontier_table(plans)}"
+    )
+
+
+_WRITERS = {
+    ".json": lambda plans: SweepDocument.of(plans).to_json(),
+    ".csv": lambda plans: csv_of([plan_figures(plan) for plan in plans]),
+    ".svg": lambda plans: frontier_svg(plans),
+    ".html": lambda plans: frontier_html(plans, text=describe(plans)),
+}

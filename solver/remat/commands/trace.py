@@ -1,0 +1,62 @@
+"""`remat trace`: a model's training step as a document."""
+
+from __future__ import annotations
+
+from remat.commands import files
+from remat.commands.figures import describe_trace
+from remat.commands.options import (
+    Autocast,
+    Batch,
+    Dtype,
+    Image,
+    Json,
+    OnDevice,
+    Output,
+    Overrides,
+    Seed,
+    Source,
+    Tokens,
+    check_autocast,
+)
+from remat.commands.solving import hint
+
+
+def trace(
+    source: Source,
+    output: Output = None,
+    as_json: Json = False,
+    batch: Batch = 2,
+    tokens: Tokens = 128,
+    image: Image = None,
+    overrides: Overrides = None,
+    seed: Seed = 0,
+    device: OnDevice = "cpu",
+    dtype: Dtype = None,
+    autocast: Autocast = None,
+) -> None:
+    """Capture one training step of a model."""
+    check_autocast(autocast)
+    files.check_outputs(output)
+    from remat.frontend.autocast import autocast as casting
+    from remat.frontend.capture import trace as capture
+    from remat.frontend.sources import load_step
+
+    step = load_step(
+        source,
+        batch=batch,
+        tokens=tokens,
+        image=image,
+        overrides=overrides or (),
+        device=device,
+        dtype=dtype,
+        seed=seed,
+    )
+    with casting(device, autocast):
+        found = capture(step.model, step.args, step.kwargs)
+    if output is not None:
+        files.write(output, found.to_json())
+    if as_json:
+        files.show_json(found.to_json())
+    else:
+        files.show(describe_trace(found))
+    hint(output, as_json, "trace", "trace.json.gz")

@@ -1,0 +1,21 @@
+"""`frontier_html`: a frontier, or a comparison of strategies, as one page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from remat.compare import Row
+from remat.plan import Plan
+from remat.view.frontier import frontier_svg
+from remat.view.html import page
+from remat.view.text import escape_lines
+
+
+def frontier_html(plans: Sequence[Plan], rows: Iterable[Row] = (), *, text: str) -> str:
+    """A self-contained page: the picture of `frontier_svg`, and a table as preformatted `text`."""
+    parts = [
+        "<h1>Extra time against peak memory</h1>",
+        frontier_svg(plans, rows),
+        f'<pre class="remat-code">{escape_lines(text)}</pre>',
+    ]
+    return page("Extra time against peak memory", "".join(parts))

@@ -1,0 +1,151 @@
+"""`remat` as a process of its own, on documents of a real model."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from tests.models import gpt2
+
+import remat
+from remat.plan import Plan
+from remat.sweep_document import SweepDocument
+from remat.trace import Trace
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended, and what it said."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def error(self) -> str:
+        """The one line on stderr of a command that failed, and nothing on stdout."""
+        assert self.out == ""
+        assert self.err.startswith("remat: "), self.err
+        assert self.err.count("\n") == 1, self.err
+        return self.err
+
+
+_READY = """
+import json, os, sys
+import remat.cli
+for line in sys.stdin:
+    task = json.loads(line)
+    pid = os.fork()
+    if not pid:
+        for number, name in enumerate(task["files"]):
+            os.dup2(os.open(name, os.O_RDWR), number)
+        sys.stdin = open(0)
+        sys.argv = ["remat", *task["arguments"]]
+        remat.cli.main()
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+"""
+
+
+@cache
+def _ready() -> subprocess.Popen[str]:
+    """A process that has loaded `remat` and forks for each command, which saves a second each."""
+    return subprocess.Popen(
+        [sys.executable, "-c", _READY], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+
+
+def quick(*arguments: object, stdin: bytes = b"") -> Ended:
+    """As `run`, without its start: for what needs no torch."""
+    ready = _ready()
+    assert ready.stdin is not None
+    assert ready.stdout is not None
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder) / name for name in ("in", "out", "err")]
+        for file, data in zip(files, (stdin, b"", b""), strict=True):
+            file.write_bytes(data)
+        task = {"files": [*map(str, files)], "arguments": [*map(str, arguments)]}
+        ready.stdin.write(json.dumps(task) + "\n")
+        ready.stdin.flush()
+        code = int(ready.stdout.readline())
+        return Ended(code, files[1].read_text(), files[2].read_text())
+
+
+def end_ready() -> None:
+    """End the process that waits."""
+    if _ready.cache_info().currsize:
+        _ready().communicate()
+        _ready.cache_clear()
+
+
+def command(*arguments: object) -> list[str]:
+    """The words that start it."""
+    return [sys.executable, "-m", "remat.cli", *map(str, arguments)]
+
+
+def run(
+    *arguments: object, stdin: bytes | None = None, env: Mapping[str, str] | None = None
+) -> Ended:
+    """Run `remat` to its end."""
+    done = subprocess.run(
+        command(*arguments),
+        input=b"" if stdin is None else stdin,
+        capture_output=True,
+        env={**os.environ, **(env or {})},
+        timeout=120,
+    )
+    return Ended(done.returncode, done.stdout.decode(), done.stderr.decode())
+
+
+@contextmanager
+def heeding_interrupts() -> Iterator[None]:
+    """What is started within heeds SIGINT even where we, as a job in the background, do not."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@cache
+def trace() -> Trace:
+    """Some hundred operations of a GPT-2, without costs."""
+    torch.manual_seed(0)
+    case = gpt2()
+    return remat.trace(case.model, case.args, case.kwargs)
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Files of one model's documents."""
+
+    bare: Path
+    """A trace without costs."""
+    trace: Path
+    plan: Path
+    other: Path
+    sweep: Path
+
+
+def write_documents(folder: Path) -> Documents:
+    """Make and save them."""
+    bare = trace()
+    priced = remat.measure(bare, remat.Roofline("cpu"))
+    found = Documents(*(folder / f"{name}.json.gz" for name in ("bare", "trace", "plan", "other")),
+                      folder / "sweep.json")  # fmt: skip
+    plans: list[Plan] = [remat.solve(priced, budget, remat.Rotor()) for budget in ("70%", "90%")]
+    bare.save(found.bare)
+    priced.save(found.trace)
+    plans[0].save(found.plan)
+    plans[1].save(found.other)
+    SweepDocument.of(plans).save(found.sweep)
+    return found
