@@ -15,7 +15,8 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check lint format types system-packages pytest pytest-gpu bench lock clean
+.PHONY: help venv demo test check lint format types system-packages pytest pytest-gpu bench \
+	notebooks lock clean
 
 help:  ## Show the verbs
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
@@ -66,6 +67,9 @@ pytest-gpu: $(STAMP)  ## The tests that need a GPU, where there is one
 
 bench: $(STAMP)  ## Benchmarks; results go to benchmarks/results
 	$(BIN)/python -m benchmarks
+
+notebooks: $(STAMP)  ## Run the notebooks and write their outputs anew
+	$(BIN)/python -m notebooks.refresh
 
 lock:  ## Write constraints.txt anew, from today's newest versions
 	scripts/lock.sh "$$(PYTHON='$(PYTHON)' scripts/find_python.sh)"

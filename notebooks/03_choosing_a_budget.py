@@ -1,0 +1,251 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Choosing a budget
+#
+# **The question.** Less memory costs more time. How much of which? Where is it cheap, where does
+# it become dear, and what would a smaller GPU cost?
+#
+# No GPU is needed to answer that, nor memory for the model. It is recorded on the "meta" device of
+# torch, where tensors have shapes and no contents, and its operations are priced by the data sheet
+# of a device that is not there.
+
+# %%
+import textwrap
+
+import torch
+import torch.nn.functional as F
+from IPython.display import SVG
+from torch import nn
+
+import remat
+from remat.budget import format_bytes, format_seconds
+from remat.view import frontier_svg
+
+# %% [markdown]
+# ## The model
+#
+# Six of GPT-2's layers with a smaller vocabulary, for 96 rows of 1,024 tokens. Written out, so
+# that it can be seen what is recorded.
+
+# %%
+
+
+class Block(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x):
+        rows, tokens, _ = x.shape
+        qkv = self.qkv(self.norm1(x)).view(rows, tokens, 3, self.heads, -1)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4)
+        a = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.dropout(self.out(a.transpose(1, 2).reshape(x.shape)))
+        return x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))
+
+
+class GPT(nn.Module):
+    def __init__(self, layers=6, width=768, heads=12, vocabulary=8192, tokens=1024):
+        super().__init__()
+        self.words, self.places = nn.Embedding(vocabulary, width), nn.Embedding(tokens, width)
+        self.dropout = nn.Dropout(0.1)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, ids, labels):
+        x = self.dropout(self.words(ids) + self.places.weight)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
+
+
+with torch.device("meta"):
+    model = GPT().train()
+    ids = torch.zeros(96, 1024, dtype=torch.long)
+trace = remat.trace(model, (ids, ids))
+on_h200 = remat.measure(trace, remat.Roofline("h200", allow_tf32=True))
+keep_all = remat.solve(on_h200, "100%", remat.KeepAll())
+parameters = sum(parameter.numel() for parameter in model.parameters())
+print(
+    f"{parameters / 1e6:.0f} M parameters, {len(keep_all.graph)} operations a step; on an H200, "
+    f"without recomputation:\n{format_bytes(keep_all.peak_bytes)} at its peak, "
+    f"about {format_seconds(keep_all.time_s)} a step"
+)
+
+# %% [markdown]
+# ## The frontier
+#
+# `remat.sweep` solves for several budgets. Each plan comes with a proved bound: no schedule of
+# this graph's order takes less time within that budget.
+
+# %%
+auto = remat.Auto(time_limit=4.0, stall=1.5)
+budgets = ["100%", "85%", "70%", "60%", "50%", "40%", "35%", "32%"]
+plans = remat.sweep(on_h200, budgets, auto)
+print(f"{'budget':>10}{'peak':>10}{'extra time':>12}{'at least':>10}")
+for plan in plans:
+    print(
+        f"{format_bytes(plan.budget_bytes):>10}{format_bytes(plan.peak_bytes):>10}"
+        f"{plan.overhead:>12.1%}{plan.lower_bound:>10.1%}"
+    )
+assert all(plan.peak_bytes <= plan.budget_bytes for plan in plans)
+overheads = [plan.overhead for plan in plans]
+assert overheads == sorted(overheads, reverse=True), "more memory never costs more time"
+
+# %% [markdown]
+# ## And the recipes?
+#
+# Others solve the same problem by a rule: checkpoint every block; every *k* blocks; √n segments
+# (Chen 2016); binomial checkpointing (Revolve, Griewank and Walther 2000); dynamic programming
+# over a chain of stages (Rotor, Beaumont 2019); what to save by a knapsack, as `torch.compile`
+# chooses. Here they are side by side, on the same graph and with the same prices. A dash means
+# that a recipe cannot meet the budget.
+
+# %%
+recipes = [
+    remat.PerBlock(),
+    remat.EveryK(),
+    remat.ChenSqrt(),
+    remat.Revolve(),
+    remat.Rotor(),
+    remat.Knapsack(),
+]
+comparison = remat.compare(on_h200, ["70%", "50%", "35%"], [auto, *recipes])
+print(comparison)
+
+# %%
+baselines = [row for row in comparison.rows if row.strategy != auto.name]
+SVG(frontier_svg(plans, baselines))
+
+# %% [markdown]
+# The line is remat's, the marks are the recipes'. A recipe is a point or a few: it fits or it does
+# not, and memory that it does not use is time that it wastes. No recipe beats remat's plan by more
+# than the gap that is proved for it.
+
+# %%
+for budget in dict.fromkeys(row.budget for row in comparison.rows):
+    found = {row.strategy: row.plan for row in comparison.rows if row.budget == budget and row.plan}
+    own = found.pop(auto.name)
+    best = min(found, key=lambda name: found[name].time_s)
+    assert own.time_s * (1 - own.gap) <= found[best].time_s
+    print(
+        f"{budget}: {own.overhead:+.1%}, the best recipe is {best} with {found[best].overhead:+.1%}"
+    )
+
+# %% [markdown]
+# ## Where is the knee?
+#
+# From right to left on the line, each GiB that is given up has a price. It is low for long, and
+# then rises. A knee is a matter of taste; here it is the point that lies furthest below the
+# straight line from one end to the other.
+
+# %%
+print("from      to        price of a GiB less")
+for smaller, larger in zip(reversed(plans[:-1]), reversed(plans[1:]), strict=True):
+    gib = (larger.peak_bytes - smaller.peak_bytes) / 2**30
+    price = (smaller.time_s - larger.time_s) / gib
+    print(
+        f"{format_bytes(larger.peak_bytes):<10}{format_bytes(smaller.peak_bytes):<10}"
+        f"{format_seconds(price)} ({price / keep_all.time_s:.2%} of the step)"
+    )
+
+
+def below_the_chord(plan):
+    """How far a plan lies below the line between the ends, in shares of both axes."""
+    first, last = plans[0], plans[-1]
+    along = (plan.peak_bytes - first.peak_bytes) / (last.peak_bytes - first.peak_bytes)
+    return 1 - along - (plan.overhead - last.overhead) / (first.overhead - last.overhead)
+
+
+knee = max(plans, key=below_the_chord)
+print(
+    f"\nthe knee: {format_bytes(knee.peak_bytes)}, "
+    f"{knee.peak_bytes / knee.baseline_peak_bytes:.0%} of the memory for {knee.overhead:.1%}"
+)
+assert plans[0].peak_bytes < knee.peak_bytes < plans[-1].peak_bytes
+
+# %% [markdown]
+# ## What would a smaller GPU cost?
+#
+# The same step on other devices. Each has other prices, so each gets a plan of its own: where
+# bandwidth is scarce, other things are cheap to recompute than where arithmetic is. AdamW's two
+# numbers for each parameter and a tenth as a margin are taken off the device's memory first.
+# (Prices here are for float32 with TF32 allowed.)
+
+# %%
+optimizer_bytes = 2 * 4 * parameters
+print(
+    f"{'device':<8}{'memory':>9}{'budget':>10}{'peak':>10}{'extra time':>12}{'step':>9}{'again':>9}"
+)
+on_device = {}
+for name in ("h200", "a100", "l40s", "l4"):
+    roofline = remat.Roofline(name, allow_tf32=True)
+    budget = int(0.9 * roofline.device.memory_bytes) - optimizer_bytes
+    plan = remat.solve(remat.measure(trace, roofline), budget, auto)
+    assert plan.peak_bytes <= budget
+    on_device[name] = plan
+    again = plan.time_s - plan.baseline_time_s
+    print(
+        f"{name:<8}{format_bytes(roofline.device.memory_bytes):>9}{format_bytes(budget):>10}"
+        f"{format_bytes(plan.peak_bytes):>10}{plan.overhead:>12.1%}"
+        f"{format_seconds(plan.time_s):>9}{format_seconds(again):>9}"
+    )
+
+# %% [markdown]
+# The smallest of them, with its frontier:
+
+# %%
+smallest = remat.Roofline("l4", allow_tf32=True)
+on_l4 = remat.measure(trace, smallest)
+SVG(
+    frontier_svg(
+        [on_device["l4"], *remat.sweep(on_l4, ["100%", "80%", "40%"], auto)],
+        capacity_bytes=smallest.device.memory_bytes,
+    )
+)
+
+# %% [markdown]
+# ## And if it does not fit at all?
+#
+# Then the answer is an error that says what would.
+
+# %%
+try:
+    remat.solve(on_l4, "2GiB", auto)
+except remat.InfeasibleBudget as error:
+    print(textwrap.fill(str(error), 96))
+    assert error.min_feasible_bytes > 2 * 2**30
+
+# %% [markdown]
+# ## The answer
+
+# %%
+half = next(plan for plan in plans if plan.budget_bytes >= keep_all.peak_bytes // 2)
+l4 = on_device["l4"]
+print(
+    f"Half of the memory costs {half.overhead:.1%} more time. The knee is at "
+    f"{knee.peak_bytes / knee.baseline_peak_bytes:.0%} of the memory and {knee.overhead:.1%}.\n"
+    f"On an L4 the step needs {format_bytes(l4.peak_bytes)} where it would take "
+    f"{format_bytes(l4.baseline_peak_bytes)}, and recomputing is {l4.overhead:.1%} on top\n"
+    f"of what the slower device takes anyway "
+    f"({l4.baseline_time_s / on_device['h200'].baseline_time_s:.1f} times as long)."
+)
+
+# %% [markdown]
+# These times are estimates from data sheets: good for choosing between schedules, not for
+# promising seconds. On the device itself, `remat.optimize(model, budget)` measures.

@@ -1,0 +1,1 @@
+"""Notebooks to read and to run; see README.md."""

@@ -1,0 +1,97 @@
+"""The notebooks run from start to end, and show what they say."""
+
+from __future__ import annotations
+
+import getpass
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("nbclient")
+pytest.importorskip("ipykernel")
+pytest.importorskip("jupytext")
+
+import httpx2
+import nbformat
+from nbclient.exceptions import CellExecutionError
+from nbformat import NotebookNode
+from notebooks.refresh import execute, read_source, sources
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:jupyter_client"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:jupyter_core"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:zmq"),
+]
+
+LIMIT_S = 90.0
+LIMIT_BYTES = 1_000_000
+NAMES = [path.stem for path in sources()]
+_PLACES = re.compile(r"/home/|/root/|/Users/|/tmp/|/var/folders/|[A-Z]:\\\\|site-packages")
+
+
+def source(name: str) -> Path:
+    return next(path for path in sources() if path.stem == name)
+
+
+def committed(name: str) -> NotebookNode:
+    return nbformat.read(source(name).with_suffix(".ipynb"), as_version=4)
+
+
+def test_there_are_five() -> None:
+    assert [name[:2] for name in NAMES] == ["01", "02", "03", "04", "05"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_source_and_notebook_are_in_step(name: str) -> None:
+    cells = [(cell.cell_type, cell.source) for cell in read_source(source(name)).cells]
+    shown = committed(name)
+    assert [(cell.cell_type, cell.source) for cell in shown.cells] == cells, (
+        f"{name}.ipynb is not what {name}.py makes: run `python -m notebooks.refresh {name[:2]}`"
+    )
+    nbformat.validate(shown)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_committed_has_run_and_names_no_machine(name: str) -> None:
+    shown = committed(name)
+    code = [cell for cell in shown.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+    outputs = [output for cell in code for output in cell.outputs]
+    assert not [output for output in outputs if output.output_type == "error"]
+    assert not [output for output in outputs if output.get("name") == "stderr"]
+    text = nbformat.writes(shown)
+    assert len(text.encode()) < LIMIT_BYTES
+    found = _PLACES.search(text)
+    assert found is None, text[max(0, found.start() - 80) : found.end() + 80]
+    user = getpass.getuser()
+    assert user == "root" or not re.search(rf"\b{re.escape(user)}\b", text)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_runs_from_start_to_end(name: str) -> None:
+    began = time.monotonic()
+    notebook = execute(read_source(source(name)))
+    assert time.monotonic() - began < LIMIT_S
+    assert not [
+        output.text
+        for cell in notebook.cells
+        for output in cell.get("outputs", [])
+        if output.get("name") == "stderr"
+    ]
+
+
+def test_the_service_ends_where_a_cell_fails() -> None:
+    notebook = read_source(source("05_the_service"))
+    started = next(i for i, cell in enumerate(notebook.cells) if "atexit.register" in cell.source)
+    notebook.cells = [c for c in notebook.cells[: started + 1] if c.cell_type == "code"]
+    notebook.cells[0].source = notebook.cells[0].source.replace("import torch\n", "")
+    notebook.cells.append(nbformat.v4.new_code_cell("print(url, folder.name)"))
+    notebook.cells.append(nbformat.v4.new_code_cell("raise RuntimeError('a cell that fails')"))
+    with pytest.raises(CellExecutionError, match="a cell that fails"):
+        execute(notebook)
+    url, folder = notebook.cells[-2].outputs[0].text.split()
+    assert not Path(folder).exists()
+    with pytest.raises(httpx2.TransportError):
+        httpx2.get(f"{url}/livez")
