@@ -24,8 +24,8 @@ from remat.program import Program
 from remat.strategies import KeepAll
 from remat.sweep_document import SweepDocument
 
-COMMANDS = ("trace", "measure", "solve", "sweep", "compare", "explain", "diff", "plot", "run",
-            "doctor", "serve", "worker", "keys")  # fmt: skip
+COMMANDS = ("trace", "estimate", "measure", "solve", "sweep", "compare", "explain", "diff", "plot",
+            "run", "doctor", "serve", "worker", "keys")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -134,6 +134,12 @@ def test_explain(documents: Documents) -> None:
     (operation,) = json.loads(told)["operations"]
     assert operation["recomputations"] == times == len(operation["runs"]) - 1
     assert operation["cost_s"] == plan.graph.operations[op].cost_s
+    words = quick("explain", documents.plan, name, "transformer.h.0.mlp")
+    assert words.out.startswith(f"{plan.explain(name)}\n\ntransformer.h.0.mlp: ")
+    within = json.loads(quick("explain", documents.plan, "transformer.h.0", "--json").out)
+    modules = {told["module"] for told in within["operations"]}
+    assert "transformer.h.0.mlp.act" in modules
+    assert all(f"{module}.".startswith("transformer.h.0.") for module in modules)
     unknown = quick("explain", documents.plan, name, f"{name}x")
     assert unknown.code == 1
     assert name in unknown.error
@@ -152,8 +158,14 @@ def test_diff(documents: Documents) -> None:
 @pytest.mark.parametrize(("kind", "suffix"), DRAWINGS)
 def test_every_drawing(kind: str, suffix: str, documents: Documents) -> None:
     plan, traced = Plan.load(documents.plan), remat.Trace.load(documents.trace)
-    drawn = DRAWINGS[kind, suffix](Subject([plan], traced))
-    if isinstance(drawn, bytes):
+    drawn = DRAWINGS[kind, suffix](Subject([plan], traced, "h200"))
+    if suffix == ".png":
+        assert isinstance(drawn, bytes)
+        assert drawn.startswith(b"\x89PNG")
+    elif suffix == ".pdf":
+        assert isinstance(drawn, bytes)
+        assert drawn.startswith(b"%PDF")
+    elif isinstance(drawn, bytes):
         assert pickle.loads(drawn)["segments"]
     elif suffix in (".svg", ".graphml", ".html"):
         ElementTree.fromstring(drawn.removeprefix("<!DOCTYPE html>\n"))

@@ -10,31 +10,16 @@ from tests.command_line import run
 import remat
 
 SCRIPT = """
-import torch
-
-class Net(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(8))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x.square().mean()
-
-def step():
-    return Net(), (torch.randn(512, 64),)
-
 def failing():
     raise RuntimeError("no\\nway")
 """
+SIZES = ("n_layer=2", "n_embd=64", "n_head=2", "vocab_size=120", "bos_token_id=0", "eos_token_id=0")
+GPT2 = ("hf:gpt2", "--batch", 4, "--tokens", 64, *(word for s in SIZES for word in ("--set", s)))
 
 
 def test_a_model_becomes_a_measured_trace(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
     bare, measured = tmp_path / "bare.json.gz", tmp_path / "measured.json.gz"
-    ended = run("trace", f"{script}:step", "--dtype", "float32", "-o", bare)
+    ended = run("trace", *GPT2, "-o", bare)
     assert ended.code == 0, ended.err
     assert "not measured yet" in ended.out
     traced = remat.Trace.load(bare)
@@ -46,17 +31,26 @@ def test_a_model_becomes_a_measured_trace(tmp_path: Path) -> None:
 
 
 def test_a_step_beside_the_models_own(tmp_path: Path) -> None:
-    script, program = tmp_path / "train.py", tmp_path / "program.json.gz"
-    script.write_text(SCRIPT)
-    ended = run("run", f"{script}:step", "--budget", "80%", "--time-limit", "5", "--rounds", "1",
+    program = tmp_path / "program.json.gz"
+    ended = run("run", *GPT2, "--budget", "80%", "--time-limit", "5", "--rounds", "1",
                 "--program", program, "--json")  # fmt: skip
     assert ended.code == 0, ended.err
     told = json.loads(ended.out)
     assert told["remat"]["peak_bytes"] < told["eager"]["peak_bytes"]
     assert told["remat"]["peak_bytes"] <= told["plan"]["budget_bytes"]
-    assert told["gradients"] == told["equal_gradients"] == 16
+    assert told["gradients"] == told["equal_gradients"] == 28
     made = remat.Program.load(program)
     assert made.predicted_peak_bytes == told["plan"]["peak_bytes"]
+
+
+def test_an_estimate_of_what_does_not_fit_here() -> None:
+    """GPT-2 with twelve times the width: 30 billion parameters, in bfloat16."""
+    ended = run("estimate", "hf:gpt2", "--set", "n_embd=9216", "--set", "n_layer=30",
+                "--batch", 1, "--dtype", "bfloat16", "--json")  # fmt: skip
+    assert ended.code == 0, ended.err
+    told = json.loads(ended.out)
+    assert told["parameter_bytes"] > 60e9
+    assert told["peak_bytes"] >= told["parameter_bytes"] + told["gradient_bytes"]
 
 
 def test_a_factory_that_fails(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ import remat
 from remat.commands.compare import compare
 from remat.commands.diff import diff
 from remat.commands.doctor import doctor
+from remat.commands.estimate import estimate
 from remat.commands.exits import FAILED, Leave, Stopped, code_of, code_of_signal, line_of, say, word
 from remat.commands.explain import explain
 from remat.commands.measure import measure
@@ -36,11 +37,12 @@ from remat.milp.commands import kill_all
 
 _COMMANDS = {
     trace: "remat trace hf:gpt2 --set n_layer=4 -o trace.json.gz",
+    estimate: "remat estimate hf:llama --dtype bfloat16 --batch 1 --tokens 2048",
     measure: "remat measure trace.json.gz --roofline h200 -o costs.json.gz",
     solve: "remat solve costs.json.gz --budget 60% -o plan.json.gz",
     sweep: "remat sweep costs.json.gz --time-limit 10 -o frontier.html",
     compare: "remat compare costs.json.gz --budget 60% --strategies auto,per_block,rotor",
-    explain: "remat explain plan.json.gz addmm_3",
+    explain: "remat explain plan.json.gz transformer.h.3.mlp",
     diff: "remat diff plan.json.gz other.json.gz",
     plot: "remat plot plan.json.gz -o plan.html",
     run: "remat run train.py:step --budget 60%",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -9,25 +10,28 @@ import typer
 from remat.commands import files
 from remat.commands.exits import UsageError
 from remat.commands.figures import Figures, csv_of, json_of, plan_figures
+from remat.commands.frontiers import PICTURES, Frontier
 from remat.commands.live import Line
 from remat.commands.options import (
     Budgets,
     Gap,
     Json,
     Output,
+    PictureDevice,
     Solver,
     TimeLimit,
     TraceFile,
     check_budgets,
+    check_device,
     compared,
     complete_strategies,
 )
 from remat.commands.solving import attended, finish
 from remat.compare import BUDGETS, Comparison, Row
 from remat.compare import compare as compare_all
-from remat.plan import Plan
 from remat.progress import Cancel
-from remat.view import frontier_html, frontier_svg
+
+Writer = Callable[[Comparison, str | None], str | bytes]
 
 _OURS = frozenset({"auto", "exact"})
 """Their plans are the line of the picture; those of the others are marks."""
@@ -48,15 +52,17 @@ def compare(
     gap: Gap = None,
     time_limit: TimeLimit = None,
     solver: Solver = None,
+    device: PictureDevice = None,
     output: Output = None,
     as_json: Json = False,
 ) -> None:
     """Compare strategies: extra time and peak of each at several budgets.
 
-    The output is .json, .csv, .svg or .html. Limits are for each strategy and budget.
+    The output is .json, .csv, .svg, .html, .png or .pdf. Limits are for each strategy and budget.
     """
     budgets = list(budget or BUDGETS)
     check_budgets(budgets)
+    check_device(device)
     chosen = compared(strategies, gap, time_limit, solver)
     files.check_outputs(output)
     if output is not None and files.suffix_of(output) not in _WRITERS:
@@ -72,7 +78,7 @@ def compare(
 
     found, signum = attended("compare", len(budgets) * len(chosen), work)
     if output is not None:
-        files.write(output, _WRITERS[files.suffix_of(output)](found))
+        files.write(output, _WRITERS[files.suffix_of(output)](found, device))
     if as_json:
         files.show_json(json_of(_figures(found)))
     else:
@@ -108,17 +114,21 @@ def _flat(row: Row) -> Figures:
     return figures | {key: plan.get(key) for key in wanted}
 
 
-def _line(found: Comparison) -> list[Plan]:
-    return [row.plan for row in found.rows if row.plan is not None and row.strategy in _OURS]
+def _frontier(found: Comparison, device: str | None) -> Frontier:
+    return Frontier(
+        plans=[r.plan for r in found.rows if r.plan is not None and r.strategy in _OURS],
+        rows=[row for row in found.rows if row.strategy not in _OURS],
+        text=found.describe(),
+        device=device,
+    )
 
 
-def _marks(found: Comparison) -> list[Row]:
-    return [row for row in found.rows if row.strategy not in _OURS]
+def _picture(suffix: str) -> Writer:
+    return lambda found, device: PICTURES[suffix](_frontier(found, device))
 
 
-_WRITERS = {
-    ".json": lambda found: json_of(_figures(found)),
-    ".csv": lambda found: csv_of([_flat(row) for row in found.rows]),
-    ".svg": lambda found: frontier_svg(_line(found), _marks(found)),
-    ".html": lambda found: frontier_html(_line(found), _marks(found), text=found.describe()),
+_WRITERS: dict[str, Writer] = {
+    ".json": lambda found, device: json_of(_figures(found)),
+    ".csv": lambda found, device: csv_of([_flat(row) for row in found.rows]),
+    **{suffix: _picture(suffix) for suffix in PICTURES},
 }

@@ -5,22 +5,29 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from remat import view
 from remat.commands.exits import UsageError
 from remat.commands.figures import csv_of, frontier_table, plan_figures
+from remat.commands.frontiers import PICTURES, Frontier, figure_bytes
 from remat.plan import Plan
 from remat.program import Program
 from remat.rewrite import rewrite
 from remat.trace import Trace
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 
 @dataclass(frozen=True)
 class Subject:
-    """What is drawn: the plans of a file, and the trace of the first one where it was given."""
+    """What is drawn: the plans of a file, the trace of the first one where it was given, and the
+    device whose memory a frontier shows."""
 
     plans: Sequence[Plan]
     trace: Trace | None = None
+    device: str | None = None
 
     @property
     def plan(self) -> Plan:
@@ -52,8 +59,14 @@ def _code(subject: Subject) -> str:
     return view.annotated_code(program, subject.plan, subject.trace)
 
 
-def _frontier_page(subject: Subject) -> str:
-    return view.frontier_html(subject.plans, text=frontier_table(subject.plans))
+def _frontier(suffix: str) -> Drawing:
+    return lambda subject: PICTURES[suffix](
+        Frontier(subject.plans, frontier_table(subject.plans), device=subject.device)
+    )
+
+
+def _figure(suffix: str, draw: Callable[[Plan], Figure]) -> Drawing:
+    return lambda subject: figure_bytes(draw(subject.plan), suffix)
 
 
 DRAWINGS: dict[tuple[str, str], Drawing] = {
@@ -62,8 +75,7 @@ DRAWINGS: dict[tuple[str, str], Drawing] = {
     ("modules", ".svg"): lambda subject: view.modules_svg(subject.plan),
     ("page", ".html"): _page,
     ("csv", ".csv"): lambda subject: view.operations_csv(subject.plan),
-    ("frontier", ".svg"): lambda subject: view.frontier_svg(subject.plans),
-    ("frontier", ".html"): _frontier_page,
+    **{("frontier", suffix): _frontier(suffix) for suffix in PICTURES},
     ("frontier", ".csv"): lambda subject: csv_of([plan_figures(p) for p in subject.plans]),
     ("chrome", ".json"): lambda subject: view.chrome_trace(subject.plan),
     ("snapshot", ".pickle"): lambda subject: pickle.dumps(
@@ -72,6 +84,15 @@ DRAWINGS: dict[tuple[str, str], Drawing] = {
     ("code", ".py"): _code,
     ("dot", ".dot"): lambda subject: view.graph_dot(subject.plan.graph, subject.plan),
     ("graphml", ".graphml"): lambda subject: view.graph_graphml(subject.plan.graph),
+    **{
+        (kind, suffix): _figure(suffix, draw)
+        for suffix in (".png", ".pdf")
+        for kind, draw in (
+            ("timeline", view.timeline_figure),
+            ("schedule", view.schedule_figure),
+            ("modules", view.modules_figure),
+        )
+    },
 }
 """By kind and suffix; of several kinds with one suffix, the first is what the suffix means."""
 

@@ -1,9 +1,7 @@
-"""`remat explain`: a plan in words, or what it does with some operations."""
+"""`remat explain`: a plan in words, or why it keeps or recomputes operations."""
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -11,44 +9,46 @@ import typer
 from remat.commands import files
 from remat.commands.figures import Figures, json_of, plan_figures
 from remat.commands.options import Json, PlanFile
-from remat.errors import RematError
 from remat.plan import Plan
 
 
 def explain(
     plan: PlanFile,
-    operations: Annotated[
-        list[str] | None, typer.Argument(metavar="[OPERATION]...", help="By name.")
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[NAME]...", help="An operation, or a module's path (transformer.h.3.mlp)."
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Tell what a plan does: its table, or why operations are kept or recomputed."""
     found = files.read_plan(plan)
-    names = operations or []
-    _check(found, names)
+    told = {name: found.explain(name) for name in names or ()}
     if as_json:
-        told = [_operation(found, name) for name in names]
-        files.show_json(json_of({"plan": plan_figures(found), "operations": told}))
+        operations = [figures for name in told for figures in _operations(found, name)]
+        files.show_json(
+            json_of({"plan": plan_figures(found), "operations": operations, "text": told})
+        )
     else:
-        files.show("\n".join(map(found.explain, names)) or found.describe())
+        files.show("\n\n".join(told.values()) or found.describe())
 
 
-def _check(plan: Plan, names: Sequence[str]) -> None:
-    known = {operation.name for operation in plan.graph.operations}
-    for name in names:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=3)
-            hint = f"; near: {', '.join(near)}" if near else ""
-            raise RematError(f"no operation of this plan is called {name!r}{hint}")
+def _operations(plan: Plan, name: str) -> list[Figures]:
+    """Those called so, and those within a module called so."""
+    return [
+        _figures(plan, op)
+        for op, operation in enumerate(plan.graph.operations)
+        if operation.name == name or f"{operation.module}.".startswith(f"{name}.")
+    ]
 
 
-def _operation(plan: Plan, name: str) -> Figures:
+def _figures(plan: Plan, op: int) -> Figures:
     graph = plan.graph
-    op = next(i for i, operation in enumerate(graph.operations) if operation.name == name)
     operation = graph.operations[op]
     runs = [run for run, other in enumerate(plan.schedule.runs) if other == op]
     return {
-        "operation": name,
+        "operation": operation.name,
         "index": op,
         "module": operation.module,
         "backward": operation.backward,

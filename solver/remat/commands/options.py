@@ -13,7 +13,7 @@ import typer
 from remat.budget import parse_budget
 from remat.commands.exits import UsageError
 from remat.compare import STRATEGIES as COMPARED
-from remat.devices import DEVICES
+from remat.devices import DEVICES, find_device
 from remat.strategies.base import Strategy
 from remat.strategies.registry import STRATEGIES, from_data, to_data
 
@@ -109,6 +109,16 @@ Roofline = Annotated[
         metavar="DEVICE",
         help=f"Estimate for a device by its data sheet: {', '.join(DEVICES)}.",
         autocompletion=complete_device,
+    ),
+]
+PictureDevice = Annotated[
+    str | None,
+    typer.Option(
+        "--device",
+        metavar="DEVICE",
+        help="Show this device's memory in the picture, e.g. h200.",
+        autocompletion=complete_device,
+        show_default=False,
     ),
 ]
 Batch = Annotated[int, typer.Option("--batch", min=1, help="Batch size, for hf: and config.json.")]
@@ -213,3 +223,12 @@ def _value(text: str) -> Any:
         return json.loads(text)
     except ValueError:
         return text
+
+
+def check_device(name: str | None) -> None:
+    """Raises `UsageError` for a device of which there is no data sheet."""
+    try:
+        if name is not None:
+            find_device(name)
+    except ValueError as error:
+        raise UsageError(str(error)) from None

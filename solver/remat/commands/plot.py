@@ -9,6 +9,7 @@ import typer
 
 from remat.commands import files
 from remat.commands.drawings import KINDS, Subject, drawing
+from remat.commands.options import PictureDevice, check_device
 
 
 def _complete_kind(incomplete: str) -> list[str]:
@@ -39,16 +40,18 @@ def plot(
             show_default=False,
         ),
     ] = None,
+    device: PictureDevice = None,
 ) -> None:
-    """Draw a plan (.svg, .html) or export it for other tools.
+    """Draw a plan (.svg, .html, .png, .pdf) or export it for other tools.
 
     chrome is for Perfetto, snapshot for pytorch.org/memory_viz.
     """
     files.check_one_stdin(plan, trace or "")
+    check_device(device)
     suffix = files.suffix_of(output)
     drawing(kind, suffix, is_sweep=False)  # what cannot be is told before anything is read
     files.check_outputs(output)
     plans = files.read_plans(plan)
     traced = None if trace is None else files.read_measured(trace)
     draw = drawing(kind, suffix, is_sweep=len(plans) != 1)
-    files.write(output, draw(Subject(plans, traced)))
+    files.write(output, draw(Subject(plans, traced, device)))

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from remat.budget import format_bytes, format_seconds
 from remat.commands import files
 from remat.commands.exits import UsageError
 from remat.commands.figures import check_any, csv_of, frontier_table, json_of, plan_figures
+from remat.commands.frontiers import PICTURES, Frontier
 from remat.commands.live import Line
 from remat.commands.options import (
     Budgets,
     Gap,
     Json,
     Output,
+    PictureDevice,
     Solver,
     StrategyName,
     StrategyOptions,
     TimeLimit,
     TraceFile,
     check_budgets,
+    check_device,
     strategy_of,
 )
 from remat.commands.solving import attended, finish, hint
@@ -26,7 +31,8 @@ from remat.progress import Cancel
 from remat.solve import SWEEP
 from remat.solve import sweep as solve_all
 from remat.sweep_document import SweepDocument
-from remat.view import frontier_html, frontier_svg
+
+Writer = Callable[[list[Plan], str | None], str | bytes]
 
 
 def sweep(
@@ -37,14 +43,17 @@ def sweep(
     gap: Gap = None,
     time_limit: TimeLimit = None,
     solver: Solver = None,
+    device: PictureDevice = None,
     output: Output = None,
     as_json: Json = False,
 ) -> None:
     """Solve for several budgets: how much time each saved byte costs.
 
-    The output is .json (for `remat plot`), .csv, .svg or .html. A time limit is for each budget.
+    The output is .json (for `remat plot`), .csv, .svg, .html, .png or .pdf. A time limit is for
+    each budget.
     """
     check_budgets(budget or ())
+    check_device(device)
     chosen = strategy_of(strategy, option, gap, time_limit, solver)
     files.check_outputs(output)
     if output is not None and files.suffix_of(output) not in _WRITERS:
@@ -64,7 +73,7 @@ def sweep(
     plans, signum = attended("sweep", len(budget or SWEEP), work)
     check_any(plans, budget)
     if output is not None:
-        files.write(output, _WRITERS[files.suffix_of(output)](plans))
+        files.write(output, _WRITERS[files.suffix_of(output)](plans, device))
     if as_json:
         files.show_json(
             json_of(
@@ -89,9 +98,12 @@ def describe(plans: list[Plan]) -> str:
     )
 
 
-_WRITERS = {
-    ".json": lambda plans: SweepDocument.of(plans).to_json(),
-    ".csv": lambda plans: csv_of([plan_figures(plan) for plan in plans]),
-    ".svg": lambda plans: frontier_svg(plans),
-    ".html": lambda plans: frontier_html(plans, text=describe(plans)),
+def _picture(suffix: str) -> Writer:
+    return lambda plans, device: PICTURES[suffix](Frontier(plans, describe(plans), device=device))
+
+
+_WRITERS: dict[str, Writer] = {
+    ".json": lambda plans, device: SweepDocument.of(plans).to_json(),
+    ".csv": lambda plans, device: csv_of([plan_figures(plan) for plan in plans]),
+    **{suffix: _picture(suffix) for suffix in PICTURES},
 }

@@ -77,8 +77,10 @@ def _step(data: Data, source: str, sizes: Sizes, overrides: Sequence[str]) -> di
         config = _configuration(transformers, data, source, sizes, changes)
         task, model_class = _model_class(transformers, config, source)
         try:
-            kwargs = batch(task, config, sizes)
-            _check_memory(model_class, config, source)
+            with torch.device("cpu"):  # where the default is "meta", its numbers are needed still
+                kwargs = batch(task, config, sizes)
+            if torch.get_default_device().type != "meta":
+                _check_memory(model_class, config, source)
             model = model_class(config)
             _check_positions(model, config, sizes.tokens if "input_ids" in kwargs else 0, source)
         except TraceError:

@@ -62,8 +62,9 @@ def load_step(
 
     `batch` (samples), `tokens` (of each), `image` (pixels of a side) and `overrides` ("n_layer=4",
     the value as JSON or else text) are for configurations; a factory chooses for itself. Model and
-    tensors go to `device`, floating-point ones to `dtype` ("float32", "bfloat16", "float16"). The
-    random generators start from `seed`. What the source prints goes to stderr.
+    tensors go to `device` ("cpu", "cuda", or "meta", where nothing is allocated even while they are
+    made), floating-point ones to `dtype` ("float32", "bfloat16", "float16"). The random generators
+    start from `seed`. What the source prints goes to stderr.
 
     Raises `TraceError`, one line that names the place in the user's file where there is one.
     """
@@ -72,7 +73,8 @@ def load_step(
         raise TraceError(f"the dtype {dtype!r} is not known; use {', '.join(DTYPES)}")
     sizes = Sizes(batch, tokens, image)
     _seed(seed)
-    with contextlib.redirect_stdout(sys.stderr):
+    made_on = place if place.type == "meta" else contextlib.nullcontext()
+    with contextlib.redirect_stdout(sys.stderr), made_on:
         name, model, args, kwargs = _load(source, sizes, overrides)
         args, kwargs = normalise_inputs(model, args, kwargs)
         return _placed(Step(name, model, args, kwargs), place, DTYPES[dtype] if dtype else None)
@@ -105,7 +107,7 @@ def _device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise TraceError(f"the device {name!r} is not known; use cpu or cuda") from error
-    if device.type not in ("cpu", "cuda"):
+    if device.type not in ("cpu", "cuda", "meta"):
         raise TraceError(f"remat does not support the device {name!r}; use cpu or cuda")
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -11,11 +11,13 @@ from remat.view.html import page
 from remat.view.text import escape_lines
 
 
-def frontier_html(plans: Sequence[Plan], rows: Iterable[Row] = (), *, text: str) -> str:
+def frontier_html(
+    plans: Sequence[Plan], rows: Iterable[Row] = (), *, text: str, device: str | None = None
+) -> str:
     """A self-contained page: the picture of `frontier_svg`, and a table as preformatted `text`."""
     parts = [
         "<h1>Extra time against peak memory</h1>",
-        frontier_svg(plans, rows),
+        frontier_svg(plans, rows, device=device),
         f'<pre class="remat-code">{escape_lines(text)}</pre>',
     ]
     return page("Extra time against peak memory", "".join(parts))

@@ -1,0 +1,59 @@
+"""`remat estimate`: the peak of a training step and its parts, before anything runs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from remat.commands import files
+from remat.commands.figures import json_of
+from remat.commands.options import (
+    Autocast,
+    Batch,
+    Dtype,
+    Image,
+    Json,
+    Overrides,
+    Seed,
+    Source,
+    Tokens,
+    check_autocast,
+)
+
+
+def estimate(
+    source: Source,
+    as_json: Json = False,
+    batch: Batch = 2,
+    tokens: Tokens = 128,
+    image: Image = None,
+    overrides: Overrides = None,
+    seed: Seed = 0,
+    dtype: Dtype = None,
+    autocast: Autocast = None,
+) -> None:
+    """Tell a training step's peak and its parts before anything runs.
+
+    No tensor is allocated: the model may be far too large for this machine.
+    """
+    check_autocast(autocast)
+    from remat.frontend.autocast import autocast as casting
+    from remat.frontend.estimate import estimate as estimated
+    from remat.frontend.meta import nominal_device
+    from remat.frontend.sources import load_step
+
+    step = load_step(
+        source,
+        batch=batch,
+        tokens=tokens,
+        image=image,
+        overrides=overrides or (),
+        device="meta",
+        dtype=dtype,
+        seed=seed,
+    )
+    with casting(nominal_device().type, autocast):
+        found = estimated(step.model, step.args, step.kwargs)
+    if as_json:
+        files.show_json(json_of(dataclasses.asdict(found)))
+    else:
+        files.show(found.describe())
