@@ -15,7 +15,7 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check lint format types system-packages pytest pytest-gpu bench \
+.PHONY: help venv demo test check lint format types system-packages pytest pytest-gpu bench docs \
 	notebooks lock clean
 
 help:  ## Show the verbs
@@ -70,6 +70,10 @@ bench: $(STAMP)  ## Benchmarks; results go to benchmarks/results
 
 notebooks: $(STAMP)  ## Run the notebooks and write their outputs anew
 	$(BIN)/python -m notebooks.refresh
+
+docs: $(STAMP)  ## The documentation as a site in build/docs; warnings are errors
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/docs
+	@echo "build/docs/index.html"
 
 lock:  ## Write constraints.txt anew, from today's newest versions
 	scripts/lock.sh "$$(PYTHON='$(PYTHON)' scripts/find_python.sh)"

@@ -1,0 +1,45 @@
+"""Draws the pictures of the documentation: `python docs/images/draw.py`.
+
+One training step of GPT-2 (124 million parameters, 8 x 512 tokens, bfloat16) with the costs that
+the roofline model gives for an H200, at half of its memory. No GPU is needed, and the weights need
+not be initialised: nothing is computed.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+from transformers.initialization import no_init_weights
+
+import remat
+from remat import view
+
+HERE = Path(__file__).parent
+BUDGETS = ("40%", "55%", "70%", "85%", "100%")
+
+
+def plan_of_gpt2() -> remat.Plan:
+    """The plan that is drawn."""
+    config = GPT2Config(use_cache=False)
+    with no_init_weights():
+        model = cast(nn.Module, GPT2LMHeadModel(config)).to(torch.bfloat16)
+    ids = torch.zeros(8, 512, dtype=torch.long)
+    trace = remat.trace(model, (), {"input_ids": ids, "labels": ids})
+    return remat.solve(remat.measure(trace, remat.Roofline("h200")), "50%")
+
+
+def draw_plan(plan: remat.Plan, folder: Path) -> None:
+    """Write every picture of a plan into a folder."""
+    (folder / "timeline.svg").write_text(view.timeline_svg(plan))
+    (folder / "schedule.svg").write_text(view.schedule_svg(plan))
+    (folder / "modules.svg").write_text(view.modules_svg(plan))
+    plans = remat.sweep(plan.graph, BUDGETS, remat.Auto(gap=0.01))
+    (folder / "frontier.svg").write_text(view.frontier_svg(plans))
+
+
+if __name__ == "__main__":
+    draw_plan(plan_of_gpt2(), HERE)

@@ -1,0 +1,251 @@
+"""What README.md and docs/ say is so: the site builds, code runs, messages and figures are real."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from tests import server as servers
+from tests.server import Server
+from tests.snippets import ROOT, Block, Runner, blocks, check_syntax, pages
+
+import remat
+import remat.view
+
+DOCS = ROOT / "docs"
+PAGES = {str(page.relative_to(ROOT)): blocks(page) for page in pages()}
+BLOCKS = [block for found in PAGES.values() for block in found]
+NOT_RUN = [block for block in BLOCKS if block.reason]
+PORT = "8000"
+"""Of the service, in the pages."""
+
+LANGUAGES = {"python", "console", "text", "json", "yaml", "bash"}
+
+
+# -- code ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Where `remat` and `python` are those of this source tree."""
+    tools = tmp_path_factory.mktemp("bin")
+    for name, module in {"remat": "-m remat.cli", "python": "", "torchrun": _TORCHRUN}.items():
+        (tools / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {module} "$@"\n')
+        (tools / name).chmod(0o755)
+    path = os.pathsep.join((str(tools), os.environ["PATH"]))
+    source = os.pathsep.join(map(str, (ROOT / "solver", ROOT / "server")))
+    return {
+        **{k: v for k, v in os.environ.items() if not k.startswith("REMAT_")},
+        "PATH": path,
+        "PYTHONPATH": source,
+        "REMAT_CACHE_DIR": str(tmp_path_factory.mktemp("costs")),
+        "REMAT_DATA_DIR": str(tmp_path_factory.mktemp("data")),
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "OMP_NUM_THREADS": "1",
+        "NO_COLOR": "1",
+        "COLUMNS": "120",
+        "TERM": "dumb",
+    }
+
+
+_TORCHRUN = "-m torch.distributed.run"
+
+
+@pytest.fixture(scope="module")
+def runner(environment: dict[str, str]) -> Iterator[Runner]:
+    running = Runner(environment)
+    yield running
+    running.close()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with servers.running(tmp_path_factory.mktemp("service")) as running:
+        yield running
+
+
+@pytest.mark.parametrize("page", [page for page, found in PAGES.items() if found])
+def test_code_runs(
+    page: str, runner: Runner, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    found = PAGES[page]
+    if any(PORT in block.text for block in found if not block.reason):
+        port = request.getfixturevalue("server").url.rpartition(":")[2]
+        found = [_elsewhere(block, port) for block in found]
+    if any("curl" in block.commands for block in found) and shutil.which("curl") is None:
+        pytest.skip("curl is not installed")
+    said = runner.run(found, tmp_path)
+    assert not said, said
+
+
+def _elsewhere(block: Block, port: str) -> Block:
+    text = re.sub(rf"(localhost|127\.0\.0\.1):{PORT}\b", rf"\1:{port}", block.text)
+    return Block(block.page, block.line, block.language, text, block.reason, block.file)
+
+
+@pytest.mark.parametrize("block", NOT_RUN, ids=lambda block: f"{block.name} {block.reason}")
+def test_what_cannot_run_is_well_formed(block: Block) -> None:
+    check_syntax(block)
+    assert len(block.reason) > 8, "a reason is a few words"
+
+
+def test_every_block_has_a_language() -> None:
+    """One that is run, or one that is not code."""
+    wrong = [
+        block.name
+        for block in BLOCKS
+        if block.language not in LANGUAGES and not block.language.startswith("{")
+    ]
+    assert wrong == []
+    scripts = [b.name for b in BLOCKS if b.language == "bash" and not b.reason]
+    assert scripts == [], "```console is run, ```bash is not: say why"
+
+
+def test_code_is_no_wider_than_the_page() -> None:
+    """`ruff format` sees to Python, by docs/ruff.toml."""
+    wide = [
+        f"{block.name}: {line}"
+        for block in BLOCKS
+        if block.language in ("python", "console")
+        for line in block.text.splitlines()
+        if len(line) > 100
+    ]
+    assert wide == []
+
+
+# -- the site -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The HTML pages, built with warnings as errors."""
+    out = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html"]
+    done = subprocess.run([*command, str(DOCS), str(out)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-5000:]
+    return out
+
+
+def test_site_builds_and_needs_no_network(site: Path) -> None:
+    """Pages, and links between them that lead somewhere; nothing is loaded from elsewhere."""
+    html = {page: page.read_text() for page in site.rglob("*.html")}
+    assert len(html) > 30
+    ids = {page: set(re.findall(r'\bid="([^"]+)"', text)) for page, text in html.items()}
+    for page, text in html.items():
+        for tag, target in re.findall(r'<(\w+)[^>]*?\b(?:href|src)="([^"]+)"', text):
+            if target.startswith(("http:", "https:", "mailto:", "data:")):
+                assert tag == "a", f"{page.name} loads {target}"
+                continue
+            path, _, anchor = target.partition("#")
+            found = (page.parent / path.partition("?")[0]).resolve() if path else page
+            assert found.exists(), f"{page.name} links to {target}"
+            if anchor and found in ids:
+                assert anchor in ids[found], f"{page.name} links to {target}"
+
+
+def test_everything_public_is_documented(site: Path) -> None:
+    html = "".join(page.read_text() for page in (site / "api").glob("*.html"))
+    for module in (remat, remat.view):
+        for name in module.__all__:
+            assert f'id="{module.__name__}.{name}"' in html, name
+
+
+def test_every_decision_is_listed(site: Path) -> None:
+    listed = (site / "decisions.html").read_text()
+    for decision in (DOCS / "decisions").glob("*.md"):
+        assert f"decisions/{decision.stem}.html" in listed
+
+
+# -- what is said -------------------------------------------------------------------------------
+
+
+def test_quoted_messages_are_those_of_the_source() -> None:
+    """Headings and first columns of the troubleshooting page; `...` stands for what varies."""
+    source = "\n".join(_texts())
+    page = (DOCS / "troubleshooting.md").read_text()
+    quoted = re.findall(r"^### `(.+)`$", page, re.MULTILINE)
+    quoted += re.findall(r"^\| `(.+?)` \|", page, re.MULTILINE)
+    assert len(quoted) > 40
+    for message in quoted:
+        for part in message.split("..."):
+            assert part.strip() in source, f"nothing says {part.strip()!r} (of {message!r})"
+
+
+def _texts() -> Iterator[str]:
+    """The literal texts of the source, with f-strings' gaps as `...`."""
+    for folder in ("solver", "server"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.JoinedStr):
+                    yield "".join(
+                        str(part.value) if isinstance(part, ast.Constant) else "\0"
+                        for part in node.values
+                    )
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    yield node.value
+
+
+def test_relative_links_lead_to_files() -> None:
+    """Of README.md and the decisions, which Sphinx does not check."""
+    for page in (ROOT / "README.md", *(DOCS / "decisions").glob("*.md")):
+        for target in re.findall(r"\]\(([^)#]+)[^)]*\)|src=\"([^\"]+)\"", page.read_text()):
+            path = target[0] or target[1]
+            if not path.startswith("http"):
+                assert (page.parent / path).exists(), f"{page.name} links to {path}"
+
+
+def test_readme_has_the_figures_that_were_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(DOCS / "extensions")
+    results = importlib.import_module("results")
+    readme = (ROOT / "README.md").read_text()
+    for row in results.markdown(results.TABLES["overhead"]()):
+        assert row in readme.splitlines()
+
+
+# -- the pictures -------------------------------------------------------------------------------
+
+
+def test_pictures_look_as_the_library_draws_them(tmp_path: Path) -> None:
+    """A picture from before the library's style changed has to be drawn again, by the script."""
+    draw = runpy.run_path(str(DOCS / "images" / "draw.py"))["draw_plan"]
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
+    trace = remat.measure(remat.trace(model, (torch.randn(64, 8),)), remat.Roofline("h200"))
+    draw(remat.solve(trace, "100%"), tmp_path)
+    assert {p.name for p in tmp_path.iterdir()} == {p.name for p in (DOCS / "images").glob("*.svg")}
+    for made in tmp_path.iterdir():
+        kept = DOCS / "images" / made.name
+        assert _style(kept) == _style(made), f"{made.name} is old: python docs/images/draw.py"
+        assert _title(kept) == _title(made)
+
+
+def test_the_timeline_shows_less_than_eager_mode_takes() -> None:
+    kept = ElementTree.parse(DOCS / "images" / "timeline.svg").getroot()
+    classes = {element.get("class") for element in kept.iter()}
+    assert {"remat-eager", "remat-kept", "remat-again", "remat-budget"} <= classes
+    words = kept.findtext(f"{_SVG}desc", "")
+    match = re.search(r"peak ([\d.]+) GiB instead of ([\d.]+) GiB", words)
+    assert match is not None
+    assert float(match[1]) <= 0.501 * float(match[2]), "it is drawn for half of the memory"
+
+
+_SVG = "{http://www.w3.org/2000/svg}"
+
+
+def _style(path: Path) -> str | None:
+    return ElementTree.parse(path).getroot().findtext(f"{_SVG}style")
+
+
+def _title(path: Path) -> str | None:
+    return ElementTree.parse(path).getroot().findtext(f"{_SVG}title")
