@@ -45,8 +45,8 @@ def test_a_step_beside_the_models_own(tmp_path: Path) -> None:
 
 def test_an_estimate_of_what_does_not_fit_here() -> None:
     """GPT-2, four layers as wide as those of large models: 14 billion parameters in bfloat16."""
-    ended = run("estimate", "hf:gpt2", "--set", "n_embd=16384", "--set", "n_head=64", "--set", "n_layer=4",
-                "--batch", 1, "--dtype", "bfloat16", "--json")  # fmt: skip
+    sizes = ("--set", "n_embd=16384", "--set", "n_head=64", "--set", "n_layer=4", "--batch", 1)
+    ended = run("estimate", "hf:gpt2", *sizes, "--dtype", "bfloat16", "--json")
     assert ended.code == 0, ended.err
     told = json.loads(ended.out)
     assert told["parameter_bytes"] > 25e9
