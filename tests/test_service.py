@@ -150,6 +150,7 @@ def test_client_raises_what_the_library_raises(server: Server, graph: remat.Grap
                 remat.solve(graph, budget)
             assert str(remote.value) == str(local.value)
             assert remote.value.min_feasible_bytes == local.value.min_feasible_bytes == 300
+            assert remote.value.is_proved == local.value.is_proved
         for wrong in ("8 potatoes", True, -1):
             with pytest.raises(remat.BudgetError):
                 client.solve(graph, wrong)

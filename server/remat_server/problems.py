@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse, Response
 from sqlalchemy.exc import OperationalError
 from starlette.exceptions import HTTPException
 
-from remat.errors import RematError
+from remat.errors import InfeasibleBudget, RematError
 from remat.wire import PROBLEMS, Problem, problem_name
 
 MEDIA_TYPE = "application/problem+json"
@@ -93,8 +93,10 @@ def out_of_memory(limit_bytes: int) -> Problem:
 def of_error(error: RematError, status: int = 422) -> Problem:
     """The document for an exception of the library; `Problem.exception` is the inverse."""
     found = problem(status, str(error), problem_name(error))
-    least = getattr(error, "min_feasible_bytes", None)
-    return found.model_copy(update={"min_feasible_bytes": least})
+    if not isinstance(error, InfeasibleBudget):
+        return found
+    least = {"min_feasible_bytes": error.min_feasible_bytes, "is_proved": error.is_proved}
+    return found.model_copy(update=least)
 
 
 def install(app: FastAPI) -> None:

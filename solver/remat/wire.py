@@ -195,7 +195,8 @@ class Summary(Record):
 
 
 class Problem(Record):
-    """RFC 9457. `detail` says what is wrong, why, and what to do."""
+    """RFC 9457. `detail` says what is wrong, why, and what to do. Of an infeasible budget the last
+    two are those of `InfeasibleBudget`."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -204,13 +205,16 @@ class Problem(Record):
     status: int = 500
     detail: str = ""
     min_feasible_bytes: int | None = None
+    is_proved: bool | None = None
 
     def exception(self) -> RematError:
         """The exception that the library would have raised."""
         kind = _EXCEPTIONS.get(self.type.removeprefix(PROBLEMS), ServiceError)
         text = self.detail or self.title
         if kind is InfeasibleBudget:
-            return InfeasibleBudget(text, min_feasible_bytes=self.min_feasible_bytes)
+            return InfeasibleBudget(
+                text, min_feasible_bytes=self.min_feasible_bytes, is_proved=bool(self.is_proved)
+            )
         return kind(text)
 
 
