@@ -23,7 +23,7 @@ from remat.errors import DocumentError, RematError
 
 CASES = {name: make for name, make in (PLAIN | FAMILIES).items() if name not in ("mlp-bf16", "t5")}
 SMALL = ("tied", "norms", "two-heads", "mlp")
-EXAMPLES = int(os.environ.get("REMAT_EXAMPLES", "100"))
+EXAMPLES = int(os.environ.get("REMAT_EXAMPLES", "50"))
 FUZZ = settings(
     max_examples=EXAMPLES,
     derandomize=True,

@@ -30,7 +30,7 @@ from tests.server import Server, chain, finished
 import remat
 
 FUZZ = settings(
-    max_examples=30,
+    max_examples=16,
     derandomize=True,
     database=None,
     deadline=None,

@@ -30,7 +30,7 @@ from remat.strategies import (
     Strategy,
 )
 
-DEFAULT = 60
+DEFAULT = 40
 EXAMPLES = int(os.environ.get("REMAT_EXAMPLES", str(DEFAULT)))
 LAWS = settings(
     phases=(Phase.explicit, Phase.reuse, Phase.generate),

@@ -13,9 +13,7 @@ pytest.importorskip("nbclient")
 pytest.importorskip("ipykernel")
 pytest.importorskip("jupytext")
 
-import httpx2
 import nbformat
-from nbclient.exceptions import CellExecutionError
 from nbformat import NotebookNode
 from notebooks.refresh import execute, read_source, sources
 
@@ -80,18 +78,3 @@ def test_runs_from_start_to_end(name: str) -> None:
         for output in cell.get("outputs", [])
         if output.get("name") == "stderr"
     ]
-
-
-def test_the_service_ends_where_a_cell_fails() -> None:
-    notebook = read_source(source("05_the_service"))
-    started = next(i for i, cell in enumerate(notebook.cells) if "atexit.register" in cell.source)
-    notebook.cells = [c for c in notebook.cells[: started + 1] if c.cell_type == "code"]
-    notebook.cells[0].source = notebook.cells[0].source.replace("import torch\n", "")
-    notebook.cells.append(nbformat.v4.new_code_cell("print(url, folder.name)"))
-    notebook.cells.append(nbformat.v4.new_code_cell("raise RuntimeError('a cell that fails')"))
-    with pytest.raises(CellExecutionError, match="a cell that fails"):
-        execute(notebook)
-    url, folder = notebook.cells[-2].outputs[0].text.split()
-    assert not Path(folder).exists()
-    with pytest.raises(httpx2.TransportError):
-        httpx2.get(f"{url}/livez")

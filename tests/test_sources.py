@@ -174,7 +174,7 @@ def test_a_diffusion_model() -> None:
         ("hf:gpt2", {"batch": 0}, "--batch is 0"),
         ("hf:gpt2", {"dtype": "int8"}, "use float32, bfloat16, float16"),
         ("hf:gpt2", {"device": "tpu0"}, "the device 'tpu0' is not known"),
-        ("hf:gpt2", {"device": "meta"}, "does not support the device 'meta'"),
+        ("hf:gpt2", {"device": "xpu"}, "does not support the device 'xpu'"),
         ("missing.json", {}, "cannot read the configuration missing.json"),
         ("list.json", {}, "holds a JSON list"),
         ("other.json", {}, 'has no "model_type"'),

@@ -28,7 +28,7 @@ from remat.wire import (
     SweepAnswer,
     SweepRequest,
 )
-from remat_server import logs, metrics, problems
+from remat_server import answers, logs, metrics
 from remat_server.auth import Gate
 from remat_server.intake import Intake
 from remat_server.middleware import Surround
@@ -79,7 +79,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     app.state.intake = Intake(settings, database)
     app.state.requests = requests
     app.state.draining = threading.Event()
-    problems.install(app)
+    answers.install(app)
     modules = (solve, jobs, results, health)
     for module in modules:
         app.include_router(module.router)

@@ -9,8 +9,9 @@ from fastapi import Depends, Path, Request
 
 from remat.documents import Record
 from remat.wire import Problem
+from remat_server.answers import MEDIA_TYPE
 from remat_server.intake import Intake
-from remat_server.problems import MEDIA_TYPE, ServiceProblem
+from remat_server.problems import ServiceProblem
 from remat_server.store.database import Database
 
 JobId = Annotated[str, Path(max_length=64, description="As in the job's `id`")]
