@@ -97,6 +97,7 @@ def test_the_wrong_document_or_file(
         ("solve {trace} --budget 60% --strategy nonesuch", "there are auto, exact"),
         ("solve {trace} --budget 60% --gap 2", "below 1"),
         ("sweep {trace} -o {out}.txt", ".json, .csv, .svg, .html"),
+        ("sweep {trace} -o {out}.svg --device nonesuch", "known are v100"),
         ("measure {bare} --roofline nonesuch", "known are v100"),
         ("measure {bare} --roofline h200 --device cpu", "not both"),
         ("diff - -", "only one"),
@@ -117,6 +118,15 @@ def test_an_infeasible_budget(documents: Documents) -> None:
     ended = quick("solve", documents.trace, "--budget", "5%", "--time-limit", "2")
     assert ended.code == 3
     assert "infeasible" in ended.error
+
+
+def test_a_time_limit_without_a_plan(documents: Documents, tmp_path: Path) -> None:
+    output = tmp_path / "plan.json"
+    limited = ("--budget", "70%", "--strategy", "lp_rounding", "--time-limit", "0.01")
+    ended = quick("solve", documents.trace, *limited, "-o", output)
+    assert ended.code == 4
+    assert "time_limit" in ended.error
+    assert not output.exists()
 
 
 def test_a_traceback_only_for_debugging(documents: Documents) -> None:
