@@ -7,6 +7,7 @@
 SHELL := /bin/bash
 TORCH_INDEX ?=
 JOBS ?= 2
+MARKS := not gpu and not slow
 export TORCH_INDEX
 
 VENV := .venv
@@ -15,7 +16,7 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check lint format types system-packages pytest pytest-gpu bench docs \
+.PHONY: help venv demo test test-all check lint format types system-packages pytest pytest-gpu bench docs \
 	notebooks lock clean
 
 help:  ## Show the verbs
@@ -37,6 +38,9 @@ demo: $(STAMP)  ## Train a small model within a budget, and see what it costs
 
 test: lint types system-packages pytest pytest-gpu  ## Format, lint, import contracts, types, tests
 
+test-all: MARKS := not gpu
+test-all: test  ## The same with the slow tests, which repeat at length what others show
+
 lint: $(STAMP)  ## ruff and the import contracts
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -55,7 +59,7 @@ system-packages:  ## PostgreSQL and Chromium for tests, where we may install Deb
 
 # One thread for each process: on few cores, threads of several processes only wait for each other.
 pytest: $(STAMP)  ## The tests that need no GPU
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not gpu" -n $(JOBS) --dist worksteal -q
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "$(MARKS)" -n $(JOBS) --dist worksteal -q
 
 # One process: they measure memory and time, and would disturb each other.
 pytest-gpu: $(STAMP)  ## The tests that need a GPU, where there is one

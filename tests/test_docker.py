@@ -292,6 +292,7 @@ def test_a_user_without_a_home_is_no_obstacle(monkeypatch: pytest.MonkeyPatch) -
     assert Settings().store_url == "sqlite:////var/lib/remat/jobs.sqlite"
 
 
+@pytest.mark.slow
 def test_it_writes_only_where_it_may() -> None:
     """As `docker run --read-only` with the image's settings: first a key, then the service.
 

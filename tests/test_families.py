@@ -17,8 +17,12 @@ COSTS = remat.Roofline("cpu")
 STRATEGY = remat.Auto(gap=0.02, time_limit=5.0)
 
 
-CASES = [*((family, "min") for family in FAMILIES)]
-CASES += [(family, "75%") for family in ("gpt2", "resnet", "unet")]
+QUICK = ("gpt2", "resnet", "unet", "llama")
+CASES = [
+    pytest.param(family, budget, marks=[] if family in QUICK else pytest.mark.slow)
+    for family in FAMILIES
+    for budget in ("75%", "min")
+]
 
 
 @pytest.mark.parametrize(("family", "budget"), CASES)

@@ -382,6 +382,7 @@ def test_mutated_traces(server: Server, trace: dict[str, Any], data: st.DataObje
         judged(http, json.dumps(mutated(data, request)).encode())
 
 
+@pytest.mark.slow
 @FUZZ
 @given(data=st.data())
 def test_mutated_graphs(server: Server, data: st.DataObject) -> None:
@@ -544,6 +545,7 @@ def test_odd_options(http: httpx2.Client, strategy: dict[str, Any]) -> None:
         assert option in said
 
 
+@pytest.mark.slow
 @FUZZ
 @given(data=st.data())
 def test_small_and_large_options(server: Server, data: st.DataObject) -> None:

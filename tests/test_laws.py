@@ -30,7 +30,7 @@ from remat.strategies import (
     Strategy,
 )
 
-DEFAULT = 40
+DEFAULT = 30
 EXAMPLES = int(os.environ.get("REMAT_EXAMPLES", str(DEFAULT)))
 LAWS = settings(
     phases=(Phase.explicit, Phase.reuse, Phase.generate),

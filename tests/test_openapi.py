@@ -95,7 +95,11 @@ def test_problems_are_documented(server: Server) -> None:
 # -- what the service does ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("has_key", [True, False, None], ids=["key", "no key", "open"])
+@pytest.mark.parametrize(
+    "has_key",
+    [pytest.param(True, marks=pytest.mark.slow), False, None],
+    ids=["key", "no key", "open"],
+)
 @pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: mode.value)
 def test_no_undocumented_answer(
     server: Server, closed: tuple[Server, str], has_key: bool | None, mode: GenerationMode
@@ -117,7 +121,9 @@ def test_no_undocumented_answer(
             assert mode is GenerationMode.NEGATIVE  # nothing can be wrong with /livez
 
 
-@pytest.mark.parametrize("has_key", [True, False], ids=["key", "open"])
+@pytest.mark.parametrize(
+    "has_key", [pytest.param(True, marks=pytest.mark.slow), False], ids=["key", "open"]
+)
 def test_jobs_are_what_their_links_say(
     server: Server, closed: tuple[Server, str], has_key: bool
 ) -> None:

@@ -201,6 +201,7 @@ def test_auto_anneals_in_the_graph_order() -> None:
     assert "anneal_s" in found.stats
 
 
+@pytest.mark.slow
 def test_search_drops_what_a_better_order_does_not_need() -> None:
     graph = layered(30, seed=1)
     peak_bytes, _ = measure(graph, Schedule.of(least_peak_order(graph, target_bytes=0)))

@@ -185,6 +185,7 @@ def test_the_files_are_what_the_library_reads(
     assert json.loads(fetched("Whole answer").read_text())["costs"] == "roofline h200"
 
 
+@pytest.mark.slow
 def test_an_infeasible_budget_shows_the_smallest_feasible_one(
     page: Page, server: Server, trace_file: Path
 ) -> None:
@@ -317,6 +318,7 @@ def test_a_running_job_is_followed_and_cancelled(page: Page, server: Server) -> 
     expect(page.locator(f"a[href='#/jobs/{job['id']}']")).to_have_count(0)
 
 
+@pytest.mark.slow
 def test_the_queue_is_live_and_has_pages(page: Page, tmp_path: Path, browser: Browser) -> None:
     with servers.running(tmp_path / "data", "--workers", "1") as server, server.http() as http:
         page.goto(server.url)

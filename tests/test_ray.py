@@ -34,6 +34,7 @@ def server(cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         yield running
 
 
+@pytest.mark.slow
 def test_solve_cancel_and_the_loss_of_a_node(cluster: Any, server: Server) -> None:
     first = cluster.add_node(num_cpus=1)
     with server.http() as http:

@@ -68,6 +68,7 @@ def test_sigterm_drains_what_is_under_way(tmp_path: Path) -> None:
         assert finished(http, waiting)["status"] == "succeeded"
 
 
+@pytest.mark.slow
 def test_sigterm_gives_back_what_takes_too_long(tmp_path: Path) -> None:
     server = servers.start(tmp_path, REMAT_DRAIN_S="0.5", REMAT_CONCURRENT_SOLVES="1")
     with server.http() as http:
@@ -94,6 +95,7 @@ def test_a_solve_over_its_memory_fails_alone(tmp_path: Path) -> None:
         assert finished(http, post(http, budget="71%").json()["id"])["status"] == "succeeded"
 
 
+@pytest.mark.slow
 def test_a_job_that_loses_every_worker_fails(tmp_path: Path) -> None:
     settings = {"REMAT_LEASE_S": "0.5", "REMAT_ATTEMPTS": "2", "REMAT_CONCURRENT_SOLVES": "1"}
     with servers.running(tmp_path, **settings) as server, server.http() as http:
@@ -107,6 +109,7 @@ def test_a_job_that_loses_every_worker_fails(tmp_path: Path) -> None:
         assert ended["problem"]["type"].endswith("worker-lost")
 
 
+@pytest.mark.slow
 def test_a_killed_solve_fails_with_a_reason_and_the_next_one_works(tmp_path: Path) -> None:
     with servers.running(tmp_path, REMAT_CONCURRENT_SOLVES="1") as server, server.http() as http:
         id = post(http, graph=chain(60), budget="22%", options={"strategy": HARD}).json()["id"]
@@ -119,6 +122,7 @@ def test_a_killed_solve_fails_with_a_reason_and_the_next_one_works(tmp_path: Pat
         assert finished(http, post(http, budget="72%").json()["id"])["status"] == "succeeded"
 
 
+@pytest.mark.slow
 def test_workers_elsewhere_share_a_postgresql_store(
     tmp_path: Path, postgres_url: str, plan: remat.Plan
 ) -> None:
