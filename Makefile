@@ -9,6 +9,8 @@ TORCH_INDEX ?=
 JOBS ?= 2
 MARKS := not gpu and not slow
 export TORCH_INDEX
+# What is imported is compiled then; most of what is installed never is.
+export PIP_NO_COMPILE := 1
 
 VENV := .venv
 BIN := $(VENV)/bin

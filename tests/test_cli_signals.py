@@ -114,7 +114,10 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="ha
 @needs_proc
 @pytest.mark.parametrize(
     ("signum", "code", "word"),
-    [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")],
+    [
+        (signal.SIGINT, 130, "interrupted"),
+        pytest.param(signal.SIGTERM, 143, "terminated", marks=pytest.mark.slow),
+    ],
 )
 def test_a_solve_ends_with_the_best_so_far(
     signum: int, code: int, word: str, file: Path, tmp_path: Path, terminal

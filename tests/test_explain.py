@@ -126,7 +126,7 @@ def _plans(draw: st.DrawFn) -> Plan:
     return _plan(graph, *runs, spare_bytes=draw(st.integers(0, 8)))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(_plans())
 def test_the_peak_that_is_stated_is_that_of_the_changed_schedule(plan: Plan) -> None:
     graph = plan.graph

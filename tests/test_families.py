@@ -17,7 +17,7 @@ COSTS = remat.Roofline("cpu")
 STRATEGY = remat.Auto(gap=0.02, time_limit=5.0)
 
 
-QUICK = ("gpt2", "resnet", "unet", "llama")
+QUICK = ("gpt2", "resnet", "unet")
 CASES = [
     pytest.param(family, budget, marks=[] if family in QUICK else pytest.mark.slow)
     for family in FAMILIES

@@ -228,6 +228,7 @@ def test_300_megabytes(server: Server, http: httpx2.Client) -> None:
             assert b" 413 " in plain.recv(4096)
 
 
+@pytest.mark.slow
 def test_bombs(http: httpx2.Client) -> None:
     packed = io.BytesIO()
     with gzip.GzipFile(fileobj=packed, mode="wb", compresslevel=9) as bomb:

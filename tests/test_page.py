@@ -390,6 +390,7 @@ def test_from_load_to_the_result_by_keyboard_alone(
     expect(page.get_by_role("button", name="Forget")).to_be_focused()
 
 
+@pytest.mark.slow
 def test_a_key_is_asked_for_and_kept(page: Page, tmp_path: Path, trace_file: Path) -> None:
     with servers.running(tmp_path / "data") as server:
         command = [sys.executable, "-m", "remat.cli", "keys", "add", "ada"]

@@ -31,7 +31,7 @@ import remat
 
 COSTS = remat.Roofline("cpu")
 STRATEGY = remat.Auto(gap=0.02, time_limit=0.5)
-EXAMPLES = int(os.environ.get("REMAT_EXAMPLES", "15"))
+EXAMPLES = int(os.environ.get("REMAT_EXAMPLES", "10"))
 LAWS = settings(
     max_examples=EXAMPLES,
     derandomize=True,

@@ -51,6 +51,7 @@ def test_kill_of_server_and_worker_loses_nothing(tmp_path: Path, plan: remat.Pla
         server.process.wait()
 
 
+@pytest.mark.slow
 def test_sigterm_drains_what_is_under_way(tmp_path: Path) -> None:
     server = servers.start(tmp_path, REMAT_DRAIN_S="60", REMAT_CONCURRENT_SOLVES="1")
     with server.http() as http:
