@@ -221,6 +221,7 @@ def test_solves_at_the_same_time() -> None:
     assert all(plan.status is Status.OPTIMAL for plan in plans.values())
 
 
+@pytest.mark.slow
 def test_cancel_from_another_thread_while_it_solves() -> None:
     """HiGHS asks now and then; it does not in presolve, nor in a round of cuts."""
     graph = uneven_stages(3, 14)

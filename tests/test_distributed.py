@@ -37,6 +37,7 @@ def _worker(rank: int, store: str, report: str) -> None:
         dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_eager_ddp(tmp_path: Path) -> None:
     mp.spawn(_worker, args=(str(tmp_path / "store"), str(tmp_path / "report")), nprocs=2)
     for rank in (0, 1):

@@ -455,6 +455,7 @@ def contrast(one: str, other: str) -> float:
     return (high + 0.05) / (low + 0.05)
 
 
+@pytest.mark.slow
 def test_a_narrow_screen_does_not_scroll_sideways(
     page: Page, server: Server, trace_file: Path
 ) -> None:

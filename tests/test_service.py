@@ -261,6 +261,7 @@ def test_etag(http: httpx2.Client) -> None:
     assert same.content == b""
 
 
+@pytest.mark.slow
 def test_pages_of_jobs(http: httpx2.Client) -> None:
     made = [post(http, budget=2000 + i).json()["id"] for i in range(5)]
     for id in made:
@@ -353,6 +354,7 @@ def test_python_needs_a_program(http: httpx2.Client) -> None:
     assert http.get(f"/jobs/{id}/result", headers={"Accept": "image/png"}).status_code == 406
 
 
+@pytest.mark.slow
 def test_python_of_a_trace(server: Server, http: httpx2.Client) -> None:
     case = gpt2(layers=1, dropout=0.0)
     trace = remat.measure(
