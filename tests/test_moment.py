@@ -11,8 +11,8 @@ from tests import brute_force
 from tests.graphs import chain, small_graphs
 
 from remat.graph import Graph, Operation, Value
-from remat.milp import moment
-from remat.milp.advice import Advisor
+from remat.milp import bound, moment
+from remat.milp.advice import Advisor, implied_schedule
 from remat.milp.eviction import evict
 from remat.milp.moment import Moments
 from remat.schedule import Schedule
@@ -93,6 +93,53 @@ def test_more_moments_bound_no_less(graph: Graph, data: st.DataObject) -> None:
         assert together.bound_s >= alone.bound_s * (1 - ROUNDING)
     if optimum is not None:
         assert together.bound_s <= optimum * (1 + ROUNDING)
+
+
+@LAWS
+@given(small_graphs(max_operations=9, max_values=12), st.data())
+def test_the_implied_schedule_costs_what_the_program_says(
+    graph: Graph, data: st.DataObject
+) -> None:
+    """Also where it is made from operations that may run only once, and held for a while."""
+    several = data.draw(st.sets(st.sampled_from(range(len(graph))), min_size=2, max_size=3))
+    highest = simulate(graph, Schedule.keep_all(graph)).peak_bytes
+    lowest = min(bound.least_peak_bytes(graph), highest)
+    budget = lowest + int(data.draw(st.floats(0, 0.6)) * (highest - lowest))
+    found = integral(graph, budget, sorted(several))
+    if found is None:
+        return
+    schedule = implied_schedule(graph, found)
+    schedule.check(graph)
+    assert simulate(graph, schedule).time_s <= found.bound_s * (1 + ROUNDING) + ROUNDING
+
+
+def held_for_a_while() -> Graph:
+    """`once` cannot be made again. Of what is made from it, only `early` fits beside `first`, and
+    only `late`, which is made from `early`, beside `second`; then the value after that is read."""
+    operations = (
+        Operation("once", (), (0,), 1.0, recomputable=False),
+        Operation("early", (0,), (1,), 1.0),
+        Operation("late", (1,), (2,), 1.0),
+        Operation("large", (2,), (3,), 1.0),
+        Operation("first", (), (4,), 1.0, workspace_bytes=8),
+        Operation("read early", (1,), (5,), 1.0),
+        Operation("second", (), (6,), 1.0, workspace_bytes=9),
+        Operation("read large", (3,), (7,), 1.0),
+    )
+    sizes = (4, 2, 1, 4, 0, 0, 0, 0)
+    return Graph(operations, tuple(Value(f"v{i}", size) for i, size in enumerate(sizes)))
+
+
+def test_what_is_held_is_made_while_it_can_be() -> None:
+    graph, budget = held_for_a_while(), 10
+    found = integral(graph, budget, [4, 6])
+    assert found is not None
+    schedule = implied_schedule(graph, found)
+    schedule.check(graph)  # `once` runs once
+    timeline = simulate(graph, schedule)
+    assert schedule.runs == (0, 1, 2, 3, 4, 5, 2, 6, 3, 7)
+    assert timeline.peak_bytes <= budget
+    assert timeline.time_s == pytest.approx(found.bound_s, rel=ROUNDING)
 
 
 @LAWS

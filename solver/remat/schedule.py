@@ -7,7 +7,7 @@ expresses with explicit frees has a sequence of this kind with the same cost and
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
 from remat.errors import GraphError
@@ -66,3 +66,16 @@ class Schedule:
         for op in self.runs:
             times[op] += 1
         return {op: n - 1 for op, n in enumerate(times) if n > 1}
+
+
+def missing(graph: Graph, values: Iterable[int], there: Container[int]) -> list[int]:
+    """The operations to run, in the graph's order, so that `values` are in memory where those of
+    `there` are."""
+    found: set[int] = set()
+    wanted = [v for v in values if v not in there]
+    while wanted:
+        op = graph.producer[wanted.pop()]
+        if op not in found:
+            found.add(op)
+            wanted += [v for v in graph.operations[op].inputs if v not in there]
+    return sorted(found)

@@ -15,7 +15,7 @@ from remat.graph import Graph
 from remat.milp import moment
 from remat.milp.eviction import Advice
 from remat.milp.moment import Moments
-from remat.schedule import Schedule
+from remat.schedule import Schedule, missing
 from remat.simulate import simulate
 
 _PIECES = 12
@@ -124,7 +124,7 @@ class Advisor:
         )
         if found is not None:
             self.bound_s = max(self.bound_s, found.bound_s)
-            self.implied.append(_followed(self._graph, found))
+            self.implied.append(implied_schedule(self._graph, found))
         return found
 
     def _worst(self, schedule: Schedule) -> int | None:
@@ -139,27 +139,33 @@ class Advisor:
         return worst
 
 
-def _followed(graph: Graph, found: Moments) -> Schedule:
-    """The schedule that holds what the moments hold, and makes the rest again when it is read."""
-    free = graph.results | {v for v, value in enumerate(graph.values) if not value.size_bytes}
+def implied_schedule(graph: Graph, found: Moments) -> Schedule:
+    """The schedule that has in memory at each moment what is held there, and makes the rest again
+    when it is read.
+
+    What is held is made right before the moment where it is not there by then, not when it is next
+    read: what it is made from may be held no longer.
+    """
+    stays = {
+        v
+        for v, value in enumerate(graph.values)
+        if v in graph.results
+        or not value.size_bytes
+        or not graph.operations[graph.producer[v]].recomputable
+    }
+    held = {
+        op: {v for v, share in shares.items() if share > 0.5}
+        for op, shares in zip(found.operations, found.held, strict=True)
+    }
     there: set[int] = set()
     runs: list[int] = []
-    held = dict(zip(found.operations, found.held, strict=True))
-    for stage in range(len(graph)):
-        again: set[int] = set()
-        stack = [stage]
-        while stack:
-            for v in graph.operations[stack.pop()].inputs:
-                op = graph.producer[v]
-                if v not in there and op not in again:
-                    again.add(op)
-                    stack.append(op)
-        for op in (*sorted(again), stage):
+    for stage, operation in enumerate(graph.operations):
+        kept = {v for v in held.get(stage, ()) if graph.producer[v] < stage}
+        for op in (*missing(graph, {*operation.inputs, *kept}, there), stage):
             runs.append(op)
             there.update(graph.operations[op].outputs)
         if stage in held:
-            kept = {v for v, share in held[stage].items() if share > 0.5}
-            there &= kept | free | set(graph.operations[stage].outputs)
+            there &= kept | stays | set(operation.outputs)
     return Schedule.of(runs)
 
 

@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from remat.graph import Graph
 from remat.milp.model import Model
-from remat.schedule import Schedule
+from remat.schedule import Schedule, missing
 
 Shares = npt.NDArray[np.float64]
 """[stage, value]: how much of a value is held when the stage of an operation begins."""
@@ -54,18 +54,6 @@ def rounded(graph: Graph, is_held: npt.NDArray[np.bool_]) -> Schedule:
         after |= {v for v in range(len(graph.values)) if stays[v]}
         before = {v for v in after if graph.producer[v] < op}
         wanted = (*graph.operations[op].inputs, *before)
-        missing = _missing(graph, [v for v in wanted if v not in held], held)
-        runs += [*missing, op]
+        runs += [*missing(graph, wanted, held), op]
         held = {v for v in after if graph.producer[v] <= op}
     return Schedule.of(runs)
-
-
-def _missing(graph: Graph, values: list[int], held: set[int]) -> list[int]:
-    found: set[int] = set()
-    stack = list(values)
-    while stack:
-        op = graph.producer[stack.pop()]
-        if op not in found:
-            found.add(op)
-            stack += [v for v in graph.operations[op].inputs if v not in held]
-    return sorted(found)
