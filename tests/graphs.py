@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import networkx as nx
+from hypothesis import assume
 from hypothesis import strategies as st
 
 from remat.graph import Graph, Operation, Value
+from remat.milp.bound import least_peak_bytes
+from remat.schedule import Schedule
+from remat.simulate import simulate
 
 
 def chain(length: int, size: int = 1, cost: float = 1.0) -> Graph:
@@ -58,3 +62,55 @@ def small_graphs(draw: st.DrawFn, max_operations: int = 7, max_values: int = 9) 
         constant_bytes=draw(st.sampled_from((0, 0, 5))),
         boundary=boundary,
     )
+
+
+@st.composite
+def tight_cases(
+    draw: st.DrawFn, max_operations: int = 7, max_values: int = 10
+) -> tuple[Graph, int]:
+    """A graph and a budget that it mostly takes recomputation to meet.
+
+    A value made early is read last, and an operation in between needs room. Some operations may run
+    only once, before the boundary and after it. The budget is below the peak without recomputation,
+    and at least what some operation needs, so a few are infeasible.
+    """
+    count = draw(st.integers(5, max_operations))
+    crowded = draw(st.integers(3, count - 2))
+    boundary = draw(st.one_of(st.none(), st.integers(2, count - 1)))
+    operations: list[Operation] = []
+    values: list[Value] = []
+    early = 0
+    for op in range(count):
+        inputs = draw(st.sets(st.sampled_from(range(len(values))), max_size=2)) if values else set()
+        if op == 2:
+            early = draw(st.sampled_from(range(len(values))))
+        if op == count - 1:
+            inputs.add(early)
+        room = max_values - len(values) - (count - op - 1)
+        outputs = draw(st.sampled_from((1, 1, 1, 2))) if room > 1 else 1
+        first = len(values)
+        sizes = st.integers(1, 9) if op < 2 else st.sampled_from((0, 1, 2, 3, 5, 7))
+        values += [Value(f"v{first + i}", draw(sizes)) for i in range(outputs)]
+        operations.append(
+            Operation(
+                name=f"op{op}",
+                inputs=tuple(sorted(inputs)),
+                outputs=tuple(range(first, first + outputs)),
+                cost_s=float(draw(st.integers(1, 9))),
+                workspace_bytes=draw(st.integers(6, 12) if op == crowded else st.just(0)),
+                backward=boundary is not None and op >= boundary,
+                recomputable=op != boundary and (op < 2 or draw(st.integers(0, 3)) > 0),
+            )
+        )
+    chosen = draw(st.sets(st.sampled_from(range(len(values))), max_size=2))
+    graph = Graph(
+        tuple(operations),
+        tuple(values),
+        results=frozenset(chosen - {early}),
+        constant_bytes=draw(st.sampled_from((0, 0, 5))),
+        boundary=boundary,
+    )
+    low = least_peak_bytes(graph)
+    high = simulate(graph, Schedule.keep_all(graph)).peak_bytes
+    assume(low < high)
+    return graph, draw(st.integers(low, high - 1))

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import pytest
 from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from tests import brute_force
-from tests.graphs import small_graphs
+from tests.graphs import tight_cases
+from tests.tally import Tally
 
 from remat.errors import InfeasibleBudget
 from remat.graph import Graph
-from remat.schedule import Schedule
-from remat.simulate import simulate
 from remat.solve import solve
 from remat.strategies import Exact
 
@@ -23,48 +21,64 @@ laws = settings(
 )
 
 
-@laws
-@given(small_graphs(), st.data())
-def test_cost_is_the_optimum(graph: Graph, data: st.DataObject) -> None:
-    smallest = brute_force.smallest_budget(graph)
-    baseline = simulate(graph, Schedule.keep_all(graph)).peak_bytes
-    assert smallest <= baseline
-    budget = data.draw(st.integers(max(1, smallest), max(1, baseline)))
-    best = brute_force.cheapest(graph, budget)
-    assert best is not None
-    plan = solve(graph, budget, Exact())
-    assert plan.time_s == pytest.approx(best, abs=1e-6)
-    assert plan.lower_bound is not None
-    assert plan.lower_bound <= plan.overhead + 1e-9
-    assert plan.gap == pytest.approx(0, abs=1e-6)
+def test_cost_is_the_optimum() -> None:
+    tally = Tally()
+
+    @laws
+    @given(tight_cases())
+    def law(case: tuple[Graph, int]) -> None:
+        graph, budget = case
+        best = brute_force.cheapest(graph, budget)
+        if best is None:
+            with pytest.raises(InfeasibleBudget) as error:
+                solve(graph, budget, Exact())
+            assert error.value.is_proved
+            assert error.value.min_feasible_bytes == brute_force.smallest_budget(graph)
+            return
+        plan = solve(graph, budget, Exact())
+        tally.add(plan)
+        assert plan.time_s == pytest.approx(best, abs=1e-6)
+        assert plan.lower_bound is not None
+        assert plan.lower_bound <= plan.overhead + 1e-9
+        assert plan.gap == pytest.approx(0, abs=1e-6)
+
+    law()
+    tally.check()
+
+
+def test_smallest_budget_is_the_smallest() -> None:
+    tally = Tally()
+
+    @laws
+    @given(tight_cases())
+    def law(case: tuple[Graph, int]) -> None:
+        graph, _ = case
+        smallest = brute_force.smallest_budget(graph)
+        plan = solve(graph, "min", Exact())
+        tally.add(plan)
+        assert plan.peak_bytes == smallest
+        best = brute_force.cheapest(graph, smallest)
+        assert plan.time_s == pytest.approx(best, abs=1e-6)
+        if smallest > 1:
+            with pytest.raises(InfeasibleBudget) as error:
+                solve(graph, smallest - 1, Exact())
+            assert error.value.min_feasible_bytes == smallest
+
+    law()
+    tally.check()
 
 
 @laws
-@given(small_graphs())
-def test_smallest_budget_is_the_smallest(graph: Graph) -> None:
-    smallest = brute_force.smallest_budget(graph)
-    if smallest < 2:
-        return
-    plan = solve(graph, "min", Exact())
-    assert plan.peak_bytes == smallest
-    best = brute_force.cheapest(graph, smallest)
-    assert plan.time_s == pytest.approx(best, abs=1e-6)
-    with pytest.raises(InfeasibleBudget) as error:
-        solve(graph, smallest - 1, Exact())
-    assert error.value.min_feasible_bytes == smallest
-
-
-@laws
-@given(small_graphs(max_operations=6), st.data())
-def test_free_order_is_a_superset(graph: Graph, data: st.DataObject) -> None:
-    """Re-runs in any order, any number of times, are never worse, and never cheaper than no
-    recomputation; how much they gain is not known in general."""
-    smallest = brute_force.smallest_budget(graph)
-    assert brute_force.smallest_budget(graph, free=True) <= smallest
-    baseline = simulate(graph, Schedule.keep_all(graph)).peak_bytes
-    budget = data.draw(st.integers(smallest, baseline))
+@given(tight_cases(max_operations=6))
+def test_free_order_is_a_superset(case: tuple[Graph, int]) -> None:
+    """What runs again in any order, any number of times, is never dearer than in the graph's, and
+    no plan for any order of first runs is cheaper than that."""
+    graph, budget = case
     ordered = brute_force.cheapest(graph, budget)
     free = brute_force.cheapest(graph, budget, free=True)
+    assert brute_force.smallest_budget(graph, free=True) <= brute_force.smallest_budget(graph)
+    if ordered is None:
+        return
     assert free is not None
-    assert ordered is not None
     assert graph.total_cost_s <= free <= ordered
+    assert solve(graph, budget, Exact()).time_s >= free - 1e-6

@@ -69,10 +69,12 @@ def _bound(plan: Plan) -> str:
     if plan.lower_bound is None or plan.gap is None:
         return "none proved"
     scope = SCOPES[plan.bound_scope]
-    wider = plan.stats.get("order_bound")
-    if plan.bound_scope == "slots" and isinstance(wider, float):
-        scope += f" ({wider:+.3%} for every schedule of this order)"
-    return f"{plan.lower_bound:+.3%} at least, proved for {scope}; gap {plan.gap:.3%} of the time"
+    told = f"{plan.lower_bound:+.3%} at least, proved for {scope}; gap {plan.gap:.3%} of the time"
+    slots_bound = plan.stats.get("slots_bound")
+    if isinstance(slots_bound, float) and slots_bound > plan.lower_bound:
+        slots_gap = max(0.0, (plan.overhead - slots_bound) / (1 + plan.overhead))
+        told += f" ({slots_bound:+.3%} over the slots offered; gap {slots_gap:.3%})"
+    return told
 
 
 def _solver(plan: Plan) -> str:

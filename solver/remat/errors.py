@@ -51,6 +51,11 @@ class SolverError(RematError):
     """A solver backend is missing, unlicensed, or stopped without an answer."""
 
 
+class SolverWarning(UserWarning):
+    """Part of a solve failed. The plan is the best that is known without it: it fits its budget,
+    and `Plan.stats["search_error"]` says what went wrong."""
+
+
 class UnknownName(RematError, KeyError):
     """No operation and no module of a plan has this name."""
 

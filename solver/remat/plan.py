@@ -30,8 +30,8 @@ class Status(Enum):
 
     OPTIMAL = "within the gap that was asked for, proved"
     FEASIBLE = (
-        "fits the budget, but the solve ended (time limit, cancel, or a heuristic) before it was "
-        "proved good: raise `time_limit` or accept a larger `gap`"
+        "fits the budget, but is not proved to be within the gap of every schedule of its order: "
+        "raise `time_limit` or accept a larger `gap`"
     )
 
 
@@ -42,8 +42,10 @@ class Plan:
     `budget_bytes` and the peaks include constant memory. `overhead` and `lower_bound` are extra
     time over no recomputation (0.05 is 5%); `lower_bound` is proved for `bound_scope`: "slots",
     the places offered for recomputation, "order", every schedule of the graph's order, or "all
-    orders", every schedule. `gap` is (time - bound) / time on total time. `stats` are facts of the
-    solve; its keys ending in `_s` are seconds.
+    orders", every schedule. `gap` is (time - bound) / time on total time. A plan is OPTIMAL only by
+    a bound for its order or for all orders. `stats` are facts of the solve: keys that end in `_s`
+    are seconds; `slots_bound`, where it is there, is the bound over the slots offered, like
+    `lower_bound` a share of extra time.
     """
 
     status: Status
@@ -70,10 +72,11 @@ class Plan:
                 f"{budget_bytes:,}; please report this with the graph"
             )
         bound = solution.bound
+        is_proved = solution.proved and solution.bound_scope != "slots"
         if bound is not None:
             bound = min(max(bound, baseline.time_s), timeline.time_s)
         return cls(
-            status=Status.OPTIMAL if solution.proved else Status.FEASIBLE,
+            status=Status.OPTIMAL if is_proved else Status.FEASIBLE,
             budget_bytes=budget_bytes,
             peak_bytes=timeline.peak_bytes,
             baseline_peak_bytes=baseline.peak_bytes,

@@ -139,8 +139,10 @@ class PlanDocument(Document):
 
         try:
             graph = self.graph.graph()
+            # Once, a proof over the slots offered was enough.
+            is_proved = self.status == "OPTIMAL" and self.bound_scope != "slots"
             plan = Plan(
-                status=Status[self.status],
+                status=Status.OPTIMAL if is_proved else Status.FEASIBLE,
                 budget_bytes=self.budget_bytes,
                 peak_bytes=self.peak_bytes,
                 baseline_peak_bytes=self.baseline_peak_bytes,

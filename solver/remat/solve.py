@@ -13,9 +13,10 @@ from remat.graph import Graph
 from remat.plan import Plan
 from remat.progress import Cancel, ProgressCallback
 from remat.schedule import Schedule
-from remat.simulate import simulate
+from remat.simulate import measure, simulate
 from remat.strategies.auto import Auto
 from remat.strategies.base import Solution, Stats, Strategy
+from remat.strategies.mishaps import tell
 
 _LEAST_S = 1.0
 SWEEP = ("min", *(f"{percent}%" for percent in range(5, 101, 5)))
@@ -119,9 +120,18 @@ def _solve(
         stats["peak_search_s"] = time.monotonic() - began
         if smallest.bound is not None:
             stats["peak_bound_bytes"] = int(smallest.bound)
+        stats |= {key: why for key, why in smallest.stats.items() if key == "search_error"}
         strategy = _with_what_is_left(strategy, time.monotonic() - began)
     told = _for_budget(progress, budget_bytes)
-    solution = strategy.run(graph, budget_bytes, start=start, progress=told, cancel=cancel)
+    try:
+        solution = strategy.run(graph, budget_bytes, start=start, progress=told, cancel=cancel)
+    except Exception as error:
+        is_in_hand = start is not None and measure(graph, start)[0] <= budget_bytes
+        if start is None or not is_in_hand or isinstance(error, InfeasibleBudget):
+            raise
+        if cancel is None or not cancel.is_set():
+            tell(stats, strategy.name, error)
+        solution = Solution(start)
     stats |= solution.stats
     stats["total_s"] = time.monotonic() - began
     return Plan.of(graph, budget_bytes, solution, stats)

@@ -89,7 +89,7 @@ export const PLAN_STATUS = {
 /** What to do about it. */
 export const PLAN_ADVICE = {
   OPTIMAL: "",
-  FEASIBLE: "The search ended before the proof: raise the time limit or the gap.",
+  FEASIBLE: "Not proved for every schedule in this order: raise the time limit or the gap.",
 };
 
 /** For which schedules a bound is proved. */

@@ -50,7 +50,7 @@ function figures(plan) {
       figure("Overhead", overhead(plan.overhead),
         `${seconds(plan.time_s)} instead of ${seconds(plan.baseline_time_s)}`),
       bound,
-      figure("Gap", gap(plan.gap), "of the total time"),
+      figure("Gap", gap(plan.gap), "of the total time", h("span", { id: "over-slots" })),
     ));
 }
 
@@ -120,10 +120,19 @@ async function detail(job, place, whole, signal) {
       return;
     }
     whole.querySelector("#scope")?.append(SCOPE[answer.plan.bound_scope] ?? "");
+    whole.querySelector("#over-slots")?.append(overSlots(answer.plan));
     place.replaceChildren(recomputed(answer.plan), costs);
   } catch (error) {
     if (!signal.aborted) place.replaceChildren(h("p", { class: "problem" }, error.message));
   }
+}
+
+/** The gap to the schedules over the places that were offered, where only a weaker bound is proved for all. */
+function overSlots(plan) {
+  const bound = plan.stats.slots_bound;
+  if (typeof bound !== "number" || plan.lower_bound === null || bound <= plan.lower_bound) return "";
+  const overhead = plan.time_s / plan.baseline_time_s - 1;
+  return `${gap(Math.max(0, (overhead - bound) / (1 + overhead)))} ${SCOPE.slots}`;
 }
 
 function recomputed(plan) {

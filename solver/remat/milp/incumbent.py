@@ -25,8 +25,10 @@ from remat.simulate import measure
 
 EFFORT = 10_000
 ATTEMPTS = 60
-"""Operations that one search may run, all attempts together: the larger of `EFFORT` and `ATTEMPTS`
-times the graph's."""
+EFFORT_PER_PAIR = 40
+"""Operations that one search may run, all attempts together: `EFFORT`, or `ATTEMPTS` times the
+graph's if that is more; on graphs of a dozen operations less, where attempts soon repeat
+themselves."""
 
 POLISH = 60_000
 """Operations that `polish` may simulate, all trials together."""
@@ -234,7 +236,8 @@ class _Proposals:
 
 
 def _effort(graph: Graph) -> int:
-    return max(EFFORT, ATTEMPTS * len(graph))
+    count = len(graph)
+    return max(ATTEMPTS * count, min(EFFORT, EFFORT_PER_PAIR * count**2))
 
 
 def _by_cost(rated: Rated) -> tuple[float, int]:

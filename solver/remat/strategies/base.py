@@ -28,7 +28,7 @@ class Solution:
 
     `bound` is a lower bound on the total time, in the graph's cost unit, or on the peak, in
     bytes, where the smallest peak was asked for; None if nothing is proved. `proved` says that
-    the schedule is within the gap asked for of `bound`.
+    the schedule is within the gap asked for of `bound`; over slots, that makes no plan OPTIMAL.
     """
 
     schedule: Schedule

@@ -26,11 +26,12 @@ from remat.progress import Cancel, ProgressCallback
 from remat.schedule import Schedule
 from remat.strategies.annealing import annealed
 from remat.strategies.base import Solution
+from remat.strategies.mishaps import tell
 from remat.strategies.programs import Options, Programs
 from remat.strategies.pursuit import Pursuit
 from remat.strategies.quick import quick_schedules
 from remat.strategies.refine import refine, sift
-from remat.strategies.search import Offer, Search
+from remat.strategies.search import Offer, OverSlots, Search
 from remat.strategies.tied import identical_blocks, tied_schedule
 
 _HEURISTICS, _BEFORE_ANNEALING = 0.2, 0.1
@@ -102,15 +103,21 @@ class NearSearch(Search):
         self.heuristics_share = _BEFORE_ANNEALING if is_annealed else _HEURISTICS
 
     def _within(self, budget_bytes: int, advisor: Advisor) -> Solution:
-        self.found = self._tied(budget_bytes, advisor)
+        self.found = self._attempt(
+            "identical blocks", lambda: self._tied(budget_bytes, advisor), []
+        )
         programs, room_bytes, known = self._known(budget_bytes, advisor)
         quick: list[Schedule] = []
         if not known or not self._is_cheap(known[0], advisor.bound_s):
-            quick = self._quick(budget_bytes)
+            quick = self._attempt("baselines", lambda: self._quick(budget_bytes), [])
             known = _with(programs, room_bytes, known, quick)
         if self.is_annealed:
-            found = self._anneal(programs, room_bytes, known, advisor.bound_s)
-            known = _with(programs, room_bytes, known, [found])
+            found = self._attempt(
+                "annealing",
+                lambda: [self._anneal(programs, room_bytes, known, advisor.bound_s)],
+                [],
+            )
+            known = _with(programs, room_bytes, known, found)
         known = known or [self._reach(budget_bytes)]
         if self._is_cheap(known[0], advisor.bound_s):
             return Solution(known[0], advisor.bound_s, "order", True, self.stats)
@@ -150,38 +157,56 @@ class NearSearch(Search):
         else:
             pursuit.run_for(_PURSUE * self._left_s())
         try:
-            best, slots = self._sifted(programs, budget_bytes, pursuit, enough)
-            limit = _OVER_SLOTS * self._left_s()
-            answer, bound_s = programs.solve_cost(slots, budget_bytes, best, limit, enough)
-            best = answer.schedule or best
-            proved = answer.outcome is Outcome.OPTIMAL
-            if not proved:
-                best = refine(programs, best, budget_bytes, pursuit, bound_s, enough)
+            best = self._attempt(
+                "sifting",
+                lambda: self._sifted(programs, budget_bytes, pursuit, enough),
+                pursuit.best,
+            )
+            found = self._attempt(
+                "the program over slots",
+                lambda: self._over_offered(programs, budget_bytes, best, enough),
+                OverSlots.none(best),
+            )
+            best = found.answer.schedule or best
+            if found.answer.outcome is not Outcome.OPTIMAL:
+                best = self._attempt(
+                    "windows",
+                    lambda: refine(programs, best, budget_bytes, pursuit, found.bound_s, enough),
+                    best,
+                )
         finally:
             pursuit.end()
+        if pursuit.error is not None:
+            tell(self.stats, "programs over moments", pursuit.error)
         best = min(best, pursuit.best, key=programs.time)
-        if bound_s is not None and not slots.complete:
-            least_s = (1 - self.options.gap - _ROUNDING) * bound_s
+        if found.bound_s is not None and not found.is_complete:
+            least_s = (1 - self.options.gap - _ROUNDING) * found.bound_s
             if programs.time(best) < least_s:
                 # Better by far than all over the slots, which therefore say nothing about it.
-                bound_s, proved = None, False
-        bound_s, scope = self._bound(slots, bound_s, best, advisor)
-        return Solution(best, bound_s, scope, proved or self._is_cheap(best, bound_s), self.stats)
+                found = found._replace(bound_s=None)
+        return self._judged(best, found, advisor)
 
     def _sifted(
         self, programs: Programs, budget_bytes: int, pursuit: Pursuit, enough: Enough
-    ) -> tuple[Schedule, Slots]:
-        """The best schedule after sifting the slots, and the slots that can improve on it."""
-
-        def offer(best: Schedule) -> Slots:
-            affordable_s = programs.time(best) - self.graph.total_cost_s
-            return self.offer(programs.graph, [best], affordable_s)
-
+    ) -> Schedule:
+        """The best schedule after sifting the slots."""
         best = pursuit.best
-        limit = _SIFT * self._left_s()
-        best = sift(programs, best, budget_bytes, offer(best), limit, enough)
-        best = min(best, pursuit.best, key=programs.time)
-        return best, offer(best)
+        slots = self._offered(programs, best)
+        best = sift(programs, best, budget_bytes, slots, _SIFT * self._left_s(), enough)
+        return min(best, pursuit.best, key=programs.time)
+
+    def _over_offered(
+        self, programs: Programs, budget_bytes: int, best: Schedule, enough: Enough
+    ) -> OverSlots:
+        """The program over all slots that can improve on the best schedule."""
+        slots = self._offered(programs, best)
+        limit = _OVER_SLOTS * self._left_s()
+        answer, bound_s = programs.solve_cost(slots, budget_bytes, best, limit, enough)
+        return OverSlots(answer, bound_s, slots.complete)
+
+    def _offered(self, programs: Programs, best: Schedule) -> Slots:
+        affordable_s = programs.time(best) - self.graph.total_cost_s
+        return self.offer(programs.graph, [best], affordable_s)
 
     def _anneal(
         self, programs: Programs, budget_bytes: int, known: Sequence[Schedule], bound_s: float

@@ -121,8 +121,13 @@ class Programs:
                 return replace(answer, schedule=best), bound
             # The solver's tolerance let a row slip by this much; ask for that much less.
             budget_now -= excess
-        kept = Answer(Outcome.FEASIBLE, incumbent, None, bound, 0, 0.0, "incumbent kept")
-        return kept, bound
+        return self.kept(incumbent, bound)
+
+    @staticmethod
+    def kept(incumbent: Schedule, bound_s: float | None = None) -> tuple[Answer, float | None]:
+        """What `solve_cost` answers where a program came to nothing."""
+        answer = Answer(Outcome.FEASIBLE, incumbent, None, None, 0, 0.0, "incumbent kept")
+        return answer, bound_s
 
     def solve_tied(
         self,

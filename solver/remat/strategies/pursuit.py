@@ -43,8 +43,14 @@ class Pursuit:
         self._enough = enough
         self._stop = stop
         self._ended = threading.Event()
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._guarded, name="remat-pursuit", daemon=True)
+        self.error: BaseException | None = None
+        """What ended the pursuit before its time, if anything did."""
+        self._thread = threading.Thread(
+            target=self._guarded,
+            args=(self._ended.is_set,),
+            name="remat-pursuit",
+            daemon=True,
+        )
 
     @property
     def hints(self) -> list[Schedule]:
@@ -61,23 +67,21 @@ class Pursuit:
         self._thread.start()
 
     def end(self) -> None:
-        """Stop, within about a second; raises what the pursuit raised."""
+        """Stop, within about a second."""
         self._ended.set()
         if self._thread.ident is not None:
             self._thread.join()
-        if self._error is not None:
-            raise self._error
 
     def run_for(self, seconds: float) -> None:
         """Run in the caller's own thread."""
         until = time.monotonic() + seconds
-        self._run(lambda: time.monotonic() > until)
+        self._guarded(lambda: time.monotonic() > until)
 
-    def _guarded(self) -> None:
+    def _guarded(self, is_over: Callable[[], bool]) -> None:
         try:
-            self._run(self._ended.is_set)
-        except BaseException as error:
-            self._error = error
+            self._run(is_over)
+        except Exception as error:
+            self.error = error
 
     def _run(self, is_over: Callable[[], bool]) -> None:
         def stop() -> bool:

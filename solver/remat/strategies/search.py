@@ -12,21 +12,23 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from remat.budget import format_bytes
 from remat.errors import RematError, SolverTimeout
 from remat.graph import Graph
 from remat.milp.advice import Advisor
-from remat.milp.backends import Outcome
+from remat.milp.backends import Answer, Outcome
 from remat.milp.bound import least_peak_bytes
-from remat.milp.incumbent import fitting, polish, prune, smallest
+from remat.milp.incumbent import Rated, fitting, polish, prune, smallest
 from remat.milp.pulp_solvers import require
 from remat.milp.slots import Slots
 from remat.progress import Cancel, ProgressCallback
 from remat.schedule import Schedule
 from remat.simulate import simulate
-from remat.strategies.base import BoundScope, Solution
+from remat.strategies.base import Solution
 from remat.strategies.infeasible import infeasible
+from remat.strategies.mishaps import T, attempt
 from remat.strategies.programs import Options, Programs
 
 Offer = Callable[[Graph, Sequence[Schedule], float], Slots]
@@ -39,6 +41,20 @@ _WELL, _MORE = 0.1, 0.03
 
 _SMALLEST = 0.2
 """The share of the time that eviction may take to find the smallest peak."""
+
+
+class OverSlots(NamedTuple):
+    """What a program over slots came to: its answer, the bound that it proves on total time, and
+    whether it had every schedule of the order to choose from."""
+
+    answer: Answer
+    bound_s: float | None
+    is_complete: bool
+
+    @classmethod
+    def none(cls, best: Schedule) -> OverSlots:
+        """Nothing but what was known."""
+        return cls(*Programs.kept(best), False)
 
 
 class Search:
@@ -85,12 +101,7 @@ class Search:
             peak_bytes = self.programs.peak(self._nearest(None))
             need = f"one operation alone needs {self.floor_bytes:,} bytes"
             raise infeasible(self.graph, budget_bytes, peak_bytes, need, proved=True)
-        advisor = self._advisor(budget_bytes)
-        try:
-            return self._within(budget_bytes, advisor)
-        finally:
-            total_s = self.graph.total_cost_s
-            self.stats["order_bound"] = advisor.bound_s / total_s - 1 if total_s > 0 else 0.0
+        return self._within(budget_bytes, self._advisor(budget_bytes))
 
     def least_peak(self) -> Solution:
         """A schedule with the smallest peak; the bound holds for every schedule of the order."""
@@ -108,22 +119,29 @@ class Search:
 
     def _within(self, budget_bytes: int, advisor: Advisor) -> Solution:
         """What `least_cost` answers where something has to run again."""
-        programs = self.programs
         known = self._fitting(self.graph, budget_bytes, advisor) or [self._reach(budget_bytes)]
         best = known[0]
         if self._is_cheap(best, advisor.bound_s):
             return Solution(best, advisor.bound_s, "order", True, self.stats)
-        slots = self.offer(self.graph, known, programs.time(best) - self.graph.total_cost_s)
-        answer, bound_s = programs.solve_cost(
-            slots,
-            budget_bytes,
-            best,
-            enough=lambda time_s: self._is_within_gap(time_s, advisor.bound_s),
-        )
-        best = answer.schedule or best
-        bound_s, scope = self._bound(slots, bound_s, best, advisor)
-        proved = answer.outcome is Outcome.OPTIMAL or self._is_cheap(best, bound_s)
-        return Solution(best, bound_s, scope, proved, self.stats)
+        return self._judged(best, self._over_slots(known, budget_bytes, advisor), advisor)
+
+    def _over_slots(
+        self, known: Sequence[Schedule], budget_bytes: int, advisor: Advisor
+    ) -> OverSlots:
+        """The program over all slots, begun from what is known, the cheapest first."""
+        programs, best = self.programs, known[0]
+
+        def work() -> OverSlots:
+            slots = self.offer(self.graph, known, programs.time(best) - self.graph.total_cost_s)
+            answer, bound_s = programs.solve_cost(
+                slots,
+                budget_bytes,
+                best,
+                enough=lambda time_s: self._is_within_gap(time_s, advisor.bound_s),
+            )
+            return OverSlots(answer, bound_s, slots.complete)
+
+        return self._attempt("the program over slots", work, OverSlots.none(best))
 
     def _advisor(self, budget_bytes: int) -> Advisor:
         began = time.monotonic()
@@ -137,28 +155,46 @@ class Search:
         self.programs.clock("bound_s", began)
         return advisor
 
-    def _bound(
-        self, slots: Slots, bound_s: float | None, best: Schedule, advisor: Advisor
-    ) -> tuple[float, BoundScope]:
-        """The higher bound, or the one for the wider space where that proves enough."""
-        if bound_s is None or bound_s < advisor.bound_s or self._is_cheap(best, advisor.bound_s):
-            return advisor.bound_s, "order"
-        # Schedules that the slots leave out as too dear are no better than what is known.
-        return min(bound_s, self.programs.time(best)), "order" if slots.complete else "slots"
+    def _judged(self, best: Schedule, found: OverSlots, advisor: Advisor) -> Solution:
+        """The cheaper of the schedules, with what is proved for every schedule of the order.
+
+        What is proved over slots says something about the order only where they are complete.
+        Elsewhere it is told as a fact beside that.
+        """
+        best = min(best, found.answer.schedule or best, key=self.programs.time)
+        proved_s = advisor.bound_s
+        if found.bound_s is not None:
+            # Schedules that the slots leave out as too dear are no better than what is known.
+            bound_s = min(found.bound_s, self.programs.time(best))
+            if found.is_complete:
+                proved_s = max(proved_s, bound_s)
+            else:
+                self.stats["slots_bound"] = bound_s / (self.graph.total_cost_s or 1.0) - 1
+        is_optimum = found.is_complete and found.answer.outcome is Outcome.OPTIMAL
+        proved = is_optimum or self._is_cheap(best, proved_s)
+        return Solution(best, proved_s, "order", proved, self.stats)
 
     def _fitting(self, graph: Graph, budget_bytes: int, advisor: Advisor) -> list[Schedule]:
         """Schedules within the budget, the cheapest first; none if none was found."""
         began = time.monotonic()
         until = began + self.heuristics_share * (self.programs.deadline - began)
-        found = fitting(
-            graph,
-            budget_bytes,
-            known=[prune(graph, schedule) for schedule in (*self.found, self.start) if schedule],
-            advice=advisor.advice(),
-            enough=lambda time_s: self._is_enough(time_s, advisor.bound_s, began),
-            stop=lambda: self._must_end() or time.monotonic() > until,
+        known = [prune(graph, schedule) for schedule in (*self.found, self.start) if schedule]
+        found = self._attempt(
+            "eviction",
+            lambda: fitting(
+                graph,
+                budget_bytes,
+                known=known,
+                advice=advisor.advice(),
+                enough=lambda time_s: self._is_enough(time_s, advisor.bound_s, began),
+                stop=lambda: self._must_end() or time.monotonic() > until,
+            ),
+            None,
         )
         self.programs.clock("heuristics_s", began)
+        if found is None:
+            rated = (Rated.of(graph, schedule) for schedule in known)
+            found = sorted((r for r in rated if r.peak_bytes <= budget_bytes), key=_by_time)
         return [rated.schedule for rated in found]
 
     def _smallest(self, target_bytes: int | None = None) -> Schedule:
@@ -242,5 +278,12 @@ class Search:
     def _is_within_gap(self, time_s: float, bound_s: float) -> bool:
         return math.isfinite(time_s) and time_s - bound_s <= self.options.gap * time_s
 
+    def _attempt(self, part: str, work: Callable[[], T], otherwise: T) -> T:
+        return attempt(self.stats, part, work, otherwise)
+
     def _must_end(self) -> bool:
         return self.programs.is_cancelled() or time.monotonic() > self.programs.deadline
+
+
+def _by_time(rated: Rated) -> float:
+    return rated.time_s
