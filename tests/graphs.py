@@ -32,7 +32,7 @@ def chain(length: int, size: int = 1, cost: float = 1.0) -> Graph:
 @st.composite
 def small_graphs(draw: st.DrawFn, max_operations: int = 7, max_values: int = 9) -> Graph:
     """Graphs of up to 7 operations: several outputs, results, workspace, constant memory, values
-    without bytes, operations that run once, a boundary."""
+    without bytes, operations that run once, some whose order counts, a boundary."""
     count = draw(st.integers(2, max_operations))
     boundary = draw(st.one_of(st.none(), st.integers(1, count - 1)))
     operations: list[Operation] = []
@@ -52,6 +52,7 @@ def small_graphs(draw: st.DrawFn, max_operations: int = 7, max_values: int = 9) 
                 workspace_bytes=draw(st.sampled_from((0, 0, 0, 1, 3))),
                 backward=boundary is not None and op >= boundary,
                 recomputable=op != boundary and draw(st.sampled_from((True, True, True, False))),
+                sequenced=draw(st.sampled_from((False, False, True))),
             )
         )
     results = draw(st.sets(st.sampled_from(range(len(values))), max_size=3))
@@ -100,6 +101,7 @@ def tight_cases(
                 workspace_bytes=draw(st.integers(6, 12) if op == crowded else st.just(0)),
                 backward=boundary is not None and op >= boundary,
                 recomputable=op != boundary and (op < 2 or draw(st.integers(0, 3)) > 0),
+                sequenced=draw(st.sampled_from((False, False, True))),
             )
         )
     chosen = draw(st.sets(st.sampled_from(range(len(values))), max_size=2))

@@ -8,7 +8,9 @@ import copy
 import pytest
 import torch
 from tests.harness import assert_same, eager_step, run_step
-from tests.models import FAMILIES
+from tests.models import FAMILIES, Case
+from torch import nn
+from torch.nn import functional
 
 import remat
 from remat.order import first_runs
@@ -67,3 +69,30 @@ def test_another_order_computes_the_same(family: str) -> None:
     assert gm.plan is not None
     assert step.peak_bytes <= gm.plan.peak_bytes <= gm.plan.budget_bytes
     assert first_runs(gm.plan.schedule) != tuple(range(len(gm.plan.graph)))
+
+
+class Branches(nn.Module):
+    """Two dropouts of which neither needs the other; less memory is needed to run the second
+    first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept = functional.dropout(self.scale * x.repeat(1, 64), 0.5)
+        brief = functional.dropout(self.scale * x.repeat(1, 128), 0.5).mean(1, keepdim=True)
+        return (kept * brief).square().mean()
+
+
+@pytest.mark.parametrize("budget", ["90%", "70%"])
+def test_what_draws_random_numbers_keeps_its_order(budget: str) -> None:
+    torch.manual_seed(0)
+    case = Case(Branches(), (torch.randn(8, 16),), loss=lambda out: out)
+    strategy = remat.Auto(time_limit=3.0, order="on")
+    gm = remat.optimize(
+        copy.deepcopy(case.model), budget, case.args, costs=COSTS, strategy=strategy
+    )
+    assert_same(run_step(gm, case), eager_step(case), tolerance=0.0)
+    assert gm.plan is not None
+    assert not gm.plan.schedule.keeps_order(), "the premise: another order is better"

@@ -59,6 +59,14 @@ def test_a_forged_document_is_refused(plan: Plan, key: str, value: object) -> No
         Plan.from_json(_with(plan.to_json(), **{key: value}))
 
 
+@pytest.mark.parametrize("key", ["peak_bytes", "baseline_peak_bytes", "time_s", "baseline_time_s"])
+def test_a_document_forged_by_very_little_is_refused(plan: Plan, key: str) -> None:
+    told = getattr(plan, key)
+    for forged in (told - 1, told + 1) if isinstance(told, int) else (told * (1 + 1e-6),):
+        with pytest.raises(DocumentError, match=f"{key} is .* but its schedule gives"):
+            Plan.from_json(_with(plan.to_json(), **{key: forged}))
+
+
 def test_words_have_units(plan: Plan) -> None:
     text = plan.describe()
     assert str(plan) == text

@@ -180,13 +180,3 @@ def search(graph: Graph, start: Schedule, reserve: float) -> NearSearch:
         stall=10.0,
         reserve=reserve,
     )
-
-
-def test_a_bound_over_slots_is_told_beside_the_one_for_the_order() -> None:
-    auto = remat.Auto(gap=0.0, time_limit=10.0, threads=1, complete_slots=0, order="off")
-    told = remat.solve(with_statistics(), "40%", auto)
-    if told.bound_scope == "slots":
-        assert "for every schedule of this order)" in told.describe()
-    else:
-        assert "for every schedule of this order;" in told.describe()
-    assert isinstance(told.stats["order_bound"], float)
