@@ -98,7 +98,9 @@ def tight_cases(
                 inputs=tuple(sorted(inputs)),
                 outputs=tuple(range(first, first + outputs)),
                 cost_s=float(draw(st.integers(1, 9))),
-                workspace_bytes=draw(st.integers(6, 12) if op == crowded else st.just(0)),
+                workspace_bytes=draw(
+                    st.integers(6, 12) if op == crowded else st.sampled_from((0, 0, 4, 8))
+                ),
                 backward=boundary is not None and op >= boundary,
                 recomputable=op != boundary and (op < 2 or draw(st.integers(0, 3)) > 0),
                 sequenced=draw(st.sampled_from((False, False, True))),

@@ -49,6 +49,9 @@ NEAR = Auto(order="off", threads=1, complete_slots=0)
 nothing about the order."""
 
 BASELINES: tuple[Strategy, ...] = (KeepAll(), Auto(order="off", threads=1), NEAR, *QUICK)
+BEGINNERS: tuple[Strategy, ...] = (NEAR, Auto(order="on", threads=1, time_limit=1.0))
+"""Strategies that begin from a schedule that is known."""
+
 SLOW: tuple[Strategy, ...] = (LpRounding(samples=2, threads=1), CheckmateMilp(threads=1))
 """Only for graphs of up to 5 operations."""
 
@@ -179,6 +182,12 @@ def test_no_strategy_beats_exact_on_larger_graphs() -> None:
             assert exact is not None, strategy.name
             assert plan.peak_bytes >= smallest.peak_bytes, strategy.name
             check_claims(plan, exact.time_s)
+        for strategy in BEGINNERS:
+            if exact is None:
+                continue
+            found = strategy.run(graph, budget, start=exact.schedule).schedule
+            assert simulate(graph, found).peak_bytes <= budget
+            assert simulate(graph, found).time_s <= exact.time_s, "a known schedule is lost"
 
     law()
     tally.check()
