@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from tests.command_line import command, heeding_interrupts, trace
+from tests.solvers import needs_cbc
 
 import remat
 from remat.plan import Plan, Status
@@ -139,6 +140,7 @@ def test_a_solve_ends_with_the_best_so_far(
 
 
 @needs_proc
+@needs_cbc
 @pytest.mark.parametrize("times", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_solver_that_is_a_process_of_its_own_ends_too(
     times: int, file: Path, tmp_path: Path, terminal

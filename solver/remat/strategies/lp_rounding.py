@@ -16,13 +16,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-import pulp
 
 from remat.errors import InfeasibleBudget, RematError, SolverError, SolverTimeout
 from remat.graph import Graph
 from remat.milp import model, slots
 from remat.milp.highs import BulkHiGHS
 from remat.milp.model import Model
+from remat.milp.outcome import Outcome
 from remat.progress import Cancel, ProgressCallback
 from remat.schedule import Schedule
 from remat.simulate import measure
@@ -133,30 +133,22 @@ class LpRounding:
         """The solved relaxation (None if it has no solution) with its least time in seconds or, if
         there is no limit, its least peak in bytes without constant memory."""
         relaxed = model.build(graph, slots.complete(graph), limit_bytes)
-        for variable in relaxed.problem.variables():
-            variable.cat = pulp.LpContinuous
         left = max(0.1, until - time.monotonic())
         is_cancelled = None if cancel is None else cancel.is_set
         highs = BulkHiGHS(gap=0.0, time_limit=left, threads=self.threads, cancelled=is_cancelled)
         try:
-            relaxed.problem.solve(highs)
-        except pulp.PulpSolverError as error:  # its coefficients, most likely
-            raise SolverError(
-                f"{error}: the graph's sizes are too far from its budget, or its costs from each "
-                "other; use Auto"
-            ) from None
-        if relaxed.problem.sol_status == pulp.LpSolutionInfeasible:
+            answer = highs.solve(relaxed.arrays.relaxed())
+        except SolverError as error:
+            raise SolverError(f"{error}; use Auto") from None
+        if answer.outcome is Outcome.INFEASIBLE:
             return None, 0.0
-        if highs.answer is None or highs.answer.model_status == "Not Set":
-            raise SolverError("HiGHS stopped without an answer")
-        objective = highs.answer.objective
-        if relaxed.problem.sol_status != pulp.LpSolutionOptimal or objective is None:
+        if answer.outcome is not Outcome.OPTIMAL or answer.objective is None:
             raise SolverTimeout(
                 f"the relaxation of {len(graph)} operations, {relaxed.rows:,} rows, was not solved "
                 f"in {self.time_limit:g} s, or cancelled: raise `time_limit`, or use Auto"
             )
         unit = relaxed.unit_bytes if limit_bytes is None else relaxed.cost_unit_s
-        return relaxed, objective * unit
+        return relaxed, answer.objective * unit
 
     def _roundings(
         self, graph: Graph, relaxed: Model, where: str
