@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import stat
-import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pulp
 import pytest
 from tests.graphs import chain
-from tests.solvers import needs_cbc
+from tests.solvers import needs_cbc, scripted
 from tests.test_baselines import uneven_stages
 from tests.test_solve import uneven
 
-from remat.errors import SolverError
+from remat.errors import SolverError, SolverWarning
 from remat.graph import Graph
 from remat.milp import backend_facts, backends, incumbent, model, pulp_solvers, slots
 from remat.milp.backend_facts import BackendFact, usable_backends
 from remat.milp.backends import Answer, Outcome
+from remat.milp.highs import BulkHiGHS
 from remat.milp.pulp_versions import IS_4
 from remat.milp.start import is_solution, start_values
 from remat.plan import Plan, Status
@@ -30,6 +29,7 @@ from remat.schedule import Schedule
 from remat.simulate import simulate
 from remat.solve import solve
 from remat.strategies import Exact
+from remat.strategies.programs import Programs
 
 FACTS = {fact.name: fact for fact in usable_backends()}
 NAMES = ["HiGHS", "CBC", "Gurobi", "CPLEX", "SCIP", "COPT", "Xpress", "cuOpt"]
@@ -51,17 +51,8 @@ def run(
 
 
 @pytest.fixture
-def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Puts a shell script of some name first on the path, where it is what PuLP finds."""
-    monkeypatch.setitem(sys.modules, "cbcbox", None)  # the package of `remat[cbc]` goes first
-
-    def install(name: str, script: str) -> None:
-        path = tmp_path / name
-        path.write_text(f"#!/bin/sh\n{script}\n")
-        path.chmod(path.stat().st_mode | stat.S_IXUSR)
-        monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-
-    return install
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+    return scripted(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -130,7 +121,7 @@ def test_a_solver_that_dies_says_so_and_the_default_still_works(command, script:
     command("cbc", script)
     graph = uneven(3)
     with pytest.raises(SolverError, match=r"COIN_CMD.*stopped without an answer.*HiGHS"):
-        solve(graph, "75%", Exact(solver="COIN_CMD"))
+        run(graph, 0.75, "COIN_CMD")
     assert solve(graph, "75%", Exact()).status is Status.OPTIMAL
 
 
@@ -146,8 +137,10 @@ def test_a_solution_is_not_called_impossible(command) -> None:
     graph = uneven(3)
     with pytest.raises(SolverError, match="one is known"):
         run(graph, 0.75, "CPLEX_CMD")
-    with pytest.raises(SolverError, match="one is known"):
-        solve(graph, "75%", Exact(solver="CPLEX_CMD"))
+    with pytest.warns(SolverWarning, match="one is known"):
+        plan = solve(graph, "75%", Exact(solver="CPLEX_CMD"))
+    assert plan.status is Status.FEASIBLE
+    assert plan.peak_bytes <= plan.budget_bytes
 
 
 @needs_cbc
@@ -161,11 +154,31 @@ def test_nobody_is_believed_to_have_finished_when_the_time_was_up(
     assert answer.schedule is not None
 
 
+@needs_cbc
 def test_a_stopped_solver_gives_what_it_had() -> None:
-    answer = run(uneven(14), 0.6, "CBC", limit=0.2)
-    assert answer.outcome in (Outcome.FEASIBLE, Outcome.UNKNOWN)
-    if answer.outcome is Outcome.FEASIBLE:
-        assert answer.schedule is not None
+    """Even one that dies then: CBC 2.10.3 ends with SIGSEGV at some short limits."""
+    graph = uneven(14)
+    budget = budget_bytes(graph, 0.6)
+    known = incumbent.fitting(graph, budget)[0]
+    programs = Programs(graph, Exact(solver="CBC"), None, None)
+    answer, bound_s = programs.solve_cost(slots.complete(graph), budget, known.schedule, 0.2)
+    assert answer.outcome is Outcome.FEASIBLE
+    assert answer.schedule is not None
+    assert programs.time(answer.schedule) <= known.time_s
+    assert programs.peak(answer.schedule) <= budget
+    assert bound_s is None
+    assert programs.failure == "" or "failed or was killed" in programs.failure
+
+
+def test_a_fractional_solution_is_none() -> None:
+    """Which CBC writes where it has no other, and calls "Stopped on time"."""
+    graph = uneven(5)
+    program = model.build(graph, slots.complete(graph), budget_bytes(graph, 0.6))
+    highs = BulkHiGHS(gap=0.0, time_limit=30.0, threads=1)
+    for arrays, expected in ((program.arrays.relaxed(), False), (program.arrays, True)):
+        assert highs.solve(arrays).outcome is Outcome.OPTIMAL
+        values = {v: float(v.varValue or 0.0) for v in arrays.variables}
+        assert is_solution(program, values) == expected
 
 
 @pytest.mark.parametrize("budget", [0.55, 0.7, 0.9, None])

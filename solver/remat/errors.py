@@ -48,7 +48,15 @@ class SolverTimeout(RematError):
 
 
 class SolverError(RematError):
-    """A solver backend is missing, unlicensed, or stopped without an answer."""
+    """A solver backend is missing, unlicensed, or stopped without an answer, and no schedule is
+    known without it."""
+
+
+class SolverWarning(UserWarning):
+    """A solver backend failed on the way; the plan is the best that was known without it.
+
+    The same words are in `Plan.stats["solver_error"]`.
+    """
 
 
 class UnknownName(RematError, KeyError):

@@ -33,6 +33,9 @@ from remat.schedule import Schedule
 _TIME_IS_UP = 0.98
 """A run that took this share of its time limit may have been stopped by it."""
 
+_CLOSE = 1e-4
+"""By how much of it a solver may miss a right-hand side: what it says is simulated anyway."""
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:
@@ -118,9 +121,9 @@ def _run_pulp(
     backend = pulp_solvers.open_solver(
         name, gap=gap, time_limit=time_limit, threads=threads, warm_start=start is not None
     )
-    _make_constant_a_variable(model.problem)
     for variable, value in (start or {}).items():
         variable.varValue = value
+    pulp_versions.shorten_objective(model.problem)
     try:
         with _own_folder(backend), ended_once(cancelled), warnings.catch_warnings():
             # PuLP's own deprecations, and its remarks on options that a solver has not.
@@ -133,8 +136,8 @@ def _run_pulp(
             seconds = time.monotonic() - began
             return Answer(Outcome.UNKNOWN, None, None, None, 0, seconds, "cancelled")
         raise SolverError(
-            f"{name} ({backend.name}) stopped without an answer, {_words(error)}: check its "
-            f"installation and that its licence allows {model.columns:,} variables and "
+            f"{name} ({backend.name}) stopped without an answer: {_words(error, backend)}. Check "
+            f"its installation, and that its licence allows {model.columns:,} variables and "
             f"{model.rows:,} rows; or {pulp_solvers.DEFAULT}"
         ) from error
     finally:
@@ -185,18 +188,9 @@ def _own_folder(backend: pulp.LpSolver) -> Iterator[None]:
         yield
 
 
-def _make_constant_a_variable(problem: pulp.LpProblem) -> None:
-    """Most of PuLP's classes drop the objective's constant, on which gap and bound depend."""
-    objective = problem.objective
-    if objective is None or not objective.constant:
-        return
-    one = problem.add_variable("one", 1, 1)
-    costs = {**dict(objective.items()), one: objective.constant}
-    problem.setObjective(pulp_versions.expression(costs))
-    one.varValue = 1.0
-
-
-def _words(error: Exception) -> str:
+def _words(error: Exception, backend: pulp.LpSolver) -> str:
+    if isinstance(error, pulp.PulpSolverError) and isinstance(backend, pulp.LpSolver_CMD):
+        return "its command failed or was killed"  # PuLP only tells where it lies
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
@@ -207,7 +201,8 @@ def _is_solved(model: Model) -> bool:
     if any(found[column] is None for column in set(program.indices.tolist())):
         return False
     values = zip(program.variables, found, strict=True)
-    return is_solution(model, {v: float(value) for v, value in values if value is not None})
+    known = {v: float(value) for v, value in values if value is not None}
+    return is_solution(model, known, _CLOSE)
 
 
 def _objective(model: Model) -> float:

@@ -61,12 +61,12 @@ def start_values(model: Model, schedule: Schedule) -> Values | None:
     return {program.variables[i]: value for i, value in found.items()}
 
 
-def is_solution(model: Model, values: Values) -> bool:
-    """Whether the values meet every row, all bounds and integrality. What concerns variables
-    without a value is passed over."""
+def is_solution(model: Model, values: Values, tolerance: float = _TOLERANCE) -> bool:
+    """Whether the values meet every row, all bounds and integrality, `tolerance` being relative to
+    right-hand sides. What concerns variables without a value is passed over."""
     program = model.arrays
     known = np.array([values.get(v, np.nan) for v in program.variables])
-    lowest, highest = program.lower - _TOLERANCE, program.upper + _TOLERANCE
+    lowest, highest = program.lower - tolerance, program.upper + tolerance
     whole = np.where(program.is_integer, np.rint(known), known)
     levels = program.row_levels(known) - program.rhs
     excess = np.where(
@@ -76,7 +76,7 @@ def is_solution(model: Model, values: Values) -> bool:
         (known < lowest).any()
         or (known > highest).any()
         or (np.abs(whole - known) > _WHOLE).any()
-        or (excess > _TOLERANCE * np.maximum(1.0, np.abs(program.rhs))).any()
+        or (excess > tolerance * np.maximum(1.0, np.abs(program.rhs))).any()
     )
     return not broken
 

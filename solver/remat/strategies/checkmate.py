@@ -45,7 +45,8 @@ class CheckmateMilp:
         cancel: Cancel | None = None,
     ) -> Solution:
         """The cheapest schedule within the budget, or the one with the smallest peak. Raises
-        `RematError` for a graph that is too large, `InfeasibleBudget`, `SolverTimeout`."""
+        `RematError` for a graph that is too large, `InfeasibleBudget`, `SolverTimeout`, and
+        `SolverError` where HiGHS fails and keeping everything does not fit."""
         del start, progress
         if len(graph) > self.max_operations:
             raise RematError(
@@ -57,7 +58,13 @@ class CheckmateMilp:
         limit = budget_bytes
         for attempt in range(_TIGHTENINGS):
             program = Program(graph, limit)
-            answer = self._solve(program, cancel)
+            try:
+                answer = self._solve(program, cancel)
+            except SolverError as error:
+                keep_all = Schedule.keep_all(graph)
+                if budget_bytes is not None and measure(graph, keep_all)[0] > budget_bytes:
+                    raise
+                return Solution(keep_all, stats={"solver_error": str(error)})
             if answer.outcome is Outcome.INFEASIBLE and budget_bytes is not None:
                 smallest_bytes = measure(graph, self.run(graph, None, cancel=cancel).schedule)[0]
                 reason = "no schedule of this order of the operations fits"
