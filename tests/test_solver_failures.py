@@ -6,23 +6,17 @@ provoked: a licence that is lost on the way.
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
-import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 
 import highspy
 import pytest
+from tests.killing import at_once, in_the_midst, killing, needs_proc, with_a_solution
 from tests.solvers import needs_cbc, scripted
 from tests.test_baselines import uneven_stages
 
 from remat.errors import InfeasibleBudget, RematError, SolverError, SolverWarning
-from remat.milp.commands import _children, _descendants
 from remat.plan import Plan, Status
 from remat.schedule import Schedule
 from remat.simulate import measure, simulate
@@ -38,82 +32,7 @@ TIGHT_BYTES = 64
 SHORT = uneven_stages(2, 5)
 """CBC takes a twentieth of a second for the cost at 75%, which nothing else proves."""
 
-needs_proc = pytest.mark.skipif(
-    not Path("/proc/self/task").exists(), reason="needs /proc to find the solver's process"
-)
-pytestmark = [needs_proc]
-
-
 # -- killing CBC --------------------------------------------------------------------------------
-
-
-@dataclass
-class Kills:
-    """The processes of CBC that were killed, and of how many the problem was not read by then."""
-
-    pids: list[int] = field(default_factory=list[int])
-    unread: int = 0
-
-
-@contextmanager
-def killing(when: Callable[[int], bool], owner: int | None = None) -> Iterator[Kills]:
-    """Within, every CBC that descends from `owner` (by default, from us) is killed as soon as
-    `when` is true of its process."""
-    kills = Kills()
-    left = threading.Event()
-    root = os.getpid() if owner is None else owner
-
-    def watch() -> None:
-        while not left.is_set():
-            found = [pid for pid in _descendants(_children(root)) if arguments(pid)]
-            for pid in found:
-                with suppress(ProcessLookupError, FileNotFoundError):
-                    while pid not in kills.pids and arguments(pid) and not left.is_set():
-                        if when(pid):
-                            kill(pid, kills)
-            time.sleep(0 if found else 0.001)
-
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
-    try:
-        yield kills
-    finally:
-        left.set()
-        watcher.join()
-
-
-def kill(pid: int, kills: Kills) -> None:
-    os.kill(pid, signal.SIGSTOP)
-    problem = Path(arguments(pid)[1])
-    told = dict(line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines())
-    kills.unread += int(told["rchar"]) < problem.stat().st_size
-    os.kill(pid, signal.SIGKILL)
-    kills.pids.append(pid)
-
-
-def arguments(pid: int) -> list[str]:
-    """CBC's, as PuLP calls it: the command, the problem's file, ...; none of another process."""
-    with suppress(OSError):
-        found = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
-        return found if "-solution" in found else []
-    return []
-
-
-def at_once(pid: int) -> bool:
-    """As soon as it is seen, which is before it has read its problem but on a busy machine."""
-    return True
-
-
-def in_the_midst(pid: int) -> bool:
-    """After a fifth of a second of work."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") > 0.2
-
-
-def with_a_solution(pid: int) -> bool:
-    """When the file with its solution is there."""
-    found = arguments(pid)
-    return bool(found) and os.path.exists(found[found.index("-solution") + 1])
 
 
 @pytest.fixture
@@ -136,6 +55,7 @@ def check(plan: Plan, solver: str = "CBC") -> None:
 
 
 @needs_cbc
+@needs_proc
 @pytest.mark.parametrize("when", [at_once, in_the_midst])
 @pytest.mark.parametrize("budget", ["60%", "min"])
 def test_a_killed_solver_leaves_the_best_plan_known(
@@ -153,6 +73,7 @@ def test_a_killed_solver_leaves_the_best_plan_known(
 
 
 @needs_cbc
+@needs_proc
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_killed_solver_is_asked_no_more(threads: int) -> None:
     """Of the many programs of a search. With two threads, programs over moments run beside it."""
@@ -164,6 +85,7 @@ def test_a_killed_solver_is_asked_no_more(threads: int) -> None:
 
 
 @needs_cbc
+@needs_proc
 def test_a_solver_is_killed_before_it_has_read_its_problem() -> None:
     """That `at_once` is what it says: on a busy machine it may need some attempts."""
     for _ in range(20):
@@ -176,6 +98,7 @@ def test_a_solver_is_killed_before_it_has_read_its_problem() -> None:
 
 
 @needs_cbc
+@needs_proc
 @pytest.mark.parametrize("budget", ["75%", "min"])
 def test_a_solver_killed_right_after_it_wrote_its_solution(budget: str, folder: Path) -> None:
     """It ends within a millisecond of that: caught in one of some attempts."""
@@ -193,6 +116,7 @@ def test_a_solver_killed_right_after_it_wrote_its_solution(budget: str, folder: 
 
 
 @needs_cbc
+@needs_proc
 @pytest.mark.parametrize("when", [at_once, in_the_midst])
 def test_without_a_schedule_the_error_says_what_to_do(when: Callable[[int], bool]) -> None:
     with (
@@ -209,6 +133,7 @@ def test_without_a_schedule_the_error_says_what_to_do(when: Callable[[int], bool
 
 
 @needs_cbc
+@needs_proc
 def test_a_sweep_goes_on_where_its_solver_is_killed() -> None:
     with killing(at_once) as kills, pytest.warns(SolverWarning) as said:
         plans = sweep(LONG, ["60%", "75%"], Exact(solver="CBC", time_limit=200, threads=1))
@@ -219,6 +144,7 @@ def test_a_sweep_goes_on_where_its_solver_is_killed() -> None:
 
 
 @needs_cbc
+@needs_proc
 @pytest.mark.parametrize("limit", [0.2, 0.3, 0.5])
 def test_short_limits_give_a_plan(limit: float) -> None:
     """CBC 2.10.3 ends with SIGSEGV at some of these."""
