@@ -102,14 +102,17 @@ def test_a_solver_is_killed_before_it_has_read_its_problem() -> None:
 @pytest.mark.parametrize("budget", ["75%", "min"])
 def test_a_solver_killed_right_after_it_wrote_its_solution(budget: str, folder: Path) -> None:
     """It ends within a millisecond of that: caught in one of some attempts."""
-    for _ in range(40):
+    for _ in range(20):
         with killing(with_a_solution), warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             plan = solve(SHORT, budget, Exact(solver="CBC", threads=1))
         assert [w.category for w in said] in ([], [SolverWarning])
         assert not list(folder.iterdir())
+        assert bool(said) == ("solver_error" in plan.stats)
         if said:
-            check(plan)
+            assert plan.peak_bytes <= plan.budget_bytes
+            # Of the two searches for "min", the second may have come to its end.
+            assert plan.status is Status.FEASIBLE or budget == "min"
             return
         assert plan.status is Status.OPTIMAL
     raise AssertionError("CBC was always faster")
