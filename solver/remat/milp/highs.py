@@ -72,7 +72,7 @@ class BulkHiGHS:
             return _without_columns(program)
         highs = highspy.Highs()
         self._set_options(highs)
-        _pass(highs, program)
+        load(highs, program)
         if self.start:
             columns = {v: i for i, v in enumerate(program.variables)}
             known = [(columns[v], x) for v, x in self.start.items() if v in columns]
@@ -126,7 +126,8 @@ class BulkHiGHS:
             highs.cbMipImprovingSolution.subscribe(tell)
 
 
-def _pass(highs: highspy.Highs, program: Arrays) -> None:
+def load(highs: highspy.Highs, program: Arrays) -> None:
+    """Pass the program over."""
     model = highspy.HighsLp()
     model.num_col_ = len(program.variables)
     model.num_row_ = len(program.rhs)
