@@ -21,7 +21,8 @@ from remat.plan import Plan, Status
 from remat.schedule import Schedule
 from remat.simulate import measure, simulate
 from remat.solve import solve, sweep
-from remat.strategies import Auto, CheckmateMilp, Exact, LpRounding, Strategy, ordered
+from remat.strategies import Auto, CheckmateMilp, Exact, LpRounding, Solution, Strategy, ordered
+from remat.strategies.near_search import NearSearch
 
 LONG = uneven_stages(2, 14)
 """CBC takes minutes for the cost at 60%, and for the smallest peak."""
@@ -223,6 +224,23 @@ def test_highs_fails(strategy: Strategy, budget: str) -> None:
     assert len(said) == 1
     assert plan.status is Status.FEASIBLE
     assert plan.peak_bytes <= plan.budget_bytes
+
+
+def test_highs_fails_in_one_of_two_orders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where orders are searched, the smallest peak is looked for in two of them."""
+    real = NearSearch.least_peak
+    searches: list[NearSearch] = []
+
+    def failing_in_the_second(self: NearSearch) -> Solution:
+        searches.append(self)
+        if len(searches) == 2:
+            self.stats["solver_error"] = "HiGHS refused to run"
+        return real(self)
+
+    monkeypatch.setattr(NearSearch, "least_peak", failing_in_the_second)
+    found = Auto(order="on", time_limit=20, threads=1).run(SHORT, None)
+    assert len(searches) == 2
+    assert found.failure == {"solver_error": "HiGHS refused to run"}
 
 
 @pytest.mark.usefixtures("refusing")

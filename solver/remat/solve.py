@@ -129,7 +129,7 @@ def _solve(
         start = smallest.schedule
         budget_bytes = _near(simulate(graph, start).peak_bytes, smallest, strategy)
         stats["peak_search_s"] = time.monotonic() - began
-        stats |= _failure(smallest)
+        stats |= smallest.failure
         if smallest.bound is not None:
             stats["peak_bound_bytes"] = int(smallest.bound)
         strategy = _with_what_is_left(strategy, time.monotonic() - began)
@@ -145,11 +145,6 @@ def _solve(
     plan = Plan.of(graph, budget_bytes, solution, stats)
     warn_of_failure(plan)
     return plan
-
-
-def _failure(solution: Solution) -> Stats:
-    """What its stats say of a solver that failed."""
-    return {key: value for key, value in solution.stats.items() if key == "solver_error"}
 
 
 def _for_budget(progress: ProgressCallback | None, budget_bytes: int) -> ProgressCallback | None:

@@ -37,6 +37,11 @@ class Solution:
     proved: bool = False
     stats: Stats = field(default_factory=dict[str, str | int | float])
 
+    @property
+    def failure(self) -> Stats:
+        """What `stats` say of a solver that failed on the way; empty where none did."""
+        return {key: value for key, value in self.stats.items() if key == "solver_error"}
+
 
 class Strategy(Protocol):
     """How to look for a schedule within a budget."""
