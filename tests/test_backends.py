@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import stat
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pulp
 import pytest
 from tests.graphs import chain
+from tests.solvers import needs_cbc, scripted
 from tests.test_baselines import uneven_stages
 from tests.test_solve import uneven
 
-from remat.errors import SolverError
+from remat.errors import SolverError, SolverWarning
 from remat.graph import Graph
 from remat.milp import backend_facts, backends, incumbent, model, pulp_solvers, slots
 from remat.milp.backend_facts import BackendFact, usable_backends
 from remat.milp.backends import Answer, Outcome
+from remat.milp.highs import BulkHiGHS
+from remat.milp.pulp_versions import IS_4
 from remat.milp.start import is_solution, start_values
 from remat.plan import Plan, Status
 from remat.progress import Progress
@@ -27,6 +29,7 @@ from remat.schedule import Schedule
 from remat.simulate import simulate
 from remat.solve import solve
 from remat.strategies import Exact
+from remat.strategies.programs import Programs
 
 FACTS = {fact.name: fact for fact in usable_backends()}
 NAMES = ["HiGHS", "CBC", "Gurobi", "CPLEX", "SCIP", "COPT", "Xpress", "cuOpt"]
@@ -48,16 +51,8 @@ def run(
 
 
 @pytest.fixture
-def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Puts a shell script of some name first on the path."""
-
-    def install(name: str, script: str) -> None:
-        path = tmp_path / name
-        path.write_text(f"#!/bin/sh\n{script}\n")
-        path.chmod(path.stat().st_mode | stat.S_IXUSR)
-        monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-
-    return install
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+    return scripted(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -79,13 +74,22 @@ def test_every_solver_finds_the_optimum(name: str, graph: Graph, share: float) -
         assert simulate(graph, found.schedule).peak_bytes <= budget_bytes(graph, share)
 
 
-@pytest.mark.parametrize("name", ["highs", "HIGHS", "cbc", "Pulp_Cbc_Cmd"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "highs",
+        "HIGHS",
+        pytest.param("cbc", marks=needs_cbc),
+        pytest.param("Pulp_Cbc_Cmd", marks=needs_cbc),
+    ],
+)
 def test_names_are_read_in_any_case(name: str) -> None:
     plan = solve(uneven(3), "75%", Exact(solver=name))
     assert plan.status is Status.OPTIMAL
     assert plan.time_s == solve(uneven(3), "75%", Exact()).time_s
 
 
+@needs_cbc
 def test_the_smallest_peak_by_another_solver() -> None:
     graph = uneven(3)
     assert solve(graph, "min", Exact(solver="CBC")).peak_bytes == solve(graph, "min").peak_bytes
@@ -96,7 +100,12 @@ def test_every_pulp_class_is_known_by_its_name() -> None:
     assert pulp_solvers.family("GLPK_CMD").classes == ("GLPK_CMD",)
     for known in pulp_solvers.FAMILIES:
         for name in known.classes:
-            assert hasattr(pulp, name), name
+            assert hasattr(pulp, name) or (name == "PULP_CBC_CMD" and IS_4), name
+
+
+@pytest.mark.skipif(not IS_4, reason="PuLP 3.3 has every class that remat knows")
+def test_a_class_that_is_gone_stands_for_its_family() -> None:
+    assert pulp_solvers.family("pulp_cbc_cmd").name == "CBC"
 
 
 @pytest.mark.parametrize("name", ["MOSEK", "GLPK_CMD", *NAMES[2:]])
@@ -112,7 +121,7 @@ def test_a_solver_that_dies_says_so_and_the_default_still_works(command, script:
     command("cbc", script)
     graph = uneven(3)
     with pytest.raises(SolverError, match=r"COIN_CMD.*stopped without an answer.*HiGHS"):
-        solve(graph, "75%", Exact(solver="COIN_CMD"))
+        run(graph, 0.75, "COIN_CMD")
     assert solve(graph, "75%", Exact()).status is Status.OPTIMAL
 
 
@@ -128,10 +137,13 @@ def test_a_solution_is_not_called_impossible(command) -> None:
     graph = uneven(3)
     with pytest.raises(SolverError, match="one is known"):
         run(graph, 0.75, "CPLEX_CMD")
-    with pytest.raises(SolverError, match="one is known"):
-        solve(graph, "75%", Exact(solver="CPLEX_CMD"))
+    with pytest.warns(SolverWarning, match="one is known"):
+        plan = solve(graph, "75%", Exact(solver="CPLEX_CMD"))
+    assert plan.status is Status.FEASIBLE
+    assert plan.peak_bytes <= plan.budget_bytes
 
 
+@needs_cbc
 def test_nobody_is_believed_to_have_finished_when_the_time_was_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -142,11 +154,31 @@ def test_nobody_is_believed_to_have_finished_when_the_time_was_up(
     assert answer.schedule is not None
 
 
+@needs_cbc
 def test_a_stopped_solver_gives_what_it_had() -> None:
-    answer = run(uneven(14), 0.6, "CBC", limit=0.2)
-    assert answer.outcome in (Outcome.FEASIBLE, Outcome.UNKNOWN)
-    if answer.outcome is Outcome.FEASIBLE:
-        assert answer.schedule is not None
+    """Even one that dies then: CBC 2.10.3 ends with SIGSEGV at some short limits."""
+    graph = uneven(14)
+    budget = budget_bytes(graph, 0.6)
+    known = incumbent.fitting(graph, budget)[0]
+    programs = Programs(graph, Exact(solver="CBC"), None, None)
+    answer, bound_s = programs.solve_cost(slots.complete(graph), budget, known.schedule, 0.2)
+    assert answer.outcome is Outcome.FEASIBLE
+    assert answer.schedule is not None
+    assert programs.time(answer.schedule) <= known.time_s
+    assert programs.peak(answer.schedule) <= budget
+    assert bound_s is None
+    assert programs.failure == "" or "failed or was killed" in programs.failure
+
+
+def test_a_fractional_solution_is_none() -> None:
+    """Which CBC writes where it has no other, and calls "Stopped on time"."""
+    graph = uneven(5)
+    program = model.build(graph, slots.complete(graph), budget_bytes(graph, 0.6))
+    highs = BulkHiGHS(gap=0.0, time_limit=30.0, threads=1)
+    for arrays, expected in ((program.arrays.relaxed(), False), (program.arrays, True)):
+        assert highs.solve(arrays).outcome is Outcome.OPTIMAL
+        values = {v: float(v.varValue or 0.0) for v in arrays.variables}
+        assert is_solution(program, values) == expected
 
 
 @pytest.mark.parametrize("budget", [0.55, 0.7, 0.9, None])

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 from tests.command_line import command, heeding_interrupts, trace
+from tests.killing import at_once, killing
+from tests.solvers import needs_cbc
 
 import remat
 from remat.plan import Plan, Status
@@ -139,6 +141,7 @@ def test_a_solve_ends_with_the_best_so_far(
 
 
 @needs_proc
+@needs_cbc
 @pytest.mark.parametrize("times", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_solver_that_is_a_process_of_its_own_ends_too(
     times: int, file: Path, tmp_path: Path, terminal
@@ -163,6 +166,30 @@ def test_a_solver_that_is_a_process_of_its_own_ends_too(
         assert printed == ""
         assert not output.exists()
         assert "\x1b[?25h" in shown.shown  # the cursor is back
+
+
+@needs_proc
+@needs_cbc
+def test_a_solver_that_dies_is_a_line_and_a_plan(file: Path, tmp_path: Path) -> None:
+    output = tmp_path / "plan.json"
+    process = subprocess.Popen(
+        command("solve", file, *LONG, "--solver", "CBC", "-o", output),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with killing(at_once, process.pid) as kills:
+        out, err = process.communicate(timeout=PATIENCE_S)
+    assert len(kills.pids) == 1
+    assert process.returncode == 0, err
+    plan = Plan.load(output)
+    assert plan.status is Status.FEASIBLE
+    assert (
+        err
+        == f"remat: {plan.stats['solver_error']}. The plan is the best that is known without it\n"
+    )
+    assert err.startswith("remat: CBC (")
+    assert out == f"{plan.describe()}\n"
 
 
 def test_nothing_is_shown_without_a_terminal(file: Path, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import remat
 from remat.frontend import doctor
 from remat.frontend.cost_cache import Cost, CostCache, default_cache_path
 from remat.frontend.doctor import Check, examine
+from remat.milp.pulp_versions import IS_4
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +40,8 @@ def test_this_machine(report: dict[str, Check]) -> None:
     assert str(os.cpu_count()) in report["processor"].text
     assert "GiB" in report["memory"].text
     extras = {name.removeprefix("extra ") for name in report if name.startswith("extra ")}
-    assert extras == {"cli", "client", "hf", "postgres", "ray", "server", "viz"}
+    assert extras == set(metadata.metadata("remat").get_all("Provides-Extra") or ())
+    assert extras >= {"cli", "client", "hf", "postgres", "ray", "server", "viz"}
     if not torch.cuda.is_available():
         assert report["CUDA"].state in ("missing", "wrong")
 
@@ -146,18 +148,114 @@ def test_a_gpu_that_torch_cannot_use(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("version", "least", "older"),
-    [("2.13.0+cpu", "2.11", False), ("2.9.1", "2.11", True), ("2.11", "2.11", False)],
+    ("line", "version", "state"),
+    [
+        ("torch<2.16,>=2.11", "2.13.0+cpu", "ok"),
+        ("torch<2.16,>=2.11", "2.11", "ok"),
+        ("torch<2.16,>=2.11", "2.15.9", "ok"),
+        ("torch<2.16,>=2.11", "2.9.1", "wrong"),
+        ("torch<2.16,>=2.11", "2.16.0", "untested"),
+        ("torch<2.16,>=2.11", "3.0", "untested"),
+        ("pulp[cbc]<5,>=3.3.2; extra == 'cbc'", "4.2.0", "ok"),
+        ("pulp[cbc]<5,>=3.3.2; extra == 'cbc'", "5.0.0a1", "untested"),
+        ("rich>=13.9", "99.1", "ok"),
+        ("highspy", "1.0", "ok"),
+    ],
 )
-def test_versions(version: str, least: str, older: bool) -> None:
-    assert doctor._older(version, least) == older
+def test_versions(line: str, version: str, state: str) -> None:
+    requirement = doctor._Requirement.read(line)
+    assert requirement is not None
+    found, words = requirement.judge(version)
+    assert found == state
+    assert ("outside the tested range" in words) == (state == "untested")
+    assert ("remat needs" in words) == (state == "wrong")
+
+
+def test_requirements_are_read_from_metadata() -> None:
+    read = doctor._Requirement.read('pulp[a, cbc]<5,>=3.3.2; python_version > "3" and extra == "b"')
+    assert read == doctor._Requirement("pulp", "3.3.2", "5", "b", frozenset({"a", "cbc"}))
+    assert read.install == "pip install 'pulp>=3.3.2,<5'"
+    assert doctor._Requirement.read("numpy (>=1.26)") == doctor._Requirement(
+        "numpy", "1.26", "", "", frozenset()
+    )
 
 
 def test_a_torch_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", "2.10.1+cu128")
     found = named("torch")
     assert found.state == "wrong"
-    assert found.remedy == "pip install 'torch>=2.11'"
+    assert found.remedy.startswith("pip install 'torch>=2.11")
+
+
+def installed(folder: Path, monkeypatch: pytest.MonkeyPatch, **packages: tuple[str, ...]) -> None:
+    """Packages of these versions and requirements come before all that are installed."""
+    for name, (version, *requires) in packages.items():
+        about = folder / f"{name}-{version}.dist-info"
+        about.mkdir(exist_ok=True)
+        lines = ["Metadata-Version: 2.4", f"Name: {name}", f"Version: {version}"]
+        lines += [f"Requires-Dist: {line}" for line in requires]
+        (about / "METADATA").write_text("\n".join(lines) + "\n")
+    monkeypatch.syspath_prepend(str(folder))
+
+
+def test_versions_that_are_newer_than_tested_are_a_note(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    installed(
+        tmp_path,
+        monkeypatch,
+        remat=(
+            "1.0",
+            "torch<2.1,>=2.0",
+            "pulp<5,>=3.3.2",
+            "typer<1,>=0.15; extra == 'cli'",
+            "rich>=1; extra == 'cli'",
+        ),
+        pulp=("7.1.0",),
+        typer=("1.2",),
+    )
+    wrong_range = named("torch")
+    assert wrong_range.state == "untested"
+    assert wrong_range.text.endswith(", outside the tested range (2.0 or newer, below 2.1)")
+    assert wrong_range.remedy == "pip install 'torch>=2.0,<2.1'"
+    (pulp,) = doctor._packages()
+    assert pulp == Check(
+        "pulp",
+        "untested",
+        "7.1.0, outside the tested range (3.3.2 or newer, below 5)",
+        "pip install 'pulp>=3.3.2,<5'",
+    )
+    (cli,) = doctor._extras()
+    assert (cli.name, cli.state, cli.remedy) == (
+        "extra cli",
+        "untested",
+        "pip install 'remat[cli]'",
+    )
+    assert cli.text == "typer 1.2, outside the tested range (0.15 or newer, below 1)"
+
+
+def test_an_extra_has_what_its_packages_bring_by_extras(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """`remat[cbc]` is `pulp[cbc]`, and that a package of another name."""
+    installed(
+        tmp_path,
+        monkeypatch,
+        remat=("1.0", "pulp[cbc]<5,>=3.3.2; extra == 'cbc'"),
+        pulp=("4.2.0", "cbcthere; extra == 'cbc'", "glpk; extra == 'glpk'"),
+    )
+    (found,) = doctor._extras()
+    missing = "cbcthere is not installed"
+    assert found == Check("extra cbc", "missing", missing, "pip install 'remat[cbc]'")
+    installed(tmp_path, monkeypatch, cbcthere=("1",))
+    (found,) = doctor._extras()
+    assert found == Check("extra cbc", "ok", "pulp 4.2.0")
+
+
+def test_the_remedy_for_cbc_is_for_the_pulp_that_is_here(report: dict[str, Check]) -> None:
+    if report["solver CBC"].state == "missing":
+        wanted = "pip install 'remat[cbc]'" if IS_4 else "install a PuLP that bundles CBC, or `cbc`"
+        assert report["solver CBC"].remedy == wanted
 
 
 @pytest.mark.gpu

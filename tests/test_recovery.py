@@ -14,7 +14,10 @@ import pytest
 from benchmarks.service import jobs
 from benchmarks.service.kill import worker_of
 from tests import server as servers
+from tests.killing import at_once, killing
 from tests.server import HARD, chain, finished, post, solving_processes, wait_for
+from tests.solvers import needs_cbc
+from tests.test_baselines import uneven_stages
 
 import remat
 
@@ -161,3 +164,25 @@ def again_started(log: Path) -> float:
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     started = [line["timestamp"] for line in lines if line["event"] == "service starts"]
     return datetime.fromisoformat(started[-1]).timestamp()
+
+
+@needs_cbc
+def test_a_solve_goes_on_where_its_solver_is_killed(tmp_path: Path) -> None:
+    """The job has a plan, its stats say why it is no better, and so does the log."""
+    graph = uneven_stages(2, 14)
+    strategy = remat.Exact(solver="CBC", time_limit=200)
+    # Its user has warnings as errors.
+    with servers.running(tmp_path, REMAT_SOLVERS="HiGHS,CBC", PYTHONWARNINGS="error") as server:
+        with (
+            killing(at_once, server.process.pid) as kills,
+            server.client() as client,
+            pytest.warns(remat.SolverWarning, match="CBC .* failed or was killed"),
+        ):
+            found = client.solve(graph, "60%", strategy)
+        said = [line for line in server.log.read_text().splitlines() if "SolverWarning" in line]
+    assert len(kills.pids) == 1
+    assert found.status is remat.Status.FEASIBLE
+    assert found.peak_bytes <= found.budget_bytes
+    assert "failed or was killed" in str(found.stats["solver_error"])
+    (told,) = map(json.loads, said)
+    assert told["reason"].startswith(str(found.stats["solver_error"]))

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 from tests.graphs import chain
+from tests.solvers import needs_cbc
 
 from remat.errors import InfeasibleBudget, SolverError
 from remat.graph import Graph, Operation, Value
@@ -129,6 +130,7 @@ def test_a_trace_is_as_good_as_its_graph() -> None:
     assert "made up" in plan.describe()
 
 
+@needs_cbc
 def test_cbc_agrees_with_highs() -> None:
     graph = uneven(4)
     highs = solve(graph, "75%", Exact())
@@ -137,7 +139,9 @@ def test_cbc_agrees_with_highs() -> None:
     assert cbc.stats["solver"] == "CBC"
 
 
-@pytest.mark.parametrize(("solver", "message"), [("nonsense", "PuLP knows"), ("GUROBI", "HiGHS")])
+@pytest.mark.parametrize(
+    ("solver", "message"), [("nonsense", "PuLP knows"), ("MIPCL_CMD", "HiGHS")]
+)
 def test_a_missing_solver_is_named(solver: str, message: str) -> None:
     with pytest.raises(SolverError, match=message):
         solve(uneven(4), "75%", Exact(solver=solver))

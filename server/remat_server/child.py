@@ -14,11 +14,13 @@ import resource
 import signal
 import sys
 import traceback
+import warnings
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import highspy  # noqa: F401  # loaded before the request comes
 
+from remat.errors import SolverWarning
 from remat_server.deathsig import die_with_parent
 from remat_server.messages import Answered, Failed, Ready, Task
 from remat_server.problems import out_of_memory, problem
@@ -34,6 +36,8 @@ def main() -> int:
     die_with_parent(int(sys.argv[2]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the worker, which ends us
     connection = Connection(int(sys.argv[1]))
+    warnings.simplefilter("always", SolverWarning)  # the plan says so, and so does the log
+    warnings.showwarning = _log_warning
     gc.freeze()
     gc.set_threshold(100_000)  # documents are many small objects without cycles
     connection.send_bytes(Ready().model_dump_json().encode())
@@ -77,6 +81,11 @@ def _log(error: Exception) -> None:
     lines = traceback.format_tb(error.__traceback__)
     told = {"event": "solve met a bug", "level": "error", "exception": type(error).__name__}
     print(json.dumps({**told, "traceback": "".join(lines)}), file=sys.stderr, flush=True)
+
+
+def _log_warning(message: Warning | str, category: type[Warning], *where: object) -> None:
+    told = {"event": "a solve met a warning", "level": "warning", "warning": category.__name__}
+    print(json.dumps({**told, "reason": str(message)}), file=sys.stderr, flush=True)
 
 
 def _data_bytes() -> int:

@@ -25,6 +25,7 @@ from remat.errors import (
     ServiceError,
     SolverError,
     SolverTimeout,
+    SolverWarning,
     TraceError,
     UnknownName,
 )
@@ -119,6 +120,7 @@ __all__ = [
     "ServiceError",
     "SolverError",
     "SolverTimeout",
+    "SolverWarning",
     "Status",
     "Timeline",
     "Trace",

@@ -21,6 +21,7 @@ from remat.plan_document import GraphRecord
 from remat.program import Program
 from remat.progress import Cancel, Progress, ProgressCallback
 from remat.roofline import Roofline
+from remat.solve import warn_of_failure
 from remat.strategies import Auto, Strategy
 from remat.trace import Trace
 from remat.wire import (
@@ -177,7 +178,7 @@ class Client:
         )
         job = self.submit(request)
         answer = self._read(self._finish(job, progress, cancel), SweepAnswer)
-        return [document.plan() for document in answer.plans]
+        return [_told(document.plan()) for document in answer.plans]
 
     # -- jobs ---------------------------------------------------------------------------------
 
@@ -223,7 +224,7 @@ class Client:
         request = SolveRequest(budget=budget, options=_options(strategy, costs), **_subject(graph))
         job = self.submit(request)
         answer = self._read(self._finish(job, progress, cancel), Answer)
-        return answer.plan.plan(), answer.program
+        return _told(answer.plan.plan()), answer.program
 
     def _finish(
         self, job: JobView, progress: ProgressCallback | None, cancel: Cancel | None
@@ -324,6 +325,11 @@ class Client:
                 f"the service at {self._url} sent what this remat cannot read ({error}); are both "
                 f"of the same version ({remat.__version__} here)?"
             ) from None
+
+
+def _told(plan: Plan) -> Plan:
+    warn_of_failure(plan)
+    return plan
 
 
 def _subject(graph: Graph | Trace) -> dict[str, Any]:

@@ -48,12 +48,14 @@ class SolverTimeout(RematError):
 
 
 class SolverError(RematError):
-    """A solver backend is missing, unlicensed, or stopped without an answer."""
+    """A solver backend is missing, unlicensed, or stopped without an answer, and no schedule is
+    known without it."""
 
 
 class SolverWarning(UserWarning):
-    """Part of a solve failed. The plan is the best that is known without it: it fits its budget,
-    and `Plan.stats["search_error"]` says what went wrong."""
+    """A solver backend, or a part of the search, failed on the way. The plan is the best that is
+    known without it, and fits its budget. `Plan.stats` say why: `"solver_error"` of the backend,
+    `"search_error"` of the search."""
 
 
 class UnknownName(RematError, KeyError):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import is_dataclass, replace
 from typing import Protocol
 
 from remat.budget import parse_budget
-from remat.errors import InfeasibleBudget
+from remat.errors import InfeasibleBudget, SolverError, SolverWarning
 from remat.graph import Graph
 from remat.plan import Plan
 from remat.progress import Cancel, ProgressCallback
@@ -51,9 +52,12 @@ def solve(
     `Auto()` by default. `progress` is called with a `Progress` now and then; `cancel` (an Event)
     ends the solve early with the best plan so far.
 
+    A solver backend that fails on the way does not take the plan with it: the best schedule known
+    is returned, with a `SolverWarning`, and the reason in `plan.stats["solver_error"]`.
+
     Raises `InfeasibleBudget` with the smallest peak found, `BudgetError`, `SolverTimeout` (no
-    schedule within the time limit), `SolverError` (a backend that is missing or fails), and
-    `RematError` if cancelled before any schedule was known.
+    schedule within the time limit), `SolverError` (a backend that is missing, or fails before any
+    schedule was known), and `RematError` if cancelled before any schedule was known.
     """
     stats: Stats = {} if isinstance(graph, Graph) else {"cost_source": graph.cost_source}
     graph = graph if isinstance(graph, Graph) else graph.graph()
@@ -100,6 +104,14 @@ def sweep(
     return plans
 
 
+def warn_of_failure(plan: Plan) -> None:
+    """A `SolverWarning` where a solver failed on the way to this plan; for the functions that make
+    plans, which were called by the user."""
+    if "solver_error" in plan.stats:
+        said = f"{plan.stats['solver_error']}. The plan is the best that is known without it"
+        warnings.warn(said, SolverWarning, stacklevel=4)
+
+
 def _solve(
     graph: Graph,
     budget: int | float | str,
@@ -118,9 +130,9 @@ def _solve(
         start = smallest.schedule
         budget_bytes = _near(simulate(graph, start).peak_bytes, smallest, strategy)
         stats["peak_search_s"] = time.monotonic() - began
+        stats |= smallest.failure
         if smallest.bound is not None:
             stats["peak_bound_bytes"] = int(smallest.bound)
-        stats |= {key: why for key, why in smallest.stats.items() if key == "search_error"}
         strategy = _with_what_is_left(strategy, time.monotonic() - began)
     told = _for_budget(progress, budget_bytes)
     try:
@@ -129,12 +141,16 @@ def _solve(
         is_in_hand = start is not None and measure(graph, start)[0] <= budget_bytes
         if start is None or not is_in_hand or isinstance(error, InfeasibleBudget):
             raise
-        if cancel is None or not cancel.is_set():
-            tell(stats, strategy.name, error)
         solution = Solution(start)
+        if isinstance(error, SolverError):
+            stats["solver_error"] = str(error)
+        elif cancel is None or not cancel.is_set():
+            tell(stats, strategy.name, error)
     stats |= solution.stats
     stats["total_s"] = time.monotonic() - began
-    return Plan.of(graph, budget_bytes, solution, stats)
+    plan = Plan.of(graph, budget_bytes, solution, stats)
+    warn_of_failure(plan)
+    return plan
 
 
 def _for_budget(progress: ProgressCallback | None, budget_bytes: int) -> ProgressCallback | None:

@@ -11,7 +11,7 @@ from remat.commands.exits import FAILED
 from remat.commands.figures import json_of
 from remat.commands.options import Json
 
-_MARKS = {"ok": "ok", "missing": "--", "wrong": "!!"}
+_MARKS = {"ok": "ok", "untested": "??", "missing": "--", "wrong": "!!"}
 
 
 def doctor(as_json: Json = False) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -11,6 +13,7 @@ import typer
 from remat.commands.exits import code_of_signal, say, word
 from remat.commands.interrupt import interruptible
 from remat.commands.live import Line, live
+from remat.errors import SolverWarning
 from remat.plan import Plan
 from remat.progress import Cancel
 from remat.solve import solve
@@ -32,10 +35,28 @@ def solved(trace: Trace, budget: str, strategy: Strategy) -> tuple[Plan, int | N
 def attended(
     title: str, steps: int | None, work: Callable[[Line, Cancel], _T]
 ) -> tuple[_T, int | None]:
-    """Work with a live line that signals end early."""
-    with live(title, steps) as line:
+    """Work with a live line that signals end early; what solvers' failures have to say comes after
+    the line."""
+    with _heard(), live(title, steps) as line:
         ended = interruptible(lambda cancel: work(line, cancel))
     return ended.result, ended.signum
+
+
+@contextmanager
+def _heard() -> Iterator[None]:
+    """Solver warnings within are said at the end, each once and on one line; others are as ever."""
+    said: list[warnings.WarningMessage] = []
+    try:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always", SolverWarning)
+            yield
+    finally:
+        ours = [each for each in said if issubclass(each.category, SolverWarning)]
+        for words in dict.fromkeys(str(each.message) for each in ours):
+            say(" ".join(words.split()))
+        for each in said:
+            if each not in ours:
+                warnings.showwarning(each.message, each.category, each.filename, each.lineno)
 
 
 def finish(signum: int | None, what: str) -> None:

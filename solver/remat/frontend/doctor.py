@@ -28,22 +28,26 @@ from remat.frontend.cost_cache import default_cache_path
 from remat.milp.backend_facts import usable_backends
 from remat.milp.pulp_solvers import family, is_highs
 
-State = Literal["ok", "missing", "wrong"]
+State = Literal["ok", "untested", "missing", "wrong"]
+
+_GRAVEST: tuple[State, ...] = ("missing", "untested", "ok")
 
 _PACKAGE = "remat"
 _REINSTALL = "pip install --force-reinstall remat"
 _NVIDIA_PATIENCE_S = 3.0
 _REQUIREMENT = re.compile(
-    r"""(?P<name>[\w.-]+) (\[.*?\])? \s* (>=\s*(?P<least>[\d.]+))? [^;]*
+    r"""(?P<name>[\w.-]+) \s* (\[(?P<parts>.*?)\])? (?P<versions>[^;]*)
         (;.*\bextra\s*==\s*["'](?P<extra>[\w-]+)["'])?""",
     re.VERBOSE,
 )
+_LEAST, _BELOW = re.compile(r">=\s*([\d.]+)"), re.compile(r"<\s*([\d.]+)")
 
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the report. `missing` is what works can do without; `remedy` is what to do, ""
-    where there is nothing to do."""
+    """One line of the report. `untested` is newer than what remat was tested with, and may well
+    work; `missing` is what works can do without; `remedy` is what to do, "" where there is nothing
+    to do."""
 
     name: str
     state: State
@@ -53,9 +57,46 @@ class Check:
 
 @dataclass(frozen=True)
 class _Requirement:
+    """Versions from `least` on and below `below`, "" where any newer one will do; `parts` are the
+    package's own extras."""
+
     name: str
     least: str
+    below: str
     extra: str
+    parts: frozenset[str]
+
+    @classmethod
+    def read(cls, line: str) -> _Requirement | None:
+        """From a package's metadata."""
+        found = _REQUIREMENT.match(line)
+        if found is None:
+            return None
+        least, below = _LEAST.search(found["versions"]), _BELOW.search(found["versions"])
+        return cls(
+            name=found["name"],
+            least=least[1] if least else "0",
+            below=below[1] if below else "",
+            extra=found["extra"] or "",
+            parts=frozenset(part.strip() for part in (found["parts"] or "").split(",") if part),
+        )
+
+    @property
+    def install(self) -> str:
+        """What gets a version that is tested."""
+        below = f",<{self.below}" if self.below else ""
+        return f"pip install '{self.name}>={self.least}{below}'"
+
+    def judge(self, version: str) -> tuple[State, str]:
+        """Of an installed version: what to think of it, and in words that follow it."""
+        if _numbers(version) < _numbers(self.least):
+            return "wrong", f"; remat needs {self.least}"
+        if self.below and _numbers(version) >= _numbers(self.below):
+            return (
+                "untested",
+                f", outside the tested range ({self.least} or newer, below {self.below})",
+            )
+        return "ok", ""
 
 
 def examine() -> list[Check]:
@@ -122,10 +163,11 @@ def _free() -> str:
 
 
 def _torch() -> Iterator[Check]:
-    least = next((r.least for r in _requirements() if r.name == "torch"), "")
+    needed = next((r for r in _requirements() if r.name == "torch"), None)
     found = _version("torch")
     if found is None:
-        yield Check("torch", "wrong", "not installed", "pip install torch")
+        remedy = "pip install torch" if needed is None else needed.install
+        yield Check("torch", "wrong", "not installed", remedy)
         return
     try:
         torch = import_module("torch")
@@ -140,11 +182,11 @@ def _torch() -> Iterator[Check]:
         build = f"built for ROCm {torch.version.hip}"
     threads = torch.get_num_threads()
     text = f"{torch.__version__}, {build}, {threads} thread{'s' if threads > 1 else ''}"
-    if _older(torch.__version__, least):
-        text += f"; remat needs {least}"
-        yield Check("torch", "wrong", text, f"pip install 'torch>={least}'")
-    else:
+    if needed is None:
         yield Check("torch", "ok", text)
+        return
+    state, words = needed.judge(torch.__version__)
+    yield Check("torch", state, text + words, "" if state == "ok" else needed.install)
 
 
 def _devices() -> Iterator[Check]:
@@ -209,15 +251,13 @@ def _packages() -> Iterator[Check]:
     for requirement in _requirements():
         if requirement.extra or requirement.name == "torch":
             continue
-        name = requirement.name
-        found = _version(name)
-        remedy = f"pip install '{name}>={requirement.least}'"
+        found = _version(requirement.name)
         if found is None:
-            yield Check(name, "wrong", "not installed", remedy)
-        elif _older(found, requirement.least):
-            yield Check(name, "wrong", f"{found}; remat needs {requirement.least}", remedy)
-        else:
-            yield Check(name, "ok", found)
+            yield Check(requirement.name, "wrong", "not installed", requirement.install)
+            continue
+        state, words = requirement.judge(found)
+        remedy = "" if state == "ok" else requirement.install
+        yield Check(requirement.name, state, found + words, remedy)
 
 
 def _solvers() -> Iterator[Check]:
@@ -239,31 +279,36 @@ def _extras() -> Iterator[Check]:
         if requirement.extra:
             by_extra.setdefault(requirement.extra, []).append(requirement)
     for extra, wanted in by_extra.items():
-        found: list[str] = []
-        lacking: list[str] = []
+        told: dict[State, list[str]] = {"ok": [], "untested": [], "missing": []}
         for requirement in wanted:
-            version = _version(requirement.name)
-            if version is None:
-                lacking.append(f"{requirement.name} is not installed")
-            elif _older(version, requirement.least):
-                lacking.append(f"{requirement.name} {version} is older than {requirement.least}")
-            else:
-                found.append(f"{requirement.name} {version}")
-        name, remedy = f"extra {extra}", f"pip install '{_PACKAGE}[{extra}]'"
-        if lacking:
-            yield Check(name, "missing", ", ".join(lacking), remedy)
-        else:
-            yield Check(name, "ok", ", ".join(found))
+            found, words = _installed(requirement)
+            told[found].append(words)
+        state: State = next(each for each in _GRAVEST if told[each])
+        remedy = "" if state == "ok" else f"pip install '{_PACKAGE}[{extra}]'"
+        yield Check(f"extra {extra}", state, ", ".join(told[state]), remedy)
 
 
-def _requirements() -> list[_Requirement]:
-    """As remat's own package says; of a source tree that is not installed, nothing is known."""
+def _installed(requirement: _Requirement) -> tuple[State, str]:
+    """Whether a package of an extra is there, with its own extras."""
+    version = _version(requirement.name)
+    if version is None:
+        return "missing", f"{requirement.name} is not installed"
+    state, words = requirement.judge(version)
+    if state == "wrong":
+        return "missing", f"{requirement.name} {version} is older than {requirement.least}"
+    for part in _requirements(requirement.name):
+        if part.extra in requirement.parts and _version(part.name) is None:
+            return "missing", f"{part.name} is not installed"
+    return state, f"{requirement.name} {version}{words}"
+
+
+def _requirements(package: str = _PACKAGE) -> list[_Requirement]:
+    """As the package itself says; of a source tree that is not installed, nothing is known."""
     try:
-        lines = metadata.requires(_PACKAGE) or []
+        lines = metadata.requires(package) or []
     except metadata.PackageNotFoundError:
         return []
-    found = [match for line in lines if (match := _REQUIREMENT.match(line))]
-    return [_Requirement(m["name"], m["least"] or "0", m["extra"] or "") for m in found]
+    return [found for line in lines if (found := _Requirement.read(line))]
 
 
 def _version(package: str) -> str | None:
@@ -271,10 +316,6 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _older(version: str, least: str) -> bool:
-    return _numbers(version) < _numbers(least)
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """Try PuLP's classes one by one and say on one line of JSON each how that went.
 
 A program of its own (`remat.milp.backend_facts` runs it), because a solver's library may print,
-hang, or take the process down with it. It imports nothing of remat.
+hang, or take the process down with it. It imports nothing of remat, and works with PuLP 3.3 and 4.
 """
 
 from __future__ import annotations
@@ -30,12 +30,17 @@ _TRIAL_LICENCES = ("GUROBI", "CPLEX_PY", "COPT", "XPRESS_PY")
 _LARGE = 6_000
 """Variables of a program that trial licences refuse: they stop at 1,000 to 5,000."""
 
+_OPTIMAL = 1
+
 
 def probe(class_name: str) -> dict[str, str | bool]:
     """`usable`, `version`, and `reason`, which is empty where there is nothing to say."""
     version = ""
     usable = False
     reason = ""
+    if not hasattr(pulp, class_name):
+        # PuLP 4 has no PULP_CBC_CMD.
+        return {"usable": False, "version": "", "reason": ""}
     try:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
@@ -59,19 +64,18 @@ def _solve(class_name: str, count: int) -> None:
     """As many variables and rows, which any presolve sees through."""
     problem = pulp.LpProblem("probe", pulp.LpMinimize)
     chosen = [problem.add_variable(f"x{i:05d}", 0, 1, pulp.LpInteger) for i in range(count)]
-    problem.setObjective(pulp.LpAffineExpression(dict.fromkeys(chosen, 1.0)))
-    rows = [pulp.LpAffineExpression({x: 1.0}) for x in chosen]
-    problem.extend(
-        [
-            (f"c{i}", pulp.LpConstraint(row, pulp.LpConstraintGE, rhs=1))
-            for i, row in enumerate(rows)
-        ]
-    )
+    # Of one variable: looking up the others' costs takes some of PuLP 4's classes a minute.
+    problem.setObjective(pulp.lpSum(chosen[:1]))
+    for i, x in enumerate(chosen):
+        problem.addConstraint(x >= 1, f"c{i}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        problem.solve(getattr(pulp, class_name)(msg=False))
-    if problem.status != pulp.LpStatusOptimal:
-        raise RuntimeError(f"it calls {count:,} variables {pulp.LpStatus[problem.status]!r}")
+        told = problem.solve(getattr(pulp, class_name)(msg=False))
+    # PuLP 4 tells facts, among them a status with the same numbers.
+    status = int(getattr(told, "status", told))
+    if status != _OPTIMAL:
+        word = getattr(told, "status_str", "") or pulp.LpStatus[status]
+        raise RuntimeError(f"it calls {count:,} variables {word!r}")
 
 
 def _version(backend: pulp.LpSolver) -> str:

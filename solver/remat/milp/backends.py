@@ -14,31 +14,27 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from enum import Enum
+from tempfile import TemporaryDirectory
 
 import pulp
 
 from remat.errors import SolverError
-from remat.milp import pulp_solvers
+from remat.milp import pulp_solvers, pulp_versions
 from remat.milp.commands import ended_once
 from remat.milp.highs import BulkHiGHS, Report
 from remat.milp.model import Model
+from remat.milp.outcome import Outcome
 from remat.milp.start import Values, is_solution, start_values
 from remat.schedule import Schedule
 
 _TIME_IS_UP = 0.98
 """A run that took this share of its time limit may have been stopped by it."""
 
-
-class Outcome(Enum):
-    """How a solver run ended."""
-
-    OPTIMAL = "within the gap that was asked for"
-    FEASIBLE = "stopped early with a solution"
-    INFEASIBLE = "proved that there is no solution over these slots"
-    UNKNOWN = "stopped early without a solution"
+_CLOSE = 1e-4
+"""By how much of it a solver may miss a right-hand side: what it says is simulated anyway."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,15 +96,9 @@ def _run_highs(
         report=report,
         cancelled=cancelled,
     )
-    try:
-        model.problem.solve(highs)
-    except pulp.PulpSolverError as error:
-        raise SolverError(f"HiGHS failed: {error}") from error
-    answer = highs.answer
-    if answer is None:
-        raise SolverError("HiGHS stopped without an answer")
+    answer = highs.solve(model.arrays)
     return Answer(
-        outcome=_outcome(model),
+        outcome=answer.outcome,
         schedule=_schedule(model) if answer.objective is not None else None,
         objective=answer.objective,
         bound=answer.bound,
@@ -131,14 +121,14 @@ def _run_pulp(
     backend = pulp_solvers.open_solver(
         name, gap=gap, time_limit=time_limit, threads=threads, warm_start=start is not None
     )
-    _make_constant_a_variable(model.problem)
     for variable, value in (start or {}).items():
         variable.varValue = value
+    pulp_versions.shorten_objective(model.problem)
     try:
-        with ended_once(cancelled), warnings.catch_warnings():
+        with _own_folder(backend), ended_once(cancelled), warnings.catch_warnings():
             # PuLP's own deprecations, and its remarks on options that a solver has not.
             warnings.simplefilter("ignore")
-            model.problem.solve(backend)
+            ended = pulp_versions.solve(model.problem, backend)
         bound = pulp_solvers.bound(backend, model.problem)
     except Exception as error:
         # Each package has errors of its own, and a command that dies may leave half an answer.
@@ -146,14 +136,15 @@ def _run_pulp(
             seconds = time.monotonic() - began
             return Answer(Outcome.UNKNOWN, None, None, None, 0, seconds, "cancelled")
         raise SolverError(
-            f"{name} ({backend.name}) stopped without an answer, {_words(error)}: check its "
-            f"installation and that its licence allows {model.columns:,} variables and "
+            f"{name} ({backend.name}) stopped without an answer: {_words(error, backend)}. Check "
+            f"its installation, and that its licence allows {model.columns:,} variables and "
             f"{model.rows:,} rows; or {pulp_solvers.DEFAULT}"
         ) from error
     finally:
-        getattr(backend, "close", lambda: None)()
+        with suppress(Exception):  # as where the licence that it gives back is lost
+            getattr(backend, "close", lambda: None)()
     seconds = time.monotonic() - began
-    outcome = _outcome(model)
+    outcome = ended.outcome
     is_cut_short = cancelled is not None and cancelled()
     if is_cut_short and outcome is not Outcome.FEASIBLE:
         outcome = Outcome.UNKNOWN
@@ -181,30 +172,37 @@ def _run_pulp(
         bound=bound,
         nodes=0,
         seconds=seconds,
-        message=pulp.LpStatus[model.problem.status],
+        message=ended.message,
     )
 
 
-def _make_constant_a_variable(problem: pulp.LpProblem) -> None:
-    """Most of PuLP's classes drop the objective's constant, on which gap and bound depend."""
-    objective = problem.objective
-    if objective is None or not objective.constant:
+@contextmanager
+def _own_folder(backend: pulp.LpSolver) -> Iterator[None]:
+    """A folder for the files by which PuLP speaks to a command: it leaves those of one that dies
+    behind."""
+    if not isinstance(backend, pulp.LpSolver_CMD):
+        yield
         return
-    one = problem.add_variable("one", 1, 1)
-    costs = {**objective, one: objective.constant}
-    problem.setObjective(pulp.LpAffineExpression(costs))
-    one.varValue = 1.0
+    with TemporaryDirectory(prefix="remat-", dir=backend.tmpDir or None) as folder:
+        backend.tmpDir = folder
+        yield
 
 
-def _words(error: Exception) -> str:
+def _words(error: Exception, backend: pulp.LpSolver) -> str:
+    if isinstance(error, pulp.PulpSolverError) and isinstance(backend, pulp.LpSolver_CMD):
+        return "its command failed or was killed"  # PuLP only tells where it lies
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def _is_solved(model: Model) -> bool:
     """Whether the variables have values that are a solution."""
-    found = {v: v.varValue for v in model.problem.variables()}
-    known = {v: float(value) for v, value in found.items() if value is not None}
-    return len(known) == len(found) and is_solution(model, known)
+    program = model.arrays
+    found = [v.varValue for v in program.variables]
+    if any(found[column] is None for column in set(program.indices.tolist())):
+        return False
+    values = zip(program.variables, found, strict=True)
+    known = {v: float(value) for v, value in values if value is not None}
+    return is_solution(model, known, _CLOSE)
 
 
 def _objective(model: Model) -> float:
@@ -212,17 +210,6 @@ def _objective(model: Model) -> float:
     if not isinstance(value, float | int):
         raise SolverError("the solver claims a solution but returned no values")
     return float(value)
-
-
-def _outcome(model: Model) -> Outcome:
-    status = model.problem.sol_status
-    if status == pulp.LpSolutionOptimal:
-        return Outcome.OPTIMAL
-    if status == pulp.LpSolutionIntegerFeasible:
-        return Outcome.FEASIBLE
-    if status == pulp.LpSolutionInfeasible:
-        return Outcome.INFEASIBLE
-    return Outcome.UNKNOWN
 
 
 def _schedule(model: Model) -> Schedule:

@@ -1,9 +1,8 @@
-"""HiGHS for PuLP problems, with what PuLP's own adapter leaves out.
+"""HiGHS by its own package, with what PuLP's adapter leaves out.
 
-The model goes over in one call of arrays instead of row by row (0.1 s instead of seconds for
-100,000 rows), and what HiGHS knows comes back: dual bound, gap, its own model status. Takes an
-incumbent to start from, reports progress, and can be interrupted. Equivalent to `pulp.HiGHS`
-otherwise. `pulp.PulpSolverError` is raised where HiGHS refuses to run.
+The program goes over as arrays in one call instead of row by row, and what HiGHS knows comes back:
+dual bound, nodes, its own model status. Takes an incumbent to start from, reports progress, and can
+be interrupted.
 """
 
 from __future__ import annotations
@@ -16,6 +15,10 @@ import highspy
 import numpy as np
 import pulp
 
+from remat.errors import SolverError
+from remat.milp.outcome import Outcome
+from remat.milp.pulp_versions import Arrays
+
 Report = Callable[[float | None, float | None], None]
 """Called with (incumbent objective, dual bound); None where there is none."""
 
@@ -24,6 +27,7 @@ Report = Callable[[float | None, float | None], None]
 class HighsAnswer:
     """What HiGHS knows at the end, in units of the objective."""
 
+    outcome: Outcome
     model_status: str
     objective: float | None
     bound: float | None
@@ -31,14 +35,12 @@ class HighsAnswer:
     seconds: float
 
 
-class BulkHiGHS(pulp.LpSolver):
-    """One solve of one problem; `answer` is set by it.
+class BulkHiGHS:
+    """How to solve a program.
 
     `start` maps variables to values of an incumbent, which may leave out the continuous ones;
     `target` ends the solve at the first solution with an objective of at most that.
     """
-
-    name = "HiGHS"
 
     def __init__(
         self,
@@ -53,7 +55,6 @@ class BulkHiGHS(pulp.LpSolver):
         cancelled: Callable[[], bool] | None = None,
         options: Mapping[str, str | int | float | bool] | None = None,
     ) -> None:
-        super().__init__(mip=True, msg=False, timeLimit=time_limit)
         self.gap = gap
         self.time_limit = time_limit
         self.threads = threads
@@ -63,20 +64,17 @@ class BulkHiGHS(pulp.LpSolver):
         self.report = report
         self.cancelled = cancelled
         self.extra_options = dict(options or {})
-        self.answer: HighsAnswer | None = None
 
-    def available(self) -> bool:
-        """HiGHS is a dependency of remat."""
-        return True
-
-    def actualSolve(self, lp: pulp.LpProblem) -> int:
-        """Solve `lp`, set its variables' values, and return PuLP's status."""
-        variables = lp.variables()
+    def solve(self, program: Arrays) -> HighsAnswer:
+        """Solve it, and give its variables the values found, if any. Raises `SolverError` where
+        HiGHS refuses to run, or ends without an answer."""
+        if not program.variables:
+            return _without_columns(program)
         highs = highspy.Highs()
         self._set_options(highs)
-        _pass_model(highs, lp, variables)
+        load(highs, program)
         if self.start:
-            columns = {v: i for i, v in enumerate(variables)}
+            columns = {v: i for i, v in enumerate(program.variables)}
             known = [(columns[v], x) for v, x in self.start.items() if v in columns]
             highs.setSolution(
                 len(known),
@@ -88,8 +86,11 @@ class BulkHiGHS(pulp.LpSolver):
             # A process has one pool of HiGHS threads, and another solve has sized it differently.
             highs.setOptionValue("threads", 0)
             if highs.run() == highspy.HighsStatus.kError:
-                raise pulp.PulpSolverError("HiGHS refused to run the program")
-        return self._read(highs, lp, variables)
+                raise SolverError(
+                    "HiGHS refused to run the program; most likely the graph's sizes are too far "
+                    "from its budget, or its costs from each other"
+                )
+        return _read(highs, program)
 
     def _set_options(self, highs: highspy.Highs) -> None:
         options: dict[str, str | int | float | bool] = {
@@ -124,73 +125,63 @@ class BulkHiGHS(pulp.LpSolver):
             highs.cbMipLogging.subscribe(tell)
             highs.cbMipImprovingSolution.subscribe(tell)
 
-    def _read(
-        self, highs: highspy.Highs, lp: pulp.LpProblem, variables: list[pulp.LpVariable]
-    ) -> int:
-        status = highs.getModelStatus()
-        info = highs.getInfo()
-        solved = info.primal_solution_status == 2  # kSolutionStatusFeasible
-        if solved:
-            for variable, value in zip(variables, highs.getSolution().col_value, strict=True):
-                variable.varValue = value
-        is_mip = any(v.cat == pulp.LpInteger for v in variables)
-        objective = info.objective_function_value if solved else None
-        optimal = status == highspy.HighsModelStatus.kOptimal
-        bound = _finite(info.mip_dual_bound) if is_mip else (objective if optimal else None)
-        self.answer = HighsAnswer(
-            model_status=highs.modelStatusToString(status),
-            objective=objective,
-            bound=bound,
-            nodes=max(0, int(info.mip_node_count)) if is_mip else 0,
-            seconds=highs.getRunTime(),
-        )
-        if optimal:
-            code = (pulp.LpStatusOptimal, pulp.LpSolutionOptimal)
-        elif status == highspy.HighsModelStatus.kInfeasible:
-            code = (pulp.LpStatusInfeasible, pulp.LpSolutionInfeasible)
-        elif solved:
-            code = (pulp.LpStatusOptimal, pulp.LpSolutionIntegerFeasible)
-        else:
-            code = (pulp.LpStatusNotSolved, pulp.LpSolutionNoSolutionFound)
-        lp.assignStatus(*code)
-        return code[0]
 
-
-def _pass_model(highs: highspy.Highs, lp: pulp.LpProblem, variables: list[pulp.LpVariable]) -> None:
-    columns = {v: i for i, v in enumerate(variables)}
-    rows = lp.constraints()
-    starts: list[int] = [0]
-    indices: list[int] = []
-    coefficients: list[float] = []
-    lower: list[float] = []
-    upper: list[float] = []
-    for row in rows:
-        indices.extend(columns[v] for v in row)
-        coefficients.extend(row.values())
-        starts.append(len(indices))
-        lower.append(-highspy.kHighsInf if row.sense == pulp.LpConstraintLE else -row.constant)
-        upper.append(highspy.kHighsInf if row.sense == pulp.LpConstraintGE else -row.constant)
+def load(highs: highspy.Highs, program: Arrays) -> None:
+    """Pass the program over."""
     model = highspy.HighsLp()
-    model.num_col_ = len(variables)
-    model.num_row_ = len(rows)
-    costs = np.zeros(len(variables))
-    objective = lp.objective if lp.objective is not None else pulp.LpAffineExpression()
-    for v, cost in objective.items():
-        costs[columns[v]] = cost
-    model.col_cost_ = costs
-    model.offset_ = objective.constant
-    inf = highspy.kHighsInf
-    model.col_lower_ = np.array([-inf if v.lowBound is None else v.lowBound for v in variables])
-    model.col_upper_ = np.array([inf if v.upBound is None else v.upBound for v in variables])
-    model.row_lower_ = np.array(lower, dtype=np.float64)
-    model.row_upper_ = np.array(upper, dtype=np.float64)
+    model.num_col_ = len(program.variables)
+    model.num_row_ = len(program.rhs)
+    model.col_cost_ = program.costs
+    model.offset_ = program.offset
+    model.col_lower_ = program.lower
+    model.col_upper_ = program.upper
+    model.row_lower_ = np.where(program.senses == pulp.LpConstraintLE, -np.inf, program.rhs)
+    model.row_upper_ = np.where(program.senses == pulp.LpConstraintGE, np.inf, program.rhs)
     model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-    model.a_matrix_.start_ = np.array(starts, dtype=np.int32)
-    model.a_matrix_.index_ = np.array(indices, dtype=np.int32)
-    model.a_matrix_.value_ = np.array(coefficients, dtype=np.float64)
+    model.a_matrix_.start_ = program.starts
+    model.a_matrix_.index_ = program.indices
+    model.a_matrix_.value_ = program.coefficients
     kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
-    model.integrality_ = [kinds[v.cat == pulp.LpInteger] for v in variables]
-    highs.passModel(model)
+    model.integrality_ = [kinds[is_integer] for is_integer in program.is_integer.tolist()]
+    highs.passModel(model)  # a program that it does not take it does not run
+
+
+def _read(highs: highspy.Highs, program: Arrays) -> HighsAnswer:
+    status = highs.getModelStatus()
+    if status == highspy.HighsModelStatus.kNotset:
+        raise SolverError("HiGHS stopped without an answer")
+    info = highs.getInfo()
+    solved = info.primal_solution_status == 2  # kSolutionStatusFeasible
+    if solved:
+        values = highs.getSolution().col_value
+        for variable, value in zip(program.variables, values, strict=True):
+            variable.varValue = value
+    is_mip = bool(program.is_integer.any())
+    objective = info.objective_function_value if solved else None
+    optimal = status == highspy.HighsModelStatus.kOptimal
+    if optimal:
+        outcome = Outcome.OPTIMAL
+    elif status == highspy.HighsModelStatus.kInfeasible:
+        outcome = Outcome.INFEASIBLE
+    else:
+        outcome = Outcome.FEASIBLE if solved else Outcome.UNKNOWN
+    return HighsAnswer(
+        outcome=outcome,
+        model_status=highs.modelStatusToString(status),
+        objective=objective,
+        bound=_finite(info.mip_dual_bound) if is_mip else (objective if optimal else None),
+        nodes=max(0, int(info.mip_node_count)) if is_mip else 0,
+        seconds=highs.getRunTime(),
+    )
+
+
+def _without_columns(program: Arrays) -> HighsAnswer:
+    """HiGHS calls such a program empty and looks no further."""
+    is_equal = program.senses == pulp.LpConstraintEQ
+    is_met = np.where(is_equal, program.rhs == 0, program.senses * program.rhs <= 0).all()
+    if is_met:
+        return HighsAnswer(Outcome.OPTIMAL, "Empty", program.offset, program.offset, 0, 0.0)
+    return HighsAnswer(Outcome.INFEASIBLE, "Empty", None, None, 0, 0.0)
 
 
 def _finite(number: float) -> float | None:

@@ -35,10 +35,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 import pulp
 
 from remat.graph import Graph
+from remat.milp import pulp_versions
+from remat.milp.pulp_versions import Arrays, expression
 from remat.milp.slots import Slots
 from remat.milp.ties import Ties
 
@@ -63,6 +66,11 @@ class Model:
     cost_unit_s: float
     rows: int
     columns: int
+
+    @cached_property
+    def arrays(self) -> Arrays:
+        """What was built, as arrays."""
+        return pulp_versions.read(self.problem)
 
 
 def build(graph: Graph, slots: Slots, budget_bytes: int | None, ties: Ties | None = None) -> Model:
@@ -99,7 +107,7 @@ class _Builder:
         self.sizes = [value.size_bytes / self.unit_bytes for value in graph.values]
         self.columns = 0
         self.problem = pulp.LpProblem("rematerialization", pulp.LpMinimize)
-        self.rows: list[tuple[str, pulp.LpConstraint]] = []
+        self.rows: list[tuple[str, dict[pulp.LpVariable, float], int, float]] = []
         self.runs: dict[int, pulp.LpVariable] = {
             slot: self._run(slot) for slot, optional in enumerate(slots.optional) if optional
         }
@@ -143,10 +151,8 @@ class _Builder:
 
     def add(self, name: str, terms: dict[pulp.LpVariable, float], sense: int, rhs: float) -> None:
         """One row: terms (sense) rhs."""
-        if not self._writes:
-            return
-        expression = pulp.LpAffineExpression(terms)
-        self.rows.append((name, pulp.LpConstraint(expression, sense, rhs=rhs)))
+        if self._writes:
+            self.rows.append((name, terms, sense, rhs))
 
     def add_le(self, name: str, left: Iterable[Held], right: Iterable[Held], rhs: int = 0) -> None:
         """One row: sum(left) <= sum(right) + rhs, where known terms are folded in."""
@@ -170,7 +176,7 @@ class _Builder:
 
     def finish(self) -> Model:
         self._set_objective()
-        self.problem.extend(self.rows)
+        pulp_versions.add_rows(self.problem, self.rows)
         return Model(
             problem=self.problem,
             slots=self.slots,
@@ -270,7 +276,7 @@ class _Builder:
 
     def _set_objective(self) -> None:
         if isinstance(self.room, pulp.LpVariable):
-            self.problem.setObjective(pulp.LpAffineExpression({self.room: 1.0}))
+            self.problem.setObjective(expression({self.room: 1.0}))
             return
         unit = self._cost_unit()
         costs: dict[pulp.LpVariable, float] = {}
@@ -278,7 +284,7 @@ class _Builder:
             cost_s = self.graph.operations[self.slots.operations[slot]].cost_s
             costs[run] = costs.get(run, 0.0) + cost_s / unit
         total = self.graph.total_cost_s / unit
-        self.problem.setObjective(pulp.LpAffineExpression(costs, constant=total))
+        self.problem.setObjective(expression(costs, total))
 
     def _cost_unit(self) -> float:
         return self.graph.total_cost_s / COST_SCALE or 1.0

@@ -31,8 +31,11 @@ from itertools import pairwise
 
 import pulp
 
+from remat.errors import SolverError
 from remat.graph import Graph
+from remat.milp import pulp_versions
 from remat.milp.highs import BulkHiGHS
+from remat.milp.pulp_versions import Arrays, expression
 from remat.schedule import Schedule
 from remat.simulate import simulate
 
@@ -63,7 +66,9 @@ class Moments:
 
 def linear(graph: Graph, budget_bytes: int, operations: Sequence[int]) -> Moments | None:
     """The linear relaxation at these moments; None if nothing fits (or the solver fails)."""
-    return _solve(graph, _Relaxation(graph, budget_bytes, operations), gap=0.0, time_limit=60.0)
+    relaxation = _Relaxation(graph, budget_bytes, operations)
+    program = pulp_versions.read(relaxation.problem)
+    return _solve(graph, relaxation, program, gap=0.0, time_limit=60.0)
 
 
 def integral(
@@ -81,10 +86,9 @@ def integral(
     `known` is a schedule within the budget, to begin from.
     """
     relaxation = _Relaxation(graph, budget_bytes, operations)
-    for variable in relaxation.problem.variables():
-        variable.cat = pulp.LpInteger
+    program = pulp_versions.read(relaxation.problem).integral()
     start = None if known is None else relaxation.values(known)
-    return _solve(graph, relaxation, gap, time_limit, start, cancelled)
+    return _solve(graph, relaxation, program, gap, time_limit, start, cancelled)
 
 
 def candidates(during_bytes: tuple[int, ...], budget_bytes: int, pieces: int) -> list[int]:
@@ -102,6 +106,7 @@ def candidates(during_bytes: tuple[int, ...], budget_bytes: int, pieces: int) ->
 def _solve(
     graph: Graph,
     relaxation: _Relaxation,
+    program: Arrays,
     gap: float,
     time_limit: float,
     start: dict[pulp.LpVariable, float] | None = None,
@@ -116,11 +121,10 @@ def _solve(
         options=_OPTIONS if gap else None,
     )
     try:
-        relaxation.problem.solve(highs)
-    except pulp.PulpSolverError:
+        answer = highs.solve(program)
+    except SolverError:
         return None
-    answer = highs.answer
-    if answer is None or answer.objective is None or answer.bound is None:
+    if answer.objective is None or answer.bound is None:
         return None
     bound_s = (answer.bound - SAFETY * COST_SCALE) * relaxation.cost_unit_s
     held = tuple(
@@ -148,7 +152,7 @@ class _Relaxation:
         self.runs: list[dict[int, pulp.LpVariable]] = [{} for _ in self.moments]
         self.spans: list[_Span] = []
         self.cost_unit_s = graph.total_cost_s / COST_SCALE or 1.0
-        self._rows: list[tuple[str, pulp.LpConstraint]] = []
+        self._rows: list[tuple[str, dict[pulp.LpVariable, float], int, float]] = []
         count = len(self.moments)
         reads = [
             {v for o in graph.operations[a:b] for v in o.inputs}
@@ -160,16 +164,16 @@ class _Relaxation:
                 self._want(start, end, set[int]().union(*reads[start:end]))
             self._room(start, budget_bytes)
         self.problem.setObjective(
-            pulp.LpAffineExpression(
+            expression(
                 {
                     run: graph.operations[op].cost_s / self.cost_unit_s
                     for window in self.runs
                     for op, run in window.items()
                 },
-                constant=graph.total_cost_s / self.cost_unit_s,
+                graph.total_cost_s / self.cost_unit_s,
             )
         )
-        self.problem.extend(self._rows)
+        pulp_versions.add_rows(self.problem, self._rows)
 
     def values(self, schedule: Schedule) -> dict[pulp.LpVariable, float]:
         """This schedule as a solution."""
@@ -264,6 +268,4 @@ class _Relaxation:
         return runs[op]
 
     def _row(self, terms: dict[pulp.LpVariable, float], at_least: float) -> None:
-        expression = pulp.LpAffineExpression(terms)
-        constraint = pulp.LpConstraint(expression, pulp.LpConstraintGE, rhs=at_least)
-        self._rows.append((f"row{len(self._rows)}", constraint))
+        self._rows.append((f"row{len(self._rows)}", terms, pulp.LpConstraintGE, at_least))

@@ -16,6 +16,7 @@ from typing import Any
 import pulp
 
 from remat.errors import SolverError
+from remat.milp.pulp_versions import CBC_REMEDY
 
 LEAST_GAP = 1e-9
 """Asked for instead of 0, which some of PuLP's classes take for the solver's default (1e-4)."""
@@ -35,7 +36,7 @@ class Family:
 HIGHS = Family("HiGHS", ("HiGHS",), "pip install highspy")
 FAMILIES = (
     HIGHS,
-    Family("CBC", ("PULP_CBC_CMD", "COIN_CMD"), "install a PuLP that bundles CBC, or `cbc`"),
+    Family("CBC", ("PULP_CBC_CMD", "COIN_CMD"), CBC_REMEDY),
     Family("Gurobi", ("GUROBI", "GUROBI_CMD"), "pip install gurobipy, and a licence"),
     Family("CPLEX", ("CPLEX_PY", "CPLEX_CMD"), "pip install cplex, and a licence"),
     Family("SCIP", ("SCIP_PY", "SCIP_CMD"), "pip install pyscipopt"),
@@ -65,14 +66,17 @@ def family(name: str) -> Family:
     for known in FAMILIES:
         if wanted == known.name.casefold():
             return known
+    owner = next((f for f in FAMILIES if wanted in map(str.casefold, f.classes)), None)
     found = _classes().get(wanted)
-    if found is None:
-        names = ", ".join(known.name for known in FAMILIES)
-        classes = ", ".join(sorted(cls.name for cls in _classes().values()))
-        raise SolverError(f"no solver is called {name!r}; use {names}. PuLP knows {classes}")
-    owner = next((known for known in FAMILIES if found.name in known.classes), None)
-    remedy = "see PuLP's manual" if owner is None else owner.remedy
-    return Family(found.name, (found.name,), remedy)
+    if found is not None:
+        remedy = "see PuLP's manual" if owner is None else owner.remedy
+        return Family(found.name, (found.name,), remedy)
+    if owner is not None:
+        # A class that this PuLP has not: another one of the family will do.
+        return owner
+    names = ", ".join(known.name for known in FAMILIES)
+    classes = ", ".join(sorted(cls.name for cls in _classes().values()))
+    raise SolverError(f"no solver is called {name!r}; use {names}. PuLP knows {classes}")
 
 
 def open_solver(

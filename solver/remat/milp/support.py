@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pulp
-
+from remat.errors import SolverError
 from remat.graph import Graph
 from remat.milp import model
 from remat.milp.highs import BulkHiGHS
@@ -32,14 +31,12 @@ def support(
     """The slots that the relaxation uses, as a schedule: a hint for `slots.recombined`, which need
     not fit the budget. None if no relaxed schedule fits, or the time was too short."""
     program = model.build(graph, slots, budget_bytes)
-    for variable in program.problem.variables():
-        variable.cat = pulp.LpContinuous
     highs = BulkHiGHS(gap=0.0, time_limit=time_limit, threads=1, cancelled=cancelled)
     try:
-        program.problem.solve(highs)
-    except pulp.PulpSolverError:
+        answer = highs.solve(program.arrays.relaxed())
+    except SolverError:
         return None
-    if highs.answer is None or highs.answer.bound is None:
+    if answer.bound is None:
         return None
     return slots.schedule(
         slot for slot, run in program.runs.items() if (run.varValue or 0.0) > _NOT_AT_ALL

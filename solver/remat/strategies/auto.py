@@ -9,6 +9,7 @@ from typing import Literal
 
 from remat.graph import Graph
 from remat.milp import slots
+from remat.milp.pulp_solvers import require
 from remat.milp.slots import Slots
 from remat.progress import Cancel, ProgressCallback
 from remat.schedule import Schedule
@@ -67,7 +68,10 @@ class Auto:
         progress: ProgressCallback | None = None,
         cancel: Cancel | None = None,
     ) -> Solution:
-        """The cheapest schedule within the budget, or the one with the smallest peak."""
+        """The cheapest schedule within the budget, or the one with the smallest peak. Raises
+        `SolverError` if the solver is missing and no schedule is known to begin from."""
+        if start is None:
+            require(self.solver)
 
         def solve(graph: Graph, start: Schedule | None, time_limit: float) -> Solution:
             search = NearSearch(

@@ -16,6 +16,9 @@ from remat.schedule import Schedule
 Stats = dict[str, str | int | float]
 """Flat facts about a solve; keys that end in `_s` are seconds."""
 
+FAILURES = ("solver_error", "search_error")
+"""Of `Stats`: why a solver backend, and why a part of the search, failed on the way."""
+
 BoundScope = Literal["slots", "order", "all orders"]
 """For which space a bound is proved: the slots offered (with small values kept throughout, where
 `stats` names `reserve_bytes` for them), every schedule of the graph's order, or every schedule at
@@ -36,6 +39,11 @@ class Solution:
     bound_scope: BoundScope = "slots"
     proved: bool = False
     stats: Stats = field(default_factory=dict[str, str | int | float])
+
+    @property
+    def failure(self) -> Stats:
+        """What `stats` say of a solver, or a part of the search, that failed on the way."""
+        return {key: why for key, why in self.stats.items() if key in FAILURES}
 
 
 class Strategy(Protocol):

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import pulp
-
 from remat.errors import RematError, SolverError, SolverTimeout
 from remat.graph import Graph
+from remat.milp import pulp_versions
 from remat.milp.highs import BulkHiGHS, HighsAnswer
+from remat.milp.outcome import Outcome
 from remat.progress import Cancel, ProgressCallback
 from remat.schedule import Schedule
 from remat.simulate import measure
@@ -45,7 +45,8 @@ class CheckmateMilp:
         cancel: Cancel | None = None,
     ) -> Solution:
         """The cheapest schedule within the budget, or the one with the smallest peak. Raises
-        `RematError` for a graph that is too large, `InfeasibleBudget`, `SolverTimeout`."""
+        `RematError` for a graph that is too large, `InfeasibleBudget`, `SolverTimeout`, and
+        `SolverError` where HiGHS fails and keeping everything does not fit."""
         del start, progress
         if len(graph) > self.max_operations:
             raise RematError(
@@ -57,8 +58,14 @@ class CheckmateMilp:
         limit = budget_bytes
         for attempt in range(_TIGHTENINGS):
             program = Program(graph, limit)
-            answer = self._solve(program, cancel)
-            if program.problem.sol_status == pulp.LpSolutionInfeasible and budget_bytes is not None:
+            try:
+                answer = self._solve(program, cancel)
+            except SolverError as error:
+                keep_all = Schedule.keep_all(graph)
+                if budget_bytes is not None and measure(graph, keep_all)[0] > budget_bytes:
+                    raise
+                return Solution(keep_all, stats={"solver_error": str(error)})
+            if answer.outcome is Outcome.INFEASIBLE and budget_bytes is not None:
                 smallest_bytes = measure(graph, self.run(graph, None, cancel=cancel).schedule)[0]
                 reason = "no schedule of this order of the operations fits"
                 raise infeasible(graph, budget_bytes, smallest_bytes, reason, proved=attempt == 0)
@@ -72,7 +79,7 @@ class CheckmateMilp:
             schedule = program.schedule()
             over_bytes = 0 if limit is None else measure(graph, schedule)[0] - (budget_bytes or 0)
             if limit is None or over_bytes <= 0:
-                is_proved = program.problem.sol_status == pulp.LpSolutionOptimal and attempt == 0
+                is_proved = answer.outcome is Outcome.OPTIMAL and attempt == 0
                 stats: dict[str, str | int | float] = {
                     "solver": "HiGHS",
                     "columns": len(program.problem.variables()),
@@ -93,12 +100,6 @@ class CheckmateMilp:
             cancelled=None if cancel is None else cancel.is_set,
         )
         try:
-            program.problem.solve(highs)
-        except pulp.PulpSolverError as error:  # its coefficients, most likely
-            raise SolverError(
-                f"{error}: the graph's sizes are too far from its budget, or its costs from each "
-                "other; use Auto"
-            ) from None
-        if highs.answer is None or highs.answer.model_status == "Not Set":
-            raise SolverError("HiGHS stopped without an answer")
-        return highs.answer
+            return highs.solve(pulp_versions.read(program.problem))
+        except SolverError as error:
+            raise SolverError(f"{error}; use Auto") from None

@@ -28,6 +28,8 @@ from __future__ import annotations
 import pulp
 
 from remat.graph import Graph
+from remat.milp import pulp_versions
+from remat.milp.pulp_versions import expression
 from remat.schedule import Schedule
 
 _Term = pulp.LpVariable | int
@@ -46,7 +48,7 @@ class Program:
         self.unit_bytes = 1 << max(0, most.bit_length() - 11)
         self.sizes = [value.size_bytes / self.unit_bytes for value in graph.values]
         self.problem = pulp.LpProblem("checkmate", pulp.LpMinimize)
-        self._rows: list[pulp.LpConstraint] = []
+        self._rows: list[tuple[str, dict[pulp.LpVariable, float], int, float]] = []
         self.room: float | pulp.LpVariable = (
             self.problem.add_variable("b", 0)
             if budget_bytes is None
@@ -59,7 +61,7 @@ class Program:
             self._dependencies(t)
             self._memory(t)
         if isinstance(self.room, pulp.LpVariable):
-            self.problem.setObjective(pulp.LpAffineExpression({self.room: 1.0}))
+            self.problem.setObjective(expression({self.room: 1.0}))
         else:
             costs = {
                 run: graph.operations[k].cost_s / self._cost_unit_s()
@@ -68,8 +70,8 @@ class Program:
                 if isinstance(run, pulp.LpVariable)
             }
             total = graph.total_cost_s / self._cost_unit_s()
-            self.problem.setObjective(pulp.LpAffineExpression(costs, constant=total))
-        self.problem.extend((f"c{i}", row) for i, row in enumerate(self._rows))
+            self.problem.setObjective(expression(costs, total))
+        pulp_versions.add_rows(self.problem, self._rows)
 
     def schedule(self) -> Schedule:
         """R, read row by row."""
@@ -170,8 +172,7 @@ class Program:
         if not variables and sense == pulp.LpConstraintLE and rhs < 0:
             variables[self._variable(f"none{len(self._rows)}", pulp.LpContinuous, 0)] = 1.0
         if variables:
-            expression = pulp.LpAffineExpression(variables)
-            self._rows.append(pulp.LpConstraint(expression, sense, rhs=rhs))
+            self._rows.append((f"c{len(self._rows)}", variables, sense, rhs))
 
     def _cost_unit_s(self) -> float:
         return self.graph.total_cost_s / 1000 or 1.0

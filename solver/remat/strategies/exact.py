@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from remat.graph import Graph
 from remat.milp import slots
+from remat.milp.pulp_solvers import require
 from remat.progress import Cancel, ProgressCallback
 from remat.schedule import Schedule
 from remat.strategies.base import Solution
@@ -40,7 +41,10 @@ class Exact:
         progress: ProgressCallback | None = None,
         cancel: Cancel | None = None,
     ) -> Solution:
-        """The cheapest schedule within the budget, or the one with the smallest peak."""
+        """The cheapest schedule within the budget, or the one with the smallest peak. Raises
+        `SolverError` if the solver is missing and no schedule is known to begin from."""
+        if start is None:
+            require(self.solver)
         search = Search(
             graph,
             self,

@@ -16,17 +16,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-import pulp
 
 from remat.errors import InfeasibleBudget, RematError, SolverError, SolverTimeout
 from remat.graph import Graph
 from remat.milp import model, slots
 from remat.milp.highs import BulkHiGHS
 from remat.milp.model import Model
+from remat.milp.outcome import Outcome
 from remat.progress import Cancel, ProgressCallback
 from remat.schedule import Schedule
 from remat.simulate import measure
-from remat.strategies.base import Solution
+from remat.strategies.base import Solution, Stats
 from remat.strategies.checkpointed import cheapest
 from remat.strategies.infeasible import infeasible
 from remat.strategies.rounding import held_shares, rounded
@@ -63,8 +63,9 @@ class LpRounding:
         cancel: Cancel | None = None,
     ) -> Solution:
         """The cheapest fitting rounding of the first allowance with one; the bound is the
-        relaxation's. Raises `RematError` for a graph that is too large, `InfeasibleBudget`, and
-        `SolverTimeout` where the relaxation takes too long."""
+        relaxation's. Raises `RematError` for a graph that is too large, `InfeasibleBudget`,
+        `SolverTimeout` where the relaxation takes too long, and `SolverError` where HiGHS fails
+        before a rounding fits."""
         del start, progress
         if len(graph) > self.max_operations:
             raise RematError(
@@ -74,13 +75,17 @@ class LpRounding:
             )
         until = time.monotonic() + self.time_limit
         if budget_bytes is None:
-            return cheapest(graph, None, self._least(graph, until, cancel), name=self.name)
+            failures: list[SolverError] = []
+            candidates = self._least(graph, until, cancel, failures)
+            found = cheapest(graph, None, candidates, name=self.name)
+            return Solution(found.schedule, stats={**found.stats, **_told(failures)})
         return self._within(graph, budget_bytes, until, cancel)
 
     def _within(
         self, graph: Graph, budget_bytes: int, until: float, cancel: Cancel | None
     ) -> Solution:
         bound_s: float | None = None
+        failures: list[SolverError] = []
         peaks_bytes: list[int] = []
 
         def best_of(candidates: Iterator[tuple[str, Schedule]]) -> Solution | None:
@@ -93,7 +98,11 @@ class LpRounding:
         for allowance in self.allowances:
             room = budget_bytes - graph.constant_bytes
             limit = graph.constant_bytes + int(room * (1 - allowance))
-            relaxed, least_s = self._relax(graph, limit, until, cancel)
+            try:
+                relaxed, least_s = self._relax(graph, limit, until, cancel)
+            except SolverError as error:
+                failures.append(error)
+                break
             if relaxed is None:
                 break
             bound_s = least_s if bound_s is None else bound_s
@@ -102,9 +111,12 @@ class LpRounding:
                 is_best = measure(graph, found.schedule)[1] <= bound_s * (1 + 1e-9)
                 return Solution(found.schedule, bound_s, "order", is_best, found.stats)
         # A rounding of the least relaxed peak may fit where none of the above did.
-        found = best_of(self._least(graph, until, cancel))
+        found = best_of(self._least(graph, until, cancel, failures))
         if found is not None:
-            return Solution(found.schedule, bound_s, "order", stats=found.stats)
+            stats = {**found.stats, **_told(failures)}
+            return Solution(found.schedule, bound_s, "order", stats=stats)
+        if failures:
+            raise failures[0]
         reason = "no rounding of the relaxation fits, whatever the allowance"
         if bound_s is None:
             reason = "even the relaxation has no solution"
@@ -112,17 +124,25 @@ class LpRounding:
         raise infeasible(graph, budget_bytes, min(peaks_bytes), reason, proved=is_proved)
 
     def _least(
-        self, graph: Graph, until: float, cancel: Cancel | None
+        self, graph: Graph, until: float, cancel: Cancel | None, failures: list[SolverError]
     ) -> Iterator[tuple[str, Schedule]]:
-        """Roundings for a small peak, the least relaxed peak and a little more as the budget."""
+        """Roundings for a small peak, the least relaxed peak and a little more as the budget; ends
+        where HiGHS fails."""
         yield "nothing dropped", Schedule.keep_all(graph)
-        relaxed, least_bytes = self._relax(graph, None, until, cancel)
+        try:
+            relaxed, least_bytes = self._relax(graph, None, until, cancel)
+        except SolverError as error:
+            failures.append(error)
+            return
         assert relaxed is not None, "some budget is feasible"
         yield from self._roundings(graph, relaxed, "least relaxed peak")
         try:
             limit = graph.constant_bytes + math.ceil(least_bytes * (1 + _MORE))
             relaxed, _ = self._relax(graph, limit, until, cancel)
         except SolverTimeout:
+            return
+        except SolverError as error:
+            failures.append(error)
             return
         if relaxed is not None:
             yield from self._roundings(graph, relaxed, f"least relaxed peak and {_MORE:.0%}")
@@ -133,30 +153,22 @@ class LpRounding:
         """The solved relaxation (None if it has no solution) with its least time in seconds or, if
         there is no limit, its least peak in bytes without constant memory."""
         relaxed = model.build(graph, slots.complete(graph), limit_bytes)
-        for variable in relaxed.problem.variables():
-            variable.cat = pulp.LpContinuous
         left = max(0.1, until - time.monotonic())
         is_cancelled = None if cancel is None else cancel.is_set
         highs = BulkHiGHS(gap=0.0, time_limit=left, threads=self.threads, cancelled=is_cancelled)
         try:
-            relaxed.problem.solve(highs)
-        except pulp.PulpSolverError as error:  # its coefficients, most likely
-            raise SolverError(
-                f"{error}: the graph's sizes are too far from its budget, or its costs from each "
-                "other; use Auto"
-            ) from None
-        if relaxed.problem.sol_status == pulp.LpSolutionInfeasible:
+            answer = highs.solve(relaxed.arrays.relaxed())
+        except SolverError as error:
+            raise SolverError(f"{error}; use Auto") from None
+        if answer.outcome is Outcome.INFEASIBLE:
             return None, 0.0
-        if highs.answer is None or highs.answer.model_status == "Not Set":
-            raise SolverError("HiGHS stopped without an answer")
-        objective = highs.answer.objective
-        if relaxed.problem.sol_status != pulp.LpSolutionOptimal or objective is None:
+        if answer.outcome is not Outcome.OPTIMAL or answer.objective is None:
             raise SolverTimeout(
                 f"the relaxation of {len(graph)} operations, {relaxed.rows:,} rows, was not solved "
                 f"in {self.time_limit:g} s, or cancelled: raise `time_limit`, or use Auto"
             )
         unit = relaxed.unit_bytes if limit_bytes is None else relaxed.cost_unit_s
-        return relaxed, objective * unit
+        return relaxed, answer.objective * unit
 
     def _roundings(
         self, graph: Graph, relaxed: Model, where: str
@@ -170,3 +182,7 @@ class LpRounding:
             # again what the other holds throughout.
             draw = random.random((1, shares.shape[1]) if sample % 2 else shares.shape)
             yield f"{where}, sample {sample}", rounded(graph, shares > np.minimum(draw, 0.999))
+
+
+def _told(failures: list[SolverError]) -> Stats:
+    return {"solver_error": str(failures[0])} if failures else {}

@@ -106,7 +106,8 @@ def least_peak(
     found = replace(found, schedule=back(found.schedule))
     kept = solve(graph, start, left)
     best = min(found, kept, key=lambda s: measure(graph, s.schedule)[0])
-    return replace(best, stats={**best.stats, "order_s": seconds})
+    failure = {**kept.failure, **found.failure}
+    return replace(best, stats={**failure, **best.stats, "order_s": seconds})
 
 
 def _effort(graph: Graph, time_limit: float) -> int:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
+from remat.errors import SolverError
 from remat.graph import Graph
 from remat.milp import backends, model
 from remat.milp.backends import Answer, Outcome
@@ -54,7 +55,8 @@ class Programs:
     """Runs programs for one search; `stats` are the facts gathered so far.
 
     `stall` ends a run that has not moved for this many seconds, `peak_gap` is the relative gap at
-    which a small peak is good enough.
+    which a small peak is good enough. A solver that fails, however it does, is asked no more:
+    `failure` then says how, and every program is answered by what is known without it.
     """
 
     graph: Graph
@@ -89,7 +91,7 @@ class Programs:
         budget_now = budget_bytes
         for _ in range(_TIGHTENINGS):
             began = time.monotonic()
-            if self.is_cancelled() or began + self._overhead_s(slots) > self.deadline:
+            if self.is_over() or began + self._overhead_s(slots) > self.deadline:
                 break
             program = self._build(slots, budget_now)
             if self._is_too_late(program):
@@ -140,6 +142,8 @@ class Programs:
     ) -> Schedule | None:
         """What the program finds where slots are tied, not verified; None if nothing. It says
         nothing about other schedules."""
+        if self.failure:
+            return None
         began = time.monotonic()
         program = model.build(self.graph, ties.slots, budget_bytes, ties)
         self.clock("model_s", began)
@@ -161,10 +165,11 @@ class Programs:
         self, slots: Slots, incumbent: Schedule, time_limit: float, target_bytes: int | None = None
     ) -> tuple[Answer, float | None]:
         """The program's answer, and the bound on the peak in bytes that it proves."""
+        if self.failure:
+            return _nothing("the solver failed before"), None
         program = self._build(slots, None)
         if self._is_too_late(program):
-            message = "no time for the program"
-            return Answer(Outcome.UNKNOWN, None, None, None, 0, 0.0, message), None
+            return _nothing("no time for the program"), None
         constant, unit = self.graph.constant_bytes, program.unit_bytes
         target = None if target_bytes is None else (target_bytes - constant) / unit
         excluded = threading.Event()
@@ -222,18 +227,23 @@ class Programs:
         done: Callable[[], bool],
         target: float | None = None,
     ) -> Answer:
-        answer = backends.run(
-            program,
-            solver=self.options.solver,
-            gap=gap,
-            time_limit=max(0.1, time_limit),
-            threads=self.options.threads,
-            seed=self.options.seed,
-            incumbent=incumbent,
-            target=target,
-            report=report,
-            cancelled=lambda: done() or self.is_cancelled(),
-        )
+        began = time.monotonic()
+        try:
+            answer = backends.run(
+                program,
+                solver=self.options.solver,
+                gap=gap,
+                time_limit=max(0.1, time_limit),
+                threads=self.options.threads,
+                seed=self.options.seed,
+                incumbent=incumbent,
+                target=target,
+                report=report,
+                cancelled=lambda: done() or self.is_cancelled(),
+            )
+        except SolverError as error:
+            self.stats["solver_error"] = str(error)
+            answer = _nothing("failed", time.monotonic() - began)
         self.stats["solver_s"] = float(self.stats.get("solver_s", 0.0)) + answer.seconds
         self.stats["nodes"] = answer.nodes
         self.stats["solver_message"] = answer.message
@@ -281,9 +291,22 @@ class Programs:
         """Whether the caller asked for an end."""
         return self.cancel is not None and self.cancel.is_set()
 
+    @property
+    def failure(self) -> str:
+        """How the solver failed; "" where it did not."""
+        return str(self.stats.get("solver_error", ""))
+
+    def is_over(self) -> bool:
+        """Whether no program will be answered any more."""
+        return self.is_cancelled() or bool(self.failure)
+
     def clock(self, phase: str, began: float) -> None:
         """Add the time since `began` to a phase's."""
         self.stats[phase] = float(self.stats.get(phase, 0.0)) + time.monotonic() - began
+
+
+def _nothing(message: str, seconds: float = 0.0) -> Answer:
+    return Answer(Outcome.UNKNOWN, None, None, None, 0, seconds, message)
 
 
 def _is_done(stall: Stall, enough: Callable[[float], bool]) -> bool:

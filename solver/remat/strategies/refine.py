@@ -57,7 +57,7 @@ def refine(
         time_s = programs.time(schedule)
         proved = bound_s is not None and time_s - bound_s <= gap * time_s
         late = time.monotonic() >= programs.deadline
-        return proved or late or enough(time_s) or programs.is_cancelled()
+        return proved or late or enough(time_s) or programs.is_over()
 
     while not is_over():
         schedule = min(schedule, pursuit.best, key=programs.time)
@@ -109,6 +109,8 @@ def sift(
     enough: Callable[[float], bool],
 ) -> Schedule:
     """A schedule at most as dear, out of what it and the relaxation over the slots run again."""
+    if programs.is_over():
+        return schedule
     until = time.monotonic() + time_limit
     used = support(
         programs.graph,

@@ -15,13 +15,12 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from remat.budget import format_bytes
-from remat.errors import RematError, SolverTimeout
+from remat.errors import RematError, SolverError, SolverTimeout
 from remat.graph import Graph
 from remat.milp.advice import Advisor
 from remat.milp.backends import Answer, Outcome
 from remat.milp.bound import least_peak_bytes
 from remat.milp.incumbent import Rated, fitting, polish, prune, smallest
-from remat.milp.pulp_solvers import require
 from remat.milp.slots import Slots
 from remat.progress import Cancel, ProgressCallback
 from remat.schedule import Schedule
@@ -79,7 +78,6 @@ class Search:
         stall: float = math.inf,
         peak_gap: float = 0.0,
     ) -> None:
-        require(options.solver)
         self.graph = graph
         self.options = options
         self.offer = offer
@@ -243,6 +241,12 @@ class Search:
             return best
         if programs.is_cancelled():
             raise RematError("the solve was cancelled before any schedule was known")
+        if programs.failure:
+            raise SolverError(
+                f"{programs.failure}. No schedule within {format_bytes(budget_bytes)} is known "
+                f"without it; the smallest peak found is {programs.peak(best):,} bytes: a budget "
+                "of that needs no solver"
+            )
         is_optimum = outcome is Outcome.OPTIMAL and self.peak_gap == 0
         if slots.complete and (is_optimum or bound > budget_bytes * (1 + 1e-6)):
             # The run above may have ended as soon as the budget was excluded.

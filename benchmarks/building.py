@@ -1,0 +1,80 @@
+"""CPU seconds to build the program over slots at half of the memory, and to pass it to HiGHS.
+
+    python -m benchmarks.traced --models resnet152 --cache traces
+    python -m benchmarks.building traces/resnet152.trace.json
+
+Needs no torch. To compare versions of PuLP, run it with each by turns: see docs/decisions/0016.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import math
+import statistics
+import time
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+
+import highspy
+
+from remat.graph import Graph
+from remat.milp import incumbent, model
+from remat.milp.highs import load
+from remat.milp.slots import Slots
+from remat.milp.start import start_values
+from remat.schedule import Schedule
+from remat.simulate import measure
+from remat.strategies import Auto
+from remat.trace import Trace
+
+
+def offered(path: Path) -> tuple[Graph, Slots, int, Schedule]:
+    """A trace's graph, the slots that `Auto` offers, a budget, and a schedule within it."""
+    graph = Trace.load(path).graph()
+    budget_bytes = measure(graph, Schedule.keep_all(graph))[0] // 2
+    known = incumbent.fitting(graph, budget_bytes, effort=1)[0].schedule
+    return graph, Auto()._offer(graph, [known], math.inf), budget_bytes, known
+
+
+def silent() -> highspy.Highs:
+    """HiGHS that prints nothing."""
+    highs = highspy.Highs()
+    highs.setOptionValue("output_flag", False)
+    return highs
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """One line for each trace: medians."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.building", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("traces", nargs="+", type=Path)
+    parser.add_argument("--repeat", type=int, default=3)
+    options = parser.parse_args(argv)
+    print(f"PuLP {metadata.version('pulp')}; CPU seconds, medians of {options.repeat}")
+    for path in options.traces:
+        graph, slots, budget_bytes, known = offered(path)
+        program = model.build(graph, slots, budget_bytes)
+        spent: dict[str, list[float]] = {"build": [], "pass": [], "start": []}
+        for _ in range(options.repeat):
+            gc.collect()
+            clock = [time.process_time()]
+            program = model.build(graph, slots, budget_bytes)
+            clock.append(time.process_time())
+            load(silent(), program.arrays)
+            clock.append(time.process_time())
+            start_values(program, known)
+            clock.append(time.process_time())
+            for name, before, after in zip(spent, clock, clock[1:], strict=False):
+                spent[name].append(after - before)
+        medians = ", ".join(f"{name} {statistics.median(s):.2f}" for name, s in spent.items())
+        print(
+            f"{path.name}: {len(graph):,} operations, {program.rows:,} rows, "
+            f"{program.columns:,} columns, {len(program.arrays.indices):,} entries: {medians}"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
