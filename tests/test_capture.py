@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import runpy
+from pathlib import Path
+
 import pytest
 import torch
 from tests.models import FAMILIES, PLAIN, Mlp, Norms, Tied
@@ -75,6 +78,35 @@ def test_a_capture_changes_nothing() -> None:
         assert type(value) is torch.Tensor
         assert torch.equal(value, before[name])
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+BRANCH = """
+from statistics import median
+
+from torch import nn
+
+
+class Branch(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.linear(x)
+        return y * median([y.sum(), y.max()])
+"""
+
+
+@pytest.mark.parametrize("folder", ["project", "remat", "torch", "remat/torch", "site-packages"])
+def test_a_project_may_be_in_a_folder_of_any_name(folder: str, tmp_path: Path) -> None:
+    """The line is found by where torch, remat and Python lie, not by a word in its path."""
+    file = tmp_path / folder / "branch.py"
+    file.parent.mkdir(parents=True)
+    file.write_text(BRANCH)
+    module = runpy.run_path(str(file))
+    with pytest.raises(remat.TraceError) as caught:
+        remat.trace(module["Branch"](), torch.randn(2, 4))
+    assert f"captured at {file}:14 (in forward: return y * median" in str(caught.value)
 
 
 class Branch(nn.Module):

@@ -11,6 +11,7 @@ import contextlib
 import inspect
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from remat.errors import RematError, TraceError
 from remat.frontend.constants import ConstantFolding
 from remat.frontend.flat import Flat
+from remat.frontend.frames import is_machinery
 from remat.frontend.joint import read_joint
 from remat.frontend.meta import placed
 from remat.frontend.pytree import flatten
@@ -173,9 +175,9 @@ def _diagnose(model: nn.Module, error: Exception) -> str:
 
 
 def _place(error: Exception) -> str:
-    """The innermost line of the traceback that is the user's own."""
+    """The innermost line of the traceback that is the model's."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if "/torch/" not in f.filename and "/remat/" not in f.filename]
+    own = [frame for frame in frames if not is_machinery(Path(frame.filename))]
     if not own:
         return "an unknown line"
     frame = own[-1]
