@@ -40,7 +40,8 @@ class OutputInfo:
 
 
 class Flat(nn.Module):
-    """`model` behind flat arguments; `info` tells what it returned."""
+    """`model` behind flat arguments; `info` tells what it returned, `held` which parameters it has,
+    by all of their names: while it is captured, others are in their places."""
 
     def __init__(self, model: nn.Module, inputs: Structure, outputs: str | Sequence[str]) -> None:
         super().__init__()
@@ -48,6 +49,7 @@ class Flat(nn.Module):
         self.inputs = inputs
         self.wanted = outputs
         self.info = OutputInfo()
+        self.held = dict(model.named_parameters(remove_duplicate=False))
 
     def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
         args, kwargs = unflatten(self.inputs, leaves)

@@ -135,7 +135,7 @@ class _Reader:
         tensor = node.meta["val"]
         if not isinstance(tensor, torch.Tensor):
             raise TraceError(f"the step needs {node.name}, which is no tensor but {tensor!r}")
-        real = self.flat.model.get_parameter(target) if kind == "parameter" else None
+        real = self.flat.held[target] if kind == "parameter" else None
         if (first := self._tied.get(id(real))) is not None:
             self._arguments[node] = Ref(first.name)
             self._placeholder_of[kind, target] = first
@@ -159,7 +159,7 @@ class _Reader:
     def _aliases(self, real: torch.Tensor | None, target: str) -> tuple[str, ...]:
         if real is None:
             return ()
-        names = self.flat.model.named_parameters(remove_duplicate=False)
+        names = self.flat.held.items()
         return tuple(name for name, p in names if p is real and name != target)
 
     def _read_constant(self, node: fx.Node) -> None:
