@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from remat.arguments import Argument, Ref
 from remat.errors import TraceError
 from remat.frontend.draft import Draft, tensor_meta
+from remat.frontend.fakes import correct_fakes
 from remat.frontend.flat import MODULE_KEY, Flat
 from remat.frontend.gradients import own_gradients
 from remat.frontend.memory import library_bytes
@@ -47,6 +48,7 @@ def read_joint(
 ) -> Trace:
     """The Trace of a joint graph that `aot_export_joint_with_descriptors` made of `flat`."""
     module.graph.eliminate_dead_code()
+    correct_fakes(module.graph)
     reader = _Reader(module, flat)
     reader.read()
     draft = reader.draft
