@@ -9,7 +9,7 @@ import logging
 import pytest
 import torch
 from tests.harness import assert_same, eager_step, run_step
-from tests.models import FAMILIES, PLAIN, Mlp, Norms, TwoHeads
+from tests.models import FAMILIES, PLAIN, Case, Mlp, Norms, TwoHeads
 from torch import nn
 
 import remat
@@ -154,6 +154,8 @@ def test_dropout_replays_whatever_the_generator_did_since() -> None:
     reference = copy.deepcopy(model)
     gm = optimized(model, "min")
     x = torch.randn(64, 32)
+    gm(x)
+    assert any(s.random == "replay" for s in gm.program.backward)
     for seed in (11, 12, 13):
         for m in (gm, reference):
             m.zero_grad()
@@ -183,6 +185,34 @@ def test_evaluation_and_no_grad_run_the_model_itself() -> None:
     assert not loss.requires_grad
     torch.manual_seed(1)
     assert torch.equal(loss, model(x)["loss"].detach())
+
+
+def test_a_submodule_in_evaluation_is_planned_for() -> None:
+    """Its dropout is off; the plan that was made for it in training would run it on."""
+    torch.manual_seed(0)
+    case = PLAIN["mlp"]()
+    reference = copy.deepcopy(case.model)
+    gm = optimized(case.model, "90%", case.args, case.kwargs)
+    for training in (True, False, True):
+        case.model.dropout.train(training)
+        reference.dropout.train(training)
+        assert_same(run_step(gm, case), run_step(reference, case), tolerance=0.0)
+        exceptions = () if training else ("dropout",)
+        assert gm.program.environment.training_exceptions == exceptions
+
+
+def test_another_dtype_is_planned_for() -> None:
+    torch.manual_seed(0)
+    model = Mlp()
+    reference = copy.deepcopy(model)
+    gm = optimized(model, "90%", (torch.randn(64, 32),))
+    for name in ("float32", "float64", "bfloat16", "float64"):
+        dtype = getattr(torch, name)
+        gm.to(dtype)
+        reference.to(dtype)
+        case = Case(model, (torch.randn(64, 32, dtype=dtype),), loss=lambda out: out["loss"])
+        assert_same(run_step(gm, case), run_step(reference, case), tolerance=0.0)
+        assert {p.tensor.dtype for p in gm.program.placeholders} == {name}
 
 
 def test_a_model_in_eval_mode_can_be_planned_so() -> None:
@@ -319,6 +349,10 @@ def test_a_lowered_program_checks_its_calls() -> None:
     lowered = remat.lower(gm.program, model)
     with pytest.raises(remat.GuardError, match=r"shape \(65, 32\) instead of \(64, 32\)"):
         lowered(torch.randn(65, 32))
+    with pytest.raises(remat.GuardError, match="dtype float64 instead of float32"):
+        lowered(torch.randn(64, 32, dtype=torch.float64))
+    with pytest.raises(remat.GuardError, match="dtype float64 instead of float32"):
+        remat.lower(gm.program, copy.deepcopy(model).double())
     with pytest.raises(remat.GuardError, match="structure or in a Python value"):
         lowered(torch.randn(64, 32), scale=2.0)
     with (
