@@ -101,32 +101,26 @@ def test_views_are_written_again_where_they_are_read(net: Trace) -> None:
 
 
 def test_views_of_a_recomputed_value_look_into_the_new_copy(net: Trace) -> None:
-    """Every view of what ran again, directly or through another view, and all it is made from."""
-    program = again(net)
-    graph = net.graph()
-    rerun = {
-        r.name
-        for op in range(graph.boundary or 0)
-        if graph.operations[op].recomputable
-        for r in net.operations[op].results
-    }
-    first = {b.name for s in program.forward for b in s.results}
-    views = {r.name: node for node in net.nodes if node.view for r in node.results}
-    seen: set[str] = set()
+    """Whatever is read is, or looks into, the latest copy of what was computed."""
+    program = again(net, times=2)
+    is_view = {r.name: node.view for node in net.nodes for r in node.results}
+    latest: dict[str, str] = {}  # what was computed -> the variable of its latest copy
+    copy_of: dict[str, tuple[str, str]] = {}  # variable -> what it is or looks into, which copy
+    looked: set[tuple[str, str]] = set()
     for statement in program.backward:
+        sources = [copy_of[variable] for variable in reads(statement) if variable in copy_of]
+        for made, variable in sources:
+            assert latest[made] == variable, statement
         for bound in statement.results:
             name = bound.name.split("__")[0]
-            if name not in views:
-                continue
-            (source,) = refs(views[name].args)
-            (read,) = reads(statement)
-            assert read.split("__")[0] == source
-            while source in views:
-                (source,) = refs(views[source].args)
-            if source in rerun:
-                assert read not in first
-                seen.add(statement.target)
-    assert {"aten.view.default", "aten.transpose.int", "aten._unsafe_view.default"} <= seen
+            if not is_view[name]:
+                latest[name] = bound.name
+                copy_of[bound.name] = (name, bound.name)
+            elif sources:
+                (copy_of[bound.name],) = sources
+                looked.add((statement.target, bound.name))
+    for target in ("aten.view.default", "aten.transpose.int", "aten._unsafe_view.default"):
+        assert len([name for seen, name in looked if seen == target]) >= 2, "one in each round"
 
 
 def test_a_batch_norm_moves_its_statistics_once(net: Trace) -> None:
@@ -223,7 +217,7 @@ def test_accumulation_adds_each_gradient_as_soon_as_it_is_there(net: Trace) -> N
     extra = program.predicted_peak_bytes - keep_all(net).predicted_peak_bytes
     gradients = sum(p.tensor.shape[0] * (p.tensor.stride[0] if p.tensor.stride else 1) * 4
                     for p in trace.placeholders if p.name in owners)  # fmt: skip
-    assert extra <= gradients
+    assert 0 < extra <= gradients
 
 
 def test_tied_parameters_have_one_gradient() -> None:
