@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -164,3 +165,18 @@ def test_cuda_runs_native_dropout_as_eager_mode_does() -> None:
     targets = [node.target for node in remat.trace(*traced_args(case)).nodes]
     assert "aten.native_dropout.default" in targets
     assert "aten.native_dropout_backward.default" in targets
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["turned before", "in place, turned", "coins", "alpha"])
+def test_cuda_draws_as_eager_mode_does(name: str) -> None:
+    case = case_of(LAYOUTS[name], device="cuda")
+    gm = remat.optimize(copy.deepcopy(case.model), "100%", case.args, costs=remat.Roofline("h200"))
+    losses = []
+    for model in (case.model, gm):
+        torch.manual_seed(3)
+        losses.append(model(*case.args))
+        losses[-1].backward()
+    assert torch.equal(*losses)
+    for mine, theirs in zip(gm.parameters(), case.model.parameters(), strict=True):
+        assert torch.allclose(mine.grad, theirs.grad)
