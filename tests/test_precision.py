@@ -36,10 +36,10 @@ def in_mode(case: Case, mode: str) -> Case:
     return case
 
 
-# Their losses are computed outside of the model, and come to it in another layout.
-ALL = {
-    name: make for name, make in (FAMILIES | PLAIN).items() if name not in ("two-heads", "alias")
-}
+# The losses of two are computed outside of the model, one has nothing to compute again, and one is
+# another in autocast.
+OTHERS = {"two-heads", "alias", "weights", "mlp-bf16"}
+ALL = {name: make for name, make in (FAMILIES | PLAIN).items() if name not in OTHERS}
 QUICK = ("mlp", "norms", "tied", "shared", "mlp-input-grad")
 ROUNDED = {("unet", "float32"), ("unet", "float64")}
 """One bias, summed in another order: the last bit."""
