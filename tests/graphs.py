@@ -118,3 +118,38 @@ def tight_cases(
     high = simulate(graph, Schedule.keep_all(graph)).peak_bytes
     assume(low < high)
     return graph, draw(st.integers(low, high - 1))
+
+
+@st.composite
+def training_graphs(draw: st.DrawFn, max_operations: int = 6) -> Graph:
+    """Graphs of a forward and its backward, on most of which recomputing lowers the peak: the
+    backward of an operation reads its output and the gradient before it, forward operations mostly
+    may run again, and some values are read once more, somewhere."""
+    depth = max_operations // 2
+    sizes = st.integers(1, 60)
+    values = [Value(f"v{i}", draw(sizes)) for i in range(depth)]
+    values += [Value(f"g{i}", draw(sizes)) for i in reversed(range(depth))]
+    operations: list[Operation] = []
+    for op in range(2 * depth):
+        source = op if op < depth else 2 * depth - 1 - op
+        inputs = {op - 1} if 0 < op < depth else {source} if op >= depth else set()
+        inputs |= {op - 1} if op > depth else set()
+        inputs |= {draw(st.integers(0, op - 1))} if op and draw(st.integers(0, 3)) == 3 else set()
+        operations.append(
+            Operation(
+                name=f"op{op}",
+                inputs=tuple(sorted(inputs)),
+                outputs=(op,),
+                cost_s=float(draw(st.integers(0, 5))),
+                workspace_bytes=draw(st.sampled_from((0, 0, 0, 1, 3))),
+                backward=op >= depth,
+                recomputable=op < depth and draw(st.integers(0, 4)) < 4,
+            )
+        )
+    return Graph(
+        tuple(operations),
+        tuple(values),
+        results=frozenset({2 * depth - 1, *draw(st.sampled_from(((), (), (), (0,), (1,))))}),
+        constant_bytes=draw(st.sampled_from((0, 0, 5))),
+        boundary=depth,
+    )

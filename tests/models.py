@@ -168,6 +168,18 @@ class Tied(nn.Module):
         return self.second(torch.relu(self.first(x))).square().mean()
 
 
+class Shared(nn.Module):
+    """One block under two names, with batch norm and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        block = nn.Sequential(nn.Linear(24, 24), nn.BatchNorm1d(24), nn.Dropout(0.2))
+        self.body = nn.Sequential(block, nn.Tanh(), block)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x).square().mean()
+
+
 class Norms(nn.Module):
     """Batch norm, in-place ReLU and dropout, a buffer that counts and one that is replaced."""
 
@@ -264,6 +276,7 @@ PLAIN: dict[str, Callable[[], Case]] = {
         Mlp(), (_x(64, 32),), loss=lambda out: out["loss"], autocast=torch.bfloat16
     ),
     "tied": lambda: Case(Tied(), (_x(64, 24),), loss=lambda out: out),
+    "shared": lambda: Case(Shared(), (_x(128, 24),), loss=lambda out: out),
     "norms": lambda: Case(Norms(), (_x(8, 3, 12, 12),), loss=lambda out: out),
     "two-heads": lambda: Case(
         TwoHeads(), (_x(64, 16),), loss=lambda out: out.first.sum() + out.second.square().mean()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import runpy
+from pathlib import Path
+
 import pytest
 import torch
-from tests.models import FAMILIES, PLAIN, Mlp, Norms, Tied
+from tests.models import FAMILIES, PLAIN, Mlp, Norms, Shared, Tied
 from torch import nn
 
 import remat
@@ -75,6 +78,64 @@ def test_a_capture_changes_nothing() -> None:
         assert type(value) is torch.Tensor
         assert torch.equal(value, before[name])
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+BRANCH = """
+from statistics import median
+
+from torch import nn
+
+
+class Branch(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.linear(x)
+        return y * median([y.sum(), y.max()])
+"""
+
+
+@pytest.mark.parametrize("folder", ["project", "remat", "torch", "remat/torch", "site-packages"])
+def test_a_project_may_be_in_a_folder_of_any_name(folder: str, tmp_path: Path) -> None:
+    """The line is found by where torch, remat and Python lie, not by a word in its path."""
+    file = tmp_path / folder / "branch.py"
+    file.parent.mkdir(parents=True)
+    file.write_text(BRANCH)
+    module = runpy.run_path(str(file))
+    with pytest.raises(remat.TraceError) as caught:
+        remat.trace(module["Branch"](), torch.randn(2, 4))
+    assert f"captured at {file}:14 (in forward: return y * median" in str(caught.value)
+
+
+def test_a_block_under_two_names_keeps_its_parameters() -> None:
+    model = Shared()
+    before = list(model.named_parameters(remove_duplicate=False))
+    trace = remat.trace(model, torch.randn(4, 24))
+    after = list(model.named_parameters(remove_duplicate=False))
+    assert all(a[0] == b[0] and a[1] is b[1] for a, b in zip(before, after, strict=True))
+    targets = {p.target: p.aliases for p in trace.placeholders if p.kind == "parameter"}
+    assert targets["body.0.0.weight"] == ("body.2.0.weight",)
+    assert len(targets) == 4
+
+
+def test_what_a_forward_adds_to_its_module_is_gone_after_a_failed_capture() -> None:
+    class Remembers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if "seen" not in self._buffers:
+                self.register_buffer("seen", x.detach().mean())
+            return (self.linear(x) - self.seen).sum()
+
+    model = Remembers()
+    with pytest.raises(remat.TraceError, match="cannot be captured"):
+        remat.trace(model, torch.randn(2, 4))
+    assert not dict(model.named_buffers())
+    assert model(torch.randn(2, 4)).requires_grad
 
 
 class Branch(nn.Module):

@@ -17,9 +17,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.models import FAMILIES, PLAIN, Case
+from torch.fx.graph import _illegal_names
 
 import remat
+from remat.documents import check_variable
 from remat.errors import DocumentError, RematError
+from remat.program import Statement
 
 CASES = {name: make for name, make in (PLAIN | FAMILIES).items() if name not in ("mlp-bf16", "t5")}
 SMALL = ("tied", "norms", "two-heads", "mlp")
@@ -170,6 +173,11 @@ FORGED: list[tuple[str, object, str]] = [
         for name in ("a;import os", "__class__", "lambda", "", "a b", "a\n", "é", "x" * 201)
     ),
     *(
+        (place, name, "generated code has another use of it")
+        for place in (NAME, "placeholders.0.name", "forward.0.args.0.ref", "saved.0")
+        for name in ("self", "torch", "args_list", "args_iter", "device", "next")
+    ),
+    *(
         ("forward.0.target", target, "not of the form")
         for target in ("os.system", "torch.load", "", "a.b.c.d", "aten.x;y.z", "__main__.a.b")
     ),
@@ -236,6 +244,15 @@ def test_forged(path: str, value: object, message: str) -> None:
             remat.Program.from_json(changed(tied(), path, value)), documents("tied")[0].model
         )
     assert len(str(caught.value)) < 2000
+
+
+def test_what_generated_code_uses_names_no_variable() -> None:
+    """A variable of such a name would be called in place of what the name means there."""
+    for name in (*_illegal_names, "self", "args_list", "args_iter"):
+        with pytest.raises(ValueError, match="not a plain identifier"):
+            check_variable(name)
+    call = {"target": "aten.empty.memory_format", "args": [[2]], "kwargs": {"device": None}}
+    assert Statement.model_validate_json(json.dumps(call)).kwargs == {"device": None}
 
 
 def nested(depth: int, kind: str) -> dict[str, Any]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
-from tests.models import PLAIN
+from tests.harness import assert_same, eager_step, run_step
+from tests.models import PLAIN, Case
 from torch import nn
 
 import remat
@@ -98,12 +101,26 @@ def test_views_are_written_again_where_they_are_read(net: Trace) -> None:
 
 
 def test_views_of_a_recomputed_value_look_into_the_new_copy(net: Trace) -> None:
-    program = again(net)
-    fresh = {b.name for s in program.backward if s.rerun for b in s.results}
-    looks = [s for s in program.backward if s.target in view_targets(net)]
-    assert any(reads(s) & fresh for s in looks)
-    first = {b.name for s in program.forward for b in s.results}
-    assert not fresh & first
+    """Whatever is read is, or looks into, the latest copy of what was computed."""
+    program = again(net, times=2)
+    is_view = {r.name: node.view for node in net.nodes for r in node.results}
+    latest: dict[str, str] = {}  # what was computed -> the variable of its latest copy
+    copy_of: dict[str, tuple[str, str]] = {}  # variable -> what it is or looks into, which copy
+    looked: set[tuple[str, str]] = set()
+    for statement in program.backward:
+        sources = [copy_of[variable] for variable in reads(statement) if variable in copy_of]
+        for made, variable in sources:
+            assert latest[made] == variable, statement
+        for bound in statement.results:
+            name = bound.name.split("__")[0]
+            if not is_view[name]:
+                latest[name] = bound.name
+                copy_of[bound.name] = (name, bound.name)
+            elif sources:
+                (copy_of[bound.name],) = sources
+                looked.add((statement.target, bound.name))
+    for target in ("aten.view.default", "aten.transpose.int", "aten._unsafe_view.default"):
+        assert len([name for seen, name in looked if seen == target]) >= 2, "one in each round"
 
 
 def test_a_batch_norm_moves_its_statistics_once(net: Trace) -> None:
@@ -200,7 +217,7 @@ def test_accumulation_adds_each_gradient_as_soon_as_it_is_there(net: Trace) -> N
     extra = program.predicted_peak_bytes - keep_all(net).predicted_peak_bytes
     gradients = sum(p.tensor.shape[0] * (p.tensor.stride[0] if p.tensor.stride else 1) * 4
                     for p in trace.placeholders if p.name in owners)  # fmt: skip
-    assert extra <= gradients
+    assert 0 < extra <= gradients
 
 
 def test_tied_parameters_have_one_gradient() -> None:
@@ -227,6 +244,48 @@ def test_variables_of_reruns_have_names_of_their_own(net: Trace) -> None:
     names = [b.name for s in program.backward for b in s.results]
     assert len(names) == len(set(names))
     assert any(name.endswith("__4") for name in names)
+
+
+class Returned(nn.Module):
+    """Returns its first activation, which the end of the backward reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        first = h = torch.tanh(self.layers[0](x))
+        for layer in self.layers[1:]:
+            h = torch.tanh(layer(h))
+        return h.square().mean(), first
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_an_output_that_is_computed_again_stays_the_first_copy(where: str) -> None:
+    """Somebody outside holds the first copy to the end: a second one that is read in its place is
+    memory that the plan knows nothing of."""
+    torch.manual_seed(0)
+    case = Case(Returned(), (torch.randn(64, 32),), loss=lambda out: out[0])
+    trace = traced(case.model, *case.args)
+    graph = trace.graph()
+    assert graph.boundary is not None
+    held = trace.storage_of[trace.outputs[1].name]
+    (op, made) = next(
+        (i, r.name)
+        for i, node in enumerate(trace.operations)
+        for r in (node.results if node else ())
+        if r.storage == held
+    )
+    runs = list(range(len(graph)))
+    runs.insert(graph.boundary + (where == "backward"), op)
+    program = remat.rewrite(trace, remat.Schedule(tuple(runs)))
+    (again,) = [s for s in (*program.forward, *program.backward) if s.rerun]
+    assert again.target == "aten.tanh.default"
+    assert not again.results
+    assert made in program.saved
+    step = run_step(remat.lower(program, copy.deepcopy(case.model)), case)
+    assert_same(step, eager_step(case), tolerance=0.0)
+    assert step.peak_bytes == program.predicted_peak_bytes
 
 
 def test_schedules_that_are_none(net: Trace) -> None:

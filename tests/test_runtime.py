@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import io
 import logging
+from itertools import combinations
 
 import pytest
 import torch
 from tests.harness import assert_same, eager_step, run_step
-from tests.models import FAMILIES, PLAIN, Mlp, Norms, TwoHeads
+from tests.models import FAMILIES, PLAIN, Case, Mlp, Norms, TwoHeads
 from torch import nn
 
 import remat
@@ -99,6 +100,7 @@ def test_hooks_and_autograd_grad_see_every_gradient() -> None:
     reference.layers[1].weight.register_hook(lambda g: seen["reference"].append(g))
     for m in (gm, reference):
         m(x)["loss"].backward()  # accumulates
+    assert [len(gradients) for gradients in seen.values()] == [1, 1]
     assert torch.equal(seen["gm"][0], seen["reference"][0])
     before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     wanted = list(model.layers[1].parameters())
@@ -119,6 +121,7 @@ def test_retain_graph_runs_the_backward_twice() -> None:
     first = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     loss.backward()
+    assert len(first) == 6
     for name, gradient in first.items():
         assert torch.equal(gradient, model.get_parameter(name).grad)
     with pytest.raises(RuntimeError, match="second time"):
@@ -154,6 +157,8 @@ def test_dropout_replays_whatever_the_generator_did_since() -> None:
     reference = copy.deepcopy(model)
     gm = optimized(model, "min")
     x = torch.randn(64, 32)
+    gm(x)
+    assert any(s.random == "replay" for s in gm.program.backward)
     for seed in (11, 12, 13):
         for m in (gm, reference):
             m.zero_grad()
@@ -183,6 +188,34 @@ def test_evaluation_and_no_grad_run_the_model_itself() -> None:
     assert not loss.requires_grad
     torch.manual_seed(1)
     assert torch.equal(loss, model(x)["loss"].detach())
+
+
+def test_a_submodule_in_evaluation_is_planned_for() -> None:
+    """Its dropout is off; the plan that was made for it in training would run it on."""
+    torch.manual_seed(0)
+    case = PLAIN["mlp"]()
+    reference = copy.deepcopy(case.model)
+    gm = optimized(case.model, "90%", case.args, case.kwargs)
+    for training in (True, False, True):
+        case.model.dropout.train(training)
+        reference.dropout.train(training)
+        assert_same(run_step(gm, case), run_step(reference, case), tolerance=0.0)
+        exceptions = () if training else ("dropout",)
+        assert gm.program.environment.training_exceptions == exceptions
+
+
+def test_another_dtype_is_planned_for() -> None:
+    torch.manual_seed(0)
+    model = Mlp()
+    reference = copy.deepcopy(model)
+    gm = optimized(model, "90%", (torch.randn(64, 32),))
+    for name in ("float32", "float64", "bfloat16", "float64"):
+        dtype = getattr(torch, name)
+        gm.to(dtype)
+        reference.to(dtype)
+        case = Case(model, (torch.randn(64, 32, dtype=dtype),), loss=lambda out: out["loss"])
+        assert_same(run_step(gm, case), run_step(reference, case), tolerance=0.0)
+        assert {p.tensor.dtype for p in gm.program.placeholders} == {name}
 
 
 def test_a_model_in_eval_mode_can_be_planned_so() -> None:
@@ -233,32 +266,29 @@ def test_what_changed_is_planned_for() -> None:
     """Autocast, a frozen parameter, a Python value, an input that now requires a gradient."""
     torch.manual_seed(0)
     model = Mlp(dropout=0.0)
-    gm = optimized(model)
-    x = torch.randn(64, 32)
-    gm(x)["loss"].backward()
     reference = copy.deepcopy(model)
-    reference.zero_grad()
+    gm = optimized(model)
+    programs = []
 
-    def compare(**kwargs: float) -> None:
-        gm.zero_grad()
-        reference.zero_grad()
-        gm(x, **kwargs)["loss"].backward()
-        reference(x, **kwargs)["loss"].backward()
-        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
-            assert (p.grad is None) == (q.grad is None)
-            assert p.grad is None or torch.allclose(p.grad, q.grad)
+    def compare(autocast: torch.dtype | None = None, grad: bool = False, **kwargs: float) -> None:
+        x = torch.randn(64, 32, requires_grad=grad)
+        case = Case(model, (x,), kwargs, loss=lambda out: out["loss"], autocast=autocast)
+        found, eager = run_step(gm, case), run_step(reference, case)
+        assert_same(found, eager, tolerance=0.0)
+        assert len(found.input_gradients) == grad
+        programs.append(gm.program)
 
+    compare()
     compare(scale=3.0)
     for m in (model, reference):
         m.layers[2].requires_grad_(False)
         m.layers[0].requires_grad_(True)
     compare()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        compare()
-        assert gm(x)["hidden"].dtype == reference(x)["hidden"].dtype
-    x.requires_grad_(True)
-    compare()
-    assert x.grad is not None
+    compare(autocast=torch.bfloat16)
+    compare(grad=True)
+    assert all(a != b for a, b in combinations(programs, 2))
+    compare(autocast=torch.bfloat16)
+    assert programs[-1] is programs[3]
 
 
 def test_a_gradient_at_an_output_that_was_not_planned_is_refused() -> None:
@@ -319,6 +349,10 @@ def test_a_lowered_program_checks_its_calls() -> None:
     lowered = remat.lower(gm.program, model)
     with pytest.raises(remat.GuardError, match=r"shape \(65, 32\) instead of \(64, 32\)"):
         lowered(torch.randn(65, 32))
+    with pytest.raises(remat.GuardError, match="dtype float64 instead of float32"):
+        lowered(torch.randn(64, 32, dtype=torch.float64))
+    with pytest.raises(remat.GuardError, match="dtype float64 instead of float32"):
+        remat.lower(gm.program, copy.deepcopy(model).double())
     with pytest.raises(remat.GuardError, match="structure or in a Python value"):
         lowered(torch.randn(64, 32), scale=2.0)
     with (

@@ -322,6 +322,18 @@ def test_the_cause_is_kept() -> None:
     assert "'code/train.py:bare' is a function" in text
 
 
+def test_whose_line_it_is() -> None:
+    """The user's is where packages are not looked for, whatever the folders above are called."""
+    write("site-packages/torch/train.py", SCRIPT)
+    write("site-packages/torch/helper.py", HELPER)
+    said = problem("site-packages/torch/train.py:deep")
+    assert "deep failed: site-packages/torch/helper.py:2: KeyError" in said
+    sys.path.insert(0, str(Path.cwd() / "env/site-packages"))
+    write("env/site-packages/library.py", HELPER)
+    write("calls.py", "import library\ndef make():\n    return library.broken()\n")
+    assert "calls.py:make failed: calls.py:3: KeyError" in problem("calls.py:make")
+
+
 def test_a_script_hides_no_module() -> None:
     """Its name may be that of a module that is loaded."""
     write("json.py", "import torch\ndef make(): return torch.nn.Linear(2, 2), torch.ones(1, 2)\n")

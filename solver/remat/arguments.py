@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 from pydantic import PlainSerializer, PlainValidator
 
-from remat.documents import check_identifier
+from remat.documents import check_identifier, check_variable
 
 MAX_TEXT = 100_000
 LITERAL_KINDS = ("dtype", "device", "layout", "memory_format")
@@ -89,7 +89,7 @@ def _decode_object(data: dict[str, object], depth: int) -> Argument:
     if depth <= 16 and len(data) == 1:
         kind, told = next(iter(data.items()))
         if kind == "ref" and isinstance(told, str):
-            return Ref(check_identifier(told))
+            return Ref(check_variable(told))
         if kind == "float" and told in ("inf", "-inf", "nan"):
             return float(told)
         if kind == "complex" and isinstance(told, (list, tuple)) and len(told) == 2:

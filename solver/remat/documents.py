@@ -1,11 +1,12 @@
 """What every JSON document of remat shares: versioning, strict validation, safe names, files.
 
 Documents are data only: no pickle, no code. A name that ends up in generated source (fx turns
-node names into Python) must be a plain identifier; see `check_identifier`.
+node names into Python) must be a plain identifier; see `check_variable`.
 """
 
 from __future__ import annotations
 
+import builtins
 import gzip
 import json
 import keyword
@@ -33,7 +34,11 @@ from remat.errors import DocumentError
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,199}")
 _TARGET = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\.[A-Za-z_][A-Za-z0-9_]*\.[A-Za-z_][A-Za-z0-9_]*")
 
-_OF_GENERATED_CODE = frozenset({"self", "torch", "args_list", "args_iter"})
+_OF_GENERATED_CODE = frozenset(dir(builtins)) | {
+    *("self", "args_list", "args_iter"),
+    *("torch", "device", "inf", "nan", "NoneType", "fx_pytree", "pytree"),
+}
+"""Names that mean something else in the source that fx generates; fx itself never gives them."""
 
 MAX_BYTES = 256 << 20
 """No document is larger; that of a model with a hundred layers takes about 10 MB."""
@@ -49,13 +54,23 @@ _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxdict, _SHORT.maxlist, _SHORT.maxstring = 2, 3, 3, 80
 
 
-@lru_cache(maxsize=1 << 16)
+@lru_cache(maxsize=1 << 12)
 def check_identifier(name: str) -> str:
-    """`name` itself, if it may become a Python variable of generated code."""
-    reserved = keyword.iskeyword(name) or name.startswith("__") or name in _OF_GENERATED_CODE
+    """`name` itself, if it may name a keyword argument in generated code."""
+    reserved = keyword.iskeyword(name) or name.startswith("__")
     if reserved or not _IDENTIFIER.fullmatch(name):
         raise ValueError(f"{name[:80]!r} is not a plain identifier")
     return name
+
+
+@lru_cache(maxsize=1 << 16)
+def check_variable(name: str) -> str:
+    """`name` itself, if it may become a variable of generated code."""
+    if name in _OF_GENERATED_CODE:
+        raise ValueError(
+            f"{name!r} is not a plain identifier: generated code has another use of it"
+        )
+    return check_identifier(name)
 
 
 @lru_cache(maxsize=1 << 12)
@@ -66,7 +81,7 @@ def check_target(target: str) -> str:
     return target
 
 
-Identifier = Annotated[str, AfterValidator(check_identifier)]
+Identifier = Annotated[str, AfterValidator(check_variable)]
 Target = Annotated[str, AfterValidator(check_target)]
 Path_ = Annotated[str, StringConstraints(max_length=1000, pattern=r"^[^\x00-\x1f\x7f]*$")]
 """A dotted path that is only ever looked up or shown, never executed."""

@@ -10,6 +10,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from math import prod
 
+from remat.arguments import Ref
 from remat.budget import format_bytes, parse_budget
 from remat.errors import BudgetError
 from remat.graph import Graph
@@ -22,7 +23,7 @@ from remat.trace import Trace
 
 _ROWS = 12
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
-_DROPOUT = "aten.native_dropout.default"
+_DROPOUT = "aten.native_dropout_backward.default"  # both ways; see remat.frontend.dropout
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,11 +240,10 @@ def _with_eager_masks(trace: Trace) -> Trace:
         return trace
     storages = list(trace.storages)
     for node in trace.nodes:
-        if node.target == _DROPOUT and node.results:
-            kept = node.results[0].tensor
-            wide = prod(kept.shape) * item_bytes(kept.dtype)
-            for mask in node.results[1:]:
-                storages[mask.storage] = max(storages[mask.storage], wide)
+        mask = node.args[1] if node.target == _DROPOUT and not node.backward else None
+        if isinstance(mask, Ref):
+            dropped = node.results[0].tensor
+            storages[trace.storage_of[mask.name]] = prod(dropped.shape) * item_bytes(dropped.dtype)
     return trace.replace(storages=tuple(storages))
 
 

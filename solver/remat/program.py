@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from remat.arguments import Args, Kwargs, Ref, refs
-from remat.documents import Document, Identifier, Path_, Record, Target, check_identifier
+from remat.documents import Document, Identifier, Path_, Record, Target, check_variable
 from remat.structure import Structure
 from remat.trace import ACCUMULATE, Environment, Gradient, Output, Placeholder
 
@@ -134,7 +134,7 @@ def _check_statements(where: str, statements: tuple[Statement, ...], defined: se
         if unknown := sorted(used - known):
             raise ValueError(f"{where} statement {number} reads {unknown[0]}, which is not there")
         if statement.random == "save":
-            define(number, check_identifier(statement.state))
+            define(number, check_variable(statement.state))
         for bound in statement.results:
             define(number, bound.name)
     return known

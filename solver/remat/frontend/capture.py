@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import threading
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,13 +20,18 @@ from torch import nn
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
 from remat.errors import RematError, TraceError
+from remat.frontend.as_eager import as_eager
 from remat.frontend.constants import ConstantFolding
 from remat.frontend.flat import Flat
+from remat.frontend.frames import is_machinery
 from remat.frontend.joint import read_joint
 from remat.frontend.meta import placed
 from remat.frontend.pytree import flatten
 from remat.frontend.surroundings import checkpointing_disabled, observe, restored
 from remat.trace import Trace
+
+_ALONE = threading.RLock()
+"""A capture changes what all threads share: how torch dispatches, its configuration, generators."""
 
 
 def trace(
@@ -48,13 +55,14 @@ def trace(
     check_differentiable(model, args, kwargs)
     _refuse_wrong_captures(model)
     environment = observe(model)
-    with contextlib.ExitStack() as stack:
+    with _ALONE, contextlib.ExitStack() as stack:
         args, kwargs = stack.enter_context(placed(model, args, kwargs))
         leaves, inputs = flatten((args, kwargs), "the example inputs ")
         flat = Flat(model, inputs, differentiate)
         stack.enter_context(torch.enable_grad())
         stack.enter_context(restored(model))
         stack.enter_context(checkpointing_disabled())
+        stack.enter_context(as_eager(flat.casts))
         graph_module = _joint(stack, flat, leaves)
         return read_joint(graph_module, flat, inputs, environment)
 
@@ -173,9 +181,9 @@ def _diagnose(model: nn.Module, error: Exception) -> str:
 
 
 def _place(error: Exception) -> str:
-    """The innermost line of the traceback that is the user's own."""
+    """The innermost line of the traceback that is the model's."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if "/torch/" not in f.filename and "/remat/" not in f.filename]
+    own = [frame for frame in frames if not is_machinery(Path(frame.filename))]
     if not own:
         return "an unknown line"
     frame = own[-1]

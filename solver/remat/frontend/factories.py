@@ -7,7 +7,6 @@ import importlib.util
 import inspect
 import os
 import sys
-import sysconfig
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 from torch import nn
 
 from remat.errors import RematError, TraceError, one_line
+from remat.frontend.frames import is_users
 
 Call = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 
@@ -194,18 +194,10 @@ def _where(error: BaseException, file: Path | None = None) -> str:
     step = error.__traceback__
     while step is not None:
         path = Path(step.tb_frame.f_code.co_filename)
-        if path == file or _is_users(path):
+        if path == file or is_users(path):
             found = f"{_shown(path)}:{step.tb_lineno}: "
         step = step.tb_next
     return found
-
-
-def _is_users(path: Path) -> bool:
-    """Neither installed, nor Python's own, nor remat's."""
-    if not path.is_absolute() or {"site-packages", "dist-packages"} & set(path.parts):
-        return False
-    known = (sysconfig.get_path("stdlib"), Path(__file__).parents[1])
-    return not any(path.is_relative_to(place) for place in known)
 
 
 def _shown(path: Path) -> str:

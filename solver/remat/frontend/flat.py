@@ -22,6 +22,7 @@ import torch.fx.traceback
 from torch import nn
 
 from remat.errors import TraceError
+from remat.frontend.casts import Casts
 from remat.frontend.pytree import flatten, unflatten
 from remat.frontend.surroundings import buffers_by_module
 from remat.structure import Structure
@@ -40,7 +41,8 @@ class OutputInfo:
 
 
 class Flat(nn.Module):
-    """`model` behind flat arguments; `info` tells what it returned."""
+    """`model` behind flat arguments; `info` tells what it returned, `held` which parameters it has,
+    by all of their names: while it is captured, others are in their places."""
 
     def __init__(self, model: nn.Module, inputs: Structure, outputs: str | Sequence[str]) -> None:
         super().__init__()
@@ -48,10 +50,13 @@ class Flat(nn.Module):
         self.inputs = inputs
         self.wanted = outputs
         self.info = OutputInfo()
+        self.casts = Casts()
+        self.held = dict(model.named_parameters(remove_duplicate=False))
 
     def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
         args, kwargs = unflatten(self.inputs, leaves)
         before = buffers_by_module(self.model)
+        self.casts.begin([*self._tied(), *([leaf] for leaf in leaves)])
         with labelled(self.model):
             returned = self.model(*args, **kwargs)
         _write_back_buffers(self.model, before)
@@ -66,6 +71,15 @@ class Flat(nn.Module):
             _own(tensor if wanted else tensor.detach(), owned)
             for tensor, wanted in zip(tensors, chosen, strict=True)
         )
+
+    def _tied(self) -> Iterator[list[torch.Tensor]]:
+        """What is in the places of each parameter now."""
+        names: dict[int, list[str]] = {}
+        for name, parameter in self.held.items():
+            names.setdefault(id(parameter), []).append(name)
+        now = dict(self.model.named_parameters(remove_duplicate=False))
+        for tied in names.values():
+            yield [now[name] for name in tied]
 
 
 def _differentiated(

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from remat.arguments import Argument, Ref
 from remat.errors import TraceError
 from remat.frontend.draft import Draft, tensor_meta
+from remat.frontend.fakes import correct_fakes
 from remat.frontend.flat import MODULE_KEY, Flat
 from remat.frontend.gradients import own_gradients
 from remat.frontend.memory import library_bytes
@@ -47,6 +48,7 @@ def read_joint(
 ) -> Trace:
     """The Trace of a joint graph that `aot_export_joint_with_descriptors` made of `flat`."""
     module.graph.eliminate_dead_code()
+    correct_fakes(module.graph)
     reader = _Reader(module, flat)
     reader.read()
     draft = reader.draft
@@ -135,7 +137,7 @@ class _Reader:
         tensor = node.meta["val"]
         if not isinstance(tensor, torch.Tensor):
             raise TraceError(f"the step needs {node.name}, which is no tensor but {tensor!r}")
-        real = self.flat.model.get_parameter(target) if kind == "parameter" else None
+        real = self.flat.held[target] if kind == "parameter" else None
         if (first := self._tied.get(id(real))) is not None:
             self._arguments[node] = Ref(first.name)
             self._placeholder_of[kind, target] = first
@@ -159,7 +161,7 @@ class _Reader:
     def _aliases(self, real: torch.Tensor | None, target: str) -> tuple[str, ...]:
         if real is None:
             return ()
-        names = self.flat.model.named_parameters(remove_duplicate=False)
+        names = self.flat.held.items()
         return tuple(name for name, p in names if p is real and name != target)
 
     def _read_constant(self, node: fx.Node) -> None:

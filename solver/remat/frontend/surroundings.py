@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.utils.checkpoint
@@ -79,20 +80,22 @@ def checkpointing_disabled() -> Iterator[None]:
 
 @contextmanager
 def restored(model: nn.Module) -> Iterator[None]:
-    """Leave buffers and random generators as they were: a capture computes on fake tensors, but
-    the model's own code may assign to buffers or draw a seed."""
-    buffers = [
-        (module, name, buffer)
+    """Leave parameters, buffers and random generators as they were: a capture computes on fake
+    tensors, but the model's own code may assign to buffers or draw a seed, and torch forgets to
+    give the parameters back of a module that has two names."""
+    held: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        (table, dict(table))
         for module in model.modules()
-        for name, buffer in module._buffers.items()
+        for table in (module._parameters, module._buffers)
     ]
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     try:
         with torch.random.fork_rng(devices=devices):
             yield
     finally:
-        for module, name, buffer in buffers:
-            module._buffers[name] = buffer
+        for table, before in held:
+            table.clear()
+            table.update(before)
 
 
 def buffers_by_module(model: nn.Module) -> dict[tuple[nn.Module, str], torch.Tensor | None]:
