@@ -14,7 +14,6 @@ from fastapi.sse import EventSourceResponse, ServerSentEvent
 
 from remat.wire import JobPage, JobView, State
 from remat_server.auth import Owner
-from remat_server.problems import ServiceProblem
 from remat_server.routes.common import JobId, Store, no_job, problems, reference
 from remat_server.store import events, jobs
 from remat_server.store.database import Database
@@ -35,12 +34,13 @@ def list_jobs(
     owner: Owner,
     store: Store,
     status: State | None = None,
-    cursor: Annotated[str | None, Query(max_length=20)] = None,
+    cursor: Annotated[
+        str | None,
+        Query(pattern="^[0-9]{1,20}$", description="What `next` of the page before says"),
+    ] = None,
     limit: Annotated[int, Query(ge=1, le=200)] = 50,
 ) -> JobPage:
     """Your jobs, newest first."""
-    if cursor is not None and not (cursor.isascii() and cursor.isdigit()):
-        raise ServiceProblem(422, "`cursor` is what `next` of the page before it says")
     before = None if cursor is None else min(int(cursor), 2**62)
     with store.read() as connection:
         found, more = jobs.views(connection, owner, status, before, limit)
