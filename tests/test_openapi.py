@@ -48,11 +48,7 @@ BOUNDED: dict[str, Any] = {
     "suppress_health_check": list(HealthCheck),
     "phases": (Phase.explicit, Phase.generate),
 }
-SERVER = {
-    "REMAT_SOLVE_LIMIT_S": "3600",
-    "REMAT_REQUESTS_PER_MINUTE": "1000000",
-    "REMAT_CONCURRENT_SOLVES": "1",
-}
+SERVER = {"REMAT_SOLVE_LIMIT_S": "3600", "REMAT_REQUESTS_PER_MINUTE": "1000000"}
 
 CONFIG = """
 hooks = "{hooks}"
