@@ -32,8 +32,6 @@ from tests.server import HARD, Server, chain, finished
 
 import remat
 from remat.strategies.registry import STRATEGIES
-from remat_server.store import keys
-from remat_server.store.database import Database
 
 CHECKS = [
     not_a_server_error,
@@ -71,10 +69,7 @@ def closed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, s
     """A server that needs a key, and a key."""
     directory = tmp_path_factory.mktemp("closed")
     with servers.running(directory, **SERVER) as running:
-        database = Database(f"sqlite:///{directory / 'jobs.sqlite'}")
-        with database.write() as connection:
-            _, key = keys.add(connection, "test")
-        database.close()
+        key = running.add_key("test")
         with running.http() as http:
             servers.wait_for(lambda: http.get("/jobs").status_code == 401)
         yield running, key
