@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 from benchmarks.service import jobs
 from benchmarks.service.kill import worker_of
+from sqlalchemy import update
 from tests import server as servers
 from tests.server import HARD, chain, finished, post, solving_processes, wait_for
 
 import remat
+from remat_server.messages import Task
+from remat_server.store.database import Database, now
+from remat_server.store.tables import jobs as jobs_table
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +56,63 @@ def test_kill_of_server_and_worker_loses_nothing(tmp_path: Path, plan: remat.Pla
     finally:
         server.process.kill()
         server.process.wait()
+
+
+def test_a_lease_is_renewed_for_as_long_as_the_solve_goes_on(tmp_path: Path) -> None:
+    """Else the worker's free slot would take the job again."""
+    settings = {"REMAT_LEASE_S": "1", "REMAT_CONCURRENT_SOLVES": "2"}
+    with servers.running(tmp_path, **settings) as server, server.http() as http:
+        limited = {"strategy": {**HARD, "time_limit": 4.0}}
+        id = post(http, graph=chain(40), budget="22%", options=limited).json()["id"]
+        assert finished(http, id)["status"] == "succeeded"
+        with http.sse(f"/jobs/{id}/events") as source:
+            told = [json.loads(event.data)["status"] for event in source if event.event == "status"]
+    assert told == ["queued", "running", "succeeded"]
+
+
+def test_a_lease_that_ends_during_its_solve_starts_no_other_here(tmp_path: Path) -> None:
+    """The store may not have answered in time; whose job it is was not asked by anybody else."""
+    with servers.running(tmp_path, REMAT_CONCURRENT_SOLVES="2") as server, server.http() as http:
+        id = post(http, graph=chain(41), budget="22%", options={"strategy": HARD}).json()["id"]
+        solving = wait_for(lambda: solving_processes(str(tmp_path)))
+        database = Database(f"sqlite:///{tmp_path / 'jobs.sqlite'}")
+
+        def is_taken_again() -> bool:
+            ended = update(jobs_table).where(jobs_table.c.id == id).values(lease_until=now() - 1)
+            with database.write() as connection:
+                ended = ended.returning(jobs_table.c.attempts)
+                return connection.execute(ended).scalar_one() == 2
+
+        wait_for(is_taken_again)
+        database.close()
+        assert finished(http, post(http, budget="60%").json()["id"])["status"] == "succeeded"
+        assert solving_processes(str(tmp_path)) == solving
+        starts = [line for line in server.log.read_text().splitlines() if "solve starts" in line]
+        assert [json.loads(line)["job"] == id for line in starts] == [True, False]
+        assert http.delete(f"/jobs/{id}").status_code == 202
+        wait_for(lambda: not solving_processes(str(tmp_path)), 5)
+
+
+@pytest.mark.parametrize("has_task", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_solving_process_ends_quietly_where_its_worker_is_gone(has_task: bool) -> None:
+    """Its stderr is the service's log, which has one JSON object a line."""
+    ours, theirs = socket.socketpair()
+    command = [sys.executable, "-m", "remat_server.child", str(theirs.fileno()), str(os.getpid())]
+    process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE)
+    theirs.close()
+    connection = Connection(ours.detach())
+    if has_task:
+        asked = {"graph": chain(30), "budget": "22%", "options": {"strategy": HARD}}
+        task = Task(kind="solve", memory_bytes=1 << 32, niceness=1, threads=1, device="")
+        for frame in (task.model_dump_json().encode(), gzip.compress(json.dumps(asked).encode())):
+            connection.send_bytes(frame)
+        for _ in range(2):
+            connection.recv_bytes()
+    connection.close()
+    try:
+        assert process.communicate(timeout=60) == (None, b"")
+    finally:
+        process.kill()
 
 
 @pytest.mark.slow
