@@ -143,17 +143,30 @@ def test_a_trace_for_a_device_that_no_worker_has_is_refused(server: Server) -> N
 
 def test_client_raises_what_the_library_raises(server: Server, graph: remat.Graph) -> None:
     with server.client() as client:
-        for budget in (250, "5%"):
+        for budget, strategy, is_proved, least in (
+            (250, remat.Auto(), True, 300),
+            ("5%", remat.Auto(), True, 300),
+            (350, remat.ChenSqrt(), False, 800),
+        ):
             with pytest.raises(remat.InfeasibleBudget) as remote:
-                client.solve(graph, budget)
+                client.solve(graph, budget, strategy)
             with pytest.raises(remat.InfeasibleBudget) as local:
-                remat.solve(graph, budget)
+                remat.solve(graph, budget, strategy)
             assert str(remote.value) == str(local.value)
-            assert remote.value.min_feasible_bytes == local.value.min_feasible_bytes == 300
-            assert remote.value.is_proved == local.value.is_proved
+            assert remote.value.min_feasible_bytes == local.value.min_feasible_bytes == least
+            assert remote.value.is_proved is local.value.is_proved is is_proved
         for wrong in ("8 potatoes", True, -1):
             with pytest.raises(remat.BudgetError):
                 client.solve(graph, wrong)
+            with pytest.raises(remat.BudgetError):
+                client.sweep(graph, ["60%", wrong])
+        for refused in (
+            lambda: client.solve(graph, "60%", costs="measure"),
+            lambda: client.solve(graph, "60%", costs="roofline:abacus"),
+            lambda: client.sweep(graph, range(400, 600)),
+        ):
+            with pytest.raises(remat.RematError, match="cannot be sent to a service"):
+                refused()
         with pytest.raises(remat.SolverError, match="does not offer the solver"):
             client.solve(graph, "60%", remat.Auto(solver="GUROBI"))
 
@@ -187,11 +200,15 @@ def test_results_are_those_of_the_library(server: Server, graph: remat.Graph) ->
 
 
 def test_sweep_is_the_library_s(server: Server, graph: remat.Graph) -> None:
-    budgets = ["min", "50%", "70%", "100%"]
+    budgets = [200, "min", "50%", "70%", "100%"]
     with server.client() as client:
         remote = client.sweep(graph, budgets)
+        assert client.sweep(graph, [200, 250]) == remat.sweep(graph, [200, 250]) == []
+        assert client.sweep(graph, []) == remat.sweep(graph, []) == []
     local = remat.sweep(graph, budgets)
+    assert len(remote) == 4
     assert [p.overhead for p in remote] == [p.overhead for p in local]
+    assert [p.budget_bytes for p in remote] == [p.budget_bytes for p in local]
 
 
 def test_the_same_request_is_answered_from_the_store(http: httpx2.Client) -> None:

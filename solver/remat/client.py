@@ -14,7 +14,7 @@ from pydantic import ValidationError
 import remat
 from remat.budget import parse_budget
 from remat.documents import R, validated
-from remat.errors import DocumentError, RematError, ServiceError
+from remat.errors import DocumentError, InfeasibleBudget, RematError, ServiceError
 from remat.graph import Graph
 from remat.plan import Plan
 from remat.plan_document import GraphRecord
@@ -170,13 +170,17 @@ class Client:
         cancel: Cancel | None = None,
     ) -> list[Plan]:
         """As `remat.sweep`: the time/memory frontier."""
-        request = SweepRequest(
-            budgets=None if budgets is None else tuple(budgets),
-            options=_options(strategy, costs),
-            **_subject(graph),
-        )
-        job = self.submit(request)
-        answer = self._read(self._finish(job, progress, cancel), SweepAnswer)
+        wanted = None if budgets is None else tuple(budgets)
+        for budget in wanted or ():
+            _check(budget)
+        if wanted == ():
+            return []
+        options = _options(strategy, costs)
+        job = self.submit(_made(SweepRequest, budgets=wanted, options=options, **_subject(graph)))
+        try:
+            answer = self._read(self._finish(job, progress, cancel), SweepAnswer)
+        except InfeasibleBudget:  # all of them
+            return []
         return [document.plan() for document in answer.plans]
 
     # -- jobs ---------------------------------------------------------------------------------
@@ -219,9 +223,9 @@ class Client:
         progress: ProgressCallback | None,
         cancel: Cancel | None,
     ) -> tuple[Plan, Program | None]:
-        parse_budget(budget, baseline_bytes=1 << 40)  # the same error as without a service
-        request = SolveRequest(budget=budget, options=_options(strategy, costs), **_subject(graph))
-        job = self.submit(request)
+        _check(budget)
+        options = _options(strategy, costs)
+        job = self.submit(_made(SolveRequest, budget=budget, options=options, **_subject(graph)))
         answer = self._read(self._finish(job, progress, cancel), Answer)
         return answer.plan.plan(), answer.program
 
@@ -332,9 +336,18 @@ def _subject(graph: Graph | Trace) -> dict[str, Any]:
     return {"graph": GraphRecord.of(graph)}
 
 
+def _check(budget: int | float | str) -> None:
+    """Raises the same error as without a service."""
+    parse_budget(budget, baseline_bytes=1 << 40)
+
+
 def _options(strategy: Strategy | None, costs: str | None) -> Options:
+    return _made(Options, strategy=strategy or Auto(), costs=costs)
+
+
+def _made(kind: type[R], **parts: Any) -> R:
     try:
-        return Options(strategy=strategy or Auto(), costs=costs)
+        return kind(**parts)
     except ValidationError as error:
         reason = error.errors(include_url=False, include_context=False)[0]["msg"]
         raise RematError(f"this cannot be sent to a service: {reason}") from None
