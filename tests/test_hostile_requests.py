@@ -9,11 +9,12 @@ import io
 import json
 import pickle
 import random
+import select
 import socket
 import time
 import zipfile
-from collections.abc import Callable, Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, suppress
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from tests import server as servers
 from tests.models import PLAIN
-from tests.server import Server, chain, finished
+from tests.server import Server, chain, finished, wait_for
 
 import remat
 
@@ -209,23 +210,24 @@ def zeros(size: int) -> Iterator[bytes]:
         yield b"0" * MIB
 
 
-def test_300_megabytes(server: Server, http: httpx2.Client) -> None:
-    """With a length that says so, with none, and with one that lies."""
-    with closing(HTTPConnection(*address(server), timeout=30)) as plain:
-        plain.request("POST", "/solve", headers={**JSON, "Content-Length": "3" * 9})
-        assert plain.getresponse().status == 413
-    for chunked in (True, False):
-        sent = b"".join(zeros(8 * MIB))
-        with socket.create_connection(address(server), timeout=30) as plain:
-            length = "Transfer-Encoding: chunked" if chunked else f"Content-Length: {300 * MIB}"
-            plain.sendall(f"POST /solve HTTP/1.1\r\nHost: localhost\r\n{length}\r\n".encode())
-            plain.sendall(b"Content-Type: application/json\r\n\r\n")
-            try:
-                for _ in range(40):
-                    plain.sendall(b"%x\r\n%s\r\n" % (len(sent), sent) if chunked else sent)
-            except OSError:
-                continue  # the server has closed the connection, as it may
-            assert b" 413 " in plain.recv(4096)
+@pytest.mark.parametrize(
+    ("length", "parts"),
+    [
+        ("Content-Length: 333333333", 0),
+        (f"Content-Length: {300 * MIB}", 300),
+        ("Transfer-Encoding: chunked", 300),
+    ],
+    ids=["announced", "sent", "chunked"],
+)
+def test_300_megabytes(server: Server, http: httpx2.Client, length: str, parts: int) -> None:
+    """With a length that says so, sent or not, and with none. It is answered at once, and what
+    else is sent is not waited for."""
+    is_chunked = "chunked" in length
+    sent = (b"%x\r\n%s\r\n" % (MIB, part) if is_chunked else part for part in zeros(parts * MIB))
+    answer, taken = conversation(server, length, sent)
+    assert "over 67,108,864 bytes" in refused(answer, 413)
+    assert answer.headers["connection"] == "close"
+    assert taken < (100 if is_chunked else 64)
 
 
 @pytest.mark.slow
@@ -239,20 +241,18 @@ def test_bombs(http: httpx2.Client) -> None:
     )
 
 
-def test_a_gzip_stream_of_nothing(http: httpx2.Client) -> None:
+def test_a_gzip_stream_of_nothing(server: Server, http: httpx2.Client) -> None:
     """Blocks without bytes: it unpacks to little, but goes on for long."""
-    head = gzip.compress(b"", mtime=0)[:10]
 
     def endless() -> Iterator[bytes]:
-        yield head
-        for _ in range(100):
-            yield b"\x00\x00\x00\xff\xff" * 200_000
+        yield b"a\r\n%s\r\n" % gzip.compress(b"", mtime=0)[:10]
+        for _ in range(300):
+            yield b"f4240\r\n%s\r\n" % (b"\x00\x00\x00\xff\xff" * 200_000)
 
-    try:
-        answer = http.post("/solve", content=endless(), headers=ZIPPED)
-    except httpx2.TransportError:
-        return  # the server has closed the connection, as it may
-    refused(answer, 413)
+    head = "Transfer-Encoding: chunked\r\nContent-Encoding: gzip"
+    answer, taken = conversation(server, head, endless())
+    assert "over 67,108,864 bytes" in refused(answer, 413)
+    assert taken < 100
 
 
 def wide(inside: str, count: int) -> Callable[[dict[str, Any]], bytes]:
@@ -667,39 +667,35 @@ def test_odd_headers_do_no_harm(http: httpx2.Client, header: str, value: str) ->
 
 
 @pytest.mark.parametrize(
-    "head",
+    ("head", "status"),
     [
-        "Content-Length: 99999999999999999999999999",
-        "Content-Length: 99999999999999999",
-        "Content-Length: -1",
-        "Content-Length: 1e3",
-        "Content-Length: 5\r\nContent-Length: 6",
-        "Content-Length: 5\r\nTransfer-Encoding: chunked",
-        "Transfer-Encoding: gzip",
-        "Transfer-Encoding: chunked\r\nX: " + "x" * 100_000,
-        "X-Nothing: " + "\0",
-        "Host: other",
+        ("Content-Length: 99999999999999999999999999", 400),
+        ("Content-Length: 99999999999999999", 413),
+        ("Content-Length: -1", 400),
+        ("Content-Length: 1e3", 400),
+        ("Content-Length: 5\r\nContent-Length: 6", 400),
+        ("Content-Length: 5\r\nTransfer-Encoding: chunked", 400),
+        ("Transfer-Encoding: gzip", 400),
+        ("Transfer-Encoding: chunked\r\nX: " + "x" * 100_000, 400),
+        ("X-Nothing: \0", 400),
+        ("Host: other", 400),
     ],
     ids=lambda head: ascii(head)[:40],
 )
-def test_odd_framing(server: Server, http: httpx2.Client, head: str) -> None:
-    """Refused by the HTTP parser, or by the service; never a 5xx."""
-    with socket.create_connection(address(server), timeout=10) as plain:
-        text = f"POST /solve HTTP/1.1\r\nHost: localhost\r\n{head}\r\nConnection: close\r\n"
-        plain.sendall(f"{text}Content-Type: application/json\r\n\r\n".encode("latin-1"))
-        plain.shutdown(socket.SHUT_WR)
-        try:
-            answer = plain.recv(4096)
-        except OSError:
-            return
-    assert not answer or answer.startswith(b"HTTP/1.1 4"), answer
+def test_odd_framing(server: Server, http: httpx2.Client, head: str, status: int) -> None:
+    """Refused by the HTTP parser, or by the service, and the connection is closed."""
+    answer, _ = conversation(server, f"{head}\r\nConnection: close", [b"0\r\n\r\n"])
+    assert answer.status_code == status
+    assert answer.text == "Invalid HTTP request received." or refused(answer, status)
 
 
 def test_a_body_that_is_cut_off(server: Server, http: httpx2.Client) -> None:
+    before = statuses(server, "/solve")
     for _ in range(20):
         with socket.create_connection(address(server), timeout=10) as plain:
             plain.sendall(b"POST /solve HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n")
             plain.sendall(b"Content-Type: application/json\r\n\r\n" + GOOD[:500])
+    wait_for(lambda: statuses(server, "/solve") == before + [400] * 20)
 
 
 def test_made_up_methods_make_no_metrics(server: Server, http: httpx2.Client) -> None:
@@ -713,3 +709,35 @@ def test_made_up_methods_make_no_metrics(server: Server, http: httpx2.Client) ->
 def address(server: Server) -> tuple[str, int]:
     host, _, port = server.url.rpartition("//")[2].rpartition(":")
     return host, int(port)
+
+
+def conversation(server: Server, head: str, parts: Iterable[bytes]) -> tuple[httpx2.Response, int]:
+    """What is answered to a POST /solve, until the connection is closed, and how many parts of
+    the body were sent before: for as long as nothing is answered."""
+    text = f"POST /solve HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n{head}"
+    taken, answer = 0, b""
+    with socket.create_connection(address(server), timeout=60) as plain:
+        plain.sendall(f"{text}\r\n\r\n".encode("latin-1"))
+        with suppress(ConnectionError):
+            for part in parts:
+                if select.select([plain], [], [], 0)[0]:
+                    break
+                plain.sendall(part)
+                taken += 1
+        with suppress(ConnectionError):
+            while more := plain.recv(1 << 16):
+                answer += more
+    top, _, content = answer.partition(b"\r\n\r\n")
+    line, *lines = top.decode("latin-1").split("\r\n")
+    assert line.startswith("HTTP/1.1 "), answer
+    headers = [
+        (name.encode(), value.encode()) for name, _, value in (h.partition(": ") for h in lines)
+    ]
+    return httpx2.Response(int(line.split()[1]), headers=headers, content=content), taken
+
+
+def statuses(server: Server, path: str) -> list[int]:
+    """Of the requests of a path so far, as the service's log has them."""
+    lines = server.log.read_text().splitlines()
+    found = [json.loads(line) for line in lines if f'"path": "{path}"' in line and line[-1] == "}"]
+    return [each["status"] for each in found]
