@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gzip
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,9 @@ import httpx2
 import pytest
 from tests import server as servers
 from tests.server import Server, chain, post, wait_for
+
+from remat_server.store import leases
+from remat_server.store.database import Database
 
 NOBODY = "0123456789abcdef0123456789abcdef"
 
@@ -169,12 +173,18 @@ def test_a_key_has_only_so_many_jobs_in_the_queue(closed: Closed) -> None:
         ).status_code == 200  # fmt: skip
         other = post(bob, budget="70%", graph=chain(5))
         assert other.status_code == 202, "each key has its own"
+        solve_as_a_worker_would(closed.server, other.json()["id"])
+        known = post(ann, budget="70%", graph=chain(5))
+        assert (known.status_code, known.json()["status"]) == (202, "succeeded"), (
+            "no place is needed"
+        )
         assert ann.delete(f"/jobs/{first}").status_code == 202
-        again = post(ann, budget="70%", graph=chain(5))
+        again = post(ann, budget="80%", graph=chain(5))
         assert again.status_code == 202, "there is room again"
-        for user, job in ((ann, first), (ann, again.json()["id"]), (bob, other.json()["id"])):
-            while user.delete(f"/jobs/{job}").status_code != 204:
-                pass
+        for user in (ann, bob):
+            for job in user.get("/jobs").json()["jobs"]:
+                while user.delete(f"/jobs/{job['id']}").status_code != 204:
+                    pass
 
 
 def test_only_so_many_requests_a_minute(tmp_path: Path) -> None:
@@ -229,6 +239,15 @@ def refused(answer: httpx2.Response, *, has_key: bool) -> None:
     assert problem["type"] == "urn:remat:problem:unauthorized"
     assert problem["status"] == 401
     assert "remat keys add" in problem["detail"]
+
+
+def solve_as_a_worker_would(server: Server, id: str) -> None:
+    database = Database(f"sqlite:///{server.environment['REMAT_DATA_DIR']}/jobs.sqlite")
+    with database.write() as connection:
+        while (job := leases.claim(connection, "w", (), 60.0)) is not None and job.id != id:
+            pass
+        assert leases.finish(connection, "w", id, "succeeded", body=gzip.compress(b"{}"))
+    database.close()
 
 
 def bearer(key: str) -> dict[str, str]:

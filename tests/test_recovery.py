@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -16,12 +17,13 @@ from pathlib import Path
 import pytest
 from benchmarks.service import jobs
 from benchmarks.service.kill import worker_of
-from sqlalchemy import update
+from sqlalchemy import select, update
 from tests import server as servers
 from tests.server import HARD, chain, finished, post, solving_processes, wait_for
 
 import remat
 from remat_server.messages import Task
+from remat_server.store import leases
 from remat_server.store.database import Database, now
 from remat_server.store.tables import jobs as jobs_table
 
@@ -113,6 +115,40 @@ def test_a_solving_process_ends_quietly_where_its_worker_is_gone(has_task: bool)
         assert process.communicate(timeout=60) == (None, b"")
     finally:
         process.kill()
+
+
+def test_sigterm_ends_streams_and_gives_jobs_back(tmp_path: Path) -> None:
+    server = servers.start(tmp_path, REMAT_DRAIN_S="0.5", REMAT_CONCURRENT_SOLVES="1")
+    kinds: list[str] = []
+    with server.http() as http:
+        running = post(http, graph=chain(42), budget="22%", options={"strategy": HARD}).json()["id"]
+        wait_for(lambda: solving_processes(str(tmp_path)))
+        waiting = post(http, budget="66%").json()["id"]
+
+        def watch() -> None:
+            with server.http() as http, http.sse(f"/jobs/{running}/events") as source:
+                kinds.extend(event.event for event in source)
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        wait_for(lambda: kinds)
+        server.stop(signal.SIGTERM)
+        watcher.join(timeout=30)
+        assert not watcher.is_alive()
+    assert "done" not in kinds
+    assert not solving_processes(str(tmp_path))
+    log = server.log.read_text()
+    assert "graceful shutdown exceeded" not in log
+    assert '"given_back": 1' in log
+    assert "Traceback" not in log
+    database = Database(f"sqlite:///{tmp_path / 'jobs.sqlite'}")
+    with database.read() as connection:
+        rows = connection.execute(
+            select(jobs_table.c.id, jobs_table.c.status, jobs_table.c.attempts)
+        )
+        assert {tuple(row) for row in rows} == {(running, "queued", 0), (waiting, "queued", 0)}
+        assert leases.worker_count(connection, 1e9) == 0
+    database.close()
 
 
 @pytest.mark.slow

@@ -394,14 +394,20 @@ def test_python_of_a_trace(server: Server, http: httpx2.Client) -> None:
     assert again.model == trace.model, "what is answered from the store has its name too"
 
 
-@pytest.mark.parametrize("form", ["svg", "schedule", "modules"])
-def test_pictures_have_no_way_to_run_anything(http: httpx2.Client, form: str) -> None:
+@pytest.mark.parametrize("form", ["svg", "schedule", "modules", "html"])
+def test_what_is_made_for_browsers_has_no_way_to_run_anything(
+    http: httpx2.Client, form: str
+) -> None:
     id = post(http, budget="65%").json()["id"]
     finished(http, id)
     found = http.get(f"/jobs/{id}/result?format={form}")
-    assert found.headers["content-type"].startswith("image/svg+xml")
-    assert "sandbox" in found.headers["content-security-policy"]
-    assert found.text.startswith("<svg")
+    kind, begin = ("text/html", "<!doctype html>") if form == "html" else ("image/svg+xml", "<svg")
+    assert found.headers["content-type"].startswith(kind)
+    policy = {*found.headers["content-security-policy"].split("; ")}
+    assert policy >= {"default-src 'none'", "sandbox", "style-src 'unsafe-inline'"}
+    assert not any(part.startswith("script-src") for part in policy)
+    assert found.headers["x-content-type-options"] == "nosniff"
+    assert found.text.lower().startswith(begin)
 
 
 def test_the_list_tells_places_in_the_queue(tmp_path: Path) -> None:
@@ -436,7 +442,14 @@ def test_every_answer_has_an_id_and_safe_headers(http: httpx2.Client) -> None:
     assert made.status_code == 404
     assert made.headers["content-type"] == "application/problem+json"
     assert "script" not in made.headers["X-Request-ID"]
-    assert "default-src 'none'" in made.headers["Content-Security-Policy"]
+    for answer in (made, http.get("/"), http.get("/jobs"), http.get("/", headers={"Host": "evil"})):
+        policy = answer.headers["Content-Security-Policy"].split("; ")
+        assert {"default-src 'none'", "script-src 'self'", "frame-ancestors 'none'"} <= {*policy}
+        assert "unsafe" not in str(policy)
+        assert answer.headers["X-Content-Type-Options"] == "nosniff"
+        assert answer.headers["Referrer-Policy"] == "no-referrer"
+        assert answer.headers["X-Frame-Options"] == "DENY"
+        assert answer.headers["Cross-Origin-Resource-Policy"] == "same-origin"
 
 
 def test_names_of_other_hosts_are_refused(http: httpx2.Client) -> None:

@@ -299,6 +299,63 @@ def test_a_renewed_lease_does_not_end(database: Database) -> None:
     assert claim(database, "v") is None
 
 
+def test_progress_and_start_are_those_of_the_attempt(database: Database) -> None:
+    id = submitted(database)
+    claimed(database, "dead")
+    report(database, "dead", id)
+    with database.read() as connection:
+        first = viewed(connection, id)
+    assert first.progress is not None
+    assert first.created_at <= first.started_at
+    expire(database)
+    time.sleep(0.01)
+    claimed(database, "alive")
+    with database.read() as connection:
+        second = viewed(connection, id)
+    assert second.progress is None
+    assert first.started_at < second.started_at
+    assert finish(database, "alive", id)
+    with database.read() as connection:
+        ended = viewed(connection, id)
+    assert (ended.created_at, ended.started_at) == (first.created_at, second.started_at)
+    assert ended.started_at <= ended.finished_at
+
+
+def test_every_change_of_a_job_is_another_revision(database: Database) -> None:
+    """Of which its ETag is made."""
+    id, other = submitted(database, content="a"), submitted(database, content="b")
+
+    def revision() -> int:
+        with database.read() as connection:
+            found = jobs.view(connection, "ann", id)
+        assert found is not None
+        return found[1]
+
+    def give_back() -> None:
+        with database.write() as connection:
+            leases.give_back(connection, "w", [id])
+
+    def cancel() -> None:
+        with database.write() as connection:
+            jobs.cancel(connection, "ann", other)
+
+    seen = [revision()]
+    for change in (
+        lambda: claimed(database, "w"),
+        lambda: report(database, "w", id),
+        give_back,
+        lambda: claimed(database, "w"),
+        lambda: finish(database, "w", id),
+    ):
+        change()
+        seen.append(revision())
+    assert seen == sorted(set(seen))
+    cancel()
+    assert revision() == seen[-1], "nothing of it has changed"
+    with database.read() as connection:
+        assert jobs.view(connection, "ann", other)[1] > 0
+
+
 def test_only_who_holds_a_job_can_finish_or_report(database: Database) -> None:
     id = submitted(database)
     claimed(database, "dead")
@@ -426,6 +483,21 @@ def test_pages_meet_without_gap_or_overlap(database: Database) -> None:
     assert seen == ids[::-1]
 
 
+def test_pages_of_a_state_hold_no_other(database: Database) -> None:
+    ids = [submitted(database, content=f"c{i}") for i in range(5)]
+    with database.write() as connection:
+        for id in ids[::2]:
+            jobs.cancel(connection, "ann", id)
+    with database.read() as connection:
+        page, before = jobs.views(connection, "ann", "cancelled", None, 2)
+        rest, end = jobs.views(connection, "ann", "cancelled", before, 2)
+        assert [job.id for job in (*page, *rest)] == ids[::-2]
+        assert end is None
+        queued, _ = jobs.views(connection, "ann", "queued", None, 9)
+        assert [job.id for job in queued] == ids[3::-2]
+        assert jobs.views(connection, "ann", "failed", None, 9) == ([], None)
+
+
 def test_position_counts_those_before(database: Database) -> None:
     ids = [submitted(database, content=f"c{i}") for i in range(3)]
     with database.read() as connection:
@@ -517,6 +589,23 @@ def test_workers_come_and_go(database: Database) -> None:
     with database.read() as connection:
         assert leases.worker_count(connection, 60.0) == 1
         assert leases.devices_present(connection, 15.0) == set()
+
+
+def test_workers_that_are_silent_are_not_there(database: Database) -> None:
+    def seen() -> tuple[int, set[str]]:
+        with database.read() as connection:
+            count = leases.worker_count(connection, 60.0)
+            return count, leases.devices_present(connection, 60.0)
+
+    with database.write() as connection:
+        leases.present(connection, "a", ("cpu",), 1)
+        leases.present(connection, "b", ("cuda",), 1)
+    assert seen() == (2, {"cpu", "cuda"})
+    age(database, 120.0)
+    assert seen() == (0, set())
+    with database.write() as connection:
+        leases.present(connection, "a", ("cpu",), 1)
+    assert seen() == (1, {"cpu"})
 
 
 # -- events -----------------------------------------------------------------------------------
