@@ -6,6 +6,7 @@ import base64
 import gzip
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,9 @@ import pytest
 from tests import server as servers
 from tests.server import Server, chain, post, wait_for
 
+import remat
+from remat.plan_document import GraphRecord
+from remat.wire import SolveRequest
 from remat_server.store import leases
 from remat_server.store.database import Database
 
@@ -185,6 +189,22 @@ def test_a_key_has_only_so_many_jobs_in_the_queue(closed: Closed) -> None:
             for job in user.get("/jobs").json()["jobs"]:
                 while user.delete(f"/jobs/{job['id']}").status_code != 204:
                     pass
+
+
+def test_the_client_waits_for_a_place_in_the_queue(closed: Closed) -> None:
+    graph = GraphRecord.model_validate(chain(6), strict=False)
+    with closed.server.client(closed.ann) as client:
+        first = client.submit(SolveRequest(graph=graph, budget="60%")).id
+        threading.Timer(0.5, client.cancel, [first]).start()
+        second = client.submit(SolveRequest(graph=graph, budget="70%")).id
+        assert client.job(first).status == "cancelled"
+        assert client.job(second).status == "queued"
+        client.cancel(second)
+    with (
+        closed.server.client(closed.revoked) as client,
+        pytest.raises(remat.ServiceError, match="not known here, or was revoked"),
+    ):
+        client.job(first)
 
 
 def test_only_so_many_requests_a_minute(tmp_path: Path) -> None:

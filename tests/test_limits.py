@@ -21,6 +21,7 @@ from tests.server import HARD, Server, chain, finished, post, solving_processes,
 
 import remat
 from remat_server.auth import ANONYMOUS
+from remat_server.solving import with_threads
 from remat_server.store import jobs, tables
 from remat_server.store.database import Database, now
 from remat_server.store.jobs import NewJob
@@ -167,6 +168,12 @@ def test_waits_and_concurrent_solves(server: Server, http: httpx2.Client) -> Non
         solving |= solving_processes(data)
     for id in (other, asked.json()["id"]):
         assert http.delete(f"/jobs/{id}").status_code == 202
+
+
+@pytest.mark.parametrize(("asked", "given"), [(64, 2), (2, 2), (1, 1)])
+def test_threads_of_a_solve(asked: int, given: int) -> None:
+    assert with_threads(remat.Auto(threads=asked), 2) == remat.Auto(threads=given)
+    assert with_threads(remat.KeepAll(), 2) == remat.KeepAll()
 
 
 def test_a_sweep_is_found_where_its_answer_says(http: httpx2.Client) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import json
 import os
@@ -11,6 +12,8 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -18,10 +21,12 @@ import pytest
 from benchmarks.service import jobs
 from benchmarks.service.kill import worker_of
 from sqlalchemy import select, update
+from tests import postgres
 from tests import server as servers
 from tests.server import HARD, chain, finished, post, solving_processes, wait_for
 
 import remat
+from remat.plan_document import GraphRecord
 from remat_server.messages import Task
 from remat_server.store import leases
 from remat_server.store.database import Database, now
@@ -221,6 +226,38 @@ def test_a_killed_solve_fails_with_a_reason_and_the_next_one_works(tmp_path: Pat
         assert ended["problem"]["type"].endswith("crashed")
         assert "SIGKILL" in ended["problem"]["detail"]
         assert finished(http, post(http, budget="72%").json()["id"])["status"] == "succeeded"
+
+
+def test_a_store_that_is_gone_for_a_while_costs_nothing(tmp_path: Path, postgres_url: str) -> None:
+    """The solve goes on, and whoever waits for it is answered once the store is back."""
+    told: list[remat.Progress] = []
+    graph = GraphRecord.model_validate_json(json.dumps(chain(43))).graph()
+    hard = remat.Exact(gap=0.0, time_limit=8.0)
+    with ExitStack() as stack:
+        url = stack.enter_context(postgres.fresh_database(postgres_url))
+        settings = {"REMAT_DATABASE_URL": url, "REMAT_CONCURRENT_SOLVES": "1"}
+        server = stack.enter_context(servers.running(tmp_path, **settings))
+        client, http = stack.enter_context(server.client()), stack.enter_context(server.http())
+        pool = stack.enter_context(ThreadPoolExecutor(1))
+        plan = pool.submit(client.solve, graph, "22%", hard, progress=told.append)
+        wait_for(lambda: told)
+        (solving,) = solving_processes(str(tmp_path))
+        with postgres.unreachable(postgres_url, url):
+            refused = wait_for(lambda: [a for a in [http.get("/jobs")] if a.status_code != 200])[0]
+            assert refused.status_code == 503
+            assert refused.json()["type"] == "urn:remat:problem:unavailable"
+            assert refused.headers["Retry-After"] == "5"
+            assert http.get("/readyz").status_code == 503
+            assert http.get("/livez").status_code == 200
+            time.sleep(1.0)
+            assert solving_processes(str(tmp_path)) == {solving}
+        found = plan.result(timeout=60)
+        assert found.peak_bytes <= found.budget_bytes
+        (job,) = http.get("/jobs").json()["jobs"]
+        with http.sse(f"/jobs/{job['id']}/events") as source:
+            story = [(event.event, event.data) for event in source]
+    assert [kind for kind, _ in story].count("status") == 3, "queued, running, succeeded"
+    assert len({dataclasses.astuple(each) for each in told}) == len(told), "nothing is told twice"
 
 
 @pytest.mark.slow

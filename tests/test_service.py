@@ -266,16 +266,21 @@ def test_result_before_the_end_is_a_conflict(http: httpx2.Client) -> None:
     early = http.get(f"/jobs/{job['id']}/result")
     assert early.status_code == 409
     assert early.headers["content-type"] == "application/problem+json"
+    assert early.headers["Retry-After"] == "1"
     http.delete(f"/jobs/{job['id']}")
 
 
 def test_etag(http: httpx2.Client) -> None:
     id = post(http, budget="75%").json()["id"]
     finished(http, id)
-    first = http.get(f"/jobs/{id}")
-    same = http.get(f"/jobs/{id}", headers={"If-None-Match": first.headers["ETag"]})
-    assert same.status_code == 304
-    assert same.content == b""
+    tag = http.get(f"/jobs/{id}").headers["ETag"]
+    for known in (tag, f"W/{tag}", f'"x", {tag}', f"{tag},W/{tag}", "*"):
+        same = http.get(f"/jobs/{id}", headers={"If-None-Match": known})
+        assert same.status_code == 304, known
+        assert same.content == b""
+        assert same.headers["ETag"] == tag
+    for other in ("", '"x"', tag.strip('"'), f"{tag}x"):
+        assert http.get(f"/jobs/{id}", headers={"If-None-Match": other}).status_code == 200, other
 
 
 @pytest.mark.slow
@@ -294,7 +299,8 @@ def test_pages_of_jobs(http: httpx2.Client) -> None:
             break
     assert listed[:5] == made[::-1]
     assert len(listed) == len(set(listed))
-    assert all(j["status"] == "queued" for j in http.get("/jobs?status=queued").json()["jobs"])
+    page = http.get("/jobs", params={"status": "succeeded", "limit": 5}).json()
+    assert [job["id"] for job in page["jobs"]] == made[::-1]
 
 
 # -- live, cancel -------------------------------------------------------------------------------
@@ -353,6 +359,7 @@ def test_cancelled_client_cancels_its_job(server: Server, http: httpx2.Client) -
         ("text/html", "<!doctype html>"),
         ("application/vnd.chrome-trace+json", "{"),
         ("text/html;q=0.2, application/json;q=0.9", '{"plan"'),
+        ("application/json;q=0, image/svg+xml;q=0.1", "<svg"),
         ("*/*", '{"plan"'),
     ],
 )
@@ -368,7 +375,8 @@ def test_python_needs_a_program(http: httpx2.Client) -> None:
     id = post(http, budget="65%").json()["id"]
     finished(http, id)
     assert http.get(f"/jobs/{id}/result?format=python").status_code == 406
-    assert http.get(f"/jobs/{id}/result", headers={"Accept": "image/png"}).status_code == 406
+    for accept in ("image/png", "application/json;q=0", "*/*;q=0.0", "text/html;q=no"):
+        assert http.get(f"/jobs/{id}/result", headers={"Accept": accept}).status_code == 406
 
 
 @pytest.mark.slow
@@ -418,6 +426,9 @@ def test_the_list_tells_places_in_the_queue(tmp_path: Path) -> None:
         found = {job["id"]: job["position"] for job in http.get("/jobs").json()["jobs"]}
         assert found == {ids[0]: None, ids[1]: 0, ids[2]: 1}
         assert http.get(f"/jobs/{ids[2]}").json()["position"] == 1
+        for state, those in (("queued", ids[:0:-1]), ("cancelled", ids[:1]), ("failed", [])):
+            page = http.get("/jobs", params={"status": state}).json()
+            assert [job["id"] for job in page["jobs"]] == those
 
 
 # -- operation --------------------------------------------------------------------------------

@@ -575,6 +575,21 @@ def test_an_answer_in_use_is_kept(database: Database) -> None:
         assert answer(connection, second) == b"body"
 
 
+def test_an_answer_that_a_later_job_shows_is_kept(database: Database) -> None:
+    """Of a job that asked the same and waited for it."""
+    first, second = submitted(database), submitted(database)
+    claimed(database, "w")
+    finish(database, "w", first)
+    age(database, 120.0)
+    assert claim(database, "w") is None
+    assert status(database, second) == "succeeded"
+    with database.write() as connection:
+        assert upkeep.clean(connection, 60.0) == 1
+    with database.read() as connection:
+        assert answer(connection, second) == b"body"
+        assert viewed(connection, second).summary != ()
+
+
 def test_workers_come_and_go(database: Database) -> None:
     with database.write() as connection:
         leases.present(connection, "a", ("cpu",), 2)

@@ -45,7 +45,10 @@ if TYPE_CHECKING:
 PATIENCE_S = 60.0
 """How long a service may be gone (restarted, say) before a call gives up."""
 
+_BUSY = (429, 503)
+"""What a service says that is to be asked again."""
 _PAUSE_S = 0.5
+_LONGEST_PAUSE_S = 5.0
 _SILENCE_S = 2.0
 """How often a wait without news looks whether it was cancelled."""
 _BY_SERVICE = ("measure", "roofline:")
@@ -263,7 +266,7 @@ class Client:
                 if self.job(id).status in ENDED:
                     return
             except self._silent:
-                pass  # nothing happened for a while: see whether to go on
+                gone_since = None  # nothing happened for a while: see whether to go on
             except self._unreachable as error:
                 gone_since = gone_since or time.monotonic()
                 if time.monotonic() > gone_since + PATIENCE_S:
@@ -279,6 +282,8 @@ class Client:
         with self._http.sse(path, headers=headers, timeout=_SILENCE_S) as source:
             if source.response.status_code != 200:
                 source.response.read()
+                if source.response.status_code in _BUSY:
+                    raise self._unreachable(str(_problem(source.response)))
                 raise _problem(source.response)
             for event in source:
                 yield event.event, event.data, event.id or last
@@ -303,8 +308,9 @@ class Client:
                     raise self._lost(error) from None
                 time.sleep(_PAUSE_S)
                 continue
-            if response.status_code in (429, 503) and time.monotonic() < until:
-                time.sleep(min(float(response.headers.get("Retry-After", "1")), 5.0))
+            if response.status_code in _BUSY and time.monotonic() < until:
+                after = response.headers.get("Retry-After", "")
+                time.sleep(min(float(after), _LONGEST_PAUSE_S) if after.isdecimal() else _PAUSE_S)
                 continue
             if response.status_code >= 400:
                 raise _problem(response)

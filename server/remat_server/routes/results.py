@@ -136,10 +136,8 @@ def _render(form: Form, kind: str, body: bytes) -> str:
 def _accepted(request: Request) -> Form:
     """The first form offered that the client accepts, by the client's order."""
     accepted = request.headers.get("accept", "*/*")
-    ranked = sorted(
-        (part.strip() for part in accepted.split(",")),
-        key=lambda part: -_quality(part),
-    )
+    parts = [part.strip() for part in accepted.split(",")]
+    ranked = sorted((part for part in parts if _quality(part) > 0), key=_quality, reverse=True)
     for part in ranked:
         media = part.partition(";")[0].strip().lower()
         if media in ("*/*", "application/*", ""):
