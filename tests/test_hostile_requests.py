@@ -109,14 +109,14 @@ def refused(answer: httpx2.Response, *statuses: int) -> str:
     return problem["detail"]
 
 
-def judged(http: httpx2.Client, body: bytes, where: str = "/solve") -> None:
-    """Refused, or accepted and then brought to an end."""
+def judged(http: httpx2.Client, body: bytes, where: str = "/solve") -> str:
+    """Refused, or accepted and then brought to an end: which one."""
     dry = http.post(f"{where}?dry_run=true", content=body, headers=JSON)
     answer = http.post(where, content=body, headers={**JSON, "Prefer": "wait=60"})
     if answer.status_code >= 400:
         refused(answer)
         refused(dry)
-        return
+        return "refused"
     if dry.status_code != 200:
         refused(dry)
     assert answer.status_code == 200, answer.text
@@ -129,6 +129,7 @@ def judged(http: httpx2.Client, body: bytes, where: str = "/solve") -> None:
         for form in ("svg", "html", "chrome", "python"):
             shown = http.get(f"/jobs/{job['id']}/result?format={form}")
             assert shown.status_code == 200 or refused(shown, 406)
+    return job["status"]
 
 
 def request_with(**changes: Any) -> bytes:
@@ -394,36 +395,51 @@ def test_mutated_graphs(server: Server, data: st.DataObject) -> None:
         judged(http, json.dumps(changed).encode(), where)
 
 
-@pytest.mark.parametrize("name", ["operations", "values"])
-@pytest.mark.parametrize("amount", [2**58, 2**63, 1e308, 1e98, 1e-320, 0])
-def test_extreme_graphs(http: httpx2.Client, name: str, amount: float) -> None:
-    """All costs, or all sizes; sums overflow."""
+@pytest.mark.parametrize(
+    ("name", "amount", "end"),
+    [
+        ("operations", 2**58, "succeeded"),
+        ("operations", 2**63, "succeeded"),
+        ("operations", 1e98, "succeeded"),
+        ("operations", 0, "succeeded"),
+        ("operations", 1e308, "refused"),
+        ("operations", 1e-320, "refused"),
+        ("values", 2**58, "succeeded"),
+        ("values", 2**63, "refused"),
+        ("values", 1e98, "refused"),
+        ("values", 1e-320, "refused"),
+        ("values", 0, "failed"),
+    ],
+)
+def test_extreme_graphs(http: httpx2.Client, name: str, amount: float, end: str) -> None:
+    """All costs, or all sizes; sums overflow. Of nothing there is no share."""
     key = "cost_s" if name == "operations" else "size_bytes"
     graph = chain(4)
     for each in graph[name]:
         each[key] = amount
-    judged(http, request_with(graph=graph))
-    judged(http, json.dumps({"graph": graph}).encode(), "/sweeps")
+    assert judged(http, request_with(graph=graph)) == end
+    sweep = {"graph": graph, "options": QUICK}
+    assert judged(http, json.dumps(sweep).encode(), "/sweeps") == end
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "end"),
     [
-        {"operations": [], "values": [], "results": [], "boundary": None},
-        {"operations": [], "values": []},
-        {"values": []},
-        {"boundary": 10**6},
-        {"boundary": 2**70},
-        {"boundary": 0},
-        {"results": [10**9]},
-        {"results": list(range(9))},
-        {"results": [0, 0, 0]},
-        {"constant_bytes": 2**62},
-        {"constant_bytes": 2**70},
+        ({"operations": [], "values": [], "results": [], "boundary": None}, "failed"),
+        ({"operations": [], "values": []}, "refused"),
+        ({"values": []}, "refused"),
+        ({"boundary": 10**6}, "refused"),
+        ({"boundary": 2**70}, "refused"),
+        ({"boundary": 0}, "refused"),
+        ({"results": [10**9]}, "refused"),
+        ({"results": list(range(9))}, "infeasible"),
+        ({"results": [0, 0, 0]}, "succeeded"),
+        ({"constant_bytes": 2**62}, "refused"),
+        ({"constant_bytes": 2**70}, "refused"),
     ],
 )
-def test_odd_graphs(http: httpx2.Client, changes: dict[str, Any]) -> None:
-    judged(http, request_with(graph={**chain(4), **changes}))
+def test_odd_graphs(http: httpx2.Client, changes: dict[str, Any], end: str) -> None:
+    assert judged(http, request_with(graph={**chain(4), **changes})) == end
 
 
 def test_cycles(http: httpx2.Client, trace: dict[str, Any]) -> None:
@@ -461,7 +477,8 @@ def test_foreign_operations(http: httpx2.Client, trace: dict[str, Any], target: 
     changed = copy.deepcopy(trace)
     changed["nodes"][0]["target"] = target
     body = json.dumps({"trace": changed, "budget": "70%", "options": QUICK}).encode()
-    judged(http, body)
+    # What is in torch itself is data to the service; `remat.lower` refuses it.
+    assert judged(http, body) == ("succeeded" if target.startswith("aten") else "refused")
     if not target.startswith("aten"):
         answer = http.post("/solve", content=body, headers=JSON)
         assert f"{target}; this service takes" in refused(answer, 422)
@@ -484,7 +501,7 @@ def test_odd_budgets(http: httpx2.Client, budget: object) -> None:
 
 @pytest.mark.parametrize("budget", [2**62, 2**64, 10**30, 1e99, "9" * 99, "9000000TiB"])
 def test_large_budgets(http: httpx2.Client, budget: float | str) -> None:
-    judged(http, request_with(budget=budget))
+    assert judged(http, request_with(budget=budget)) == "succeeded"
 
 
 def test_too_many_budgets(http: httpx2.Client) -> None:

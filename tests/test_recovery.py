@@ -14,6 +14,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -226,6 +227,63 @@ def test_a_killed_solve_fails_with_a_reason_and_the_next_one_works(tmp_path: Pat
         assert ended["problem"]["type"].endswith("crashed")
         assert "SIGKILL" in ended["problem"]["detail"]
         assert finished(http, post(http, budget="72%").json()["id"])["status"] == "succeeded"
+
+
+def test_a_worker_without_its_store_says_so_in_the_log(tmp_path: Path) -> None:
+    nobody = f"postgresql://ann:secret@/name?host={tmp_path}"
+    ended = subprocess.run(
+        [sys.executable, "-m", "remat_server.processes"],
+        env={**os.environ, "REMAT_DATABASE_URL": nobody},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == 1
+    (line,) = map(json.loads, ended.stderr.splitlines())
+    assert line["event"] == "the worker cannot start"
+    assert "does not answer" in line["error"]
+    assert "secret" not in ended.stderr
+
+
+def test_a_client_waits_while_the_service_starts_again(tmp_path: Path) -> None:
+    """And while whatever stands in front of it says that nobody is there."""
+    told: list[remat.Progress] = []
+    settings = {"REMAT_LEASE_S": "1", "REMAT_CONCURRENT_SOLVES": "1"}
+    graph = GraphRecord.model_validate_json(json.dumps(chain(44))).graph()
+    hard = remat.Exact(gap=0.0, time_limit=4.0)
+    with ExitStack() as stack:
+        server = stack.enter_context(servers.running(tmp_path, **settings))
+        client = stack.enter_context(server.client())
+        pool = stack.enter_context(ThreadPoolExecutor(1))
+        plan = pool.submit(client.solve, graph, "22%", hard, progress=told.append)
+        wait_for(lambda: told)
+        server.stop(signal.SIGKILL)
+        port = int(server.url.rpartition(":")[2])
+        assert any("/events" in path for path in busy(port, 3))
+        stack.enter_context(servers.running(tmp_path, port=port, **settings))
+        found = plan.result(timeout=120)
+    assert found.peak_bytes <= found.budget_bytes
+
+
+def busy(port: int, times: int) -> list[str]:
+    """Answers so many requests as a proxy does that has nobody behind it; returns their paths."""
+    asked: list[str] = []
+
+    class Busy(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_response(503)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", port), Busy) as proxy:
+        proxy.timeout = 30
+        for _ in range(times):
+            proxy.handle_request()
+    return asked
 
 
 def test_a_store_that_is_gone_for_a_while_costs_nothing(tmp_path: Path, postgres_url: str) -> None:
