@@ -97,11 +97,9 @@ def wait_until_ready(server: Server, timeout_s: float = 60.0) -> None:
 
 
 @contextmanager
-def running(
-    directory: Path, *arguments: str, port: int | None = None, **settings: str
-) -> Iterator[Server]:
+def running(directory: Path, *arguments: str, **settings: str) -> Iterator[Server]:
     """A server for as long as the block runs."""
-    server = start(directory, *arguments, port=port, **settings)
+    server = start(directory, *arguments, **settings)
     try:
         yield server
     finally:

@@ -260,7 +260,8 @@ def test_a_client_waits_while_the_service_starts_again(tmp_path: Path) -> None:
         server.stop(signal.SIGKILL)
         port = int(server.url.rpartition(":")[2])
         assert any("/events" in path for path in busy(port, 3))
-        stack.enter_context(servers.running(tmp_path, port=port, **settings))
+        again = servers.start(tmp_path, port=port, **settings)
+        stack.callback(again.stop, signal.SIGKILL)
         found = plan.result(timeout=120)
     assert found.peak_bytes <= found.budget_bytes
 
@@ -276,7 +277,7 @@ def busy(port: int, times: int) -> list[str]:
             self.send_header("Content-Length", "0")
             self.end_headers()
 
-        def log_message(self, *_: object) -> None:
+        def log_message(self, format: str, *args: object) -> None:
             pass
 
     with HTTPServer(("127.0.0.1", port), Busy) as proxy:
