@@ -148,7 +148,7 @@ _ONE_SUBJECT: dict[str, Any] = {
 
 
 class _Problem(Record):
-    """A trace or a bare graph, and how to solve it. What is null is as if it were left out."""
+    """A trace or a bare graph, and how to solve it."""
 
     model_config = ConfigDict(json_schema_extra=_ONE_SUBJECT)
 
@@ -176,13 +176,15 @@ class _Problem(Record):
 
 
 class SolveRequest(_Problem):
-    """The body of `POST /solve`: `{"trace" or "graph", "budget", "options"}`."""
+    """The body of `POST /solve`: `{"trace" or "graph", "budget", "options"}`. What is null is as
+    if it were left out."""
 
     budget: Budget
 
 
 class SweepRequest(_Problem):
-    """The body of `POST /sweeps`. Without `budgets`: 100%, 95%, ... of the peak, and "min"."""
+    """The body of `POST /sweeps`. Without `budgets`: 100%, 95%, ... of the peak, and "min". What is
+    null is as if it were left out."""
 
     budgets: Annotated[tuple[Budget, ...], Field(min_length=1, max_length=100)] | None = None
 
