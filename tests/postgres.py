@@ -114,6 +114,20 @@ def fresh_database(url: str) -> Iterator[str]:
         connection.execute(f"DROP DATABASE {name} WITH (FORCE)".encode())
 
 
+@contextmanager
+def unreachable(url: str, database_url: str) -> Iterator[None]:
+    """A database of a server that nobody is connected to, or can be, while the block runs."""
+    name = database_url.partition("@/")[2].partition("?")[0]
+    with psycopg.connect(url, autocommit=True) as connection:
+        connection.execute(f"ALTER DATABASE {name} ALLOW_CONNECTIONS false".encode())
+        end = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s"
+        connection.execute(end, [name])
+        try:
+            yield
+        finally:
+            connection.execute(f"ALTER DATABASE {name} ALLOW_CONNECTIONS true".encode())
+
+
 def _wait_until_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
     until = time.monotonic() + _START_S
     while process.poll() is None and time.monotonic() < until:

@@ -17,6 +17,9 @@ from typing import Any, TypeVar
 import httpx2
 
 from remat.client import Client
+from remat_server.settings import Settings
+from remat_server.store import keys
+from remat_server.store.database import Database
 
 T = TypeVar("T")
 
@@ -37,6 +40,14 @@ class Server:
     def http(self, **options: Any) -> httpx2.Client:
         """A plain HTTP client."""
         return httpx2.Client(base_url=self.url, timeout=60, **options)
+
+    def add_key(self, name: str) -> str:
+        """A new API key, as `remat keys add` makes it."""
+        database = Database(Settings(data_dir=self.environment["REMAT_DATA_DIR"]).store_url)
+        with database.write() as connection:
+            _, key = keys.add(connection, name)
+        database.close()
+        return key
 
     def stop(self, number: int = signal.SIGTERM) -> int:
         """End the server by a signal, and wait for its end."""

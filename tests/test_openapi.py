@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -13,6 +17,7 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.errors import FlakyStrategyDefinition, Unsatisfiable
+from jsonschema import Draft202012Validator
 from schemathesis import Case
 from schemathesis.checks import not_a_server_error
 from schemathesis.generation import GenerationMode
@@ -22,10 +27,11 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 from tests import server as servers
-from tests.server import Server, chain, finished
+from tests.models import PLAIN
+from tests.server import HARD, Server, chain, finished
 
-from remat_server.store import keys
-from remat_server.store.database import Database
+import remat
+from remat.strategies.registry import STRATEGIES
 
 CHECKS = [
     not_a_server_error,
@@ -40,7 +46,16 @@ BOUNDED: dict[str, Any] = {
     "suppress_health_check": list(HealthCheck),
     "phases": (Phase.explicit, Phase.generate),
 }
-SERVER = {"REMAT_SOLVE_LIMIT_S": "60", "REMAT_REQUESTS_PER_MINUTE": "1000000"}
+SERVER = {"REMAT_SOLVE_LIMIT_S": "3600", "REMAT_REQUESTS_PER_MINUTE": "1000000"}
+
+CONFIG = """
+hooks = "{hooks}"
+generation.deterministic = true
+
+[[operations]]  # of a job that has ended, and in no such form
+include-path = "/jobs/{{id}}/result"
+checks.positive_data_acceptance.expected-statuses = ["2xx", "404", "406", "409"]
+"""
 
 
 @pytest.fixture(scope="module")
@@ -54,10 +69,7 @@ def closed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, s
     """A server that needs a key, and a key."""
     directory = tmp_path_factory.mktemp("closed")
     with servers.running(directory, **SERVER) as running:
-        database = Database(f"sqlite:///{directory / 'jobs.sqlite'}")
-        with database.write() as connection:
-            _, key = keys.add(connection, "test")
-        database.close()
+        key = running.add_key("test")
         with running.http() as http:
             servers.wait_for(lambda: http.get("/jobs").status_code == 401)
         yield running, key
@@ -92,12 +104,75 @@ def test_problems_are_documented(server: Server) -> None:
                     assert list(answer["content"]) == ["application/problem+json"], (path, status)
 
 
+ASKED: list[tuple[bool, dict[str, Any]]] = [
+    *((True, {"budget": budget}) for budget in ("60%", "8GiB", "0.5 GiB", "min", "7.5GB", 1, 1e99)),
+    *((False, {"budget": budget}) for budget in ("", "x", "0%", "auto", 0, -1, 0.5, True, None)),
+    (True, {"trace": None}),
+    (False, {"graph": None}),
+    (False, {"graph": None, "trace": None}),
+    (False, {"trace": {}}),
+    (False, {"other": None}),
+    (True, {"options": {}}),
+    (True, {"options": {"costs": None}}),
+    (False, {"options": {"costs": "measure"}}),
+    (False, {"options": {"costs": "roofline:h200"}}),
+    (False, {"options": None}),
+    *((True, {"options": {"strategy": {"name": name}}}) for name in STRATEGIES),
+    *(
+        (good, {"options": {"strategy": strategy}})
+        for good, strategy in (
+            (False, {}),
+            (False, {"name": "none"}),
+            (False, {"name": "keep_all", "k": 1}),
+            (True, {"name": "every_k", "k": None}),
+            (False, {"name": "every_k", "k": 0}),
+            (True, {"name": "auto", "threads": 1024}),
+            (False, {"name": "auto", "threads": 1025}),
+            (True, {"name": "auto", "gap": 0, "peak_gap": 0.5}),
+            (False, {"name": "auto", "gap": 1}),
+            (False, {"name": "auto", "stall": 0}),
+            (True, {"name": "auto", "time_limit": 3600}),
+            (False, {"name": "auto", "time_limit": 3601}),
+            (True, {"name": "exact", "solver": "HiGHS"}),
+            (False, {"name": "exact", "solver": "CBC"}),
+            (False, {"name": "lp_rounding", "allowances": []}),
+            (False, {"name": "lp_rounding", "allowances": [1.0]}),
+        )
+    ),
+]
+
+
+def test_schema_and_service_agree_on_what_may_be_asked(server: Server) -> None:
+    """`oneOf` the graph and the trace; null is as if it were left out."""
+    document = httpx2.get(f"{server.url}/openapi.json").json()
+    components = {"components": document["components"]}
+    with server.http() as http:
+
+        def is_agreed(kind: str, where: str, asked: dict[str, Any], is_good: bool) -> None:
+            answer = http.post(f"{where}?dry_run=true", json=asked)
+            assert answer.status_code == (200 if is_good else 422), (asked, answer.text)
+            schema = {"$ref": f"#/components/schemas/{kind}", **components}
+            assert Draft202012Validator(schema).is_valid(asked) == is_good, asked
+
+        for is_good, changes in ASKED:
+            asked = {"graph": chain(4), "budget": "50%", **changes}
+            is_agreed("SolveRequest", "/solve", asked, is_good)
+            budget = asked.pop("budget")
+            is_agreed("SweepRequest", "/sweeps", {**asked, "budgets": [budget]}, is_good)
+        for budgets, is_good in ((None, True), ([], False), (["50%"] * 101, False), ("min", False)):
+            asked = {"graph": chain(4), "budgets": budgets}
+            is_agreed("SweepRequest", "/sweeps", asked, is_good)
+        example = document["paths"]["/solve"]["post"]["requestBody"]["content"]
+        asked = example["application/json"]["example"]
+        assert http.post("/solve", json=asked, headers={"Prefer": "wait=30"}).status_code == 200
+
+
 # -- what the service does ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "has_key",
-    [pytest.param(True, marks=pytest.mark.slow), False, None],
+    [pytest.param(True, marks=pytest.mark.slow), False, pytest.param(None, marks=pytest.mark.slow)],
     ids=["key", "no key", "open"],
 )
 @pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: mode.value)
@@ -186,3 +261,102 @@ def test_good_requests_are_documented(server: Server) -> None:
         told("POST", "/solve", 415, **body, headers={"Content-Encoding": "br"})
         told("DELETE", "/jobs/{id}", 204, **job)
         told("DELETE", "/jobs/{id}", 404, **job)
+
+
+# -- by the command line --------------------------------------------------------------------------
+
+
+def test_the_command_line_finds_nothing(server: Server, tmp_path: Path) -> None:
+    """All checks of schemathesis, against a server that holds jobs which ended in every way."""
+    with server.http() as http:
+        given = what_is_there(http)
+        answers = run_schemathesis(server.url, given, tmp_path, "--max-examples=5")
+    forms = set(given["forms"])
+    offered = {"trace": forms, "graph": forms - {"python", "program"}, "sweep": {"json", "svg"}}
+    for how, id in given["jobs"].items():
+        for form in forms:
+            status = 200 if form in offered.get(how, forms) else 406
+            if how in ("failed", "cancelled"):
+                status = 409
+            assert ("GET", f"/jobs/{id}/result?format={form}", status) in answers, (how, form)
+    for status, count in ((202, 1), (204, 6)):
+        ended = {path for method, path, given in answers if (method, given) == ("DELETE", status)}
+        assert len(ended & {f"/jobs/{id}" for id in given["spare"]}) >= count
+
+
+@pytest.mark.slow
+def test_the_command_line_finds_nothing_behind_a_key(
+    closed: tuple[Server, str], tmp_path: Path
+) -> None:
+    """The same at length, where nothing is answered without the key or with another."""
+    server, key = closed
+    authorization = f"Authorization: Bearer {key}"
+    with server.http(headers=[authorization.split(": ")]) as http:
+        given = what_is_there(http) | {"has_key": True}
+    run_schemathesis(server.url, given, tmp_path, "--max-examples=25", "--header", authorization)
+
+
+def what_is_there(http: httpx2.Client) -> dict[str, Any]:
+    """What `openapi_hooks` wants: jobs that ended in every way, and some to delete."""
+    case = PLAIN["mlp"]()
+    priced = remat.measure(remat.trace(case.model, case.args, case.kwargs), remat.Roofline("cpu"))
+    trace = json.loads(priced.to_json())
+    few = {"name": "checkmate", "max_operations": 1}
+
+    def made(where: str = "/solve", **body: Any) -> str:
+        answer = http.post(where, json={"graph": chain(), **body})
+        assert answer.status_code == 202, answer.text
+        return answer.json()["id"]
+
+    def long() -> str:
+        return made(graph=chain(60), budget="22%", options={"strategy": HARD})
+
+    def ended() -> dict[str, str]:
+        jobs = {
+            "trace": made(graph=None, trace=trace, budget="90%"),
+            "graph": made(budget="70%"),
+            "sweep": made("/sweeps", budgets=["min", "70%"]),
+            "infeasible": made(budget=200),
+            "failed": made(budget="60%", options={"strategy": few}),
+            "cancelled": long(),
+        }
+        assert http.delete(f"/jobs/{jobs['cancelled']}").status_code == 202
+        solved = dict.fromkeys(("trace", "graph", "sweep"), "succeeded")
+        for how, id in jobs.items():
+            assert finished(http, id)["status"] == solved.get(how, how)
+        return jobs
+
+    asked = http.get("/openapi.json").json()["paths"]["/jobs/{id}/result"]["get"]["parameters"]
+    return {
+        "trace": trace,
+        "graph": chain(4, 10**6),
+        "jobs": ended(),
+        "spare": [*ended().values(), long()],
+        "forms": asked[1]["schema"]["anyOf"][0]["enum"],
+        "has_key": False,
+    }
+
+
+def run_schemathesis(
+    url: str, given: dict[str, Any], directory: Path, *options: str
+) -> set[tuple[str, str, int]]:
+    """The answers (method, path with query, status) of a run that must find nothing."""
+    config, archive = directory / "schemathesis.toml", directory / "requests.har"
+    config.write_text(CONFIG.format(hooks=Path(__file__).with_name("openapi_hooks.py")))
+    (directory / "given.json").write_text(json.dumps(given))
+    command = [sys.executable, "-m", "schemathesis.cli", "--no-color", "--config-file", str(config)]
+    command += ["run", f"{url}/openapi.json", "--checks=all", f"--report-har-path={archive}"]
+    ended = subprocess.run(
+        [*command, *options],
+        cwd=directory,
+        env={**os.environ, "OPENAPI_GIVEN": str(directory / "given.json")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert ended.returncode == 0, ended.stdout
+    found = set()
+    for entry in json.loads(archive.read_text())["log"]["entries"]:
+        asked, answer = entry["request"], entry["response"]
+        found.add((asked["method"], asked["url"].removeprefix(url), answer["status"]))
+    return found

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
+import gzip
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 from benchmarks.service import jobs
 from benchmarks.service.kill import worker_of
+from sqlalchemy import select, update
+from tests import postgres
 from tests import server as servers
 from tests.killing import at_once, killing
 from tests.server import HARD, chain, finished, post, solving_processes, wait_for
@@ -20,6 +30,11 @@ from tests.solvers import needs_cbc
 from tests.test_baselines import uneven_stages
 
 import remat
+from remat.plan_document import GraphRecord
+from remat_server.messages import Task
+from remat_server.store import leases
+from remat_server.store.database import Database, now
+from remat_server.store.tables import jobs as jobs_table
 
 
 @pytest.fixture(scope="module")
@@ -54,12 +69,102 @@ def test_kill_of_server_and_worker_loses_nothing(tmp_path: Path, plan: remat.Pla
         server.process.wait()
 
 
-@pytest.mark.slow
-def test_sigterm_drains_what_is_under_way(tmp_path: Path) -> None:
+def test_a_lease_is_renewed_for_as_long_as_the_solve_goes_on(tmp_path: Path) -> None:
+    """Else the worker's free slot would take the job again."""
+    settings = {"REMAT_LEASE_S": "1", "REMAT_CONCURRENT_SOLVES": "2"}
+    with servers.running(tmp_path, **settings) as server, server.http() as http:
+        limited = {"strategy": {**HARD, "time_limit": 4.0}}
+        id = post(http, graph=chain(40), budget="22%", options=limited).json()["id"]
+        assert finished(http, id)["status"] == "succeeded"
+        with http.sse(f"/jobs/{id}/events") as source:
+            told = [json.loads(event.data)["status"] for event in source if event.event == "status"]
+    assert told == ["queued", "running", "succeeded"]
+
+
+def test_a_lease_that_ends_during_its_solve_starts_no_other_here(tmp_path: Path) -> None:
+    """The store may not have answered in time; whose job it is was not asked by anybody else."""
+    with servers.running(tmp_path, REMAT_CONCURRENT_SOLVES="2") as server, server.http() as http:
+        id = post(http, graph=chain(41), budget="22%", options={"strategy": HARD}).json()["id"]
+        solving = wait_for(lambda: solving_processes(str(tmp_path)))
+        database = Database(f"sqlite:///{tmp_path / 'jobs.sqlite'}")
+
+        def is_taken_again() -> bool:
+            ended = update(jobs_table).where(jobs_table.c.id == id).values(lease_until=now() - 1)
+            with database.write() as connection:
+                ended = ended.returning(jobs_table.c.attempts)
+                return connection.execute(ended).scalar_one() == 2
+
+        wait_for(is_taken_again)
+        database.close()
+        assert finished(http, post(http, budget="60%").json()["id"])["status"] == "succeeded"
+        assert solving_processes(str(tmp_path)) == solving
+        starts = [line for line in server.log.read_text().splitlines() if "solve starts" in line]
+        assert [json.loads(line)["job"] == id for line in starts] == [True, False]
+        assert http.delete(f"/jobs/{id}").status_code == 202
+        wait_for(lambda: not solving_processes(str(tmp_path)), 5)
+
+
+@pytest.mark.parametrize("has_task", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_solving_process_ends_quietly_where_its_worker_is_gone(has_task: bool) -> None:
+    """Its stderr is the service's log, which has one JSON object a line."""
+    ours, theirs = socket.socketpair()
+    command = [sys.executable, "-m", "remat_server.child", str(theirs.fileno()), str(os.getpid())]
+    process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE)
+    theirs.close()
+    connection = Connection(ours.detach())
+    if has_task:
+        asked = {"graph": chain(30), "budget": "22%", "options": {"strategy": HARD}}
+        task = Task(kind="solve", memory_bytes=1 << 32, niceness=1, threads=1, device="")
+        for frame in (task.model_dump_json().encode(), gzip.compress(json.dumps(asked).encode())):
+            connection.send_bytes(frame)
+        for _ in range(2):
+            connection.recv_bytes()
+    connection.close()
+    try:
+        assert process.communicate(timeout=60) == (None, b"")
+    finally:
+        process.kill()
+
+
+def test_sigterm_ends_streams_and_gives_jobs_back(tmp_path: Path) -> None:
+    server = servers.start(tmp_path, REMAT_DRAIN_S="0.5", REMAT_CONCURRENT_SOLVES="1")
+    kinds: list[str] = []
+    with server.http() as http:
+        running = post(http, graph=chain(42), budget="22%", options={"strategy": HARD}).json()["id"]
+        wait_for(lambda: solving_processes(str(tmp_path)))
+        waiting = post(http, budget="66%").json()["id"]
+
+        def watch() -> None:
+            with server.http() as http, http.sse(f"/jobs/{running}/events") as source:
+                kinds.extend(event.event for event in source)
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        wait_for(lambda: kinds)
+        server.stop(signal.SIGTERM)
+        watcher.join(timeout=30)
+        assert not watcher.is_alive()
+    assert "done" not in kinds
+    assert not solving_processes(str(tmp_path))
+    log = server.log.read_text()
+    assert "graceful shutdown exceeded" not in log
+    assert '"given_back": 1' in log
+    assert "Traceback" not in log
+    database = Database(f"sqlite:///{tmp_path / 'jobs.sqlite'}")
+    with database.read() as connection:
+        rows = connection.execute(
+            select(jobs_table.c.id, jobs_table.c.status, jobs_table.c.attempts)
+        )
+        assert {tuple(row) for row in rows} == {(running, "queued", 0), (waiting, "queued", 0)}
+        assert leases.worker_count(connection, 1e9) == 0
+    database.close()
+
+
+def test_sigterm_drains_what_is_under_way_and_begins_nothing(tmp_path: Path) -> None:
     server = servers.start(tmp_path, REMAT_DRAIN_S="60", REMAT_CONCURRENT_SOLVES="1")
     with server.http() as http:
         short = {"graph": chain(60), "budget": "22%"}
-        options = {"strategy": {**HARD, "time_limit": 4.0}}
+        options = {"strategy": {**HARD, "time_limit": 2.0}}
         running = post(http, **short, options=options).json()["id"]
         waiting = post(http, budget="66%").json()["id"]
         wait_for(lambda: http.get(f"/jobs/{running}").json()["status"] == "running")
@@ -69,7 +174,9 @@ def test_sigterm_drains_what_is_under_way(tmp_path: Path) -> None:
         first = http.get(f"/jobs/{running}").json()
         assert first["status"] == "succeeded"
         assert first["started_at"] < again_started(again.log)
-        assert finished(http, waiting)["status"] == "succeeded"
+        second = finished(http, waiting)
+        assert second["status"] == "succeeded"
+        assert second["started_at"] > again_started(again.log)
 
 
 @pytest.mark.slow
@@ -124,6 +231,96 @@ def test_a_killed_solve_fails_with_a_reason_and_the_next_one_works(tmp_path: Pat
         assert ended["problem"]["type"].endswith("crashed")
         assert "SIGKILL" in ended["problem"]["detail"]
         assert finished(http, post(http, budget="72%").json()["id"])["status"] == "succeeded"
+
+
+def test_a_worker_without_its_store_says_so_in_the_log(tmp_path: Path) -> None:
+    nobody = f"postgresql://ann:secret@/name?host={tmp_path}"
+    ended = subprocess.run(
+        [sys.executable, "-m", "remat_server.processes"],
+        env={**os.environ, "REMAT_DATABASE_URL": nobody},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == 1
+    (line,) = map(json.loads, ended.stderr.splitlines())
+    assert line["event"] == "the worker cannot start"
+    assert "does not answer" in line["error"]
+    assert "secret" not in ended.stderr
+
+
+def test_a_client_waits_while_the_service_starts_again(tmp_path: Path) -> None:
+    """And while whatever stands in front of it says that nobody is there."""
+    told: list[remat.Progress] = []
+    settings = {"REMAT_LEASE_S": "1", "REMAT_CONCURRENT_SOLVES": "1"}
+    graph = GraphRecord.model_validate_json(json.dumps(chain(44))).graph()
+    hard = remat.Exact(gap=0.0, time_limit=4.0)
+    with ExitStack() as stack:
+        server = stack.enter_context(servers.running(tmp_path, **settings))
+        client = stack.enter_context(server.client())
+        pool = stack.enter_context(ThreadPoolExecutor(1))
+        plan = pool.submit(client.solve, graph, "22%", hard, progress=told.append)
+        wait_for(lambda: told)
+        server.stop(signal.SIGKILL)
+        port = int(server.url.rpartition(":")[2])
+        assert any("/events" in path for path in busy(port, 3))
+        again = servers.start(tmp_path, port=port, **settings)
+        stack.callback(again.stop, signal.SIGKILL)
+        found = plan.result(timeout=120)
+    assert found.peak_bytes <= found.budget_bytes
+
+
+def busy(port: int, times: int) -> list[str]:
+    """Answers so many requests as a proxy does that has nobody behind it; returns their paths."""
+    asked: list[str] = []
+
+    class Busy(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_response(503)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", port), Busy) as proxy:
+        proxy.timeout = 30
+        for _ in range(times):
+            proxy.handle_request()
+    return asked
+
+
+def test_a_store_that_is_gone_for_a_while_costs_nothing(tmp_path: Path, postgres_url: str) -> None:
+    """The solve goes on, and whoever waits for it is answered once the store is back."""
+    told: list[remat.Progress] = []
+    graph = GraphRecord.model_validate_json(json.dumps(chain(43))).graph()
+    hard = remat.Exact(gap=0.0, time_limit=8.0)
+    with ExitStack() as stack:
+        url = stack.enter_context(postgres.fresh_database(postgres_url))
+        settings = {"REMAT_DATABASE_URL": url, "REMAT_CONCURRENT_SOLVES": "1"}
+        server = stack.enter_context(servers.running(tmp_path, **settings))
+        client, http = stack.enter_context(server.client()), stack.enter_context(server.http())
+        pool = stack.enter_context(ThreadPoolExecutor(1))
+        plan = pool.submit(client.solve, graph, "22%", hard, progress=told.append)
+        wait_for(lambda: told)
+        (solving,) = solving_processes(str(tmp_path))
+        with postgres.unreachable(postgres_url, url):
+            refused = wait_for(lambda: [a for a in [http.get("/jobs")] if a.status_code != 200])[0]
+            assert refused.status_code == 503
+            assert refused.json()["type"] == "urn:remat:problem:unavailable"
+            assert refused.headers["Retry-After"] == "5"
+            assert http.get("/readyz").status_code == 503
+            assert http.get("/livez").status_code == 200
+            time.sleep(1.0)
+            assert solving_processes(str(tmp_path)) == {solving}
+        found = plan.result(timeout=60)
+        assert found.peak_bytes <= found.budget_bytes
+        (job,) = http.get("/jobs").json()["jobs"]
+        with http.sse(f"/jobs/{job['id']}/events") as source:
+            story = [(event.event, event.data) for event in source]
+    assert [kind for kind, _ in story].count("status") == 3, "queued, running, succeeded"
+    assert len({dataclasses.astuple(each) for each in told}) == len(told), "nothing is told twice"
 
 
 @pytest.mark.slow

@@ -143,17 +143,30 @@ def test_a_trace_for_a_device_that_no_worker_has_is_refused(server: Server) -> N
 
 def test_client_raises_what_the_library_raises(server: Server, graph: remat.Graph) -> None:
     with server.client() as client:
-        for budget in (250, "5%"):
+        for budget, strategy, is_proved, least in (
+            (250, remat.Auto(), True, 300),
+            ("5%", remat.Auto(), True, 300),
+            (350, remat.ChenSqrt(), False, 800),
+        ):
             with pytest.raises(remat.InfeasibleBudget) as remote:
-                client.solve(graph, budget)
+                client.solve(graph, budget, strategy)
             with pytest.raises(remat.InfeasibleBudget) as local:
-                remat.solve(graph, budget)
+                remat.solve(graph, budget, strategy)
             assert str(remote.value) == str(local.value)
-            assert remote.value.min_feasible_bytes == local.value.min_feasible_bytes == 300
-            assert remote.value.is_proved == local.value.is_proved
+            assert remote.value.min_feasible_bytes == local.value.min_feasible_bytes == least
+            assert remote.value.is_proved is local.value.is_proved is is_proved
         for wrong in ("8 potatoes", True, -1):
             with pytest.raises(remat.BudgetError):
                 client.solve(graph, wrong)
+            with pytest.raises(remat.BudgetError):
+                client.sweep(graph, ["60%", wrong])
+        for refused in (
+            lambda: client.solve(graph, "60%", costs="measure"),
+            lambda: client.solve(graph, "60%", costs="roofline:abacus"),
+            lambda: client.sweep(graph, range(400, 600)),
+        ):
+            with pytest.raises(remat.RematError, match="cannot be sent to a service"):
+                refused()
         with pytest.raises(remat.SolverError, match="does not offer the solver"):
             client.solve(graph, "60%", remat.Auto(solver="GUROBI"))
 
@@ -187,11 +200,15 @@ def test_results_are_those_of_the_library(server: Server, graph: remat.Graph) ->
 
 
 def test_sweep_is_the_library_s(server: Server, graph: remat.Graph) -> None:
-    budgets = ["min", "50%", "70%", "100%"]
+    budgets = [200, "min", "50%", "70%", "100%"]
     with server.client() as client:
         remote = client.sweep(graph, budgets)
+        assert client.sweep(graph, [200, 250]) == remat.sweep(graph, [200, 250]) == []
+        assert client.sweep(graph, []) == remat.sweep(graph, []) == []
     local = remat.sweep(graph, budgets)
+    assert len(remote) == 4
     assert [p.overhead for p in remote] == [p.overhead for p in local]
+    assert [p.budget_bytes for p in remote] == [p.budget_bytes for p in local]
 
 
 def test_the_same_request_is_answered_from_the_store(http: httpx2.Client) -> None:
@@ -249,16 +266,21 @@ def test_result_before_the_end_is_a_conflict(http: httpx2.Client) -> None:
     early = http.get(f"/jobs/{job['id']}/result")
     assert early.status_code == 409
     assert early.headers["content-type"] == "application/problem+json"
+    assert early.headers["Retry-After"] == "1"
     http.delete(f"/jobs/{job['id']}")
 
 
 def test_etag(http: httpx2.Client) -> None:
     id = post(http, budget="75%").json()["id"]
     finished(http, id)
-    first = http.get(f"/jobs/{id}")
-    same = http.get(f"/jobs/{id}", headers={"If-None-Match": first.headers["ETag"]})
-    assert same.status_code == 304
-    assert same.content == b""
+    tag = http.get(f"/jobs/{id}").headers["ETag"]
+    for known in (tag, f"W/{tag}", f'"x", {tag}', f"{tag},W/{tag}", "*"):
+        same = http.get(f"/jobs/{id}", headers={"If-None-Match": known})
+        assert same.status_code == 304, known
+        assert same.content == b""
+        assert same.headers["ETag"] == tag
+    for other in ("", '"x"', tag.strip('"'), f"{tag}x"):
+        assert http.get(f"/jobs/{id}", headers={"If-None-Match": other}).status_code == 200, other
 
 
 @pytest.mark.slow
@@ -277,7 +299,8 @@ def test_pages_of_jobs(http: httpx2.Client) -> None:
             break
     assert listed[:5] == made[::-1]
     assert len(listed) == len(set(listed))
-    assert all(j["status"] == "queued" for j in http.get("/jobs?status=queued").json()["jobs"])
+    page = http.get("/jobs", params={"status": "succeeded", "limit": 5}).json()
+    assert [job["id"] for job in page["jobs"]] == made[::-1]
 
 
 # -- live, cancel -------------------------------------------------------------------------------
@@ -336,6 +359,7 @@ def test_cancelled_client_cancels_its_job(server: Server, http: httpx2.Client) -
         ("text/html", "<!doctype html>"),
         ("application/vnd.chrome-trace+json", "{"),
         ("text/html;q=0.2, application/json;q=0.9", '{"plan"'),
+        ("application/json;q=0, image/svg+xml;q=0.1", "<svg"),
         ("*/*", '{"plan"'),
     ],
 )
@@ -351,7 +375,8 @@ def test_python_needs_a_program(http: httpx2.Client) -> None:
     id = post(http, budget="65%").json()["id"]
     finished(http, id)
     assert http.get(f"/jobs/{id}/result?format=python").status_code == 406
-    assert http.get(f"/jobs/{id}/result", headers={"Accept": "image/png"}).status_code == 406
+    for accept in ("image/png", "application/json;q=0", "*/*;q=0.0", "text/html;q=no"):
+        assert http.get(f"/jobs/{id}/result", headers={"Accept": accept}).status_code == 406
 
 
 @pytest.mark.slow
@@ -377,14 +402,20 @@ def test_python_of_a_trace(server: Server, http: httpx2.Client) -> None:
     assert again.model == trace.model, "what is answered from the store has its name too"
 
 
-@pytest.mark.parametrize("form", ["svg", "schedule", "modules"])
-def test_pictures_have_no_way_to_run_anything(http: httpx2.Client, form: str) -> None:
+@pytest.mark.parametrize("form", ["svg", "schedule", "modules", "html"])
+def test_what_is_made_for_browsers_has_no_way_to_run_anything(
+    http: httpx2.Client, form: str
+) -> None:
     id = post(http, budget="65%").json()["id"]
     finished(http, id)
     found = http.get(f"/jobs/{id}/result?format={form}")
-    assert found.headers["content-type"].startswith("image/svg+xml")
-    assert "sandbox" in found.headers["content-security-policy"]
-    assert found.text.startswith("<svg")
+    kind, begin = ("text/html", "<!doctype html>") if form == "html" else ("image/svg+xml", "<svg")
+    assert found.headers["content-type"].startswith(kind)
+    policy = {*found.headers["content-security-policy"].split("; ")}
+    assert policy >= {"default-src 'none'", "sandbox", "style-src 'unsafe-inline'"}
+    assert not any(part.startswith("script-src") for part in policy)
+    assert found.headers["x-content-type-options"] == "nosniff"
+    assert found.text.lower().startswith(begin)
 
 
 def test_the_list_tells_places_in_the_queue(tmp_path: Path) -> None:
@@ -395,6 +426,9 @@ def test_the_list_tells_places_in_the_queue(tmp_path: Path) -> None:
         found = {job["id"]: job["position"] for job in http.get("/jobs").json()["jobs"]}
         assert found == {ids[0]: None, ids[1]: 0, ids[2]: 1}
         assert http.get(f"/jobs/{ids[2]}").json()["position"] == 1
+        for state, those in (("queued", ids[:0:-1]), ("cancelled", ids[:1]), ("failed", [])):
+            page = http.get("/jobs", params={"status": state}).json()
+            assert [job["id"] for job in page["jobs"]] == those
 
 
 # -- operation --------------------------------------------------------------------------------
@@ -419,7 +453,14 @@ def test_every_answer_has_an_id_and_safe_headers(http: httpx2.Client) -> None:
     assert made.status_code == 404
     assert made.headers["content-type"] == "application/problem+json"
     assert "script" not in made.headers["X-Request-ID"]
-    assert "default-src 'none'" in made.headers["Content-Security-Policy"]
+    for answer in (made, http.get("/"), http.get("/jobs"), http.get("/", headers={"Host": "evil"})):
+        policy = answer.headers["Content-Security-Policy"].split("; ")
+        assert {"default-src 'none'", "script-src 'self'", "frame-ancestors 'none'"} <= {*policy}
+        assert "unsafe" not in str(policy)
+        assert answer.headers["X-Content-Type-Options"] == "nosniff"
+        assert answer.headers["Referrer-Policy"] == "no-referrer"
+        assert answer.headers["X-Frame-Options"] == "DENY"
+        assert answer.headers["Cross-Origin-Resource-Policy"] == "same-origin"
 
 
 def test_names_of_other_hosts_are_refused(http: httpx2.Client) -> None:

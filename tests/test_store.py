@@ -299,6 +299,62 @@ def test_a_renewed_lease_does_not_end(database: Database) -> None:
     assert claim(database, "v") is None
 
 
+def test_progress_and_start_are_those_of_the_attempt(database: Database) -> None:
+    id = submitted(database)
+
+    def seen() -> tuple[JobView, float, float]:
+        with database.read() as connection:
+            found = viewed(connection, id)
+        return found, found.started_at or 0.0, found.finished_at or 0.0
+
+    claimed(database, "dead")
+    report(database, "dead", id)
+    job, first, _ = seen()
+    assert job.progress is not None
+    assert job.created_at <= first
+    expire(database)
+    time.sleep(0.01)
+    claimed(database, "alive")
+    job, second, _ = seen()
+    assert job.progress is None
+    assert first < second
+    assert finish(database, "alive", id)
+    job, last, end = seen()
+    assert job.created_at <= last == second <= end
+
+
+def test_every_change_of_a_job_is_another_revision(database: Database) -> None:
+    """Of which its ETag is made."""
+    id, other = submitted(database, content="a"), submitted(database, content="b")
+
+    def revision(id: str = id) -> int:
+        with database.read() as connection:
+            found = jobs.view(connection, "ann", id)
+        assert found is not None
+        return found[1]
+
+    def give_back() -> None:
+        with database.write() as connection:
+            leases.give_back(connection, "w", [id])
+
+    seen = [revision()]
+    for change in (
+        lambda: claimed(database, "w"),
+        lambda: report(database, "w", id),
+        give_back,
+        lambda: claimed(database, "w"),
+        lambda: finish(database, "w", id),
+    ):
+        change()
+        seen.append(revision())
+    assert seen == sorted(set(seen))
+    before = revision(other)
+    with database.write() as connection:
+        jobs.cancel(connection, "ann", other)
+    assert revision(other) > before
+    assert revision() == seen[-1], "nothing of it has changed"
+
+
 def test_only_who_holds_a_job_can_finish_or_report(database: Database) -> None:
     id = submitted(database)
     claimed(database, "dead")
@@ -426,6 +482,21 @@ def test_pages_meet_without_gap_or_overlap(database: Database) -> None:
     assert seen == ids[::-1]
 
 
+def test_pages_of_a_state_hold_no_other(database: Database) -> None:
+    ids = [submitted(database, content=f"c{i}") for i in range(5)]
+    with database.write() as connection:
+        for id in ids[::2]:
+            jobs.cancel(connection, "ann", id)
+    with database.read() as connection:
+        page, before = jobs.views(connection, "ann", "cancelled", None, 2)
+        rest, end = jobs.views(connection, "ann", "cancelled", before, 2)
+        assert [job.id for job in (*page, *rest)] == ids[::-2]
+        assert end is None
+        queued, _ = jobs.views(connection, "ann", "queued", None, 9)
+        assert [job.id for job in queued] == ids[3::-2]
+        assert jobs.views(connection, "ann", "failed", None, 9) == ([], None)
+
+
 def test_position_counts_those_before(database: Database) -> None:
     ids = [submitted(database, content=f"c{i}") for i in range(3)]
     with database.read() as connection:
@@ -503,6 +574,21 @@ def test_an_answer_in_use_is_kept(database: Database) -> None:
         assert answer(connection, second) == b"body"
 
 
+def test_an_answer_that_a_later_job_shows_is_kept(database: Database) -> None:
+    """Of a job that asked the same and waited for it."""
+    first, second = submitted(database), submitted(database)
+    claimed(database, "w")
+    finish(database, "w", first)
+    age(database, 120.0)
+    assert claim(database, "w") is None
+    assert status(database, second) == "succeeded"
+    with database.write() as connection:
+        assert upkeep.clean(connection, 60.0) == 1
+    with database.read() as connection:
+        assert answer(connection, second) == b"body"
+        assert viewed(connection, second).summary != ()
+
+
 def test_workers_come_and_go(database: Database) -> None:
     with database.write() as connection:
         leases.present(connection, "a", ("cpu",), 2)
@@ -517,6 +603,23 @@ def test_workers_come_and_go(database: Database) -> None:
     with database.read() as connection:
         assert leases.worker_count(connection, 60.0) == 1
         assert leases.devices_present(connection, 15.0) == set()
+
+
+def test_workers_that_are_silent_are_not_there(database: Database) -> None:
+    def seen() -> tuple[int, set[str]]:
+        with database.read() as connection:
+            count = leases.worker_count(connection, 60.0)
+            return count, leases.devices_present(connection, 60.0)
+
+    with database.write() as connection:
+        leases.present(connection, "a", ("cpu",), 1)
+        leases.present(connection, "b", ("cuda",), 1)
+    assert seen() == (2, {"cpu", "cuda"})
+    age(database, 120.0)
+    assert seen() == (0, set())
+    with database.write() as connection:
+        leases.present(connection, "a", ("cpu",), 1)
+    assert seen() == (1, {"cpu"})
 
 
 # -- events -----------------------------------------------------------------------------------

@@ -113,6 +113,8 @@ def _document(app: FastAPI) -> None:
     generate = app.openapi
 
     def openapi() -> dict[str, Any]:
+        if app.openapi_schema is not None:
+            return app.openapi_schema
         document = generate()
         schemas = document.setdefault("components", {}).setdefault("schemas", {})
         schemas.pop("HTTPValidationError", None)
@@ -121,6 +123,12 @@ def _document(app: FastAPI) -> None:
             made = kind.model_json_schema(ref_template="#/components/schemas/{model}")
             schemas |= made.pop("$defs", {})
             schemas.setdefault(kind.__name__, made)
+        for strategy in schemas["Options"]["properties"]["strategy"]["oneOf"]:
+            options = strategy["properties"]
+            if "time_limit" in options:
+                options["time_limit"]["maximum"] = app.state.settings.solve_limit_s
+            if "solver" in options:
+                options["solver"]["enum"] = sorted({"HiGHS", *app.state.settings.solvers})
         # FastAPI describes events by a word of OpenAPI 3.2, which 3.1 forbids.
         watching = document["paths"]["/jobs/{id}/events"]["get"]["responses"]["200"]
         for media in watching["content"].values():

@@ -39,9 +39,10 @@ class Gate:
     def owner(self, request: Request) -> str:
         """The owner for a request. Raises `ServiceProblem` 401 or 429."""
         address = request.client.host if request.client else ""
+        key = _key(request)
         owner: str | None = ANONYMOUS
         if self.is_closed:
-            owner = self._owner_of_key(request)
+            owner = self._owner_of(key)
         # Wrong keys are counted by address too: nobody may try them without end.
         if not self._limiter.hit(self._rate, owner or address):
             raise ServiceProblem(
@@ -51,20 +52,32 @@ class Gate:
                 headers={"Retry-After": "10"},
             )
         if owner is None:
-            raise ServiceProblem(
-                401,
-                "this service needs an API key, as `Authorization: Bearer remat_...`; the operator "
-                "makes one with `remat keys add NAME`",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
+            raise _unauthorized(key)
         return owner
 
-    def _owner_of_key(self, request: Request) -> str | None:
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not key:
+    def _owner_of(self, key: str) -> str | None:
+        if not key:
             return None
         with self._database.read() as connection:
-            return keys.owner_of(connection, key.strip())
+            return keys.owner_of(connection, key)
+
+
+def _key(request: Request) -> str:
+    """What the request brings as its key; empty where it brings none."""
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""
+
+
+def _unauthorized(key: str) -> ServiceProblem:
+    if key:
+        text, challenge = "this API key is not known here, or was revoked", 'error="invalid_token"'
+    else:
+        text, challenge = "this service needs an API key, as `Authorization: Bearer remat_...`", ""
+    return ServiceProblem(
+        401,
+        f"{text}; the operator makes one with `remat keys add NAME`",
+        headers={"WWW-Authenticate": f"Bearer {challenge}".strip()},
+    )
 
 
 def _owner(request: Request) -> str:

@@ -35,17 +35,21 @@ def main() -> int:
     """Serve one task on the connection whose file descriptor is the argument."""
     die_with_parent(int(sys.argv[2]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the worker, which ends us
-    connection = Connection(int(sys.argv[1]))
     warnings.simplefilter("always", SolverWarning)  # the plan says so, and so does the log
     warnings.showwarning = _log_warning
+    try:
+        _serve(Connection(int(sys.argv[1])))
+    except (EOFError, ConnectionError):  # the worker is gone
+        return 1
+    return 0
+
+
+def _serve(connection: Connection) -> None:
     gc.freeze()
     gc.set_threshold(100_000)  # documents are many small objects without cycles
     connection.send_bytes(Ready().model_dump_json().encode())
-    try:
-        task = Task.model_validate_json(connection.recv_bytes())
-        request = gzip.decompress(connection.recv_bytes())
-    except EOFError:
-        return 0
+    task = Task.model_validate_json(connection.recv_bytes())
+    request = gzip.decompress(connection.recv_bytes())
     os.nice(task.niceness)
     if not task.device:  # CUDA reserves far more than it uses
         _limit_memory(task.memory_bytes)
@@ -57,6 +61,8 @@ def main() -> int:
             device=task.device,
             tell=lambda message: connection.send_bytes(message.model_dump_json().encode()),
         )
+    except ConnectionError:
+        raise
     except Exception as error:
         if isinstance(error, _WITHOUT_MEMORY) or _data_bytes() > _NEARLY * task.memory_bytes:
             found = Failed(status="failed", problem=out_of_memory(task.memory_bytes))
@@ -65,12 +71,11 @@ def main() -> int:
             found = Failed(status="failed", problem=problem(500, A_BUG, "internal"))
     if isinstance(found, Failed):
         connection.send_bytes(found.model_dump_json().encode())
-        return 0
+        return
     answered, body = found
     assert isinstance(answered, Answered)
     connection.send_bytes(answered.model_dump_json().encode())
     connection.send_bytes(body)
-    return 0
 
 
 A_BUG = "this is a bug of remat: the service's log has its traceback; please report it"

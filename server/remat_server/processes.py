@@ -98,7 +98,11 @@ def main() -> int:
     parent = os.environ.pop(_WITH_PARENT, "")
     if parent:
         die_with_parent(int(parent))
-    run_worker(Settings())
+    try:
+        run_worker(Settings())
+    except ServiceError as error:
+        log.error("the worker cannot start", error=str(error))
+        return 1
     return 0
 
 

@@ -121,6 +121,8 @@ class Worker:
             job = leases.claim(connection, self.name, self._devices, self._settings.lease_s)
         if job is None:
             return False
+        if job.id in self._active:  # its lease ended, yet it is being solved here
+            return True
         task = Task(
             kind="sweep" if job.kind == "sweep" else "solve",
             memory_bytes=self._settings.solve_memory_bytes,

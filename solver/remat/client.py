@@ -14,7 +14,7 @@ from pydantic import ValidationError
 import remat
 from remat.budget import parse_budget
 from remat.documents import R, validated
-from remat.errors import DocumentError, RematError, ServiceError
+from remat.errors import DocumentError, InfeasibleBudget, RematError, ServiceError
 from remat.graph import Graph
 from remat.plan import Plan
 from remat.plan_document import GraphRecord
@@ -46,7 +46,10 @@ if TYPE_CHECKING:
 PATIENCE_S = 60.0
 """How long a service may be gone (restarted, say) before a call gives up."""
 
+_BUSY = (429, 503)
+"""What a service says that is to be asked again."""
 _PAUSE_S = 0.5
+_LONGEST_PAUSE_S = 5.0
 _SILENCE_S = 2.0
 """How often a wait without news looks whether it was cancelled."""
 _BY_SERVICE = ("measure", "roofline:")
@@ -171,13 +174,17 @@ class Client:
         cancel: Cancel | None = None,
     ) -> list[Plan]:
         """As `remat.sweep`: the time/memory frontier."""
-        request = SweepRequest(
-            budgets=None if budgets is None else tuple(budgets),
-            options=_options(strategy, costs),
-            **_subject(graph),
-        )
-        job = self.submit(request)
-        answer = self._read(self._finish(job, progress, cancel), SweepAnswer)
+        wanted = None if budgets is None else tuple(budgets)
+        for budget in wanted or ():
+            _check(budget)
+        if wanted == ():
+            return []
+        options = _options(strategy, costs)
+        job = self.submit(_made(SweepRequest, budgets=wanted, options=options, **_subject(graph)))
+        try:
+            answer = self._read(self._finish(job, progress, cancel), SweepAnswer)
+        except InfeasibleBudget:  # all of them
+            return []
         return [_told(document.plan()) for document in answer.plans]
 
     # -- jobs ---------------------------------------------------------------------------------
@@ -220,9 +227,9 @@ class Client:
         progress: ProgressCallback | None,
         cancel: Cancel | None,
     ) -> tuple[Plan, Program | None]:
-        parse_budget(budget, baseline_bytes=1 << 40)  # the same error as without a service
-        request = SolveRequest(budget=budget, options=_options(strategy, costs), **_subject(graph))
-        job = self.submit(request)
+        _check(budget)
+        options = _options(strategy, costs)
+        job = self.submit(_made(SolveRequest, budget=budget, options=options, **_subject(graph)))
         answer = self._read(self._finish(job, progress, cancel), Answer)
         return _told(answer.plan.plan()), answer.program
 
@@ -260,7 +267,7 @@ class Client:
                 if self.job(id).status in ENDED:
                     return
             except self._silent:
-                pass  # nothing happened for a while: see whether to go on
+                gone_since = None  # nothing happened for a while: see whether to go on
             except self._unreachable as error:
                 gone_since = gone_since or time.monotonic()
                 if time.monotonic() > gone_since + PATIENCE_S:
@@ -276,6 +283,8 @@ class Client:
         with self._http.sse(path, headers=headers, timeout=_SILENCE_S) as source:
             if source.response.status_code != 200:
                 source.response.read()
+                if source.response.status_code in _BUSY:
+                    raise self._unreachable(str(_problem(source.response)))
                 raise _problem(source.response)
             for event in source:
                 yield event.event, event.data, event.id or last
@@ -300,8 +309,9 @@ class Client:
                     raise self._lost(error) from None
                 time.sleep(_PAUSE_S)
                 continue
-            if response.status_code in (429, 503) and time.monotonic() < until:
-                time.sleep(min(float(response.headers.get("Retry-After", "1")), 5.0))
+            if response.status_code in _BUSY and time.monotonic() < until:
+                after = response.headers.get("Retry-After", "")
+                time.sleep(min(float(after), _LONGEST_PAUSE_S) if after.isdecimal() else _PAUSE_S)
                 continue
             if response.status_code >= 400:
                 raise _problem(response)
@@ -338,9 +348,18 @@ def _subject(graph: Graph | Trace) -> dict[str, Any]:
     return {"graph": GraphRecord.of(graph)}
 
 
+def _check(budget: int | float | str) -> None:
+    """Raises the same error as without a service."""
+    parse_budget(budget, baseline_bytes=1 << 40)
+
+
 def _options(strategy: Strategy | None, costs: str | None) -> Options:
+    return _made(Options, strategy=strategy or Auto(), costs=costs)
+
+
+def _made(kind: type[R], **parts: Any) -> R:
     try:
-        return Options(strategy=strategy or Auto(), costs=costs)
+        return kind(**parts)
     except ValidationError as error:
         reason = error.errors(include_url=False, include_context=False)[0]["msg"]
         raise RematError(f"this cannot be sent to a service: {reason}") from None

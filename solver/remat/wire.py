@@ -6,7 +6,7 @@ a `Program`. Errors are RFC 9457 problem documents, whose `type` says which exce
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -19,6 +19,7 @@ from pydantic import (
 )
 
 from remat.budget import parse_budget
+from remat.devices import DEVICES
 from remat.documents import Record, check_header
 from remat.errors import (
     BudgetError,
@@ -37,7 +38,7 @@ from remat.program import Program
 from remat.roofline import Roofline
 from remat.strategies.auto import Auto
 from remat.strategies.base import Strategy
-from remat.strategies.registry import STRATEGIES, from_data, to_data
+from remat.strategies.registry import STRATEGIES, from_data, json_schema, to_data
 from remat.trace import Trace
 
 PROBLEMS = "urn:remat:problem:"
@@ -86,22 +87,34 @@ def _read_strategy(data: object) -> Strategy:
     return data if type(data) in STRATEGIES.values() else from_data(data)  # type: ignore[return-value]
 
 
+class _StrategySchema:
+    """Made when it is asked for: solving processes start without it."""
+
+    def __get_pydantic_json_schema__(self, core: object, handler: object) -> dict[str, Any]:
+        return json_schema()
+
+
+# The schemas promise the usual ways to write things; a few more are understood.
+_NUMBER = {"type": "number", "minimum": 1, "exclusiveMaximum": 1e100}
+_AMOUNT = {
+    "type": "string",
+    "pattern": "^(min"
+    r"|[1-9][0-9]{0,15}(\.[0-9]{1,9})?( ?(([kMGT]i?)?B|%))?"
+    r"|0\.[1-9][0-9]{0,8} ?([kMGT]i?B|%))$",
+    "examples": ["60%", "8GiB", "min"],
+}
+_COSTS = {"enum": ["measure", *(f"roofline:{device}" for device in DEVICES)]}
+
 Budget = Annotated[
     int | Annotated[float, Field(strict=True)] | Annotated[str, Field(max_length=100)],
     AfterValidator(_check_budget),
+    WithJsonSchema({"anyOf": [_NUMBER, _AMOUNT]}),
 ]
 StrategyData = Annotated[
     Strategy,
     PlainValidator(_read_strategy),
     PlainSerializer(to_data),
-    WithJsonSchema(
-        {
-            "type": "object",
-            "properties": {"name": {"type": "string"}},
-            "required": ["name"],
-            "examples": [{"name": "auto", "gap": 0.005, "time_limit": 60}],
-        }
-    ),
+    _StrategySchema(),
 ]
 
 
@@ -112,11 +125,32 @@ class Options(Record):
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
     strategy: StrategyData = Field(default_factory=Auto)
-    costs: Annotated[str, Field(max_length=100), AfterValidator(_check_costs)] | None = None
+    costs: (
+        Annotated[str, Field(max_length=100), AfterValidator(_check_costs), WithJsonSchema(_COSTS)]
+        | None
+    ) = None
+
+
+_NULL: dict[str, Any] = {"type": "null"}
+_ONE_SUBJECT: dict[str, Any] = {
+    "oneOf": [
+        {"required": ["trace"], "properties": {"trace": {"type": "object"}, "graph": _NULL}},
+        {
+            "required": ["graph"],
+            "properties": {
+                "graph": {"type": "object"},
+                "trace": _NULL,
+                "options": {"properties": {"costs": _NULL}},
+            },
+        },
+    ]
+}
 
 
 class _Problem(Record):
     """A trace or a bare graph, and how to solve it."""
+
+    model_config = ConfigDict(json_schema_extra=_ONE_SUBJECT)
 
     trace: Annotated[Trace, AfterValidator(_check_trace)] | None = None
     graph: GraphRecord | None = None
@@ -142,13 +176,15 @@ class _Problem(Record):
 
 
 class SolveRequest(_Problem):
-    """The body of `POST /solve`: `{"trace" or "graph", "budget", "options"}`."""
+    """The body of `POST /solve`: `{"trace" or "graph", "budget", "options"}`. What is null is as
+    if it were left out."""
 
     budget: Budget
 
 
 class SweepRequest(_Problem):
-    """The body of `POST /sweeps`. Without `budgets`: 100%, 95%, ... of the peak, and "min"."""
+    """The body of `POST /sweeps`. Without `budgets`: 100%, 95%, ... of the peak, and "min". What is
+    null is as if it were left out."""
 
     budgets: Annotated[tuple[Budget, ...], Field(min_length=1, max_length=100)] | None = None
 

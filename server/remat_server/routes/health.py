@@ -16,6 +16,9 @@ from remat_server.routes.common import Store, only_problems, problems
 
 router = APIRouter(tags=["operation"])
 
+_OPEN = {"security": []}
+"""No key is needed, even where there are keys."""
+
 
 class Health(BaseModel):
     """All is well; anything else is a problem document."""
@@ -23,13 +26,13 @@ class Health(BaseModel):
     status: Literal["ok"] = "ok"
 
 
-@router.get("/livez", responses=only_problems(400))
+@router.get("/livez", responses=only_problems(400), openapi_extra=_OPEN)
 async def livez() -> Health:
     """The process answers."""
     return Health()
 
 
-@router.get("/readyz", responses=only_problems(400, 503))
+@router.get("/readyz", responses=only_problems(400, 503), openapi_extra=_OPEN)
 def readyz(request: Request, store: Store) -> Health:
     """Requests can be served: the store is there, and the service is not being stopped."""
     if request.app.state.draining.is_set():

@@ -14,7 +14,6 @@ from fastapi.sse import EventSourceResponse, ServerSentEvent
 
 from remat.wire import JobPage, JobView, State
 from remat_server.auth import Owner
-from remat_server.problems import ServiceProblem
 from remat_server.routes.common import JobId, Store, no_job, problems, reference
 from remat_server.store import events, jobs
 from remat_server.store.database import Database
@@ -35,12 +34,13 @@ def list_jobs(
     owner: Owner,
     store: Store,
     status: State | None = None,
-    cursor: Annotated[str | None, Query(max_length=20)] = None,
+    cursor: Annotated[
+        str | None,
+        Query(pattern="^[0-9]{1,20}$", description="What `next` of the page before says"),
+    ] = None,
     limit: Annotated[int, Query(ge=1, le=200)] = 50,
 ) -> JobPage:
     """Your jobs, newest first."""
-    if cursor is not None and not (cursor.isascii() and cursor.isdigit()):
-        raise ServiceProblem(422, "`cursor` is what `next` of the page before it says")
     before = None if cursor is None else min(int(cursor), 2**62)
     with store.read() as connection:
         found, more = jobs.views(connection, owner, status, before, limit)
@@ -59,9 +59,14 @@ def get_job(
         raise no_job(id)
     job, revision = found
     headers = {"ETag": f'"{revision}-{job.position}"', "Cache-Control": "no-cache"}
-    if if_none_match == headers["ETag"]:
+    if _is_among(headers["ETag"], if_none_match or ""):
         return Response(status_code=304, headers=headers)
     return JSONResponse(job.model_dump(), headers=headers)
+
+
+def _is_among(etag: str, known: str) -> bool:
+    """Whether a client knows this; a proxy that compresses marks what it passes on as weak."""
+    return any(each.strip().removeprefix("W/") in (etag, "*") for each in known.split(","))
 
 
 @router.delete(

@@ -11,6 +11,8 @@ from fastapi.responses import JSONResponse, Response
 
 from remat import view
 from remat.documents import validated
+from remat.plan_document import PlanDocument
+from remat.program import Program
 from remat.wire import ENDED, Answer, JobView, SweepAnswer
 from remat_server.auth import Owner
 from remat_server.problems import ServiceProblem
@@ -35,7 +37,9 @@ _MEDIA: dict[Form, str] = {
 }
 _PICTURES = frozenset[Form]({"svg", "schedule", "modules"})
 _SCHEMAS: dict[Form, dict[str, Any]] = {
-    "json": {"oneOf": [reference(kind) for kind in (Answer, SweepAnswer, JobView)]},
+    "json": {
+        "oneOf": [reference(kind) for kind in (Answer, SweepAnswer, JobView, PlanDocument, Program)]
+    },
     "chrome": {"type": "object"},
 }
 _FRAME = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; sandbox"
@@ -132,10 +136,8 @@ def _render(form: Form, kind: str, body: bytes) -> str:
 def _accepted(request: Request) -> Form:
     """The first form offered that the client accepts, by the client's order."""
     accepted = request.headers.get("accept", "*/*")
-    ranked = sorted(
-        (part.strip() for part in accepted.split(",")),
-        key=lambda part: -_quality(part),
-    )
+    parts = [part.strip() for part in accepted.split(",")]
+    ranked = sorted((part for part in parts if _quality(part) > 0), key=_quality, reverse=True)
     for part in ranked:
         media = part.partition(";")[0].strip().lower()
         if media in ("*/*", "application/*", ""):

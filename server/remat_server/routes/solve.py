@@ -41,12 +41,45 @@ IdempotencyKey = Annotated[
 DryRun = Annotated[bool, Query(description="Only validate, and tell the sizes")]
 
 
-def _documented(body: type[SolveRequest | SweepRequest], answer: type[Any]) -> dict[str, Any]:
+_EXAMPLE = {
+    "operations": [
+        {
+            "name": name,
+            "inputs": inputs,
+            "outputs": [output],
+            "cost_s": 0.001,
+            "workspace_bytes": 0,
+            "backward": backward,
+            "recomputable": name != "loss",
+            "module": "",
+        }
+        for output, (name, inputs, backward) in enumerate(
+            (
+                ("linear", [], False),
+                ("tanh", [0], False),
+                ("loss", [1], False),
+                ("tanh_backward", [1, 2], True),
+                ("linear_backward", [0, 3], True),
+            )
+        )
+    ],
+    "values": [{"name": f"v{number}", "size_bytes": 4096} for number in range(5)],
+    "results": [4],
+    "constant_bytes": 0,
+    "boundary": 2,
+}
+"""A graph to begin with."""
+
+
+def _documented(
+    body: type[SolveRequest | SweepRequest], answer: type[Any], **example: Any
+) -> dict[str, Any]:
     """The parts of the OpenAPI document that FastAPI cannot see, as bodies are read by hand."""
     json = "application/json"
     schema, made, view = (reference(kind) for kind in (body, answer, JobView))
+    posted = {"schema": schema, "example": {"graph": _EXAMPLE, **example}}
     return {
-        "openapi_extra": {"requestBody": {"required": True, "content": {json: {"schema": schema}}}},
+        "openapi_extra": {"requestBody": {"required": True, "content": {json: posted}}},
         "status_code": 202,
         "responses": {
             200: {
@@ -75,7 +108,7 @@ def _documented(body: type[SolveRequest | SweepRequest], answer: type[Any]) -> d
     }
 
 
-@router.post("/solve", **_documented(SolveRequest, Answer))
+@router.post("/solve", **_documented(SolveRequest, Answer, budget="75%"))
 async def post_solve(
     request: Request,
     owner: Owner,
@@ -87,7 +120,7 @@ async def post_solve(
     return await _accept(request, "solve", owner, prefer, idempotency_key, dry_run)
 
 
-@router.post("/sweeps", **_documented(SweepRequest, SweepAnswer))
+@router.post("/sweeps", **_documented(SweepRequest, SweepAnswer, budgets=["min", "100%"]))
 async def post_sweep(
     request: Request,
     owner: Owner,

@@ -60,6 +60,8 @@ _RANGES = {
 }
 """What an option of a document may be, both included: anything else is a mistake or an attack."""
 
+_SHARES = ("gap", "peak_gap")
+_TIMES = ("time_limit", "stall")
 _MOST_ALLOWANCES = 100
 _FOREVER_S = 1e9
 """Stands for infinity in JSON, which has none."""
@@ -100,10 +102,36 @@ def from_data(data: object) -> Strategy:
     return cast(Strategy, STRATEGIES[name](**options))
 
 
+def json_schema() -> dict[str, Any]:
+    """What `from_data` takes, as JSON Schema: one object for each strategy."""
+    return {"oneOf": [_described(name) for name in STRATEGIES]}
+
+
+def _described(name: str) -> dict[str, Any]:
+    found = _schema(name).model_json_schema()
+    options = found["properties"]
+    for option, schema in options.items():
+        if option in _RANGES:
+            schema["minimum"], schema["maximum"] = _RANGES[option]
+        elif option in _TIMES:
+            schema["exclusiveMinimum"] = 0
+        elif option in _SHARES:
+            schema |= _SHARE
+        elif option == "allowances":
+            schema |= {"minItems": 1, "maxItems": _MOST_ALLOWANCES}
+            schema["items"] |= _SHARE
+    found["properties"] = {**options, "name": {"const": name}}
+    found["required"] = ["name"]
+    return found
+
+
+_SHARE = {"minimum": 0, "exclusiveMaximum": 1}
+
+
 def _check_option(where: str, option: str, value: Any) -> None:
-    if option in ("gap", "peak_gap") and not 0 <= value < 1:
+    if option in _SHARES and not 0 <= value < 1:
         raise ValueError(f"{where} is {value}; it is at least 0 and below 1")
-    if option in ("time_limit", "stall") and not value > 0:
+    if option in _TIMES and not value > 0:
         raise ValueError(f"{where} is {value}; it is above zero")
     if option == "allowances" and not (
         0 < len(value) <= _MOST_ALLOWANCES and all(0 <= share < 1 for share in value)

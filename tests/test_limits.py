@@ -1,0 +1,242 @@
+"""What the settings of the service do, at both sides of each limit, against real servers."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from sqlalchemy import update
+from tests import server as servers
+from tests.models import PLAIN
+from tests.server import HARD, Server, chain, finished, post, solving_processes, wait_for
+
+import remat
+from remat_server.auth import ANONYMOUS
+from remat_server.solving import with_threads
+from remat_server.store import jobs, tables
+from remat_server.store.database import Database, now
+from remat_server.store.jobs import NewJob
+
+OPERATIONS, VALUES, BODY_BYTES = 67, 65, 64_000
+
+
+@pytest.fixture(scope="module")
+def trace() -> dict[str, Any]:
+    """As many operations as the service takes."""
+    case = PLAIN["mlp"]()
+    made = remat.measure(remat.trace(case.model, case.args, case.kwargs), remat.Roofline("cpu"))
+    assert len(made.nodes) == OPERATIONS
+    return json.loads(made.to_json())
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    settings = {
+        "REMAT_ALLOWED_HOSTS": "Remat.Example.org, other.example.org",
+        "REMAT_NAMESPACES": "my,your",
+        "REMAT_SOLVERS": "HiGHS,CBC",
+        "REMAT_SOLVE_LIMIT_S": "6",
+        "REMAT_OPERATIONS": str(OPERATIONS),
+        "REMAT_VALUES": str(VALUES),
+        "REMAT_BODY_BYTES": "64kB",
+        "REMAT_WAIT_S": "0.3",
+        "REMAT_CONCURRENT_SOLVES": "1",
+    }
+    with servers.running(tmp_path_factory.mktemp("limits"), **settings) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def http(server: Server) -> Iterator[httpx2.Client]:
+    with server.http() as client:
+        yield client
+
+
+def dry(http: httpx2.Client, says: str = "", status: int = 422, **changes: Any) -> None:
+    """Accepted; or refused with a problem that says so."""
+    options = {"strategy": {"name": "auto", "time_limit": 6.0}}
+    body = {"graph": chain(4), "budget": "60%", "options": options, **changes}
+    answer = http.post("/solve?dry_run=true", json=body)
+    assert answer.status_code == (status if says else 200), answer.text
+    assert says in answer.text
+
+
+# -- what may be asked ----------------------------------------------------------------------------
+
+
+def test_hosts(http: httpx2.Client) -> None:
+    good = ("remat.example.org", "REMAT.EXAMPLE.ORG:443", "other.example.org:8000", "[::1]")
+    for host in (*good, "localhost", "127.0.0.1:80", "[::1]:8000"):
+        assert http.get("/jobs", headers={"Host": host}).status_code == 200, host
+    for host in ("example.org", "remat.example.org.evil.example", "x.other.example.org", "[::2]"):
+        answer = http.get("/jobs", headers={"Host": host})
+        assert answer.status_code == 400, host
+        assert "REMAT_ALLOWED_HOSTS" in answer.json()["detail"]
+
+
+def test_sizes_of_graphs(http: httpx2.Client, trace: dict[str, Any]) -> None:
+    dry(http, graph=chain(32))  # 65 of both
+    dry(http, "67 values; this service takes up to 65", 413, graph=chain(33))
+    dry(http, "69 operations; this service takes up to 67", 413, graph=chain(34))
+    dry(http, graph=None, trace=trace)
+    more = {**trace, "nodes": [*trace["nodes"], trace["nodes"][-1]]}
+    dry(http, "68 operations; this service takes up to 67", 413, graph=None, trace=more)
+
+
+def test_sizes_of_bodies(http: httpx2.Client) -> None:
+    options = {"strategy": {"name": "keep_all"}}
+    text = json.dumps({"graph": chain(4), "budget": "60%", "options": options})
+    sent = {"headers": {"Content-Type": "application/json"}}
+    for size, status in ((BODY_BYTES, 200), (BODY_BYTES + 1, 413)):
+        answer = http.post("/solve?dry_run=true", content=text.ljust(size), **sent)
+        assert answer.status_code == status, answer.text
+    assert "over 64,000 bytes" in answer.json()["detail"]
+
+
+def test_namespaces(http: httpx2.Client, trace: dict[str, Any]) -> None:
+    for target, says in (
+        ("my.mul.Tensor", ""),
+        ("your.mul.Tensor", ""),
+        ("their.mul.Tensor", "takes operations of aten, my, prims, remat, your only"),
+    ):
+        text = json.dumps(trace)
+        assert "aten.mul.Tensor" in text
+        changed = json.loads(text.replace("aten.mul.Tensor", target))
+        dry(http, says, graph=None, trace=changed)
+
+
+def test_solvers_and_time_limits(http: httpx2.Client) -> None:
+    for name in ("auto", "exact"):
+        for solver in ("HiGHS", "highs", "CBC", "cbc"):
+            dry(http, options={"strategy": {"name": name, "time_limit": 6, "solver": solver}})
+        strategy = {"name": name, "time_limit": 6, "solver": "Gurobi"}
+        dry(http, "'Gurobi', only HiGHS, CBC", options={"strategy": strategy})
+        strategy = {"name": name, "time_limit": 6.01}
+        dry(http, "solves for up to 6 s", options={"strategy": strategy})
+    dry(http, "the time limit is 60 s; this service solves for up to 6 s", options={})
+    dry(http, options={"strategy": {"name": "keep_all"}})
+    described = http.get("/openapi.json").json()["components"]["schemas"]["Options"]
+    auto = described["properties"]["strategy"]["oneOf"][0]["properties"]
+    assert (auto["time_limit"]["maximum"], auto["solver"]["enum"]) == (6, ["CBC", "HiGHS"])
+
+
+def test_dry_runs_price_by_a_data_sheet(http: httpx2.Client, trace: dict[str, Any]) -> None:
+    bare = json.loads(json.dumps(trace))
+    for node in bare["nodes"]:
+        node |= {"cost_s": None, "workspace_bytes": None, "cost_source": ""}
+    strategy = {"name": "keep_all"}
+    for given, costs, said in (
+        (trace, None, "roofline cpu"),
+        (trace, "roofline:h200", "roofline h200"),
+        (bare, "roofline:h200", "roofline h200"),
+    ):
+        options = {"strategy": strategy, "costs": costs}
+        body = {"trace": given, "budget": "100%", "options": options}
+        told = http.post("/solve?dry_run=true", json=body).json()
+        assert told["costs"] == said
+        assert told["operations"] > 30
+        assert told["baseline_peak_bytes"] > told["constant_bytes"] > 0
+
+
+# -- what is done ---------------------------------------------------------------------------------
+
+
+def test_waits_and_concurrent_solves(server: Server, http: httpx2.Client) -> None:
+    options = {"strategy": {**HARD, "time_limit": 6.0}}
+    body = {"graph": chain(30), "budget": "22%", "options": options}
+    asked = http.post("/solve", json=body, headers={"Prefer": "respond-async, wait=30"})
+    assert asked.status_code == 202, "it is not there in time"
+    assert asked.headers["Preference-Applied"] == "wait=0.3"
+    assert asked.headers["Location"] == f"/jobs/{asked.json()['id']}"
+    assert asked.json()["status"] in ("queued", "running")
+    other = post(http, graph=chain(31), budget="22%", options=options).json()["id"]
+    data = server.environment["REMAT_DATA_DIR"]
+    solving = wait_for(lambda: solving_processes(data))
+    for _ in range(10):
+        time.sleep(0.05)
+        assert len(solving) == 1
+        assert http.get(f"/jobs/{other}").json()["status"] == "queued"
+        solving |= solving_processes(data)
+    for id in (other, asked.json()["id"]):
+        assert http.delete(f"/jobs/{id}").status_code == 202
+
+
+@pytest.mark.parametrize(("asked", "given"), [(64, 2), (2, 2), (1, 1)])
+def test_threads_of_a_solve(asked: int, given: int) -> None:
+    assert with_threads(remat.Auto(threads=asked), 2) == remat.Auto(threads=given)
+    assert with_threads(remat.KeepAll(), 2) == remat.KeepAll()
+
+
+def test_a_sweep_is_found_where_its_answer_says(http: httpx2.Client) -> None:
+    options = {"strategy": {"name": "keep_all"}}
+    body = {"graph": chain(4), "budgets": ["100%"], "options": options}
+    asked = http.post("/sweeps", json=body)
+    assert asked.status_code == 202
+    id = asked.json()["id"]
+    assert asked.headers["Location"] == f"/sweeps/{id}"
+    finished(http, id)
+    assert http.get(asked.headers["Location"]).json()["kind"] == "sweep"
+
+
+def test_what_a_worker_does_first(tmp_path: Path) -> None:
+    """It forgets what ended long ago, and fails what was lost too often before it takes it."""
+    database = Database(f"sqlite:///{tmp_path / 'jobs.sqlite'}")
+    database.migrate()
+    body = gzip.compress(json.dumps({"graph": chain(4), "budget": "min"}).encode())
+    with database.write() as connection:
+        ids = [
+            jobs.submit(connection, NewJob(ANONYMOUS, "solve", name, body))
+            for name in ("old", "new", "lost", "lost once")
+        ]
+        for id, ago_s in zip(ids[:2], (7200, 60), strict=True):
+            jobs.cancel(connection, ANONYMOUS, id)
+            ended = update(tables.jobs).where(tables.jobs.c.id == id)
+            connection.execute(ended.values(finished_at=now() - ago_s))
+        for id, times in zip(ids[2:], (2, 1), strict=True):
+            lost = update(tables.jobs).where(tables.jobs.c.id == id)
+            connection.execute(lost.values(status="running", lease_until=0.0, attempts=times))
+    database.close()
+    limits = {"REMAT_RETENTION_S": "3600", "REMAT_ATTEMPTS": "2"}
+    with servers.running(tmp_path, **limits) as server, server.http() as http:
+        assert finished(http, ids[3])["status"] == "succeeded"
+        assert http.get(f"/jobs/{ids[0]}").status_code == 404
+        assert "forgotten after its retention time" in http.get(f"/jobs/{ids[0]}").text
+        assert http.get(f"/jobs/{ids[1]}").json()["status"] == "cancelled"
+        lost = http.get(f"/jobs/{ids[2]}").json()
+        assert lost["status"] == "failed"
+        assert lost["problem"]["type"] == "urn:remat:problem:worker-lost"
+        assert "lost 2 times" in lost["problem"]["detail"]
+
+
+# -- who may come ---------------------------------------------------------------------------------
+
+
+def test_other_machines_need_a_key_or_permission(tmp_path: Path) -> None:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("REMAT_")}
+    environment |= {"REMAT_DATA_DIR": str(tmp_path), "REMAT_PORT": str(servers.free_port())}
+    command = [sys.executable, "-m", "remat.cli", "serve", "--host", "0.0.0.0"]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert ended.returncode != 0
+    last = ended.stderr.splitlines()[-1]
+    assert last.startswith("remat: 0.0.0.0 can be reached from other machines")
+    assert "remat keys add" in last
+    serve = ["--host", "0.0.0.0", "--workers", "0"]
+    with (
+        servers.running(tmp_path, *serve, REMAT_ALLOW_ANONYMOUS="true") as server,
+        server.http() as http,
+    ):
+        for host in ("localhost", "gpu7.example.org:8000"):
+            assert http.get("/jobs", headers={"Host": host}).status_code == 200
+        key = server.add_key("ann")
+    with servers.running(tmp_path, *serve) as server, server.http() as http:
+        assert http.get("/jobs", headers={"Host": "gpu7.example.org"}).status_code == 401
+        assert http.get("/jobs", headers={"Authorization": f"Bearer {key}"}).status_code == 200
