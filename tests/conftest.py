@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
+from tests import sides
 
 try:
     from hypothesis import HealthCheck, settings
@@ -38,11 +38,32 @@ def postgres_url() -> Iterator[str]:
             yield url
 
 
+collect_ignore = [
+    str(file)
+    for file in sides.FOLDER.glob("test_*.py")
+    if not sides.TORCH_IS_HERE and sides.imports_torch(file)
+]
+
+
+def pytest_report_header() -> list[str]:
+    """Says so where tests are left out."""
+    if sides.TORCH_IS_HERE:
+        return []
+    return [f"torch is not installed: {len(collect_ignore)} test files that import it are left out"]
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU where there is none."""
-    if torch.cuda.is_available():
-        return
-    skip = pytest.mark.skip(reason="needs a CUDA device")
+    """Mark what uses torch, and skip what needs a GPU where there is none."""
     for item in items:
-        if "gpu" in item.keywords:
-            item.add_marker(skip)
+        if sides.imports_torch(item.path):
+            item.add_marker("torch")
+    of_gpu = [item for item in items if "gpu" in item.keywords]
+    if of_gpu and not _has_gpu():
+        for item in of_gpu:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()

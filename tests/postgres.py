@@ -106,8 +106,8 @@ def running(directory: Path) -> Iterator[str]:
 
 @contextmanager
 def fresh_database(url: str, options: str = "") -> Iterator[str]:
-    """A new, empty database of a server; gives its URL, and drops it at the end. `options` are those
-    of `CREATE DATABASE`."""
+    """A new, empty database of a server, made with `options` of `CREATE DATABASE`; gives its URL,
+    and drops it at the end."""
     name = f"test_{secrets.token_hex(6)}"
     with psycopg.connect(url, autocommit=True) as connection:
         connection.execute(f"CREATE DATABASE {name} {options}".encode())
