@@ -16,12 +16,11 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
 
-from scripts.versions.pythons import Skipped
+from scripts.versions.pythons import Failed, Skipped
 from scripts.versions.rows import ROWS
 
 
@@ -52,9 +51,8 @@ def main() -> int:
                 end = "passed"
             except Skipped as reason:
                 end = f"skipped: {reason}"
-            except subprocess.CalledProcessError as error:
-                words = error.cmd if isinstance(error.cmd, str) else error.cmd[-1]
-                end = f"FAILED with exit code {error.returncode}: ... {words}"
+            except Failed as error:
+                end = f"FAILED: {error}"
             ends[row.name] = f"{end} ({time.monotonic() - began:.0f} s)"
             print(f"== {row.name}: {ends[row.name]}", flush=True)
     print()

@@ -164,7 +164,8 @@ def named(image: str) -> str:
 
 
 def podman(*arguments: str) -> None:
-    subprocess.run(["podman", *arguments], check=True)
+    """A command whose names of what it made or removed nobody needs."""
+    subprocess.run(["podman", *arguments], check=True, stdout=subprocess.DEVNULL)
 
 
 def has_image(name: str) -> bool:
@@ -178,6 +179,7 @@ def build(name: str, containerfile: str) -> None:
         ["podman", "build", *_OPTIONS, "--tag", tag, "-"],
         input=containerfile.encode(),
         check=True,
+        stdout=subprocess.DEVNULL,
     )
 
 

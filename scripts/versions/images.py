@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scripts.versions import debian
-from scripts.versions.pythons import ROOT, Skipped
+from scripts.versions.pythons import ROOT, Failed, Skipped, make_debian
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,10 @@ class Image:
             free = f"{free_bytes / 2**30:.1f} GiB are free in {versions}"
             raise Skipped(f"{free}, and building it takes {self.room_bytes >> 30} GiB")
         root = versions / "debian"
-        debian.make(root)
+        make_debian(root)
         quiet = {"DEBIAN_FRONTEND": "noninteractive", "PODMAN_IGNORE_CGROUPSV1_WARNING": "1"}
         enter = debian.enter(root, ROOT, [ROOT, Path(f"{root}.tar")], **quiet)
         command = ["python3", "-m", "scripts.versions.containers", self.target, f"{root}.tar"]
-        subprocess.run([*enter, *command], check=True)
+        code = subprocess.run([*enter, *command]).returncode
+        if code != 0:
+            raise Failed(f"`{' '.join(command)}` ended with {code}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shlex
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -23,6 +24,10 @@ class Skipped(Exception):
     """Something that a row needs cannot be had here; the message says what."""
 
 
+class Failed(Exception):
+    """A command of a row has failed; the message says which."""
+
+
 @dataclass(frozen=True)
 class Python:
     """An interpreter: on this machine, or in a Debian of our own where `root` is set."""
@@ -36,7 +41,7 @@ class Python:
     ) -> None:
         """Run a command to its end where this Python is, with `share` and the repository there.
 
-        Raises `subprocess.CalledProcessError` if it fails.
+        Raises `Failed` if it does.
         """
         settings = {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_COMPILE": "1", **settings}
         path = os.environ["PATH"] if self.root is None else debian.PATH
@@ -45,10 +50,12 @@ class Python:
         print("$", *words, flush=True)
         if self.root is None:
             mine = {k: v for k, v in os.environ.items() if not k.startswith(_NOT_OURS)}
-            subprocess.run(words, check=True, cwd=folder, env={**mine, **settings})
+            code = subprocess.run(words, cwd=folder, env={**mine, **settings}).returncode
         else:
             entered = debian.enter(self.root, folder, [ROOT, share], **settings)
-            subprocess.run([*entered, *words], check=True)
+            code = subprocess.run([*entered, *words]).returncode
+        if code != 0:
+            raise Failed(f"`{shlex.join(words)[:80]}` ended with {code}")
 
 
 def find(versions: Sequence[str], root: Path, only_debian: bool = False) -> Python:
@@ -65,8 +72,16 @@ def find(versions: Sequence[str], root: Path, only_debian: bool = False) -> Pyth
         raise Skipped(f"there is no Python {wanted} here that can make environments")
     if reason := debian.why_not():
         raise Skipped(f"there is no Python {wanted} here, and {reason}")
-    debian.make(root)
+    make_debian(root)
     return Python(debian.PYTHON, f"python{debian.PYTHON}", root)
+
+
+def make_debian(root: Path) -> None:
+    """Debian in a folder, if it is missing."""
+    try:
+        debian.make(root)
+    except subprocess.CalledProcessError as error:
+        raise Skipped(f"debootstrap ended with {error.returncode}; is there a network?") from None
 
 
 def candidates(version: str) -> list[str]:

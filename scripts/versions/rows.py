@@ -7,6 +7,7 @@ import os
 import re
 import runpy
 import shutil
+import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,13 +16,12 @@ from typing import Protocol
 from scripts.versions.images import Image
 from scripts.versions.pythons import ROOT, Environment, Skipped, find
 
-ALL_EXTRAS = "cli,hf,postgres,ray,server,viz"
 _ROOM_BYTES = 12 << 30
 """What a row may take on the disk while it is made."""
 
 
 class Row(Protocol):
-    """A line of the matrix. `run` raises `Skipped`, or `CalledProcessError` if something fails."""
+    """A line of the matrix. `run` raises `Skipped`, or `Failed`."""
 
     @property
     def name(self) -> str: ...
@@ -75,11 +75,13 @@ class Suite:
         constraints.write_text(without_pins(pinned, self.instead))
         with_constraints = ["--constraint", str(constraints)]
         found.run(*_PIP, "--upgrade", *with_constraints, "pip")
-        torch = next((each for each in self.instead if project(each) == "torch"), "torch")
+        torch = next((each for each in self.instead if name_of(each) == "torch"), "torch")
         if self.has_torch and (index := os.environ.get("TORCH_INDEX")):
             found.run(*_PIP, *with_constraints, "--index-url", index, torch)
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
         requirements = runpy.run_path(str(ROOT / "docker/requirements.py"))["requirements"]
-        wanted = requirements(ALL_EXTRAS.split(","), [] if self.has_torch else ["torch"])
+        extras = list(project["optional-dependencies"])
+        wanted = requirements(extras, [] if self.has_torch else ["torch"])
         found.run(*_PIP, *with_constraints, "--group", "dev", *wanted, *self.instead)
 
 
@@ -97,6 +99,7 @@ class NewUser:
         found = prepared(self.name, self.pythons, versions, options)
         inputs = [*read("pyproject.toml"), repr(self)]
         empty = found.folder / "empty"
+        settings = {"HF_HUB_OFFLINE": "1", "REMAT_CACHE_DIR": str(found.folder / "costs")}
         if options.fresh or not found.is_made_from(*inputs):
             found.empty()
             empty.mkdir()
@@ -104,14 +107,14 @@ class NewUser:
                 found.run(*_PIP, "--index-url", index, "torch")
             found.run(*_PIP, ROOT)
             found.run("python", "-m", "pip", "check")
-            found.run("python", "-c", _WITHOUT_EXTRAS, folder=empty)
+            found.run("python", "-c", _WITHOUT_EXTRAS, folder=empty, **settings)
             found.run(*_PIP, f"{ROOT}[cli,hf,server]")
             found.made_from(*inputs)
         found.run(*_PIP, "--no-deps", "--force-reinstall", ROOT)
         found.run("python", "-m", "pip", "check")
         (empty / "first.py").write_text(first_example())
-        found.run("python", "first.py", folder=empty, HF_HUB_OFFLINE="1")
-        found.run("remat", "doctor", folder=empty)
+        found.run("python", "first.py", folder=empty, **settings)
+        found.run("remat", "doctor", folder=empty, **settings)
 
 
 _PIP = ("python", "-m", "pip", "install", "--quiet", "--no-cache-dir")
@@ -147,16 +150,16 @@ def read(*names: str) -> list[str]:
     return [(ROOT / name).read_text() for name in names]
 
 
-def project(requirement: str) -> str:
+def name_of(requirement: str) -> str:
     """The name in a requirement, as pip compares it."""
     return re.sub(r"[-_.]+", "-", re.match(r"[\w.-]*", requirement)[0]).lower()  # pyright: ignore
 
 
 def without_pins(constraints: str, instead: Sequence[str]) -> str:
     """constraints.txt without what is to have another version."""
-    others = {project(each) for each in instead}
+    others = {name_of(each) for each in instead}
     return "".join(
-        line for line in constraints.splitlines(keepends=True) if project(line) not in others
+        line for line in constraints.splitlines(keepends=True) if name_of(line) not in others
     )
 
 
