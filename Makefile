@@ -3,6 +3,7 @@
 # PYTHON       the Python (3.11 or newer) that .venv is made with
 # TORCH_INDEX  the package index for torch; see scripts/install_torch.sh
 # JOBS         test processes
+# ROWS         of test-versions, only these
 
 SHELL := /bin/bash
 TORCH_INDEX ?=
@@ -18,8 +19,8 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all check lint format types system-packages pytest pytest-gpu bench docs \
-	notebooks lock clean
+.PHONY: help venv demo test test-all test-versions lint format types system-packages pytest pytest-gpu \
+	bench docs notebooks lock clean
 
 help:  ## Show the verbs
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
@@ -42,6 +43,11 @@ test: lint types system-packages pytest pytest-gpu  ## Format, lint, import cont
 
 test-all: MARKS := not gpu
 test-all: test  ## The same with the slow tests, which repeat at length what others show
+
+# Takes an hour and 25 GB in VERSIONS_DIR; what cannot be had here is skipped, with the reason.
+test-versions:  ## The tests in every environment that remat promises, and the images; see scripts/versions
+	@scripts/system_packages.sh debootstrap
+	@export JOBS='$(JOBS)'; "$$(PYTHON='$(PYTHON)' scripts/find_python.sh)" -m scripts.versions $(ROWS)
 
 lint: $(STAMP)  ## ruff and the import contracts
 	$(BIN)/ruff format --check .

@@ -1,14 +1,17 @@
 #!/usr/bin/env bash
 # Install the Debian packages that some tests need, where they are missing and we may: as root, on a
 # system with apt. Never fails; says which tests will be skipped. NO_SYSTEM_PACKAGES=1 only says that.
+# Arguments name others than PostgreSQL and Chromium: debootstrap, for `make test-versions`.
 set -uo pipefail
 
 has_postgresql() { compgen -G '/usr/lib/postgresql/*/bin/initdb' || command -v initdb; } >/dev/null
+has_debootstrap() { command -v debootstrap; } >/dev/null
 has_chromium() { command -v chromium || command -v chromium-browser || command -v google-chrome; } >/dev/null
 
 missing() {
-    has_postgresql || echo postgresql
-    has_chromium || echo chromium
+    for package in "${needed[@]}"; do
+        "has_$package" || echo "$package"
+    done
 }
 
 install() {
@@ -21,6 +24,10 @@ install() {
     done
 }
 
+needed=("$@")
+if [ $# -eq 0 ]; then
+    needed=(postgresql chromium)
+fi
 mapfile -t wanted < <(missing)
 if [ ${#wanted[@]} -eq 0 ]; then
     exit 0
@@ -35,6 +42,7 @@ for package in $(missing); do
     case $package in
         postgresql) what="the store on PostgreSQL" ;;
         chromium) what="the page in a browser" ;;
+        debootstrap) what="images and of Pythons that are missing" ;;
     esac
     echo "$package is not installed: the tests of $what are skipped"
 done

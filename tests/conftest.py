@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests import sides
 
 try:
     from hypothesis import HealthCheck, settings
@@ -35,6 +36,26 @@ def postgres_url() -> Iterator[str]:
         Path(directory).chmod(0o755)
         with postgres.running(Path(directory)) as url:
             yield url
+
+
+collect_ignore = [
+    str(file)
+    for file in sides.FOLDER.glob("test_*.py")
+    if not sides.TORCH_IS_HERE and sides.imports_torch(file)
+]
+
+
+def pytest_report_header() -> list[str]:
+    """Says so where tests are left out."""
+    if sides.TORCH_IS_HERE:
+        return []
+    return [f"torch is not installed: {len(collect_ignore)} test files that import it are left out"]
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark what uses torch."""
+    if sides.imports_torch(item.path):
+        item.add_marker("torch")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -105,11 +105,12 @@ def running(directory: Path) -> Iterator[str]:
 
 
 @contextmanager
-def fresh_database(url: str) -> Iterator[str]:
-    """A new, empty database of a server; gives its URL, and drops it at the end."""
+def fresh_database(url: str, options: str = "") -> Iterator[str]:
+    """A new, empty database of a server, made with `options` of `CREATE DATABASE`; gives its URL,
+    and drops it at the end."""
     name = f"test_{secrets.token_hex(6)}"
     with psycopg.connect(url, autocommit=True) as connection:
-        connection.execute(f"CREATE DATABASE {name}".encode())
+        connection.execute(f"CREATE DATABASE {name} {options}".encode())
         yield url.replace("@/postgres?", f"@/{name}?")
         connection.execute(f"DROP DATABASE {name} WITH (FORCE)".encode())
 

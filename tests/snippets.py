@@ -16,6 +16,7 @@ page.
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import os
 import re
@@ -202,6 +203,16 @@ def check_syntax(block: Block) -> None:
 
 # -- the process that runs pages --------------------------------------------------------------
 
+_LOADED = (
+    "torch._decomp",
+    "torch._dynamo",
+    "torch.fx.experimental.proxy_tensor",
+    "remat.frontend.capture",
+    "remat.view",
+)
+"""What the first capture of a page would load. No capture itself: where torch is built with CUDA it
+starts autograd's threads, which a fork does not take along, and the pages' captures fail."""
+
 
 class Runner:
     """A process with everything imported, and the pages that it runs."""
@@ -231,13 +242,8 @@ class Runner:
 
 
 def _serve() -> None:
-    import torch
-
-    import remat
-    import remat.view
-
-    # Much of torch is loaded by the first capture.
-    remat.trace(torch.nn.Linear(2, 2), (torch.zeros(1, 2),))
+    for name in _LOADED:
+        importlib.import_module(name)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for job in map(json.loads, _lines()):

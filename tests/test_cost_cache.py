@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -49,8 +51,21 @@ def test_keys_are_readable_in_the_file(path: Path) -> None:
     cache = CostCache(path)
     cache.put(KEY, COST)
     cache.close()
-    (text,) = sqlite3.connect(path).execute("SELECT key FROM costs").fetchone()
+    with closing(sqlite3.connect(path)) as db:
+        (text,) = db.execute("SELECT key FROM costs").fetchone()
     assert "aten.mm.default" in text
+
+
+def test_who_drops_a_cache_leaves_no_file_open(path: Path) -> None:
+    cache = CostCache(path)
+    cache.put(KEY, COST)
+    connection = cache._connection
+    assert connection is not None
+    del cache
+    gc.collect()
+    with pytest.raises(sqlite3.ProgrammingError, match="closed"):
+        connection.execute("SELECT 1")
+    assert CostCache(path).get(KEY) == COST
 
 
 def test_the_environment_says_where(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

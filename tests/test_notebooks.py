@@ -18,6 +18,7 @@ from nbformat import NotebookNode
 from notebooks.refresh import execute, read_source, sources
 
 pytestmark = [
+    pytest.mark.torch,
     pytest.mark.filterwarnings("ignore::DeprecationWarning:jupyter_client"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning:jupyter_core"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning:zmq"),

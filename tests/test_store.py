@@ -217,6 +217,19 @@ def test_a_store_that_does_not_answer_is_named_without_its_password(tmp_path: Pa
         database.close()
 
 
+def test_a_database_without_an_encoding_holds_text(postgres_url: str) -> None:
+    """Such as `createdb` makes where the locale is "C"."""
+    without = "TEMPLATE template0 ENCODING SQL_ASCII LC_COLLATE 'C' LC_CTYPE 'C'"
+    with postgres.fresh_database(postgres_url, without) as url:
+        database = Database(url)
+        database.migrate()
+        with database.write() as connection:
+            keys.add(connection, "Jürgen")
+        with database.read() as connection:
+            assert [key.name for key in keys.listed(connection)] == ["Jürgen"]
+        database.close()
+
+
 # -- claiming ---------------------------------------------------------------------------------
 
 

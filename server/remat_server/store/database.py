@@ -56,6 +56,8 @@ class Database:
                 options["connect_args"] = {"timeout": _BUSY_S, "isolation_level": None}
             else:
                 options |= {"pool_size": 10, "max_overflow": 40}
+                # A database made in the locale "C" has no encoding, and would answer in bytes.
+                options["connect_args"] = {"client_encoding": "utf8"}
             self._of_reads = {} if self.is_sqlite else {"isolation_level": "REPEATABLE READ"}
             self.url = parsed
             self.engine = create_engine(parsed, **options)

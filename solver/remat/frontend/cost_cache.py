@@ -14,6 +14,7 @@ import os
 import sqlite3
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -144,8 +145,10 @@ class CostCache:
             connection = sqlite3.connect(
                 self.path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
             )
-            # Kept first: whatever fails below, the caller can close it.
+            # Kept first: whatever fails below, the caller can close it. Who drops the cache without
+            # that leaves nothing open: Python 3.13 warns of such connections.
             self._connection = connection
+            weakref.finalize(self, connection.close)
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA synchronous = NORMAL")
             connection.execute(_SCHEMA)

@@ -1,0 +1,1 @@
+"""Tests of remat in every environment that it promises: `make test-versions`."""
