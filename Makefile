@@ -20,7 +20,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test test-all test-versions lint format types system-packages pytest pytest-gpu \
-	bench docs notebooks lock clean
+	bench mutants docs notebooks lock clean
 
 help:  ## Show the verbs
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
@@ -82,6 +82,10 @@ bench: $(STAMP)  ## Benchmarks; results go to benchmarks/results
 
 notebooks: $(STAMP)  ## Run the notebooks and write their outputs anew
 	$(BIN)/python -m notebooks.refresh
+
+mutants: $(STAMP)  ## Small bugs put into a copy of the code, and whether tests notice: 20 minutes
+	$(PIP) install --quiet --constraint constraints.txt --group mutants
+	$(BIN)/python -m benchmarks.mutants
 
 docs: $(STAMP)  ## The documentation as a site in build/docs; warnings are errors
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/docs

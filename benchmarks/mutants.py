@@ -1,0 +1,329 @@
+"""Small bugs put into the code, one at a time, and whether the tests notice.
+
+    python -m benchmarks.mutants                      # a sample, in twenty minutes
+    python -m benchmarks.mutants --modules auth --minutes 5 --seed 1
+
+cosmic-ray makes the bugs: an operator, a comparison, a number, a keyword or a decorator changed.
+Each runs in a copy of the checkout, with the tests of its module alone; a test that fails, or goes
+on for far too long, has noticed. The modules are those whose errors make no noise: a wrong peak, a
+gradient computed from the wrong value, a proof that is none, a door left open.
+
+What survives is a test that is missing, unless it is a bug that nobody could see: such are listed,
+with the reason, in `mutants_explained.toml` beside this file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import queue
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import tomllib
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from benchmarks import machine, report
+
+ROOT = Path(__file__).resolve().parent.parent
+EXPLAINED = Path(__file__).with_name("mutants_explained.toml")
+
+MODULES: dict[str, tuple[str, ...]] = {
+    "solver/remat/simulate.py": ("test_simulate", "test_graph", "test_laws"),
+    "solver/remat/rewrite.py": ("test_rewrite", "test_numbers"),
+    "solver/remat/plan.py": ("test_plan", "test_claims"),
+    "solver/remat/plan_document.py": ("test_plan", "test_documents"),
+    "solver/remat/strategies/search.py": ("test_claims", "test_mishaps", "test_solve", "test_laws"),
+    "solver/remat/frontend/lower.py": ("test_rewrite", "test_runtime", "test_numbers"),
+    "solver/remat/frontend/step.py": ("test_runtime",),
+    "solver/remat/frontend/guards.py": ("test_runtime",),
+    "solver/remat/frontend/cost_key.py": ("test_cost_cache", "test_measure"),
+    "server/remat_server/auth.py": ("test_access", "test_service"),
+    "server/remat_server/store/leases.py": ("test_store", "test_limits"),
+}
+"""Each module, and the test files that are about it."""
+
+TOO_LONG = 4.0
+PATIENCE_S = 30.0
+"""A mutant whose tests take this many times what they should, and so many seconds, goes round in
+circles."""
+
+Outcome = Literal["caught", "too long", "survived", "explained"]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One bug: the `occurrence`-th place where an operator applies in a module, and what it does
+    to the line there."""
+
+    module: str
+    operator: str
+    occurrence: int
+    line: int
+    before: str
+    after: str
+
+    @property
+    def name(self) -> str:
+        """As a survivor is called where it is explained: not by its line, which moves."""
+        return f"{self.module}: {self.before} -> {self.after}"
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What became of a mutant; `seconds` are those of its tests."""
+
+    mutant: Mutant
+    outcome: Outcome
+    seconds: float
+
+
+Place = tuple[str, tuple[int, int], str]
+"""A module, a position in it, and the kind of operator that applies there."""
+
+
+def places(module: str) -> dict[Place, list[tuple[str, int]]]:
+    """Where a bug can be put into a module, and by which operators at which of their
+    occurrences."""
+    from cosmic_ray.ast import ast_nodes, get_ast  # pyright: ignore[reportMissingImports]
+    from cosmic_ray.plugins import get_operator, operator_names  # pyright: ignore[reportMissingImports]
+
+    nodes = list(ast_nodes(get_ast((ROOT / module).read_text())))
+    found: dict[Place, list[tuple[str, int]]] = {}
+    for name in operator_names():
+        kind = get_operator(name)
+        if kind.arguments():
+            continue  # made for names that a configuration would have to list
+        positions = (start for node in nodes for start, _ in kind().mutation_positions(node))
+        family = "_".join(name.split("_")[:2])
+        for occurrence, start in enumerate(positions):
+            found.setdefault((module, start, family), []).append((name, occurrence))
+    return found
+
+
+def mutant(module: str, operator: str, occurrence: int) -> tuple[Mutant, str] | None:
+    """The mutant with its code; None where it means the same."""
+    from cosmic_ray.mutating import mutate_code  # pyright: ignore[reportMissingImports]
+    from cosmic_ray.plugins import get_operator  # pyright: ignore[reportMissingImports]
+
+    source = (ROOT / module).read_text()
+    code = mutate_code(source, get_operator(operator)(), occurrence)
+    if code is None or _meaning(code) in (None, _meaning(source)):
+        return None
+    return Mutant(module, operator, occurrence, *_change(source, code)), code
+
+
+def _meaning(source: str) -> str | None:
+    """The code without what is not run: annotations and texts that stand alone. None if it is no
+    Python."""
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:
+        return None
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg):
+            node.annotation = None
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            node.returns = None
+        elif isinstance(node, ast.AnnAssign):
+            node.annotation = ast.Constant(None)
+    return ast.dump(tree)
+
+
+def _change(source: str, code: str) -> tuple[int, str, str]:
+    """The first line that differs, before and after; "" where it is gone."""
+    before, after = source.splitlines(), code.splitlines()
+    count = min(len(before), len(after))
+    line = next((i for i in range(count) if before[i] != after[i]), count)
+    is_shorter = len(after) < len(before)
+    told = "" if is_shorter or line >= len(after) else after[line].strip()
+    return line + 1, before[line].strip() if line < len(before) else "", told
+
+
+class Copy:
+    """A checkout of one's own, to put bugs into."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        listed = subprocess.run(
+            ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+            cwd=ROOT, check=True, capture_output=True, text=True,
+        ).stdout  # fmt: skip
+        for name in filter(None, listed.split("\0")):
+            if (ROOT / name).is_file():
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / name, folder / name)
+
+    def run_tests(self, module: str, limit_s: float) -> tuple[bool | None, float]:
+        """Whether the tests of a module pass, None if they took too long; and their seconds."""
+        began = time.monotonic()
+        # No bytecode: a mutant may be as old and as long as the code that it replaces.
+        paths = os.pathsep.join(str(self.folder / name) for name in ("solver", "server"))
+        environment = os.environ | {
+            "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1",
+        }  # fmt: skip
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not gpu and not slow"]
+        command += ["-p", "no:cacheprovider", *(f"tests/{name}.py" for name in MODULES[module])]
+        process = subprocess.Popen(
+            command, cwd=self.folder, env=environment, stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+        try:
+            passes = process.wait(limit_s) == 0
+        except subprocess.TimeoutExpired:
+            passes = None
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        return passes, time.monotonic() - began
+
+    def try_mutant(self, mutant: Mutant, code: str, usual_s: float) -> Tried:
+        """Run the tests with the bug in, and take it out."""
+        path = self.folder / mutant.module
+        source = path.read_text()
+        try:
+            path.write_text(code)
+            passes, seconds = self.run_tests(mutant.module, TOO_LONG * usual_s + PATIENCE_S)
+        finally:
+            path.write_text(source)
+        if not passes:
+            return Tried(mutant, "too long" if passes is None else "caught", seconds)
+        return Tried(mutant, "explained" if mutant.name in explained() else "survived", seconds)
+
+
+def explained() -> dict[str, str]:
+    """Survivors that nobody could see, and why."""
+    return tomllib.loads(EXPLAINED.read_text())["explained"] if EXPLAINED.exists() else {}
+
+
+def sample(modules: Sequence[str], seed: int) -> list[tuple[str, str, int]]:
+    """One bug for every place, the modules taking turns: any beginning of the list is a sample of
+    each of them."""
+    rng = random.Random(seed)
+    piles: list[list[tuple[str, str, int]]] = []
+    for module in modules:
+        piles.append([(module, *rng.choice(ways)) for ways in places(module).values()])
+        rng.shuffle(piles[-1])
+    most = max(map(len, piles), default=0)
+    return [pile[turn] for turn in range(most) for pile in piles if turn < len(pile)]
+
+
+def run(
+    modules: Sequence[str], minutes: float, seed: int, jobs: int, told: Callable[[Tried], None]
+) -> tuple[list[Tried], int]:
+    """What became of as many mutants as there was time for, and how many places there are."""
+    until = time.monotonic() + 60 * minutes
+    tried: list[Tried] = []
+    with tempfile.TemporaryDirectory(prefix="remat-mutants-") as folder:
+        copies = [Copy(Path(folder, str(number), "remat")) for number in range(jobs)]
+        usual_s: dict[str, float] = {}
+
+        def in_parallel(waiting: Sequence[Any], work: Callable[[Copy, Any], None]) -> None:
+            left: queue.SimpleQueue[Any] = queue.SimpleQueue()
+            for item in waiting:
+                left.put(item)
+
+            def worker(copy: Copy) -> None:
+                while time.monotonic() < until:
+                    try:
+                        work(copy, left.get_nowait())
+                    except queue.Empty:
+                        return
+
+            threads = [threading.Thread(target=worker, args=(copy,)) for copy in copies]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+
+        def check(copy: Copy, module: str) -> None:
+            passes, seconds = copy.run_tests(module, 600.0)
+            if passes:
+                usual_s[module] = seconds
+            else:
+                print(f"left out: the tests of {module} fail without a mutant", flush=True)
+
+        def attempt(copy: Copy, item: tuple[str, str, int]) -> None:
+            made = mutant(*item)
+            if made is not None:
+                tried.append(copy.try_mutant(*made, usual_s[made[0].module]))
+                told(tried[-1])
+
+        in_parallel(modules, check)
+        ready = [module for module in modules if module in usual_s]
+        waiting = sample(ready, seed)
+        in_parallel(waiting, attempt)
+    return tried, len(waiting)
+
+
+def summary(tried: Sequence[Tried]) -> dict[str, Any]:
+    """Counts, the share that was noticed of those that somebody could notice, and the survivors."""
+    counts = dict.fromkeys(("caught", "too long", "survived", "explained"), 0)
+    for one in tried:
+        counts[one.outcome] += 1
+    noticed = counts["caught"] + counts["too long"]
+    visible = noticed + counts["survived"]
+    return {
+        "tried": len(tried),
+        **counts,
+        "noticed": round(noticed / visible, 4) if visible else None,
+        "survivors": [asdict(one.mutant) for one in tried if one.outcome == "survived"],
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Try a sample; print what survives; write a dated result."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.mutants", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--modules", nargs="+", default=[""], help="parts of paths; default: all")
+    parser.add_argument("--minutes", type=float, default=20.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
+    options = parser.parse_args(argv)
+    modules = [name for name in MODULES if any(part in name for part in options.modules)]
+    if not modules:
+        parser.error(f"no module is called so; there are {', '.join(MODULES)}")
+
+    def told(one: Tried) -> None:
+        print(f"{one.outcome:<9} {one.seconds:6.1f} s  {one.mutant.name}", flush=True)
+
+    began = time.monotonic()
+    tried, count = run(modules, options.minutes, options.seed, options.jobs, told)
+    result = summary(tried)
+    by_module = {name: summary([t for t in tried if t.mutant.module == name]) for name in modules}
+    for name, row in by_module.items():
+        print(f"{name:<40} {row['caught'] + row['too long']:>4} of {row['tried']:>4}")
+    print(f"noticed {result['noticed']} of {result['tried']} tried, {count} places in all")
+    path = report.write(
+        options.out,
+        "mutants",
+        {
+            "benchmark": "mutants",
+            "machine": machine.describe(torch.device("cpu")),
+            "options": {"minutes": options.minutes, "seed": options.seed, "jobs": options.jobs},
+            "seconds": round(time.monotonic() - began, 1),
+            "places": count,
+            "summary": result,
+            "modules": by_module,
+        },
+    )
+    print(path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
