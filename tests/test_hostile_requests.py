@@ -314,7 +314,7 @@ def test_dense_documents(server: Server, trace: dict[str, Any], name: str) -> No
         is_good(http, random.randrange(10**6, 10**9))
     grown = resident_bytes(server) - before
     print(f"{name}: {len(body) / 1e6:.0f} MB, {seconds:.2f} s, {grown / MIB:.0f} MiB")
-    assert seconds < 15.0  # 1 to 4 on two idle cores
+    assert seconds < 45.0  # 1 to 4 on two idle cores, 19 on two busy ones
     assert grown < 3 * GROWTH_BYTES
 
 

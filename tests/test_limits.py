@@ -26,7 +26,7 @@ from remat_server.store import jobs, tables
 from remat_server.store.database import Database, now
 from remat_server.store.jobs import NewJob
 
-OPERATIONS, VALUES, BODY_BYTES = 67, 65, 64_000
+OPERATIONS, VALUES, BODY_BYTES = 75, 73, 64_000
 
 
 @pytest.fixture(scope="module")
@@ -84,12 +84,12 @@ def test_hosts(http: httpx2.Client) -> None:
 
 
 def test_sizes_of_graphs(http: httpx2.Client, trace: dict[str, Any]) -> None:
-    dry(http, graph=chain(32))  # 65 of both
-    dry(http, "67 values; this service takes up to 65", 413, graph=chain(33))
-    dry(http, "69 operations; this service takes up to 67", 413, graph=chain(34))
+    dry(http, graph=chain(36))  # 73 of both
+    dry(http, "75 values; this service takes up to 73", 413, graph=chain(37))
+    dry(http, "77 operations; this service takes up to 75", 413, graph=chain(38))
     dry(http, graph=None, trace=trace)
     more = {**trace, "nodes": [*trace["nodes"], trace["nodes"][-1]]}
-    dry(http, "68 operations; this service takes up to 67", 413, graph=None, trace=more)
+    dry(http, "76 operations; this service takes up to 75", 413, graph=None, trace=more)
 
 
 def test_sizes_of_bodies(http: httpx2.Client) -> None:
