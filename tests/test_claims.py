@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 
+import highspy
 import pytest
+from tests.test_baselines import uneven_stages
 
 import remat
 from remat.errors import InfeasibleBudget
@@ -90,6 +92,18 @@ def test_what_no_schedule_fits_is_proved_infeasible(missed: Graph) -> None:
     with pytest.raises(InfeasibleBudget) as error:
         remat.solve(missed, smallest - 1, Exact(threads=1))
     assert error.value.is_proved
+
+
+def test_a_smallest_peak_is_proved_by_a_program_that_ends(
+    missed: Graph, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert Exact(threads=1).run(missed, None).proved
+    monkeypatch.setattr(highspy.Highs, "run", lambda self: highspy.HighsStatus.kError)
+    graph = uneven_stages(2, 14)
+    found = Exact(threads=1).run(graph, None)
+    assert not found.proved
+    assert found.bound is not None
+    assert found.bound < remat.simulate(graph, found.schedule).peak_bytes
 
 
 @pytest.mark.parametrize("strategy", [Exact(threads=1), NEAR], ids=["exact", "near"])
