@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch._C import DispatchKey, DispatchKeySet
-from torch._ops import OpOverload
+from torch._ops import OpOverload, resolve_key
 from torch.utils._pytree import tree_leaves, tree_map
 
 Kernel: TypeAlias = Callable[..., Any]
@@ -120,13 +121,12 @@ def policies(kernels: Kernels) -> Kernels:
             found[operator, _KEY] = _policy(name, operator, operator)
         else:
             # Autocast has nothing for the CPU here: the first to be asked is autograd.
-            inner = kernels.get((operator, _AUTOGRAD)) or _original(operator)
-            assert not isinstance(inner, DispatchKey)
-            found[operator, _AUTOGRAD] = _policy(name, operator, inner)
+            behind = kernels.get((operator, _AUTOGRAD)) or _next(operator)
+            found[operator, _AUTOGRAD] = _policy(name, operator, _called(operator, behind))
     for name in on_cpu - on_cuda:
         if (operator := _operator(name)) is not None:
             # CUDA has no policy: on to what comes next.
-            found[operator, _KEY] = operator._get_dispatch(_AUTOGRAD)
+            found[operator, _KEY] = _next(operator)
     return found
 
 
@@ -165,17 +165,16 @@ def _operator(name: str) -> OpOverload | None:
     return getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
 
 
-def _original(operator: OpOverload) -> Kernel:
-    """What the capture would run at autograd's key."""
-    for key in (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd):
-        if callable(kernel := operator.py_kernels.get(key)):
-            return kernel
+def _next(operator: OpOverload) -> Kernel | DispatchKey:
+    """What a capture on the CPU runs after autocast."""
+    key = resolve_key(operator, _AUTOGRAD)
+    return operator.py_kernels.get(key, key)
 
-    def original(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._DisablePythonDispatcher():
-            return operator(*args, **kwargs)
 
-    return original
+def _called(operator: OpOverload, kernel: Kernel | DispatchKey) -> Kernel:
+    if isinstance(kernel, DispatchKey):
+        return partial(operator._op_dk, kernel)
+    return kernel
 
 
 def _policy(name: str, operator: OpOverload, inner: Kernel) -> Kernel:
