@@ -377,8 +377,8 @@ def test_two_forwards_before_their_backwards() -> None:
     program = remat.rewrite(trace, remat.Schedule.of(runs))
     gm = remat.lower(program, model)
     for module in (eager, gm):
-        first, second = module(x), module(x)
-        (first + second).backward()
+        losses: list[Any] = [module(x) for _ in range(2)]
+        (losses[0] + losses[1]).backward()
     for mine, theirs in zip(model.parameters(), eager.parameters(), strict=True):
         assert mine.grad is not None
         assert theirs.grad is not None
