@@ -1,15 +1,16 @@
 /* A CUDA runtime without a device, for libtorch's caching allocator to run against.
  *
- * Preloaded, it answers the calls that the allocator makes: one device of 80 GiB, whose memory is
- * a range of addresses that nothing ever reads or writes. Addresses only grow, and no request
- * fails. Layout of cudaDeviceProp as in CUDA 12 and 13.
+ * Preloaded, it answers the calls that libtorch makes: one device of 80 GiB, whose memory is a range
+ * of addresses that nothing ever reads or writes. Addresses only grow, and no request fails. Kernels,
+ * cuBLAS and copies do nothing, so a training step runs with libtorch's own allocations, and its
+ * numbers mean nothing. Layout of cudaDeviceProp as in CUDA 13.
  */
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
 
 typedef int status;
-enum { MEMORY = 0, PAGE = 2 << 20 };
+enum { PAGE = 2 << 20 };
 static const size_t total_bytes = (size_t)80 << 30;
 static uintptr_t top = 0x700000000000;
 
@@ -50,9 +51,19 @@ status cudaDeviceGetPCIBusId(char *id, int length, int device) { *id = 0; return
 static status properties(char *found, int device) {
   memset(found, 0, 1000);
   strcpy(found, "none");
-  *(size_t *)(found + 288) = total_bytes; /* totalGlobalMem */
-  *(int *)(found + 308) = 32;             /* warpSize */
-  *(int *)(found + 360) = 9;              /* major */
+  *(size_t *)(found + 288) = total_bytes;                       /* totalGlobalMem */
+  *(size_t *)(found + 296) = 48 << 10;                          /* sharedMemPerBlock */
+  *(int *)(found + 304) = 65536;                                /* regsPerBlock */
+  *(int *)(found + 308) = 32;                                   /* warpSize */
+  *(int *)(found + 320) = 1024;                                 /* maxThreadsPerBlock */
+  memcpy(found + 324, (int[]){1024, 1024, 64}, 12);             /* maxThreadsDim */
+  memcpy(found + 336, (int[]){0x7fffffff, 65535, 65535}, 12);   /* maxGridSize */
+  *(int *)(found + 360) = 9;                                    /* major */
+  *(int *)(found + 384) = 132;                                  /* multiProcessorCount */
+  *(int *)(found + 604) = 2048;                                 /* maxThreadsPerMultiProcessor */
+  *(size_t *)(found + 624) = 228 << 10;                         /* sharedMemPerMultiprocessor */
+  *(size_t *)(found + 672) = 227 << 10;                         /* sharedMemPerBlockOptin */
+  *(int *)(found + 688) = 32;                                   /* maxBlocksPerMultiProcessor */
   return 0;
 }
 status cudaGetDeviceProperties(char *found, int device) { return properties(found, device); }
@@ -85,20 +96,65 @@ status cudaGetDriverEntryPointByVersion(
   return entry(name, function, result);
 }
 
-/* libtorch asks the driver itself whether the device's primary context is there. */
+/* libtorch asks the driver itself for the device's context. */
 status cuDevicePrimaryCtxGetState(int device, unsigned *flags, int *active) {
   *flags = 0;
   *active = 1;
   return 0;
 }
 
+status cuCtxGetCurrent(void **context) { *context = &top; return 0; }
+status cuCtxSetCurrent(void *context) { return 0; }
+status cuDevicePrimaryCtxRetain(void **context, int device) { *context = &top; return 0; }
+
 /* NVML, which expandable segments ask whether the device is part of a fabric. It is not. */
 status nvmlInit_v2(void) { return 0; }
 status nvmlDeviceGetHandleByPciBusId_v2(const char *id, void **device) { *device = id; return 0; }
 status nvmlDeviceGetCount_v2(unsigned *count) { *count = 1; return 0; }
-status nvmlDeviceGetGpuFabricInfoV(void *device, char *info) { memset(info + 4, 0, 28); return 0; }
-status nvmlDeviceGetComputeRunningProcesses(void *device, unsigned *count, void *found) { return 3; }
-status nvmlDeviceGetComputeRunningProcesses_v3(void *device, unsigned *count, void *found) { return 3; }
-status nvmlDeviceGetNvLinkRemoteDeviceType(void *device, unsigned link, int *type) { return 3; }
-status nvmlDeviceGetNvLinkRemotePciInfo_v2(void *device, unsigned link, void *info) { return 3; }
+status nvmlDeviceGetComputeRunningProcesses(void) { return 3; }
+status nvmlDeviceGetComputeRunningProcesses_v3(void) { return 3; }
+status nvmlDeviceGetNvLinkRemoteDeviceType(void) { return 3; }
+status nvmlDeviceGetNvLinkRemotePciInfo_v2(void) { return 3; }
 status nvmlSystemGetCudaDriverVersion_v2(int *found) { *found = 13020; return 0; }
+status nvmlDeviceGetGpuFabricInfoV(void *device, char *info) { memset(info + 4, 0, 28); return 0; }
+
+/* What computes does nothing; each cuBLAS handle is another, for torch holds a workspace for each. */
+#define NOTHING(name) status name() { return 0; }
+NOTHING(cudaLaunchKernel)
+NOTHING(cudaLaunchKernelExC)
+NOTHING(cudaMemcpy)
+NOTHING(cudaMemcpyAsync)
+NOTHING(cudaMemset)
+NOTHING(cudaMemsetAsync)
+NOTHING(cudaEventRecordWithFlags)
+NOTHING(cudaStreamWaitEvent)
+NOTHING(cublasDestroy_v2)
+NOTHING(cublasGemmEx)
+NOTHING(cublasGemmStridedBatchedEx)
+NOTHING(cublasGetMathMode)
+NOTHING(cublasSetMathMode)
+NOTHING(cublasSetPointerMode_v2)
+NOTHING(cublasSetStream_v2)
+NOTHING(cublasSetWorkspace_v2)
+NOTHING(cublasSgemm_v2)
+NOTHING(cublasSgemmStridedBatched)
+NOTHING(cublasLtMatmul)
+NOTHING(cublasLtMatmulDescCreate)
+NOTHING(cublasLtMatmulDescDestroy)
+NOTHING(cublasLtMatmulDescSetAttribute)
+NOTHING(cublasLtMatmulPreferenceCreate)
+NOTHING(cublasLtMatmulPreferenceDestroy)
+NOTHING(cublasLtMatmulPreferenceSetAttribute)
+NOTHING(cublasLtMatrixLayoutCreate)
+NOTHING(cublasLtMatrixLayoutDestroy)
+NOTHING(cublasLtMatrixLayoutSetAttribute)
+status cublasCreate_v2(uintptr_t *handle) { static uintptr_t last; *handle = last += 64; return 0; }
+status cublasLtMatmulAlgoGetHeuristic(
+    void *handle, void *product, void *a, void *b, void *c, void *d, void *preference, int wanted,
+    char *result, int *found) {
+  memset(result, 0, 96);
+  *found = 1;
+  return 0;
+}
+status cudaEventElapsedTime(float *milliseconds, void *a, void *b) { *milliseconds = 1; return 0; }
+status cudaEventElapsedTime_v2(float *milliseconds, void *a, void *b) { *milliseconds = 1; return 0; }

@@ -1,13 +1,15 @@
-"""Records what torch's own caching allocator does with sequences of allocations and frees.
+"""Records what torch's own caching allocator does: with random sequences of allocations
+and frees, and with training steps by remat's plans.
 
     python -m scripts.allocator.record tests/allocator --python PYTHON
 
-PYTHON has a CUDA build of torch. No device is needed: torch runs against `no_device.c`, which is
-compiled here with `cc` and preloaded. Nothing is computed; the allocator is libtorch's own.
+PYTHON has a CUDA build of torch, and what remat needs. No device is needed: torch runs against
+`no_device.c`, which is compiled here with `cc` and preloaded. Nothing is computed; the allocator is
+libtorch's own, and so are the allocations of a step.
 
-The file is JSON of torch's version and, for each sequence and both kinds of segments: `actions`,
-the `[action, address, size]` of the snapshot's `device_traces`; `segments` of the snapshot at the
-end, with their blocks; and `peaks` of `torch.cuda.memory_stats`.
+The file is JSON, a list of recordings: torch's version; `actions`, the `[action, address, size]` of
+the snapshot's `device_traces`; `segments` of the snapshot at the end, with their blocks; `peaks` of
+`torch.cuda.memory_stats`; of a plan its `trace` and `runs` too.
 """
 
 from __future__ import annotations
@@ -21,10 +23,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 SOURCE = Path(__file__).with_name("no_device.c")
+PLANS = (("gpt", "75%"), ("resnet", "60%"))
 LIBRARIES = ("libcuda.so.1", "libnvidia-ml.so.1")
 
 
@@ -42,19 +46,22 @@ def sequence(seed: int, count: int) -> Iterator[tuple[int, int | None]]:
         yield key, size
 
 
-def record(events: list[tuple[Any, int | None]]) -> dict[str, Any]:
-    """Run the events through torch's allocator, in this process."""
+@contextmanager
+def history() -> Iterator[None]:
+    """Record what the allocator does."""
     import torch
 
     torch.cuda.memory._record_memory_history(max_entries=10**6, context=None)
-    addresses: dict[Any, int] = {}
-    for key, size in events:
-        if size is None:
-            torch.cuda.caching_allocator_delete(addresses.pop(key))
-        else:
-            addresses[key] = torch.cuda.caching_allocator_alloc(size)
+    yield
+    torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def recorded() -> dict[str, Any]:
+    """What was recorded so far."""
+    import torch
+
     stats = torch.cuda.memory_stats()
-    snapshot = torch.cuda.memory._snapshot()
+    snapshot: Any = torch.cuda.memory._snapshot()
     return {
         "actions": [
             [entry["action"], entry["addr"], entry["size"]]
@@ -78,19 +85,42 @@ def record(events: list[tuple[Any, int | None]]) -> dict[str, Any]:
     }
 
 
-def without_device(python: str, arguments: list[str], *, is_expandable: bool, stdin: str) -> str:
-    """Run Python against the runtime that has no device; its stdout."""
+def run(events: list[tuple[Any, int | None]]) -> dict[str, Any]:
+    """Events through torch's allocator, in this process."""
+    import torch
+
+    addresses: dict[Any, int] = {}
+    with history():
+        for key, size in events:
+            if size is None:
+                torch.cuda.caching_allocator_delete(addresses.pop(key))
+            else:
+                addresses[key] = torch.cuda.caching_allocator_alloc(size)
+        return recorded()
+
+
+def _child(python: str, module: str, *arguments: str, given: Any = None, on: bool = False) -> Any:
+    """What another process prints as JSON, with or without expandable segments."""
+    command = [python, "-m", f"scripts.allocator.{module}", *arguments]
+    return json.loads(without_device(command, is_expandable=on, stdin=json.dumps(given)))
+
+
+def without_device(command: list[str], *, is_expandable: bool, stdin: str = "") -> str:
+    """Run a command against the runtime that has no device; its stdout."""
+    root = SOURCE.parents[2]
     with tempfile.TemporaryDirectory() as folder:
         for name in LIBRARIES:
-            library = Path(folder, name)
-            subprocess.run(["cc", "-shared", "-fPIC", "-w", "-o", library, SOURCE], check=True)
+            compiler = ["cc", "-shared", "-fPIC", "-w", "-o", str(Path(folder, name)), str(SOURCE)]
+            subprocess.run(compiler, check=True)
         environment = os.environ | {
             "LD_LIBRARY_PATH": folder,
             "LD_PRELOAD": str(Path(folder, LIBRARIES[0])),
+            "PYTHONPATH": f"{root}:{root / 'solver'}",
             "PYTORCH_CUDA_ALLOC_CONF": f"expandable_segments:{is_expandable}",
+            "TORCH_CUBLAS_WORKSPACE_CACHE": "1",  # as torch does without it up to 2.14
         }
         done = subprocess.run(
-            [python, *arguments], input=stdin, env=environment, text=True, stdout=-1, check=True
+            command, input=stdin, env=environment, text=True, stdout=subprocess.PIPE, check=True
         )
     return done.stdout
 
@@ -100,32 +130,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--python", default=sys.executable)
-    parser.add_argument("--events", type=Path, help="more sequences, as JSON: name to events")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.child:
         import torch
 
-        found = record(json.load(sys.stdin))
-        print(json.dumps({"torch": torch.__version__, **found}))
-        return
+        done = run(json.load(sys.stdin))
+        print(json.dumps({"torch": torch.__version__, **done}), flush=True)
+        os._exit(0)  # threads of a device that is not there do not end
     sequences = {f"random {seed}": list(sequence(seed, 600)) for seed in range(3)}
-    if chosen.events is not None:
-        sequences |= json.loads(chosen.events.read_text())
-    recorded: list[dict[str, Any]] = []
-    for name, events in sequences.items():
-        for is_expandable in (False, True):
-            text = without_device(
-                chosen.python,
-                [__file__, ".", "--child"],
-                is_expandable=is_expandable,
-                stdin=json.dumps(events),
-            )
-            recorded.append({"name": name, "is_expandable": is_expandable, **json.loads(text)})
-    version = recorded[0]["torch"].partition("+")[0]
+    found: list[dict[str, Any]] = []
+    plans = {
+        (model, budget): _child(chosen.python, "steps", "plan", model, budget)
+        for model, budget in PLANS
+    }
+    for is_expandable in (False, True):
+        for name, events in sequences.items():
+            done = _child(chosen.python, "record", ".", "--child", given=events, on=is_expandable)
+            found.append({"name": name, "is_expandable": is_expandable, **done})
+        for (model, budget), plan in plans.items():
+            done = _child(chosen.python, "steps", "run", model, given=plan, on=is_expandable)
+            name = f"plan {model} {budget}"
+            found.append({"name": name, "is_expandable": is_expandable, **done})
+    version = found[0]["torch"].partition("+")[0]
     path = chosen.folder / f"torch-{version}.json.gz"
-    path.write_bytes(gzip.compress(json.dumps(recorded).encode(), mtime=0))
-    print(f"{path}: {len(recorded)} recordings, {path.stat().st_size:,} bytes")
+    path.write_bytes(gzip.compress(json.dumps(found).encode(), mtime=0))
+    print(f"{path}: {len(found)} recordings, {path.stat().st_size:,} bytes")
 
 
 if __name__ == "__main__":

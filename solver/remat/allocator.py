@@ -1,5 +1,5 @@
-"""torch's caching allocator for CUDA, replayed as pure data: which blocks and segments a sequence of
-allocations and frees makes, and how many bytes are then requested, allocated and reserved.
+"""torch's caching allocator for CUDA, replayed as pure data: which blocks and segments a sequence
+of allocations and frees makes, and how many bytes are then requested, allocated and reserved.
 
 The rules are those of `c10/cuda/CUDACachingAllocator.cpp` (`round_size`, `get_free_block`,
 `should_split`, `get_allocation_size`, `try_merge_blocks`, `try_allocate_expandable_block`) with the

@@ -85,7 +85,10 @@ def sweep(
     strategy = strategy or Auto()
     baseline_bytes = simulate(graph, Schedule.keep_all(graph)).peak_bytes
     wanted = SWEEP if budgets is None else tuple(budgets)
-    sized = {parse_budget(budget, baseline_bytes=baseline_bytes) for budget in wanted}
+    sized = {
+        parse_budget(budget, baseline_bytes=baseline_bytes, library_bytes=graph.library_bytes)
+        for budget in wanted
+    }
     in_bytes = sorted(size for size in sized if isinstance(size, int))
     in_order: list[int | str] = ["min", *in_bytes] if "min" in sized else [*in_bytes]
     plans: list[Plan] = []
@@ -123,7 +126,9 @@ def _solve(
 ) -> Plan:
     began = time.monotonic()
     baseline_bytes = simulate(graph, Schedule.keep_all(graph)).peak_bytes
-    budget_bytes = parse_budget(budget, baseline_bytes=baseline_bytes)
+    budget_bytes = parse_budget(
+        budget, baseline_bytes=baseline_bytes, library_bytes=graph.library_bytes
+    )
     stats = {**stats, "strategy": strategy.name}
     if budget_bytes == "min":
         smallest = strategy.run(graph, None, start=start, progress=progress, cancel=cancel)

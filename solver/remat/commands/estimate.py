@@ -13,6 +13,7 @@ from remat.commands.options import (
     Image,
     Json,
     Overrides,
+    Reserve,
     Seed,
     Source,
     Tokens,
@@ -30,6 +31,7 @@ def estimate(
     seed: Seed = 0,
     dtype: Dtype = None,
     autocast: Autocast = None,
+    reserve: Reserve = None,
 ) -> None:
     """Tell a training step's peak and its parts before anything runs.
 
@@ -52,7 +54,7 @@ def estimate(
         seed=seed,
     )
     with casting(nominal_device().type, autocast):
-        found = estimated(step.model, step.args, step.kwargs)
+        found = estimated(step.model, step.args, step.kwargs, reserve=reserve)
     if as_json:
         files.show_json(json_of(dataclasses.asdict(found)))
     else:

@@ -65,7 +65,7 @@ def read_joint(
         inputs=inputs,
         result=result,
         environment=environment,
-        library_bytes=library_bytes(draft.device()),
+        library_bytes=library_bytes(draft.device(), (node.target for node in draft.nodes)),
     )
 
 

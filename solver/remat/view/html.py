@@ -103,7 +103,6 @@ def comparison_fragment(comparison: Comparison) -> str:
 def _figures(plan: Plan) -> str:
     """Four figures, each with what it is relative to."""
     again = plan.schedule.recomputed(plan.graph)
-    share = plan.peak_bytes / plan.baseline_peak_bytes if plan.baseline_peak_bytes else 1.0
     bound, gap = "none", "no bound is proved"
     if plan.lower_bound is not None and plan.gap is not None:
         bound = f"{plan.lower_bound:+.2%}"
@@ -111,7 +110,7 @@ def _figures(plan: Plan) -> str:
     figures = [
         (
             format_bytes(plan.peak_bytes),
-            f"peak, {share:.1%} of {format_bytes(plan.baseline_peak_bytes)}; "
+            f"peak, {plan.share:.1%} of {format_bytes(plan.baseline_peak_bytes)}; "
             f"budget {format_bytes(plan.budget_bytes)}",
         ),
         (
