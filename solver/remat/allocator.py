@@ -3,7 +3,7 @@ of allocations and frees makes, and how many bytes are then requested, allocated
 
 The rules are those of `c10/cuda/CUDACachingAllocator.cpp` (`round_size`, `get_free_block`,
 `should_split`, `get_allocation_size`, `try_merge_blocks`, `try_allocate_expandable_block`) with the
-constants of `c10/core/AllocatorConfig.h`, which are the same in torch 2.8 to 2.15:
+constants of `c10/core/AllocatorConfig.h`, as in torch 2.13 and 2.15:
 
 * a request is rounded up to a multiple of 512 bytes; up to 1 MiB it is served from the small pool,
   above that from the large one;

@@ -51,7 +51,7 @@ def describe(plan: Plan) -> str:
 def _libraries(plan: Plan) -> str:
     """Percentages leave them out, which has to be said."""
     held = plan.graph.library_bytes
-    return f", {format_bytes(held)} of it libraries', in no percentage" if held else ""
+    return f", {format_bytes(held)} libraries' and in no percentage" if held else ""
 
 
 def _asked(plan: Plan) -> str:

@@ -33,6 +33,7 @@ def solved(trace: Trace, budget: str, strategy: Strategy) -> tuple[Plan, int | N
             trace,
             budget,
             lambda asked: solve(trace, asked, strategy, progress=line.solving, cancel=cancel),
+            cancel=cancel,
         ),
     )
 

@@ -23,7 +23,6 @@ from remat.frontend.capture import trace as capture
 from remat.frontend.cost_cache import CostCache
 from remat.frontend.device_memory import available
 from remat.frontend.measure import measure
-from remat.frontend.memory import has_expandable_segments
 from remat.frontend.reserve import Reserve, Reserved, less_reserved, reserved
 from remat.plan import Plan
 from remat.progress import Progress
@@ -261,7 +260,6 @@ class _Search:
                 traced,
                 self.budget_bytes,
                 lambda budget: solve(traced, budget, self.strategy),
-                is_expandable=has_expandable_segments(),
                 reserved_bytes=self.segments_bytes,
             )
         except (InfeasibleBudget, SolverTimeout):

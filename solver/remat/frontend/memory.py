@@ -118,11 +118,3 @@ def configured_workspace_bytes(configuration: str) -> int | None:
     None where that is not set, or is nothing that torch can read."""
     pairs = re.findall(r":([0-9]+):([0-9]+)", configuration)
     return sum(int(size) * int(count) for size, count in pairs) << 10 if pairs else None
-
-
-def has_expandable_segments() -> bool:
-    """Whether torch's allocator was told to use expandable segments, by the environment."""
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        if found := re.search(r"expandable_segments:(\w+)", os.environ.get(name, "")):
-            return found[1] == "True"
-    return False

@@ -23,14 +23,13 @@ from remat.allocation import is_on_cuda, predict, with_prediction
 from remat.arguments import refs
 from remat.budget import parse_budget
 from remat.errors import InfeasibleBudget
-from remat.fitting import solve_within
+from remat.fitting import has_expandable_segments, solve_within
 from remat.frontend.capture import trace as capture
 from remat.frontend.cost_cache import CostCache
 from remat.frontend.device_memory import available
 from remat.frontend.guards import Signature, signature
 from remat.frontend.lower import compile_program
 from remat.frontend.measure import measure
-from remat.frontend.memory import has_expandable_segments
 from remat.frontend.module import Ready, Source
 from remat.frontend.operators import NAMESPACES
 from remat.frontend.reserve import Reserve, less_reserved, reserved
@@ -187,7 +186,6 @@ class Planner:
                 traced,
                 budget,
                 lambda asked: first if asked == budget else once(asked),
-                is_expandable=has_expandable_segments(),
                 reserved_bytes=segments_bytes,
             )
             return traced, plan, programs.get(plan.schedule)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -95,33 +95,39 @@ def _rounded(size_bytes: int) -> int:
 
 
 def _future_bytes(optimizer: Optimizer, group: dict[str, Any], parameters: list[Tensor]) -> int:
+    # Scalars, such as the number of steps, are on the CPU unless a kernel has to read them.
+    scalars_count = parameters[0].device.type == "cpu" or any(
+        group.get(option) for option in ("fused", "capturable")
+    )
     if isinstance(optimizer, Adafactor):
-        return sum(map(_adafactor_bytes, parameters))
+        step_bytes = ALIGNMENT_BYTES if scalars_count else 0
+        return sum(step_bytes + _adafactor_bytes(p) for p in parameters)
     twins = [torch.empty_like(p, device="meta", requires_grad=True) for p in parameters]
     for twin in twins:
         twin.grad = torch.empty_like(twin)
     options = {key: value for key, value in group.items() if key != "params"}
-    on_device = bool(options.get("fused") or options.get("capturable"))
     plain = {key: False for key in ("foreach", "fused", "capturable") if key in options}
     try:
-        made: Callable[..., Optimizer] = type(optimizer)
+        made = cast("Callable[..., Optimizer]", type(optimizer))
         copied = made([{**options, **plain, "params": twins}])
         copied.step()
     except Exception as error:  # whatever an optimizer of others needs to be made and run
         kind = type(optimizer).__name__
+        reason = str(error).partition("\n")[0][:80]
         raise BudgetError(
             f"the size of the state of {kind} cannot be told before it is there "
-            f"({type(error).__name__}: {str(error).splitlines()[0][:80] if str(error) else ''}); "
-            'pass its bytes, such as reserve="2GiB", or the optimizer after its first step'
+            f"({type(error).__name__}: {reason}); pass its bytes, such as "
+            'reserve="2GiB", or the optimizer after its first step'
         ) from None
-    states: Iterable[dict[str, Any]] = copied.state.values()
-    scalars = sum("step" in state for state in states) * ALIGNMENT_BYTES if on_device else 0
-    return scalars + sum(_state_bytes(state, torch.device("meta")) for state in states)
+    states = list(copied.state.values())
+    scalars = sum(_state_bytes(state, torch.device("cpu")) for state in states)
+    values = sum(_state_bytes(state, torch.device("meta")) for state in states)
+    return values + scalars * scalars_count
 
 
 def _adafactor_bytes(parameter: Tensor) -> int:
-    """A variance by rows and one by columns; of a vector, one as large as it. Its step, a scalar,
-    is on the CPU. (Run on tensors without memory, `step` fails: it reads numbers back.)"""
+    """A variance by rows and one by columns; of a vector, one as large as it. (Run on tensors
+    without memory, `step` fails: it reads numbers back.)"""
     shape, item = parameter.shape, parameter.element_size()
     if len(shape) < 2:
         return _rounded(parameter.numel() * item)
