@@ -85,3 +85,27 @@ def test_doctor() -> None:
     states = {check["name"]: check["state"] for check in told["checks"]}
     assert set(states.values()) <= {"ok", "untested", "missing", "wrong"}
     assert states["torch"] == "ok"
+
+
+def test_what_is_reserved_is_left_of_the_budget() -> None:
+    sizes = (
+        "hf:gpt2",
+        "--batch",
+        "1",
+        "--tokens",
+        "16",
+        "--set",
+        "n_layer=1",
+        "--set",
+        "n_embd=32",
+    )
+    small = (*sizes, "--set", "n_head=2", "--set", "vocab_size=100")
+    ended = run("estimate", *small, "--reserve", "3MiB", "--json")
+    assert ended.code == 0, ended.err
+    assert json.loads(ended.out)["reserve_bytes"] == 3 << 20
+    ended = run("run", *small, "-b", "64MiB", "--reserve", "60MiB", "--rounds", "1", "--json")
+    assert ended.code == 0, ended.err
+    assert json.loads(ended.out)["plan"]["budget_bytes"] == 4 << 20
+    ended = run("run", *small, "-b", "60%", "--reserve", "60MiB")
+    assert ended.code != 0
+    assert "nothing to reserve of it" in ended.error

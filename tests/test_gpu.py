@@ -10,6 +10,8 @@ from tests.harness import RELATIVE_ERROR, relative_error
 from tests.models import FAMILIES, Case
 
 import remat
+from remat.allocation import Prediction
+from remat.fitting import has_expandable_segments
 from remat.frontend.meter import cuda_peak
 
 pytestmark = pytest.mark.gpu
@@ -47,7 +49,7 @@ def test_trains_as_eager_within_the_budget(name: str) -> None:
 
 
 def test_the_peak_is_the_predicted_one() -> None:
-    """A step large enough that the allocator's rounding does not show."""
+    """What is requested is; what is allocated may be more, by what the replay says."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
@@ -63,5 +65,9 @@ def test_the_peak_is_the_predicted_one() -> None:
     peak = cuda_peak(lambda: step(gm, case))
     assert gm.program is not None
     predicted = gm.program.predicted_peak_bytes
-    assert peak <= predicted
-    assert peak >= 0.98 * predicted
+    requested = torch.cuda.memory_stats()["requested_bytes.all.peak"]
+    assert 0.98 * predicted <= requested <= predicted
+    assert gm.plan is not None
+    foreseen = Prediction.of_plan(gm.plan)
+    assert foreseen is not None
+    assert peak <= 1.005 * foreseen.allocated(is_expandable=has_expandable_segments())

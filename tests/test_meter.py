@@ -130,5 +130,7 @@ def test_flops_agree_with_torch() -> None:
 def test_cuda_peak_counts_what_was_there_before() -> None:
     held = torch.zeros(KIB, device="cuda")
     before = torch.cuda.memory_allocated()
-    assert cuda_peak(lambda: torch.zeros(1 << 20, device="cuda")) == before + (1 << 22)
+    found = cuda_peak(lambda: torch.zeros(1 << 20, device="cuda"))
+    # Of a block that was there before, up to a mebibyte is not split off.
+    assert before + (1 << 22) <= found <= before + (1 << 22) + (1 << 20)
     assert held.is_cuda

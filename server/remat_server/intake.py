@@ -210,7 +210,7 @@ class Intake:
             peak = simulate(graph, Schedule.keep_all(graph)).peak_bytes
             budgets = [request.budget] if isinstance(request, SolveRequest) else request.budgets
             for budget in budgets or ():
-                parse_budget(budget, baseline_bytes=peak)
+                parse_budget(budget, baseline_bytes=peak, library_bytes=graph.library_bytes)
         return Sizes(
             operations=operations,
             values=values,

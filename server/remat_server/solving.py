@@ -105,6 +105,7 @@ def summarise(plan: Plan) -> Summary:
         lower_bound=plan.lower_bound,
         gap=plan.gap,
         operations=len(plan.graph),
+        library_bytes=plan.graph.library_bytes,
     )
 
 

@@ -25,6 +25,8 @@ class Attempt:
     peak_bytes: int | None = None
     overhead: float | None = None
     least_bytes: int | None = None
+    out_of_memory: bool = False
+    """`model_fn` itself ran out of memory, before anything was planned."""
 
     @property
     def found_bytes(self) -> int | None:
@@ -36,6 +38,8 @@ class Attempt:
         """The outcome for people."""
         if self.fits:
             return "fits"
+        if self.out_of_memory:
+            return "model_fn ran out of memory"
         if self.overhead is not None:
             return "too slow, proved" if self.is_proved else "no plan fast enough was found"
         return "does not fit, proved" if self.is_proved else "no plan was found"

@@ -25,18 +25,23 @@ _LIMIT_BYTES = 10**100
 _HINT = 'pass bytes as an int, or a string such as "8GiB", "7.5 GB", "512MiB", "60%" or "min"'
 
 
-def parse_budget(budget: int | float | str, *, baseline_bytes: int) -> int | Literal["min"]:
+def parse_budget(
+    budget: int | float | str, *, baseline_bytes: int, library_bytes: int = 0
+) -> int | Literal["min"]:
     """A budget in bytes, or "min" (the smallest feasible one, which the solver looks for).
 
-    A percentage is of `baseline_bytes`, the peak without recomputation. Fractions of a byte are
-    rounded down. "auto" is for the caller to resolve, who knows the device: here it is an error.
+    A percentage is of what a plan can change: p% is `library_bytes` + p% of (`baseline_bytes` -
+    `library_bytes`). `baseline_bytes` is the peak without recomputation, `library_bytes` what
+    libraries hold of it on the device whatever is run (cuBLAS workspaces, which are most of a small
+    model's peak). `share_of_baseline` is the way back. Fractions of a byte are rounded down. "auto"
+    is for the caller to resolve, who knows the device: here it is an error.
 
     Raises `BudgetError` for a wrong type, an unknown unit, NaN, infinity, zero and less.
     """
     if isinstance(budget, bool) or not isinstance(budget, (int, float, str)):
         raise BudgetError(f"the budget is a {type(budget).__name__}, {budget!r}; {_HINT}")
     if isinstance(budget, str):
-        return _parse_text(budget, baseline_bytes)
+        return _parse_text(budget, baseline_bytes, library_bytes)
     if isinstance(budget, float) and not math.isfinite(budget):
         raise BudgetError(f"the budget is {budget}; {_HINT}")
     if 0 < budget < 1:
@@ -47,7 +52,7 @@ def parse_budget(budget: int | float | str, *, baseline_bytes: int) -> int | Lit
     return _positive(math.floor(budget), budget)
 
 
-def _parse_text(text: str, baseline_bytes: int) -> int | Literal["min"]:
+def _parse_text(text: str, baseline_bytes: int, library_bytes: int) -> int | Literal["min"]:
     stripped = text.strip()
     if stripped.lower() == "min":
         return "min"
@@ -61,7 +66,8 @@ def _parse_text(text: str, baseline_bytes: int) -> int | Literal["min"]:
         raise BudgetError(f"the budget {text!r} is not a quantity; {_HINT}")
     number, unit = match.groups()
     if unit == "%":
-        return _positive(_scale(number, baseline_bytes, 100), text)
+        share_bytes = _scale(number, baseline_bytes - library_bytes, 100)
+        return _positive(share_bytes and library_bytes + share_bytes, text)
     if unit.lower() not in _UNITS:
         raise BudgetError(
             f"the budget {text!r} has the unknown unit {unit!r}; "
@@ -86,6 +92,13 @@ def _positive(size_bytes: int, given: object) -> int:
             f"the budget {str(given)[:80]!r} is over 1e100 bytes, more than any memory; {_HINT}"
         )
     return size_bytes
+
+
+def share_of_baseline(peak_bytes: int, *, baseline_bytes: int, library_bytes: int = 0) -> float:
+    """The percentage that a peak is, as a fraction; the inverse of `parse_budget`. 1 where there is
+    nothing to change."""
+    whole = baseline_bytes - library_bytes
+    return (peak_bytes - library_bytes) / whole if whole > 0 else 1.0
 
 
 def format_bytes(size_bytes: int | float) -> str:

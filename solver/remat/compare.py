@@ -142,8 +142,7 @@ class Comparison:
     def _cell(self, row: Row | None) -> str:
         if row is None or row.plan is None:
             return "-" if row is None or row.is_applicable else "n/a"
-        peak = row.plan.peak_bytes / max(1, self.baseline_peak_bytes)
-        return f"{row.plan.overhead:+.2%} ({peak:.0%})"
+        return f"{row.plan.overhead:+.2%} ({row.plan.share:.0%})"
 
 
 def compare(
@@ -182,7 +181,9 @@ def compare(
             else:
                 row = replace(failed, budget=budget, seconds=0.0)
             if row.plan is None:
-                size = parse_budget(budget, baseline_bytes=baseline.peak_bytes)
+                size = parse_budget(
+                    budget, baseline_bytes=baseline.peak_bytes, library_bytes=graph.library_bytes
+                )
                 row = replace(row, budget_bytes=size if isinstance(size, int) else None)
             rows.append(row)
             if told is not None:

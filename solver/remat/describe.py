@@ -6,6 +6,7 @@ import re
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
+from remat.allocation import Prediction
 from remat.budget import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -27,13 +28,13 @@ def describe(plan: Plan) -> str:
     graph = plan.graph
     again = plan.schedule.recomputed(graph)
     source = plan.stats.get("cost_source", "as given")
-    share = plan.peak_bytes / plan.baseline_peak_bytes if plan.baseline_peak_bytes else 1.0
     lines = [
         f"plan      {plan.status.name.lower()}: {plan.status.value}",
-        f"budget    {format_bytes(plan.budget_bytes)}",
-        f"peak      {format_bytes(plan.peak_bytes)}, {share:.1%} of "
+        f"budget    {format_bytes(plan.budget_bytes)}{_asked(plan)}",
+        f"peak      {format_bytes(plan.peak_bytes)}, {plan.share:.1%} of "
         f"{format_bytes(plan.baseline_peak_bytes)} without recomputation "
-        f"({format_bytes(graph.constant_bytes)} constant)",
+        f"({format_bytes(graph.constant_bytes)} constant{_libraries(plan)})",
+        *_allocator(plan),
         f"time      {format_seconds(plan.time_s)}, {plan.overhead:+.3%} over "
         f"{format_seconds(plan.baseline_time_s)} (costs {source})",
         f"bound     {_bound(plan)}",
@@ -45,6 +46,33 @@ def describe(plan: Plan) -> str:
     if again:
         lines += ["", *_modules(plan, again)]
     return "\n".join(lines)
+
+
+def _libraries(plan: Plan) -> str:
+    """Percentages leave them out, which has to be said."""
+    held = plan.graph.library_bytes
+    return f", {format_bytes(held)} libraries' and in no percentage" if held else ""
+
+
+def _asked(plan: Plan) -> str:
+    asked = plan.stats.get("asked_budget_bytes")
+    if not isinstance(asked, int):
+        return ""
+    less = format_bytes(asked - plan.budget_bytes)
+    return f", {less} below the {format_bytes(asked)} asked for, so that blocks fit as well"
+
+
+def _allocator(plan: Plan) -> list[str]:
+    """What torch's allocator makes of the peak, where it is known."""
+    found = Prediction.of_plan(plan)
+    if found is None:
+        return []
+    return [
+        f"allocator {format_bytes(found.allocated_bytes)} allocated, "
+        f"{format_bytes(found.reserved_bytes)} reserved; with expandable segments "
+        f"{format_bytes(found.expandable_allocated_bytes)} and "
+        f"{format_bytes(found.expandable_reserved_bytes)} (predicted)",
+    ]
 
 
 def diff(plan: Plan, other: Plan) -> str:

@@ -49,9 +49,9 @@ class Estimate:
 
     `all_gradient_bytes` are there after the step. `reachable_bytes` is a peak that quick baselines
     reach by recomputation; the solver goes as low or lower. `adam_bytes` is what Adam's two moments
-    in float32 add, and no part of the peak. `holders` are the modules whose activations are live at
-    the peak, the largest first. `time_s` is what the operations take together, without
-    recomputation, by the costs of `cost_source`.
+    in float32 add, `reserve_bytes` what was reserved for others; neither is part of the peak.
+    `holders` are the modules whose activations are live at the peak, the largest first. `time_s` is
+    what the operations take together, without recomputation, by the costs of `cost_source`.
 
     Not known before a step runs, and not counted: workspaces inside kernels (cuDNN, attention),
     fragmentation of the allocator, and what a loss outside of the model or an optimiser allocates.
@@ -85,6 +85,7 @@ class Estimate:
     time_s: float
     cost_source: str
     holders: tuple[Holder, ...]
+    reserve_bytes: int = 0
 
     @classmethod
     def of(cls, trace: Trace) -> Estimate:
@@ -153,8 +154,9 @@ class Estimate:
         )
 
     def fits(self, budget: int | str) -> bool:
-        """Whether the step fits without recomputation. `budget` is bytes, or a string such as
-        "8GiB". Raises `BudgetError`, also for what is no number of bytes ("60%", "min")."""
+        """Whether the step fits without recomputation, and leaves `reserve_bytes`. `budget` is
+        bytes, or a string such as "8GiB". Raises `BudgetError`, also for what is no number of bytes
+        ("60%", "min")."""
         if isinstance(budget, str) and budget.strip().endswith("%"):
             raise BudgetError(
                 f"the budget {budget!r} is a share of the peak, which always fits or never does; "
@@ -163,7 +165,7 @@ class Estimate:
         budget_bytes = parse_budget(budget, baseline_bytes=self.baseline_peak_bytes)
         if not isinstance(budget_bytes, int):
             raise BudgetError(f'the budget {budget!r} is no number of bytes; pass "8GiB", say')
-        return self.peak_bytes <= budget_bytes
+        return self.peak_bytes + self.reserve_bytes <= budget_bytes
 
     def describe(self) -> str:
         """A table: the peak, its parts, where it is, who holds it, and what is not part of it."""
@@ -204,12 +206,19 @@ class Estimate:
             )
         lines += [
             f"beside    Adam's moments: {format_bytes(self.adam_bytes)} in float32",
+            *self._reserve(),
             "unknown   workspaces inside kernels, the allocator's fragmentation, a loss outside of "
             "the model",
         ]
         if self.holders:
             lines += ["", *self._table()]
         return "\n".join(lines)
+
+    def _reserve(self) -> list[str]:
+        if not self.reserve_bytes:
+            return []
+        both = format_bytes(self.peak_bytes + self.reserve_bytes)
+        return [f"reserved  {format_bytes(self.reserve_bytes)}; with the peak {both}"]
 
     def _less(self) -> str:
         if self.reachable_bytes < self.baseline_peak_bytes:

@@ -67,6 +67,9 @@ class Graph:
     results: frozenset[int] = frozenset()
     constant_bytes: int = 0
     boundary: int | None = None
+    library_bytes: int = 0
+    """What of `constant_bytes` libraries hold on the device (cuBLAS workspaces). No budget changes
+    it, so percentages are of the rest: see `remat.budget`."""
 
     def __post_init__(self) -> None:
         _validate(self)
@@ -269,6 +272,11 @@ def _validate(graph: Graph) -> None:
     if graph.constant_bytes < 0:
         raise GraphError(
             f"constant memory is {graph.constant_bytes} bytes; it must be zero or more"
+        )
+    if not 0 <= graph.library_bytes <= graph.constant_bytes:
+        raise GraphError(
+            f"libraries hold {graph.library_bytes} bytes; it must be a part of the "
+            f"{graph.constant_bytes} bytes of constant memory"
         )
     if graph.boundary is not None:
         if not 0 <= graph.boundary < len(graph.operations):

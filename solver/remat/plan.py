@@ -15,6 +15,7 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from remat.budget import share_of_baseline
 from remat.errors import RematError
 from remat.graph import Graph
 from remat.schedule import Schedule
@@ -93,6 +94,16 @@ class Plan:
     def overhead(self) -> float:
         """Extra time over no recomputation, as a fraction of it."""
         return _overhead(self.time_s, self.baseline_time_s)
+
+    @property
+    def share(self) -> float:
+        """The peak as the percentage that a budget would name it by, as a fraction (0.6 is "60%"):
+        of the peak without recomputation, what libraries hold on the device left out of both."""
+        return share_of_baseline(
+            self.peak_bytes,
+            baseline_bytes=self.baseline_peak_bytes,
+            library_bytes=self.graph.library_bytes,
+        )
 
     @property
     def gap(self) -> float | None:

@@ -49,6 +49,7 @@ class GraphRecord(Record):
     results: tuple[Natural, ...]
     constant_bytes: Natural
     boundary: Natural | None
+    library_bytes: Natural = 0
 
     @classmethod
     def of(cls, graph: Graph) -> GraphRecord:
@@ -72,6 +73,7 @@ class GraphRecord(Record):
             results=tuple(sorted(graph.results)),
             constant_bytes=graph.constant_bytes,
             boundary=graph.boundary,
+            library_bytes=graph.library_bytes,
         )
 
     def graph(self) -> Graph:
@@ -95,6 +97,7 @@ class GraphRecord(Record):
             results=frozenset(self.results),
             constant_bytes=self.constant_bytes,
             boundary=self.boundary,
+            library_bytes=self.library_bytes,
         )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import is_dataclass, replace
 from typing import Protocol
 
+from remat.allocation import with_prediction
 from remat.budget import parse_budget
 from remat.errors import InfeasibleBudget, SolverError, SolverWarning
 from remat.graph import Graph
@@ -18,6 +19,7 @@ from remat.simulate import measure, simulate
 from remat.strategies.auto import Auto
 from remat.strategies.base import Solution, Stats, Strategy
 from remat.strategies.mishaps import tell
+from remat.trace import Trace
 
 _LEAST_S = 1.0
 SWEEP = ("min", *(f"{percent}%" for percent in range(5, 101, 5)))
@@ -60,8 +62,8 @@ def solve(
     schedule was known), and `RematError` if cancelled before any schedule was known.
     """
     stats: Stats = {} if isinstance(graph, Graph) else {"cost_source": graph.cost_source}
-    graph = graph if isinstance(graph, Graph) else graph.graph()
-    return _solve(graph, budget, strategy or Auto(), None, progress, cancel, stats)
+    traced, graph = graph, graph if isinstance(graph, Graph) else graph.graph()
+    return _told(_solve(graph, budget, strategy or Auto(), None, progress, cancel, stats), traced)
 
 
 def sweep(
@@ -81,11 +83,14 @@ def sweep(
     soon as it is there. Once `cancel` is set, what is left is left out.
     """
     stats: Stats = {} if isinstance(graph, Graph) else {"cost_source": graph.cost_source}
-    graph = graph if isinstance(graph, Graph) else graph.graph()
+    traced, graph = graph, graph if isinstance(graph, Graph) else graph.graph()
     strategy = strategy or Auto()
     baseline_bytes = simulate(graph, Schedule.keep_all(graph)).peak_bytes
     wanted = SWEEP if budgets is None else tuple(budgets)
-    sized = {parse_budget(budget, baseline_bytes=baseline_bytes) for budget in wanted}
+    sized = {
+        parse_budget(budget, baseline_bytes=baseline_bytes, library_bytes=graph.library_bytes)
+        for budget in wanted
+    }
     in_bytes = sorted(size for size in sized if isinstance(size, int))
     in_order: list[int | str] = ["min", *in_bytes] if "min" in sized else [*in_bytes]
     plans: list[Plan] = []
@@ -96,12 +101,18 @@ def sweep(
             break
         start = plans[-1].schedule if plans else None
         try:
-            plans.append(_solve(graph, size, strategy, start, progress, cancel, stats))
+            plan = _solve(graph, size, strategy, start, progress, cancel, stats)
+            plans.append(_told(plan, traced))
         except InfeasibleBudget:
             continue
         if told is not None:
             told(plans[-1])
     return plans
+
+
+def _told(plan: Plan, graph: Graph | HasGraph) -> Plan:
+    """The plan, which for a trace on a CUDA device tells what torch's allocator makes of it."""
+    return with_prediction(plan, graph) if isinstance(graph, Trace) else plan
 
 
 def warn_of_failure(plan: Plan) -> None:
@@ -123,7 +134,9 @@ def _solve(
 ) -> Plan:
     began = time.monotonic()
     baseline_bytes = simulate(graph, Schedule.keep_all(graph)).peak_bytes
-    budget_bytes = parse_budget(budget, baseline_bytes=baseline_bytes)
+    budget_bytes = parse_budget(
+        budget, baseline_bytes=baseline_bytes, library_bytes=graph.library_bytes
+    )
     stats = {**stats, "strategy": strategy.name}
     if budget_bytes == "min":
         smallest = strategy.run(graph, None, start=start, progress=progress, cancel=cancel)

@@ -268,6 +268,7 @@ def _build_graph(trace: Trace) -> Graph:
         results=frozenset(value_of[s] for s in held if s in value_of),
         constant_bytes=resident,
         boundary=boundary,
+        library_bytes=trace.library_bytes,
     )
 
 

@@ -228,6 +228,8 @@ class Summary(Record):
     lower_bound: float | None
     gap: float | None
     operations: int
+    library_bytes: int = 0
+    """Of the peaks, what libraries hold on the device: no part of a percentage."""
 
 
 class Problem(Record):

@@ -34,8 +34,15 @@ export function resultOf(job, place, signal) {
 const figure = (name, value, ...more) =>
   h("div", {}, h("dt", {}, name), h("dd", {}, value), more.map((line) => h("dd", { class: "more" }, line)));
 
+// As budgets count: without what libraries hold on the device.
+function share(plan) {
+  const held = plan.library_bytes ?? 0;
+  const whole = plan.baseline_peak_bytes - held;
+  return whole > 0 ? (plan.peak_bytes - held) / whole : 1;
+}
+
 function figures(plan) {
-  const saved = plan.baseline_peak_bytes ? 1 - plan.peak_bytes / plan.baseline_peak_bytes : 0;
+  const saved = 1 - share(plan);
   const ofBudget = plan.budget_bytes ? plan.peak_bytes / plan.budget_bytes : 0;
   const bound =
     plan.lower_bound === null
@@ -61,7 +68,7 @@ function plans(summary) {
       [
         bytes(plan.budget_bytes),
         bytes(plan.peak_bytes),
-        percent(plan.baseline_peak_bytes ? plan.peak_bytes / plan.baseline_peak_bytes : 0, 1),
+        percent(share(plan), 1),
         overhead(plan.overhead),
         plan.lower_bound === null ? "none" : overhead(plan.lower_bound),
         gap(plan.gap),

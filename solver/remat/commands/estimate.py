@@ -14,6 +14,7 @@ from remat.commands.options import (
     Image,
     Json,
     Overrides,
+    Reserve,
     Seed,
     Source,
     Tokens,
@@ -32,6 +33,7 @@ def estimate(
     dtype: Dtype = None,
     autocast: Autocast = None,
     device: ForDevice = None,
+    reserve: Reserve = None,
 ) -> None:
     """Tell a training step's peak and its parts before anything runs.
 
@@ -59,7 +61,7 @@ def estimate(
         seed=seed,
     )
     with casting(kind, autocast):
-        found = estimated(step.model, step.args, step.kwargs, device=device)
+        found = estimated(step.model, step.args, step.kwargs, device=device, reserve=reserve)
     if as_json:
         files.show_json(json_of(dataclasses.asdict(found)))
     else:

@@ -32,6 +32,8 @@ def plan_figures(plan: Plan) -> Figures:
         "peak_bytes": plan.peak_bytes,
         "baseline_peak_bytes": plan.baseline_peak_bytes,
         "constant_bytes": plan.graph.constant_bytes,
+        "library_bytes": plan.graph.library_bytes,
+        **{key: size for key, size in plan.stats.items() if key.endswith("_peak_bytes")},
         "time_s": plan.time_s,
         "baseline_time_s": plan.baseline_time_s,
         "overhead": plan.overhead,
@@ -69,7 +71,7 @@ def frontier_table(plans: Iterable[Plan]) -> str:
             [
                 format_bytes(plan.budget_bytes),
                 format_bytes(plan.peak_bytes),
-                f"{plan.peak_bytes / max(1, plan.baseline_peak_bytes):.1%}",
+                f"{plan.share:.1%}",
                 f"{plan.overhead:+.2%}",
                 "" if plan.lower_bound is None else f"{plan.lower_bound:+.2%}",
                 "" if plan.gap is None else f"{plan.gap:.2%}",

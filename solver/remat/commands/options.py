@@ -133,6 +133,15 @@ Overrides = Annotated[
     typer.Option("--set", metavar="NAME=VALUE", help="Change the configuration, e.g. n_layer=4."),
 ]
 Seed = Annotated[int, typer.Option("--seed", help="For weights and inputs.")]
+Reserve = Annotated[
+    str | None,
+    typer.Option(
+        "--reserve",
+        metavar="BYTES",
+        help="Leave this of the budget to others, such as an optimizer's state: 2GiB.",
+        show_default=False,
+    ),
+]
 OnDevice = Annotated[str, typer.Option("--device", help="cpu or cuda.")]
 ForDevice = Annotated[
     str | None,

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from remat.budget import format_bytes
+from remat.budget import format_bytes, parse_budget
 from remat.commands import files
 from remat.commands.figures import json_of, plan_figures
 from remat.commands.live import live
@@ -21,6 +21,7 @@ from remat.commands.options import (
     OnDevice,
     Overrides,
     ProgramOutput,
+    Reserve,
     Seed,
     Solver,
     Source,
@@ -56,6 +57,7 @@ def run(
     device: OnDevice = "cpu",
     dtype: Dtype = None,
     autocast: Autocast = None,
+    reserve: Reserve = None,
 ) -> None:
     """Train a step of a model as it is and with remat: peak, time, loss, gradients."""
     check_budgets([budget])
@@ -63,6 +65,8 @@ def run(
     chosen = strategy_of(strategy, option, gap, time_limit, solver)
     check_autocast(autocast)
     files.check_outputs(program)
+    if reserve is not None:
+        budget = _without(budget, reserve)
     from remat.frontend.autocast import autocast as casting
     from remat.frontend.capture import trace as capture
     from remat.frontend.measure import measure
@@ -99,3 +103,13 @@ def run(
         files.show_json(json_of(figures))
     else:
         files.show(f"{step.name} within {format_bytes(plan.budget_bytes)}\n\n{found.describe()}")
+
+
+def _without(budget: str, reserve: str) -> str:
+    """The budget in bytes, less what is reserved of it."""
+    from remat.frontend.reserve import check_budget, less_reserved, reserved
+
+    check_budget(budget, reserve)
+    budget_bytes = parse_budget(budget, baseline_bytes=0)
+    assert isinstance(budget_bytes, int)
+    return str(less_reserved(budget_bytes, reserved(reserve)))

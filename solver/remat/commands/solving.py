@@ -14,6 +14,7 @@ from remat.commands.exits import code_of_signal, say, word
 from remat.commands.interrupt import interruptible
 from remat.commands.live import Line, live
 from remat.errors import SolverWarning
+from remat.fitting import solve_within
 from remat.plan import Plan
 from remat.progress import Cancel
 from remat.solve import solve
@@ -28,7 +29,12 @@ def solved(trace: Trace, budget: str, strategy: Strategy) -> tuple[Plan, int | N
     return attended(
         "solving",
         None,
-        lambda line, cancel: solve(trace, budget, strategy, progress=line.solving, cancel=cancel),
+        lambda line, cancel: solve_within(
+            trace,
+            budget,
+            lambda asked: solve(trace, asked, strategy, progress=line.solving, cancel=cancel),
+            cancel=cancel,
+        ),
     )
 
 

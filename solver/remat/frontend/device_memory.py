@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from remat.budget import format_bytes
 from remat.errors import BudgetError
 from remat.frontend.memory import free_bytes
-from remat.trace import Trace
+from remat.trace import Trace, accumulated_bytes
 
 MARGIN = 0.08
 """Share of the free memory left alone: fragmentation, cuBLAS and cuDNN handles, other processes."""
 
 
-def available_budget(trace: Trace) -> int:
-    """Bytes that a step may take: what the device has free, less a margin, and what the step's own
-    parameters, buffers and inputs already hold.
+SEGMENTS_MARGIN = 0.02
+"""The same, of what torch's segments are predicted to take: fragments are in that already."""
+
+
+@dataclass(frozen=True, slots=True)
+class Available:
+    """Bytes that a step may take, and that the allocator's segments may."""
+
+    budget_bytes: int
+    reserved_bytes: int
+
+
+def available(trace: Trace, *, missing_bytes: int = 0, is_there: bool = True) -> Available:
+    """What the device has free, less a margin and `missing_bytes` that others will take, and what
+    the step's own parameters, buffers, inputs and (accumulating) gradients already hold, if
+    `is_there`.
 
     Raises `BudgetError` where the device does not tell.
     """
@@ -22,8 +38,16 @@ def available_budget(trace: Trace) -> int:
             f'budget="auto" cannot tell the free memory of {trace.device} on this system; pass a '
             'number of bytes or a string such as "8GiB"'
         )
-    already = sum(
-        trace.allocated_bytes(storage)
-        for storage in {p.storage for p in trace.placeholders if p.kind != "tangent"}
-    )
-    return int(free * (1 - MARGIN)) + already
+    already = 0
+    if is_there:
+        storages = {p.storage for p in trace.placeholders if p.kind != "tangent"}
+        already = sum(map(trace.allocated_bytes, storages))
+        already += accumulated_bytes(trace) if trace.accumulating else 0
+    budget_bytes = int(free * (1 - MARGIN)) - missing_bytes + already
+    if budget_bytes <= 0:
+        raise BudgetError(
+            f"{format_bytes(free)} are free on {trace.device}, and {format_bytes(missing_bytes)} "
+            "are reserved: nothing is left for the step"
+        )
+    segments_bytes = int(free * (1 - SEGMENTS_MARGIN)) - missing_bytes + already
+    return Available(budget_bytes, segments_bytes)

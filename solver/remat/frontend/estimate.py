@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 from remat.devices import match_device
 from remat.footprint import Estimate
 from remat.frontend.capture import trace as capture
+from remat.frontend.reserve import Reserve, reserved
 from remat.frontend.target import find_target
 from remat.pricing import by_roofline
 from remat.roofline import Roofline
@@ -24,18 +26,21 @@ def estimate(
     *,
     differentiate: str | Sequence[str] = "auto",
     device: str | torch.device | None = None,
+    reserve: Reserve | None = None,
 ) -> Estimate:
     """What one training step of `model` on inputs like these takes in eager mode, and what of it.
 
-    Arguments are those of `remat.trace`. Nothing is computed or allocated: the model may be on the
-    "meta" device, and far too large for this machine; `device="h100"` estimates the step on a GPU
-    that is not here. What is not counted is in `Estimate`'s own
-    description. Raises `TraceError` where the model cannot be captured.
+    Arguments are those of `remat.trace`. `reserve` is what else needs memory, as in
+    `remat.optimize`: `Estimate.fits` leaves it free. Nothing is computed or allocated: the model
+    may be on the "meta" device, and far too large for this machine; `device="h100"` estimates the
+    step on a GPU that is not here. What is not counted is in `Estimate`'s own description. Raises
+    `TraceError` where the model cannot be captured.
     """
     traced = capture(
         model, example_inputs, example_kwargs, differentiate=differentiate, device=device
     )
-    return Estimate.of(by_roofline(traced, data_sheet(traced, device)))
+    found = Estimate.of(by_roofline(traced, data_sheet(traced, device)))
+    return dataclasses.replace(found, reserve_bytes=reserved(reserve).total_bytes)
 
 
 def data_sheet(trace: Trace, device: str | torch.device | None = None) -> Roofline:

@@ -74,7 +74,9 @@ def read_joint(
         inputs=inputs,
         result=result,
         environment=environment,
-        library_bytes=library_bytes(draft.device(), capability),
+        library_bytes=library_bytes(
+            draft.device(), (node.target for node in draft.nodes), capability
+        ),
     )
     return with_host_seeds(trace if target is None else relocated(trace, PLACE))
 

@@ -12,15 +12,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from remat.batch import Attempt, MaxBatch
 from remat.budget import format_bytes, parse_budget
 from remat.errors import BudgetError, InfeasibleBudget, SolverTimeout, TraceError
+from remat.fitting import solve_within
 from remat.frontend.capture import trace as capture
 from remat.frontend.cost_cache import CostCache
-from remat.frontend.device_memory import available_budget
+from remat.frontend.device_memory import available
 from remat.frontend.measure import measure
+from remat.frontend.reserve import Reserve, Reserved, less_reserved, reserved
 from remat.plan import Plan
 from remat.progress import Progress
 from remat.roofline import Roofline
@@ -53,13 +56,16 @@ def max_batch(
     cache: CostCache | str | None = None,
     max_overhead: float | None = None,
     progress: Callable[[Attempt], None] | None = None,
+    reserve: Reserve | None = None,
 ) -> MaxBatch:
     """The largest batch, up to `most`, whose training step fits `budget`, with its plan.
 
     `model_fn(batch)` returns `(model, args)`, `(model, kwargs)` or `(model, args, kwargs)` for a
     batch of that size; the model may be the same each time, and all may be on the "meta" device.
-    `budget` is bytes, a string such as "8GiB", or "auto" (what the device has free, as it is once
-    the first batch was made). With `max_overhead`, the plan's overhead is at most that (0.1 is
+    Where it runs out of memory, the batch does not fit.
+    `budget` is bytes, a string such as "8GiB", or "auto" (what the device has free while the model
+    and the first batch live, and what they hold). `reserve` is left of it, as in `remat.optimize`.
+    With `max_overhead`, the plan's overhead is at most that (0.1 is
     10%). `start` is the first batch to be captured; smaller ones only if it does not fit. `costs`
     and `cache` are as in `remat.optimize`, `strategy` as in `remat.solve`; each batch near the
     answer is solved for within its time limit. `progress` is told each attempt.
@@ -75,9 +81,10 @@ def max_batch(
     if max_overhead is not None and not max_overhead >= 0:
         raise ValueError(f"max_overhead is {max_overhead}; it is zero or more (0.1 is 10%)")
     _refuse_shares(budget)
+    reserved(reserve)
     search = _Search(model_fn, strategy or Auto(), costs, cache, max_overhead, progress, most)
-    first = search.trace(start)
-    search.budget_bytes = _bytes(budget, first)
+    search.budget = budget, reserved(reserve)
+    search.begin(start)
     eager = search.largest_eager(start)
     batch, neighbour = search.largest(eager, start)
     if batch == 0:
@@ -108,19 +115,57 @@ class _Search:
     most: int
     budget_bytes: int = 0
     attempts: list[Attempt] = field(default_factory=list)
+    segments_bytes: int | None = None
+    is_full: bool = False
+    budget: tuple[int | str, Reserved] = (0, Reserved())
     _traces: dict[int, Trace] = field(default_factory=dict)
     _plans: dict[int, Plan] = field(default_factory=dict)
 
     # -- what a batch takes -----------------------------------------------------------------
 
-    def trace(self, batch: int) -> Trace:
-        """The step for a batch, captured once, with costs."""
+    def begin(self, start: int) -> None:
+        """Read the budget while the model and the first batch that can be made live."""
+        batch = start
+        while batch:
+            try:
+                call = self._call(batch)
+                break
+            except _TooLarge:
+                batch //= 2
+        else:
+            raise InfeasibleBudget("model_fn(1) ran out of memory: not even a batch of 1 fits")
+        traced = self.trace(batch, call)
+        budget, left = self.budget
+        if isinstance(budget, str) and budget.strip().lower() == "auto":
+            is_there = any(t.device.type != "meta" for t in call[0].parameters())
+            found = available(traced, missing_bytes=left.missing_bytes, is_there=is_there)
+            self.budget_bytes, self.segments_bytes = found.budget_bytes, found.reserved_bytes
+            return
+        size_bytes = parse_budget(budget, baseline_bytes=0)
+        assert isinstance(size_bytes, int)
+        self.budget_bytes = less_reserved(size_bytes, left)
+
+    def trace(self, batch: int, call: _Made | None = None) -> Trace:
+        """The step for a batch, captured once, with costs. Raises `_TooLarge`."""
         if batch not in self._traces:
-            model, args, kwargs = _call(self.model_fn(batch))
+            model, args, kwargs = call or self._call(batch)
             traced = capture(model, args, kwargs)
             device = self.costs or traced.device.split(":")[0]
             self._traces[batch] = measure(traced, device, cache=self.cache)
         return self._traces[batch]
+
+    def _call(self, batch: int) -> _Made:
+        """What `model_fn` makes. Raises `_TooLarge` where there is no memory for it."""
+        if batch > self.most:
+            raise _TooLarge
+        try:
+            return _call(self.model_fn(batch))
+        except (RuntimeError, MemoryError) as error:
+            if not _is_out_of_memory(error):
+                raise
+        # The error holds what was made; it has to be gone before the next batch.
+        self.most, self.is_full = batch - 1, True
+        raise _TooLarge
 
     def eager_bytes(self, batch: int) -> int:
         """The peak without recomputation."""
@@ -142,7 +187,12 @@ class _Search:
         guess = start
         while high - low > 1:
             guess = min(max(guess, low + 1), high - 1)
-            points.append((guess, self.eager_bytes(guess)))
+            try:
+                points.append((guess, self.eager_bytes(guess)))
+            except _TooLarge:
+                high = guess
+                guess = (low + high) // 2
+                continue
             if points[-1][1] <= self.budget_bytes:
                 low = guess
             else:
@@ -158,19 +208,26 @@ class _Search:
     def largest(self, low: int, start: int) -> tuple[int, Attempt | None]:
         """The largest batch with a plan, 0 if there is none, and the attempt at the next one; None
         if that is over `most`. `low` fits without recomputation."""
-        if low == self.most:
-            return low, None
-        high, failed = self.most + 1, None
-        near = max(low, start)
+        near = min(max(low, start), self.most)
         other = 2 * near if 2 * near <= self.most else max(1, near // 2)
-        line = (near, self.quick_bytes(near)), (other, self.quick_bytes(other))
+        try:
+            line = (near, self.quick_bytes(near)), (other, self.quick_bytes(other))
+        except _TooLarge:
+            line = (near, self.quick_bytes(near)), (near, self.quick_bytes(near))
+        if low == self.most:
+            return low, self._full(low + 1)
+        high, failed = self.most + 1, self._full(self.most + 1)
         guess, floor_bytes = min(self._meets(*line), _LEAP * near), _intercept(*line)
         step = max(1, near // 4)
         sluggish = 0
         while high - low > 1:
             batch = min(max(guess, low + 1), high - 1)
             width = high - low
-            attempt = self._attempt(batch)
+            try:
+                attempt = self._attempt(batch)
+            except _TooLarge:
+                attempt = self._full(batch)
+                assert attempt is not None
             if attempt.fits:
                 low = batch
             else:
@@ -184,11 +241,27 @@ class _Search:
                 guess = self._meets((0, floor_bytes), (high, failed.least_bytes))
         return low, failed
 
+    def _full(self, batch: int) -> Attempt | None:
+        """The attempt at a batch that cannot be made; None where none was refused."""
+        if not self.is_full:
+            return None
+        attempt = Attempt(batch, fits=False, is_proved=False, seconds=0.0, out_of_memory=True)
+        self.attempts.append(attempt)
+        if self.progress is not None:
+            self.progress(attempt)
+        return attempt
+
     def best_plan(self, batch: int) -> Plan:
         """The plan at full effort, or the one that the search met, where that is better."""
         known = self._plans.get(batch)
         try:
-            plan = solve(self.trace(batch), self.budget_bytes, self.strategy)
+            traced = self.trace(batch)
+            plan = solve_within(
+                traced,
+                self.budget_bytes,
+                lambda budget: solve(traced, budget, self.strategy),
+                reserved_bytes=self.segments_bytes,
+            )
         except (InfeasibleBudget, SolverTimeout):
             if known is None:
                 raise
@@ -263,15 +336,23 @@ def _refuse_shares(budget: int | str) -> None:
         )
 
 
-def _bytes(budget: int | str, first: Trace) -> int:
-    if isinstance(budget, str) and budget.strip().lower() == "auto":
-        return available_budget(first)
-    found = parse_budget(budget, baseline_bytes=0)
-    assert isinstance(found, int)
-    return found
+class _TooLarge(Exception):
+    """`model_fn` has no memory for a batch."""
 
 
-def _call(returned: object) -> tuple[nn.Module, Any, Mapping[str, Any] | None]:
+def _is_out_of_memory(error: RuntimeError | MemoryError) -> bool:
+    said = str(error).lower()
+    return (
+        isinstance(error, (torch.OutOfMemoryError, MemoryError))
+        or "out of memory" in said
+        or "can't allocate memory" in said
+    )
+
+
+_Made = tuple[nn.Module, Any, Mapping[str, Any] | None]
+
+
+def _call(returned: object) -> _Made:
     if isinstance(returned, tuple) and len(returned) in (2, 3):
         model, inputs, *rest = returned
         if isinstance(model, nn.Module) and all(isinstance(r, Mapping) for r in rest):

@@ -21,7 +21,7 @@ from remat.frontend.calibration import Calibration
 from remat.frontend.cost_cache import Cost, CostCache
 from remat.frontend.cost_key import conditions, cost_key, device_name
 from remat.frontend.grad_mode import NEEDS_GRAD_MODE, with_grad_mode
-from remat.frontend.memory import free_bytes
+from remat.frontend.memory import free_bytes, keeps_workspaces
 from remat.frontend.operators import resolve
 from remat.frontend.progress import Progress, reporter
 from remat.frontend.tensors import Operands, operand_bytes
@@ -74,7 +74,10 @@ def measure(
         with ExitStack() as stack:
             stack.enter_context(_alone(where))
             report = stack.enter_context(reporter(progress))
-            return with_costs(trace, _measure(trace, metas, where, costs, report))
+            priced = with_costs(trace, _measure(trace, metas, where, costs, report))
+            if where.type == "cuda" and not keeps_workspaces():
+                return priced.replace(library_bytes=0)  # measured with each product
+            return priced
     finally:
         if own and costs is not None:
             costs.close()

@@ -115,7 +115,11 @@ def measure_step(
 
 def cuda_peak(step: Callable[[], object], device: torch.device | str | int | None = None) -> int:
     """Peak of bytes allocated on a CUDA device while the step runs, what was there before
-    included. Call the step once before, so that libraries have their workspaces."""
+    included. Call the step once before, so that libraries have their workspaces.
+
+    Resets the device's peak statistics, like `torch.cuda.reset_peak_memory_stats`: torch has no way
+    to read a peak of its own, nor to put the old one back.
+    """
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     step()

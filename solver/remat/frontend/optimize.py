@@ -15,6 +15,7 @@ from remat.frontend.module import RematModule
 from remat.frontend.operators import NAMESPACES
 from remat.frontend.planner import Options, Planner, Service
 from remat.frontend.pytree import flatten
+from remat.frontend.reserve import Reserve, check_budget, reserved
 from remat.progress import Progress
 from remat.roofline import Roofline
 from remat.strategies import Strategy
@@ -34,6 +35,7 @@ def optimize(
     progress: Callable[[Progress], None] | None = None,
     namespaces: Collection[str] = NAMESPACES,
     service: Service | None = None,
+    reserve: Reserve | None = None,
 ) -> RematModule:
     """The same model with a training step that never takes more memory than `budget`.
 
@@ -42,10 +44,13 @@ def optimize(
     without recomputation), "min" (the smallest feasible) or "auto" (what the device has free).
 
     Without example inputs the step is planned at the first call, for the inputs that it then gets;
-    with them, now. `costs` is "cpu", "cuda" or a `remat.Roofline`; by default operations are timed
-    on the model's own device. `differentiate` says which outputs gradients will come from (see
-    `remat.trace`). `service` plans elsewhere, as `remat.Client.optimize` does. Other keyword
-    arguments are those of `remat.solve` and `remat.measure`.
+    with them, now. `reserve` is what of the budget must be left to others: bytes, a string such as
+    "2GiB", or the optimizer, whose state is then measured, or foreseen before its first step. On
+    CUDA, the budget is kept as torch's allocator counts (see `remat.fitting`). `costs` is "cpu",
+    "cuda" or a `remat.Roofline`; by default operations are timed on the model's own device.
+    `differentiate` says which outputs gradients will come from (see `remat.trace`). `service` plans
+    elsewhere, as `remat.Client.optimize` does. Other keyword arguments are those of `remat.solve`
+    and `remat.measure`.
 
     The result shares the model's parameters and behaves as the model. Raises `InfeasibleBudget`,
     `BudgetError`, `TraceError`, `SolverTimeout`.
@@ -56,6 +61,8 @@ def optimize(
         raise TraceError("this model is optimised already; pass the original one")
     if budget != "auto":
         parse_budget(budget, baseline_bytes=1 << 40)  # wrong units fail now, not at midnight
+    check_budget(budget, reserve)
+    reserved(reserve)
     planner = Planner(
         Options(
             budget=budget,
@@ -67,6 +74,7 @@ def optimize(
             progress=progress,
             namespaces=frozenset(namespaces),
             service=service,
+            reserve=reserve,
         )
     )
     if example_inputs is None and example_kwargs is None:

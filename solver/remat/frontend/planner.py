@@ -19,23 +19,27 @@ import torch
 from torch import nn
 
 from remat.accumulation import with_accumulation
+from remat.allocation import is_on_cuda, predict, with_prediction
 from remat.arguments import refs
 from remat.budget import parse_budget
 from remat.errors import InfeasibleBudget
+from remat.fitting import has_expandable_segments, solve_within
 from remat.frontend.capture import trace as capture
 from remat.frontend.cost_cache import CostCache
-from remat.frontend.device_memory import available_budget
+from remat.frontend.device_memory import available
 from remat.frontend.guards import Signature, signature
 from remat.frontend.lower import compile_program
 from remat.frontend.measure import measure
 from remat.frontend.module import Ready, Source
 from remat.frontend.operators import NAMESPACES
+from remat.frontend.reserve import Reserve, less_reserved, reserved
 from remat.plan import Plan
 from remat.pricing import Priced, with_costs
 from remat.program import Program
 from remat.progress import Progress
 from remat.rewrite import rewrite
 from remat.roofline import Roofline
+from remat.schedule import Schedule
 from remat.simulate import simulate
 from remat.solve import solve
 from remat.strategies import Solution, Strategy
@@ -66,6 +70,7 @@ class Options:
     progress: Callable[[Progress], None] | None = None
     namespaces: frozenset[str] = NAMESPACES
     service: Service | None = None
+    reserve: Reserve | None = None
 
 
 @dataclass
@@ -135,9 +140,7 @@ class Planner:
                     costs = self.options.costs or traced.device.split(":")[0]
                     traced = measure(traced, device=costs, cache=self.options.cache)
             with self._timed("solve"):
-                plan, program = self._solve(traced, accumulating)
-            if not traced.measured:
-                traced = _with_costs_of_plan(traced, plan)
+                traced, plan, program = self._solve(traced, accumulating)
         else:
             (traced, plan), program = found, None
         if program is None:
@@ -149,17 +152,43 @@ class Planner:
         self._tell(traced, plan, reused=found is not None, accumulating=accumulating)
         return Entry(ready, traced, plan)
 
-    def _budget(self, traced: Trace) -> int | str:
-        if self.options.budget == "auto":
-            return available_budget(traced)
-        return self.options.budget
+    def _limits(self, traced: Trace) -> tuple[int | str, int | None]:
+        """The budget without what is reserved of it, and what segments may take where it is
+        "auto"."""
+        budget, left = self.options.budget, reserved(self.options.reserve)
+        if budget == "auto":
+            found = available(traced, missing_bytes=left.missing_bytes)
+            return found.budget_bytes, found.reserved_bytes
+        if not left.total_bytes:
+            return budget, None
+        budget_bytes = parse_budget(budget, baseline_bytes=0)
+        assert isinstance(budget_bytes, int)
+        return less_reserved(budget_bytes, left), None
 
-    def _solve(self, traced: Trace, accumulating: bool) -> tuple[Plan, Program | None]:
-        options, budget = self.options, self._budget(traced)
+    def _solve(self, traced: Trace, accumulating: bool) -> tuple[Trace, Plan, Program | None]:
+        """The trace with costs, the plan, and its program if it was made elsewhere."""
+        options = self.options
+        budget, segments_bytes = self._limits(traced)
+        programs: dict[Schedule, Program] = {}
+
+        def once(budget: int | float | str) -> Plan:
+            if options.service is None:
+                return solve(traced, budget, options.strategy, progress=options.progress)
+            assert not isinstance(budget, float)
+            plan, programs[plan.schedule] = options.service(traced, budget)
+            return plan
+
         try:
-            if options.service is not None:
-                return options.service(traced, budget)
-            return solve(traced, budget, options.strategy, progress=options.progress), None
+            first = once(budget)
+            if not traced.measured:
+                traced = _with_costs_of_plan(traced, first)
+            plan = solve_within(
+                traced,
+                budget,
+                lambda asked: first if asked == budget else once(asked),
+                reserved_bytes=segments_bytes,
+            )
+            return traced, plan, programs.get(plan.schedule)
         except InfeasibleBudget as error:
             if not accumulating:
                 raise
@@ -178,14 +207,13 @@ class Planner:
                 continue
             priced = _with_costs_of(traced, entry.trace)
             graph, schedule = priced.graph(), entry.plan.schedule
-            budget_bytes = parse_budget(self.options.budget, baseline_bytes=0)
-            if (
-                isinstance(budget_bytes, int)
-                and simulate(graph, schedule).peak_bytes <= budget_bytes
-            ):
+            budget_bytes, _ = self._limits(traced)
+            budget_bytes = parse_budget(budget_bytes, baseline_bytes=0)
+            if isinstance(budget_bytes, int) and _peak_bytes(priced, schedule) <= budget_bytes:
                 solution = Solution(schedule)
                 reused: Stats = {"strategy": "the schedule solved for other shapes"}
-                return priced, Plan.of(graph, budget_bytes, solution, reused)
+                plan = Plan.of(graph, budget_bytes, solution, reused)
+                return priced, with_prediction(plan, priced)
         return None
 
     @contextmanager
@@ -213,6 +241,13 @@ class Planner:
             logger.warning("inputs changed: the same schedule fits, used again%s (%s)", why, spent)
         else:
             logger.warning("inputs changed: planned anew%s: %r (%s)", why, plan, spent)
+
+
+def _peak_bytes(traced: Trace, schedule: Schedule) -> int:
+    """The peak as it will be allocated."""
+    if not is_on_cuda(traced):
+        return simulate(traced.graph(), schedule).peak_bytes
+    return predict(traced, schedule).allocated(is_expandable=has_expandable_segments())
 
 
 def _outline(traced: Trace) -> tuple[object, ...]:

@@ -6,6 +6,7 @@ as HTML, and light or dark as the reader's system is.
 
 from __future__ import annotations
 
+from remat.allocation import Prediction
 from remat.budget import format_bytes, format_seconds
 from remat.compare import Comparison
 from remat.plan import Plan
@@ -100,10 +101,20 @@ def comparison_fragment(comparison: Comparison) -> str:
     )
 
 
+def _reserved(plan: Plan) -> str:
+    """What torch's allocator makes of the peak on CUDA."""
+    found = Prediction.of_plan(plan)
+    if found is None:
+        return ""
+    return (
+        f"; predicted: {format_bytes(found.allocated_bytes)} allocated, "
+        f"{format_bytes(found.reserved_bytes)} reserved"
+    )
+
+
 def _figures(plan: Plan) -> str:
     """Four figures, each with what it is relative to."""
     again = plan.schedule.recomputed(plan.graph)
-    share = plan.peak_bytes / plan.baseline_peak_bytes if plan.baseline_peak_bytes else 1.0
     bound, gap = "none", "no bound is proved"
     if plan.lower_bound is not None and plan.gap is not None:
         bound = f"{plan.lower_bound:+.2%}"
@@ -111,8 +122,8 @@ def _figures(plan: Plan) -> str:
     figures = [
         (
             format_bytes(plan.peak_bytes),
-            f"peak, {share:.1%} of {format_bytes(plan.baseline_peak_bytes)}; "
-            f"budget {format_bytes(plan.budget_bytes)}",
+            f"peak, {plan.share:.1%} of {format_bytes(plan.baseline_peak_bytes)}; "
+            f"budget {format_bytes(plan.budget_bytes)}{_reserved(plan)}",
         ),
         (
             f"{plan.overhead:+.2%}",

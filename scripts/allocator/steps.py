@@ -1,0 +1,116 @@
+"""Training steps by remat's plans, run on torch's CUDA allocator where there is no device.
+
+Run by `scripts.allocator.record`, which says what is printed: once as `plan MODEL BUDGET`, then as
+`run MODEL` with what that printed on stdin. Capture, workspaces, runtime and allocations are the
+real ones; kernels compute nothing, so costs are a roofline's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+import torch
+from scripts.allocator.record import history, recorded
+from torch import Tensor, nn
+from torch.nn import functional
+
+import remat
+
+_STEPS = 3
+
+
+class Block(nn.Module):
+    """A transformer's, without dropout."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, c = x.shape
+        qkv = self.qkv(self.norms[0](x)).view(b, t, 3, self.heads, c // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        mixed = functional.softmax(q @ k.transpose(-1, -2) / 8, -1) @ v
+        x = x + self.out(mixed.transpose(1, 2).reshape(b, t, c))
+        return x + self.down(functional.gelu(self.up(self.norms[1](x))))
+
+
+class Residual(nn.Module):
+    """A residual block of convolutions with batch norm."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.convolutions = nn.ModuleList(nn.Conv2d(width, width, 3, padding=1) for _ in range(2))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(width) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = functional.relu(self.norms[0](self.convolutions[0](x)))
+        return functional.relu(x + self.norms[1](self.convolutions[1](y)))
+
+
+class Loss(nn.Module):
+    """The mean of what a model returns, in log-probabilities."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).float().log_softmax(-1).mean()
+
+
+def models() -> dict[str, tuple[nn.Module, Tensor]]:
+    """A small GPT and a small ResNet, with an input."""
+    gpt = Loss(*(Block(256, 4) for _ in range(4)), nn.LayerNorm(256), nn.Linear(256, 8000))
+    resnet = Loss(
+        nn.Conv2d(3, 48, 7, stride=2, padding=3),
+        *(Residual(48) for _ in range(4)),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(48, 1000),
+    )
+    return {"gpt": (gpt, torch.zeros(8, 256, 256)), "resnet": (resnet, torch.zeros(16, 3, 99, 99))}
+
+
+def _on_cuda(name: str) -> tuple[nn.Module, Tensor]:
+    model, x = models()[name]
+    return model.to("cuda"), x.to("cuda")
+
+
+def planned(name: str, budget: str) -> dict[str, Any]:
+    """The trace and the plan's runs."""
+    model, x = _on_cuda(name)
+    traced = remat.trace(model, (x,))
+    measured = remat.measure(traced, "cuda", cache=False)  # of which only the workspaces are true
+    estimated = remat.measure(traced, remat.Roofline("h200"))
+    times = {node.name: node.cost_s for node in estimated.nodes}
+    nodes = tuple(n.model_copy(update={"cost_s": times[n.name]}) for n in measured.nodes)
+    priced = measured.replace(nodes=nodes)
+    plan = remat.solve(priced, budget, remat.Auto(time_limit=20.0))
+    return {"trace": json.loads(priced.to_json()), "runs": list(plan.schedule.runs)}
+
+
+def steps(name: str, plan: dict[str, Any]) -> dict[str, Any]:
+    """Steps of a new process by the plan."""
+    traced = remat.Trace.from_json(json.dumps(plan["trace"]))
+    with history():
+        model, x = _on_cuda(name)
+        module = remat.lower(remat.rewrite(traced, remat.Schedule(tuple(plan["runs"]))), model)
+        for _ in range(_STEPS):
+            module(x).backward()
+            model.zero_grad(set_to_none=True)
+        return recorded() | plan
+
+
+if __name__ == "__main__":
+    torch.backends.cudnn.enabled = False  # there is no stand-in for it
+    task, chosen, *budget = sys.argv[1:]
+    found = planned(chosen, *budget) if task == "plan" else steps(chosen, json.load(sys.stdin))
+    print(json.dumps({"torch": torch.__version__, **found}), flush=True)
+    os._exit(0)  # threads of a device that is not there do not end

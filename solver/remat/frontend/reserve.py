@@ -1,0 +1,135 @@
+"""Memory that a step must leave alone: bytes, or what an optimizer's state takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.optim import Adafactor, Optimizer
+
+from remat.allocator import ALIGNMENT_BYTES
+from remat.budget import parse_budget
+from remat.errors import BudgetError
+
+Reserve = int | str | Optimizer
+"""Bytes, a string such as "2GiB", or an optimizer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """`total_bytes` to leave of a budget, of which `missing_bytes` are not allocated yet: only they
+    are to be left of free memory."""
+
+    total_bytes: int = 0
+    missing_bytes: int = 0
+
+
+def reserved(reserve: Reserve | None) -> Reserved:
+    """What to leave. An optimizer's state is measured where it exists; the rest is what one step of
+    the optimizer makes on tensors without memory. What `step()` needs for a moment is not counted:
+    the activations are gone by then.
+
+    Raises `BudgetError` for what is no number of bytes, and for an optimizer whose state cannot be
+    told before it is there.
+    """
+    if reserve is None:
+        return Reserved()
+    if isinstance(reserve, Optimizer):
+        there = missing = 0
+        for group in reserve.param_groups:
+            without = [p for p in group["params"] if p.requires_grad and not reserve.state.get(p)]
+            for parameter in group["params"]:
+                there += _state_bytes(reserve.state.get(parameter, {}), parameter.device)
+            missing += _future_bytes(reserve, group, without) if without else 0
+        return Reserved(there + missing, missing)
+    if isinstance(reserve, bool) or not isinstance(reserve, (int, str)):
+        raise BudgetError(
+            f"the reserve is a {type(reserve).__name__}; pass bytes, a string such as "
+            '"2GiB", or an optimizer (a torch.optim.Optimizer, not its class)'
+        )
+    if reserve in (0, "0"):
+        return Reserved()
+    if isinstance(reserve, str) and not reserve.strip()[-1:].isalnum():
+        raise BudgetError(f'the reserve {reserve!r} is no number of bytes; pass "2GiB", say')
+    size_bytes = parse_budget(reserve, baseline_bytes=0)
+    if not isinstance(size_bytes, int):
+        raise BudgetError(f'the reserve {reserve!r} is no number of bytes; pass "2GiB", say')
+    return Reserved(size_bytes, size_bytes)
+
+
+def check_budget(budget: int | float | str, reserve: Reserve | None) -> None:
+    """Raises `BudgetError` where there is nothing to leave bytes of."""
+    text = budget.strip().lower() if isinstance(budget, str) else ""
+    if reserve is not None and (text == "min" or text.endswith("%")):
+        raise BudgetError(
+            f"the budget {budget!r} is of the step itself, so there is nothing to reserve of it; "
+            'pass bytes, such as "8GiB", or "auto"'
+        )
+
+
+def less_reserved(budget_bytes: int, left: Reserved) -> int:
+    """A budget without what is to be left of it. Raises `BudgetError` where nothing is."""
+    if left.total_bytes >= budget_bytes:
+        raise BudgetError(
+            f"the reserve of {left.total_bytes:,} bytes is all of the budget of {budget_bytes:,} "
+            "bytes; pass a larger budget"
+        )
+    return budget_bytes - left.total_bytes
+
+
+def _state_bytes(state: dict[str, Any], device: torch.device) -> int:
+    """Tensors of a parameter's state that are on its device; steps may be counted on the CPU."""
+    found = {
+        t.untyped_storage()._cdata: t.untyped_storage().nbytes()
+        for t in state.values()
+        if isinstance(t, Tensor) and t.device == device
+    }
+    return sum(map(_rounded, found.values()))
+
+
+def _rounded(size_bytes: int) -> int:
+    return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def _future_bytes(optimizer: Optimizer, group: dict[str, Any], parameters: list[Tensor]) -> int:
+    # Scalars, such as the number of steps, are on the CPU unless a kernel has to read them.
+    scalars_count = parameters[0].device.type == "cpu" or any(
+        group.get(option) for option in ("fused", "capturable")
+    )
+    if isinstance(optimizer, Adafactor):
+        step_bytes = ALIGNMENT_BYTES if scalars_count else 0
+        return sum(step_bytes + _adafactor_bytes(p) for p in parameters)
+    twins = [torch.empty_like(p, device="meta", requires_grad=True) for p in parameters]
+    for twin in twins:
+        twin.grad = torch.empty_like(twin)
+    options = {key: value for key, value in group.items() if key != "params"}
+    plain = {key: False for key in ("foreach", "fused", "capturable") if key in options}
+    try:
+        made = cast("Callable[..., Optimizer]", type(optimizer))
+        copied = made([{**options, **plain, "params": twins}])
+        copied.step()
+    except Exception as error:  # whatever an optimizer of others needs to be made and run
+        kind = type(optimizer).__name__
+        reason = str(error).partition("\n")[0][:80]
+        raise BudgetError(
+            f"the size of the state of {kind} cannot be told before it is there "
+            f"({type(error).__name__}: {reason}); pass its bytes, such as "
+            'reserve="2GiB", or the optimizer after its first step'
+        ) from None
+    states = list(copied.state.values())
+    scalars = sum(_state_bytes(state, torch.device("cpu")) for state in states)
+    values = sum(_state_bytes(state, torch.device("meta")) for state in states)
+    return values + scalars * scalars_count
+
+
+def _adafactor_bytes(parameter: Tensor) -> int:
+    """A variance by rows and one by columns; of a vector, one as large as it. (Run on tensors
+    without memory, `step` fails: it reads numbers back.)"""
+    shape, item = parameter.shape, parameter.element_size()
+    if len(shape) < 2:
+        return _rounded(parameter.numel() * item)
+    rows, columns = parameter.numel() // shape[-1], parameter.numel() // shape[-2]
+    return _rounded(rows * item) + _rounded(columns * item)
