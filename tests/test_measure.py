@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import remat
 from remat.arguments import Argument, Literal, Ref
 from remat.errors import RematError
 from remat.frontend import cost_key, operators, timers
@@ -22,7 +28,7 @@ from remat.roofline import Roofline
 from remat.structure import Structure
 from remat.trace import Environment, Node, Output, Placeholder, Result, TensorMeta, Trace
 
-ITEM = {"float32": 4, "int64": 8, "bool": 1, "bfloat16": 2, "float64": 8}
+ITEM = {"uint8": 1, "float32": 4, "int64": 8, "bool": 1, "bfloat16": 2, "float64": 8}
 
 
 class Builder:
@@ -359,6 +365,122 @@ def test_operands_have_the_shape_stride_and_alignment_of_the_trace() -> None:
     assert isinstance(x, torch.Tensor)
     assert x is args[1]
     assert (x.shape, x.stride(), x.storage_offset()) == ((4, 1, 3), (6, 0, 2), 70 % 64)
+
+
+class Seen(TorchDispatchMode):
+    """What each operation returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.returned: list[tuple[str, object]] = []
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **kwargs or {})
+        items = result if isinstance(result, (list, tuple)) else (result,)
+        self.returned += [(str(func), item) for item in items]
+        return result
+
+    def maker_of(self, tensor: object) -> str:
+        """The operation that returned this very tensor, the first one where it was looked into."""
+        assert isinstance(tensor, torch.Tensor)
+        storage = tensor.untyped_storage().data_ptr()
+        return next(
+            name
+            for name, item in self.returned
+            if isinstance(item, torch.Tensor) and item.untyped_storage().data_ptr() == storage
+        )
+
+
+def attention(x: torch.Tensor) -> torch.Tensor:
+    q = x.reshape(2, 2, 8, 4)
+    return F.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+
+PAIRS: dict[str, tuple[str, Callable[[torch.Tensor], torch.Tensor], str]] = {
+    "attention": (
+        "aten._scaled_dot_product_flash_attention_for_cpu_backward.default",
+        attention,
+        "out logsumexp",
+    ),
+    "batch_norm": (
+        "aten.native_batch_norm_backward.default",
+        nn.BatchNorm1d(8),
+        "save_mean save_invstd",
+    ),
+    "group_norm": ("aten.native_group_norm_backward.default", nn.GroupNorm(2, 8), "mean rstd"),
+    "layer_norm": ("aten.native_layer_norm_backward.default", nn.LayerNorm(4), "mean rstd"),
+    "max_pool": (
+        "aten.max_pool2d_with_indices_backward.default",
+        lambda x: F.max_pool2d(x.reshape(4, 8, 2, 2), 2),
+        "indices",
+    ),
+    "cross_entropy": (
+        "aten.nll_loss_backward.default",
+        lambda x: F.cross_entropy(x.reshape(-1, 4), torch.zeros(32, dtype=torch.long)),
+        "total_weight",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_what_a_backward_reads_of_its_forward_is_what_the_forward_returned(name: str) -> None:
+    """Never made up: a seed may be a scalar of the host, and a kernel trusts what it finds."""
+    target, function, arguments = PAIRS[name]
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.function = function
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.function(self.linear(x))
+
+    trace = remat.trace(Model(), (torch.randn(4, 8, 4),))
+    node = next(n for n in trace.nodes if n.target == target)
+    operator = operators.resolve(target)
+    assert isinstance(operator, OpOverload)
+    operands = Operands(tensor_metas(trace), "cpu", torch.device("cpu"), trace.nodes)
+    with Seen() as seen:
+        args, _ = operands.make(node, operator)
+    by_name = dict(zip((a.name for a in operator._schema.arguments), args, strict=False))
+    (forward,) = operands.forwards(node)
+    for argument in arguments.split():
+        assert seen.maker_of(by_name[argument]) == forward.target, argument
+    operator(*args)
+    if name == "attention":
+        again = operators.resolve(forward.target)(*args[1:4], 0.0, True)
+        assert torch.equal(again[0], by_name["out"])  # type: ignore[index]
+        assert torch.equal(again[1], by_name["logsumexp"])  # type: ignore[index]
+
+
+def test_what_only_a_forward_can_make_is_not_made_up(warned: pytest.LogCaptureFixture) -> None:
+    b = Builder()
+    x, lse = b.given(1, 2, 8, 4), b.given(1, 8, 2)
+    target = "aten._scaled_dot_product_flash_attention_for_cpu_backward.default"
+    b.call(target, [x, x, x, x, x, lse, 0.0, True], *[dense(1, 2, 8, 4)] * 3)
+    (node,) = measure(b.trace()).nodes
+    assert node.cost_source == "estimated: RematError: reads what only its forward can make"
+
+
+def test_an_opaque_workspace_is_its_forwards() -> None:
+    """oneDNN's LSTM layer crashes on any other than that of its forward, made with gradients."""
+    b = Builder()
+    x, w, r, bias, h = (b.given(*s) for s in ((5, 2, 4), (16, 4), (16, 4), (16,), (1, 2, 4)))
+    rest = (False, (), 2, 4, 1, True, False, False, True)
+    states = [dense(5, 2, 4), dense(1, 2, 4), dense(1, 2, 4), dense(1, dtype="uint8")]
+    b.call("aten.mkldnn_rnn_layer.default", [x, w, r, bias, bias, h, h, *rest], *states)
+    out, hy, cy, workspace = (Ref(result.name) for result in b.nodes[0].results)
+    shared = (False, 2, 4, 1, True, True, False, (), False)
+    args = [x, w, r, bias, bias, h, h, out, hy, cy, out, hy, cy, *shared, workspace]
+    b.call("aten.mkldnn_rnn_layer_backward.default", args, *[dense(5, 2, 4)] * 7)
+    assert [n.cost_source.split()[0] for n in measure(b.trace()).nodes] == ["measured"] * 2
 
 
 def test_the_users_random_numbers_and_modes_are_left_alone() -> None:

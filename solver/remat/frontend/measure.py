@@ -15,7 +15,6 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from remat.arguments import refs
 from remat.errors import RematError
 from remat.frontend.calibration import Calibration
 from remat.frontend.cost_cache import Cost, CostCache
@@ -33,15 +32,6 @@ from remat.trace import Node, TensorMeta, Trace
 log = logging.getLogger("remat")
 
 _COPY_BYTES = 64 << 20
-
-_OPAQUE = frozenset(
-    {
-        "aten.mkldnn_rnn_layer_backward.default",
-        "aten._cudnn_rnn_backward.default",
-        "aten.miopen_rnn_backward.default",
-    }
-)
-"""Never run on made-up operands: a library's opaque workspace is among them (oneDNN crashes)."""
 
 MEMORY_SHARE = 0.9
 """Of the free memory, what operands and results may take; the rest is for workspaces and others."""
@@ -96,7 +86,7 @@ def _measure(
             key = cost_key(node, metas, home)
             groups.setdefault(text := repr(key), []).append(node)
             keys[text] = {**base, **key}
-    bench = _Bench(metas, home, device)
+    bench = _Bench(trace, metas, device)
     known: dict[str, Cost] = {}
     failed: dict[str, str] = {}
     for done, (text, nodes) in enumerate(groups.items()):
@@ -134,9 +124,9 @@ def _measure(
 class _Bench:
     """Runs operations by themselves on one device."""
 
-    def __init__(self, metas: Mapping[str, TensorMeta], home: str, device: torch.device) -> None:
+    def __init__(self, trace: Trace, metas: Mapping[str, TensorMeta], device: torch.device) -> None:
         self._metas = metas
-        self._operands = Operands(metas, home, device)
+        self._operands = Operands(metas, trace.device.partition(":")[0], device, trace.nodes)
         self._device = device
         self._time = timer_for(device)
         self._copy_s_per_byte: float | None = None
@@ -146,10 +136,9 @@ class _Bench:
             # Our helpers move tensors (save, restore, accumulate) and may act on the model's own
             # state, so they are priced by the bytes that they move and never run here.
             return Cost(traffic_bytes(node, self._metas) * self.copy_s_per_byte(), 0)
-        if node.target in _OPAQUE:
-            raise RematError("reads a workspace that only its forward can make")
         operator = resolve(node.target)
-        needed = operand_bytes(node, self._metas, [*refs(node.args), *refs(node.kwargs)])
+        runs = [node, *self._operands.forwards(node)]
+        needed = sum(operand_bytes(run, self._metas) for run in runs)
         free = free_bytes(self._device)
         if free is not None and needed > MEMORY_SHARE * free:
             raise MemoryError(f"out of memory: needs {needed:,} bytes")
