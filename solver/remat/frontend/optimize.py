@@ -11,6 +11,7 @@ from remat.budget import parse_budget
 from remat.errors import TraceError
 from remat.frontend.capture import check_differentiable, normalise_inputs
 from remat.frontend.cost_cache import CostCache
+from remat.frontend.guards import Watch
 from remat.frontend.module import RematModule
 from remat.frontend.operators import NAMESPACES
 from remat.frontend.planner import Options, Planner, Service
@@ -76,5 +77,5 @@ def optimize(
     )
     check_differentiable(model, args, kwargs)
     leaves, structure = flatten((args, kwargs), "the example inputs ")
-    planner.ready(model, args, kwargs, leaves, structure)
+    planner.ready(Watch(model), args, kwargs, leaves, structure)
     return RematModule(model, planner)

@@ -25,7 +25,7 @@ from remat.errors import InfeasibleBudget
 from remat.frontend.capture import trace as capture
 from remat.frontend.cost_cache import CostCache
 from remat.frontend.device_memory import available_budget
-from remat.frontend.guards import Signature, signature
+from remat.frontend.guards import Signature, Watch, signature
 from remat.frontend.lower import compile_program
 from remat.frontend.measure import measure
 from remat.frontend.module import Ready, Source
@@ -85,6 +85,7 @@ class Planner:
     timings_s: dict[str, float] = field(default_factory=dict)
     _entries: OrderedDict[Signature, Entry] = field(default_factory=OrderedDict)
     _last: Ready | None = None
+    _last_key: Signature | None = None
 
     def current(self) -> Ready | None:
         """The program that ran last, or was planned last."""
@@ -102,20 +103,22 @@ class Planner:
 
     def ready(
         self,
-        model: nn.Module,
+        watch: Watch,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         leaves: Sequence[torch.Tensor],
         structure: Structure,
     ) -> Ready:
         """The program for a call; planned now where the call is of a new kind."""
-        key = signature(model, structure, leaves)
+        key = signature(watch, structure, leaves)
+        if key == self._last_key and self._last is not None:
+            return self._last
         entry = self._entries.get(key)
         if entry is None:
-            entry = self._plan(model, args, kwargs, accumulating=key.accumulating)
+            entry = self._plan(watch.model, args, kwargs, accumulating=key.accumulating)
             self._keep(key, entry)
         self._entries.move_to_end(key)
-        self._last = entry.ready
+        self._last, self._last_key = entry.ready, key
         return entry.ready
 
     # -- planning ---------------------------------------------------------------------------
