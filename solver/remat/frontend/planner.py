@@ -21,6 +21,7 @@ from torch import nn
 from remat.accumulation import with_accumulation
 from remat.arguments import refs
 from remat.budget import parse_budget
+from remat.draws import drawn_once
 from remat.errors import InfeasibleBudget
 from remat.frontend.capture import trace as capture
 from remat.frontend.cost_cache import CostCache
@@ -66,6 +67,7 @@ class Options:
     progress: Callable[[Progress], None] | None = None
     namespaces: frozenset[str] = NAMESPACES
     service: Service | None = None
+    cuda_graphs: bool = False
 
 
 @dataclass
@@ -131,6 +133,8 @@ class Planner:
             traced = capture(model, args, kwargs, differentiate=self.options.differentiate)
             if accumulating:
                 traced = with_accumulation(traced)
+            if self.options.cuda_graphs:
+                traced = drawn_once(traced)
         found = self._reuse(traced)
         if found is None:
             if self.options.costs != ELSEWHERE:
