@@ -247,6 +247,7 @@ def _with_costs_of(traced: Trace, other: Trace) -> Trace:
         n.model_copy(
             update={
                 "cost_s": o.cost_s,
+                "launch_s": o.launch_s,
                 "workspace_bytes": o.workspace_bytes,
                 "cost_source": "estimated: measured at other sizes",
             }
