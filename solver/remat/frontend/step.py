@@ -19,6 +19,7 @@ from remat.frontend.surroundings import without_autocast
 from remat.trace import TensorMeta
 
 
+@torch.compiler.disable  # a compiler would order the statements anew, and they are the memory plan
 def run_step(compiled: Compiled, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """Run the forward; the returned tensors carry a gradient where the program has one.
 
