@@ -7,8 +7,8 @@ the graph empties, and no other reference to it survives.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
-from typing import Any
+from collections.abc import Callable, Container, Sequence
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,8 +18,15 @@ from remat.frontend.lower import Compiled
 from remat.frontend.surroundings import without_autocast
 from remat.trace import TensorMeta
 
+_F = TypeVar("_F", bound=Callable[..., Any])
 
-@torch.compiler.disable  # a compiler would order the statements anew, and they are the memory plan
+
+def _left_alone(function: _F) -> _F:
+    """Not compiled: a compiler would order the statements anew, and they are the memory plan."""
+    return torch.compiler.disable(function)  # type: ignore[return-value]
+
+
+@_left_alone
 def run_step(compiled: Compiled, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """Run the forward; the returned tensors carry a gradient where the program has one.
 
