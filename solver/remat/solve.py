@@ -111,8 +111,14 @@ def sweep(
 
 
 def _told(plan: Plan, graph: Graph | HasGraph) -> Plan:
-    """The plan, which for a trace on a CUDA device tells what torch's allocator makes of it."""
-    return with_prediction(plan, graph) if isinstance(graph, Trace) else plan
+    """The plan with what only a trace tells in `stats`: what torch's allocator makes of it on a
+    CUDA device, and what the CPU takes to launch it, where that was measured."""
+    if not isinstance(graph, Trace):
+        return plan
+    launch_s = graph.launch_s(plan.schedule.runs)
+    if launch_s is not None:
+        plan = replace(plan, stats={**plan.stats, "launch_s": launch_s})
+    return with_prediction(plan, graph)
 
 
 def warn_of_failure(plan: Plan) -> None:
