@@ -27,13 +27,15 @@ needs_cbc = pytest.mark.skipif(bool(why_not("CBC")), reason=why_not("CBC") or "C
 
 
 def scripted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
-    """Puts a shell script of some name first on the path, where it is what PuLP finds."""
+    """Puts a shell script of some name on the path, where it alone is what PuLP finds."""
     monkeypatch.setitem(sys.modules, "cbcbox", None)  # the package of `remat[cbc]` goes first
 
     def install(name: str, script: str) -> None:
         path = folder / name
         path.write_text(f"#!/bin/sh\n{script}\n")
         path.chmod(path.stat().st_mode | stat.S_IXUSR)
-        monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
+        others = os.environ["PATH"].split(os.pathsep)
+        others = [each for each in others if not Path(each, name).exists()]
+        monkeypatch.setenv("PATH", os.pathsep.join([str(folder), *others]))
 
     return install

@@ -176,7 +176,7 @@ def test_a_licence_lost_on_the_way(command, budget: str) -> None:
 
 def test_a_solver_that_is_gone_after_its_first_program(command) -> None:
     """For "min" two searches ask for it; the second has a schedule to begin from."""
-    command("cbc", 'rm "$0"; exit 1')
+    command("cbc", '/bin/rm "$0"; exit 1')
     with pytest.warns(SolverWarning) as said:
         plan = solve(LONG, "min", Exact(solver="COIN_CMD", time_limit=200))
     assert plan.status is Status.FEASIBLE
