@@ -20,6 +20,19 @@ def plan() -> Plan:
     return solve(chain(8, size=1 << 20, cost=0.001), "60%")
 
 
+def test_a_graph_without_costs_has_no_overhead() -> None:
+    plan = solve(chain(8, cost=0.0), "60%")
+    assert plan.overhead == 0.0
+    assert plan.gap == 0.0
+
+
+def test_a_bound_lies_between_the_baseline_and_the_plan(plan: Plan) -> None:
+    for bound, told in ((0.0, 0.0), (plan.baseline_time_s, 0.0), (9.0, plan.overhead)):
+        solution = Solution(plan.schedule, bound, "order")
+        again = Plan.of(plan.graph, plan.budget_bytes, solution, {})
+        assert again.lower_bound == pytest.approx(told)
+
+
 def test_json_round_trip_is_the_identity(plan: Plan, tmp_path: Path) -> None:
     assert Plan.from_json(plan.to_json()) == plan
     assert Plan.from_json(plan.to_json()).to_json() == plan.to_json()
