@@ -46,8 +46,8 @@ MODULES: dict[str, tuple[str, ...]] = {
     "solver/remat/plan.py": ("test_plan", "test_claims"),
     "solver/remat/plan_document.py": ("test_plan", "test_documents"),
     "solver/remat/strategies/search.py": ("test_claims", "test_mishaps", "test_solve", "test_laws"),
-    "solver/remat/frontend/lower.py": ("test_rewrite", "test_runtime", "test_numbers"),
-    "solver/remat/frontend/step.py": ("test_runtime",),
+    "solver/remat/frontend/lower.py": ("test_documents", "test_rewrite", "test_runtime"),
+    "solver/remat/frontend/step.py": ("test_runtime", "test_plain_modules"),
     "solver/remat/frontend/guards.py": ("test_runtime",),
     "solver/remat/frontend/cost_key.py": ("test_cost_cache", "test_measure"),
     "server/remat_server/auth.py": ("test_access", "test_service"),
@@ -143,13 +143,16 @@ def _meaning(source: str) -> str | None:
 
 
 def _change(source: str, code: str) -> tuple[int, str, str]:
-    """The first line that differs, before and after; "" where it is gone."""
-    before, after = source.splitlines(), code.splitlines()
+    """The first line that differs, before and after; "" where it is gone. Blank lines are none."""
+    before, after = (
+        [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+        for text in (source, code)
+    )
     count = min(len(before), len(after))
-    line = next((i for i in range(count) if before[i] != after[i]), count)
-    is_shorter = len(after) < len(before)
-    told = "" if is_shorter or line >= len(after) else after[line].strip()
-    return line + 1, before[line].strip() if line < len(before) else "", told
+    at = next((i for i in range(count) if before[i][1] != after[i][1]), count)
+    is_gone = len(after) < len(before) or at >= len(after)
+    line, was = before[at] if at < len(before) else (before[-1][0], "")
+    return line, was, "" if is_gone else after[at][1]
 
 
 class Copy:

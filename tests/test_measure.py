@@ -189,6 +189,13 @@ def test_a_key_is_of_a_kind_of_device_and_of_an_alignment() -> None:
     assert key("cuda:0", 6) != key("cpu", 6)
 
 
+@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="has no /proc")
+def test_a_processor_is_told_by_its_model() -> None:
+    told = Path("/proc/cpuinfo").read_text()
+    name = cost_key.device_name(torch.device("cpu"))
+    assert f": {name}\n" in told or "model name" not in told
+
+
 CHANGES: dict[str, Callable[[pytest.MonkeyPatch], Trace]] = {
     "dtype": lambda _: products(dtype="bfloat16"),
     "shape": lambda _: products(rows=17),

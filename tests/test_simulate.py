@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import FrozenInstanceError
 
 import pytest
 from hypothesis import given, settings
@@ -25,6 +26,9 @@ def test_a_chain_counted_by_hand() -> None:
     assert timeline.peak_run == 2
     assert timeline.time_s == 4.0
     assert timeline.copies[-1] == Copy(3, 3, 4)
+    assert [timeline.live(run) for run in range(4)] == [(0,), (0, 1), (0, 1, 2), (0, 2, 3)]
+    with pytest.raises(FrozenInstanceError):
+        timeline.peak_bytes = 0  # type: ignore[misc]
 
 
 def test_recomputation_reads_the_latest_copy_and_frees_the_first() -> None:
