@@ -53,6 +53,23 @@ def test_an_estimate_of_what_does_not_fit_here() -> None:
     assert told["peak_bytes"] >= told["parameter_bytes"] + told["gradient_bytes"]
 
 
+def test_a_gpu_that_is_not_here(tmp_path: Path) -> None:
+    output = tmp_path / "h100.json.gz"
+    how = ("--device", "h100", "--autocast", "bfloat16")
+    ended = run("trace", *GPT2, *how, "-o", output)
+    assert ended.code == 0, ended.err
+    trace = remat.Trace.load(output)
+    assert trace.device == "cuda:0"
+    assert trace.environment.autocast == ("cuda:bfloat16",)
+    assert "aten._scaled_dot_product_flash_attention.default" in {n.target for n in trace.nodes}
+    ended = run("estimate", *GPT2, *how, "--json")
+    assert ended.code == 0, ended.err
+    told = json.loads(ended.out)
+    assert (told["device"], told["cost_source"]) == ("cuda:0", "roofline h100")
+    assert 0 < told["time_s"] < 0.01
+    assert told["library_bytes"] == 64 << 20
+
+
 def test_a_factory_that_fails(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 from pathlib import Path
 
 import pytest
@@ -45,3 +46,42 @@ def test_gradients_are_those_of_eager_ddp(tmp_path: Path) -> None:
         equal, count = (tmp_path / f"report.{rank}").read_text().split()
         assert equal == "True"
         assert int(count) > 10
+
+
+def hash_of(program: remat.Program) -> str:
+    return hashlib.sha256(program.to_json().encode()).hexdigest()
+
+
+def _planned_once(rank: int, store: str, report: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    try:
+        torch.manual_seed(0)
+        case = FAMILIES["bert"]()
+        eager = copy.deepcopy(case.model)
+        text = [""]
+        if rank == 0:
+            trace = remat.trace(case.model, case.args, case.kwargs)
+            trace = remat.measure(trace, remat.Roofline("cpu"))
+            plan = remat.solve(trace, "85%", remat.Auto(gap=0.05, time_limit=5.0))
+            text = [remat.rewrite(trace, plan.schedule).to_json()]
+        dist.broadcast_object_list(text)
+        gm = remat.lower(remat.Program.from_json(text[0]), case.model)
+        gradients = []
+        for module in (eager, gm):
+            wrapped = torch.nn.parallel.DistributedDataParallel(module)
+            torch.manual_seed(7 + rank)
+            wrapped(**case.kwargs).loss.backward()
+            gradients.append([p.grad for p in module.parameters() if p.grad is not None])
+        equal = all(torch.allclose(a, b) for a, b in zip(*gradients, strict=True))
+        assert gm.program is not None
+        Path(f"{report}.{rank}").write_text(f"{equal} {hash_of(gm.program)}")
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_one_plan_for_all_ranks(tmp_path: Path) -> None:
+    mp.spawn(_planned_once, args=(str(tmp_path / "store"), str(tmp_path / "report")), nprocs=2)
+    found = {(tmp_path / f"report.{rank}").read_text() for rank in (0, 1)}
+    assert len(found) == 1
+    assert found.pop().startswith("True ")

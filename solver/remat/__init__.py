@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from typing import Any
 
+    import torch
     from torch import nn
 
     from remat.frontend.cost_cache import CostCache
@@ -152,6 +153,7 @@ def trace(
     example_kwargs: Mapping[str, Any] | None = None,
     *,
     differentiate: str | Sequence[str] = "auto",
+    device: str | torch.device | None = None,
 ) -> Trace:
     """Capture one training step of a model; see `remat.frontend.capture.trace`.
 
@@ -160,7 +162,9 @@ def trace(
     """
     from remat.frontend.capture import trace as capture
 
-    return capture(model, example_inputs, example_kwargs, differentiate=differentiate)
+    return capture(
+        model, example_inputs, example_kwargs, differentiate=differentiate, device=device
+    )
 
 
 def __getattr__(name: str) -> object:

@@ -6,7 +6,7 @@ vector rates, which is what torch uses for matrix products by default (TF32 is o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +23,29 @@ class Device:
     launch_s: float = 4e-6
     """Seconds until a kernel that does nothing is done: about 4 µs on CUDA when kernels follow each
     other, as an eager step issues them."""
+    capability: tuple[int, int] | None = None
+    """CUDA's compute capability, which decides what kernels torch runs; None where it is no CUDA
+    device."""
 
 
 _T = 1e12
 _GIB = 2**30
 
+_CAPABILITIES = {
+    "v100": (7, 0),
+    "t4": (7, 5),
+    "a100": (8, 0),
+    "l4": (8, 9),
+    "l40s": (8, 9),
+    "rtx4090": (8, 9),
+    "h100": (9, 0),
+    "h200": (9, 0),
+    "b200": (10, 0),
+}
+"""From NVIDIA's list of CUDA GPUs (developer.nvidia.com/cuda-gpus)."""
+
 DEVICES: dict[str, Device] = {
-    device.name: device
+    device.name: replace(device, capability=_CAPABILITIES.get(device.name))
     for device in (
         # NVIDIA V100 SXM2 data sheet, January 2020. No bfloat16 units: torch emulates it.
         Device("v100", 125 * _T, 15.7 * _T, 15.7 * _T, 7.8 * _T, 0.9 * _T, 32 * _GIB),

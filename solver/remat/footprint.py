@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import prod
 
 from remat.arguments import Ref
-from remat.budget import format_bytes, parse_budget
+from remat.budget import format_bytes, format_seconds, parse_budget
 from remat.errors import BudgetError
 from remat.graph import Graph
 from remat.pricing import tensor_metas
@@ -50,7 +50,8 @@ class Estimate:
     `all_gradient_bytes` are there after the step. `reachable_bytes` is a peak that quick baselines
     reach by recomputation; the solver goes as low or lower. `adam_bytes` is what Adam's two moments
     in float32 add, and no part of the peak. `holders` are the modules whose activations are live at
-    the peak, the largest first.
+    the peak, the largest first. `time_s` is what the operations take together, without
+    recomputation, by the costs of `cost_source`.
 
     Not known before a step runs, and not counted: workspaces inside kernels (cuDNN, attention),
     fragmentation of the allocator, and what a loss outside of the model or an optimiser allocates.
@@ -81,11 +82,13 @@ class Estimate:
     peak_operation: str
     peak_module: str
     is_peak_backward: bool
+    time_s: float
+    cost_source: str
     holders: tuple[Holder, ...]
 
     @classmethod
     def of(cls, trace: Trace) -> Estimate:
-        """The estimate for a trace with costs (any: times do not matter here)."""
+        """The estimate for a trace with costs (any, but for `time_s`)."""
         captured = trace.graph()
         baseline_bytes = simulate(captured, Schedule.keep_all(captured)).peak_bytes
         quick = [
@@ -139,6 +142,8 @@ class Estimate:
             peak_operation=operation.name,
             peak_module=operation.module,
             is_peak_backward=operation.backward,
+            time_s=sum(each.cost_s for each in captured.operations),
+            cost_source=trace.cost_source,
             holders=tuple(
                 sorted(
                     (Holder(name, sum(sizes), len(sizes)) for name, sizes in holders.items()),
@@ -187,6 +192,11 @@ class Estimate:
             f"largest   {format_bytes(self.largest_value_bytes)}, {self.largest_value}",
             f"less      {self._less()}",
         ]
+        if self.device != "cpu":  # where the roofline is that of a data sheet
+            lines.append(
+                f"time      {format_seconds(self.time_s)} without recomputation, by "
+                f"{self.cost_source}; attainable rates, not measured"
+            )
         if self.baseline_peak_bytes != self.peak_bytes:
             lines.append(
                 f"plans     begin from {format_bytes(self.baseline_peak_bytes)}: on the CPU, eager "

@@ -4,11 +4,20 @@
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 
 from remat.roofline import Roofline, estimate
 from remat.trace import Node, TensorMeta, Trace
+
+log = logging.getLogger("remat")
+
+_ONLY_ON_CPU = ("_for_cpu", "mkldnn", "_safe_softmax", "_native_batch_norm_legit_functional")
+"""In names of operations: attention, oneDNN, attention by its formula (which CUDA runs seldom), and
+batch norm."""
 
 FLOOR_S = 1e-9
 """No cost below a nanosecond: that is under any clock's resolution, and an operation that costs
@@ -34,6 +43,8 @@ def tensor_metas(trace: Trace) -> dict[str, TensorMeta]:
 
 def by_roofline(trace: Trace, roofline: Roofline) -> Trace:
     """A new Trace with costs by a device's data sheet; needs neither device nor torch."""
+    if (warning := differences(trace, roofline)) is not None:
+        _tell(warning)
     metas = tensor_metas(trace)
     source = f"roofline {roofline.name}"
     priced = {
@@ -42,6 +53,40 @@ def by_roofline(trace: Trace, roofline: Roofline) -> Trace:
         if not node.view
     }
     return with_costs(trace, priced)
+
+
+def differences(trace: Trace, roofline: Roofline) -> str | None:
+    """What to say where a trace for CPUs is priced for a GPU, and has operations that torch would
+    not run there: which, and what to do. None where it has none."""
+    if roofline.device.capability is None or trace.device.partition(":")[0] != "cpu":
+        return None
+    counts = Counter(_only_on_cpu(node) for node in trace.nodes if not node.view)
+    del counts[""]
+    if not counts:
+        return None
+    found = ", ".join(f"{count} x {name}" for name, count in counts.most_common(4))
+    return (
+        f"this trace was made for the CPU and is priced for {roofline.name}, where torch runs "
+        f"other operations than {found}: memory and time will differ; trace it with "
+        f"device={roofline.name!r}"
+    )
+
+
+def _only_on_cpu(node: Node) -> str:
+    """The operation, if a step on CUDA would have another in its place, else ""."""
+    name = node.target.partition(".")[2]
+    if any(word in name for word in _ONLY_ON_CPU):
+        return name
+    # Dropout on the CPU: a mask that is drawn by itself, see `remat.frontend.dropout`.
+    if name == "bernoulli.p" and node.results[0].tensor.dtype == "bool":
+        return name
+    return ""
+
+
+@cache
+def _tell(warning: str) -> None:
+    """Once: searches price many traces."""
+    log.warning(warning)
 
 
 def with_costs(trace: Trace, priced: Mapping[str, Priced]) -> Trace:

@@ -7,6 +7,8 @@ reads of the forward's variables is what the forward saves.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from remat.accumulation import accumulation_name
 from remat.arguments import Argument, refs, rename
 from remat.errors import GraphError
@@ -17,7 +19,27 @@ from remat.trace import ACCUMULATE, Gradient, Node, Output, Trace, held_storages
 
 BATCH_NORM = "aten._native_batch_norm_legit_functional.default"
 BATCH_NORM_AGAIN = "aten._native_batch_norm_legit.no_stats"
-"""The same outputs bit for bit, and the running statistics move only once."""
+BATCH_NORM_OF_CUDA = "aten._batch_norm_with_update_functional.default"
+"""Runs cuDNN's kernel or torch's own, as eager mode does on CUDA."""
+
+
+@dataclass(frozen=True)
+class Rerun:
+    """How a batch norm runs again, with the same outputs bit for bit, so that the running
+    statistics move only once: by which operation, on which of its arguments. The first `results`
+    results are the same, the new statistics come after them and are not made."""
+
+    target: str
+    arguments: tuple[int, ...]
+    results: int
+
+
+RERUNS = {
+    BATCH_NORM: Rerun(BATCH_NORM_AGAIN, (0, 1, 2, 5, 6, 7), 3),
+    # It cannot do without statistics: bias and weight have their shape and type, and stand for
+    # them. (The model's own would have to be kept for it, and change meanwhile.)
+    BATCH_NORM_OF_CUDA: Rerun(BATCH_NORM_OF_CUDA, (0, 1, 2, 2, 1, 5, 6), 4),
+}
 
 
 def rewrite(trace: Trace, schedule: Schedule) -> Program:
@@ -93,12 +115,12 @@ class _Writer:
     def _write_run(self, node: Node, op: int, *, repeated: bool) -> None:
         again = self._times[op] > 0
         self._times[op] += 1
-        target, args, dropped = node.target, node.args, 0
-        if again and target == BATCH_NORM:
-            target, args, dropped = BATCH_NORM_AGAIN, (*args[:3], *args[5:]), 2
+        target, args, kept = node.target, node.args, node.results
+        if again and (rerun := RERUNS.get(target)) is not None:
+            target, args = rerun.target, tuple(args[i] for i in rerun.arguments)
+            kept = tuple(r for r in kept if r.position < rerun.results)
         args = tuple(self._rename(item) for item in args)
         kwargs = {key: self._rename(item) for key, item in node.kwargs.items()}
-        kept = node.results[: len(node.results) - dropped]
         if again:
             kept = tuple(r for r in kept if r.storage not in self._results)
         for storage in {r.storage for r in kept}:

@@ -10,6 +10,7 @@ from remat.commands.options import (
     Autocast,
     Batch,
     Dtype,
+    ForDevice,
     Image,
     Json,
     Overrides,
@@ -30,6 +31,7 @@ def estimate(
     seed: Seed = 0,
     dtype: Dtype = None,
     autocast: Autocast = None,
+    device: ForDevice = None,
 ) -> None:
     """Tell a training step's peak and its parts before anything runs.
 
@@ -40,7 +42,12 @@ def estimate(
     from remat.frontend.estimate import estimate as estimated
     from remat.frontend.meta import nominal_device
     from remat.frontend.sources import load_step
+    from remat.frontend.target import device_here, find_target
 
+    if find_target(device) is not None:
+        kind = "cpu"  # where the tensors of such a capture are
+    else:
+        kind = nominal_device().type if device is None else device_here(device).type
     step = load_step(
         source,
         batch=batch,
@@ -51,8 +58,8 @@ def estimate(
         dtype=dtype,
         seed=seed,
     )
-    with casting(nominal_device().type, autocast):
-        found = estimated(step.model, step.args, step.kwargs)
+    with casting(kind, autocast):
+        found = estimated(step.model, step.args, step.kwargs, device=device)
     if as_json:
         files.show_json(json_of(dataclasses.asdict(found)))
     else:

@@ -10,7 +10,7 @@ from remat.commands import files
 from remat.commands.exits import UsageError
 from remat.commands.figures import describe_costs, describe_trace
 from remat.commands.live import live
-from remat.commands.options import Json, Output, Roofline, TraceFile
+from remat.commands.options import Json, Output, Roofline, TraceFile, check_here
 from remat.commands.solving import hint
 from remat.pricing import by_roofline
 from remat.roofline import Roofline as Model
@@ -29,6 +29,7 @@ def measure(
     """Time a trace's operations, or estimate them for a device that is not here."""
     if device is not None and roofline is not None:
         raise UsageError("give --device (to time) or --roofline (to estimate), not both")
+    check_here(device, "measure", "--roofline {name} estimates for it by its data sheet")
     model = None if roofline is None else _roofline(roofline)
     files.check_outputs(output)
     traced = files.read_trace(trace)

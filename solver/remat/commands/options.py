@@ -17,6 +17,7 @@ from remat.devices import DEVICES, find_device
 from remat.strategies.base import Strategy
 from remat.strategies.registry import STRATEGIES, from_data, to_data
 
+GPUS = tuple(name for name, device in DEVICES.items() if device.capability)
 AUTOCAST = ("bfloat16", "float16")
 
 
@@ -133,6 +134,16 @@ Overrides = Annotated[
 ]
 Seed = Annotated[int, typer.Option("--seed", help="For weights and inputs.")]
 OnDevice = Annotated[str, typer.Option("--device", help="cpu or cuda.")]
+ForDevice = Annotated[
+    str | None,
+    typer.Option(
+        "--device",
+        metavar="DEVICE",
+        help=f"cpu, cuda, or a GPU that is not here: {', '.join(GPUS)}.",
+        autocompletion=complete_device,
+        show_default=False,
+    ),
+]
 Dtype = Annotated[
     str | None,
     typer.Option("--dtype", help="Cast the model: float32, bfloat16, float16.", show_default=False),
@@ -232,3 +243,19 @@ def check_device(name: str | None) -> None:
             find_device(name)
     except ValueError as error:
         raise UsageError(str(error)) from None
+
+
+def check_here(device: str | None, verb: str, instead: str) -> None:
+    """Raises `UsageError` for a device that is known by name only; `instead` says what to use."""
+    if device is None or device.partition(":")[0] in ("cpu", "cuda"):
+        return
+    try:
+        name = find_device(device).name
+    except ValueError:
+        raise UsageError(
+            f"--device {device!r} is no device of this machine; use cpu or cuda"
+        ) from None
+    raise UsageError(
+        f"--device {device}: `remat {verb}` runs operations on this machine's cpu or cuda; "
+        + instead.format(name=name)
+    )

@@ -30,6 +30,7 @@ from remat.commands.options import (
     Tokens,
     check_autocast,
     check_budgets,
+    check_here,
     strategy_of,
 )
 from remat.commands.solving import best_so_far, finish, solved
@@ -58,6 +59,7 @@ def run(
 ) -> None:
     """Train a step of a model as it is and with remat: peak, time, loss, gradients."""
     check_budgets([budget])
+    check_here(device, "run", "remat trace SOURCE --device {name} plans for it")
     chosen = strategy_of(strategy, option, gap, time_limit, solver)
     check_autocast(autocast)
     files.check_outputs(program)

@@ -8,9 +8,9 @@ from remat.commands.options import (
     Autocast,
     Batch,
     Dtype,
+    ForDevice,
     Image,
     Json,
-    OnDevice,
     Output,
     Overrides,
     Seed,
@@ -30,29 +30,34 @@ def trace(
     image: Image = None,
     overrides: Overrides = None,
     seed: Seed = 0,
-    device: OnDevice = "cpu",
+    device: ForDevice = None,
     dtype: Dtype = None,
     autocast: Autocast = None,
 ) -> None:
-    """Capture one training step of a model."""
+    """Capture one training step of a model.
+
+    With --device h100, as that GPU would run it, though it is not here; nothing is allocated then.
+    """
     check_autocast(autocast)
     files.check_outputs(output)
     from remat.frontend.autocast import autocast as casting
     from remat.frontend.capture import trace as capture
     from remat.frontend.sources import load_step
+    from remat.frontend.target import find_target
 
+    absent = find_target(device) is not None
     step = load_step(
         source,
         batch=batch,
         tokens=tokens,
         image=image,
         overrides=overrides or (),
-        device=device,
+        device="meta" if absent else device or "cpu",
         dtype=dtype,
         seed=seed,
     )
-    with casting(device, autocast):
-        found = capture(step.model, step.args, step.kwargs)
+    with casting("cpu" if absent else device or "cpu", autocast):
+        found = capture(step.model, step.args, step.kwargs, device=device if absent else None)
     if output is not None:
         files.write(output, found.to_json())
     if as_json:

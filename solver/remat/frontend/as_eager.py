@@ -3,52 +3,75 @@
 torch traces a step under its Python dispatcher, which asks each operator for a kernel in Python
 before it takes the one of eager mode. For the length of a capture some operators get one of ours
 there. Nothing else sees them: eager mode does without that dispatcher.
+
+A step for a GPU that is not here is captured on tensors of the CPU. Then the operators get what
+eager mode runs on that GPU: `cuda_kernels`, and autocast of `cuda_autocast`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import TypeAlias
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
 import torch
 import torch._functorch.config
 from torch._C import DispatchKey
-from torch._ops import OpOverload
 
+from remat.frontend import cuda_kernels
 from remat.frontend.casts import Casts
+from remat.frontend.cuda_autocast import Kernels, as_on_cuda, autocast_dtype, policies
 from remat.frontend.dropout import bernoulli_, dropout
-
-Kernels: TypeAlias = Mapping[tuple[OpOverload, DispatchKey], Callable[..., torch.Tensor]]
+from remat.frontend.target import Target
 
 _CPU, _CUDA = DispatchKey.AutogradCPU, DispatchKey.AutogradCUDA
 
 
 @contextmanager
-def as_eager(casts: Casts) -> Iterator[None]:
-    """Within it, what is captured is what eager mode runs: dropout, random numbers in place, and
-    autocast, whose casts are kept in `casts`, and which is off in the backward."""
+def as_eager(casts: Casts, target: Target | None = None) -> Iterator[None]:
+    """Within it, what is captured is what eager mode runs: dropout, random numbers in place, batch
+    norm, and autocast, whose casts are kept in `casts`, and which is off in the backward.
+
+    With a `target`, that is what it runs on that GPU, though all tensors are on the CPU."""
     aten = torch.ops.aten
     kernels: Kernels = {
-        (aten.dropout.default, _CPU): dropout,
         (aten.bernoulli_.float, _CPU): bernoulli_,
         (aten.bernoulli_.float, _CUDA): bernoulli_,
         (aten._to_copy.default, _CPU): casts.cast,
         (aten._to_copy.default, _CUDA): casts.cast,
+        **{(operator, _CUDA): kernel for operator, kernel in cuda_kernels.HERE.items()},
     }
-    with (
-        torch._functorch.config.patch(backward_pass_autocast="off"),
-        casts.cleared_as_eager(),
-        _installed(kernels),
-    ):
+    with ExitStack() as stack:
+        if target is None:
+            kernels = {**kernels, (aten.dropout.default, _CPU): dropout}
+        else:
+            there = cuda_kernels.elsewhere(target)
+            kernels |= {(operator, _CPU): kernel for operator, kernel in there.items()}
+            stack.enter_context(_without_onednn())
+            if autocast_dtype() is not None:
+                kernels = policies(kernels)
+                stack.enter_context(as_on_cuda())
+        stack.enter_context(torch._functorch.config.patch(backward_pass_autocast="off"))
+        stack.enter_context(casts.cleared_as_eager())
+        stack.enter_context(_installed(kernels))
         yield
+
+
+@contextmanager
+def _without_onednn() -> Iterator[None]:
+    """Its fused LSTM is for the CPU alone."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
 
 
 @contextmanager
 def _installed(kernels: Kernels) -> Iterator[None]:
     added = [(operator, key) for operator, key in kernels if key not in operator.py_kernels]
     for operator, key in added:
-        operator.py_impl(key)(kernels[operator, key])
+        operator.py_impl(key)(kernels[operator, key])  # type: ignore[arg-type]
     try:
         yield
     finally:

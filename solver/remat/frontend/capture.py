@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 import threading
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +29,10 @@ from remat.frontend.joint import read_joint
 from remat.frontend.meta import placed
 from remat.frontend.pytree import flatten
 from remat.frontend.surroundings import checkpointing_disabled, observe, restored
+from remat.frontend.target import Target, device_here, find_target
 from remat.trace import Trace
+
+log = logging.getLogger("remat")
 
 _ALONE = threading.RLock()
 """A capture changes what all threads share: how torch dispatches, its configuration, generators."""
@@ -40,6 +44,7 @@ def trace(
     example_kwargs: Mapping[str, Any] | None = None,
     *,
     differentiate: str | Sequence[str] = "auto",
+    device: str | torch.device | None = None,
 ) -> Trace:
     """Capture one training step of `model` on inputs like these.
 
@@ -49,22 +54,31 @@ def trace(
     A model on the "meta" device is captured as if it were on CUDA where there is one, else on the
     CPU: nothing is allocated, and its plan is for a model that really is there.
 
+    `device` captures the step as if model and inputs were there: "cpu", "cuda", or a GPU that is
+    not here by its name, such as "h100" ("cuda" where there is no GPU is an H200). The trace then
+    has the operations that torch runs on that GPU, and autocast that is on for CUDA, or else for
+    the CPU, is the GPU's. What cannot be known without it: docs/decisions/0020.
+
     Raises `TraceError` with the place and the remedy where the model cannot be captured.
     """
     args, kwargs = normalise_inputs(model, example_inputs, example_kwargs)
     check_differentiable(model, args, kwargs)
     _refuse_wrong_captures(model)
-    environment = observe(model)
+    target = find_target(device)
+    _refuse_several_gpus(model, args, kwargs, device)
+    _tell_of_unrolled(model, target)
+    environment = observe(model, target)
     with _ALONE, contextlib.ExitStack() as stack:
-        args, kwargs = stack.enter_context(placed(model, args, kwargs))
+        place = _place_of(device, target)
+        args, kwargs = stack.enter_context(placed(model, args, kwargs, place))
         leaves, inputs = flatten((args, kwargs), "the example inputs ")
         flat = Flat(model, inputs, differentiate)
         stack.enter_context(torch.enable_grad())
         stack.enter_context(restored(model))
         stack.enter_context(checkpointing_disabled())
-        stack.enter_context(as_eager(flat.casts))
+        stack.enter_context(as_eager(flat.casts, target))
         graph_module = _joint(stack, flat, leaves)
-        return read_joint(graph_module, flat, inputs, environment)
+        return read_joint(graph_module, flat, inputs, environment, target)
 
 
 def normalise_inputs(
@@ -116,6 +130,48 @@ def _refuse_wrong_captures(model: nn.Module) -> None:
                 "its layers, which torch's capture loses; use one module per layer with nn.Dropout "
                 "between them, or set its dropout to 0"
             )
+
+
+def _place_of(device: str | torch.device | None, target: Target | None) -> torch.device | None:
+    """Where the tensors of the capture are."""
+    if device is None:
+        return None
+    if target is not None:
+        return torch.device("cpu")
+    here = device_here(device)
+    return torch.device("cuda", torch.cuda.current_device()) if str(here) == "cuda" else here
+
+
+def _refuse_several_gpus(
+    model: nn.Module, args: object, kwargs: object, device: str | torch.device | None
+) -> None:
+    """A plan has one budget for one device."""
+    if device is not None:
+        return
+    leaves, _ = flatten((args, kwargs), "the example inputs ")
+    tensors = (*model.parameters(), *model.buffers(), *leaves)
+    used = sorted({str(t.device) for t in tensors if t.device.type not in ("cpu", "meta")})
+    if len(used) > 1:
+        raise TraceError(
+            f"{type(model).__name__} and its inputs are on {', '.join(used)}, and a plan is for "
+            "one device: put all on one, or optimise the parts on each device by themselves"
+        )
+
+
+def _tell_of_unrolled(model: nn.Module, target: Target | None) -> None:
+    """torch captures a recurrent network step by step; on CUDA eager mode calls cuDNN once."""
+    names = [
+        name or type(model).__name__
+        for name, module in model.named_modules()
+        if isinstance(module, nn.RNNBase)
+        and (target is not None or any(p.is_cuda for p in module.parameters()))
+    ]
+    if names:
+        log.warning(
+            "%s: a recurrent network is captured step by step; eager mode on CUDA runs one kernel "
+            "of cuDNN instead, which is several times faster: optimise the modules around it",
+            ", ".join(names[:3]) + (", ..." if names[3:] else ""),
+        )
 
 
 def _joint(

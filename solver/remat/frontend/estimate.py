@@ -11,6 +11,7 @@ from torch import nn
 from remat.devices import match_device
 from remat.footprint import Estimate
 from remat.frontend.capture import trace as capture
+from remat.frontend.target import find_target
 from remat.pricing import by_roofline
 from remat.roofline import Roofline
 from remat.trace import Trace
@@ -22,22 +23,29 @@ def estimate(
     example_kwargs: Mapping[str, Any] | None = None,
     *,
     differentiate: str | Sequence[str] = "auto",
+    device: str | torch.device | None = None,
 ) -> Estimate:
     """What one training step of `model` on inputs like these takes in eager mode, and what of it.
 
     Arguments are those of `remat.trace`. Nothing is computed or allocated: the model may be on the
-    "meta" device, and far too large for this machine. What is not counted is in `Estimate`'s own
+    "meta" device, and far too large for this machine; `device="h100"` estimates the step on a GPU
+    that is not here. What is not counted is in `Estimate`'s own
     description. Raises `TraceError` where the model cannot be captured.
     """
-    traced = capture(model, example_inputs, example_kwargs, differentiate=differentiate)
-    return Estimate.of(by_roofline(traced, data_sheet(traced)))
+    traced = capture(
+        model, example_inputs, example_kwargs, differentiate=differentiate, device=device
+    )
+    return Estimate.of(by_roofline(traced, data_sheet(traced, device)))
 
 
-def data_sheet(trace: Trace) -> Roofline:
-    """The roofline of the trace's device where it is known, else one of its kind."""
+def data_sheet(trace: Trace, device: str | torch.device | None = None) -> Roofline:
+    """The roofline of the trace's device where it is known, else one of its kind. `device` is what
+    the trace was asked for."""
+    if (target := find_target(device)) is not None:
+        return Roofline(target.name)
     if not trace.device.startswith("cuda"):
         return Roofline("cpu")
-    device = None
+    known = None
     if torch.cuda.is_available():
-        device = match_device(torch.cuda.get_device_name(trace.device))
-    return Roofline("h200" if device is None else device.name)
+        known = match_device(torch.cuda.get_device_name(trace.device))
+    return Roofline("h200" if known is None else known.name)

@@ -25,16 +25,19 @@ from remat.frontend.flat import MODULE_KEY, Flat
 from remat.frontend.gradients import own_gradients
 from remat.frontend.memory import library_bytes
 from remat.frontend.mutations import (
-    BATCH_NORM_BACKWARD,
+    BATCH_NORM_BACKWARDS,
     BATCH_NORM_TRAINING,
     pin_batch_norms,
     write_back,
 )
 from remat.frontend.operators import encode_argument
+from remat.frontend.target import PLACE, Target
+from remat.relocate import relocated, results_on_host
 from remat.structure import Structure
 from remat.trace import Environment, Node, Output, Placeholder, Result, Trace
 
 COPY = "aten.copy.default"
+EFFICIENT_ATTENTION = "aten._scaled_dot_product_efficient_attention.default"
 MSE_LOSS = "aten.mse_loss.default"
 
 MAX_CONSTANT_BYTES = 1 << 20
@@ -44,19 +47,25 @@ _PREFIX = "model."
 
 
 def read_joint(
-    module: fx.GraphModule, flat: Flat, inputs: Structure, environment: Environment
+    module: fx.GraphModule,
+    flat: Flat,
+    inputs: Structure,
+    environment: Environment,
+    target: Target | None = None,
 ) -> Trace:
-    """The Trace of a joint graph that `aot_export_joint_with_descriptors` made of `flat`."""
+    """The Trace of a joint graph that `aot_export_joint_with_descriptors` made of `flat`, for a
+    step where its tensors are, or on `target`."""
     module.graph.eliminate_dead_code()
-    correct_fakes(module.graph)
+    correct_fakes(module.graph, target)
     reader = _Reader(module, flat)
     reader.read()
     draft = reader.draft
     result = flat.info.structure
     assert result is not None
-    return Trace(
+    capability = None if target is None else target.capability
+    trace = Trace(
         model=f"{type(flat.model).__module__}.{type(flat.model).__qualname__}",
-        device=draft.device(),
+        device="cpu" if target is not None else draft.device(),
         placeholders=tuple(draft.placeholders),
         nodes=tuple(draft.nodes),
         outputs=tuple(draft.outputs),
@@ -65,7 +74,24 @@ def read_joint(
         inputs=inputs,
         result=result,
         environment=environment,
-        library_bytes=library_bytes(draft.device()),
+        library_bytes=library_bytes(draft.device(), capability),
+    )
+    return with_host_seeds(trace if target is None else relocated(trace, PLACE))
+
+
+def with_host_seeds(trace: Trace) -> Trace:
+    """The trace with the seed and the offset of memory-efficient attention where they are. Where it
+    draws, its kernel returns them as scalars of the CPU, from which the backward reads them; a fake
+    tensor says that they are on the GPU."""
+    return results_on_host(
+        trace,
+        {
+            result.storage
+            for node in trace.nodes
+            if node.target == EFFICIENT_ATTENTION and node.seeded
+            for result in node.results
+            if result.position in (2, 3)
+        },
     )
 
 
@@ -214,7 +240,7 @@ class _Reader:
         self.draft.owned |= storages
         args = tuple(encode_argument(item, self._reference) for item in node.args)
         kwargs = {key: encode_argument(item, self._reference) for key, item in node.kwargs.items()}
-        if str(target) == BATCH_NORM_BACKWARD and args[BATCH_NORM_TRAINING + 2] is True:
+        if str(target) in BATCH_NORM_BACKWARDS and args[BATCH_NORM_TRAINING + 2] is True:
             # In training it does not read the running statistics; do not keep them for it.
             args = (*args[:3], None, None, *args[5:])
         if kwargs.get("generator") is not None:

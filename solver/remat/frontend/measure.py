@@ -67,7 +67,7 @@ def measure(
     metas = tensor_metas(trace)
     if isinstance(device, Roofline):
         return by_roofline(trace, device)
-    where = _checked(torch.device(device or trace.device), trace)
+    where = _checked(_named(device or trace.device), trace)
     own = cache is None or not isinstance(cache, CostCache)
     costs = _open_cache(cache)
     try:
@@ -172,6 +172,16 @@ class _Bench:
         """After a failure: give back what the allocator has kept."""
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def _named(device: str | torch.device) -> torch.device:
+    try:
+        return torch.device(device)
+    except RuntimeError:
+        raise RematError(
+            f"cannot measure: {str(device)!r} is no device of this machine, use cpu or cuda; "
+            "remat.Roofline('h100') estimates for a GPU that is not here"
+        ) from None
 
 
 def _checked(device: torch.device, trace: Trace) -> torch.device:

@@ -50,13 +50,14 @@ def _field(path: Path, name: str) -> int:
     raise ValueError(f"{path} has no {name}")
 
 
-def library_bytes(device: torch.device | str) -> int:
+def library_bytes(device: torch.device | str, capability: tuple[int, int] | None = None) -> int:
     """Bytes that cuBLAS holds in torch's allocator during a step: a workspace for the thread of the
     forward and one for that of the backward. 32 MiB each on Hopper, 8 MiB and a little before it
-    (torch's defaults; not known to be exact on other devices)."""
+    (torch's defaults; not known to be exact on other devices). `capability` is that of a CUDA
+    device which is not here."""
     device = torch.device(device)
-    if device.type != "cuda":
+    if device.type != "cuda" and capability is None:
         return 0
-    major, _ = torch.cuda.get_device_capability(device)
+    major, _ = capability or torch.cuda.get_device_capability(device)
     workspace = 32 << 20 if major >= 9 else (8 << 20) + (128 << 10)
     return 2 * workspace

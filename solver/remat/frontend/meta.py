@@ -1,5 +1,6 @@
-"""Models on the "meta" device, which has shapes and no memory: captured as if they lived on a real
-one, so that a model can be planned where it does not fit.
+"""Models on another device than they are captured for: on "meta", which has shapes and no memory,
+so that a model can be planned where it does not fit, or on a device that is here while the step is
+for one that is not.
 """
 
 from __future__ import annotations
@@ -24,16 +25,20 @@ def nominal_device() -> torch.device:
 
 @contextmanager
 def placed(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    device: torch.device | None = None,
 ) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """The arguments, and inside the block the model's own tensors, with fake tensors of
-    `nominal_device()` in place of those on "meta". Without any of those, nothing changes."""
-    faked = _Faked()
+    """The arguments, and inside the block the model's own tensors, with fake tensors of `device` in
+    place of those elsewhere. Without a device, only those on "meta" are replaced, by tensors of
+    `nominal_device()`."""
+    faked = _Faked(device)
     before: list[tuple[dict[str, Any], str, torch.Tensor]] = []
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
-                if tensor is not None and tensor.is_meta:
+                if tensor is not None and faked.replaces(tensor):
                     before.append((tensors, name, tensor))
     try:
         for tensors, name, tensor in before:
@@ -45,15 +50,21 @@ def placed(
 
 
 class _Faked:
-    """A fake tensor for each on "meta"; the same for the same, so that tied weights stay tied."""
+    """A fake tensor for each that is elsewhere; the same for the same, so that tied weights stay
+    tied."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | None) -> None:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self._device = nominal_device()
+        self._device = device or nominal_device()
+        self._is_for_all = device is not None
         self._made: dict[int, torch.Tensor] = {}
 
+    def replaces(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is elsewhere."""
+        return tensor.is_meta or (self._is_for_all and tensor.device != self._device)
+
     def __call__(self, item: Any) -> Any:
-        if not isinstance(item, torch.Tensor) or not item.is_meta:
+        if not isinstance(item, torch.Tensor) or not self.replaces(item):
             return item
         if id(item) not in self._made:
             with self._mode:

@@ -15,6 +15,7 @@ import torch
 from torch import fx, nn
 
 from remat.frontend.guards import Binding, check_call
+from remat.frontend.home import at_home
 from remat.frontend.lower import Compiled, compile_program
 from remat.frontend.operators import NAMESPACES
 from remat.frontend.pytree import flatten
@@ -221,6 +222,8 @@ def lower(
 ) -> RematModule:
     """Turn a program, from `remat.rewrite`, a file or the service, into a running module.
 
+    A program for one GPU runs on any other: it is lowered for the one that the model is on.
+
     The module uses `model`'s own parameters and checks at each call that the call is the one that
     the program was made for. `namespaces` are the torch operator namespaces whose operations may
     run; add your library's where the model uses custom operators.
@@ -228,5 +231,6 @@ def lower(
     Raises `GuardError` where the model does not fit, `DocumentError` for an operation that is not
     allowed.
     """
+    program = at_home(program, model)
     compiled = compile_program(program, namespaces)
     return RematModule(model, FixedSource(program, model, compiled, plan))

@@ -10,13 +10,16 @@ from __future__ import annotations
 from remat.arguments import Ref, rename
 from remat.errors import TraceError
 from remat.frontend.draft import Draft, read_names
-from remat.rewrite import BATCH_NORM
+from remat.rewrite import BATCH_NORM, BATCH_NORM_OF_CUDA, RERUNS
 from remat.trace import COPY, Node, Placeholder, Result
 
 BATCH_NORM_TRAINING = 5
-"""Position of `training` among the arguments of `BATCH_NORM`; two later in its backward."""
+"""Position of `training` among the arguments of `BATCH_NORM`; two later in the backwards."""
 
-BATCH_NORM_BACKWARD = "aten.native_batch_norm_backward.default"
+BATCH_NORM_BACKWARDS = (
+    "aten.native_batch_norm_backward.default",
+    "aten.batch_norm_backward.default",
+)
 
 
 def write_back(draft: Draft, buffer: Placeholder, new: str) -> None:
@@ -85,9 +88,10 @@ def pin_batch_norms(draft: Draft) -> None:
         for name in read_names(node):
             readers.setdefault(name, []).append(node)
     for i, node in enumerate(draft.nodes):
-        if node.target != BATCH_NORM:
+        if node.target not in RERUNS:
             continue
-        statistics = [r.name for r in node.results if r.position >= 3]
+        new = RERUNS[node.target].results
+        statistics = [r.name for r in node.results if r.position >= new]
         others = [n for s in statistics for n in readers.get(s, ()) if n.target != COPY]
         if others or not is_training_batch_norm(node):
             draft.nodes[i] = node.model_copy(update={"recomputable": False})
@@ -95,7 +99,9 @@ def pin_batch_norms(draft: Draft) -> None:
 
 def is_training_batch_norm(node: Node) -> bool:
     """Training-mode batch norm does not look at the running statistics that it updates."""
-    return node.target == BATCH_NORM and node.args[BATCH_NORM_TRAINING] is True
+    if node.target == BATCH_NORM:
+        return node.args[BATCH_NORM_TRAINING] is True
+    return node.target == BATCH_NORM_OF_CUDA
 
 
 def _renamed(node: Node, names: dict[str, str]) -> Node:

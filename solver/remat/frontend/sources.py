@@ -28,6 +28,7 @@ from remat.frontend.capture import normalise_inputs
 from remat.frontend.configurations import from_file, from_name
 from remat.frontend.factories import from_factory
 from remat.frontend.pytree import flatten, unflatten
+from remat.frontend.target import device_here
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _HUGGING_FACE = "hf:"
@@ -103,20 +104,7 @@ def _load(
 
 
 def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise TraceError(f"the device {name!r} is not known; use cpu or cuda") from error
-    if device.type not in ("cpu", "cuda", "meta"):
-        raise TraceError(f"remat does not support the device {name!r}; use cpu or cuda")
-    if device.type == "cuda":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if (device.index or 0) >= count:
-            raise TraceError(
-                f"the device is {name!r}, and torch {torch.__version__} sees {count} CUDA devices; "
-                "use cpu, or see `remat doctor` for what is missing"
-            )
-    return device
+    return torch.device("meta") if name == "meta" else device_here(name)
 
 
 def _seed(seed: int) -> None:

@@ -10,18 +10,25 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
+from remat.frontend.cuda_autocast import autocast_dtype
+from remat.frontend.target import Target
 from remat.trace import Environment
 
 AUTOCAST_DEVICES = ("cpu", "cuda")
 
 
-def observe(model: nn.Module) -> Environment:
-    """The surroundings as they are now: training flags, autocast, torch's version."""
+def observe(model: nn.Module, target: Target | None = None) -> Environment:
+    """The surroundings as they are now: training flags, autocast, torch's version. With a `target`,
+    as they will be there."""
+    autocast = autocast_modes()
+    if target is not None:
+        dtype = autocast_dtype()
+        autocast = () if dtype is None else (f"cuda:{str(dtype).removeprefix('torch.')}",)
     return Environment(
         torch=torch.__version__,
         training=model.training,
         training_exceptions=training_exceptions(model),
-        autocast=autocast_modes(),
+        autocast=autocast,
         frees_tangents=hasattr(torch.autograd.Function, "boxed_grads_call"),
     )
 
