@@ -17,7 +17,7 @@ from remat.frontend import cost_cache
 from remat.frontend.cost_cache import FILE_NAME, Cost, CostCache, default_cache_path
 
 KEY = {"op": "aten.mm.default", "args": [["float32", [2, 3]]]}
-COST = Cost(1.25e-6, 512)
+COST = Cost(1.25e-6, 512, (1024,), 3e-6)
 
 
 @pytest.fixture

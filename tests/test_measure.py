@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import remat
 from remat.arguments import Argument, Literal, Ref
 from remat.errors import RematError
 from remat.frontend import cost_key, operators, timers
@@ -22,7 +30,7 @@ from remat.roofline import Roofline
 from remat.structure import Structure
 from remat.trace import Environment, Node, Output, Placeholder, Result, TensorMeta, Trace
 
-ITEM = {"float32": 4, "int64": 8, "bool": 1, "bfloat16": 2, "float64": 8}
+ITEM = {"uint8": 1, "float32": 4, "int64": 8, "bool": 1, "bfloat16": 2, "float64": 8}
 
 
 class Builder:
@@ -361,6 +369,122 @@ def test_operands_have_the_shape_stride_and_alignment_of_the_trace() -> None:
     assert (x.shape, x.stride(), x.storage_offset()) == ((4, 1, 3), (6, 0, 2), 70 % 64)
 
 
+class Seen(TorchDispatchMode):
+    """What each operation returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.returned: list[tuple[str, object]] = []
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **kwargs or {})
+        items = result if isinstance(result, (list, tuple)) else (result,)
+        self.returned += [(str(func), item) for item in items]
+        return result
+
+    def maker_of(self, tensor: object) -> str:
+        """The operation that returned this very tensor, the first one where it was looked into."""
+        assert isinstance(tensor, torch.Tensor)
+        storage = tensor.untyped_storage().data_ptr()
+        return next(
+            name
+            for name, item in self.returned
+            if isinstance(item, torch.Tensor) and item.untyped_storage().data_ptr() == storage
+        )
+
+
+def attention(x: torch.Tensor) -> torch.Tensor:
+    q = x.reshape(2, 2, 8, 4)
+    return F.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+
+PAIRS: dict[str, tuple[str, Callable[[torch.Tensor], torch.Tensor], str]] = {
+    "attention": (
+        "aten._scaled_dot_product_flash_attention_for_cpu_backward.default",
+        attention,
+        "out logsumexp",
+    ),
+    "batch_norm": (
+        "aten.native_batch_norm_backward.default",
+        nn.BatchNorm1d(8),
+        "save_mean save_invstd",
+    ),
+    "group_norm": ("aten.native_group_norm_backward.default", nn.GroupNorm(2, 8), "mean rstd"),
+    "layer_norm": ("aten.native_layer_norm_backward.default", nn.LayerNorm(4), "mean rstd"),
+    "max_pool": (
+        "aten.max_pool2d_with_indices_backward.default",
+        lambda x: F.max_pool2d(x.reshape(4, 8, 2, 2), 2),
+        "indices",
+    ),
+    "cross_entropy": (
+        "aten.nll_loss_backward.default",
+        lambda x: F.cross_entropy(x.reshape(-1, 4), torch.zeros(32, dtype=torch.long)),
+        "total_weight",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_what_a_backward_reads_of_its_forward_is_what_the_forward_returned(name: str) -> None:
+    """Never made up: a seed may be a scalar of the host, and a kernel trusts what it finds."""
+    target, function, arguments = PAIRS[name]
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.function = function
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.function(self.linear(x))
+
+    trace = remat.trace(Model(), (torch.randn(4, 8, 4),))
+    node = next(n for n in trace.nodes if n.target == target)
+    operator = operators.resolve(target)
+    assert isinstance(operator, OpOverload)
+    operands = Operands(tensor_metas(trace), "cpu", torch.device("cpu"), trace.nodes)
+    with Seen() as seen:
+        args, _ = operands.make(node, operator)
+    by_name = dict(zip((a.name for a in operator._schema.arguments), args, strict=False))
+    (forward,) = operands.forwards(node)
+    for argument in arguments.split():
+        assert seen.maker_of(by_name[argument]) == forward.target, argument
+    operator(*args)
+    if name == "attention":
+        again = operators.resolve(forward.target)(*args[1:4], 0.0, True)
+        assert torch.equal(again[0], by_name["out"])  # type: ignore[index]
+        assert torch.equal(again[1], by_name["logsumexp"])  # type: ignore[index]
+
+
+def test_what_only_a_forward_can_make_is_not_made_up(warned: pytest.LogCaptureFixture) -> None:
+    b = Builder()
+    x, lse = b.given(1, 2, 8, 4), b.given(1, 8, 2)
+    target = "aten._scaled_dot_product_flash_attention_for_cpu_backward.default"
+    b.call(target, [x, x, x, x, x, lse, 0.0, True], *[dense(1, 2, 8, 4)] * 3)
+    (node,) = measure(b.trace()).nodes
+    assert node.cost_source == "estimated: RematError: reads what only its forward can make"
+
+
+def test_an_opaque_workspace_is_its_forwards() -> None:
+    """oneDNN's LSTM layer crashes on any other than that of its forward, made with gradients."""
+    b = Builder()
+    x, w, r, bias, h = (b.given(*s) for s in ((5, 2, 4), (16, 4), (16, 4), (16,), (1, 2, 4)))
+    rest = (False, (), 2, 4, 1, True, False, False, True)
+    states = [dense(5, 2, 4), dense(1, 2, 4), dense(1, 2, 4), dense(1, dtype="uint8")]
+    b.call("aten.mkldnn_rnn_layer.default", [x, w, r, bias, bias, h, h, *rest], *states)
+    out, hy, cy, workspace = (Ref(result.name) for result in b.nodes[0].results)
+    shared = (False, 2, 4, 1, True, True, False, (), False)
+    args = [x, w, r, bias, bias, h, h, out, hy, cy, out, hy, cy, *shared, workspace]
+    b.call("aten.mkldnn_rnn_layer_backward.default", args, *[dense(5, 2, 4)] * 7)
+    assert [n.cost_source.split()[0] for n in measure(b.trace()).nodes] == ["measured"] * 2
+
+
 def test_the_users_random_numbers_and_modes_are_left_alone() -> None:
     b = Builder()
     b.call("aten.native_dropout.default", [b.given(64), 0.5, True], dense(64))
@@ -457,6 +581,180 @@ def test_roofline_needs_no_device_and_no_cache(tmp_path: Path) -> None:
     assert priced.measured
     assert {n.cost_source for n in priced.nodes if not n.view} == {"roofline b200"}
     assert not (tmp_path / "remat-cache").exists()
+
+
+def test_convolutions_that_cudnn_tunes_run_once_in_a_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Though their costs are known: else the first step tunes them, above its budget."""
+    monkeypatch.setattr(measuring, "is_tuned", lambda node, device: "relu" in node.target)
+    monkeypatch.setattr(measuring, "_tuned", set())
+    ran: list[str] = []
+    tune = measuring._Bench.tune
+    monkeypatch.setattr(
+        measuring._Bench, "tune", lambda self, node: (ran.append(node.target), tune(self, node))
+    )
+    measure(chain())
+    assert ran == [], "measuring has run it"
+    measuring._tuned.clear()  # another process
+    measure(chain())
+    assert ran == ["aten.relu.default"]
+    measure(chain())
+    assert ran == ["aten.relu.default"]
+
+
+def test_what_cudnn_tunes(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = Node(name="n", target="aten.convolution_backward.default")
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    assert measuring.is_tuned(node, cuda)
+    assert not measuring.is_tuned(node, torch.device("cpu"))
+    assert not measuring.is_tuned(Node(name="n", target="aten.mm.default"), cuda)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    assert not measuring.is_tuned(node, cuda)
+
+
+def test_an_unknown_workspace_is_not_nothing() -> None:
+    trace = chain(1)
+    metas, node = tensor_metas(trace), trace.nodes[1]
+    operands = 4 * (16 * 32 + 32 * 32 + 16 * 32)
+    assert measuring.unknown_workspace_bytes(node, metas, torch.device("cuda")) == operands
+    assert measuring.unknown_workspace_bytes(node, metas, torch.device("cpu")) == 0
+
+
+def test_a_broken_device_is_an_error_that_names_the_operation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trace = chain(1)
+    bench = measuring._Bench(trace, tensor_metas(trace), torch.device("cuda", 0))
+    emptied: list[str] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append("emptied"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    bench.release(trace.nodes[1], ValueError("shapes"))
+    assert emptied == ["emptied"]
+
+    def broken(device: torch.device) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", broken)
+    with pytest.raises(RematError, match=r"aten\.mm\.default \(operation n1\) broke .* illegal"):
+        bench.release(trace.nodes[1], RuntimeError("failed"))
+
+
+@pytest.mark.parametrize(
+    ("operands", "free", "expected"),
+    [
+        (200 << 20, None, 1),
+        (50 << 20, None, 3),
+        (4 << 20, None, 26),
+        (1 << 10, None, measuring.MOST_COPIES),
+        (4 << 20, 20 << 20, 4),
+        (4 << 20, 1 << 20, 1),
+    ],
+)
+def test_operands_are_rotated_beyond_twice_the_cache(
+    operands: int, free: int | None, expected: int
+) -> None:
+    found = measuring.copies(operands, operands, 50 << 20, free)
+    assert found == expected
+    assert found * operands > 100 << 20 or free or found == measuring.MOST_COPIES
+
+
+class Gpu:
+    """A device that runs behind a CPU: `launch_s` to launch a kernel, `kernel_s` to run it."""
+
+    def __init__(self, launch_s: float, kernel_s: float) -> None:
+        self.launch_s, self.kernel_s, self.now_s, self.busy_until_s = launch_s, kernel_s, 0.0, 0.0
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+    def synchronize(self, device: object = None) -> None:
+        self.now_s = max(self.now_s, self.busy_until_s)
+
+    def sleep(self, cycles: int) -> None:
+        self.busy_until_s = max(self.now_s, self.busy_until_s) + cycles / timers.CYCLES_PER_S
+
+    def run(self) -> None:
+        self.now_s += self.launch_s
+        self.busy_until_s = max(self.now_s, self.busy_until_s) + self.kernel_s
+
+    def event(self, enable_timing: bool) -> Any:
+        gpu = self
+
+        class Event:
+            at_s = 0.0
+
+            def record(self) -> None:
+                self.at_s = max(gpu.now_s, gpu.busy_until_s)
+
+            def query(self) -> bool:
+                return gpu.now_s >= self.at_s
+
+            def synchronize(self) -> None:
+                gpu.now_s = max(gpu.now_s, self.at_s)
+
+            def elapsed_time(self, end: Any) -> float:
+                return 1e3 * (end.at_s - self.at_s)
+
+        return Event()
+
+
+@pytest.mark.parametrize("kernel_s", [5e-7, 4e-6, 3e-3])
+@pytest.mark.parametrize("launch_s", [2e-6, 3e-5, 4e-4])
+def test_device_and_launch_times_are_told_apart(
+    kernel_s: float, launch_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel that is shorter than its launch is not priced at its launch."""
+    gpu = Gpu(launch_s, kernel_s)
+    monkeypatch.setattr(timers, "time", gpu)
+    monkeypatch.setattr(torch.cuda, "synchronize", gpu.synchronize)
+    monkeypatch.setattr(torch.cuda, "_sleep", gpu.sleep)
+    monkeypatch.setattr(torch.cuda, "Event", gpu.event)
+    calls = itertools.repeat(gpu.run)
+    for count in (1, 100):
+        device_s, cpu_s = timers._busy_block(calls, count, torch.device("cuda"))
+        assert device_s == pytest.approx(count * kernel_s)
+        assert cpu_s == pytest.approx(count * launch_s)
+
+
+def test_a_step_that_waits_for_launches_says_so() -> None:
+    priced = measure(chain(), Roofline("h200"))
+    bare = remat.solve(priced, "100%")
+    assert "launch_s" not in bare.stats
+    for launch_s, bound in ((1e-9, False), (1e-3, True)):
+        nodes = tuple(
+            n if n.view else n.model_copy(update={"launch_s": launch_s}) for n in priced.nodes
+        )
+        trace = Trace.from_json(priced.replace(nodes=nodes).to_json())
+        plan = remat.solve(trace, "100%")
+        assert plan.stats["launch_s"] == pytest.approx(6 * launch_s)
+        assert plan.time_s == bare.time_s, "solved on the device's time"
+        assert ("takes 6 ms to launch this: launch-bound" in plan.describe()) == bound
+        (swept,) = remat.sweep(trace, ["100%"])
+        assert swept.stats["launch_s"] == plan.stats["launch_s"]
+
+
+def test_a_trace_without_launch_times_is_readable() -> None:
+    data = json.loads(chain().to_json())
+    for node in data["nodes"]:
+        del node["launch_s"]
+    assert Trace.from_json(json.dumps(data)) == chain()
+
+
+@pytest.mark.parametrize("operation", ["matmul", "conv", "rnn"])
+def test_tf32_by_the_newer_switches_is_in_the_key(operation: str) -> None:
+    """torch refuses to answer the older ones then."""
+    switch = getattr(torch.backends.mkldnn, operation)
+    cpu = torch.device("cpu")
+    before, kept = switch.fp32_precision, cost_key.conditions(cpu)
+    try:
+        switch.fp32_precision = "bf16"
+        assert cost_key.conditions(cpu)["fp32"] != kept["fp32"]
+        assert measure(chain(1), cache=False).measured
+    finally:
+        switch.fp32_precision = before
+    assert cost_key.conditions(cpu) == kept
 
 
 def test_progress_is_reported() -> None:

@@ -36,6 +36,7 @@ def describe(plan: Plan) -> str:
         f"({format_bytes(graph.constant_bytes)} constant)",
         f"time      {format_seconds(plan.time_s)}, {plan.overhead:+.3%} over "
         f"{format_seconds(plan.baseline_time_s)} (costs {source})",
+        *_launches(plan),
         f"bound     {_bound(plan)}",
         f"recompute {sum(again.values())} runs of {len(again)} of {len(graph)} operations",
     ]
@@ -65,6 +66,16 @@ def diff(plan: Plan, other: Plan) -> str:
     return "\n".join(lines)
 
 
+def _launches(plan: Plan) -> list[str]:
+    launch_s = plan.stats.get("launch_s")
+    if not isinstance(launch_s, float) or launch_s <= plan.time_s:
+        return []
+    return [
+        f"launch    the CPU takes {format_seconds(launch_s)} to launch this: launch-bound, a step "
+        "takes that long, whatever is recomputed in between"
+    ]
+
+
 def _bound(plan: Plan) -> str:
     if plan.lower_bound is None or plan.gap is None:
         return "none proved"
@@ -84,7 +95,7 @@ def _solver(plan: Plan) -> str:
     facts += [
         f"{key.removesuffix('_s')} {format_seconds(float(seconds))}"
         for key, seconds in stats.items()
-        if key.endswith("_s") and isinstance(seconds, float)
+        if key.endswith("_s") and key != "launch_s" and isinstance(seconds, float)
     ]
     return ", ".join(facts)
 

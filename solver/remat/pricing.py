@@ -32,6 +32,7 @@ class Priced:
     workspace_bytes: int
     source: str
     output_bytes: tuple[int, ...] = ()
+    launch_s: float | None = None
 
 
 def tensor_metas(trace: Trace) -> dict[str, TensorMeta]:
@@ -99,6 +100,7 @@ def with_costs(trace: Trace, priced: Mapping[str, Priced]) -> Trace:
         return node.model_copy(
             update={
                 "cost_s": cost.cost_s,
+                "launch_s": cost.launch_s,
                 "workspace_bytes": cost.workspace_bytes,
                 "cost_source": cost.source[:100],
             }

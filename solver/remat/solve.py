@@ -18,6 +18,7 @@ from remat.simulate import measure, simulate
 from remat.strategies.auto import Auto
 from remat.strategies.base import Solution, Stats, Strategy
 from remat.strategies.mishaps import tell
+from remat.trace import Trace
 
 _LEAST_S = 1.0
 SWEEP = ("min", *(f"{percent}%" for percent in range(5, 101, 5)))
@@ -60,8 +61,9 @@ def solve(
     schedule was known), and `RematError` if cancelled before any schedule was known.
     """
     stats: Stats = {} if isinstance(graph, Graph) else {"cost_source": graph.cost_source}
-    graph = graph if isinstance(graph, Graph) else graph.graph()
-    return _solve(graph, budget, strategy or Auto(), None, progress, cancel, stats)
+    bare = graph if isinstance(graph, Graph) else graph.graph()
+    plan = _solve(bare, budget, strategy or Auto(), None, progress, cancel, stats)
+    return _with_launches(plan, graph)
 
 
 def sweep(
@@ -81,6 +83,7 @@ def sweep(
     soon as it is there. Once `cancel` is set, what is left is left out.
     """
     stats: Stats = {} if isinstance(graph, Graph) else {"cost_source": graph.cost_source}
+    given = graph
     graph = graph if isinstance(graph, Graph) else graph.graph()
     strategy = strategy or Auto()
     baseline_bytes = simulate(graph, Schedule.keep_all(graph)).peak_bytes
@@ -96,12 +99,19 @@ def sweep(
             break
         start = plans[-1].schedule if plans else None
         try:
-            plans.append(_solve(graph, size, strategy, start, progress, cancel, stats))
+            plan = _solve(graph, size, strategy, start, progress, cancel, stats)
+            plans.append(_with_launches(plan, given))
         except InfeasibleBudget:
             continue
         if told is not None:
             told(plans[-1])
     return plans
+
+
+def _with_launches(plan: Plan, graph: Graph | HasGraph) -> Plan:
+    """With what the CPU takes to launch it in `stats`, where that was measured."""
+    launch_s = graph.launch_s(plan.schedule.runs) if isinstance(graph, Trace) else None
+    return plan if launch_s is None else replace(plan, stats={**plan.stats, "launch_s": launch_s})
 
 
 def warn_of_failure(plan: Plan) -> None:

@@ -7,6 +7,7 @@ arguments, shapes and costs; no weights and no code.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from functools import cached_property
 from math import prod
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -102,6 +103,8 @@ class Node(Record):
     recomputable: bool = True
     module: Path_ = ""
     cost_s: float | None = Field(default=None, ge=0)
+    launch_s: float | None = Field(default=None, ge=0)
+    """Of an accelerator: what the CPU takes to launch it, while the device is busy with others."""
     workspace_bytes: int | None = Field(default=None, ge=0)
     cost_source: str = Field(default="", max_length=100)
 
@@ -173,6 +176,14 @@ class Trace(Document):
         if len(counts) == 1:
             return next(iter(counts))
         return "; ".join(f"{count} operations {source}" for source, count in counts.most_common(4))
+
+    def launch_s(self, runs: Iterable[int]) -> float | None:
+        """Seconds of the CPU to launch these operations of `graph()`, by number; None where nobody
+        has measured it, as on a CPU."""
+        nodes = [node for node in map(self.operations.__getitem__, runs) if node is not None]
+        if all(node.launch_s is None for node in nodes):
+            return None
+        return sum(node.launch_s or 0.0 for node in nodes)
 
     def replace(self, **changes: Any) -> Trace:
         """A copy with some fields changed, validated again. (`model_copy` would carry the cached

@@ -21,9 +21,11 @@ def add_into(total: torch.Tensor, gradient: torch.Tensor) -> None:
 register(ADD_INTO, add_into)
 
 
-def accumulate(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor | None:
+def accumulate(parameter: torch.Tensor | None, gradient: torch.Tensor) -> torch.Tensor | None:
     """Add `gradient` into `parameter.grad` and return None; or return it for autograd to deal with
     where somebody else must see it (hooks, `torch.autograd.grad`, no `.grad` yet)."""
+    if parameter is None:
+        return gradient
     existing = parameter.grad
     if (
         existing is None
@@ -31,19 +33,19 @@ def accumulate(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor 
         or existing.layout is not torch.strided
         or parameter._backward_hooks
         or getattr(parameter, "_post_accumulate_grad_hooks", None)
-        or not _autograd_accumulates(parameter)
     ):
         return gradient
     existing.add_(gradient)
     return None
 
 
-def _autograd_accumulates(parameter: torch.Tensor) -> bool:
-    """Whether the running backward would accumulate into `.grad` (and not, say, collect for
-    `torch.autograd.grad`)."""
+def destination(parameter: torch.Tensor) -> torch.Tensor | None:
+    """The parameter if the running backward would accumulate into its `.grad`, None if not (it
+    collects for `torch.autograd.grad`, say). Asked before the graph runs, which is below autograd.
+    """
     with torch.enable_grad():
         node = torch.autograd.graph.get_gradient_edge(parameter).node
     try:
-        return bool(torch._C._will_engine_execute_node(node))
+        return parameter if torch._C._will_engine_execute_node(node) else None
     except RuntimeError:
-        return False
+        return None

@@ -22,7 +22,7 @@ from typing import Self, TypeVar
 
 log = logging.getLogger("remat")
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 FILE_NAME = f"costs-v{SCHEMA_VERSION}.sqlite"
 BUSY_TIMEOUT_S = 2.0
 
@@ -33,6 +33,7 @@ CREATE TABLE IF NOT EXISTS costs (
     cost_s REAL NOT NULL CHECK (cost_s >= 0),
     workspace_bytes INTEGER NOT NULL CHECK (workspace_bytes >= 0),
     output_bytes TEXT NOT NULL,
+    launch_s REAL NOT NULL CHECK (launch_s >= 0),
     made_at TEXT NOT NULL DEFAULT CURRENT_TIMESTAMP
 ) WITHOUT ROWID
 """
@@ -43,11 +44,13 @@ _T = TypeVar("_T")
 @dataclass(frozen=True, slots=True)
 class Cost:
     """What running an operation once takes. `output_bytes` are the storages of what it returns, in
-    order: some kernels return tensors in larger storages than their fakes say."""
+    order: some kernels return tensors in larger storages than their fakes say. On CUDA `cost_s` is
+    the device's time, and `launch_s` what the CPU takes to launch it; on the CPU that is one."""
 
     cost_s: float
     workspace_bytes: int
     output_bytes: tuple[int, ...] = ()
+    launch_s: float = 0.0
 
 
 def default_cache_path() -> Path:
@@ -84,13 +87,14 @@ class CostCache:
             return self._memory[hash_]
         row = self._with_file(
             lambda db: db.execute(
-                "SELECT cost_s, workspace_bytes, output_bytes FROM costs WHERE hash = ?", (hash_,)
+                "SELECT cost_s, workspace_bytes, output_bytes, launch_s FROM costs WHERE hash = ?",
+                (hash_,),
             ).fetchone()
         )
         if row is None:
             return None
         sizes = tuple(int(size) for size in row[2].split())
-        cost = self._memory[hash_] = Cost(float(row[0]), int(row[1]), sizes)
+        cost = self._memory[hash_] = Cost(float(row[0]), int(row[1]), sizes, float(row[3]))
         return cost
 
     def put(self, key: object, cost: Cost) -> None:
@@ -98,11 +102,12 @@ class CostCache:
         hash_, text = _address(key)
         self._memory[hash_] = cost
         sizes = " ".join(map(str, cost.output_bytes))
-        row = (hash_, text, cost.cost_s, cost.workspace_bytes, sizes)
+        row = (hash_, text, cost.cost_s, cost.workspace_bytes, sizes, cost.launch_s)
         self._with_file(
             lambda db: db.execute(
                 "INSERT OR REPLACE INTO costs "
-                "(hash, key, cost_s, workspace_bytes, output_bytes) VALUES (?, ?, ?, ?, ?)",
+                "(hash, key, cost_s, workspace_bytes, output_bytes, launch_s) "
+                "VALUES (?, ?, ?, ?, ?, ?)",
                 row,
             )
         )

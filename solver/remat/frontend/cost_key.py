@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -60,15 +60,31 @@ def conditions(device: torch.device) -> dict[str, object]:
         "torch": torch.__version__,
         "device": device_name(device),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "matmul": torch.get_float32_matmul_precision(),
+        "matmul": _told(torch.get_float32_matmul_precision),
+        "fp32": fp32_precisions("mkldnn" if device.type == "cpu" else "cuda"),
     }
     if device.type == "cpu":
         found["threads"] = torch.get_num_threads()
     else:
         found["cuda"] = torch.version.cuda or torch.version.hip
         found["cudnn_benchmark"] = torch.backends.cudnn.benchmark
-        found["cudnn_tf32"] = torch.backends.cudnn.allow_tf32
+        found["cudnn_tf32"] = _told(lambda: torch.backends.cudnn.allow_tf32)
     return found
+
+
+def fp32_precisions(backend: str) -> list[str]:
+    """How matrix products, convolutions and recurrent layers of a backend ("cuda", "mkldnn")
+    compute in float32: "ieee", "tf32", "bf16", or "none" for the default."""
+    ask = torch._C._get_fp32_precision_getter
+    return [ask(backend, operation) for operation in ("matmul", "conv", "rnn")]
+
+
+def _told(ask: Callable[[], object]) -> object:
+    """What an older switch says; None where torch refuses, since a newer one was used."""
+    try:
+        return ask()
+    except RuntimeError:
+        return None
 
 
 def device_name(device: torch.device) -> str:

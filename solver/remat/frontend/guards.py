@@ -8,13 +8,15 @@ difference is it taken apart for the message.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
+from operator import is_
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from remat.errors import GuardError
-from remat.frontend.surroundings import autocast_modes, training_exceptions
+from remat.frontend.surroundings import autocast_modes
 from remat.program import Program
 from remat.structure import Structure
 from remat.trace import Placeholder
@@ -49,21 +51,87 @@ def tensor_key(tensor: torch.Tensor) -> TensorKey:
     )
 
 
+class Watch:
+    """A model's modules and parameters in lists, and what they were like when last looked at.
+
+    Walking a model of 150 parameters takes longer than launching a quarter of its forward. Here it
+    is walked once; later calls compare lists, and walk again where a module or a parameter is
+    another one than it was.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._walk()
+
+    def _walk(self) -> None:
+        self._names, self._modules = zip(*self.model.named_modules(), strict=True)
+        self.parameters = list(self.model.parameters())
+        self._parts = self._found_parts()
+        self._kept: tuple[object, ...] = ()
+        self._keys: tuple[TensorKey, ...] = ()
+        self._flags: list[bool] = []
+        self._exceptions: tuple[str, ...] = ()
+
+    def _found_parts(self) -> list[object]:
+        tables = [m._modules for m in self._modules], [m._parameters for m in self._modules]
+        return [*chain.from_iterable(table.values() for table in chain(*tables))]
+
+    def look(self) -> None:
+        """Walk the model again if it is made of other parts now."""
+        parts = self._found_parts()
+        if len(parts) != len(self._parts) or not all(map(is_, parts, self._parts)):
+            self._walk()
+
+    def parameter_keys(self) -> tuple[TensorKey, ...]:
+        """Keys of all parameters: the same object as long as nothing has changed."""
+        found = self.parameters
+        now = (
+            [p.requires_grad for p in found],
+            [p.dtype for p in found],
+            [p.shape for p in found],
+            [p.stride() for p in found],
+            [p.device for p in found],
+        )
+        if now != self._kept:
+            self._kept = now
+            self._keys = tuple(tensor_key(p) for p in found)
+        return self._keys
+
+    def training_exceptions(self) -> tuple[str, ...]:
+        """As `surroundings.training_exceptions`."""
+        flags = [m.training for m in self._modules]
+        if flags != self._flags:
+            self._flags = flags
+            self._exceptions = tuple(
+                name for name, on in zip(self._names, flags, strict=True) if on != flags[0]
+            )
+        return self._exceptions
+
+    @property
+    def trains(self) -> bool:
+        """Whether any parameter requires a gradient."""
+        return any(p.requires_grad for p in self.parameters)
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether any parameter has a gradient already."""
+        return any(p.grad is not None for p in self.parameters if p.requires_grad)
+
+
 def signature(
-    model: nn.Module,
+    watch: Watch,
     structure: Structure,
     leaves: Sequence[torch.Tensor],
 ) -> Signature:
     """The signature of a call with these inputs, as things are now."""
-    parameters = list(model.parameters())
     return Signature(
         structure=structure,
         inputs=tuple(tensor_key(t) for t in leaves),
-        parameters=tuple(tensor_key(p) for p in parameters),
-        training=model.training,
-        training_exceptions=training_exceptions(model),
+        parameters=watch.parameter_keys(),
+        training=watch.model.training,
+        training_exceptions=watch.training_exceptions(),
         autocast=autocast_modes(),
-        accumulating=any(p.grad is not None for p in parameters if p.requires_grad),
+        accumulating=watch.accumulates,
     )
 
 
@@ -75,18 +143,17 @@ class Binding:
     """
 
     def __init__(self, program: Program, model: nn.Module) -> None:
-        self._owners: list[tuple[str, Mapping[str, torch.Tensor | None], str]] = []
-        self._inputs: list[tuple[str, int]] = []
+        self._found: list[tuple[Mapping[str, torch.Tensor | None] | None, str, int]] = []
         for placeholder in program.placeholders:
             if placeholder.kind == "input":
-                self._inputs.append((placeholder.name, int(placeholder.target)))
+                self._found.append((None, "", int(placeholder.target)))
             elif placeholder.kind in ("parameter", "buffer"):
-                self._owners.append(self._find(placeholder, model))
+                self._found.append((*self._find(placeholder, model), -1))
 
     @staticmethod
     def _find(
         placeholder: Placeholder, model: nn.Module
-    ) -> tuple[str, Mapping[str, torch.Tensor | None], str]:
+    ) -> tuple[Mapping[str, torch.Tensor | None], str]:
         path, _, name = placeholder.target.rpartition(".")
         try:
             owner = model.get_submodule(path)
@@ -106,18 +173,16 @@ class Binding:
                     f"the program was made for a model whose {alias} and {placeholder.target} are "
                     "tied (one tensor); in this model they are not. Tie them, or trace this model"
                 )
-        return placeholder.name, table, name
+        return table, name
 
-    def tensors(self, leaves: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Every placeholder's tensor for a call."""
-        found: dict[str, torch.Tensor] = {}
-        for placeholder, table, name in self._owners:
-            tensor = table.get(name)
+    def tensors(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The tensors of a call: parameters, buffers and inputs, as the placeholders are."""
+        found: list[torch.Tensor] = []
+        for table, name, leaf in self._found:
+            tensor = leaves[leaf] if table is None else table.get(name)
             if tensor is None:
                 raise GuardError(f"the model's {name} is gone since it was planned; plan it anew")
-            found[placeholder] = tensor
-        for placeholder, index in self._inputs:
-            found[placeholder] = leaves[index]
+            found.append(tensor)
         return found
 
 
@@ -146,7 +211,7 @@ def check_tensor(what: str, tensor: torch.Tensor, placeholder: Placeholder) -> N
 
 
 def check_call(
-    program: Program, structure: Structure, leaves: Sequence[torch.Tensor], model: nn.Module
+    program: Program, structure: Structure, leaves: Sequence[torch.Tensor], watch: Watch
 ) -> None:
     """Raise `GuardError` where a call differs from what a program without its model's planner (one
     that was lowered from a file) was made for."""
@@ -165,7 +230,7 @@ def check_call(
             f"autocast is {autocast_modes() or 'off'}, the program was made with "
             f"{environment.autocast or 'autocast off'}; casts are part of the program"
         )
-    if (model.training, training_exceptions(model)) != (
+    if (watch.model.training, watch.training_exceptions()) != (
         environment.training,
         environment.training_exceptions,
     ):

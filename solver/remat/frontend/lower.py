@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import operator
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,31 +20,39 @@ from remat.arguments import Argument, refs
 from remat.errors import DocumentError
 from remat.frontend.accumulate import accumulate
 from remat.frontend.grad_mode import NEEDS_GRAD_MODE, with_grad_mode
+from remat.frontend.launch import Launcher, launcher
 from remat.frontend.operators import NAMESPACES, decode_argument, decode_literal, resolve
 from remat.frontend.pytree import builder
 from remat.frontend.random import generator_state, replay
 from remat.program import Program, Statement
-from remat.trace import ACCUMULATE, Placeholder
+from remat.trace import ACCUMULATE, Placeholder, TensorMeta
 
 
 @dataclass(frozen=True)
 class Compiled:
     """A program ready to run on any model that it fits.
 
-    `forward` takes `forward_inputs` (in a list, which it empties) and returns the outputs, then
-    `program.saved` without placeholders, then `program.states`. `backward` takes the saved tensors,
-    the states, the tangents, the constants, and the parameters to accumulate into; it returns the
-    gradients in the order of `program.gradients`.
+    `forward` takes the tensors of `inputs`, which are placeholders, and the constants (in a list,
+    which it empties); it returns the outputs, then `program.saved` without placeholders, then
+    `program.states`. `backward` takes the saved tensors, the states, the tangents, the constants,
+    and the parameters to accumulate into; it returns the gradients in the order of
+    `program.gradients`. `saved` and `accumulated` are numbers of inputs, `gradients` has the number
+    of each input's gradient. The graphs are there to be read; what runs are
+    their launchers.
     """
 
     program: Program
     forward: fx.GraphModule
     backward: fx.GraphModule
     constants: tuple[torch.Tensor, ...]
+    launch_forward: Launcher
+    launch_backward: Launcher
     rebuild: Callable[[Sequence[object]], Any]
-    saved_placeholders: tuple[str, ...]
-    saved_variables: tuple[str, ...]
-    accumulated: tuple[str, ...]
+    inputs: tuple[str, ...]
+    saved: tuple[int, ...]
+    accumulated: tuple[int, ...]
+    gradients: tuple[int | None, ...]
+    tangents: Mapping[str, TensorMeta]
     namespaces: frozenset[str]
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -65,6 +73,7 @@ def compile_program(program: Program, namespaces: Collection[str] = NAMESPACES) 
     accumulated = tuple(
         name for s in program.backward if s.target == ACCUMULATE for name in refs(s.args[0])
     )
+    number_of = {g.placeholder: number for number, g in enumerate(program.gradients)}
     forward = _graph(
         program.forward,
         inputs=[*inputs, *(p.name for p in constants)],
@@ -88,11 +97,15 @@ def compile_program(program: Program, namespaces: Collection[str] = NAMESPACES) 
         program=program,
         forward=forward,
         backward=backward,
+        launch_forward=launcher(forward.graph),
+        launch_backward=launcher(backward.graph),
         constants=tuple(_constant(p) for p in constants),
         rebuild=builder(program.result),
-        saved_placeholders=saved_placeholders,
-        saved_variables=saved_variables,
-        accumulated=accumulated,
+        inputs=tuple(inputs),
+        saved=tuple(inputs.index(name) for name in saved_placeholders),
+        accumulated=tuple(inputs.index(name) for name in accumulated),
+        gradients=tuple(number_of.get(name) for name in inputs),
+        tangents={p.name: p.tensor for p in program.placeholders if p.kind == "tangent"},
         namespaces=frozenset(namespaces),
     )
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from remat.arguments import refs
-from remat.errors import RematError
+from remat.budget import format_bytes
+from remat.errors import RematError, one_line
 from remat.frontend.calibration import Calibration
 from remat.frontend.cost_cache import Cost, CostCache
 from remat.frontend.cost_key import conditions, cost_key, device_name
@@ -25,7 +25,7 @@ from remat.frontend.memory import free_bytes
 from remat.frontend.operators import resolve
 from remat.frontend.progress import Progress, reporter
 from remat.frontend.tensors import Operands, operand_bytes
-from remat.frontend.timers import timer_for
+from remat.frontend.timers import time_cpu, time_cuda
 from remat.pricing import FLOOR_S, Priced, by_roofline, tensor_metas, with_costs
 from remat.roofline import Roofline, traffic_bytes
 from remat.trace import Node, TensorMeta, Trace
@@ -34,14 +34,11 @@ log = logging.getLogger("remat")
 
 _COPY_BYTES = 64 << 20
 
-_OPAQUE = frozenset(
-    {
-        "aten.mkldnn_rnn_layer_backward.default",
-        "aten._cudnn_rnn_backward.default",
-        "aten.miopen_rnn_backward.default",
-    }
-)
-"""Never run on made-up operands: a library's opaque workspace is among them (oneDNN crashes)."""
+MOST_COPIES = 32
+"""Of an operation's operands: more than that are small, and take less time than their launch."""
+
+_tuned: set[str] = set()
+"""What cuDNN has tuned in this process."""
 
 MEMORY_SHARE = 0.9
 """Of the free memory, what operands and results may take; the rest is for workspaces and others."""
@@ -96,7 +93,7 @@ def _measure(
             key = cost_key(node, metas, home)
             groups.setdefault(text := repr(key), []).append(node)
             keys[text] = {**base, **key}
-    bench = _Bench(metas, home, device)
+    bench = _Bench(trace, metas, device)
     known: dict[str, Cost] = {}
     failed: dict[str, str] = {}
     for done, (text, nodes) in enumerate(groups.items()):
@@ -107,15 +104,23 @@ def _measure(
                 cost = bench.cost(nodes[0])
             except Exception as error:  # whatever an operation raises, the others still count
                 failed[text] = _reason(error)
-                bench.release()
+                bench.release(nodes[0], error)
                 continue
             if cache is not None:
                 cache.put(keys[text], cost)
+        elif is_tuned(nodes[0], device) and text not in _tuned:
+            with suppress(Exception):  # what fails here was measured elsewhere
+                bench.tune(nodes[0])
+        if is_tuned(nodes[0], device):
+            _tuned.add(text)
         known[text] = cost
     report(len(groups), len(groups), "")
+    del bench
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # the step finds the memory that tuning took
     source = f"measured {device.type} {device_name(device)}"
     priced = {
-        n.name: Priced(c.cost_s, c.workspace_bytes, source, c.output_bytes)
+        n.name: Priced(c.cost_s, c.workspace_bytes, source, c.output_bytes, c.launch_s or None)
         for t, c in known.items()
         for n in groups[t]
     }
@@ -125,20 +130,53 @@ def _measure(
         )
         for text, reason in failed.items():
             cost_s = max(FLOOR_S, calibration.seconds(groups[text][0]))
-            estimated = Priced(cost_s, 0, f"estimated: {reason}")
+            margin = unknown_workspace_bytes(groups[text][0], metas, device)
+            told = f"; workspace unknown, {format_bytes(margin)} planned" if margin else ""
+            estimated = Priced(cost_s, margin, f"estimated: {reason[:50]}{told}")
             priced.update((node.name, estimated) for node in groups[text])
         _warn(failed, groups, calibration.description)
     return priced
 
 
+def unknown_workspace_bytes(
+    node: Node, metas: Mapping[str, TensorMeta], device: torch.device
+) -> int:
+    """What to plan for the workspace of an operation that could not be run: on CUDA as much again
+    as its operands and results (attention and convolutions take hundreds of megabytes), on the CPU
+    nothing, since no peak there contains it."""
+    if device.type != "cuda" or node.target.startswith("remat."):
+        return 0
+    return operand_bytes(node, metas)
+
+
+def is_tuned(node: Node, device: torch.device) -> bool:
+    """Whether cuDNN tries several algorithms the first time that a process runs this: then that is
+    not to happen within a step, whose memory is planned."""
+    convolution = "convolution" in node.target
+    return device.type == "cuda" and convolution and torch.backends.cudnn.benchmark
+
+
+def copies(operands: int, needed: int, l2: int, free: int | None) -> int:
+    """How many sets of operands to take by turns: as many as twice the cache holds, within the
+    memory, up to `MOST_COPIES`."""
+    wanted = -(-2 * l2 // max(operands, 1)) + 1 if operands < 2 * l2 else 1
+    if free is not None:
+        wanted = min(wanted, int(MEMORY_SHARE * free) // max(needed, 1))
+    return max(1, min(wanted, MOST_COPIES))
+
+
+def l2_bytes(device: torch.device) -> int:
+    """The size of a CUDA device's cache; that of the largest where torch does not tell."""
+    return getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0) or 64 << 20
+
+
 class _Bench:
     """Runs operations by themselves on one device."""
 
-    def __init__(self, metas: Mapping[str, TensorMeta], home: str, device: torch.device) -> None:
+    def __init__(self, trace: Trace, metas: Mapping[str, TensorMeta], device: torch.device) -> None:
         self._metas = metas
-        self._operands = Operands(metas, home, device)
+        self._operands = Operands(metas, trace.device.partition(":")[0], device, trace.nodes)
         self._device = device
-        self._time = timer_for(device)
         self._copy_s_per_byte: float | None = None
 
     def cost(self, node: Node) -> Cost:
@@ -146,32 +184,55 @@ class _Bench:
             # Our helpers move tensors (save, restore, accumulate) and may act on the model's own
             # state, so they are priced by the bytes that they move and never run here.
             return Cost(traffic_bytes(node, self._metas) * self.copy_s_per_byte(), 0)
-        if node.target in _OPAQUE:
-            raise RematError("reads a workspace that only its forward can make")
-        operator = resolve(node.target)
-        needed = operand_bytes(node, self._metas, [*refs(node.args), *refs(node.kwargs)])
+        runs = [node, *self._operands.forwards(node)]
+        needed = sum(operand_bytes(run, self._metas) for run in runs)
         free = free_bytes(self._device)
         if free is not None and needed > MEMORY_SHARE * free:
             raise MemoryError(f"out of memory: needs {needed:,} bytes")
+        if self._device.type == "cpu":
+            return time_cpu(self._run(node))
+        sets = copies(operand_bytes(node, self._metas), needed, l2_bytes(self._device), free)
+        others = [self._run(node) for _ in range(sets - 1)]
+        return time_cuda(self._run(node), self._device, others)
+
+    def _run(self, node: Node) -> Callable[[], object]:
+        """A call of an operation on tensors of its own."""
+        operator = resolve(node.target)
         args, kwargs = self._operands.make(node, operator)
         if node.target in NEEDS_GRAD_MODE:
-            return self._time(lambda: with_grad_mode(operator, args, kwargs))
-        return self._time(lambda: operator(*args, **kwargs))
+            return lambda: with_grad_mode(operator, args, kwargs)
+        return lambda: operator(*args, **kwargs)
+
+    def tune(self, node: Node) -> None:
+        """Run an operation once, for what its library remembers of that."""
+        self._run(node)()
 
     def copy_s_per_byte(self) -> float:
         """Seconds for each byte read or written by a large `copy_`."""
         if self._copy_s_per_byte is None:
             source = torch.zeros(_COPY_BYTES, dtype=torch.uint8, device=self._device)
             into = torch.zeros_like(source)
-            self._copy_s_per_byte = self._time(lambda: into.copy_(source)).cost_s / (
-                2 * _COPY_BYTES
-            )
+            cpu = self._device.type == "cpu"
+            run: Callable[[], object] = lambda: into.copy_(source)  # noqa: E731
+            cost = time_cpu(run) if cpu else time_cuda(run, self._device)
+            self._copy_s_per_byte = cost.cost_s / (2 * _COPY_BYTES)
         return self._copy_s_per_byte
 
-    def release(self) -> None:
-        """After a failure: give back what the allocator has kept."""
-        if self._device.type == "cuda":
+    def release(self, node: Node, error: Exception) -> None:
+        """After a failure: give back what the allocator has kept.
+
+        Raises `RematError` where the device does not answer any more."""
+        if self._device.type != "cuda":
+            return
+        try:
+            torch.cuda.synchronize(self._device)
             torch.cuda.empty_cache()
+        except Exception as broken:
+            raise RematError(
+                f"measuring {node.target} (operation {node.name}) broke the CUDA context: "
+                f"{one_line(error)}; then {one_line(broken)}. Nothing runs on the device in this "
+                "process any more: start another, and report the operation"
+            ) from error
 
 
 def _named(device: str | torch.device) -> torch.device:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import fx, nn
 
-from remat.frontend.guards import Binding, check_call
+from remat.frontend.guards import Binding, Signature, Watch, check_call, signature
 from remat.frontend.home import at_home
 from remat.frontend.lower import Compiled, compile_program
 from remat.frontend.operators import NAMESPACES
@@ -42,9 +42,7 @@ class Ready:
         return Ready, (self.compiled, self._model, self.plan)
 
     def __call__(self, leaves: Sequence[torch.Tensor]) -> Any:
-        placeholders = self._binding.tensors(leaves)
-        parameters = [placeholders[name] for name in self.compiled.accumulated]
-        return self.compiled.rebuild(run_step(self.compiled, placeholders, parameters))
+        return self.compiled.rebuild(run_step(self.compiled, self._binding.tensors(leaves)))
 
 
 class Source(Protocol):
@@ -54,7 +52,7 @@ class Source(Protocol):
 
     def ready(
         self,
-        model: nn.Module,
+        watch: Watch,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         leaves: Sequence[torch.Tensor],
@@ -72,17 +70,21 @@ class FixedSource:
     def __init__(self, program: Program, model: nn.Module, compiled: Compiled, plan: Plan | None):
         self._ready = Ready(compiled, model, plan)
         self._program = program
+        self._checked: Signature | None = None
         self.timings_s: dict[str, float] = {}
 
     def ready(
         self,
-        model: nn.Module,
+        watch: Watch,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         leaves: Sequence[torch.Tensor],
         structure: Structure,
     ) -> Ready:
-        check_call(self._program, structure, leaves, model)
+        key = signature(watch, structure, leaves)
+        if key != self._checked:
+            check_call(self._program, structure, leaves, watch)
+            self._checked = key
         return self._ready
 
     def current(self) -> Ready | None:
@@ -98,6 +100,7 @@ class Step:
     def __init__(self, model: nn.Module, source: Source) -> None:
         self.model = model
         self.source = source
+        self._watch = Watch(model)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One call of the module."""
@@ -109,9 +112,10 @@ class Step:
         planned_training = current is None or current.compiled.program.environment.training
         if not model.training and planned_training:
             return model(*args, **kwargs)
-        if not any(t.requires_grad for t in (*model.parameters(), *leaves)):
+        self._watch.look()
+        if not self._watch.trains and not any(t.requires_grad for t in leaves):
             return model(*args, **kwargs)
-        return self.source.ready(model, args, kwargs, leaves, structure)(leaves)
+        return self.source.ready(self._watch, args, kwargs, leaves, structure)(leaves)
 
 
 def _outer_graph() -> fx.Graph:

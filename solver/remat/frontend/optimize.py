@@ -11,6 +11,7 @@ from remat.budget import parse_budget
 from remat.errors import TraceError
 from remat.frontend.capture import check_differentiable, normalise_inputs
 from remat.frontend.cost_cache import CostCache
+from remat.frontend.guards import Watch
 from remat.frontend.module import RematModule
 from remat.frontend.operators import NAMESPACES
 from remat.frontend.planner import Options, Planner, Service
@@ -34,6 +35,7 @@ def optimize(
     progress: Callable[[Progress], None] | None = None,
     namespaces: Collection[str] = NAMESPACES,
     service: Service | None = None,
+    cuda_graphs: bool = False,
 ) -> RematModule:
     """The same model with a training step that never takes more memory than `budget`.
 
@@ -44,8 +46,9 @@ def optimize(
     Without example inputs the step is planned at the first call, for the inputs that it then gets;
     with them, now. `costs` is "cpu", "cuda" or a `remat.Roofline`; by default operations are timed
     on the model's own device. `differentiate` says which outputs gradients will come from (see
-    `remat.trace`). `service` plans elsewhere, as `remat.Client.optimize` does. Other keyword
-    arguments are those of `remat.solve` and `remat.measure`.
+    `remat.trace`). `service` plans elsewhere, as `remat.Client.optimize` does. With
+    `cuda_graphs` nothing random is computed again, so that the step can be captured in a CUDA
+    graph. Other keyword arguments are those of `remat.solve` and `remat.measure`.
 
     The result shares the model's parameters and behaves as the model. Raises `InfeasibleBudget`,
     `BudgetError`, `TraceError`, `SolverTimeout`.
@@ -67,6 +70,7 @@ def optimize(
             progress=progress,
             namespaces=frozenset(namespaces),
             service=service,
+            cuda_graphs=cuda_graphs,
         )
     )
     if example_inputs is None and example_kwargs is None:
@@ -76,5 +80,5 @@ def optimize(
     )
     check_differentiable(model, args, kwargs)
     leaves, structure = flatten((args, kwargs), "the example inputs ")
-    planner.ready(model, args, kwargs, leaves, structure)
+    planner.ready(Watch(model), args, kwargs, leaves, structure)
     return RematModule(model, planner)

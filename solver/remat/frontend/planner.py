@@ -21,11 +21,12 @@ from torch import nn
 from remat.accumulation import with_accumulation
 from remat.arguments import refs
 from remat.budget import parse_budget
+from remat.draws import drawn_once
 from remat.errors import InfeasibleBudget
 from remat.frontend.capture import trace as capture
 from remat.frontend.cost_cache import CostCache
 from remat.frontend.device_memory import available_budget
-from remat.frontend.guards import Signature, signature
+from remat.frontend.guards import Signature, Watch, signature
 from remat.frontend.lower import compile_program
 from remat.frontend.measure import measure
 from remat.frontend.module import Ready, Source
@@ -66,6 +67,7 @@ class Options:
     progress: Callable[[Progress], None] | None = None
     namespaces: frozenset[str] = NAMESPACES
     service: Service | None = None
+    cuda_graphs: bool = False
 
 
 @dataclass
@@ -85,6 +87,7 @@ class Planner:
     timings_s: dict[str, float] = field(default_factory=dict)
     _entries: OrderedDict[Signature, Entry] = field(default_factory=OrderedDict)
     _last: Ready | None = None
+    _last_key: Signature | None = None
 
     def current(self) -> Ready | None:
         """The program that ran last, or was planned last."""
@@ -102,20 +105,22 @@ class Planner:
 
     def ready(
         self,
-        model: nn.Module,
+        watch: Watch,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         leaves: Sequence[torch.Tensor],
         structure: Structure,
     ) -> Ready:
         """The program for a call; planned now where the call is of a new kind."""
-        key = signature(model, structure, leaves)
+        key = signature(watch, structure, leaves)
+        if key == self._last_key and self._last is not None:
+            return self._last
         entry = self._entries.get(key)
         if entry is None:
-            entry = self._plan(model, args, kwargs, accumulating=key.accumulating)
+            entry = self._plan(watch.model, args, kwargs, accumulating=key.accumulating)
             self._keep(key, entry)
         self._entries.move_to_end(key)
-        self._last = entry.ready
+        self._last, self._last_key = entry.ready, key
         return entry.ready
 
     # -- planning ---------------------------------------------------------------------------
@@ -128,6 +133,8 @@ class Planner:
             traced = capture(model, args, kwargs, differentiate=self.options.differentiate)
             if accumulating:
                 traced = with_accumulation(traced)
+            if self.options.cuda_graphs:
+                traced = drawn_once(traced)
         found = self._reuse(traced)
         if found is None:
             if self.options.costs != ELSEWHERE:
@@ -240,6 +247,7 @@ def _with_costs_of(traced: Trace, other: Trace) -> Trace:
         n.model_copy(
             update={
                 "cost_s": o.cost_s,
+                "launch_s": o.launch_s,
                 "workspace_bytes": o.workspace_bytes,
                 "cost_source": "estimated: measured at other sizes",
             }

@@ -7,30 +7,24 @@ the graph empties, and no other reference to it survives.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
 
 from remat.errors import GuardError
+from remat.frontend.accumulate import destination
 from remat.frontend.lower import Compiled
 from remat.frontend.surroundings import without_autocast
 from remat.trace import TensorMeta
 
 
-def run_step(
-    compiled: Compiled,
-    placeholders: dict[str, torch.Tensor],
-    parameters: Sequence[torch.Tensor],
-) -> tuple[torch.Tensor, ...]:
+def run_step(compiled: Compiled, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """Run the forward; the returned tensors carry a gradient where the program has one.
 
-    `placeholders` are the parameters, buffers and inputs by placeholder name, `parameters` those to
-    accumulate into, in the order of `compiled.accumulated`.
+    `tensors` are the parameters, buffers and inputs in the order of `compiled.inputs`.
     """
-    names = list(placeholders)
-    tensors = list(placeholders.values())
-    return _Step.apply(compiled, names, list(parameters), *tensors)  # type: ignore[no-any-return]
+    return _Step.apply(compiled, *tensors)  # type: ignore[no-any-return]
 
 
 class _Step(torch.autograd.Function):
@@ -39,26 +33,21 @@ class _Step(torch.autograd.Function):
     boxed_grads_call = True
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        compiled: Compiled,
-        names: list[str],
-        parameters: list[torch.Tensor],
-        *tensors: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:
-        program = compiled.program
+    def forward(ctx: Any, compiled: Compiled, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.compiled, ctx.names, ctx.parameters = compiled, names, parameters
+        ctx.compiled = compiled
+        ctx.parameters = [tensors[position] for position in compiled.accumulated]
         boxed = [*tensors, *compiled.constants]
         with without_autocast():
-            results = compiled.forward.forward(boxed)
+            results = compiled.launch_forward(boxed)
+        program = compiled.program
         outputs = tuple(results[: len(program.outputs)])
         last = len(results) - len(program.states)
         ctx.states = results[last:]
-        given = dict(zip(names, tensors, strict=True))
+        own = {id(output) for output in outputs}
         ctx.save_for_backward(
-            *(given[name] for name in compiled.saved_placeholders),
-            *(_base(t, outputs) for t in results[len(outputs) : last]),
+            *[tensors[position] for position in compiled.saved],
+            *[_base(t, own) for t in results[len(outputs) : last]],
         )
         ctx.mark_non_differentiable(
             *(t for t, o in zip(outputs, program.outputs, strict=True) if not o.differentiable)
@@ -83,18 +72,18 @@ class _Step(torch.autograd.Function):
         boxed += tangents
         tangents.clear()
         boxed += compiled.constants
-        boxed += ctx.parameters
+        boxed += map(destination, ctx.parameters)
         with without_autocast():
-            found = compiled.backward.forward(boxed)
-        gradients = compiled.program.gradients
-        by_name = {g.placeholder: found.pop() for g in reversed(gradients)}
-        return (None, None, None, *(by_name.pop(name, None) for name in ctx.names))
+            found = compiled.launch_backward(boxed)
+        returned = (None, *[None if i is None else found[i] for i in compiled.gradients])
+        found.clear()
+        return returned
 
 
-def _base(tensor: torch.Tensor, outputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+def _base(tensor: torch.Tensor, outputs: Container[int]) -> torch.Tensor:
     """What to save of a variable: outputs as they are (autograd knows them), others detached, for a
     view that some kernels return would otherwise be tracked as one."""
-    if any(tensor is output for output in outputs):
+    if id(tensor) in outputs:
         return tensor
     # A kernel may return nothing where its fake said a tensor (an unused workspace).
     return tensor.detach() if tensor is not None and tensor._is_view() else tensor
@@ -103,7 +92,6 @@ def _base(tensor: torch.Tensor, outputs: tuple[torch.Tensor, ...]) -> torch.Tens
 def _tangents(compiled: Compiled, grads: list[torch.Tensor | None]) -> list[torch.Tensor]:
     """The gradients of the outputs, as the backward graph expects them."""
     program = compiled.program
-    metas = {p.name: p.tensor for p in program.placeholders if p.kind == "tangent"}
     tangents: list[torch.Tensor] = []
     for index, output in enumerate(program.outputs):
         grad = grads[index]
@@ -116,8 +104,8 @@ def _tangents(compiled: Compiled, grads: list[torch.Tensor | None]) -> list[torc
                     'optimize(..., differentiate="all") to use the gradient of every output'
                 )
             continue
-        if output.tangent in metas:
-            tangents.append(_as_planned(grad, metas[output.tangent]))
+        if output.tangent in compiled.tangents:
+            tangents.append(_as_planned(grad, compiled.tangents[output.tangent]))
     return tangents
 
 

@@ -1,27 +1,34 @@
 """Real tensors for operations that are only known as data, with content they accept.
 
-Floats are normal, positive where an operation wants probabilities or variances. Integers that an
-operation uses as indices are random and in range, since that decides its speed; all others are
-zero, the one integer that is an index of every table (a bad index ends a CUDA context for good).
+What a backward reads of its forward besides the first result (a log-sum-exp, a random seed, the
+statistics of a norm, the indices of a pool) comes from running that forward: only its kernel knows
+what is in there, and on which device. The rest is made up. Floats are normal, positive where an
+operation wants probabilities or variances. Integers that an operation uses as indices are random
+and in range, since that decides its speed; all others are zero, the one integer that is an index of
+every table (a bad index ends a CUDA context for good).
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch._ops import OpOverload
 
-from remat.arguments import Argument, Literal, Ref
-from remat.frontend.operators import decode_literal
-from remat.trace import Node, TensorMeta
+from remat.arguments import Argument, Literal, Ref, refs
+from remat.errors import RematError
+from remat.frontend.grad_mode import NEEDS_GRAD_MODE, with_grad_mode
+from remat.frontend.operators import decode_literal, resolve
+from remat.trace import Node, Result, TensorMeta
 
 _BLOCK = 1 << 16
 _ALIGNMENT = 64  # elements of an offset that are kept, so that kernels see the same alignment
 _PROBABILITIES = ("bernoulli", "multinomial", "binary_cross_entropy", "poisson", "binomial")
 _DIVISIONS = ("div", "remainder", "fmod", "floor_divide")
 _POSITIVE = ("var", "std")
+_NEEDS_FORWARD = ("_attention", "_rnn")
+"""Their backwards follow pointers in what their forwards return (a seed on the host, a library's
+opaque workspace): with anything else they end the process."""
 
 
 class Operands:
@@ -31,21 +38,89 @@ class Operands:
     scalar on the CPU beside CUDA tensors) stay where they were.
     """
 
-    def __init__(self, metas: Mapping[str, TensorMeta], home: str, device: torch.device) -> None:
+    def __init__(
+        self,
+        metas: Mapping[str, TensorMeta],
+        home: str,
+        device: torch.device,
+        nodes: Iterable[Node] = (),
+    ) -> None:
         self._metas = metas
         self._home = home
         self._device = device
         self._generators: dict[torch.device, torch.Generator] = {}
+        self._makers: dict[str, tuple[int, Node, Result]] = {
+            result.name: (number, node, result)
+            for number, node in enumerate(nodes)
+            for result in node.results
+        }
 
     def make(self, node: Node, operator: object) -> tuple[list[object], dict[str, object]]:
-        """Positional and keyword arguments; a tensor that is named twice is made once."""
-        made: dict[str, torch.Tensor] = {}
+        """Positional and keyword arguments; a tensor that is named twice is made once.
+
+        Raises `RematError` for an operation that must not run on made-up tensors, where the trace
+        has no forward of it.
+        """
+        made: dict[str, object] = {}
+        forwards = self.forwards(node)
+        if _needs_forward(node) and not any(_belongs(node, forward) for forward in forwards):
+            raise RematError("reads what only its forward can make")
+        for forward in forwards:
+            made.update(self._run(forward, made))
+        return self._arguments(node, operator, made)
+
+    def forwards(self, node: Node) -> list[Node]:
+        """The operations of the forward that `node` reads more of than their first result, in the
+        order in which they run."""
+        found: dict[int, Node] = {}
+        for name in (*refs(node.args), *refs(node.kwargs)):
+            number, maker, result = self._owner(name)
+            if maker is None or result is None or maker.backward or result.position <= 0:
+                continue
+            if not maker.target.startswith("remat."):
+                found[number] = maker
+        return [found[number] for number in sorted(found)]
+
+    def _owner(self, name: str) -> tuple[int, Node | None, Result | None]:
+        """The operation that allocates a tensor, through views; none for a placeholder."""
+        for base in self._bases(name):
+            if base in self._makers and not self._makers[base][1].view:
+                return self._makers[base]
+        return -1, None, None
+
+    def _bases(self, name: str | None) -> Iterator[str]:
+        """A tensor, and what it is a view of, and so on."""
+        while name is not None:
+            yield name
+            _, maker, _ = self._makers.get(name, (-1, None, None))
+            name = next(refs(maker.args), None) if maker is not None and maker.view else None
+
+    def _run(self, node: Node, made: dict[str, object]) -> dict[str, object]:
+        """What an operation returns, by name. Its operands stay in `made`: whoever needs its
+        results usually reads them as well."""
+        operator = resolve(node.target)
+        args, kwargs = self._arguments(node, operator, made)
+        if node.target in NEEDS_GRAD_MODE:
+            returned = with_grad_mode(operator, args, kwargs)
+        else:
+            with torch.no_grad():
+                returned = operator(*args, **kwargs)
+        return {
+            result.name: returned[result.position] if result.position >= 0 else returned  # type: ignore[index]
+            for result in node.results
+        }
+
+    def _arguments(
+        self, node: Node, operator: object, made: dict[str, object]
+    ) -> tuple[list[object], dict[str, object]]:
         names = _argument_names(operator)
 
         def build(argument: Argument, name: str, position: int) -> object:
             match argument:
                 case Ref(key):
-                    if key not in made:
+                    if key not in made and self._looks_into(key, made):
+                        made.update(self._run(self._makers[key][1], made))
+                    elif key not in made:
                         made[key] = self._tensor(key, node, name, position)
                     return made[key]
                 case Literal("device", text):
@@ -62,6 +137,10 @@ class Operands:
             for i, argument in enumerate(node.args)
         ]
         return args, {key: build(value, key, 0) for key, value in node.kwargs.items()}
+
+    def _looks_into(self, name: str, made: Mapping[str, object]) -> bool:
+        """Whether `name` is a view of a tensor that was made."""
+        return any(base in made for base in self._bases(name))
 
     def _place(self, device: str) -> torch.device:
         found = torch.device(device)
@@ -91,6 +170,16 @@ class Operands:
         return flat.as_strided(meta.shape, meta.stride, offset)
 
 
+def _needs_forward(node: Node) -> bool:
+    operation = node.target.split(".")[1]
+    return operation.endswith("_backward") and any(word in operation for word in _NEEDS_FORWARD)
+
+
+def _belongs(node: Node, forward: Node) -> bool:
+    stem = node.target.split(".")[1].removesuffix("_backward")
+    return forward.target.split(".")[1].removesuffix("_forward") == stem
+
+
 def extent(shape: Sequence[int], stride: Sequence[int]) -> int:
     """Elements from the first to the last that a tensor touches."""
     if 0 in shape:
@@ -98,8 +187,9 @@ def extent(shape: Sequence[int], stride: Sequence[int]) -> int:
     return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
 
 
-def operand_bytes(node: Node, metas: Mapping[str, TensorMeta], names: Sequence[str]) -> int:
+def operand_bytes(node: Node, metas: Mapping[str, TensorMeta]) -> int:
     """Bytes to set aside to run a node by itself: its operands and its results."""
+    names = (*refs(node.args), *refs(node.kwargs))
     tensors = [metas[name] for name in set(names)] + [result.tensor for result in node.results]
     return sum(
         extent(meta.shape, meta.stride) * getattr(torch, meta.dtype).itemsize for meta in tensors
@@ -129,8 +219,6 @@ def index_limit(
         sizes = shape(0)  # gather, scatter*, index_select, index_add, ...: (self, dim, index)
         return sizes[node.args[1]] if sizes else 1
     if name == "indices" and "index" in operation:
-        if "pool" in operation:
-            return math.prod(shape(1)[-2:])
         return _indexed_size(node, position, metas)
     return None
 

@@ -1,0 +1,123 @@
+"""What is drawn again is what was drawn, and nobody notices."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import remat
+from remat.frontend import random as states
+from remat.frontend.random import generator_state, replay
+
+
+class Philox:
+    """A CUDA generator's numbers: each draw is known by seed and offset, and takes four offsets."""
+
+    def __init__(self) -> None:
+        self.seed, self.offset = 7, 0
+
+    def initial_seed(self) -> int:
+        return self.seed
+
+    def get_offset(self) -> int:
+        return self.offset
+
+    def set_offset(self, offset: int) -> None:
+        assert offset % 4 == 0
+        self.offset = offset
+
+    def manual_seed(self, seed: int) -> None:
+        self.seed, self.offset = seed, 0
+
+    def draw(self) -> tuple[int, int]:
+        drawn = self.seed, self.offset
+        self.offset += 4
+        return drawn
+
+
+@pytest.mark.parametrize("seeded_in_between", [False, True])
+def test_a_draw_is_repeated_from_seed_and_offset(
+    seeded_in_between: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = Philox()
+    monkeypatch.setattr(states, "cuda_generator", lambda device: generator)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    generator.draw()
+    state = generator_state("cuda:0")
+    first = generator.draw()
+    generator.draw()
+    if seeded_in_between:
+        generator.manual_seed(9)
+        generator.draw()
+    before = generator.seed, generator.offset
+    for _ in range(2):
+        assert replay(state, "cuda:0", generator.draw, (), {}) == first == (7, 4)
+        assert (generator.seed, generator.offset) == before
+
+    def fail() -> None:
+        generator.draw()
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        replay(state, "cuda:0", fail, (), {})
+    assert (generator.seed, generator.offset) == before
+
+
+class Dropped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = nn.functional.dropout(torch.tanh(layer(x)), 0.3)
+        return x
+
+
+def random_statements(gm: remat.RematModule) -> list[str]:
+    assert gm.program is not None
+    return [s.random for s in (*gm.program.forward, *gm.program.backward) if s.random]
+
+
+def test_for_cuda_graphs_nothing_is_drawn_again() -> None:
+    x = torch.randn(256, 16)
+    costs = remat.Roofline("h200")
+    plain = remat.optimize(Dropped(), "min", (x,), costs=costs)
+    graphed = remat.optimize(Dropped(), "min", (x,), costs=costs, cuda_graphs=True)
+    assert "replay" in random_statements(plain)
+    assert random_statements(graphed) == []
+    assert graphed.plan is not None
+    assert graphed.plan.schedule.recomputed(graphed.plan.graph), "everything else may run again"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dropout", [False, True])
+def test_a_step_with_recomputation_is_captured(dropout: bool) -> None:
+    """As `make_graphed_callables` does it: forward and backward in a graph each."""
+    torch.manual_seed(0)
+    model = Dropped() if dropout else nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+    model = model.cuda()
+    x = torch.randn(256, 16, device="cuda", requires_grad=True)
+    gm = remat.optimize(copy.deepcopy(model), "min", (x,), cuda_graphs=True)
+    torch.cuda.make_graphed_callables(gm, (x,))
+    torch.cuda.make_graphed_callables(model, (x,))
+    for _ in range(3):
+        found: list[list[torch.Tensor]] = []
+        for module in (model, gm):
+            torch.cuda.manual_seed(3)
+            module.zero_grad(set_to_none=True)
+            loss = module(x).square().sum()
+            loss.backward()
+            found.append([loss, *(p.grad for p in module.parameters() if p.grad is not None)])
+        torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+def test_without_the_option_a_capture_says_what_to_do() -> None:
+    x = torch.randn(256, 16, device="cuda", requires_grad=True)
+    gm = remat.optimize(Dropped().cuda(), "min", (x,))
+    with pytest.raises(remat.errors.GuardError, match="cuda_graphs=True"):
+        torch.cuda.make_graphed_callables(gm, (x,))
