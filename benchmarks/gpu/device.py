@@ -128,9 +128,11 @@ def graphed(module: nn.Module, args: tuple[torch.Tensor, ...], device: torch.dev
 
 
 def exact(device: torch.device) -> None:
-    """Kernels that round the same way each time: no TF32, no tuning."""
+    """Kernels that round the same way each time: no TF32, no tuning. A CPU's do."""
+    torch.manual_seed(0)
+    if not is_cuda(device):
+        return
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.deterministic = True
-    torch.manual_seed(0)

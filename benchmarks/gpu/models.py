@@ -119,8 +119,8 @@ def resnet50(setting: Setting, *, rows: int, half: bool = False) -> Workload:
         depths=depths, layer_type="bottleneck", embedding_size=setting.sized(64, 8),
         hidden_sizes=setting.sized([256, 512, 1024, 2048], [16, 32]),
     )  # fmt: skip
-    config.num_labels = setting.sized(1000, 8)
-    batch = _images(rows, side, config.num_labels)
+    config.num_labels = labels = setting.sized(1000, 8)
+    batch = _images(rows, side, labels)
 
     def blocks(model: nn.Module) -> list[nn.Module]:
         return [m for m in model.modules() if type(m).__name__ == "ResNetBottleNeckLayer"]
@@ -139,8 +139,8 @@ def vit(setting: Setting, *, rows: int = 64) -> Workload:
         num_hidden_layers=layers, hidden_size=width, num_attention_heads=heads,
         intermediate_size=4 * width, image_size=side, patch_size=patch, hidden_dropout_prob=0.1,
     )  # fmt: skip
-    config.num_labels = setting.sized(1000, 8)
-    batch = _images(rows, side, config.num_labels)
+    config.num_labels = labels = setting.sized(1000, 8)
+    batch = _images(rows, side, labels)
 
     def blocks(model: nn.Module) -> list[nn.Module]:
         return [m for m in model.modules() if type(m).__name__ == "ViTLayer"]

@@ -39,7 +39,10 @@ def measured(make: Make) -> Callable[[Setting, Report], None]:
             text += f"; {target}: {why}"
         report.judge("measured", "exit 0, nothing unmeasured", text, not estimated, **estimated)
         kernels = sorted({n.target for n in nodes if "scaled_dot_product" in n.target})
-        report.judge("attention", "its kernels recorded", ", ".join(kernels), bool(kernels))
+        if is_cuda(setting.device):
+            report.judge("attention", "its kernels recorded", ", ".join(kernels), bool(kernels))
+        else:
+            report.tell("attention", ", ".join(kernels) or "no fused kernel, as on any CPU")
 
     return run
 

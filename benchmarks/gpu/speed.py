@@ -43,7 +43,7 @@ def keeping_all(make: Make, limit: float) -> Callable[[Setting, Report], None]:
         report.tell("model", work.size)
         gm = planned(work, "100%", setting)
         rounds, steps = setting.sized((15, 10), (2, 1))
-        sides = {"eager": lambda: step(work.model, work), "remat": lambda: step(gm, work)}
+        sides = _sides({"eager": work.model, "remat": gm}, work)
         times = interleaved(sides, device, rounds, steps)
         found = ratio(times, "remat", "eager")
         text = f"{found:.3f} of eager's {told(times, 'eager')}"
