@@ -4,6 +4,7 @@
 # TORCH_INDEX  the package index for torch; see scripts/install_torch.sh
 # JOBS         test processes
 # ROWS         of test-versions, only these
+# ARGS         of gpu, for `python -m benchmarks.gpu`: ARGS="--steps 3 6"
 
 SHELL := /bin/bash
 TORCH_INDEX ?=
@@ -20,7 +21,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test test-all test-versions lint format types system-packages pytest pytest-gpu \
-	bench mutants docs notebooks lock clean
+	gpu gpu-wheels bench mutants docs notebooks lock clean
 
 help:  ## Show the verbs
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
@@ -76,6 +77,13 @@ pytest-gpu: $(STAMP)  ## The tests that need a GPU, where there is one
 	else \
 		echo "no CUDA device: the tests marked gpu are left out"; \
 	fi
+
+# Makes no .venv, so that it runs where nothing can be installed. Exit codes: `ARGS=--help`.
+gpu:  ## The acceptance run on a GPU, with the Python at hand: tests, then benchmarks; 25 minutes
+	@PYTHON='$(PYTHON)' scripts/gpu.sh $(ARGS)
+
+gpu-wheels:  ## What that needs beside torch, into build/gpu-wheels, for a machine without network
+	@"$$(PYTHON='$(PYTHON)' scripts/find_python.sh)" scripts/gpu_wheels.py $(ARGS)
 
 bench: $(STAMP)  ## Benchmarks; results go to benchmarks/results
 	$(BIN)/python -m benchmarks

@@ -47,7 +47,8 @@ def twin(model: nn.Module) -> nn.Module:
 def step(module: nn.Module, workload: Workload) -> torch.Tensor:
     """Forward and backward into fresh gradients; the loss."""
     workload.model.zero_grad(set_to_none=True)
-    output = module(**workload.batch)
+    with workload.precision():
+        output = module(**workload.batch)
     loss = output if isinstance(output, torch.Tensor) else output.loss
     loss.backward()
     return loss.detach()
@@ -106,14 +107,15 @@ def rematerialized(
     """remat within a budget in bytes, with costs measured on the workload's device."""
     workload.model.zero_grad(set_to_none=True)  # with gradients there, accumulation is planned
     began = time.perf_counter()
-    gm = remat.optimize(
-        workload.model,
-        budget,
-        (),
-        workload.batch,
-        strategy=remat.Auto(time_limit=time_limit_s),
-        cache=cache,
-    )
+    with workload.precision():
+        gm = remat.optimize(
+            workload.model,
+            budget,
+            (),
+            workload.batch,
+            strategy=remat.Auto(time_limit=time_limit_s),
+            cache=cache,
+        )
     setup_s = dict(gm.__dict__["step"].source.timings_s)
     setup_s["total"] = time.perf_counter() - began
     plan = gm.plan

@@ -6,6 +6,7 @@ fills a good part of a large GPU.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,12 +18,20 @@ from torch import nn
 
 @dataclass
 class Workload:
-    """A model with its batch. `blocks` are what per-block checkpointing checkpoints."""
+    """A model with its batch. `blocks` are what per-block checkpointing checkpoints; `autocast` is
+    the lower precision that its forward runs in, if any."""
 
     size: str
     model: nn.Module
     batch: dict[str, Any]
     blocks: Callable[[nn.Module], list[nn.Module]]
+    autocast: torch.dtype | None = None
+
+    def precision(self) -> contextlib.AbstractContextManager[object]:
+        """What the forward is called in."""
+        if self.autocast is None:
+            return contextlib.nullcontext()
+        return torch.autocast(next(self.model.parameters()).device.type, dtype=self.autocast)
 
 
 class WithLoss(nn.Module):

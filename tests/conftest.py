@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,13 @@ collect_ignore = [
     for file in sides.FOLDER.glob("test_*.py")
     if not sides.TORCH_IS_HERE and sides.imports_torch(file)
 ]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """pytest-timeout's setting is known where that is not installed, as on a machine that is there
+    for its GPU only."""
+    if find_spec("pytest_timeout") is None:
+        parser.addini("timeout", "of pytest-timeout, which is not installed: no limit")
 
 
 def pytest_report_header() -> list[str]:

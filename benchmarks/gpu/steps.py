@@ -1,0 +1,109 @@
+"""The table: which parts each step has, each for a process of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+
+from benchmarks.gpu import marked, memory, models, numbers, speed
+from benchmarks.gpu.lines import Report
+from benchmarks.gpu.setting import Setting
+from benchmarks.workloads import Workload
+
+Run = Callable[[Setting, Report], None]
+Make = Callable[[Setting], Workload]
+
+TITLES = {
+    0: "the tests marked gpu",
+    1: "every operation can be measured",
+    2: "what libraries hold",
+    3: "bytes predicted, requested, allocated, reserved",
+    4: "at 60%, on a device of 1.05 times that",
+    5: "the numbers are eager's",
+    6: "keeping everything, and CUDA graphs, beside eager",
+    7: "seconds predicted and measured",
+    8: "extra time beside per-block checkpointing at its peak",
+    9: "steps with recomputation as CUDA graphs",
+    10: "the first step of a second process",
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """Of a step; `env` is added to the process's environment, which has `limit_s` to end."""
+
+    step: int
+    name: str
+    run: Run
+    limit_s: float = 120.0
+    env: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        """As it is named in files."""
+        return f"{self.step:02d}-{self.name}"
+
+
+def _segments(is_expandable: bool) -> dict[str, str]:
+    """Both names of the setting: torch renamed it."""
+    value = f"expandable_segments:{is_expandable}"
+    return {"PYTORCH_CUDA_ALLOC_CONF": value, "PYTORCH_ALLOC_CONF": value}
+
+
+_MEASURED: dict[str, Make] = {
+    "gpt2-fp32": partial(models.gpt2, layers=2),
+    "gpt2-bf16": partial(models.gpt2, layers=2, half=True),
+    "gpt2-bf16-mask": partial(models.gpt2, layers=2, half=True, mask=True),
+    "bert-fp32": models.bert,
+}
+_PLANNED: dict[str, Make] = {
+    "gpt2": partial(models.gpt2, layers=6, width=512, rows=8),
+    "resnet50": partial(models.resnet50, rows=64),
+    "vit-bf16": models.vit,
+}
+_SMALL: Make = partial(models.gpt2, half=True, rows=1, tokens=64)
+_LARGE: Make = partial(models.gpt2, half=True, rows=16, tokens=1024)
+_RESNET: Make = partial(models.resnet50, rows=128, half=True)
+
+
+def _parts() -> list[Part]:
+    parts = [
+        Part(0, file.stem.removeprefix("test_"), marked.tests(file), 240.0)
+        for file in marked.files()
+    ]
+    parts += [Part(1, name, numbers.measured(make)) for name, make in _MEASURED.items()]
+    parts += [Part(2, "products", memory.libraries, 60.0)]
+    for is_expandable in (False, True):
+        kind = "expandable" if is_expandable else "default"
+        for name, make in _PLANNED.items():
+            parts += [
+                Part(
+                    3, f"{name}-{kind}", memory.budgets(make, is_expandable),
+                    env=_segments(is_expandable),
+                ),
+                Part(4, f"{name}-{kind}", memory.hard_limit(make), env=_segments(is_expandable)),
+            ]  # fmt: skip
+    parts += [
+        Part(5, "gpt2-dropout", numbers.as_eager(partial(models.gpt2, rows=4), "min", replays=10)),
+        Part(5, "resnet50", numbers.as_eager(partial(models.resnet50, rows=16), "60%")),
+        Part(6, "gpt2-1x64", speed.keeping_all(_SMALL, 1.05)),
+        Part(6, "gpt2-16x1024", speed.keeping_all(_LARGE, 1.02)),
+        Part(7, "gpt2-bf16", speed.predicted(partial(models.gpt2, half=True, tokens=1024)), 150.0),
+        Part(7, "resnet50-bf16", speed.predicted(_RESNET), 150.0),
+        Part(8, "gpt2-16x1024", speed.beside_others(_LARGE), 240.0),
+        Part(8, "resnet50-b128", speed.beside_others(_RESNET), 240.0),
+        Part(8, "llama-1b-2x2048", speed.beside_others(models.llama), 300.0),
+    ]
+    for dropout in (0.0, 0.1):
+        make = partial(models.gpt2, layers=4, rows=4, tokens=256, dropout=dropout)
+        parts.append(Part(9, f"gpt2-dropout-{dropout:g}", numbers.graphs(make)))
+    warm: Make = partial(models.resnet50, rows=64)
+    parts += [
+        Part(10, "a-first-process", memory.first_process(warm), env=_segments(True)),
+        Part(10, "b-second-process", memory.second_process(warm), env=_segments(True)),
+    ]
+    return sorted(parts, key=lambda part: part.step)
+
+
+PARTS = _parts()

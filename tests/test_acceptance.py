@@ -1,0 +1,333 @@
+"""The acceptance run, without a GPU: its parts on the CPU with tiny shapes, what becomes of parts
+that die, and that it needs nothing which a machine for its GPU lacks."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+from benchmarks.gpu import __main__ as command
+from benchmarks.gpu import lines, marked, memory, speed
+from benchmarks.gpu.device import Peaks
+from benchmarks.gpu.lines import Line, Report
+from benchmarks.gpu.runner import FINISHED, NO_TIME, end_of, run_all
+from benchmarks.gpu.setting import Setting
+from benchmarks.gpu.steps import PARTS, TITLES, Part
+from scripts import gpu_wheels
+
+ROOT = Path(__file__).parents[1]
+BY_KEY = {part.key: part for part in PARTS}
+QUICK = {
+    "01-gpt2-bf16-mask", "02-products", "03-resnet50-expandable", "04-resnet50-default",
+    "05-gpt2-dropout", "06-gpt2-1x64", "07-resnet50-bf16", "09-gpt2-dropout-0.1",
+    "10-b-second-process",
+}  # fmt: skip
+SAME_ON_A_CPU = (1, 3, 4, 5, 9, 10)
+"""Steps that a CPU must meet as well: they are not about seconds, nor about CUDA's allocator."""
+
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+
+
+def collected() -> tuple[Report, list[Line]]:
+    found: list[Line] = []
+    return Report(found.append), found
+
+
+# -- the parts ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        pytest.param(part.key, marks=[] if part.key in QUICK else pytest.mark.slow)
+        for part in PARTS
+        if part.step
+    ],
+)
+def test_a_part_runs_on_a_cpu(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)  # as it was, afterwards
+    part, setting = BY_KEY[key], Setting(tmp_path, dry=True)
+    report, found = collected()
+    if key == "10-b-second-process":
+        BY_KEY["10-a-first-process"].run(setting, report)
+    part.run(setting, report)
+    assert {line.verdict for line in found} - {"told"}, "something is wanted of each part"
+    if part.step in SAME_ON_A_CPU:
+        assert [line for line in found if line.verdict == "missed"] == []
+        assert any(line.verdict == "met" for line in found)
+    json.dumps([line.figures for line in found])
+
+
+def test_every_step_has_parts() -> None:
+    assert list(TITLES) == list(command.STEPS) == sorted({part.step for part in PARTS})
+    assert len(BY_KEY) == len(PARTS)
+    steps = [part.step for part in PARTS]
+    assert steps == sorted(steps)
+
+
+def test_memory_is_looked_at_with_both_kinds_of_segments() -> None:
+    for step in (3, 4):
+        for name in ("gpt2", "resnet50", "vit-bf16"):
+            for kind, value in (("default", "False"), ("expandable", "True")):
+                env = BY_KEY[f"{step:02d}-{name}-{kind}"].env
+                assert env["PYTORCH_CUDA_ALLOC_CONF"] == f"expandable_segments:{value}"
+                assert env["PYTORCH_ALLOC_CONF"] == f"expandable_segments:{value}"
+
+
+def test_a_second_process_says_that_there_was_no_first(tmp_path: Path) -> None:
+    report, found = collected()
+    BY_KEY["10-b-second-process"].run(Setting(tmp_path, dry=True), report)
+    assert [(line.verdict, line.found) for line in found] == [
+        ("skipped", "no cost cache: its first part did not finish")
+    ]
+
+
+# -- what is met ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("allocated", "is_expandable", "verdict"),
+    [(100, True, "met"), (101, True, "missed"), (101, False, "told")],
+)
+def test_allocated_bytes_are_within_the_budget_with_expandable_segments(
+    allocated: int, is_expandable: bool, verdict: str
+) -> None:
+    report, found = collected()
+    told: dict[str, object] = {
+        "budget_bytes": 100,
+        "stats": {"allocated_peak_bytes": 7, "expandable_reserved_peak_bytes": 9},
+    }
+    memory._judge_allocated(report, "60%", told, Peaks(90, allocated, 200, 3), is_expandable)
+    assert found[0].verdict == verdict
+    assert "3 retries" in found[0].found
+    foreseen = "9 B reserved foreseen" if is_expandable else "7 B allocated foreseen"
+    assert found[0].found.endswith(foreseen)
+
+
+def test_ratios_are_of_the_same_round() -> None:
+    times = {"eager": [1.0, 2.0, 4.0], "remat": [1.5, 2.0, 8.0]}
+    assert speed.ratio(times, "remat", "eager") == 1.5
+
+
+# -- processes ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("code", "ended"),
+    [
+        ("pass", FINISHED),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "killed by SIGSEGV"),
+        ("raise SystemExit('the card is on fire')", "exit code 1: the card is on fire"),
+        ("raise SystemExit(4)", "exit code 4: it said nothing"),
+    ],
+)
+def test_how_a_process_ends_is_a_result(code: str, ended: str, tmp_path: Path) -> None:
+    assert end_of([sys.executable, "-c", code], 60.0, tmp_path / "log") == ended
+
+
+def test_what_hangs_is_killed_with_what_it_started(tmp_path: Path) -> None:
+    sleeper = "import time; time.sleep(600)"
+    code = (
+        "import pathlib, subprocess, sys\n"
+        f"child = subprocess.Popen([sys.executable, '-c', {sleeper!r}])\n"
+        f"pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(child.pid))\n"
+        "child.wait()"
+    )
+    ended = end_of([sys.executable, "-c", code], 3.0, tmp_path / "log")
+    assert ended == "killed: not done within 3 s"
+    status = Path(f"/proc/{(tmp_path / 'pid').read_text()}/status")
+    assert not status.exists() or "zombie" in status.read_text()
+
+
+def test_the_environment_reaches_the_process(tmp_path: Path) -> None:
+    code = "import os; print(os.environ['PYTORCH_ALLOC_CONF'])"
+    log = tmp_path / "log"
+    env = BY_KEY["03-gpt2-expandable"].env
+    assert end_of([sys.executable, "-c", code], 60.0, log, env) == FINISHED
+    assert log.read_text() == "expandable_segments:True\n"
+
+
+def test_what_was_found_before_a_crash_is_kept(tmp_path: Path) -> None:
+    report = lines.into(tmp_path / "lines")
+    report.judge("bytes", "few", "many", False, size=3)
+    report.tell("model", "small")
+    with (tmp_path / "lines").open("a") as file:
+        file.write('{"what": "cut o')
+    assert lines.read(tmp_path / "lines") == [
+        Line("bytes", "few", "many", "missed", {"size": 3}),
+        Line("model", "", "small", "told"),
+    ]
+    assert lines.read(tmp_path / "nothing") == []
+
+
+def test_a_part_that_failed_is_a_row_and_is_not_kept(tmp_path: Path) -> None:
+    part = Part(2, "nobody", lambda setting, report: None)  # the child knows no such part
+    (result,) = run_all([part], tmp_path, 60.0, dry=True)
+    assert result.ended.startswith("exit code 1: ValueError")
+    (row,) = result.rows()
+    assert (row.what, row.verdict) == ("the process", "missed")
+    assert json.loads((tmp_path / "02-nobody.json").read_text())["ended"] == result.ended
+    (again,) = run_all([part], tmp_path, 0.0, dry=True)
+    assert again.ended == NO_TIME, "it would have been run again"
+
+
+def test_finished_parts_are_kept_and_written_down(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "kept"
+    options = ["--dry", "--steps", "2", "--folder", str(folder), "--out", str(tmp_path / "out")]
+    assert command.main(options) == 0
+    shown = capsys.readouterr().out
+    assert "2. what libraries hold: products" in shown
+    assert "skipped  left by a product in forward, and in backward: a CPU's allocator" in shown
+    (path,) = (tmp_path / "out").glob("*-gpu-dry.json")
+    written = json.loads(path.read_text())
+    (step,) = written["steps"]
+    assert step["parts"][0]["ended"] == FINISHED
+    assert written["skipped"] == 1
+    assert written["machine"]["torch"] == torch.__version__
+
+    parts = [part for part in PARTS if part.step == 2]
+    (kept,) = run_all(parts, folder / "dry", 0.0, dry=True)  # there is no time for a process
+    assert kept.ended == FINISHED
+    assert kept.rows()
+    (again,) = run_all(parts, folder / "dry", 0.0, dry=True, again=True)
+    assert again.ended == NO_TIME
+    assert [row.verdict for row in again.rows()] == ["skipped"]
+    assert run_all(parts, folder / "dry", 0.0, dry=True) == [kept], "no time is no result"
+
+
+# -- a machine without a GPU, and one that has nothing else ---------------------------------
+
+
+@without_gpu
+def test_without_a_gpu_it_says_so() -> None:
+    done = subprocess.run(
+        [ROOT / "scripts" / "gpu.sh"],
+        env=os.environ | {"PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == command.NO_DEVICE == 3
+    assert done.stderr == ""
+    (line,) = done.stdout.splitlines()
+    assert re.match(r"no acceptance run: torch \S+ sees no CUDA device; python -m .* --dry", line)
+
+
+def test_marked_tests_need_only_what_is_there() -> None:
+    """A machine for its GPU has torch, transformers and pytest; the rest comes with the wheels."""
+    files = marked.files()
+    assert ROOT / "tests" / "test_gpu.py" in files
+    assert Path(__file__) not in files
+    allowed = {"torch", "transformers", "pytest", "_pytest", "remat", "tests", "benchmarks"}
+    own = [*files, *(ROOT / "benchmarks" / "gpu").glob("*.py"), ROOT / "tests" / "conftest.py"]
+    for file in _with_imported(own):
+        foreign = {name.partition(".")[0] for name in _imports(file)}
+        assert foreign <= allowed | sys.stdlib_module_names, file.name
+
+
+def _imports(file: Path) -> list[str]:
+    """What importing a file imports at once: not what its functions and `try` blocks do."""
+    found = []
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+    return found
+
+
+def _with_imported(files: list[Path]) -> set[Path]:
+    """Files with those of ours that they import."""
+    seen: set[Path] = set()
+    waiting = list(files)
+    while waiting:
+        file = waiting.pop()
+        if file in seen:
+            continue
+        seen.add(file)
+        for name in _imports(file):
+            parts = name.split(".")
+            if parts[0] in ("tests", "benchmarks"):
+                paths = [ROOT.joinpath(*parts[:n]).with_suffix(".py") for n in (2, 3)]
+                waiting += [path for path in paths if path.exists()]
+    return seen
+
+
+def test_marked_tests_are_collected_without_pytest_timeout() -> None:
+    """Its setting in pyproject.toml must not be an unknown one."""
+    code = (
+        "import sys; sys.modules['pytest_timeout'] = None; import pytest;"
+        "sys.exit(pytest.main(['-q', '--collect-only', '-p', 'no:cacheprovider', '-m', 'gpu',"
+        "'tests/test_random.py']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "test_a_step_with_recomputation_is_captured" in done.stdout
+
+
+# -- wheels ---------------------------------------------------------------------------------
+
+
+def _named(requirement: str) -> str:
+    return re.split(r"[^\w-]", requirement)[0].lower().replace("_", "-")
+
+
+def test_the_wheels_are_all_that_is_missing_beside_torch() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    waiting = [_named(text) for text in project["dependencies"]]
+    with_torch = {"torch", "networkx", "numpy", "typing-extensions"}
+    needed: set[str] = set()
+    while waiting:
+        name = waiting.pop()
+        if name in with_torch or name in needed:
+            continue
+        needed.add(name)
+        for text in metadata.requires(name) or ():
+            if "extra ==" not in text:
+                waiting.append(_named(text))
+    needed = {name for name in needed if name != "tzdata"}  # pydantic's, on Windows
+    assert needed == set(gpu_wheels.NEEDED)
+    pins = gpu_wheels.pins((ROOT / "constraints.txt").read_text(), gpu_wheels.NEEDED)
+    assert all(re.fullmatch(r"[\w-]+==[\w.]+", pin) for pin in pins)
+
+
+def test_a_wheel_that_is_not_pinned_is_named() -> None:
+    text = "# numpy==1\nPuLP==3.3.2\npydantic_core==2.50.4\n"
+    assert gpu_wheels.pins(text, ("pydantic-core", "pulp")) == [
+        "pydantic_core==2.50.4",
+        "PuLP==3.3.2",
+    ]
+    with pytest.raises(SystemExit, match=r"constraints\.txt has no numpy, nothing"):
+        gpu_wheels.pins(text, ("pulp", "numpy", "nothing"))
+
+
+def test_cbc_is_left_out(tmp_path: Path) -> None:
+    wheel = tmp_path / "pulp-3.3.2-py3-none-any.whl"
+    names = ["pulp/__init__.py", "pulp/solverdir/cbc/linux/i64/cbc", "pulp/solverdir/x.py"]
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name in names:
+            archive.writestr(name, name)
+    gpu_wheels.lighten(wheel)
+    with zipfile.ZipFile(wheel) as archive:
+        assert archive.namelist() == [names[0], names[2]]
+        assert archive.read(names[2]) == names[2].encode()
+    assert list(tmp_path.iterdir()) == [wheel]
