@@ -334,6 +334,18 @@ def test_where_the_seeds_of_efficient_attention_are(dropout_p: float, place: str
     assert seeds == [place, place]
 
 
+def test_attention_that_runs_again_draws_on_the_gpu_whatever_its_seeds_are_on() -> None:
+    trace = remat.measure(attended(dropout_p=0.1), remat.Roofline("a100"))
+    names = [node and node.target for node in trace.operations]
+    op, boundary = names.index(_EFFICIENT), names.index(None)
+    runs = list(range(len(names)))
+    program = remat.rewrite(
+        trace, remat.Schedule((*runs[: boundary + 1], op, *runs[boundary + 1 :]))
+    )
+    drawn = [s for s in (*program.forward, *program.backward) if s.random]
+    assert [(s.random, s.device) for s in drawn] == [("save", "cuda:0"), ("replay", "cuda:0")]
+
+
 # -- other kernels --------------------------------------------------------------------------
 
 

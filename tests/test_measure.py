@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -194,6 +195,15 @@ def test_a_processor_is_told_by_its_model() -> None:
     told = Path("/proc/cpuinfo").read_text()
     name = cost_key.device_name(torch.device("cpu"))
     assert f": {name}\n" in told or "model name" not in told
+
+
+def test_a_processor_without_a_model_is_told_by_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_file(_: Path) -> str:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(Path, "read_text", no_file)
+    monkeypatch.setattr(platform, "processor", str)
+    assert cost_key.processor_name.__wrapped__() == platform.machine()
 
 
 CHANGES: dict[str, Callable[[pytest.MonkeyPatch], Trace]] = {

@@ -16,7 +16,7 @@ from benchmarks.measuring import resident
 from benchmarks.methods import step
 from benchmarks.workloads import Workload
 from remat.budget import format_bytes
-from remat.frontend.memory import library_bytes
+from remat.frontend.memory import keeps_workspaces, library_bytes
 from remat.trace import CUDA_ALIGNMENT_BYTES
 
 TOLERANCE_BYTES = 2 << 20
@@ -28,7 +28,7 @@ def libraries(setting: Setting, report: Report) -> None:
     """Step 2: what matrix products leave allocated, on the thread of the forward and on that of the
     backward; and what linear layers add, which may run in another library."""
     device = setting.device
-    expected_bytes = library_bytes(device)
+    expected_bytes = library_bytes(device, ["aten.mm.default"]) if keeps_workspaces() else 0
     left: dict[str, tuple[int, int]] = {}
     for kind in ("product", "linear"):
         # Up to a mebibyte, blocks are as large as was asked for.
