@@ -77,7 +77,7 @@ class GPT(nn.Module):
 with torch.device("meta"):
     model = GPT().train()
     ids = torch.zeros(96, 1024, dtype=torch.long)
-trace = remat.trace(model, (ids, ids))
+trace = remat.trace(model, (ids, ids), device="h200")
 on_h200 = remat.measure(trace, remat.Roofline("h200", allow_tf32=True))
 keep_all = remat.solve(on_h200, "100%", remat.KeepAll())
 parameters = sum(parameter.numel() for parameter in model.parameters())

@@ -127,7 +127,7 @@ model = Residual().train()
 x, target = torch.randn(512, 64), torch.randn(512, 64)
 
 client = remat.Client(url)
-fast = client.optimize(model, "50%", (x, target), costs="roofline:h200")
+fast = client.optimize(model, "50%", (x, target), costs="roofline:cpu")
 print(fast.plan)
 
 # %%
@@ -152,7 +152,7 @@ print(f"{len(pairs)} gradients are equal to eager's bit for bit")
 # nobody: jobs survive a restart of the service.
 
 # %%
-trace = remat.measure(remat.trace(model, (x, target)), remat.Roofline("h200"))
+trace = remat.measure(remat.trace(model, (x, target)), remat.Roofline("cpu"))
 hard = Options(strategy=remat.Exact(gap=0.0, time_limit=2.0, threads=1))
 job = client.submit(SolveRequest(trace=trace, budget="45%", options=hard))
 print(job.kind, job.status)

@@ -47,6 +47,7 @@ SUMMARY = {
     "lower_bound": 0.5,
     "gap": 0.002,
     "operations": 7,
+    "library_bytes": 0,
 }
 
 

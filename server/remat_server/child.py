@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import gzip
 import json
+import logging
 import os
 import resource
 import signal
@@ -37,6 +38,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the worker, which ends us
     warnings.simplefilter("always", SolverWarning)  # the plan says so, and so does the log
     warnings.showwarning = _log_warning
+    logging.getLogger("remat").addHandler(_Lines())
     try:
         _serve(Connection(int(sys.argv[1])))
     except (EOFError, ConnectionError):  # the worker is gone
@@ -86,6 +88,14 @@ def _log(error: Exception) -> None:
     lines = traceback.format_tb(error.__traceback__)
     told = {"event": "solve met a bug", "level": "error", "exception": type(error).__name__}
     print(json.dumps({**told, "traceback": "".join(lines)}), file=sys.stderr, flush=True)
+
+
+class _Lines(logging.Handler):
+    """What the library logs, as lines of the service's log."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        told = {"event": record.getMessage(), "level": record.levelname.lower()}
+        print(json.dumps(told), file=sys.stderr, flush=True)
 
 
 def _log_warning(message: Warning | str, category: type[Warning], *where: object) -> None:
