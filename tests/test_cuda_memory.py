@@ -276,6 +276,13 @@ def test_a_budget_is_less_by_what_is_reserved():
     module = remat.optimize(model, "10MiB", (x,), costs=costs, reserve=adam)
     assert module.plan is not None
     assert module.plan.budget_bytes == (10 << 20) - reserved(adam).total_bytes < 10 << 20
+    with pytest.raises(
+        remat.InfeasibleBudget, match=r"without the 10\.00 MiB that are reserved"
+    ) as error:
+        remat.optimize(model, "10MiB", (x,), costs=costs, reserve=(10 << 20) - 300)
+    enough = error.value.min_feasible_bytes
+    assert enough is not None
+    assert remat.optimize(model, enough, (x,), costs=costs, reserve=(10 << 20) - 300).plan
     with pytest.raises(BudgetError, match="is all of the budget"):
         remat.optimize(model, "1MiB", (x,), costs=costs, reserve="1MiB")
     with pytest.raises(BudgetError, match="nothing to reserve of it"):

@@ -78,6 +78,7 @@ def test_an_overhead_that_is_allowed_limits_the_batch() -> None:
     assert found.batch == _fitting(BUDGET, 7, max_overhead=0.2)[-1] < _found().batch
     assert found.plan.overhead <= 0.2 < _found().plan.overhead
     assert found.is_proved
+    assert "proved: the next one does not fit" in str(found)
     assert "overhead at most 20.0%" in str(found)
     assert "too slow, proved" in str(found)
 
@@ -108,6 +109,7 @@ def test_a_start_of_two_that_does_not_fit_goes_down_to_one() -> None:
 
 def test_most_is_a_limit() -> None:
     found = remat.max_batch(_mlp, "1GiB", most=5, start=2, costs=COSTS)
+    assert "nothing over most=5 was tried" in str(found)
     assert found.batch == found.eager_batch == 5
     assert found.is_proved
     assert found.attempts == ()

@@ -194,7 +194,7 @@ def test_a_key_is_of_a_kind_of_device_and_of_an_alignment() -> None:
 def test_a_processor_is_told_by_its_model() -> None:
     told = Path("/proc/cpuinfo").read_text()
     name = cost_key.device_name(torch.device("cpu"))
-    assert f": {name}\n" in told or "model name" not in told
+    assert f"model name\t: {name}\n" in told or "model name" not in told
 
 
 def test_a_processor_without_a_model_is_told_by_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:

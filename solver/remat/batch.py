@@ -50,9 +50,10 @@ class MaxBatch:
     """The largest batch whose step fits, with its plan and trace.
 
     Run it with `remat.lower(remat.rewrite(trace, plan.schedule), model)`. `is_proved` says that the
-    next batch is proved not to fit (or is over `most`); else no plan for it was found within the
-    strategy's time. `eager_batch` is the largest without recomputation, 0 if there is none;
-    `eager_time_s` is a step's time at that batch.
+    next batch is proved not to fit (or, where `is_most`, that the answer is as many as were asked
+    about: nothing larger was tried); else no plan for it was found within the strategy's time.
+    `eager_batch` is the largest without recomputation, 0 if there is none; `eager_time_s` is a
+    step's time at that batch.
     """
 
     batch: int
@@ -64,6 +65,7 @@ class MaxBatch:
     eager_time_s: float | None
     is_proved: bool
     attempts: tuple[Attempt, ...] = field(repr=False)
+    is_most: bool = False
 
     @property
     def time_per_sample_s(self) -> float:
@@ -78,11 +80,12 @@ class MaxBatch:
     def describe(self) -> str:
         """The answer, what it costs, and a table of the batches that were tried."""
         limit = "" if self.max_overhead is None else f", overhead at most {self.max_overhead:.1%}"
-        certainty = (
-            "proved: the next one does not fit"
-            if self.is_proved
-            else "not proved: no plan was found for the next one in the time"
-        )
+        if self.is_most:
+            certainty = f"as many as were asked about: nothing over most={self.batch} was tried"
+        elif self.is_proved:
+            certainty = "proved: the next one does not fit"
+        else:
+            certainty = "not proved: no plan was found for the next one in the time"
         lines = [
             f"batch     {self.batch}, the largest within {format_bytes(self.budget_bytes)}{limit}",
             f"          {certainty}",

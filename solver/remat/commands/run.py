@@ -71,6 +71,7 @@ def run(
     from remat.frontend.capture import trace as capture
     from remat.frontend.measure import measure
     from remat.frontend.module import lower
+    from remat.frontend.reserve import telling
     from remat.frontend.sources import load_step
     from remat.frontend.trial import trial
 
@@ -88,7 +89,8 @@ def run(
         traced = capture(step.model, step.args, step.kwargs)
         with live("measuring", 1) as line:
             traced = measure(traced, progress=line.measuring)
-        plan, signum = solved(traced, budget, chosen)
+        with telling(reserve):
+            plan, signum = solved(traced, budget, chosen)
         made = rewrite(traced, plan.schedule)
         if program is not None:
             files.write(program, made.to_json())

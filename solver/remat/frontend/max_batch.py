@@ -101,6 +101,7 @@ def max_batch(
         eager_time_s=search.trace(eager).graph().total_cost_s if eager else None,
         is_proved=neighbour is None or neighbour.is_proved,
         attempts=tuple(search.attempts),
+        is_most=batch == search.most and not search.is_full,
     )
 
 

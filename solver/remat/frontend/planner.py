@@ -33,7 +33,7 @@ from remat.frontend.lower import compile_program
 from remat.frontend.measure import measure
 from remat.frontend.module import Ready, Source
 from remat.frontend.operators import NAMESPACES
-from remat.frontend.reserve import Reserve, less_reserved, reserved
+from remat.frontend.reserve import Reserve, less_reserved, reserved, telling
 from remat.plan import Plan
 from remat.pricing import Priced, with_costs
 from remat.program import Program
@@ -186,7 +186,8 @@ class Planner:
             return plan
 
         try:
-            first = once(budget)
+            with telling(options.reserve):
+                first = once(budget)
             if not traced.measured:
                 traced = _with_costs_of_plan(traced, first)
             plan = solve_within(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -11,8 +12,8 @@ from torch import Tensor
 from torch.optim import Adafactor, Optimizer
 
 from remat.allocator import ALIGNMENT_BYTES
-from remat.budget import parse_budget
-from remat.errors import BudgetError
+from remat.budget import format_bytes, parse_budget
+from remat.errors import BudgetError, InfeasibleBudget
 
 Reserve = int | str | Optimizer
 """Bytes, a string such as "2GiB", or an optimizer."""
@@ -58,6 +59,23 @@ def reserved(reserve: Reserve | None) -> Reserved:
     if not isinstance(size_bytes, int):
         raise BudgetError(f'the reserve {reserve!r} is no number of bytes; pass "2GiB", say')
     return Reserved(size_bytes, size_bytes)
+
+
+@contextmanager
+def telling(reserve: Reserve | None) -> Iterator[None]:
+    """Within it, an `InfeasibleBudget` is about the whole budget, with what is reserved of it."""
+    try:
+        yield
+    except InfeasibleBudget as error:
+        left, least = reserved(reserve).total_bytes, error.min_feasible_bytes
+        if not left or least is None:
+            raise
+        raise InfeasibleBudget(
+            f"{error} That is without the {format_bytes(left)} that are reserved: with them, pass "
+            f"at least {least + left:,} bytes.",
+            min_feasible_bytes=least + left,
+            is_proved=error.is_proved,
+        ) from None
 
 
 def check_budget(budget: int | float | str, reserve: Reserve | None) -> None:
