@@ -42,7 +42,7 @@ EXPLAINED = Path(__file__).with_name("mutants_explained.toml")
 
 MODULES: dict[str, tuple[str, ...]] = {
     "solver/remat/simulate.py": ("test_simulate", "test_graph", "test_laws"),
-    "solver/remat/rewrite.py": ("test_rewrite", "test_numbers"),
+    "solver/remat/rewrite.py": ("test_rewrite", "test_numbers", "test_absent_gpu"),
     "solver/remat/plan.py": ("test_plan", "test_claims"),
     "solver/remat/plan_document.py": ("test_plan", "test_documents"),
     "solver/remat/strategies/search.py": ("test_claims", "test_mishaps", "test_solve", "test_laws"),

@@ -188,6 +188,9 @@ def test_a_key_is_of_a_kind_of_device_and_of_an_alignment() -> None:
     assert key("cuda:0", 6) == key("cuda:1", 6) == key("cuda", 6 + 64)
     assert key("cuda:0", 6) != key("cuda:0", 7)
     assert key("cuda:0", 6) != key("cpu", 6)
+    tensor = dense(2, 3)
+    assert cost_key.describe_tensor(tensor, "cpu")[-1] == "home"
+    assert cost_key.describe_tensor(tensor, "cuda")[-1] == "cpu"
 
 
 @pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="has no /proc")

@@ -403,6 +403,15 @@ def test_finished_jobs_hold_no_request(database: Database) -> None:
     assert view.summary[0].model_dump() == SUMMARY
 
 
+def test_a_better_schedule_is_an_event_of_its_own(database: Database) -> None:
+    id = submitted(database)
+    claimed(database, "w")
+    report(database, "w", id)
+    with database.write() as connection:
+        leases.report(connection, "w", id, {"phase": "cost"}, is_incumbent=True)
+    assert kinds(database, id)[-2:] == ["progress", "incumbent"]
+
+
 def test_a_job_given_back_is_queued_again(database: Database) -> None:
     id = submitted(database)
     claimed(database, "w")
