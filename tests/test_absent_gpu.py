@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import remat
 from remat.arguments import Literal, Ref
+from remat.commands.figures import describe_trace
 from remat.frontend import cuda_autocast
 from remat.frontend.as_eager import as_eager
 from remat.frontend.attention import Call, kernel
@@ -641,6 +642,26 @@ def test_a_trace_for_the_cpu_says_what_differs(caplog: pytest.LogCaptureFixture)
     found = differences(remat.trace(images.model, (), images.kwargs), remat.Roofline("h100"))
     assert found is not None
     assert BATCH_NORM.removeprefix("aten.") in found
+
+
+def test_a_trace_says_which_gpu_it_is_for(caplog: pytest.LogCaptureFixture) -> None:
+    """Kernels depend on the GPU: what one runs is not to be priced for another in silence."""
+    trace = traced(PLAIN["mlp"](), "a100")
+    assert (trace.gpu, trace.place) == ("a100", "cuda:0 (a100)")
+    assert remat.Trace.from_json(trace.to_json()).gpu == "a100"
+    assert "on cuda:0 (a100)" in describe_trace(trace)
+    found = remat.estimate(PLAIN["mlp"]().model, PLAIN["mlp"]().args, device="a100")
+    assert found.gpu == "a100"
+    assert "on cuda:0 (a100); nothing was run" in found.describe()
+    _tell.cache_clear()
+    with caplog.at_level(logging.WARNING, "remat"):
+        remat.measure(trace, remat.Roofline("h100"))
+    assert "made for a100 and is priced for h100" in caplog.text
+    assert "8.0 and 9.0" in caplog.text
+    assert differences(traced(PLAIN["mlp"](), "h100"), remat.Roofline("h200")) is None
+    assert differences(trace.replace(gpu="nonesuch"), remat.Roofline("h100")) is None
+    on_the_cpu = traced(PLAIN["mlp"](), "cpu")
+    assert (on_the_cpu.gpu, on_the_cpu.place) == ("", "cpu")
 
 
 def programmed(case: Case, device: str) -> remat.Program:

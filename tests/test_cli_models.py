@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+import torch
 from tests.command_line import run
 
 import remat
@@ -38,6 +40,9 @@ def test_a_step_beside_the_models_own(tmp_path: Path) -> None:
     told = json.loads(ended.out)
     assert told["remat"]["peak_bytes"] < told["eager"]["peak_bytes"]
     assert told["remat"]["peak_bytes"] <= told["plan"]["budget_bytes"]
+    eager_bytes = told["eager"]["peak_bytes"]
+    assert told["predicted"]["eager_peak_bytes"] == pytest.approx(eager_bytes, rel=0.03)
+    assert told["plan"]["baseline_peak_bytes"] < 0.95 * eager_bytes, "masks are wider there"
     assert told["gradients"] == told["equal_gradients"] == 28
     made = remat.Program.load(program)
     assert made.predicted_peak_bytes == told["plan"]["peak_bytes"]
@@ -68,6 +73,18 @@ def test_a_gpu_that_is_not_here(tmp_path: Path) -> None:
     assert (told["device"], told["cost_source"]) == ("cuda:0", "roofline h100")
     assert 0 < told["time_s"] < 0.01
     assert told["library_bytes"] == 64 << 20
+    assert told["gpu"] == "h100"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="then it is measured there")
+def test_a_trace_for_a_gpu_that_is_not_here_is_measured_by_its_data_sheet(tmp_path: Path) -> None:
+    output = tmp_path / "a100.json.gz"
+    ended = run("trace", *GPT2, "--device", "a100", "-o", output)
+    assert ended.code == 0, ended.err
+    assert "on cuda:0 (a100)" in ended.out
+    ended = run("measure", output)
+    assert ended.code == 1
+    assert "`remat measure --roofline a100` estimates" in ended.error
 
 
 def test_a_factory_that_fails(tmp_path: Path) -> None:
@@ -106,6 +123,7 @@ def test_what_is_reserved_is_left_of_the_budget() -> None:
     ended = run("run", *small, "-b", "64MiB", "--reserve", "60MiB", "--rounds", "1", "--json")
     assert ended.code == 0, ended.err
     assert json.loads(ended.out)["plan"]["budget_bytes"] == 4 << 20
+    assert json.loads(ended.out)["plan"]["reserve_bytes"] == 60 << 20
     ended = run("run", *small, "-b", "60%", "--reserve", "60MiB")
     assert ended.code != 0
     assert "nothing to reserve of it" in ended.error

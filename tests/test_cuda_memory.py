@@ -272,6 +272,7 @@ def test_a_budget_is_less_by_what_is_reserved():
     module = remat.optimize(model, "10MiB", (x,), costs=costs, reserve="4MiB")
     assert module.plan is not None
     assert module.plan.budget_bytes == 6 << 20
+    assert "budget    6.00 MiB, beside 4.00 MiB reserved" in module.plan.describe()
     adam = torch.optim.Adam(model.parameters())
     module = remat.optimize(model, "10MiB", (x,), costs=costs, reserve=adam)
     assert module.plan is not None
@@ -287,6 +288,8 @@ def test_a_budget_is_less_by_what_is_reserved():
         remat.optimize(model, "1MiB", (x,), costs=costs, reserve="1MiB")
     with pytest.raises(BudgetError, match="nothing to reserve of it"):
         remat.optimize(model, "60%", reserve=adam)
+    with pytest.raises(BudgetError, match="is all of the budget"):
+        remat.optimize(model, "4KiB", reserve="1GiB")  # at once, not at the first call
 
 
 def test_an_estimate_leaves_what_is_reserved():

@@ -146,6 +146,21 @@ def test_what_no_answer_can_be_given_for() -> None:
         remat.max_batch(_mlp, "1GiB", max_overhead=-1.0)
 
 
+def test_for_a_gpu_that_is_not_here() -> None:
+    found = remat.max_batch(_mlp, "80MiB", device="h100", most=9, strategy=STRATEGY)
+    assert found.trace.gpu == "h100"
+    assert found.trace.cost_source == "roofline h100"
+    assert found.batch == 9
+    reserved = remat.max_batch(
+        _mlp, "80MiB", device="h100", most=9, strategy=STRATEGY, reserve=(16 << 20) - 200_000
+    )
+    assert 0 < reserved.batch < 9, "libraries take 64 MiB of an H100"
+    assert reserved.plan.stats["reserve_bytes"] == (16 << 20) - 200_000
+    if not torch.cuda.is_available():
+        with pytest.raises(remat.BudgetError, match="the h100 is not here"):
+            remat.max_batch(_mlp, "auto", device="h100")
+
+
 def test_auto_is_what_the_device_has_free() -> None:
     found = remat.max_batch(_mlp, "auto", most=2, costs=COSTS)
     assert found.batch == 2

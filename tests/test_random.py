@@ -91,6 +91,9 @@ def test_for_cuda_graphs_nothing_is_drawn_again() -> None:
     assert random_statements(graphed) == []
     assert graphed.plan is not None
     assert graphed.plan.schedule.recomputed(graphed.plan.graph), "everything else may run again"
+    assert "random    drawn once" in graphed.plan.describe()
+    assert plain.plan is not None
+    assert "random" not in plain.plan.describe()
 
 
 @pytest.mark.gpu

@@ -106,6 +106,18 @@ def test_client_optimizes_as_the_library_does(server: Server) -> None:
     assert found.peak_bytes <= gm.plan.budget_bytes
 
 
+def test_client_leaves_what_is_reserved_and_draws_once(server: Server) -> None:
+    case = gpt2(layers=1)
+    with server.client() as client:
+        gm = client.optimize(
+            case.model, "100MiB", case.args, case.kwargs, strategy=QUICK,
+            costs=remat.Roofline("h200"), reserve="60MiB", cuda_graphs=True,
+        )  # fmt: skip
+    assert gm.plan is not None
+    assert gm.plan.budget_bytes == 40 << 20
+    assert (gm.plan.stats["reserve_bytes"], gm.plan.stats["cuda_graphs"]) == (60 << 20, True)
+
+
 def test_service_measures_where_it_has_the_device(server: Server) -> None:
     case = gpt2(layers=1, dropout=0.0)
     with server.client() as client:

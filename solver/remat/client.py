@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
     from remat.frontend.cost_cache import CostCache
     from remat.frontend.module import RematModule
+    from remat.frontend.reserve import Reserve
 
 PATIENCE_S = 60.0
 """How long a service may be gone (restarted, say) before a call gives up."""
@@ -108,6 +109,8 @@ class Client:
         differentiate: str | Sequence[str] = "auto",
         max_plans: int = 8,
         progress: ProgressCallback | None = None,
+        reserve: Reserve | None = None,
+        cuda_graphs: bool = False,
     ) -> RematModule:
         """As `remat.optimize`, with the plan made by the service.
 
@@ -132,6 +135,8 @@ class Client:
             differentiate=differentiate,
             max_plans=max_plans,
             service=plan,
+            reserve=reserve,
+            cuda_graphs=cuda_graphs,
         )
 
     def solve(

@@ -30,7 +30,7 @@ def describe(plan: Plan) -> str:
     source = plan.stats.get("cost_source", "as given")
     lines = [
         f"plan      {plan.status.name.lower()}: {plan.status.value}",
-        f"budget    {format_bytes(plan.budget_bytes)}{_asked(plan)}",
+        f"budget    {format_bytes(plan.budget_bytes)}{_asked(plan)}{_beside(plan)}",
         f"peak      {format_bytes(plan.peak_bytes)}, {plan.share:.1%} of "
         f"{format_bytes(plan.baseline_peak_bytes)} without recomputation "
         f"({format_bytes(graph.constant_bytes)} constant{_libraries(plan)})",
@@ -41,6 +41,8 @@ def describe(plan: Plan) -> str:
         f"bound     {_bound(plan)}",
         f"recompute {sum(again.values())} runs of {len(again)} of {len(graph)} operations",
     ]
+    if plan.stats.get("cuda_graphs"):
+        lines.append("random    drawn once in a step, so that a CUDA graph can hold it")
     solver = _solver(plan)
     if solver:
         lines.append(f"solver    {solver}")
@@ -61,6 +63,11 @@ def _asked(plan: Plan) -> str:
         return ""
     less = format_bytes(asked - plan.budget_bytes)
     return f", {less} below the {format_bytes(asked)} asked for, so that blocks fit as well"
+
+
+def _beside(plan: Plan) -> str:
+    reserved = plan.stats.get("reserve_bytes")
+    return f", beside {format_bytes(reserved)} reserved" if isinstance(reserved, int) else ""
 
 
 def _allocator(plan: Plan) -> list[str]:

@@ -17,7 +17,7 @@ from remat.graph import Graph
 from remat.pricing import tensor_metas
 from remat.roofline import item_bytes
 from remat.schedule import Schedule
-from remat.simulate import simulate
+from remat.simulate import Timeline, simulate
 from remat.strategies.quick import quick_schedules
 from remat.trace import Trace
 
@@ -50,6 +50,7 @@ class Estimate:
     `all_gradient_bytes` are there after the step. `reachable_bytes` is a peak that quick baselines
     reach by recomputation; the solver goes as low or lower. `adam_bytes` is what Adam's two moments
     in float32 add, `reserve_bytes` what was reserved for others; neither is part of the peak.
+    `gpu` names the data sheet of the GPU, "" where none is known.
     `holders` are the modules whose activations are live at the peak, the largest first. `time_s` is
     what the operations take together, without recomputation, by the costs of `cost_source`.
 
@@ -86,6 +87,7 @@ class Estimate:
     cost_source: str
     holders: tuple[Holder, ...]
     reserve_bytes: int = 0
+    gpu: str = ""
 
     @classmethod
     def of(cls, trace: Trace) -> Estimate:
@@ -97,8 +99,8 @@ class Estimate:
             for schedule in quick_schedules(captured, None, lambda: False)
         ]
         eager = _with_eager_masks(trace)
+        timeline = _kept(eager)
         graph = eager.graph()
-        timeline = simulate(graph, Schedule.keep_all(graph))
         run = timeline.peak_run
         operation = graph.operations[run]
         value_of = _values(eager, graph)
@@ -123,6 +125,7 @@ class Estimate:
         return cls(
             model=trace.model,
             device=trace.device,
+            gpu=trace.gpu,
             peak_bytes=timeline.peak_bytes,
             parameter_bytes=owned["parameter"],
             buffer_bytes=owned["buffer"] + owned["constant"],
@@ -172,6 +175,7 @@ class Estimate:
         at = "backward" if self.is_peak_backward else "forward"
         module = f", {self.peak_module}" if self.peak_module else ""
         whole = max(1, self.peak_bytes)
+        place = f"{self.device} ({self.gpu})" if self.gpu else self.device
         parts = (
             ("parameters", self.parameter_bytes),
             ("buffers", self.buffer_bytes),
@@ -183,7 +187,7 @@ class Estimate:
             ("passing gradients", self.passing_bytes),
         )
         lines = [
-            f"estimate  {self.model} on {self.device}; nothing was run",
+            f"estimate  {self.model} on {place}; nothing was run",
             f"peak      {format_bytes(self.peak_bytes)} without recomputation, in "
             f"{self.peak_operation} ({at}{module}); of this",
             *(
@@ -250,6 +254,16 @@ class Estimate:
 
     def __str__(self) -> str:
         return self.describe()
+
+
+def eager_peak_bytes(trace: Trace) -> int:
+    """The peak of the step in eager mode: `Estimate.peak_bytes` without its parts."""
+    return _kept(_with_eager_masks(trace)).peak_bytes
+
+
+def _kept(trace: Trace) -> Timeline:
+    graph = trace.graph()
+    return simulate(graph, Schedule.keep_all(graph))
 
 
 def _with_eager_masks(trace: Trace) -> Trace:

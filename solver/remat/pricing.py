@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
+from remat.devices import DEVICES
 from remat.roofline import Roofline, estimate
 from remat.trace import Node, TensorMeta, Trace
 
@@ -57,9 +58,20 @@ def by_roofline(trace: Trace, roofline: Roofline) -> Trace:
 
 
 def differences(trace: Trace, roofline: Roofline) -> str | None:
-    """What to say where a trace for CPUs is priced for a GPU, and has operations that torch would
-    not run there: which, and what to do. None where it has none."""
-    if roofline.device.capability is None or trace.device.partition(":")[0] != "cpu":
+    """What to say where a trace is priced for a device on which torch runs other operations: which,
+    and what to do. None where it would run the same, as far as one can tell."""
+    wanted = roofline.device.capability
+    if wanted is None:
+        return None
+    made = DEVICES[trace.gpu].capability if trace.gpu in DEVICES else None
+    if made is not None and made != wanted:
+        return (
+            f"this trace was made for {trace.gpu} and is priced for {roofline.name}: which kernels "
+            f"torch runs depends on the GPU (compute capability {_dotted(made)} and "
+            f"{_dotted(wanted)}), and with them memory and time; trace it with "
+            f"device={roofline.name!r}"
+        )
+    if trace.device.partition(":")[0] != "cpu":
         return None
     counts = Counter(_only_on_cpu(node) for node in trace.nodes if not node.view)
     del counts[""]
@@ -71,6 +83,10 @@ def differences(trace: Trace, roofline: Roofline) -> str | None:
         f"other operations than {found}: memory and time will differ; trace it with "
         f"device={roofline.name!r}"
     )
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
 
 
 def _only_on_cpu(node: Node) -> str:

@@ -146,6 +146,9 @@ class Trace(Document):
 
     model: Annotated[Path_, Field(max_length=500)] = ""
     device: str = Field(max_length=40)
+    gpu: str = Field(default="", max_length=40)
+    """The GPU whose operations these are, by the name of its data sheet (`remat.devices`); "" for a
+    CPU, and for a GPU that has none there."""
     placeholders: tuple[Placeholder, ...]
     nodes: tuple[Node, ...]
     outputs: tuple[Output, ...]
@@ -163,6 +166,11 @@ class Trace(Document):
     def _check(self) -> Self:
         _check_names(self)
         return self
+
+    @property
+    def place(self) -> str:
+        """The device, for people: "cpu", "cuda:0 (h100)"."""
+        return f"{self.device} ({self.gpu})" if self.gpu else self.device
 
     @property
     def measured(self) -> bool:

@@ -19,7 +19,9 @@ from remat.commands.options import (
     Source,
     Tokens,
     check_autocast,
+    check_target,
 )
+from remat.reserve import parse_reserve
 
 
 def estimate(
@@ -40,6 +42,9 @@ def estimate(
     No tensor is allocated: the model may be far too large for this machine.
     """
     check_autocast(autocast)
+    check_target(device)
+    if reserve is not None:
+        parse_reserve(reserve)
     from remat.frontend.autocast import autocast as casting
     from remat.frontend.estimate import estimate as estimated
     from remat.frontend.meta import nominal_device

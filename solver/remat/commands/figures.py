@@ -29,6 +29,7 @@ def plan_figures(plan: Plan) -> Figures:
         "status": plan.status.name,
         "strategy": plan.stats.get("strategy"),
         "budget_bytes": plan.budget_bytes,
+        "reserve_bytes": plan.stats.get("reserve_bytes", 0),
         "peak_bytes": plan.peak_bytes,
         "baseline_peak_bytes": plan.baseline_peak_bytes,
         "constant_bytes": plan.graph.constant_bytes,
@@ -87,14 +88,14 @@ def describe_trace(trace: Trace) -> str:
     nodes = [node for node in trace.nodes if not node.view]
     backward = sum(node.backward for node in nodes)
     sizes: Counter[str] = Counter()
-    for kind, storage in {(p.kind, p.storage) for p in trace.placeholders}:
+    for kind, storage in dict.fromkeys((p.kind, p.storage) for p in trace.placeholders):
         sizes[kind] += trace.allocated_bytes(storage)
     resident = ", ".join(f"{format_bytes(size)} {kind}s" for kind, size in sizes.items())
     priced = trace if trace.measured else _free_of_charge(trace)
     graph = priced.graph()
     baseline = simulate(graph, Schedule.keep_all(graph))
     lines = [
-        f"trace       {trace.model or 'a model'} on {trace.device}",
+        f"trace       {trace.model or 'a model'} on {trace.place}",
         f"operations  {len(nodes)}: {len(nodes) - backward} forward, {backward} backward",
         f"placed      {resident or 'nothing'}",
         f"peak        {format_bytes(baseline.peak_bytes)} without recomputation "

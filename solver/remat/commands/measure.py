@@ -12,8 +12,10 @@ from remat.commands.figures import describe_costs, describe_trace
 from remat.commands.live import live
 from remat.commands.options import Json, Output, Roofline, TraceFile, check_here
 from remat.commands.solving import hint
+from remat.errors import RematError, TraceError
 from remat.pricing import by_roofline
 from remat.roofline import Roofline as Model
+from remat.trace import Trace
 
 
 def measure(
@@ -33,6 +35,8 @@ def measure(
     model = None if roofline is None else _roofline(roofline)
     files.check_outputs(output)
     traced = files.read_trace(trace)
+    if device is None and roofline is None:
+        _check_there(traced)
     if model is not None:
         priced = by_roofline(traced, model)
     else:
@@ -47,6 +51,19 @@ def measure(
     else:
         files.show(f"{describe_trace(priced)}\n\n{describe_costs(priced)}")
     hint(output, as_json, "trace", "trace.json.gz")
+
+
+def _check_there(traced: Trace) -> None:
+    """Raises `RematError` where the trace's device is not here."""
+    from remat.frontend.target import device_here
+
+    try:
+        device_here(traced.device)
+    except TraceError as error:
+        gpu = traced.gpu or "h200"
+        raise RematError(
+            f"{error}; `remat measure --roofline {gpu}` estimates by the data sheet of one"
+        ) from None
 
 
 def _roofline(name: str) -> Model:

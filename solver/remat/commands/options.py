@@ -14,6 +14,7 @@ from remat.budget import parse_budget
 from remat.commands.exits import UsageError
 from remat.compare import STRATEGIES as COMPARED
 from remat.devices import DEVICES, find_device
+from remat.reserve import less_reserve, parse_reserve
 from remat.strategies.base import Strategy
 from remat.strategies.registry import STRATEGIES, from_data, to_data
 
@@ -169,6 +170,14 @@ def check_budgets(budgets: Iterable[str]) -> None:
         parse_budget(budget, baseline_bytes=1 << 40)
 
 
+def without(budget: str, reserve: str | None) -> tuple[str, int]:
+    """The budget less what is reserved of it, and that in bytes. Raises `BudgetError`."""
+    reserve_bytes = 0 if reserve is None else parse_reserve(reserve)
+    if not reserve_bytes:
+        return budget, 0
+    return str(less_reserve(budget, reserve_bytes)), reserve_bytes
+
+
 def check_autocast(dtype: str | None) -> None:
     """Raises `UsageError` for what autocast has not."""
     if dtype not in (None, *AUTOCAST):
@@ -252,6 +261,18 @@ def check_device(name: str | None) -> None:
             find_device(name)
     except ValueError as error:
         raise UsageError(str(error)) from None
+
+
+def check_target(device: str | None) -> None:
+    """Raises `UsageError` for what is neither a device of torch nor a GPU known by name."""
+    if device is None or device.partition(":")[0] in ("cpu", "cuda"):
+        return
+    try:
+        known = find_device(device).capability is not None
+    except ValueError:
+        known = False
+    if not known:
+        raise UsageError(f"--device {device!r}: use cpu, cuda, or a GPU: {', '.join(GPUS)}")
 
 
 def check_here(device: str | None, verb: str, instead: str) -> None:

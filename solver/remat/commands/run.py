@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from remat.budget import format_bytes, parse_budget
+from remat.budget import format_bytes
 from remat.commands import files
 from remat.commands.figures import json_of, plan_figures
 from remat.commands.live import live
@@ -33,8 +33,11 @@ from remat.commands.options import (
     check_budgets,
     check_here,
     strategy_of,
+    without,
 )
 from remat.commands.solving import best_so_far, finish, solved
+from remat.footprint import eager_peak_bytes
+from remat.reserve import telling, with_reserve
 from remat.rewrite import rewrite
 
 
@@ -65,13 +68,11 @@ def run(
     chosen = strategy_of(strategy, option, gap, time_limit, solver)
     check_autocast(autocast)
     files.check_outputs(program)
-    if reserve is not None:
-        budget = _without(budget, reserve)
+    budget, reserve_bytes = without(budget, reserve)
     from remat.frontend.autocast import autocast as casting
     from remat.frontend.capture import trace as capture
     from remat.frontend.measure import measure
     from remat.frontend.module import lower
-    from remat.frontend.reserve import telling
     from remat.frontend.sources import load_step
     from remat.frontend.trial import trial
 
@@ -89,8 +90,9 @@ def run(
         traced = capture(step.model, step.args, step.kwargs)
         with live("measuring", 1) as line:
             traced = measure(traced, progress=line.measuring)
-        with telling(reserve):
+        with telling(reserve_bytes):
             plan, signum = solved(traced, budget, chosen)
+        plan = with_reserve(plan, reserve_bytes)
         made = rewrite(traced, plan.schedule)
         if program is not None:
             files.write(program, made.to_json())
@@ -99,19 +101,18 @@ def run(
             finish(signum, best_so_far(plan))
         module = lower(made, step.model, plan=plan)
         with live("running"):
-            found = trial(step.model, module, step.args, step.kwargs, rounds=rounds)
+            found = trial(
+                step.model,
+                module,
+                step.args,
+                step.kwargs,
+                rounds=rounds,
+                predicted_eager_bytes=eager_peak_bytes(traced),
+            )
     if as_json:
         figures = {"model": step.name, **found.to_data(), "plan": plan_figures(plan)}
         files.show_json(json_of(figures))
     else:
-        files.show(f"{step.name} within {format_bytes(plan.budget_bytes)}\n\n{found.describe()}")
-
-
-def _without(budget: str, reserve: str) -> str:
-    """The budget in bytes, less what is reserved of it."""
-    from remat.frontend.reserve import check_budget, less_reserved, reserved
-
-    check_budget(budget, reserve)
-    budget_bytes = parse_budget(budget, baseline_bytes=0)
-    assert isinstance(budget_bytes, int)
-    return str(less_reserved(budget_bytes, reserved(reserve)))
+        budget = format_bytes(plan.budget_bytes)
+        beside = f", beside {format_bytes(reserve_bytes)} reserved" if reserve_bytes else ""
+        files.show(f"{step.name} within {budget}{beside}\n\n{found.describe()}")

@@ -9,6 +9,7 @@ from remat.commands.options import (
     Json,
     Output,
     ProgramOutput,
+    Reserve,
     Solver,
     StrategyName,
     StrategyOptions,
@@ -16,8 +17,10 @@ from remat.commands.options import (
     TraceFile,
     check_budgets,
     strategy_of,
+    without,
 )
 from remat.commands.solving import best_so_far, finish, hint, solved
+from remat.reserve import telling, with_reserve
 from remat.rewrite import rewrite
 
 
@@ -32,13 +35,17 @@ def solve(
     output: Output = None,
     program: ProgramOutput = None,
     as_json: Json = False,
+    reserve: Reserve = None,
 ) -> None:
     """Find the schedule with the least extra time whose peak is within the budget."""
     check_budgets([budget])
+    budget, reserve_bytes = without(budget, reserve)
     chosen = strategy_of(strategy, option, gap, time_limit, solver)
     files.check_outputs(output, program)
     traced = files.read_measured(trace)
-    plan, signum = solved(traced, budget, chosen)
+    with telling(reserve_bytes):
+        plan, signum = solved(traced, budget, chosen)
+    plan = with_reserve(plan, reserve_bytes)
     if output is not None:
         files.write(output, plan.to_json())
     if program is not None:

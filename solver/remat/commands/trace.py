@@ -17,6 +17,7 @@ from remat.commands.options import (
     Source,
     Tokens,
     check_autocast,
+    check_target,
 )
 from remat.commands.solving import hint
 
@@ -39,6 +40,7 @@ def trace(
     With --device h100, as that GPU would run it, though it is not here; nothing is allocated then.
     """
     check_autocast(autocast)
+    check_target(device)
     files.check_outputs(output)
     from remat.frontend.autocast import autocast as casting
     from remat.frontend.capture import trace as capture

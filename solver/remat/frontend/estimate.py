@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from remat.devices import match_device
 from remat.footprint import Estimate
 from remat.frontend.capture import trace as capture
 from remat.frontend.reserve import Reserve, reserved
-from remat.frontend.target import find_target
+from remat.frontend.target import ANY
 from remat.pricing import by_roofline
 from remat.roofline import Roofline
 from remat.trace import Trace
@@ -39,18 +38,12 @@ def estimate(
     traced = capture(
         model, example_inputs, example_kwargs, differentiate=differentiate, device=device
     )
-    found = Estimate.of(by_roofline(traced, data_sheet(traced, device)))
+    found = Estimate.of(by_roofline(traced, data_sheet(traced)))
     return dataclasses.replace(found, reserve_bytes=reserved(reserve).total_bytes)
 
 
-def data_sheet(trace: Trace, device: str | torch.device | None = None) -> Roofline:
-    """The roofline of the trace's device where it is known, else one of its kind. `device` is what
-    the trace was asked for."""
-    if (target := find_target(device)) is not None:
-        return Roofline(target.name)
+def data_sheet(trace: Trace) -> Roofline:
+    """The roofline of the trace's device where it is known, else one of its kind."""
     if not trace.device.startswith("cuda"):
         return Roofline("cpu")
-    known = None
-    if torch.cuda.is_available():
-        known = match_device(torch.cuda.get_device_name(trace.device))
-    return Roofline("h200" if known is None else known.name)
+    return Roofline(trace.gpu or ANY)

@@ -31,7 +31,7 @@ from remat.frontend.mutations import (
     write_back,
 )
 from remat.frontend.operators import encode_argument
-from remat.frontend.target import PLACE, Target
+from remat.frontend.target import PLACE, Target, gpu_at
 from remat.relocate import relocated, results_on_host
 from remat.structure import Structure
 from remat.trace import Environment, Node, Output, Placeholder, Result, Trace
@@ -63,9 +63,11 @@ def read_joint(
     result = flat.info.structure
     assert result is not None
     capability = None if target is None else target.capability
+    gpu = gpu_at(draft.device()) if target is None else target.name
     trace = Trace(
         model=f"{type(flat.model).__module__}.{type(flat.model).__qualname__}",
         device="cpu" if target is not None else draft.device(),
+        gpu=gpu,
         placeholders=tuple(draft.placeholders),
         nodes=tuple(draft.nodes),
         outputs=tuple(draft.outputs),

@@ -16,16 +16,18 @@ import torch
 from torch import nn
 
 from remat.batch import Attempt, MaxBatch
-from remat.budget import format_bytes, parse_budget
+from remat.budget import format_bytes
 from remat.errors import BudgetError, InfeasibleBudget, SolverTimeout, TraceError
 from remat.fitting import solve_within
 from remat.frontend.capture import trace as capture
 from remat.frontend.cost_cache import CostCache
 from remat.frontend.device_memory import available
 from remat.frontend.measure import measure
-from remat.frontend.reserve import Reserve, Reserved, less_reserved, reserved
+from remat.frontend.reserve import Reserve, Reserved, reserved
+from remat.frontend.target import find_target
 from remat.plan import Plan
 from remat.progress import Progress
+from remat.reserve import less_reserve, with_reserve
 from remat.roofline import Roofline
 from remat.schedule import Schedule
 from remat.simulate import simulate
@@ -57,12 +59,15 @@ def max_batch(
     max_overhead: float | None = None,
     progress: Callable[[Attempt], None] | None = None,
     reserve: Reserve | None = None,
+    device: str | torch.device | None = None,
 ) -> MaxBatch:
     """The largest batch, up to `most`, whose training step fits `budget`, with its plan.
 
     `model_fn(batch)` returns `(model, args)`, `(model, kwargs)` or `(model, args, kwargs)` for a
     batch of that size; the model may be the same each time, and all may be on the "meta" device.
     Where it runs out of memory, the batch does not fit.
+    `device` is where the step will run, as in `remat.trace`: with "h100" batches are searched for a
+    GPU that is not here, priced by its data sheet.
     `budget` is bytes, a string such as "8GiB", or "auto" (what the device has free while the model
     and the first batch live, and what they hold). `reserve` is left of it, as in `remat.optimize`.
     With `max_overhead`, the plan's overhead is at most that (0.1 is
@@ -81,8 +86,15 @@ def max_batch(
     if max_overhead is not None and not max_overhead >= 0:
         raise ValueError(f"max_overhead is {max_overhead}; it is zero or more (0.1 is 10%)")
     _refuse_shares(budget)
-    reserved(reserve)
+    if (target := find_target(device)) is not None:
+        if _asks_for_what_is_free(budget):
+            raise BudgetError(
+                f'the budget "auto" is what a device has free, and the {target.name} is not here; '
+                'pass bytes, such as "75GiB"'
+            )
+        costs = costs or Roofline(target.name)
     search = _Search(model_fn, strategy or Auto(), costs, cache, max_overhead, progress, most)
+    search.device = device
     search.budget = budget, reserved(reserve)
     search.begin(start)
     eager = search.largest_eager(start)
@@ -95,7 +107,7 @@ def max_batch(
         batch=batch,
         budget_bytes=search.budget_bytes,
         max_overhead=max_overhead,
-        plan=search.best_plan(batch),
+        plan=with_reserve(search.best_plan(batch), search.budget[1].total_bytes),
         trace=traced,
         eager_batch=eager,
         eager_time_s=search.trace(eager).graph().total_cost_s if eager else None,
@@ -114,6 +126,7 @@ class _Search:
     max_overhead: float | None
     progress: Callable[[Attempt], None] | None
     most: int
+    device: str | torch.device | None = None
     budget_bytes: int = 0
     attempts: list[Attempt] = field(default_factory=list)
     segments_bytes: int | None = None
@@ -137,22 +150,20 @@ class _Search:
             raise InfeasibleBudget("model_fn(1) ran out of memory: not even a batch of 1 fits")
         traced = self.trace(batch, call)
         budget, left = self.budget
-        if isinstance(budget, str) and budget.strip().lower() == "auto":
+        if _asks_for_what_is_free(budget):
             is_there = any(t.device.type != "meta" for t in call[0].parameters())
             found = available(traced, missing_bytes=left.missing_bytes, is_there=is_there)
             self.budget_bytes, self.segments_bytes = found.budget_bytes, found.reserved_bytes
             return
-        size_bytes = parse_budget(budget, baseline_bytes=0)
-        assert isinstance(size_bytes, int)
-        self.budget_bytes = less_reserved(size_bytes, left)
+        self.budget_bytes = less_reserve(budget, left.total_bytes)
 
     def trace(self, batch: int, call: _Made | None = None) -> Trace:
         """The step for a batch, captured once, with costs. Raises `_TooLarge`."""
         if batch not in self._traces:
             model, args, kwargs = call or self._call(batch)
-            traced = capture(model, args, kwargs)
-            device = self.costs or traced.device.split(":")[0]
-            self._traces[batch] = measure(traced, device, cache=self.cache)
+            traced = capture(model, args, kwargs, device=self.device)
+            costs = self.costs or traced.device.split(":")[0]
+            self._traces[batch] = measure(traced, costs, cache=self.cache)
         return self._traces[batch]
 
     def _call(self, batch: int) -> _Made:
@@ -335,6 +346,10 @@ def _refuse_shares(budget: int | str) -> None:
             f"the budget {budget!r} is another number of bytes for each batch, so any batch would "
             'fit; pass bytes, such as "8GiB", or "auto"'
         )
+
+
+def _asks_for_what_is_free(budget: int | str) -> bool:
+    return isinstance(budget, str) and budget.strip().lower() == "auto"
 
 
 class _TooLarge(Exception):

@@ -11,6 +11,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from textwrap import shorten
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -135,7 +136,9 @@ def _measure(
             cost_s = max(FLOOR_S, calibration.seconds(groups[text][0]))
             margin = unknown_workspace_bytes(groups[text][0], metas, device)
             told = f"; workspace unknown, {format_bytes(margin)} planned" if margin else ""
-            estimated = Priced(cost_s, margin, f"estimated: {reason[:50]}{told}")
+            estimated = Priced(
+                cost_s, margin, f"estimated: {shorten(reason, 50, placeholder='...')}{told}"
+            )
             priced.update((node.name, estimated) for node in groups[text])
         _warn(failed, groups, calibration.description)
     return priced

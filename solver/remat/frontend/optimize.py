@@ -16,8 +16,9 @@ from remat.frontend.module import RematModule
 from remat.frontend.operators import NAMESPACES
 from remat.frontend.planner import Options, Planner, Service
 from remat.frontend.pytree import flatten
-from remat.frontend.reserve import Reserve, check_budget, reserved
+from remat.frontend.reserve import Reserve, reserved
 from remat.progress import Progress
+from remat.reserve import less_reserve
 from remat.roofline import Roofline
 from remat.strategies import Strategy
 
@@ -64,8 +65,10 @@ def optimize(
         raise TraceError("this model is optimised already; pass the original one")
     if budget != "auto":
         parse_budget(budget, baseline_bytes=1 << 40)  # wrong units fail now, not at midnight
-    check_budget(budget, reserve)
-    reserved(reserve)
+    if reserve is not None:
+        reserve_bytes = reserved(reserve).total_bytes
+        if budget != "auto":
+            less_reserve(budget, reserve_bytes)
     planner = Planner(
         Options(
             budget=budget,

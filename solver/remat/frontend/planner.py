@@ -33,11 +33,12 @@ from remat.frontend.lower import compile_program
 from remat.frontend.measure import measure
 from remat.frontend.module import Ready, Source
 from remat.frontend.operators import NAMESPACES
-from remat.frontend.reserve import Reserve, less_reserved, reserved, telling
+from remat.frontend.reserve import Reserve, reserved
 from remat.plan import Plan
 from remat.pricing import Priced, with_costs
 from remat.program import Program
 from remat.progress import Progress
+from remat.reserve import less_reserve, telling, with_reserve
 from remat.rewrite import rewrite
 from remat.roofline import Roofline
 from remat.schedule import Schedule
@@ -148,6 +149,7 @@ class Planner:
                     traced = measure(traced, device=costs, cache=self.options.cache)
             with self._timed("solve"):
                 traced, plan, program = self._solve(traced, accumulating)
+                plan = self._noted(plan)
         else:
             (traced, plan), program = found, None
         if program is None:
@@ -168,9 +170,7 @@ class Planner:
             return found.budget_bytes, found.reserved_bytes
         if not left.total_bytes:
             return budget, None
-        budget_bytes = parse_budget(budget, baseline_bytes=0)
-        assert isinstance(budget_bytes, int)
-        return less_reserved(budget_bytes, left), None
+        return less_reserve(budget, left.total_bytes), None
 
     def _solve(self, traced: Trace, accumulating: bool) -> tuple[Trace, Plan, Program | None]:
         """The trace with costs, the plan, and its program if it was made elsewhere."""
@@ -186,7 +186,7 @@ class Planner:
             return plan
 
         try:
-            with telling(options.reserve):
+            with telling(reserved(options.reserve).total_bytes):
                 first = once(budget)
             if not traced.measured:
                 traced = _with_costs_of_plan(traced, first)
@@ -221,8 +221,15 @@ class Planner:
                 solution = Solution(schedule)
                 reused: Stats = {"strategy": "the schedule solved for other shapes"}
                 plan = Plan.of(graph, budget_bytes, solution, reused)
-                return priced, with_prediction(plan, priced)
+                return priced, self._noted(with_prediction(plan, priced))
         return None
+
+    def _noted(self, plan: Plan) -> Plan:
+        """With what was asked for beside the budget."""
+        plan = with_reserve(plan, reserved(self.options.reserve).total_bytes)
+        if self.options.cuda_graphs:
+            plan = replace(plan, stats={**plan.stats, "cuda_graphs": True})
+        return plan
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:

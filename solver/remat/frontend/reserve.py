@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -12,8 +11,8 @@ from torch import Tensor
 from torch.optim import Adafactor, Optimizer
 
 from remat.allocator import ALIGNMENT_BYTES
-from remat.budget import format_bytes, parse_budget
-from remat.errors import BudgetError, InfeasibleBudget
+from remat.errors import BudgetError
+from remat.reserve import parse_reserve
 
 Reserve = int | str | Optimizer
 """Bytes, a string such as "2GiB", or an optimizer."""
@@ -51,51 +50,8 @@ def reserved(reserve: Reserve | None) -> Reserved:
             f"the reserve is a {type(reserve).__name__}; pass bytes, a string such as "
             '"2GiB", or an optimizer (a torch.optim.Optimizer, not its class)'
         )
-    if reserve in (0, "0"):
-        return Reserved()
-    if isinstance(reserve, str) and not reserve.strip()[-1:].isalnum():
-        raise BudgetError(f'the reserve {reserve!r} is no number of bytes; pass "2GiB", say')
-    size_bytes = parse_budget(reserve, baseline_bytes=0)
-    if not isinstance(size_bytes, int):
-        raise BudgetError(f'the reserve {reserve!r} is no number of bytes; pass "2GiB", say')
+    size_bytes = parse_reserve(reserve)
     return Reserved(size_bytes, size_bytes)
-
-
-@contextmanager
-def telling(reserve: Reserve | None) -> Iterator[None]:
-    """Within it, an `InfeasibleBudget` is about the whole budget, with what is reserved of it."""
-    try:
-        yield
-    except InfeasibleBudget as error:
-        left, least = reserved(reserve).total_bytes, error.min_feasible_bytes
-        if not left or least is None:
-            raise
-        raise InfeasibleBudget(
-            f"{error} That is without the {format_bytes(left)} that are reserved: with them, pass "
-            f"at least {least + left:,} bytes.",
-            min_feasible_bytes=least + left,
-            is_proved=error.is_proved,
-        ) from None
-
-
-def check_budget(budget: int | float | str, reserve: Reserve | None) -> None:
-    """Raises `BudgetError` where there is nothing to leave bytes of."""
-    text = budget.strip().lower() if isinstance(budget, str) else ""
-    if reserve is not None and (text == "min" or text.endswith("%")):
-        raise BudgetError(
-            f"the budget {budget!r} is of the step itself, so there is nothing to reserve of it; "
-            'pass bytes, such as "8GiB", or "auto"'
-        )
-
-
-def less_reserved(budget_bytes: int, left: Reserved) -> int:
-    """A budget without what is to be left of it. Raises `BudgetError` where nothing is."""
-    if left.total_bytes >= budget_bytes:
-        raise BudgetError(
-            f"the reserve of {left.total_bytes:,} bytes is all of the budget of {budget_bytes:,} "
-            "bytes; pass a larger budget"
-        )
-    return budget_bytes - left.total_bytes
 
 
 def _state_bytes(state: dict[str, Any], device: torch.device) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from remat.devices import DEVICES, find_device
+from remat.devices import DEVICES, find_device, match_device
 from remat.errors import TraceError
 
 ANY = "h200"
@@ -61,6 +61,15 @@ def device_here(name: str | torch.device) -> torch.device:
                 "devices; use cpu, or see `remat doctor` for what is missing"
             )
     return device
+
+
+def gpu_at(device: str) -> str:
+    """The GPU that is here at `device` ("cuda:0"), by the name of its data sheet; "" where there is
+    none, or it has none."""
+    if not _is_cuda(device) or not torch.cuda.is_available():
+        return ""
+    known = match_device(torch.cuda.get_device_name(device))
+    return "" if known is None else known.name
 
 
 def _is_cuda(name: str) -> bool:

@@ -1,0 +1,68 @@
+"""What a plan leaves of a budget to others, such as an optimizer's state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from remat.budget import format_bytes, parse_budget
+from remat.errors import BudgetError, InfeasibleBudget
+from remat.plan import Plan
+
+
+def parse_reserve(reserve: int | str) -> int:
+    """Bytes to leave of a budget. Raises `BudgetError` for what is no number of bytes."""
+    if reserve in (0, "0"):
+        return 0
+    try:
+        if not str(reserve).strip().endswith("%"):
+            size_bytes = parse_budget(reserve, baseline_bytes=0)
+            if isinstance(size_bytes, int):
+                return size_bytes
+    except BudgetError:
+        pass
+    raise BudgetError(f'the reserve {str(reserve)[:80]!r} is no number of bytes; pass "2GiB", say')
+
+
+def less_reserve(budget: int | float | str, reserve_bytes: int) -> int:
+    """The bytes of a budget without those that others need of it. Raises `BudgetError` where none
+    are left, and for a budget that is no number of bytes."""
+    text = budget.strip().lower() if isinstance(budget, str) else ""
+    if text == "min" or text.endswith("%"):
+        raise BudgetError(
+            f"the budget {budget!r} is of the step itself, so there is nothing to reserve of it; "
+            'pass bytes, such as "8GiB", or "auto"'
+        )
+    budget_bytes = parse_budget(budget, baseline_bytes=0)
+    assert isinstance(budget_bytes, int)
+    if reserve_bytes >= budget_bytes:
+        raise BudgetError(
+            f"the reserve of {reserve_bytes:,} bytes is all of the budget of {budget_bytes:,} "
+            "bytes; pass a larger budget"
+        )
+    return budget_bytes - reserve_bytes
+
+
+@contextmanager
+def telling(reserve_bytes: int) -> Iterator[None]:
+    """Within it, an `InfeasibleBudget` is about the whole budget, with what is reserved of it."""
+    try:
+        yield
+    except InfeasibleBudget as error:
+        least = error.min_feasible_bytes
+        if not reserve_bytes or least is None:
+            raise
+        raise InfeasibleBudget(
+            f"{error} That is without the {format_bytes(reserve_bytes)} that are reserved: with "
+            f"them, pass at least {least + reserve_bytes:,} bytes.",
+            min_feasible_bytes=least + reserve_bytes,
+            is_proved=error.is_proved,
+        ) from None
+
+
+def with_reserve(plan: Plan, reserve_bytes: int) -> Plan:
+    """The plan, which says what was left to others of the budget that was asked for."""
+    if not reserve_bytes:
+        return plan
+    return replace(plan, stats={**plan.stats, "reserve_bytes": reserve_bytes})
