@@ -153,7 +153,7 @@ def _capture(directory: Path, block: Block, space: dict[str, object]) -> str:
         os.dup2(file.fileno(), 2)
     try:
         code = "\n" * (block.line - 1) + block.text
-        exec(compile(code, block.page, "exec"), space)
+        exec(compile(code, block.page, "exec", dont_inherit=True), space)
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

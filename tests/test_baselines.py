@@ -17,7 +17,7 @@ from remat.graph import Graph, Operation, Value
 from remat.schedule import Schedule
 from remat.simulate import simulate
 from remat.solve import solve
-from remat.strategies import Auto, Exact, Strategy
+from remat.strategies import Auto, Exact, Strategy, Task
 from remat.strategies.articulation import ArticulationPoints, articulation_points
 from remat.strategies.blocks import blocks
 from remat.strategies.checkmate import CheckmateMilp
@@ -113,7 +113,7 @@ def layered_graphs(draw: st.DrawFn) -> Graph:
 def least(graph: Graph, strategy: Strategy) -> Schedule | None:
     """The strategy's schedule with the smallest peak, checked; None if the graph is not for it."""
     try:
-        solution = strategy.run(graph, None)
+        solution = strategy.run(Task(graph))
     except InfeasibleBudget:
         raise
     except RematError as error:
@@ -127,7 +127,7 @@ def least(graph: Graph, strategy: Strategy) -> Schedule | None:
 def within(graph: Graph, strategy: Strategy, budget_bytes: int) -> Schedule | int:
     """The strategy's schedule for a budget, or the smallest peak that it says it can reach."""
     try:
-        return strategy.run(graph, budget_bytes).schedule
+        return strategy.run(Task(graph, budget_bytes)).schedule
     except InfeasibleBudget as error:
         return error.min_feasible_bytes or 0
 
@@ -218,7 +218,7 @@ def test_the_published_program_refuses_what_does_not_fit() -> None:
 def test_revolve_advances_as_often_as_griewank_and_walther(length: int, checkpoints: int) -> None:
     ones = [1] * length
     graph = stages(ones, ones, ones)
-    schedule = Revolve(checkpoints).run(graph, None).schedule
+    schedule = Revolve(checkpoints).run(Task(graph)).schedule
     again = sum(schedule.recomputed(graph).values())
     c = min(checkpoints, length)
     r = next(r for r in range(length + 1) if math.comb(c + r, c) >= length)
@@ -370,6 +370,6 @@ def test_lp_rounding_relaxes_everything() -> None:
     """The bound is that of fractions, not of a program in which some variables are integer."""
     graph = uneven(3)
     optimum = solve(graph, "75%", Exact())
-    found = LpRounding().run(graph, optimum.budget_bytes)
+    found = LpRounding().run(Task(graph, optimum.budget_bytes))
     assert found.bound is not None
     assert graph.total_cost_s < found.bound < optimum.time_s - 1e-3

@@ -13,7 +13,7 @@ from remat.errors import InfeasibleBudget
 from remat.graph import Graph, Operation, Value
 from remat.plan import Plan, Status
 from remat.strategies import Auto, Exact, Strategy
-from remat.strategies.base import Solution
+from remat.strategies.base import Solution, Task
 
 NEAR = Auto(order="off", threads=1, complete_slots=0)
 """On graphs of a dozen operations it offers nothing but what the schedules it knows run again."""
@@ -97,10 +97,10 @@ def test_what_no_schedule_fits_is_proved_infeasible(missed: Graph) -> None:
 def test_a_smallest_peak_is_proved_by_a_program_that_ends(
     missed: Graph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert Exact(threads=1).run(missed, None).proved
+    assert Exact(threads=1).run(Task(missed)).proved
     monkeypatch.setattr(highspy.Highs, "run", lambda self: highspy.HighsStatus.kError)
     graph = uneven_stages(2, 14)
-    found = Exact(threads=1).run(graph, None)
+    found = Exact(threads=1).run(Task(graph))
     assert not found.proved
     assert found.bound is not None
     assert found.bound < remat.simulate(graph, found.schedule).peak_bytes

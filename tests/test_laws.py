@@ -28,6 +28,7 @@ from remat.strategies import (
     KeepAll,
     LpRounding,
     Strategy,
+    Task,
 )
 
 DEFAULT = 30
@@ -185,7 +186,7 @@ def test_no_strategy_beats_exact_on_larger_graphs() -> None:
         for strategy in BEGINNERS:
             if exact is None:
                 continue
-            found = strategy.run(graph, budget, start=exact.schedule).schedule
+            found = strategy.run(Task(graph, budget, exact.schedule)).schedule
             assert simulate(graph, found).peak_bytes <= budget
             assert simulate(graph, found).time_s <= exact.time_s, "a known schedule is lost"
 

@@ -14,7 +14,7 @@ from remat.errors import SolverWarning
 from remat.graph import Graph
 from remat.schedule import Schedule
 from remat.strategies import near_search, search
-from remat.strategies.base import Solution
+from remat.strategies.base import Solution, Task
 from remat.strategies.near_search import NearSearch
 from remat.strategies.programs import Programs
 from remat.strategies.pursuit import Pursuit
@@ -106,13 +106,11 @@ class Moody:
     def __init__(self, fails: Callable[[int | None, Schedule | None], Exception | None]) -> None:
         self._fails = fails
 
-    def run(
-        self, graph: Graph, budget_bytes: int | None, *, start: Schedule | None = None, **_: object
-    ) -> Solution:
-        error = self._fails(budget_bytes, start)
+    def run(self, task: Task) -> Solution:
+        error = self._fails(task.budget_bytes, task.start)
         if error is not None:
             raise error
-        return remat.Exact(threads=1).run(graph, budget_bytes, start=start)
+        return remat.Exact(threads=1).run(task)
 
 
 def test_the_smallest_peak_is_kept_where_its_cost_is_not_improved() -> None:

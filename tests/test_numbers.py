@@ -15,11 +15,10 @@ from tests.test_solve import uneven
 from remat.errors import BudgetError, InfeasibleBudget, RematError
 from remat.graph import Graph, Operation, Value
 from remat.plan import Plan, Status
-from remat.progress import Cancel, ProgressCallback
 from remat.schedule import Schedule
 from remat.simulate import simulate
 from remat.solve import solve
-from remat.strategies import Auto, Exact, KeepAll, Solution, Strategy
+from remat.strategies import Auto, Exact, KeepAll, Solution, Strategy, Task
 
 LAWS = settings(
     max_examples=25,
@@ -262,16 +261,8 @@ class Claims:
     bound: float | None = None
     name: str = "claims"
 
-    def run(
-        self,
-        graph: Graph,
-        budget_bytes: int | None,
-        *,
-        start: Schedule | None = None,
-        progress: ProgressCallback | None = None,
-        cancel: Cancel | None = None,
-    ) -> Solution:
-        return Solution(Schedule.of((*range(len(graph)), 0)), self.bound)
+    def run(self, task: Task) -> Solution:
+        return Solution(Schedule.of((*range(len(task.graph)), 0)), self.bound)
 
 
 def test_a_schedule_over_the_budget_is_a_bug() -> None:

@@ -38,6 +38,7 @@ from remat.order.places import idle_until
 from remat.order.profile import Profile
 from remat.schedule import Schedule
 from remat.simulate import measure, simulate
+from remat.strategies import Task
 from remat.strategies.auto import Auto
 from remat.strategies.exact import Exact
 
@@ -177,7 +178,7 @@ def test_search_in_order_finds_the_optimum(seed: int) -> None:
     graph = layered(14, seed)
     floor_bytes = least_peak_bytes(graph)
     budget_bytes = (floor_bytes + 3 * measure(graph, Schedule.keep_all(graph))[0]) // 4
-    best = Exact(gap=0.0).run(graph, budget_bytes).schedule
+    best = Exact(gap=0.0).run(Task(graph, budget_bytes)).schedule
     found = search_in_order(graph, budget_bytes, Schedule.keep_all(graph), effort=20_000)
     assert measure(graph, found)[0] <= budget_bytes
     assert measure(graph, found)[1] == pytest.approx(measure(graph, best)[1])
@@ -194,7 +195,7 @@ def test_search_in_order_refuses_a_start_in_another_order() -> None:
 def test_auto_anneals_in_the_graph_order() -> None:
     graph = layered(60, seed=1)
     budget_bytes = int(0.75 * measure(graph, Schedule.keep_all(graph))[0])
-    found = Auto(order="off", time_limit=6.0, gap=1e-6).run(graph, budget_bytes)
+    found = Auto(order="off", time_limit=6.0, gap=1e-6).run(Task(graph, budget_bytes))
     assert found.schedule.keeps_order()
     assert measure(graph, found.schedule)[0] <= budget_bytes
     assert found.bound is not None

@@ -16,7 +16,7 @@ from remat.milp.incumbent import fitting
 from remat.schedule import Schedule
 from remat.simulate import measure, simulate
 from remat.solve import solve
-from remat.strategies import Auto, EveryK
+from remat.strategies import Auto, EveryK, Task
 from remat.strategies.quick import QUICK, quick_schedules
 
 LAWS = settings(
@@ -37,7 +37,7 @@ def never() -> bool:
 def test_auto_is_never_worse_than_a_quick_baseline(graph: Graph) -> None:
     for strategy in QUICK:
         try:
-            smallest_bytes, time_s = measure(graph, strategy.run(graph, None).schedule)
+            smallest_bytes, time_s = measure(graph, strategy.run(Task(graph)).schedule)
         except RematError:
             continue
         if smallest_bytes == 0:  # no budget
@@ -90,7 +90,7 @@ def test_quick_baselines_end_when_the_time_is_up() -> None:
     assert list(quick_schedules(graph, 1, stop)) == []
     assert calls <= 4
     with pytest.raises(RematError, match="cancelled before it found"):
-        EveryK().run(graph, 1, cancel=_Set())
+        EveryK().run(Task(graph, 1, cancel=_Set()))
 
 
 class _Set:

@@ -15,7 +15,7 @@ from remat.progress import Progress
 from remat.schedule import Schedule
 from remat.simulate import simulate
 from remat.solve import solve, sweep
-from remat.strategies import Auto, Exact, KeepAll, Strategy
+from remat.strategies import Auto, Exact, KeepAll, Strategy, Task
 
 GRAPHS = {"chain": chain(8, size=100), "long chain": chain(60, size=3), "uneven": None}
 STRATEGIES: tuple[Strategy, ...] = (
@@ -201,5 +201,5 @@ def test_a_start_in_another_order_does_not_seem_to_beat_the_bound() -> None:
     assert Schedule.keep_all(graph).keeps_order()
     baseline = simulate(graph, Schedule.keep_all(graph)).peak_bytes
     strategy = Auto(order="off", time_limit=3)
-    found = strategy.run(graph, baseline * 7 // 10, start=swapped)
+    found = strategy.run(Task(graph, baseline * 7 // 10, swapped))
     assert found.schedule.keeps_order()

@@ -21,7 +21,16 @@ from remat.plan import Plan, Status
 from remat.schedule import Schedule
 from remat.simulate import measure, simulate
 from remat.solve import solve, sweep
-from remat.strategies import Auto, CheckmateMilp, Exact, LpRounding, Solution, Strategy, ordered
+from remat.strategies import (
+    Auto,
+    CheckmateMilp,
+    Exact,
+    LpRounding,
+    Solution,
+    Strategy,
+    Task,
+    ordered,
+)
 from remat.strategies.near_search import NearSearch
 
 LONG = uneven_stages(2, 14)
@@ -238,7 +247,7 @@ def test_highs_fails_in_one_of_two_orders(monkeypatch: pytest.MonkeyPatch) -> No
         return real(self)
 
     monkeypatch.setattr(NearSearch, "least_peak", failing_in_the_second)
-    found = Auto(order="on", time_limit=20, threads=1).run(SHORT, None)
+    found = Auto(order="on", time_limit=20, threads=1).run(Task(SHORT))
     assert len(searches) == 2
     assert found.failure == {"solver_error": "HiGHS refused to run"}
 

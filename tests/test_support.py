@@ -18,6 +18,7 @@ from remat.milp.small import set_aside
 from remat.milp.support import support
 from remat.schedule import Schedule
 from remat.simulate import measure, simulate
+from remat.strategies.base import Task
 from remat.strategies.near_search import NearSearch
 from remat.strategies.programs import Programs
 from remat.strategies.refine import sift
@@ -161,7 +162,7 @@ def test_programs_decide_on_small_values_only_where_they_must() -> None:
 def test_the_smallest_peak_may_be_as_much_larger_as_the_strategy_tolerates() -> None:
     graph = with_statistics()
     auto = remat.Auto(time_limit=10.0, threads=1, complete_slots=0, peak_gap=0.1)
-    smallest_bytes = measure(graph, auto.run(graph, None).schedule)[0]
+    smallest_bytes = measure(graph, auto.run(Task(graph)).schedule)[0]
     plan = remat.solve(graph, "min", auto)
     assert plan.peak_bytes <= smallest_bytes * 1.1
     assert plan.budget_bytes in (smallest_bytes, int(smallest_bytes * 1.1))
@@ -171,12 +172,9 @@ def test_the_smallest_peak_may_be_as_much_larger_as_the_strategy_tolerates() -> 
 
 def search(graph: Graph, start: Schedule, reserve: float) -> NearSearch:
     return NearSearch(
-        graph,
+        Task(graph, start=start),
         remat.Auto(threads=1),
         lambda graph, known, _: slots.recombined(graph, known, region=100),
-        start=start,
-        progress=None,
-        cancel=None,
         stall=10.0,
         reserve=reserve,
     )

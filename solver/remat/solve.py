@@ -17,7 +17,7 @@ from remat.progress import Cancel, ProgressCallback
 from remat.schedule import Schedule
 from remat.simulate import measure, simulate
 from remat.strategies.auto import Auto
-from remat.strategies.base import Solution, Stats, Strategy
+from remat.strategies.base import Solution, Stats, Strategy, Task
 from remat.strategies.mishaps import tell
 from remat.trace import Trace
 
@@ -145,7 +145,7 @@ def _solve(
     )
     stats = {**stats, "strategy": strategy.name}
     if budget_bytes == "min":
-        smallest = strategy.run(graph, None, start=start, progress=progress, cancel=cancel)
+        smallest = strategy.run(Task(graph, None, start, progress, cancel))
         start = smallest.schedule
         budget_bytes = _near(simulate(graph, start).peak_bytes, smallest, strategy)
         stats["peak_search_s"] = time.monotonic() - began
@@ -155,7 +155,7 @@ def _solve(
         strategy = _with_what_is_left(strategy, time.monotonic() - began)
     told = _for_budget(progress, budget_bytes)
     try:
-        solution = strategy.run(graph, budget_bytes, start=start, progress=told, cancel=cancel)
+        solution = strategy.run(Task(graph, budget_bytes, start, told, cancel))
     except Exception as error:
         is_in_hand = start is not None and measure(graph, start)[0] <= budget_bytes
         if start is None or not is_in_hand or isinstance(error, InfeasibleBudget):

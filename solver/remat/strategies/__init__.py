@@ -2,7 +2,7 @@
 
 from remat.strategies.articulation import ArticulationPoints
 from remat.strategies.auto import Auto
-from remat.strategies.base import Solution, Strategy
+from remat.strategies.base import Solution, Strategy, Task
 from remat.strategies.checkmate import CheckmateMilp
 from remat.strategies.chen_greedy import ChenGreedy
 from remat.strategies.chen_sqrt import ChenSqrt
@@ -33,4 +33,5 @@ __all__ = [
     "Rotor",
     "Solution",
     "Strategy",
+    "Task",
 ]

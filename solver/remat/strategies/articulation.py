@@ -14,19 +14,18 @@ import networkx as nx
 
 from remat.errors import RematError
 from remat.graph import Graph
-from remat.progress import Cancel, ProgressCallback
-from remat.schedule import Schedule
-from remat.strategies.base import Solution
+from remat.strategies.base import Solution, Task
 from remat.strategies.checkpointed import cheapest, checkpointed_count
 from remat.strategies.chen_greedy import greedy
 from remat.strategies.chen_sqrt import cut_after, sqrt_ends
+from remat.strategies.options import Checked
 
 _BEHIND = 0.5
 """Of the forward time before an articulation point: so much falls off without it."""
 
 
 @dataclass(frozen=True)
-class ArticulationPoints:
+class ArticulationPoints(Checked):
     """`ChenSqrt` or `ChenGreedy` with segments that end in articulation points.
 
     Points that only hold a side branch, such as the making of a mask, do not count.
@@ -39,18 +38,10 @@ class ArticulationPoints:
         """As it appears in `Plan.stats`."""
         return f"ap_{self.variant}"
 
-    def run(
-        self,
-        graph: Graph,
-        budget_bytes: int | None,
-        *,
-        start: Schedule | None = None,
-        progress: ProgressCallback | None = None,
-        cancel: Cancel | None = None,
-    ) -> Solution:
+    def run(self, task: Task) -> Solution:
         """The cheapest fitting choice. Raises `RematError` without articulation points, and
         `InfeasibleBudget` where no choice fits."""
-        del start, progress
+        graph = task.graph
         points = articulation_points(graph)
         if not points:
             raise RematError(
@@ -62,7 +53,7 @@ class ArticulationPoints:
         else:
             ends = sqrt_ends([*points, checkpointed_count(graph) - 1])
             candidates = iter([(f"{len(ends)} checkpoints", cut_after(graph, ends))])
-        return cheapest(graph, budget_bytes, candidates, name=self.name, cancel=cancel)
+        return cheapest(task, candidates, name=self.name)
 
 
 def articulation_points(graph: Graph) -> list[int]:

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Annotated, Literal
 
 from remat.graph import Graph
 from remat.milp import slots
 from remat.milp.pulp_solvers import require
 from remat.milp.slots import Slots
-from remat.progress import Cancel, ProgressCallback
 from remat.schedule import Schedule
 from remat.strategies import ordered
-from remat.strategies.base import Solution
+from remat.strategies.base import Solution, Task
 from remat.strategies.near_search import NearSearch
+from remat.strategies.options import Checked, Seconds, Seed, Share, Threads, between
 
 _REGION = 100
 """Slots of an operation further apart than this many operations are no group. One group for all
@@ -29,7 +29,7 @@ _EVERY = (1, 2, 3, 4, 6, 8, 12, 16, 24)
 
 
 @dataclass(frozen=True)
-class Auto:
+class Auto(Checked):
     """Near-optimal plans for graphs of any size.
 
     `gap` is on total time: 0.005 ends the solve once the plan is proved to be within 0.5% of the
@@ -43,62 +43,44 @@ class Auto:
     operations are searched too; "auto" does so for graphs that are no training step.
     """
 
-    gap: float = 0.005
-    time_limit: float = 60.0
-    threads: int = 2
+    gap: Share = 0.005
+    time_limit: Seconds = 60.0
+    threads: Threads = 2
     solver: str = "HiGHS"
-    seed: int = 0
-    stall: float = 10.0
-    peak_gap: float = 0.01
-    complete_slots: int = 4_000
-    near_slots: int = 2_000
+    seed: Seed = 0
+    stall: Seconds = 10.0
+    peak_gap: Share = 0.01
+    complete_slots: Annotated[int, between(0, 1_000_000)] = 4_000
+    near_slots: Annotated[int, between(0, 1_000_000)] = 2_000
     order: Literal["auto", "on", "off"] = "auto"
 
-    @property
-    def name(self) -> str:
-        """As it appears in `Plan.stats`."""
-        return "auto"
+    name = "auto"
 
-    def run(
-        self,
-        graph: Graph,
-        budget_bytes: int | None,
-        *,
-        start: Schedule | None = None,
-        progress: ProgressCallback | None = None,
-        cancel: Cancel | None = None,
-    ) -> Solution:
+    def run(self, task: Task) -> Solution:
         """The cheapest schedule within the budget, or the one with the smallest peak. Raises
         `SolverError` if the solver is missing and no schedule is known to begin from."""
-        if start is None:
+        if task.start is None:
             require(self.solver)
 
-        def solve(graph: Graph, start: Schedule | None, time_limit: float) -> Solution:
+        graph = task.graph
+
+        def solve(task: Task, time_limit: float) -> Solution:
             search = NearSearch(
-                graph,
+                task,
                 replace(self, time_limit=time_limit),
                 self._offer,
-                start=start,
-                progress=progress,
-                cancel=cancel,
                 stall=self.stall,
                 peak_gap=self.peak_gap,
-                is_annealed=ordered.is_worthwhile(graph),
-                reserve=0.0 if self._is_complete(graph) else _RESERVE * self.gap,
+                is_annealed=ordered.is_worthwhile(task.graph),
+                reserve=0.0 if self._is_complete(task.graph) else _RESERVE * self.gap,
             )
-            return search.least_peak() if budget_bytes is None else search.least_cost(budget_bytes)
+            return search.answer()
 
         is_wanted = self.order == "on" or (self.order == "auto" and ordered.is_worthwhile(graph))
         if not is_wanted:
-            return solve(graph, start, self.time_limit)
-        limit, seed = self.time_limit, self.seed
-        if budget_bytes is None:
-            return ordered.least_peak(
-                graph, start, solve, time_limit=limit, seed=seed, cancel=cancel
-            )
-        return ordered.least_cost(
-            graph, budget_bytes, start, solve, time_limit=limit, seed=seed, cancel=cancel
-        )
+            return solve(task, self.time_limit)
+        in_any_order = ordered.least_peak if task.budget_bytes is None else ordered.least_cost
+        return in_any_order(task, solve, time_limit=self.time_limit, seed=self.seed)
 
     def _is_complete(self, graph: Graph) -> bool:
         return slots.complete_count(graph) <= self.complete_slots

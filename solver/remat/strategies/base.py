@@ -46,6 +46,22 @@ class Solution:
         return {key: why for key, why in self.stats.items() if key in FAILURES}
 
 
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What a strategy is asked for: a schedule of `graph` with a peak of at most `budget_bytes`,
+    constant memory included, or with the smallest peak that it can find, where that is None.
+
+    `start` is a schedule that is known to fit, to begin from. `progress` is called with a
+    `Progress` now and then; once `cancel` is set, what is known is wanted.
+    """
+
+    graph: Graph
+    budget_bytes: int | None = None
+    start: Schedule | None = None
+    progress: ProgressCallback | None = None
+    cancel: Cancel | None = None
+
+
 class Strategy(Protocol):
     """How to look for a schedule within a budget."""
 
@@ -54,18 +70,6 @@ class Strategy(Protocol):
         """As it appears in `Plan.stats`."""
         ...
 
-    def run(
-        self,
-        graph: Graph,
-        budget_bytes: int | None,
-        *,
-        start: Schedule | None = None,
-        progress: ProgressCallback | None = None,
-        cancel: Cancel | None = None,
-    ) -> Solution:
-        """A schedule of `graph` with a peak of at most `budget_bytes`, constant memory included.
-
-        With `budget_bytes=None`, one with the smallest peak it can find. `start` is a schedule
-        known to fit, to begin from. Raises `InfeasibleBudget` or `SolverTimeout`.
-        """
+    def run(self, task: Task) -> Solution:
+        """A schedule that does what `task` asks. Raises `InfeasibleBudget` or `SolverTimeout`."""
         ...

@@ -7,47 +7,40 @@ Jain et al.: Checkmate: breaking the memory wall with optimal tensor remateriali
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from remat.errors import RematError, SolverError, SolverTimeout
-from remat.graph import Graph
 from remat.milp import pulp_versions
 from remat.milp.highs import BulkHiGHS, HighsAnswer
 from remat.milp.outcome import Outcome
-from remat.progress import Cancel, ProgressCallback
+from remat.progress import Cancel
 from remat.schedule import Schedule
 from remat.simulate import measure
-from remat.strategies.base import Solution
+from remat.strategies.base import Solution, Task
 from remat.strategies.checkmate_program import Program
 from remat.strategies.infeasible import infeasible
+from remat.strategies.options import Checked, Seconds, Seed, Share, Threads, between
 
 _TIGHTENINGS = 5
 
 
 @dataclass(frozen=True)
-class CheckmateMilp:
+class CheckmateMilp(Checked):
     """The optimum over every schedule of the order, by the published program. Equivalent to
     `Exact`, which finds it sooner."""
 
-    gap: float = 0.0
-    time_limit: float = 300.0
-    threads: int = 2
-    seed: int = 0
-    max_operations: int = 80
-    name: str = "checkmate"
+    gap: Share = 0.0
+    time_limit: Seconds = 300.0
+    threads: Threads = 2
+    seed: Seed = 0
+    max_operations: Annotated[int, between(1, 1_000_000)] = 80
+    name = "checkmate"
 
-    def run(
-        self,
-        graph: Graph,
-        budget_bytes: int | None,
-        *,
-        start: Schedule | None = None,
-        progress: ProgressCallback | None = None,
-        cancel: Cancel | None = None,
-    ) -> Solution:
+    def run(self, task: Task) -> Solution:
         """The cheapest schedule within the budget, or the one with the smallest peak. Raises
         `RematError` for a graph that is too large, `InfeasibleBudget`, `SolverTimeout`, and
         `SolverError` where HiGHS fails and keeping everything does not fit."""
-        del start, progress
+        graph, budget_bytes, cancel = task.graph, task.budget_bytes, task.cancel
         if len(graph) > self.max_operations:
             raise RematError(
                 f"{self.name} is the published program with three binaries a pair, and takes up "
@@ -66,7 +59,7 @@ class CheckmateMilp:
                     raise
                 return Solution(keep_all, stats={"solver_error": str(error)})
             if answer.outcome is Outcome.INFEASIBLE and budget_bytes is not None:
-                smallest_bytes = measure(graph, self.run(graph, None, cancel=cancel).schedule)[0]
+                smallest_bytes = measure(graph, self.run(Task(graph, cancel=cancel)).schedule)[0]
                 reason = "no schedule of this order of the operations fits"
                 raise infeasible(graph, budget_bytes, smallest_bytes, reason, proved=attempt == 0)
             if answer.objective is None:

@@ -16,10 +16,9 @@ from collections.abc import Collection, Iterable, Sequence
 from remat.budget import format_bytes
 from remat.errors import RematError
 from remat.graph import Graph
-from remat.progress import Cancel
 from remat.schedule import Schedule
 from remat.simulate import measure
-from remat.strategies.base import Solution
+from remat.strategies.base import Solution, Task
 from remat.strategies.infeasible import infeasible
 
 Segments = Sequence[Sequence[int]]
@@ -173,13 +172,7 @@ def _over_the_order(builder: Builder, segments: Segments, dropped: Sequence[Sequ
 
 
 def cheapest(
-    graph: Graph,
-    budget_bytes: int | None,
-    candidates: Iterable[tuple[str, Schedule]],
-    *,
-    name: str,
-    cancel: Cancel | None = None,
-    is_sorted: bool = False,
+    task: Task, candidates: Iterable[tuple[str, Schedule]], *, name: str, is_sorted: bool = False
 ) -> Solution:
     """Of a strategy's candidates, each with the choice that made it, the cheapest within the
     budget; without one, the smallest peak. `is_sorted` says that the cheapest come first, so that
@@ -188,6 +181,7 @@ def cheapest(
     Raises `InfeasibleBudget` with the smallest peak of all, and `RematError` if cancelled before
     any was found.
     """
+    graph, budget_bytes, cancel = task.graph, task.budget_bytes, task.cancel
     best: tuple[tuple[float, float], str, Schedule] | None = None
     smallest_bytes: int | None = None
     tried: set[Schedule] = set()

@@ -10,40 +10,33 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 from remat.graph import Graph
-from remat.progress import Cancel, ProgressCallback
 from remat.schedule import Schedule
-from remat.strategies.base import Solution
+from remat.strategies.base import Solution, Task
 from remat.strategies.checkpointed import cheapest, checkpointed_count
 from remat.strategies.chen_sqrt import cut_after
+from remat.strategies.options import Checked, between
 
 _STEPS = 48
 
 
 @dataclass(frozen=True)
-class ChenGreedy:
+class ChenGreedy(Checked):
     """Algorithm 3 with `parameter_bytes` as b, or the best of a geometric grid if that is None.
 
     The grid reaches from the largest value to the whole forward pass, so it holds the paper's.
     """
 
-    parameter_bytes: int | None = None
-    name: str = "chen_greedy"
+    parameter_bytes: Annotated[int, between(0, 2**62)] | None = None
+    name = "chen_greedy"
 
-    def run(
-        self,
-        graph: Graph,
-        budget_bytes: int | None,
-        *,
-        start: Schedule | None = None,
-        progress: ProgressCallback | None = None,
-        cancel: Cancel | None = None,
-    ) -> Solution:
+    def run(self, task: Task) -> Solution:
         """The cheapest fitting b. Raises `InfeasibleBudget` where no b fits."""
-        del start, progress
-        candidates = greedy(graph, range(checkpointed_count(graph)), self.parameter_bytes)
-        return cheapest(graph, budget_bytes, candidates, name=self.name, cancel=cancel)
+        every = range(checkpointed_count(task.graph))
+        candidates = greedy(task.graph, every, self.parameter_bytes)
+        return cheapest(task, candidates, name=self.name)
 
 
 def greedy(

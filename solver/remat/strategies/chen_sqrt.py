@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from remat.graph import Graph
-from remat.progress import Cancel, ProgressCallback
 from remat.schedule import Schedule
-from remat.strategies.base import Solution
+from remat.strategies.base import Solution, Task
 from remat.strategies.checkpointed import (
     Segments,
     cheapest,
@@ -22,33 +21,24 @@ from remat.strategies.checkpointed import (
     forward_count,
     segmented,
 )
+from remat.strategies.options import Checked
 
 
 @dataclass(frozen=True)
-class ChenSqrt:
+class ChenSqrt(Checked):
     """sqrt(n) segments of the forward pass in its linear order, one choice without a parameter.
 
     For graphs that are no chain, every value that crosses a border is kept. The last segment is
     not dropped, as its backward pass follows at once.
     """
 
-    name: str = "chen_sqrt"
+    name = "chen_sqrt"
 
-    def run(
-        self,
-        graph: Graph,
-        budget_bytes: int | None,
-        *,
-        start: Schedule | None = None,
-        progress: ProgressCallback | None = None,
-        cancel: Cancel | None = None,
-    ) -> Solution:
+    def run(self, task: Task) -> Solution:
         """The one schedule there is; `InfeasibleBudget` if that does not fit."""
-        del start, progress
-        count = checkpointed_count(graph)
-        ends = sqrt_ends(range(count))
-        candidates = [(f"{len(ends)} checkpoints", cut_after(graph, ends))]
-        return cheapest(graph, budget_bytes, candidates, name=self.name, cancel=cancel)
+        ends = sqrt_ends(range(checkpointed_count(task.graph)))
+        candidates = [(f"{len(ends)} checkpoints", cut_after(task.graph, ends))]
+        return cheapest(task, candidates, name=self.name)
 
 
 def sqrt_ends(candidates: Sequence[int]) -> list[int]:

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from remat.graph import Graph
-from remat.progress import Cancel, ProgressCallback
-from remat.schedule import Schedule
-from remat.strategies.base import Solution
+from remat.strategies.base import Solution, Task
 from remat.strategies.blocks import blocks, consecutive
 from remat.strategies.chain import cut_points
 from remat.strategies.checkpointed import cheapest, checkpointed_count, segmented
+from remat.strategies.options import Checked, between
 
 _PIECES = 32
 _CHOICES = 64
 
 
 @dataclass(frozen=True)
-class EveryK:
+class EveryK(Checked):
     """torch.utils.checkpoint around each `k` consecutive blocks; the best `k` if that is None.
 
     Where the graph has no repeated blocks, pieces between cut points of the forward pass take
@@ -25,26 +25,17 @@ class EveryK:
     torch.utils.checkpoint.checkpoint_sequential, except that the last segment is no exception.
     """
 
-    k: int | None = None
-    name: str = "every_k"
+    k: Annotated[int, between(1, 1_000_000)] | None = None
+    name = "every_k"
 
-    def run(
-        self,
-        graph: Graph,
-        budget_bytes: int | None,
-        *,
-        start: Schedule | None = None,
-        progress: ProgressCallback | None = None,
-        cancel: Cancel | None = None,
-    ) -> Solution:
+    def run(self, task: Task) -> Solution:
         """The cheapest fitting `k`. Raises `InfeasibleBudget` where no `k` fits."""
-        del start, progress
-        found = _pieces(graph)
+        found = _pieces(task.graph)
         # A larger k recomputes the same operations with fewer borders: all k up to 64, then few.
         every = [k for k in range(1, len(found) + 1) if k <= _CHOICES or k == len(found)]
-        wanted = every if self.k is None else [max(1, self.k)]
-        candidates = ((f"k={k}", segmented(graph, consecutive(found, k))) for k in wanted)
-        return cheapest(graph, budget_bytes, candidates, name=self.name, cancel=cancel)
+        wanted = every if self.k is None else [self.k]
+        candidates = ((f"k={k}", segmented(task.graph, consecutive(found, k))) for k in wanted)
+        return cheapest(task, candidates, name=self.name)
 
 
 def _pieces(graph: Graph) -> list[tuple[int, ...]]:

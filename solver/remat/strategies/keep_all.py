@@ -4,31 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from remat.graph import Graph
-from remat.progress import Cancel, ProgressCallback
 from remat.schedule import Schedule
 from remat.simulate import simulate
-from remat.strategies.base import Solution
+from remat.strategies.base import Solution, Task
 from remat.strategies.infeasible import infeasible
+from remat.strategies.options import Checked
 
 
 @dataclass(frozen=True)
-class KeepAll:
+class KeepAll(Checked):
     """Every operation once. The fastest schedule there is, and the one with the largest peak."""
 
-    name: str = "keep_all"
+    name = "keep_all"
 
-    def run(
-        self,
-        graph: Graph,
-        budget_bytes: int | None,
-        *,
-        start: Schedule | None = None,
-        progress: ProgressCallback | None = None,
-        cancel: Cancel | None = None,
-    ) -> Solution:
+    def run(self, task: Task) -> Solution:
         """The graph's own order; `InfeasibleBudget` if that does not fit."""
-        del start, progress, cancel
+        graph, budget_bytes = task.graph, task.budget_bytes
         schedule = Schedule.keep_all(graph)
         peak_bytes = simulate(graph, schedule).peak_bytes
         if budget_bytes is not None and peak_bytes > budget_bytes:

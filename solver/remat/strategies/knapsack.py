@@ -10,20 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
 
 from remat.errors import RematError
 from remat.graph import Graph
-from remat.progress import Cancel, ProgressCallback
 from remat.schedule import Schedule
-from remat.strategies.base import Solution
+from remat.strategies.base import Solution, Task
 from remat.strategies.checkpointed import Builder, cheapest, forward_count
+from remat.strategies.options import Checked, between
 
 
 @dataclass(frozen=True)
-class Knapsack:
+class Knapsack(Checked):
     """A 0/1 knapsack over forward values; its budget is searched, so that the simulated peak fits.
 
     An item is the outputs of one operation: its worth is the operation's time, its weight their
@@ -31,30 +32,21 @@ class Knapsack:
     stays until its last reader.
     """
 
-    pieces: int = 1_000
-    choices: int = 50
-    name: str = "knapsack"
+    pieces: Annotated[int, between(1, 100_000)] = 1_000
+    choices: Annotated[int, between(1, 10_000)] = 50
+    name = "knapsack"
 
-    def run(
-        self,
-        graph: Graph,
-        budget_bytes: int | None,
-        *,
-        start: Schedule | None = None,
-        progress: ProgressCallback | None = None,
-        cancel: Cancel | None = None,
-    ) -> Solution:
+    def run(self, task: Task) -> Solution:
         """The cheapest fitting choice. Raises `RematError` without a backward pass, and
         `InfeasibleBudget` where no choice fits."""
-        del start, progress
-        count = forward_count(graph)
+        count = forward_count(task.graph)
         if count is None:
             raise RematError(
                 f"{self.name} saves values for a backward pass, and no operation is marked "
                 "`backward`: mark them, or use ChenSqrt"
             )
-        candidates = self._candidates(graph, count)
-        return cheapest(graph, budget_bytes, candidates, name=self.name, cancel=cancel)
+        candidates = self._candidates(task.graph, count)
+        return cheapest(task, candidates, name=self.name)
 
     def _candidates(self, graph: Graph, count: int) -> Iterator[tuple[str, Schedule]]:
         items = _items(graph, count)

@@ -14,8 +14,10 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
+from pydantic import Field
 
 from remat.errors import InfeasibleBudget, RematError, SolverError, SolverTimeout
 from remat.graph import Graph
@@ -23,12 +25,13 @@ from remat.milp import model, slots
 from remat.milp.highs import BulkHiGHS
 from remat.milp.model import Model
 from remat.milp.outcome import Outcome
-from remat.progress import Cancel, ProgressCallback
+from remat.progress import Cancel
 from remat.schedule import Schedule
 from remat.simulate import measure
-from remat.strategies.base import Solution, Stats
+from remat.strategies.base import Solution, Stats, Task
 from remat.strategies.checkpointed import cheapest
 from remat.strategies.infeasible import infeasible
+from remat.strategies.options import Checked, Seconds, Seed, Share, Threads, between
 from remat.strategies.rounding import held_shares, rounded
 
 _THRESHOLDS = (0.5, 0.25, 0.75)
@@ -37,7 +40,7 @@ _MORE = 0.2
 
 
 @dataclass(frozen=True)
-class LpRounding:
+class LpRounding(Checked):
     """Checkmate's approximation: deterministic rounding at 0.5 and other thresholds, and `samples`
     times at random, with one draw a value and one a stage and value by turns.
 
@@ -45,28 +48,23 @@ class LpRounding:
     refused: the relaxation has a row for each operand of n (n - 1) / 2 slots.
     """
 
-    allowances: tuple[float, ...] = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5)
-    samples: int = 10
-    seed: int = 0
-    time_limit: float = 300.0
-    threads: int = 2
-    max_operations: int = 400
-    name: str = "lp_rounding"
+    allowances: Annotated[
+        tuple[Share, ...],
+        Field(min_length=1, max_length=100, description="1 to 100 shares, at least 0 and below 1"),
+    ] = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5)
+    samples: Annotated[int, between(0, 10_000)] = 10
+    seed: Seed = 0
+    time_limit: Seconds = 300.0
+    threads: Threads = 2
+    max_operations: Annotated[int, between(1, 1_000_000)] = 400
+    name = "lp_rounding"
 
-    def run(
-        self,
-        graph: Graph,
-        budget_bytes: int | None,
-        *,
-        start: Schedule | None = None,
-        progress: ProgressCallback | None = None,
-        cancel: Cancel | None = None,
-    ) -> Solution:
+    def run(self, task: Task) -> Solution:
         """The cheapest fitting rounding of the first allowance with one; the bound is the
         relaxation's. Raises `RematError` for a graph that is too large, `InfeasibleBudget`,
         `SolverTimeout` where the relaxation takes too long, and `SolverError` where HiGHS fails
         before a rounding fits."""
-        del start, progress
+        graph, cancel = task.graph, task.cancel
         if len(graph) > self.max_operations:
             raise RematError(
                 f"{self.name} relaxes a program that grows with the square of the graph, and takes "
@@ -74,12 +72,12 @@ class LpRounding:
                 "`max_operations`"
             )
         until = time.monotonic() + self.time_limit
-        if budget_bytes is None:
+        if task.budget_bytes is None:
             failures: list[SolverError] = []
             candidates = self._least(graph, until, cancel, failures)
-            found = cheapest(graph, None, candidates, name=self.name)
+            found = cheapest(Task(graph), candidates, name=self.name)
             return Solution(found.schedule, stats={**found.stats, **_told(failures)})
-        return self._within(graph, budget_bytes, until, cancel)
+        return self._within(graph, task.budget_bytes, until, cancel)
 
     def _within(
         self, graph: Graph, budget_bytes: int, until: float, cancel: Cancel | None
@@ -90,7 +88,7 @@ class LpRounding:
 
         def best_of(candidates: Iterator[tuple[str, Schedule]]) -> Solution | None:
             try:
-                return cheapest(graph, budget_bytes, candidates, name=self.name)
+                return cheapest(Task(graph, budget_bytes), candidates, name=self.name)
             except InfeasibleBudget as error:
                 peaks_bytes.append(error.min_feasible_bytes or 0)
                 return None

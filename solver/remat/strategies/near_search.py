@@ -16,16 +16,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from remat.graph import Graph
 from remat.milp.advice import Advisor
 from remat.milp.backends import Outcome
 from remat.milp.incumbent import polish, prune
 from remat.milp.slots import Slots
 from remat.milp.small import set_aside
-from remat.progress import Cancel, ProgressCallback
 from remat.schedule import Schedule
 from remat.strategies.annealing import annealed
-from remat.strategies.base import Solution
+from remat.strategies.base import Solution, Task
 from remat.strategies.mishaps import tell
 from remat.strategies.programs import Options, Programs
 from remat.strategies.pursuit import Pursuit
@@ -76,28 +74,16 @@ class NearSearch(Search):
 
     def __init__(
         self,
-        graph: Graph,
+        task: Task,
         options: Options,
         offer: Offer,
         *,
-        start: Schedule | None,
-        progress: ProgressCallback | None,
-        cancel: Cancel | None,
         stall: float = math.inf,
         peak_gap: float = 0.0,
         is_annealed: bool = False,
         reserve: float = 0.0,
     ) -> None:
-        super().__init__(
-            graph,
-            options,
-            offer,
-            start=start,
-            progress=progress,
-            cancel=cancel,
-            stall=stall,
-            peak_gap=peak_gap,
-        )
+        super().__init__(task, options, offer, stall=stall, peak_gap=peak_gap)
         self.is_annealed = is_annealed
         self.reserve = reserve
         self.heuristics_share = _BEFORE_ANNEALING if is_annealed else _HEURISTICS

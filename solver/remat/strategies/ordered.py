@@ -17,7 +17,7 @@ from remat.order import first_runs, in_order, least_peak_order, reordered, searc
 from remat.progress import Cancel
 from remat.schedule import Schedule
 from remat.simulate import measure
-from remat.strategies.base import Solution
+from remat.strategies.base import Solution, Task
 
 _SHARE = 0.6
 
@@ -31,8 +31,8 @@ _MOVES_PER_OPERATION = 6_000
 _MOVES_PER_PAIR = 200
 """Small graphs need fewer."""
 
-Solve = Callable[[Graph, Schedule | None, float], Solution]
-"""Solves a graph in its order, from a schedule, within so many seconds."""
+Solve = Callable[[Task, float], Solution]
+"""Does a task in the graph's own order, within so many seconds."""
 
 
 def is_worthwhile(graph: Graph) -> bool:
@@ -40,29 +40,22 @@ def is_worthwhile(graph: Graph) -> bool:
     return graph.boundary is None and not any(o.backward for o in graph.operations)
 
 
-def least_cost(
-    graph: Graph,
-    budget_bytes: int,
-    start: Schedule | None,
-    solve: Solve,
-    *,
-    time_limit: float,
-    seed: int,
-    cancel: Cancel | None,
-) -> Solution:
+def least_cost(task: Task, solve: Solve, *, time_limit: float, seed: int) -> Solution:
     """The cheapest schedule found in any order; the bound holds for the order it came from, or for
     all orders where nothing runs twice. Raises `InfeasibleBudget` if nothing fits in any order
     tried."""
     began = time.monotonic()
+    graph, budget_bytes = task.graph, task.budget_bytes
+    assert budget_bytes is not None
     if least_peak_of_any_order_bytes(graph) > budget_bytes:
-        return solve(graph, start, time_limit)  # raises InfeasibleBudget
+        return solve(task, time_limit)  # raises InfeasibleBudget
     annealed = search_schedule(
         graph,
         budget_bytes,
-        Schedule.keep_all(graph) if start is None else start,
+        Schedule.keep_all(graph) if task.start is None else task.start,
         effort=_effort(graph, time_limit),
         seed=seed,
-        stop=_stop(began + _SHARE * time_limit, cancel),
+        stop=_stop(began + _SHARE * time_limit, task.cancel),
     )
     seconds = time.monotonic() - began
     peak_bytes, time_s = measure(graph, annealed)
@@ -73,7 +66,8 @@ def least_cost(
     permuted, back = reordered(graph, order)
     known = in_order(annealed, order) if fits else None
     try:
-        found = solve(permuted, known, max(1.0, _USABLE * time_limit - seconds))
+        in_order_now = replace(task, graph=permuted, start=known)
+        found = solve(in_order_now, max(1.0, _USABLE * time_limit - seconds))
     except (InfeasibleBudget, SolverTimeout):
         if not fits:
             raise
@@ -81,30 +75,23 @@ def least_cost(
     return replace(found, schedule=back(found.schedule), stats={**found.stats, "order_s": seconds})
 
 
-def least_peak(
-    graph: Graph,
-    start: Schedule | None,
-    solve: Solve,
-    *,
-    time_limit: float,
-    seed: int,
-    cancel: Cancel | None,
-) -> Solution:
+def least_peak(task: Task, solve: Solve, *, time_limit: float, seed: int) -> Solution:
     """The schedule with the smallest peak in the graph's order or in one that needs less."""
     began = time.monotonic()
+    graph = task.graph
     order = least_peak_order(
         graph,
         target_bytes=0,
         effort=_effort(graph, time_limit),
         seed=seed,
-        stop=_stop(began + _SHARE * time_limit, cancel),
+        stop=_stop(began + _SHARE * time_limit, task.cancel),
     )
     seconds = time.monotonic() - began
     left = max(1.0, (time_limit - seconds) / 2)
     permuted, back = reordered(graph, order)
-    found = solve(permuted, None, left)
+    found = solve(replace(task, graph=permuted, start=None), left)
     found = replace(found, schedule=back(found.schedule))
-    kept = solve(graph, start, left)
+    kept = solve(task, left)
     best = min(found, kept, key=lambda s: measure(graph, s.schedule)[0])
     failure = {**kept.failure, **found.failure}
     return replace(best, stats={**failure, **best.stats, "order_s": seconds})

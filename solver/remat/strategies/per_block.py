@@ -5,16 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from remat.errors import RematError
-from remat.graph import Graph
-from remat.progress import Cancel, ProgressCallback
-from remat.schedule import Schedule
-from remat.strategies.base import Solution
+from remat.strategies.base import Solution, Task
 from remat.strategies.blocks import blocks
 from remat.strategies.checkpointed import cheapest, segmented
+from remat.strategies.options import Checked
 
 
 @dataclass(frozen=True)
-class PerBlock:
+class PerBlock(Checked):
     """torch.utils.checkpoint (non-reentrant, with early stop) around each repeated block.
 
     Blocks come from the operations' module paths (see `remat.strategies.blocks`). What crosses a
@@ -22,24 +20,15 @@ class PerBlock:
     `model.gradient_checkpointing_enable()` of transformers.
     """
 
-    name: str = "per_block"
+    name = "per_block"
 
-    def run(
-        self,
-        graph: Graph,
-        budget_bytes: int | None,
-        *,
-        start: Schedule | None = None,
-        progress: ProgressCallback | None = None,
-        cancel: Cancel | None = None,
-    ) -> Solution:
+    def run(self, task: Task) -> Solution:
         """The one schedule there is. Raises `RematError` for a graph without numbered modules."""
-        del start, progress
-        found = blocks(graph)
+        found = blocks(task.graph)
         if not found:
             raise RematError(
                 "per_block needs repeated blocks, but no operation has a module path with a "
                 'number, such as "layers.0": use EveryK, or ChenSqrt'
             )
-        candidates = [(f"{len(found)} blocks", segmented(graph, found))]
-        return cheapest(graph, budget_bytes, candidates, name=self.name, cancel=cancel)
+        candidates = [(f"{len(found)} blocks", segmented(task.graph, found))]
+        return cheapest(task, candidates, name=self.name)

@@ -13,7 +13,7 @@ from remat.graph import Graph
 from remat.milp.incumbent import polish
 from remat.schedule import Schedule
 from remat.strategies.articulation import ArticulationPoints
-from remat.strategies.base import Strategy
+from remat.strategies.base import Strategy, Task
 from remat.strategies.chen_greedy import ChenGreedy
 from remat.strategies.every_k import EveryK
 from remat.strategies.knapsack import Knapsack
@@ -40,7 +40,7 @@ def quick_schedules(
         if stop():
             return
         try:
-            found = strategy.run(graph, budget_bytes, cancel=_When(stop))
+            found = strategy.run(Task(graph, budget_bytes, cancel=_When(stop)))
         except RematError:
             continue
         if budget_bytes is None:

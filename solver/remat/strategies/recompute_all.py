@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from remat.graph import Graph
-from remat.progress import Cancel, ProgressCallback
 from remat.schedule import Schedule
-from remat.strategies.base import Solution
+from remat.strategies.base import Solution, Task
 from remat.strategies.checkpointed import Builder, cheapest, forward_count
+from remat.strategies.options import Checked
 
 
 @dataclass(frozen=True)
-class RecomputeAll:
+class RecomputeAll(Checked):
     """Before each operation of the backward pass, everything that it reads is made again from the
     inputs, and dropped after it: quadratic time.
 
@@ -20,21 +20,11 @@ class RecomputeAll:
     Without a backward pass, each operation begins anew.
     """
 
-    name: str = "recompute_all"
+    name = "recompute_all"
 
-    def run(
-        self,
-        graph: Graph,
-        budget_bytes: int | None,
-        *,
-        start: Schedule | None = None,
-        progress: ProgressCallback | None = None,
-        cancel: Cancel | None = None,
-    ) -> Solution:
+    def run(self, task: Task) -> Solution:
         """The one schedule there is; `InfeasibleBudget` if that does not fit."""
-        del start, progress
-        schedule = _schedule(graph)
-        return cheapest(graph, budget_bytes, [("all", schedule)], name=self.name, cancel=cancel)
+        return cheapest(task, [("all", _schedule(task.graph))], name=self.name)
 
 
 def _schedule(graph: Graph) -> Schedule:

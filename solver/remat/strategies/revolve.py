@@ -13,44 +13,35 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Annotated
 
-from remat.graph import Graph
-from remat.progress import Cancel, ProgressCallback
 from remat.schedule import Schedule
-from remat.strategies.base import Solution
+from remat.strategies.base import Solution, Task
 from remat.strategies.chain import Chain, Sweep
 from remat.strategies.checkpointed import cheapest
+from remat.strategies.options import Checked, between
 
 
 @dataclass(frozen=True)
-class Revolve:
+class Revolve(Checked):
     """Binomial checkpointing with `checkpoints` states held, or the best number if that is None.
 
     Optimal for stages of equal time and size whose tape is as small as a state, which those of
     networks are not: see `Rotor`.
     """
 
-    checkpoints: int | None = None
-    name: str = "revolve"
+    checkpoints: Annotated[int, between(1, 1_000_000)] | None = None
+    name = "revolve"
 
-    def run(
-        self,
-        graph: Graph,
-        budget_bytes: int | None,
-        *,
-        start: Schedule | None = None,
-        progress: ProgressCallback | None = None,
-        cancel: Cancel | None = None,
-    ) -> Solution:
+    def run(self, task: Task) -> Solution:
         """The cheapest fitting number of checkpoints. Raises `RematError` if the graph is no
         chain, `InfeasibleBudget` where no number fits."""
-        del start, progress
-        chain = Chain.of(graph, name=self.name)
-        return cheapest(graph, budget_bytes, self._candidates(chain), name=self.name, cancel=cancel)
+        chain = Chain.of(task.graph, name=self.name)
+        return cheapest(task, self._candidates(chain), name=self.name)
 
     def _candidates(self, chain: Chain) -> Iterator[tuple[str, Schedule]]:
         length = len(chain.stages)
-        wanted = range(length, 0, -1) if self.checkpoints is None else [max(1, self.checkpoints)]
+        wanted = range(length, 0, -1) if self.checkpoints is None else [self.checkpoints]
         splits = _splits(length, max(wanted))
         for checkpoints in wanted:
             sweep = Sweep(chain)

@@ -19,17 +19,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
 
-from remat.graph import Graph
-from remat.progress import Cancel, ProgressCallback
 from remat.schedule import Schedule
-from remat.strategies.base import Solution
+from remat.strategies.base import Solution, Task
 from remat.strategies.chain import Chain, Sweep
 from remat.strategies.chain_costs import ChainCosts, Floats
 from remat.strategies.checkpointed import cheapest
+from remat.strategies.options import Checked, between
 
 _ALLOWANCE = 1.25
 """Sizes are rounded up and the peaks of different stages need not meet, so a schedule for more
@@ -40,29 +40,20 @@ _KEEP = 0
 
 
 @dataclass(frozen=True)
-class Rotor:
+class Rotor(Checked):
     """Beaumont's dynamic program, memory counted in `slots` pieces.
 
     Optimal among persistent schedules (a checkpoint stays until it is used) that keep of a stage
     its state, its whole tape, or nothing.
     """
 
-    slots: int = 500
-    name: str = "rotor"
+    slots: Annotated[int, between(1, 10_000)] = 500
+    name = "rotor"
 
-    def run(
-        self,
-        graph: Graph,
-        budget_bytes: int | None,
-        *,
-        start: Schedule | None = None,
-        progress: ProgressCallback | None = None,
-        cancel: Cancel | None = None,
-    ) -> Solution:
+    def run(self, task: Task) -> Solution:
         """The cheapest fitting of the program's schedules, one for each cost in its table. Raises
         `RematError` if the graph is no chain, `InfeasibleBudget` where none fits."""
-        del start, progress
-        chain = Chain.of(graph, name=self.name)
+        chain, budget_bytes = Chain.of(task.graph, name=self.name), task.budget_bytes
         costs = ChainCosts.of(chain)
         most_bytes = _keep_all_bytes(costs, self.slots)
         limits_bytes = [most_bytes]
@@ -71,9 +62,7 @@ class Rotor:
             limits_bytes = [int(budget_bytes * _ALLOWANCE), most_bytes]
         tables = (self._candidates(chain, costs, limit) for limit in limits_bytes)
         candidates = itertools.chain.from_iterable(tables)
-        return cheapest(
-            graph, budget_bytes, candidates, name=self.name, cancel=cancel, is_sorted=True
-        )
+        return cheapest(task, candidates, name=self.name, is_sorted=True)
 
     def _candidates(
         self, chain: Chain, costs: ChainCosts, limit_bytes: int

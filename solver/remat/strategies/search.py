@@ -22,10 +22,9 @@ from remat.milp.backends import Answer, Outcome
 from remat.milp.bound import least_peak_bytes
 from remat.milp.incumbent import Rated, fitting, polish, prune, smallest
 from remat.milp.slots import Slots
-from remat.progress import Cancel, ProgressCallback
 from remat.schedule import Schedule
 from remat.simulate import simulate
-from remat.strategies.base import Solution
+from remat.strategies.base import Solution, Task
 from remat.strategies.infeasible import infeasible
 from remat.strategies.mishaps import T, attempt
 from remat.strategies.programs import Options, Programs
@@ -68,27 +67,32 @@ class Search:
 
     def __init__(
         self,
-        graph: Graph,
+        task: Task,
         options: Options,
         offer: Offer,
         *,
-        start: Schedule | None,
-        progress: ProgressCallback | None,
-        cancel: Cancel | None,
         stall: float = math.inf,
         peak_gap: float = 0.0,
     ) -> None:
-        self.graph = graph
+        self.graph = graph = task.graph
+        self.budget_bytes = task.budget_bytes
         self.options = options
         self.offer = offer
         # Bounds are for the graph's order: a schedule in another would seem to beat them.
+        start = task.start
         self.start = start if start is not None and start.keeps_order() else None
         self.found: list[Schedule] = []
         """Schedules within the budget that eviction goes on from, beside the start."""
         self.peak_gap = peak_gap
-        self.programs = Programs(graph, options, progress, cancel, stall, peak_gap)
+        self.programs = Programs(graph, options, task.progress, task.cancel, stall, peak_gap)
         self.stats = self.programs.stats
         self.floor_bytes = least_peak_bytes(graph)
+
+    def answer(self) -> Solution:
+        """What the task asks for. Raises `InfeasibleBudget`."""
+        return (
+            self.least_peak() if self.budget_bytes is None else self.least_cost(self.budget_bytes)
+        )
 
     def least_cost(self, budget_bytes: int) -> Solution:
         """The cheapest schedule within the budget. Raises `InfeasibleBudget`."""

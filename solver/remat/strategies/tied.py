@@ -21,6 +21,7 @@ from remat.milp.repeats import Repeats
 from remat.milp.slots import Slots
 from remat.milp.ties import Ties
 from remat.schedule import Schedule
+from remat.strategies.base import Task
 from remat.strategies.per_block import PerBlock
 from remat.strategies.programs import Programs
 
@@ -109,7 +110,7 @@ def _levels(graph: Graph, blocks: Repeats, offered: Slots) -> Iterator[Ties]:
 def _per_block(programs: Programs, offered: Slots, budget_bytes: int) -> Schedule | None:
     """Checkpointing each block, which treats all of them alike, if it fits."""
     try:
-        schedule = PerBlock().run(programs.graph, None).schedule
+        schedule = PerBlock().run(Task(programs.graph)).schedule
     except RematError:
         return None
     if programs.peak(schedule) > budget_bytes or offered.locate(schedule) is None:
