@@ -50,7 +50,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "solver/remat/frontend/step.py": ("test_runtime", "test_plain_modules"),
     "solver/remat/frontend/guards.py": ("test_runtime",),
     "solver/remat/frontend/cost_key.py": ("test_cost_cache", "test_measure"),
-    "server/remat_server/auth.py": ("test_access", "test_service"),
+    "server/remat_server/auth.py": ("test_gate", "test_access"),
     "server/remat_server/store/leases.py": ("test_leases", "test_store"),
 }
 """Each module, and the test files that are about it."""
