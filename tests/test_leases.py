@@ -40,6 +40,20 @@ def test_jobs_are_claimed_in_order(database: Database) -> None:
     assert claim(database, "w") is None
 
 
+def test_a_job_is_free_that_a_claim_would_find(database: Database) -> None:
+    def is_any_free() -> bool:
+        with database.read() as connection:
+            return leases.is_any_free(connection, ())
+
+    assert not is_any_free()
+    submitted(database)
+    assert is_any_free()
+    claimed(database, "w")
+    assert not is_any_free()
+    expire(database)
+    assert is_any_free()
+
+
 def test_two_claimers_never_get_the_same_job(database: Database) -> None:
     ids = {submitted(database, content=f"c{i}") for i in range(24)}
 
