@@ -281,6 +281,13 @@ def test_what_few_slots_do_not_hold_is_not_proved_infeasible() -> None:
     assert 50 < smallest_bytes <= 54
 
 
+def test_a_peak_within_its_gap_excludes_no_smaller_one() -> None:
+    """48 bytes can be reached; a program that may be off by half of it ends before."""
+    with pytest.raises(InfeasibleBudget, match="no proof that there is none") as error:
+        searching(STAGES, Offers(), peak_gap=0.5)._reach(48)
+    assert not error.value.is_proved
+
+
 def test_what_there_was_no_time_for_is_not_proved_infeasible() -> None:
     """A tenth of a second is the least that a solver has, and far too little for this."""
     graph = chain(40)
@@ -308,7 +315,8 @@ def test_what_is_within_the_gap() -> None:
     """Of total time; and well within is a tenth of it."""
     at_work = searching(CHAIN, Offers(), replace(EXACT, gap=0.2))
     assert at_work._is_within_gap(100.0, 80.0)
-    assert not at_work._is_within_gap(100.0, 79.0)
+    for bound_s in (79.0, 50.0, 1.0):
+        assert not at_work._is_within_gap(100.0, bound_s)
     assert at_work._is_well_within_gap(100.0, 98.0)
     assert not at_work._is_well_within_gap(100.0, 97.0)
     for is_within in (at_work._is_within_gap, at_work._is_well_within_gap):
