@@ -156,6 +156,17 @@ def test_a_schedule_over_few_slots_may_meet_the_bound_of_the_order() -> None:
     assert found.proved
 
 
+def test_a_program_over_all_slots_that_ends_is_a_proof(cancelled: threading.Event) -> None:
+    """Also where its bound is less than the time by what it rounds; and one that did not, is none."""
+    found = searching(STAGES, Offers()).least_cost(57)
+    assert found.bound == pytest.approx(time_s(STAGES, found.schedule))
+    assert found.proved
+    found = searching(STAGES, Offers(), cancel=cancelled).least_cost(57)
+    assert found.bound is not None
+    assert found.bound < time_s(STAGES, found.schedule)
+    assert not found.proved
+
+
 def test_what_came_to_nothing_proves_nothing() -> None:
     best = Schedule.keep_all(CHAIN)
     nothing = OverSlots.none(best)
