@@ -157,7 +157,7 @@ def test_a_schedule_over_few_slots_may_meet_the_bound_of_the_order() -> None:
 
 
 def test_a_program_over_all_slots_that_ends_is_a_proof(cancelled: threading.Event) -> None:
-    """Also where its bound is less than the time by what it rounds. One that did not end is none."""
+    """Also where its bound is less than the time by what it rounds. One that did not is none."""
     found = searching(STAGES, Offers()).least_cost(57)
     assert found.bound == pytest.approx(time_s(STAGES, found.schedule))
     assert found.proved
