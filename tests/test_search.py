@@ -102,7 +102,8 @@ def test_less_than_some_operation_needs_is_proved_infeasible() -> None:
 
 def test_what_the_bound_proves_needs_no_program() -> None:
     offers = Offers()
-    found = searching(CHAIN, offers, replace(EXACT, gap=1e-3)).least_cost(5)
+    dear = searching(CHAIN, Offers()).least_cost(3).schedule
+    found = searching(CHAIN, offers, replace(EXACT, gap=1e-3), start=dear).least_cost(5)
     assert offers.asked == []
     assert time_s(CHAIN, found.schedule) == 20.0
     assert found.bound == pytest.approx(20.0)
