@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from tests import sides
+
+if TYPE_CHECKING:
+    from remat_server.store.database import Database
 
 try:
     from hypothesis import HealthCheck, settings
@@ -37,6 +42,30 @@ def postgres_url() -> Iterator[str]:
         Path(directory).chmod(0o755)
         with postgres.running(Path(directory)) as url:
             yield url
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """An empty store, on SQLite and on PostgreSQL."""
+    from tests import postgres
+
+    with ExitStack() as stack:
+        if request.param == "sqlite":
+            yield f"sqlite:///{tmp_path / 'jobs.sqlite'}"
+        else:
+            server = request.getfixturevalue("postgres_url")
+            yield stack.enter_context(postgres.fresh_database(server))
+
+
+@pytest.fixture
+def database(url: str) -> Iterator[Database]:
+    """A store with its tables."""
+    from remat_server.store.database import Database
+
+    found = Database(url)
+    found.migrate()
+    yield found
+    found.close()
 
 
 collect_ignore = [

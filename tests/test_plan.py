@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import FrozenInstanceError
 from pathlib import Path
 
 import pytest
@@ -11,13 +12,77 @@ from tests.graphs import chain
 from remat.errors import DocumentError, RematError
 from remat.plan import Plan, Status
 from remat.schedule import Schedule
+from remat.simulate import simulate
 from remat.solve import solve
-from remat.strategies.base import Solution
+from remat.strategies.base import BoundScope, Solution
 
 
 @pytest.fixture(scope="module")
 def plan() -> Plan:
     return solve(chain(8, size=1 << 20, cost=0.001), "60%")
+
+
+@pytest.fixture(scope="module")
+def kept() -> Plan:
+    """What uses its budget to the last byte, and is proved to the last second."""
+    graph = chain(3)
+    schedule = Schedule.keep_all(graph)
+    solution = Solution(schedule, graph.total_cost_s, "all orders", True)
+    return Plan.of(graph, simulate(graph, schedule).peak_bytes, solution, {"solver": "none"})
+
+
+def test_a_plan_does_not_change(kept: Plan) -> None:
+    with pytest.raises(FrozenInstanceError):
+        kept.peak_bytes = 0  # type: ignore[misc]
+    same = Plan.from_json(kept.to_json())
+    assert len({kept, same}) == 1, "so it can be a key"
+
+
+def test_a_plan_may_use_all_its_budget_and_be_proved_to_the_end(kept: Plan) -> None:
+    assert kept.peak_bytes == kept.budget_bytes
+    assert kept.lower_bound == kept.overhead == kept.gap == 0.0
+    assert Plan.from_json(kept.to_json()) == kept
+
+
+@pytest.mark.parametrize(
+    ("scope", "proved", "status"),
+    [
+        ("slots", True, "FEASIBLE"),
+        ("slots", False, "FEASIBLE"),
+        ("order", True, "OPTIMAL"),
+        ("order", False, "FEASIBLE"),
+        ("all orders", True, "OPTIMAL"),
+        ("all orders", False, "FEASIBLE"),
+    ],
+)
+def test_a_plan_is_optimal_by_a_proof_for_its_order(
+    kept: Plan, scope: BoundScope, proved: bool, status: str
+) -> None:
+    """Of a solution, and of a document: of one over slots there are some that say otherwise."""
+    solution = Solution(kept.schedule, kept.baseline_time_s, scope, proved)
+    plan = Plan.of(kept.graph, kept.budget_bytes, solution, {})
+    assert plan.status.name == status
+    claimed = _with(plan.to_json(), status="OPTIMAL" if proved else "FEASIBLE")
+    assert Plan.from_json(claimed) == plan
+
+
+def test_what_is_not_proved_has_no_gap(kept: Plan) -> None:
+    plan = Plan.of(kept.graph, kept.budget_bytes, Solution(kept.schedule), {})
+    assert plan.lower_bound is None
+    assert plan.gap is None
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_overhead_and_gap_are_shares_of_time() -> None:
+    """Of what is longer than the step itself, too: each activation runs four times more."""
+    graph = chain(4)
+    schedule = Schedule.of([*range(4), *([*range(1, 4)] * 4), *range(4, 8)])
+    solution = Solution(schedule, 11.0, "order")
+    plan = Plan.of(graph, simulate(graph, schedule).peak_bytes, solution, {})
+    assert (plan.baseline_time_s, plan.time_s) == (8.0, 20.0)
+    assert plan.overhead == pytest.approx(12 / 8)
+    assert plan.lower_bound == pytest.approx(3 / 8)
+    assert plan.gap == pytest.approx((20 - 11) / 20)
 
 
 def test_a_graph_without_costs_has_no_overhead() -> None:
@@ -70,6 +135,32 @@ def test_a_damaged_document_is_refused(plan: Plan) -> None:
 def test_a_forged_document_is_refused(plan: Plan, key: str, value: object) -> None:
     with pytest.raises(DocumentError):
         Plan.from_json(_with(plan.to_json(), **{key: value}))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("budget_bytes", -1),
+        ("baseline_peak_bytes", -1),
+        ("time_s", -0.5),
+        ("lower_bound", -0.5),
+        ("runs", [-1]),
+    ],
+)
+def test_a_number_below_zero_is_refused_by_name(plan: Plan, key: str, value: object) -> None:
+    with pytest.raises(DocumentError, match=rf"{key}.* greater than or equal to 0"):
+        Plan.from_json(_with(plan.to_json(), **{key: value}))
+
+
+def test_documents_of_before_are_read(plan: Plan) -> None:
+    """What the first documents do not have is what it was then: no order that counts, no memory
+    of libraries. They are of the version that there still is."""
+    document = json.loads(plan.to_json())
+    assert document["version"] == 1
+    del document["graph"]["library_bytes"]
+    for operation in document["graph"]["operations"]:
+        del operation["sequenced"]
+    assert Plan.from_json(json.dumps(document)) == plan
 
 
 @pytest.mark.parametrize("key", ["peak_bytes", "baseline_peak_bytes", "time_s", "baseline_time_s"])

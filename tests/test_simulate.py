@@ -70,7 +70,10 @@ def test_a_wrong_schedule_is_refused() -> None:
 
 def test_an_empty_graph_has_its_constant_memory() -> None:
     graph = Graph((), (), constant_bytes=12)
-    assert simulate(graph, Schedule(())).peak_bytes == 12
+    timeline = simulate(graph, Schedule(()))
+    assert timeline.peak_bytes == 12
+    assert timeline.peak_run == 0
+    assert (timeline.before_bytes, timeline.after_bytes, timeline.copies) == ((), (), ())
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)

@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import gzip
 import subprocess
 import sys
-import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, TypeVar
 
 import pytest
 import sqlalchemy as sa
@@ -23,52 +16,30 @@ from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy.exc import IntegrityError
 from tests import postgres
+from tests.stores import (
+    age,
+    answer,
+    at_once,
+    claim,
+    claimed,
+    finish,
+    kinds,
+    new,
+    numbers,
+    report,
+    status,
+    submitted,
+    viewed,
+)
 
 from remat.errors import ServiceError
-from remat.wire import JobView
 from remat_server.store import database as databases
 from remat_server.store import events, jobs, keys, leases, tallies, upkeep
 from remat_server.store.database import Database, now
-from remat_server.store.jobs import IdempotencyConflict, NewJob
+from remat_server.store.jobs import IdempotencyConflict
 from remat_server.store.tables import metadata
 
-T = TypeVar("T")
-
 MIGRATIONS = Path(databases.__file__).parent / "migrations"
-REQUEST = gzip.compress(b"{}", mtime=0)
-SUMMARY = {
-    "status": "OPTIMAL",
-    "budget_bytes": 3,
-    "peak_bytes": 2,
-    "baseline_peak_bytes": 4,
-    "time_s": 1.5,
-    "baseline_time_s": 1.0,
-    "overhead": 0.5,
-    "lower_bound": 0.5,
-    "gap": 0.002,
-    "operations": 7,
-    "library_bytes": 0,
-}
-
-
-@pytest.fixture(params=["sqlite", "postgresql"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    """An empty store."""
-    with ExitStack() as stack:
-        if request.param == "sqlite":
-            yield f"sqlite:///{tmp_path / 'jobs.sqlite'}"
-        else:
-            server = request.getfixturevalue("postgres_url")
-            yield stack.enter_context(postgres.fresh_database(server))
-
-
-@pytest.fixture
-def database(url: str) -> Iterator[Database]:
-    """A store with its tables."""
-    found = Database(url)
-    found.migrate()
-    yield found
-    found.close()
 
 
 # -- migrations -------------------------------------------------------------------------------
@@ -229,218 +200,6 @@ def test_a_database_without_an_encoding_holds_text(postgres_url: str) -> None:
         with database.read() as connection:
             assert [key.name for key in keys.listed(connection)] == ["Jürgen"]
         database.close()
-
-
-# -- claiming ---------------------------------------------------------------------------------
-
-
-def test_jobs_are_claimed_in_order(database: Database) -> None:
-    ids = [submitted(database, content=f"c{i}") for i in range(3)]
-    assert [claimed(database, "w").id for _ in ids] == ids
-    assert claim(database, "w") is None
-
-
-def test_two_claimers_never_get_the_same_job(database: Database) -> None:
-    ids = {submitted(database, content=f"c{i}") for i in range(24)}
-
-    def take(number: int) -> list[str]:
-        mine = []
-        while True:
-            job = claim(database, f"w{number}")
-            if job is not None:
-                mine.append(job.id)
-                continue
-            with database.read() as connection:
-                if not leases.is_any_free(connection, ()):
-                    return mine
-
-    taken = at_once(take, 4)
-    assert Counter(id for each in taken for id in each) == Counter(ids)
-    with database.read() as connection:
-        for number, mine in enumerate(taken):
-            assert leases.still_held(connection, f"w{number}", list(ids)) == set(mine)
-
-
-def test_a_job_goes_only_where_its_device_is(database: Database) -> None:
-    id = submitted(database, needs="cuda")
-    assert claim(database, "plain") is None
-    assert claim(database, "plain", devices=("cpu",)) is None
-    job = claim(database, "gpu", devices=("cpu", "cuda"))
-    assert (job.id, job.needs) == (id, "cuda")
-
-
-def test_what_is_being_solved_is_not_solved_twice(database: Database) -> None:
-    first, second = submitted(database, content="same"), submitted(database, content="same")
-    assert claimed(database, "w").id == first
-    assert claim(database, "v") is None
-    assert finish(database, "w", first)
-    assert claim(database, "v") is None
-    assert status(database, second) == "succeeded"
-    with database.read() as connection:
-        assert answer(connection, second) == b"body"
-
-
-def test_what_failed_once_is_tried_for_the_next_who_asks(database: Database) -> None:
-    first, second = submitted(database, content="same"), submitted(database, content="same")
-    claimed(database, "w")
-    assert finish(database, "w", first, status="failed", problem={"detail": "no"})
-    assert claimed(database, "w").id == second
-
-
-# -- leases -----------------------------------------------------------------------------------
-
-
-def test_a_job_whose_lease_ended_is_claimed_again(database: Database) -> None:
-    id = submitted(database)
-    assert claimed(database, "dead").attempts == 1
-    assert claim(database, "alive") is None
-    expire(database)
-    again = claimed(database, "alive")
-    assert (again.id, again.attempts, again.request) == (id, 2, REQUEST)
-    with database.write() as connection:
-        assert leases.renew(connection, "dead", [id], 15.0) == set()
-    with database.read() as connection:
-        assert leases.still_held(connection, "dead", [id]) == set()
-
-
-def test_a_renewed_lease_does_not_end(database: Database) -> None:
-    id = submitted(database)
-    claimed(database, "w")
-    expire(database)
-    with database.write() as connection:
-        assert leases.renew(connection, "w", [id, "another"], 15.0) == {id}
-        assert leases.renew(connection, "w", [], 15.0) == set()
-    assert claim(database, "v") is None
-
-
-def test_progress_and_start_are_those_of_the_attempt(database: Database) -> None:
-    id = submitted(database)
-
-    def seen() -> tuple[JobView, float, float]:
-        with database.read() as connection:
-            found = viewed(connection, id)
-        return found, found.started_at or 0.0, found.finished_at or 0.0
-
-    claimed(database, "dead")
-    report(database, "dead", id)
-    job, first, _ = seen()
-    assert job.progress is not None
-    assert job.created_at <= first
-    expire(database)
-    time.sleep(0.01)
-    claimed(database, "alive")
-    job, second, _ = seen()
-    assert job.progress is None
-    assert first < second
-    assert finish(database, "alive", id)
-    job, last, end = seen()
-    assert job.created_at <= last == second <= end
-
-
-def test_every_change_of_a_job_is_another_revision(database: Database) -> None:
-    """Of which its ETag is made."""
-    id, other = submitted(database, content="a"), submitted(database, content="b")
-
-    def revision(id: str = id) -> int:
-        with database.read() as connection:
-            found = jobs.view(connection, "ann", id)
-        assert found is not None
-        return found[1]
-
-    def give_back() -> None:
-        with database.write() as connection:
-            leases.give_back(connection, "w", [id])
-
-    seen = [revision()]
-    for change in (
-        lambda: claimed(database, "w"),
-        lambda: report(database, "w", id),
-        give_back,
-        lambda: claimed(database, "w"),
-        lambda: finish(database, "w", id),
-    ):
-        change()
-        seen.append(revision())
-    assert seen == sorted(set(seen))
-    before = revision(other)
-    with database.write() as connection:
-        jobs.cancel(connection, "ann", other)
-    assert revision(other) > before
-    assert revision() == seen[-1], "nothing of it has changed"
-
-
-def test_only_who_holds_a_job_can_finish_or_report(database: Database) -> None:
-    id = submitted(database)
-    claimed(database, "dead")
-    expire(database)
-    claimed(database, "alive")
-    before = numbers(database, id)
-    report(database, "dead", id)
-    assert not finish(database, "dead", id)
-    assert numbers(database, id) == before
-    assert status(database, id) == "running"
-    assert finish(database, "alive", id)
-    assert not finish(database, "alive", id), "it has ended"
-    assert status(database, id) == "succeeded"
-
-
-def test_one_of_two_finishers_wins(database: Database) -> None:
-    id = submitted(database)
-    claimed(database, "w")
-    assert sorted(at_once(lambda _: finish(database, "w", id), 4)) == [False, False, False, True]
-    assert kinds(database, id) == ["status", "status", "status", "done"]
-
-
-def test_finished_jobs_hold_no_request(database: Database) -> None:
-    id = submitted(database)
-    claimed(database, "w")
-    finish(database, "w", id)
-    with database.read() as connection:
-        row = connection.execute(sa.text("SELECT request, worker, lease_until FROM jobs")).one()
-        assert answer(connection, id) == b"body"
-        view = viewed(connection, id)
-    assert tuple(row) == (None, None, None)
-    assert view.summary[0].model_dump() == SUMMARY
-
-
-def test_a_better_schedule_is_an_event_of_its_own(database: Database) -> None:
-    id = submitted(database)
-    claimed(database, "w")
-    report(database, "w", id)
-    with database.write() as connection:
-        leases.report(connection, "w", id, {"phase": "cost"}, is_incumbent=True)
-    assert kinds(database, id)[-2:] == ["progress", "incumbent"]
-
-
-def test_a_job_given_back_is_queued_again(database: Database) -> None:
-    id = submitted(database)
-    claimed(database, "w")
-    with database.write() as connection:
-        leases.give_back(connection, "another", [id])
-    assert status(database, id) == "running"
-    with database.write() as connection:
-        leases.give_back(connection, "w", [id])
-    assert status(database, id) == "queued"
-    assert claimed(database, "w").attempts == 1, "a drained worker is no attempt"
-    with database.write() as connection:
-        leases.give_back(connection, "w", [id], is_attempt=True)
-    assert claimed(database, "w").attempts == 2
-
-
-def test_a_job_that_loses_every_worker_fails(database: Database) -> None:
-    id = submitted(database)
-    for _ in range(2):
-        claimed(database, "w")
-        expire(database)
-    with database.write() as connection:
-        assert upkeep.fail_hopeless(connection, attempts=3) == []
-        assert upkeep.fail_hopeless(connection, attempts=2) == [id]
-    with database.read() as connection:
-        job = viewed(connection, id)
-    assert job.status == "failed"
-    assert job.problem is not None
-    assert job.problem.type.endswith("worker-lost")
-    assert kinds(database, id)[-1] == "done"
 
 
 # -- users ------------------------------------------------------------------------------------
@@ -612,39 +371,6 @@ def test_an_answer_that_a_later_job_shows_is_kept(database: Database) -> None:
         assert viewed(connection, second).summary != ()
 
 
-def test_workers_come_and_go(database: Database) -> None:
-    with database.write() as connection:
-        leases.present(connection, "a", ("cpu",), 2)
-        leases.present(connection, "a", ("cpu", "cuda"), 4)
-        leases.present(connection, "b", (), 1)
-    with database.read() as connection:
-        assert leases.worker_count(connection, 60.0) == 2
-        assert leases.devices_present(connection, 15.0) == {"cpu", "cuda"}
-        assert leases.worker_count(connection, -1.0) == 0
-    with database.write() as connection:
-        leases.leave(connection, "a")
-    with database.read() as connection:
-        assert leases.worker_count(connection, 60.0) == 1
-        assert leases.devices_present(connection, 15.0) == set()
-
-
-def test_workers_that_are_silent_are_not_there(database: Database) -> None:
-    def seen() -> tuple[int, set[str]]:
-        with database.read() as connection:
-            count = leases.worker_count(connection, 60.0)
-            return count, leases.devices_present(connection, 60.0)
-
-    with database.write() as connection:
-        leases.present(connection, "a", ("cpu",), 1)
-        leases.present(connection, "b", ("cuda",), 1)
-    assert seen() == (2, {"cpu", "cuda"})
-    age(database, 120.0)
-    assert seen() == (0, set())
-    with database.write() as connection:
-        leases.present(connection, "a", ("cpu",), 1)
-    assert seen() == (1, {"cpu"})
-
-
 # -- events -----------------------------------------------------------------------------------
 
 
@@ -743,18 +469,6 @@ def test_keys(database: Database) -> None:
 # -- helpers ----------------------------------------------------------------------------------
 
 
-def at_once(act: Callable[[int], T], times: int) -> list[T]:
-    """What `act` returns for 0, 1, ... when all begin together."""
-    gate = threading.Barrier(times)
-
-    def begin(number: int) -> T:
-        gate.wait(timeout=30)
-        return act(number)
-
-    with ThreadPoolExecutor(times) as pool:
-        return [each.result() for each in [pool.submit(begin, i) for i in range(times)]]
-
-
 def tables(database: Database) -> set[str]:
     with database.engine.connect() as connection:
         return set(sa.inspect(connection).get_table_names())
@@ -763,88 +477,3 @@ def tables(database: Database) -> set[str]:
 def revision(database: Database) -> str | None:
     with database.engine.connect() as connection:
         return MigrationContext.configure(connection).get_current_revision()
-
-
-def new(content: str, *, owner: str = "ann", **given: Any) -> NewJob:
-    return NewJob(owner=owner, kind="solve", content=content, request=REQUEST, **given)
-
-
-def submitted(database: Database, content: str = "content", **given: Any) -> str:
-    with database.write() as connection:
-        return jobs.submit(connection, new(content, **given))
-
-
-def claim(database: Database, worker: str, devices: tuple[str, ...] = ()) -> leases.Claimed | None:
-    with database.write() as connection:
-        return leases.claim(connection, worker, devices, 60.0)
-
-
-def claimed(database: Database, worker: str) -> leases.Claimed:
-    found = claim(database, worker)
-    assert found is not None
-    return found
-
-
-def expire(database: Database) -> None:
-    """Let all leases end."""
-    with database.write() as connection:
-        connection.execute(sa.text("UPDATE jobs SET lease_until = lease_until - 1000"))
-
-
-def finish(
-    database: Database,
-    worker: str,
-    id: str,
-    status: str = "succeeded",
-    problem: dict[str, Any] | None = None,
-) -> bool:
-    body, summary = (b"body", [SUMMARY]) if status == "succeeded" else (None, [])
-    with database.write() as connection:
-        return leases.finish(
-            connection, worker, id, status, body=body, summary=summary, problem=problem, seconds=1.0
-        )
-
-
-def report(database: Database, worker: str, id: str) -> None:
-    progress = {"phase": "cost", "elapsed_s": 1.0}
-    with database.write() as connection:
-        leases.report(connection, worker, id, progress, is_incumbent=False)
-
-
-def status(database: Database, id: str) -> str:
-    with database.read() as connection:
-        return viewed(connection, id).status
-
-
-def viewed(connection: sa.Connection, id: str) -> JobView:
-    found = jobs.view(connection, "ann", id)
-    assert found is not None
-    return found[0]
-
-
-def answer(connection: sa.Connection, id: str) -> bytes | None:
-    found = jobs.result(connection, "ann", id)
-    assert found is not None
-    return found[1]
-
-
-def kinds(database: Database, id: str) -> list[str]:
-    with database.read() as connection:
-        return [event.kind for event in events.after(connection, id, 0)]
-
-
-def numbers(database: Database, id: str, after: int = 0) -> list[int]:
-    with database.read() as connection:
-        return [event.number for event in events.after(connection, id, after)]
-
-
-def age(database: Database, seconds: float) -> None:
-    """Let everything have happened earlier."""
-    with database.write() as connection:
-        for table, column in (
-            ("jobs", "finished_at"),
-            ("answers", "used_at"),
-            ("workers", "seen_at"),
-        ):
-            text = f"UPDATE {table} SET {column} = {column} - {seconds}"
-            connection.execute(sa.text(text))

@@ -58,8 +58,8 @@ class Plan:
     lower_bound: float | None
     bound_scope: BoundScope
     schedule: Schedule
-    graph: Graph = field(repr=False)
-    stats: Mapping[str, str | int | float] = field(repr=False, hash=False)
+    graph: Graph
+    stats: Mapping[str, str | int | float] = field(hash=False)
 
     @classmethod
     def of(cls, graph: Graph, budget_bytes: int, solution: Solution, stats: Stats) -> Plan:
@@ -110,9 +110,7 @@ class Plan:
         """(time - proved bound) / time, on total time; None if nothing is proved."""
         if self.lower_bound is None:
             return None
-        if self.time_s <= 0:
-            return 0.0
-        return max(0.0, (self.overhead - self.lower_bound) / (1 + self.overhead))
+        return (self.overhead - self.lower_bound) / (1 + self.overhead)
 
     def timeline(self) -> Timeline:
         """Memory run by run; simulated anew."""

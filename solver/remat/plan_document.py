@@ -143,9 +143,9 @@ class PlanDocument(Document):
         try:
             graph = self.graph.graph()
             # Once, a proof over the slots offered was enough.
-            is_proved = self.status == "OPTIMAL" and self.bound_scope != "slots"
+            is_over_slots = self.bound_scope == "slots"
             plan = Plan(
-                status=Status.OPTIMAL if is_proved else Status.FEASIBLE,
+                status=Status.FEASIBLE if is_over_slots else Status[self.status],
                 budget_bytes=self.budget_bytes,
                 peak_bytes=self.peak_bytes,
                 baseline_peak_bytes=self.baseline_peak_bytes,

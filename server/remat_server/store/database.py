@@ -9,7 +9,8 @@ from typing import Any
 
 from alembic import command
 from alembic.config import Config
-from sqlalchemy import Connection, Double, create_engine, event, make_url, text
+from sqlalchemy import Connection, Double, Table, create_engine, event, make_url, text
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.functions import FunctionElement
@@ -34,6 +35,12 @@ def _sqlite_now(element: now, compiler: Any, **options: Any) -> str:
 @compiles(now, "postgresql")
 def _postgresql_now(element: now, compiler: Any, **options: Any) -> str:
     return "extract(epoch from clock_timestamp())::double precision"
+
+
+def insert_or(connection: Connection, table: Table) -> postgresql.Insert | sqlite.Insert:
+    """An INSERT that can be told what to do instead, where there is such a row."""
+    is_postgresql = connection.dialect.name == "postgresql"
+    return postgresql.insert(table) if is_postgresql else sqlite.insert(table)
 
 
 class Database:

@@ -1,7 +1,8 @@
 """Jobs as workers see them: claim, keep, report, finish, give back.
 
 A worker holds a job by a lease that it renews. Where it does not, another takes the job: a solve is
-pure, so running one twice is harmless, and only the holder of the lease can finish it.
+pure, so running one twice is harmless, and only the holder of the lease can finish it. A job that
+does not run has no worker and no lease.
 """
 
 from __future__ import annotations
@@ -11,9 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import Connection, Select, and_, delete, exists, func, or_, select, update
-from sqlalchemy.dialects import postgresql, sqlite
 
-from remat_server.store.database import now
+from remat_server.store.database import insert_or, now
 from remat_server.store.events import append
 from remat_server.store.tables import answers, jobs, workers
 from remat_server.store.tallies import GAPS, SECONDS, count, observe
@@ -78,6 +78,7 @@ def is_any_free(connection: Connection, devices: Sequence[str]) -> bool:
 
 def _next(devices: Sequence[str]) -> Select[Any]:
     other = jobs.alias()
+    # Asked of the job itself too: PostgreSQL looks at it again once it is locked, not at others.
     is_free = or_(
         jobs.c.status == "queued", and_(jobs.c.status == "running", jobs.c.lease_until < now())
     )
@@ -103,7 +104,7 @@ def renew(connection: Connection, worker: str, ids: Sequence[str], lease_s: floa
     """Keep jobs for another while; returns those that are still this worker's."""
     kept = (
         update(jobs)
-        .where(jobs.c.id.in_(ids), jobs.c.worker == worker, jobs.c.status == "running")
+        .where(jobs.c.id.in_(ids), jobs.c.worker == worker)
         .values(lease_until=now() + lease_s)
         .returning(jobs.c.id)
     )
@@ -138,18 +139,15 @@ def finish(
     body: bytes | None = None,
     summary: Sequence[dict[str, Any]] = (),
     problem: dict[str, Any] | None = None,
-    seconds: float = 0.0,
+    seconds: float,
 ) -> bool:
     """End a job with its answer or its problem. False where it is no longer this worker's."""
-    query = select(jobs.c.content, jobs.c.kind).where(
-        jobs.c.id == id, jobs.c.worker == worker, jobs.c.status == "running"
-    )
+    query = select(jobs.c.content, jobs.c.kind).where(jobs.c.id == id, jobs.c.worker == worker)
     held = connection.execute(query.with_for_update()).first()
     if held is None:
         return False
     if body is not None:
-        dialect = postgresql if connection.dialect.name == "postgresql" else sqlite
-        made = dialect.insert(answers).values(
+        made = insert_or(connection, answers).values(
             content=held.content, body=body, summary=list(summary), used_at=now()
         )
         connection.execute(made.on_conflict_do_nothing(index_elements=["content"]))
@@ -186,7 +184,7 @@ def give_back(
     """Queue jobs again that this worker will not finish; by default this is no attempt."""
     given = (
         update(jobs)
-        .where(jobs.c.id.in_(ids), jobs.c.worker == worker, jobs.c.status == "running")
+        .where(jobs.c.id.in_(ids), jobs.c.worker == worker)
         .values(
             status="queued",
             worker=None,
@@ -202,8 +200,7 @@ def give_back(
 
 def present(connection: Connection, name: str, devices: Sequence[str], slots: int) -> None:
     """Tell that a worker is there, and what it can do."""
-    dialect = postgresql if connection.dialect.name == "postgresql" else sqlite
-    told = dialect.insert(workers).values(
+    told = insert_or(connection, workers).values(
         name=name, devices=list(devices), slots=slots, seen_at=now()
     )
     connection.execute(

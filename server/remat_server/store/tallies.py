@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sqlalchemy import Connection, select
-from sqlalchemy.dialects import postgresql, sqlite
 
+from remat_server.store.database import insert_or
 from remat_server.store.tables import tallies
 
 SECONDS = (0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 60.0, 180.0, 600.0, 3600.0)
@@ -20,8 +20,7 @@ GAPS = (0.0, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5)
 def count(connection: Connection, name: str, amount: float = 1.0, **labels: str) -> None:
     """Add to a counter."""
     text = ",".join(f"{key}={value}" for key, value in sorted(labels.items()))
-    dialect = postgresql if connection.dialect.name == "postgresql" else sqlite
-    added = dialect.insert(tallies).values(name=name, labels=text, amount=amount)
+    added = insert_or(connection, tallies).values(name=name, labels=text, amount=amount)
     connection.execute(
         added.on_conflict_do_update(
             index_elements=["name", "labels"],

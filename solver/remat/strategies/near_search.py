@@ -228,21 +228,13 @@ class NearSearch(Search):
         slow."""
         if self.is_annealed and self.start is not None:
             return []
-        until = time.monotonic() + _QUICK * self._left_s()
-
-        def stop() -> bool:
-            return self._must_end() or time.monotonic() > until
-
-        return list(quick_schedules(self.graph, budget_bytes, stop))
+        return list(quick_schedules(self.graph, budget_bytes, self._stop_after(_QUICK)))
 
     def _small(self) -> list[Schedule]:
         return [*self._quick(None), *super()._small()]
 
     def _nearest(self, best: Schedule | None) -> Schedule:
         return best or self._smallest()
-
-    def _left_s(self) -> float:
-        return self.programs.deadline - time.monotonic()
 
 
 def _with(

@@ -114,8 +114,7 @@ class Search:
         slots = self.offer(self.graph, [best], math.inf)
         if not slots.complete:
             return Solution(best, floor, "order", False, self.stats)
-        best, bound, outcome = self._shrink(slots, best)
-        floor = max(floor, bound)
+        best, floor, outcome = self._shrink(slots, best)
         proved = outcome is Outcome.OPTIMAL or self._is_small(best, floor)
         return Solution(best, floor, "order", proved, self.stats)
 
@@ -171,7 +170,7 @@ class Search:
             if found.is_complete:
                 proved_s = max(proved_s, bound_s)
             else:
-                self.stats["slots_bound"] = bound_s / (self.graph.total_cost_s or 1.0) - 1
+                self.stats["slots_bound"] = bound_s / self.graph.total_cost_s - 1
         is_optimum = found.is_complete and found.answer.outcome is Outcome.OPTIMAL
         proved = is_optimum or self._is_cheap(best, proved_s)
         return Solution(best, proved_s, "order", proved, self.stats)
@@ -179,7 +178,6 @@ class Search:
     def _fitting(self, graph: Graph, budget_bytes: int, advisor: Advisor) -> list[Schedule]:
         """Schedules within the budget, the cheapest first; none if none was found."""
         began = time.monotonic()
-        until = began + self.heuristics_share * (self.programs.deadline - began)
         known = [prune(graph, schedule) for schedule in (*self.found, self.start) if schedule]
         found = self._attempt(
             "eviction",
@@ -189,7 +187,7 @@ class Search:
                 known=known,
                 advice=advisor.advice(),
                 enough=lambda time_s: self._is_enough(time_s, advisor.bound_s, began),
-                stop=lambda: self._must_end() or time.monotonic() > until,
+                stop=self._stop_after(self.heuristics_share),
             ),
             None,
         )
@@ -203,12 +201,12 @@ class Search:
         """The smallest peak that eviction finds, down to a target."""
         began = time.monotonic()
         target = self.floor_bytes if target_bytes is None else target_bytes
-        until = began + _SMALLEST * (self.programs.deadline - began)
+        stop = self._stop_after(_SMALLEST)
         found = smallest(
             self.graph,
             target_bytes=target,
             start=min(self._small(), key=self.programs.peak, default=None),
-            stop=lambda: self._must_end() or time.monotonic() > until,
+            stop=stop,
         )
         self.programs.clock("heuristics_s", began)
         return found.schedule
@@ -226,11 +224,10 @@ class Search:
         self, slots: Slots, best: Schedule, target_bytes: int | None = None
     ) -> tuple[Schedule, float, Outcome]:
         """The smaller peak of `best` and the program's, the bound proved over these slots."""
-        left = self.programs.deadline - time.monotonic()
-        answer, bound = self.programs.solve_peak(slots, best, left, target_bytes)
-        if answer.schedule is not None:
-            best = min(best, answer.schedule, key=self.programs.peak)
-        return best, bound or 0.0, answer.outcome
+        answer, bound = self.programs.solve_peak(slots, best, self._left_s(), target_bytes)
+        best = min(best, answer.schedule or best, key=self.programs.peak)
+        floor = float(self.floor_bytes)
+        return best, floor if bound is None else max(floor, bound), answer.outcome
 
     def _reach(self, budget_bytes: int) -> Schedule:
         """A schedule within a budget that is hard to meet; the program is asked where eviction
@@ -257,7 +254,7 @@ class Search:
             peak_bytes = programs.peak(self._nearest(best))
             reason = "no schedule of this order of the operations fits"
             raise infeasible(self.graph, budget_bytes, peak_bytes, reason, proved=True)
-        if time.monotonic() > programs.deadline:
+        if self._must_end():
             raise SolverTimeout(
                 f"no schedule within {format_bytes(budget_bytes)} was found in "
                 f"{self.options.time_limit:g} s, and it is not excluded that there is one; the "
@@ -270,8 +267,8 @@ class Search:
     def _is_small(self, schedule: Schedule, bound_bytes: float) -> bool:
         return self.programs.peak(schedule) <= bound_bytes * (1 + self.peak_gap)
 
-    def _is_cheap(self, schedule: Schedule, bound_s: float | None) -> bool:
-        return bound_s is not None and self._is_within_gap(self.programs.time(schedule), bound_s)
+    def _is_cheap(self, schedule: Schedule, bound_s: float) -> bool:
+        return self._is_within_gap(self.programs.time(schedule), bound_s)
 
     def _is_enough(self, time_s: float, bound_s: float, began: float) -> bool:
         """Within the gap; and well within it if that is soon done."""
@@ -281,16 +278,24 @@ class Search:
         return late or self._is_well_within_gap(time_s, bound_s)
 
     def _is_well_within_gap(self, time_s: float, bound_s: float) -> bool:
-        return math.isfinite(time_s) and time_s - bound_s <= _WELL * self.options.gap * time_s
+        return self._is_within_gap(time_s, bound_s, _WELL)
 
-    def _is_within_gap(self, time_s: float, bound_s: float) -> bool:
-        return math.isfinite(time_s) and time_s - bound_s <= self.options.gap * time_s
+    def _is_within_gap(self, time_s: float, bound_s: float, share: float = 1.0) -> bool:
+        return math.isfinite(time_s) and time_s - bound_s <= share * self.options.gap * time_s
 
     def _attempt(self, part: str, work: Callable[[], T], otherwise: T) -> T:
         return attempt(self.stats, part, work, otherwise)
 
+    def _left_s(self) -> float:
+        return self.programs.deadline - time.monotonic()
+
+    def _stop_after(self, share: float) -> Callable[[], bool]:
+        """Says when this share of what is left of the time has passed, or the search must end."""
+        until = time.monotonic() + share * self._left_s()
+        return lambda: self._must_end() or time.monotonic() > until
+
     def _must_end(self) -> bool:
-        return self.programs.is_cancelled() or time.monotonic() > self.programs.deadline
+        return self.programs.is_cancelled() or self._left_s() < 0
 
 
 def _by_time(rated: Rated) -> float:
