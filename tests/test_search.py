@@ -22,7 +22,7 @@ from remat.milp.backends import Outcome
 from remat.milp.slots import Slots
 from remat.schedule import Schedule
 from remat.simulate import simulate
-from remat.strategies import Exact, search
+from remat.strategies import Exact, search, Task
 from remat.strategies.search import OverSlots, Search
 
 EXACT = Exact(threads=1)
@@ -49,9 +49,8 @@ class Offers:
 
 
 def searching(graph: Graph, offers: Offers, options: Exact = EXACT, **given: Any) -> Search:
-    return Search(
-        graph, options, offers, **{"start": None, "progress": None, "cancel": None} | given
-    )
+    asked = {key: given.pop(key) for key in ("start", "progress", "cancel") if key in given}
+    return Search(Task(graph, **asked), options, offers, **given)
 
 
 def peak(graph: Graph, schedule: Schedule) -> int:
