@@ -160,8 +160,8 @@ class _Writer:
             for name in [n for n in names if self._maker[n].view]:
                 self._variable.pop(name, None)
                 names.remove(name)
-        given = {p.name for p in self.trace.placeholders if p.kind not in ("tangent", "constant")}
-        self._to_save = self._defined | given
+        given = [p.name for p in self.trace.placeholders if p.kind not in ("tangent", "constant")]
+        self._to_save = {*self._defined, *given}
         self._phase = self.statements["backward"]
 
     def _gradient_name(self, gradient: Gradient) -> str:
