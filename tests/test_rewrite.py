@@ -245,7 +245,9 @@ def test_accumulation_adds_each_gradient_as_soon_as_it_is_there(net: Trace) -> N
     trace = remat.measure(trace, remat.Roofline("cpu"))
     program = keep_all(trace)
     assert program.accumulating
-    assert keep_all(Trace.from_json(trace.to_json())) == program
+    # As in a process that has read it from a file: equal words are other objects.
+    read = tuple(n.model_copy(update={"target": "".join([*n.target])}) for n in trace.nodes)
+    assert keep_all(trace.replace(nodes=read)) == program
     sinks = [s for s in program.backward if s.target == ACCUMULATE]
     owners = {g.placeholder: g.name for g in net.gradients}
     assert {s.args for s in sinks} == {(Ref(owner), Ref(g)) for owner, g in owners.items()}
