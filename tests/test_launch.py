@@ -217,25 +217,6 @@ def test_graphs_can_be_read_copied_and_pickled(name: str) -> None:
             assert copy.deepcopy(graph).code == graph.code
 
 
-# Of the compiler's own reading, and of its own speed on Python 3.13.0.
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-@pytest.mark.filterwarnings("ignore:Guards may run slower")
-def test_a_compiled_caller_leaves_the_step_alone() -> None:
-    """What surrounds the module is compiled; a warning of the compiler would fail this."""
-    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1))
-    gm = remat.optimize(copy.deepcopy(model), "100%", (X,), costs=COSTS)
-
-    def loss(module: nn.Module) -> torch.Tensor:
-        return module(X * 2).sum()
-
-    loss(model).backward()
-    torch.compile(loss, backend="eager")(gm).backward()
-    for p, q in zip(model.parameters(), gm.parameters(), strict=True):
-        assert p.grad is not None
-        assert q.grad is not None
-        assert torch.equal(p.grad, q.grad)
-
-
 def nested() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.0)))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -171,42 +170,6 @@ def products(
         "aten.addmm.default", [added, x, w], dense(rows, 8, dtype=dtype), kwargs={"alpha": alpha}
     )
     return b.trace()
-
-
-def test_a_key_is_of_a_kind_of_device_and_of_an_alignment() -> None:
-    def key(device: str, offset: int) -> dict[str, object]:
-        trace = products()
-        (node,) = trace.nodes
-        metas = {
-            placeholder.name: placeholder.tensor.model_copy(
-                update={"device": device, "offset": offset}
-            )
-            for placeholder in trace.placeholders
-        }
-        return cost_key.cost_key(node, metas, "cuda")
-
-    assert key("cuda:0", 6) == key("cuda:1", 6) == key("cuda", 6 + 64)
-    assert key("cuda:0", 6) != key("cuda:0", 7)
-    assert key("cuda:0", 6) != key("cpu", 6)
-    tensor = dense(2, 3)
-    assert cost_key.describe_tensor(tensor, "cpu")[-1] == "home"
-    assert cost_key.describe_tensor(tensor, "cuda")[-1] == "cpu"
-
-
-@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="has no /proc")
-def test_a_processor_is_told_by_its_model() -> None:
-    told = Path("/proc/cpuinfo").read_text()
-    name = cost_key.device_name(torch.device("cpu"))
-    assert f"model name\t: {name}\n" in told or "model name" not in told
-
-
-def test_a_processor_without_a_model_is_told_by_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_file(_: Path) -> str:
-        raise FileNotFoundError
-
-    monkeypatch.setattr(Path, "read_text", no_file)
-    monkeypatch.setattr(platform, "processor", str)
-    assert cost_key.processor_name.__wrapped__() == platform.machine()
 
 
 CHANGES: dict[str, Callable[[pytest.MonkeyPatch], Trace]] = {

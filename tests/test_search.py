@@ -22,7 +22,7 @@ from remat.milp.backends import Outcome
 from remat.milp.slots import Slots
 from remat.schedule import Schedule
 from remat.simulate import simulate
-from remat.strategies import Exact, search, Task
+from remat.strategies import Exact, Task, search
 from remat.strategies.search import OverSlots, Search
 
 EXACT = Exact(threads=1)

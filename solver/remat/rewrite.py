@@ -7,7 +7,7 @@ reads of the forward's variables is what the forward saves.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from remat.accumulation import accumulation_name
 from remat.arguments import Argument, refs, rename
@@ -23,8 +23,7 @@ BATCH_NORM_OF_CUDA = "aten._batch_norm_with_update_functional.default"
 """Runs cuDNN's kernel or torch's own, as eager mode does on CUDA."""
 
 
-@dataclass(frozen=True)
-class Rerun:
+class Rerun(NamedTuple):
     """How a batch norm runs again, with the same outputs bit for bit, so that the running
     statistics move only once: by which operation, on which of its arguments. The first `results`
     results are the same, the new statistics come after them and are not made."""
@@ -74,30 +73,28 @@ class _Writer:
         self.trace = trace
         self.schedule = schedule
         self.statements: dict[str, list[Statement]] = {"forward": [], "backward": []}
-        self.phase = "forward"
+        self._phase = self.statements["forward"]
         self.saved: dict[str, None] = {}
         self.states: dict[str, None] = {}
         self.gradients: tuple[Gradient, ...] = ()
-        self._placeholders = {p.name: p for p in trace.placeholders}
+        self._repeated = schedule.recomputed(trace.graph())
+        self._placeholders = {p.name for p in trace.placeholders}
         self._maker = {r.name: node for node in trace.nodes for r in node.results}
         self._variable: dict[str, str] = {}  # tensor -> variable, valid in the current phase
-        self._phase_of: dict[str, str] = {}  # variable -> phase that defines it
+        self._defined: set[str] = set()  # variables
+        self._to_save: set[str] = set()  # what the backward can only read if it is saved
         self._made: dict[int, list[str]] = {}  # storage -> tensors that have a variable
-        self._times = dict.fromkeys(range(len(trace.operations)), 0)
+        self._ran: set[int] = set()
         self._results = held_storages(trace)
         self._forward_output: dict[str, str] = {}
 
     def write(self) -> None:
-        repeated = self.schedule.recomputed(self.trace.graph())
-        boundary = self.trace.operations.index(None)
         for op in self.schedule.runs:
             node = self.trace.operations[op]
             if node is None:
                 self._start_backward()
-                continue
-            self._write_run(node, op, repeated=op in repeated)
-        if not self._times[boundary]:
-            raise GraphError("the schedule never starts the backward pass")
+            else:
+                self._write_run(node, op)
         self.gradients = tuple(
             Gradient(placeholder=g.placeholder, name=self._gradient_name(g))
             for g in self.trace.gradients
@@ -112,9 +109,10 @@ class _Writer:
 
     # -- one run ----------------------------------------------------------------------------
 
-    def _write_run(self, node: Node, op: int, *, repeated: bool) -> None:
-        again = self._times[op] > 0
-        self._times[op] += 1
+    def _write_run(self, node: Node, op: int) -> None:
+        again = op in self._ran
+        self._ran.add(op)
+        replays = node.seeded and op in self._repeated
         target, args, kept = node.target, node.args, node.results
         if again and (rerun := RERUNS.get(target)) is not None:
             target, args = rerun.target, tuple(args[i] for i in rerun.arguments)
@@ -130,7 +128,7 @@ class _Writer:
             Bound(name=self._define(r.name, r.storage), position=r.position) for r in kept
         )
         if node.target == ACCUMULATE:
-            self._phase_of[node.name] = self.phase
+            self._defined.add(node.name)
             bound = (Bound(name=node.name),)
         self._append(
             Statement(
@@ -138,9 +136,9 @@ class _Writer:
                 args=args,
                 kwargs=kwargs,
                 results=bound,
-                random=("replay" if again else "save") if node.seeded and repeated else "",
-                state=self._state(node, again) if node.seeded and repeated else "",
-                device=node.results[0].tensor.device if node.seeded and repeated else "",
+                random=("replay" if again else "save") if replays else "",
+                state=self._state(node, again) if replays else "",
+                device=node.results[0].tensor.device if replays else "",
                 module=node.module,
                 rerun=again,
             )
@@ -149,25 +147,26 @@ class _Writer:
     def _state(self, node: Node, again: bool) -> str:
         name = f"rng_{node.name}"
         if not again:
-            self._phase_of[name] = self.phase
-        elif self._phase_of[name] != self.phase:
+            self._defined.add(name)
+        elif name in self._to_save:
             self.states[name] = None
         return name
 
     def _start_backward(self) -> None:
         """Outputs leave the forward; views are written again where the backward needs them."""
-        self._times[self.trace.operations.index(None)] += 1
         for output in self.trace.outputs:
             self._forward_output[output.name] = self._read(output.name)
         for names in self._made.values():
-            for name in [n for n in names if n in self._maker and self._maker[n].view]:
+            for name in [n for n in names if self._maker[n].view]:
                 self._variable.pop(name, None)
                 names.remove(name)
-        self.phase = "backward"
+        given = [p.name for p in self.trace.placeholders if p.kind not in ("tangent", "constant")]
+        self._to_save = {*self._defined, *given}
+        self._phase = self.statements["backward"]
 
     def _gradient_name(self, gradient: Gradient) -> str:
         accumulated = accumulation_name(gradient.placeholder)
-        return accumulated if accumulated in self._phase_of else self._read(gradient.name)
+        return accumulated if accumulated in self._defined else self._read(gradient.name)
 
     # -- variables --------------------------------------------------------------------------
 
@@ -177,14 +176,12 @@ class _Writer:
     def _read(self, name: str) -> str:
         """The variable that holds a tensor now; views are written down here if need be."""
         if name in self._placeholders:
-            kind = self._placeholders[name].kind
-            if self.phase == "backward" and kind not in ("tangent", "constant"):
-                self.saved[name] = None
-            return name
-        if name not in self._variable:
-            self._write_view(name)
-        variable = self._variable[name]
-        if self.phase == "backward" and self._phase_of[variable] == "forward":
+            variable = name
+        else:
+            if name not in self._variable:
+                self._write_view(name)
+            variable = self._variable[name]
+        if variable in self._to_save:
             self.saved[variable] = None
         return variable
 
@@ -205,16 +202,16 @@ class _Writer:
 
     def _define(self, name: str, storage: int) -> str:
         variable, copy = name, 1
-        while variable in self._phase_of:
+        while variable in self._defined:
             copy += 1
             variable = f"{name}__{copy}"
-        self._phase_of[variable] = self.phase
+        self._defined.add(variable)
         self._variable[name] = variable
         self._made.setdefault(storage, []).append(name)
         return variable
 
     def _append(self, statement: Statement) -> None:
-        self.statements[self.phase].append(statement)
+        self._phase.append(statement)
 
     def _drop_unread(self) -> None:
         """Forget variables that nobody reads: the tuple element then dies with its tuple."""

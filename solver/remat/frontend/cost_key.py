@@ -61,11 +61,12 @@ def conditions(device: torch.device) -> dict[str, object]:
         "device": device_name(device),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "matmul": _told(torch.get_float32_matmul_precision),
-        "fp32": fp32_precisions("mkldnn" if device.type == "cpu" else "cuda"),
     }
     if device.type == "cpu":
+        found["fp32"] = fp32_precisions("mkldnn")
         found["threads"] = torch.get_num_threads()
     else:
+        found["fp32"] = fp32_precisions("cuda")
         found["cuda"] = torch.version.cuda or torch.version.hip
         found["cudnn_benchmark"] = torch.backends.cudnn.benchmark
         found["cudnn_tf32"] = _told(lambda: torch.backends.cudnn.allow_tf32)
@@ -89,9 +90,13 @@ def _told(ask: Callable[[], object]) -> object:
 
 def device_name(device: torch.device) -> str:
     """ "NVIDIA H200", or the processor's model name."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return processor_name() if device.type == "cpu" else str(device)
+    match device.type:
+        case "cuda":
+            return torch.cuda.get_device_name(device)
+        case "cpu":
+            return processor_name()
+        case _:
+            return str(device)
 
 
 @functools.cache

@@ -33,11 +33,12 @@ MODULE_KEY = "remat_module"
 @dataclass
 class OutputInfo:
     """What the last call returned: its structure, which tensors carry a gradient, and which of
-    those the step differentiates."""
+    those the step differentiates. And which inputs required one."""
 
     structure: Structure | None = None
     differentiable: list[bool] = field(default_factory=list)
     differentiated: list[bool] = field(default_factory=list)
+    inputs_differentiable: list[bool] = field(default_factory=list)
 
 
 class Flat(nn.Module):
@@ -65,7 +66,8 @@ class Flat(nn.Module):
             raise TraceError("the model returns no tensor, so there is nothing to differentiate")
         differentiable = [t.requires_grad for t in tensors]
         chosen = _differentiated(structure, tensors, self.wanted)
-        self.info = OutputInfo(structure, differentiable, chosen)
+        given = [leaf.requires_grad for leaf in leaves]
+        self.info = OutputInfo(structure, differentiable, chosen, given)
         owned = {_storage(t) for t in (*leaves, *self.parameters(), *self.buffers())}
         return tuple(
             _own(tensor if wanted else tensor.detach(), owned)

@@ -8,7 +8,7 @@ difference is it taken apart for the message.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import chain
+from itertools import chain, compress
 from operator import is_
 from typing import NamedTuple
 
@@ -64,7 +64,8 @@ class Watch:
         self._walk()
 
     def _walk(self) -> None:
-        self._names, self._modules = zip(*self.model.named_modules(), strict=True)
+        modules = dict(self.model.named_modules())
+        self._names, self._modules = list(modules), list(modules.values())
         self.parameters = list(self.model.parameters())
         self._parts = self._found_parts()
         self._kept: tuple[object, ...] = ()
@@ -102,9 +103,7 @@ class Watch:
         flags = [m.training for m in self._modules]
         if flags != self._flags:
             self._flags = flags
-            self._exceptions = tuple(
-                name for name, on in zip(self._names, flags, strict=True) if on != flags[0]
-            )
+            self._exceptions = tuple(compress(self._names, (on != flags[0] for on in flags)))
         return self._exceptions
 
     @property
@@ -143,12 +142,12 @@ class Binding:
     """
 
     def __init__(self, program: Program, model: nn.Module) -> None:
-        self._found: list[tuple[Mapping[str, torch.Tensor | None] | None, str, int]] = []
+        self._found: list[int | tuple[Mapping[str, torch.Tensor | None], str]] = []
         for placeholder in program.placeholders:
             if placeholder.kind == "input":
-                self._found.append((None, "", int(placeholder.target)))
+                self._found.append(int(placeholder.target))
             elif placeholder.kind in ("parameter", "buffer"):
-                self._found.append((*self._find(placeholder, model), -1))
+                self._found.append(self._find(placeholder, model))
 
     @staticmethod
     def _find(
@@ -159,7 +158,8 @@ class Binding:
             owner = model.get_submodule(path)
         except AttributeError:
             owner = nn.Module()
-        table = owner._parameters if placeholder.kind == "parameter" else owner._buffers
+        tables = {"parameter": owner._parameters, "buffer": owner._buffers}
+        table = tables[placeholder.kind]
         tensor = table.get(name)
         if tensor is None:
             raise GuardError(
@@ -178,8 +178,12 @@ class Binding:
     def tensors(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The tensors of a call: parameters, buffers and inputs, as the placeholders are."""
         found: list[torch.Tensor] = []
-        for table, name, leaf in self._found:
-            tensor = leaves[leaf] if table is None else table.get(name)
+        for place in self._found:
+            if isinstance(place, int):
+                found.append(leaves[place])
+                continue
+            table, name = place
+            tensor = table.get(name)
             if tensor is None:
                 raise GuardError(f"the model's {name} is gone since it was planned; plan it anew")
             found.append(tensor)
@@ -199,7 +203,7 @@ def check_tensor(what: str, tensor: torch.Tensor, placeholder: Placeholder) -> N
         )
         if found != expected
     ]
-    if placeholder.kind == "parameter" and tensor.requires_grad != placeholder.requires_grad:
+    if placeholder.kind != "input" and tensor.requires_grad != placeholder.requires_grad:
         differences.append(
             f"requires_grad {tensor.requires_grad} instead of {placeholder.requires_grad}"
         )
@@ -213,18 +217,27 @@ def check_tensor(what: str, tensor: torch.Tensor, placeholder: Placeholder) -> N
 def check_call(
     program: Program, structure: Structure, leaves: Sequence[torch.Tensor], watch: Watch
 ) -> None:
-    """Raise `GuardError` where a call differs from what a program without its model's planner (one
-    that was lowered from a file) was made for."""
+    """Raise `GuardError` where a call, or the model by now, differs from what a program without its
+    model's planner (one that was lowered from a file) was made for."""
     environment = program.environment
+    Binding(program, watch.model)
     if structure != program.inputs:
         raise GuardError(
             "the arguments differ in structure or in a Python value from those that the program "
             "was made for; trace the model with these arguments"
         )
-    by_number = {p.target: p for p in program.placeholders if p.kind == "input"}
-    for number, leaf in enumerate(leaves):
-        placeholder = by_number[str(number)]
-        check_tensor(f"input {structure.path_of(number)}", leaf, placeholder)
+    # An older trace does not say which inputs required a gradient, only which got one.
+    has = {gradient.placeholder for gradient in program.gradients}
+    for placeholder in program.placeholders:
+        if placeholder.kind == "input":
+            number = int(placeholder.target)
+            leaf, path = leaves[number], structure.path_of(number)
+            check_tensor(f"input {path}", leaf, placeholder)
+            if leaf.requires_grad and not (placeholder.requires_grad or placeholder.name in has):
+                raise GuardError(
+                    f"input {path} requires a gradient, and the program computes none for it; "
+                    "trace the model with an input that requires one"
+                )
     if autocast_modes() != environment.autocast:
         raise GuardError(
             f"autocast is {autocast_modes() or 'off'}, the program was made with "

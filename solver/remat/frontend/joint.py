@@ -180,13 +180,18 @@ class _Reader:
                 target=target,
                 tensor=tensor_meta(tensor),
                 storage=self.draft.storage(tensor),
-                requires_grad=bool(real is not None and real.requires_grad),
+                requires_grad=self._requires_grad(kind, target),
                 aliases=self._aliases(real, target),
             )
         )
         self._placeholder_of[kind, target] = self.draft.placeholders[-1]
         if real is not None:
             self._tied[id(real)] = self.draft.placeholders[-1]
+
+    def _requires_grad(self, kind: str, target: str) -> bool:
+        if kind == "input":
+            return self.flat.info.inputs_differentiable[int(target)]
+        return kind == "parameter" and self.flat.held[target].requires_grad
 
     def _aliases(self, real: torch.Tensor | None, target: str) -> tuple[str, ...]:
         if real is None:

@@ -105,7 +105,7 @@ def compile_program(program: Program, namespaces: Collection[str] = NAMESPACES) 
         saved=tuple(inputs.index(name) for name in saved_placeholders),
         accumulated=tuple(inputs.index(name) for name in accumulated),
         gradients=tuple(number_of.get(name) for name in inputs),
-        tangents={p.name: p.tensor for p in program.placeholders if p.kind == "tangent"},
+        tangents={name: outside[name].tensor for name in tangents},
         namespaces=frozenset(namespaces),
     )
 
@@ -141,27 +141,23 @@ def _add(
         operation: Any = resolve(statement.target, namespaces)
         decoded = tuple(decode(item) for item in args)
         kwargs = {key: decode(item) for key, item in statement.kwargs.items()}
+        called = operation, decoded, kwargs
+        if statement.random == "save":
+            made = graph.call_function(generator_state, (statement.device,))
+            nodes[statement.state] = _named(made, statement.state)
         if statement.random == "replay":
             state: Any = nodes[statement.state]
-            call = graph.call_function(
-                replay, (state, statement.device, operation, decoded, kwargs)
-            )
+            call = graph.call_function(replay, (state, statement.device, *called))
+        elif statement.target in NEEDS_GRAD_MODE:
+            call = graph.call_function(with_grad_mode, called)
         else:
-            if statement.random == "save":
-                made = graph.call_function(generator_state, (statement.device,))
-                nodes[statement.state] = _named(made, statement.state)
-            if statement.target in NEEDS_GRAD_MODE:
-                call = graph.call_function(with_grad_mode, (operation, decoded, kwargs))
-            else:
-                call = graph.call_function(operation, decoded, kwargs)
+            call = graph.call_function(*called)
     call.meta["remat"] = {"module": statement.module, "rerun": statement.rerun}
-    if len(statement.results) == 1 and statement.results[0].position < 0:
-        name = statement.results[0].name
-        nodes[name] = _named(call, name)
-        return
     for bound in statement.results:
-        # Tuple elements are taken at once, or the tuple would keep all of its parts alive.
-        item = graph.call_function(operator.getitem, (call, bound.position))
+        item = call
+        if bound.position >= 0:
+            # Tuple elements are taken at once, or the tuple would keep all of its parts alive.
+            item = graph.call_function(operator.getitem, (call, bound.position))
         nodes[bound.name] = _named(item, bound.name)
 
 

@@ -64,7 +64,11 @@ class _Step(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor | None, ...]:
-        boxed_grads = grads[0] if len(grads) == 1 and isinstance(grads[0], list) else list(grads)
+        match grads:
+            case (list(boxed_grads),):
+                pass
+            case _:
+                boxed_grads = list(grads)
         if torch.is_grad_enabled():
             raise GuardError(
                 "create_graph=True (double backward) through a remat module is not supported: its "
@@ -105,25 +109,24 @@ def _tangents(compiled: Compiled, grads: list[torch.Tensor | None]) -> list[torc
         grad = grads[index]
         grads[index] = None
         if not output.tangent:
-            if grad is not None and output.differentiable:
+            if grad is not None:
                 raise GuardError(
                     f"a gradient arrived at the output {program.result.path_of(index)!r}, but the "
                     "plan differentiates only the loss. Plan with "
                     'optimize(..., differentiate="all") to use the gradient of every output'
                 )
             continue
-        if output.tangent in compiled.tangents:
-            tangents.append(_as_planned(grad, compiled.tangents[output.tangent]))
+        tangents.append(_as_planned(grad, compiled.tangents[output.tangent]))
     return tangents
 
 
 def _as_planned(grad: torch.Tensor | None, meta: TensorMeta) -> torch.Tensor:
+    """The gradient in the planned strides, and in a storage of its own size; autograd has seen to
+    its shape and dtype."""
     dtype = getattr(torch, meta.dtype)
     if grad is None:
         zero = torch.empty_strided(meta.shape, meta.stride, dtype=dtype, device=meta.device)
         return zero.zero_()
-    if grad.dtype != dtype:
-        grad = grad.to(dtype)
     same = all(
         a == b
         for a, b, size in zip(grad.stride(), meta.stride, meta.shape, strict=True)

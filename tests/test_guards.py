@@ -1,0 +1,323 @@
+"""What a program assumed of a model and of a call: each difference is an error that names it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from tests.test_rewrite import keep_all, traced
+from torch import nn
+
+import remat
+from remat.errors import GuardError
+from remat.frontend.guards import Binding, Watch, check_call
+from remat.frontend.pytree import flatten
+from remat.program import Program
+
+X, Y = torch.rand(4, 6), torch.rand(4, 6)
+
+
+class Net(nn.Module):
+    """Parameters of which one is frozen and two are one; buffers, a constant, two inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.second.weight = self.first.weight
+        self.first.bias.requires_grad_(False)
+        self.norm, self.dropout = nn.BatchNorm1d(6), nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        weights = torch.tensor([1.0, 0.5, 2.0, 1.0, 0.5, 2.0])
+        h = self.second(torch.tanh(self.first(x) * weights)) + y
+        return self.dropout(self.norm(h)).square().mean() * scale
+
+
+@pytest.fixture(scope="module")
+def program() -> Program:
+    """Made with a second input that requires a gradient, and a first one that does not."""
+    return keep_all(traced(Net(), X, torch.rand(4, 6, requires_grad=True)))
+
+
+def check(program: Program, model: nn.Module, *args: object, **kwargs: object) -> None:
+    leaves, structure = flatten((args, kwargs), "")
+    check_call(program, structure, leaves, Watch(model))
+
+
+def test_a_call_as_planned_passes(program: Program) -> None:
+    y = torch.rand(4, 6, requires_grad=True)
+    check(program, Net(), X, y)
+    check(program, Net(), X, y.detach())  # its gradient is computed for nobody
+
+
+INPUTS: dict[str, tuple[torch.Tensor, str]] = {
+    "more rows": (torch.rand(5, 6), r"shape \(5, 6\) instead of \(4, 6\)"),
+    "fewer rows": (torch.rand(3, 6), r"shape \(3, 6\) instead of \(4, 6\)"),
+    "wider": (torch.rand(4, 6).double(), "dtype float64 instead of float32"),
+    "narrower": (torch.rand(4, 6).bfloat16(), "dtype bfloat16 instead of float32"),
+    "turned": (torch.rand(6, 4).t(), r"stride \(1, 4\) instead of \(6, 1\)"),
+    "elsewhere": (torch.rand(4, 6, device="meta"), "device meta instead of cpu"),
+}
+
+
+@pytest.mark.parametrize("change", INPUTS)
+def test_another_input_is_refused(program: Program, change: str) -> None:
+    x, message = INPUTS[change]
+    with pytest.raises(GuardError, match=r"input \[0\]\[0\] differs .*" + message):
+        check(program, Net(), x, Y)
+
+
+def test_the_inputs_are_told_apart(program: Program) -> None:
+    with pytest.raises(GuardError, match=r"input \[0\]\[1\] differs.*\(1, 6\)"):
+        check(program, Net(), X, X[:1])
+
+
+STATE: dict[str, tuple[Callable[[Net], object], str]] = {
+    "frozen": (
+        lambda net: net.second.bias.requires_grad_(False),
+        "parameter second.bias differs .*requires_grad False instead of True",
+    ),
+    "no longer frozen": (
+        lambda net: net.first.bias.requires_grad_(True),
+        "parameter first.bias differs .*requires_grad True instead of False",
+    ),
+    "a wider parameter": (
+        lambda net: setattr(net.second, "bias", nn.Parameter(torch.rand(7))),
+        r"parameter second.bias differs .*shape \(7,\) instead of \(6,\)",
+    ),
+    "a longer buffer": (
+        lambda net: setattr(net.norm, "running_mean", torch.rand(7)),
+        r"buffer norm.running_mean differs .*shape \(7,\)",
+    ),
+    "a buffer with a gradient": (
+        lambda net: net.norm.running_mean.requires_grad_(),
+        "buffer norm.running_mean differs .*requires_grad True",
+    ),
+    "no longer tied": (
+        lambda net: setattr(net.second, "weight", nn.Parameter(net.first.weight.detach().clone())),
+        r"second.weight and first.weight are tied \(one tensor\); in this model they are not",
+    ),
+    "a parameter is gone": (
+        lambda net: setattr(net.second, "bias", None),
+        "a parameter 'second.bias'; this Net has none",
+    ),
+    "a buffer is gone": (
+        lambda net: setattr(net.norm, "running_var", None),
+        "a buffer 'norm.running_var'; this Net has none",
+    ),
+    "a module is gone": (lambda net: delattr(net, "norm"), "this Net has none"),
+    "a buffer is a parameter": (
+        lambda net: (
+            delattr(net.norm, "running_var"),
+            setattr(net.norm, "running_var", nn.Parameter(torch.ones(6))),
+        ),
+        "a buffer 'norm.running_var'; this Net has none",
+    ),
+}
+
+
+@pytest.mark.parametrize("change", STATE)
+def test_another_model_is_refused(program: Program, change: str) -> None:
+    """When the program is bound to it, and at a call if it became another one since."""
+    do, message = STATE[change]
+    net = Net()
+    Binding(program, net)
+    check(program, net, X, Y)
+    do(net)
+    with pytest.raises(GuardError, match=message):
+        Binding(program, net)
+    with pytest.raises(GuardError, match=message):
+        check(program, net, X, Y)
+
+
+def test_what_is_planned_without_a_gradient_never_goes_without_one_unseen() -> None:
+    """Such a step would train what is behind the input, or the parameter, on nothing."""
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1))
+    model[0].requires_grad_(False)
+    lowered = remat.lower(keep_all(traced(model, X)), model)
+    lowered(X).sum().backward()
+    with pytest.raises(GuardError, match=r"input \[0\]\[0\] requires a gradient, and the program"):
+        lowered(X.clone().requires_grad_())
+    model[0].requires_grad_(True)
+    with pytest.raises(GuardError, match=r"parameter 0.weight .*requires_grad True instead of F"):
+        lowered(X)
+    model[0].requires_grad_(False)
+    lowered(X).sum().backward()
+
+
+class Reads(nn.Module):
+    """Has a gradient for its first input only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 1)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        return (self.layer(x) * y.detach()).sum() + z.sum()
+
+
+def test_an_input_that_has_no_gradient_in_the_model_has_none_in_the_program() -> None:
+    model = Reads()
+    x, y = torch.rand(4, 6, requires_grad=True), torch.rand(4, 6, requires_grad=True)
+    program = keep_all(traced(model, x, y, X))
+    assert [p.requires_grad for p in program.placeholders if p.kind == "input"] == [
+        True, True, False,
+    ]  # fmt: skip
+    check(program, model, x, y, X)
+    with pytest.raises(GuardError, match=r"input \[0\]\[2\] requires a gradient"):
+        check(program, model, x, y, x.detach().clone().requires_grad_())
+    # As it was written down before inputs said so.
+    untold = tuple(p.model_copy(update={"requires_grad": False}) for p in program.placeholders[2:])
+    old = program.model_copy(update={"placeholders": (*program.placeholders[:2], *untold)})
+    check(old, model, x, y.detach(), X)
+    with pytest.raises(GuardError, match=r"input \[0\]\[1\] requires a gradient"):
+        check(old, model, x, y, X)
+
+
+def test_another_python_value_is_refused(program: Program) -> None:
+    for wrong in (0.5, 2.0):
+        with pytest.raises(GuardError, match="structure or in a Python value"):
+            check(program, Net(), X, Y, wrong)
+    with pytest.raises(GuardError, match="structure or in a Python value"):
+        check(program, Net(), X)
+
+
+def test_autocast_is_part_of_a_program(program: Program) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        with pytest.raises(GuardError, match=r"autocast is \('cpu:bfloat16',\), .*autocast off;"):
+            check(program, Net(), X, Y)
+        model = nn.Linear(6, 6)
+        other = keep_all(traced(model, X))
+        check(other, model, X)
+    with pytest.raises(GuardError, match=r"autocast is off, .*with \('cpu:bfloat16',\);"):
+        check(other, model, X)
+    with (
+        torch.autocast("cpu", torch.float16),
+        pytest.raises(GuardError, match=r"'cpu:float16',.*'cpu:bfloat16',"),
+    ):
+        check(other, model, X)
+
+
+FLAGS: dict[str, Callable[[Net], object]] = {
+    "in training": lambda net: net.train(),
+    "in evaluation": lambda net: net.eval(),
+    "its dropout in evaluation": lambda net: net.dropout.eval(),
+    "its norm in evaluation": lambda net: net.norm.eval(),
+    "only its dropout in training": lambda net: (net.eval(), net.dropout.train()),
+}
+
+
+@pytest.mark.parametrize("planned", FLAGS)
+def test_training_flags_are_part_of_a_program(planned: str) -> None:
+    net = Net()
+    FLAGS[planned](net)
+    program = keep_all(traced(net, X, Y))
+    for called, do in FLAGS.items():
+        net = Net()
+        do(net)
+        if called == planned:
+            check(program, net, X, Y)
+            continue
+        with pytest.raises(GuardError, match="training flags"):
+            check(program, net, X, Y)
+
+
+def test_a_binding_takes_the_tensors_that_are_there(program: Program) -> None:
+    net = Net()
+    binding = Binding(program, net)
+    net.load_state_dict({name: t.clone() for name, t in net.state_dict().items()}, assign=True)
+    net.second.weight = net.first.weight
+    found = dict(
+        zip([p.target for p in program.placeholders], binding.tensors([X, Y]), strict=False)
+    )
+    assert found["first.weight"] is net.first.weight
+    assert found["norm.running_mean"] is net.norm.running_mean
+    assert found["0"] is X
+    assert found["1"] is Y
+    net.norm.running_mean = None
+    with pytest.raises(GuardError, match="the model's running_mean is gone"):
+        binding.tensors([X, Y])
+
+
+# -- a watch --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("more", [0, 300])
+def test_a_model_is_walked_again_only_if_it_is_another(more: int) -> None:
+    """However many modules it has."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), *(nn.Identity() for _ in range(more)))
+    watch = Watch(model)
+
+    def walks() -> bool:
+        before = watch.parameters
+        watch.look()
+        assert [*map(id, watch.parameters)] == [*map(id, model.parameters())]
+        return watch.parameters is not before
+
+    assert not walks()
+    model.append(nn.Linear(2, 2))
+    assert walks()
+    assert not walks()
+    del model[-1]
+    assert walks()
+    model[0].weight = nn.Parameter(torch.rand(2, 2))
+    assert walks()
+    model[0].register_parameter("bias", None)
+    assert walks()
+    model[1].register_parameter("last", nn.Parameter(torch.rand(2)))
+    assert walks()
+    del model[1].last
+    assert walks()
+    assert not walks()
+
+
+def test_what_has_not_changed_is_the_same_object() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(), nn.Tanh())
+    watch = Watch(model)
+    for change in (
+        lambda: None,
+        lambda: model.requires_grad_(False),
+        lambda: model.requires_grad_(True),
+        lambda: model[1].eval(),
+        lambda: model[1].train(),
+        lambda: model[2].eval(),
+        lambda: model.double(),
+    ):
+        before = watch.parameter_keys(), watch.training_exceptions()
+        assert watch.parameter_keys() is before[0]
+        assert watch.training_exceptions() is before[1]
+        change()
+        after = watch.parameter_keys(), watch.training_exceptions()
+        assert after == (Watch(model).parameter_keys(), Watch(model).training_exceptions())
+    assert before != after
+
+
+def test_the_modules_that_are_not_as_their_model_are_named() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(), nn.Tanh())
+    watch = Watch(model)
+    assert watch.training_exceptions() == ()
+    model[1].eval()
+    assert watch.training_exceptions() == ("1",)
+    model[0].eval()
+    model[2].eval()
+    assert watch.training_exceptions() == ("0", "1", "2")
+    model.training = False
+    assert watch.training_exceptions() == ()
+    model[1].train()
+    assert watch.training_exceptions() == ("1",)
+
+
+def test_a_watch_says_whether_there_is_anything_to_train() -> None:
+    model = nn.Linear(2, 2)
+    watch = Watch(model)
+    assert watch.trains is True
+    assert watch.accumulates is False
+    model.bias.requires_grad_(False)
+    model.bias.grad = torch.zeros(2)
+    assert watch.trains is True
+    assert watch.accumulates is False, "nobody adds to what is frozen"
+    model.weight.grad = torch.zeros(2, 2)
+    assert watch.accumulates is True
+    model.requires_grad_(False)
+    assert watch.trains is False
