@@ -50,7 +50,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "solver/remat/frontend/step.py": ("test_step",),
     "solver/remat/frontend/guards.py": ("test_guards",),
     "solver/remat/frontend/cost_key.py": ("test_cost_key",),
-    "server/remat_server/auth.py": ("test_gate",),
+    "server/remat_server/http/auth.py": ("test_gate",),
     "server/remat_server/store/leases.py": ("test_leases",),
 }
 """Each module, and the test files that are about it."""

@@ -186,7 +186,7 @@ def solving_processes(owner: str) -> set[int]:
             continue
         is_mine = owner.encode() in told
         nice, state = int(fields[16]), fields[0]
-        if is_mine and b"remat_server.child" in command and nice > _OWN_NICE and state != "Z":
+        if is_mine and b"remat_server.work.child" in command and nice > _OWN_NICE and state != "Z":
             found.add(int(stat.parent.name))
     return found
 

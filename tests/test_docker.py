@@ -284,8 +284,11 @@ def test_torch_is_really_absent(server: Server) -> None:
         return subprocess.run(command, capture_output=True, text=True, env=server.environment)
 
     assert "No module named 'torch'" in run("import torch").stderr
-    assert run("import remat_server.app, remat_server.child, remat.cli, psycopg").returncode == 0
-    assert run("from remat_server import devices; print(devices.measurable())").stdout == "()\n"
+    whole = "import remat_server.http.app, remat_server.work.child, remat.cli, psycopg"
+    assert run(whole).returncode == 0
+    assert (
+        run("from remat_server.work import devices; print(devices.measurable())").stdout == "()\n"
+    )
 
 
 def test_a_user_without_a_home_is_no_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,8 @@ import pytest
 import sqlalchemy as sa
 from starlette.requests import Request
 
-from remat_server import auth
-from remat_server.auth import ANONYMOUS, Gate
+from remat_server.http import auth
+from remat_server.http.auth import ANONYMOUS, Gate
 from remat_server.problems import ServiceProblem
 from remat_server.settings import Settings
 from remat_server.store import keys

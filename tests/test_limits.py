@@ -20,11 +20,11 @@ from tests.models import PLAIN
 from tests.server import HARD, Server, chain, finished, post, solving_processes, wait_for
 
 import remat
-from remat_server.auth import ANONYMOUS
-from remat_server.solving import with_threads
+from remat_server.http.auth import ANONYMOUS
 from remat_server.store import jobs, tables
 from remat_server.store.database import Database, now
 from remat_server.store.jobs import NewJob
+from remat_server.work.solving import with_threads
 
 OPERATIONS, VALUES, BODY_BYTES = 75, 73, 64_000
 

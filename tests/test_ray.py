@@ -62,7 +62,7 @@ def test_solve_cancel_and_the_loss_of_a_node(cluster: Any, server: Server) -> No
 
 def test_a_cluster_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     from remat.errors import ServiceError
-    from remat_server.placements.on_ray import RayPlacement
+    from remat_server.work.placements.on_ray import RayPlacement
 
     with pytest.raises(ServiceError, match="cannot be joined"):
         RayPlacement("127.0.0.1:1")

@@ -31,10 +31,10 @@ from tests.test_baselines import uneven_stages
 
 import remat
 from remat.plan_document import GraphRecord
-from remat_server.messages import Task
 from remat_server.store import leases
 from remat_server.store.database import Database, now
 from remat_server.store.tables import jobs as jobs_table
+from remat_server.work.messages import Task
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +108,8 @@ def test_a_lease_that_ends_during_its_solve_starts_no_other_here(tmp_path: Path)
 def test_a_solving_process_ends_quietly_where_its_worker_is_gone(has_task: bool) -> None:
     """Its stderr is the service's log, which has one JSON object a line."""
     ours, theirs = socket.socketpair()
-    command = [sys.executable, "-m", "remat_server.child", str(theirs.fileno()), str(os.getpid())]
+    child = [sys.executable, "-m", "remat_server.work.child"]
+    command = [*child, str(theirs.fileno()), str(os.getpid())]
     process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE)
     theirs.close()
     connection = Connection(ours.detach())
@@ -241,7 +242,7 @@ def test_a_killed_solve_fails_with_a_reason_and_the_next_one_works(tmp_path: Pat
 def test_a_worker_without_its_store_says_so_in_the_log(tmp_path: Path) -> None:
     nobody = f"postgresql://ann:secret@/name?host={tmp_path}"
     ended = subprocess.run(
-        [sys.executable, "-m", "remat_server.processes"],
+        [sys.executable, "-m", "remat_server.work.processes"],
         env={**os.environ, "REMAT_DATABASE_URL": nobody},
         capture_output=True,
         text=True,

@@ -75,6 +75,7 @@ def _worker(parent: int) -> int:
             command = (stat.parent / "cmdline").read_bytes()
         except OSError:
             continue
-        if int(fields[1]) == parent and b"remat_server.processes" in command and fields[0] != "Z":
+        is_worker = b"remat_server.work.processes" in command
+        if is_worker and int(fields[1]) == parent and fields[0] != "Z":
             return int(stat.parent.name)
     return 0

@@ -47,7 +47,7 @@ def serve(
     """
     import uvicorn
 
-    from remat_server.app import check_keys, create_app
+    from remat_server.http.app import check_keys, create_app
 
     settings = _settings(
         host=host,
@@ -82,7 +82,7 @@ def worker(
 
     Any number of workers may share one PostgreSQL store.
     """
-    from remat_server.processes import run_worker
+    from remat_server.work.processes import run_worker
 
     run_worker(_settings(database_url=database_url, concurrent_solves=concurrent_solves))
 

@@ -1,4 +1,4 @@
-"""The process that solves one request and ends: `python -m remat_server.child FD PARENT`.
+"""The process that solves one request and ends: `python -m remat_server.work.child FD PARENT`.
 
 It loads the solver first and says that it is ready, so that a worker can keep one waiting. It dies
 with its worker, holds no more memory than it may, and does nothing else: no store, no network.
@@ -22,10 +22,10 @@ from pathlib import Path
 import highspy  # noqa: F401  # loaded before the request comes
 
 from remat.errors import SolverWarning
-from remat_server.deathsig import die_with_parent
-from remat_server.messages import Answered, Failed, Ready, Task
 from remat_server.problems import out_of_memory, problem
-from remat_server.solving import perform
+from remat_server.work.deathsig import die_with_parent
+from remat_server.work.messages import Answered, Failed, Ready, Task
+from remat_server.work.solving import perform
 
 _NEARLY = 0.7
 _WITHOUT_MEMORY = (MemoryError, SystemError)

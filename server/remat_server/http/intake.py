@@ -21,10 +21,10 @@ from remat.trace import Trace
 from remat.wire import JobView, Kind, Sizes, SolveRequest, graph_of
 from remat_server.problems import ServiceProblem
 from remat_server.settings import Settings
-from remat_server.solving import Request, read_request
 from remat_server.store import jobs, leases
 from remat_server.store.database import Database
 from remat_server.store.jobs import IdempotencyConflict, NewJob
+from remat_server.work.solving import Request, read_request
 
 _PARTS_PER_OPERATION = 60
 """Objects, lists and items of a document for each operation: real traces have 40."""

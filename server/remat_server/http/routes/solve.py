@@ -11,11 +11,11 @@ from fastapi import APIRouter, Header, Query, Request
 from fastapi.responses import JSONResponse, Response
 
 from remat.wire import ENDED, Answer, JobView, Kind, Sizes, SolveRequest, SweepAnswer, SweepRequest
-from remat_server.auth import Owner
-from remat_server.bodies import read_body
+from remat_server.http.auth import Owner
+from remat_server.http.bodies import read_body
+from remat_server.http.routes.common import LINKS, problems, reference
+from remat_server.http.routes.results import result_response
 from remat_server.problems import ServiceProblem
-from remat_server.routes.common import LINKS, problems, reference
-from remat_server.routes.results import result_response
 from remat_server.store import jobs
 
 router = APIRouter(tags=["solving"])

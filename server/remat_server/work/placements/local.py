@@ -12,10 +12,10 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import cast
 
-from remat_server.messages import MESSAGES, Answered, Ready, Task
-from remat_server.placements.port import Lost, Run, Said
+from remat_server.work.messages import MESSAGES, Answered, Ready, Task
+from remat_server.work.placements.port import Lost, Run, Said
 
-_COMMAND = (sys.executable, "-m", "remat_server.child")
+_COMMAND = (sys.executable, "-m", "remat_server.work.child")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 

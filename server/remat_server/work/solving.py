@@ -31,8 +31,8 @@ from remat.wire import (
     SweepRequest,
     graph_of,
 )
-from remat_server.messages import Advanced, Answered, Failed
 from remat_server.problems import of_error, problem
+from remat_server.work.messages import Advanced, Answered, Failed
 
 Told = Callable[[Advanced], None]
 Request = SolveRequest | SweepRequest

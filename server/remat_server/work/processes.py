@@ -1,4 +1,5 @@
-"""The worker as a process: `python -m remat_server.processes`, alone or kept by the service."""
+"""The worker as a process, alone or kept by the service:
+`python -m remat_server.work.processes`."""
 
 from __future__ import annotations
 
@@ -10,13 +11,14 @@ import sys
 import structlog
 
 from remat.errors import ServiceError
-from remat_server import devices, logs
-from remat_server.deathsig import die_with_parent
-from remat_server.placements.local import LocalPlacement
-from remat_server.placements.port import Placement
+from remat_server import logs
 from remat_server.settings import Settings
 from remat_server.store.database import Database
-from remat_server.worker import Worker
+from remat_server.work import devices
+from remat_server.work.deathsig import die_with_parent
+from remat_server.work.placements.local import LocalPlacement
+from remat_server.work.placements.port import Placement
+from remat_server.work.worker import Worker
 
 log = structlog.get_logger()
 
@@ -41,7 +43,7 @@ def _placement(settings: Settings) -> Placement:
     if settings.placement == "local":
         return LocalPlacement()
     try:
-        from remat_server.placements.on_ray import RayPlacement
+        from remat_server.work.placements.on_ray import RayPlacement
     except ImportError as error:
         raise ServiceError(f"Ray is not installed ({error}): pip install 'remat[ray]'") from None
     return RayPlacement(settings.ray_address)
@@ -78,7 +80,7 @@ class KeptWorker:
         return await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            "remat_server.processes",
+            "remat_server.work.processes",
             env=environment,
             stdin=asyncio.subprocess.DEVNULL,
             start_new_session=True,

@@ -10,9 +10,9 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel
 from sqlalchemy import text
 
-from remat_server.metrics import registry
+from remat_server.http.metrics import registry
+from remat_server.http.routes.common import Store, only_problems, problems
 from remat_server.problems import ServiceProblem
-from remat_server.routes.common import Store, only_problems, problems
 
 router = APIRouter(tags=["operation"])
 

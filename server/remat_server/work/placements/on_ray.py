@@ -14,9 +14,9 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 
 from remat.errors import ServiceError
-from remat_server.messages import MESSAGES, Answered, Task
-from remat_server.placements.local import LocalRun
-from remat_server.placements.port import Gone, Lost, Run, Said
+from remat_server.work.messages import MESSAGES, Answered, Task
+from remat_server.work.placements.local import LocalRun
+from remat_server.work.placements.port import Gone, Lost, Run, Said
 
 _CONNECT_S = 5.0
 _LOOK_S = 0.1

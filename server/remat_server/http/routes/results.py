@@ -14,9 +14,9 @@ from remat.documents import validated
 from remat.plan_document import PlanDocument
 from remat.program import Program
 from remat.wire import ENDED, Answer, JobView, SweepAnswer
-from remat_server.auth import Owner
+from remat_server.http.auth import Owner
+from remat_server.http.routes.common import JobId, no_job, problems, reference
 from remat_server.problems import ServiceProblem
-from remat_server.routes.common import JobId, no_job, problems, reference
 from remat_server.store import jobs
 
 router = APIRouter(tags=["jobs"])

@@ -13,8 +13,8 @@ from fastapi.responses import JSONResponse, Response
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 
 from remat.wire import JobPage, JobView, State
-from remat_server.auth import Owner
-from remat_server.routes.common import JobId, Store, no_job, problems, reference
+from remat_server.http.auth import Owner
+from remat_server.http.routes.common import JobId, Store, no_job, problems, reference
 from remat_server.store import events, jobs
 from remat_server.store.database import Database
 from remat_server.store.events import Event

@@ -9,8 +9,8 @@ from fastapi import Depends, Path, Request
 
 from remat.documents import Record
 from remat.wire import Problem
-from remat_server.answers import MEDIA_TYPE
-from remat_server.intake import Intake
+from remat_server.http.answers import MEDIA_TYPE
+from remat_server.http.intake import Intake
 from remat_server.problems import ServiceProblem
 from remat_server.store.database import Database
 
@@ -32,7 +32,7 @@ def only_problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 def reference(kind: type[Record]) -> dict[str, str]:
-    """To a schema that `remat_server.app` adds to the OpenAPI document."""
+    """To a schema that `remat_server.http.app` adds to the OpenAPI document."""
     return {"$ref": f"#/components/schemas/{kind.__name__}"}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from remat_server.messages import Advanced, Answered, Failed, Task
+from remat_server.work.messages import Advanced, Answered, Failed, Task
 
 Said = Advanced | Failed | tuple[Answered, bytes]
 

@@ -18,13 +18,13 @@ import structlog
 from sqlalchemy.exc import DBAPIError
 
 from remat.wire import Problem
-from remat_server.messages import Advanced, Answered, Failed, Task
-from remat_server.placements.port import Gone, Lost, Placement, Run
 from remat_server.problems import out_of_memory, problem
 from remat_server.settings import Settings
 from remat_server.store import leases, upkeep
 from remat_server.store.database import Database
 from remat_server.store.leases import Claimed
+from remat_server.work.messages import Advanced, Answered, Failed, Task
+from remat_server.work.placements.port import Gone, Lost, Placement, Run
 
 log = structlog.get_logger()
 

@@ -1,4 +1,4 @@
-"""The application: `uvicorn remat_server.app:app`, or `create_app(settings)`."""
+"""The application: `uvicorn remat_server.http.app:app`, or `create_app(settings)`."""
 
 from __future__ import annotations
 
@@ -28,14 +28,15 @@ from remat.wire import (
     SweepAnswer,
     SweepRequest,
 )
-from remat_server import answers, logs, metrics
-from remat_server.auth import Gate
-from remat_server.intake import Intake
-from remat_server.middleware import Surround
-from remat_server.processes import KeptWorker
-from remat_server.routes import health, jobs, results, solve
+from remat_server import logs
+from remat_server.http import answers, metrics
+from remat_server.http.auth import Gate
+from remat_server.http.intake import Intake
+from remat_server.http.middleware import Surround
+from remat_server.http.routes import health, jobs, results, solve
 from remat_server.settings import Settings
 from remat_server.store.database import Database
+from remat_server.work.processes import KeptWorker
 
 log = structlog.get_logger()
 

@@ -1,0 +1,1 @@
+"""What speaks HTTP: the app, its routes, who may enter, and the page."""

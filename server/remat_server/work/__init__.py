@@ -1,0 +1,1 @@
+"""What solves: workers, the processes that they start, and where these run."""
