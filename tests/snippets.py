@@ -207,7 +207,7 @@ _LOADED = (
     "torch._decomp",
     "torch._dynamo",
     "torch.fx.experimental.proxy_tensor",
-    "remat.frontend.capture",
+    "remat.frontend.capture.trace",
     "remat.view",
 )
 """What the first capture of a page would load. No capture itself: where torch is built with CUDA it

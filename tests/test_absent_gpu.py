@@ -24,14 +24,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import remat
 from remat.arguments import Literal, Ref
 from remat.commands.figures import describe_trace
-from remat.frontend import cuda_autocast
-from remat.frontend.as_eager import as_eager
-from remat.frontend.attention import Call, kernel
-from remat.frontend.capture import _refuse_several_gpus
-from remat.frontend.casts import Casts
-from remat.frontend.cuda_kernels import HERE, elsewhere
-from remat.frontend.home import at_home
+from remat.frontend.capture import cuda_autocast
+from remat.frontend.capture.as_eager import as_eager
+from remat.frontend.capture.attention import Call, kernel
+from remat.frontend.capture.casts import Casts
+from remat.frontend.capture.cuda_kernels import HERE, elsewhere
+from remat.frontend.capture.trace import _refuse_several_gpus
 from remat.frontend.memory import keeps_workspaces
+from remat.frontend.runtime.home import at_home
 from remat.frontend.target import Target, find_target
 from remat.pricing import _tell, differences
 from remat.relocate import relocated, relocated_program

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from remat.frontend import cost_cache
-from remat.frontend.cost_cache import FILE_NAME, Cost, CostCache, default_cache_path
+from remat.frontend.costs import cache as cost_cache
+from remat.frontend.costs.cache import FILE_NAME, Cost, CostCache, default_cache_path
 
 KEY = {"op": "aten.mm.default", "args": [["float32", [2, 3]]]}
 COST = Cost(1.25e-6, 512, (1024,), 3e-6)
@@ -160,7 +160,7 @@ def test_a_read_only_database_still_answers(path: Path, warnings: list[str]) -> 
 
 WRITER = """
 import sys
-from remat.frontend.cost_cache import Cost, CostCache
+from remat.frontend.costs.cache import Cost, CostCache
 cache = CostCache(sys.argv[1])
 for i in range(200):
     cache.put({"writer": int(sys.argv[2]), "i": i}, Cost(i * 1e-6, i))

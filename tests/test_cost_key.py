@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from remat.arguments import Literal, Ref
-from remat.frontend import cost_key
+from remat.frontend.costs import key as cost_key
 from remat.trace import Node, TensorMeta
 
 

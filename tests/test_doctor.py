@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import remat
-from remat.frontend import doctor
-from remat.frontend.cost_cache import Cost, CostCache, default_cache_path
-from remat.frontend.doctor import Check, examine
+from remat.commands import examine as doctor
+from remat.commands.examine import Check, examine
+from remat.frontend.costs.cache import Cost, CostCache, default_cache_path
 from remat.milp.pulp_versions import IS_4
 
 
@@ -102,7 +102,7 @@ def test_a_cost_cache_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 def in_surroundings(directory: Path) -> dict[str, Check]:
     """The report of a process that finds the modules of this directory before all others."""
-    code = "from remat.frontend.doctor import examine\nfor c in examine(): print(repr(c))"
+    code = "from remat.commands.examine import examine\nfor c in examine(): print(repr(c))"
     root = Path(remat.__file__).parents[1]
     path = os.pathsep.join([str(directory), str(root)])
     ended = subprocess.run(

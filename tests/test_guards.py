@@ -11,8 +11,8 @@ from torch import nn
 
 import remat
 from remat.errors import GuardError
-from remat.frontend.guards import Binding, Watch, check_call
 from remat.frontend.pytree import flatten
+from remat.frontend.runtime.guards import Binding, Watch, check_call
 from remat.program import Program
 
 X, Y = torch.rand(4, 6), torch.rand(4, 6)

@@ -18,10 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import remat
 from remat.errors import GuardError
-from remat.frontend.guards import Watch, signature
-from remat.frontend.launch import BINDINGS, launcher
 from remat.frontend.operators import resolve
 from remat.frontend.pytree import flatten
+from remat.frontend.runtime.guards import Watch, signature
+from remat.frontend.runtime.launch import BINDINGS, launcher
 
 COSTS = remat.Roofline("cpu")
 

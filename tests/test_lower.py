@@ -17,7 +17,7 @@ from torch import nn
 import remat
 from remat.accumulation import with_accumulation
 from remat.errors import DocumentError
-from remat.frontend.lower import compile_program
+from remat.frontend.runtime.lower import compile_program
 from remat.program import Program
 from remat.trace import Placeholder, Trace
 

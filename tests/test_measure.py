@@ -20,12 +20,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import remat
 from remat.arguments import Argument, Literal, Ref
 from remat.errors import RematError
-from remat.frontend import cost_key, operators, timers
-from remat.frontend import measure as measuring
-from remat.frontend.cost_cache import CostCache
-from remat.frontend.measure import measure, tensor_metas
-from remat.frontend.tensors import Operands, extent
-from remat.frontend.timers import FLOOR_S
+from remat.frontend import operators
+from remat.frontend.costs import key as cost_key
+from remat.frontend.costs import measure as measuring
+from remat.frontend.costs import timers
+from remat.frontend.costs.cache import CostCache
+from remat.frontend.costs.measure import measure, tensor_metas
+from remat.frontend.costs.tensors import Operands, extent
+from remat.frontend.costs.timers import FLOOR_S
 from remat.roofline import Roofline
 from remat.structure import Structure
 from remat.trace import Environment, Node, Output, Placeholder, Result, TensorMeta, Trace
@@ -791,7 +793,7 @@ def test_every_operation_of_a_traced_gpt2_can_be_measured(
 ) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    from remat.frontend.capture import trace
+    from remat.frontend.capture.trace import trace
 
     config = GPT2Config(
         n_layer=2, n_embd=32, n_head=2, vocab_size=101, n_positions=16, use_cache=False

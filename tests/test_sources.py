@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import remat
+from remat.commands.models.sources import Step, load_step
 from remat.errors import TraceError
-from remat.frontend.sources import Step, load_step
 from remat.frontend.trial import loss_of
 
 TINY = {

@@ -185,7 +185,7 @@ def test_what_cannot_be_tried() -> None:
 @pytest.mark.gpu
 def test_on_the_gpu() -> None:
     """Large enough that the allocator's rounding does not show."""
-    from remat.frontend.sources import load_step
+    from remat.commands.models.sources import load_step
 
     sizes = ["n_layer=6", "n_embd=512", "n_head=8"]
     step = load_step("hf:gpt2", batch=8, tokens=512, device="cuda", overrides=sizes)

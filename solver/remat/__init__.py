@@ -64,22 +64,22 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from remat.frontend.cost_cache import CostCache
+    from remat.frontend.costs.cache import CostCache
+    from remat.frontend.costs.measure import measure
     from remat.frontend.estimate import estimate
     from remat.frontend.max_batch import max_batch
-    from remat.frontend.measure import measure
     from remat.frontend.meter import LiveStorageMeter
-    from remat.frontend.module import RematModule, lower
     from remat.frontend.optimize import optimize
+    from remat.frontend.runtime.module import RematModule, lower
 
 _TORCH_SIDE = {
-    "CostCache": "cost_cache",
+    "CostCache": "costs.cache",
     "LiveStorageMeter": "meter",
     "estimate": "estimate",
     "max_batch": "max_batch",
-    "RematModule": "module",
-    "lower": "module",
-    "measure": "measure",
+    "RematModule": "runtime.module",
+    "lower": "runtime.module",
+    "measure": "costs.measure",
     "optimize": "optimize",
 }
 
@@ -155,12 +155,12 @@ def trace(
     differentiate: str | Sequence[str] = "auto",
     device: str | torch.device | None = None,
 ) -> Trace:
-    """Capture one training step of a model; see `remat.frontend.capture.trace`.
+    """Capture one training step of a model; see `remat.frontend.capture.trace.trace`.
 
     Defined here because the submodule `remat.trace`, which holds the `Trace` document, has the
     same name: the function is what `remat.trace` means.
     """
-    from remat.frontend.capture import trace as capture
+    from remat.frontend.capture.trace import trace as capture
 
     return capture(
         model, example_inputs, example_kwargs, differentiate=differentiate, device=device

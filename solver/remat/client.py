@@ -40,9 +40,9 @@ from remat.wire import (
 if TYPE_CHECKING:
     from torch import nn
 
-    from remat.frontend.cost_cache import CostCache
-    from remat.frontend.module import RematModule
+    from remat.frontend.costs.cache import CostCache
     from remat.frontend.reserve import Reserve
+    from remat.frontend.runtime.module import RematModule
 
 PATIENCE_S = 60.0
 """How long a service may be gone (restarted, say) before a call gives up."""

@@ -23,7 +23,7 @@ from remat.trace import Trace
 
 _ROWS = 12
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
-_DROPOUT = "aten.native_dropout_backward.default"  # both ways; see remat.frontend.dropout
+_DROPOUT = "aten.native_dropout_backward.default"  # both ways; see remat.frontend.capture.dropout
 
 
 @dataclass(frozen=True, slots=True)

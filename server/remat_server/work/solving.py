@@ -116,7 +116,7 @@ def _priced(request: Request, device: str) -> tuple[Any, str]:
         return graph, "as given"
     costs = request.options.costs
     if request.is_measured_here:
-        from remat.frontend.measure import measure
+        from remat.frontend.costs.measure import measure
 
         graph = measure(graph, device=device)
     elif costs is not None:

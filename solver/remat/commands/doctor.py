@@ -16,7 +16,7 @@ _MARKS = {"ok": "ok", "untested": "??", "missing": "--", "wrong": "!!"}
 
 def doctor(as_json: Json = False) -> None:
     """Check versions, devices, solvers, the cost cache and optional packages."""
-    from remat.frontend.doctor import examine
+    from remat.commands.examine import examine
 
     checks = examine()
     is_well = all(check.state != "wrong" for check in checks)

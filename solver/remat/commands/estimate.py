@@ -45,10 +45,10 @@ def estimate(
     check_target(device)
     if reserve is not None:
         parse_reserve(reserve)
+    from remat.commands.models.sources import load_step
     from remat.frontend.autocast import autocast as casting
+    from remat.frontend.capture.meta import nominal_device
     from remat.frontend.estimate import estimate as estimated
-    from remat.frontend.meta import nominal_device
-    from remat.frontend.sources import load_step
     from remat.frontend.target import device_here, find_target
 
     if find_target(device) is not None:

@@ -40,7 +40,7 @@ def measure(
     if model is not None:
         priced = by_roofline(traced, model)
     else:
-        from remat.frontend.measure import measure as run
+        from remat.frontend.costs.measure import measure as run
 
         with live("measuring", 1) as line:
             priced = run(traced, device, progress=line.measuring)

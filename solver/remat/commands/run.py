@@ -69,11 +69,11 @@ def run(
     check_autocast(autocast)
     files.check_outputs(program)
     budget, reserve_bytes = without(budget, reserve)
+    from remat.commands.models.sources import load_step
     from remat.frontend.autocast import autocast as casting
-    from remat.frontend.capture import trace as capture
-    from remat.frontend.measure import measure
-    from remat.frontend.module import lower
-    from remat.frontend.sources import load_step
+    from remat.frontend.capture.trace import trace as capture
+    from remat.frontend.costs.measure import measure
+    from remat.frontend.runtime.module import lower
     from remat.frontend.trial import trial
 
     step = load_step(

@@ -42,9 +42,9 @@ def trace(
     check_autocast(autocast)
     check_target(device)
     files.check_outputs(output)
+    from remat.commands.models.sources import load_step
     from remat.frontend.autocast import autocast as casting
-    from remat.frontend.capture import trace as capture
-    from remat.frontend.sources import load_step
+    from remat.frontend.capture.trace import trace as capture
     from remat.frontend.target import find_target
 
     absent = find_target(device) is not None

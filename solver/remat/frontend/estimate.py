@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from remat.footprint import Estimate
-from remat.frontend.capture import trace as capture
+from remat.frontend.capture.trace import trace as capture
 from remat.frontend.reserve import Reserve, reserved
 from remat.frontend.target import ANY
 from remat.pricing import by_roofline

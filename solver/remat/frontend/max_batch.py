@@ -19,10 +19,10 @@ from remat.batch import Attempt, MaxBatch
 from remat.budget import format_bytes
 from remat.errors import BudgetError, InfeasibleBudget, SolverTimeout, TraceError
 from remat.fitting import solve_within
-from remat.frontend.capture import trace as capture
-from remat.frontend.cost_cache import CostCache
+from remat.frontend.capture.trace import trace as capture
+from remat.frontend.costs.cache import CostCache
+from remat.frontend.costs.measure import measure
 from remat.frontend.device_memory import available
-from remat.frontend.measure import measure
 from remat.frontend.reserve import Reserve, Reserved, reserved
 from remat.frontend.target import find_target
 from remat.plan import Plan

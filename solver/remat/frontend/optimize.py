@@ -9,14 +9,14 @@ from torch import nn
 
 from remat.budget import parse_budget
 from remat.errors import TraceError
-from remat.frontend.capture import check_differentiable, normalise_inputs
-from remat.frontend.cost_cache import CostCache
-from remat.frontend.guards import Watch
-from remat.frontend.module import RematModule
+from remat.frontend.capture.trace import check_differentiable, normalise_inputs
+from remat.frontend.costs.cache import CostCache
 from remat.frontend.operators import NAMESPACES
 from remat.frontend.planner import Options, Planner, Service
 from remat.frontend.pytree import flatten
 from remat.frontend.reserve import Reserve, reserved
+from remat.frontend.runtime.guards import Watch
+from remat.frontend.runtime.module import RematModule
 from remat.progress import Progress
 from remat.reserve import less_reserve
 from remat.roofline import Roofline

@@ -25,15 +25,15 @@ from remat.budget import parse_budget
 from remat.draws import drawn_once
 from remat.errors import InfeasibleBudget
 from remat.fitting import has_expandable_segments, solve_within
-from remat.frontend.capture import trace as capture
-from remat.frontend.cost_cache import CostCache
+from remat.frontend.capture.trace import trace as capture
+from remat.frontend.costs.cache import CostCache
+from remat.frontend.costs.measure import measure
 from remat.frontend.device_memory import available
-from remat.frontend.guards import Signature, Watch, signature
-from remat.frontend.lower import compile_program
-from remat.frontend.measure import measure
-from remat.frontend.module import Ready, Source
 from remat.frontend.operators import NAMESPACES
 from remat.frontend.reserve import Reserve, reserved
+from remat.frontend.runtime.guards import Signature, Watch, signature
+from remat.frontend.runtime.lower import compile_program
+from remat.frontend.runtime.module import Ready, Source
 from remat.plan import Plan
 from remat.pricing import Priced, with_costs
 from remat.program import Program

@@ -1,8 +1,9 @@
 """`Target`: a GPU that a step is captured for, and that is not here.
 
 Such a step is captured on fake tensors of the CPU, with the operations that torch would run on that
-GPU (`remat.frontend.as_eager`), and its devices are renamed afterwards. Fake CUDA tensors would be
-no way: a build of torch without CUDA cannot make them, and their backward wants a CUDA context.
+GPU (`remat.frontend.capture.as_eager`), and its devices are renamed afterwards. Fake CUDA tensors
+would be no way: a build of torch without CUDA cannot make them, and their backward wants a CUDA
+context.
 """
 
 from __future__ import annotations

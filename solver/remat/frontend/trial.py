@@ -21,8 +21,8 @@ from torch import nn
 from remat.budget import format_bytes, format_seconds
 from remat.errors import TraceError, one_line
 from remat.frontend.meter import LiveStorageMeter, cuda_peak, unique_bytes
-from remat.frontend.module import RematModule
 from remat.frontend.pytree import flatten
+from remat.frontend.runtime.module import RematModule
 from remat.plan import Plan
 
 Tensors = Mapping[str, torch.Tensor]

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from remat.errors import GuardError
-from remat.frontend.surroundings import autocast_modes
+from remat.frontend.capture.surroundings import autocast_modes
 from remat.program import Program
 from remat.structure import Structure
 from remat.trace import Placeholder

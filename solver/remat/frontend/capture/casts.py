@@ -1,4 +1,4 @@
-"""Autocast's cache of casts, for captures; see `remat.frontend.as_eager`.
+"""Autocast's cache of casts, for captures; see `remat.frontend.capture.as_eager`.
 
 Under autocast, eager mode casts each parameter once, however often it is used, and sums the
 gradients of those uses in the lower type. A capture turns the cache off: it would cast at each use,

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from remat.commands.models.batches import Sizes
 from remat.errors import TraceError, one_line
-from remat.frontend.batches import Sizes
 
 Call = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 

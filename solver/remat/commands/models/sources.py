@@ -22,11 +22,11 @@ import numpy
 import torch
 from torch import nn
 
+from remat.commands.models.batches import Sizes
+from remat.commands.models.configurations import from_file, from_name
+from remat.commands.models.factories import from_factory
 from remat.errors import RematError, TraceError, one_line
-from remat.frontend.batches import Sizes
-from remat.frontend.capture import normalise_inputs
-from remat.frontend.configurations import from_file, from_name
-from remat.frontend.factories import from_factory
+from remat.frontend.capture.trace import normalise_inputs
 from remat.frontend.pytree import flatten, unflatten
 from remat.frontend.target import device_here
 

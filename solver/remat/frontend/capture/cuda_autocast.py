@@ -3,7 +3,7 @@
 Autocast casts other operations on CUDA than on the CPU. Which ones it has a policy for can be asked
 of torch; the policy itself is in the tables of aten/src/ATen/autocast_mode.h: nearly all others are
 "fp32". For the length of such a capture autocast is on for the CPU, and its operations get CUDA's
-policies in torch's Python dispatcher (see `remat.frontend.as_eager`).
+policies in torch's Python dispatcher (see `remat.frontend.capture.as_eager`).
 """
 
 from __future__ import annotations

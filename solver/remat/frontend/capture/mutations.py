@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from remat.arguments import Ref, rename
 from remat.errors import TraceError
-from remat.frontend.draft import Draft, read_names
+from remat.frontend.capture.draft import Draft, read_names
 from remat.rewrite import BATCH_NORM, BATCH_NORM_OF_CUDA, RERUNS
 from remat.trace import COPY, Node, Placeholder, Result
 

@@ -1,4 +1,4 @@
-"""Dropout and coin flips as eager mode draws them; see `remat.frontend.as_eager`.
+"""Dropout and coin flips as eager mode draws them; see `remat.frontend.capture.as_eager`.
 
 For dropout, torch captures `aten.native_dropout`. That is what eager mode runs on CUDA. On the CPU
 it multiplies by `noise = bernoulli(1 - p) / (1 - p)` instead, in the type of its input: the scale

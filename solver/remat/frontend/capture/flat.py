@@ -22,9 +22,9 @@ import torch.fx.traceback
 from torch import nn
 
 from remat.errors import TraceError
-from remat.frontend.casts import Casts
+from remat.frontend.capture.casts import Casts
+from remat.frontend.capture.surroundings import buffers_by_module
 from remat.frontend.pytree import flatten, unflatten
-from remat.frontend.surroundings import buffers_by_module
 from remat.structure import Structure
 
 MODULE_KEY = "remat_module"

@@ -19,17 +19,17 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from remat.arguments import Argument, Ref
 from remat.errors import TraceError
-from remat.frontend.draft import Draft, tensor_meta
-from remat.frontend.fakes import correct_fakes
-from remat.frontend.flat import MODULE_KEY, Flat
-from remat.frontend.gradients import own_gradients
-from remat.frontend.memory import library_bytes
-from remat.frontend.mutations import (
+from remat.frontend.capture.draft import Draft, tensor_meta
+from remat.frontend.capture.fakes import correct_fakes
+from remat.frontend.capture.flat import MODULE_KEY, Flat
+from remat.frontend.capture.gradients import own_gradients
+from remat.frontend.capture.mutations import (
     BATCH_NORM_BACKWARDS,
     BATCH_NORM_TRAINING,
     pin_batch_norms,
     write_back,
 )
+from remat.frontend.memory import library_bytes
 from remat.frontend.operators import encode_argument
 from remat.frontend.target import PLACE, Target, gpu_at
 from remat.relocate import relocated, results_on_host

@@ -10,7 +10,7 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
-from remat.frontend.cuda_autocast import autocast_dtype
+from remat.frontend.capture.cuda_autocast import autocast_dtype
 from remat.frontend.target import Target
 from remat.trace import Environment
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from remat.frontend.cost_cache import Cost
+from remat.frontend.costs.cache import Cost
 from remat.pricing import FLOOR_S
 
 TARGET_S = 0.02

@@ -21,14 +21,14 @@ from torch import nn
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
 from remat.errors import RematError, TraceError
-from remat.frontend.as_eager import as_eager
-from remat.frontend.constants import ConstantFolding
-from remat.frontend.flat import Flat
+from remat.frontend.capture.as_eager import as_eager
+from remat.frontend.capture.constants import ConstantFolding
+from remat.frontend.capture.flat import Flat
+from remat.frontend.capture.joint import read_joint
+from remat.frontend.capture.meta import placed
+from remat.frontend.capture.surroundings import checkpointing_disabled, observe, restored
 from remat.frontend.frames import is_machinery
-from remat.frontend.joint import read_joint
-from remat.frontend.meta import placed
 from remat.frontend.pytree import flatten
-from remat.frontend.surroundings import checkpointing_disabled, observe, restored
 from remat.frontend.target import Target, device_here, find_target
 from remat.trace import Trace
 

@@ -1,8 +1,8 @@
 """`measure`: a Trace with costs, by running each distinct operation by itself, or by a roofline.
 
-Operations run on tensors made for them (see `remat.frontend.tensors`), never on the model's, so a
-measurement has no effect but on the cost cache. What cannot be measured is estimated from what
-could be, and says so.
+Operations run on tensors made for them (see `tensors`), never on the model's, so a measurement has
+no effect but on the cost cache. What cannot be measured is estimated from what could be, and says
+so.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from remat.budget import format_bytes
 from remat.errors import RematError, one_line
-from remat.frontend.calibration import Calibration
-from remat.frontend.cost_cache import Cost, CostCache
-from remat.frontend.cost_key import conditions, cost_key, device_name
+from remat.frontend.costs.cache import Cost, CostCache
+from remat.frontend.costs.calibration import Calibration
+from remat.frontend.costs.key import conditions, cost_key, device_name
+from remat.frontend.costs.progress import Progress, reporter
+from remat.frontend.costs.tensors import Operands, operand_bytes
+from remat.frontend.costs.timers import time_cpu, time_cuda
 from remat.frontend.grad_mode import NEEDS_GRAD_MODE, with_grad_mode
 from remat.frontend.memory import free_bytes, keeps_workspaces
 from remat.frontend.operators import resolve
-from remat.frontend.progress import Progress, reporter
-from remat.frontend.tensors import Operands, operand_bytes
-from remat.frontend.timers import time_cpu, time_cuda
 from remat.pricing import FLOOR_S, Priced, by_roofline, tensor_metas, with_costs
 from remat.roofline import Roofline, traffic_bytes
 from remat.trace import Node, TensorMeta, Trace

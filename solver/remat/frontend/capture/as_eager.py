@@ -17,10 +17,10 @@ import torch
 import torch._functorch.config
 from torch._C import DispatchKey
 
-from remat.frontend import cuda_kernels
-from remat.frontend.casts import Casts
-from remat.frontend.cuda_autocast import Kernels, as_on_cuda, autocast_dtype, policies
-from remat.frontend.dropout import bernoulli_, dropout
+from remat.frontend.capture import cuda_kernels
+from remat.frontend.capture.casts import Casts
+from remat.frontend.capture.cuda_autocast import Kernels, as_on_cuda, autocast_dtype, policies
+from remat.frontend.capture.dropout import bernoulli_, dropout
 from remat.frontend.target import Target
 
 _CPU, _CUDA = DispatchKey.AutogradCPU, DispatchKey.AutogradCUDA

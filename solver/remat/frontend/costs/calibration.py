@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from remat.devices import match_device
-from remat.frontend.cost_cache import Cost
-from remat.frontend.cost_key import device_name
+from remat.frontend.costs.cache import Cost
+from remat.frontend.costs.key import device_name
 from remat.roofline import Roofline, estimate
 from remat.trace import Node, TensorMeta
 

@@ -1,5 +1,5 @@
 """Kernels for captures of steps on CUDA: what eager mode runs there, in torch's Python dispatcher
-(see `remat.frontend.as_eager`).
+(see `remat.frontend.capture.as_eager`).
 
 `HERE` is for tensors on a GPU, where torch's capture takes something else than eager mode runs.
 `elsewhere` is for a GPU that is not here, on tensors of the CPU: also what eager mode runs on CUDA
@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch._ops import OpOverload
 
-from remat.frontend.attention import attention
+from remat.frontend.capture.attention import attention
 from remat.frontend.target import Target
 
 Tensor = torch.Tensor

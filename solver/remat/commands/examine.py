@@ -24,7 +24,7 @@ from typing import Literal
 from remat.budget import format_bytes
 from remat.devices import match_device
 from remat.errors import one_line
-from remat.frontend.cost_cache import default_cache_path
+from remat.frontend.costs.cache import default_cache_path
 from remat.milp.backend_facts import usable_backends
 from remat.milp.pulp_solvers import family, is_highs
 

@@ -18,12 +18,12 @@ from torch.fx.graph import _BoxedCodeGen
 
 from remat.arguments import Argument, refs
 from remat.errors import DocumentError
-from remat.frontend.accumulate import accumulate
 from remat.frontend.grad_mode import NEEDS_GRAD_MODE, with_grad_mode
-from remat.frontend.launch import Launcher, launcher
 from remat.frontend.operators import NAMESPACES, decode_argument, decode_literal, resolve
 from remat.frontend.pytree import builder
-from remat.frontend.random import generator_state, replay
+from remat.frontend.runtime.accumulate import accumulate
+from remat.frontend.runtime.launch import Launcher, launcher
+from remat.frontend.runtime.random import generator_state, replay
 from remat.program import Program, Statement
 from remat.trace import ACCUMULATE, Placeholder, TensorMeta
 

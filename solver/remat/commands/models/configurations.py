@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from remat.budget import format_bytes
+from remat.commands.models import diffusion
+from remat.commands.models.batches import SEQ_TO_SEQ, TASKS, Sizes, batch, special_tokens
 from remat.errors import TraceError, one_line
-from remat.frontend import diffusion
-from remat.frontend.batches import SEQ_TO_SEQ, TASKS, Sizes, batch, special_tokens
 from remat.frontend.memory import free_bytes
 
 Named = tuple[str, nn.Module, tuple[Any, ...], dict[str, Any]]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from remat.arguments import Literal, Ref, refs
-from remat.frontend.draft import Draft
+from remat.frontend.capture.draft import Draft
 from remat.trace import ADD_INTO, Gradient, Node, Placeholder, TensorMeta
 
 

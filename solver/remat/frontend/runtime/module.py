@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import fx, nn
 
-from remat.frontend.guards import Binding, Signature, Watch, check_call, signature
-from remat.frontend.home import at_home
-from remat.frontend.lower import Compiled, compile_program
 from remat.frontend.operators import NAMESPACES
 from remat.frontend.pytree import flatten
-from remat.frontend.step import run_step
+from remat.frontend.runtime.guards import Binding, Signature, Watch, check_call, signature
+from remat.frontend.runtime.home import at_home
+from remat.frontend.runtime.lower import Compiled, compile_program
+from remat.frontend.runtime.step import run_step
 from remat.program import Program
 from remat.structure import Structure
 
