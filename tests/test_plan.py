@@ -85,6 +85,13 @@ def test_overhead_and_gap_are_shares_of_time() -> None:
     assert plan.gap == pytest.approx((20 - 11) / 20)
 
 
+def test_a_step_of_milliseconds_has_an_overhead_too() -> None:
+    graph = chain(4, cost=1e-3)
+    schedule = Schedule.of([*range(4), 1, *range(4, 8)])
+    plan = Plan.of(graph, simulate(graph, schedule).peak_bytes, Solution(schedule), {})
+    assert plan.overhead == pytest.approx(1 / 8)
+
+
 def test_a_graph_without_costs_has_no_overhead() -> None:
     plan = solve(chain(8, cost=0.0), "60%")
     assert plan.overhead == 0.0
