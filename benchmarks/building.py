@@ -19,6 +19,7 @@ from pathlib import Path
 
 import highspy
 
+from remat.documents.trace import Trace
 from remat.graph import Graph
 from remat.milp import incumbent, model
 from remat.milp.highs import load
@@ -27,7 +28,6 @@ from remat.milp.start import start_values
 from remat.schedule import Schedule
 from remat.simulate import measure
 from remat.strategies import Auto
-from remat.trace import Trace
 
 
 def offered(path: Path) -> tuple[Graph, Slots, int, Schedule]:

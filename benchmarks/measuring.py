@@ -15,8 +15,8 @@ from torch import nn
 
 from benchmarks.methods import Method, step
 from benchmarks.workloads import Workload
+from remat.documents.trace import CUDA_ALIGNMENT_BYTES
 from remat.frontend.meter import cuda_peak, measure_step, unique_bytes
-from remat.trace import CUDA_ALIGNMENT_BYTES
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ from torch import nn
 
 import remat
 from remat.budget import format_bytes
-from remat.wire import Options, SolveRequest
+from remat.service.wire import Options, SolveRequest
 
 # %% [markdown]
 # ## Start it

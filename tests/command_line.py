@@ -18,9 +18,9 @@ import torch
 from tests.models import gpt2
 
 import remat
+from remat.documents.sweep import SweepDocument
+from remat.documents.trace import Trace
 from remat.plan import Plan
-from remat.sweep_document import SweepDocument
-from remat.trace import Trace
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import httpx2
 
-from remat.client import Client
+from remat.service.client import Client
 from remat_server.settings import Settings
 from remat_server.store import keys
 from remat_server.store.database import Database

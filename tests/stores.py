@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import sqlalchemy as sa
 
-from remat.wire import JobView
+from remat.service.wire import JobView
 from remat_server.store import events, jobs, leases
 from remat_server.store.database import Database
 from remat_server.store.jobs import NewJob

@@ -22,8 +22,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import remat
-from remat.arguments import Literal, Ref
 from remat.commands.figures import describe_trace
+from remat.costs.pricing import _tell, differences
+from remat.documents.arguments import Literal, Ref
+from remat.documents.trace import Trace
 from remat.frontend.capture import cuda_autocast
 from remat.frontend.capture.as_eager import as_eager
 from remat.frontend.capture.attention import Call, kernel
@@ -33,10 +35,8 @@ from remat.frontend.capture.trace import _refuse_several_gpus
 from remat.frontend.memory import keeps_workspaces
 from remat.frontend.runtime.home import at_home
 from remat.frontend.target import Target, find_target
-from remat.pricing import _tell, differences
-from remat.relocate import relocated, relocated_program
+from remat.passes.relocate import relocated, relocated_program
 from remat.rewrite import BATCH_NORM, BATCH_NORM_OF_CUDA
-from remat.trace import Trace
 
 H100, A100, V100, L4 = (9, 0), (8, 0), (7, 0), (8, 9)
 TOKENS = 40  # no other dimension of the models is as long
@@ -727,7 +727,7 @@ def outline(trace: Trace) -> list[object]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_it_is_the_trace_that_is_made_on_the_gpu(family: str, dtype: torch.dtype) -> None:
-    from remat.devices import match_device
+    from remat.costs.devices import match_device
 
     known = match_device(torch.cuda.get_device_name())
     if known is None:

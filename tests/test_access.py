@@ -17,8 +17,8 @@ from tests import server as servers
 from tests.server import Server, chain, post, wait_for
 
 import remat
-from remat.plan_document import GraphRecord
-from remat.wire import SolveRequest
+from remat.documents.plan import GraphRecord
+from remat.service.wire import SolveRequest
 from remat_server.store import leases
 from remat_server.store.database import Database
 

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from remat.allocation import predict, step_events
-from remat.allocator import Allocator, Event, Peaks, replay
+from remat.allocator.prediction import predict, step_events
+from remat.allocator.replay import Allocator, Event, Peaks, replay
+from remat.documents.trace import Trace
 from remat.schedule import Schedule
 from remat.simulate import simulate
-from remat.trace import Trace
 
 FILES = sorted((Path(__file__).parent / "allocator").glob("torch-*.json.gz"))
 RECORDINGS: list[dict[str, Any]] = [

@@ -11,7 +11,7 @@ from tests.models import FAMILIES, PLAIN, Mlp, Norms, Shared, Tied
 from torch import nn
 
 import remat
-from remat.trace import COPY
+from remat.documents.trace import COPY
 
 
 @pytest.mark.parametrize("name", PLAIN)

@@ -12,8 +12,9 @@ import remat
 from remat.errors import InfeasibleBudget
 from remat.graph import Graph, Operation, Value
 from remat.plan import Plan, Status
+from remat.solution import Solution
 from remat.strategies import Auto, Exact, Strategy
-from remat.strategies.base import Solution, Task
+from remat.strategies.base import Task
 
 NEAR = Auto(order="off", threads=1, complete_slots=0)
 """On graphs of a dozen operations it offers nothing but what the schedules it knows run again."""

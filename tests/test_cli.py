@@ -18,11 +18,11 @@ from tests.graphs import chain
 
 import remat
 from remat.commands.drawings import DRAWINGS, Subject
+from remat.documents.program import Program
+from remat.documents.sweep import SweepDocument
 from remat.graph import Graph, Operation, Value
 from remat.plan import Plan
-from remat.program import Program
 from remat.strategies import KeepAll
-from remat.sweep_document import SweepDocument
 
 COMMANDS = ("trace", "estimate", "measure", "solve", "sweep", "compare", "explain", "diff", "plot",
             "run", "doctor", "serve", "worker", "keys")  # fmt: skip

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from remat.arguments import Literal, Ref
+from remat.documents.arguments import Literal, Ref
+from remat.documents.trace import Node, TensorMeta
 from remat.frontend.costs import key as cost_key
-from remat.trace import Node, TensorMeta
 
 
 def tensor(device: str = "cuda:0", offset: int = 0) -> TensorMeta:

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import remat
-from remat.allocation import Prediction, predict, uses_cublas
+from remat.allocator.fitting import has_expandable_segments, solve_within
+from remat.allocator.prediction import Prediction, predict, uses_cublas
 from remat.budget import parse_budget, share_of_baseline
 from remat.errors import BudgetError
-from remat.fitting import has_expandable_segments, solve_within
 from remat.frontend import device_memory, memory
 from remat.frontend.reserve import Reserved, reserved
 from remat.strategies import Solution

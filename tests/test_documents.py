@@ -20,9 +20,9 @@ from tests.models import FAMILIES, PLAIN, Case
 from torch.fx.graph import _illegal_names
 
 import remat
-from remat.documents import check_variable
+from remat.documents.base import check_variable
+from remat.documents.program import Statement
 from remat.errors import DocumentError, RematError
-from remat.program import Statement
 
 CASES = {name: make for name, make in (PLAIN | FAMILIES).items() if name not in ("mlp-bf16", "t5")}
 SMALL = ("tied", "norms", "two-heads", "mlp")
@@ -157,7 +157,7 @@ def test_damaged_files(tmp_path: Path) -> None:
 
 
 def test_a_file_that_unpacks_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("remat.documents.MAX_BYTES", 1 << 20)
+    monkeypatch.setattr("remat.documents.base.MAX_BYTES", 1 << 20)
     (tmp_path / "bomb.gz").write_bytes(gzip.compress(b" " * (20 << 20)))
     with pytest.raises(DocumentError, match="too long to be a real document"):
         remat.Program.load(tmp_path / "bomb.gz")

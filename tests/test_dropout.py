@@ -16,7 +16,7 @@ from tests.models import Case
 from torch import nn
 
 import remat
-from remat.arguments import Ref
+from remat.documents.arguments import Ref
 
 # In float32, 1 / (1 - p) is rounded otherwise by `native_dropout` than by eager mode for these.
 ROUNDED = (0.04, 0.09, 0.15, 0.42)

@@ -9,8 +9,8 @@ from tests.models import FAMILIES, PLAIN, Case, Mlp, Tied, gpt2
 from torch import nn
 
 import remat
+from remat.costs.pricing import by_roofline
 from remat.frontend.estimate import data_sheet
-from remat.pricing import by_roofline
 
 
 def _estimate(case: Case) -> remat.Estimate:

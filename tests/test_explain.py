@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from tests.graphs import chain, small_graphs
 
 from remat.errors import RematError, UnknownName
-from remat.explain import without_reruns
 from remat.graph import Graph, Operation, Value
 from remat.plan import Plan
+from remat.report.explain import without_reruns
 from remat.schedule import Schedule
 from remat.simulate import Copy, simulate
+from remat.solution import Solution
 from remat.solve import solve
-from remat.strategies.base import Solution
 
 F0, F1, F2, F3, B3, B2, B1, B0 = range(8)
 """Operations of `chain(4)`; all take 1 s and make 1 byte."""

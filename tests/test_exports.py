@@ -31,13 +31,13 @@ from torch import nn
 from torch.cuda import _memory_viz
 
 import remat
-from remat.arguments import Literal, Ref
+from remat.documents.arguments import Literal, Ref
+from remat.documents.program import Bound, Program, Statement
+from remat.documents.trace import Trace
 from remat.graph import Graph, Operation, Value
 from remat.plan import Plan
-from remat.program import Bound, Program, Statement
 from remat.schedule import Schedule
 from remat.strategies.per_block import PerBlock
-from remat.trace import Trace
 from remat.view import (
     annotated_code,
     chrome_trace,

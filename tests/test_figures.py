@@ -16,10 +16,10 @@ from tests.references import network
 from tests.references import plan as dropping
 from tests.test_view import SVG, hostile_plan, lone, plan_of
 
-from remat.compare import Row
 from remat.errors import RematError
 from remat.graph import Graph
 from remat.plan import Plan
+from remat.report.comparison import Row
 from remat.schedule import Schedule
 from remat.view import (
     frontier_figure,

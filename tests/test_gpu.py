@@ -10,8 +10,8 @@ from tests.harness import RELATIVE_ERROR, relative_error
 from tests.models import FAMILIES, Case
 
 import remat
-from remat.allocation import Prediction
-from remat.fitting import has_expandable_segments
+from remat.allocator.fitting import has_expandable_segments
+from remat.allocator.prediction import Prediction
 from remat.frontend.meter import cuda_peak
 
 pytestmark = pytest.mark.gpu

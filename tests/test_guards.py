@@ -10,10 +10,10 @@ from tests.test_rewrite import keep_all, traced
 from torch import nn
 
 import remat
+from remat.documents.program import Program
 from remat.errors import GuardError
 from remat.frontend.pytree import flatten
 from remat.frontend.runtime.guards import Binding, Watch, check_call
-from remat.program import Program
 
 X, Y = torch.rand(4, 6), torch.rand(4, 6)
 

@@ -27,7 +27,7 @@ from tests.stores import (
     viewed,
 )
 
-from remat.wire import JobView
+from remat.service.wire import JobView
 from remat_server.store import events, jobs, leases, tables, tallies, upkeep
 from remat_server.store.database import Database, now
 

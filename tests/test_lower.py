@@ -15,11 +15,11 @@ from tests.test_rewrite import again, keep_all, traced
 from torch import nn
 
 import remat
-from remat.accumulation import with_accumulation
+from remat.documents.program import Program
+from remat.documents.trace import Placeholder, Trace
 from remat.errors import DocumentError
 from remat.frontend.runtime.lower import compile_program
-from remat.program import Program
-from remat.trace import Placeholder, Trace
+from remat.passes.accumulation import with_accumulation
 
 
 class FirstOf(nn.Module):

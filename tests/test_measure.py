@@ -18,7 +18,10 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import remat
-from remat.arguments import Argument, Literal, Ref
+from remat.costs.roofline import Roofline
+from remat.documents.arguments import Argument, Literal, Ref
+from remat.documents.structure import Structure
+from remat.documents.trace import Environment, Node, Output, Placeholder, Result, TensorMeta, Trace
 from remat.errors import RematError
 from remat.frontend import operators
 from remat.frontend.costs import key as cost_key
@@ -28,9 +31,6 @@ from remat.frontend.costs.cache import CostCache
 from remat.frontend.costs.measure import measure, tensor_metas
 from remat.frontend.costs.tensors import Operands, extent
 from remat.frontend.costs.timers import FLOOR_S
-from remat.roofline import Roofline
-from remat.structure import Structure
-from remat.trace import Environment, Node, Output, Placeholder, Result, TensorMeta, Trace
 
 ITEM = {"uint8": 1, "float32": 4, "int64": 8, "bool": 1, "bfloat16": 2, "float64": 8}
 

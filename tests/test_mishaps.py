@@ -13,8 +13,9 @@ import remat
 from remat.errors import SolverWarning
 from remat.graph import Graph
 from remat.schedule import Schedule
+from remat.solution import Solution
 from remat.strategies import near_search, search
-from remat.strategies.base import Solution, Task
+from remat.strategies.base import Task
 from remat.strategies.near_search import NearSearch
 from remat.strategies.programs import Programs
 from remat.strategies.pursuit import Pursuit

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch._ops import OpOverload
 
-from remat import arguments
-from remat.arguments import Literal, Ref
+from remat.documents import arguments
+from remat.documents.arguments import Literal, Ref
 from remat.errors import DocumentError, TraceError
 from remat.frontend import operators
 from remat.frontend.operators import decode_argument, encode_argument, register, resolve

@@ -13,8 +13,8 @@ from remat.errors import DocumentError, RematError
 from remat.plan import Plan, Status
 from remat.schedule import Schedule
 from remat.simulate import simulate
+from remat.solution import BoundScope, Solution
 from remat.solve import solve
-from remat.strategies.base import BoundScope, Solution
 
 
 @pytest.fixture(scope="module")

@@ -30,7 +30,7 @@ from tests.solvers import needs_cbc
 from tests.test_baselines import uneven_stages
 
 import remat
-from remat.plan_document import GraphRecord
+from remat.documents.plan import GraphRecord
 from remat_server.store import leases
 from remat_server.store.database import Database, now
 from remat_server.store.tables import jobs as jobs_table

@@ -12,13 +12,13 @@ from torch import nn
 from torch._ops import OpOverload
 
 import remat
-from remat.accumulation import with_accumulation
-from remat.arguments import Ref, refs
+from remat.documents.arguments import Ref, refs
+from remat.documents.program import Program, Statement
+from remat.documents.trace import ACCUMULATE, ADD_INTO, COPY, Trace
 from remat.errors import GraphError
 from remat.frontend.operators import resolve
-from remat.program import Program, Statement
+from remat.passes.accumulation import with_accumulation
 from remat.rewrite import BATCH_NORM, BATCH_NORM_AGAIN, RERUNS
-from remat.trace import ACCUMULATE, ADD_INTO, COPY, Trace
 
 
 class Net(nn.Module):

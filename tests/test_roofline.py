@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from remat.arguments import Ref
-from remat.devices import DEVICES, find_device, match_device
-from remat.flops import count_flops
+from remat.costs.devices import DEVICES, find_device, match_device
+from remat.costs.flops import count_flops
+from remat.costs.roofline import Roofline, estimate, flops, touched_bytes, traffic_bytes
+from remat.documents.arguments import Ref
+from remat.documents.trace import Node, Result, TensorMeta
 from remat.frontend.operators import resolve
-from remat.roofline import Roofline, estimate, flops, touched_bytes, traffic_bytes
-from remat.trace import Node, Result, TensorMeta
 
 
 def meta(*shape: int, dtype: str = "float32", stride: tuple[int, ...] | None = None) -> TensorMeta:
@@ -144,7 +144,7 @@ def test_devices_are_found_by_name_and_by_description() -> None:
 
 @pytest.mark.parametrize("device", DEVICES.values(), ids=lambda device: device.name)
 def test_rates_are_in_order(device: object) -> None:
-    from remat.devices import Device
+    from remat.costs.devices import Device
 
     assert isinstance(device, Device)
     assert device.half_flops_per_s >= device.tf32_flops_per_s >= device.fp32_flops_per_s
@@ -153,5 +153,6 @@ def test_rates_are_in_order(device: object) -> None:
 
 
 def test_no_torch_is_needed() -> None:
-    code = "import sys, remat.roofline, remat.devices; assert 'torch' not in sys.modules"
+    modules = "remat.costs.roofline, remat.costs.devices"
+    code = f"import sys, {modules}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

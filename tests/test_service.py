@@ -20,8 +20,8 @@ from tests.models import gpt2
 from tests.server import HARD, Server, chain, finished, post, solving_processes, wait_for
 
 import remat
-from remat.plan_document import GraphRecord
-from remat.wire import Answer, SolveRequest
+from remat.documents.plan import GraphRecord
+from remat.service.wire import Answer, SolveRequest
 
 QUICK = remat.Auto(gap=0.02)
 
@@ -76,7 +76,7 @@ def test_a_trace_by_curl_trains_within_its_budget(server: Server, tmp_path: Path
     answer = Answer.model_validate_json(text)
 
     assert answer.program is not None
-    plan = answer.plan.plan()
+    plan = answer.plan.read(remat.Plan)
     gm = remat.lower(answer.program, case.model, plan=plan)
     eager = eager_step(case)
     found = run_step(gm, case)
@@ -184,7 +184,7 @@ def test_client_raises_what_the_library_raises(server: Server, graph: remat.Grap
 
 
 def test_client_says_when_there_is_no_service(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("remat.client.PATIENCE_S", 0.0)
+    monkeypatch.setattr("remat.service.client.PATIENCE_S", 0.0)
     nobody = remat.Client(f"http://127.0.0.1:{servers.free_port()}")
     with pytest.raises(remat.ServiceError, match="is it running"):
         nobody.job("x")
@@ -408,7 +408,7 @@ def test_python_of_a_trace(server: Server, http: httpx2.Client) -> None:
     program = http.get(f"/jobs/{job.id}/result?format=program").content
     assert remat.Program.from_json(program) == answer.program
     plan = http.get(f"/jobs/{job.id}/result?format=plan").content
-    assert remat.Plan.from_json(plan) == answer.plan.plan()
+    assert remat.Plan.from_json(plan) == answer.plan.read(remat.Plan)
     with server.client() as client:
         again = client.submit(SolveRequest(trace=trace, budget="80%"))
     assert again.model == trace.model, "what is answered from the store has its name too"

@@ -14,14 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.graphs import chain, small_graphs
 
-from remat.compare import Comparison, Row, compare
+from remat.compare import Comparison, compare
 from remat.graph import Graph, Operation, Value
 from remat.plan import Plan
+from remat.report.comparison import Row
 from remat.schedule import Schedule
 from remat.simulate import simulate
+from remat.solution import Solution
 from remat.solve import solve, sweep
 from remat.strategies.auto import Auto
-from remat.strategies.base import Solution
 from remat.strategies.per_block import PerBlock
 from remat.strategies.recompute_all import RecomputeAll
 from remat.view import (

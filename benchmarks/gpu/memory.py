@@ -16,8 +16,8 @@ from benchmarks.measuring import resident
 from benchmarks.methods import step
 from benchmarks.workloads import Workload
 from remat.budget import format_bytes
+from remat.documents.trace import CUDA_ALIGNMENT_BYTES
 from remat.frontend.memory import keeps_workspaces, library_bytes
-from remat.trace import CUDA_ALIGNMENT_BYTES
 
 TOLERANCE_BYTES = 2 << 20
 

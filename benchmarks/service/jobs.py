@@ -9,7 +9,7 @@ import httpx2
 from tests.server import chain
 
 import remat
-from remat.plan_document import GraphRecord
+from remat.documents.plan import GraphRecord
 
 BUDGET = "60%"
 LENGTH = 14

@@ -12,7 +12,7 @@ from typing import Any
 from tests import server as servers
 
 import remat
-from remat.wire import Options, SolveRequest
+from remat.service.wire import Options, SolveRequest
 
 _REPEATS = 7
 _STRATEGY = remat.KeepAll()

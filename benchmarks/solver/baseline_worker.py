@@ -8,7 +8,8 @@ import sys
 from typing import Any
 
 from benchmarks.solver.worker import graph_of, memory_bytes
-from remat.compare import STRATEGIES, Comparison, Row, compare
+from remat.compare import STRATEGIES, Comparison, compare
+from remat.report.comparison import Row
 from remat.strategies.base import Strategy
 
 NAMES = tuple(strategy.name for strategy in STRATEGIES if strategy.name != "auto")

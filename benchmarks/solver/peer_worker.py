@@ -22,9 +22,9 @@ from torch.utils.checkpoint import checkpoint
 import remat
 from benchmarks.methods import twin
 from benchmarks.solver.peer_models import Gpt, ResNet
-from remat.accumulation import with_accumulation
-from remat.flops import count_flops
+from remat.costs.flops import count_flops
 from remat.frontend.meter import measure_step, unique_bytes
+from remat.passes.accumulation import with_accumulation
 
 FLOPS_ONLY = remat.Roofline.custom("FLOPs", fp32_flops_per_s=1e12, bytes_per_s=1e18, launch_s=1e-12)
 """Costs that are FLOPs: memory traffic and launches take next to nothing."""

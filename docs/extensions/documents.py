@@ -1,8 +1,8 @@
 """The fields of the documents from the models that check them, and an example of each, made anew at
 every build: what the page says is what the library does.
 
-    {fields} remat.trace:Trace      tables of a record's fields, and of the records within it
-    {example} plan                  such a document of a small model, shortened
+    {fields} remat.documents.trace:Trace  tables of a record's fields, and of those within it
+    {example} plan                        such a document of a small model, shortened
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from sphinx.util.docutils import SphinxDirective
 from tables import Cell, inline, table
 
 import remat
+from remat.documents.plan import PlanDocument
 from remat.plan import Plan
-from remat.plan_document import PlanDocument
-from remat.wire import Answer, SolveRequest
+from remat.service.wire import Answer, SolveRequest
 
 _LONG = 3
 """Items of a list, and of an object with names as keys, that an example shows."""

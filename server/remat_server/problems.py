@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from remat.errors import InfeasibleBudget, RematError
-from remat.wire import PROBLEMS, Problem, problem_name
+from remat.service.wire import PROBLEMS, Problem, problem_name
 
 _LONGEST = 1900
 """Characters of a detail: it may quote what was posted."""

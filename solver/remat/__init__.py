@@ -13,8 +13,10 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 from remat.batch import MaxBatch
-from remat.client import Client
 from remat.compare import Comparison, compare
+from remat.costs.roofline import Roofline
+from remat.documents.program import Program
+from remat.documents.trace import Trace
 from remat.errors import (
     BudgetError,
     DocumentError,
@@ -29,14 +31,13 @@ from remat.errors import (
     TraceError,
     UnknownName,
 )
-from remat.footprint import Estimate
 from remat.graph import Graph, Operation, Value
 from remat.plan import Plan, Status
-from remat.program import Program
 from remat.progress import Progress
+from remat.report.estimate import Estimate
 from remat.rewrite import rewrite
-from remat.roofline import Roofline
 from remat.schedule import Schedule
+from remat.service.client import Client
 from remat.simulate import Timeline, simulate
 from remat.solve import solve, sweep
 from remat.strategies import (
@@ -55,15 +56,9 @@ from remat.strategies import (
     Revolve,
     Rotor,
 )
-from remat.trace import Trace
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from typing import Any
-
-    import torch
-    from torch import nn
-
+    from remat.frontend.capture.trace import trace
     from remat.frontend.costs.cache import CostCache
     from remat.frontend.costs.measure import measure
     from remat.frontend.estimate import estimate
@@ -81,6 +76,7 @@ _TORCH_SIDE = {
     "lower": "runtime.module",
     "measure": "costs.measure",
     "optimize": "optimize",
+    "trace": "capture.trace",
 }
 
 __all__ = [
@@ -145,26 +141,6 @@ try:
     __version__ = version("remat")
 except PackageNotFoundError:  # run from a source tree that is not installed
     __version__ = "0+unknown"
-
-
-def trace(
-    model: nn.Module,
-    example_inputs: Any = (),
-    example_kwargs: Mapping[str, Any] | None = None,
-    *,
-    differentiate: str | Sequence[str] = "auto",
-    device: str | torch.device | None = None,
-) -> Trace:
-    """Capture one training step of a model; see `remat.frontend.capture.trace.trace`.
-
-    Defined here because the submodule `remat.trace`, which holds the `Trace` document, has the
-    same name: the function is what `remat.trace` means.
-    """
-    from remat.frontend.capture.trace import trace as capture
-
-    return capture(
-        model, example_inputs, example_kwargs, differentiate=differentiate, device=device
-    )
 
 
 def __getattr__(name: str) -> object:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from remat.budget import format_bytes, format_seconds
+from remat.documents.trace import Trace
 from remat.plan import Plan
-from remat.trace import Trace
 
 
 @dataclass(frozen=True, slots=True)

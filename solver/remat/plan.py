@@ -1,4 +1,4 @@
-"""`Plan`: a schedule with everything that is known about it.
+"""`Plan`: a schedule with all that is known about it, which shows, explains and saves itself.
 
 A plan is self-contained: it carries its graph (left out of its repr), so that a plan that comes
 from a file or a server can be described, explained and compared without the trace. The JSON
@@ -9,118 +9,27 @@ time is not what its schedule gives is refused.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from enum import Enum
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Self
 
-from remat.budget import share_of_baseline
-from remat.errors import RematError
-from remat.graph import Graph
-from remat.schedule import Schedule
-from remat.simulate import simulate
-from remat.strategies.base import BoundScope, Solution, Stats
+from remat.documents.base import read_bytes, write_atomically
+from remat.documents.plan import PlanDocument
+from remat.planned import Planned, Status
+from remat.report import describe, explain
+from remat.view.html import plan_fragment, plan_html
+from remat.view.timeline import timeline_svg
 
-if TYPE_CHECKING:
-    from remat.simulate import Timeline
-
-
-class Status(Enum):
-    """How a plan came about; the value is what to make of it."""
-
-    OPTIMAL = "within the gap that was asked for, proved"
-    FEASIBLE = (
-        "fits the budget, but is not proved to be within the gap of every schedule of its order: "
-        "raise `time_limit` or accept a larger `gap`"
-    )
+__all__ = ["Plan", "Status"]
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What to run, and what it costs.
-
-    `budget_bytes` and the peaks include constant memory. `overhead` and `lower_bound` are extra
-    time over no recomputation (0.05 is 5%); `lower_bound` is proved for `bound_scope`: "slots",
-    the places offered for recomputation, "order", every schedule of the graph's order, or "all
-    orders", every schedule. `gap` is (time - bound) / time on total time. A plan is OPTIMAL only by
-    a bound for its order or for all orders. `stats` are facts of the solve: keys that end in `_s`
-    are seconds; `slots_bound`, where it is there, is the bound over the slots offered, like
-    `lower_bound` a share of extra time.
-    """
-
-    status: Status
-    budget_bytes: int
-    peak_bytes: int
-    baseline_peak_bytes: int
-    time_s: float
-    baseline_time_s: float
-    lower_bound: float | None
-    bound_scope: BoundScope
-    schedule: Schedule
-    graph: Graph
-    stats: Mapping[str, str | int | float] = field(hash=False)
-
-    @classmethod
-    def of(cls, graph: Graph, budget_bytes: int, solution: Solution, stats: Stats) -> Plan:
-        """The plan for a strategy's solution; simulates it, and raises `RematError` (a bug in the
-        strategy) if its schedule does not fit the budget."""
-        timeline = simulate(graph, solution.schedule)
-        baseline = simulate(graph, Schedule.keep_all(graph))
-        if timeline.peak_bytes > budget_bytes:
-            raise RematError(
-                f"bug: the schedule peaks at {timeline.peak_bytes:,} bytes, over its budget of "
-                f"{budget_bytes:,}; please report this with the graph"
-            )
-        bound = solution.bound
-        is_proved = solution.proved and solution.bound_scope != "slots"
-        if bound is not None:
-            bound = min(max(bound, baseline.time_s), timeline.time_s)
-        return cls(
-            status=Status.OPTIMAL if is_proved else Status.FEASIBLE,
-            budget_bytes=budget_bytes,
-            peak_bytes=timeline.peak_bytes,
-            baseline_peak_bytes=baseline.peak_bytes,
-            time_s=timeline.time_s,
-            baseline_time_s=baseline.time_s,
-            lower_bound=None if bound is None else _overhead(bound, baseline.time_s),
-            bound_scope=solution.bound_scope,
-            schedule=solution.schedule,
-            graph=graph,
-            stats=stats,
-        )
-
-    @property
-    def overhead(self) -> float:
-        """Extra time over no recomputation, as a fraction of it."""
-        return _overhead(self.time_s, self.baseline_time_s)
-
-    @property
-    def share(self) -> float:
-        """The peak as the percentage that a budget would name it by, as a fraction (0.6 is "60%"):
-        of the peak without recomputation, what libraries hold on the device left out of both."""
-        return share_of_baseline(
-            self.peak_bytes,
-            baseline_bytes=self.baseline_peak_bytes,
-            library_bytes=self.graph.library_bytes,
-        )
-
-    @property
-    def gap(self) -> float | None:
-        """(time - proved bound) / time, on total time; None if nothing is proved."""
-        if self.lower_bound is None:
-            return None
-        return (self.overhead - self.lower_bound) / (1 + self.overhead)
-
-    def timeline(self) -> Timeline:
-        """Memory run by run; simulated anew."""
-        return simulate(self.graph, self.schedule)
+@dataclass(frozen=True, repr=False)
+class Plan(Planned):
+    """What to run, and what it costs; see `Planned` for what it holds."""
 
     def describe(self) -> str:
         """A table: budget, peak, time, bound, and what is recomputed, by module."""
-        from remat.describe import describe
-
-        return describe(self)
+        return describe.describe(self)
 
     def explain(self, name: str) -> str:
         """Why one operation is kept or recomputed, and what the other way would cost: the peak,
@@ -128,71 +37,41 @@ class Plan:
 
         Raises `UnknownName`, which is a `KeyError`, with the nearest known names.
         """
-        from remat.explain import explain
+        return explain.explain(self, name)
 
-        return explain(self, name)
-
-    def diff(self, other: Plan) -> str:
+    def diff(self, other: Planned) -> str:
         """What `other` does differently: peak, time, and the operations recomputed in one only."""
-        from remat.describe import diff
-
-        return diff(self, other)
+        return describe.diff(self, other)
 
     def to_svg(self) -> str:
         """A picture: memory over the step by what holds it, under the budget."""
-        from remat.view.timeline import timeline_svg
-
         return timeline_svg(self)
 
     def to_html(self) -> str:
         """A page: figures, table, timeline, schedule, modules and the dearest recomputations."""
-        from remat.view.html import plan_html
-
         return plan_html(self)
 
     def _repr_html_(self) -> str:
         """What notebooks show."""
-        from remat.view.html import plan_fragment
-
         return plan_fragment(self)
 
     def to_json(self) -> str:
         """JSON text, graph included; `from_json` gives back an equal plan."""
-        from remat.plan_document import PlanDocument
-
         return PlanDocument.of(self).to_json()
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> Plan:
+    def from_json(cls, text: str | bytes) -> Self:
         """Raises `DocumentError` for text that is truncated, of another version, or forged."""
-        from remat.plan_document import PlanDocument
-
-        return PlanDocument.from_json(text).plan()
+        return PlanDocument.from_json(text).read(cls)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the JSON document, gzipped where the name ends in `.gz`. All or nothing."""
-        from remat.documents import write_atomically
-
         write_atomically(Path(path), self.to_json().encode())
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Plan:
+    def load(cls, path: str | os.PathLike[str]) -> Self:
         """Read what `save` wrote. Raises `DocumentError`."""
-        from remat.documents import read_bytes
-
         return cls.from_json(read_bytes(Path(path)))
 
     def __str__(self) -> str:
         return self.describe()
-
-    def __repr__(self) -> str:
-        from remat.budget import format_bytes
-
-        return (
-            f"Plan({self.status.name}, peak={format_bytes(self.peak_bytes)} of "
-            f"{format_bytes(self.baseline_peak_bytes)}, overhead={self.overhead:.2%})"
-        )
-
-
-def _overhead(time_s: float, baseline_time_s: float) -> float:
-    return time_s / baseline_time_s - 1 if baseline_time_s > 0 else 0.0

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from remat.budget import format_bytes, parse_budget
 from remat.errors import BudgetError, InfeasibleBudget
-from remat.plan import Plan
+from remat.planned import P
 
 
 def parse_reserve(reserve: int | str) -> int:
@@ -61,7 +61,7 @@ def telling(reserve_bytes: int) -> Iterator[None]:
         ) from None
 
 
-def with_reserve(plan: Plan, reserve_bytes: int) -> Plan:
+def with_reserve(plan: P, reserve_bytes: int) -> P:
     """The plan, which says what was left to others of the budget that was asked for."""
     if not reserve_bytes:
         return plan

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from remat.accumulation import accumulation_name
-from remat.arguments import Argument, refs, rename
+from remat.documents.arguments import Argument, refs, rename
+from remat.documents.program import Bound, Program, Statement
+from remat.documents.trace import ACCUMULATE, Gradient, Node, Output, Trace, held_storages
 from remat.errors import GraphError
-from remat.program import Bound, Program, Statement
+from remat.passes.accumulation import accumulation_name
 from remat.schedule import Schedule
 from remat.simulate import simulate
-from remat.trace import ACCUMULATE, Gradient, Node, Output, Trace, held_storages
 
 BATCH_NORM = "aten._native_batch_norm_legit_functional.default"
 BATCH_NORM_AGAIN = "aten._native_batch_norm_legit.no_stats"

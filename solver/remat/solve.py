@@ -8,18 +8,19 @@ from collections.abc import Callable, Iterable
 from dataclasses import is_dataclass, replace
 from typing import Protocol
 
-from remat.allocation import with_prediction
+from remat.allocator.prediction import with_prediction
 from remat.budget import parse_budget
+from remat.documents.trace import Trace
 from remat.errors import InfeasibleBudget, SolverError, SolverWarning
 from remat.graph import Graph
 from remat.plan import Plan
 from remat.progress import Cancel, ProgressCallback
 from remat.schedule import Schedule
 from remat.simulate import measure, simulate
+from remat.solution import Solution, Stats
 from remat.strategies.auto import Auto
-from remat.strategies.base import Solution, Stats, Strategy, Task
+from remat.strategies.base import Strategy, Task
 from remat.strategies.mishaps import tell
-from remat.trace import Trace
 
 _LEAST_S = 1.0
 SWEEP = ("min", *(f"{percent}%" for percent in range(5, 101, 5)))

@@ -17,12 +17,12 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from xml.etree import ElementTree
 
-from remat.compare import Row
 from remat.graph import Graph, Operation, Value
 from remat.plan import Plan
+from remat.report.comparison import Row
 from remat.schedule import Schedule
 from remat.simulate import simulate
-from remat.strategies.base import Solution
+from remat.solution import Solution
 from remat.view import frontier_svg, modules_svg, schedule_svg, timeline_svg
 
 FOLDER = Path(__file__).parent

@@ -19,7 +19,7 @@ from fastapi.staticfiles import StaticFiles
 
 import remat
 from remat.errors import ServiceError
-from remat.wire import (
+from remat.service.wire import (
     Answer,
     JobView,
     Problem,

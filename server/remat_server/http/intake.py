@@ -10,15 +10,15 @@ from sqlalchemy.exc import IntegrityError
 
 import remat
 from remat.budget import parse_budget
-from remat.documents import NAMESPACES, parse_plain_json
+from remat.costs.pricing import by_roofline
+from remat.costs.roofline import Roofline
+from remat.documents.base import NAMESPACES, parse_plain_json
+from remat.documents.trace import Trace
 from remat.errors import DocumentError, SolverError
 from remat.milp.pulp_solvers import is_highs
-from remat.pricing import by_roofline
-from remat.roofline import Roofline
 from remat.schedule import Schedule
+from remat.service.wire import JobView, Kind, Sizes, SolveRequest, graph_of
 from remat.simulate import simulate
-from remat.trace import Trace
-from remat.wire import JobView, Kind, Sizes, SolveRequest, graph_of
 from remat_server.problems import ServiceProblem
 from remat_server.settings import Settings
 from remat_server.store import jobs, leases
@@ -225,7 +225,7 @@ def _part(document: object, key: str) -> object:
 
 
 def _is_larger(structures: list[object], most: int) -> bool:
-    """Whether there are more nodes than that; see `remat.structure.Structure`."""
+    """Whether there are more nodes than that; see `remat.documents.structure.Structure`."""
     count = 0
     while structures and count <= most:
         node = structures.pop()

@@ -9,7 +9,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, delete, exists, func, insert, select, update
 
-from remat.wire import ENDED, JobView, Kind, Problem, ProgressRecord, Summary
+from remat.service.wire import ENDED, JobView, Kind, Problem, ProgressRecord, Summary
 from remat_server.store.database import now
 from remat_server.store.events import append
 from remat_server.store.tables import answers, jobs

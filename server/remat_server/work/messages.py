@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
 
-from remat.documents import Record
-from remat.wire import Kind, Problem, ProgressRecord, Summary
+from remat.documents.base import Record
+from remat.service.wire import Kind, Problem, ProgressRecord, Summary
 
 
 class Task(Record):

@@ -10,18 +10,16 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from remat.documents import validated
+from remat.costs.pricing import by_roofline
+from remat.costs.roofline import Roofline
+from remat.documents.base import validated
+from remat.documents.plan import PlanDocument
+from remat.documents.trace import Trace
 from remat.errors import InfeasibleBudget, RematError
 from remat.plan import Plan
-from remat.plan_document import PlanDocument
-from remat.pricing import by_roofline
 from remat.progress import Progress, ProgressCallback
 from remat.rewrite import rewrite
-from remat.roofline import Roofline
-from remat.solve import solve, sweep
-from remat.strategies.base import Strategy
-from remat.trace import Trace
-from remat.wire import (
+from remat.service.wire import (
     Answer,
     Kind,
     ProgressRecord,
@@ -31,6 +29,8 @@ from remat.wire import (
     SweepRequest,
     graph_of,
 )
+from remat.solve import solve, sweep
+from remat.strategies.base import Strategy
 from remat_server.problems import of_error, problem
 from remat_server.work.messages import Advanced, Answered, Failed
 

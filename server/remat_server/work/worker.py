@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import structlog
 from sqlalchemy.exc import DBAPIError
 
-from remat.wire import Problem
+from remat.service.wire import Problem
 from remat_server.problems import out_of_memory, problem
 from remat_server.settings import Settings
 from remat_server.store import leases, upkeep

@@ -27,9 +27,11 @@ from remat.commands.options import (
     complete_strategies,
 )
 from remat.commands.solving import attended, finish
-from remat.compare import BUDGETS, Comparison, Row
+from remat.compare import BUDGETS, Comparison
 from remat.compare import compare as compare_all
+from remat.plan import Plan
 from remat.progress import Cancel
+from remat.report.comparison import Row
 
 Writer = Callable[[Comparison, str | None], str | bytes]
 
@@ -70,7 +72,7 @@ def compare(
     traced = files.read_measured(trace)
 
     def work(line: Line, cancel: Cancel) -> Comparison:
-        def told(row: Row) -> None:
+        def told(row: Row[Plan]) -> None:
             line.advance()
             line.tell(f"compare: {row.strategy} at {row.budget}")
 
@@ -94,7 +96,7 @@ def _figures(found: Comparison) -> Figures:
     }
 
 
-def _row(row: Row) -> Figures:
+def _row(row: Row[Plan]) -> Figures:
     return {
         "strategy": row.strategy,
         "budget": row.budget,
@@ -106,7 +108,7 @@ def _row(row: Row) -> Figures:
     }
 
 
-def _flat(row: Row) -> Figures:
+def _flat(row: Row[Plan]) -> Figures:
     figures = _row(row)
     figures.pop("plan")
     plan = {} if row.plan is None else plan_figures(row.plan)

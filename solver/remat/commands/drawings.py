@@ -11,10 +11,10 @@ from remat import view
 from remat.commands.exits import UsageError
 from remat.commands.figures import csv_of, frontier_table, plan_figures
 from remat.commands.frontiers import PICTURES, Frontier, figure_bytes
+from remat.documents.program import Program
+from remat.documents.trace import Trace
 from remat.plan import Plan
-from remat.program import Program
 from remat.rewrite import rewrite
-from remat.trace import Trace
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Literal
 
 from remat.budget import format_bytes
-from remat.devices import match_device
+from remat.costs.devices import match_device
 from remat.errors import one_line
 from remat.frontend.costs.cache import default_cache_path
 from remat.milp.backend_facts import usable_backends

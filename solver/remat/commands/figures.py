@@ -9,13 +9,13 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from remat.budget import format_bytes, format_seconds
-from remat.compare import aligned
+from remat.costs.pricing import Priced, with_costs
+from remat.documents.trace import Trace
 from remat.errors import RematError
 from remat.plan import Plan
-from remat.pricing import Priced, with_costs
+from remat.report.tables import aligned
 from remat.schedule import Schedule
 from remat.simulate import simulate
-from remat.trace import Trace
 
 Figures = dict[str, object]
 

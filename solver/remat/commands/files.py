@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from remat.commands.exits import UsageError
-from remat.documents import MAX_BYTES, parse_plain_json, write_atomically
+from remat.documents.base import MAX_BYTES, parse_plain_json, write_atomically
+from remat.documents.sweep import SweepDocument
+from remat.documents.trace import Trace
 from remat.errors import DocumentError, RematError
 from remat.plan import Plan
-from remat.sweep_document import SweepDocument
-from remat.trace import Trace
 from remat.view.text import plain
 
 _T = TypeVar("_T")
@@ -58,7 +58,7 @@ def read_plans(path: str) -> list[Plan]:
         text = _read(path)
         header = parse_plain_json(text, "remat.plan or remat.sweep")
         if isinstance(header, dict) and header.get("format") == SweepDocument.FORMAT:
-            return SweepDocument.from_json(text).read()
+            return SweepDocument.from_json(text).read(Plan)
         return [Plan.from_json(text)]
 
     return _named(path, plans)

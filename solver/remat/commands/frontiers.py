@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from remat import view
-from remat.compare import Row
 from remat.plan import Plan
+from remat.report.comparison import Row
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -22,7 +22,7 @@ class Frontier:
 
     plans: Sequence[Plan]
     text: str
-    rows: Sequence[Row] = ()
+    rows: Sequence[Row[Plan]] = ()
     device: str | None = None
 
 

@@ -12,10 +12,10 @@ from remat.commands.figures import describe_costs, describe_trace
 from remat.commands.live import live
 from remat.commands.options import Json, Output, Roofline, TraceFile, check_here
 from remat.commands.solving import hint
+from remat.costs.pricing import by_roofline
+from remat.costs.roofline import Roofline as Model
+from remat.documents.trace import Trace
 from remat.errors import RematError, TraceError
-from remat.pricing import by_roofline
-from remat.roofline import Roofline as Model
-from remat.trace import Trace
 
 
 def measure(

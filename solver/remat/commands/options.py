@@ -13,7 +13,7 @@ import typer
 from remat.budget import parse_budget
 from remat.commands.exits import UsageError
 from remat.compare import STRATEGIES as COMPARED
-from remat.devices import DEVICES, find_device
+from remat.costs.devices import DEVICES, find_device
 from remat.reserve import less_reserve, parse_reserve
 from remat.strategies.base import Strategy
 from remat.strategies.registry import STRATEGIES, from_data, to_data

@@ -36,7 +36,7 @@ from remat.commands.options import (
     without,
 )
 from remat.commands.solving import best_so_far, finish, solved
-from remat.footprint import eager_peak_bytes
+from remat.report.estimate import eager_peak_bytes
 from remat.reserve import telling, with_reserve
 from remat.rewrite import rewrite
 

@@ -10,16 +10,16 @@ from typing import TypeVar
 
 import typer
 
+from remat.allocator.fitting import solve_within
 from remat.commands.exits import code_of_signal, say, word
 from remat.commands.interrupt import interruptible
 from remat.commands.live import Line, live
+from remat.documents.trace import Trace
 from remat.errors import SolverWarning
-from remat.fitting import solve_within
 from remat.plan import Plan
 from remat.progress import Cancel
 from remat.solve import solve
 from remat.strategies.base import Strategy
-from remat.trace import Trace
 
 _T = TypeVar("_T")
 

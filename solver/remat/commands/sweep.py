@@ -26,11 +26,11 @@ from remat.commands.options import (
     strategy_of,
 )
 from remat.commands.solving import attended, finish, hint
+from remat.documents.sweep import SweepDocument
 from remat.plan import Plan
 from remat.progress import Cancel
 from remat.solve import SWEEP
 from remat.solve import sweep as solve_all
-from remat.sweep_document import SweepDocument
 
 Writer = Callable[[list[Plan], str | None], str | bytes]
 

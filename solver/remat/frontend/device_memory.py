@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from remat.budget import format_bytes
+from remat.documents.trace import Trace, accumulated_bytes
 from remat.errors import BudgetError
 from remat.frontend.memory import free_bytes
-from remat.trace import Trace, accumulated_bytes
 
 MARGIN = 0.08
 """Share of the free memory left alone: fragmentation, cuBLAS and cuDNN handles, other processes."""

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from remat.footprint import Estimate
+from remat.costs.pricing import by_roofline
+from remat.costs.roofline import Roofline
+from remat.documents.trace import Trace
 from remat.frontend.capture.trace import trace as capture
 from remat.frontend.reserve import Reserve, reserved
 from remat.frontend.target import ANY
-from remat.pricing import by_roofline
-from remat.roofline import Roofline
-from remat.trace import Trace
+from remat.report.estimate import Estimate
 
 
 def estimate(

@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from remat.allocator.fitting import solve_within
 from remat.batch import Attempt, MaxBatch
 from remat.budget import format_bytes
+from remat.costs.roofline import Roofline
+from remat.documents.trace import Trace
 from remat.errors import BudgetError, InfeasibleBudget, SolverTimeout, TraceError
-from remat.fitting import solve_within
 from remat.frontend.capture.trace import trace as capture
 from remat.frontend.costs.cache import CostCache
 from remat.frontend.costs.measure import measure
@@ -28,13 +30,11 @@ from remat.frontend.target import find_target
 from remat.plan import Plan
 from remat.progress import Progress
 from remat.reserve import less_reserve, with_reserve
-from remat.roofline import Roofline
 from remat.schedule import Schedule
 from remat.simulate import simulate
 from remat.solve import solve
 from remat.strategies import Auto, Strategy
 from remat.strategies.quick import quick_schedules
-from remat.trace import Trace
 
 _LEAP = 8
 """How many times larger than those before a guess may be: `model_fn` makes real inputs, and where

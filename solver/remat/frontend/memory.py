@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from remat.allocation import uses_cublas
+from remat.allocator.prediction import uses_cublas
 
 _GROUP = Path("/sys/fs/cgroup")
 

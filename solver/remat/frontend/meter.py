@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from remat.flops import count_flops
+from remat.costs.flops import count_flops
 
 
 @dataclass(frozen=True, slots=True)

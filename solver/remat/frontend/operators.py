@@ -13,10 +13,10 @@ from typing import TypeAlias
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
-from remat.arguments import Argument, Literal, Ref
-from remat.documents import NAMESPACES, check_target
+from remat.documents.arguments import Argument, Literal, Ref
+from remat.documents.base import NAMESPACES, check_target
+from remat.documents.trace import COPY
 from remat.errors import DocumentError, TraceError
-from remat.trace import COPY
 
 Operator: TypeAlias = Callable[..., object]
 

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from remat.budget import parse_budget
+from remat.costs.roofline import Roofline
 from remat.errors import TraceError
 from remat.frontend.capture.trace import check_differentiable, normalise_inputs
 from remat.frontend.costs.cache import CostCache
@@ -19,7 +20,6 @@ from remat.frontend.runtime.guards import Watch
 from remat.frontend.runtime.module import RematModule
 from remat.progress import Progress
 from remat.reserve import less_reserve
-from remat.roofline import Roofline
 from remat.strategies import Strategy
 
 
@@ -49,8 +49,8 @@ def optimize(
     Without example inputs the step is planned at the first call, for the inputs that it then gets;
     with them, now. `reserve` is what of the budget must be left to others: bytes, a string such as
     "2GiB", or the optimizer, whose state is then measured, or foreseen before its first step. On
-    CUDA, the budget is kept as torch's allocator counts (see `remat.fitting`). `costs` is "cpu",
-    "cuda" or a `remat.Roofline`; by default operations are timed on the model's own device.
+    CUDA, the budget is kept as torch's allocator counts (see `remat.allocator.fitting`). `costs` is
+    "cpu", "cuda" or a `remat.Roofline`; by default operations are timed on the model's own device.
     `differentiate` says which outputs gradients will come from (see `remat.trace`). `service` plans
     elsewhere, as `remat.Client.optimize` does. With `cuda_graphs` nothing random is computed again,
     so that the step can be captured in a CUDA graph. Other keyword arguments are those of

@@ -18,13 +18,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from remat.accumulation import with_accumulation
-from remat.allocation import is_on_cuda, predict, with_prediction
-from remat.arguments import refs
+from remat.allocator.fitting import has_expandable_segments, solve_within
+from remat.allocator.prediction import is_on_cuda, predict, with_prediction
 from remat.budget import parse_budget
-from remat.draws import drawn_once
+from remat.costs.pricing import Priced, with_costs
+from remat.costs.roofline import Roofline
+from remat.documents.arguments import refs
+from remat.documents.program import Program
+from remat.documents.structure import Structure
+from remat.documents.trace import Trace
 from remat.errors import InfeasibleBudget
-from remat.fitting import has_expandable_segments, solve_within
 from remat.frontend.capture.trace import trace as capture
 from remat.frontend.costs.cache import CostCache
 from remat.frontend.costs.measure import measure
@@ -34,20 +37,17 @@ from remat.frontend.reserve import Reserve, reserved
 from remat.frontend.runtime.guards import Signature, Watch, signature
 from remat.frontend.runtime.lower import compile_program
 from remat.frontend.runtime.module import Ready, Source
+from remat.passes.accumulation import with_accumulation
+from remat.passes.draws import drawn_once
 from remat.plan import Plan
-from remat.pricing import Priced, with_costs
-from remat.program import Program
 from remat.progress import Progress
 from remat.reserve import less_reserve, telling, with_reserve
 from remat.rewrite import rewrite
-from remat.roofline import Roofline
 from remat.schedule import Schedule
 from remat.simulate import simulate
+from remat.solution import Stats
 from remat.solve import solve
 from remat.strategies import Solution, Strategy
-from remat.strategies.base import Stats
-from remat.structure import Structure
-from remat.trace import Trace
 
 logger = logging.getLogger("remat")
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from remat.documents.structure import Structure
 from remat.errors import DocumentError, TraceError
-from remat.structure import Structure
 
 CACHE_REMEDY = "pass use_cache=False (or set model.config.use_cache = False)"
 

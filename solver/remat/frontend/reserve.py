@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Adafactor, Optimizer
 
-from remat.allocator import ALIGNMENT_BYTES
+from remat.allocator.replay import ALIGNMENT_BYTES
 from remat.errors import BudgetError
 from remat.reserve import parse_reserve
 

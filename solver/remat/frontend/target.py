@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from remat.devices import DEVICES, find_device, match_device
+from remat.costs.devices import DEVICES, find_device, match_device
 from remat.errors import TraceError
 
 ANY = "h200"
@@ -24,7 +24,8 @@ PLACE = "cuda:0"
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A CUDA device by the name of its data sheet (`remat.devices`) and its compute capability."""
+    """A CUDA device by the name of its data sheet (`remat.costs.devices`), with its compute
+    capability."""
 
     name: str
     capability: tuple[int, int]

@@ -142,7 +142,7 @@ def trial(
     where the plan was made under it; backward passes run outside of it, as they should. Gradients
     are cleared at the end; buffers such as those of batch norm are as after `rounds + 2` steps.
     `predicted_eager_bytes` stands beside the peak that eager mode is measured to have: that of
-    `remat.footprint.eager_peak_bytes`, or else the plan's baseline.
+    `remat.report.estimate.eager_peak_bytes`, or else the plan's baseline.
 
     Raises `TraceError` where the output has no loss, the model cannot be copied, or a step does not
     fit the device.

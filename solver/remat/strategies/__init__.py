@@ -1,8 +1,9 @@
 """Ways to look for a schedule: frozen dataclasses whose fields are their options."""
 
+from remat.solution import Solution
 from remat.strategies.articulation import ArticulationPoints
 from remat.strategies.auto import Auto
-from remat.strategies.base import Solution, Strategy, Task
+from remat.strategies.base import Strategy, Task
 from remat.strategies.checkmate import CheckmateMilp
 from remat.strategies.chen_greedy import ChenGreedy
 from remat.strategies.chen_sqrt import ChenSqrt

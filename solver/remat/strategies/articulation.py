@@ -14,7 +14,8 @@ import networkx as nx
 
 from remat.errors import RematError
 from remat.graph import Graph
-from remat.strategies.base import Solution, Task
+from remat.solution import Solution
+from remat.strategies.base import Task
 from remat.strategies.checkpointed import cheapest, checkpointed_count
 from remat.strategies.chen_greedy import greedy
 from remat.strategies.chen_sqrt import cut_after, sqrt_ends

@@ -12,8 +12,9 @@ from remat.milp import slots
 from remat.milp.pulp_solvers import require
 from remat.milp.slots import Slots
 from remat.schedule import Schedule
+from remat.solution import Solution
 from remat.strategies import ordered
-from remat.strategies.base import Solution, Task
+from remat.strategies.base import Task
 from remat.strategies.near_search import NearSearch
 from remat.strategies.options import Checked, Seconds, Seed, Share, Threads, between
 

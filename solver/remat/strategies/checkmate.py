@@ -16,7 +16,8 @@ from remat.milp.outcome import Outcome
 from remat.progress import Cancel
 from remat.schedule import Schedule
 from remat.simulate import measure
-from remat.strategies.base import Solution, Task
+from remat.solution import Solution
+from remat.strategies.base import Task
 from remat.strategies.checkmate_program import Program
 from remat.strategies.infeasible import infeasible
 from remat.strategies.options import Checked, Seconds, Seed, Share, Threads, between

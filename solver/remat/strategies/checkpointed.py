@@ -18,7 +18,8 @@ from remat.errors import RematError
 from remat.graph import Graph
 from remat.schedule import Schedule
 from remat.simulate import measure
-from remat.strategies.base import Solution, Task
+from remat.solution import Solution
+from remat.strategies.base import Task
 from remat.strategies.infeasible import infeasible
 
 Segments = Sequence[Sequence[int]]

@@ -14,7 +14,8 @@ from typing import Annotated
 
 from remat.graph import Graph
 from remat.schedule import Schedule
-from remat.strategies.base import Solution, Task
+from remat.solution import Solution
+from remat.strategies.base import Task
 from remat.strategies.checkpointed import cheapest, checkpointed_count
 from remat.strategies.chen_sqrt import cut_after
 from remat.strategies.options import Checked, between

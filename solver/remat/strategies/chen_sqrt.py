@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from remat.graph import Graph
 from remat.schedule import Schedule
-from remat.strategies.base import Solution, Task
+from remat.solution import Solution
+from remat.strategies.base import Task
 from remat.strategies.checkpointed import (
     Segments,
     cheapest,

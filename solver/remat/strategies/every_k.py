@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from remat.graph import Graph
-from remat.strategies.base import Solution, Task
+from remat.solution import Solution
+from remat.strategies.base import Task
 from remat.strategies.blocks import blocks, consecutive
 from remat.strategies.chain import cut_points
 from remat.strategies.checkpointed import cheapest, checkpointed_count, segmented

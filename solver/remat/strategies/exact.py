@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from remat.milp import slots
 from remat.milp.pulp_solvers import require
-from remat.strategies.base import Solution, Task
+from remat.solution import Solution
+from remat.strategies.base import Task
 from remat.strategies.options import Checked, Seconds, Seed, Share, Threads
 from remat.strategies.search import Search
 

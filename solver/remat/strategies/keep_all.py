@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from remat.schedule import Schedule
 from remat.simulate import simulate
-from remat.strategies.base import Solution, Task
+from remat.solution import Solution
+from remat.strategies.base import Task
 from remat.strategies.infeasible import infeasible
 from remat.strategies.options import Checked
 

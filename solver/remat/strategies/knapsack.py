@@ -18,7 +18,8 @@ import numpy.typing as npt
 from remat.errors import RematError
 from remat.graph import Graph
 from remat.schedule import Schedule
-from remat.strategies.base import Solution, Task
+from remat.solution import Solution
+from remat.strategies.base import Task
 from remat.strategies.checkpointed import Builder, cheapest, forward_count
 from remat.strategies.options import Checked, between
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from remat.errors import SolverWarning, one_line
-from remat.strategies.base import Stats
+from remat.solution import Stats
 
 T = TypeVar("T")
 

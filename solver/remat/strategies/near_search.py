@@ -22,8 +22,9 @@ from remat.milp.incumbent import polish, prune
 from remat.milp.slots import Slots
 from remat.milp.small import set_aside
 from remat.schedule import Schedule
+from remat.solution import Solution
 from remat.strategies.annealing import annealed
-from remat.strategies.base import Solution, Task
+from remat.strategies.base import Task
 from remat.strategies.mishaps import tell
 from remat.strategies.programs import Options, Programs
 from remat.strategies.pursuit import Pursuit

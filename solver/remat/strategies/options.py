@@ -10,7 +10,7 @@ from typing import Annotated, Any, get_type_hints
 
 from pydantic import ConfigDict, Field, ValidationError, create_model
 
-from remat.documents import Record
+from remat.documents.base import Record
 
 
 def between(least: int, most: int) -> Any:

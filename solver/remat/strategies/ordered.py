@@ -17,7 +17,8 @@ from remat.order import first_runs, in_order, least_peak_order, reordered, searc
 from remat.progress import Cancel
 from remat.schedule import Schedule
 from remat.simulate import measure
-from remat.strategies.base import Solution, Task
+from remat.solution import Solution
+from remat.strategies.base import Task
 
 _SHARE = 0.6
 

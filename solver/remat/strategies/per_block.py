@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from remat.errors import RematError
-from remat.strategies.base import Solution, Task
+from remat.solution import Solution
+from remat.strategies.base import Task
 from remat.strategies.blocks import blocks
 from remat.strategies.checkpointed import cheapest, segmented
 from remat.strategies.options import Checked

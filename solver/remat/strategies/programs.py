@@ -20,7 +20,7 @@ from remat.milp.ties import Ties
 from remat.progress import Cancel, Progress, ProgressCallback
 from remat.schedule import Schedule
 from remat.simulate import measure
-from remat.strategies.base import Stats
+from remat.solution import Stats
 from remat.strategies.stall import Stall
 
 _TIGHTENINGS = 5

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from remat.schedule import Schedule
-from remat.strategies.base import Solution, Task
+from remat.solution import Solution
+from remat.strategies.base import Task
 from remat.strategies.chain import Chain, Sweep
 from remat.strategies.checkpointed import cheapest
 from remat.strategies.options import Checked, between

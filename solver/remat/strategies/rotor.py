@@ -25,7 +25,8 @@ import numpy as np
 import numpy.typing as npt
 
 from remat.schedule import Schedule
-from remat.strategies.base import Solution, Task
+from remat.solution import Solution
+from remat.strategies.base import Task
 from remat.strategies.chain import Chain, Sweep
 from remat.strategies.chain_costs import ChainCosts, Floats
 from remat.strategies.checkpointed import cheapest

@@ -24,7 +24,8 @@ from remat.milp.incumbent import Rated, fitting, polish, prune, smallest
 from remat.milp.slots import Slots
 from remat.schedule import Schedule
 from remat.simulate import simulate
-from remat.strategies.base import Solution, Task
+from remat.solution import Solution
+from remat.strategies.base import Task
 from remat.strategies.infeasible import infeasible
 from remat.strategies.mishaps import T, attempt
 from remat.strategies.programs import Options, Programs

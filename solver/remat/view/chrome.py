@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 
-from remat.plan import Plan
+from remat.planned import Planned
 from remat.view.occupancy import LAYERS, backward_run, occupancy, reruns, starts_s
 
 _PID = 1
@@ -17,7 +17,7 @@ _FORWARD, _BACKWARD = 1, 2
 Event = dict[str, "str | int | float | dict[str, str | int | float]"]
 
 
-def chrome_trace(plan: Plan) -> str:
+def chrome_trace(plan: Planned) -> str:
     """JSON text. Each run is a complete event (microseconds) on the track of its pass, in the
     category "run" or "recompute"; counters follow the memory by what holds it, in bytes."""
     graph = plan.graph

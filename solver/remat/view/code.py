@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 
-from remat.arguments import Argument, Literal, Ref
 from remat.budget import format_bytes, format_seconds
+from remat.documents.arguments import Argument, Literal, Ref
+from remat.documents.program import Program, Statement
+from remat.documents.trace import Trace
 from remat.graph import Graph
-from remat.plan import Plan
-from remat.program import Program, Statement
-from remat.trace import Trace
+from remat.planned import Planned
 from remat.view.text import plain
 
 _COLUMN = 76
@@ -21,7 +21,9 @@ _COLUMN = 76
 _WIDTH = 100
 
 
-def annotated_code(program: Program, plan: Plan | None = None, trace: Trace | None = None) -> str:
+def annotated_code(
+    program: Program, plan: Planned | None = None, trace: Trace | None = None
+) -> str:
     """Two functions, `forward` and `backward`; every line ends in a comment.
 
     The comment has the module path, whether the backward pass finds the result kept or it is a
@@ -129,7 +131,7 @@ def _original(name: str, known: Container[str]) -> str:
     return head if name not in known and head and copy.isdigit() else name
 
 
-def _fits(notes: list[int | None], plan: Plan) -> bool:
+def _fits(notes: list[int | None], plan: Planned) -> bool:
     """Whether the operations that are told come in the order of the plan's runs."""
     runs = iter(plan.schedule.runs)
     return all(op in runs for op in notes if op is not None)

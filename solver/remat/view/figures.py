@@ -10,9 +10,9 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from remat.budget import format_bytes
-from remat.compare import Comparison, Row
 from remat.errors import RematError
-from remat.plan import Plan
+from remat.planned import Planned
+from remat.report.comparison import Compared, Row
 from remat.view import frontier as frontiers
 from remat.view import modules, schedule, timeline
 from remat.view.axes import PERCENT, RUNS, Unit, byte_unit, second_unit
@@ -43,7 +43,7 @@ _VECTORS = 20_000
 """With more strokes than this a schedule is an image inside a PDF."""
 
 
-def timeline_figure(plan: Plan, *, x: Literal["time", "runs"] = "time") -> Figure:
+def timeline_figure(plan: Planned, *, x: Literal["time", "runs"] = "time") -> Figure:
     """Memory over the step, as `timeline_svg`. Raises `RematError` without matplotlib."""
     figure, axes = _figure(timeline.TITLE, timeline.summary(plan))
     shown = timeline.curves(plan, x)
@@ -81,7 +81,7 @@ def timeline_figure(plan: Plan, *, x: Literal["time", "runs"] = "time") -> Figur
     return figure
 
 
-def schedule_figure(plan: Plan) -> Figure:
+def schedule_figure(plan: Planned) -> Figure:
     """What runs when and what is held when, as `schedule_svg`. Raises `RematError`."""
     grid = Grid(len(plan.graph), len(plan.schedule))
     tall = min(max(grid.rows * _ROW, 1.0), 6.0)
@@ -131,8 +131,8 @@ def schedule_figure(plan: Plan) -> Figure:
 
 
 def frontier_figure(
-    plans: Sequence[Plan],
-    comparison: Comparison | Iterable[Row] = (),
+    plans: Sequence[Planned],
+    comparison: Compared | Iterable[Row] = (),
     capacity_bytes: int | None = None,
     *,
     device: str | None = None,
@@ -213,7 +213,7 @@ def frontier_figure(
     return figure
 
 
-def modules_figure(plan: Plan) -> Figure:
+def modules_figure(plan: Planned) -> Figure:
     """Recomputed time by module, as `modules_svg`. Raises `RematError` without matplotlib."""
     found = modules.shares(plan)
     tall = max(len(found), 1) * _ROW * 1.35 + 0.9

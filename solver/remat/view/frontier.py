@@ -8,9 +8,10 @@ from itertools import pairwise
 from statistics import median
 
 from remat.budget import format_bytes
-from remat.compare import Comparison, Row
-from remat.devices import find_device
-from remat.plan import Plan
+from remat.costs.devices import find_device
+from remat.planned import P, Planned
+from remat.report.comparison import Compared, Row
+from remat.strategies.auto import Auto
 from remat.view import svg
 from remat.view.axes import PERCENT, Axis, bottom_axis, byte_unit, left_axis
 from remat.view.marks import mark, ring, triangle
@@ -44,7 +45,7 @@ class Point:
 class Frontier:
     """What the picture shows: the plans by peak, the baselines, and how far the axes reach."""
 
-    line: list[Plan]
+    line: list[Planned]
     points: list[Point]
     eager_bytes: int | None
     capacity_bytes: int | None
@@ -94,8 +95,8 @@ class Frontier:
 
 
 def frontier(
-    plans: Sequence[Plan],
-    comparison: Comparison | Iterable[Row] = (),
+    plans: Sequence[Planned],
+    comparison: Compared | Iterable[Row] = (),
     capacity_bytes: int | None = None,
     device: str | None = None,
 ) -> Frontier:
@@ -103,7 +104,7 @@ def frontier(
     if capacity_bytes is None and device is not None:
         capacity_bytes = find_device(device).memory_bytes
     line = sorted(plans, key=lambda plan: (plan.peak_bytes, plan.overhead))
-    rows = comparison.rows if isinstance(comparison, Comparison) else tuple(comparison)
+    rows = comparison.rows if isinstance(comparison, Compared) else tuple(comparison)
     made = [(row.strategy, row.plan) for row in rows if row.plan is not None]
     places = dict.fromkeys((name, plan.peak_bytes, plan.overhead) for name, plan in made)
     points = [Point(*place) for place in places]
@@ -131,9 +132,18 @@ def frontier(
     )
 
 
+def comparison_svg(comparison: Compared[P], *, device: str | None = None) -> str:
+    """The plans of `Auto`, which come with bounds, as the line, and those of every other strategy
+    as points."""
+    own = Auto.name
+    line = [row.plan for row in comparison.rows if row.plan is not None and row.strategy == own]
+    others = [row for row in comparison.rows if row.strategy != own]
+    return frontier_svg(line, others, device=device)
+
+
 def frontier_svg(
-    plans: Sequence[Plan],
-    comparison: Comparison | Iterable[Row] = (),
+    plans: Sequence[Planned],
+    comparison: Compared | Iterable[Row] = (),
     capacity_bytes: int | None = None,
     *,
     device: str | None = None,
@@ -210,7 +220,7 @@ def _low(least: float, most: float) -> float:
     return ticks[-1] if ticks else 0.0
 
 
-def _plans(line: list[Plan], across: Axis, up: Axis) -> list[str]:
+def _plans(line: list[Planned], across: Axis, up: Axis) -> list[str]:
     parts: list[str] = []
     for plan in line:
         bound = f", at least {plan.lower_bound:+.2%}" if plan.lower_bound is not None else ""

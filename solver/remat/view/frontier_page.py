@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from remat.compare import Row
-from remat.plan import Plan
+from remat.planned import Planned
+from remat.report.comparison import Row
 from remat.view.frontier import frontier_svg
 from remat.view.html import page
 from remat.view.text import escape_lines
 
 
 def frontier_html(
-    plans: Sequence[Plan], rows: Iterable[Row] = (), *, text: str, device: str | None = None
+    plans: Sequence[Planned], rows: Iterable[Row] = (), *, text: str, device: str | None = None
 ) -> str:
     """A self-contained page: the picture of `frontier_svg`, and a table as preformatted `text`."""
     parts = [

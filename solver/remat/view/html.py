@@ -6,12 +6,14 @@ as HTML, and light or dark as the reader's system is.
 
 from __future__ import annotations
 
-from remat.allocation import Prediction
+from remat.allocator.prediction import Prediction
 from remat.budget import format_bytes, format_seconds
-from remat.compare import Comparison
-from remat.plan import Plan
-from remat.program import Program
+from remat.documents.program import Program
+from remat.planned import Planned
+from remat.report.comparison import Compared
+from remat.report.describe import describe
 from remat.view.code import annotated_code
+from remat.view.frontier import comparison_svg
 from remat.view.modules import modules_svg
 from remat.view.schedule import schedule_svg
 from remat.view.text import escape, escape_lines, shorten
@@ -53,14 +55,14 @@ _PAGE_STYLE = (
 )
 
 
-def plan_html(plan: Plan, program: Program | None = None) -> str:
+def plan_html(plan: Planned, program: Program | None = None) -> str:
     """A self-contained page: figures, `describe()`, timeline, schedule, modules, the operations
     recomputed most and, with a `program` (as from `remat.rewrite`), its annotated code."""
     again = sum(plan.schedule.recomputed(plan.graph).values())
     parts = [
         "<h1>Rematerialization plan</h1>",
         _figures(plan),
-        f"<pre>{escape_lines(plan.describe())}</pre>",
+        f"<pre>{escape_lines(describe(plan))}</pre>",
         timeline_svg(plan),
         schedule_svg(plan),
     ]
@@ -83,25 +85,25 @@ def page(title: str, body: str) -> str:
     )
 
 
-def plan_fragment(plan: Plan) -> str:
+def plan_fragment(plan: Planned) -> str:
     """Figures and timeline, with the table of `describe()` to unfold: for notebooks."""
     return (
         f'<div class="remat-plan"><style>{_STYLE}</style>{_figures(plan)}{timeline_svg(plan)}'
-        f"<details><summary>details</summary><pre>{escape_lines(plan.describe())}</pre></details>"
+        f"<details><summary>details</summary><pre>{escape_lines(describe(plan))}</pre></details>"
         "</div>"
     )
 
 
-def comparison_fragment(comparison: Comparison) -> str:
+def comparison_fragment(comparison: Compared) -> str:
     """The frontier, with the table of `describe()` to unfold: for notebooks."""
     table = f"<pre>{escape_lines(comparison.describe())}</pre>"
     return (
-        f'<div class="remat-plan"><style>{_STYLE}</style>{comparison.to_svg()}'
+        f'<div class="remat-plan"><style>{_STYLE}</style>{comparison_svg(comparison)}'
         f"<details><summary>table</summary>{table}</details></div>"
     )
 
 
-def _reserved(plan: Plan) -> str:
+def _reserved(plan: Planned) -> str:
     """What torch's allocator makes of the peak on CUDA."""
     found = Prediction.of_plan(plan)
     if found is None:
@@ -112,7 +114,7 @@ def _reserved(plan: Plan) -> str:
     )
 
 
-def _figures(plan: Plan) -> str:
+def _figures(plan: Planned) -> str:
     """Four figures, each with what it is relative to."""
     again = plan.schedule.recomputed(plan.graph)
     bound, gap = "none", "no bound is proved"
@@ -143,7 +145,7 @@ def _figures(plan: Plan) -> str:
     return f'<div class="remat-figures">{"".join(cells)}</div>'
 
 
-def _table(plan: Plan) -> str:
+def _table(plan: Planned) -> str:
     """The operations on which recomputation spends the most time."""
     graph = plan.graph
     again = plan.schedule.recomputed(graph)

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from remat.budget import format_bytes, format_seconds
-from remat.plan import Plan
+from remat.planned import Planned
 from remat.view import svg
 from remat.view.text import plain, shorten
 
@@ -28,7 +28,7 @@ class Share:
     size_bytes: int = 0
 
 
-def modules_svg(plan: Plan) -> str:
+def modules_svg(plan: Planned) -> str:
     """The picture as SVG text: one bar a module, in the order of the model; bars are seconds, or
     runs where recomputation takes no time."""
     found = shares(plan)
@@ -64,7 +64,7 @@ def cost(share: Share) -> str:
     return f"{format_seconds(share.time_s)}, {share.runs:,} run{'s' if share.runs != 1 else ''}"
 
 
-def shares(plan: Plan, limit: int = MAX_BARS) -> list[Share]:
+def shares(plan: Planned, limit: int = MAX_BARS) -> list[Share]:
     """What is recomputed of each module, in the order of the graph; at most `limit` groups.
 
     Modules are grouped by the longest paths that give few enough groups: whole, without the
@@ -114,7 +114,7 @@ def _groupings(paths: dict[int, str]) -> list[dict[int, str]]:
     return found
 
 
-def summary(plan: Plan) -> str:
+def summary(plan: Planned) -> str:
     """How much is recomputed in all."""
     again = plan.schedule.recomputed(plan.graph)
     if not again:

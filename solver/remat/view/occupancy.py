@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import accumulate
 
-from remat.plan import Plan
+from remat.planned import Planned
 from remat.schedule import Schedule
 from remat.simulate import Timeline
 
@@ -39,7 +39,7 @@ class Occupancy:
         return [name for name, held in self.layers.items() if any(held)]
 
 
-def occupancy(plan: Plan) -> Occupancy:
+def occupancy(plan: Planned) -> Occupancy:
     """What holds the memory while each run of the plan runs."""
     graph, runs = plan.graph, plan.schedule.runs
     timeline = plan.timeline()
@@ -56,7 +56,7 @@ def occupancy(plan: Plan) -> Occupancy:
     return Occupancy(layers, timeline)
 
 
-def copy_kinds(plan: Plan, timeline: Timeline) -> list[str]:
+def copy_kinds(plan: Planned, timeline: Timeline) -> list[str]:
     """The layer of each copy of the timeline."""
     graph, count = plan.graph, len(plan.schedule)
     seen: set[int] = set()
@@ -74,7 +74,7 @@ def copy_kinds(plan: Plan, timeline: Timeline) -> list[str]:
     return kinds
 
 
-def backward_run(plan: Plan) -> int | None:
+def backward_run(plan: Planned) -> int | None:
     """The run that starts the backward pass: that of the boundary operation or, where the graph
     has none, the first of a backward operation; None where there is none either."""
     graph = plan.graph
@@ -94,7 +94,7 @@ def reruns(schedule: Schedule) -> list[int]:
     return before
 
 
-def starts_s(plan: Plan) -> list[float]:
+def starts_s(plan: Planned) -> list[float]:
     """When each run starts, and when the last one ends, in seconds."""
     costs = (plan.graph.operations[op].cost_s for op in plan.schedule.runs)
     return list(accumulate(costs, initial=0.0))

@@ -9,7 +9,7 @@ import networkx as nx
 
 from remat.budget import format_bytes, format_seconds
 from remat.graph import Graph
-from remat.plan import Plan
+from remat.planned import Planned
 from remat.view.text import plain, shorten
 
 COLUMNS = (
@@ -31,7 +31,7 @@ COLUMNS = (
 _FORMULA = ("=", "+", "-", "@")
 
 
-def operations_csv(plan: Plan) -> str:
+def operations_csv(plan: Planned) -> str:
     """One line an operation, in the graph's order, with the columns `COLUMNS`.
 
     `cost_s` is one run, `extra_s` all but the first; `result` is 1 where an output is held to the
@@ -65,7 +65,7 @@ def operations_csv(plan: Plan) -> str:
     return text.getvalue()
 
 
-def graph_dot(graph: Graph, plan: Plan | None = None) -> str:
+def graph_dot(graph: Graph, plan: Planned | None = None) -> str:
     """Graphviz text: a box an operation, an arrow a value. With a `plan` (of this graph), what it
     runs again is orange and says how often it runs."""
     again = {} if plan is None else plan.schedule.recomputed(graph)

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 from fastapi import Depends, Path, Request
 
-from remat.documents import Record
-from remat.wire import Problem
+from remat.documents.base import Record
+from remat.service.wire import Problem
 from remat_server.http.answers import MEDIA_TYPE
 from remat_server.http.intake import Intake
 from remat_server.problems import ServiceProblem

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Depends, Header, Query, Request
 from fastapi.responses import JSONResponse, Response
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 
-from remat.wire import JobPage, JobView, State
+from remat.service.wire import JobPage, JobView, State
 from remat_server.http.auth import Owner
 from remat_server.http.routes.common import JobId, Store, no_job, problems, reference
 from remat_server.store import events, jobs

@@ -10,10 +10,11 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
 
 from remat import view
-from remat.documents import validated
-from remat.plan_document import PlanDocument
-from remat.program import Program
-from remat.wire import ENDED, Answer, JobView, SweepAnswer
+from remat.documents.base import validated
+from remat.documents.plan import PlanDocument
+from remat.documents.program import Program
+from remat.plan import Plan
+from remat.service.wire import ENDED, Answer, JobView, SweepAnswer
 from remat_server.http.auth import Owner
 from remat_server.http.routes.common import JobId, no_job, problems, reference
 from remat_server.problems import ServiceProblem
@@ -106,12 +107,12 @@ def result_response(
 
 def _render(form: Form, kind: str, body: bytes) -> str:
     if kind == "sweep":
-        plans = [each.plan() for each in validated(SweepAnswer, body, "answer").plans]
+        plans = [each.read(Plan) for each in validated(SweepAnswer, body, "answer").plans]
         if form != "svg":
             raise ServiceProblem(406, "a sweep is offered as JSON and as SVG")
         return view.frontier_svg(plans)
     answer = validated(Answer, body, "answer")
-    plan = answer.plan.plan()
+    plan = answer.plan.read(Plan)
     match form:
         case "svg":
             return view.timeline_svg(plan)

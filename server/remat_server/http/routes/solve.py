@@ -10,7 +10,16 @@ from anyio.to_thread import run_sync
 from fastapi import APIRouter, Header, Query, Request
 from fastapi.responses import JSONResponse, Response
 
-from remat.wire import ENDED, Answer, JobView, Kind, Sizes, SolveRequest, SweepAnswer, SweepRequest
+from remat.service.wire import (
+    ENDED,
+    Answer,
+    JobView,
+    Kind,
+    Sizes,
+    SolveRequest,
+    SweepAnswer,
+    SweepRequest,
+)
 from remat_server.http.auth import Owner
 from remat_server.http.bodies import read_body
 from remat_server.http.routes.common import LINKS, problems, reference

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from remat.arguments import refs
+from remat.documents.arguments import refs
+from remat.documents.trace import Gradient, Node, Output, Placeholder, Result, TensorMeta
 from remat.errors import TraceError
-from remat.trace import Gradient, Node, Output, Placeholder, Result, TensorMeta
 
 
 @dataclass

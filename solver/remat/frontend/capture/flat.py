@@ -21,11 +21,11 @@ import torch
 import torch.fx.traceback
 from torch import nn
 
+from remat.documents.structure import Structure
 from remat.errors import TraceError
 from remat.frontend.capture.casts import Casts
 from remat.frontend.capture.surroundings import buffers_by_module
 from remat.frontend.pytree import flatten, unflatten
-from remat.structure import Structure
 
 MODULE_KEY = "remat_module"
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from remat.arguments import Literal, Ref, refs
+from remat.documents.arguments import Literal, Ref, refs
+from remat.documents.trace import ADD_INTO, Gradient, Node, Placeholder, TensorMeta
 from remat.frontend.capture.draft import Draft
-from remat.trace import ADD_INTO, Gradient, Node, Placeholder, TensorMeta
 
 
 def own_gradients(draft: Draft, found: Sequence[tuple[Placeholder, str]]) -> None:

@@ -17,7 +17,9 @@ from torch._functorch._aot_autograd import descriptors as d
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
 
-from remat.arguments import Argument, Ref
+from remat.documents.arguments import Argument, Ref
+from remat.documents.structure import Structure
+from remat.documents.trace import Environment, Node, Output, Placeholder, Result, Trace
 from remat.errors import TraceError
 from remat.frontend.capture.draft import Draft, tensor_meta
 from remat.frontend.capture.fakes import correct_fakes
@@ -32,9 +34,7 @@ from remat.frontend.capture.mutations import (
 from remat.frontend.memory import library_bytes
 from remat.frontend.operators import encode_argument
 from remat.frontend.target import PLACE, Target, gpu_at
-from remat.relocate import relocated, results_on_host
-from remat.structure import Structure
-from remat.trace import Environment, Node, Output, Placeholder, Result, Trace
+from remat.passes.relocate import relocated, results_on_host
 
 COPY = "aten.copy.default"
 EFFICIENT_ATTENTION = "aten._scaled_dot_product_efficient_attention.default"

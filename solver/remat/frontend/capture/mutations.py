@@ -7,11 +7,11 @@ a copy of it.
 
 from __future__ import annotations
 
-from remat.arguments import Ref, rename
+from remat.documents.arguments import Ref, rename
+from remat.documents.trace import COPY, Node, Placeholder, Result
 from remat.errors import TraceError
 from remat.frontend.capture.draft import Draft, read_names
 from remat.rewrite import BATCH_NORM, BATCH_NORM_OF_CUDA, RERUNS
-from remat.trace import COPY, Node, Placeholder, Result
 
 BATCH_NORM_TRAINING = 5
 """Position of `training` among the arguments of `BATCH_NORM`; two later in the backwards."""

@@ -10,9 +10,9 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
+from remat.documents.trace import Environment
 from remat.frontend.capture.cuda_autocast import autocast_dtype
 from remat.frontend.target import Target
-from remat.trace import Environment
 
 AUTOCAST_DEVICES = ("cpu", "cuda")
 

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
+from remat.documents.trace import Trace
 from remat.errors import RematError, TraceError
 from remat.frontend.capture.as_eager import as_eager
 from remat.frontend.capture.constants import ConstantFolding
@@ -30,7 +31,6 @@ from remat.frontend.capture.surroundings import checkpointing_disabled, observe,
 from remat.frontend.frames import is_machinery
 from remat.frontend.pytree import flatten
 from remat.frontend.target import Target, device_here, find_target
-from remat.trace import Trace
 
 log = logging.getLogger("remat")
 

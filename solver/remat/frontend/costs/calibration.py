@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import torch
 
-from remat.devices import match_device
+from remat.costs.devices import match_device
+from remat.costs.roofline import Roofline, estimate
+from remat.documents.trace import Node, TensorMeta
 from remat.frontend.costs.cache import Cost
 from remat.frontend.costs.key import device_name
-from remat.roofline import Roofline, estimate
-from remat.trace import Node, TensorMeta
 
 _GENERIC = {"cpu": "cpu", "cuda": "a100"}
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from remat.arguments import Argument, Literal, Ref, encode
-from remat.trace import Node, TensorMeta
+from remat.documents.arguments import Argument, Literal, Ref, encode
+from remat.documents.trace import Node, TensorMeta
 
 _TABLE_SIZED = 64  # offsets are kept modulo this, as they are when operands are made
 

@@ -17,6 +17,9 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from remat.budget import format_bytes
+from remat.costs.pricing import FLOOR_S, Priced, by_roofline, tensor_metas, with_costs
+from remat.costs.roofline import Roofline, traffic_bytes
+from remat.documents.trace import Node, TensorMeta, Trace
 from remat.errors import RematError, one_line
 from remat.frontend.costs.cache import Cost, CostCache
 from remat.frontend.costs.calibration import Calibration
@@ -27,9 +30,6 @@ from remat.frontend.costs.timers import time_cpu, time_cuda
 from remat.frontend.grad_mode import NEEDS_GRAD_MODE, with_grad_mode
 from remat.frontend.memory import free_bytes, keeps_workspaces
 from remat.frontend.operators import resolve
-from remat.pricing import FLOOR_S, Priced, by_roofline, tensor_metas, with_costs
-from remat.roofline import Roofline, traffic_bytes
-from remat.trace import Node, TensorMeta, Trace
 
 log = logging.getLogger("remat")
 

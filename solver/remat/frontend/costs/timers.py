@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from remat.costs.pricing import FLOOR_S
 from remat.frontend.costs.cache import Cost
-from remat.pricing import FLOOR_S
 
 TARGET_S = 0.02
 SLOW_S = 0.05

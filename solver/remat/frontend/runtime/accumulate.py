@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import torch
 
+from remat.documents.trace import ADD_INTO
 from remat.frontend.operators import register
-from remat.trace import ADD_INTO
 
 
 def add_into(total: torch.Tensor, gradient: torch.Tensor) -> None:

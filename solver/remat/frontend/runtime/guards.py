@@ -15,11 +15,11 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from remat.documents.program import Program
+from remat.documents.structure import Structure
+from remat.documents.trace import Placeholder
 from remat.errors import GuardError
 from remat.frontend.capture.surroundings import autocast_modes
-from remat.program import Program
-from remat.structure import Structure
-from remat.trace import Placeholder
 
 
 class TensorKey(NamedTuple):

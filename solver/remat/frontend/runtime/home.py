@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import nn
 
+from remat.documents.program import Program
 from remat.errors import GuardError
-from remat.program import Program
-from remat.relocate import kind_of, relocated_program
+from remat.passes.relocate import kind_of, relocated_program
 
 
 def at_home(program: Program, model: nn.Module) -> Program:

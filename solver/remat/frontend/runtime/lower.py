@@ -16,7 +16,9 @@ import torch
 from torch import fx
 from torch.fx.graph import _BoxedCodeGen
 
-from remat.arguments import Argument, refs
+from remat.documents.arguments import Argument, refs
+from remat.documents.program import Program, Statement
+from remat.documents.trace import ACCUMULATE, Placeholder, TensorMeta
 from remat.errors import DocumentError
 from remat.frontend.grad_mode import NEEDS_GRAD_MODE, with_grad_mode
 from remat.frontend.operators import NAMESPACES, decode_argument, decode_literal, resolve
@@ -24,8 +26,6 @@ from remat.frontend.pytree import builder
 from remat.frontend.runtime.accumulate import accumulate
 from remat.frontend.runtime.launch import Launcher, launcher
 from remat.frontend.runtime.random import generator_state, replay
-from remat.program import Program, Statement
-from remat.trace import ACCUMULATE, Placeholder, TensorMeta
 
 
 @dataclass(frozen=True)

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import fx, nn
 
+from remat.documents.program import Program
+from remat.documents.structure import Structure
 from remat.frontend.operators import NAMESPACES
 from remat.frontend.pytree import flatten
 from remat.frontend.runtime.guards import Binding, Signature, Watch, check_call, signature
 from remat.frontend.runtime.home import at_home
 from remat.frontend.runtime.lower import Compiled, compile_program
 from remat.frontend.runtime.step import run_step
-from remat.program import Program
-from remat.structure import Structure
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence

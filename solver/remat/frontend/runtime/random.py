@@ -3,7 +3,7 @@
 torch's own graph-safe scheme assumes one recomputation; a schedule may hold any number. On CUDA a
 state is two numbers on the host, the Philox seed and offset, so recording one costs no tensor; on
 the CPU it is a tensor of 5 KB. Inside a CUDA graph capture torch tells neither number (a replay
-brings its own), so a step that is to be captured must draw everything once; see `remat.draws`.
+brings its own), so a step that is to be captured must draw everything once: `remat.passes.draws`.
 """
 
 from __future__ import annotations

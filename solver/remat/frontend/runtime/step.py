@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 
 import torch
 
+from remat.documents.trace import TensorMeta
 from remat.errors import GuardError
 from remat.frontend.capture.surroundings import without_autocast
 from remat.frontend.runtime.accumulate import destination
 from remat.frontend.runtime.lower import Compiled
-from remat.trace import TensorMeta
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 

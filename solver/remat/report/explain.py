@@ -10,22 +10,19 @@ import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 from remat.budget import format_bytes, format_seconds
-from remat.describe import SCOPES
 from remat.errors import UnknownName
 from remat.graph import Graph
+from remat.planned import Planned
+from remat.report.describe import SCOPES
 from remat.schedule import Schedule
 from remat.simulate import Timeline, simulate
-
-if TYPE_CHECKING:
-    from remat.plan import Plan
 
 _ROWS = 60
 
 
-def explain(plan: Plan, name: str) -> str:
+def explain(plan: Planned, name: str) -> str:
     """The answer for an operation by name, or for a module by path.
 
     Where a name is both, the operation comes first. Raises `UnknownName`.
@@ -81,7 +78,7 @@ class Gap:
     end: int
 
 
-def longest_gap(plan: Plan, op: int, timeline: Timeline) -> Gap | None:
+def longest_gap(plan: Planned, op: int, timeline: Timeline) -> Gap | None:
     """Where the operation's output waits for its next reader: at the peak if it does so there, else
     for the longest time. None where it never waits, or is held anyway because it is a result."""
     graph, runs = plan.graph, plan.schedule.runs
@@ -101,7 +98,7 @@ def longest_gap(plan: Plan, op: int, timeline: Timeline) -> Gap | None:
 # -- one operation ------------------------------------------------------------------------------
 
 
-def _operation(plan: Plan, op: int) -> list[str]:
+def _operation(plan: Planned, op: int) -> list[str]:
     graph = plan.graph
     operation = graph.operations[op]
     size = sum(graph.values[v].size_bytes for v in operation.outputs)
@@ -126,7 +123,7 @@ def _operation(plan: Plan, op: int) -> list[str]:
     return lines + _copies(plan, op, timeline)
 
 
-def _why_recomputed(plan: Plan, op: int, timeline: Timeline) -> list[str]:
+def _why_recomputed(plan: Planned, op: int, timeline: Timeline) -> list[str]:
     """What is gained and paid, and what the plan would be without it."""
     graph = plan.graph
     schedule, was = without_reruns(graph, plan.schedule, op)
@@ -153,7 +150,7 @@ def _why_recomputed(plan: Plan, op: int, timeline: Timeline) -> list[str]:
     return lines
 
 
-def _freed(plan: Plan, op: int, timeline: Timeline) -> list[str]:
+def _freed(plan: Planned, op: int, timeline: Timeline) -> list[str]:
     """Between the copies of each output: bytes that are not held, and for how long."""
     graph = plan.graph
     lines: list[str] = []
@@ -172,7 +169,7 @@ def _freed(plan: Plan, op: int, timeline: Timeline) -> list[str]:
     return lines
 
 
-def _tolerance(plan: Plan, extra_s: float) -> str:
+def _tolerance(plan: Planned, extra_s: float) -> str:
     if plan.gap is None:
         return " (its strategy proves nothing about how good a plan is)"
     if extra_s <= plan.gap * plan.time_s:
@@ -180,7 +177,7 @@ def _tolerance(plan: Plan, extra_s: float) -> str:
     return f" (its proof is for {SCOPES[plan.bound_scope]} only)"
 
 
-def _why_kept(plan: Plan, op: int, timeline: Timeline) -> list[str]:
+def _why_kept(plan: Planned, op: int, timeline: Timeline) -> list[str]:
     """Why it cannot run again; or what that would save and cost."""
     graph = plan.graph
     operation = graph.operations[op]
@@ -240,7 +237,7 @@ def _fixed(graph: Graph, op: int) -> str:
     return ""
 
 
-def _copies(plan: Plan, op: int, timeline: Timeline) -> list[str]:
+def _copies(plan: Planned, op: int, timeline: Timeline) -> list[str]:
     graph, lines = plan.graph, list[str]()
     for copy in timeline.copies:
         if copy.value not in graph.operations[op].outputs:
@@ -261,7 +258,7 @@ def _copies(plan: Plan, op: int, timeline: Timeline) -> list[str]:
 # -- a module -----------------------------------------------------------------------------------
 
 
-def _module(plan: Plan, path: str, within: Sequence[int]) -> list[str]:
+def _module(plan: Planned, path: str, within: Sequence[int]) -> list[str]:
     """A table of its operations, in order; of many, those recomputed and the largest."""
     graph = plan.graph
     again = plan.schedule.recomputed(graph)
@@ -338,13 +335,13 @@ def _phase(graph: Graph, op: int) -> str:
     return "backward" if graph.operations[op].backward else "forward"
 
 
-def _of_step(plan: Plan, time_s: float) -> str:
+def _of_step(plan: Planned, time_s: float) -> str:
     if plan.baseline_time_s <= 0:
         return ""
     return f", {time_s / plan.baseline_time_s:.3%} of the step without recomputation"
 
 
-def _time_between(plan: Plan, gap: Gap) -> float:
+def _time_between(plan: Planned, gap: Gap) -> float:
     runs = plan.schedule.runs[gap.start + 1 : gap.end]
     return sum(plan.graph.operations[op].cost_s for op in runs)
 

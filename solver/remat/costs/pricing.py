@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
-from remat.devices import DEVICES
-from remat.roofline import Roofline, estimate
-from remat.trace import Node, TensorMeta, Trace
+from remat.costs.devices import DEVICES
+from remat.costs.roofline import Roofline, estimate
+from remat.documents.trace import Node, TensorMeta, Trace
 
 log = logging.getLogger("remat")
 

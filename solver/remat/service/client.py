@@ -13,18 +13,16 @@ from pydantic import ValidationError
 
 import remat
 from remat.budget import parse_budget
-from remat.documents import R, validated
+from remat.costs.roofline import Roofline
+from remat.documents.base import R, validated
+from remat.documents.plan import GraphRecord
+from remat.documents.program import Program
+from remat.documents.trace import Trace
 from remat.errors import DocumentError, InfeasibleBudget, RematError, ServiceError
 from remat.graph import Graph
 from remat.plan import Plan
-from remat.plan_document import GraphRecord
-from remat.program import Program
 from remat.progress import Cancel, Progress, ProgressCallback
-from remat.roofline import Roofline
-from remat.solve import warn_of_failure
-from remat.strategies import Auto, Strategy
-from remat.trace import Trace
-from remat.wire import (
+from remat.service.wire import (
     ENDED,
     Answer,
     JobView,
@@ -36,6 +34,8 @@ from remat.wire import (
     SweepAnswer,
     SweepRequest,
 )
+from remat.solve import warn_of_failure
+from remat.strategies import Auto, Strategy
 
 if TYPE_CHECKING:
     from torch import nn
@@ -190,7 +190,7 @@ class Client:
             answer = self._read(self._finish(job, progress, cancel), SweepAnswer)
         except InfeasibleBudget:  # all of them
             return []
-        return [_told(document.plan()) for document in answer.plans]
+        return [_told(document.read(Plan)) for document in answer.plans]
 
     # -- jobs ---------------------------------------------------------------------------------
 
@@ -236,7 +236,7 @@ class Client:
         options = _options(strategy, costs)
         job = self.submit(_made(SolveRequest, budget=budget, options=options, **_subject(graph)))
         answer = self._read(self._finish(job, progress, cancel), Answer)
-        return _told(answer.plan.plan()), answer.program
+        return _told(answer.plan.read(Plan)), answer.program
 
     def _finish(
         self, job: JobView, progress: ProgressCallback | None, cancel: Cancel | None

@@ -10,10 +10,10 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from remat.arguments import Args, Kwargs, Ref, refs
-from remat.documents import Document, Identifier, Path_, Record, Target, check_variable
-from remat.structure import Structure
-from remat.trace import ACCUMULATE, Environment, Gradient, Output, Placeholder
+from remat.documents.arguments import Args, Kwargs, Ref, refs
+from remat.documents.base import Document, Identifier, Path_, Record, Target, check_variable
+from remat.documents.structure import Structure
+from remat.documents.trace import ACCUMULATE, Environment, Gradient, Output, Placeholder
 
 
 class Bound(Record):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 from pydantic import PlainSerializer, PlainValidator
 
-from remat.documents import check_identifier, check_variable
+from remat.documents.base import check_identifier, check_variable
 
 MAX_TEXT = 100_000
 LITERAL_KINDS = ("dtype", "device", "layout", "memory_format")

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from typing import TYPE_CHECKING
 
-from remat.allocation import Prediction
+from remat.allocator.prediction import Prediction
 from remat.budget import format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    from remat.plan import Plan
+from remat.planned import Planned
 
 SCOPES = {
     "slots": "every schedule over the slots offered",
@@ -23,7 +20,7 @@ _ROWS = 16
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
-def describe(plan: Plan) -> str:
+def describe(plan: Planned) -> str:
     """A compact table of one plan."""
     graph = plan.graph
     again = plan.schedule.recomputed(graph)
@@ -51,13 +48,13 @@ def describe(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _libraries(plan: Plan) -> str:
+def _libraries(plan: Planned) -> str:
     """Percentages leave them out, which has to be said."""
     held = plan.graph.library_bytes
     return f", {format_bytes(held)} libraries' and in no percentage" if held else ""
 
 
-def _asked(plan: Plan) -> str:
+def _asked(plan: Planned) -> str:
     asked = plan.stats.get("asked_budget_bytes")
     if not isinstance(asked, int):
         return ""
@@ -65,12 +62,12 @@ def _asked(plan: Plan) -> str:
     return f", {less} below the {format_bytes(asked)} asked for, so that blocks fit as well"
 
 
-def _beside(plan: Plan) -> str:
+def _beside(plan: Planned) -> str:
     reserved = plan.stats.get("reserve_bytes")
     return f", beside {format_bytes(reserved)} reserved" if isinstance(reserved, int) else ""
 
 
-def _allocator(plan: Plan) -> list[str]:
+def _allocator(plan: Planned) -> list[str]:
     """What torch's allocator makes of the peak, where it is known."""
     found = Prediction.of_plan(plan)
     if found is None:
@@ -83,7 +80,7 @@ def _allocator(plan: Plan) -> list[str]:
     ]
 
 
-def diff(plan: Plan, other: Plan) -> str:
+def diff(plan: Planned, other: Planned) -> str:
     """What changes from `plan` to `other`."""
     mine = _named(plan)
     theirs = _named(other)
@@ -101,7 +98,7 @@ def diff(plan: Plan, other: Plan) -> str:
     return "\n".join(lines)
 
 
-def _launches(plan: Plan) -> list[str]:
+def _launches(plan: Planned) -> list[str]:
     launch_s = plan.stats.get("launch_s")
     if not isinstance(launch_s, float) or launch_s <= plan.time_s:
         return []
@@ -111,7 +108,7 @@ def _launches(plan: Plan) -> list[str]:
     ]
 
 
-def _bound(plan: Plan) -> str:
+def _bound(plan: Planned) -> str:
     if plan.lower_bound is None or plan.gap is None:
         return "none proved"
     scope = SCOPES[plan.bound_scope]
@@ -123,7 +120,7 @@ def _bound(plan: Plan) -> str:
     return told
 
 
-def _solver(plan: Plan) -> str:
+def _solver(plan: Planned) -> str:
     stats = plan.stats
     facts = [str(stats[key]) for key in ("strategy", "solver") if key in stats]
     facts += [f"{stats[key]} {key}" for key in ("slots", "rows", "columns") if key in stats]
@@ -135,7 +132,7 @@ def _solver(plan: Plan) -> str:
     return ", ".join(facts)
 
 
-def _modules(plan: Plan, again: dict[int, int]) -> list[str]:
+def _modules(plan: Planned, again: dict[int, int]) -> list[str]:
     """One line a module: runs, seconds, and bytes made again; the dearest first. Layers of the same
     name but for their number share a line."""
     runs: dict[str, int] = defaultdict(int)
@@ -165,6 +162,6 @@ def _modules(plan: Plan, again: dict[int, int]) -> list[str]:
     return lines
 
 
-def _named(plan: Plan) -> dict[str, int]:
+def _named(plan: Planned) -> dict[str, int]:
     again = plan.schedule.recomputed(plan.graph)
     return {plan.graph.operations[op].name: times for op, times in again.items()}

@@ -14,11 +14,11 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from remat.arguments import Args, Kwargs, refs
-from remat.documents import Document, Identifier, Path_, Record, Target
+from remat.documents.arguments import Args, Kwargs, refs
+from remat.documents.base import Document, Identifier, Path_, Record, Target
+from remat.documents.structure import Structure
 from remat.errors import RematError
 from remat.graph import Graph, Operation, Value
-from remat.structure import Structure
 
 BOUNDARY = "backward_start"
 """Name of the pseudo operation that starts the backward pass and brings the tangents."""
@@ -147,8 +147,8 @@ class Trace(Document):
     model: Annotated[Path_, Field(max_length=500)] = ""
     device: str = Field(max_length=40)
     gpu: str = Field(default="", max_length=40)
-    """The GPU whose operations these are, by the name of its data sheet (`remat.devices`); "" for a
-    CPU, and for a GPU that has none there."""
+    """The GPU whose operations these are, by the name of its data sheet (`remat.costs.devices`); ""
+    for a CPU, and for a GPU that has none there."""
     placeholders: tuple[Placeholder, ...]
     nodes: tuple[Node, ...]
     outputs: tuple[Output, ...]

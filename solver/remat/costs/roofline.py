@@ -13,11 +13,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 
-from remat.arguments import Argument, Ref, refs
-from remat.devices import Device, find_device
+from remat.costs.devices import Device, find_device
+from remat.costs.flops import count_flops
+from remat.documents.arguments import Argument, Ref, refs
+from remat.documents.trace import Node, TensorMeta
 from remat.errors import DocumentError
-from remat.flops import count_flops
-from remat.trace import Node, TensorMeta
 
 COMPUTE_EFFICIENCY = 0.7
 """Share of the peak that large matrix products reach (cuBLAS on H100, bfloat16: 600 to 750 of 989

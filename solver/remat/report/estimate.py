@@ -10,16 +10,16 @@ from collections import defaultdict
 from dataclasses import dataclass
 from math import prod
 
-from remat.arguments import Ref
 from remat.budget import format_bytes, format_seconds, parse_budget
+from remat.costs.pricing import tensor_metas
+from remat.costs.roofline import item_bytes
+from remat.documents.arguments import Ref
+from remat.documents.trace import Trace
 from remat.errors import BudgetError
 from remat.graph import Graph
-from remat.pricing import tensor_metas
-from remat.roofline import item_bytes
 from remat.schedule import Schedule
 from remat.simulate import Timeline, simulate
 from remat.strategies.quick import quick_schedules
-from remat.trace import Trace
 
 _ROWS = 12
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")

@@ -3,8 +3,8 @@
 The simulator counts bytes; the allocator counts blocks, and takes segments from the device. So a
 plan whose peak is its budget can be allocated a little more (the last mebibyte of a large block is
 not split off), and the device must have room for more still (fragments between blocks). `predict`
-replays the allocator (`remat.allocator`) over two steps: the first begins with an empty allocator,
-the second with the segments that the first left.
+replays the allocator (`remat.allocator.replay`) over two steps: the first begins with an empty
+allocator, the second with the segments that the first left.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from remat.allocator import Event, replay
-from remat.plan import Plan
+from remat.allocator.replay import Event, replay
+from remat.documents.trace import Trace
+from remat.planned import P, Planned
 from remat.schedule import Schedule
 from remat.simulate import simulate
-from remat.trace import Trace
 
 _STEPS = 2
 
@@ -51,7 +51,7 @@ class Prediction:
         return self.expandable_reserved_bytes if is_expandable else self.reserved_bytes
 
     @classmethod
-    def of_plan(cls, plan: Plan) -> Prediction | None:
+    def of_plan(cls, plan: Planned) -> Prediction | None:
         """What the plan's stats tell, None where they do not."""
         found = {key: plan.stats.get(name) for key, name in _STATS.items()}
         if all(isinstance(size, int) for size in found.values()):
@@ -92,7 +92,7 @@ def predict(trace: Trace, schedule: Schedule) -> Prediction:
     )
 
 
-def with_prediction(plan: Plan, trace: Trace) -> Plan:
+def with_prediction(plan: P, trace: Trace) -> P:
     """The plan with the prediction in its stats; as it is where it is for no CUDA device."""
     if not is_on_cuda(trace):
         return plan

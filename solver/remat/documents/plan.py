@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from remat.documents import Document, Record
+from remat.documents.base import Document, Record
 from remat.errors import DocumentError, RematError
 from remat.graph import Graph, Operation, Value
+from remat.planned import P, Planned, Status
 from remat.schedule import Schedule
-from remat.strategies.base import BoundScope
-
-if TYPE_CHECKING:
-    from remat.plan import Plan
+from remat.simulate import simulate
+from remat.solution import BoundScope
 
 Natural = Annotated[int, Field(ge=0)]
 Amount = Annotated[float, Field(ge=0)]
@@ -120,7 +119,7 @@ class PlanDocument(Document):
     graph: GraphRecord
 
     @classmethod
-    def of(cls, plan: Plan) -> PlanDocument:
+    def of(cls, plan: Planned) -> PlanDocument:
         """The document of a plan."""
         return cls(
             status=plan.status.name,
@@ -136,15 +135,13 @@ class PlanDocument(Document):
             graph=GraphRecord.of(plan.graph),
         )
 
-    def plan(self) -> Plan:
+    def read(self, kind: type[P]) -> P:
         """The plan. Raises `DocumentError` if the numbers are not those of its schedule."""
-        from remat.plan import Plan, Status
-
         try:
             graph = self.graph.graph()
             # Once, a proof over the slots offered was enough.
             is_over_slots = self.bound_scope == "slots"
-            plan = Plan(
+            plan = kind(
                 status=Status.FEASIBLE if is_over_slots else Status[self.status],
                 budget_bytes=self.budget_bytes,
                 peak_bytes=self.peak_bytes,
@@ -165,9 +162,7 @@ class PlanDocument(Document):
         return plan
 
 
-def _check(plan: Plan) -> None:
-    from remat.simulate import simulate
-
+def _check(plan: Planned) -> None:
     timeline = plan.timeline()
     baseline = simulate(plan.graph, Schedule.keep_all(plan.graph))
     pairs = (

@@ -6,7 +6,7 @@ that state cannot be had (inside a CUDA graph capture), what was drawn is kept i
 
 from __future__ import annotations
 
-from remat.trace import Trace
+from remat.documents.trace import Trace
 
 
 def drawn_once(trace: Trace) -> Trace:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import ClassVar
 
-from remat.documents import Document
-from remat.plan import Plan
-from remat.plan_document import PlanDocument
+from remat.documents.base import Document
+from remat.documents.plan import PlanDocument
+from remat.planned import P, Planned
 
 
 class SweepDocument(Document):
@@ -19,10 +19,10 @@ class SweepDocument(Document):
     plans: tuple[PlanDocument, ...]
 
     @classmethod
-    def of(cls, plans: Iterable[Plan]) -> SweepDocument:
+    def of(cls, plans: Iterable[Planned]) -> SweepDocument:
         """The document of some plans."""
         return cls(plans=tuple(PlanDocument.of(plan) for plan in plans))
 
-    def read(self) -> list[Plan]:
+    def read(self, kind: type[P]) -> list[P]:
         """The plans. Raises `DocumentError` if the numbers of one are not those of its schedule."""
-        return [document.plan() for document in self.plans]
+        return [document.read(kind) for document in self.plans]

@@ -4,9 +4,9 @@ step that was captured in place of one on a device that is not here. Pure data.
 
 from __future__ import annotations
 
-from remat.arguments import Args, Argument, Kwargs, Literal
-from remat.program import Program, Statement
-from remat.trace import Node, Placeholder, Result, TensorMeta, Trace
+from remat.documents.arguments import Args, Argument, Kwargs, Literal
+from remat.documents.program import Program, Statement
+from remat.documents.trace import Node, Placeholder, Result, TensorMeta, Trace
 
 
 def relocated(trace: Trace, place: str) -> Trace:

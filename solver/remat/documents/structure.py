@@ -11,8 +11,8 @@ from typing import Literal, Self
 
 from pydantic import model_validator
 
-from remat.arguments import Scalar
-from remat.documents import Path_, Record
+from remat.documents.arguments import Scalar
+from remat.documents.base import Path_, Record
 
 MAX_DEPTH = 32
 

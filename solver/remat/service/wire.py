@@ -19,8 +19,12 @@ from pydantic import (
 )
 
 from remat.budget import parse_budget
-from remat.devices import DEVICES
-from remat.documents import Record, check_header
+from remat.costs.devices import DEVICES
+from remat.costs.roofline import Roofline
+from remat.documents.base import Record, check_header
+from remat.documents.plan import GraphRecord, PlanDocument
+from remat.documents.program import Program
+from remat.documents.trace import Trace
 from remat.errors import (
     BudgetError,
     DocumentError,
@@ -33,13 +37,9 @@ from remat.errors import (
     TraceError,
 )
 from remat.graph import Graph
-from remat.plan_document import GraphRecord, PlanDocument
-from remat.program import Program
-from remat.roofline import Roofline
 from remat.strategies.auto import Auto
 from remat.strategies.base import Strategy
 from remat.strategies.registry import STRATEGIES, from_data, json_schema, to_data
-from remat.trace import Trace
 
 PROBLEMS = "urn:remat:problem:"
 """What the `type` of every problem document begins with."""

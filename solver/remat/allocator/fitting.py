@@ -13,11 +13,11 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 
-from remat.allocation import Prediction, is_on_cuda, with_prediction
+from remat.allocator.prediction import Prediction, is_on_cuda, with_prediction
+from remat.documents.trace import Trace
 from remat.errors import InfeasibleBudget, RematError, SolverTimeout
-from remat.plan import Plan
+from remat.planned import P
 from remat.progress import Cancel
-from remat.trace import Trace
 
 ROUNDS = 3
 """How many times a lower budget is solved for."""
@@ -26,12 +26,12 @@ ROUNDS = 3
 def solve_within(
     trace: Trace,
     budget: int | float | str,
-    solve: Callable[[int | float | str], Plan],
+    solve: Callable[[int | float | str], P],
     *,
     is_expandable: bool | None = None,
     reserved_bytes: int | None = None,
     cancel: Cancel | None = None,
-) -> Plan:
+) -> P:
     """The plan of `solve(budget)`, or of a lower budget with which what the allocator hands out
     stays within the budget, and its segments within `reserved_bytes` where that is given.
 
@@ -48,7 +48,7 @@ def solve_within(
         return plan
     asked_bytes = plan.budget_bytes
 
-    def excess(plan: Plan) -> int:
+    def excess(plan: P) -> int:
         found = Prediction.of_plan(plan)
         assert found is not None
         over = found.allocated(is_expandable=is_expandable) - asked_bytes
@@ -86,7 +86,7 @@ def has_expandable_segments() -> bool:
     return False
 
 
-def _told(plan: Plan, trace: Trace) -> Plan:
+def _told(plan: P, trace: Trace) -> P:
     """With a prediction, where that is not there yet: a service may know only the graph."""
     return plan if Prediction.of_plan(plan) is not None else with_prediction(plan, trace)
 

@@ -3,8 +3,8 @@ each gradient is added into it as soon as it is there."""
 
 from __future__ import annotations
 
-from remat.arguments import Ref, refs
-from remat.trace import ACCUMULATE, Node, Trace
+from remat.documents.arguments import Ref, refs
+from remat.documents.trace import ACCUMULATE, Node, Trace
 
 
 def accumulation_name(placeholder: str) -> str:

@@ -1,0 +1,3 @@
+"""A trace into another trace: with gradients that accumulate, random numbers drawn once, other
+devices.
+"""
