@@ -21,9 +21,10 @@ import highspy
 
 from remat.documents.trace import Trace
 from remat.graph import Graph
-from remat.milp import incumbent, model
-from remat.milp.highs import load
+from remat.heuristics import local_search as incumbent
+from remat.milp import model
 from remat.milp.slots import Slots
+from remat.milp.solvers.highs import load
 from remat.milp.start import start_values
 from remat.schedule import Schedule
 from remat.simulate import measure

@@ -7,7 +7,7 @@ from hypothesis import assume
 from hypothesis import strategies as st
 
 from remat.graph import Graph, Operation, Value
-from remat.milp.bound import least_peak_bytes
+from remat.heuristics.floor import least_peak_bytes
 from remat.schedule import Schedule
 from remat.simulate import simulate
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from remat.milp.commands import _children, _descendants
+from remat.milp.solvers.commands import _children, _descendants
 
 needs_proc = pytest.mark.skipif(
     not Path("/proc/self/task").exists(), reason="needs /proc to find the solver's process"

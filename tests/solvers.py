@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from remat.errors import SolverError
-from remat.milp.pulp_solvers import require
+from remat.milp.solvers.pulp_solvers import require
 
 
 def why_not(name: str) -> str:

@@ -17,11 +17,14 @@ from tests.test_solve import uneven
 
 from remat.errors import SolverError, SolverWarning
 from remat.graph import Graph
-from remat.milp import backend_facts, backends, incumbent, model, pulp_solvers, slots
-from remat.milp.backend_facts import BackendFact, usable_backends
+from remat.heuristics import local_search as incumbent
+from remat.milp import backends, model, slots
 from remat.milp.backends import Answer, Outcome
-from remat.milp.highs import BulkHiGHS
-from remat.milp.pulp_versions import IS_4
+from remat.milp.solvers import facts as backend_facts
+from remat.milp.solvers import pulp_solvers
+from remat.milp.solvers.facts import BackendFact, usable_backends
+from remat.milp.solvers.highs import BulkHiGHS
+from remat.milp.solvers.pulp_versions import IS_4
 from remat.milp.start import is_solution, start_values
 from remat.plan import Plan, Status
 from remat.progress import Progress
@@ -29,7 +32,7 @@ from remat.schedule import Schedule
 from remat.simulate import simulate
 from remat.solve import solve
 from remat.strategies import Exact
-from remat.strategies.programs import Programs
+from remat.strategies.search.programs import Programs
 
 FACTS = {fact.name: fact for fact in usable_backends()}
 NAMES = ["HiGHS", "CBC", "Gurobi", "CPLEX", "SCIP", "COPT", "Xpress", "cuOpt"]

@@ -18,18 +18,18 @@ from remat.schedule import Schedule
 from remat.simulate import simulate
 from remat.solve import solve
 from remat.strategies import Auto, Exact, Strategy, Task
-from remat.strategies.articulation import ArticulationPoints, articulation_points
-from remat.strategies.blocks import blocks
-from remat.strategies.checkmate import CheckmateMilp
-from remat.strategies.chen_greedy import ChenGreedy
-from remat.strategies.chen_sqrt import ChenSqrt
-from remat.strategies.every_k import EveryK
-from remat.strategies.knapsack import Knapsack
-from remat.strategies.lp_rounding import LpRounding
-from remat.strategies.per_block import PerBlock
-from remat.strategies.recompute_all import RecomputeAll
-from remat.strategies.revolve import Revolve
-from remat.strategies.rotor import Rotor
+from remat.strategies.baselines.articulation import ArticulationPoints, articulation_points
+from remat.strategies.baselines.checkmate import CheckmateMilp
+from remat.strategies.baselines.chen_greedy import ChenGreedy
+from remat.strategies.baselines.chen_sqrt import ChenSqrt
+from remat.strategies.baselines.every_k import EveryK
+from remat.strategies.baselines.knapsack import Knapsack
+from remat.strategies.baselines.lp_rounding import LpRounding
+from remat.strategies.baselines.module_blocks import blocks
+from remat.strategies.baselines.per_block import PerBlock
+from remat.strategies.baselines.recompute_all import RecomputeAll
+from remat.strategies.baselines.revolve import Revolve
+from remat.strategies.baselines.rotor import Rotor
 
 QUICK: tuple[Strategy, ...] = (
     RecomputeAll(),

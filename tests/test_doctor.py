@@ -17,7 +17,7 @@ import remat
 from remat.commands import examine as doctor
 from remat.commands.examine import Check, examine
 from remat.frontend.costs.cache import Cost, CostCache, default_cache_path
-from remat.milp.pulp_versions import IS_4
+from remat.milp.solvers.pulp_versions import IS_4
 
 
 @pytest.fixture(scope="module")

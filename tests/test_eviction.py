@@ -10,9 +10,9 @@ from tests.graphs import chain, small_graphs
 
 from remat.errors import InfeasibleBudget
 from remat.graph import Graph
-from remat.milp.bound import least_peak_bytes
-from remat.milp.eviction import RULES, evict
-from remat.milp.incumbent import fitting, polish, smallest
+from remat.heuristics.eviction import RULES, evict
+from remat.heuristics.floor import least_peak_bytes
+from remat.heuristics.local_search import fitting, polish, smallest
 from remat.schedule import Schedule
 from remat.simulate import simulate
 from remat.solve import solve

@@ -37,7 +37,7 @@ from remat.documents.trace import Trace
 from remat.graph import Graph, Operation, Value
 from remat.plan import Plan
 from remat.schedule import Schedule
-from remat.strategies.per_block import PerBlock
+from remat.strategies.baselines.per_block import PerBlock
 from remat.view import (
     annotated_code,
     chrome_trace,

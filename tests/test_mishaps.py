@@ -14,15 +14,15 @@ from remat.errors import SolverWarning
 from remat.graph import Graph
 from remat.schedule import Schedule
 from remat.solution import Solution
-from remat.strategies import near_search, search
 from remat.strategies.base import Task
-from remat.strategies.near_search import NearSearch
-from remat.strategies.programs import Programs
-from remat.strategies.pursuit import Pursuit
-from remat.strategies.search import OverSlots
+from remat.strategies.search import near_search, search
+from remat.strategies.search.near_search import NearSearch
+from remat.strategies.search.programs import Programs
+from remat.strategies.search.pursuit import Pursuit
+from remat.strategies.search.search import OverSlots
 
 PARTS: dict[str, tuple[object, str]] = {
-    "identical blocks": (near_search, "identical_blocks"),
+    "identical blocks": (near_search, "blocks_to_tie"),
     "eviction": (search, "fitting"),
     "baselines": (near_search, "quick_schedules"),
     "annealing": (near_search, "annealed"),

@@ -11,9 +11,10 @@ from tests import brute_force
 from tests.graphs import chain, small_graphs
 
 from remat.graph import Graph, Operation, Value
-from remat.milp import bound, moment
+from remat.heuristics import floor as bound
+from remat.heuristics.eviction import evict
+from remat.milp import moment
 from remat.milp.advice import Advisor, implied_schedule
-from remat.milp.eviction import evict
 from remat.milp.moment import Moments
 from remat.schedule import Schedule
 from remat.simulate import simulate

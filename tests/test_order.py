@@ -12,8 +12,7 @@ from tests.graphs import chain, small_graphs
 
 from remat.errors import GraphError
 from remat.graph import Graph, Operation, Value
-from remat.milp.bound import least_peak_bytes
-from remat.order import (
+from remat.heuristics.annealing import (
     first_runs,
     guarded,
     in_order,
@@ -23,7 +22,7 @@ from remat.order import (
     search_in_order,
     search_schedule,
 )
-from remat.order.moves import (
+from remat.heuristics.annealing.moves import (
     block,
     exchange,
     relieve,
@@ -34,8 +33,9 @@ from remat.order.moves import (
     swap,
     transpose,
 )
-from remat.order.places import idle_until
-from remat.order.profile import Profile
+from remat.heuristics.annealing.places import idle_until
+from remat.heuristics.annealing.profile import Profile
+from remat.heuristics.floor import least_peak_bytes
 from remat.schedule import Schedule
 from remat.simulate import measure, simulate
 from remat.strategies import Task

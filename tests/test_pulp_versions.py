@@ -15,11 +15,12 @@ from tests.solvers import needs_cbc
 from tests.test_solve import uneven
 
 from remat.graph import Graph, Operation, Value
-from remat.milp import backends, model, pulp_solvers, pulp_versions, slots
-from remat.milp.highs import BulkHiGHS
-from remat.milp.outcome import Outcome
-from remat.milp.pulp_versions import Arrays
-from remat.strategies.checkmate_program import Program
+from remat.milp import backends, model, slots
+from remat.milp.solvers import pulp_solvers, pulp_versions
+from remat.milp.solvers.highs import BulkHiGHS
+from remat.milp.solvers.outcome import Outcome
+from remat.milp.solvers.pulp_versions import Arrays
+from remat.strategies.baselines.checkmate_program import Program
 
 BUDGET = 2_400
 

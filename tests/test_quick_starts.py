@@ -11,13 +11,13 @@ from tests.test_solve import uneven
 
 from remat.errors import RematError, SolverError
 from remat.graph import Graph
-from remat.milp.eviction import evict
-from remat.milp.incumbent import fitting
+from remat.heuristics.eviction import evict
+from remat.heuristics.local_search import fitting
 from remat.schedule import Schedule
 from remat.simulate import measure, simulate
 from remat.solve import solve
 from remat.strategies import Auto, EveryK, Task
-from remat.strategies.quick import QUICK, quick_schedules
+from remat.strategies.search.quick import QUICK, quick_schedules
 
 LAWS = settings(
     derandomize=True,

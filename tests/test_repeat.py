@@ -12,13 +12,14 @@ from tests.graphs import chain, small_graphs
 
 from remat.graph import Graph, Operation, Value
 from remat.milp import model, slots
-from remat.milp.repeats import Repeats, find, merged
+from remat.milp.identical_blocks import Repeats, find, merged
 from remat.milp.ties import Ties
 from remat.schedule import Schedule
 from remat.simulate import measure, simulate
 from remat.solve import solve
-from remat.strategies import Auto, PerBlock, Task, tied
-from remat.strategies.programs import Programs
+from remat.strategies import Auto, PerBlock, Task
+from remat.strategies.search import tied
+from remat.strategies.search.programs import Programs
 
 LAWS = settings(
     derandomize=True,
@@ -116,7 +117,7 @@ def test_graphs_without_repeats_have_none() -> None:
     uneven = tuple(replace(o, cost_s=o.cost_s + i) for i, o in enumerate(graph.operations))
     assert find(replace(graph, operations=uneven), 8) is None
     assert find(graph, 21) is None
-    assert tied.identical_blocks(graph) is None, "too small to be worth it"
+    assert tied.blocks_to_tie(graph) is None, "too small to be worth it"
 
 
 @LAWS

@@ -22,8 +22,9 @@ from remat.milp.backends import Outcome
 from remat.milp.slots import Slots
 from remat.schedule import Schedule
 from remat.simulate import simulate
-from remat.strategies import Exact, Task, search
-from remat.strategies.search import OverSlots, Search
+from remat.strategies import Exact, Task
+from remat.strategies.search import search
+from remat.strategies.search.search import OverSlots, Search
 
 EXACT = Exact(threads=1)
 CHAIN = chain(8)

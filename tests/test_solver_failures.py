@@ -21,17 +21,9 @@ from remat.plan import Plan, Status
 from remat.schedule import Schedule
 from remat.simulate import measure, simulate
 from remat.solve import solve, sweep
-from remat.strategies import (
-    Auto,
-    CheckmateMilp,
-    Exact,
-    LpRounding,
-    Solution,
-    Strategy,
-    Task,
-    ordered,
-)
-from remat.strategies.near_search import NearSearch
+from remat.strategies import Auto, CheckmateMilp, Exact, LpRounding, Solution, Strategy, Task
+from remat.strategies.search import ordered
+from remat.strategies.search.near_search import NearSearch
 
 LONG = uneven_stages(2, 14)
 """CBC takes minutes for the cost at 60%, and for the smallest peak."""

@@ -12,16 +12,16 @@ from tests.graphs import chain, small_graphs
 
 import remat
 from remat.graph import Graph, Operation, Value
+from remat.heuristics.local_search import prune, smallest
 from remat.milp import slots
-from remat.milp.incumbent import prune, smallest
 from remat.milp.small import set_aside
 from remat.milp.support import support
 from remat.schedule import Schedule
 from remat.simulate import measure, simulate
 from remat.strategies.base import Task
-from remat.strategies.near_search import NearSearch
-from remat.strategies.programs import Programs
-from remat.strategies.refine import sift
+from remat.strategies.search.near_search import NearSearch
+from remat.strategies.search.programs import Programs
+from remat.strategies.search.refine import sift
 
 LAWS = settings(
     max_examples=40,

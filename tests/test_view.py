@@ -23,8 +23,8 @@ from remat.simulate import simulate
 from remat.solution import Solution
 from remat.solve import solve, sweep
 from remat.strategies.auto import Auto
-from remat.strategies.per_block import PerBlock
-from remat.strategies.recompute_all import RecomputeAll
+from remat.strategies.baselines.per_block import PerBlock
+from remat.strategies.baselines.recompute_all import RecomputeAll
 from remat.view import (
     frontier_svg,
     modules_svg,

@@ -33,7 +33,7 @@ from remat.commands.run import run
 from remat.commands.solve import solve
 from remat.commands.sweep import sweep
 from remat.commands.trace import trace
-from remat.milp.commands import kill_all
+from remat.milp.solvers.commands import kill_all
 
 _COMMANDS = {
     trace: "remat trace hf:gpt2 --set n_layer=4 -o trace.json.gz",

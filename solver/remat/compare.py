@@ -15,20 +15,20 @@ from remat.report.comparison import Compared, Row
 from remat.schedule import Schedule
 from remat.simulate import simulate
 from remat.solve import HasGraph, solve
-from remat.strategies.articulation import ArticulationPoints
 from remat.strategies.auto import Auto
 from remat.strategies.base import Strategy
-from remat.strategies.checkmate import CheckmateMilp
-from remat.strategies.chen_greedy import ChenGreedy
-from remat.strategies.chen_sqrt import ChenSqrt
-from remat.strategies.every_k import EveryK
-from remat.strategies.keep_all import KeepAll
-from remat.strategies.knapsack import Knapsack
-from remat.strategies.lp_rounding import LpRounding
-from remat.strategies.per_block import PerBlock
-from remat.strategies.recompute_all import RecomputeAll
-from remat.strategies.revolve import Revolve
-from remat.strategies.rotor import Rotor
+from remat.strategies.baselines.articulation import ArticulationPoints
+from remat.strategies.baselines.checkmate import CheckmateMilp
+from remat.strategies.baselines.chen_greedy import ChenGreedy
+from remat.strategies.baselines.chen_sqrt import ChenSqrt
+from remat.strategies.baselines.every_k import EveryK
+from remat.strategies.baselines.keep_all import KeepAll
+from remat.strategies.baselines.knapsack import Knapsack
+from remat.strategies.baselines.lp_rounding import LpRounding
+from remat.strategies.baselines.per_block import PerBlock
+from remat.strategies.baselines.recompute_all import RecomputeAll
+from remat.strategies.baselines.revolve import Revolve
+from remat.strategies.baselines.rotor import Rotor
 from remat.view.frontier import comparison_svg
 from remat.view.html import comparison_fragment
 

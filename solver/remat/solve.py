@@ -20,7 +20,7 @@ from remat.simulate import measure, simulate
 from remat.solution import Solution, Stats
 from remat.strategies.auto import Auto
 from remat.strategies.base import Strategy, Task
-from remat.strategies.mishaps import tell
+from remat.strategies.search.mishaps import tell
 
 _LEAST_S = 1.0
 SWEEP = ("min", *(f"{percent}%" for percent in range(5, 101, 5)))

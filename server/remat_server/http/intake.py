@@ -15,7 +15,7 @@ from remat.costs.roofline import Roofline
 from remat.documents.base import NAMESPACES, parse_plain_json
 from remat.documents.trace import Trace
 from remat.errors import DocumentError, SolverError
-from remat.milp.pulp_solvers import is_highs
+from remat.milp.solvers.pulp_solvers import is_highs
 from remat.schedule import Schedule
 from remat.service.wire import JobView, Kind, Sizes, SolveRequest, graph_of
 from remat.simulate import simulate

@@ -25,8 +25,8 @@ from remat.budget import format_bytes
 from remat.costs.devices import match_device
 from remat.errors import one_line
 from remat.frontend.costs.cache import default_cache_path
-from remat.milp.backend_facts import usable_backends
-from remat.milp.pulp_solvers import family, is_highs
+from remat.milp.solvers.facts import usable_backends
+from remat.milp.solvers.pulp_solvers import family, is_highs
 
 State = Literal["ok", "untested", "missing", "wrong"]
 

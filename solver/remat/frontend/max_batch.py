@@ -34,7 +34,7 @@ from remat.schedule import Schedule
 from remat.simulate import simulate
 from remat.solve import solve
 from remat.strategies import Auto, Strategy
-from remat.strategies.quick import quick_schedules
+from remat.strategies.search.quick import quick_schedules
 
 _LEAP = 8
 """How many times larger than those before a guess may be: `model_fn` makes real inputs, and where

@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from remat.graph import Graph
+from remat.heuristics.eviction import Advice
 from remat.milp import moment
-from remat.milp.eviction import Advice
 from remat.milp.moment import Moments
 from remat.schedule import Schedule, missing
 from remat.simulate import simulate

@@ -1,8 +1,8 @@
 """Run a model on a solver and say honestly what came of it.
 
 HiGHS is the default and the only one that reports progress. Any other solver that PuLP knows goes
-by the name of its family or of PuLP's class: see `remat.milp.pulp_solvers`. Of those, the ones that
-run as a command can be cancelled on Linux: see `remat.milp.commands`.
+by the name of its family or of PuLP's class: see `solvers.pulp_solvers`. Of those, the ones that
+run as a command can be cancelled on Linux: see `solvers.commands`.
 
 PuLP's classes are taken at their word only where it can be true. Some call every solution optimal,
 some report a time limit, a refused licence or a program of theirs that never ran as "infeasible".
@@ -22,11 +22,11 @@ from tempfile import TemporaryDirectory
 import pulp
 
 from remat.errors import SolverError
-from remat.milp import pulp_solvers, pulp_versions
-from remat.milp.commands import ended_once
-from remat.milp.highs import BulkHiGHS, Report
 from remat.milp.model import Model
-from remat.milp.outcome import Outcome
+from remat.milp.solvers import pulp_solvers, pulp_versions
+from remat.milp.solvers.commands import ended_once
+from remat.milp.solvers.highs import BulkHiGHS, Report
+from remat.milp.solvers.outcome import Outcome
 from remat.milp.start import Values, is_solution, start_values
 from remat.schedule import Schedule
 

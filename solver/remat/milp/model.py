@@ -40,9 +40,9 @@ from functools import cached_property
 import pulp
 
 from remat.graph import Graph
-from remat.milp import pulp_versions
-from remat.milp.pulp_versions import Arrays, expression
 from remat.milp.slots import Slots
+from remat.milp.solvers import pulp_versions
+from remat.milp.solvers.pulp_versions import Arrays, expression
 from remat.milp.ties import Ties
 
 COST_SCALE = 1000.0

@@ -33,9 +33,9 @@ import pulp
 
 from remat.errors import SolverError
 from remat.graph import Graph
-from remat.milp import pulp_versions
-from remat.milp.highs import BulkHiGHS
-from remat.milp.pulp_versions import Arrays, expression
+from remat.milp.solvers import pulp_versions
+from remat.milp.solvers.highs import BulkHiGHS
+from remat.milp.solvers.pulp_versions import Arrays, expression
 from remat.schedule import Schedule
 from remat.simulate import simulate
 

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from remat.errors import SolverError
 from remat.graph import Graph
 from remat.milp import model
-from remat.milp.highs import BulkHiGHS
 from remat.milp.slots import Slots
+from remat.milp.solvers.highs import BulkHiGHS
 from remat.schedule import Schedule
 
 _NOT_AT_ALL = 1e-4

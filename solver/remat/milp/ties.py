@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from remat.graph import Graph
-from remat.milp.repeats import Repeats
+from remat.milp.identical_blocks import Repeats
 from remat.milp.slots import Slots
 
 

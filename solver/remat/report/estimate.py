@@ -19,7 +19,7 @@ from remat.errors import BudgetError
 from remat.graph import Graph
 from remat.schedule import Schedule
 from remat.simulate import Timeline, simulate
-from remat.strategies.quick import quick_schedules
+from remat.strategies.search.quick import quick_schedules
 
 _ROWS = 12
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")

@@ -9,14 +9,14 @@ from typing import Annotated, Literal
 
 from remat.graph import Graph
 from remat.milp import slots
-from remat.milp.pulp_solvers import require
 from remat.milp.slots import Slots
+from remat.milp.solvers.pulp_solvers import require
 from remat.schedule import Schedule
 from remat.solution import Solution
-from remat.strategies import ordered
 from remat.strategies.base import Task
-from remat.strategies.near_search import NearSearch
 from remat.strategies.options import Checked, Seconds, Seed, Share, Threads, between
+from remat.strategies.search import ordered
+from remat.strategies.search.near_search import NearSearch
 
 _REGION = 100
 """Slots of an operation further apart than this many operations are no group. One group for all

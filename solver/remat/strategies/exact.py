@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from remat.milp import slots
-from remat.milp.pulp_solvers import require
+from remat.milp.solvers.pulp_solvers import require
 from remat.solution import Solution
 from remat.strategies.base import Task
 from remat.strategies.options import Checked, Seconds, Seed, Share, Threads
-from remat.strategies.search import Search
+from remat.strategies.search.search import Search
 
 
 @dataclass(frozen=True)

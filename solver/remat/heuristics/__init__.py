@@ -1,0 +1,1 @@
+"""Schedules and bounds without a solver: eviction, local search, annealing, floors of the peak."""

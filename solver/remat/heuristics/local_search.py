@@ -1,0 +1,244 @@
+"""Schedules without a solver: to start one from, and to fall back on when it finds none in time.
+
+Every schedule comes from `eviction`: first under the advice of `remat.milp.advice` where
+there is any, then under each of its rules, then under random weights around the best so far, a
+plain local search with the simulator as its judge. `polish` then takes back what turns out not to
+be needed.
+
+Nothing here looks at a clock: work is counted in operations run or simulated, so the same call
+gives the same schedule on every machine.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from remat.graph import Graph
+from remat.heuristics.eviction import RULES, Advice, Rule, evict
+from remat.schedule import Schedule
+from remat.simulate import measure
+
+EFFORT = 10_000
+ATTEMPTS = 60
+EFFORT_PER_PAIR = 40
+"""Operations that one search may run, all attempts together: `EFFORT`, or `ATTEMPTS` times the
+graph's if that is more; on graphs of a dozen operations less, where attempts soon repeat
+themselves."""
+
+POLISH = 60_000
+"""Operations that `polish` may simulate, all trials together."""
+
+ADVISED = (Rule(), Rule(cost=2.0), Rule(idle=0.6))
+"""The rules that take advice best."""
+
+AT_LEAST = 3
+"""Attempts that are made whatever `stop` says, where nothing fits yet."""
+
+_SPREADS = (0.2, 0.5, 1.0)
+_STEP = 0.001
+
+_SPARE = 0.1
+"""Of the best extra time: how much more an attempt may take, for pruning to win it back."""
+
+
+def _never() -> bool:
+    return False
+
+
+def _not_yet(_: float) -> bool:
+    return False
+
+
+class Rated(NamedTuple):
+    """A schedule with its peak and time."""
+
+    peak_bytes: int
+    time_s: float
+    schedule: Schedule
+
+    @classmethod
+    def of(cls, graph: Graph, schedule: Schedule) -> Rated:
+        """Simulated."""
+        return cls(*measure(graph, schedule), schedule)
+
+
+def smallest(
+    graph: Graph,
+    *,
+    target_bytes: int,
+    start: Schedule | None = None,
+    effort: int | None = None,
+    stop: Callable[[], bool] = _never,
+) -> Rated:
+    """The schedule with the smallest peak that the search finds.
+
+    Ends at the first peak of at most `target_bytes`: a budget, or a bound that no peak is under.
+    `start` is a schedule to improve on.
+    """
+    best = Rated.of(graph, Schedule.keep_all(graph))
+    if start is not None:
+        best = min(best, Rated.of(graph, start), key=lambda rated: rated.peak_bytes)
+    effort = _effort(graph) if effort is None else effort
+    proposals = _Proposals(graph)
+    for turn, (rule, weights, _) in enumerate(proposals):
+        # A little less than now (but for the first rule); all there is to win; then halves.
+        low, attempt = target_bytes - 1, int(turn == 0)
+        while best.peak_bytes > target_bytes:
+            step = max(1, int(best.peak_bytes * _STEP))
+            if attempt and best.peak_bytes - low <= step:
+                break
+            if effort <= 0 or stop():
+                return best
+            aim = (best.peak_bytes - step, target_bytes, (low + best.peak_bytes) // 2)
+            budget = max(target_bytes, aim[min(attempt, 2)])
+            schedule = evict(graph, budget, rule, weights, stop=stop)
+            effort -= len(graph) if schedule is None else len(schedule)
+            attempt += 1
+            if schedule is not None:
+                best = Rated.of(graph, prune(graph, schedule))
+                proposals.accept()
+            elif attempt == 1 and turn:
+                break
+            else:
+                low = budget
+        if best.peak_bytes <= target_bytes:
+            break
+    return best
+
+
+def fitting(
+    graph: Graph,
+    budget_bytes: int,
+    *,
+    known: Sequence[Schedule] = (),
+    advice: Iterable[Advice] = (),
+    enough: Callable[[float], bool] = _not_yet,
+    effort: int | None = None,
+    stop: Callable[[], bool] = _never,
+) -> list[Rated]:
+    """Schedules with a peak of at most `budget_bytes`, the cheapest first; the best polished.
+
+    `known` are schedules to be judged with those that the search finds, `advice` is tried
+    first, `enough` says of a time in seconds that no better one is wanted. `stop` is heeded once
+    there is something to return, or after `AT_LEAST` attempts.
+    """
+    found = {schedule: Rated.of(graph, schedule) for schedule in known}
+    found = {s: rated for s, rated in found.items() if rated.peak_bytes <= budget_bytes}
+    best_s = min((rated.time_s for rated in found.values()), default=float("inf"))
+    effort = _effort(graph) if effort is None else effort
+    proposals = _Proposals(graph, advice)
+    for turn, (rule, weights, piece) in enumerate(proposals):
+        heeded = stop if found or turn >= AT_LEAST else _never
+        if enough(best_s) or effort <= 0 or heeded():
+            break
+        most_s = best_s + _SPARE * (best_s - graph.total_cost_s)
+        schedule = evict(graph, budget_bytes, rule, weights, piece, most_s, heeded)
+        effort -= len(graph) if schedule is None else len(schedule)
+        if schedule is None:
+            continue
+        schedule = prune(graph, schedule)
+        rated = found[schedule] = Rated.of(graph, schedule)
+        if rated.time_s < best_s:
+            best_s = rated.time_s
+            proposals.accept()
+    ranked = heapq.nsmallest(12, found.values(), key=_by_cost)
+    polished = [
+        Rated.of(graph, polish(graph, rated.schedule, budget_bytes)) for rated in ranked[:3]
+    ]
+    return sorted(polished + ranked[3:], key=_by_cost)
+
+
+def prune(graph: Graph, schedule: Schedule) -> Schedule:
+    """Without the recomputations whose outputs nobody reads, or whose copies before take no bytes;
+    never a larger peak or cost."""
+    times = [0] * len(graph.operations)
+    for op in schedule.runs:
+        times[op] += 1
+    wanted = [False] * len(graph.values)
+    kept: list[int] = []
+    for op in reversed(schedule.runs):
+        operation = graph.operations[op]
+        if times[op] > 1 and not any(
+            wanted[v] and v not in graph.results and graph.values[v].size_bytes > 0
+            for v in operation.outputs
+        ):
+            times[op] -= 1
+            continue
+        times[op] -= 1
+        kept.append(op)
+        for v in operation.outputs:
+            wanted[v] = False
+        for v in operation.inputs:
+            wanted[v] = True
+    kept.reverse()
+    return Schedule.of(kept)
+
+
+def polish(graph: Graph, schedule: Schedule, budget_bytes: int, effort: int = POLISH) -> Schedule:
+    """Without the recomputations that the budget does not need, the dearest tried first.
+
+    Each trial is a simulation; `effort` limits the operations simulated.
+    """
+    schedule = prune(graph, schedule)
+    seen: set[int] = set()
+    again: list[tuple[float, int]] = []
+    for run, op in enumerate(schedule.runs):
+        if op in seen and graph.operations[op].cost_s > 0:
+            again.append((-graph.operations[op].cost_s, run))
+        seen.add(op)
+    gone: set[int] = set()
+    trials = effort // max(1, len(schedule))
+    for _, run in sorted(again)[:trials]:
+        gone.add(run)
+        trial = Schedule.of(op for r, op in enumerate(schedule.runs) if r not in gone)
+        if measure(graph, trial)[0] > budget_bytes:
+            gone.remove(run)
+    return prune(graph, Schedule.of(op for r, op in enumerate(schedule.runs) if r not in gone))
+
+
+class _Proposals:
+    """The first rule, all advice, the other rules, then random weights around the last accepted."""
+
+    def __init__(self, graph: Graph, advice: Iterable[Advice] = ()) -> None:
+        self._advice = advice
+        self._random = np.random.default_rng(0)
+        self._ones = np.ones(len(graph.values))
+        self._centre: tuple[Rule, NDArray[np.float64], Advice] = (RULES[0], self._ones, ())
+        self._last = self._centre
+
+    def __iter__(self) -> Iterator[tuple[Rule, list[float] | None, Advice]]:
+        self._last = self._centre
+        yield RULES[0], None, ()
+        for piece in self._advice:
+            for rule in ADVISED:
+                self._last = (rule, self._ones, piece)
+                yield rule, None, piece
+        for rule in RULES[1:]:
+            self._last = (rule, self._ones, ())
+            yield rule, None, ()
+        turn = 0
+        while True:
+            rule, weights, piece = self._centre
+            spread = _SPREADS[turn % len(_SPREADS)]
+            weights = weights * np.exp(self._random.normal(0.0, spread, len(weights)))
+            self._last = (rule, weights, piece)
+            turn += 1
+            yield rule, weights.tolist(), piece
+
+    def accept(self) -> None:
+        """The last proposal was an improvement."""
+        self._centre = self._last
+
+
+def _effort(graph: Graph) -> int:
+    count = len(graph)
+    return max(ATTEMPTS * count, min(EFFORT, EFFORT_PER_PAIR * count**2))
+
+
+def _by_cost(rated: Rated) -> tuple[float, int]:
+    return rated.time_s, rated.peak_bytes

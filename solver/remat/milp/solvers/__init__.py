@@ -1,0 +1,1 @@
+"""The solvers that run a program: HiGHS by its own package, others by PuLP, of any version."""

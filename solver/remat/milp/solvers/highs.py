@@ -1,0 +1,188 @@
+"""HiGHS by its own package, with what PuLP's adapter leaves out.
+
+The program goes over as arrays in one call instead of row by row, and what HiGHS knows comes back:
+dual bound, nodes, its own model status. Takes an incumbent to start from, reports progress, and can
+be interrupted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import highspy
+import numpy as np
+import pulp
+
+from remat.errors import SolverError
+from remat.milp.solvers.outcome import Outcome
+from remat.milp.solvers.pulp_versions import Arrays
+
+Report = Callable[[float | None, float | None], None]
+"""Called with (incumbent objective, dual bound); None where there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class HighsAnswer:
+    """What HiGHS knows at the end, in units of the objective."""
+
+    outcome: Outcome
+    model_status: str
+    objective: float | None
+    bound: float | None
+    nodes: int
+    seconds: float
+
+
+class BulkHiGHS:
+    """How to solve a program.
+
+    `start` maps variables to values of an incumbent, which may leave out the continuous ones;
+    `target` ends the solve at the first solution with an objective of at most that.
+    """
+
+    def __init__(
+        self,
+        *,
+        gap: float,
+        time_limit: float,
+        threads: int,
+        seed: int = 0,
+        start: Mapping[pulp.LpVariable, float] | None = None,
+        target: float | None = None,
+        report: Report | None = None,
+        cancelled: Callable[[], bool] | None = None,
+        options: Mapping[str, str | int | float | bool] | None = None,
+    ) -> None:
+        self.gap = gap
+        self.time_limit = time_limit
+        self.threads = threads
+        self.seed = seed
+        self.start = start
+        self.target = target
+        self.report = report
+        self.cancelled = cancelled
+        self.extra_options = dict(options or {})
+
+    def solve(self, program: Arrays) -> HighsAnswer:
+        """Solve it, and give its variables the values found, if any. Raises `SolverError` where
+        HiGHS refuses to run, or ends without an answer."""
+        if not program.variables:
+            return _without_columns(program)
+        highs = highspy.Highs()
+        self._set_options(highs)
+        load(highs, program)
+        if self.start:
+            columns = {v: i for i, v in enumerate(program.variables)}
+            known = [(columns[v], x) for v, x in self.start.items() if v in columns]
+            highs.setSolution(
+                len(known),
+                np.array([i for i, _ in known], dtype=np.int32),
+                np.array([x for _, x in known], dtype=np.float64),
+            )
+        self._listen(highs)
+        if highs.run() == highspy.HighsStatus.kError:
+            # A process has one pool of HiGHS threads, and another solve has sized it differently.
+            highs.setOptionValue("threads", 0)
+            if highs.run() == highspy.HighsStatus.kError:
+                raise SolverError(
+                    "HiGHS refused to run the program; most likely the graph's sizes are too far "
+                    "from its budget, or its costs from each other"
+                )
+        return _read(highs, program)
+
+    def _set_options(self, highs: highspy.Highs) -> None:
+        options: dict[str, str | int | float | bool] = {
+            "output_flag": False,
+            "mip_rel_gap": self.gap,
+            "mip_abs_gap": 1e-9,
+            "time_limit": max(0.0, self.time_limit),
+            "threads": self.threads,
+            "random_seed": self.seed,
+            **self.extra_options,
+        }
+        if self.target is not None:
+            options["objective_target"] = self.target
+        for name, value in options.items():
+            highs.setOptionValue(name, value)
+
+    def _listen(self, highs: highspy.Highs) -> None:
+        def poll(event: highspy.HighsCallbackEvent) -> None:
+            if self.cancelled is not None and self.cancelled():
+                event.interrupt()
+
+        def tell(event: highspy.HighsCallbackEvent) -> None:
+            if self.report is not None:
+                data = event.data_out
+                self.report(_finite(data.mip_primal_bound), _finite(data.mip_dual_bound))
+
+        if self.cancelled is not None:
+            highs.cbSimplexInterrupt.subscribe(poll)
+            highs.cbIpmInterrupt.subscribe(poll)
+            highs.cbMipInterrupt.subscribe(poll)
+        if self.report is not None:
+            highs.cbMipLogging.subscribe(tell)
+            highs.cbMipImprovingSolution.subscribe(tell)
+
+
+def load(highs: highspy.Highs, program: Arrays) -> None:
+    """Pass the program over."""
+    model = highspy.HighsLp()
+    model.num_col_ = len(program.variables)
+    model.num_row_ = len(program.rhs)
+    model.col_cost_ = program.costs
+    model.offset_ = program.offset
+    model.col_lower_ = program.lower
+    model.col_upper_ = program.upper
+    model.row_lower_ = np.where(program.senses == pulp.LpConstraintLE, -np.inf, program.rhs)
+    model.row_upper_ = np.where(program.senses == pulp.LpConstraintGE, np.inf, program.rhs)
+    model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+    model.a_matrix_.start_ = program.starts
+    model.a_matrix_.index_ = program.indices
+    model.a_matrix_.value_ = program.coefficients
+    kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
+    model.integrality_ = [kinds[is_integer] for is_integer in program.is_integer.tolist()]
+    highs.passModel(model)  # a program that it does not take it does not run
+
+
+def _read(highs: highspy.Highs, program: Arrays) -> HighsAnswer:
+    status = highs.getModelStatus()
+    if status == highspy.HighsModelStatus.kNotset:
+        raise SolverError("HiGHS stopped without an answer")
+    info = highs.getInfo()
+    solved = info.primal_solution_status == 2  # kSolutionStatusFeasible
+    if solved:
+        values = highs.getSolution().col_value
+        for variable, value in zip(program.variables, values, strict=True):
+            variable.varValue = value
+    is_mip = bool(program.is_integer.any())
+    objective = info.objective_function_value if solved else None
+    optimal = status == highspy.HighsModelStatus.kOptimal
+    if optimal:
+        outcome = Outcome.OPTIMAL
+    elif status == highspy.HighsModelStatus.kInfeasible:
+        outcome = Outcome.INFEASIBLE
+    else:
+        outcome = Outcome.FEASIBLE if solved else Outcome.UNKNOWN
+    return HighsAnswer(
+        outcome=outcome,
+        model_status=highs.modelStatusToString(status),
+        objective=objective,
+        bound=_finite(info.mip_dual_bound) if is_mip else (objective if optimal else None),
+        nodes=max(0, int(info.mip_node_count)) if is_mip else 0,
+        seconds=highs.getRunTime(),
+    )
+
+
+def _without_columns(program: Arrays) -> HighsAnswer:
+    """HiGHS calls such a program empty and looks no further."""
+    is_equal = program.senses == pulp.LpConstraintEQ
+    is_met = np.where(is_equal, program.rhs == 0, program.senses * program.rhs <= 0).all()
+    if is_met:
+        return HighsAnswer(Outcome.OPTIMAL, "Empty", program.offset, program.offset, 0, 0.0)
+    return HighsAnswer(Outcome.INFEASIBLE, "Empty", None, None, 0, 0.0)
+
+
+def _finite(number: float) -> float | None:
+    return number if math.isfinite(number) and abs(number) < 1e100 else None

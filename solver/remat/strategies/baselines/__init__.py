@@ -1,0 +1,3 @@
+"""What others published, one file each, and what these files share (`checkpointed`, `chain`,
+`module_blocks`).
+"""

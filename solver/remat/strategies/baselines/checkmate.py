@@ -1,0 +1,99 @@
+"""The optimum by Checkmate's program as published, for reference.
+
+Jain et al.: Checkmate: breaking the memory wall with optimal tensor rematerialization (MLSys
+2020), section 4; the program is in `remat.strategies.baselines.checkmate_program`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from remat.errors import RematError, SolverError, SolverTimeout
+from remat.milp.solvers import pulp_versions
+from remat.milp.solvers.highs import BulkHiGHS, HighsAnswer
+from remat.milp.solvers.outcome import Outcome
+from remat.progress import Cancel
+from remat.schedule import Schedule
+from remat.simulate import measure
+from remat.solution import Solution
+from remat.strategies.base import Task
+from remat.strategies.baselines.checkmate_program import Program
+from remat.strategies.infeasible import infeasible
+from remat.strategies.options import Checked, Seconds, Seed, Share, Threads, between
+
+_TIGHTENINGS = 5
+
+
+@dataclass(frozen=True)
+class CheckmateMilp(Checked):
+    """The optimum over every schedule of the order, by the published program. Equivalent to
+    `Exact`, which finds it sooner."""
+
+    gap: Share = 0.0
+    time_limit: Seconds = 300.0
+    threads: Threads = 2
+    seed: Seed = 0
+    max_operations: Annotated[int, between(1, 1_000_000)] = 80
+    name = "checkmate"
+
+    def run(self, task: Task) -> Solution:
+        """The cheapest schedule within the budget, or the one with the smallest peak. Raises
+        `RematError` for a graph that is too large, `InfeasibleBudget`, `SolverTimeout`, and
+        `SolverError` where HiGHS fails and keeping everything does not fit."""
+        graph, budget_bytes, cancel = task.graph, task.budget_bytes, task.cancel
+        if len(graph) > self.max_operations:
+            raise RematError(
+                f"{self.name} is the published program with three binaries a pair, and takes up "
+                f"to {self.max_operations} operations, not {len(graph)}: use Auto, or raise "
+                "`max_operations`"
+            )
+        bound: float | None = None
+        limit = budget_bytes
+        for attempt in range(_TIGHTENINGS):
+            program = Program(graph, limit)
+            try:
+                answer = self._solve(program, cancel)
+            except SolverError as error:
+                keep_all = Schedule.keep_all(graph)
+                if budget_bytes is not None and measure(graph, keep_all)[0] > budget_bytes:
+                    raise
+                return Solution(keep_all, stats={"solver_error": str(error)})
+            if answer.outcome is Outcome.INFEASIBLE and budget_bytes is not None:
+                smallest_bytes = measure(graph, self.run(Task(graph, cancel=cancel)).schedule)[0]
+                reason = "no schedule of this order of the operations fits"
+                raise infeasible(graph, budget_bytes, smallest_bytes, reason, proved=attempt == 0)
+            if answer.objective is None:
+                raise SolverTimeout(
+                    f"no schedule was found in {self.time_limit:g} s: raise `time_limit`, or use "
+                    "Auto"
+                )
+            if attempt == 0 and answer.bound is not None:
+                bound = program.unbiased(answer.bound)
+            schedule = program.schedule()
+            over_bytes = 0 if limit is None else measure(graph, schedule)[0] - (budget_bytes or 0)
+            if limit is None or over_bytes <= 0:
+                is_proved = answer.outcome is Outcome.OPTIMAL and attempt == 0
+                stats: dict[str, str | int | float] = {
+                    "solver": "HiGHS",
+                    "columns": len(program.problem.variables()),
+                    "nodes": answer.nodes,
+                    "solver_s": answer.seconds,
+                }
+                return Solution(schedule, bound, "order", is_proved, stats)
+            # The solver's tolerance let it through: ask for as much less.
+            limit -= over_bytes
+        raise SolverError(f"HiGHS exceeds the budget by its tolerance, {_TIGHTENINGS} times")
+
+    def _solve(self, program: Program, cancel: Cancel | None) -> HighsAnswer:
+        highs = BulkHiGHS(
+            gap=self.gap,
+            time_limit=self.time_limit,
+            threads=self.threads,
+            seed=self.seed,
+            cancelled=None if cancel is None else cancel.is_set,
+        )
+        try:
+            return highs.solve(pulp_versions.read(program.problem))
+        except SolverError as error:
+            raise SolverError(f"{error}; use Auto") from None

@@ -1,0 +1,1 @@
+"""The search behind `Auto` and `Exact`: its steps, and the programs that they run."""

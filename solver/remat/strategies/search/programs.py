@@ -1,0 +1,313 @@
+"""One program at a time: built, run, verified with the simulator, and timed."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Protocol
+
+from remat.errors import SolverError
+from remat.graph import Graph
+from remat.heuristics.local_search import polish, prune
+from remat.milp import backends, model
+from remat.milp.backends import Answer, Outcome
+from remat.milp.slots import Slots
+from remat.milp.ties import Ties
+from remat.progress import Cancel, Progress, ProgressCallback
+from remat.schedule import Schedule
+from remat.simulate import measure
+from remat.solution import Stats
+from remat.strategies.search.stall import Stall
+
+_TIGHTENINGS = 5
+
+_USABLE = 0.96
+"""Of the time: some steps cannot be interrupted, as parts of the solver's presolve, and overrun."""
+
+_ROW_S = 2.5e-4
+"""Seconds for a row that HiGHS may take before it first looks at the clock: 9 s were measured for
+21,000 rows on a busy machine with a limit of 2 s."""
+
+
+class Options(Protocol):
+    """The options of a MILP strategy."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def gap(self) -> float: ...
+    @property
+    def time_limit(self) -> float: ...
+    @property
+    def threads(self) -> int: ...
+    @property
+    def solver(self) -> str: ...
+    @property
+    def seed(self) -> int: ...
+
+
+@dataclass
+class Programs:
+    """Runs programs for one search; `stats` are the facts gathered so far.
+
+    `stall` ends a run that has not moved for this many seconds, `peak_gap` is the relative gap at
+    which a small peak is good enough. A solver that fails, however it does, is asked no more:
+    `failure` then says how, and every program is answered by what is known without it.
+    """
+
+    graph: Graph
+    options: Options
+    progress: ProgressCallback | None
+    cancel: Cancel | None
+    stall: float = math.inf
+    peak_gap: float = 0.0
+    began: float = field(default_factory=time.monotonic)
+    stats: Stats = field(default_factory=dict[str, str | int | float])
+    _pace_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.deadline = self.began + _USABLE * self.options.time_limit
+        self.stats |= {"solver": self.options.solver, "slots": 0, "rows": 0, "columns": 0}
+
+    def solve_cost(
+        self,
+        slots: Slots,
+        budget_bytes: int,
+        incumbent: Schedule,
+        time_limit: float = math.inf,
+        enough: Callable[[float], bool] = lambda _: False,
+        gap: float | None = None,
+    ) -> tuple[Answer, float | None]:
+        """The program's answer, verified; and the bound on total time that it proves.
+
+        Ends at a schedule of whose time in seconds `enough` is true, or at `gap` (by default the
+        one asked for).
+        """
+        bound: float | None = None
+        budget_now = budget_bytes
+        for _ in range(_TIGHTENINGS):
+            began = time.monotonic()
+            if self.is_over() or began + self._overhead_s(slots) > self.deadline:
+                break
+            program = self._build(slots, budget_now)
+            if self._is_too_late(program):
+                break
+            unit_s = program.cost_unit_s
+            stall = Stall(self.stall, self._cost_report(unit_s))
+            stall.least = self.time(incumbent) / unit_s
+            self._cost_report(unit_s)(stall.least, None)
+            answer = self._run(
+                program,
+                gap=self.options.gap if gap is None else gap,
+                time_limit=min(time_limit, self.deadline - time.monotonic()),
+                incumbent=incumbent,
+                report=stall.report,
+                done=partial(_is_done, stall, lambda x, unit_s=unit_s: enough(x * unit_s)),
+            )
+            overhead_s = time.monotonic() - began - answer.seconds
+            self._pace_s = max(self._pace_s, overhead_s / max(1, len(slots.operations)))
+            if budget_now == budget_bytes and answer.bound is not None:
+                bound = answer.bound * program.cost_unit_s
+            if answer.schedule is None:
+                break
+            schedule = prune(self.graph, answer.schedule)
+            excess = self.peak(schedule) - budget_bytes
+            if excess <= 0:
+                if self.time(schedule) < self.time(incumbent):
+                    schedule = polish(self.graph, schedule, budget_bytes)
+                best = min(schedule, incumbent, key=self.time)
+                return replace(answer, schedule=best), bound
+            # The solver's tolerance let a row slip by this much; ask for that much less.
+            budget_now -= excess
+        return self.kept(incumbent, bound)
+
+    @staticmethod
+    def kept(incumbent: Schedule, bound_s: float | None = None) -> tuple[Answer, float | None]:
+        """What `solve_cost` answers where a program came to nothing."""
+        answer = Answer(Outcome.FEASIBLE, incumbent, None, None, 0, 0.0, "incumbent kept")
+        return answer, bound_s
+
+    def solve_tied(
+        self,
+        ties: Ties,
+        budget_bytes: int,
+        start: Schedule | None,
+        time_limit: float,
+        enough: Callable[[float], bool],
+        gap: float,
+    ) -> Schedule | None:
+        """What the program finds where slots are tied, not verified; None if nothing. It says
+        nothing about other schedules."""
+        if self.failure:
+            return None
+        began = time.monotonic()
+        program = model.build(self.graph, ties.slots, budget_bytes, ties)
+        self.clock("model_s", began)
+        if self._is_too_late(program):
+            return None
+        unit_s = program.cost_unit_s
+        least = Stall(math.inf, lambda incumbent, bound: None)
+        answer = self._run(
+            program,
+            gap=gap,
+            time_limit=time_limit - (time.monotonic() - began),
+            incumbent=start,
+            report=least.report,
+            done=lambda: enough(least.least * unit_s),
+        )
+        return answer.schedule
+
+    def solve_peak(
+        self, slots: Slots, incumbent: Schedule, time_limit: float, target_bytes: int | None = None
+    ) -> tuple[Answer, float | None]:
+        """The program's answer, and the bound on the peak in bytes that it proves."""
+        if self.failure:
+            return _nothing("the solver failed before"), None
+        program = self._build(slots, None)
+        if self._is_too_late(program):
+            return _nothing("no time for the program"), None
+        constant, unit = self.graph.constant_bytes, program.unit_bytes
+        target = None if target_bytes is None else (target_bytes - constant) / unit
+        excluded = threading.Event()
+        tell = self._peak_report(constant, unit)
+        tell((self.peak(incumbent) - constant) / unit, None)
+        stall = Stall(self.stall, tell)
+
+        def watch(incumbent: float | None, bound: float | None) -> None:
+            stall.report(incumbent, bound)
+            if target is not None and bound is not None and bound > target * (1 + 1e-6):
+                excluded.set()
+
+        answer = self._run(
+            program,
+            gap=self.peak_gap,
+            time_limit=time_limit,
+            incumbent=incumbent,
+            target=target,
+            report=watch,
+            done=lambda: excluded.is_set() or stall.is_over(),
+        )
+        if answer.schedule is not None:
+            answer = replace(answer, schedule=prune(self.graph, answer.schedule))
+        bound = None if answer.bound is None else answer.bound * unit + constant
+        return answer, bound
+
+    def _overhead_s(self, slots: Slots) -> float:
+        """What a program takes beside the solver's own run, judged by those before it: seconds
+        where it is large."""
+        return self._pace_s * len(slots.operations)
+
+    def _is_too_late(self, program: model.Model) -> bool:
+        """Whether the solver could overrun the deadline before it looks at the clock. A search that
+        is to be exhaustive takes that risk."""
+        left_s = self.deadline - time.monotonic()
+        return self.stall < math.inf and program.rows * _ROW_S > left_s
+
+    def _build(self, slots: Slots, budget_bytes: int | None) -> model.Model:
+        began = time.monotonic()
+        program = model.build(self.graph, slots, budget_bytes)
+        self.clock("model_s", began)
+        self.stats["slots"] = slots.optional_count
+        self.stats["rows"] = program.rows
+        self.stats["columns"] = program.columns
+        return program
+
+    def _run(
+        self,
+        program: model.Model,
+        *,
+        gap: float,
+        time_limit: float,
+        incumbent: Schedule | None,
+        report: Callable[[float | None, float | None], None],
+        done: Callable[[], bool],
+        target: float | None = None,
+    ) -> Answer:
+        began = time.monotonic()
+        try:
+            answer = backends.run(
+                program,
+                solver=self.options.solver,
+                gap=gap,
+                time_limit=max(0.1, time_limit),
+                threads=self.options.threads,
+                seed=self.options.seed,
+                incumbent=incumbent,
+                target=target,
+                report=report,
+                cancelled=lambda: done() or self.is_cancelled(),
+            )
+        except SolverError as error:
+            self.stats["solver_error"] = str(error)
+            answer = _nothing("failed", time.monotonic() - began)
+        self.stats["solver_s"] = float(self.stats.get("solver_s", 0.0)) + answer.seconds
+        self.stats["nodes"] = answer.nodes
+        self.stats["solver_message"] = answer.message
+        return answer
+
+    def _cost_report(self, unit_s: float) -> Callable[[float | None, float | None], None]:
+        total = self.graph.total_cost_s or 1.0
+        return self._reporter("cost", lambda x: x * unit_s / total - 1, lambda x: x * unit_s)
+
+    def _peak_report(
+        self, constant: int, unit: int
+    ) -> Callable[[float | None, float | None], None]:
+        return self._reporter("peak", lambda x: x * unit + constant, lambda x: x * unit + constant)
+
+    def _reporter(
+        self, phase: str, shown: Callable[[float], float], whole: Callable[[float], float]
+    ) -> Callable[[float | None, float | None], None]:
+        def report(incumbent: float | None, bound: float | None) -> None:
+            if self.progress is None:
+                return
+            gap = None
+            if incumbent is not None and bound is not None and whole(incumbent) > 0:
+                gap = max(0.0, (whole(incumbent) - whole(bound)) / whole(incumbent))
+            self.progress(
+                Progress(
+                    phase=phase,
+                    elapsed_s=time.monotonic() - self.began,
+                    incumbent=None if incumbent is None else shown(incumbent),
+                    bound=None if bound is None else shown(bound),
+                    gap=gap,
+                )
+            )
+
+        return report
+
+    def peak(self, schedule: Schedule) -> int:
+        """Bytes, simulated."""
+        return measure(self.graph, schedule)[0]
+
+    def time(self, schedule: Schedule) -> float:
+        """Seconds, simulated."""
+        return measure(self.graph, schedule)[1]
+
+    def is_cancelled(self) -> bool:
+        """Whether the caller asked for an end."""
+        return self.cancel is not None and self.cancel.is_set()
+
+    @property
+    def failure(self) -> str:
+        """How the solver failed; "" where it did not."""
+        return str(self.stats.get("solver_error", ""))
+
+    def is_over(self) -> bool:
+        """Whether no program will be answered any more."""
+        return self.is_cancelled() or bool(self.failure)
+
+    def clock(self, phase: str, began: float) -> None:
+        """Add the time since `began` to a phase's."""
+        self.stats[phase] = float(self.stats.get(phase, 0.0)) + time.monotonic() - began
+
+
+def _nothing(message: str, seconds: float = 0.0) -> Answer:
+    return Answer(Outcome.UNKNOWN, None, None, None, 0, seconds, message)
+
+
+def _is_done(stall: Stall, enough: Callable[[float], bool]) -> bool:
+    return stall.is_over() or enough(stall.least)
