@@ -182,10 +182,10 @@ assert plans[0].peak_bytes < knee.peak_bytes < plans[-1].peak_bytes
 # %% [markdown]
 # ## What would a smaller GPU cost?
 #
-# The same step on other devices. Each has other prices, so each gets a plan of its own: where
-# bandwidth is scarce, other things are cheap to recompute than where arithmetic is. AdamW's two
-# numbers for each parameter and a tenth as a margin are taken off the device's memory first.
-# (Prices here are for float32 with TF32 allowed.)
+# The same step on other devices. Each has other kernels and other prices, so each gets a trace and
+# a plan of its own: where bandwidth is scarce, other things are cheap to recompute than where
+# arithmetic is. AdamW's two numbers for each parameter and a tenth as a margin are taken off the
+# device's memory first. (Prices here are for float32 with TF32 allowed.)
 
 # %%
 optimizer_bytes = 2 * 4 * parameters
@@ -196,7 +196,8 @@ on_device = {}
 for name in ("h200", "a100", "l40s", "l4"):
     roofline = remat.Roofline(name, allow_tf32=True)
     budget = int(0.9 * roofline.device.memory_bytes) - optimizer_bytes
-    plan = remat.solve(remat.measure(trace, roofline), budget, auto)
+    there = remat.measure(remat.trace(model, (ids, ids), device=name), roofline)
+    plan = remat.solve(there, budget, auto)
     assert plan.peak_bytes <= budget
     on_device[name] = plan
     again = plan.time_s - plan.baseline_time_s
@@ -210,8 +211,7 @@ for name in ("h200", "a100", "l40s", "l4"):
 # The smallest of them, with its frontier:
 
 # %%
-smallest = remat.Roofline("l4", allow_tf32=True)
-on_l4 = remat.measure(trace, smallest)
+on_l4, smallest = there, roofline
 SVG(
     frontier_svg(
         [on_device["l4"], *remat.sweep(on_l4, ["100%", "80%", "40%"], auto)],

@@ -291,6 +291,9 @@ def _named(requirement: str) -> str:
     return re.split(r"[^\w-]", requirement)[0].lower().replace("_", "-")
 
 
+@pytest.mark.skipif(
+    metadata.version("pulp").partition(".")[0] != "3", reason="constraints.txt has PuLP 3.3"
+)
 def test_the_wheels_are_all_that_is_missing_beside_torch() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     waiting = [_named(text) for text in project["dependencies"]]

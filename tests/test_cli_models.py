@@ -72,7 +72,7 @@ def test_a_gpu_that_is_not_here(tmp_path: Path) -> None:
     told = json.loads(ended.out)
     assert (told["device"], told["cost_source"]) == ("cuda:0", "roofline h100")
     assert 0 < told["time_s"] < 0.01
-    assert told["library_bytes"] == 64 << 20
+    assert told["library_bytes"] == trace.library_bytes >= 32 << 20
     assert told["gpu"] == "h100"
 
 

@@ -94,6 +94,20 @@ def test_threads_may_migrate_at_once(url: str) -> None:
     database.close()
 
 
+def test_many_may_open_a_new_file_at_once(tmp_path: Path) -> None:
+    """Where two turn a new file to WAL in the same moment, SQLite tells one that it is locked."""
+
+    def open_(database: Database) -> None:
+        with database.write() as connection:
+            connection.exec_driver_sql("CREATE TABLE IF NOT EXISTS found (x)")
+
+    for number in range(100):
+        few = [Database(f"sqlite:///{tmp_path}/{number}.sqlite") for _ in range(4)]
+        at_once(lambda i, few=few: open_(few[i]), len(few))
+        for database in few:
+            database.close()
+
+
 def test_processes_may_migrate_at_once(url: str) -> None:
     code = (
         "import sys; from remat_server.store.database import Database; "

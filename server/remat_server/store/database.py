@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sqlite3
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +20,7 @@ from sqlalchemy.sql.functions import FunctionElement
 from remat.errors import ServiceError
 
 _BUSY_S = 30
+_AGAIN_S = 0.01
 
 
 class now(FunctionElement[float]):  # reads as the SQL function it is
@@ -124,7 +127,18 @@ class Database:
 
 
 def _configure_sqlite(connection: Any, record: object) -> None:
-    for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
+    until = time.monotonic() + _BUSY_S
+    # Of those who turn a new file to WAL at once, one does and the others are told that it is
+    # locked, however long they would wait: they ask again, and find it done.
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode=WAL")
+            break
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > until:
+                raise
+            time.sleep(_AGAIN_S)
+    for pragma in ("synchronous=FULL", "foreign_keys=ON"):
         connection.execute(f"PRAGMA {pragma}")
 
 
