@@ -1,0 +1,92 @@
+"""What others rely on: names, commands with their options, routes, and documents of every kind, as
+they were when these lists were written. What is gone breaks somebody, and needs a decision; what is
+new is added to the list. Documents written by the code of then are read by the code of now.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.main import get_command
+
+import remat
+from remat import cli
+from remat.documents.sweep import SweepDocument
+from remat_server.cli import register
+from remat_server.http.app import create_app
+from remat_server.settings import Settings
+
+FOLDER = Path(__file__).parent / "public"
+LISTS: dict[str, Any] = json.loads((FOLDER / "lists.json").read_text())
+
+
+def test_names() -> None:
+    assert sorted(remat.__all__) == LISTS["names"]
+
+
+def test_names_of_the_torch_side() -> None:
+    pytest.importorskip("torch")
+    for name in LISTS["names"]:
+        assert getattr(remat, name) is not None
+    assert callable(remat.trace)
+
+
+def commands(command: Any, path: str = "remat") -> dict[str, list[str]]:
+    """Each command with its arguments and options."""
+    if (below := getattr(command, "commands", None)) is None:
+        return {path: sorted(max(p.opts, key=len) for p in command.params)}
+    found: dict[str, list[str]] = {}
+    for name, each in below.items():
+        found |= commands(each, f"{path} {name}")
+    return found
+
+
+def every_command() -> dict[str, list[str]]:
+    """Those of the library, and those that the service adds."""
+    services = typer.Typer()
+    register(services)
+    return commands(get_command(cli.app)) | commands(get_command(services))
+
+
+def test_commands() -> None:
+    assert every_command() == LISTS["commands"]
+
+
+def test_routes(tmp_path: Path) -> None:
+    app = create_app(Settings(database_url=f"sqlite:///{tmp_path}/jobs.sqlite", worker=False))
+    paths = app.openapi()["paths"]
+    found = sorted(f"{verb.upper()} {path}" for path, verbs in paths.items() for verb in verbs)
+    assert found == LISTS["routes"]
+
+
+@pytest.mark.parametrize("name", ["trace", "trace_for_h100", "plan", "program"])
+def test_documents_of_then(name: str) -> None:
+    kind: Any = {"plan": remat.Plan, "program": remat.Program}.get(name, remat.Trace)
+    text = (FOLDER / f"{name}.json").read_text()
+    document = kind.from_json(text)
+    assert kind.from_json(document.to_json()) == document
+    now, then = json.loads(document.to_json()), json.loads(text)
+    assert {key: now[key] for key in then} == then, (
+        "nothing is lost and nothing means another thing"
+    )
+
+
+def test_a_sweep_of_then() -> None:
+    text = (FOLDER / "sweep.json").read_text()
+    plans = SweepDocument.from_json(text).read(remat.Plan)
+    assert json.loads(SweepDocument.of(plans).to_json()) == json.loads(text)
+    assert [plan.status for plan in plans] == [remat.Status.OPTIMAL] * 2
+
+
+def test_documents_of_then_belong_together() -> None:
+    """A trace of then is solved, and gives the program of then for the schedule of then."""
+    trace = remat.Trace.load(FOLDER / "trace.json")
+    plan = remat.Plan.load(FOLDER / "plan.json")
+    assert trace.graph() == plan.graph
+    assert remat.rewrite(trace, plan.schedule) == remat.Program.load(FOLDER / "program.json")
+    again = remat.solve(trace, "90%", remat.Auto(time_limit=5.0, threads=1))
+    assert again.time_s == pytest.approx(plan.time_s, rel=0.01)
