@@ -27,14 +27,14 @@ from remat.milp.slots import Slots
 from remat.milp.solvers.highs import load
 from remat.milp.start import start_values
 from remat.schedule import Schedule
-from remat.simulate import measure
+from remat.simulate import peak_and_time
 from remat.strategies import Auto
 
 
 def offered(path: Path) -> tuple[Graph, Slots, int, Schedule]:
     """A trace's graph, the slots that `Auto` offers, a budget, and a schedule within it."""
     graph = Trace.load(path).graph()
-    budget_bytes = measure(graph, Schedule.keep_all(graph))[0] // 2
+    budget_bytes = peak_and_time(graph, Schedule.keep_all(graph))[0] // 2
     known = incumbent.fitting(graph, budget_bytes, effort=1)[0].schedule
     return graph, Auto()._offer(graph, [known], math.inf), budget_bytes, known
 

@@ -19,7 +19,7 @@ from remat.errors import SolverError, SolverWarning
 from remat.graph import Graph
 from remat.heuristics import local_search as incumbent
 from remat.milp import backends, model, slots
-from remat.milp.backends import Answer, Outcome
+from remat.milp.backends import Outcome, SolverRun
 from remat.milp.solvers import facts as backend_facts
 from remat.milp.solvers import pulp_solvers
 from remat.milp.solvers.facts import BackendFact, usable_backends
@@ -32,7 +32,7 @@ from remat.schedule import Schedule
 from remat.simulate import simulate
 from remat.solve import solve
 from remat.strategies import Exact
-from remat.strategies.search.programs import Programs
+from remat.strategies.search.programs import MilpRunner
 
 FACTS = {fact.name: fact for fact in usable_backends()}
 NAMES = ["HiGHS", "CBC", "Gurobi", "CPLEX", "SCIP", "COPT", "Xpress", "cuOpt"]
@@ -45,7 +45,7 @@ def budget_bytes(graph: Graph, share: float) -> int:
 
 def run(
     graph: Graph, share: float, solver: str, *, start: bool = True, limit: float = 60
-) -> Answer:
+) -> SolverRun:
     """The program over complete slots, from what eviction finds."""
     budget = budget_bytes(graph, share)
     known = incumbent.fitting(graph, budget)[0].schedule if start else None
@@ -163,7 +163,7 @@ def test_a_stopped_solver_gives_what_it_had() -> None:
     graph = uneven(14)
     budget = budget_bytes(graph, 0.6)
     known = incumbent.fitting(graph, budget)[0]
-    programs = Programs(graph, Exact(solver="CBC"), None, None)
+    programs = MilpRunner(graph, Exact(solver="CBC"), None, None)
     answer, bound_s = programs.solve_cost(slots.complete(graph), budget, known.schedule, 0.2)
     assert answer.outcome is Outcome.FEASIBLE
     assert answer.schedule is not None

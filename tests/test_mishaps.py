@@ -17,7 +17,7 @@ from remat.solution import Solution
 from remat.strategies.base import Task
 from remat.strategies.search import near_search, search
 from remat.strategies.search.near_search import NearSearch
-from remat.strategies.search.programs import Programs
+from remat.strategies.search.programs import MilpRunner
 from remat.strategies.search.pursuit import Pursuit
 from remat.strategies.search.search import OverSlots
 
@@ -92,7 +92,7 @@ def test_what_fails_is_an_error_where_warnings_are(
 
 
 def test_exact_keeps_what_eviction_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Programs, "solve_cost", failing)
+    monkeypatch.setattr(MilpRunner, "solve_cost", failing)
     with pytest.warns(SolverWarning, match="the program over slots"):
         plan = remat.solve(chain(5), "70%", remat.Exact(threads=1))
     assert plan.peak_bytes <= plan.budget_bytes

@@ -37,7 +37,7 @@ from remat.heuristics.annealing.places import idle_until
 from remat.heuristics.annealing.profile import Profile
 from remat.heuristics.floor import least_peak_bytes
 from remat.schedule import Schedule
-from remat.simulate import measure, simulate
+from remat.simulate import peak_and_time, simulate
 from remat.strategies import Task
 from remat.strategies.auto import Auto
 from remat.strategies.exact import Exact
@@ -147,7 +147,7 @@ def test_idle_values_are_in_memory_and_not_read(graph: Graph, seed: int) -> None
 @given(small_graphs(), st.floats(0.3, 1.0), st.integers(0, 9))
 def test_search_is_valid_and_never_worse(graph: Graph, part: float, seed: int) -> None:
     start = Schedule.keep_all(graph)
-    peak_bytes, time_s = measure(graph, start)
+    peak_bytes, time_s = peak_and_time(graph, start)
     budget_bytes = int(part * peak_bytes)
     found = search_schedule(graph, budget_bytes, start, effort=1500, seed=seed)
     timeline = simulate(graph, found)
@@ -163,13 +163,13 @@ def test_search_is_valid_and_never_worse(graph: Graph, part: float, seed: int) -
 @given(small_graphs(), st.floats(0.3, 1.0), st.integers(0, 9))
 def test_search_in_order_is_valid_and_never_worse(graph: Graph, part: float, seed: int) -> None:
     start = Schedule.keep_all(graph)
-    peak_bytes, time_s = measure(graph, start)
+    peak_bytes, time_s = peak_and_time(graph, start)
     budget_bytes = int(part * peak_bytes)
     found = search_in_order(graph, budget_bytes, start, effort=1500, seed=seed)
     assert found.keeps_order()
-    assert measure(graph, found)[0] <= peak_bytes
+    assert peak_and_time(graph, found)[0] <= peak_bytes
     if peak_bytes <= budget_bytes:
-        assert measure(graph, found)[1] <= time_s
+        assert peak_and_time(graph, found)[1] <= time_s
     assert found == search_in_order(graph, budget_bytes, start, effort=1500, seed=seed)
 
 
@@ -177,11 +177,11 @@ def test_search_in_order_is_valid_and_never_worse(graph: Graph, part: float, see
 def test_search_in_order_finds_the_optimum(seed: int) -> None:
     graph = layered(14, seed)
     floor_bytes = least_peak_bytes(graph)
-    budget_bytes = (floor_bytes + 3 * measure(graph, Schedule.keep_all(graph))[0]) // 4
+    budget_bytes = (floor_bytes + 3 * peak_and_time(graph, Schedule.keep_all(graph))[0]) // 4
     best = Exact(gap=0.0).run(Task(graph, budget_bytes)).schedule
     found = search_in_order(graph, budget_bytes, Schedule.keep_all(graph), effort=20_000)
-    assert measure(graph, found)[0] <= budget_bytes
-    assert measure(graph, found)[1] == pytest.approx(measure(graph, best)[1])
+    assert peak_and_time(graph, found)[0] <= budget_bytes
+    assert peak_and_time(graph, found)[1] == pytest.approx(peak_and_time(graph, best)[1])
 
 
 def test_search_in_order_refuses_a_start_in_another_order() -> None:
@@ -194,23 +194,23 @@ def test_search_in_order_refuses_a_start_in_another_order() -> None:
 
 def test_auto_anneals_in_the_graph_order() -> None:
     graph = layered(60, seed=1)
-    budget_bytes = int(0.75 * measure(graph, Schedule.keep_all(graph))[0])
+    budget_bytes = int(0.75 * peak_and_time(graph, Schedule.keep_all(graph))[0])
     found = Auto(order="off", time_limit=6.0, gap=1e-6).run(Task(graph, budget_bytes))
     assert found.schedule.keeps_order()
-    assert measure(graph, found.schedule)[0] <= budget_bytes
+    assert peak_and_time(graph, found.schedule)[0] <= budget_bytes
     assert found.bound is not None
-    assert found.bound <= measure(graph, found.schedule)[1]
+    assert found.bound <= peak_and_time(graph, found.schedule)[1]
     assert "anneal_s" in found.stats
 
 
 @pytest.mark.slow
 def test_search_drops_what_a_better_order_does_not_need() -> None:
     graph = layered(30, seed=1)
-    peak_bytes, _ = measure(graph, Schedule.of(least_peak_order(graph, target_bytes=0)))
-    assert peak_bytes < measure(graph, Schedule.keep_all(graph))[0]
+    peak_bytes, _ = peak_and_time(graph, Schedule.of(least_peak_order(graph, target_bytes=0)))
+    assert peak_bytes < peak_and_time(graph, Schedule.keep_all(graph))[0]
     found = search_schedule(graph, peak_bytes, Schedule.keep_all(graph), effort=60_000)
-    assert measure(graph, found)[0] <= peak_bytes
-    assert measure(graph, found)[1] == graph.total_cost_s
+    assert peak_and_time(graph, found)[0] <= peak_bytes
+    assert peak_and_time(graph, found)[1] == graph.total_cost_s
 
 
 def test_search_improves_on_a_feasible_start() -> None:
@@ -218,11 +218,11 @@ def test_search_improves_on_a_feasible_start() -> None:
     budget_bytes = 8
     again = [op for i in reversed(range(8)) for op in [*range(i + 1), 15 - i]]
     start = Schedule.of(list(range(8)) + again)
-    peak_bytes, time_s = measure(graph, start)
+    peak_bytes, time_s = peak_and_time(graph, start)
     assert peak_bytes <= budget_bytes
     found = search_schedule(graph, budget_bytes, start, effort=20_000)
-    assert measure(graph, found)[0] <= budget_bytes
-    assert measure(graph, found)[1] < time_s
+    assert peak_and_time(graph, found)[0] <= budget_bytes
+    assert peak_and_time(graph, found)[1] < time_s
 
 
 def test_search_stops_when_told() -> None:
@@ -234,31 +234,33 @@ def test_search_stops_when_told() -> None:
 @settings(max_examples=40, deadline=None)
 @given(small_graphs(max_operations=6))
 def test_least_peak_order_is_never_under_the_optimum(graph: Graph) -> None:
-    peaks = [measure(graph, Schedule.of(order))[0] for order in topological_orders(guarded(graph))]
+    peaks = [
+        peak_and_time(graph, Schedule.of(order))[0] for order in topological_orders(guarded(graph))
+    ]
     order = least_peak_order(graph, target_bytes=0, effort=500)
-    peak_bytes, _ = measure(graph, Schedule.of(order))
+    peak_bytes, _ = peak_and_time(graph, Schedule.of(order))
     assert is_allowed(graph, Schedule.of(order))
-    assert min(peaks) <= peak_bytes <= measure(graph, Schedule.keep_all(graph))[0]
+    assert min(peaks) <= peak_bytes <= peak_and_time(graph, Schedule.keep_all(graph))[0]
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_least_peak_order_finds_the_optimum(seed: int) -> None:
     graph = layered(7, seed)
-    peaks = [measure(graph, Schedule.of(order))[0] for order in topological_orders(graph)]
+    peaks = [peak_and_time(graph, Schedule.of(order))[0] for order in topological_orders(graph)]
     order = least_peak_order(graph, target_bytes=0, effort=3000)
-    assert measure(graph, Schedule.of(order))[0] == min(peaks)
+    assert peak_and_time(graph, Schedule.of(order))[0] == min(peaks)
 
 
 def test_least_peak_order_ends_at_its_target() -> None:
     graph = layered(30, seed=1)
     start = Schedule.keep_all(graph)
-    start_bytes = measure(graph, start)[0]
-    best_bytes = measure(graph, Schedule.of(least_peak_order(graph, target_bytes=0)))[0]
+    start_bytes = peak_and_time(graph, start)[0]
+    best_bytes = peak_and_time(graph, Schedule.of(least_peak_order(graph, target_bytes=0)))[0]
     target_bytes = (start_bytes + best_bytes) // 2
     assert target_bytes < start_bytes, "the premise: another order needs less"
     # With so much effort it would not end by itself.
     found = least_peak_order(graph, target_bytes=target_bytes, effort=10**9)
-    assert measure(graph, Schedule.of(found))[0] <= target_bytes
+    assert peak_and_time(graph, Schedule.of(found))[0] <= target_bytes
 
 
 @settings(max_examples=40, deadline=None)
@@ -269,7 +271,7 @@ def test_reordered_round_trips(graph: Graph, seed: int) -> None:
     schedule = Schedule.keep_all(permuted)
     assert back(schedule).runs == tuple(order)
     assert in_order(back(schedule), order) == schedule
-    assert measure(permuted, schedule) == measure(graph, back(schedule))
+    assert peak_and_time(permuted, schedule) == peak_and_time(graph, back(schedule))
     inverse = sorted(range(len(order)), key=order.__getitem__)
     assert reordered(permuted, inverse)[0] == graph
 
@@ -291,7 +293,7 @@ def test_guarded_keeps_indices_and_bytes() -> None:
     graph = Graph(tuple(operations), values, boundary=2)
     frame = guarded(graph)
     allowed = Schedule.of((0, 1, 2, 4, 3))
-    assert measure(frame, allowed) == measure(graph, allowed)
+    assert peak_and_time(frame, allowed) == peak_and_time(graph, allowed)
     for runs in ((1, 0, 2, 3, 4), (0, 2, 1, 4, 3), (0, 1, 4, 2, 3)):
         with pytest.raises(GraphError, match="before it was ever produced"):
             Schedule.of(runs).check(frame)

@@ -20,7 +20,7 @@ from remat.milp.solvers import pulp_solvers, pulp_versions
 from remat.milp.solvers.highs import BulkHiGHS
 from remat.milp.solvers.outcome import Outcome
 from remat.milp.solvers.pulp_versions import Arrays
-from remat.strategies.baselines.checkmate_program import Program
+from remat.strategies.baselines.checkmate_program import CheckmateModel
 
 BUDGET = 2_400
 
@@ -133,7 +133,7 @@ def test_every_version_makes_the_same_programs() -> None:
         "near slots": model.build(graph, offered, BUDGET).arrays,
         "complete slots": model.build(chain(5), slots.complete(chain(5)), 5).arrays,
         "least peak": model.build(chain(5), slots.complete(chain(5)), None).arrays,
-        "published": pulp_versions.read(Program(chain(3), 5).problem),
+        "published": pulp_versions.read(CheckmateModel(chain(3), 5).problem),
     }
     found = {name: digest(program) for name, program in programs.items()}
     assert found == DIGESTS, f"with PuLP {metadata.version('pulp')}"

@@ -14,7 +14,7 @@ from remat.graph import Graph
 from remat.heuristics.eviction import evict
 from remat.heuristics.local_search import fitting
 from remat.schedule import Schedule
-from remat.simulate import measure, simulate
+from remat.simulate import peak_and_time, simulate
 from remat.solve import solve
 from remat.strategies import Auto, EveryK, Task
 from remat.strategies.search.quick import QUICK, quick_schedules
@@ -37,7 +37,7 @@ def never() -> bool:
 def test_auto_is_never_worse_than_a_quick_baseline(graph: Graph) -> None:
     for strategy in QUICK:
         try:
-            smallest_bytes, time_s = measure(graph, strategy.run(Task(graph)).schedule)
+            smallest_bytes, time_s = peak_and_time(graph, strategy.run(Task(graph)).schedule)
         except RematError:
             continue
         if smallest_bytes == 0:  # no budget
@@ -56,7 +56,7 @@ def test_quick_schedules_keep_their_budget(graph: Graph) -> None:
         budget_bytes = int(share * peak_bytes)
         for schedule in quick_schedules(graph, budget_bytes, never):
             schedule.check(graph)
-            assert measure(graph, schedule)[0] <= budget_bytes
+            assert peak_and_time(graph, schedule)[0] <= budget_bytes
 
 
 def test_an_attempt_that_grows_too_dear_is_given_up() -> None:
@@ -64,7 +64,7 @@ def test_an_attempt_that_grows_too_dear_is_given_up() -> None:
     budget_bytes = int(0.7 * simulate(graph, Schedule.keep_all(graph)).peak_bytes)
     schedule = evict(graph, budget_bytes)
     assert schedule is not None
-    time_s = measure(graph, schedule)[1]
+    time_s = peak_and_time(graph, schedule)[1]
     assert evict(graph, budget_bytes, most_s=time_s) == schedule
     assert evict(graph, budget_bytes, most_s=time_s * (1 - 1e-6)) is None
     assert evict(graph, budget_bytes, stop=lambda: True) is None

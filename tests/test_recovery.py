@@ -17,6 +17,7 @@ from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from benchmarks.service import jobs
@@ -31,10 +32,13 @@ from tests.test_baselines import uneven_stages
 
 import remat
 from remat.documents.plan import GraphRecord
+from remat_server.settings import Settings
 from remat_server.store import leases
 from remat_server.store.database import Database, now
 from remat_server.store.tables import jobs as jobs_table
+from remat_server.work import worker as workers
 from remat_server.work.messages import Task
+from remat_server.work.placements.port import Said
 
 
 @pytest.fixture(scope="module")
@@ -210,6 +214,52 @@ def test_a_solve_over_its_memory_fails_alone(tmp_path: Path) -> None:
             assert "MemoryError" in plan["stats"]["search_error"]
             assert plan["status"] == "FEASIBLE"
         assert finished(http, post(http, budget="71%").json()["id"])["status"] == "succeeded"
+
+
+@dataclasses.dataclass
+class Holding:
+    """A solve that holds so much memory, and says nothing."""
+
+    held_bytes: int
+    is_killed: bool = False
+
+    def messages(self) -> list[Said]:
+        return []
+
+    def memory_bytes(self) -> int:
+        return self.held_bytes
+
+    def kill(self) -> None:
+        self.is_killed = True
+
+
+def test_a_solve_that_has_used_up_its_memory_for_long_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Python without memory to raise MemoryError with goes round in circles for ever."""
+    url = f"sqlite:///{tmp_path}/jobs.sqlite"
+    settings = Settings(database_url=url, solve_memory_bytes=1 << 28)
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(workers.time, "monotonic", lambda: clock.now)
+    worker = workers.Worker(settings, Database(settings.store_url), SimpleNamespace())
+    job = leases.Claimed("id", "solve", b"", "", 1, "")
+    full, roomy = Holding((1 << 28) - 4096), Holding((1 << 28) - (4 << 20))
+    found = [workers.Active(job, run) for run in (full, roomy)]
+
+    def look(at: float) -> list[str]:
+        clock.now = at
+        for active in found:
+            worker._keep_within_limits(active)
+        ends = [active.outcome for active in found]
+        return [end.problem.type.rpartition(":")[2] if end else "" for end in ends]
+
+    assert look(100.0) == look(109.0) == ["", ""]
+    full.held_bytes = 0  # it came through
+    assert look(109.5) == ["", ""]
+    full.held_bytes = (1 << 28) - 4096
+    assert look(110.0) == look(119.9) == ["", ""]
+    assert look(120.1) == ["memory", ""]
+    assert (full.is_killed, roomy.is_killed) == (True, False)
 
 
 @pytest.mark.slow

@@ -15,11 +15,11 @@ from remat.milp import model, slots
 from remat.milp.identical_blocks import Repeats, find, merged
 from remat.milp.ties import Ties
 from remat.schedule import Schedule
-from remat.simulate import measure, simulate
+from remat.simulate import peak_and_time, simulate
 from remat.solve import solve
 from remat.strategies import Auto, PerBlock, Task
 from remat.strategies.search import tied
-from remat.strategies.search.programs import Programs
+from remat.strategies.search.programs import MilpRunner
 
 LAWS = settings(
     derandomize=True,
@@ -82,8 +82,8 @@ def ties_of(graph: Graph, found: Repeats, group: tuple[int, ...]) -> Ties:
     return Ties.of(graph, found, offered, group)
 
 
-def programs(graph: Graph, **options: float) -> Programs:
-    return Programs(graph, Auto(time_limit=20.0, **options), None, None)
+def programs(graph: Graph, **options: float) -> MilpRunner:
+    return MilpRunner(graph, Auto(time_limit=20.0, **options), None, None)
 
 
 def test_blocks_and_their_backward_are_found() -> None:
@@ -192,11 +192,11 @@ def test_nothing_runs_again_where_all_fits() -> None:
 def test_it_is_no_worse_than_checkpointing_each_block() -> None:
     graph, found = blocks(24)
     per_block = PerBlock().run(Task(graph)).schedule
-    peak_bytes, time_s = measure(graph, per_block)
+    peak_bytes, time_s = peak_and_time(graph, per_block)
     schedule = tied.tied_schedule(programs(graph), found, peak_bytes, 2.0, lambda _: False)
     assert schedule is not None
-    assert measure(graph, schedule)[0] <= peak_bytes
-    assert measure(graph, schedule)[1] < time_s
+    assert peak_and_time(graph, schedule)[0] <= peak_bytes
+    assert peak_and_time(graph, schedule)[1] < time_s
 
 
 def test_it_heeds_a_cancel_and_a_time_limit() -> None:
@@ -204,7 +204,7 @@ def test_it_heeds_a_cancel_and_a_time_limit() -> None:
     budget_bytes = budget_of(graph, 0.5)
     cancel = threading.Event()
     cancel.set()
-    cancelled = Programs(graph, Auto(), None, cancel)
+    cancelled = MilpRunner(graph, Auto(), None, cancel)
     for run, limit in ((cancelled, 60.0), (programs(graph), 0.0)):
         began = time.monotonic()
         tied.tied_schedule(run, found, budget_bytes, limit, lambda _: False)

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import flop_registry
 
 from remat.costs.devices import DEVICES, find_device, match_device
 from remat.costs.flops import count_flops
-from remat.costs.roofline import Roofline, estimate, flops, touched_bytes, traffic_bytes
+from remat.costs.roofline import Roofline, flops, seconds_of, touched_bytes, traffic_bytes
 from remat.documents.arguments import Ref
 from remat.documents.trace import Node, Result, TensorMeta
 from remat.frontend.operators import resolve
@@ -89,12 +89,12 @@ def test_matrix_products_are_bound_by_arithmetic_and_additions_by_memory() -> No
     mm = node("aten.mm.default", big, Ref("a"), Ref("b"))
     metas = {"a": big, "b": big}
     assert flops(mm, metas.__getitem__) == 2 * n**3
-    seconds = estimate(mm, metas, h200)
+    seconds = seconds_of(mm, metas, h200)
     assert seconds == pytest.approx(2 * n**3 / (989.4e12 * 0.7), rel=0.05)
     add = node("aten.add.Tensor", big, Ref("a"), Ref("b"))
     assert traffic_bytes(add, metas) == 3 * 2 * n * n
-    assert estimate(add, metas, h200) == pytest.approx(6 * n * n / (4.8e12 * 0.85), rel=0.1)
-    assert estimate(node("aten.add.Tensor", meta(1), Ref("a"), 1), {"a": meta(1)}, h200) > 1e-6
+    assert seconds_of(add, metas, h200) == pytest.approx(6 * n * n / (4.8e12 * 0.85), rel=0.1)
+    assert seconds_of(node("aten.add.Tensor", meta(1), Ref("a"), 1), {"a": meta(1)}, h200) > 1e-6
 
 
 def test_single_precision_uses_tensor_cores_only_if_allowed() -> None:
@@ -116,7 +116,7 @@ def test_traffic_counts_what_is_touched() -> None:
 
 def test_views_cost_nothing() -> None:
     view = node("aten.view.default", meta(8), Ref("a")).model_copy(update={"view": True})
-    assert estimate(view, {"a": meta(8)}, Roofline("cpu")) == 0
+    assert seconds_of(view, {"a": meta(8)}, Roofline("cpu")) == 0
 
 
 def test_unknown_devices_are_refused_with_the_known_ones() -> None:

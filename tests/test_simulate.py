@@ -13,7 +13,7 @@ from tests.graphs import chain, small_graphs
 from remat.errors import GraphError
 from remat.graph import Graph, Operation, Value
 from remat.schedule import Schedule
-from remat.simulate import Copy, measure, simulate
+from remat.simulate import Copy, peak_and_time, simulate
 
 
 def test_a_chain_counted_by_hand() -> None:
@@ -87,7 +87,7 @@ def test_it_agrees_with_an_explicit_memory(graph: Graph, data: st.DataObject) ->
         runs.append(op)
     timeline = simulate(graph, Schedule.of(runs))
     assert list(timeline.during_bytes) == _explicit(graph, runs)
-    assert measure(graph, Schedule.of(runs)) == (timeline.peak_bytes, timeline.time_s)
+    assert peak_and_time(graph, Schedule.of(runs)) == (timeline.peak_bytes, timeline.time_s)
 
 
 def _explicit(graph: Graph, runs: list[int]) -> list[int]:

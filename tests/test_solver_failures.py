@@ -19,7 +19,7 @@ from tests.test_baselines import uneven_stages
 from remat.errors import InfeasibleBudget, RematError, SolverError, SolverWarning
 from remat.plan import Plan, Status
 from remat.schedule import Schedule
-from remat.simulate import measure, simulate
+from remat.simulate import peak_and_time, simulate
 from remat.solve import solve, sweep
 from remat.strategies import Auto, CheckmateMilp, Exact, LpRounding, Solution, Strategy, Task
 from remat.strategies.search import ordered
@@ -249,7 +249,7 @@ def test_highs_fails_in_one_of_two_orders(monkeypatch: pytest.MonkeyPatch) -> No
     "strategy", [LpRounding(), CheckmateMilp()], ids=lambda strategy: strategy.name
 )
 def test_highs_fails_published_programs(strategy: Strategy) -> None:
-    baseline_bytes, _ = measure(SHORT, Schedule.keep_all(SHORT))
+    baseline_bytes, _ = peak_and_time(SHORT, Schedule.keep_all(SHORT))
     for budget in ("100%", "min"):
         with pytest.warns(SolverWarning, match="HiGHS refused to run"):
             plan = solve(SHORT, budget, strategy)

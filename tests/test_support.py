@@ -17,10 +17,10 @@ from remat.milp import slots
 from remat.milp.small import set_aside
 from remat.milp.support import support
 from remat.schedule import Schedule
-from remat.simulate import measure, simulate
+from remat.simulate import peak_and_time, simulate
 from remat.strategies.base import Task
 from remat.strategies.search.near_search import NearSearch
-from remat.strategies.search.programs import Programs
+from remat.strategies.search.programs import MilpRunner
 from remat.strategies.search.refine import sift
 
 LAWS = settings(
@@ -95,8 +95,8 @@ def test_prune_makes_no_value_without_bytes_again() -> None:
     assert prune(nothing, Schedule.of([0, 0, 1])).runs == (0, 1)
 
 
-def programs(graph: Graph, gap: float = 0.0) -> Programs:
-    return Programs(graph, remat.Auto(gap=gap, time_limit=30.0, threads=1), None, None)
+def programs(graph: Graph, gap: float = 0.0) -> MilpRunner:
+    return MilpRunner(graph, remat.Auto(gap=gap, time_limit=30.0, threads=1), None, None)
 
 
 @pytest.mark.parametrize("budget", [5, 6, 8])
@@ -109,9 +109,9 @@ def test_sifting_finds_the_optimum_of_a_chain(budget: int) -> None:
     dear = smallest(graph, target_bytes=budget).schedule
     best = remat.solve(graph, budget, remat.Exact())
     found = sift(programs(graph), dear, budget, offered, 30.0, lambda _: False)
-    peak_bytes, time_s = measure(graph, found)
+    peak_bytes, time_s = peak_and_time(graph, found)
     assert peak_bytes <= budget
-    assert best.time_s <= time_s <= measure(graph, dear)[1]
+    assert best.time_s <= time_s <= peak_and_time(graph, dear)[1]
     assert time_s == pytest.approx(best.time_s)
 
 
@@ -141,20 +141,20 @@ def test_programs_decide_on_small_values_only_where_they_must() -> None:
     def known(reserve: float, budget: int) -> tuple[Graph, int, list[Schedule]]:
         searched = search(graph, tightest.schedule, reserve)
         programs, left_bytes, found = searched._known(budget, searched._advisor(budget))
-        assert all(measure(programs.graph, schedule)[0] <= left_bytes for schedule in found)
+        assert all(peak_and_time(programs.graph, schedule)[0] <= left_bytes for schedule in found)
         return programs.graph, left_bytes, list(found)
 
     light, left_bytes, found = known(0.01, budget)
     assert left_bytes == budget - 12
     assert {value.size_bytes for value in light.values} == {0, 1_000}
     assert found
-    assert all(measure(graph, schedule)[0] <= budget for schedule in found)
+    assert all(peak_and_time(graph, schedule)[0] <= budget for schedule in found)
     assert known(0.0, budget)[:2] == (graph, budget)
     # At the smallest peak, what is set aside is missing.
-    whole, left_bytes, found = known(0.01, measure(light, tightest.schedule)[0] + 11)
+    whole, left_bytes, found = known(0.01, peak_and_time(light, tightest.schedule)[0] + 11)
     assert (whole, left_bytes, bool(found)) == (
         graph,
-        measure(light, tightest.schedule)[0] + 11,
+        peak_and_time(light, tightest.schedule)[0] + 11,
         True,
     )
 
@@ -162,7 +162,7 @@ def test_programs_decide_on_small_values_only_where_they_must() -> None:
 def test_the_smallest_peak_may_be_as_much_larger_as_the_strategy_tolerates() -> None:
     graph = with_statistics()
     auto = remat.Auto(time_limit=10.0, threads=1, complete_slots=0, peak_gap=0.1)
-    smallest_bytes = measure(graph, auto.run(Task(graph)).schedule)[0]
+    smallest_bytes = peak_and_time(graph, auto.run(Task(graph)).schedule)[0]
     plan = remat.solve(graph, "min", auto)
     assert plan.peak_bytes <= smallest_bytes * 1.1
     assert plan.budget_bytes in (smallest_bytes, int(smallest_bytes * 1.1))

@@ -79,7 +79,7 @@ def simulate(graph: Graph, schedule: Schedule) -> Timeline:
     )
 
 
-def measure(graph: Graph, schedule: Schedule) -> tuple[int, float]:
+def peak_and_time(graph: Graph, schedule: Schedule) -> tuple[int, float]:
     """(peak in bytes, time in seconds) as in `simulate`, without the rest and without the check."""
     live = _live(graph, _spans(graph, schedule), len(schedule))
     during = _during(graph, schedule, live)

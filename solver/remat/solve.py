@@ -16,7 +16,7 @@ from remat.graph import Graph
 from remat.plan import Plan
 from remat.progress import Cancel, ProgressCallback
 from remat.schedule import Schedule
-from remat.simulate import measure, simulate
+from remat.simulate import peak_and_time, simulate
 from remat.solution import Solution, Stats
 from remat.strategies.auto import Auto
 from remat.strategies.base import Strategy, Task
@@ -158,7 +158,7 @@ def _solve(
     try:
         solution = strategy.run(Task(graph, budget_bytes, start, told, cancel))
     except Exception as error:
-        is_in_hand = start is not None and measure(graph, start)[0] <= budget_bytes
+        is_in_hand = start is not None and peak_and_time(graph, start)[0] <= budget_bytes
         if start is None or not is_in_hand or isinstance(error, InfeasibleBudget):
             raise
         solution = Solution(start)

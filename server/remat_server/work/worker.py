@@ -35,6 +35,10 @@ _GRACE_S = 60.0
 """Beyond its time limit a solve may take this long to measure, and to write its answer."""
 _PATIENCE_S = 1.0
 
+_FULL_BYTES, _FULL_S = 2 << 20, 10.0
+"""A solve that has held all but so many bytes of its memory for so long will not end: a Python
+without memory for an exception goes round in circles (CPython 3.11), and answers to nobody."""
+
 
 @dataclass
 class Active:
@@ -44,6 +48,8 @@ class Active:
     run: Run
     began: float = field(default_factory=time.monotonic)
     peak_bytes: int = 0
+    full_since: float | None = None
+    """Since when its memory has been used up."""
     outcome: Failed | tuple[Answered, bytes] | None = None
     """What is to be told to the store: kept until the store has it."""
 
@@ -205,11 +211,15 @@ class Worker:
     def _keep_within_limits(self, active: Active) -> None:
         if active.outcome is not None:
             return
-        active.peak_bytes = max(active.peak_bytes, active.run.memory_bytes())
+        now, held_bytes = time.monotonic(), active.run.memory_bytes()
+        active.peak_bytes = max(active.peak_bytes, held_bytes)
         limit_s = self._settings.solve_limit_s + _GRACE_S
-        if active.peak_bytes > self._settings.solve_memory_bytes:
-            found = out_of_memory(self._settings.solve_memory_bytes)
-        elif time.monotonic() - active.began > limit_s:
+        limit_bytes = self._settings.solve_memory_bytes
+        is_full = held_bytes > limit_bytes - _FULL_BYTES
+        active.full_since = (active.full_since or now) if is_full else None
+        if active.full_since is not None and now - active.full_since > _FULL_S:
+            found = out_of_memory(limit_bytes)
+        elif now - active.began > limit_s:
             text = f"the solve was ended after {limit_s:g} s, the most that this service allows"
             found = problem(500, text, "timeout")
         else:

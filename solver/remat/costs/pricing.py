@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from remat.costs.devices import DEVICES
-from remat.costs.roofline import Roofline, estimate
+from remat.costs.roofline import Roofline, seconds_of
 from remat.documents.trace import Node, TensorMeta, Trace
 
 log = logging.getLogger("remat")
@@ -50,7 +50,7 @@ def by_roofline(trace: Trace, roofline: Roofline) -> Trace:
     metas = tensor_metas(trace)
     source = f"roofline {roofline.name}"
     priced = {
-        node.name: Priced(max(FLOOR_S, estimate(node, metas, roofline)), 0, source)
+        node.name: Priced(max(FLOOR_S, seconds_of(node, metas, roofline)), 0, source)
         for node in trace.nodes
         if not node.view
     }

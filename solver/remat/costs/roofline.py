@@ -106,7 +106,7 @@ class Roofline:
         return self.device.launch_s + max(flops / self.flops_per_s(dtype), memory_s)
 
 
-def estimate(node: Node, metas: Mapping[str, TensorMeta], roofline: Roofline) -> float:
+def seconds_of(node: Node, metas: Mapping[str, TensorMeta], roofline: Roofline) -> float:
     """Seconds that an operation takes; zero for a view. `metas` knows the tensors it reads."""
     if node.view:
         return 0.0

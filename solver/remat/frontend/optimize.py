@@ -13,7 +13,7 @@ from remat.errors import TraceError
 from remat.frontend.capture.trace import check_differentiable, normalise_inputs
 from remat.frontend.costs.cache import CostCache
 from remat.frontend.operators import NAMESPACES
-from remat.frontend.planner import Options, Planner, Service
+from remat.frontend.planner import OptimizeOptions, Planner, Service
 from remat.frontend.pytree import flatten
 from remat.frontend.reserve import Reserve, reserved
 from remat.frontend.runtime.guards import Watch
@@ -70,7 +70,7 @@ def optimize(
         if budget != "auto":
             less_reserve(budget, reserve_bytes)
     planner = Planner(
-        Options(
+        OptimizeOptions(
             budget=budget,
             strategy=strategy,
             costs=costs,

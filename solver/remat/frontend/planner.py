@@ -52,7 +52,7 @@ from remat.strategies import Solution, Strategy
 logger = logging.getLogger("remat")
 
 ELSEWHERE = "elsewhere"
-"""In `Options.costs`: who solves also measures."""
+"""In `OptimizeOptions.costs`: who solves also measures."""
 
 
 Service = Callable[[Trace, int | str], tuple[Plan, Program]]
@@ -60,7 +60,7 @@ Service = Callable[[Trace, int | str], tuple[Plan, Program]]
 
 
 @dataclass(frozen=True)
-class Options:
+class OptimizeOptions:
     """What `remat.optimize` was asked for."""
 
     budget: int | str
@@ -89,7 +89,7 @@ class Entry:
 class Planner:
     """The source of a module's programs. `timings_s` tells where the last planning's time went."""
 
-    options: Options
+    options: OptimizeOptions
     timings_s: dict[str, float] = field(default_factory=dict)
     _entries: OrderedDict[Signature, Entry] = field(default_factory=OrderedDict)
     _last: Ready | None = None

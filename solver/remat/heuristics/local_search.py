@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from remat.graph import Graph
 from remat.heuristics.eviction import RULES, Advice, Rule, evict
 from remat.schedule import Schedule
-from remat.simulate import measure
+from remat.simulate import peak_and_time
 
 EFFORT = 10_000
 ATTEMPTS = 60
@@ -64,7 +64,7 @@ class Rated(NamedTuple):
     @classmethod
     def of(cls, graph: Graph, schedule: Schedule) -> Rated:
         """Simulated."""
-        return cls(*measure(graph, schedule), schedule)
+        return cls(*peak_and_time(graph, schedule), schedule)
 
 
 def smallest(
@@ -196,7 +196,7 @@ def polish(graph: Graph, schedule: Schedule, budget_bytes: int, effort: int = PO
     for _, run in sorted(again)[:trials]:
         gone.add(run)
         trial = Schedule.of(op for r, op in enumerate(schedule.runs) if r not in gone)
-        if measure(graph, trial)[0] > budget_bytes:
+        if peak_and_time(graph, trial)[0] > budget_bytes:
             gone.remove(run)
     return prune(graph, Schedule.of(op for r, op in enumerate(schedule.runs) if r not in gone))
 

@@ -38,7 +38,7 @@ _CLOSE = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class SolverRun:
     """A solver's answer; `objective` and `bound` in the model's units, None where unknown."""
 
     outcome: Outcome
@@ -62,7 +62,7 @@ def run(
     target: float | None = None,
     report: Report | None = None,
     cancelled: Callable[[], bool] | None = None,
-) -> Answer:
+) -> SolverRun:
     """Solve `model` to `gap` (relative) within `time_limit` seconds.
 
     `incumbent` is used where the slots can express it; `target` ends the solve at the first
@@ -85,7 +85,7 @@ def _run_highs(
     target: float | None,
     report: Report | None,
     cancelled: Callable[[], bool] | None,
-) -> Answer:
+) -> SolverRun:
     highs = BulkHiGHS(
         gap=gap,
         time_limit=time_limit,
@@ -97,7 +97,7 @@ def _run_highs(
         cancelled=cancelled,
     )
     answer = highs.solve(model.arrays)
-    return Answer(
+    return SolverRun(
         outcome=answer.outcome,
         schedule=_schedule(model) if answer.objective is not None else None,
         objective=answer.objective,
@@ -116,7 +116,7 @@ def _run_pulp(
     threads: int,
     start: Values | None,
     cancelled: Callable[[], bool] | None,
-) -> Answer:
+) -> SolverRun:
     began = time.monotonic()
     backend = pulp_solvers.open_solver(
         name, gap=gap, time_limit=time_limit, threads=threads, warm_start=start is not None
@@ -134,7 +134,7 @@ def _run_pulp(
         # Each package has errors of its own, and a command that dies may leave half an answer.
         if cancelled is not None and cancelled():
             seconds = time.monotonic() - began
-            return Answer(Outcome.UNKNOWN, None, None, None, 0, seconds, "cancelled")
+            return SolverRun(Outcome.UNKNOWN, None, None, None, 0, seconds, "cancelled")
         raise SolverError(
             f"{name} ({backend.name}) stopped without an answer: {_words(error, backend)}. Check "
             f"its installation, and that its licence allows {model.columns:,} variables and "
@@ -165,7 +165,7 @@ def _run_pulp(
         bound = objective - max(gap, pulp_solvers.LEAST_GAP) * abs(objective)
     if bound is not None and objective is not None:
         bound = min(bound, objective)
-    return Answer(
+    return SolverRun(
         outcome=outcome,
         schedule=_schedule(model) if objective is not None else None,
         objective=objective,

@@ -71,14 +71,14 @@ def _unread(
 
 
 @dataclass(frozen=True, slots=True)
-class Gap:
+class IdleSpan:
     """Runs strictly between `start` and `end`, in which nobody reads an operation's output."""
 
     start: int
     end: int
 
 
-def longest_gap(plan: Planned, op: int, timeline: Timeline) -> Gap | None:
+def longest_idle_span(plan: Planned, op: int, timeline: Timeline) -> IdleSpan | None:
     """Where the operation's output waits for its next reader: at the peak if it does so there, else
     for the longest time. None where it never waits, or is held anyway because it is a result."""
     graph, runs = plan.graph, plan.schedule.runs
@@ -88,7 +88,7 @@ def longest_gap(plan: Planned, op: int, timeline: Timeline) -> Gap | None:
         for run, o in enumerate(runs)
         if o == op or not made.isdisjoint(graph.operations[o].inputs)
     ]
-    gaps = [Gap(a, b) for a, b in pairwise(touched) if b > a + 1]
+    gaps = [IdleSpan(a, b) for a, b in pairwise(touched) if b > a + 1]
     if not made or not gaps:
         return None
     peak = timeline.peak_run
@@ -159,7 +159,7 @@ def _freed(plan: Planned, op: int, timeline: Timeline) -> list[str]:
         size = graph.values[value].size_bytes
         if value in graph.results or not size:
             continue
-        gaps = [Gap(a.end, b.start) for a, b in pairwise(copies)]
+        gaps = [IdleSpan(a.end, b.start) for a, b in pairwise(copies)]
         free_s = sum(_time_between(plan, gap) for gap in gaps)
         spans = ", ".join(f"{gap.start} and {gap.end}" for gap in gaps)
         lines.append(
@@ -183,7 +183,7 @@ def _why_kept(plan: Planned, op: int, timeline: Timeline) -> list[str]:
     operation = graph.operations[op]
     if reason := _fixed(graph, op):
         return [f"  {reason}"]
-    gap = longest_gap(plan, op, timeline)
+    gap = longest_idle_span(plan, op, timeline)
     if gap is None:
         return ["  its readers follow at once: there is no run in between to free it for"]
     runs = plan.schedule.runs
@@ -341,7 +341,7 @@ def _of_step(plan: Planned, time_s: float) -> str:
     return f", {time_s / plan.baseline_time_s:.3%} of the step without recomputation"
 
 
-def _time_between(plan: Planned, gap: Gap) -> float:
+def _time_between(plan: Planned, gap: IdleSpan) -> float:
     runs = plan.schedule.runs[gap.start + 1 : gap.end]
     return sum(plan.graph.operations[op].cost_s for op in runs)
 

@@ -16,7 +16,6 @@ from remat_server.work.messages import MESSAGES, Answered, Ready, Task
 from remat_server.work.placements.port import Lost, Run, Said
 
 _COMMAND = (sys.executable, "-m", "remat_server.work.child")
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class LocalRun:
@@ -60,12 +59,13 @@ class LocalRun:
         return said
 
     def memory_bytes(self) -> int:
-        """Resident bytes."""
+        """Bytes of data, which are what its limit counts."""
         try:
-            fields = Path(f"/proc/{self.process.pid}/statm").read_text().split()
+            lines = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
         except OSError:
             return 0
-        return int(fields[1]) * _PAGE_BYTES
+        found = next((line for line in lines if line.startswith("VmData")), "VmData 0 kB")
+        return int(found.split()[1]) << 10
 
     def kill(self) -> None:
         """SIGKILL: a solver does not answer to anything politer."""

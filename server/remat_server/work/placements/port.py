@@ -25,7 +25,7 @@ class Run(Protocol):
         ...
 
     def memory_bytes(self) -> int:
-        """What it holds now, as far as is known."""
+        """What it holds now of what its limit counts, as far as is known."""
         ...
 
     def kill(self) -> None:

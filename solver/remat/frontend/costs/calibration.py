@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from remat.costs.devices import match_device
-from remat.costs.roofline import Roofline, estimate
+from remat.costs.roofline import Roofline, seconds_of
 from remat.documents.trace import Node, TensorMeta
 from remat.frontend.costs.cache import Cost
 from remat.frontend.costs.key import device_name
@@ -40,13 +40,13 @@ class Calibration:
         """Fit to measured operations; without any the factor is 1."""
         known = match_device(device_name(device)) if device.type == "cuda" else None
         roofline = Roofline(known.name if known else _GENERIC.get(device.type, "cpu"))
-        ratios = [cost.cost_s / estimate(node, metas, roofline) for node, cost in measured]
+        ratios = [cost.cost_s / seconds_of(node, metas, roofline) for node, cost in measured]
         factor = statistics.median(ratios) if ratios else 1.0
         return cls(metas, roofline, factor, len(ratios))
 
     def seconds(self, node: Node) -> float:
         """Estimated seconds of an operation."""
-        return self.factor * estimate(node, self.metas, self.roofline)
+        return self.factor * seconds_of(node, self.metas, self.roofline)
 
     @property
     def description(self) -> str:

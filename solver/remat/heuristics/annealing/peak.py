@@ -16,7 +16,7 @@ from remat.heuristics.annealing.moves import block, relocate, transpose
 from remat.heuristics.annealing.profile import Profile
 from remat.heuristics.annealing.reorder import guarded
 from remat.schedule import Schedule
-from remat.simulate import measure
+from remat.simulate import peak_and_time
 
 EFFORT = 200_000
 """Moves tried by default, some 10 s on one core."""
@@ -49,7 +49,7 @@ def least_peak_order(
     frame = guarded(graph)
 
     def peak(order: list[int]) -> int:
-        return measure(graph, Schedule.of(order))[0]
+        return peak_and_time(graph, Schedule.of(order))[0]
 
     orders = [list(range(len(frame)))] + [_listed(frame, share) for share in _SHARES]
     best = min(orders, key=peak)

@@ -15,10 +15,10 @@ from remat.milp.solvers.highs import BulkHiGHS, HighsAnswer
 from remat.milp.solvers.outcome import Outcome
 from remat.progress import Cancel
 from remat.schedule import Schedule
-from remat.simulate import measure
+from remat.simulate import peak_and_time
 from remat.solution import Solution
 from remat.strategies.base import Task
-from remat.strategies.baselines.checkmate_program import Program
+from remat.strategies.baselines.checkmate_program import CheckmateModel
 from remat.strategies.infeasible import infeasible
 from remat.strategies.options import Checked, Seconds, Seed, Share, Threads, between
 
@@ -51,16 +51,17 @@ class CheckmateMilp(Checked):
         bound: float | None = None
         limit = budget_bytes
         for attempt in range(_TIGHTENINGS):
-            program = Program(graph, limit)
+            program = CheckmateModel(graph, limit)
             try:
                 answer = self._solve(program, cancel)
             except SolverError as error:
                 keep_all = Schedule.keep_all(graph)
-                if budget_bytes is not None and measure(graph, keep_all)[0] > budget_bytes:
+                if budget_bytes is not None and peak_and_time(graph, keep_all)[0] > budget_bytes:
                     raise
                 return Solution(keep_all, stats={"solver_error": str(error)})
             if answer.outcome is Outcome.INFEASIBLE and budget_bytes is not None:
-                smallest_bytes = measure(graph, self.run(Task(graph, cancel=cancel)).schedule)[0]
+                smallest = self.run(Task(graph, cancel=cancel)).schedule
+                smallest_bytes, _ = peak_and_time(graph, smallest)
                 reason = "no schedule of this order of the operations fits"
                 raise infeasible(graph, budget_bytes, smallest_bytes, reason, proved=attempt == 0)
             if answer.objective is None:
@@ -71,7 +72,8 @@ class CheckmateMilp(Checked):
             if attempt == 0 and answer.bound is not None:
                 bound = program.unbiased(answer.bound)
             schedule = program.schedule()
-            over_bytes = 0 if limit is None else measure(graph, schedule)[0] - (budget_bytes or 0)
+            peak_bytes, _ = peak_and_time(graph, schedule)
+            over_bytes = 0 if limit is None else peak_bytes - (budget_bytes or 0)
             if limit is None or over_bytes <= 0:
                 is_proved = answer.outcome is Outcome.OPTIMAL and attempt == 0
                 stats: dict[str, str | int | float] = {
@@ -85,7 +87,7 @@ class CheckmateMilp(Checked):
             limit -= over_bytes
         raise SolverError(f"HiGHS exceeds the budget by its tolerance, {_TIGHTENINGS} times")
 
-    def _solve(self, program: Program, cancel: Cancel | None) -> HighsAnswer:
+    def _solve(self, program: CheckmateModel, cancel: Cancel | None) -> HighsAnswer:
         highs = BulkHiGHS(
             gap=self.gap,
             time_limit=self.time_limit,

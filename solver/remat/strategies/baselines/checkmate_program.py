@@ -35,7 +35,7 @@ from remat.schedule import Schedule
 _Term = pulp.LpVariable | int
 
 
-class Program:
+class CheckmateModel:
     """The rows, built on construction; bytes are divided by a power of two, so none is rounded.
 
     `problem` is for a solver; `schedule` and `unbiased` read what it found.

@@ -17,7 +17,7 @@ from remat.budget import format_bytes
 from remat.errors import RematError
 from remat.graph import Graph
 from remat.schedule import Schedule
-from remat.simulate import measure
+from remat.simulate import peak_and_time
 from remat.solution import Solution
 from remat.strategies.base import Task
 from remat.strategies.infeasible import infeasible
@@ -190,7 +190,7 @@ def cheapest(
         if schedule in tried:
             continue
         tried.add(schedule)
-        peak_bytes, time_s = measure(graph, schedule)
+        peak_bytes, time_s = peak_and_time(graph, schedule)
         smallest_bytes = min(peak_bytes, peak_bytes if smallest_bytes is None else smallest_bytes)
         if budget_bytes is None or peak_bytes <= budget_bytes:
             key = (time_s, peak_bytes) if budget_bytes is not None else (peak_bytes, time_s)

@@ -27,7 +27,7 @@ from remat.milp.solvers.highs import BulkHiGHS
 from remat.milp.solvers.outcome import Outcome
 from remat.progress import Cancel
 from remat.schedule import Schedule
-from remat.simulate import measure
+from remat.simulate import peak_and_time
 from remat.solution import Solution, Stats
 from remat.strategies.base import Task
 from remat.strategies.baselines.checkpointed import cheapest
@@ -107,7 +107,7 @@ class LpRounding(Checked):
             bound_s = least_s if bound_s is None else bound_s
             found = best_of(self._roundings(graph, relaxed, f"allowance {allowance:.0%}"))
             if found is not None:
-                is_best = measure(graph, found.schedule)[1] <= bound_s * (1 + 1e-9)
+                is_best = peak_and_time(graph, found.schedule)[1] <= bound_s * (1 + 1e-9)
                 return Solution(found.schedule, bound_s, "order", is_best, found.stats)
         # A rounding of the least relaxed peak may fit where none of the above did.
         found = best_of(self._least(graph, until, cancel, failures))

@@ -69,7 +69,7 @@ class Rotor(Checked):
         self, chain: Chain, costs: ChainCosts, limit_bytes: int
     ) -> Iterator[tuple[str, Schedule]]:
         unit = max(1.0, (limit_bytes - costs.reserved_bytes) / self.slots)
-        program = _Program(costs, unit, self.slots)
+        program = _Tables(costs, unit, self.slots)
         end = len(chain.stages) - 1
         levels = program.first[0, end]
         for m in range(self.slots, -1, -1):
@@ -87,7 +87,7 @@ def _keep_all_bytes(costs: ChainCosts, slots: int) -> int:
     return costs.reserved_bytes + int(dynamic * slots / pieces) + slots
 
 
-class _Program:
+class _Tables:
     """The two tables and the choices behind them."""
 
     def __init__(self, costs: ChainCosts, unit_bytes: float, slots: int) -> None:

@@ -6,7 +6,7 @@ import time
 
 from remat.heuristics.annealing import search_in_order
 from remat.schedule import Schedule
-from remat.strategies.search.programs import Programs
+from remat.strategies.search.programs import MilpRunner
 
 _MOVES_PER_OPERATION = 1_000
 _MOVES_PER_S = 15_000
@@ -14,7 +14,7 @@ _MOVES_PER_S = 15_000
 
 
 def annealed(
-    programs: Programs, schedule: Schedule, budget_bytes: int, time_limit: float
+    programs: MilpRunner, schedule: Schedule, budget_bytes: int, time_limit: float
 ) -> Schedule:
     """The cheapest schedule found within the budget, or `schedule` where none is better; if nothing
     fits, the one with the smallest peak. The time is in `anneal_s` of the search's stats."""

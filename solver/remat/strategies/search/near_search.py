@@ -26,7 +26,7 @@ from remat.solution import Solution
 from remat.strategies.base import Task
 from remat.strategies.search.annealing import annealed
 from remat.strategies.search.mishaps import tell
-from remat.strategies.search.programs import Options, Programs
+from remat.strategies.search.programs import MilpOptions, MilpRunner
 from remat.strategies.search.pursuit import Pursuit
 from remat.strategies.search.quick import quick_schedules
 from remat.strategies.search.refine import refine, sift
@@ -76,7 +76,7 @@ class NearSearch(Search):
     def __init__(
         self,
         task: Task,
-        options: Options,
+        options: MilpOptions,
         offer: Offer,
         *,
         stall: float = math.inf,
@@ -117,7 +117,7 @@ class NearSearch(Search):
 
     def _known(
         self, budget_bytes: int, advisor: Advisor
-    ) -> tuple[Programs, int, Sequence[Schedule]]:
+    ) -> tuple[MilpRunner, int, Sequence[Schedule]]:
         """Programs, the budget for them, and schedules within that, the cheapest first: with small
         values set aside, or on all values where eviction finds nothing then, or nothing at all, or
         where schedules are known that use the room to the last byte."""
@@ -131,7 +131,7 @@ class NearSearch(Search):
         return self.programs, budget_bytes, self._fitting(self.graph, budget_bytes, advisor)
 
     def _improve(
-        self, programs: Programs, budget_bytes: int, known: Sequence[Schedule], advisor: Advisor
+        self, programs: MilpRunner, budget_bytes: int, known: Sequence[Schedule], advisor: Advisor
     ) -> Solution:
         """The program over slots and then windows, beside programs over moments."""
 
@@ -174,7 +174,7 @@ class NearSearch(Search):
         return self._judged(best, found, advisor)
 
     def _sifted(
-        self, programs: Programs, budget_bytes: int, pursuit: Pursuit, enough: Enough
+        self, programs: MilpRunner, budget_bytes: int, pursuit: Pursuit, enough: Enough
     ) -> Schedule:
         """The best schedule after sifting the slots."""
         best = pursuit.best
@@ -183,7 +183,7 @@ class NearSearch(Search):
         return min(best, pursuit.best, key=programs.time)
 
     def _over_offered(
-        self, programs: Programs, budget_bytes: int, best: Schedule, enough: Enough
+        self, programs: MilpRunner, budget_bytes: int, best: Schedule, enough: Enough
     ) -> OverSlots:
         """The program over all slots that can improve on the best schedule."""
         slots = self._offered(programs, best)
@@ -191,12 +191,12 @@ class NearSearch(Search):
         answer, bound_s = programs.solve_cost(slots, budget_bytes, best, limit, enough)
         return OverSlots(answer, bound_s, slots.complete)
 
-    def _offered(self, programs: Programs, best: Schedule) -> Slots:
+    def _offered(self, programs: MilpRunner, best: Schedule) -> Slots:
         affordable_s = programs.time(best) - self.graph.total_cost_s
         return self.offer(programs.graph, [best], affordable_s)
 
     def _anneal(
-        self, programs: Programs, budget_bytes: int, known: Sequence[Schedule], bound_s: float
+        self, programs: MilpRunner, budget_bytes: int, known: Sequence[Schedule], bound_s: float
     ) -> Schedule:
         """The cheapest schedule that annealing finds in the graph's order; it goes on for a while
         where the gap is reached."""
@@ -239,7 +239,7 @@ class NearSearch(Search):
 
 
 def _with(
-    programs: Programs, budget_bytes: int, known: Sequence[Schedule], more: Sequence[Schedule]
+    programs: MilpRunner, budget_bytes: int, known: Sequence[Schedule], more: Sequence[Schedule]
 ) -> list[Schedule]:
     """All schedules that fit, the cheapest first."""
     pruned = [prune(programs.graph, schedule) for schedule in more]

@@ -22,7 +22,7 @@ from remat.heuristics.annealing import (
 from remat.heuristics.floor import least_peak_of_any_order_bytes
 from remat.progress import Cancel
 from remat.schedule import Schedule
-from remat.simulate import measure
+from remat.simulate import peak_and_time
 from remat.solution import Solution
 from remat.strategies.base import Task
 
@@ -65,7 +65,7 @@ def least_cost(task: Task, solve: Solve, *, time_limit: float, seed: int) -> Sol
         stop=_stop(began + _SHARE * time_limit, task.cancel),
     )
     seconds = time.monotonic() - began
-    peak_bytes, time_s = measure(graph, annealed)
+    peak_bytes, time_s = peak_and_time(graph, annealed)
     fits = peak_bytes <= budget_bytes
     if fits and len(annealed) == len(graph):
         return Solution(annealed, time_s, "all orders", True, {"order_s": seconds})
@@ -99,7 +99,7 @@ def least_peak(task: Task, solve: Solve, *, time_limit: float, seed: int) -> Sol
     found = solve(replace(task, graph=permuted, start=None), left)
     found = replace(found, schedule=back(found.schedule))
     kept = solve(task, left)
-    best = min(found, kept, key=lambda s: measure(graph, s.schedule)[0])
+    best = min(found, kept, key=lambda s: peak_and_time(graph, s.schedule)[0])
     failure = {**kept.failure, **found.failure}
     return replace(best, stats={**failure, **best.stats, "order_s": seconds})
 

@@ -14,12 +14,12 @@ from remat.errors import SolverError
 from remat.graph import Graph
 from remat.heuristics.local_search import polish, prune
 from remat.milp import backends, model
-from remat.milp.backends import Answer, Outcome
+from remat.milp.backends import Outcome, SolverRun
 from remat.milp.slots import Slots
 from remat.milp.ties import Ties
 from remat.progress import Cancel, Progress, ProgressCallback
 from remat.schedule import Schedule
-from remat.simulate import measure
+from remat.simulate import peak_and_time
 from remat.solution import Stats
 from remat.strategies.search.stall import Stall
 
@@ -33,7 +33,7 @@ _ROW_S = 2.5e-4
 21,000 rows on a busy machine with a limit of 2 s."""
 
 
-class Options(Protocol):
+class MilpOptions(Protocol):
     """The options of a MILP strategy."""
 
     @property
@@ -51,7 +51,7 @@ class Options(Protocol):
 
 
 @dataclass
-class Programs:
+class MilpRunner:
     """Runs programs for one search; `stats` are the facts gathered so far.
 
     `stall` ends a run that has not moved for this many seconds, `peak_gap` is the relative gap at
@@ -60,7 +60,7 @@ class Programs:
     """
 
     graph: Graph
-    options: Options
+    options: MilpOptions
     progress: ProgressCallback | None
     cancel: Cancel | None
     stall: float = math.inf
@@ -81,7 +81,7 @@ class Programs:
         time_limit: float = math.inf,
         enough: Callable[[float], bool] = lambda _: False,
         gap: float | None = None,
-    ) -> tuple[Answer, float | None]:
+    ) -> tuple[SolverRun, float | None]:
         """The program's answer, verified; and the bound on total time that it proves.
 
         Ends at a schedule of whose time in seconds `enough` is true, or at `gap` (by default the
@@ -126,9 +126,9 @@ class Programs:
         return self.kept(incumbent, bound)
 
     @staticmethod
-    def kept(incumbent: Schedule, bound_s: float | None = None) -> tuple[Answer, float | None]:
+    def kept(incumbent: Schedule, bound_s: float | None = None) -> tuple[SolverRun, float | None]:
         """What `solve_cost` answers where a program came to nothing."""
-        answer = Answer(Outcome.FEASIBLE, incumbent, None, None, 0, 0.0, "incumbent kept")
+        answer = SolverRun(Outcome.FEASIBLE, incumbent, None, None, 0, 0.0, "incumbent kept")
         return answer, bound_s
 
     def solve_tied(
@@ -163,7 +163,7 @@ class Programs:
 
     def solve_peak(
         self, slots: Slots, incumbent: Schedule, time_limit: float, target_bytes: int | None = None
-    ) -> tuple[Answer, float | None]:
+    ) -> tuple[SolverRun, float | None]:
         """The program's answer, and the bound on the peak in bytes that it proves."""
         if self.failure:
             return _nothing("the solver failed before"), None
@@ -226,7 +226,7 @@ class Programs:
         report: Callable[[float | None, float | None], None],
         done: Callable[[], bool],
         target: float | None = None,
-    ) -> Answer:
+    ) -> SolverRun:
         began = time.monotonic()
         try:
             answer = backends.run(
@@ -281,11 +281,11 @@ class Programs:
 
     def peak(self, schedule: Schedule) -> int:
         """Bytes, simulated."""
-        return measure(self.graph, schedule)[0]
+        return peak_and_time(self.graph, schedule)[0]
 
     def time(self, schedule: Schedule) -> float:
         """Seconds, simulated."""
-        return measure(self.graph, schedule)[1]
+        return peak_and_time(self.graph, schedule)[1]
 
     def is_cancelled(self) -> bool:
         """Whether the caller asked for an end."""
@@ -305,8 +305,8 @@ class Programs:
         self.stats[phase] = float(self.stats.get(phase, 0.0)) + time.monotonic() - began
 
 
-def _nothing(message: str, seconds: float = 0.0) -> Answer:
-    return Answer(Outcome.UNKNOWN, None, None, None, 0, seconds, message)
+def _nothing(message: str, seconds: float = 0.0) -> SolverRun:
+    return SolverRun(Outcome.UNKNOWN, None, None, None, 0, seconds, message)
 
 
 def _is_done(stall: Stall, enough: Callable[[float], bool]) -> bool:

@@ -16,7 +16,7 @@ from remat.milp import slots
 from remat.milp.slots import Slots
 from remat.milp.support import support
 from remat.schedule import Schedule
-from remat.strategies.search.programs import Programs
+from remat.strategies.search.programs import MilpRunner
 from remat.strategies.search.pursuit import Pursuit
 
 _BACK = 30
@@ -35,7 +35,7 @@ _FACTS = ("slots", "rows", "columns", "nodes", "solver_message")
 
 
 def refine(
-    programs: Programs,
+    programs: MilpRunner,
     schedule: Schedule,
     budget_bytes: int,
     pursuit: Pursuit,
@@ -85,7 +85,7 @@ def refine(
 
 
 def recombine(
-    programs: Programs,
+    programs: MilpRunner,
     schedule: Schedule,
     budget_bytes: int,
     hints: Sequence[Schedule],
@@ -101,7 +101,7 @@ def recombine(
 
 
 def sift(
-    programs: Programs,
+    programs: MilpRunner,
     schedule: Schedule,
     budget_bytes: int,
     offered: Slots,
@@ -125,7 +125,7 @@ def sift(
     return recombine(programs, schedule, budget_bytes, [used], left, enough)
 
 
-def _window(programs: Programs, schedule: Schedule, end: int) -> tuple[range, Slots]:
+def _window(programs: MilpRunner, schedule: Schedule, end: int) -> tuple[range, Slots]:
     """The operations up to `end`, as many as a small program can take; and the slots."""
     width = max(8, len(programs.graph) // 3)
     while True:

@@ -20,7 +20,7 @@ from remat.graph import Graph
 from remat.heuristics.floor import least_peak_bytes
 from remat.heuristics.local_search import Rated, fitting, polish, prune, smallest
 from remat.milp.advice import Advisor
-from remat.milp.backends import Answer, Outcome
+from remat.milp.backends import Outcome, SolverRun
 from remat.milp.slots import Slots
 from remat.schedule import Schedule
 from remat.simulate import simulate
@@ -28,7 +28,7 @@ from remat.solution import Solution
 from remat.strategies.base import Task
 from remat.strategies.infeasible import infeasible
 from remat.strategies.search.mishaps import T, attempt
-from remat.strategies.search.programs import Options, Programs
+from remat.strategies.search.programs import MilpOptions, MilpRunner
 
 Offer = Callable[[Graph, Sequence[Schedule], float], Slots]
 """Builds a slot set of the graph that can express the first of the schedules and offers what the
@@ -46,14 +46,14 @@ class OverSlots(NamedTuple):
     """What a program over slots came to: its answer, the bound that it proves on total time, and
     whether it had every schedule of the order to choose from."""
 
-    answer: Answer
+    answer: SolverRun
     bound_s: float | None
     is_complete: bool
 
     @classmethod
     def none(cls, best: Schedule) -> OverSlots:
         """Nothing but what was known."""
-        return cls(*Programs.kept(best), False)
+        return cls(*MilpRunner.kept(best), False)
 
 
 class Search:
@@ -69,7 +69,7 @@ class Search:
     def __init__(
         self,
         task: Task,
-        options: Options,
+        options: MilpOptions,
         offer: Offer,
         *,
         stall: float = math.inf,
@@ -85,7 +85,7 @@ class Search:
         self.found: list[Schedule] = []
         """Schedules within the budget that eviction goes on from, beside the start."""
         self.peak_gap = peak_gap
-        self.programs = Programs(graph, options, task.progress, task.cancel, stall, peak_gap)
+        self.programs = MilpRunner(graph, options, task.progress, task.cancel, stall, peak_gap)
         self.stats = self.programs.stats
         self.floor_bytes = least_peak_bytes(graph)
 

@@ -23,7 +23,7 @@ from remat.milp.ties import Ties
 from remat.schedule import Schedule
 from remat.strategies.base import Task
 from remat.strategies.baselines.per_block import PerBlock
-from remat.strategies.search.programs import Programs
+from remat.strategies.search.programs import MilpRunner
 
 _LARGE = 5_000
 """Operations from which on a graph is looked at: smaller ones are solved well as they are, and this
@@ -55,7 +55,7 @@ def blocks_to_tie(graph: Graph) -> Repeats | None:
 
 
 def tied_schedule(
-    programs: Programs,
+    programs: MilpRunner,
     blocks: Repeats,
     budget_bytes: int,
     time_limit: float,
@@ -107,7 +107,7 @@ def _levels(graph: Graph, blocks: Repeats, offered: Slots) -> Iterator[Ties]:
         yield Ties.of(graph, pairs, offered, group)
 
 
-def _per_block(programs: Programs, offered: Slots, budget_bytes: int) -> Schedule | None:
+def _per_block(programs: MilpRunner, offered: Slots, budget_bytes: int) -> Schedule | None:
     """Checkpointing each block, which treats all of them alike, if it fits."""
     try:
         schedule = PerBlock().run(Task(programs.graph)).schedule
