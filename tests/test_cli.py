@@ -104,7 +104,7 @@ def test_a_sweep_can_be_kept_and_drawn(documents: Documents, tmp_path: Path) -> 
                 "rotor", "--json", "-o", file)  # fmt: skip
     assert (ended.code, ended.err) == (0, "")
     told = json.loads(ended.out)
-    plans = SweepDocument.load(file).read()
+    plans = SweepDocument.load(file).read(remat.Plan)
     assert [each["peak_bytes"] for each in told["plans"]] == [plan.peak_bytes for plan in plans]
     assert len(plans) == 2  # 5% cannot be
     assert plans[0].overhead >= plans[1].overhead > 0
