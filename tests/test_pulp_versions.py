@@ -15,7 +15,7 @@ from tests.solvers import needs_cbc
 from tests.test_solve import uneven
 
 from remat.graph import Graph, Operation, Value
-from remat.milp import backends, model, slots
+from remat.milp import backends, builder, model, slots
 from remat.milp.solvers import pulp_solvers, pulp_versions
 from remat.milp.solvers.highs import BulkHiGHS
 from remat.milp.solvers.outcome import Outcome
@@ -109,7 +109,7 @@ def test_a_program_without_columns_is_solved() -> None:
     assert program.columns == 0
     answer = backends.run(program, gap=0.0, time_limit=10.0)
     assert answer.outcome is Outcome.OPTIMAL
-    assert answer.objective == answer.bound == model.COST_SCALE
+    assert answer.objective == answer.bound == builder.COST_SCALE
     assert answer.schedule is not None
     assert answer.schedule.runs == (0,)
 

@@ -9,7 +9,6 @@ Importing remat imports no torch; the names of the torch side are loaded when fi
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 from remat.batch import MaxBatch
@@ -56,6 +55,7 @@ from remat.strategies import (
     Revolve,
     Rotor,
 )
+from remat.version import VERSION
 
 if TYPE_CHECKING:
     from remat.frontend.capture.trace import trace
@@ -137,10 +137,7 @@ __all__ = [
     "trace",
 ]
 
-try:
-    __version__ = version("remat")
-except PackageNotFoundError:  # run from a source tree that is not installed
-    __version__ = "0+unknown"
+__version__ = VERSION
 
 
 def __getattr__(name: str) -> object:

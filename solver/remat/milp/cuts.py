@@ -13,13 +13,10 @@ on a 12-layer GPT at half its memory the LP bound is 2.65% of extra time without
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from remat.milp.model import _Builder  # pyright: ignore[reportPrivateUsage]
+from remat.milp.builder import Builder
 
 
-def add_group_cuts(builder: _Builder) -> None:
+def add_group_cuts(builder: Builder) -> None:
     """Add the rows for every group of more than one slot."""
     builder.write_all()
     slots_of: dict[int, list[int]] = {}

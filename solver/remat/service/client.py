@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-import remat
 from remat.budget import parse_budget
 from remat.costs.roofline import Roofline
 from remat.documents.base import R, validated
@@ -36,6 +35,7 @@ from remat.service.wire import (
 )
 from remat.solve import warn_of_failure
 from remat.strategies import Auto, Strategy
+from remat.version import VERSION
 
 if TYPE_CHECKING:
     from torch import nn
@@ -76,7 +76,7 @@ class Client:
             raise ServiceError("remat.Client needs httpx2: pip install 'remat[client]'") from None
         if not url.startswith(("http://", "https://")):
             raise ServiceError(f"{url!r} is no address of a service, like 'http://host:8000'")
-        headers = {"User-Agent": f"remat/{remat.__version__}"}
+        headers = {"User-Agent": f"remat/{VERSION}"}
         if api_key is not None:
             headers["Authorization"] = f"Bearer {api_key}"
         self._url = url.rstrip("/")
@@ -338,7 +338,7 @@ class Client:
         except DocumentError as error:
             raise ServiceError(
                 f"the service at {self._url} sent what this remat cannot read ({error}); are both "
-                f"of the same version ({remat.__version__} here)?"
+                f"of the same version ({VERSION} here)?"
             ) from None
 
 
