@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from remat.documents.arguments import Literal, Ref
-from remat.documents.trace import Node, TensorMeta
+from remat.documents.records import Node, TensorMeta
 from remat.frontend.costs import key as cost_key
 
 

@@ -16,7 +16,8 @@ from torch import nn
 
 import remat
 from remat.documents.program import Program
-from remat.documents.trace import Placeholder, Trace
+from remat.documents.records import Placeholder
+from remat.documents.trace import Trace
 from remat.errors import DocumentError
 from remat.frontend.runtime.lower import compile_program
 from remat.passes.accumulation import with_accumulation

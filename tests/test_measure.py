@@ -20,8 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import remat
 from remat.costs.roofline import Roofline
 from remat.documents.arguments import Argument, Literal, Ref
+from remat.documents.records import Environment, Node, Output, Placeholder, Result, TensorMeta
 from remat.documents.structure import Structure
-from remat.documents.trace import Environment, Node, Output, Placeholder, Result, TensorMeta, Trace
+from remat.documents.trace import Trace
 from remat.errors import RematError
 from remat.frontend import operators
 from remat.frontend.costs import key as cost_key

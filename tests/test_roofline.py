@@ -13,7 +13,7 @@ from remat.costs.devices import DEVICES, find_device, match_device
 from remat.costs.flops import count_flops
 from remat.costs.roofline import Roofline, flops, seconds_of, touched_bytes, traffic_bytes
 from remat.documents.arguments import Ref
-from remat.documents.trace import Node, Result, TensorMeta
+from remat.documents.records import Node, Result, TensorMeta
 from remat.frontend.operators import resolve
 
 

@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 from remat.documents.arguments import Argument, refs, rename
 from remat.documents.program import Bound, Program, Statement
-from remat.documents.trace import ACCUMULATE, Gradient, Node, Output, Trace, held_storages
+from remat.documents.records import Gradient, Node, Output
+from remat.documents.trace import ACCUMULATE, Trace, held_storages
 from remat.errors import GraphError
 from remat.passes.accumulation import accumulation_name
 from remat.schedule import Schedule

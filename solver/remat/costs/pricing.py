@@ -12,7 +12,8 @@ from functools import cache
 
 from remat.costs.devices import DEVICES
 from remat.costs.roofline import Roofline, seconds_of
-from remat.documents.trace import Node, TensorMeta, Trace
+from remat.documents.records import Node, TensorMeta
+from remat.documents.trace import Trace
 
 log = logging.getLogger("remat")
 

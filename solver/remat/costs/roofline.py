@@ -16,7 +16,7 @@ from math import prod
 from remat.costs.devices import Device, find_device
 from remat.costs.flops import count_flops
 from remat.documents.arguments import Argument, Ref, refs
-from remat.documents.trace import Node, TensorMeta
+from remat.documents.records import Node, TensorMeta
 from remat.errors import DocumentError
 
 COMPUTE_EFFICIENCY = 0.7

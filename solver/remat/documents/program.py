@@ -12,8 +12,9 @@ from pydantic import Field, model_validator
 
 from remat.documents.arguments import Args, Kwargs, Ref, refs
 from remat.documents.base import Document, Identifier, Path_, Record, Target, check_variable
+from remat.documents.records import Environment, Gradient, Output, Placeholder
 from remat.documents.structure import Structure
-from remat.documents.trace import ACCUMULATE, Environment, Gradient, Output, Placeholder
+from remat.documents.trace import ACCUMULATE
 
 
 class Bound(Record):

@@ -4,7 +4,8 @@ each gradient is added into it as soon as it is there."""
 from __future__ import annotations
 
 from remat.documents.arguments import Ref, refs
-from remat.documents.trace import ACCUMULATE, Node, Trace
+from remat.documents.records import Node
+from remat.documents.trace import ACCUMULATE, Trace
 
 
 def accumulation_name(placeholder: str) -> str:

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from remat.documents.arguments import Args, Argument, Kwargs, Literal
 from remat.documents.program import Program, Statement
-from remat.documents.trace import Node, Placeholder, Result, TensorMeta, Trace
+from remat.documents.records import Node, Placeholder, Result, TensorMeta
+from remat.documents.trace import Trace
 
 
 def relocated(trace: Trace, place: str) -> Trace:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from remat.documents.arguments import refs
-from remat.documents.trace import Gradient, Node, Output, Placeholder, Result, TensorMeta
+from remat.documents.records import Gradient, Node, Output, Placeholder, Result, TensorMeta
 from remat.errors import TraceError
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from remat.documents.arguments import Literal, Ref, refs
-from remat.documents.trace import ADD_INTO, Gradient, Node, Placeholder, TensorMeta
+from remat.documents.records import Gradient, Node, Placeholder, TensorMeta
+from remat.documents.trace import ADD_INTO
 from remat.frontend.capture.draft import Draft
 
 

@@ -18,8 +18,9 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
 
 from remat.documents.arguments import Argument, Ref
+from remat.documents.records import Environment, Node, Output, Placeholder, Result
 from remat.documents.structure import Structure
-from remat.documents.trace import Environment, Node, Output, Placeholder, Result, Trace
+from remat.documents.trace import Trace
 from remat.errors import TraceError
 from remat.frontend.capture.draft import Draft, tensor_meta
 from remat.frontend.capture.fakes import correct_fakes

@@ -8,7 +8,8 @@ a copy of it.
 from __future__ import annotations
 
 from remat.documents.arguments import Ref, rename
-from remat.documents.trace import COPY, Node, Placeholder, Result
+from remat.documents.records import Node, Placeholder, Result
+from remat.documents.trace import COPY
 from remat.errors import TraceError
 from remat.frontend.capture.draft import Draft, read_names
 from remat.rewrite import BATCH_NORM, BATCH_NORM_OF_CUDA, RERUNS

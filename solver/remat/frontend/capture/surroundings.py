@@ -10,7 +10,7 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
-from remat.documents.trace import Environment
+from remat.documents.records import Environment
 from remat.frontend.capture.cuda_autocast import autocast_dtype
 from remat.frontend.target import Target
 

@@ -14,7 +14,7 @@ import torch
 
 from remat.costs.devices import match_device
 from remat.costs.roofline import Roofline, seconds_of
-from remat.documents.trace import Node, TensorMeta
+from remat.documents.records import Node, TensorMeta
 from remat.frontend.costs.cache import Cost
 from remat.frontend.costs.key import device_name
 

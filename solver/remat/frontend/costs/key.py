@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from remat.documents.arguments import Argument, Literal, Ref, encode
-from remat.documents.trace import Node, TensorMeta
+from remat.documents.records import Node, TensorMeta
 
 _TABLE_SIZED = 64  # offsets are kept modulo this, as they are when operands are made
 

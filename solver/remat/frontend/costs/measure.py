@@ -19,7 +19,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from remat.budget import format_bytes
 from remat.costs.pricing import FLOOR_S, Priced, by_roofline, tensor_metas, with_costs
 from remat.costs.roofline import Roofline, traffic_bytes
-from remat.documents.trace import Node, TensorMeta, Trace
+from remat.documents.records import Node, TensorMeta
+from remat.documents.trace import Trace
 from remat.errors import RematError, one_line
 from remat.frontend.costs.cache import Cost, CostCache
 from remat.frontend.costs.calibration import Calibration

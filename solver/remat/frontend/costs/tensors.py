@@ -16,7 +16,7 @@ import torch
 from torch._ops import OpOverload
 
 from remat.documents.arguments import Argument, Literal, Ref, refs
-from remat.documents.trace import Node, Result, TensorMeta
+from remat.documents.records import Node, Result, TensorMeta
 from remat.errors import RematError
 from remat.frontend.grad_mode import NEEDS_GRAD_MODE, with_grad_mode
 from remat.frontend.operators import decode_literal, resolve

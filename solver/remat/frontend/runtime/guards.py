@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from remat.documents.program import Program
+from remat.documents.records import Placeholder
 from remat.documents.structure import Structure
-from remat.documents.trace import Placeholder
 from remat.errors import GuardError
 from remat.frontend.capture.surroundings import autocast_modes
 

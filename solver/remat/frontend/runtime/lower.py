@@ -18,7 +18,8 @@ from torch.fx.graph import _BoxedCodeGen
 
 from remat.documents.arguments import Argument, refs
 from remat.documents.program import Program, Statement
-from remat.documents.trace import ACCUMULATE, Placeholder, TensorMeta
+from remat.documents.records import Placeholder, TensorMeta
+from remat.documents.trace import ACCUMULATE
 from remat.errors import DocumentError
 from remat.frontend.grad_mode import NEEDS_GRAD_MODE, with_grad_mode
 from remat.frontend.operators import NAMESPACES, decode_argument, decode_literal, resolve

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from remat.documents.trace import TensorMeta
+from remat.documents.records import TensorMeta
 from remat.errors import GuardError
 from remat.frontend.capture.surroundings import without_autocast
 from remat.frontend.runtime.accumulate import destination
