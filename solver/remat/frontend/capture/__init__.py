@@ -2,5 +2,5 @@
 
 `flat` makes the model a function of tensors, `as_eager` holds torch's capture to what eager mode
 runs (`attention`, `casts`, `dropout`, `cuda_kernels`, `cuda_autocast`), `joint` reads the graph
-that comes out, with the help of `draft`, `fakes`, `gradients` and `mutations`.
+that comes out, with the help of `reader`, `draft`, `fakes`, `gradients` and `mutations`.
 """
