@@ -184,7 +184,7 @@ def test_client_raises_what_the_library_raises(server: Server, graph: remat.Grap
 
 
 def test_client_says_when_there_is_no_service(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("remat.service.client.PATIENCE_S", 0.0)
+    monkeypatch.setattr("remat.service.connection.PATIENCE_S", 0.0)
     nobody = remat.Client(f"http://127.0.0.1:{servers.free_port()}")
     with pytest.raises(remat.ServiceError, match="is it running"):
         nobody.job("x")

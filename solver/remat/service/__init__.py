@@ -1,1 +1,1 @@
-"""The service from outside: what goes over the `wire`, and the `client` that sends it."""
+"""The service from outside: what goes over the `wire`, the `connection`, and the `client` on it."""

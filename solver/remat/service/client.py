@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-import gzip
 import secrets
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
 from remat.budget import parse_budget
 from remat.costs.roofline import Roofline
-from remat.documents.base import R, validated
+from remat.documents.base import R
 from remat.documents.plan import GraphRecord
 from remat.documents.program import Program
 from remat.documents.trace import Trace
-from remat.errors import DocumentError, InfeasibleBudget, RematError, ServiceError
+from remat.errors import InfeasibleBudget, RematError, ServiceError
 from remat.graph import Graph
 from remat.plan import Plan
-from remat.progress import Cancel, Progress, ProgressCallback
+from remat.progress import Cancel, ProgressCallback
+from remat.service.connection import Connection
 from remat.service.wire import (
     ENDED,
     Answer,
     JobView,
     Options,
-    Problem,
-    ProgressRecord,
     Sizes,
     SolveRequest,
     SweepAnswer,
@@ -35,7 +31,6 @@ from remat.service.wire import (
 )
 from remat.solve import warn_of_failure
 from remat.strategies import Auto, Strategy
-from remat.version import VERSION
 
 if TYPE_CHECKING:
     from torch import nn
@@ -44,18 +39,8 @@ if TYPE_CHECKING:
     from remat.frontend.reserve import Reserve
     from remat.frontend.runtime.module import RematModule
 
-PATIENCE_S = 60.0
-"""How long a service may be gone (restarted, say) before a call gives up."""
-
-_BUSY = (429, 503)
-"""What a service says that is to be asked again."""
-_PAUSE_S = 0.5
-_LONGEST_PAUSE_S = 5.0
-_SILENCE_S = 2.0
-"""How often a wait without news looks whether it was cancelled."""
 _BY_SERVICE = ("measure", "roofline:")
 """Costs that the service finds."""
-_COMPRESSION = 6
 
 
 class Client:
@@ -70,19 +55,7 @@ class Client:
     """
 
     def __init__(self, url: str, *, api_key: str | None = None, timeout_s: float = 60.0) -> None:
-        try:
-            import httpx2
-        except ImportError:
-            raise ServiceError("remat.Client needs httpx2: pip install 'remat[client]'") from None
-        if not url.startswith(("http://", "https://")):
-            raise ServiceError(f"{url!r} is no address of a service, like 'http://host:8000'")
-        headers = {"User-Agent": f"remat/{VERSION}"}
-        if api_key is not None:
-            headers["Authorization"] = f"Bearer {api_key}"
-        self._url = url.rstrip("/")
-        self._http = httpx2.Client(base_url=self._url, headers=headers, timeout=timeout_s)
-        self._unreachable: type[Exception] = httpx2.TransportError
-        self._silent: type[Exception] = httpx2.ReadTimeout
+        self._service = Connection(url, api_key=api_key, timeout_s=timeout_s)
 
     def __enter__(self) -> Client:
         return self
@@ -92,7 +65,7 @@ class Client:
 
     def close(self) -> None:
         """Give the connections back."""
-        self._http.close()
+        self._service.close()
 
     # -- as the library does ------------------------------------------------------------------
 
@@ -187,7 +160,7 @@ class Client:
         options = _options(strategy, costs)
         job = self.submit(_made(SweepRequest, budgets=wanted, options=options, **_subject(graph)))
         try:
-            answer = self._read(self._finish(job, progress, cancel), SweepAnswer)
+            answer = self._service.read(self._finish(job, progress, cancel), SweepAnswer)
         except InfeasibleBudget:  # all of them
             return []
         return [_told(document.read(Plan)) for document in answer.plans]
@@ -198,19 +171,19 @@ class Client:
         """Post a request and return its job at once. Sending again what got lost makes no second
         job: each request goes under a key of its own."""
         headers = {"Idempotency-Key": secrets.token_hex(16)}
-        return self._read(self._post(request, headers), JobView)
+        return self._service.read(self._service.post(request, headers), JobView)
 
     def sizes(self, request: SolveRequest | SweepRequest) -> Sizes:
         """What the service would accept (`dry_run`): nothing is solved."""
-        return self._read(self._post(request, {}, dry_run="true"), Sizes)
+        return self._service.read(self._service.post(request, {}, dry_run="true"), Sizes)
 
     def job(self, id: str) -> JobView:
         """How a job stands."""
-        return self._read(self._call("GET", f"/jobs/{id}"), JobView)
+        return self._service.job(id)
 
     def cancel(self, id: str) -> None:
         """Cancel a job, or forget one that has ended."""
-        self._call("DELETE", f"/jobs/{id}")
+        self._service.call("DELETE", f"/jobs/{id}")
 
     def finish(
         self, id: str, progress: ProgressCallback | None = None, cancel: Cancel | None = None
@@ -235,7 +208,7 @@ class Client:
         _check(budget)
         options = _options(strategy, costs)
         job = self.submit(_made(SolveRequest, budget=budget, options=options, **_subject(graph)))
-        answer = self._read(self._finish(job, progress, cancel), Answer)
+        answer = self._service.read(self._finish(job, progress, cancel), Answer)
         return _told(answer.plan.read(Plan)), answer.program
 
     def _finish(
@@ -243,103 +216,17 @@ class Client:
     ) -> bytes:
         if job.status not in ENDED:
             try:
-                self._watch(job.id, progress, cancel)
+                self._service.watch(job.id, progress, cancel)
             except BaseException:
-                self._cancel_quietly(job.id)
+                self._service.cancel_quietly(job.id)
                 raise
             job = self.job(job.id)
         if job.status == "succeeded":
             headers = {"Accept": "application/json"}
-            return self._call("GET", f"/jobs/{job.id}/result", headers=headers)
+            return self._service.call("GET", f"/jobs/{job.id}/result", headers=headers)
         if job.problem is not None:
             raise job.problem.exception()
         raise RematError(f"the job {job.id} is {job.status}")
-
-    def _watch(self, id: str, progress: ProgressCallback | None, cancel: Cancel | None) -> None:
-        """Follow a job's events to its end, over lost connections."""
-        last = "0"
-        gone_since: float | None = None
-        while True:
-            try:
-                for kind, data, number in self._events(id, last):
-                    last, gone_since = number, None
-                    if cancel is not None and cancel.is_set():
-                        raise RematError("cancelled before the service had an answer")
-                    if kind == "done":
-                        return
-                    if progress is not None and kind in ("progress", "incumbent"):
-                        progress(_progress(data))
-                if self.job(id).status in ENDED:
-                    return
-            except self._silent:
-                gone_since = None  # nothing happened for a while: see whether to go on
-            except self._unreachable as error:
-                gone_since = gone_since or time.monotonic()
-                if time.monotonic() > gone_since + PATIENCE_S:
-                    raise self._lost(error) from None
-            if cancel is not None and cancel.is_set():
-                raise RematError("cancelled before the service had an answer")
-            if gone_since is not None:
-                time.sleep(_PAUSE_S)
-
-    def _events(self, id: str, last: str) -> Iterator[tuple[str, str, str]]:
-        headers = {"Last-Event-ID": last}
-        path = f"/jobs/{id}/events"
-        with self._http.sse(path, headers=headers, timeout=_SILENCE_S) as source:
-            if source.response.status_code != 200:
-                source.response.read()
-                if source.response.status_code in _BUSY:
-                    raise self._unreachable(str(_problem(source.response)))
-                raise _problem(source.response)
-            for event in source:
-                yield event.event, event.data, event.id or last
-
-    def _post(
-        self, request: SolveRequest | SweepRequest, headers: Mapping[str, str], **query: str
-    ) -> bytes:
-        where = "/solve" if isinstance(request, SolveRequest) else "/sweeps"
-        body = gzip.compress(request.model_dump_json().encode(), compresslevel=_COMPRESSION)
-        sent = {"Content-Type": "application/json", "Content-Encoding": "gzip", **headers}
-        return self._call("POST", where, content=body, headers=sent, params=query)
-
-    def _call(self, method: str, path: str, **options: Any) -> bytes:
-        """One request, again while the service is gone or too busy. Safe: reads, and writes under
-        an idempotency key."""
-        until = time.monotonic() + PATIENCE_S
-        while True:
-            try:
-                response = self._http.request(method, path, **options)
-            except self._unreachable as error:
-                if time.monotonic() > until:
-                    raise self._lost(error) from None
-                time.sleep(_PAUSE_S)
-                continue
-            if response.status_code in _BUSY and time.monotonic() < until:
-                after = response.headers.get("Retry-After", "")
-                time.sleep(min(float(after), _LONGEST_PAUSE_S) if after.isdecimal() else _PAUSE_S)
-                continue
-            if response.status_code >= 400:
-                raise _problem(response)
-            return response.content
-
-    def _lost(self, error: Exception) -> ServiceError:
-        return ServiceError(
-            f"the service at {self._url} cannot be reached ({error or type(error).__name__}); is "
-            "it running (remat serve), and is the address right?"
-        )
-
-    def _cancel_quietly(self, id: str) -> None:
-        with suppress(self._unreachable):
-            self._http.request("DELETE", f"/jobs/{id}", timeout=5.0)
-
-    def _read(self, body: bytes, kind: type[R]) -> R:
-        try:
-            return validated(kind, body, kind.__name__)
-        except DocumentError as error:
-            raise ServiceError(
-                f"the service at {self._url} sent what this remat cannot read ({error}); are both "
-                f"of the same version ({VERSION} here)?"
-            ) from None
 
 
 def _told(plan: Plan) -> Plan:
@@ -368,18 +255,3 @@ def _made(kind: type[R], **parts: Any) -> R:
     except ValidationError as error:
         reason = error.errors(include_url=False, include_context=False)[0]["msg"]
         raise RematError(f"this cannot be sent to a service: {reason}") from None
-
-
-def _progress(data: str) -> Progress:
-    record = validated(ProgressRecord, data, "progress")
-    return Progress(**dict(record))
-
-
-def _problem(response: Any) -> RematError:
-    try:
-        return validated(Problem, response.content, "problem").exception()
-    except DocumentError:
-        return ServiceError(
-            f"the service answered {response.status_code}: {response.text[:200]!r}; is this the "
-            "address of a remat service?"
-        )
