@@ -188,7 +188,8 @@ def tracer() -> str:
     """A digest of the code that traces and prices, and of torch's version."""
     digest = hashlib.sha256(torch.__version__.encode())
     package = Path(remat.__file__).parent
-    for file in (*sorted(package.glob("frontend/*.py")), package / "roofline.py", Path(__file__)):
+    code = [*package.glob("frontend/**/*.py"), *package.glob("costs/*.py")]
+    for file in (*sorted(code), Path(__file__)):
         digest.update(file.read_bytes())
     return digest.hexdigest()[:16]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from remat.milp.solvers.pulp_solvers import FAMILIES, HIGHS, Family
 
 _PATIENCE_S = 4.5
-_PROBE = Path(__file__).with_name("backend_probe.py")
+_PROBE = Path(__file__).with_name("probe.py")
 _MARK = "remat-backend "
 
 
