@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +11,7 @@ from tests.graphs import chain
 
 from remat.errors import DocumentError, RematError
 from remat.plan import Plan, Status
+from remat.reserve import with_reserve
 from remat.schedule import Schedule
 from remat.simulate import simulate
 from remat.solution import BoundScope, Solution
@@ -185,6 +186,12 @@ def test_words_have_units(plan: Plan) -> None:
         assert word in text
     assert len(repr(plan)) < 120
     assert "operations" not in repr(plan)
+
+
+def test_what_is_left_to_others_is_told_and_what_the_search_sets_aside_is_not(plan: Plan) -> None:
+    assert "reserved" not in replace(plan, stats={"reserve_bytes": 1024}).describe()
+    assert "beside 1.00 KiB reserved" in with_reserve(plan, 1024).describe()
+    assert with_reserve(plan, 0) == plan
 
 
 def test_explain_says_kept_or_recomputed(plan: Plan) -> None:

@@ -10,6 +10,10 @@ from remat.budget import format_bytes, parse_budget
 from remat.errors import BudgetError, InfeasibleBudget
 from remat.planned import P
 
+LEFT_TO_OTHERS = "left_to_others_bytes"
+"""Of `Plan.stats`: what was left of the budget that was asked for. (Their `reserve_bytes` are the
+search's own, for small values.)"""
+
 
 def parse_reserve(reserve: int | str) -> int:
     """Bytes to leave of a budget. Raises `BudgetError` for what is no number of bytes."""
@@ -65,4 +69,4 @@ def with_reserve(plan: P, reserve_bytes: int) -> P:
     """The plan, which says what was left to others of the budget that was asked for."""
     if not reserve_bytes:
         return plan
-    return replace(plan, stats={**plan.stats, "reserve_bytes": reserve_bytes})
+    return replace(plan, stats={**plan.stats, LEFT_TO_OTHERS: reserve_bytes})

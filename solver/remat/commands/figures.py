@@ -14,6 +14,7 @@ from remat.documents.trace import Trace
 from remat.errors import RematError
 from remat.plan import Plan
 from remat.report.tables import aligned
+from remat.reserve import LEFT_TO_OTHERS
 from remat.schedule import Schedule
 from remat.simulate import simulate
 
@@ -29,7 +30,7 @@ def plan_figures(plan: Plan) -> Figures:
         "status": plan.status.name,
         "strategy": plan.stats.get("strategy"),
         "budget_bytes": plan.budget_bytes,
-        "reserve_bytes": plan.stats.get("reserve_bytes", 0),
+        "reserve_bytes": plan.stats.get(LEFT_TO_OTHERS, 0),
         "peak_bytes": plan.peak_bytes,
         "baseline_peak_bytes": plan.baseline_peak_bytes,
         "constant_bytes": plan.graph.constant_bytes,

@@ -8,6 +8,7 @@ from collections import defaultdict
 from remat.allocator.prediction import Prediction
 from remat.budget import format_bytes, format_seconds
 from remat.planned import Planned
+from remat.reserve import LEFT_TO_OTHERS
 
 SCOPES = {
     "slots": "every schedule over the slots offered",
@@ -63,7 +64,7 @@ def _asked(plan: Planned) -> str:
 
 
 def _beside(plan: Planned) -> str:
-    reserved = plan.stats.get("reserve_bytes")
+    reserved = plan.stats.get(LEFT_TO_OTHERS)
     return f", beside {format_bytes(reserved)} reserved" if isinstance(reserved, int) else ""
 
 
