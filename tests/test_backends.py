@@ -32,7 +32,8 @@ from remat.schedule import Schedule
 from remat.simulate import simulate
 from remat.solve import solve
 from remat.strategies import Exact
-from remat.strategies.search.programs import MilpRunner
+from remat.strategies.search.clock import Clock
+from remat.strategies.search.runner import MilpRunner
 
 FACTS = {fact.name: fact for fact in usable_backends()}
 NAMES = ["HiGHS", "CBC", "Gurobi", "CPLEX", "SCIP", "COPT", "Xpress", "cuOpt"]
@@ -163,7 +164,7 @@ def test_a_stopped_solver_gives_what_it_had() -> None:
     graph = uneven(14)
     budget = budget_bytes(graph, 0.6)
     known = incumbent.fitting(graph, budget)[0]
-    programs = MilpRunner(graph, Exact(solver="CBC"), None, None)
+    programs = MilpRunner(graph, Exact(solver="CBC"), Clock.of(300.0))
     answer, bound_s = programs.solve_cost(slots.complete(graph), budget, known.schedule, 0.2)
     assert answer.outcome is Outcome.FEASIBLE
     assert answer.schedule is not None

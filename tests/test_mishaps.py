@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NoReturn
 
 import pytest
@@ -11,89 +12,77 @@ from tests.test_order import layered
 
 import remat
 from remat.errors import SolverWarning
-from remat.graph import Graph
+from remat.milp.backends import Outcome
 from remat.schedule import Schedule
-from remat.solution import Solution
+from remat.solution import Solution, steps_of
 from remat.strategies.base import Task
-from remat.strategies.search import near_search, search
-from remat.strategies.search.near_search import NearSearch
-from remat.strategies.search.programs import MilpRunner
-from remat.strategies.search.pursuit import Pursuit
-from remat.strategies.search.search import OverSlots
+from remat.strategies.search.clock import Clock
+from remat.strategies.search.known import Known, OverSlots
+from remat.strategies.search.pipeline import near
+from remat.strategies.search.runner import MilpRunner
 
-PARTS: dict[str, tuple[object, str]] = {
-    "identical blocks": (near_search, "blocks_to_tie"),
-    "eviction": (search, "fitting"),
-    "baselines": (near_search, "quick_schedules"),
-    "annealing": (near_search, "annealed"),
-    "sifting": (near_search, "sift"),
-    "the program over slots": (NearSearch, "_over_offered"),
-    "windows": (near_search, "refine"),
-    "programs over moments": (Pursuit, "_run"),
-}
-"""What a part is called when it fails, and what it calls."""
+GRAPH = layered(14, seed=3)
+STEPS = {step.name: step for step in near(GRAPH).cost}
 
 
 def failing(*_: object, **__: object) -> NoReturn:
     raise ZeroDivisionError("as if by a bug")
 
 
-def nothing(*arguments: object) -> OverSlots:
-    """What a program comes to that ends early; windows are next."""
-    best = arguments[3]
-    assert isinstance(best, Schedule)
-    return OverSlots.none(best)
+def proving_nothing(known: Known, clock: Clock) -> None:
+    """A program that ends early; windows are next."""
+    known.over_slots = OverSlots(Outcome.FEASIBLE, None, False)
 
 
-@pytest.fixture
-def graph(monkeypatch: pytest.MonkeyPatch) -> Graph:
-    """With slots that are not complete and no gap allowed, every part has its turn."""
-    monkeypatch.setattr(NearSearch, "_over_offered", nothing)
-    return layered(14, seed=3)
-
-
-def solved(graph: Graph, threads: int = 1) -> remat.Plan:
+def solved(monkeypatch: pytest.MonkeyPatch, *failed: str, threads: int = 1) -> remat.Plan:
+    """With slots that are not complete and no gap allowed, every step has its turn."""
+    steps = STEPS | {"program": replace(STEPS["program"], work=proving_nothing)}
+    steps |= {name: replace(steps[name], work=failing) for name in failed}
+    pipeline = near(GRAPH)._replace(cost=tuple(steps.values()))
+    monkeypatch.setattr(remat.Auto, "steps", lambda self, graph: pipeline)
     auto = remat.Auto(gap=0.0, complete_slots=0, order="off", threads=threads)
-    return remat.solve(graph, "75%", auto)
+    return remat.solve(GRAPH, "75%", auto)
 
 
 @pytest.mark.parametrize(
-    ("part", "threads"), [*((part, 1) for part in PARTS), ("programs over moments", 2)]
+    ("name", "threads"),
+    [*((name, 1) for name in STEPS if name != "reach"), ("moments", 2)],
 )
-def test_a_part_that_fails_is_left_out(
-    graph: Graph, part: str, threads: int, monkeypatch: pytest.MonkeyPatch
+def test_a_step_that_fails_is_left_out(
+    name: str, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    owner, name = PARTS[part]
-    monkeypatch.setattr(owner, name, failing)
-    with pytest.warns(SolverWarning, match=f"{part}: ZeroDivisionError: as if by a bug"):
-        plan = solved(graph, threads=threads)
+    with pytest.warns(SolverWarning, match=f"{name}: ZeroDivisionError: as if by a bug"):
+        plan = solved(monkeypatch, name, threads=threads)
     assert plan.peak_bytes <= plan.budget_bytes
-    assert plan.stats["search_error"] == f"{part}: ZeroDivisionError: as if by a bug"
+    assert plan.stats["search_error"] == f"{name}: ZeroDivisionError: as if by a bug"
+    assert set(STEPS) - {"reach"} <= set(steps_of(plan.stats)), "every other one had its turn"
     assert plan.lower_bound is not None
     assert plan.lower_bound <= plan.overhead
     assert plan.status is remat.Status.FEASIBLE
 
 
-def test_all_parts_that_fail_are_named(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(near_search, "refine", failing)
-    monkeypatch.setattr(near_search, "sift", failing)
+def test_all_steps_that_fail_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.warns(SolverWarning):
-        plan = solved(graph)
+        plan = solved(monkeypatch, "windows", "sifting")
     assert str(plan.stats["search_error"]).count("ZeroDivisionError") == 2
 
 
-def test_what_fails_is_an_error_where_warnings_are(
-    graph: Graph, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As in these tests: a bug in a part of the search is not passed over."""
-    monkeypatch.setattr(near_search, "refine", failing)
+def test_a_step_that_must_succeed_is_the_search_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a schedule that fits there is nothing to go on from."""
+    names = ("eviction", "baselines", "annealing", "reach")
+    with pytest.warns(SolverWarning), pytest.raises(ZeroDivisionError):
+        solved(monkeypatch, *names)
+
+
+def test_what_fails_is_an_error_where_warnings_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in these tests: a bug in a step is not passed over."""
     with pytest.raises(SolverWarning, match="windows"):
-        solved(graph)
+        solved(monkeypatch, "windows")
 
 
 def test_exact_keeps_what_eviction_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MilpRunner, "solve_cost", failing)
-    with pytest.warns(SolverWarning, match="the program over slots"):
+    with pytest.warns(SolverWarning, match="program"):
         plan = remat.solve(chain(5), "70%", remat.Exact(threads=1))
     assert plan.peak_bytes <= plan.budget_bytes
     assert plan.status is remat.Status.FEASIBLE

@@ -200,7 +200,7 @@ def test_auto_anneals_in_the_graph_order() -> None:
     assert peak_and_time(graph, found.schedule)[0] <= budget_bytes
     assert found.bound is not None
     assert found.bound <= peak_and_time(graph, found.schedule)[1]
-    assert "anneal_s" in found.stats
+    assert "annealing_s" in found.stats
 
 
 @pytest.mark.slow

@@ -19,7 +19,8 @@ from remat.simulate import peak_and_time, simulate
 from remat.solve import solve
 from remat.strategies import Auto, PerBlock, Task
 from remat.strategies.search import tied
-from remat.strategies.search.programs import MilpRunner
+from remat.strategies.search.clock import Clock
+from remat.strategies.search.runner import MilpRunner
 
 LAWS = settings(
     derandomize=True,
@@ -83,7 +84,7 @@ def ties_of(graph: Graph, found: Repeats, group: tuple[int, ...]) -> Ties:
 
 
 def programs(graph: Graph, **options: float) -> MilpRunner:
-    return MilpRunner(graph, Auto(time_limit=20.0, **options), None, None)
+    return MilpRunner(graph, Auto(time_limit=20.0, **options), Clock.of(20.0))
 
 
 def test_blocks_and_their_backward_are_found() -> None:
@@ -193,7 +194,9 @@ def test_it_is_no_worse_than_checkpointing_each_block() -> None:
     graph, found = blocks(24)
     per_block = PerBlock().run(Task(graph)).schedule
     peak_bytes, time_s = peak_and_time(graph, per_block)
-    schedule = tied.tied_schedule(programs(graph), found, peak_bytes, 2.0, lambda _: False)
+    schedule = tied.tied_schedule(
+        programs(graph), found, peak_bytes, Clock.of(2.0), lambda _: False
+    )
     assert schedule is not None
     assert peak_and_time(graph, schedule)[0] <= peak_bytes
     assert peak_and_time(graph, schedule)[1] < time_s
@@ -204,10 +207,10 @@ def test_it_heeds_a_cancel_and_a_time_limit() -> None:
     budget_bytes = budget_of(graph, 0.5)
     cancel = threading.Event()
     cancel.set()
-    cancelled = MilpRunner(graph, Auto(), None, cancel)
-    for run, limit in ((cancelled, 60.0), (programs(graph), 0.0)):
+    for clock in (Clock.of(60.0, cancel), Clock.of(0.0)):
         began = time.monotonic()
-        tied.tied_schedule(run, found, budget_bytes, limit, lambda _: False)
+        run = programs(graph)
+        tied.tied_schedule(run, found, budget_bytes, clock, lambda _: False)
         assert time.monotonic() - began < 2
         assert run.stats["rows"] == 0, "no program was run"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -17,16 +17,24 @@ from tests.test_mishaps import failing
 
 from remat.errors import InfeasibleBudget, RematError, SolverError, SolverTimeout, SolverWarning
 from remat.graph import Graph, Value
+from remat.heuristics.local_search import Rated
 from remat.milp import slots
 from remat.milp.backends import Outcome
 from remat.milp.slots import Slots
 from remat.schedule import Schedule
 from remat.simulate import simulate
-from remat.strategies import Exact, Task
-from remat.strategies.search import search
-from remat.strategies.search.search import OverSlots, Search
+from remat.solution import Solution
+from remat.strategies import Auto, Task
+from remat.strategies.search import clock as clocks
+from remat.strategies.search import evict, pipeline
+from remat.strategies.search.clock import Clock
+from remat.strategies.search.known import Known, OverSlots
+from remat.strategies.search.reach import reach
+from remat.strategies.search.runner import MilpRunner
+from remat.strategies.search.search import search
+from remat.strategies.search.steps import run
 
-EXACT = Exact(threads=1)
+EXACT = Auto(threads=1, gap=0.0, peak_gap=0.0, stall=math.inf, time_limit=300.0)
 CHAIN = chain(8)
 """3 bytes are the least, and eviction finds them; it is 9 without recomputation. Within 5, eviction
 finds the best of 20 s and the bound says so; within 4 it is 23 s, and the bound is 21 s."""
@@ -49,9 +57,31 @@ class Offers:
         return slots.recombined(graph, known, region=1)
 
 
-def searching(graph: Graph, offers: Offers, options: Exact = EXACT, **given: Any) -> Search:
-    asked = {key: given.pop(key) for key in ("start", "progress", "cancel") if key in given}
-    return Search(Task(graph, **asked), options, offers, **given)
+def known_of(
+    graph: Graph,
+    offers: Offers,
+    budget_bytes: int | None = None,
+    options: Auto = EXACT,
+    **given: Any,
+) -> Known:
+    return Known(Task(graph, budget_bytes, **given), options, offers)
+
+
+def least_cost(
+    graph: Graph, offers: Offers, budget_bytes: int, *given: Auto, **more: Any
+) -> Solution:
+    return search(known_of(graph, offers, budget_bytes, *given, **more), pipeline.exact())
+
+
+def least_peak(graph: Graph, offers: Offers, *given: Auto, **more: Any) -> Solution:
+    return search(known_of(graph, offers, None, *given, **more), pipeline.exact())
+
+
+def reached(graph: Graph, offers: Offers, budget_bytes: int, *given: Auto, **more: Any) -> Schedule:
+    known = known_of(graph, offers, budget_bytes, *given, **more)
+    steps = pipeline.exact()
+    reach(steps.peak, steps.nearest, known, known.clock)
+    return known.best
 
 
 def peak(graph: Graph, schedule: Schedule) -> int:
@@ -73,7 +103,7 @@ def cancelled() -> threading.Event:
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """What the search takes for the time: `at`."""
     found = SimpleNamespace(at=0.0)
-    monkeypatch.setattr(search, "time", SimpleNamespace(monotonic=lambda: found.at))
+    monkeypatch.setattr(clocks, "time", SimpleNamespace(monotonic=lambda: found.at))
     return found
 
 
@@ -83,27 +113,27 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 def test_what_fits_as_it_is_needs_no_program() -> None:
     offers = Offers()
     for budget_bytes in (9, 10):
-        found = searching(CHAIN, offers).least_cost(budget_bytes)
+        found = least_cost(CHAIN, offers, budget_bytes)
         assert found.schedule == Schedule.keep_all(CHAIN)
         assert (found.bound, found.bound_scope, found.proved) == (16.0, "all orders", True)
     assert offers.asked == []
-    assert len(searching(CHAIN, offers).least_cost(8).schedule) > 16
+    assert len(least_cost(CHAIN, offers, 8).schedule) > 16
 
 
 def test_less_than_some_operation_needs_is_proved_infeasible() -> None:
     offers = Offers()
     with pytest.raises(InfeasibleBudget, match="one operation alone needs 3 bytes") as error:
-        searching(CHAIN, offers).least_cost(2)
+        least_cost(CHAIN, offers, 2)
     assert error.value.is_proved
     assert error.value.min_feasible_bytes == 3
     assert offers.asked == []
-    assert peak(CHAIN, searching(CHAIN, offers).least_cost(3).schedule) == 3
+    assert peak(CHAIN, least_cost(CHAIN, offers, 3).schedule) == 3
 
 
 def test_what_the_bound_proves_needs_no_program() -> None:
     offers = Offers()
-    dear = searching(CHAIN, Offers()).least_cost(3).schedule
-    found = searching(CHAIN, offers, replace(EXACT, gap=1e-3), start=dear).least_cost(5)
+    dear = least_cost(CHAIN, Offers(), 3).schedule
+    found = least_cost(CHAIN, offers, 5, replace(EXACT, gap=1e-3), start=dear)
     assert offers.asked == []
     assert time_s(CHAIN, found.schedule) == 20.0
     assert found.bound == pytest.approx(20.0)
@@ -113,12 +143,9 @@ def test_what_the_bound_proves_needs_no_program() -> None:
 def test_the_program_begins_from_the_cheapest_that_is_known() -> None:
     """And is offered no operation that costs more than what is known is dearer."""
     offers = Offers()
-    found = searching(CHAIN, offers).least_cost(4)
-    ((known, affordable_s),) = offers.asked
-    times = [time_s(CHAIN, each) for each in known]
-    assert len(times) > 1
-    assert times == sorted(times)
-    assert affordable_s == pytest.approx(times[0] - CHAIN.total_cost_s)
+    found = least_cost(CHAIN, offers, 4)
+    (((known,), affordable_s),) = offers.asked
+    assert affordable_s == pytest.approx(time_s(CHAIN, known) - CHAIN.total_cost_s)
     assert time_s(CHAIN, found.schedule) == 23.0
     assert found.proved
     assert "slots_bound" not in found.stats
@@ -128,19 +155,22 @@ def test_where_the_program_fails_the_cheapest_that_is_known_is_the_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     graph, offers = uneven_stages(0, 10), Offers()
-    at_work = searching(graph, offers)
-    monkeypatch.setattr(at_work.programs, "solve_cost", failing)
-    with pytest.warns(SolverWarning, match="the program over slots"):
-        found = at_work.least_cost(75)
-    ((known, _),) = offers.asked
-    assert time_s(graph, known[0]) < time_s(graph, known[-1])
-    assert found.schedule == known[0]
+    monkeypatch.setattr(MilpRunner, "solve_cost", failing)
+    at_work = known_of(graph, offers, 75)
+    with pytest.warns(SolverWarning, match="program"):
+        found = search(at_work, pipeline.exact())
+    (((known,), _),) = offers.asked
+    times = [rated.time_s for rated in at_work.rated]
+    assert len(times) > 1
+    assert times == sorted(times)
+    assert time_s(graph, known) == times[0] < times[-1]
+    assert found.schedule == known
     assert not found.proved
 
 
 def test_a_bound_over_some_slots_is_a_share_beside_that_of_the_order() -> None:
     offers = Offers(is_complete=False)
-    found = searching(CHAIN, offers).least_cost(4)
+    found = least_cost(CHAIN, offers, 4)
     assert found.bound == pytest.approx(21.0)
     assert found.stats["slots_bound"] == pytest.approx(23 / 16 - 1)
     assert not found.proved
@@ -148,54 +178,72 @@ def test_a_bound_over_some_slots_is_a_share_beside_that_of_the_order() -> None:
 
 def test_a_schedule_over_few_slots_may_meet_the_bound_of_the_order() -> None:
     """A program finds 23 s where 30 s were known, and the bound for the order is 21 s."""
-    best = searching(CHAIN, Offers()).least_cost(4).schedule
-    known = Schedule.of([*range(8), *range(7), *range(7), *range(8, 16)])
-    at_work = searching(CHAIN, Offers(), replace(EXACT, gap=0.1))
-    answer = replace(OverSlots.none(best).answer, outcome=Outcome.OPTIMAL)
-    found = at_work._judged(known, OverSlots(answer, 23.0, False), at_work._advisor(4))
-    assert found.schedule == best
-    assert found.proved
+    offers, loose = Offers(is_complete=False), replace(EXACT, gap=0.1)
+    dear = Schedule.of([*range(8), *range(7), *range(7), *range(8, 16)])
+    at_work = known_of(CHAIN, offers, 4, loose, start=dear)
+    run(pipeline.exact().cost[:1], at_work)
+    assert not at_work.is_within_gap
+    at_work.offer([least_cost(CHAIN, Offers(), 4).schedule])
+    assert at_work.is_within_gap
+    assert at_work.bound == pytest.approx(21.0)
+
+
+def test_schedules_are_kept_in_the_order_of_their_time() -> None:
+    """If they fit, once each, without what nobody reads."""
+    at_work = known_of(CHAIN, Offers(), 5)
+    cheap, dear = (least_cost(CHAIN, Offers(), budget).schedule for budget in (5, 3))
+    wasteful = Schedule.of([*dear.runs, 0])
+    at_work.offer([dear, Schedule.keep_all(CHAIN), cheap, wasteful, cheap])
+    assert at_work.schedules == [cheap, dear]
+    assert at_work.objective == time_s(CHAIN, cheap)
+    small = at_work.smallest()
+    small.offer([cheap, dear])
+    assert small.best == dear
+    assert small.objective == 3
+
+
+def test_what_fits_only_with_nothing_set_aside_may_be_the_best() -> None:
+    at_work = known_of(CHAIN, Offers(), 5)
+    cheap, dear = (least_cost(CHAIN, Offers(), budget).schedule for budget in (5, 3))
+    at_work.offer([dear])
+    at_work.set_aside(replace(CHAIN), 4)
+    at_work.offer([cheap])
+    assert at_work.best == dear
+    assert at_work.best_of_all == (cheap, time_s(CHAIN, cheap))
 
 
 def test_a_program_over_all_slots_that_ends_is_a_proof(cancelled: threading.Event) -> None:
     """Also where its bound is less than the time by what it rounds. One that did not is none."""
-    found = searching(STAGES, Offers()).least_cost(57)
+    found = least_cost(STAGES, Offers(), 57)
     assert found.bound == pytest.approx(time_s(STAGES, found.schedule))
     assert found.proved
-    found = searching(STAGES, Offers(), cancel=cancelled).least_cost(57)
+    found = least_cost(STAGES, Offers(), 57, cancel=cancelled)
     assert found.bound is not None
     assert found.bound < time_s(STAGES, found.schedule)
     assert not found.proved
 
 
-def test_what_came_to_nothing_proves_nothing() -> None:
-    best = Schedule.keep_all(CHAIN)
-    nothing = OverSlots.none(best)
-    assert nothing.answer.schedule == best
-    assert nothing.answer.outcome is Outcome.FEASIBLE
-    assert (nothing.bound_s, nothing.is_complete) == (None, False)
-
-
 def test_where_eviction_fails_what_is_known_and_fits_is_the_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    known = [searching(CHAIN, Offers()).least_cost(budget).schedule for budget in (8, 3, 4)]
+    small = least_cost(CHAIN, Offers(), 3).schedule
+    large = least_cost(CHAIN, Offers(), 8).schedule
+    monkeypatch.setattr(evict, "fitting", failing)
     offers = Offers()
-    at_work = searching(CHAIN, offers, start=known[0])
-    at_work.found = known[1:]
-    monkeypatch.setattr(search, "fitting", failing)
     with pytest.warns(SolverWarning, match="eviction"):
-        at_work.least_cost(4)
-    assert offers.asked[0][0] == [known[2], known[1]], "the first is too large"
+        least_cost(CHAIN, offers, 4, start=small)
+    assert offers.asked[0][0] == [small]
+    at_work = known_of(CHAIN, Offers(), 4, start=large)
+    assert at_work.schedules == []
 
 
 def test_a_start_is_one_in_the_graph_s_order() -> None:
     keep_all = Schedule.keep_all(CHAIN)
     branches = uneven_stages(0, 4)
     swapped = Schedule.of([1, 0, *range(2, len(branches))])
-    assert searching(CHAIN, Offers()).start is None
-    assert searching(CHAIN, Offers(), start=keep_all).start is keep_all
-    assert searching(branches, Offers(), start=swapped).start is None
+    assert known_of(CHAIN, Offers()).start is None
+    assert known_of(CHAIN, Offers(), start=keep_all).start is keep_all
+    assert known_of(branches, Offers(), start=swapped).start is None
 
 
 # -- the smallest peak ----------------------------------------------------------------------------
@@ -203,7 +251,7 @@ def test_a_start_is_one_in_the_graph_s_order() -> None:
 
 def test_a_peak_that_some_operation_needs_is_proved_without_a_program() -> None:
     offers = Offers()
-    found = searching(CHAIN, offers).least_peak()
+    found = least_peak(CHAIN, offers)
     assert peak(CHAIN, found.schedule) == 3
     assert (found.bound, found.bound_scope, found.proved) == (3.0, "order", True)
     assert offers.asked == []
@@ -212,7 +260,7 @@ def test_a_peak_that_some_operation_needs_is_proved_without_a_program() -> None:
 @pytest.mark.parametrize("seed", [1, 2])
 def test_the_smallest_peak_is_proved_by_a_program_over_all_slots(seed: int) -> None:
     graph, offers = uneven_stages(seed, 10), Offers()
-    found = searching(graph, offers).least_peak()
+    found = least_peak(graph, offers)
     assert found.proved
     assert found.bound == pytest.approx(peak(graph, found.schedule))
     ((_, affordable_s),) = offers.asked
@@ -221,7 +269,7 @@ def test_the_smallest_peak_is_proved_by_a_program_over_all_slots(seed: int) -> N
 
 def test_few_slots_prove_no_smallest_peak() -> None:
     offers = Offers(is_complete=False)
-    found = searching(STAGES, offers).least_peak()
+    found = least_peak(STAGES, offers)
     assert len(offers.asked) == 1
     assert peak(STAGES, found.schedule) > 48
     assert (found.bound, found.proved) == (39.0, False)
@@ -230,21 +278,26 @@ def test_few_slots_prove_no_smallest_peak() -> None:
 def test_a_cancelled_search_asks_no_program(cancelled: threading.Event) -> None:
     """It has what it began from."""
     offers = Offers()
-    start = searching(STAGES, offers).least_peak().schedule
+    start = least_peak(STAGES, offers).schedule
     offers.asked.clear()
-    found = searching(STAGES, offers, start=start, cancel=cancelled).least_peak()
+    found = least_peak(STAGES, offers, start=start, cancel=cancelled)
     assert offers.asked == []
     assert found.schedule == start
     assert (found.bound, found.proved) == (39.0, False)
-    found = searching(STAGES, offers, cancel=cancelled).least_peak()
+    found = least_peak(STAGES, offers, cancel=cancelled)
     assert found.schedule == Schedule.keep_all(STAGES)
 
 
 def test_a_peak_is_small_within_its_gap() -> None:
-    keep_all = Schedule.keep_all(chain(8, size=10))
-    strict, loose = (searching(chain(8, size=10), Offers(), peak_gap=gap) for gap in (0.0, 0.5))
-    assert [strict._is_small(keep_all, bound) for bound in (89, 90, 91)] == [False, True, True]
-    assert [loose._is_small(keep_all, bound) for bound in (59, 60, 61)] == [False, True, True]
+    """Of its bound, 30 bytes; or of a target."""
+    graph = chain(8, size=10)
+    strict, loose = (
+        known_of(graph, Offers(), None, replace(EXACT, peak_gap=gap)) for gap in (0.0, 0.5)
+    )
+    assert [strict.is_enough(size) for size in (30, 31, 60)] == [True, False, False]
+    assert [loose.is_enough(size) for size in (30, 45, 46)] == [True, True, False]
+    aimed = loose.smallest(target_bytes=35)
+    assert [aimed.is_enough(size) for size in (35, 36)] == [True, False]
 
 
 # -- budgets that are hard to meet ----------------------------------------------------------------
@@ -253,7 +306,7 @@ def test_a_peak_is_small_within_its_gap() -> None:
 def test_what_eviction_reaches_needs_no_program() -> None:
     offers = Offers()
     for budget_bytes in (54, 60):
-        found = searching(STAGES, offers)._reach(budget_bytes)
+        found = reached(STAGES, offers, budget_bytes)
         assert peak(STAGES, found) <= budget_bytes
     assert offers.asked == []
 
@@ -261,7 +314,7 @@ def test_what_eviction_reaches_needs_no_program() -> None:
 @pytest.mark.parametrize("budget_bytes", [48, 50])
 def test_what_eviction_does_not_reach_is_asked_of_a_program(budget_bytes: int) -> None:
     offers = Offers()
-    found = searching(STAGES, offers)._reach(budget_bytes)
+    found = reached(STAGES, offers, budget_bytes)
     assert peak(STAGES, found) <= budget_bytes
     ((_, affordable_s),) = offers.asked
     assert affordable_s == math.inf
@@ -270,7 +323,7 @@ def test_what_eviction_does_not_reach_is_asked_of_a_program(budget_bytes: int) -
 @pytest.mark.parametrize("peak_gap", [0.0, 1e-4])
 def test_what_a_program_over_all_slots_excludes_is_proved_infeasible(peak_gap: float) -> None:
     with pytest.raises(InfeasibleBudget, match="no schedule of this order") as error:
-        searching(STAGES, Offers(), peak_gap=peak_gap).least_cost(47)
+        least_cost(STAGES, Offers(), 47, replace(EXACT, peak_gap=peak_gap))
     assert error.value.is_proved
     assert error.value.min_feasible_bytes == 48
 
@@ -280,13 +333,13 @@ def test_a_byte_too_little_among_many_is_proved_infeasible() -> None:
     values = tuple(Value(v.name, v.size_bytes << 24) for v in STAGES.values)
     large = replace(STAGES, values=values)
     with pytest.raises(InfeasibleBudget) as error:
-        searching(large, Offers()).least_cost((48 << 24) - 1)
+        least_cost(large, Offers(), (48 << 24) - 1)
     assert error.value.is_proved
 
 
 def test_what_few_slots_do_not_hold_is_not_proved_infeasible() -> None:
     with pytest.raises(InfeasibleBudget, match="no proof that there is none") as error:
-        searching(STAGES, Offers(is_complete=False)).least_cost(50)
+        least_cost(STAGES, Offers(is_complete=False), 50)
     assert not error.value.is_proved
     smallest_bytes = error.value.min_feasible_bytes
     assert smallest_bytes is not None
@@ -296,7 +349,7 @@ def test_what_few_slots_do_not_hold_is_not_proved_infeasible() -> None:
 def test_a_peak_within_its_gap_excludes_no_smaller_one() -> None:
     """48 bytes can be reached; a program that may be off by half of it ends before."""
     with pytest.raises(InfeasibleBudget, match="no proof that there is none") as error:
-        searching(STAGES, Offers(), peak_gap=0.5)._reach(48)
+        reached(STAGES, Offers(), 48, replace(EXACT, peak_gap=0.5))
     assert not error.value.is_proved
 
 
@@ -304,19 +357,19 @@ def test_what_there_was_no_time_for_is_not_proved_infeasible() -> None:
     """A tenth of a second is the least that a solver has, and far too little for this."""
     graph = chain(40)
     with pytest.raises(SolverTimeout, match="not excluded that there is one"):
-        searching(graph, Offers(), Exact(threads=1, time_limit=1e-6))._reach(3)
+        reached(graph, Offers(), 3, replace(EXACT, time_limit=1e-6))
 
 
 def test_a_cancelled_search_without_a_schedule_has_no_answer(cancelled: threading.Event) -> None:
     with pytest.raises(RematError, match="cancelled before any schedule was known"):
-        searching(STAGES, Offers(), cancel=cancelled)._reach(50)
+        reached(STAGES, Offers(), 50, cancel=cancelled)
 
 
 def test_a_failed_solver_is_named_where_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(highspy.Highs, "run", lambda self: highspy.HighsStatus.kError)
     with pytest.raises(SolverError, match="the smallest peak found is 54 bytes"):
-        searching(STAGES, Offers())._reach(50)
-    found = searching(STAGES, Offers()).least_peak()
+        reached(STAGES, Offers(), 50)
+    found = least_peak(STAGES, Offers())
     assert (found.bound, found.proved) == (39.0, False)
 
 
@@ -325,48 +378,65 @@ def test_a_failed_solver_is_named_where_nothing_is_known(monkeypatch: pytest.Mon
 
 def test_what_is_within_the_gap() -> None:
     """Of total time; and well within is a tenth of it."""
-    at_work = searching(CHAIN, Offers(), replace(EXACT, gap=0.2))
-    assert at_work._is_within_gap(100.0, 80.0)
+
+    def at_bound(gap: float, bound_s: float) -> Known:
+        at_work = known_of(CHAIN, Offers(), 5, replace(EXACT, gap=gap))
+        at_work.over_slots = OverSlots(Outcome.FEASIBLE, bound_s, True)
+        return at_work
+
+    assert at_bound(0.2, 80.0).is_enough(100.0)
     for bound_s in (79.0, 50.0, 1.0):
-        assert not at_work._is_within_gap(100.0, bound_s)
-    assert at_work._is_well_within_gap(100.0, 98.0)
-    assert not at_work._is_well_within_gap(100.0, 97.0)
-    for is_within in (at_work._is_within_gap, at_work._is_well_within_gap):
-        assert is_within(100.0, 100.0)
-        assert not is_within(math.inf, 100.0), "no schedule is known"
-    exact = searching(CHAIN, Offers())
-    assert exact._is_within_gap(100.0, 100.0)
-    assert not exact._is_within_gap(100.0, 99.0)
+        assert not at_bound(0.2, bound_s).is_enough(100.0)
+    assert at_bound(0.2, 98.0).is_enough(100.0, 0.1)
+    assert not at_bound(0.2, 97.0).is_enough(100.0, 0.1)
+    for share in (1.0, 0.1):
+        assert at_bound(0.2, 100.0).is_enough(100.0, share)
+        assert not at_bound(0.2, 100.0).is_enough(math.inf, share), "no schedule is known"
+    assert at_bound(0.0, 100.0).is_enough(100.0)
+    assert not at_bound(0.0, 99.0).is_enough(100.0)
 
 
-def test_eviction_goes_on_for_a_while_where_the_gap_is_reached(clock: SimpleNamespace) -> None:
-    """For three hundredths of the time."""
-    at_work = searching(CHAIN, Offers(), replace(EXACT, gap=0.2, time_limit=1000.0))
-    clock.at = 529.0
-    assert not at_work._is_enough(100.0, 85.0, 500.0)
-    assert at_work._is_enough(100.0, 99.0, 500.0)
-    clock.at = 531.0
-    assert at_work._is_enough(100.0, 85.0, 500.0)
-    assert not at_work._is_enough(100.0, 75.0, 500.0)
-
-
-def test_a_part_of_the_search_ends_after_its_share_of_what_is_left(
-    clock: SimpleNamespace,
+def test_eviction_goes_on_for_a_while_where_the_gap_is_reached(
+    clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """For three hundredths of the time."""
+    at_work = known_of(CHAIN, Offers(), 5, replace(EXACT, gap=0.2, time_limit=1000.0))
+    at_work.over_slots = OverSlots(Outcome.FEASIBLE, 85.0, True)
+    answers: list[bool] = []
+
+    def fitting(*_: object, enough: Callable[[float], bool], **__: object) -> list[Rated]:
+        for clock.at, time_s in ((529.0, 100.0), (529.0, 86.0), (531.0, 100.0), (531.0, 110.0)):
+            answers.append(enough(time_s))
+        return []
+
+    monkeypatch.setattr(evict, "fitting", fitting)
+    clock.at = 500.0
+    evict.evict(at_work, at_work.clock.share(0.5))
+    assert answers == [False, True, True, False]
+
+
+def test_a_part_of_the_search_ends_after_its_share_of_what_is_left(clock: SimpleNamespace) -> None:
     cancel = threading.Event()
-    at_work = searching(CHAIN, Offers(), replace(EXACT, time_limit=1000.0), cancel=cancel)
-    end = at_work.programs.deadline
+    whole = Clock.of(1000.0, cancel)
+    end = whole.left_s
 
     def ends(left_s: float, share: float) -> bool:
         clock.at = end - 400.0
-        stop = at_work._stop_after(share)
+        part = whole.share(share)
         clock.at = end - left_s
-        return stop()
+        return part.is_over()
 
-    assert at_work._left_s() == end
+    assert 900 < end < 1000
     assert not ends(301.0, 0.25)
     assert ends(299.0, 0.25)
     assert not ends(0.5, 2.0)
     assert ends(-0.5, 2.0), "the search's own end"
+    also = threading.Event()
+    part = whole.unless(also)
+    clock.at = end - 400.0
+    assert not part.is_over()
+    also.set()
+    assert part.is_over()
+    assert not whole.is_over()
     cancel.set()
     assert ends(301.0, 0.25)

@@ -21,9 +21,11 @@ from remat.plan import Plan, Status
 from remat.schedule import Schedule
 from remat.simulate import peak_and_time, simulate
 from remat.solve import solve, sweep
-from remat.strategies import Auto, CheckmateMilp, Exact, LpRounding, Solution, Strategy, Task
+from remat.strategies import Auto, CheckmateMilp, Exact, LpRounding, Solution, Strategy, Task, auto
 from remat.strategies.search import ordered
-from remat.strategies.search.near_search import NearSearch
+from remat.strategies.search.known import Known
+from remat.strategies.search.pipeline import Pipeline
+from remat.strategies.search.search import search
 
 LONG = uneven_stages(2, 14)
 """CBC takes minutes for the cost at 60%, and for the smallest peak."""
@@ -229,16 +231,15 @@ def test_highs_fails(strategy: Strategy, budget: str) -> None:
 
 def test_highs_fails_in_one_of_two_orders(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where orders are searched, the smallest peak is looked for in two of them."""
-    real = NearSearch.least_peak
-    searches: list[NearSearch] = []
+    searches: list[Known] = []
 
-    def failing_in_the_second(self: NearSearch) -> Solution:
-        searches.append(self)
+    def failing_in_the_second(known: Known, steps: Pipeline) -> Solution:
+        searches.append(known)
         if len(searches) == 2:
-            self.stats["solver_error"] = "HiGHS refused to run"
-        return real(self)
+            known.stats["solver_error"] = "HiGHS refused to run"
+        return search(known, steps)
 
-    monkeypatch.setattr(NearSearch, "least_peak", failing_in_the_second)
+    monkeypatch.setattr(auto, "search", failing_in_the_second)
     found = Auto(order="on", time_limit=20, threads=1).run(Task(SHORT))
     assert len(searches) == 2
     assert found.failure == {"solver_error": "HiGHS refused to run"}

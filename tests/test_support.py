@@ -19,9 +19,11 @@ from remat.milp.support import support
 from remat.schedule import Schedule
 from remat.simulate import peak_and_time, simulate
 from remat.strategies.base import Task
-from remat.strategies.search.near_search import NearSearch
-from remat.strategies.search.programs import MilpRunner
-from remat.strategies.search.refine import sift
+from remat.strategies.search.clock import Clock
+from remat.strategies.search.evict import evict
+from remat.strategies.search.known import Known
+from remat.strategies.search.moments import relax
+from remat.strategies.search.sift import sift
 
 LAWS = settings(
     max_examples=40,
@@ -95,8 +97,11 @@ def test_prune_makes_no_value_without_bytes_again() -> None:
     assert prune(nothing, Schedule.of([0, 0, 1])).runs == (0, 1)
 
 
-def programs(graph: Graph, gap: float = 0.0) -> MilpRunner:
-    return MilpRunner(graph, remat.Auto(gap=gap, time_limit=30.0, threads=1), None, None)
+def known_of(graph: Graph, budget_bytes: int, start: Schedule, reserve: float = 0.0) -> Known:
+    """With every slot on offer."""
+    auto = remat.Auto(gap=0.0, time_limit=30.0, threads=1)
+    task = Task(graph, budget_bytes, start)
+    return Known(task, auto, lambda graph, *_: slots.complete(graph), reserve=reserve)
 
 
 @pytest.mark.parametrize("budget", [5, 6, 8])
@@ -108,8 +113,9 @@ def test_sifting_finds_the_optimum_of_a_chain(budget: int) -> None:
     assert len(used) - len(graph) < offered.optional_count / 2
     dear = smallest(graph, target_bytes=budget).schedule
     best = remat.solve(graph, budget, remat.Exact())
-    found = sift(programs(graph), dear, budget, offered, 30.0, lambda _: False)
-    peak_bytes, time_s = peak_and_time(graph, found)
+    known = known_of(graph, budget, dear)
+    sift(known, Clock.of(30.0))
+    peak_bytes, time_s = peak_and_time(graph, known.best)
     assert peak_bytes <= budget
     assert best.time_s <= time_s <= peak_and_time(graph, dear)[1]
     assert time_s == pytest.approx(best.time_s)
@@ -118,9 +124,6 @@ def test_sifting_finds_the_optimum_of_a_chain(budget: int) -> None:
 def test_nothing_is_sifted_where_nothing_fits() -> None:
     graph = chain(4)
     assert support(graph, slots.complete(graph), 1, time_limit=30.0) is None
-    keep_all = Schedule.keep_all(graph)
-    found = sift(programs(graph), keep_all, 1, slots.complete(graph), 30.0, lambda _: False)
-    assert found == keep_all
 
 
 @pytest.mark.parametrize("budget", ["60%", "40%"])
@@ -139,10 +142,12 @@ def test_programs_decide_on_small_values_only_where_they_must() -> None:
     budget = tightest.peak_bytes + 12
 
     def known(reserve: float, budget: int) -> tuple[Graph, int, list[Schedule]]:
-        searched = search(graph, tightest.schedule, reserve)
-        programs, left_bytes, found = searched._known(budget, searched._advisor(budget))
-        assert all(peak_and_time(programs.graph, schedule)[0] <= left_bytes for schedule in found)
-        return programs.graph, left_bytes, list(found)
+        found = known_of(graph, budget, tightest.schedule, reserve)
+        relax(found, found.clock)
+        evict(found, found.clock.share(0.2))
+        fits = [peak_and_time(found.graph, each)[0] for each in found.schedules]
+        assert max(fits) <= found.budget_bytes
+        return found.graph, found.budget_bytes, found.schedules
 
     light, left_bytes, found = known(0.01, budget)
     assert left_bytes == budget - 12
@@ -168,13 +173,3 @@ def test_the_smallest_peak_may_be_as_much_larger_as_the_strategy_tolerates() -> 
     assert plan.budget_bytes in (smallest_bytes, int(smallest_bytes * 1.1))
     proved = remat.solve(graph, "min", remat.Exact(time_limit=30.0))
     assert proved.budget_bytes == proved.peak_bytes
-
-
-def search(graph: Graph, start: Schedule, reserve: float) -> NearSearch:
-    return NearSearch(
-        Task(graph, start=start),
-        remat.Auto(threads=1),
-        lambda graph, known, _: slots.recombined(graph, known, region=100),
-        stall=10.0,
-        reserve=reserve,
-    )

@@ -17,10 +17,10 @@ from remat.plan import Plan
 from remat.progress import Cancel, ProgressCallback
 from remat.schedule import Schedule
 from remat.simulate import peak_and_time, simulate
-from remat.solution import Solution, Stats
+from remat.solution import Solution, Stats, joined
 from remat.strategies.auto import Auto
 from remat.strategies.base import Strategy, Task
-from remat.strategies.search.mishaps import tell
+from remat.strategies.search.steps import tell
 
 _LEAST_S = 1.0
 SWEEP = ("min", *(f"{percent}%" for percent in range(5, 101, 5)))
@@ -150,7 +150,7 @@ def _solve(
         start = smallest.schedule
         budget_bytes = _near(simulate(graph, start).peak_bytes, smallest, strategy)
         stats["peak_search_s"] = time.monotonic() - began
-        stats |= smallest.failure
+        stats |= smallest.steps | smallest.failure
         if smallest.bound is not None:
             stats["peak_bound_bytes"] = int(smallest.bound)
         strategy = _with_what_is_left(strategy, time.monotonic() - began)
@@ -166,7 +166,7 @@ def _solve(
             stats["solver_error"] = str(error)
         elif cancel is None or not cancel.is_set():
             tell(stats, strategy.name, error)
-    stats |= solution.stats
+    stats = joined(stats, solution.stats)
     stats["total_s"] = time.monotonic() - began
     plan = Plan.of(graph, budget_bytes, solution, stats)
     warn_of_failure(plan)

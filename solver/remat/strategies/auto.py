@@ -1,4 +1,4 @@
-"""The default: complete slots where they are few, near slots elsewhere."""
+"""The default: a list of steps, over complete slots where they are few, near slots elsewhere."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from remat.schedule import Schedule
 from remat.solution import Solution
 from remat.strategies.base import Task
 from remat.strategies.options import Checked, Seconds, Seed, Share, Threads, between
-from remat.strategies.search import ordered
-from remat.strategies.search.near_search import NearSearch
+from remat.strategies.search import ordered, pipeline
+from remat.strategies.search.known import Known
+from remat.strategies.search.pipeline import Pipeline
+from remat.strategies.search.search import search
 
 _REGION = 100
 """Slots of an operation further apart than this many operations are no group. One group for all
@@ -31,7 +33,19 @@ _EVERY = (1, 2, 3, 4, 6, 8, 12, 16, 24)
 
 @dataclass(frozen=True)
 class Auto(Checked):
-    """Near-optimal plans for graphs of any size.
+    """Near-optimal plans for graphs of any size, step by step until the gap or the time is reached.
+
+    1. `relaxation`: of the problem to the worst moments, a bound for all schedules of the order.
+    2. `blocks`, in networks of many identical blocks: a program in which they decide together.
+    3. `eviction`: what to drop when memory is full, by the advice of the moments; `baselines`; and
+       `annealing` in graphs that are no training step.
+    4. `reach`, where nothing fits by then: the smallest peak, by eviction and then by a program.
+    5. `sifting`: a program over the slots that its relaxation uses; `program`: one over all that
+       are offered, for a proof; `windows`: what that leaves open, part by part. Beside all three
+       `moments`: programs over more and more moments, for a higher bound and better advice.
+
+    `steps` says which of these a graph has, `plan.stats` what each came to. Where other orders of
+    the operations are searched, annealing over whole sequences goes before all of that.
 
     `gap` is on total time: 0.005 ends the solve once the plan is proved to be within 0.5% of the
     best, of every schedule of the order or of those over the slots offered. At `time_limit` seconds
@@ -63,25 +77,22 @@ class Auto(Checked):
         if task.start is None:
             require(self.solver)
 
-        graph = task.graph
-
         def solve(task: Task, time_limit: float) -> Solution:
-            search = NearSearch(
-                task,
-                replace(self, time_limit=time_limit),
-                self._offer,
-                stall=self.stall,
-                peak_gap=self.peak_gap,
-                is_annealed=ordered.is_worthwhile(task.graph),
-                reserve=0.0 if self._is_complete(task.graph) else _RESERVE * self.gap,
-            )
-            return search.answer()
+            timed = replace(self, time_limit=time_limit)
+            reserve = 0.0 if self._is_complete(task.graph) else _RESERVE * self.gap
+            return search(Known(task, timed, self._offer, reserve=reserve), self.steps(task.graph))
 
-        is_wanted = self.order == "on" or (self.order == "auto" and ordered.is_worthwhile(graph))
+        is_wanted = self.order == "on" or (
+            self.order == "auto" and ordered.is_worthwhile(task.graph)
+        )
         if not is_wanted:
             return solve(task, self.time_limit)
         in_any_order = ordered.least_peak if task.budget_bytes is None else ordered.least_cost
         return in_any_order(task, solve, time_limit=self.time_limit, seed=self.seed)
+
+    def steps(self, graph: Graph) -> Pipeline:
+        """The steps that this graph is solved by."""
+        return pipeline.near(graph)
 
     def _is_complete(self, graph: Graph) -> bool:
         return slots.complete_count(graph) <= self.complete_slots

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from remat.milp import slots
@@ -9,7 +10,9 @@ from remat.milp.solvers.pulp_solvers import require
 from remat.solution import Solution
 from remat.strategies.base import Task
 from remat.strategies.options import Checked, Seconds, Seed, Share, Threads
-from remat.strategies.search.search import Search
+from remat.strategies.search import pipeline
+from remat.strategies.search.known import Known
+from remat.strategies.search.search import search
 
 
 @dataclass(frozen=True)
@@ -28,12 +31,22 @@ class Exact(Checked):
 
     name = "exact"
 
+    @property
+    def stall(self) -> float:
+        """Seconds without a move that end a program: it goes on to the end."""
+        return math.inf
+
+    @property
+    def peak_gap(self) -> float:
+        """How near its bound a peak is small enough."""
+        return 0.0
+
     def run(self, task: Task) -> Solution:
         """The cheapest schedule within the budget, or the one with the smallest peak. Raises
         `SolverError` if the solver is missing and no schedule is known to begin from."""
         if task.start is None:
             require(self.solver)
-        search = Search(
+        known = Known(
             task, self, lambda graph, _, affordable_s: slots.complete(graph, affordable_s)
         )
-        return search.answer()
+        return search(known, pipeline.exact())

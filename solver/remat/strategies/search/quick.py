@@ -18,6 +18,8 @@ from remat.strategies.baselines.chen_greedy import ChenGreedy
 from remat.strategies.baselines.every_k import EveryK
 from remat.strategies.baselines.knapsack import Knapsack
 from remat.strategies.baselines.per_block import PerBlock
+from remat.strategies.search.clock import Clock
+from remat.strategies.search.known import Known
 
 QUICK: tuple[Strategy, ...] = (
     PerBlock(),
@@ -26,6 +28,11 @@ QUICK: tuple[Strategy, ...] = (
     ArticulationPoints("greedy"),
     Knapsack(),
 )
+
+
+def try_baselines(known: Known, clock: Clock) -> None:
+    """What the quick baselines find within the budget, or with their smallest peaks."""
+    known.offer(quick_schedules(known.task.graph, known.task.budget_bytes, clock.is_over))
 
 
 def quick_schedules(

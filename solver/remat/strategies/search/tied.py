@@ -11,11 +11,11 @@ depth. Then the groups are split, and it starts over. What comes out fits the gr
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator
 
 from remat.errors import RematError
 from remat.graph import Graph
+from remat.heuristics.local_search import polish
 from remat.milp import identical_blocks, slots
 from remat.milp.identical_blocks import Repeats
 from remat.milp.slots import Slots
@@ -23,7 +23,9 @@ from remat.milp.ties import Ties
 from remat.schedule import Schedule
 from remat.strategies.base import Task
 from remat.strategies.baselines.per_block import PerBlock
-from remat.strategies.search.programs import MilpRunner
+from remat.strategies.search.clock import Clock
+from remat.strategies.search.known import Known
+from remat.strategies.search.runner import MilpRunner
 
 _LARGE = 5_000
 """Operations from which on a graph is looked at: smaller ones are solved well as they are, and this
@@ -54,16 +56,25 @@ def blocks_to_tie(graph: Graph) -> Repeats | None:
     return identical_blocks.find(graph, _BLOCKS) if len(graph) >= _LARGE else None
 
 
+def tie_blocks(blocks: Repeats, known: Known, clock: Clock) -> None:
+    """What identical blocks that decide together come to. It uses the room to the last byte, so
+    nothing is set aside then."""
+    graph, budget_bytes = known.graph, known.budget_bytes
+    found = tied_schedule(known.runner, blocks, budget_bytes, clock, known.is_enough)
+    if found is not None:
+        known.offer([polish(graph, found, budget_bytes)])
+        known.reserve = 0.0
+
+
 def tied_schedule(
     programs: MilpRunner,
     blocks: Repeats,
     budget_bytes: int,
-    time_limit: float,
+    clock: Clock,
     enough: Callable[[float], bool],
 ) -> Schedule | None:
-    """The best found within the budget, in about `time_limit` seconds; None if there is none. Ends
-    sooner where `enough` is true of a time in seconds, or once finer groups win little."""
-    until = time.monotonic() + time_limit
+    """The best found within the budget; None if there is none. Ends before its clock is over where
+    `enough` is true of a time in seconds, or once finer groups win little."""
     graph = programs.graph
     offered = slots.periodic(
         graph,
@@ -79,9 +90,9 @@ def tied_schedule(
         before_s = math.inf if best is None else programs.time(best)
         for number in range(max(level.group), -1, -1):
             # From the last blocks on, which have the most room for what they make again.
-            left = min(_WINDOW_S, until - time.monotonic())
+            left = min(_WINDOW_S, clock.left_s)
             is_enough = best is not None and enough(programs.time(best))
-            if is_enough or left < _LEAST_S or programs.is_cancelled():
+            if is_enough or left < _LEAST_S or clock.is_over():
                 return best
             free = range(len(offered))
             if best is not None:

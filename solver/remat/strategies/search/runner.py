@@ -17,16 +17,14 @@ from remat.milp import backends, model
 from remat.milp.backends import Outcome, SolverRun
 from remat.milp.slots import Slots
 from remat.milp.ties import Ties
-from remat.progress import Cancel, Progress, ProgressCallback
+from remat.progress import Progress, ProgressCallback
 from remat.schedule import Schedule
 from remat.simulate import peak_and_time
 from remat.solution import Stats
+from remat.strategies.search.clock import Clock
 from remat.strategies.search.stall import Stall
 
 _TIGHTENINGS = 5
-
-_USABLE = 0.96
-"""Of the time: some steps cannot be interrupted, as parts of the solver's presolve, and overrun."""
 
 _ROW_S = 2.5e-4
 """Seconds for a row that HiGHS may take before it first looks at the clock: 9 s were measured for
@@ -34,12 +32,12 @@ _ROW_S = 2.5e-4
 
 
 class MilpOptions(Protocol):
-    """The options of a MILP strategy."""
+    """The options of a MILP strategy, see `Auto`."""
 
     @property
-    def name(self) -> str: ...
-    @property
     def gap(self) -> float: ...
+    @property
+    def peak_gap(self) -> float: ...
     @property
     def time_limit(self) -> float: ...
     @property
@@ -48,30 +46,33 @@ class MilpOptions(Protocol):
     def solver(self) -> str: ...
     @property
     def seed(self) -> int: ...
+    @property
+    def stall(self) -> float: ...
 
 
 @dataclass
 class MilpRunner:
     """Runs programs for one search; `stats` are the facts gathered so far.
 
-    `stall` ends a run that has not moved for this many seconds, `peak_gap` is the relative gap at
-    which a small peak is good enough. A solver that fails, however it does, is asked no more:
-    `failure` then says how, and every program is answered by what is known without it.
+    A solver that fails, however it does, is asked no more: `failure` then says how, and every
+    program is answered by what is known without it.
     """
 
     graph: Graph
     options: MilpOptions
-    progress: ProgressCallback | None
-    cancel: Cancel | None
-    stall: float = math.inf
-    peak_gap: float = 0.0
-    began: float = field(default_factory=time.monotonic)
+    clock: Clock
+    progress: ProgressCallback | None = None
     stats: Stats = field(default_factory=dict[str, str | int | float])
     _pace_s: float = 0.0
 
     def __post_init__(self) -> None:
-        self.deadline = self.began + _USABLE * self.options.time_limit
-        self.stats |= {"solver": self.options.solver, "slots": 0, "rows": 0, "columns": 0}
+        for key, value in {
+            "solver": self.options.solver,
+            "slots": 0,
+            "rows": 0,
+            "columns": 0,
+        }.items():
+            self.stats.setdefault(key, value)
 
     def solve_cost(
         self,
@@ -91,19 +92,19 @@ class MilpRunner:
         budget_now = budget_bytes
         for _ in range(_TIGHTENINGS):
             began = time.monotonic()
-            if self.is_over() or began + self._overhead_s(slots) > self.deadline:
+            if self.is_over() or self._overhead_s(slots) > self.clock.left_s:
                 break
             program = self._build(slots, budget_now)
             if self._is_too_late(program):
                 break
             unit_s = program.cost_unit_s
-            stall = Stall(self.stall, self._cost_report(unit_s))
+            stall = Stall(self.options.stall, self._cost_report(unit_s))
             stall.least = self.time(incumbent) / unit_s
             self._cost_report(unit_s)(stall.least, None)
             answer = self._run(
                 program,
                 gap=self.options.gap if gap is None else gap,
-                time_limit=min(time_limit, self.deadline - time.monotonic()),
+                time_limit=min(time_limit, self.clock.left_s),
                 incumbent=incumbent,
                 report=stall.report,
                 done=partial(_is_done, stall, lambda x, unit_s=unit_s: enough(x * unit_s)),
@@ -146,7 +147,7 @@ class MilpRunner:
             return None
         began = time.monotonic()
         program = model.build(self.graph, ties.slots, budget_bytes, ties)
-        self.clock("model_s", began)
+        self.add_s("model_s", began)
         if self._is_too_late(program):
             return None
         unit_s = program.cost_unit_s
@@ -165,8 +166,8 @@ class MilpRunner:
         self, slots: Slots, incumbent: Schedule, time_limit: float, target_bytes: int | None = None
     ) -> tuple[SolverRun, float | None]:
         """The program's answer, and the bound on the peak in bytes that it proves."""
-        if self.failure:
-            return _nothing("the solver failed before"), None
+        if self.is_over() or self.clock.is_over():
+            return _nothing("no program was asked"), None
         program = self._build(slots, None)
         if self._is_too_late(program):
             return _nothing("no time for the program"), None
@@ -175,7 +176,7 @@ class MilpRunner:
         excluded = threading.Event()
         tell = self._peak_report(constant, unit)
         tell((self.peak(incumbent) - constant) / unit, None)
-        stall = Stall(self.stall, tell)
+        stall = Stall(self.options.stall, tell)
 
         def watch(incumbent: float | None, bound: float | None) -> None:
             stall.report(incumbent, bound)
@@ -184,7 +185,7 @@ class MilpRunner:
 
         answer = self._run(
             program,
-            gap=self.peak_gap,
+            gap=self.options.peak_gap,
             time_limit=time_limit,
             incumbent=incumbent,
             target=target,
@@ -204,13 +205,13 @@ class MilpRunner:
     def _is_too_late(self, program: model.Model) -> bool:
         """Whether the solver could overrun the deadline before it looks at the clock. A search that
         is to be exhaustive takes that risk."""
-        left_s = self.deadline - time.monotonic()
-        return self.stall < math.inf and program.rows * _ROW_S > left_s
+        left_s = self.clock.left_s
+        return self.options.stall < math.inf and program.rows * _ROW_S > left_s
 
     def _build(self, slots: Slots, budget_bytes: int | None) -> model.Model:
         began = time.monotonic()
         program = model.build(self.graph, slots, budget_bytes)
-        self.clock("model_s", began)
+        self.add_s("model_s", began)
         self.stats["slots"] = slots.optional_count
         self.stats["rows"] = program.rows
         self.stats["columns"] = program.columns
@@ -239,7 +240,7 @@ class MilpRunner:
                 incumbent=incumbent,
                 target=target,
                 report=report,
-                cancelled=lambda: done() or self.is_cancelled(),
+                cancelled=lambda: done() or self.clock.is_cancelled(),
             )
         except SolverError as error:
             self.stats["solver_error"] = str(error)
@@ -270,7 +271,7 @@ class MilpRunner:
             self.progress(
                 Progress(
                     phase=phase,
-                    elapsed_s=time.monotonic() - self.began,
+                    elapsed_s=self.clock.passed_s,
                     incumbent=None if incumbent is None else shown(incumbent),
                     bound=None if bound is None else shown(bound),
                     gap=gap,
@@ -287,10 +288,6 @@ class MilpRunner:
         """Seconds, simulated."""
         return peak_and_time(self.graph, schedule)[1]
 
-    def is_cancelled(self) -> bool:
-        """Whether the caller asked for an end."""
-        return self.cancel is not None and self.cancel.is_set()
-
     @property
     def failure(self) -> str:
         """How the solver failed; "" where it did not."""
@@ -298,9 +295,9 @@ class MilpRunner:
 
     def is_over(self) -> bool:
         """Whether no program will be answered any more."""
-        return self.is_cancelled() or bool(self.failure)
+        return self.clock.is_cancelled() or bool(self.failure)
 
-    def clock(self, phase: str, began: float) -> None:
+    def add_s(self, phase: str, began: float) -> None:
         """Add the time since `began` to a phase's."""
         self.stats[phase] = float(self.stats.get(phase, 0.0)) + time.monotonic() - began
 
