@@ -50,7 +50,9 @@ class Offers:
     is_complete: bool = True
     asked: list[tuple[list[Schedule], float]] = field(default_factory=list)
 
-    def __call__(self, graph: Graph, known: Sequence[Schedule], affordable_s: float) -> Slots:
+    def __call__(
+        self, graph: Graph, known: Sequence[Schedule], affordable_s: float, _: int
+    ) -> Slots:
         self.asked.append((list(known), affordable_s))
         if self.is_complete:
             return slots.complete(graph, affordable_s)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -117,21 +118,22 @@ def fitting(
     *,
     known: Sequence[Schedule] = (),
     advice: Iterable[Advice] = (),
+    rules: Sequence[Rule] = ADVISED,
     enough: Callable[[float], bool] = _not_yet,
     effort: int | None = None,
     stop: Callable[[], bool] = _never,
 ) -> list[Rated]:
     """Schedules with a peak of at most `budget_bytes`, the cheapest first; the best polished.
 
-    `known` are schedules to be judged with those that the search finds, `advice` is tried
-    first, `enough` says of a time in seconds that no better one is wanted. `stop` is heeded once
-    there is something to return, or after `AT_LEAST` attempts.
+    `known` are schedules to be judged with those that the search finds, `advice` is tried first,
+    each piece under these `rules`, `enough` says of a time in seconds that no better one is wanted.
+    `stop` is heeded once there is something to return, or after `AT_LEAST` attempts.
     """
     found = {schedule: Rated.of(graph, schedule) for schedule in known}
     found = {s: rated for s, rated in found.items() if rated.peak_bytes <= budget_bytes}
     best_s = min((rated.time_s for rated in found.values()), default=float("inf"))
     effort = _effort(graph) if effort is None else effort
-    proposals = _Proposals(graph, advice)
+    proposals = _Proposals(graph, advice, rules)
     for turn, (rule, weights, piece) in enumerate(proposals):
         heeded = stop if found or turn >= AT_LEAST else _never
         if enough(best_s) or effort <= 0 or heeded():
@@ -201,26 +203,36 @@ def polish(graph: Graph, schedule: Schedule, budget_bytes: int, effort: int = PO
     return prune(graph, Schedule.of(op for r, op in enumerate(schedule.runs) if r not in gone))
 
 
-class _Proposals:
-    """The first rule, all advice, the other rules, then random weights around the last accepted."""
+Proposal = tuple[Rule, list[float] | None, Advice]
 
-    def __init__(self, graph: Graph, advice: Iterable[Advice] = ()) -> None:
+
+class _Proposals:
+    """The first rule; all advice, and as often the other rules and then random weights around what
+    was last accepted; and these until the end."""
+
+    def __init__(
+        self, graph: Graph, advice: Iterable[Advice] = (), rules: Sequence[Rule] = ADVISED
+    ) -> None:
         self._advice = advice
+        self._rules = rules
         self._random = np.random.default_rng(0)
         self._ones = np.ones(len(graph.values))
         self._centre: tuple[Rule, NDArray[np.float64], Advice] = (RULES[0], self._ones, ())
         self._last = self._centre
 
-    def __iter__(self) -> Iterator[tuple[Rule, list[float] | None, Advice]]:
-        self._last = self._centre
-        yield RULES[0], None, ()
+    def __iter__(self) -> Iterator[Proposal]:
+        unadvised = self._unadvised()
+        yield next(unadvised)
         for piece in self._advice:
-            for rule in ADVISED:
-                self._last = (rule, self._ones, piece)
-                yield rule, None, piece
-        for rule in RULES[1:]:
-            self._last = (rule, self._ones, ())
-            yield rule, None, ()
+            for rule in self._rules:
+                yield self._of(rule, piece)
+            # Advice may be bad: as many without it.
+            yield from islice(unadvised, len(self._rules))
+        yield from unadvised
+
+    def _unadvised(self) -> Iterator[Proposal]:
+        for rule in RULES:
+            yield self._of(rule, ())
         turn = 0
         while True:
             rule, weights, piece = self._centre
@@ -229,6 +241,10 @@ class _Proposals:
             self._last = (rule, weights, piece)
             turn += 1
             yield rule, weights.tolist(), piece
+
+    def _of(self, rule: Rule, piece: Advice) -> Proposal:
+        self._last = (rule, self._ones, piece)
+        return rule, None, piece
 
     def accept(self) -> None:
         """The last proposal was an improvement."""

@@ -50,6 +50,9 @@ class Builder:
             else (budget_bytes - graph.constant_bytes) / self.unit_bytes
         )
         self.before: dict[tuple[int, int], Held] = {}
+        """By slot and value that it reads: whether the value is held then."""
+        self.after: dict[tuple[int, int], Held] = {}
+        """By slot and value that it reads or makes: whether the value is held from then on."""
         self.last_reader = [-1] * len(graph.values)
         for slot, op in enumerate(slots.operations):
             for v in graph.operations[op].inputs:
@@ -122,21 +125,21 @@ class Builder:
         else:
             self.add_le(f"consume_{slot}_{value}", [run], [old])
         if slot >= self.last_reader[value]:
-            return old, self._hold(value, 0)
+            return old, self._hold(slot, value, 0)
         new = self._hold_after(slot, value)
         if not isinstance(old, int):
             self.add_le(f"keep_{slot}_{value}", [new], [old])
-        return old, self._hold(value, new)
+        return old, self._hold(slot, value, new)
 
     def _produce(self, slot: int, run: Held, value: int) -> tuple[Held, Held]:
         old = self._held[value]
         if slot >= self.last_reader[value]:
-            return old, self._hold(value, 0)
+            return old, self._hold(slot, value, 0)
         new = self._hold_after(slot, value)
         if not isinstance(run, int):
             self.add_le(f"produce_{slot}_{value}", [new], [old, run])
             self.add_le(f"once_{slot}_{value}", [run, old], [], 1)
-        return old, self._hold(value, new)
+        return old, self._hold(slot, value, new)
 
     def _peak(self, slot: int, run: Held, op: int) -> None:
         operation = self.graph.operations[op]
@@ -196,8 +199,8 @@ class Builder:
                 change[held] = change.get(held, 0.0) + sign * self.sizes[value]
         return constant
 
-    def _hold(self, value: int, held: Held) -> Held:
-        self._held[value] = held
+    def _hold(self, slot: int, value: int, held: Held) -> Held:
+        self._held[value] = self.after[slot, value] = held
         return held
 
     def _set_objective(self) -> None:

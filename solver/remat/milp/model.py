@@ -39,7 +39,7 @@ from functools import cached_property
 import pulp
 
 from remat.graph import Graph
-from remat.milp.builder import Builder
+from remat.milp.builder import Builder, Held
 from remat.milp.cuts import add_group_cuts
 from remat.milp.slots import Slots
 from remat.milp.solvers import pulp_versions
@@ -49,11 +49,16 @@ from remat.milp.ties import Ties
 
 @dataclass
 class Model:
-    """A program built by `build`, with what is needed to read its solution."""
+    """A program built by `build`, with what is needed to read its solution.
+
+    `runs` by optional slot; `held` by slot and value that it reads or makes, from then on, with no
+    entry for what is always held.
+    """
 
     problem: pulp.LpProblem
     slots: Slots
     runs: dict[int, pulp.LpVariable]
+    held: dict[tuple[int, int], Held]
     unit_bytes: int
     cost_unit_s: float
     rows: int
@@ -82,6 +87,7 @@ def build(graph: Graph, slots: Slots, budget_bytes: int | None, ties: Ties | Non
         problem=builder.problem,
         slots=slots,
         runs=builder.runs,
+        held=builder.after,
         unit_bytes=builder.unit_bytes,
         cost_unit_s=builder.cost_unit_s,
         rows=len(builder.rows),

@@ -97,7 +97,9 @@ class Auto(Checked):
     def _is_complete(self, graph: Graph) -> bool:
         return slots.complete_count(graph) <= self.complete_slots
 
-    def _offer(self, graph: Graph, known: Sequence[Schedule], affordable_s: float) -> Slots:
+    def _offer(
+        self, graph: Graph, known: Sequence[Schedule], affordable_s: float, coarseness: int
+    ) -> Slots:
         if self._is_complete(graph):
             return slots.complete(graph, affordable_s)
         idle = max(8, len(graph) // 40)
@@ -111,7 +113,7 @@ class Auto(Checked):
             affordable_s=affordable_s,
         )
         for every in _EVERY[:-1]:
-            offered = near(every=every)
+            offered = near(every=coarseness * every)
             if offered.optional_count <= self.near_slots:
                 return offered
-        return near(every=_EVERY[-1])
+        return near(every=coarseness * _EVERY[-1])

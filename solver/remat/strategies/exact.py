@@ -47,6 +47,6 @@ class Exact(Checked):
         if task.start is None:
             require(self.solver)
         known = Known(
-            task, self, lambda graph, _, affordable_s: slots.complete(graph, affordable_s)
+            task, self, lambda graph, _, affordable_s, __: slots.complete(graph, affordable_s)
         )
         return search(known, pipeline.exact())

@@ -15,11 +15,6 @@ Shares = npt.NDArray[np.float64]
 
 def held_shares(graph: Graph, relaxed: Model) -> Shares:
     """S of a solved relaxation over complete slots; what is no question there is 1."""
-    held = {
-        variable.name: variable.varValue or 0.0
-        for variable in relaxed.problem.variables()
-        if variable.name.startswith("h")
-    }
     now = np.zeros(len(graph.values))
     shares = np.zeros((len(graph) + 1, len(graph.values)))
     stage = 0
@@ -29,8 +24,8 @@ def held_shares(graph: Graph, relaxed: Model) -> Shares:
             if v in graph.results or graph.values[v].size_bytes == 0:
                 now[v] = 1.0
             else:
-                # No variable: this was the last slot that reads it.
-                now[v] = held.get(f"h{v:06d}_{slot:06d}", 0.0)
+                held = relaxed.held[slot, v]
+                now[v] = held if isinstance(held, int) else held.varValue or 0.0
         if not relaxed.slots.optional[slot]:
             stage += 1
             shares[stage] = now

@@ -12,8 +12,13 @@ from remat.strategies.search.known import Known
 _WELL, _MORE = 0.1, 0.03
 """Eviction goes on to this share of the gap, for up to this share of the time."""
 
+
 _LIGHT = 0.5
 """The share of the step's time that it may look with small values set aside."""
+
+_EFFORT, _ATTEMPTS = 20_000, 30
+"""Operations that eviction may run, and in units of the graph's if that is more: what it has not
+found by then, the steps that follow find sooner."""
 
 
 def evict(known: Known, clock: Clock) -> None:
@@ -47,6 +52,7 @@ def _fitting(known: Known, graph: Graph, budget_bytes: int, clock: Clock) -> lis
         known=known.schedules,
         advice=() if advisor is None else advisor.advice(),
         enough=is_enough,
+        effort=max(_EFFORT, _ATTEMPTS * len(graph)),
         stop=clock.is_over,
     )
     return [rated.schedule for rated in found]

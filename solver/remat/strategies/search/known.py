@@ -19,10 +19,10 @@ from remat.strategies.base import Task
 from remat.strategies.search.clock import Clock
 from remat.strategies.search.runner import MilpOptions, MilpRunner
 
-Offer = Callable[[Graph, Sequence[Schedule], float], Slots]
+Offer = Callable[[Graph, Sequence[Schedule], float, int], Slots]
 """Builds a slot set of the graph that can express the first of the schedules and offers what the
 others recompute (complete sets always can), without operations that cost more than so many
-seconds."""
+seconds; with a coarseness above 1, fewer slots."""
 
 _NO_LIMIT = 1 << 62
 
@@ -177,10 +177,10 @@ class Known:
 
     # -- programs
 
-    def offered(self) -> Slots:
-        """The slots that can improve on the best."""
+    def offered(self, coarseness: int = 1) -> Slots:
+        """The slots that can improve on the best; or so many times fewer."""
         affordable_s = math.inf if self.is_for_peak else self.objective - self.graph.total_cost_s
-        return self._offer(self.graph, [self.best], affordable_s)
+        return self._offer(self.graph, [self.best], affordable_s, coarseness)
 
     def smallest(self, target_bytes: int | None = None) -> Known:
         """What is known of the smallest peak, or of one that is small enough, of the same search:

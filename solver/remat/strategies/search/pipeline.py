@@ -20,7 +20,7 @@ from remat.strategies.search.moments import more_moments, relax
 from remat.strategies.search.ordered import is_worthwhile
 from remat.strategies.search.quick import try_baselines
 from remat.strategies.search.reach import nothing_fits, reach
-from remat.strategies.search.sift import prove, prove_smallest, sift
+from remat.strategies.search.sift import follow, prove, prove_smallest, sift
 from remat.strategies.search.steps import Step
 from remat.strategies.search.tied import blocks_to_tie, tie_blocks
 from remat.strategies.search.windows import is_unproved, refine
@@ -90,6 +90,7 @@ def near(graph: Graph) -> Pipeline:
             Step("reach", partial(reach, peak, nearest), is_wanted=nothing_fits, must_succeed=True),
             Step("moments", more_moments, share=0.3, is_beside=True),
             Step("sifting", sift, share=0.4),
+            Step("following", follow, share=0.2),
             Step("program", prove, share=0.6),
             Step("windows", refine, is_wanted=is_unproved),
         ),
