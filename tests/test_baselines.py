@@ -362,8 +362,13 @@ def test_a_comparison_lists_what_does_not_apply() -> None:
     for points in frontier.values():
         assert points == sorted(points)
         assert [time for _, time in points] == sorted((time for _, time in points), reverse=True)
-    with pytest.raises(BudgetError):
-        compare(graph, ["nonsense"], strategies)
+    seen.clear()
+    for wrong in ("nonsense", "auto", 0):
+        with pytest.raises(BudgetError):
+            compare(graph, ["80%", wrong], strategies, told=lambda row: seen.append(row.strategy))
+    assert not seen, "nothing is solved before all are read"
+    row = compare(graph, [" MIN ", 1e9], [ChenSqrt()]).rows
+    assert [each.budget for each in row] == [" MIN ", 1e9], "as they were given"
 
 
 def test_lp_rounding_relaxes_everything() -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
+from fractions import Fraction
 
-from remat.budget import format_bytes, format_seconds, parse_budget
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from remat.budget import Budget, format_bytes, format_seconds, is_auto
 from remat.errors import BudgetError
 
 BASELINE = 1_000_000
+UNITS = {"B": 1, "kB": 10**3, "GB": 10**9, "KiB": 2**10, "TiB": 2**40}
 
 
 @pytest.mark.parametrize(
@@ -15,22 +20,30 @@ BASELINE = 1_000_000
     [
         (123, 123),
         (8e9, 8_000_000_000),
+        (1.9, 1),
         ("123", 123),
         ("8GiB", 8 * 2**30),
         ("7.5 GB", 7_500_000_000),
         ("512MiB", 512 * 2**20),
         ("1.5kib", 1536),
+        (".5 kB", 500),
+        ("+2. B", 2),
         ("  10 kB ", 10_000),
         ("0.7 TB", 700_000_000_000),
         ("60%", 600_000),
         ("33.3333%", 333_333),
         ("120%", 1_200_000),
-        ("min", "min"),
-        (" MIN ", "min"),
+        ("min", None),
+        (" MIN ", None),
     ],
 )
-def test_budgets_are_read(budget: int | float | str, expected: int | str) -> None:
-    assert parse_budget(budget, baseline_bytes=BASELINE) == expected
+def test_budgets_are_read(budget: int | float | str, expected: int | None) -> None:
+    found = Budget.parse(budget)
+    assert found.in_bytes(BASELINE) == expected
+    assert found.given is budget
+    assert found.is_min is (expected is None)
+    is_share = isinstance(budget, str) and budget.endswith("%")
+    assert found.size_bytes == (None if is_share else expected), "no baseline is needed"
 
 
 @pytest.mark.parametrize(
@@ -44,20 +57,89 @@ def test_budgets_are_read(budget: int | float | str, expected: int | str) -> Non
         (0, "positive"),
         (-5, "positive"),
         (0.6, 'pass "60%"'),
+        (10**100, "more than any memory"),
         ("0 GB", "positive"),
         ("-3 GiB", "positive"),
+        ("0%", "positive"),
+        ("-5%", "positive"),
+        ("9" * 99 + "%", "less than 1e80 peaks"),
         ("nan", "not a quantity"),
         ("", "not a quantity"),
         ("8 gigs", "unknown unit 'gigs'"),
         ("1e9", "not a quantity"),
         ("8 Gi B", "not a quantity"),
-        ("0.00001%", "positive"),
+        ("٣GiB", "not a quantity"),
+        ("9" * 5000, "not a quantity"),
         ("auto", "remat.optimize"),
+        (" Auto", "remat.optimize"),
     ],
+    ids=lambda each: repr(each)[:20],
 )
 def test_the_rest_is_refused_with_advice(budget: object, message: str) -> None:
-    with pytest.raises(BudgetError, match=message):
-        parse_budget(budget, baseline_bytes=BASELINE)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(BudgetError, match=message) as refused:
+        Budget.parse(budget)  # pyright: ignore[reportArgumentType]
+    assert len(str(refused.value)) < 400
+
+
+def test_a_share_of_less_than_a_byte_is_refused() -> None:
+    budget = Budget.parse("0.00001%")
+    assert budget.in_bytes(10 * BASELINE) == 1
+    with pytest.raises(BudgetError, match=r"'0\.00001%' is 0 bytes; it must be positive"):
+        budget.in_bytes(BASELINE)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"), [("auto", True), (" AUTO ", True), ("min", False), (8, False)]
+)
+def test_what_is_free_is_asked_for_by_a_word(given: object, expected: bool) -> None:
+    assert is_auto(given) is expected
+
+
+AMOUNTS = st.decimals(min_value=1, max_value=10**6, places=3).map(str)
+
+
+@given(
+    st.integers(1, 10**90)
+    | st.floats(1, 1e90)
+    | st.builds(str.__add__, AMOUNTS, st.sampled_from([*UNITS, "%", " kib"]))
+    | st.just("min")
+)
+def test_what_it_was_read_from_reads_the_same(written: int | float | str) -> None:
+    budget = Budget.parse(written)
+    again = Budget.parse(budget.given)
+    assert again == budget
+    assert hash(again) == hash(budget)
+    assert Budget.parse(budget) is budget
+    if budget.size_bytes is not None:
+        assert Budget.parse(budget.size_bytes) == budget
+        assert Budget.parse(f" {budget.size_bytes} B ") == budget
+
+
+@given(st.text(max_size=8) | st.text("0123456789.+-%kKMGiBmn ", max_size=8))
+def test_any_text_is_a_budget_or_refused(text: str) -> None:
+    try:
+        budget = Budget.parse(text)
+    except BudgetError:
+        return
+    size = budget.in_bytes(10**15)
+    assert budget.is_min if size is None else size > 0
+
+
+@given(AMOUNTS, st.sampled_from(sorted(UNITS)), st.integers(0, 10**12), st.integers(0, 10**12))
+def test_bytes_are_exact_and_need_no_baseline(
+    number: str, unit: str, baseline: int, library: int
+) -> None:
+    budget = Budget.parse(number + unit)
+    assert budget.size_bytes == Fraction(number) * UNITS[unit] // 1
+    assert budget.in_bytes(baseline, library) == budget.size_bytes
+
+
+@given(AMOUNTS, st.integers(100, 10**18), st.integers(0, 10**18))
+def test_a_share_is_of_what_a_plan_can_change(number: str, rest: int, library: int) -> None:
+    budget = Budget.parse(number + "%")
+    assert budget.size_bytes is None
+    assert not budget.is_min
+    assert budget.in_bytes(library + rest, library) == library + Fraction(number) * rest // 100
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import remat
 from remat.allocator.fitting import has_expandable_segments, solve_within
 from remat.allocator.prediction import Prediction, predict, uses_cublas
-from remat.budget import parse_budget, share_of_baseline
+from remat.budget import Budget, share_of_baseline
 from remat.errors import BudgetError
 from remat.frontend import device_memory, memory
 from remat.frontend.reserve import Reserved, reserved
@@ -74,7 +74,7 @@ def test_seventy_per_cent_of_the_readmes_example_is_feasible_on_hopper():
 def test_a_share_is_the_percentage_that_it_was(rest: int, library: int, percent: int):
     baseline = library + rest
     try:
-        found = parse_budget(f"{percent}%", baseline_bytes=baseline, library_bytes=library)
+        found = Budget.parse(f"{percent}%").in_bytes(baseline, library)
     except BudgetError:
         assert rest * percent < 100
         return
@@ -142,11 +142,12 @@ def test_a_budget_is_kept_as_the_allocator_counts():
     assert predict(trace, full.schedule).allocated_bytes > budget, "or there is nothing to see"
     asked: list[int | float | str] = []
 
-    def solve(budget: int | float | str) -> remat.Plan:
-        asked.append(budget)
-        return full if budget == full.peak_bytes else remat.solve(trace, budget, STRATEGY)
+    def solve(budget: Budget) -> remat.Plan:
+        asked.append(budget.given)
+        is_first = budget.size_bytes == full.peak_bytes
+        return full if is_first else remat.solve(trace, budget, STRATEGY)
 
-    plan = solve_within(trace, budget, solve)
+    plan = solve_within(trace, Budget.parse(budget), solve)
     found = Prediction.of_plan(plan)
     assert found is not None
     assert found.allocated_bytes <= budget
@@ -155,12 +156,12 @@ def test_a_budget_is_kept_as_the_allocator_counts():
     assert "asked for, so that blocks fit as well" in plan.describe()
     assert len(asked) <= 4
     asked.clear()
-    loose = solve_within(trace, budget, solve, is_expandable=True)
+    loose = solve_within(trace, Budget.parse(budget), solve, is_expandable=True)
     assert asked == [budget] == [loose.budget_bytes]
     assert loose.time_s <= plan.time_s
     asked.clear()
     for unbounded in ("min", "100%"):
-        solve_within(trace, unbounded, solve)
+        solve_within(trace, Budget.parse(unbounded), solve)
     assert asked == ["min", "100%"]
 
 
@@ -168,9 +169,8 @@ def test_where_nothing_fits_the_plan_tells_the_excess():
     """A strategy that knows one schedule cannot make room."""
     trace, schedule = recorded_step()
     plan = remat.solve(trace, "100%", remat.KeepAll())
-    found = solve_within(
-        trace, plan.peak_bytes, lambda budget: remat.solve(trace, budget, remat.KeepAll())
-    )
+    budget = Budget.parse(plan.peak_bytes)
+    found = solve_within(trace, budget, lambda b: remat.solve(trace, b, remat.KeepAll()))
     assert found.schedule == plan.schedule
     assert "asked_budget_bytes" not in found.stats
     assert schedule != plan.schedule
@@ -186,23 +186,22 @@ def test_the_environment_says_which_segments(monkeypatch: pytest.MonkeyPatch):
 
 def test_a_cancelled_solve_is_not_begun_again():
     trace, schedule = recorded_step()
-    budget = remat.simulate(trace.graph(), schedule).peak_bytes
-    cancel, asked = threading.Event(), list[int | float | str]()
+    budget_bytes = remat.simulate(trace.graph(), schedule).peak_bytes
+    cancel, asked = threading.Event(), list[int | None]()
 
-    def solve(budget: int | float | str) -> remat.Plan:
-        asked.append(budget)
+    def solve(budget: Budget) -> remat.Plan:
+        asked.append(budget.size_bytes)
         cancel.set()
         return remat.Plan.of(trace.graph(), budget_bytes, Solution(schedule), {})
 
-    budget_bytes = budget
-    plan = solve_within(trace, budget, solve, cancel=cancel)
-    assert asked == [budget] == [plan.budget_bytes]
+    plan = solve_within(trace, Budget.parse(budget_bytes), solve, cancel=cancel)
+    assert asked == [budget_bytes] == [plan.budget_bytes]
     assert Prediction.of_plan(plan) == predict(trace, schedule)
 
 
 def test_segments_are_kept_within_what_the_device_has():
     trace, schedule = recorded_step()
-    budget = remat.simulate(trace.graph(), schedule).peak_bytes
+    budget = Budget.parse(remat.simulate(trace.graph(), schedule).peak_bytes)
     wide = solve_within(trace, budget, lambda b: remat.solve(trace, b, STRATEGY))
     before = Prediction.of_plan(wide)
     assert before is not None

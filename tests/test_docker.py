@@ -26,7 +26,7 @@ from tests.models import gpt2
 from tests.server import Server, finished, post
 
 import remat
-from remat.budget import parse_budget
+from remat.budget import Budget
 from remat_server.settings import Settings
 
 ROOT = Path(__file__).parent.parent
@@ -162,8 +162,8 @@ def test_the_service_fits_into_its_container(name: str) -> None:
     limits = service["deploy"]["resources"]["limits"]
     solves_bytes = settings.concurrent_solves * settings.solve_memory_bytes
     memory = interpolated(limits["memory"])
-    memory_bytes = parse_budget(memory.upper() + "iB", baseline_bytes=0)
-    assert isinstance(memory_bytes, int)
+    memory_bytes = Budget.parse(memory.upper() + "iB").size_bytes
+    assert memory_bytes is not None
     assert solves_bytes + (1 << 30) <= memory_bytes
     threads = settings.concurrent_solves * settings.threads_per_solve
     assert threads <= float(interpolated(limits["cpus"]))

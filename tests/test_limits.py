@@ -21,12 +21,21 @@ from tests.server import HARD, Server, chain, finished, post, solving_processes,
 
 import remat
 from remat_server.http.auth import ANONYMOUS
+from remat_server.settings import Settings
 from remat_server.store import jobs, tables
 from remat_server.store.database import Database, now
 from remat_server.store.jobs import NewJob
 from remat_server.work.solving import with_threads
 
 OPERATIONS, VALUES, BODY_BYTES = 75, 73, 64_000
+
+
+def test_sizes_are_bytes_and_nothing_else() -> None:
+    for given, size_bytes in (("8GiB", 8 << 30), ("7.5 GB", 7_500_000_000), ("123", 123), (9, 9)):
+        assert Settings.model_validate({"body_bytes": given}).body_bytes == size_bytes
+    for wrong in ("60%", "min", "auto", "0", "8 gigs", -1):
+        with pytest.raises(ValueError, match="body_bytes"):
+            Settings.model_validate({"body_bytes": wrong})
 
 
 @pytest.fixture(scope="module")

@@ -135,9 +135,11 @@ def test_not_even_one_is_fast_enough() -> None:
 
 
 def test_what_no_answer_can_be_given_for() -> None:
+    made: list[int] = []
     for budget in ("60%", "min", "8 apples", 0):
         with pytest.raises(remat.BudgetError):
-            remat.max_batch(_mlp, budget, costs=COSTS)
+            remat.max_batch(made.append, budget, costs=COSTS)
+    assert not made
     with pytest.raises(remat.TraceError, match="model_fn"):
         remat.max_batch(lambda batch: (batch,), "1GiB", costs=COSTS)
     with pytest.raises(ValueError, match="start is 9"):

@@ -416,8 +416,9 @@ def test_an_infeasible_budget_names_the_smallest() -> None:
 
 
 def test_auto_takes_what_the_device_has() -> None:
-    gm = optimized(Mlp(), "auto", (torch.randn(64, 32),))
-    assert gm.plan.overhead == 0
+    for word in ("auto", " AUTO "):
+        gm = optimized(Mlp(), word, (torch.randn(64, 32),))
+        assert gm.plan.overhead == 0
 
 
 def test_optimising_twice_is_refused() -> None:

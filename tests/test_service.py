@@ -21,7 +21,7 @@ from tests.server import HARD, Server, chain, finished, post, solving_processes,
 
 import remat
 from remat.documents.plan import GraphRecord
-from remat.service.wire import Answer, SolveRequest
+from remat.service.wire import Answer, SolveRequest, SweepRequest
 
 QUICK = remat.Auto(gap=0.02)
 
@@ -41,6 +41,19 @@ def http(server: Server) -> Iterator[httpx2.Client]:
 @pytest.fixture(scope="module")
 def graph() -> remat.Graph:
     return GraphRecord.model_validate_json(json.dumps(chain())).graph()
+
+
+def test_a_request_holds_budgets_as_they_were_given(graph: remat.Graph) -> None:
+    record, given = GraphRecord.of(graph), ["60%", 10**20, 2.5e9, " 8 GiB", "MIN"]
+    request = SweepRequest(graph=record, budgets=tuple(given))
+    text = request.model_dump_json()
+    assert [repr(each) for each in json.loads(text)["budgets"]] == [repr(each) for each in given]
+    assert SweepRequest.model_validate_json(text) == request
+    single = SolveRequest(graph=record, budget=given[2])
+    assert json.loads(single.model_dump_json())["budget"] == given[2]
+    for wrong in ("auto", True, "0%", "1" * 101):
+        with pytest.raises(ValueError, match="the budget"):
+            SolveRequest(graph=record, budget=wrong)
 
 
 # -- as a new user would ----------------------------------------------------------------------

@@ -16,7 +16,7 @@ from typing import Any
 
 import remat
 from benchmarks.instances import load
-from remat.budget import parse_budget
+from remat.budget import Budget
 from remat.progress import Progress
 
 
@@ -50,7 +50,7 @@ def solved(graph: remat.Graph, budget: str | int, options: dict[str, Any]) -> di
     baseline_bytes = remat.simulate(graph, remat.Schedule.keep_all(graph)).peak_bytes
     row: dict[str, Any] = {
         "budget": budget,
-        "budget_bytes": parse_budget(budget, baseline_bytes=baseline_bytes),
+        "budget_bytes": Budget.parse(budget).in_bytes(baseline_bytes, graph.library_bytes),
         "baseline_peak_bytes": baseline_bytes,
         "constant_bytes": graph.constant_bytes,
         "operations": len(graph),

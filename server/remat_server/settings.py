@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from remat.budget import parse_budget
+from remat.budget import Budget
 
 Bytes = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0)]
@@ -85,7 +85,7 @@ class Settings(BaseSettings):
     @field_validator("solve_memory_bytes", "body_bytes", mode="before")
     @classmethod
     def _size(cls, given: object) -> object:
-        return parse_budget(given, baseline_bytes=0) if isinstance(given, str) else given
+        return (Budget.parse(given).size_bytes or given) if isinstance(given, str) else given
 
     @cached_property
     def store_url(self) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Literal
+from dataclasses import dataclass, field
+from fractions import Fraction
 
 from remat.errors import BudgetError
 
@@ -22,64 +23,92 @@ _UNITS = {
 }
 _QUANTITY = re.compile(r"([+-]?\d+(?:\.\d*)?|[+-]?\.\d+)\s*([a-z]*|%)", re.IGNORECASE | re.ASCII)
 _LIMIT_BYTES = 10**100
+_LIMIT_SHARE = 10**80  # of a peak of up to 2**64 bytes, it is within that limit
+_LONGEST = 100
 _HINT = 'pass bytes as an int, or a string such as "8GiB", "7.5 GB", "512MiB", "60%" or "min"'
 
 
-def parse_budget(
-    budget: int | float | str, *, baseline_bytes: int, library_bytes: int = 0
-) -> int | Literal["min"]:
-    """A budget in bytes, or "min" (the smallest feasible one, which the solver looks for).
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """A number of bytes, a share, or (where both are None) "min": the smallest feasible budget.
 
-    A percentage is of what a plan can change: p% is `library_bytes` + p% of (`baseline_bytes` -
-    `library_bytes`). `baseline_bytes` is the peak without recomputation, `library_bytes` what
-    libraries hold of it on the device whatever is run (cuBLAS workspaces, which are most of a small
-    model's peak). `share_of_baseline` is the way back. Fractions of a byte are rounded down. "auto"
-    is for the caller to resolve, who knows the device: here it is an error.
-
-    Raises `BudgetError` for a wrong type, an unknown unit, NaN, infinity, zero and less.
+    A share is of what a plan can change: p% is what libraries hold on the device whatever is run
+    (cuBLAS workspaces, which are most of a small model's peak) + p% of the rest of the peak without
+    recomputation. `given` is what it was read from; budgets are equal where they mean the same.
     """
-    if isinstance(budget, bool) or not isinstance(budget, (int, float, str)):
-        raise BudgetError(f"the budget is a {type(budget).__name__}, {budget!r}; {_HINT}")
-    if isinstance(budget, str):
-        return _parse_text(budget, baseline_bytes, library_bytes)
-    if isinstance(budget, float) and not math.isfinite(budget):
-        raise BudgetError(f"the budget is {budget}; {_HINT}")
-    if 0 < budget < 1:
-        raise BudgetError(
-            f"the budget is {budget} bytes; for a fraction of the peak without recomputation "
-            f'pass "{budget * 100:g}%"'
-        )
-    return _positive(math.floor(budget), budget)
+
+    given: int | float | str = field(compare=False)
+    size_bytes: int | None = None
+    share: Fraction | None = None
+
+    @classmethod
+    def parse(cls, given: int | float | str | Budget) -> Budget:
+        """The budget as people write it; a `Budget` is one already. Fractions of a byte are rounded
+        down. "auto" is an error: who knows the device asks `is_auto` first.
+
+        Raises `BudgetError` for a wrong type, an unknown unit, NaN, infinity, zero and less.
+        """
+        if isinstance(given, Budget):
+            return given
+        if isinstance(given, bool) or not isinstance(given, (int, float, str)):
+            raise BudgetError(f"the budget is a {type(given).__name__}, {given!r}; {_HINT}")
+        if isinstance(given, str):
+            return cls._parse_text(given)
+        if isinstance(given, float) and not math.isfinite(given):
+            raise BudgetError(f"the budget is {given}; {_HINT}")
+        if 0 < given < 1:
+            raise BudgetError(
+                f"the budget is {given} bytes; for a fraction of the peak without recomputation "
+                f'pass "{given * 100:g}%"'
+            )
+        return cls(given, _positive(math.floor(given), given))
+
+    @classmethod
+    def _parse_text(cls, text: str) -> Budget:
+        if is_auto(text):
+            raise BudgetError(
+                'the budget "auto" is what the device has free, so it needs a device; '
+                "use it with remat.optimize, or " + _HINT
+            )
+        if text.strip().lower() == "min":
+            return cls(text)
+        match = _QUANTITY.fullmatch(text.strip()) if len(text) <= _LONGEST else None
+        if match is None:
+            raise BudgetError(f"the budget {text[:_LONGEST]!r} is not a quantity; {_HINT}")
+        number, unit = Fraction(match[1]), match[2]
+        if unit == "%":
+            if not 0 < number < 100 * _LIMIT_SHARE:
+                raise BudgetError(
+                    f"the budget {text!r} must be positive, and less than 1e80 peaks; {_HINT}"
+                )
+            return cls(text, share=number / 100)
+        if unit.lower() not in _UNITS:
+            raise BudgetError(
+                f"the budget {text!r} has the unknown unit {unit!r}; "
+                "units are B, kB, MB, GB, TB, KiB, MiB, GiB, TiB and %"
+            )
+        return cls(text, _positive(math.floor(number * _UNITS[unit.lower()]), text))
+
+    @property
+    def is_min(self) -> bool:
+        """Whether the smallest feasible budget is asked for."""
+        return self.size_bytes is None and self.share is None
+
+    def in_bytes(self, baseline_bytes: int, library_bytes: int = 0) -> int | None:
+        """The bytes, None for "min". `baseline_bytes` is the peak without recomputation,
+        `library_bytes` what libraries hold of it. `share_of_baseline` is the way back.
+
+        Raises `BudgetError` for a share of less than a byte.
+        """
+        if self.share is None:
+            return self.size_bytes
+        share_bytes = math.floor(self.share * (baseline_bytes - library_bytes))
+        return _positive(share_bytes and library_bytes + share_bytes, self.given)
 
 
-def _parse_text(text: str, baseline_bytes: int, library_bytes: int) -> int | Literal["min"]:
-    stripped = text.strip()
-    if stripped.lower() == "min":
-        return "min"
-    if stripped.lower() == "auto":
-        raise BudgetError(
-            'the budget "auto" is what the device has free, so it needs a device; '
-            "use it with remat.optimize, or " + _HINT
-        )
-    match = _QUANTITY.fullmatch(stripped)
-    if match is None:
-        raise BudgetError(f"the budget {text!r} is not a quantity; {_HINT}")
-    number, unit = match.groups()
-    if unit == "%":
-        share_bytes = _scale(number, baseline_bytes - library_bytes, 100)
-        return _positive(share_bytes and library_bytes + share_bytes, text)
-    if unit.lower() not in _UNITS:
-        raise BudgetError(
-            f"the budget {text!r} has the unknown unit {unit!r}; "
-            "units are B, kB, MB, GB, TB, KiB, MiB, GiB, TiB and %"
-        )
-    return _positive(_scale(number, _UNITS[unit.lower()], 1), text)
-
-
-def _scale(number: str, unit: int, divisor: int) -> int:
-    """`number * unit / divisor` rounded down, exact for any number of digits."""
-    whole, _, decimals = number.partition(".")
-    return int(whole + decimals) * unit // (divisor * 10 ** len(decimals))
+def is_auto(given: object) -> bool:
+    """Whether it is "auto", what the device has free: no `Budget`, but a request to find one."""
+    return isinstance(given, str) and given.strip().lower() == "auto"
 
 
 def _positive(size_bytes: int, given: object) -> int:
@@ -95,8 +124,8 @@ def _positive(size_bytes: int, given: object) -> int:
 
 
 def share_of_baseline(peak_bytes: int, *, baseline_bytes: int, library_bytes: int = 0) -> float:
-    """The percentage that a peak is, as a fraction; the inverse of `parse_budget`. 1 where there is
-    nothing to change."""
+    """The percentage that a peak is, as a fraction; the inverse of `Budget.in_bytes`. 1 where
+    there is nothing to change."""
     whole = baseline_bytes - library_bytes
     return (peak_bytes - library_bytes) / whole if whole > 0 else 1.0
 

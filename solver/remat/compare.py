@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from remat.budget import parse_budget
-from remat.errors import BudgetError, InfeasibleBudget, RematError
+from remat.budget import Budget
+from remat.errors import InfeasibleBudget, RematError
 from remat.graph import Graph
 from remat.plan import Plan
 from remat.progress import Cancel, ProgressCallback
@@ -68,7 +68,7 @@ class Comparison(Compared[Plan]):
 
 def compare(
     graph: Graph | HasGraph,
-    budgets: Iterable[int | float | str] | None = None,
+    budgets: Iterable[int | float | str | Budget] | None = None,
     strategies: Iterable[Strategy] | None = None,
     *,
     progress: ProgressCallback | None = None,
@@ -87,11 +87,12 @@ def compare(
     traced = graph
     graph = graph if isinstance(graph, Graph) else graph.graph()
     baseline = simulate(graph, Schedule.keep_all(graph))
-    wanted = tuple(BUDGETS if budgets is None else budgets)
+    asked = map(Budget.parse, BUDGETS if budgets is None else budgets)
+    sized = [(b, b.in_bytes(baseline.peak_bytes, graph.library_bytes)) for b in asked]
     rows: list[Row[Plan]] = []
     for strategy in STRATEGIES if strategies is None else strategies:
         failed: Row[Plan] | None = None
-        for budget in wanted:
+        for budget, size in sized:
             if cancel is not None and cancel.is_set():
                 break
             if failed is None:
@@ -100,12 +101,9 @@ def compare(
                     break
                 failed = None if row.is_applicable else row
             else:
-                row = replace(failed, budget=budget, seconds=0.0)
+                row = replace(failed, budget=budget.given, seconds=0.0)
             if row.plan is None:
-                size = parse_budget(
-                    budget, baseline_bytes=baseline.peak_bytes, library_bytes=graph.library_bytes
-                )
-                row = replace(row, budget_bytes=size if isinstance(size, int) else None)
+                row = replace(row, budget_bytes=size)
             rows.append(row)
             if told is not None:
                 told(row)
@@ -114,7 +112,7 @@ def compare(
 
 def _row(
     graph: Graph | HasGraph,
-    budget: int | float | str,
+    budget: Budget,
     strategy: Strategy,
     progress: ProgressCallback | None,
     cancel: Cancel | None,
@@ -125,8 +123,6 @@ def _row(
     is_applicable = True
     try:
         plan = solve(graph, budget, strategy, progress=progress, cancel=cancel)
-    except BudgetError:
-        raise
     except InfeasibleBudget as error:
         reason = str(error)
     except RematError as error:
@@ -134,4 +130,4 @@ def _row(
         is_applicable = False
     spent_s = time.monotonic() - began
     budget_bytes = None if plan is None else plan.budget_bytes
-    return Row(strategy.name, budget, budget_bytes, plan, reason, spent_s, is_applicable)
+    return Row(strategy.name, budget.given, budget_bytes, plan, reason, spent_s, is_applicable)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from remat.budget import format_bytes, parse_budget
+from remat.budget import Budget, format_bytes
 from remat.errors import BudgetError, InfeasibleBudget
 from remat.planned import P
 
@@ -20,32 +20,27 @@ def parse_reserve(reserve: int | str) -> int:
     if reserve in (0, "0"):
         return 0
     try:
-        if not str(reserve).strip().endswith("%"):
-            size_bytes = parse_budget(reserve, baseline_bytes=0)
-            if isinstance(size_bytes, int):
-                return size_bytes
+        if (size_bytes := Budget.parse(reserve).size_bytes) is not None:
+            return size_bytes
     except BudgetError:
         pass
     raise BudgetError(f'the reserve {str(reserve)[:80]!r} is no number of bytes; pass "2GiB", say')
 
 
-def less_reserve(budget: int | float | str, reserve_bytes: int) -> int:
+def less_reserve(budget: Budget, reserve_bytes: int) -> int:
     """The bytes of a budget without those that others need of it. Raises `BudgetError` where none
     are left, and for a budget that is no number of bytes."""
-    text = budget.strip().lower() if isinstance(budget, str) else ""
-    if text == "min" or text.endswith("%"):
+    if budget.size_bytes is None:
         raise BudgetError(
-            f"the budget {budget!r} is of the step itself, so there is nothing to reserve of it; "
-            'pass bytes, such as "8GiB", or "auto"'
+            f"the budget {budget.given!r} is of the step itself, so there is nothing to reserve of "
+            'it; pass bytes, such as "8GiB", or "auto"'
         )
-    budget_bytes = parse_budget(budget, baseline_bytes=0)
-    assert isinstance(budget_bytes, int)
-    if reserve_bytes >= budget_bytes:
+    if reserve_bytes >= budget.size_bytes:
         raise BudgetError(
-            f"the reserve of {reserve_bytes:,} bytes is all of the budget of {budget_bytes:,} "
+            f"the reserve of {reserve_bytes:,} bytes is all of the budget of {budget.size_bytes:,} "
             "bytes; pass a larger budget"
         )
-    return budget_bytes - reserve_bytes
+    return budget.size_bytes - reserve_bytes
 
 
 @contextmanager

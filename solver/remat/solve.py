@@ -9,7 +9,7 @@ from dataclasses import is_dataclass, replace
 from typing import Protocol
 
 from remat.allocator.prediction import with_prediction
-from remat.budget import parse_budget
+from remat.budget import Budget
 from remat.documents.trace import Trace
 from remat.errors import InfeasibleBudget, SolverError, SolverWarning
 from remat.graph import Graph
@@ -41,7 +41,7 @@ class HasGraph(Protocol):
 
 def solve(
     graph: Graph | HasGraph,
-    budget: int | float | str,
+    budget: int | float | str | Budget,
     strategy: Strategy | None = None,
     *,
     progress: ProgressCallback | None = None,
@@ -49,11 +49,11 @@ def solve(
 ) -> Plan:
     """The cheapest schedule of `graph` whose peak is at most `budget`.
 
-    `budget` is bytes (an int), a string as read by `remat.budget.parse_budget`, or "min": the
-    smallest peak that the strategy finds, and then the cheapest schedule at that (or, where a
-    smaller one is not excluded, within `peak_gap` of it), both within its time limit. `strategy` is
-    `Auto()` by default. `progress` is called with a `Progress` now and then; `cancel` (an Event)
-    ends the solve early with the best plan so far.
+    `budget` is bytes (an int), a string ("8GiB", "60%" of the peak without recomputation), or
+    "min": the smallest peak that the strategy finds, and then the cheapest schedule at that (or,
+    where a smaller one is not excluded, within `peak_gap` of it), both within its time limit.
+    `strategy` is `Auto()` by default. `progress` is called with a `Progress` now and then; `cancel`
+    (an Event) ends the solve early with the best plan so far.
 
     A solver backend that fails on the way does not take the plan with it: the best schedule known
     is returned, with a `SolverWarning`, and the reason in `plan.stats["solver_error"]`.
@@ -64,12 +64,14 @@ def solve(
     """
     stats: Stats = {} if isinstance(graph, Graph) else {"cost_source": graph.cost_source}
     traced, graph = graph, graph if isinstance(graph, Graph) else graph.graph()
-    return _told(_solve(graph, budget, strategy or Auto(), None, progress, cancel, stats), traced)
+    budget_bytes = Budget.parse(budget).in_bytes(_baseline_bytes(graph), graph.library_bytes)
+    plan = _solve(graph, budget_bytes, strategy or Auto(), None, progress, cancel, stats)
+    return _told(plan, traced)
 
 
 def sweep(
     graph: Graph | HasGraph,
-    budgets: Iterable[int | float | str] | None = None,
+    budgets: Iterable[int | float | str | Budget] | None = None,
     strategy: Strategy | None = None,
     *,
     progress: ProgressCallback | None = None,
@@ -86,17 +88,12 @@ def sweep(
     stats: Stats = {} if isinstance(graph, Graph) else {"cost_source": graph.cost_source}
     traced, graph = graph, graph if isinstance(graph, Graph) else graph.graph()
     strategy = strategy or Auto()
-    baseline_bytes = simulate(graph, Schedule.keep_all(graph)).peak_bytes
-    wanted = SWEEP if budgets is None else tuple(budgets)
-    sized = {
-        parse_budget(budget, baseline_bytes=baseline_bytes, library_bytes=graph.library_bytes)
-        for budget in wanted
-    }
-    in_bytes = sorted(size for size in sized if isinstance(size, int))
-    in_order: list[int | str] = ["min", *in_bytes] if "min" in sized else [*in_bytes]
+    baseline_bytes = _baseline_bytes(graph)
+    wanted = map(Budget.parse, SWEEP if budgets is None else budgets)
+    sizes = {budget.in_bytes(baseline_bytes, graph.library_bytes) for budget in wanted}
     plans: list[Plan] = []
-    for size in in_order:
-        if plans and isinstance(size, int) and size < plans[0].budget_bytes:
+    for size in sorted(sizes, key=lambda size: size or 0):  # "min" is None, and the smallest
+        if plans and size is not None and size < plans[0].budget_bytes:
             continue
         if plans and cancel is not None and cancel.is_set():
             break
@@ -130,9 +127,13 @@ def warn_of_failure(plan: Plan) -> None:
         warnings.warn(said, SolverWarning, stacklevel=4)
 
 
+def _baseline_bytes(graph: Graph) -> int:
+    return simulate(graph, Schedule.keep_all(graph)).peak_bytes
+
+
 def _solve(
     graph: Graph,
-    budget: int | float | str,
+    budget_bytes: int | None,
     strategy: Strategy,
     start: Schedule | None,
     progress: ProgressCallback | None,
@@ -140,12 +141,8 @@ def _solve(
     stats: Stats,
 ) -> Plan:
     began = time.monotonic()
-    baseline_bytes = simulate(graph, Schedule.keep_all(graph)).peak_bytes
-    budget_bytes = parse_budget(
-        budget, baseline_bytes=baseline_bytes, library_bytes=graph.library_bytes
-    )
     stats = {**stats, "strategy": strategy.name}
-    if budget_bytes == "min":
+    if budget_bytes is None:
         smallest = strategy.run(Task(graph, None, start, progress, cancel))
         start = smallest.schedule
         budget_bytes = _near(simulate(graph, start).peak_bytes, smallest, strategy)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from sqlalchemy.exc import IntegrityError
 
 import remat
-from remat.budget import parse_budget
+from remat.budget import Budget
 from remat.costs.pricing import by_roofline
 from remat.costs.roofline import Roofline
 from remat.documents.base import NAMESPACES, parse_plain_json
@@ -210,7 +210,7 @@ class Intake:
             peak = simulate(graph, Schedule.keep_all(graph)).peak_bytes
             budgets = [request.budget] if isinstance(request, SolveRequest) else request.budgets
             for budget in budgets or ():
-                parse_budget(budget, baseline_bytes=peak, library_bytes=graph.library_bytes)
+                Budget.parse(budget).in_bytes(peak, graph.library_bytes)
         return Sizes(
             operations=operations,
             values=values,

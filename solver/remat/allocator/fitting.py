@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from remat.allocator.prediction import Prediction, is_on_cuda, with_prediction
+from remat.budget import Budget
 from remat.documents.trace import Trace
 from remat.errors import InfeasibleBudget, RematError, SolverTimeout
 from remat.planned import P
@@ -25,8 +26,8 @@ ROUNDS = 3
 
 def solve_within(
     trace: Trace,
-    budget: int | float | str,
-    solve: Callable[[int | float | str], P],
+    budget: Budget,
+    solve: Callable[[Budget], P],
     *,
     is_expandable: bool | None = None,
     reserved_bytes: int | None = None,
@@ -44,7 +45,7 @@ def solve_within(
     if is_expandable is None:
         is_expandable = has_expandable_segments()
     plan = _told(solve(budget), trace)
-    if not is_on_cuda(trace) or _asks_for_no_bytes(budget):
+    if not is_on_cuda(trace) or budget.is_min or (budget.share or 0) >= 1:
         return plan
     asked_bytes = plan.budget_bytes
 
@@ -64,7 +65,7 @@ def solve_within(
             break
         lower_bytes -= over
         try:
-            plan = _told(solve(lower_bytes), trace) if lower_bytes > 0 else best
+            plan = _told(solve(Budget.parse(lower_bytes)), trace) if lower_bytes > 0 else best
         except (InfeasibleBudget, SolverTimeout):
             break
         except RematError:
@@ -89,10 +90,3 @@ def has_expandable_segments() -> bool:
 def _told(plan: P, trace: Trace) -> P:
     """With a prediction, where that is not there yet: a service may know only the graph."""
     return plan if Prediction.of_plan(plan) is not None else with_prediction(plan, trace)
-
-
-def _asks_for_no_bytes(budget: int | float | str) -> bool:
-    if not isinstance(budget, str):
-        return False
-    text = budget.strip().lower()
-    return text == "min" or (text.endswith("%") and float(text[:-1]) >= 100)

@@ -7,13 +7,14 @@ from typing import Annotated
 
 import typer
 
+from remat.budget import Budget
 from remat.commands import files
 from remat.commands.exits import UsageError
 from remat.commands.figures import Figures, csv_of, json_of, plan_figures
 from remat.commands.frontiers import PICTURES, Frontier
 from remat.commands.live import Line
 from remat.commands.options import (
-    Budgets,
+    BudgetTexts,
     Gap,
     Json,
     Output,
@@ -21,7 +22,6 @@ from remat.commands.options import (
     Solver,
     TimeLimit,
     TraceFile,
-    check_budgets,
     check_device,
     compared,
     complete_strategies,
@@ -41,7 +41,7 @@ _OURS = frozenset({"auto", "exact"})
 
 def compare(
     trace: TraceFile,
-    budget: Budgets = None,
+    budget: BudgetTexts = None,
     strategies: Annotated[
         str | None,
         typer.Option(
@@ -62,8 +62,7 @@ def compare(
 
     The output is .json, .csv, .svg, .html, .png or .pdf. Limits are for each strategy and budget.
     """
-    budgets = list(budget or BUDGETS)
-    check_budgets(budgets)
+    budgets = [*map(Budget.parse, budget or BUDGETS)]
     check_device(device)
     chosen = compared(strategies, gap, time_limit, solver)
     files.check_outputs(output)

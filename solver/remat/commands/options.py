@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from remat.budget import parse_budget
+from remat.budget import Budget
 from remat.commands.exits import UsageError
 from remat.compare import STRATEGIES as COMPARED
 from remat.costs.devices import DEVICES, find_device
@@ -66,7 +66,7 @@ ProgramOutput = Annotated[
     typer.Option("--program", metavar="FILE", help="Write the program for remat.lower here."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
-Budget = Annotated[
+BudgetText = Annotated[
     str,
     typer.Option(
         "--budget",
@@ -75,7 +75,7 @@ Budget = Annotated[
         help="Peak memory: 8GiB, 7.5GB, bytes, 60% of the peak without recomputation, or min.",
     ),
 ]
-Budgets = Annotated[
+BudgetTexts = Annotated[
     list[str] | None,
     typer.Option("--budget", "-b", metavar="BUDGET", help="As for solve; may be repeated."),
 ]
@@ -164,18 +164,12 @@ Autocast = Annotated[
 ]
 
 
-def check_budgets(budgets: Iterable[str]) -> None:
-    """Raises `BudgetError` for what cannot be read, before anything else is done."""
-    for budget in budgets:
-        parse_budget(budget, baseline_bytes=1 << 40)
-
-
-def without(budget: str, reserve: str | None) -> tuple[str, int]:
+def without(budget: str, reserve: str | None) -> tuple[Budget, int]:
     """The budget less what is reserved of it, and that in bytes. Raises `BudgetError`."""
-    reserve_bytes = 0 if reserve is None else parse_reserve(reserve)
-    if not reserve_bytes:
-        return budget, 0
-    return str(less_reserve(budget, reserve_bytes)), reserve_bytes
+    asked, reserve_bytes = Budget.parse(budget), parse_reserve("0" if reserve is None else reserve)
+    if reserve_bytes:
+        asked = Budget.parse(less_reserve(asked, reserve_bytes))
+    return asked, reserve_bytes
 
 
 def check_autocast(dtype: str | None) -> None:

@@ -13,7 +13,7 @@ from remat.commands.live import live
 from remat.commands.options import (
     Autocast,
     Batch,
-    Budget,
+    BudgetText,
     Dtype,
     Gap,
     Image,
@@ -30,7 +30,6 @@ from remat.commands.options import (
     TimeLimit,
     Tokens,
     check_autocast,
-    check_budgets,
     check_here,
     strategy_of,
     without,
@@ -43,7 +42,7 @@ from remat.rewrite import rewrite
 
 def run(
     source: Source,
-    budget: Budget,
+    budget: BudgetText,
     strategy: StrategyName = "auto",
     option: StrategyOptions = None,
     gap: Gap = None,
@@ -63,12 +62,11 @@ def run(
     reserve: Reserve = None,
 ) -> None:
     """Train a step of a model as it is and with remat: peak, time, loss, gradients."""
-    check_budgets([budget])
+    asked, reserve_bytes = without(budget, reserve)
     check_here(device, "run", "remat trace SOURCE --device {name} plans for it")
     chosen = strategy_of(strategy, option, gap, time_limit, solver)
     check_autocast(autocast)
     files.check_outputs(program)
-    budget, reserve_bytes = without(budget, reserve)
     from remat.commands.models.sources import load_step
     from remat.frontend.autocast import autocast as casting
     from remat.frontend.capture.trace import trace as capture
@@ -91,7 +89,7 @@ def run(
         with live("measuring", 1) as line:
             traced = measure(traced, progress=line.measuring)
         with telling(reserve_bytes):
-            plan, signum = solved(traced, budget, chosen)
+            plan, signum = solved(traced, asked, chosen)
         plan = with_reserve(plan, reserve_bytes)
         made = rewrite(traced, plan.schedule)
         if program is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from remat.commands import files
 from remat.commands.options import (
-    Budget,
+    BudgetText,
     Gap,
     Json,
     Output,
@@ -15,7 +15,6 @@ from remat.commands.options import (
     StrategyOptions,
     TimeLimit,
     TraceFile,
-    check_budgets,
     strategy_of,
     without,
 )
@@ -26,7 +25,7 @@ from remat.rewrite import rewrite
 
 def solve(
     trace: TraceFile,
-    budget: Budget,
+    budget: BudgetText,
     strategy: StrategyName = "auto",
     option: StrategyOptions = None,
     gap: Gap = None,
@@ -38,13 +37,12 @@ def solve(
     reserve: Reserve = None,
 ) -> None:
     """Find the schedule with the least extra time whose peak is within the budget."""
-    check_budgets([budget])
-    budget, reserve_bytes = without(budget, reserve)
+    asked, reserve_bytes = without(budget, reserve)
     chosen = strategy_of(strategy, option, gap, time_limit, solver)
     files.check_outputs(output, program)
     traced = files.read_measured(trace)
     with telling(reserve_bytes):
-        plan, signum = solved(traced, budget, chosen)
+        plan, signum = solved(traced, asked, chosen)
     plan = with_reserve(plan, reserve_bytes)
     if output is not None:
         files.write(output, plan.to_json())

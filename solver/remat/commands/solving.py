@@ -11,6 +11,7 @@ from typing import TypeVar
 import typer
 
 from remat.allocator.fitting import solve_within
+from remat.budget import Budget
 from remat.commands.exits import code_of_signal, say, word
 from remat.commands.interrupt import interruptible
 from remat.commands.live import Line, live
@@ -24,7 +25,7 @@ from remat.strategies.base import Strategy
 _T = TypeVar("_T")
 
 
-def solved(trace: Trace, budget: str, strategy: Strategy) -> tuple[Plan, int | None]:
+def solved(trace: Trace, budget: Budget, strategy: Strategy) -> tuple[Plan, int | None]:
     """The plan, and the signal that ended the solve early, if one did."""
     return attended(
         "solving",

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from remat.budget import format_bytes, format_seconds
+from remat.budget import Budget, format_bytes, format_seconds
 from remat.commands import files
 from remat.commands.exits import UsageError
 from remat.commands.figures import check_any, csv_of, frontier_table, json_of, plan_figures
 from remat.commands.frontiers import PICTURES, Frontier
 from remat.commands.live import Line
 from remat.commands.options import (
-    Budgets,
+    BudgetTexts,
     Gap,
     Json,
     Output,
@@ -21,7 +21,6 @@ from remat.commands.options import (
     StrategyOptions,
     TimeLimit,
     TraceFile,
-    check_budgets,
     check_device,
     strategy_of,
 )
@@ -37,7 +36,7 @@ Writer = Callable[[list[Plan], str | None], str | bytes]
 
 def sweep(
     trace: TraceFile,
-    budget: Budgets = None,
+    budget: BudgetTexts = None,
     strategy: StrategyName = "auto",
     option: StrategyOptions = None,
     gap: Gap = None,
@@ -52,7 +51,7 @@ def sweep(
     The output is .json (for `remat plot`), .csv, .svg, .html, .png or .pdf. A time limit is for
     each budget.
     """
-    check_budgets(budget or ())
+    asked = [*map(Budget.parse, budget or SWEEP)]
     check_device(device)
     chosen = strategy_of(strategy, option, gap, time_limit, solver)
     files.check_outputs(output)
@@ -63,14 +62,14 @@ def sweep(
     def work(line: Line, cancel: Cancel) -> list[Plan]:
         return solve_all(
             traced,
-            budget,
+            asked,
             chosen,
             progress=line.solving,
             cancel=cancel,
             told=lambda plan: line.advance(),
         )
 
-    plans, signum = attended("sweep", len(budget or SWEEP), work)
+    plans, signum = attended("sweep", len(asked), work)
     check_any(plans, budget)
     if output is not None:
         files.write(output, _WRITERS[files.suffix_of(output)](plans, device))

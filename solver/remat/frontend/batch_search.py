@@ -17,6 +17,7 @@ from torch import nn
 
 from remat.allocator.fitting import solve_within
 from remat.batch import Attempt
+from remat.budget import Budget
 from remat.costs.roofline import Roofline
 from remat.documents.trace import Trace
 from remat.errors import InfeasibleBudget, SolverTimeout, TraceError
@@ -45,10 +46,6 @@ Call = tuple[Any, ...]
 """(model, args), (model, kwargs) or (model, args, kwargs)."""
 
 
-def asks_for_what_is_free(budget: int | str) -> bool:
-    return isinstance(budget, str) and budget.strip().lower() == "auto"
-
-
 @dataclass
 class BatchSearch:
     model_fn: Callable[[int], Call]
@@ -58,12 +55,13 @@ class BatchSearch:
     max_overhead: float | None
     progress: Callable[[Attempt], None] | None
     most: int
-    device: str | torch.device | None = None
+    device: str | torch.device | None
+    budget: Budget | None  # without, it is what the device has free
+    reserve: Reserved
     budget_bytes: int = 0
     attempts: list[Attempt] = field(default_factory=list)
     segments_bytes: int | None = None
     is_full: bool = False
-    budget: tuple[int | str, Reserved] = (0, Reserved())
     _traces: dict[int, Trace] = field(default_factory=dict)
     _plans: dict[int, Plan] = field(default_factory=dict)
 
@@ -81,13 +79,12 @@ class BatchSearch:
         else:
             raise InfeasibleBudget("model_fn(1) ran out of memory: not even a batch of 1 fits")
         traced = self.trace(batch, call)
-        budget, left = self.budget
-        if asks_for_what_is_free(budget):
+        if self.budget is None:
             is_there = any(t.device.type != "meta" for t in call[0].parameters())
-            found = available(traced, missing_bytes=left.missing_bytes, is_there=is_there)
+            found = available(traced, missing_bytes=self.reserve.missing_bytes, is_there=is_there)
             self.budget_bytes, self.segments_bytes = found.budget_bytes, found.reserved_bytes
             return
-        self.budget_bytes = less_reserve(budget, left.total_bytes)
+        self.budget_bytes = less_reserve(self.budget, self.reserve.total_bytes)
 
     def trace(self, batch: int, call: _Made | None = None) -> Trace:
         """The step for a batch, captured once, with costs. Raises `_TooLarge`."""
@@ -202,7 +199,7 @@ class BatchSearch:
             traced = self.trace(batch)
             plan = solve_within(
                 traced,
-                self.budget_bytes,
+                Budget.parse(self.budget_bytes),
                 lambda budget: solve(traced, budget, self.strategy),
                 reserved_bytes=self.segments_bytes,
             )

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import torch
 
 from remat.batch import Attempt, MaxBatch
-from remat.budget import format_bytes
+from remat.budget import Budget, format_bytes, is_auto
 from remat.costs.roofline import Roofline
 from remat.errors import BudgetError, InfeasibleBudget
-from remat.frontend.batch_search import BatchSearch, Call, asks_for_what_is_free
+from remat.frontend.batch_search import BatchSearch, Call
 from remat.frontend.costs.cache import CostCache
 from remat.frontend.reserve import Reserve, reserved
 from remat.frontend.target import find_target
@@ -56,17 +56,18 @@ def max_batch(
         raise ValueError(f"1 <= start <= most is needed; start is {start}, most is {most}")
     if max_overhead is not None and not max_overhead >= 0:
         raise ValueError(f"max_overhead is {max_overhead}; it is zero or more (0.1 is 10%)")
-    _refuse_shares(budget)
+    wanted = None if is_auto(budget) else _absolute(Budget.parse(budget))
     if (target := find_target(device)) is not None:
-        if asks_for_what_is_free(budget):
+        if wanted is None:
             raise BudgetError(
                 f'the budget "auto" is what a device has free, and the {target.name} is not here; '
                 'pass bytes, such as "75GiB"'
             )
         costs = costs or Roofline(target.name)
-    search = BatchSearch(model_fn, strategy or Auto(), costs, cache, max_overhead, progress, most)
-    search.device = device
-    search.budget = budget, reserved(reserve)
+    strategy, left = strategy or Auto(), reserved(reserve)
+    search = BatchSearch(
+        model_fn, strategy, costs, cache, max_overhead, progress, most, device, wanted, left
+    )
     search.begin(start)
     eager = search.largest_eager(start)
     batch, neighbour = search.largest(eager, start)
@@ -78,7 +79,7 @@ def max_batch(
         batch=batch,
         budget_bytes=search.budget_bytes,
         max_overhead=max_overhead,
-        plan=with_reserve(search.best_plan(batch), search.budget[1].total_bytes),
+        plan=with_reserve(search.best_plan(batch), left.total_bytes),
         trace=traced,
         eager_batch=eager,
         eager_time_s=search.trace(eager).graph().total_cost_s if eager else None,
@@ -88,13 +89,13 @@ def max_batch(
     )
 
 
-def _refuse_shares(budget: int | str) -> None:
-    text = budget.strip().lower() if isinstance(budget, str) else ""
-    if text == "min" or text.endswith("%"):
+def _absolute(budget: Budget) -> Budget:
+    if budget.size_bytes is None:
         raise BudgetError(
-            f"the budget {budget!r} is another number of bytes for each batch, so any batch would "
-            'fit; pass bytes, such as "8GiB", or "auto"'
+            f"the budget {budget.given!r} is another number of bytes for each batch, so any batch "
+            'would fit; pass bytes, such as "8GiB", or "auto"'
         )
+    return budget
 
 
 def _nothing_fits(attempt: Attempt, search: BatchSearch) -> InfeasibleBudget:

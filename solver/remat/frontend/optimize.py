@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from remat.budget import parse_budget
+from remat.budget import Budget, is_auto
 from remat.costs.roofline import Roofline
 from remat.errors import TraceError
 from remat.frontend.capture.trace import check_differentiable, normalise_inputs
@@ -63,15 +63,14 @@ def optimize(
         raise TraceError(f"expected a torch.nn.Module, got {type(model).__name__}")
     if isinstance(model, RematModule):
         raise TraceError("this model is optimised already; pass the original one")
-    if budget != "auto":
-        parse_budget(budget, baseline_bytes=1 << 40)  # wrong units fail now, not at midnight
+    wanted = None if is_auto(budget) else Budget.parse(budget)
     if reserve is not None:
         reserve_bytes = reserved(reserve).total_bytes
-        if budget != "auto":
-            less_reserve(budget, reserve_bytes)
+        if wanted is not None:  # what cannot be left fails now, not at midnight
+            less_reserve(wanted, reserve_bytes)
     planner = Planner(
         OptimizeOptions(
-            budget=budget,
+            budget=wanted,
             strategy=strategy,
             costs=costs,
             cache=cache,

@@ -20,7 +20,7 @@ from torch import nn
 
 from remat.allocator.fitting import has_expandable_segments, solve_within
 from remat.allocator.prediction import is_on_cuda, predict, with_prediction
-from remat.budget import parse_budget
+from remat.budget import Budget
 from remat.costs.pricing import Priced, with_costs
 from remat.costs.roofline import Roofline
 from remat.documents.arguments import refs
@@ -61,9 +61,9 @@ Service = Callable[[Trace, int | str], tuple[Plan, Program]]
 
 @dataclass(frozen=True)
 class OptimizeOptions:
-    """What `remat.optimize` was asked for."""
+    """What `remat.optimize` was asked for. Without a `budget`, it is what the device has free."""
 
-    budget: int | str
+    budget: Budget | None
     strategy: Strategy | None = None
     costs: str | Roofline | None = None
     cache: str | CostCache | None = None
@@ -161,16 +161,16 @@ class Planner:
         self._tell(traced, plan, reused=found is not None, accumulating=accumulating)
         return Entry(ready, traced, plan)
 
-    def _limits(self, traced: Trace) -> tuple[int | str, int | None]:
-        """The budget without what is reserved of it, and what segments may take where it is
-        "auto"."""
+    def _limits(self, traced: Trace) -> tuple[Budget, int | None]:
+        """The budget without what is reserved of it, and what segments may take where it is what
+        the device has free."""
         budget, left = self.options.budget, reserved(self.options.reserve)
-        if budget == "auto":
+        if budget is None:
             found = available(traced, missing_bytes=left.missing_bytes)
-            return found.budget_bytes, found.reserved_bytes
-        if not left.total_bytes:
-            return budget, None
-        return less_reserve(budget, left.total_bytes), None
+            return Budget.parse(found.budget_bytes), found.reserved_bytes
+        if left.total_bytes:
+            budget = Budget.parse(less_reserve(budget, left.total_bytes))
+        return budget, None
 
     def _solve(self, traced: Trace, accumulating: bool) -> tuple[Trace, Plan, Program | None]:
         """The trace with costs, the plan, and its program if it was made elsewhere."""
@@ -178,11 +178,11 @@ class Planner:
         budget, segments_bytes = self._limits(traced)
         programs: dict[Schedule, Program] = {}
 
-        def once(budget: int | float | str) -> Plan:
+        def once(budget: Budget) -> Plan:
             if options.service is None:
                 return solve(traced, budget, options.strategy, progress=options.progress)
-            assert not isinstance(budget, float)
-            plan, programs[plan.schedule] = options.service(traced, budget)
+            assert not isinstance(budget.given, float)
+            plan, programs[plan.schedule] = options.service(traced, budget.given)
             return plan
 
         try:
@@ -208,16 +208,16 @@ class Planner:
             ) from None
 
     def _reuse(self, traced: Trace) -> tuple[Trace, Plan] | None:
-        if self.options.budget in ("min", "auto") or str(self.options.budget).endswith("%"):
+        asked = self.options.budget
+        if asked is None or asked.size_bytes is None:
             return None  # these mean another number of bytes for other shapes
+        budget_bytes = less_reserve(asked, reserved(self.options.reserve).total_bytes)
         for entry in reversed(self._entries.values()):
             if _outline(entry.trace) != _outline(traced):
                 continue
             priced = _with_costs_of(traced, entry.trace)
             graph, schedule = priced.graph(), entry.plan.schedule
-            budget_bytes, _ = self._limits(traced)
-            budget_bytes = parse_budget(budget_bytes, baseline_bytes=0)
-            if isinstance(budget_bytes, int) and _peak_bytes(priced, schedule) <= budget_bytes:
+            if _peak_bytes(priced, schedule) <= budget_bytes:
                 solution = Solution(schedule)
                 reused: Stats = {"strategy": "the schedule solved for other shapes"}
                 plan = Plan.of(graph, budget_bytes, solution, reused)

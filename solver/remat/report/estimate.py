@@ -10,7 +10,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from math import prod
 
-from remat.budget import format_bytes, format_seconds, parse_budget
+from remat.budget import Budget, format_bytes, format_seconds
 from remat.costs.pricing import tensor_metas
 from remat.costs.roofline import item_bytes
 from remat.documents.arguments import Ref
@@ -160,15 +160,15 @@ class Estimate:
         """Whether the step fits without recomputation, and leaves `reserve_bytes`. `budget` is
         bytes, or a string such as "8GiB". Raises `BudgetError`, also for what is no number of bytes
         ("60%", "min")."""
-        if isinstance(budget, str) and budget.strip().endswith("%"):
+        asked = Budget.parse(budget)
+        if asked.share is not None:
             raise BudgetError(
                 f"the budget {budget!r} is a share of the peak, which always fits or never does; "
                 'pass bytes, such as "8GiB"'
             )
-        budget_bytes = parse_budget(budget, baseline_bytes=self.baseline_peak_bytes)
-        if not isinstance(budget_bytes, int):
+        if asked.size_bytes is None:
             raise BudgetError(f'the budget {budget!r} is no number of bytes; pass "8GiB", say')
-        return self.peak_bytes + self.reserve_bytes <= budget_bytes
+        return self.peak_bytes + self.reserve_bytes <= asked.size_bytes
 
     def describe(self) -> str:
         """A table: the peak, its parts, where it is, who holds it, and what is not part of it."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from remat.budget import parse_budget
+from remat.budget import Budget
 from remat.costs.roofline import Roofline
 from remat.documents.base import R
 from remat.documents.plan import GraphRecord
@@ -152,9 +152,7 @@ class Client:
         cancel: Cancel | None = None,
     ) -> list[Plan]:
         """As `remat.sweep`: the time/memory frontier."""
-        wanted = None if budgets is None else tuple(budgets)
-        for budget in wanted or ():
-            _check(budget)
+        wanted = None if budgets is None else tuple(map(Budget.parse, budgets))
         if wanted == ():
             return []
         options = _options(strategy, costs)
@@ -205,9 +203,8 @@ class Client:
         progress: ProgressCallback | None,
         cancel: Cancel | None,
     ) -> tuple[Plan, Program | None]:
-        _check(budget)
-        options = _options(strategy, costs)
-        job = self.submit(_made(SolveRequest, budget=budget, options=options, **_subject(graph)))
+        parts = _subject(graph) | {"budget": Budget.parse(budget)}
+        job = self.submit(_made(SolveRequest, options=_options(strategy, costs), **parts))
         answer = self._service.read(self._finish(job, progress, cancel), Answer)
         return _told(answer.plan.read(Plan)), answer.program
 
@@ -238,11 +235,6 @@ def _subject(graph: Graph | Trace) -> dict[str, Any]:
     if isinstance(graph, Trace):
         return {"trace": graph}
     return {"graph": GraphRecord.of(graph)}
-
-
-def _check(budget: int | float | str) -> None:
-    """Raises the same error as without a service."""
-    parse_budget(budget, baseline_bytes=1 << 40)
 
 
 def _options(strategy: Strategy | None, costs: str | None) -> Options:

@@ -18,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 
-from remat.budget import parse_budget
+from remat.budget import Budget
 from remat.costs.devices import DEVICES
 from remat.costs.roofline import Roofline
 from remat.documents.base import Record, check_header
@@ -66,14 +66,6 @@ def _check_trace(trace: Trace) -> Trace:
     return trace
 
 
-def _check_budget(budget: int | float | str) -> int | float | str:
-    try:
-        parse_budget(budget, baseline_bytes=1 << 40)  # units are checked now, shares later
-    except BudgetError as error:
-        raise ValueError(str(error)) from None
-    return budget
-
-
 def _check_costs(costs: str) -> str:
     how, _, device = costs.partition(":")
     if how == "roofline":
@@ -105,9 +97,10 @@ _AMOUNT = {
 }
 _COSTS = {"enum": ["measure", *(f"roofline:{device}" for device in DEVICES)]}
 
-Budget = Annotated[
-    int | Annotated[float, Field(strict=True)] | Annotated[str, Field(max_length=100)],
-    AfterValidator(_check_budget),
+BudgetData = Annotated[
+    Budget | int | float | str,  # as it may be passed; what is there is always a `Budget`
+    PlainValidator(Budget.parse),
+    PlainSerializer(lambda budget: budget.given),
     WithJsonSchema({"anyOf": [_NUMBER, _AMOUNT]}),
 ]
 StrategyData = Annotated[
@@ -179,14 +172,14 @@ class SolveRequest(_Problem):
     """The body of `POST /solve`: `{"trace" or "graph", "budget", "options"}`. What is null is as
     if it were left out."""
 
-    budget: Budget
+    budget: BudgetData
 
 
 class SweepRequest(_Problem):
     """The body of `POST /sweeps`. Without `budgets`: 100%, 95%, ... of the peak, and "min". What is
     null is as if it were left out."""
 
-    budgets: Annotated[tuple[Budget, ...], Field(min_length=1, max_length=100)] | None = None
+    budgets: Annotated[tuple[BudgetData, ...], Field(min_length=1, max_length=100)] | None = None
 
 
 class Answer(Record):
