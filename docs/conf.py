@@ -26,6 +26,7 @@ extensions = [
     "documents",
     "results",
     "settings",
+    "strategies",
 ]
 exclude_patterns = ["extensions", "README.md"]
 default_role = "py:obj"

@@ -27,24 +27,27 @@ from remat.strategies.baselines.knapsack import Knapsack
 from remat.strategies.baselines.lp_rounding import LpRounding
 from remat.strategies.baselines.module_blocks import blocks
 from remat.strategies.baselines.per_block import PerBlock
-from remat.strategies.baselines.recompute_all import RecomputeAll
 from remat.strategies.baselines.revolve import Revolve
 from remat.strategies.baselines.rotor import Rotor
+from remat.strategies.registry import COMPARED_AS, STRATEGIES
 
-QUICK: tuple[Strategy, ...] = (
-    RecomputeAll(),
-    PerBlock(),
-    EveryK(),
-    EveryK(2),
-    ChenSqrt(),
-    ChenGreedy(),
-    ChenGreedy(3),
-    ArticulationPoints("sqrt"),
-    ArticulationPoints("greedy"),
-    Knapsack(),
-    Revolve(),
-    Rotor(slots=60),
+VARIANTS: dict[str, tuple[Strategy, ...]] = {
+    "every_k": (EveryK(), EveryK(2)),
+    "chen_greedy": (ChenGreedy(), ChenGreedy(3)),
+    "rotor": (Rotor(slots=60),),
+}
+"""Of strategies that are tested with other options than `compare` shows."""
+
+BY_PROGRAMS = ("auto", "exact", "lp_rounding", "checkmate")
+
+QUICK: tuple[Strategy, ...] = tuple(
+    strategy
+    for name, kind in STRATEGIES.items()
+    if name not in BY_PROGRAMS
+    for strategy in VARIANTS.get(name) or COMPARED_AS.get(name) or (kind(),)
 )
+"""Of all that there are: whoever adds a strategy has it held to these laws."""
+
 LAWS = settings(
     derandomize=True,
     database=None,

@@ -147,6 +147,23 @@ def test_explain(documents: Documents) -> None:
     assert name in unknown.error
 
 
+def test_explain_the_solve(documents: Documents, tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    plan = remat.solve(remat.Trace.load(documents.trace), "min", remat.Auto(time_limit=10.0))
+    plan.save(file)
+    told = quick("explain", file, "--solve").out
+    assert told == f"{plan.describe(solve=True)}\n"
+    assert told.startswith(f"{plan.describe()}\n\nsmallest peak ")
+    found = json.loads(quick("explain", file, "--solve", "--json").out)
+    assert [step["step"] for step in found["solve"]] == str(plan.stats["steps"]).split()
+    assert all(step["seconds_s"] >= 0 for step in found["solve"])
+    assert "solve" not in json.loads(quick("explain", file, "--json").out)
+    name = plan.graph.operations[0].name
+    words = quick("explain", file, name, "--solve").out
+    assert words.startswith(f"{plan.explain(name)}\n\nsmallest peak ")
+    assert quick("explain", documents.plan, "--solve").out.endswith("search step by step\n")
+
+
 def test_diff(documents: Documents) -> None:
     plan, other = Plan.load(documents.plan), Plan.load(documents.other)
     assert run("diff", documents.plan, documents.other).out == f"{plan.diff(other)}\n"

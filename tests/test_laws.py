@@ -25,7 +25,6 @@ from remat.strategies import (
     Auto,
     CheckmateMilp,
     Exact,
-    KeepAll,
     LpRounding,
     Strategy,
     Task,
@@ -49,7 +48,7 @@ NEAR = Auto(order="off", threads=1, complete_slots=0)
 """On graphs of a dozen operations it offers few slots, and mostly too few: its programs prove
 nothing about the order."""
 
-BASELINES: tuple[Strategy, ...] = (KeepAll(), Auto(order="off", threads=1), NEAR, *QUICK)
+BASELINES: tuple[Strategy, ...] = (Auto(order="off", threads=1), NEAR, *QUICK)
 BEGINNERS: tuple[Strategy, ...] = (NEAR, Auto(order="on", threads=1, time_limit=1.0))
 """Strategies that begin from a schedule that is known."""
 

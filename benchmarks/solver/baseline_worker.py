@@ -8,11 +8,12 @@ import sys
 from typing import Any
 
 from benchmarks.solver.worker import graph_of, memory_bytes
-from remat.compare import STRATEGIES, Comparison, compare
+from remat.compare import Comparison, compare
 from remat.report.comparison import Row
 from remat.strategies.base import Strategy
+from remat.strategies.registry import compared_by_default
 
-NAMES = tuple(strategy.name for strategy in STRATEGIES if strategy.name != "auto")
+NAMES = tuple(strategy.name for strategy in compared_by_default() if strategy.name != "auto")
 """The baselines, by name."""
 
 
@@ -48,7 +49,7 @@ def _facts(found: Row, compared: Comparison) -> dict[str, Any]:
 
 def strategy_of(name: str, time_limit_s: float) -> Strategy:
     """A baseline by name, with the time limit where it has one."""
-    strategy = next(s for s in STRATEGIES if s.name == name)
+    strategy = next(s for s in compared_by_default() if s.name == name)
     assert dataclasses.is_dataclass(strategy)
     if any(field.name == "time_limit" for field in dataclasses.fields(strategy)):
         return dataclasses.replace(strategy, time_limit=time_limit_s)  # type: ignore[return-value]

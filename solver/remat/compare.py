@@ -15,41 +15,12 @@ from remat.report.comparison import Compared, Row
 from remat.schedule import Schedule
 from remat.simulate import simulate
 from remat.solve import HasGraph, solve
-from remat.strategies.auto import Auto
 from remat.strategies.base import Strategy
-from remat.strategies.baselines.articulation import ArticulationPoints
-from remat.strategies.baselines.checkmate import CheckmateMilp
-from remat.strategies.baselines.chen_greedy import ChenGreedy
-from remat.strategies.baselines.chen_sqrt import ChenSqrt
-from remat.strategies.baselines.every_k import EveryK
-from remat.strategies.baselines.keep_all import KeepAll
-from remat.strategies.baselines.knapsack import Knapsack
-from remat.strategies.baselines.lp_rounding import LpRounding
-from remat.strategies.baselines.per_block import PerBlock
-from remat.strategies.baselines.recompute_all import RecomputeAll
-from remat.strategies.baselines.revolve import Revolve
-from remat.strategies.baselines.rotor import Rotor
+from remat.strategies.registry import compared_by_default
 from remat.view.frontier import comparison_svg
 from remat.view.html import comparison_fragment
 
 BUDGETS = ("90%", "70%", "50%", "30%", "min")
-
-STRATEGIES: tuple[Strategy, ...] = (
-    Auto(),
-    KeepAll(),
-    PerBlock(),
-    EveryK(),
-    ChenSqrt(),
-    ChenGreedy(),
-    ArticulationPoints("sqrt"),
-    ArticulationPoints("greedy"),
-    Knapsack(),
-    Revolve(),
-    Rotor(),
-    RecomputeAll(),
-    LpRounding(time_limit=60.0),
-    CheckmateMilp(time_limit=60.0),
-)
 
 
 @dataclass(frozen=True)
@@ -77,10 +48,11 @@ def compare(
 ) -> Comparison:
     """The plans of several strategies for several budgets, as `solve` gives them.
 
-    By default every strategy there is, at 90%, 70%, 50% and 30% of the peak without recomputation
-    and at each one's own smallest peak ("min"). A budget that a strategy cannot meet, and a
-    strategy that does not work on this graph, are rows with a reason. After a failure other than
-    that of a budget, a strategy is not asked again. Once `cancel` is set, what is left is left out.
+    By default every strategy that is registered, but for `exact`, at 90%, 70%, 50% and 30% of the
+    peak without recomputation and at each one's own smallest peak ("min"). A budget that a strategy
+    cannot meet, and a strategy that does not work on this graph, are rows with a reason. After a
+    failure other than that of a budget, a strategy is not asked again. Once `cancel` is set, what
+    is left is left out.
 
     Raises `BudgetError`.
     """
@@ -90,7 +62,7 @@ def compare(
     asked = map(Budget.parse, BUDGETS if budgets is None else budgets)
     sized = [(b, b.in_bytes(baseline.peak_bytes, graph.library_bytes)) for b in asked]
     rows: list[Row[Plan]] = []
-    for strategy in STRATEGIES if strategies is None else strategies:
+    for strategy in compared_by_default() if strategies is None else strategies:
         failed: Row[Plan] | None = None
         for budget, size in sized:
             if cancel is not None and cancel.is_set():

@@ -27,9 +27,10 @@ __all__ = ["Plan", "Status"]
 class Plan(Planned):
     """What to run, and what it costs; see `Planned` for what it holds."""
 
-    def describe(self) -> str:
-        """A table: budget, peak, time, bound, and what is recomputed, by module."""
-        return describe.describe(self)
+    def describe(self, solve: bool = False) -> str:
+        """A table: budget, peak, time, bound, and what is recomputed, by module. With `solve`, also
+        the steps of the solve: the seconds that each took, and what was known after it."""
+        return describe.describe(self, solve)
 
     def explain(self, name: str) -> str:
         """Why one operation is kept or recomputed, and what the other way would cost: the peak,

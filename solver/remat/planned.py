@@ -37,7 +37,8 @@ class Planned:
     orders", every schedule. `gap` is (time - bound) / time on total time. A plan is OPTIMAL only by
     a bound for its order or for all orders. `stats` are facts of the solve: keys that end in `_s`
     are seconds; `slots_bound`, where it is there, is the bound over the slots offered, like
-    `lower_bound` a share of extra time.
+    `lower_bound` a share of extra time; `steps` names the steps of the solve, and
+    `remat.solution.STEPS` says which keys each has.
     """
 
     status: Status

@@ -10,6 +10,7 @@ from remat.commands import files
 from remat.commands.figures import Figures, json_of, plan_figures
 from remat.commands.options import Json, PlanFile
 from remat.plan import Plan
+from remat.report.solving import describe_steps, steps
 
 
 def explain(
@@ -20,6 +21,9 @@ def explain(
             metavar="[NAME]...", help="An operation, or a module's path (transformer.h.3.mlp)."
         ),
     ] = None,
+    solve: Annotated[
+        bool, typer.Option("--solve", help="Tell also how it was solved, step by step.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Tell what a plan does: its table, or why operations are kept or recomputed."""
@@ -27,11 +31,11 @@ def explain(
     told = {name: found.explain(name) for name in names or ()}
     if as_json:
         operations = [figures for name in told for figures in _operations(found, name)]
-        files.show_json(
-            json_of({"plan": plan_figures(found), "operations": operations, "text": told})
-        )
-    else:
-        files.show("\n\n".join(told.values()) or found.describe())
+        figures: Figures = {"plan": plan_figures(found), "operations": operations, "text": told}
+        files.show_json(json_of(figures | ({"solve": steps(found)} if solve else {})))
+        return
+    texts = [*told.values()] or [found.describe()]
+    files.show("\n\n".join([*texts, describe_steps(found)] if solve else texts))
 
 
 def _operations(plan: Plan, name: str) -> list[Figures]:

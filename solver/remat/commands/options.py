@@ -12,11 +12,16 @@ import typer
 
 from remat.budget import Budget
 from remat.commands.exits import UsageError
-from remat.compare import STRATEGIES as COMPARED
 from remat.costs.devices import DEVICES, find_device
 from remat.reserve import less_reserve, parse_reserve
 from remat.strategies.base import Strategy
-from remat.strategies.registry import STRATEGIES, from_data, to_data
+from remat.strategies.registry import (
+    COMPARED_AS,
+    STRATEGIES,
+    compared_by_default,
+    from_data,
+    to_data,
+)
 
 GPUS = tuple(name for name, device in DEVICES.items() if device.capability)
 AUTOCAST = ("bfloat16", "float16")
@@ -201,11 +206,10 @@ def compared(
     """The strategies to compare; a shortcut goes to those that have such an option."""
     found: list[Strategy] = []
     if names is None:
-        found += COMPARED
+        found += compared_by_default()
     else:
         for name in (part.strip() for part in names.split(",") if part.strip()):
-            ready = [each for each in COMPARED if to_data(each)["name"] == name]
-            found += ready or [_made(name, {})]
+            found += COMPARED_AS.get(name) or (_made(name, {}),)
     if not found:
         raise UsageError(f"--strategies names none; there are {', '.join(STRATEGIES)}")
     shortcuts = _shortcuts(gap, time_limit, solver)

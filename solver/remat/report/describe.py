@@ -8,6 +8,7 @@ from collections import defaultdict
 from remat.allocator.prediction import Prediction
 from remat.budget import format_bytes, format_seconds
 from remat.planned import Planned
+from remat.report.solving import describe_steps
 from remat.reserve import LEFT_TO_OTHERS
 
 SCOPES = {
@@ -21,8 +22,8 @@ _ROWS = 16
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
-def describe(plan: Planned) -> str:
-    """A compact table of one plan."""
+def describe(plan: Planned, solve: bool = False) -> str:
+    """A compact table of one plan; with `solve`, also of the steps that it was solved by."""
     graph = plan.graph
     again = plan.schedule.recomputed(graph)
     source = plan.stats.get("cost_source", "as given")
@@ -46,6 +47,8 @@ def describe(plan: Planned) -> str:
         lines.append(f"solver    {solver}")
     if again:
         lines += ["", *_modules(plan, again)]
+    if solve:
+        lines += ["", describe_steps(plan)]
     return "\n".join(lines)
 
 
@@ -124,12 +127,10 @@ def _bound(plan: Planned) -> str:
 def _solver(plan: Planned) -> str:
     stats = plan.stats
     facts = [str(stats[key]) for key in ("strategy", "solver") if key in stats]
-    facts += [f"{stats[key]} {key}" for key in ("slots", "rows", "columns") if key in stats]
-    facts += [
-        f"{key.removesuffix('_s')} {format_seconds(float(seconds))}"
-        for key, seconds in stats.items()
-        if key.endswith("_s") and key != "launch_s" and isinstance(seconds, float)
-    ]
+    facts += [f"{stats[key]} {key}" for key in ("slots", "rows", "columns") if stats.get(key)]
+    solved_s = stats.get("total_s")
+    if isinstance(solved_s, int | float):
+        facts.append(f"solved in {format_seconds(solved_s)}")
     return ", ".join(facts)
 
 

@@ -42,9 +42,24 @@ STRATEGIES: dict[str, type[Any]] = {
     "lp_rounding": LpRounding,
     "checkmate": CheckmateMilp,
 }
+"""Every strategy by its name: for `compare`, the command line, the service and the laws."""
+
+COMPARED_AS: dict[str, tuple[Strategy, ...]] = {
+    "exact": (),  # for small graphs
+    "articulation_points": (ArticulationPoints("sqrt"), ArticulationPoints("greedy")),
+    "lp_rounding": (LpRounding(time_limit=60.0),),
+    "checkmate": (CheckmateMilp(time_limit=60.0),),
+}
+"""What `compare` shows of a strategy, where that is not the one with its defaults."""
 
 _FOREVER_S = 1e9
 """Stands for infinity in JSON, which has none."""
+
+
+def compared_by_default() -> list[Strategy]:
+    """Those that `compare` shows, in the order of `STRATEGIES`."""
+    shown = (COMPARED_AS.get(name, (kind(),)) for name, kind in STRATEGIES.items())
+    return [strategy for each in shown for strategy in each]
 
 
 def to_data(strategy: Strategy) -> dict[str, object]:

@@ -1,0 +1,36 @@
+"""`{strategies}`: the strategies with their names, from the registry."""
+
+from __future__ import annotations
+
+from docutils import nodes
+from sphinx.application import Sphinx
+from sphinx.util.docutils import SphinxDirective
+
+import remat
+from remat.strategies.registry import STRATEGIES
+
+
+class Strategies(SphinxDirective):
+    """Their names, and what each class says of itself."""
+
+    def run(self) -> list[nodes.Node]:
+        """A paragraph, and a description of each."""
+        names = ", ".join(f"`{name}`" for name in STRATEGIES)
+        classes = "\n".join(
+            f".. autoclass:: {_home(kind)}.{kind.__name__}"
+            for kind in STRATEGIES.values()
+        )
+        text = f"Their names, for the command line and the service: {names}."
+        return self.parse_text_to_nodes(
+            f"{text}\n\n```{{eval-rst}}\n{classes}\n```\n"
+        )
+
+
+def _home(kind: type[object]) -> str:
+    return "remat" if kind.__name__ in remat.__all__ else kind.__module__
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Called by Sphinx."""
+    app.add_directive("strategies", Strategies)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

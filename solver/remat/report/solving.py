@@ -1,0 +1,66 @@
+"""How a plan was solved, step by step: `Plan.describe(solve=True)`, `remat explain --solve`."""
+
+from __future__ import annotations
+
+from remat.budget import format_bytes, format_seconds
+from remat.planned import Planned
+from remat.report.tables import aligned
+from remat.solution import STEP_FACTS, steps_of
+
+Figures = dict[str, str | int | float]
+
+_PEAK = ("smallest peak", "took", "peak", "at least")
+_COST = ("least time", "took", "extra time", "at least")
+
+
+def steps(plan: Planned) -> list[Figures]:
+    """For each step of the solve in its order: its name as `step`, `seconds_s`, and what was known
+    after it: `cost` and `bound`, shares of extra time, or, where the smallest peak was looked for,
+    `bytes` and `bound_bytes`."""
+    found: list[Figures] = []
+    for name in steps_of(plan.stats):
+        told = {fact: plan.stats.get(f"{name}_{fact}") for fact in STEP_FACTS}
+        facts = {fact: figure for fact, figure in told.items() if isinstance(figure, int | float)}
+        if "s" in facts:
+            found.append({"step": name, "seconds_s": facts.pop("s"), **facts})
+    return found
+
+
+def describe_steps(plan: Planned) -> str:
+    """A line for each step of the solve: its seconds, and the best and the bound after it. Steps
+    for the smallest peak, whose figures are bytes, are a table before that of the least time."""
+    found = steps(plan)
+    if not found:
+        return _why_none(plan)
+    costs = [step for step in found if "bound" in step]
+    peaks = [step for step in found if "bound" not in step]
+    tables = [[_PEAK, *map(_peak_line, peaks)], [_COST, *map(_cost_line, costs)]]
+    lines: list[tuple[str, str, str, str]] = []
+    for table in tables:
+        if len(table) > 1:
+            lines += [("", "", "", ""), *table] if lines else table
+    return "\n".join(aligned(lines))
+
+
+def _why_none(plan: Planned) -> str:
+    if not plan.schedule.recomputed(plan.graph):
+        return "no steps: all fits without recomputation, so nothing was searched for"
+    strategy = plan.stats.get("strategy", "this strategy")
+    return f"no steps: {strategy} finds its schedule in one go; auto and exact search step by step"
+
+
+def _peak_line(step: Figures) -> tuple[str, str, str, str]:
+    name, took = _begun(step)
+    sizes = (step.get(fact) for fact in ("bytes", "bound_bytes"))
+    found, bound = ("-" if size is None else format_bytes(float(size)) for size in sizes)
+    return name.removeprefix("peak "), took, found, bound
+
+
+def _cost_line(step: Figures) -> tuple[str, str, str, str]:
+    shares = (step.get(fact) for fact in ("cost", "bound"))
+    found, bound = ("-" if share is None else f"{float(share):+.3%}" for share in shares)
+    return *_begun(step), found, bound
+
+
+def _begun(step: Figures) -> tuple[str, str]:
+    return str(step["step"]).replace("_", " "), format_seconds(float(step["seconds_s"]))
