@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Annotated
 
 import typer
@@ -62,7 +63,7 @@ def run(
     autocast: Autocast = None,
     reserve: Reserve = None,
 ) -> None:
-    """Train a step of a model as it is and with remat: peak, time, loss, gradients."""
+    """Train a step of a model as it is and with remat: the plan, peak, time, loss, gradients."""
     check_budgets([budget])
     check_here(device, "run", "remat trace SOURCE --device {name} plans for it")
     chosen = strategy_of(strategy, option, gap, time_limit, solver)
@@ -86,6 +87,7 @@ def run(
         dtype=dtype,
         seed=seed,
     )
+    began = time.perf_counter()
     with casting(device, autocast):
         traced = capture(step.model, step.args, step.kwargs)
         with live("measuring", 1) as line:
@@ -100,6 +102,7 @@ def run(
             files.show(json_of({"plan": plan_figures(plan)}) if as_json else plan.describe())
             finish(signum, best_so_far(plan))
         module = lower(made, step.model, plan=plan)
+        ready_s = time.perf_counter() - began
         with live("running"):
             found = trial(
                 step.model,
@@ -115,4 +118,10 @@ def run(
     else:
         budget = format_bytes(plan.budget_bytes)
         beside = f", beside {format_bytes(reserve_bytes)} reserved" if reserve_bytes else ""
-        files.show(f"{step.name} within {budget}{beside}\n\n{found.describe()}")
+        parts = (
+            f"{step.name} within {budget}{beside}",
+            plan.describe(),
+            f"ready after {ready_s:.1f} s",
+            found.describe(),
+        )
+        files.show("\n\n".join(parts))
