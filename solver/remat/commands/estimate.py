@@ -4,45 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 
-from remat.commands import files
+from remat.commands import files, options
 from remat.commands.figures import json_of
-from remat.commands.options import (
-    Autocast,
-    Batch,
-    Dtype,
-    ForDevice,
-    Image,
-    Json,
-    Overrides,
-    Reserve,
-    Seed,
-    Source,
-    Tokens,
-    check_autocast,
-    check_target,
-)
 from remat.reserve import parse_reserve
 
 
 def estimate(
-    source: Source,
-    as_json: Json = False,
-    batch: Batch = 2,
-    tokens: Tokens = 128,
-    image: Image = None,
-    overrides: Overrides = None,
-    seed: Seed = 0,
-    dtype: Dtype = None,
-    autocast: Autocast = None,
-    device: ForDevice = None,
-    reserve: Reserve = None,
+    source: options.Source,
+    as_json: options.Json = False,
+    batch: options.Batch = 2,
+    tokens: options.Tokens = 128,
+    image: options.Image = None,
+    overrides: options.Overrides = None,
+    seed: options.Seed = 0,
+    dtype: options.Dtype = None,
+    autocast: options.Autocast = None,
+    device: options.ForDevice = None,
+    reserve: options.Reserve = None,
 ) -> None:
     """Tell a training step's peak and its parts before anything runs.
 
     No tensor is allocated: the model may be far too large for this machine.
     """
-    check_autocast(autocast)
-    check_target(device)
+    options.check_autocast(autocast)
+    options.check_target(device)
     if reserve is not None:
         parse_reserve(reserve)
     from remat.commands.models.sources import load_step

@@ -8,34 +8,9 @@ from typing import Annotated
 import typer
 
 from remat.budget import format_bytes
-from remat.commands import files
+from remat.commands import files, options
 from remat.commands.figures import json_of, plan_figures
 from remat.commands.live import live
-from remat.commands.options import (
-    Autocast,
-    Batch,
-    Budget,
-    Dtype,
-    Gap,
-    Image,
-    Json,
-    OnDevice,
-    Overrides,
-    ProgramOutput,
-    Reserve,
-    Seed,
-    Solver,
-    Source,
-    StrategyName,
-    StrategyOptions,
-    TimeLimit,
-    Tokens,
-    check_autocast,
-    check_budgets,
-    check_here,
-    strategy_of,
-    without,
-)
 from remat.commands.solving import best_so_far, finish, solved
 from remat.report.estimate import eager_peak_bytes
 from remat.reserve import telling, with_reserve
@@ -43,33 +18,33 @@ from remat.rewrite import rewrite
 
 
 def run(
-    source: Source,
-    budget: Budget,
-    strategy: StrategyName = "auto",
-    option: StrategyOptions = None,
-    gap: Gap = None,
-    time_limit: TimeLimit = None,
-    solver: Solver = None,
-    program: ProgramOutput = None,
+    source: options.Source,
+    budget: options.Budget,
+    strategy: options.StrategyName = "auto",
+    option: options.StrategyOptions = None,
+    gap: options.Gap = None,
+    time_limit: options.TimeLimit = None,
+    solver: options.Solver = None,
+    program: options.ProgramOutput = None,
     rounds: Annotated[int, typer.Option(min=1, help="Timed steps of each.")] = 5,
-    as_json: Json = False,
-    batch: Batch = 2,
-    tokens: Tokens = 128,
-    image: Image = None,
-    overrides: Overrides = None,
-    seed: Seed = 0,
-    device: OnDevice = "cpu",
-    dtype: Dtype = None,
-    autocast: Autocast = None,
-    reserve: Reserve = None,
+    as_json: options.Json = False,
+    batch: options.Batch = 2,
+    tokens: options.Tokens = 128,
+    image: options.Image = None,
+    overrides: options.Overrides = None,
+    seed: options.Seed = 0,
+    device: options.OnDevice = "cpu",
+    dtype: options.Dtype = None,
+    autocast: options.Autocast = None,
+    reserve: options.Reserve = None,
 ) -> None:
     """Train a step of a model as it is and with remat: the plan, peak, time, loss, gradients."""
-    check_budgets([budget])
-    check_here(device, "run", "remat trace SOURCE --device {name} plans for it")
-    chosen = strategy_of(strategy, option, gap, time_limit, solver)
-    check_autocast(autocast)
+    options.check_budgets([budget])
+    options.check_here(device, "run", "remat trace SOURCE --device {name} plans for it")
+    chosen = options.strategy_of(strategy, option, gap, time_limit, solver)
+    options.check_autocast(autocast)
     files.check_outputs(program)
-    budget, reserve_bytes = without(budget, reserve)
+    budget, reserve_bytes = options.without(budget, reserve)
     from remat.commands.models.sources import load_step
     from remat.frontend.autocast import autocast as casting
     from remat.frontend.capture.trace import trace as capture

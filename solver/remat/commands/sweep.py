@@ -5,26 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from remat.budget import format_bytes, format_seconds
-from remat.commands import files
+from remat.commands import files, options
 from remat.commands.exits import UsageError
 from remat.commands.figures import check_any, csv_of, frontier_table, json_of, plan_figures
 from remat.commands.frontiers import PICTURES, Frontier
 from remat.commands.live import Line
-from remat.commands.options import (
-    Budgets,
-    Gap,
-    Json,
-    Output,
-    PictureDevice,
-    Solver,
-    StrategyName,
-    StrategyOptions,
-    TimeLimit,
-    TraceFile,
-    check_budgets,
-    check_device,
-    strategy_of,
-)
 from remat.commands.solving import attended, finish, hint
 from remat.documents.sweep import SweepDocument
 from remat.plan import Plan
@@ -36,25 +21,25 @@ Writer = Callable[[list[Plan], str | None], str | bytes]
 
 
 def sweep(
-    trace: TraceFile,
-    budget: Budgets = None,
-    strategy: StrategyName = "auto",
-    option: StrategyOptions = None,
-    gap: Gap = None,
-    time_limit: TimeLimit = None,
-    solver: Solver = None,
-    device: PictureDevice = None,
-    output: Output = None,
-    as_json: Json = False,
+    trace: options.TraceFile,
+    budget: options.Budgets = None,
+    strategy: options.StrategyName = "auto",
+    option: options.StrategyOptions = None,
+    gap: options.Gap = None,
+    time_limit: options.TimeLimit = None,
+    solver: options.Solver = None,
+    device: options.PictureDevice = None,
+    output: options.Output = None,
+    as_json: options.Json = False,
 ) -> None:
     """Solve for several budgets: how much time each saved byte costs.
 
     The output is .json (for `remat plot`), .csv, .svg, .html, .png or .pdf. A time limit is for
     each budget.
     """
-    check_budgets(budget or ())
-    check_device(device)
-    chosen = strategy_of(strategy, option, gap, time_limit, solver)
+    options.check_budgets(budget or ())
+    options.check_device(device)
+    chosen = options.strategy_of(strategy, option, gap, time_limit, solver)
     files.check_outputs(output)
     if output is not None and files.suffix_of(output) not in _WRITERS:
         raise UsageError(f"{output}: a sweep is written as {', '.join(_WRITERS)}")
