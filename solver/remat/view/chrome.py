@@ -75,25 +75,12 @@ def _counter(start: float, held: dict[str, int]) -> Event:
 
 def _names() -> list[Event]:
     """What the process and its tracks are called."""
-    events: list[Event] = [
-        {
-            "name": "process_name",
-            "ph": "M",
-            "ts": 0,
-            "pid": _PID,
-            "tid": 0,
-            "args": {"name": "remat plan"},
-        }
+    named = (
+        ("process_name", 0, "remat plan"),
+        ("thread_name", _FORWARD, "forward"),
+        ("thread_name", _BACKWARD, "backward"),
+    )
+    return [
+        {"name": what, "ph": "M", "ts": 0, "pid": _PID, "tid": track, "args": {"name": name}}
+        for what, track, name in named
     ]
-    for track, name in ((_FORWARD, "forward"), (_BACKWARD, "backward")):
-        events.append(
-            {
-                "name": "thread_name",
-                "ph": "M",
-                "ts": 0,
-                "pid": _PID,
-                "tid": track,
-                "args": {"name": name},
-            }
-        )
-    return events
