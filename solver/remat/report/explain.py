@@ -6,13 +6,12 @@ put in. Every number has a unit.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from remat.budget import format_bytes, format_seconds
-from remat.errors import UnknownName
+from remat.errors import UnknownName, nearest
 from remat.graph import Graph
 from remat.planned import Planned
 from remat.report.describe import SCOPES
@@ -315,10 +314,8 @@ def _unknown(graph: Graph, name: str) -> str:
         steps = operation.module.split(".")
         modules.update(".".join(steps[: i + 1]) for i in range(len(steps)))
     known = [*(operation.name for operation in graph.operations), *sorted(modules - {""})]
-    near = difflib.get_close_matches(name, dict.fromkeys(known), n=3)
-    return f"no operation and no module is called {name!r}" + (
-        f"; near: {', '.join(near)}" if near else ""
-    )
+    like = nearest(name, dict.fromkeys(known), lead="; near: ")
+    return f"no operation and no module is called {name!r}{like}"
 
 
 def _place(graph: Graph, schedule: Schedule, run: int, named: int) -> str:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from anyio import CapacityLimiter, sleep
 from anyio.to_thread import run_sync
-from fastapi import APIRouter, Header, Query, Request
+from fastapi import APIRouter, Depends, Header, Query, Request
 from fastapi.responses import JSONResponse, Response
 
 from remat.service.wire import (
@@ -94,17 +95,7 @@ def _documented(
             200: {
                 "description": "The sizes (`dry_run`), or the result (`Prefer: wait`), or the job "
                 "where it ended without one",
-                "content": {
-                    json: {
-                        "schema": {
-                            "oneOf": [
-                                reference(Sizes),
-                                made,
-                                view,
-                            ]
-                        }
-                    }
-                },
+                "content": {json: {"schema": {"oneOf": [reference(Sizes), made, view]}}},
             },
             202: {
                 "description": "Accepted",
@@ -117,49 +108,48 @@ def _documented(
     }
 
 
+@dataclass(frozen=True, slots=True)
+class Posted:
+    """What both routes are given."""
+
+    request: Request
+    owner: Owner
+    prefer: Prefer = None
+    idempotency_key: IdempotencyKey = None
+    dry_run: DryRun = False
+
+
 @router.post("/solve", **_documented(SolveRequest, Answer, budget="75%"))
-async def post_solve(
-    request: Request,
-    owner: Owner,
-    prefer: Prefer = None,
-    idempotency_key: IdempotencyKey = None,
-    dry_run: DryRun = False,
-) -> Response:
+async def post_solve(posted: Annotated[Posted, Depends()]) -> Response:
     """The cheapest schedule within a budget, and the program that runs it."""
-    return await _accept(request, "solve", owner, prefer, idempotency_key, dry_run)
+    return await _accept(posted, "solve")
 
 
 @router.post("/sweeps", **_documented(SweepRequest, SweepAnswer, budgets=["min", "100%"]))
-async def post_sweep(
-    request: Request,
-    owner: Owner,
-    prefer: Prefer = None,
-    idempotency_key: IdempotencyKey = None,
-    dry_run: DryRun = False,
-) -> Response:
+async def post_sweep(posted: Annotated[Posted, Depends()]) -> Response:
     """The time/memory frontier over many budgets."""
-    return await _accept(request, "sweep", owner, prefer, idempotency_key, dry_run)
+    return await _accept(posted, "sweep")
 
 
-async def _accept(
-    request: Request, kind: Kind, owner: str, prefer: str | None, key: str | None, dry_run: bool
-) -> Response:
+async def _accept(posted: Posted, kind: Kind) -> Response:
+    request, owner = posted.request, posted.owner
     state = request.app.state
     if state.draining.is_set():
         raise ServiceProblem(
             503, "the service is being stopped; try again", headers={"Retry-After": "10"}
         )
     body = await read_body(request, state.settings.body_bytes)
-    if dry_run:
+    if posted.dry_run:
         sizes: Sizes = await run_sync(state.intake.sizes, kind, body, limiter=_validating)
         return JSONResponse(sizes.model_dump())
     request_id: str = request.scope["state"]["request_id"]
+    key = posted.idempotency_key
     job: JobView = await run_sync(
         state.intake.accept, kind, body, owner, key, request_id, limiter=_validating
     )
     where = f"/jobs/{job.id}" if kind == "solve" else f"/sweeps/{job.id}"
     headers = {"Location": where}
-    asked = _WAIT.search(prefer or "")
+    asked = _WAIT.search(posted.prefer or "")
     if asked is None:
         return JSONResponse(job.model_dump(), 202, headers)
     wait_s = min(float(asked[1]), state.settings.wait_s)
