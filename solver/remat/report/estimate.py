@@ -5,7 +5,6 @@ Computed from a `Trace` alone: the sizes of its tensors and the order of its ope
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from dataclasses import dataclass
 from math import prod
@@ -17,12 +16,12 @@ from remat.documents.arguments import Ref
 from remat.documents.trace import Trace
 from remat.errors import BudgetError
 from remat.graph import Graph
+from remat.report.tables import aligned, largest, starred
 from remat.schedule import Schedule
 from remat.simulate import Timeline, simulate
 from remat.strategies.search.quick import quick_schedules
 
 _ROWS = 12
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 _DROPOUT = "aten.native_dropout_backward.default"  # both ways; see remat.frontend.capture.dropout
 
 
@@ -232,25 +231,17 @@ class Estimate:
     def _table(self) -> list[str]:
         """Activations at the peak by module; layers of the same name but for their number share a
         line."""
-        folded: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+        sums: dict[str, list[int]] = defaultdict(lambda: [0, 0])
         for holder in self.holders:
-            entry = folded[_NUMBER.sub("*", holder.module) or "(no module)"]
-            entry[0] += holder.size_bytes
-            entry[1] += holder.values
-        order = sorted(folded, key=lambda name: (-folded[name][0], name))
-        rows = [(name, *folded[name]) for name in order[:_ROWS]]
-        if rest := order[_ROWS:]:
-            size = sum(folded[name][0] for name in rest)
-            rows.append((f"{len(rest)} more", size, sum(folded[name][1] for name in rest)))
-        width = max(len("activations at the peak"), *(len(name) for name, _, _ in rows))
-        return [
-            f"{'activations at the peak':<{width}}  {'bytes':>9}  {'share':>6}  {'values':>6}",
-            *(
-                f"{name:<{width}}  {format_bytes(size):>9}  "
-                f"{size / max(1, self.activation_bytes):>6.1%}  {values:>6}"
-                for name, size, values in rows
-            ),
+            found = sums[starred(holder.module)]
+            found[0] += holder.size_bytes
+            found[1] += holder.values
+        whole = max(1, self.activation_bytes)
+        rows = [
+            (name, format_bytes(size), f"{size / whole:.1%}", str(values))
+            for name, (size, values) in largest(sums, _ROWS)
         ]
+        return aligned([("activations at the peak", "bytes", "share", "values"), *rows])
 
     def __str__(self) -> str:
         return self.describe()

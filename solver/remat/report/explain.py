@@ -15,6 +15,7 @@ from remat.errors import UnknownName, nearest
 from remat.graph import Graph
 from remat.planned import Planned
 from remat.report.describe import SCOPES
+from remat.report.tables import aligned
 from remat.schedule import Schedule
 from remat.simulate import Timeline, simulate
 
@@ -282,17 +283,9 @@ def _module(plan: Planned, path: str, within: Sequence[int]) -> list[str]:
     if rest:
         table.append((f"{len(rest)} more", "", "", *total(rest)))
     table.append(("together", "", "", *total(within)))
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    rows = [
-        "  ".join(
-            cell.ljust(width) if column < 3 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in table
-    ]
     return [
         f"{path}: {len(within)} {_plural('operation', len(within))}, {recomputed} recomputed",
-        *rows,
+        *aligned(table, left=3),
     ]
 
 
