@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
+from remat import strategies as known
 from remat.budget import parse_budget
 from remat.errors import BudgetError, InfeasibleBudget, RematError
 from remat.graph import Graph
@@ -15,40 +16,27 @@ from remat.report.comparison import Compared, Row
 from remat.schedule import Schedule
 from remat.simulate import simulate
 from remat.solve import HasGraph, solve
-from remat.strategies.auto import Auto
 from remat.strategies.base import Strategy
-from remat.strategies.baselines.articulation import ArticulationPoints
-from remat.strategies.baselines.checkmate import CheckmateMilp
-from remat.strategies.baselines.chen_greedy import ChenGreedy
-from remat.strategies.baselines.chen_sqrt import ChenSqrt
-from remat.strategies.baselines.every_k import EveryK
-from remat.strategies.baselines.keep_all import KeepAll
-from remat.strategies.baselines.knapsack import Knapsack
-from remat.strategies.baselines.lp_rounding import LpRounding
-from remat.strategies.baselines.per_block import PerBlock
-from remat.strategies.baselines.recompute_all import RecomputeAll
-from remat.strategies.baselines.revolve import Revolve
-from remat.strategies.baselines.rotor import Rotor
 from remat.view.frontier import comparison_svg
 from remat.view.html import comparison_fragment
 
 BUDGETS = ("90%", "70%", "50%", "30%", "min")
 
 STRATEGIES: tuple[Strategy, ...] = (
-    Auto(),
-    KeepAll(),
-    PerBlock(),
-    EveryK(),
-    ChenSqrt(),
-    ChenGreedy(),
-    ArticulationPoints("sqrt"),
-    ArticulationPoints("greedy"),
-    Knapsack(),
-    Revolve(),
-    Rotor(),
-    RecomputeAll(),
-    LpRounding(time_limit=60.0),
-    CheckmateMilp(time_limit=60.0),
+    known.Auto(),
+    known.KeepAll(),
+    known.PerBlock(),
+    known.EveryK(),
+    known.ChenSqrt(),
+    known.ChenGreedy(),
+    known.ArticulationPoints("sqrt"),
+    known.ArticulationPoints("greedy"),
+    known.Knapsack(),
+    known.Revolve(),
+    known.Rotor(),
+    known.RecomputeAll(),
+    known.LpRounding(time_limit=60.0),
+    known.CheckmateMilp(time_limit=60.0),
 )
 
 

@@ -82,8 +82,7 @@ def _allocator(plan: Planned) -> list[str]:
 
 def diff(plan: Planned, other: Planned) -> str:
     """What changes from `plan` to `other`."""
-    mine = _named(plan)
-    theirs = _named(other)
+    mine, theirs = recomputed_by_name(plan), recomputed_by_name(other)
     lines = [
         f"budget {format_bytes(plan.budget_bytes)} -> {format_bytes(other.budget_bytes)}",
         f"peak   {format_bytes(plan.peak_bytes)} -> {format_bytes(other.peak_bytes)} "
@@ -149,6 +148,7 @@ def _modules(plan: Planned, again: dict[int, int]) -> list[str]:
     return aligned([("module", "again", "time", "output"), *rows])
 
 
-def _named(plan: Planned) -> dict[str, int]:
+def recomputed_by_name(plan: Planned) -> dict[str, int]:
+    """How many extra times each operation runs, for those that run more than once."""
     again = plan.schedule.recomputed(plan.graph)
     return {plan.graph.operations[op].name: times for op, times in again.items()}

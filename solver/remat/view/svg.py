@@ -129,11 +129,12 @@ def colour(role: str) -> str:
     return _HEX.findall(_COLOURS[role][0])[0]
 
 
-def line(x1: float, y1: float, x2: float, y2: float, role: str, *, dash: str | None = None) -> str:
-    """A straight line, one pixel wide."""
-    return element(
-        "line", x1=x1, y1=y1, x2=x2, y2=y2, class_=f"remat-{role}", stroke_dasharray=dash
-    )
+def line(
+    x1: float, y1: float, x2: float, y2: float, role: str, dash: str | None = None, **more: float
+) -> str:
+    """A straight line, one pixel wide if nothing else is said."""
+    ends = {"x1": x1, "y1": y1, "x2": x2, "y2": y2}
+    return element("line", **ends, class_=f"remat-{role}", stroke_dasharray=dash, **more)
 
 
 def path(data: str, role: str, tip: str | None = None, **attributes: str | float | None) -> str:

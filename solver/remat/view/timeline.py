@@ -206,16 +206,7 @@ def _budget(plan: Planned, up: Axis, fits: bool) -> list[str]:
         ]
     y = up.at(plan.budget_bytes)
     return [
-        svg.element(
-            "line",
-            x1=_LEFT,
-            y1=y,
-            x2=right,
-            y2=y,
-            class_="remat-budget",
-            stroke_dasharray="7 4",
-            stroke_width=1.5,
-        ),
+        svg.line(_LEFT, y, right, y, "budget", dash="7 4", stroke_width=1.5),
         svg.text(right, y - 6, words, role="budget-label", anchor="end"),
     ]
 
