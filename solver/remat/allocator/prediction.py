@@ -10,7 +10,7 @@ allocator, the second with the segments that the first left.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from remat.allocator.replay import Event, replay
 from remat.documents.trace import Trace
@@ -59,13 +59,7 @@ class Prediction:
         return None
 
 
-_STATS = {
-    "requested_bytes": "requested_peak_bytes",
-    "allocated_bytes": "allocated_peak_bytes",
-    "reserved_bytes": "reserved_peak_bytes",
-    "expandable_allocated_bytes": "expandable_allocated_peak_bytes",
-    "expandable_reserved_bytes": "expandable_reserved_peak_bytes",
-}
+_STATS = {f.name: f.name.replace("_bytes", "_peak_bytes") for f in fields(Prediction)}
 """A prediction's fields in `Plan.stats`."""
 
 

@@ -30,6 +30,7 @@ def estimate(
     options.check_target(device)
     if reserve is not None:
         parse_reserve(reserve)
+    from remat.commands.models.batches import Sizes
     from remat.commands.models.sources import load_step
     from remat.frontend.autocast import autocast as casting
     from remat.frontend.capture.meta import nominal_device
@@ -40,15 +41,9 @@ def estimate(
         kind = "cpu"  # where the tensors of such a capture are
     else:
         kind = nominal_device().type if device is None else device_here(device).type
+    sizes = Sizes(batch, tokens, image)
     step = load_step(
-        source,
-        batch=batch,
-        tokens=tokens,
-        image=image,
-        overrides=overrides or (),
-        device="meta",
-        dtype=dtype,
-        seed=seed,
+        source, sizes, overrides=overrides or (), device="meta", dtype=dtype, seed=seed
     )
     with casting(kind, autocast):
         found = estimated(step.model, step.args, step.kwargs, device=device, reserve=reserve)

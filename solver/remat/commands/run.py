@@ -45,6 +45,7 @@ def run(
     options.check_autocast(autocast)
     files.check_outputs(program)
     budget, reserve_bytes = options.without(budget, reserve)
+    from remat.commands.models.batches import Sizes
     from remat.commands.models.sources import load_step
     from remat.frontend.autocast import autocast as casting
     from remat.frontend.capture.trace import trace as capture
@@ -52,15 +53,9 @@ def run(
     from remat.frontend.runtime.module import lower
     from remat.frontend.trial import trial
 
+    sizes = Sizes(batch, tokens, image)
     step = load_step(
-        source,
-        batch=batch,
-        tokens=tokens,
-        image=image,
-        overrides=overrides or (),
-        device=device,
-        dtype=dtype,
-        seed=seed,
+        source, sizes, overrides=overrides or (), device=device, dtype=dtype, seed=seed
     )
     began = time.perf_counter()
     with casting(device, autocast):

@@ -27,22 +27,16 @@ def trace(
     options.check_autocast(autocast)
     options.check_target(device)
     files.check_outputs(output)
+    from remat.commands.models.batches import Sizes
     from remat.commands.models.sources import load_step
     from remat.frontend.autocast import autocast as casting
     from remat.frontend.capture.trace import trace as capture
     from remat.frontend.target import find_target
 
     absent = find_target(device) is not None
-    step = load_step(
-        source,
-        batch=batch,
-        tokens=tokens,
-        image=image,
-        overrides=overrides or (),
-        device="meta" if absent else device or "cpu",
-        dtype=dtype,
-        seed=seed,
-    )
+    place = "meta" if absent else device or "cpu"
+    sizes = Sizes(batch, tokens, image)
+    step = load_step(source, sizes, overrides=overrides or (), device=place, dtype=dtype, seed=seed)
     with casting("cpu" if absent else device or "cpu", autocast):
         found = capture(step.model, step.args, step.kwargs, device=device if absent else None)
     if output is not None:
