@@ -13,6 +13,7 @@ import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import structlog
 from sqlalchemy.exc import DBAPIError
@@ -182,7 +183,10 @@ class Worker:
         if isinstance(said, tuple):
             answered, body = said
             status = "succeeded"
-            told = {"body": body, "summary": [each.model_dump() for each in answered.summary]}
+            told: dict[str, Any] = {
+                "body": body,
+                "summary": [each.model_dump() for each in answered.summary],
+            }
         else:
             status = said.status
             told = {"problem": said.problem.model_dump(exclude_none=True)}

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from math import prod
 
 from remat.budget import format_bytes, format_seconds, parse_budget
-from remat.costs.pricing import tensor_metas
 from remat.costs.roofline import item_bytes
 from remat.documents.arguments import Ref
-from remat.documents.trace import Trace
+from remat.documents.trace import Trace, trained
 from remat.errors import BudgetError
 from remat.graph import Graph
 from remat.report.tables import aligned, largest, starred
@@ -290,10 +289,4 @@ def _owned_bytes(trace: Trace) -> dict[str, int]:
 
 def _adam_bytes(trace: Trace) -> int:
     """Two moments in float32 for every element of a parameter that gets a gradient."""
-    trained = {gradient.placeholder for gradient in trace.gradients}
-    metas = tensor_metas(trace)
-    return sum(
-        8 * prod(metas[p.name].shape)
-        for p in trace.placeholders
-        if p.kind == "parameter" and p.name in trained
-    )
+    return sum(8 * prod(p.tensor.shape) for p in trained(trace))
