@@ -26,10 +26,9 @@ def explain(
     found = files.read_plan(plan)
     told = {name: found.explain(name) for name in names or ()}
     if as_json:
-        operations = [figures for name in told for figures in _operations(found, name)]
-        files.show_json(
-            json_of({"plan": plan_figures(found), "operations": operations, "text": told})
-        )
+        operations = [each for name in told for each in _operations(found, name)]
+        figures = {"plan": plan_figures(found), "operations": operations, "text": told}
+        files.show_json(json_of(figures))
     else:
         files.show("\n\n".join(told.values()) or found.describe())
 

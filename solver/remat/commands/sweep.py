@@ -60,15 +60,12 @@ def sweep(
     if output is not None:
         files.write(output, _WRITERS[files.suffix_of(output)](plans, device))
     if as_json:
-        files.show_json(
-            json_of(
-                {
-                    "baseline_peak_bytes": plans[0].baseline_peak_bytes,
-                    "baseline_time_s": plans[0].baseline_time_s,
-                    "plans": [plan_figures(plan) for plan in plans],
-                }
-            )
-        )
+        figures = {
+            "baseline_peak_bytes": plans[0].baseline_peak_bytes,
+            "baseline_time_s": plans[0].baseline_time_s,
+            "plans": [plan_figures(plan) for plan in plans],
+        }
+        files.show_json(json_of(figures))
     else:
         files.show(describe(plans))
     hint(output, as_json, "sweep", "sweep.json.gz")
