@@ -38,7 +38,10 @@ $(STAMP): pyproject.toml constraints.txt scripts/install_torch.sh
 	@touch $@
 
 demo: $(STAMP)  ## Train a small model within a budget, and see what it costs
-	$(BIN)/python -m remat.demo
+	$(BIN)/remat run hf:gpt2 --set n_layer=12 --set n_embd=384 --set n_head=6 --set n_positions=128 \
+		--set vocab_size=8192 --batch 8 --tokens 128 --budget 45% --gap 0.01 --time-limit 30 \
+		--option stall=6 --device "$$($(BIN)/python -c \
+		'import torch; print("cuda" if torch.cuda.is_available() else "cpu")')"
 
 test: lint types system-packages pytest pytest-gpu  ## Format, lint, import contracts, types, tests
 

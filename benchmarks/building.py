@@ -36,7 +36,7 @@ def offered(path: Path) -> tuple[Graph, Slots, int, Schedule]:
     graph = Trace.load(path).graph()
     budget_bytes = peak_and_time(graph, Schedule.keep_all(graph))[0] // 2
     known = incumbent.fitting(graph, budget_bytes, effort=1)[0].schedule
-    return graph, Auto()._offer(graph, [known], math.inf), budget_bytes, known
+    return graph, Auto()._offer(graph, [known], math.inf, 1), budget_bytes, known
 
 
 def silent() -> highspy.Highs:

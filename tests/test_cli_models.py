@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from tests.command_line import run
 
 import remat
 
+ROOT = Path(__file__).parent.parent
 SCRIPT = """
 def failing():
     raise RuntimeError("no\\nway")
@@ -127,3 +130,22 @@ def test_what_is_reserved_is_left_of_the_budget() -> None:
     ended = run("run", *small, "-b", "60%", "--reserve", "60MiB")
     assert ended.code != 0
     assert "nothing to reserve of it" in ended.error
+
+
+def test_the_demo_is_a_run() -> None:
+    """What `make demo` says to the shell, with a smaller model: the plan, then both."""
+    printed = subprocess.run(
+        ["make", "-n", "demo", "STAMP=Makefile"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    words = shlex.split(printed.stdout.replace("\\\n", ""))
+    assert words[0].endswith("bin/remat")
+    smaller = ("--set", "n_layer=2", "--set", "n_embd=32", "--set", "n_head=1", "--tokens", "16")
+    ended = run(*words[1 : words.index("--device")], *smaller, "-b", "98%", "--rounds", 1)
+    assert ended.code == 0, ended.err
+    wanted = ["gpt2 within", "\nplan ", "\nmodule ", "peak, measured", "gradients are equal"]
+    places = [ended.out.index(each) for each in wanted]
+    assert places == sorted(places)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import remat
+from remat.commands.models.batches import Sizes
 from remat.commands.models.sources import Step, load_step
 from remat.errors import TraceError
 from remat.frontend.trial import loss_of
@@ -60,14 +61,15 @@ def a_directory_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
             del sys.modules[name]
 
 
-def tiny(name: str, **options: object) -> Step:
-    return load_step(f"hf:{name}", overrides=TINY[name], tokens=8, image=32, **options)
+def tiny(name: str, batch: int = 2, **options: object) -> Step:
+    return load_step(f"hf:{name}", Sizes(batch, 8, 32), overrides=TINY[name], **options)
 
 
 def problem(source: str, **options: object) -> str:
     """What it says of a source that is wrong: one line."""
+    sizes = {key: options.pop(key) for key in ("batch", "tokens") if key in options}
     with pytest.raises(TraceError) as caught:
-        load_step(source, **options)
+        load_step(source, Sizes(**sizes), **options)
     text = str(caught.value)
     assert "\n" not in text
     return text
@@ -102,11 +104,12 @@ def test_a_step_can_be_traced() -> None:
 
 
 def test_sizes_of_the_batch() -> None:
-    step = load_step("hf:gpt2", batch=3, tokens=5, overrides=TINY["gpt2"])
+    step = load_step("hf:gpt2", Sizes(3, 5), overrides=TINY["gpt2"])
     assert step.kwargs["input_ids"].shape == (3, 5)
     assert step.kwargs["labels"] is step.kwargs["input_ids"]
     # Special tokens, here the last one, are not drawn, and not outside of a smaller vocabulary.
-    assert int(load_step("hf:gpt2", batch=40, overrides=TINY["gpt2"]).kwargs["labels"].max()) == 48
+    labels = load_step("hf:gpt2", Sizes(40), overrides=TINY["gpt2"]).kwargs["labels"]
+    assert int(labels.max()) == 48
     pixels = tiny("vit", batch=1).kwargs["pixel_values"]
     assert pixels.shape == (1, 3, 32, 32)
 
@@ -115,26 +118,26 @@ def test_the_architecture_of_a_file_is_preferred() -> None:
     config = {"model_type": "bert", "architectures": ["BertForSequenceClassification"]}
     sizes = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "num_labels": 4}
     write("small.json", json.dumps(config | sizes))
-    step = load_step("small.json", tokens=8)
+    step = load_step("small.json", Sizes(tokens=8))
     assert type(step.model).__name__ == "BertForSequenceClassification"
     assert step.kwargs["labels"].shape == (2,)
     assert step.model(**step.kwargs).loss.requires_grad
     # One that no loss is known for: the usual one of its type.
     write("small.json", json.dumps(config | sizes | {"architectures": ["BertModel"]}))
-    assert type(load_step("small.json", tokens=8).model).__name__ == "BertForMaskedLM"
+    assert type(load_step("small.json", Sizes(tokens=8)).model).__name__ == "BertForMaskedLM"
 
 
 def test_fewer_layers_than_a_file_lists_types_of() -> None:
     types = {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}
     write("three.json", json.dumps({"model_type": "qwen2"} | types))
-    step = load_step("three.json", tokens=8, overrides=TINY["qwen2"])
+    step = load_step("three.json", Sizes(tokens=8), overrides=TINY["qwen2"])
     assert step.model.config.num_hidden_layers == 1
 
 
 def test_a_configuration_of_the_hub() -> None:
     """Its files may lie in the current directory; then nothing is asked of the network."""
     write("org/model/config.json", json.dumps({"model_type": "gpt2", "n_positions": 16}))
-    step = load_step("hf:org/model", tokens=16, overrides=TINY["gpt2"])
+    step = load_step("hf:org/model", Sizes(tokens=16), overrides=TINY["gpt2"])
     assert step.name == "model"
     assert "at most --tokens 16" in problem("hf:org/model", tokens=17, overrides=TINY["gpt2"])
 
@@ -152,7 +155,7 @@ def test_a_diffusion_model() -> None:
     noisy, times, noise = step.args
     assert (noisy.shape, times.shape, noise.shape) == ((2, 3, 8, 8), (2,), (2, 3, 8, 8))
     loss_of(step.model(*step.args)).backward()
-    assert load_step("unet.json", image=16).args[0].shape == (2, 3, 16, 16)
+    assert load_step("unet.json", Sizes(image=16)).args[0].shape == (2, 3, 16, 16)
     write("unet.json", json.dumps(UNET | {"num_class_embeds": 4}))
     assert "num_class_embeds is 4" in problem("unet.json")
     write("unet.json", json.dumps(UNET | {"_class_name": "AutoencoderKL"}))

@@ -185,10 +185,11 @@ def test_what_cannot_be_tried() -> None:
 @pytest.mark.gpu
 def test_on_the_gpu() -> None:
     """Large enough that the allocator's rounding does not show."""
+    from remat.commands.models.batches import Sizes
     from remat.commands.models.sources import load_step
 
     sizes = ["n_layer=6", "n_embd=512", "n_head=8"]
-    step = load_step("hf:gpt2", batch=8, tokens=512, device="cuda", overrides=sizes)
+    step = load_step("hf:gpt2", Sizes(8, 512), device="cuda", overrides=sizes)
     gm = remat.optimize(step.model, "60%", step.args, step.kwargs, strategy=QUICK)
     found = trial(step.model, gm, step.args, step.kwargs)
     assert found.largest_relative_difference <= 1e-4

@@ -6,7 +6,6 @@ imports no torch.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import resource
 import sys
@@ -35,16 +34,6 @@ def graph_of(job: dict[str, Any]) -> remat.Graph:
     return load(Path(job["instances"]), job["name"])
 
 
-def strategy_of(options: dict[str, Any]) -> remat.Auto:
-    """`remat.Auto` with these options. Raises `ValueError` for one that it does not have."""
-    known = {field.name for field in dataclasses.fields(remat.Auto)}
-    if options.get("order") == "off" and "order" not in known:  # it has no order search yet
-        options = {name: given for name, given in options.items() if name != "order"}
-    if unknown := set(options) - known:
-        raise ValueError(f"remat.Auto has no option {', '.join(sorted(unknown))}")
-    return remat.Auto(**options)
-
-
 def solved(graph: remat.Graph, budget: str | int, options: dict[str, Any]) -> dict[str, Any]:
     """A row: the plan or why there is none, with what it took."""
     baseline_bytes = remat.simulate(graph, remat.Schedule.keep_all(graph)).peak_bytes
@@ -56,10 +45,7 @@ def solved(graph: remat.Graph, budget: str | int, options: dict[str, Any]) -> di
         "operations": len(graph),
         "options": options,
     }
-    try:
-        strategy = strategy_of(options)
-    except ValueError as error:
-        return row | {"status": "not run", "failure": str(error)}
+    strategy = remat.Auto(**options)
     before_bytes = memory_bytes()
     began = time.perf_counter()
     marks: dict[str, float] = {}
@@ -76,7 +62,7 @@ def solved(graph: remat.Graph, budget: str | int, options: dict[str, Any]) -> di
         found = {
             "status": "INFEASIBLE",
             "smallest_peak_bytes": error.min_feasible_bytes,
-            "proved": getattr(error, "proved", "is proved infeasible" in str(error)),
+            "proved": error.is_proved,
             "message": str(error),
         }
     except remat.SolverTimeout as error:

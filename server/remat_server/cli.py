@@ -6,7 +6,8 @@ What they need is imported when they run: `remat --help` shows them, and is fast
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -97,13 +98,10 @@ def add_key(
 
     from remat_server.store import keys
 
-    def add(database: Database) -> None:
-        with database.write() as connection:
-            id, key = keys.add(connection, name)
-        Console(stderr=True).print(f"key {id} for {name!r}; this is the only time it is shown:")
-        print(key)
-
-    _with_store(database_url, add)
+    with _store(database_url) as database, database.write() as connection:
+        id, key = keys.add(connection, name)
+    Console(stderr=True).print(f"key {id} for {name!r}; this is the only time it is shown:")
+    print(key)
 
 
 @keys_app.command("list")
@@ -114,14 +112,11 @@ def list_keys(database_url: DatabaseUrl = None) -> None:
 
     from remat_server.store import keys
 
-    def show(database: Database) -> None:
-        table = Table("id", "name", "made", "revoked")
-        with database.read() as connection:
-            for key in keys.listed(connection):
-                table.add_row(key.id, key.name, _when(key.created_at), _when(key.revoked_at))
-        Console().print(table)
-
-    _with_store(database_url, show)
+    table = Table("id", "name", "made", "revoked")
+    with _store(database_url) as database, database.read() as connection:
+        for key in keys.listed(connection):
+            table.add_row(key.id, key.name, _when(key.created_at), _when(key.revoked_at))
+    Console().print(table)
 
 
 @keys_app.command("revoke")
@@ -132,21 +127,19 @@ def revoke_key(
     """End a key's use, at once."""
     from remat_server.store import keys
 
-    def revoke(database: Database) -> None:
-        with database.write() as connection:
-            if not keys.revoke(connection, id):
-                raise ServiceError(f"no key {id!r} is in use; `remat keys list` shows them")
-
-    _with_store(database_url, revoke)
+    with _store(database_url) as database, database.write() as connection:
+        if not keys.revoke(connection, id):
+            raise ServiceError(f"no key {id!r} is in use; `remat keys list` shows them")
 
 
-def _with_store(database_url: str | None, act: Callable[[Database], None]) -> None:
+@contextmanager
+def _store(database_url: str | None) -> Iterator[Database]:
     from remat_server.store.database import Database
 
     database = Database(_settings(database_url=database_url).store_url)
     database.migrate()
     try:
-        act(database)
+        yield database
     finally:
         database.close()
 

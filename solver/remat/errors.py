@@ -5,6 +5,9 @@ A message states the fact, the probable cause and what to do, with numbers and u
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 
 class RematError(Exception):
     """Base class of every error that remat raises on purpose."""
@@ -87,3 +90,9 @@ def one_line(error: BaseException, limit: int = 300) -> str:
     if len(words) > limit:
         words = words[:limit].rsplit(" ", 1)[0] + " ..."
     return f"{type(error).__name__}: {words}" if words else type(error).__name__
+
+
+def nearest(name: str, known: Iterable[str], lead: str = "; near are ") -> str:
+    """The known names that are most like this one, after `lead`; "" where none is like it."""
+    near = get_close_matches(name, list(known), n=3)
+    return f"{lead}{', '.join(near)}" if near else ""

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Self
 
-from remat.documents.base import read_bytes, write_atomically
 from remat.documents.plan import PlanDocument
 from remat.planned import Planned, Status
 from remat.report import describe, explain
@@ -67,12 +65,12 @@ class Plan(Planned):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the JSON document, gzipped where the name ends in `.gz`. All or nothing."""
-        write_atomically(Path(path), self.to_json().encode())
+        PlanDocument.of(self).save(path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
         """Read what `save` wrote. Raises `DocumentError`."""
-        return cls.from_json(read_bytes(Path(path)))
+        return PlanDocument.load(path).read(cls)
 
     def __str__(self) -> str:
         return self.describe()

@@ -7,6 +7,7 @@ expresses with explicit frees has a sequence of this kind with the same cost and
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
@@ -62,10 +63,8 @@ class Schedule:
 
     def recomputed(self, graph: Graph) -> dict[int, int]:
         """How many extra times each operation runs, for those that run more than once."""
-        times = [0] * len(graph.operations)
-        for op in self.runs:
-            times[op] += 1
-        return {op: n - 1 for op, n in enumerate(times) if n > 1}
+        times = Counter(self.runs)
+        return {op: times[op] - 1 for op in range(len(graph)) if times[op] > 1}
 
 
 def missing(graph: Graph, values: Iterable[int], there: Container[int]) -> list[int]:

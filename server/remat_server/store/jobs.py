@@ -159,12 +159,22 @@ def cancel(connection: Connection, owner: str, id: str) -> str | None:
     if found.status in ENDED:
         connection.execute(delete(jobs).where(jobs.c.id == id))
         return "forgotten"
+    connection.execute(update(jobs).where(jobs.c.id == id).values(cancelled=True))
+    end(connection, id, "cancelled")
+    count(connection, "finished", kind=found.kind, status="cancelled")
+    return "cancelled"
+
+
+def end(
+    connection: Connection, id: str, status: str, problem: dict[str, Any] | None = None
+) -> None:
+    """A job has ended: nobody works on it any more, and nobody needs its request."""
     connection.execute(
         update(jobs)
         .where(jobs.c.id == id)
         .values(
-            status="cancelled",
-            cancelled=True,
+            status=status,
+            problem=problem,
             finished_at=now(),
             worker=None,
             lease_until=None,
@@ -172,10 +182,8 @@ def cancel(connection: Connection, owner: str, id: str) -> str | None:
             revision=jobs.c.revision + 1,
         )
     )
-    append(connection, id, "status", {"status": "cancelled"})
-    append(connection, id, "done", {"status": "cancelled"})
-    count(connection, "finished", kind=found.kind, status="cancelled")
-    return "cancelled"
+    append(connection, id, "status", {"status": status})
+    append(connection, id, "done", {"status": status})
 
 
 def _row(

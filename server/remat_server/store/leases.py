@@ -15,8 +15,15 @@ from sqlalchemy import Connection, Select, and_, delete, exists, func, or_, sele
 
 from remat_server.store.database import insert_or, now
 from remat_server.store.events import append
+from remat_server.store.jobs import end, is_answered
 from remat_server.store.tables import answers, jobs, workers
 from remat_server.store.tallies import GAPS, SECONDS, count, observe
+
+IS_FREE = or_(
+    jobs.c.status == "queued", and_(jobs.c.status == "running", jobs.c.lease_until < now())
+)
+"""Of a job: it waits, or its worker is lost. PostgreSQL asks this again once the job is locked, and
+not what is asked of others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +50,7 @@ def claim(
         found = connection.execute(query).first()
         if found is None:
             return None
-        if connection.execute(
-            select(exists().where(answers.c.content == found.content))
-        ).scalar_one():
+        if is_answered(connection, found.content):
             _answer_from_store(connection, found)
             continue
         taken = update(jobs).where(jobs.c.id == found.id)
@@ -78,10 +83,6 @@ def is_any_free(connection: Connection, devices: Sequence[str]) -> bool:
 
 def _next(devices: Sequence[str]) -> Select[Any]:
     other = jobs.alias()
-    # Asked of the job itself too: PostgreSQL looks at it again once it is locked, not at others.
-    is_free = or_(
-        jobs.c.status == "queued", and_(jobs.c.status == "running", jobs.c.lease_until < now())
-    )
     is_solved_now = exists().where(
         other.c.content == jobs.c.content,
         other.c.status == "running",
@@ -89,14 +90,14 @@ def _next(devices: Sequence[str]) -> Select[Any]:
     )
     return (
         select(jobs)
-        .where(is_free, jobs.c.needs.in_(["", *devices]), ~is_solved_now)
+        .where(IS_FREE, jobs.c.needs.in_(["", *devices]), ~is_solved_now)
         .order_by(jobs.c.number)
         .limit(1)
     )
 
 
 def _answer_from_store(connection: Connection, job: Any) -> None:
-    end(connection, job.id, "succeeded", None)
+    end(connection, job.id, "succeeded")
     count(connection, "answered_from_store", kind=job.kind)
 
 
@@ -158,24 +159,6 @@ def finish(
         if plan["gap"] is not None:
             observe(connection, "gap", plan["gap"], GAPS)
     return True
-
-
-def end(connection: Connection, id: str, status: str, problem: dict[str, Any] | None) -> None:
-    connection.execute(
-        update(jobs)
-        .where(jobs.c.id == id)
-        .values(
-            status=status,
-            problem=problem,
-            finished_at=now(),
-            worker=None,
-            lease_until=None,
-            request=None,
-            revision=jobs.c.revision + 1,
-        )
-    )
-    append(connection, id, "status", {"status": status})
-    append(connection, id, "done", {"status": status})
 
 
 def give_back(

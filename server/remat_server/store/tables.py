@@ -2,101 +2,87 @@
 
 from __future__ import annotations
 
-from sqlalchemy import (
-    JSON,
-    BigInteger,
-    Boolean,
-    Column,
-    Double,
-    ForeignKey,
-    Index,
-    Integer,
-    LargeBinary,
-    MetaData,
-    String,
-    Table,
-    UniqueConstraint,
-)
+import sqlalchemy as sa
 
-metadata = MetaData()
+metadata = sa.MetaData()
 
-keys = Table(
+keys = sa.Table(
     "keys",
     metadata,
-    Column("id", String(32), primary_key=True),
-    Column("name", String(200), nullable=False),
-    Column("digest", String(64), nullable=False),
-    Column("created_at", Double, nullable=False),
-    Column("revoked_at", Double),
+    sa.Column("id", sa.String(32), primary_key=True),
+    sa.Column("name", sa.String(200), nullable=False),
+    sa.Column("digest", sa.String(64), nullable=False),
+    sa.Column("created_at", sa.Double, nullable=False),
+    sa.Column("revoked_at", sa.Double),
 )
 """API keys: the digest of the secret, never the secret."""
 
-answers = Table(
+answers = sa.Table(
     "answers",
     metadata,
-    Column("content", String(64), primary_key=True),
-    Column("body", LargeBinary, nullable=False),
-    Column("summary", JSON, nullable=False),
-    Column("used_at", Double, nullable=False, index=True),
+    sa.Column("content", sa.String(64), primary_key=True),
+    sa.Column("body", sa.LargeBinary, nullable=False),
+    sa.Column("summary", sa.JSON, nullable=False),
+    sa.Column("used_at", sa.Double, nullable=False, index=True),
 )
 """What was solved, by the digest of what was asked. Shared by all jobs that ask the same."""
 
-jobs = Table(
+jobs = sa.Table(
     "jobs",
     metadata,
-    Column("number", BigInteger().with_variant(Integer, "sqlite"), primary_key=True),
-    Column("id", String(32), nullable=False, unique=True),
-    Column("owner", String(32), nullable=False),
-    Column("kind", String(10), nullable=False),
-    Column("status", String(12), nullable=False),
-    Column("model", String(500), nullable=False),
-    Column("content", String(64), nullable=False, index=True),
-    Column("needs", String(20), nullable=False),
-    Column("request", LargeBinary),
-    Column("idempotency_key", String(200)),
-    Column("request_id", String(64), nullable=False),
-    Column("created_at", Double, nullable=False),
-    Column("started_at", Double),
-    Column("finished_at", Double, index=True),
-    Column("attempts", Integer, nullable=False, default=0),
-    Column("worker", String(100)),
-    Column("lease_until", Double),
-    Column("cancelled", Boolean, nullable=False, default=False),
-    Column("revision", Integer, nullable=False, default=0),
-    Column("progress", JSON(none_as_null=True)),
-    Column("problem", JSON(none_as_null=True)),
-    UniqueConstraint("owner", "idempotency_key"),
-    Index("jobs_by_status", "status", "number"),
-    Index("jobs_by_owner", "owner", "number"),
+    sa.Column("number", sa.BigInteger().with_variant(sa.Integer, "sqlite"), primary_key=True),
+    sa.Column("id", sa.String(32), nullable=False, unique=True),
+    sa.Column("owner", sa.String(32), nullable=False),
+    sa.Column("kind", sa.String(10), nullable=False),
+    sa.Column("status", sa.String(12), nullable=False),
+    sa.Column("model", sa.String(500), nullable=False),
+    sa.Column("content", sa.String(64), nullable=False, index=True),
+    sa.Column("needs", sa.String(20), nullable=False),
+    sa.Column("request", sa.LargeBinary),
+    sa.Column("idempotency_key", sa.String(200)),
+    sa.Column("request_id", sa.String(64), nullable=False),
+    sa.Column("created_at", sa.Double, nullable=False),
+    sa.Column("started_at", sa.Double),
+    sa.Column("finished_at", sa.Double, index=True),
+    sa.Column("attempts", sa.Integer, nullable=False, default=0),
+    sa.Column("worker", sa.String(100)),
+    sa.Column("lease_until", sa.Double),
+    sa.Column("cancelled", sa.Boolean, nullable=False, default=False),
+    sa.Column("revision", sa.Integer, nullable=False, default=0),
+    sa.Column("progress", sa.JSON(none_as_null=True)),
+    sa.Column("problem", sa.JSON(none_as_null=True)),
+    sa.UniqueConstraint("owner", "idempotency_key"),
+    sa.Index("jobs_by_status", "status", "number"),
+    sa.Index("jobs_by_owner", "owner", "number"),
 )
 """`request` is gzipped JSON, dropped once the job has ended; `needs` is the device type that its
 costs must be measured on, or "". An ended job's answer is `answers[content]`."""
 
-events = Table(
+events = sa.Table(
     "events",
     metadata,
-    Column("job", String(32), ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True),
-    Column("number", Integer, primary_key=True),
-    Column("kind", String(20), nullable=False),
-    Column("data", JSON, nullable=False),
+    sa.Column("job", sa.String(32), sa.ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True),
+    sa.Column("number", sa.Integer, primary_key=True),
+    sa.Column("kind", sa.String(20), nullable=False),
+    sa.Column("data", sa.JSON, nullable=False),
 )
 """What happened to a job, in order."""
 
-workers = Table(
+workers = sa.Table(
     "workers",
     metadata,
-    Column("name", String(100), primary_key=True),
-    Column("devices", JSON, nullable=False),
-    Column("slots", Integer, nullable=False),
-    Column("seen_at", Double, nullable=False),
+    sa.Column("name", sa.String(100), primary_key=True),
+    sa.Column("devices", sa.JSON, nullable=False),
+    sa.Column("slots", sa.Integer, nullable=False),
+    sa.Column("seen_at", sa.Double, nullable=False),
 )
 """Who solves, and on which device types it can measure."""
 
-tallies = Table(
+tallies = sa.Table(
     "tallies",
     metadata,
-    Column("name", String(60), primary_key=True),
-    Column("labels", String(200), primary_key=True),
-    Column("amount", Double, nullable=False),
+    sa.Column("name", sa.String(60), primary_key=True),
+    sa.Column("labels", sa.String(200), primary_key=True),
+    sa.Column("amount", sa.Double, nullable=False),
 )
 """Counters that outlive processes, for the metrics."""

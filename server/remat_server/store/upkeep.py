@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from sqlalchemy import Connection, and_, delete, exists, func, or_, select
+from sqlalchemy import Connection, delete, exists, func, select
 
 from remat_server.problems import problem
 from remat_server.store.database import now
-from remat_server.store.leases import end
+from remat_server.store.jobs import end
+from remat_server.store.leases import IS_FREE
 from remat_server.store.tables import answers, jobs, workers
 from remat_server.store.tallies import count
 
@@ -25,10 +26,7 @@ def clean(connection: Connection, retention_s: float) -> int:
 
 def fail_hopeless(connection: Connection, attempts: int) -> list[str]:
     """Fail the jobs that lost their worker `attempts` times: they may be what kills it."""
-    is_free = or_(
-        jobs.c.status == "queued", and_(jobs.c.status == "running", jobs.c.lease_until < now())
-    )
-    query = select(jobs.c.id, jobs.c.kind).where(is_free, jobs.c.attempts >= attempts)
+    query = select(jobs.c.id, jobs.c.kind).where(IS_FREE, jobs.c.attempts >= attempts)
     found = connection.execute(query.with_for_update(skip_locked=True)).all()
     for row in found:
         detail = f"the job's worker was lost {attempts} times, most likely because of the job"

@@ -17,13 +17,12 @@ import sys
 import traceback
 import warnings
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import highspy  # noqa: F401  # loaded before the request comes
 
 from remat.errors import SolverWarning
 from remat_server.problems import out_of_memory, problem
-from remat_server.work.deathsig import die_with_parent
+from remat_server.work.kernel import data_bytes, die_with_parent
 from remat_server.work.messages import Answered, Failed, Ready, Task
 from remat_server.work.solving import perform
 
@@ -66,7 +65,9 @@ def _serve(connection: Connection) -> None:
     except ConnectionError:
         raise
     except Exception as error:
-        if isinstance(error, _WITHOUT_MEMORY) or _data_bytes() > _NEARLY * task.memory_bytes:
+        # Without memory, any call may fail in any way; while the error is looked at, its traceback
+        # still holds what was there.
+        if isinstance(error, _WITHOUT_MEMORY) or data_bytes("self") > _NEARLY * task.memory_bytes:
             found = Failed(status="failed", problem=out_of_memory(task.memory_bytes))
         else:
             _log(error)
@@ -101,17 +102,6 @@ class _Lines(logging.Handler):
 def _log_warning(message: Warning | str, category: type[Warning], *where: object) -> None:
     told = {"event": "a solve met a warning", "level": "warning", "warning": category.__name__}
     print(json.dumps({**told, "reason": str(message)}), file=sys.stderr, flush=True)
-
-
-def _data_bytes() -> int:
-    """What counts against the limit now. Without memory, any call may fail in any way; while the
-    error is looked at, its traceback still holds what was there."""
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return 0
-    found = next((line for line in lines if line.startswith("VmData")), "VmData 0 kB")
-    return int(found.split()[1]) << 10
 
 
 def _limit_memory(size_bytes: int) -> None:

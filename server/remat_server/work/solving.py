@@ -19,35 +19,28 @@ from remat.errors import InfeasibleBudget, RematError
 from remat.plan import Plan
 from remat.progress import Progress, ProgressCallback
 from remat.rewrite import rewrite
-from remat.service.wire import (
-    Answer,
-    Kind,
-    ProgressRecord,
-    SolveRequest,
-    Summary,
-    SweepAnswer,
-    SweepRequest,
-    graph_of,
-)
+from remat.service import wire
 from remat.solve import solve, sweep
 from remat.strategies.base import Strategy
 from remat_server.problems import of_error, problem
 from remat_server.work.messages import Advanced, Answered, Failed
 
 Told = Callable[[Advanced], None]
-Request = SolveRequest | SweepRequest
+Request = wire.SolveRequest | wire.SweepRequest
 
 _EVERY_S = 0.5
 _REMEDY = "/docs describes requests, and remat.Client writes them"
 
 
-def read_request(kind: Kind, body: bytes) -> Request:
+def read_request(kind: wire.Kind, body: bytes) -> Request:
     """The validated request. Raises `DocumentError`."""
-    return validated(SolveRequest if kind == "solve" else SweepRequest, body, "request", _REMEDY)
+    return validated(
+        wire.SolveRequest if kind == "solve" else wire.SweepRequest, body, "request", _REMEDY
+    )
 
 
 def perform(
-    kind: Kind, body: bytes, *, threads: int, device: str, tell: Told
+    kind: wire.Kind, body: bytes, *, threads: int, device: str, tell: Told
 ) -> tuple[Answered, bytes] | Failed:
     """The answer with its gzipped body, or what is wrong. Lets MemoryError pass."""
     try:
@@ -55,19 +48,19 @@ def perform(
         strategy = with_threads(request.options.strategy, threads)
         graph, costs = _priced(request, device)
         progress = _teller(tell)
-        if isinstance(request, SweepRequest):
+        if isinstance(request, wire.SweepRequest):
             plans = sweep(graph, request.budgets, strategy, progress=progress)
             if not plans:
                 raise InfeasibleBudget(
                     'none of the budgets is feasible; include "min" to learn the smallest peak'
                 )
             documents = tuple(PlanDocument.of(plan) for plan in plans)
-            answer = SweepAnswer(plans=documents, costs=costs).model_dump_json()
+            answer = wire.SweepAnswer(plans=documents, costs=costs).model_dump_json()
         else:
             plan = solve(graph, request.budget, strategy, progress=progress)
             plans = [plan]
             program = rewrite(graph, plan.schedule) if isinstance(graph, Trace) else None
-            answer = Answer(
+            answer = wire.Answer(
                 plan=PlanDocument.of(plan), program=program, costs=costs
             ).model_dump_json()
     except InfeasibleBudget as error:
@@ -92,9 +85,9 @@ def with_threads(strategy: Strategy, threads: int) -> Strategy:
     return strategy
 
 
-def summarise(plan: Plan) -> Summary:
+def summarise(plan: Plan) -> wire.Summary:
     """A plan in figures."""
-    return Summary(
+    return wire.Summary(
         status=plan.status.name,
         budget_bytes=plan.budget_bytes,
         peak_bytes=plan.peak_bytes,
@@ -111,7 +104,7 @@ def summarise(plan: Plan) -> Summary:
 
 def _priced(request: Request, device: str) -> tuple[Any, str]:
     """The graph or the trace with costs, and where these come from."""
-    graph = graph_of(request)
+    graph = wire.graph_of(request)
     if not isinstance(graph, Trace):
         return graph, "as given"
     costs = request.options.costs
@@ -140,6 +133,6 @@ def _teller(tell: Told) -> ProgressCallback:
         if not is_incumbent and time.monotonic() - told_at_s < _EVERY_S:
             return
         told, told_at_s = now, time.monotonic()
-        tell(Advanced(progress=ProgressRecord(**asdict(now)), is_incumbent=is_incumbent))
+        tell(Advanced(progress=wire.ProgressRecord(**asdict(now)), is_incumbent=is_incumbent))
 
     return progress

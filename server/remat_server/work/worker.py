@@ -13,6 +13,7 @@ import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import structlog
 from sqlalchemy.exc import DBAPIError
@@ -179,20 +180,18 @@ class Worker:
     def _finish(self, active: Active, said: Failed | tuple[Answered, bytes]) -> None:
         seconds = time.monotonic() - active.began
         id = active.job.id
+        if isinstance(said, tuple):
+            answered, body = said
+            status = "succeeded"
+            told: dict[str, Any] = {
+                "body": body,
+                "summary": [each.model_dump() for each in answered.summary],
+            }
+        else:
+            status = said.status
+            told = {"problem": said.problem.model_dump(exclude_none=True)}
         with self._database.write() as connection:
-            if isinstance(said, tuple):
-                answered, body = said
-                summary = [each.model_dump() for each in answered.summary]
-                status = "succeeded"
-                was_ours = leases.finish(
-                    connection, self.name, id, status, body=body, summary=summary, seconds=seconds
-                )
-            else:
-                status = said.status
-                document = said.problem.model_dump(exclude_none=True)
-                was_ours = leases.finish(
-                    connection, self.name, id, status, problem=document, seconds=seconds
-                )
+            was_ours = leases.finish(connection, self.name, id, status, seconds=seconds, **told)
         log.info(
             "solve ends",
             job=id,

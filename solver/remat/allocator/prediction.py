@@ -10,10 +10,10 @@ allocator, the second with the segments that the first left.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from remat.allocator.replay import Event, replay
-from remat.documents.trace import Trace
+from remat.documents.trace import Trace, trained
 from remat.planned import P, Planned
 from remat.schedule import Schedule
 from remat.simulate import simulate
@@ -59,13 +59,7 @@ class Prediction:
         return None
 
 
-_STATS = {
-    "requested_bytes": "requested_peak_bytes",
-    "allocated_bytes": "allocated_peak_bytes",
-    "reserved_bytes": "reserved_peak_bytes",
-    "expandable_allocated_bytes": "expandable_allocated_peak_bytes",
-    "expandable_reserved_bytes": "expandable_reserved_peak_bytes",
-}
+_STATS = {f.name: f.name.replace("_bytes", "_peak_bytes") for f in fields(Prediction)}
 """A prediction's fields in `Plan.stats`."""
 
 
@@ -115,10 +109,8 @@ def step_events(trace: Trace, schedule: Schedule, steps: int = _STEPS) -> Iterat
     for storage in constants:
         yield Event(("constant", storage), sizes[storage])
     if trace.accumulating:
-        owners = {g.placeholder for g in trace.gradients}
-        for p in trace.placeholders:
-            if p.kind == "parameter" and p.name in owners:
-                yield Event(("grad", p.name), sizes[p.storage])
+        for p in trained(trace):
+            yield Event(("grad", p.name), sizes[p.storage])
     graph = trace.graph()
     timeline = simulate(graph, schedule)
     size_of = [sizes[trace.storage_of[value.name]] for value in graph.values]

@@ -38,6 +38,11 @@ _OWN_SEGMENT_BYTES = 10 << 20
 _SEGMENT_ROUNDING_BYTES = 2 << 20
 
 
+def rounded(size_bytes: int) -> int:
+    """What is set aside for a request at least."""
+    return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
 class Event(NamedTuple):
     """An allocation of `size_bytes`, or with None the free of what was allocated under `key`."""
 
@@ -149,7 +154,7 @@ class Allocator:
     # -- blocks -----------------------------------------------------------------------------
 
     def _take(self, requested_bytes: int) -> _Block:
-        size = -(-requested_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        size = rounded(requested_bytes)
         is_small = size <= SMALL_BYTES
         block = self._best(size, is_small)
         if block is None:

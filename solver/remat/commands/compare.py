@@ -8,24 +8,11 @@ from typing import Annotated
 import typer
 
 from remat.budget import Budget
-from remat.commands import files
+from remat.commands import files, options
 from remat.commands.exits import UsageError
 from remat.commands.figures import Figures, csv_of, json_of, plan_figures
 from remat.commands.frontiers import PICTURES, Frontier
 from remat.commands.live import Line
-from remat.commands.options import (
-    BudgetTexts,
-    Gap,
-    Json,
-    Output,
-    PictureDevice,
-    Solver,
-    TimeLimit,
-    TraceFile,
-    check_device,
-    compared,
-    complete_strategies,
-)
 from remat.commands.solving import attended, finish
 from remat.compare import BUDGETS, Comparison
 from remat.compare import compare as compare_all
@@ -40,31 +27,31 @@ _OURS = frozenset({"auto", "exact"})
 
 
 def compare(
-    trace: TraceFile,
-    budget: BudgetTexts = None,
+    trace: options.TraceFile,
+    budget: options.BudgetTexts = None,
     strategies: Annotated[
         str | None,
         typer.Option(
             metavar="NAMES",
             help="With commas between them; by default all that suit a graph of any size.",
-            autocompletion=complete_strategies,
+            autocompletion=options.complete_strategies,
             show_default=False,
         ),
     ] = None,
-    gap: Gap = None,
-    time_limit: TimeLimit = None,
-    solver: Solver = None,
-    device: PictureDevice = None,
-    output: Output = None,
-    as_json: Json = False,
+    gap: options.Gap = None,
+    time_limit: options.TimeLimit = None,
+    solver: options.Solver = None,
+    device: options.PictureDevice = None,
+    output: options.Output = None,
+    as_json: options.Json = False,
 ) -> None:
     """Compare strategies: extra time and peak of each at several budgets.
 
     The output is .json, .csv, .svg, .html, .png or .pdf. Limits are for each strategy and budget.
     """
     budgets = [*map(Budget.parse, budget or BUDGETS)]
-    check_device(device)
-    chosen = compared(strategies, gap, time_limit, solver)
+    options.check_device(device)
+    chosen = options.compared(strategies, gap, time_limit, solver)
     files.check_outputs(output)
     if output is not None and files.suffix_of(output) not in _WRITERS:
         raise UsageError(f"{output}: a comparison is written as {', '.join(_WRITERS)}")

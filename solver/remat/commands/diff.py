@@ -5,7 +5,7 @@ from __future__ import annotations
 from remat.commands import files
 from remat.commands.figures import json_of, plan_figures
 from remat.commands.options import Json, PlanFile
-from remat.plan import Plan
+from remat.report.describe import recomputed_by_name
 
 
 def diff(before: PlanFile, after: PlanFile, as_json: Json = False) -> None:
@@ -15,7 +15,7 @@ def diff(before: PlanFile, after: PlanFile, as_json: Json = False) -> None:
     if not as_json:
         files.show(first.diff(second))
         return
-    mine, theirs = _recomputed(first), _recomputed(second)
+    mine, theirs = recomputed_by_name(first), recomputed_by_name(second)
     changed = [
         {
             "operation": name,
@@ -25,17 +25,5 @@ def diff(before: PlanFile, after: PlanFile, as_json: Json = False) -> None:
         for name in sorted(mine.keys() | theirs.keys())
         if mine.get(name) != theirs.get(name)
     ]
-    files.show_json(
-        json_of(
-            {
-                "before": plan_figures(first),
-                "after": plan_figures(second),
-                "changed": changed,
-            }
-        )
-    )
-
-
-def _recomputed(plan: Plan) -> dict[str, int]:
-    again = plan.schedule.recomputed(plan.graph)
-    return {plan.graph.operations[op].name: times for op, times in again.items()}
+    figures = {"before": plan_figures(first), "after": plan_figures(second), "changed": changed}
+    files.show_json(json_of(figures))

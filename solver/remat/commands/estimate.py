@@ -4,47 +4,33 @@ from __future__ import annotations
 
 import dataclasses
 
-from remat.commands import files
+from remat.commands import files, options
 from remat.commands.figures import json_of
-from remat.commands.options import (
-    Autocast,
-    Batch,
-    Dtype,
-    ForDevice,
-    Image,
-    Json,
-    Overrides,
-    Reserve,
-    Seed,
-    Source,
-    Tokens,
-    check_autocast,
-    check_target,
-)
 from remat.reserve import parse_reserve
 
 
 def estimate(
-    source: Source,
-    as_json: Json = False,
-    batch: Batch = 2,
-    tokens: Tokens = 128,
-    image: Image = None,
-    overrides: Overrides = None,
-    seed: Seed = 0,
-    dtype: Dtype = None,
-    autocast: Autocast = None,
-    device: ForDevice = None,
-    reserve: Reserve = None,
+    source: options.Source,
+    as_json: options.Json = False,
+    batch: options.Batch = 2,
+    tokens: options.Tokens = 128,
+    image: options.Image = None,
+    overrides: options.Overrides = None,
+    seed: options.Seed = 0,
+    dtype: options.Dtype = None,
+    autocast: options.Autocast = None,
+    device: options.ForDevice = None,
+    reserve: options.Reserve = None,
 ) -> None:
     """Tell a training step's peak and its parts before anything runs.
 
     No tensor is allocated: the model may be far too large for this machine.
     """
-    check_autocast(autocast)
-    check_target(device)
+    options.check_autocast(autocast)
+    options.check_target(device)
     if reserve is not None:
         parse_reserve(reserve)
+    from remat.commands.models.batches import Sizes
     from remat.commands.models.sources import load_step
     from remat.frontend.autocast import autocast as casting
     from remat.frontend.capture.meta import nominal_device
@@ -55,15 +41,9 @@ def estimate(
         kind = "cpu"  # where the tensors of such a capture are
     else:
         kind = nominal_device().type if device is None else device_here(device).type
+    sizes = Sizes(batch, tokens, image)
     step = load_step(
-        source,
-        batch=batch,
-        tokens=tokens,
-        image=image,
-        overrides=overrides or (),
-        device="meta",
-        dtype=dtype,
-        seed=seed,
+        source, sizes, overrides=overrides or (), device="meta", dtype=dtype, seed=seed
     )
     with casting(kind, autocast):
         found = estimated(step.model, step.args, step.kwargs, device=device, reserve=reserve)

@@ -87,6 +87,11 @@ class _Requirement:
         below = f",<{self.below}" if self.below else ""
         return f"pip install '{self.name}>={self.least}{below}'"
 
+    def check(self, version: str, text: str) -> Check:
+        """The line on the package in this version."""
+        state, words = self.judge(version)
+        return Check(self.name, state, text + words, "" if state == "ok" else self.install)
+
     def judge(self, version: str) -> tuple[State, str]:
         """Of an installed version: what to think of it, and in words that follow it."""
         if _numbers(version) < _numbers(self.least):
@@ -182,11 +187,7 @@ def _torch() -> Iterator[Check]:
         build = f"built for ROCm {torch.version.hip}"
     threads = torch.get_num_threads()
     text = f"{torch.__version__}, {build}, {threads} thread{'s' if threads > 1 else ''}"
-    if needed is None:
-        yield Check("torch", "ok", text)
-        return
-    state, words = needed.judge(torch.__version__)
-    yield Check("torch", state, text + words, "" if state == "ok" else needed.install)
+    yield needed.check(torch.__version__, text) if needed else Check("torch", "ok", text)
 
 
 def _devices() -> Iterator[Check]:
@@ -251,13 +252,10 @@ def _packages() -> Iterator[Check]:
     for requirement in _requirements():
         if requirement.extra or requirement.name == "torch":
             continue
-        found = _version(requirement.name)
-        if found is None:
+        if (found := _version(requirement.name)) is None:
             yield Check(requirement.name, "wrong", "not installed", requirement.install)
-            continue
-        state, words = requirement.judge(found)
-        remedy = "" if state == "ok" else requirement.install
-        yield Check(requirement.name, state, found + words, remedy)
+        else:
+            yield requirement.check(found, found)
 
 
 def _solvers() -> Iterator[Check]:

@@ -6,33 +6,19 @@ plan, 128 + n ended by signal n (130 is Ctrl-C, 143 SIGTERM).
 
 from __future__ import annotations
 
+import re
 import signal
 import sys
+from contextlib import suppress
+from importlib import metadata
 
 from remat.errors import BudgetError, InfeasibleBudget, RematError, SolverTimeout
 from remat.view.text import plain
 
 FAILED, USAGE, INFEASIBLE, TIMEOUT = 1, 2, 3, 4
 
-_EXTRAS = {
-    "hf": ("transformers", "diffusers", "huggingface_hub"),
-    "viz": ("matplotlib",),
-    "client": ("httpx2",),
-    "ray": ("ray",),
-    "postgres": ("psycopg",),
-    "server": (
-        "alembic",
-        "fastapi",
-        "limits",
-        "prometheus_client",
-        "pydantic_settings",
-        "sqlalchemy",
-        "starlette",
-        "structlog",
-        "uvicorn",
-    ),
-}
-"""The optional packages by the extra that installs them."""
+_OF_EXTRA = re.compile(r"""(?P<name>[\w-]+).*\bextra\s*==\s*["'](?P<extra>[\w-]+)""")
+"""A line of the package's own metadata that tells what an extra installs."""
 
 
 class UsageError(RematError):
@@ -111,7 +97,8 @@ def say(message: str) -> None:
 
 def _missing(module: str) -> str:
     top = module.partition(".")[0]
-    for extra, modules in _EXTRAS.items():
-        if top in modules:
-            return f"this needs the package {top!r}: pip install 'remat[{extra}]'"
+    with suppress(metadata.PackageNotFoundError):  # a source tree that is not installed
+        for found in filter(None, map(_OF_EXTRA.match, metadata.requires("remat") or ())):
+            if found["name"].replace("-", "_") == top:
+                return f"this needs the package {top!r}: pip install 'remat[{found['extra']}]'"
     return f"this needs the package {plain(top)!r}, which is not installed: pip install it"

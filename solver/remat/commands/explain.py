@@ -30,7 +30,7 @@ def explain(
     found = files.read_plan(plan)
     told = {name: found.explain(name) for name in names or ()}
     if as_json:
-        operations = [figures for name in told for figures in _operations(found, name)]
+        operations = [each for name in told for each in _operations(found, name)]
         figures: Figures = {"plan": plan_figures(found), "operations": operations, "text": told}
         files.show_json(json_of(figures | ({"solve": steps(found)} if solve else {})))
         return

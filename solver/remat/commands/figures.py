@@ -13,7 +13,7 @@ from remat.costs.pricing import Priced, with_costs
 from remat.documents.trace import Trace
 from remat.errors import RematError
 from remat.plan import Plan
-from remat.report.tables import aligned
+from remat.report.tables import aligned, largest
 from remat.reserve import LEFT_TO_OTHERS
 from remat.schedule import Schedule
 from remat.simulate import simulate
@@ -111,24 +111,17 @@ def describe_trace(trace: Trace) -> str:
 
 def describe_costs(trace: Trace) -> str:
     """Where a step's time goes, by kind of operation; the dearest first."""
-    seconds: dict[str, float] = defaultdict(float)
-    runs: Counter[str] = Counter()
+    sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
     for node in trace.nodes:
         if not node.view:
-            seconds[node.target] += node.cost_s or 0.0
-            runs[node.target] += 1
-    total_s = sum(seconds.values()) or 1.0
-    table = [["operation", "runs", "time", "share"]]
-    order = sorted(seconds.items(), key=lambda item: -item[1])
-    for target, spent_s in order[:_TARGETS]:
-        share = f"{spent_s / total_s:.1%}"
-        table.append([target, str(runs[target]), format_seconds(spent_s), share])
-    if rest := order[_TARGETS:]:
-        left_s = sum(spent_s for _, spent_s in rest)
-        count = str(sum(runs[target] for target, _ in rest))
-        words = f"{len(rest)} more kinds"
-        table.append([words, count, format_seconds(left_s), f"{left_s / total_s:.1%}"])
-    return "\n".join(aligned(table))
+            sums[node.target][0] += node.cost_s or 0.0
+            sums[node.target][1] += 1
+    total_s = sum(spent_s for spent_s, _ in sums.values()) or 1.0
+    rows = [
+        (name, str(runs), format_seconds(spent_s), f"{spent_s / total_s:.1%}")
+        for name, (spent_s, runs) in largest(sums, _TARGETS, "more kinds")
+    ]
+    return "\n".join(aligned([("operation", "runs", "time", "share"), *rows]))
 
 
 def check_any(plans: Sequence[Plan], budgets: Sequence[str] | None) -> None:

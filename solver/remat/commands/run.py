@@ -2,38 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from typing import Annotated
 
 import typer
 
 from remat.budget import format_bytes
-from remat.commands import files
+from remat.commands import files, options
 from remat.commands.figures import json_of, plan_figures
 from remat.commands.live import live
-from remat.commands.options import (
-    Autocast,
-    Batch,
-    BudgetText,
-    Dtype,
-    Gap,
-    Image,
-    Json,
-    OnDevice,
-    Overrides,
-    ProgramOutput,
-    Reserve,
-    Seed,
-    Solver,
-    Source,
-    StrategyName,
-    StrategyOptions,
-    TimeLimit,
-    Tokens,
-    check_autocast,
-    check_here,
-    strategy_of,
-    without,
-)
 from remat.commands.solving import best_so_far, finish, solved
 from remat.report.estimate import eager_peak_bytes
 from remat.reserve import telling, with_reserve
@@ -41,32 +18,33 @@ from remat.rewrite import rewrite
 
 
 def run(
-    source: Source,
-    budget: BudgetText,
-    strategy: StrategyName = "auto",
-    option: StrategyOptions = None,
-    gap: Gap = None,
-    time_limit: TimeLimit = None,
-    solver: Solver = None,
-    program: ProgramOutput = None,
+    source: options.Source,
+    budget: options.BudgetText,
+    strategy: options.StrategyName = "auto",
+    option: options.StrategyOptions = None,
+    gap: options.Gap = None,
+    time_limit: options.TimeLimit = None,
+    solver: options.Solver = None,
+    program: options.ProgramOutput = None,
     rounds: Annotated[int, typer.Option(min=1, help="Timed steps of each.")] = 5,
-    as_json: Json = False,
-    batch: Batch = 2,
-    tokens: Tokens = 128,
-    image: Image = None,
-    overrides: Overrides = None,
-    seed: Seed = 0,
-    device: OnDevice = "cpu",
-    dtype: Dtype = None,
-    autocast: Autocast = None,
-    reserve: Reserve = None,
+    as_json: options.Json = False,
+    batch: options.Batch = 2,
+    tokens: options.Tokens = 128,
+    image: options.Image = None,
+    overrides: options.Overrides = None,
+    seed: options.Seed = 0,
+    device: options.OnDevice = "cpu",
+    dtype: options.Dtype = None,
+    autocast: options.Autocast = None,
+    reserve: options.Reserve = None,
 ) -> None:
-    """Train a step of a model as it is and with remat: peak, time, loss, gradients."""
-    asked, reserve_bytes = without(budget, reserve)
-    check_here(device, "run", "remat trace SOURCE --device {name} plans for it")
-    chosen = strategy_of(strategy, option, gap, time_limit, solver)
-    check_autocast(autocast)
+    """Train a step of a model as it is and with remat: the plan, peak, time, loss, gradients."""
+    asked, reserve_bytes = options.without(budget, reserve)
+    options.check_here(device, "run", "remat trace SOURCE --device {name} plans for it")
+    chosen = options.strategy_of(strategy, option, gap, time_limit, solver)
+    options.check_autocast(autocast)
     files.check_outputs(program)
+    from remat.commands.models.batches import Sizes
     from remat.commands.models.sources import load_step
     from remat.frontend.autocast import autocast as casting
     from remat.frontend.capture.trace import trace as capture
@@ -74,16 +52,11 @@ def run(
     from remat.frontend.runtime.module import lower
     from remat.frontend.trial import trial
 
+    sizes = Sizes(batch, tokens, image)
     step = load_step(
-        source,
-        batch=batch,
-        tokens=tokens,
-        image=image,
-        overrides=overrides or (),
-        device=device,
-        dtype=dtype,
-        seed=seed,
+        source, sizes, overrides=overrides or (), device=device, dtype=dtype, seed=seed
     )
+    began = time.perf_counter()
     with casting(device, autocast):
         traced = capture(step.model, step.args, step.kwargs)
         with live("measuring", 1) as line:
@@ -98,6 +71,7 @@ def run(
             files.show(json_of({"plan": plan_figures(plan)}) if as_json else plan.describe())
             finish(signum, best_so_far(plan))
         module = lower(made, step.model, plan=plan)
+        ready_s = time.perf_counter() - began
         with live("running"):
             found = trial(
                 step.model,
@@ -113,4 +87,10 @@ def run(
     else:
         budget = format_bytes(plan.budget_bytes)
         beside = f", beside {format_bytes(reserve_bytes)} reserved" if reserve_bytes else ""
-        files.show(f"{step.name} within {budget}{beside}\n\n{found.describe()}")
+        parts = (
+            f"{step.name} within {budget}{beside}",
+            plan.describe(),
+            f"ready after {ready_s:.1f} s",
+            found.describe(),
+        )
+        files.show("\n\n".join(parts))

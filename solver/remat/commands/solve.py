@@ -2,43 +2,28 @@
 
 from __future__ import annotations
 
-from remat.commands import files
-from remat.commands.options import (
-    BudgetText,
-    Gap,
-    Json,
-    Output,
-    ProgramOutput,
-    Reserve,
-    Solver,
-    StrategyName,
-    StrategyOptions,
-    TimeLimit,
-    TraceFile,
-    strategy_of,
-    without,
-)
+from remat.commands import files, options
 from remat.commands.solving import best_so_far, finish, hint, solved
 from remat.reserve import telling, with_reserve
 from remat.rewrite import rewrite
 
 
 def solve(
-    trace: TraceFile,
-    budget: BudgetText,
-    strategy: StrategyName = "auto",
-    option: StrategyOptions = None,
-    gap: Gap = None,
-    time_limit: TimeLimit = None,
-    solver: Solver = None,
-    output: Output = None,
-    program: ProgramOutput = None,
-    as_json: Json = False,
-    reserve: Reserve = None,
+    trace: options.TraceFile,
+    budget: options.BudgetText,
+    strategy: options.StrategyName = "auto",
+    option: options.StrategyOptions = None,
+    gap: options.Gap = None,
+    time_limit: options.TimeLimit = None,
+    solver: options.Solver = None,
+    output: options.Output = None,
+    program: options.ProgramOutput = None,
+    as_json: options.Json = False,
+    reserve: options.Reserve = None,
 ) -> None:
     """Find the schedule with the least extra time whose peak is within the budget."""
-    asked, reserve_bytes = without(budget, reserve)
-    chosen = strategy_of(strategy, option, gap, time_limit, solver)
+    asked, reserve_bytes = options.without(budget, reserve)
+    chosen = options.strategy_of(strategy, option, gap, time_limit, solver)
     files.check_outputs(output, program)
     traced = files.read_measured(trace)
     with telling(reserve_bytes):

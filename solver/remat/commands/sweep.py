@@ -5,25 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from remat.budget import Budget, format_bytes, format_seconds
-from remat.commands import files
+from remat.commands import files, options
 from remat.commands.exits import UsageError
 from remat.commands.figures import check_any, csv_of, frontier_table, json_of, plan_figures
 from remat.commands.frontiers import PICTURES, Frontier
 from remat.commands.live import Line
-from remat.commands.options import (
-    BudgetTexts,
-    Gap,
-    Json,
-    Output,
-    PictureDevice,
-    Solver,
-    StrategyName,
-    StrategyOptions,
-    TimeLimit,
-    TraceFile,
-    check_device,
-    strategy_of,
-)
 from remat.commands.solving import attended, finish, hint
 from remat.documents.sweep import SweepDocument
 from remat.plan import Plan
@@ -35,16 +21,16 @@ Writer = Callable[[list[Plan], str | None], str | bytes]
 
 
 def sweep(
-    trace: TraceFile,
-    budget: BudgetTexts = None,
-    strategy: StrategyName = "auto",
-    option: StrategyOptions = None,
-    gap: Gap = None,
-    time_limit: TimeLimit = None,
-    solver: Solver = None,
-    device: PictureDevice = None,
-    output: Output = None,
-    as_json: Json = False,
+    trace: options.TraceFile,
+    budget: options.BudgetTexts = None,
+    strategy: options.StrategyName = "auto",
+    option: options.StrategyOptions = None,
+    gap: options.Gap = None,
+    time_limit: options.TimeLimit = None,
+    solver: options.Solver = None,
+    device: options.PictureDevice = None,
+    output: options.Output = None,
+    as_json: options.Json = False,
 ) -> None:
     """Solve for several budgets: how much time each saved byte costs.
 
@@ -52,8 +38,8 @@ def sweep(
     each budget.
     """
     asked = [*map(Budget.parse, budget or SWEEP)]
-    check_device(device)
-    chosen = strategy_of(strategy, option, gap, time_limit, solver)
+    options.check_device(device)
+    chosen = options.strategy_of(strategy, option, gap, time_limit, solver)
     files.check_outputs(output)
     if output is not None and files.suffix_of(output) not in _WRITERS:
         raise UsageError(f"{output}: a sweep is written as {', '.join(_WRITERS)}")
@@ -74,15 +60,12 @@ def sweep(
     if output is not None:
         files.write(output, _WRITERS[files.suffix_of(output)](plans, device))
     if as_json:
-        files.show_json(
-            json_of(
-                {
-                    "baseline_peak_bytes": plans[0].baseline_peak_bytes,
-                    "baseline_time_s": plans[0].baseline_time_s,
-                    "plans": [plan_figures(plan) for plan in plans],
-                }
-            )
-        )
+        figures = {
+            "baseline_peak_bytes": plans[0].baseline_peak_bytes,
+            "baseline_time_s": plans[0].baseline_time_s,
+            "plans": [plan_figures(plan) for plan in plans],
+        }
+        files.show_json(json_of(figures))
     else:
         files.show(describe(plans))
     hint(output, as_json, "sweep", "sweep.json.gz")

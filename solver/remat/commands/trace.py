@@ -2,62 +2,41 @@
 
 from __future__ import annotations
 
-from remat.commands import files
+from remat.commands import files, options
 from remat.commands.figures import describe_trace
-from remat.commands.options import (
-    Autocast,
-    Batch,
-    Dtype,
-    ForDevice,
-    Image,
-    Json,
-    Output,
-    Overrides,
-    Seed,
-    Source,
-    Tokens,
-    check_autocast,
-    check_target,
-)
 from remat.commands.solving import hint
 
 
 def trace(
-    source: Source,
-    output: Output = None,
-    as_json: Json = False,
-    batch: Batch = 2,
-    tokens: Tokens = 128,
-    image: Image = None,
-    overrides: Overrides = None,
-    seed: Seed = 0,
-    device: ForDevice = None,
-    dtype: Dtype = None,
-    autocast: Autocast = None,
+    source: options.Source,
+    output: options.Output = None,
+    as_json: options.Json = False,
+    batch: options.Batch = 2,
+    tokens: options.Tokens = 128,
+    image: options.Image = None,
+    overrides: options.Overrides = None,
+    seed: options.Seed = 0,
+    device: options.ForDevice = None,
+    dtype: options.Dtype = None,
+    autocast: options.Autocast = None,
 ) -> None:
     """Capture one training step of a model.
 
     With --device h100, as that GPU would run it, though it is not here; nothing is allocated then.
     """
-    check_autocast(autocast)
-    check_target(device)
+    options.check_autocast(autocast)
+    options.check_target(device)
     files.check_outputs(output)
+    from remat.commands.models.batches import Sizes
     from remat.commands.models.sources import load_step
     from remat.frontend.autocast import autocast as casting
     from remat.frontend.capture.trace import trace as capture
     from remat.frontend.target import find_target
 
     absent = find_target(device) is not None
-    step = load_step(
-        source,
-        batch=batch,
-        tokens=tokens,
-        image=image,
-        overrides=overrides or (),
-        device="meta" if absent else device or "cpu",
-        dtype=dtype,
-        seed=seed,
-    )
+    place = "meta" if absent else device or "cpu"
+    sizes = Sizes(batch, tokens, image)
+    step = load_step(source, sizes, overrides=overrides or (), device=place, dtype=dtype, seed=seed)
     with casting("cpu" if absent else device or "cpu", autocast):
         found = capture(step.model, step.args, step.kwargs, device=device if absent else None)
     if output is not None:

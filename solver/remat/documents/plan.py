@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -53,50 +54,19 @@ class GraphRecord(Record):
     @classmethod
     def of(cls, graph: Graph) -> GraphRecord:
         """The record of a graph."""
-        return cls(
-            operations=tuple(
-                OperationRecord(
-                    name=o.name,
-                    inputs=o.inputs,
-                    outputs=o.outputs,
-                    cost_s=o.cost_s,
-                    workspace_bytes=o.workspace_bytes,
-                    backward=o.backward,
-                    recomputable=o.recomputable,
-                    module=o.module,
-                    sequenced=o.sequenced,
-                )
-                for o in graph.operations
-            ),
-            values=tuple(ValueRecord(name=v.name, size_bytes=v.size_bytes) for v in graph.values),
-            results=tuple(sorted(graph.results)),
-            constant_bytes=graph.constant_bytes,
-            boundary=graph.boundary,
-            library_bytes=graph.library_bytes,
-        )
+        parts = {field.name: getattr(graph, field.name) for field in fields(graph)}
+        parts["results"] = tuple(sorted(graph.results))
+        return cls.model_validate(parts, from_attributes=True)
 
     def graph(self) -> Graph:
         """The graph, validated. Raises `GraphError`."""
         return Graph(
-            operations=tuple(
-                Operation(
-                    name=o.name,
-                    inputs=o.inputs,
-                    outputs=o.outputs,
-                    cost_s=o.cost_s,
-                    workspace_bytes=o.workspace_bytes,
-                    backward=o.backward,
-                    recomputable=o.recomputable,
-                    module=o.module,
-                    sequenced=o.sequenced,
-                )
-                for o in self.operations
-            ),
-            values=tuple(Value(v.name, v.size_bytes) for v in self.values),
-            results=frozenset(self.results),
-            constant_bytes=self.constant_bytes,
-            boundary=self.boundary,
-            library_bytes=self.library_bytes,
+            **dict(self)
+            | {
+                "operations": tuple(Operation(**dict(each)) for each in self.operations),
+                "values": tuple(Value(**dict(each)) for each in self.values),
+                "results": frozenset(self.results),
+            }
         )
 
 
@@ -122,14 +92,8 @@ class PlanDocument(Document):
     def of(cls, plan: Planned) -> PlanDocument:
         """The document of a plan."""
         return cls(
+            **{name: getattr(plan, name) for name in _AS_THEY_ARE},
             status=plan.status.name,
-            budget_bytes=plan.budget_bytes,
-            peak_bytes=plan.peak_bytes,
-            baseline_peak_bytes=plan.baseline_peak_bytes,
-            time_s=plan.time_s,
-            baseline_time_s=plan.baseline_time_s,
-            lower_bound=plan.lower_bound,
-            bound_scope=plan.bound_scope,
             runs=plan.schedule.runs,
             stats=dict(plan.stats),
             graph=GraphRecord.of(plan.graph),
@@ -137,21 +101,14 @@ class PlanDocument(Document):
 
     def read(self, kind: type[P]) -> P:
         """The plan. Raises `DocumentError` if the numbers are not those of its schedule."""
+        # Once, a proof over the slots offered was enough.
+        is_over_slots = self.bound_scope == "slots"
         try:
-            graph = self.graph.graph()
-            # Once, a proof over the slots offered was enough.
-            is_over_slots = self.bound_scope == "slots"
             plan = kind(
+                **{name: getattr(self, name) for name in _AS_THEY_ARE},
                 status=Status.FEASIBLE if is_over_slots else Status[self.status],
-                budget_bytes=self.budget_bytes,
-                peak_bytes=self.peak_bytes,
-                baseline_peak_bytes=self.baseline_peak_bytes,
-                time_s=self.time_s,
-                baseline_time_s=self.baseline_time_s,
-                lower_bound=self.lower_bound,
-                bound_scope=self.bound_scope,
                 schedule=Schedule(self.runs),
-                graph=graph,
+                graph=self.graph.graph(),
                 stats=self.stats,
             )
             _check(plan)
@@ -160,6 +117,12 @@ class PlanDocument(Document):
         except RematError as error:
             raise DocumentError(f"remat.plan: {error}") from None
         return plan
+
+
+_AS_THEY_ARE = (PlanDocument.model_fields.keys() & {field.name for field in fields(Planned)}) - {
+    *("status", "graph", "stats")
+}
+"""The fields that a plan and its document share."""
 
 
 def _check(plan: Planned) -> None:

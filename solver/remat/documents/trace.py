@@ -212,14 +212,15 @@ def held_storages(trace: Trace) -> set[int]:
     return held | {trace.storage_of[g.name] for g in trace.gradients if g.name not in accumulated}
 
 
+def trained(trace: Trace) -> list[Placeholder]:
+    """The parameters that get a gradient."""
+    owners = {g.placeholder for g in trace.gradients}
+    return [p for p in trace.placeholders if p.kind == "parameter" and p.name in owners]
+
+
 def accumulated_bytes(trace: Trace) -> int:
     """Bytes of the `.grad` tensors that gradient accumulation finds in place."""
-    owners = {g.placeholder for g in trace.gradients}
-    return sum(
-        trace.allocated_bytes(p.storage)
-        for p in trace.placeholders
-        if p.kind == "parameter" and p.name in owners
-    )
+    return sum(trace.allocated_bytes(p.storage) for p in trained(trace))
 
 
 def _check_names(trace: Trace) -> None:

@@ -186,11 +186,9 @@ class BatchSearch:
         """The attempt at a batch that cannot be made; None where none was refused."""
         if not self.is_full:
             return None
-        attempt = Attempt(batch, fits=False, is_proved=False, seconds=0.0, out_of_memory=True)
-        self.attempts.append(attempt)
-        if self.progress is not None:
-            self.progress(attempt)
-        return attempt
+        return self._noted(
+            Attempt(batch, fits=False, is_proved=False, seconds=0.0, out_of_memory=True)
+        )
 
     def best_plan(self, batch: int) -> Plan:
         """The plan at full effort, or the one that the search met, where that is better."""
@@ -235,7 +233,9 @@ class BatchSearch:
         else:
             found = self._judged(plan)
             self._plans[batch] = plan
-        attempt = Attempt(batch=batch, seconds=time.monotonic() - began, **found)
+        return self._noted(Attempt(batch=batch, seconds=time.monotonic() - began, **found))
+
+    def _noted(self, attempt: Attempt) -> Attempt:
         self.attempts.append(attempt)
         if self.progress is not None:
             self.progress(attempt)

@@ -14,9 +14,8 @@ from remat.frontend.capture.trace import check_differentiable, normalise_inputs
 from remat.frontend.costs.cache import CostCache
 from remat.frontend.operators import NAMESPACES
 from remat.frontend.planner import OptimizeOptions, Planner, Service
-from remat.frontend.pytree import flatten
 from remat.frontend.reserve import Reserve, reserved
-from remat.frontend.runtime.guards import Watch
+from remat.frontend.runtime.guards import Call, Watch
 from remat.frontend.runtime.module import RematModule
 from remat.progress import Progress
 from remat.reserve import less_reserve
@@ -89,6 +88,5 @@ def optimize(
         model, () if example_inputs is None else example_inputs, example_kwargs
     )
     check_differentiable(model, args, kwargs)
-    leaves, structure = flatten((args, kwargs), "the example inputs ")
-    planner.ready(Watch(model), args, kwargs, leaves, structure)
+    planner.ready(Watch(model), Call.of(args, kwargs, "the example inputs "))
     return RematModule(model, planner)

@@ -10,12 +10,10 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-import torch
 from torch import nn
 
 from remat.allocator.fitting import has_expandable_segments, solve_within
@@ -25,7 +23,6 @@ from remat.costs.pricing import Priced, with_costs
 from remat.costs.roofline import Roofline
 from remat.documents.arguments import refs
 from remat.documents.program import Program
-from remat.documents.structure import Structure
 from remat.documents.trace import Trace
 from remat.errors import InfeasibleBudget
 from remat.frontend.capture.trace import trace as capture
@@ -34,7 +31,7 @@ from remat.frontend.costs.measure import measure
 from remat.frontend.device_memory import available
 from remat.frontend.operators import NAMESPACES
 from remat.frontend.reserve import Reserve, reserved
-from remat.frontend.runtime.guards import Signature, Watch, signature
+from remat.frontend.runtime.guards import Call, Signature, Watch, signature
 from remat.frontend.runtime.lower import compile_program
 from remat.frontend.runtime.module import Ready, Source
 from remat.passes.accumulation import with_accumulation
@@ -109,21 +106,14 @@ class Planner:
                 copied._last = ready
         return copied
 
-    def ready(
-        self,
-        watch: Watch,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        leaves: Sequence[torch.Tensor],
-        structure: Structure,
-    ) -> Ready:
+    def ready(self, watch: Watch, call: Call) -> Ready:
         """The program for a call; planned now where the call is of a new kind."""
-        key = signature(watch, structure, leaves)
+        key = signature(watch, call.structure, call.leaves)
         if key == self._last_key and self._last is not None:
             return self._last
         entry = self._entries.get(key)
         if entry is None:
-            entry = self._plan(watch.model, args, kwargs, accumulating=key.accumulating)
+            entry = self._plan(watch.model, call, accumulating=key.accumulating)
             self._keep(key, entry)
         self._entries.move_to_end(key)
         self._last, self._last_key = entry.ready, key
@@ -131,12 +121,12 @@ class Planner:
 
     # -- planning ---------------------------------------------------------------------------
 
-    def _plan(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, accumulating: bool
-    ) -> Entry:
+    def _plan(self, model: nn.Module, call: Call, *, accumulating: bool) -> Entry:
         self.timings_s = {}
         with self._timed("trace"):
-            traced = capture(model, args, kwargs, differentiate=self.options.differentiate)
+            traced = capture(
+                model, call.args, call.kwargs, differentiate=self.options.differentiate
+            )
             if accumulating:
                 traced = with_accumulation(traced)
             if self.options.cuda_graphs:

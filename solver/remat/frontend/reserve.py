@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Adafactor, Optimizer
 
-from remat.allocator.replay import ALIGNMENT_BYTES
+from remat.allocator.replay import ALIGNMENT_BYTES, rounded
 from remat.errors import BudgetError
 from remat.reserve import parse_reserve
 
@@ -61,11 +61,7 @@ def _state_bytes(state: dict[str, Any], device: torch.device) -> int:
         for t in state.values()
         if isinstance(t, Tensor) and t.device == device
     }
-    return sum(map(_rounded, found.values()))
-
-
-def _rounded(size_bytes: int) -> int:
-    return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return sum(map(rounded, found.values()))
 
 
 def _future_bytes(optimizer: Optimizer, group: dict[str, Any], parameters: list[Tensor]) -> int:
@@ -104,6 +100,6 @@ def _adafactor_bytes(parameter: Tensor) -> int:
     without memory, `step` fails: it reads numbers back.)"""
     shape, item = parameter.shape, parameter.element_size()
     if len(shape) < 2:
-        return _rounded(parameter.numel() * item)
+        return rounded(parameter.numel() * item)
     rows, columns = parameter.numel() // shape[-1], parameter.numel() // shape[-2]
-    return _rounded(rows * item) + _rounded(columns * item)
+    return rounded(rows * item) + rounded(columns * item)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from remat.allocator.replay import rounded
 from remat.budget import format_bytes, format_seconds
 from remat.errors import TraceError, one_line
 from remat.frontend.meter import LiveStorageMeter, cuda_peak, unique_bytes
@@ -26,9 +27,6 @@ from remat.frontend.runtime.module import RematModule
 from remat.plan import Plan
 
 Tensors = Mapping[str, torch.Tensor]
-
-_ALLOCATION_BYTES = 512
-"""What torch's CUDA allocator rounds up to."""
 
 
 @dataclass(frozen=True)
@@ -261,7 +259,7 @@ class _Side:
         storages = {
             s.data_ptr(): s.nbytes() for t in self.constants() if (s := t.untyped_storage())
         }
-        return sum(-(-size // _ALLOCATION_BYTES) * _ALLOCATION_BYTES for size in storages.values())
+        return sum(map(rounded, storages.values()))
 
     def time_s(self, seed: int) -> float:
         """Wall-clock seconds of a step."""

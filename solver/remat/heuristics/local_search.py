@@ -12,6 +12,7 @@ gives the same schedule on every machine.
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
@@ -158,9 +159,7 @@ def fitting(
 def prune(graph: Graph, schedule: Schedule) -> Schedule:
     """Without the recomputations whose outputs nobody reads, or whose copies before take no bytes;
     never a larger peak or cost."""
-    times = [0] * len(graph.operations)
-    for op in schedule.runs:
-        times[op] += 1
+    times = Counter(schedule.runs)
     wanted = [False] * len(graph.values)
     kept: list[int] = []
     for op in reversed(schedule.runs):

@@ -72,20 +72,6 @@ def run(
     start = None if incumbent is None else start_values(model, incumbent)
     if not pulp_solvers.is_highs(solver):
         return _run_pulp(model, solver, gap, time_limit, threads, start, cancelled)
-    return _run_highs(model, gap, time_limit, threads, seed, start, target, report, cancelled)
-
-
-def _run_highs(
-    model: Model,
-    gap: float,
-    time_limit: float,
-    threads: int,
-    seed: int,
-    start: Values | None,
-    target: float | None,
-    report: Report | None,
-    cancelled: Callable[[], bool] | None,
-) -> SolverRun:
     highs = BulkHiGHS(
         gap=gap,
         time_limit=time_limit,

@@ -111,7 +111,7 @@ def complete(graph: Graph, affordable_s: float = math.inf) -> Slots:
     """
     again = [op for op in range(len(graph)) if _may_run_again(graph, op, affordable_s)]
     offered = [again[: bisect_left(again, stage)] for stage in range(len(graph))]
-    return _build(graph, offered, region=0, keep=None, is_complete=True)
+    return _build(graph, offered, region=0, is_complete=True)
 
 
 def near(
@@ -143,10 +143,7 @@ def near(
         for stage, op in _recomputations(schedule):
             if rank == 0 or _may_run_again(graph, op, affordable_s):
                 offered[stage].add(op)
-    keep = known[0] if known else None
-    return _build(
-        graph, [sorted(ops) for ops in offered], region=region, keep=keep, is_complete=False
-    )
+    return _build(graph, offered, region=region, keep=known[0] if known else None)
 
 
 def recombined(graph: Graph, known: Sequence[Schedule], *, region: int) -> Slots:
@@ -165,9 +162,7 @@ def periodic(
             continue
         found = _ancestors(graph, wanted, back, before=start)
         offered[start].update(op for op in found if graph.operations[op].recomputable)
-    return _build(
-        graph, [sorted(ops) for ops in offered], region=region, keep=None, is_complete=False
-    )
+    return _build(graph, offered, region=region)
 
 
 def _may_run_again(graph: Graph, op: int, affordable_s: float) -> bool:
@@ -241,15 +236,15 @@ def _recomputations(schedule: Schedule) -> Iterator[tuple[int, int]]:
 
 def _build(
     graph: Graph,
-    offered: list[list[int]],
+    offered: Iterable[Iterable[int]],
     *,
     region: int,
-    keep: Schedule | None,
-    is_complete: bool,
+    keep: Schedule | None = None,
+    is_complete: bool = False,
 ) -> Slots:
     sequence: list[tuple[int, int, bool]] = []
     for stage, ops in enumerate(offered):
-        sequence += [(op, stage, True) for op in ops]
+        sequence += [(op, stage, True) for op in sorted(ops)]
         sequence.append((stage, stage, False))
     sequence = _useful(graph, sequence)
     slots = Slots(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 
 from remat.allocator.prediction import Prediction
 from remat.budget import format_bytes, format_seconds
 from remat.planned import Planned
 from remat.report.solving import describe_steps
+from remat.report.tables import aligned, largest, starred
 from remat.reserve import LEFT_TO_OTHERS
 
 SCOPES = {
@@ -19,7 +19,6 @@ SCOPES = {
 """What a plan's bound is proved for, in words."""
 
 _ROWS = 16
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 def describe(plan: Planned, solve: bool = False) -> str:
@@ -86,8 +85,7 @@ def _allocator(plan: Planned) -> list[str]:
 
 def diff(plan: Planned, other: Planned) -> str:
     """What changes from `plan` to `other`."""
-    mine = _named(plan)
-    theirs = _named(other)
+    mine, theirs = recomputed_by_name(plan), recomputed_by_name(other)
     lines = [
         f"budget {format_bytes(plan.budget_bytes)} -> {format_bytes(other.budget_bytes)}",
         f"peak   {format_bytes(plan.peak_bytes)} -> {format_bytes(other.peak_bytes)} "
@@ -137,33 +135,21 @@ def _solver(plan: Planned) -> str:
 def _modules(plan: Planned, again: dict[int, int]) -> list[str]:
     """One line a module: runs, seconds, and bytes made again; the dearest first. Layers of the same
     name but for their number share a line."""
-    runs: dict[str, int] = defaultdict(int)
-    seconds: dict[str, float] = defaultdict(float)
-    size: dict[str, int] = defaultdict(int)
+    sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0, 0])
     for op, times in again.items():
         operation = plan.graph.operations[op]
-        key = _NUMBER.sub("*", operation.module) or "(no module)"
-        runs[key] += times
-        seconds[key] += operation.cost_s * times
-        size[key] += times * sum(plan.graph.values[v].size_bytes for v in operation.outputs)
-    order = sorted(runs, key=lambda key: (-seconds[key], key))
-    width = max(len("module"), *(len(key) for key in order[:_ROWS]))
-    lines = [f"{'module':<{width}}  {'again':>5}  {'time':>9}  {'output':>9}"]
-    lines += [
-        f"{key:<{width}}  {runs[key]:>5}  {format_seconds(seconds[key]):>9}  "
-        f"{format_bytes(size[key]):>9}"
-        for key in order[:_ROWS]
+        size = sum(plan.graph.values[v].size_bytes for v in operation.outputs)
+        found = sums[starred(operation.module)]
+        for column, amount in enumerate((operation.cost_s, 1, size)):
+            found[column] += times * amount
+    rows = [
+        (name, str(runs), format_seconds(seconds), format_bytes(size))
+        for name, (seconds, runs, size) in largest(sums, _ROWS)
     ]
-    if len(order) > _ROWS:
-        rest = order[_ROWS:]
-        lines.append(
-            f"{f'{len(rest)} more':<{width}}  {sum(runs[k] for k in rest):>5}  "
-            f"{format_seconds(sum(seconds[k] for k in rest)):>9}  "
-            f"{format_bytes(sum(size[k] for k in rest)):>9}"
-        )
-    return lines
+    return aligned([("module", "again", "time", "output"), *rows])
 
 
-def _named(plan: Planned) -> dict[str, int]:
+def recomputed_by_name(plan: Planned) -> dict[str, int]:
+    """How many extra times each operation runs, for those that run more than once."""
     again = plan.schedule.recomputed(plan.graph)
     return {plan.graph.operations[op].name: times for op, times in again.items()}

@@ -5,24 +5,22 @@ Computed from a `Trace` alone: the sizes of its tensors and the order of its ope
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from dataclasses import dataclass
 from math import prod
 
 from remat.budget import Budget, format_bytes, format_seconds
-from remat.costs.pricing import tensor_metas
 from remat.costs.roofline import item_bytes
 from remat.documents.arguments import Ref
-from remat.documents.trace import Trace
+from remat.documents.trace import Trace, trained
 from remat.errors import BudgetError
 from remat.graph import Graph
+from remat.report.tables import aligned, largest, starred
 from remat.schedule import Schedule
 from remat.simulate import Timeline, simulate
 from remat.strategies.search.quick import quick_schedules
 
 _ROWS = 12
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 _DROPOUT = "aten.native_dropout_backward.default"  # both ways; see remat.frontend.capture.dropout
 
 
@@ -232,25 +230,17 @@ class Estimate:
     def _table(self) -> list[str]:
         """Activations at the peak by module; layers of the same name but for their number share a
         line."""
-        folded: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+        sums: dict[str, list[int]] = defaultdict(lambda: [0, 0])
         for holder in self.holders:
-            entry = folded[_NUMBER.sub("*", holder.module) or "(no module)"]
-            entry[0] += holder.size_bytes
-            entry[1] += holder.values
-        order = sorted(folded, key=lambda name: (-folded[name][0], name))
-        rows = [(name, *folded[name]) for name in order[:_ROWS]]
-        if rest := order[_ROWS:]:
-            size = sum(folded[name][0] for name in rest)
-            rows.append((f"{len(rest)} more", size, sum(folded[name][1] for name in rest)))
-        width = max(len("activations at the peak"), *(len(name) for name, _, _ in rows))
-        return [
-            f"{'activations at the peak':<{width}}  {'bytes':>9}  {'share':>6}  {'values':>6}",
-            *(
-                f"{name:<{width}}  {format_bytes(size):>9}  "
-                f"{size / max(1, self.activation_bytes):>6.1%}  {values:>6}"
-                for name, size, values in rows
-            ),
+            found = sums[starred(holder.module)]
+            found[0] += holder.size_bytes
+            found[1] += holder.values
+        whole = max(1, self.activation_bytes)
+        rows = [
+            (name, format_bytes(size), f"{size / whole:.1%}", str(values))
+            for name, (size, values) in largest(sums, _ROWS)
         ]
+        return aligned([("activations at the peak", "bytes", "share", "values"), *rows])
 
     def __str__(self) -> str:
         return self.describe()
@@ -299,10 +289,4 @@ def _owned_bytes(trace: Trace) -> dict[str, int]:
 
 def _adam_bytes(trace: Trace) -> int:
     """Two moments in float32 for every element of a parameter that gets a gradient."""
-    trained = {gradient.placeholder for gradient in trace.gradients}
-    metas = tensor_metas(trace)
-    return sum(
-        8 * prod(metas[p.name].shape)
-        for p in trace.placeholders
-        if p.kind == "parameter" and p.name in trained
-    )
+    return sum(8 * prod(p.tensor.shape) for p in trained(trace))

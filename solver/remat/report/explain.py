@@ -6,16 +6,16 @@ put in. Every number has a unit.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from remat.budget import format_bytes, format_seconds
-from remat.errors import UnknownName
+from remat.errors import UnknownName, nearest
 from remat.graph import Graph
 from remat.planned import Planned
 from remat.report.describe import SCOPES
+from remat.report.tables import aligned
 from remat.schedule import Schedule
 from remat.simulate import Timeline, simulate
 
@@ -283,17 +283,9 @@ def _module(plan: Planned, path: str, within: Sequence[int]) -> list[str]:
     if rest:
         table.append((f"{len(rest)} more", "", "", *total(rest)))
     table.append(("together", "", "", *total(within)))
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    rows = [
-        "  ".join(
-            cell.ljust(width) if column < 3 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in table
-    ]
     return [
         f"{path}: {len(within)} {_plural('operation', len(within))}, {recomputed} recomputed",
-        *rows,
+        *aligned(table, left=3),
     ]
 
 
@@ -315,10 +307,8 @@ def _unknown(graph: Graph, name: str) -> str:
         steps = operation.module.split(".")
         modules.update(".".join(steps[: i + 1]) for i in range(len(steps)))
     known = [*(operation.name for operation in graph.operations), *sorted(modules - {""})]
-    near = difflib.get_close_matches(name, dict.fromkeys(known), n=3)
-    return f"no operation and no module is called {name!r}" + (
-        f"; near: {', '.join(near)}" if near else ""
-    )
+    like = nearest(name, dict.fromkeys(known), lead="; near: ")
+    return f"no operation and no module is called {name!r}{like}"
 
 
 def _place(graph: Graph, schedule: Schedule, run: int, named: int) -> str:

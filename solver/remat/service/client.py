@@ -18,17 +18,8 @@ from remat.errors import InfeasibleBudget, RematError, ServiceError
 from remat.graph import Graph
 from remat.plan import Plan
 from remat.progress import Cancel, ProgressCallback
+from remat.service import wire
 from remat.service.connection import Connection
-from remat.service.wire import (
-    ENDED,
-    Answer,
-    JobView,
-    Options,
-    Sizes,
-    SolveRequest,
-    SweepAnswer,
-    SweepRequest,
-)
 from remat.solve import warn_of_failure
 from remat.strategies import Auto, Strategy
 
@@ -156,26 +147,28 @@ class Client:
         if wanted == ():
             return []
         options = _options(strategy, costs)
-        job = self.submit(_made(SweepRequest, budgets=wanted, options=options, **_subject(graph)))
+        job = self.submit(
+            _made(wire.SweepRequest, budgets=wanted, options=options, **_subject(graph))
+        )
         try:
-            answer = self._service.read(self._finish(job, progress, cancel), SweepAnswer)
+            answer = self._service.read(self._finish(job, progress, cancel), wire.SweepAnswer)
         except InfeasibleBudget:  # all of them
             return []
         return [_told(document.read(Plan)) for document in answer.plans]
 
     # -- jobs ---------------------------------------------------------------------------------
 
-    def submit(self, request: SolveRequest | SweepRequest) -> JobView:
+    def submit(self, request: wire.SolveRequest | wire.SweepRequest) -> wire.JobView:
         """Post a request and return its job at once. Sending again what got lost makes no second
         job: each request goes under a key of its own."""
         headers = {"Idempotency-Key": secrets.token_hex(16)}
-        return self._service.read(self._service.post(request, headers), JobView)
+        return self._service.read(self._service.post(request, headers), wire.JobView)
 
-    def sizes(self, request: SolveRequest | SweepRequest) -> Sizes:
+    def sizes(self, request: wire.SolveRequest | wire.SweepRequest) -> wire.Sizes:
         """What the service would accept (`dry_run`): nothing is solved."""
-        return self._service.read(self._service.post(request, {}, dry_run="true"), Sizes)
+        return self._service.read(self._service.post(request, {}, dry_run="true"), wire.Sizes)
 
-    def job(self, id: str) -> JobView:
+    def job(self, id: str) -> wire.JobView:
         """How a job stands."""
         return self._service.job(id)
 
@@ -204,14 +197,14 @@ class Client:
         cancel: Cancel | None,
     ) -> tuple[Plan, Program | None]:
         parts = _subject(graph) | {"budget": Budget.parse(budget)}
-        job = self.submit(_made(SolveRequest, options=_options(strategy, costs), **parts))
-        answer = self._service.read(self._finish(job, progress, cancel), Answer)
+        job = self.submit(_made(wire.SolveRequest, options=_options(strategy, costs), **parts))
+        answer = self._service.read(self._finish(job, progress, cancel), wire.Answer)
         return _told(answer.plan.read(Plan)), answer.program
 
     def _finish(
-        self, job: JobView, progress: ProgressCallback | None, cancel: Cancel | None
+        self, job: wire.JobView, progress: ProgressCallback | None, cancel: Cancel | None
     ) -> bytes:
-        if job.status not in ENDED:
+        if job.status not in wire.ENDED:
             try:
                 self._service.watch(job.id, progress, cancel)
             except BaseException:
@@ -237,8 +230,8 @@ def _subject(graph: Graph | Trace) -> dict[str, Any]:
     return {"graph": GraphRecord.of(graph)}
 
 
-def _options(strategy: Strategy | None, costs: str | None) -> Options:
-    return _made(Options, strategy=strategy or Auto(), costs=costs)
+def _options(strategy: Strategy | None, costs: str | None) -> wire.Options:
+    return _made(wire.Options, strategy=strategy or Auto(), costs=costs)
 
 
 def _made(kind: type[R], **parts: Any) -> R:

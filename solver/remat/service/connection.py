@@ -11,14 +11,7 @@ from typing import Any
 from remat.documents.base import R, validated
 from remat.errors import DocumentError, RematError, ServiceError
 from remat.progress import Cancel, Progress, ProgressCallback
-from remat.service.wire import (
-    ENDED,
-    JobView,
-    Problem,
-    ProgressRecord,
-    SolveRequest,
-    SweepRequest,
-)
+from remat.service import wire
 from remat.version import VERSION
 
 PATIENCE_S = 60.0
@@ -56,9 +49,9 @@ class Connection:
         """Give the connections back."""
         self._http.close()
 
-    def job(self, id: str) -> JobView:
+    def job(self, id: str) -> wire.JobView:
         """How a job stands."""
-        return self.read(self.call("GET", f"/jobs/{id}"), JobView)
+        return self.read(self.call("GET", f"/jobs/{id}"), wire.JobView)
 
     def watch(self, id: str, progress: ProgressCallback | None, cancel: Cancel | None) -> None:
         """Follow a job's events to its end, over lost connections."""
@@ -74,7 +67,7 @@ class Connection:
                         return
                     if progress is not None and kind in ("progress", "incumbent"):
                         progress(_progress(data))
-                if self.job(id).status in ENDED:
+                if self.job(id).status in wire.ENDED:
                     return
             except self._silent:
                 gone_since = None  # nothing happened for a while: see whether to go on
@@ -100,10 +93,13 @@ class Connection:
                 yield event.event, event.data, event.id or last
 
     def post(
-        self, request: SolveRequest | SweepRequest, headers: Mapping[str, str], **query: str
+        self,
+        request: wire.SolveRequest | wire.SweepRequest,
+        headers: Mapping[str, str],
+        **query: str,
     ) -> bytes:
         """Send a request, and what the service answers at once."""
-        where = "/solve" if isinstance(request, SolveRequest) else "/sweeps"
+        where = "/solve" if isinstance(request, wire.SolveRequest) else "/sweeps"
         body = gzip.compress(request.model_dump_json().encode(), compresslevel=_COMPRESSION)
         sent = {"Content-Type": "application/json", "Content-Encoding": "gzip", **headers}
         return self.call("POST", where, content=body, headers=sent, params=query)
@@ -151,13 +147,13 @@ class Connection:
 
 
 def _progress(data: str) -> Progress:
-    record = validated(ProgressRecord, data, "progress")
+    record = validated(wire.ProgressRecord, data, "progress")
     return Progress(**dict(record))
 
 
 def _problem(response: Any) -> RematError:
     try:
-        return validated(Problem, response.content, "problem").exception()
+        return validated(wire.Problem, response.content, "problem").exception()
     except DocumentError:
         return ServiceError(
             f"the service answered {response.status_code}: {response.text[:200]!r}; is this the "

@@ -18,6 +18,7 @@ from pydantic import (
     model_validator,
 )
 
+from remat import errors
 from remat.budget import Budget
 from remat.costs.devices import DEVICES
 from remat.costs.roofline import Roofline
@@ -25,17 +26,6 @@ from remat.documents.base import Record, check_header
 from remat.documents.plan import GraphRecord, PlanDocument
 from remat.documents.program import Program
 from remat.documents.trace import Trace
-from remat.errors import (
-    BudgetError,
-    DocumentError,
-    GraphError,
-    InfeasibleBudget,
-    RematError,
-    ServiceError,
-    SolverError,
-    SolverTimeout,
-    TraceError,
-)
 from remat.graph import Graph
 from remat.strategies.auto import Auto
 from remat.strategies.base import Strategy
@@ -50,14 +40,14 @@ ENDED = frozenset({"succeeded", "infeasible", "failed", "cancelled"})
 State = Literal["queued", "running", "succeeded", "infeasible", "failed", "cancelled"]
 Kind = Literal["solve", "sweep"]
 
-_EXCEPTIONS: dict[str, type[RematError]] = {
-    "budget": BudgetError,
-    "document": DocumentError,
-    "graph": GraphError,
-    "infeasible": InfeasibleBudget,
-    "solver": SolverError,
-    "timeout": SolverTimeout,
-    "trace": TraceError,
+_EXCEPTIONS: dict[str, type[errors.RematError]] = {
+    "budget": errors.BudgetError,
+    "document": errors.DocumentError,
+    "graph": errors.GraphError,
+    "infeasible": errors.InfeasibleBudget,
+    "solver": errors.SolverError,
+    "timeout": errors.SolverTimeout,
+    "trace": errors.TraceError,
 }
 
 
@@ -238,18 +228,18 @@ class Problem(Record):
     min_feasible_bytes: int | None = None
     is_proved: bool | None = None
 
-    def exception(self) -> RematError:
+    def exception(self) -> errors.RematError:
         """The exception that the library would have raised."""
-        kind = _EXCEPTIONS.get(self.type.removeprefix(PROBLEMS), ServiceError)
+        kind = _EXCEPTIONS.get(self.type.removeprefix(PROBLEMS), errors.ServiceError)
         text = self.detail or self.title
-        if kind is InfeasibleBudget:
-            return InfeasibleBudget(
+        if kind is errors.InfeasibleBudget:
+            return errors.InfeasibleBudget(
                 text, min_feasible_bytes=self.min_feasible_bytes, is_proved=bool(self.is_proved)
             )
         return kind(text)
 
 
-def problem_name(error: RematError) -> str:
+def problem_name(error: errors.RematError) -> str:
     """The last part of the problem type for an exception of ours."""
     return next((n for n, kind in _EXCEPTIONS.items() if isinstance(error, kind)), "remat")
 

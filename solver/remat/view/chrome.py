@@ -7,6 +7,7 @@ what a device did; written beside a profile of the real step, they show where th
 from __future__ import annotations
 
 import json
+from collections import Counter
 
 from remat.planned import Planned
 from remat.view.occupancy import LAYERS, backward_run, occupancy, reruns, starts_s
@@ -25,9 +26,7 @@ def chrome_trace(plan: Planned) -> str:
     # Ends are the next starts, rounded to nanoseconds: neighbours never overlap.
     starts = [round(start * 1e6, 3) for start in starts_s(plan)]
     begin = backward_run(plan)
-    times = [0] * len(graph)
-    for op in plan.schedule.runs:
-        times[op] += 1
+    times = Counter(plan.schedule.runs)
     events = _names()
     for run, (op, before) in enumerate(zip(plan.schedule.runs, reruns(plan.schedule), strict=True)):
         operation = graph.operations[op]
@@ -75,25 +74,12 @@ def _counter(start: float, held: dict[str, int]) -> Event:
 
 def _names() -> list[Event]:
     """What the process and its tracks are called."""
-    events: list[Event] = [
-        {
-            "name": "process_name",
-            "ph": "M",
-            "ts": 0,
-            "pid": _PID,
-            "tid": 0,
-            "args": {"name": "remat plan"},
-        }
+    named = (
+        ("process_name", 0, "remat plan"),
+        ("thread_name", _FORWARD, "forward"),
+        ("thread_name", _BACKWARD, "backward"),
+    )
+    return [
+        {"name": what, "ph": "M", "ts": 0, "pid": _PID, "tid": track, "args": {"name": name}}
+        for what, track, name in named
     ]
-    for track, name in ((_FORWARD, "forward"), (_BACKWARD, "backward")):
-        events.append(
-            {
-                "name": "thread_name",
-                "ph": "M",
-                "ts": 0,
-                "pid": _PID,
-                "tid": track,
-                "args": {"name": name},
-            }
-        )
-    return events

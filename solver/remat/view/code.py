@@ -5,6 +5,7 @@ It parses, but is not meant to be run: `remat.lower` makes the module that runs.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Sequence
 
 from remat.budget import format_bytes, format_seconds
@@ -37,11 +38,8 @@ def annotated_code(
     notes = _notes(statements, graph, views)
     if graph is not None and plan is not None and not _fits(notes, plan):
         graph, notes = None, [None] * len(statements)
-    times: dict[int, int] = {}
-    for op in notes:
-        if op is not None:
-            times[op] = times.get(op, 0) + 1
-    seen: dict[int, int] = {}
+    times = Counter(notes)
+    seen = Counter[int]()
     kept = frozenset(program.saved)
     rows: list[list[str]] = []
     for statement, op in zip(statements, notes, strict=True):
@@ -50,7 +48,7 @@ def annotated_code(
             operation = graph.operations[op]
             size = sum(graph.values[v].size_bytes for v in operation.outputs)
             words += [format_bytes(size), format_seconds(operation.cost_s)]
-            seen[op] = seen.get(op, 0) + 1
+            seen[op] += 1
         if op is None and any(_original(bound.name, views) in views for bound in statement.results):
             words.append("view")
         if statement.rerun:
@@ -135,11 +133,6 @@ def _fits(notes: list[int | None], plan: Planned) -> bool:
     """Whether the operations that are told come in the order of the plan's runs."""
     runs = iter(plan.schedule.runs)
     return all(op in runs for op in notes if op is not None)
-
-
-def _call(statement: Statement) -> str:
-    head, arguments, tail = _parts(statement)
-    return f"{head}{', '.join(arguments)}{tail}"
 
 
 def _parts(statement: Statement) -> tuple[str, list[str], str]:

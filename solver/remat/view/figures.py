@@ -7,7 +7,7 @@ matplotlib is touched: no pyplot, no backend, no style. Needs the extra `remat[v
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from remat.budget import format_bytes
 from remat.errors import RematError
@@ -70,7 +70,8 @@ def timeline_figure(plan: Planned, *, x: Literal["time", "runs"] = "time") -> Fi
     words = f"budget {format_bytes(plan.budget_bytes)}"
     if shown.budget_fits:
         axes.axhline(plan.budget_bytes, color=colour("budget"), linewidth=1, linestyle=(0, (5, 3)))
-        _note(axes, 1, plan.budget_bytes, words, above=True)
+        at_right = {"xycoords": axes.get_yaxis_transform(), "ha": "right"}
+        _note(axes, words, (1, plan.budget_bytes), (0, 2), color=_LABEL_COLOUR, **at_right)
     else:
         axes.set_title(f"{words}, far above", loc="right", fontsize=_SMALL, color=_LABEL_COLOUR)
     run = shown.held.timeline.peak_run
@@ -177,14 +178,7 @@ def frontier_figure(
     if above:
         last = max(point.peak_bytes for point in above)
         words = frontiers.above_words(above)
-        axes.annotate(
-            f"↑ {words}",
-            (last, shown.top_overhead),
-            xytext=(0, -9),
-            textcoords="offset points",
-            fontsize=_SMALL,
-            parse_math=False,
-        )
+        _note(axes, f"↑ {words}", (last, shown.top_overhead), (0, -9), parse_math=False)
     if shown.capacity_bytes is not None:
         words = f"device {format_bytes(shown.capacity_bytes)}"
         if shown.capacity_bytes > shown.high_bytes:
@@ -195,15 +189,8 @@ def frontier_figure(
             axes.axvline(
                 shown.capacity_bytes, color=colour("budget"), linewidth=1, linestyle=(0, (5, 3))
             )
-            axes.annotate(
-                words,
-                (shown.capacity_bytes, shown.top_overhead),
-                xytext=(0, 3),
-                textcoords="offset points",
-                ha="right",
-                fontsize=_SMALL,
-                color=_LABEL_COLOUR,
-            )
+            place = (shown.capacity_bytes, shown.top_overhead)
+            _note(axes, words, place, (0, 3), ha="right", color=_LABEL_COLOUR)
     in_bytes = byte_unit(shown.high_bytes)
     _ticks(axes, "x", in_bytes, f"peak memory ({in_bytes.name})")
     _ticks(axes, "y", PERCENT, "extra time (%)")
@@ -273,28 +260,15 @@ def _edges(columns: timeline.Columns) -> tuple[list[float], list[int]]:
 def _passes(axes: Axes, x: float) -> None:
     axes.axvline(x, color=colour("mark"), linewidth=0.7, linestyle=":")
     for words, side, shift in (("forward", "right", -3), ("backward", "left", 3)):
-        axes.annotate(
-            words,
-            (x, 1),
-            xycoords=axes.get_xaxis_transform(),
-            xytext=(shift, 2),
-            textcoords="offset points",
-            ha=side,
-            fontsize=_SMALL,
-        )
+        _note(axes, words, (x, 1), (shift, 2), xycoords=axes.get_xaxis_transform(), ha=side)
 
 
-def _note(axes: Axes, x: float, y: float, words: str, *, above: bool) -> None:
-    """Words at the right of a horizontal line."""
+def _note(
+    axes: Axes, words: str, place: tuple[float, float], shift: tuple[float, float], **options: Any
+) -> None:
+    """Small words at a place, moved by some points."""
     axes.annotate(
-        words,
-        (x, y),
-        xycoords=axes.get_yaxis_transform(),
-        xytext=(0, 2 if above else -8),
-        textcoords="offset points",
-        ha="right",
-        fontsize=_SMALL,
-        color=_LABEL_COLOUR,
+        words, place, xytext=shift, textcoords="offset points", fontsize=_SMALL, **options
     )
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 from remat.budget import format_bytes, format_seconds
 from remat.planned import Planned
+from remat.report.tables import starred
 from remat.view import svg
 from remat.view.text import plain, shorten
 
@@ -15,7 +15,6 @@ TITLE = "Recomputed time by module"
 _WIDTH, _TOP, _ROW = 960.0, 64.0, 20.0
 _LETTERS = 44
 _DEPTH = 8
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 @dataclass(slots=True)
@@ -104,12 +103,12 @@ def shares(plan: Planned, limit: int = MAX_BARS) -> list[Share]:
 def _groupings(paths: dict[int, str]) -> list[dict[int, str]]:
     """Names of the operations' groups, finest first."""
     whole = {op: path or "(no module)" for op, path in paths.items()}
-    starred = {op: _NUMBER.sub("*", path) for op, path in whole.items()}
-    found = [whole, starred]
+    folded = {op: starred(path) for op, path in paths.items()}
+    found = [whole, folded]
     for depth in range(_DEPTH, 0, -1):
         found += [
             {op: ".".join(path.split(".")[:depth]) for op, path in names.items()}
-            for names in (whole, starred)
+            for names in (whole, folded)
         ]
     return found
 

@@ -21,62 +21,35 @@ _HEX = re.compile("#[0-9a-f]{6}")
 
 _SANS = "system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif"
 
-_LIGHT = {
-    "paper": "fill:#ffffff",
-    "label": "fill:#4a4a4a",
-    "title": "fill:#1a1a1a",
-    "grid": "stroke:#dddddd",
-    "axis": "stroke:#888888",
-    "eager": "fill:#e4e4e4;stroke:#b5b5b5",
-    "constant": "fill:#858585",
-    "results": "fill:#005f99",
-    "kept": "fill:#5db8ec",
-    "passing": "fill:#b5578f",
-    "again": "fill:#f5b83d",
-    "workspace": "fill:#004d3a",
-    "budget": "stroke:#d55e00;fill:#d55e00",
-    "budget-label": "fill:#b34e00",
-    "mark": "stroke:#1a1a1a;fill:#1a1a1a",
-    "held": "stroke:#a3d3f3;fill:#a3d3f3",
-    "held-again": "stroke:#f2b544;fill:#f2b544",
-    "held-result": "stroke:#e2e2e2;fill:#e2e2e2",
-    "run": "stroke:#005f99;fill:#005f99",
-    "rerun": "stroke:#d55e00;fill:#d55e00",
-    "line": "stroke:#005f99;fill:none",
-    "bound": "stroke:#555555;fill:none",
-    "bound-dot": "fill:#555555",
-    "point": "stroke:#333333",
-    "ring": "fill:none",
-    "eager-dot": "stroke:#1a1a1a;fill:#ffffff",
+_COLOURS = {
+    "paper": ("fill:#ffffff", "fill:#16181c"),
+    "label": ("fill:#4a4a4a", "fill:#b4b8bf"),
+    "title": ("fill:#1a1a1a", "fill:#f0f0f0"),
+    "grid": ("stroke:#dddddd", "stroke:#33373d"),
+    "axis": ("stroke:#888888", "stroke:#7d828a"),
+    "eager": ("fill:#e4e4e4;stroke:#b5b5b5", "fill:#2b2e34;stroke:#565b63"),
+    "constant": ("fill:#858585", "fill:#5c6067"),
+    "results": ("fill:#005f99", "fill:#1f8fd0"),
+    "kept": ("fill:#5db8ec", "fill:#8ccbf2"),
+    "passing": ("fill:#b5578f", "fill:#c2639a"),
+    "again": ("fill:#f5b83d", "fill:#f0ab1f"),
+    "workspace": ("fill:#004d3a", "fill:#00785a"),
+    "budget": ("stroke:#d55e00;fill:#d55e00", "stroke:#ff8c3b;fill:#ff8c3b"),
+    "budget-label": ("fill:#b34e00", "fill:#ff8c3b"),
+    "mark": ("stroke:#1a1a1a;fill:#1a1a1a", "stroke:#f0f0f0;fill:#f0f0f0"),
+    "held": ("stroke:#a3d3f3;fill:#a3d3f3", "stroke:#255a7d;fill:#255a7d"),
+    "held-again": ("stroke:#f2b544;fill:#f2b544", "stroke:#936a0e;fill:#936a0e"),
+    "held-result": ("stroke:#e2e2e2;fill:#e2e2e2", "stroke:#3a3d44;fill:#3a3d44"),
+    "run": ("stroke:#005f99;fill:#005f99", "stroke:#56b4e9;fill:#56b4e9"),
+    "rerun": ("stroke:#d55e00;fill:#d55e00", "stroke:#ff8c3b;fill:#ff8c3b"),
+    "line": ("stroke:#005f99;fill:none", "stroke:#56b4e9;fill:none"),
+    "bound": ("stroke:#555555;fill:none", "stroke:#b4b8bf;fill:none"),
+    "bound-dot": ("fill:#555555", "fill:#b4b8bf"),
+    "point": ("stroke:#333333", "stroke:#16181c"),
+    "ring": ("fill:none", ""),
+    "eager-dot": ("stroke:#1a1a1a;fill:#ffffff", "stroke:#f0f0f0;fill:#16181c"),
 }
-
-_DARK = {
-    "paper": "fill:#16181c",
-    "label": "fill:#b4b8bf",
-    "title": "fill:#f0f0f0",
-    "grid": "stroke:#33373d",
-    "axis": "stroke:#7d828a",
-    "eager": "fill:#2b2e34;stroke:#565b63",
-    "constant": "fill:#5c6067",
-    "results": "fill:#1f8fd0",
-    "kept": "fill:#8ccbf2",
-    "passing": "fill:#c2639a",
-    "again": "fill:#f0ab1f",
-    "workspace": "fill:#00785a",
-    "mark": "stroke:#f0f0f0;fill:#f0f0f0",
-    "held": "stroke:#255a7d;fill:#255a7d",
-    "held-again": "stroke:#936a0e;fill:#936a0e",
-    "held-result": "stroke:#3a3d44;fill:#3a3d44",
-    "run": "stroke:#56b4e9;fill:#56b4e9",
-    "rerun": "stroke:#ff8c3b;fill:#ff8c3b",
-    "budget": "stroke:#ff8c3b;fill:#ff8c3b",
-    "budget-label": "fill:#ff8c3b",
-    "line": "stroke:#56b4e9;fill:none",
-    "bound": "stroke:#b4b8bf;fill:none",
-    "bound-dot": "fill:#b4b8bf",
-    "point": "stroke:#16181c",
-    "eager-dot": "stroke:#f0f0f0;fill:#16181c",
-}
+"""Of each role: for light, and for dark where that is another."""
 
 MARGIN = 16.0
 """Pixels left of everything, and right of it."""
@@ -153,14 +126,15 @@ def heading(title: str, summary: str) -> list[str]:
 
 def colour(role: str) -> str:
     """The light colour of a role, for those who write no style sheet."""
-    return _HEX.findall(_LIGHT[role])[0]
+    return _HEX.findall(_COLOURS[role][0])[0]
 
 
-def line(x1: float, y1: float, x2: float, y2: float, role: str, *, dash: str | None = None) -> str:
-    """A straight line, one pixel wide."""
-    return element(
-        "line", x1=x1, y1=y1, x2=x2, y2=y2, class_=f"remat-{role}", stroke_dasharray=dash
-    )
+def line(
+    x1: float, y1: float, x2: float, y2: float, role: str, dash: str | None = None, **more: float
+) -> str:
+    """A straight line, one pixel wide if nothing else is said."""
+    ends = {"x1": x1, "y1": y1, "x2": x2, "y2": y2}
+    return element("line", **ends, class_=f"remat-{role}", stroke_dasharray=dash, **more)
 
 
 def path(data: str, role: str, tip: str | None = None, **attributes: str | float | None) -> str:
@@ -208,6 +182,8 @@ def document(width: float, height: float, title: str, summary: str, body: Iterab
 
 def style() -> str:
     """The style sheet that every picture carries."""
+    light = {role: of_light for role, (of_light, _) in _COLOURS.items()}
+    dark = {role: of_dark for role, (_, of_dark) in _COLOURS.items() if of_dark}
     return "".join(
         (
             f".remat-picture{{max-width:100%;height:auto;font:12px {_SANS}}}",
@@ -216,8 +192,8 @@ def style() -> str:
             ".remat-hover{fill:transparent}",
             ".remat-line{stroke-width:2}.remat-bound,.remat-ring,.remat-eager-dot{stroke-width:1.5}",
             ".remat-point{stroke-width:0.7}",
-            _rules(_LIGHT),
-            f"@media screen and (prefers-color-scheme:dark){{{_rules(_DARK)}}}",
+            _rules(light),
+            f"@media screen and (prefers-color-scheme:dark){{{_rules(dark)}}}",
             "rect.remat-swatch{stroke:none}",
         )
     )

@@ -206,16 +206,7 @@ def _budget(plan: Planned, up: Axis, fits: bool) -> list[str]:
         ]
     y = up.at(plan.budget_bytes)
     return [
-        svg.element(
-            "line",
-            x1=_LEFT,
-            y1=y,
-            x2=right,
-            y2=y,
-            class_="remat-budget",
-            stroke_dasharray="7 4",
-            stroke_width=1.5,
-        ),
+        svg.line(_LEFT, y, right, y, "budget", dash="7 4", stroke_width=1.5),
         svg.text(right, y - 6, words, role="budget-label", anchor="end"),
     ]
 
@@ -230,17 +221,9 @@ def _tips(plan: Planned, columns: Columns, during: Sequence[int], across: Axis) 
         operation = plan.graph.operations[plan.schedule.runs[run]]
         left, right = across.at(group[0][0]), across.at(group[-1][1])
         where = f" in {shorten(plain(operation.module), 60)}" if operation.module else ""
-        parts.append(
-            svg.rectangle(
-                left,
-                _TOP,
-                right - left,
-                _HEIGHT,
-                "hover",
-                f"run {run}: {shorten(plain(operation.name), 60)}{where}, "
-                f"{format_bytes(during[run])}",
-            )
-        )
+        name = shorten(plain(operation.name), 60)
+        words = f"run {run}: {name}{where}, {format_bytes(during[run])}"
+        parts.append(svg.rectangle(left, _TOP, right - left, _HEIGHT, "hover", words))
     return parts
 
 

@@ -10,7 +10,6 @@ from fastapi import Depends, Path, Request
 from remat.documents.base import Record
 from remat.service.wire import Problem
 from remat_server.http.answers import MEDIA_TYPE
-from remat_server.http.intake import Intake
 from remat_server.problems import ServiceProblem
 from remat_server.store.database import Database
 
@@ -52,12 +51,7 @@ def _database(request: Request) -> Database:
     return request.app.state.database
 
 
-def _intake(request: Request) -> Intake:
-    return request.app.state.intake
-
-
 Store = Annotated[Database, Depends(_database)]
-Accepting = Annotated[Intake, Depends(_intake)]
 
 
 def no_job(id: str) -> ServiceProblem:
@@ -65,16 +59,3 @@ def no_job(id: str) -> ServiceProblem:
     return ServiceProblem(
         404, f"you have no job {id[:64]!r}: it may have been forgotten after its retention time"
     )
-
-
-__all__ = [
-    "LINKS",
-    "Accepting",
-    "JobId",
-    "Problem",
-    "Store",
-    "no_job",
-    "only_problems",
-    "problems",
-    "reference",
-]

@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from anyio import CapacityLimiter, sleep
 from anyio.to_thread import run_sync
-from fastapi import APIRouter, Header, Query, Request
+from fastapi import APIRouter, Depends, Header, Query, Request
 from fastapi.responses import JSONResponse, Response
 
-from remat.service.wire import (
-    ENDED,
-    Answer,
-    JobView,
-    Kind,
-    Sizes,
-    SolveRequest,
-    SweepAnswer,
-    SweepRequest,
-)
+from remat.service import wire
 from remat_server.http.auth import Owner
 from remat_server.http.bodies import read_body
 from remat_server.http.routes.common import LINKS, problems, reference
@@ -81,11 +73,11 @@ _EXAMPLE = {
 
 
 def _documented(
-    body: type[SolveRequest | SweepRequest], answer: type[Any], **example: Any
+    body: type[wire.SolveRequest | wire.SweepRequest], answer: type[Any], **example: Any
 ) -> dict[str, Any]:
     """The parts of the OpenAPI document that FastAPI cannot see, as bodies are read by hand."""
     json = "application/json"
-    schema, made, view = (reference(kind) for kind in (body, answer, JobView))
+    schema, made, view = (reference(kind) for kind in (body, answer, wire.JobView))
     posted = {"schema": schema, "example": {"graph": _EXAMPLE, **example}}
     return {
         "openapi_extra": {"requestBody": {"required": True, "content": {json: posted}}},
@@ -94,17 +86,7 @@ def _documented(
             200: {
                 "description": "The sizes (`dry_run`), or the result (`Prefer: wait`), or the job "
                 "where it ended without one",
-                "content": {
-                    json: {
-                        "schema": {
-                            "oneOf": [
-                                reference(Sizes),
-                                made,
-                                view,
-                            ]
-                        }
-                    }
-                },
+                "content": {json: {"schema": {"oneOf": [reference(wire.Sizes), made, view]}}},
             },
             202: {
                 "description": "Accepted",
@@ -117,66 +99,65 @@ def _documented(
     }
 
 
-@router.post("/solve", **_documented(SolveRequest, Answer, budget="75%"))
-async def post_solve(
-    request: Request,
-    owner: Owner,
-    prefer: Prefer = None,
-    idempotency_key: IdempotencyKey = None,
-    dry_run: DryRun = False,
-) -> Response:
+@dataclass(frozen=True, slots=True)
+class Posted:
+    """What both routes are given."""
+
+    request: Request
+    owner: Owner
+    prefer: Prefer = None
+    idempotency_key: IdempotencyKey = None
+    dry_run: DryRun = False
+
+
+@router.post("/solve", **_documented(wire.SolveRequest, wire.Answer, budget="75%"))
+async def post_solve(posted: Annotated[Posted, Depends()]) -> Response:
     """The cheapest schedule within a budget, and the program that runs it."""
-    return await _accept(request, "solve", owner, prefer, idempotency_key, dry_run)
+    return await _accept(posted, "solve")
 
 
-@router.post("/sweeps", **_documented(SweepRequest, SweepAnswer, budgets=["min", "100%"]))
-async def post_sweep(
-    request: Request,
-    owner: Owner,
-    prefer: Prefer = None,
-    idempotency_key: IdempotencyKey = None,
-    dry_run: DryRun = False,
-) -> Response:
+@router.post("/sweeps", **_documented(wire.SweepRequest, wire.SweepAnswer, budgets=["min", "100%"]))
+async def post_sweep(posted: Annotated[Posted, Depends()]) -> Response:
     """The time/memory frontier over many budgets."""
-    return await _accept(request, "sweep", owner, prefer, idempotency_key, dry_run)
+    return await _accept(posted, "sweep")
 
 
-async def _accept(
-    request: Request, kind: Kind, owner: str, prefer: str | None, key: str | None, dry_run: bool
-) -> Response:
+async def _accept(posted: Posted, kind: wire.Kind) -> Response:
+    request, owner = posted.request, posted.owner
     state = request.app.state
     if state.draining.is_set():
         raise ServiceProblem(
             503, "the service is being stopped; try again", headers={"Retry-After": "10"}
         )
     body = await read_body(request, state.settings.body_bytes)
-    if dry_run:
-        sizes: Sizes = await run_sync(state.intake.sizes, kind, body, limiter=_validating)
+    if posted.dry_run:
+        sizes: wire.Sizes = await run_sync(state.intake.sizes, kind, body, limiter=_validating)
         return JSONResponse(sizes.model_dump())
     request_id: str = request.scope["state"]["request_id"]
-    job: JobView = await run_sync(
+    key = posted.idempotency_key
+    job: wire.JobView = await run_sync(
         state.intake.accept, kind, body, owner, key, request_id, limiter=_validating
     )
     where = f"/jobs/{job.id}" if kind == "solve" else f"/sweeps/{job.id}"
     headers = {"Location": where}
-    asked = _WAIT.search(prefer or "")
+    asked = _WAIT.search(posted.prefer or "")
     if asked is None:
         return JSONResponse(job.model_dump(), 202, headers)
     wait_s = min(float(asked[1]), state.settings.wait_s)
     headers["Preference-Applied"] = f"wait={wait_s:g}"
     spent_s = 0.0
-    while job.status not in ENDED and spent_s < wait_s and not state.draining.is_set():
+    while job.status not in wire.ENDED and spent_s < wait_s and not state.draining.is_set():
         await sleep(_LOOK_S)
         spent_s += _LOOK_S
         job = await run_sync(_look, state.database, owner, job)
-    if job.status not in ENDED:
+    if job.status not in wire.ENDED:
         return JSONResponse(job.model_dump(), 202, headers)
     if job.status != "succeeded":
         return JSONResponse(job.model_dump(), 200, headers)
     return await run_sync(result_response, request, owner, job.id, "json", headers)
 
 
-def _look(database: Any, owner: str, job: JobView) -> JobView:
+def _look(database: Any, owner: str, job: wire.JobView) -> wire.JobView:
     with database.read() as connection:
         found = jobs.view(connection, owner, job.id)
     # Whoever forgets a job while waiting for it is told that it is cancelled.

@@ -9,9 +9,9 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import cast
 
+from remat_server.work.kernel import data_bytes
 from remat_server.work.messages import MESSAGES, Answered, Ready, Task
 from remat_server.work.placements.port import Lost, Run, Said
 
@@ -60,12 +60,7 @@ class LocalRun:
 
     def memory_bytes(self) -> int:
         """Bytes of data, which are what its limit counts."""
-        try:
-            lines = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
-        except OSError:
-            return 0
-        found = next((line for line in lines if line.startswith("VmData")), "VmData 0 kB")
-        return int(found.split()[1]) << 10
+        return data_bytes(str(self.process.pid))
 
     def kill(self) -> None:
         """SIGKILL: a solver does not answer to anything politer."""

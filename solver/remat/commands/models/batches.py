@@ -28,9 +28,9 @@ has a configuration is its task, unless its `architectures` say another."""
 class Sizes:
     """Of the batch: samples, tokens of each, pixels of an image's side (None: the model's own)."""
 
-    batch: int
-    tokens: int
-    image: int | None
+    batch: int = 2
+    tokens: int = 128
+    image: int | None = None
 
     def __post_init__(self) -> None:
         for name, size in (("batch", self.batch), ("tokens", self.tokens), ("image", self.image)):

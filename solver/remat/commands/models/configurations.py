@@ -3,7 +3,6 @@ for each: a batch of random data that a loss comes out of."""
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from torch import nn
 from remat.budget import format_bytes
 from remat.commands.models import diffusion
 from remat.commands.models.batches import SEQ_TO_SEQ, TASKS, Sizes, batch, special_tokens
-from remat.errors import TraceError, one_line
+from remat.errors import TraceError, nearest, one_line
 from remat.frontend.memory import free_bytes
 
 Named = tuple[str, nn.Module, tuple[Any, ...], dict[str, Any]]
@@ -132,11 +131,9 @@ def _known_type(transformers: ModuleType, name: str) -> str:
     # Spelt with dashes as often as with underscores.
     spelt = {_letters(known): known for known in types}
     if _letters(name) not in spelt:
-        near = difflib.get_close_matches(name, types, n=3)
-        like = f"; near are {', '.join(near)}" if near else ""
         raise TraceError(
-            f"{name!r} is no model type of transformers {transformers.__version__}{like}; a "
-            "configuration of the hub is hf:org/name"
+            f"{name!r} is no model type of transformers {transformers.__version__}"
+            f"{nearest(name, types)}; a configuration of the hub is hf:org/name"
         )
     return name if name in types else spelt[_letters(name)]
 
@@ -161,7 +158,8 @@ def _configuration(
     try:
         plain = config_class.from_dict(data)
         for key in changes:
-            _check_field(plain, key, source)
+            if not hasattr(plain, key):
+                raise diffusion.no_field(key, [*plain.to_dict(), *plain.attribute_map], source)
         if sizes.image is not None and hasattr(plain, "image_size"):
             changes = {"image_size": sizes.image, **changes}
         known = {config_class.attribute_map.get(k, k): value for k, value in changes.items()}
@@ -175,15 +173,6 @@ def _configuration(
         raise
     except Exception as error:
         raise TraceError(f"{source} is no valid configuration: {one_line(error)}") from error
-
-
-def _check_field(config: Any, key: str, source: str) -> None:
-    if hasattr(config, key):
-        return
-    names = [*config.to_dict(), *config.attribute_map]
-    near = difflib.get_close_matches(key, names, n=3)
-    like = f"; near are {', '.join(near)}" if near else ""
-    raise TraceError(f"the configuration of {source} has no {key!r}{like}")
 
 
 def _consistent(data: Data) -> Data:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
+from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from remat.commands.models.batches import Sizes
-from remat.errors import TraceError, one_line
+from remat.errors import TraceError, nearest, one_line
 
 Call = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 
@@ -65,9 +65,7 @@ def denoising_step(
     config = unet.config
     for key in changes:
         if key not in config:
-            near = difflib.get_close_matches(key, list(config), n=3)
-            like = f"; near are {', '.join(near)}" if near else ""
-            raise TraceError(f"the configuration of {source} has no {key!r}{like}")
+            raise no_field(key, config, source)
     for key in _CONDITIONS:
         if config.get(key) is not None:
             raise TraceError(
@@ -82,6 +80,11 @@ def denoising_step(
         widths = width if isinstance(width, (list, tuple)) else [width]
         args.append(torch.randn(sizes.batch, sizes.tokens, widths[0]))
     return Denoiser(unet).train(), tuple(args), {}
+
+
+def no_field(key: str, known: Iterable[str], source: str) -> TraceError:
+    """The error for a change of what a configuration does not have."""
+    return TraceError(f"the configuration of {source} has no {key!r}{nearest(key, known)}")
 
 
 def _sides(config: Any, source: str, sizes: Sizes) -> tuple[int, int]:

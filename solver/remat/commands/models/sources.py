@@ -50,10 +50,8 @@ class Step:
 
 def load_step(
     source: str,
+    sizes: Sizes | None = None,
     *,
-    batch: int = 2,
-    tokens: int = 128,
-    image: int | None = None,
     overrides: Sequence[str] = (),
     device: str = "cpu",
     dtype: str | None = None,
@@ -61,22 +59,21 @@ def load_step(
 ) -> Step:
     """The step that `source` names; see the module's docstring for its forms.
 
-    `batch` (samples), `tokens` (of each), `image` (pixels of a side) and `overrides` ("n_layer=4",
-    the value as JSON or else text) are for configurations; a factory chooses for itself. Model and
-    tensors go to `device` ("cpu", "cuda", or "meta", where nothing is allocated even while they are
-    made), floating-point ones to `dtype` ("float32", "bfloat16", "float16"). The random generators
-    start from `seed`. What the source prints goes to stderr.
+    `sizes` and `overrides` ("n_layer=4", the value as JSON or else text) are for configurations; a
+    factory chooses for itself. Model and tensors go to `device` ("cpu", "cuda", or "meta", where
+    nothing is allocated even while they are made), floating-point ones to `dtype` ("float32",
+    "bfloat16", "float16"). The random generators start from `seed`. What the source prints goes to
+    stderr.
 
     Raises `TraceError`, one line that names the place in the user's file where there is one.
     """
     place = _device(device)
     if dtype is not None and dtype not in DTYPES:
         raise TraceError(f"the dtype {dtype!r} is not known; use {', '.join(DTYPES)}")
-    sizes = Sizes(batch, tokens, image)
     _seed(seed)
     made_on = place if place.type == "meta" else contextlib.nullcontext()
     with contextlib.redirect_stdout(sys.stderr), made_on:
-        name, model, args, kwargs = _load(source, sizes, overrides)
+        name, model, args, kwargs = _load(source, sizes or Sizes(), overrides)
         args, kwargs = normalise_inputs(model, args, kwargs)
         return _placed(Step(name, model, args, kwargs), place, DTYPES[dtype] if dtype else None)
 

@@ -9,12 +9,13 @@ copy of every small tensor that depends on no input, parameter or random number,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 MAX_ELEMENTS = 1 << 22
@@ -55,7 +56,7 @@ class ConstantFolding(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        tensors = list(_tensors((args, kwargs)))
+        tensors = _tensors((args, kwargs))
         known = all(t in self._known for t in tensors)
         if func in _QUESTIONS and tensors and known:
             with _disable_current_modes():
@@ -84,24 +85,11 @@ class ConstantFolding(TorchFunctionMode):
                 self._known[tensor] = value
 
     def _real(self, tree: Any) -> Any:
-        if isinstance(tree, torch.Tensor):
-            return self._known[tree]
-        if isinstance(tree, (list, tuple)) and type(tree) in (list, tuple):
-            return type(tree)(self._real(item) for item in tree)
-        if isinstance(tree, dict):
-            return {key: self._real(item) for key, item in tree.items()}
-        return tree
+        return tree_map(lambda x: self._known[x] if isinstance(x, torch.Tensor) else x, tree)
 
 
-def _tensors(tree: Any) -> Iterator[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, (list, tuple)):
-        for item in tree:
-            yield from _tensors(item)
-    elif isinstance(tree, dict):
-        for item in tree.values():
-            yield from _tensors(item)
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def _name(func: Callable[..., Any]) -> str:

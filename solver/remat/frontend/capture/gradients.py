@@ -28,7 +28,8 @@ def own_gradients(draft: Draft, found: Sequence[tuple[Placeholder, str]]) -> Non
             continue
         name, *others = sorted(names_of[owner.name], key=lambda n: made_at.get(n, -1))
         stride = _expected_stride(owner.tensor)
-        if draft.storage_of[name] in taken or not _same_layout(draft.meta_of[name], stride):
+        meta = draft.meta_of[name]
+        if draft.storage_of[name] in taken or not same_layout(meta.shape, meta.stride, stride):
             name = _copy(draft, name, owner, stride)
         taken.add(draft.storage_of[name])
         for number, other in enumerate(others):
@@ -97,8 +98,6 @@ def _expected_stride(owner: TensorMeta) -> tuple[int, ...]:
     return _contiguous(n)
 
 
-def _same_layout(meta: TensorMeta, stride: tuple[int, ...]) -> bool:
+def same_layout(shape: Sequence[int], one: Sequence[int], other: Sequence[int]) -> bool:
     """Equal strides, where sizes of one do not matter."""
-    return all(
-        a == b for a, b, size in zip(meta.stride, stride, meta.shape, strict=True) if size > 1
-    )
+    return all(a == b for a, b, size in zip(one, other, shape, strict=True) if size > 1)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import chain, compress
 from operator import is_
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from remat.documents.records import Placeholder
 from remat.documents.structure import Structure
 from remat.errors import GuardError
 from remat.frontend.capture.surroundings import autocast_modes
+from remat.frontend.pytree import flatten
 
 
 class TensorKey(NamedTuple):
@@ -42,6 +43,20 @@ class Signature(NamedTuple):
     training_exceptions: tuple[str, ...]
     autocast: tuple[str, ...]
     accumulating: bool
+
+
+class Call(NamedTuple):
+    """One call of a module: its arguments, and these with the tensors taken out."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    leaves: list[torch.Tensor]
+    structure: Structure
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any], what: str) -> Call:
+        """`what` names the arguments in errors. Raises `TraceError`."""
+        return cls(args, kwargs, *flatten((args, kwargs), what))
 
 
 def tensor_key(tensor: torch.Tensor) -> TensorKey:
@@ -117,11 +132,7 @@ class Watch:
         return any(p.grad is not None for p in self.parameters if p.requires_grad)
 
 
-def signature(
-    watch: Watch,
-    structure: Structure,
-    leaves: Sequence[torch.Tensor],
-) -> Signature:
+def signature(watch: Watch, structure: Structure, leaves: Sequence[torch.Tensor]) -> Signature:
     """The signature of a call with these inputs, as things are now."""
     return Signature(
         structure=structure,

@@ -15,10 +15,8 @@ import torch
 from torch import fx, nn
 
 from remat.documents.program import Program
-from remat.documents.structure import Structure
 from remat.frontend.operators import NAMESPACES
-from remat.frontend.pytree import flatten
-from remat.frontend.runtime.guards import Binding, Signature, Watch, check_call, signature
+from remat.frontend.runtime.guards import Binding, Call, Signature, Watch, check_call, signature
 from remat.frontend.runtime.home import at_home
 from remat.frontend.runtime.lower import Compiled, compile_program
 from remat.frontend.runtime.step import run_step
@@ -50,14 +48,7 @@ class Source(Protocol):
 
     timings_s: dict[str, float]
 
-    def ready(
-        self,
-        watch: Watch,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        leaves: Sequence[torch.Tensor],
-        structure: Structure,
-    ) -> Ready: ...
+    def ready(self, watch: Watch, call: Call) -> Ready: ...
 
     def current(self) -> Ready | None: ...
 
@@ -73,17 +64,10 @@ class FixedSource:
         self._checked: Signature | None = None
         self.timings_s: dict[str, float] = {}
 
-    def ready(
-        self,
-        watch: Watch,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        leaves: Sequence[torch.Tensor],
-        structure: Structure,
-    ) -> Ready:
-        key = signature(watch, structure, leaves)
+    def ready(self, watch: Watch, call: Call) -> Ready:
+        key = signature(watch, call.structure, call.leaves)
         if key != self._checked:
-            check_call(self._program, structure, leaves, watch)
+            check_call(self._program, call.structure, call.leaves, watch)
             self._checked = key
         return self._ready
 
@@ -107,15 +91,15 @@ class Step:
         model = self.model
         if not torch.is_grad_enabled():
             return model(*args, **kwargs)
-        leaves, structure = flatten((args, kwargs), "the arguments ")
+        call = Call.of(args, kwargs, "the arguments ")
         current = self.source.current()
         planned_training = current is None or current.compiled.program.environment.training
         if not model.training and planned_training:
             return model(*args, **kwargs)
         self._watch.look()
-        if not self._watch.trains and not any(t.requires_grad for t in leaves):
+        if not self._watch.trains and not any(t.requires_grad for t in call.leaves):
             return model(*args, **kwargs)
-        return self.source.ready(self._watch, args, kwargs, leaves, structure)(leaves)
+        return self.source.ready(self._watch, call)(call.leaves)
 
 
 def _outer_graph() -> fx.Graph:

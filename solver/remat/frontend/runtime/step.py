@@ -14,6 +14,7 @@ import torch
 
 from remat.documents.records import TensorMeta
 from remat.errors import GuardError
+from remat.frontend.capture.gradients import same_layout
 from remat.frontend.capture.surroundings import without_autocast
 from remat.frontend.runtime.accumulate import destination
 from remat.frontend.runtime.lower import Compiled
@@ -127,11 +128,7 @@ def _as_planned(grad: torch.Tensor | None, meta: TensorMeta) -> torch.Tensor:
     if grad is None:
         zero = torch.empty_strided(meta.shape, meta.stride, dtype=dtype, device=meta.device)
         return zero.zero_()
-    same = all(
-        a == b
-        for a, b, size in zip(grad.stride(), meta.stride, meta.shape, strict=True)
-        if size > 1
-    )
+    same = same_layout(meta.shape, grad.stride(), meta.stride)
     if same and grad.untyped_storage().nbytes() == grad.numel() * grad.element_size():
         return grad
     planned = torch.empty_strided(meta.shape, meta.stride, dtype=dtype, device=meta.device)

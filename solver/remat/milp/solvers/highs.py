@@ -35,6 +35,7 @@ class HighsAnswer:
     seconds: float
 
 
+@dataclass(frozen=True, kw_only=True)
 class BulkHiGHS:
     """How to solve a program.
 
@@ -42,28 +43,15 @@ class BulkHiGHS:
     `target` ends the solve at the first solution with an objective of at most that.
     """
 
-    def __init__(
-        self,
-        *,
-        gap: float,
-        time_limit: float,
-        threads: int,
-        seed: int = 0,
-        start: Mapping[pulp.LpVariable, float] | None = None,
-        target: float | None = None,
-        report: Report | None = None,
-        cancelled: Callable[[], bool] | None = None,
-        options: Mapping[str, str | int | float | bool] | None = None,
-    ) -> None:
-        self.gap = gap
-        self.time_limit = time_limit
-        self.threads = threads
-        self.seed = seed
-        self.start = start
-        self.target = target
-        self.report = report
-        self.cancelled = cancelled
-        self.extra_options = dict(options or {})
+    gap: float
+    time_limit: float
+    threads: int
+    seed: int = 0
+    start: Mapping[pulp.LpVariable, float] | None = None
+    target: float | None = None
+    report: Report | None = None
+    cancelled: Callable[[], bool] | None = None
+    options: Mapping[str, str | int | float | bool] | None = None
 
     def solve(self, program: Arrays) -> HighsAnswer:
         """Solve it, and give its variables the values found, if any. Raises `SolverError` where
@@ -100,7 +88,7 @@ class BulkHiGHS:
             "time_limit": max(0.0, self.time_limit),
             "threads": self.threads,
             "random_seed": self.seed,
-            **self.extra_options,
+            **(self.options or {}),
         }
         if self.target is not None:
             options["objective_target"] = self.target
