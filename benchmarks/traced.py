@@ -62,6 +62,33 @@ def _gpt(layers: int, rows: int = 4, tokens: int = 1024) -> Source:
     )
 
 
+def _narrow_gpt(layers: int) -> Source:
+    def make() -> Example:
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        config = GPT2Config(
+            n_layer=layers, n_embd=256, n_head=4, vocab_size=1000, n_positions=256, use_cache=False
+        )
+        ids = _tokens(config.vocab_size, 8, 256)
+        return GPT2LMHeadModel(config), {"input_ids": ids, "labels": ids}
+
+    return Source(f"GPT-2, {layers} layers of width 256, batch 8 x 256 tokens, dropout 0.1", make)
+
+
+def _narrow_albert(layers: int) -> Source:
+    def make() -> Example:
+        from transformers import AlbertConfig, AlbertForMaskedLM
+
+        config = AlbertConfig(
+            vocab_size=1000, embedding_size=64, num_hidden_layers=layers, hidden_size=256,
+            num_attention_heads=4, intermediate_size=1024,
+        )  # fmt: skip
+        ids = _tokens(config.vocab_size, 8, 128)
+        return AlbertForMaskedLM(config), {"input_ids": ids, "labels": ids}
+
+    return Source(f"ALBERT, {layers} layers of width 256, batch 8 x 128 tokens", make)
+
+
 def _llama(layers: int, width: int, rows: int, tokens: int) -> Source:
     def make() -> Example:
         from transformers import LlamaConfig, LlamaForCausalLM
@@ -156,6 +183,8 @@ def _densenet(rows: int) -> Source:
 
 
 SOURCES: dict[str, Source] = {
+    "gpt4_narrow": _narrow_gpt(4),
+    "albert4_narrow": _narrow_albert(4),
     "gpt12": _gpt(12),
     "resnet50": _resnet((3, 4, 6, 3), 32, 224),
     "unet": _unet(16, 64),

@@ -33,11 +33,13 @@ Advice = Sequence[tuple[int, Mapping[int, float]]]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What to throw out first: the largest size^a * idle^b / cost^c."""
+    """What to throw out first: the largest size^a * idle^b / cost^c; what the backward pass makes
+    never, unless `backward`: it is made again from far more than what the forward makes."""
 
     size: float = 1.0
     idle: float = 1.0
     cost: float = 1.0
+    backward: bool = True
 
 
 RULES = (
@@ -53,6 +55,9 @@ RULES = (
     Rule(cost=0.0),
     Rule(size=0.5, idle=0.3),
     Rule(size=0.0, cost=0.0),
+    Rule(backward=False),
+    Rule(idle=0.3, backward=False),
+    Rule(cost=0.0, backward=False),
 )
 """Tried in this order; none is best on every graph."""
 
@@ -92,6 +97,10 @@ class _Attempt:
         self.room = room_bytes
         self.size = [value.size_bytes for value in graph.values]
         self.worth = [size**rule.size for size in self.size]
+        self.is_backward = [graph.operations[op].backward for op in graph.producer]
+        if not rule.backward:
+            pairs = zip(self.worth, self.is_backward, strict=True)
+            self.worth = [0.0 if late else worth for worth, late in pairs]
         if weights is not None:
             self.worth = [x * w for x, w in zip(self.worth, weights, strict=True)]
         self.unadvised = self.worth
@@ -121,22 +130,41 @@ class _Attempt:
         count = len(self.graph)
         left_s = most_s - self.graph.total_cost_s
         limit = (MAX_RUNS if count <= LARGE else MAX_RUNS_LARGE) * count + 100
-        for stage in range(len(self.graph)):
+        for stage in range(count):
             if stage > self.until:
                 self._take_advice()
-            plan = self._plan(stage)
-            if stop() or plan is None or len(self.runs) + len(plan) > limit:
-                return False
-            left_s -= sum(self.graph.operations[op].cost_s for op in plan[:-1])
-            if left_s < 0:
-                return False
-            for op in plan:
-                for v in self.graph.operations[op].inputs:
-                    self.locks[v] += 1
-            for op in plan:
-                if not self._run(op, stage):
+            is_done = is_anew = False
+            while not is_done:
+                plan = self._plan(stage)
+                if stop() or plan is None or len(self.runs) + len(plan) > limit:
                     return False
+                begun = len(self.runs)
+                is_done = self._run_all(plan, stage)
+                again = self.runs[begun:-1] if is_done else self.runs[begun:]
+                left_s -= sum(self.graph.operations[op].cost_s for op in again)
+                if left_s < 0 or (not is_done and (is_anew or self.rule.backward)):
+                    return False
+                if not is_done:
+                    self._throw_all_out(stage)
+                    is_anew = True
         return True
+
+    def _run_all(self, plan: Sequence[int], stage: int) -> bool:
+        """Run these operations in order, as far as there is room for them."""
+        for op in plan:
+            for v in self.graph.operations[op].inputs:
+                self.locks[v] += 1
+        is_done = all(self._run(op, stage) for op in plan)
+        if not is_done:
+            self.locks = [0] * len(self.locks)
+        return is_done
+
+    def _throw_all_out(self, stage: int) -> None:
+        """Where a group of operations does not fit beside what it shall read in the end, it begins
+        anew with nothing: no plan of this kind needs more room than recomputing everything."""
+        for v in sorted(self.loose):
+            if not self.is_backward[v] and self._price(v) < _INFINITE:
+                self._throw_out(v, stage)
 
     def _take_advice(self) -> None:
         """The next piece of advice, or none after the last."""
@@ -210,7 +238,7 @@ class _Attempt:
                 dead.append(v)
                 continue
             price = self._price(v)
-            if price == _INFINITE:
+            if price == _INFINITE or not self.worth[v]:
                 continue
             score = (wanted - stage + 1) ** rule.idle * self.worth[v]
             ranked.append((-score / (price + self.floor) ** rule.cost, v))

@@ -90,7 +90,9 @@ class Known:
             rated = Rated.of(self.graph, prune(self.graph, schedule))
             if rated.peak_bytes <= self.budget_bytes:
                 with self._offering:
-                    self.rated = sorted({*self.rated, rated}, key=self._rank)[:_MOST]
+                    # Of two that are equally good, the one that was there first stays first.
+                    kept = dict.fromkeys((*self.rated, rated))
+                    self.rated = sorted(kept, key=self.objective_of)[:_MOST]
             elif self.graph is not self.task.graph:
                 self._offer_spare(schedule)
 
@@ -125,7 +127,7 @@ class Known:
     @property
     def best_of_all(self) -> tuple[Schedule, float]:
         """The best with its objective, also of those that fit only where nothing is set aside."""
-        best = min(self.rated[:1] + self._spare, key=self._rank)
+        best = min(self.rated[:1] + self._spare, key=self.objective_of)
         return best.schedule, self.objective_of(best)
 
     @property
@@ -136,11 +138,6 @@ class Known:
     def objective_of(self, rated: Rated) -> float:
         """Total time or, without a budget, the peak."""
         return rated.peak_bytes if self.is_for_peak else rated.time_s
-
-    def _rank(self, rated: Rated) -> tuple[float, float]:
-        """By the objective, and then by the other."""
-        time_s, peak_bytes = rated.time_s, rated.peak_bytes
-        return (peak_bytes, time_s) if self.is_for_peak else (time_s, peak_bytes)
 
     # -- what is proved
 
