@@ -12,7 +12,8 @@ from remat.errors import InfeasibleBudget
 from remat.graph import Graph
 from remat.heuristics.eviction import RULES, evict
 from remat.heuristics.floor import least_peak_bytes
-from remat.heuristics.local_search import fitting, polish, smallest
+from remat.heuristics.local_search import fitting, smallest
+from remat.heuristics.polish import polish
 from remat.schedule import Schedule
 from remat.simulate import simulate
 from remat.solve import solve

@@ -12,7 +12,8 @@ from tests.graphs import chain, small_graphs
 
 import remat
 from remat.graph import Graph, Operation, Value
-from remat.heuristics.local_search import prune, smallest
+from remat.heuristics.local_search import smallest
+from remat.heuristics.polish import prune
 from remat.milp import slots
 from remat.milp.small import set_aside
 from remat.milp.support import support

@@ -12,7 +12,6 @@ gives the same schedule on every machine.
 from __future__ import annotations
 
 import heapq
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
@@ -22,6 +21,7 @@ from numpy.typing import NDArray
 
 from remat.graph import Graph
 from remat.heuristics.eviction import RULES, Advice, Rule, evict
+from remat.heuristics.polish import polish, prune
 from remat.schedule import Schedule
 from remat.simulate import peak_and_time
 
@@ -32,8 +32,8 @@ EFFORT_PER_PAIR = 40
 graph's if that is more; on graphs of a dozen operations less, where attempts soon repeat
 themselves."""
 
-POLISH = 60_000
-"""Operations that `polish` may simulate, all trials together."""
+_MOST = 12
+"""Schedules that are returned."""
 
 ADVISED = (Rule(), Rule(cost=2.0), Rule(idle=0.6))
 """The rules that take advice best."""
@@ -124,7 +124,7 @@ def fitting(
     effort: int | None = None,
     stop: Callable[[], bool] = _never,
 ) -> list[Rated]:
-    """Schedules with a peak of at most `budget_bytes`, the cheapest first; the best polished.
+    """Schedules with a peak of at most `budget_bytes`, polished, the cheapest first.
 
     `known` are schedules to be judged with those that the search finds, `advice` is tried first,
     each piece under these `rules`, `enough` says of a time in seconds that no better one is wanted.
@@ -144,62 +144,12 @@ def fitting(
         effort -= len(graph) if schedule is None else len(schedule)
         if schedule is None:
             continue
-        schedule = prune(graph, schedule)
+        schedule = polish(graph, schedule, budget_bytes)
         rated = found[schedule] = Rated.of(graph, schedule)
         if rated.time_s < best_s:
             best_s = rated.time_s
             proposals.accept()
-    ranked = heapq.nsmallest(12, found.values(), key=_by_cost)
-    polished = [
-        Rated.of(graph, polish(graph, rated.schedule, budget_bytes)) for rated in ranked[:3]
-    ]
-    return sorted(polished + ranked[3:], key=_by_cost)
-
-
-def prune(graph: Graph, schedule: Schedule) -> Schedule:
-    """Without the recomputations whose outputs nobody reads, or whose copies before take no bytes;
-    never a larger peak or cost."""
-    times = Counter(schedule.runs)
-    wanted = [False] * len(graph.values)
-    kept: list[int] = []
-    for op in reversed(schedule.runs):
-        operation = graph.operations[op]
-        if times[op] > 1 and not any(
-            wanted[v] and v not in graph.results and graph.values[v].size_bytes > 0
-            for v in operation.outputs
-        ):
-            times[op] -= 1
-            continue
-        times[op] -= 1
-        kept.append(op)
-        for v in operation.outputs:
-            wanted[v] = False
-        for v in operation.inputs:
-            wanted[v] = True
-    kept.reverse()
-    return Schedule.of(kept)
-
-
-def polish(graph: Graph, schedule: Schedule, budget_bytes: int, effort: int = POLISH) -> Schedule:
-    """Without the recomputations that the budget does not need, the dearest tried first.
-
-    Each trial is a simulation; `effort` limits the operations simulated.
-    """
-    schedule = prune(graph, schedule)
-    seen: set[int] = set()
-    again: list[tuple[float, int]] = []
-    for run, op in enumerate(schedule.runs):
-        if op in seen and graph.operations[op].cost_s > 0:
-            again.append((-graph.operations[op].cost_s, run))
-        seen.add(op)
-    gone: set[int] = set()
-    trials = effort // max(1, len(schedule))
-    for _, run in sorted(again)[:trials]:
-        gone.add(run)
-        trial = Schedule.of(op for r, op in enumerate(schedule.runs) if r not in gone)
-        if peak_and_time(graph, trial)[0] > budget_bytes:
-            gone.remove(run)
-    return prune(graph, Schedule.of(op for r, op in enumerate(schedule.runs) if r not in gone))
+    return heapq.nsmallest(_MOST, found.values(), key=_by_cost)
 
 
 Proposal = tuple[Rule, list[float] | None, Advice]

@@ -32,7 +32,8 @@ from remat.heuristics.annealing.moves import (
 )
 from remat.heuristics.annealing.profile import Profile
 from remat.heuristics.annealing.reorder import first_runs, guarded, pinned, reordered
-from remat.heuristics.local_search import Rated, fitting, prune, smallest
+from remat.heuristics.local_search import Rated, fitting, smallest
+from remat.heuristics.polish import prune
 from remat.schedule import Schedule
 
 EFFORT = 600_000

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from remat.graph import Graph
 from remat.heuristics.floor import least_peak_bytes
-from remat.heuristics.local_search import Rated, prune
+from remat.heuristics.local_search import Rated
+from remat.heuristics.polish import polish, prune
 from remat.milp.advice import Advisor
 from remat.milp.backends import Outcome
 from remat.milp.slots import Slots
@@ -43,7 +44,7 @@ class Known:
     """What is known of one graph and one budget; without a budget, of the smallest peak.
 
     The objective is total time in the graph's unit or, without a budget, the peak in bytes. Steps
-    `offer` schedules: each is pruned, simulated, and kept if it fits. They work on `graph` within
+    `offer` schedules: each is polished, simulated, and kept if it fits. They work on `graph` within
     `budget_bytes`: those of the task, or less where small values are set aside. A peak of at most
     `target_bytes` is small enough.
     """
@@ -87,7 +88,7 @@ class Known:
     def offer(self, schedules: Iterable[Schedule]) -> None:
         """Keep those that fit, if they are among the best. Safe from several threads."""
         for schedule in schedules:
-            rated = Rated.of(self.graph, prune(self.graph, schedule))
+            rated = self._polished(self.graph, schedule, self.budget_bytes)
             if rated.peak_bytes <= self.budget_bytes:
                 with self._offering:
                     # Of two that are equally good, the one that was there first stays first.
@@ -98,9 +99,16 @@ class Known:
 
     def _offer_spare(self, schedule: Schedule) -> None:
         """Keep one that fits only where nothing is set aside: it may be the best in the end."""
-        rated = Rated.of(self.task.graph, prune(self.task.graph, schedule))
-        if self.task.budget_bytes is not None and rated.peak_bytes <= self.task.budget_bytes:
-            self._spare.append(rated)
+        budget_bytes = self.task.budget_bytes
+        if budget_bytes is not None:
+            rated = self._polished(self.task.graph, schedule, budget_bytes)
+            if rated.peak_bytes <= budget_bytes:
+                self._spare.append(rated)
+
+    def _polished(self, graph: Graph, schedule: Schedule, budget_bytes: int) -> Rated:
+        if self.is_for_peak:
+            return Rated.of(graph, prune(graph, schedule))
+        return Rated.of(graph, polish(graph, schedule, budget_bytes))
 
     def set_aside(self, light: Graph, budget_bytes: int) -> None:
         """From now on work on the graph with small values at no bytes, within so much less."""
@@ -126,7 +134,10 @@ class Known:
 
     @property
     def best_of_all(self) -> tuple[Schedule, float]:
-        """The best with its objective, also of those that fit only where nothing is set aside."""
+        """The best with its objective, also of those that fit only where nothing is set aside, with
+        as much kept as there is room for."""
+        if self.graph is not self.task.graph:
+            self._offer_spare(self.best)
         best = min(self.rated[:1] + self._spare, key=self.objective_of)
         return best.schedule, self.objective_of(best)
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from remat.errors import RematError
 from remat.graph import Graph
-from remat.heuristics.local_search import polish
 from remat.schedule import Schedule
 from remat.strategies.base import Strategy, Task
 from remat.strategies.baselines.articulation import ArticulationPoints
@@ -38,7 +37,7 @@ def try_baselines(known: Known, clock: Clock) -> None:
 def quick_schedules(
     graph: Graph, budget_bytes: int | None, stop: Callable[[], bool]
 ) -> Iterator[Schedule]:
-    """Schedules within the budget, polished; without one, those with each one's smallest peak.
+    """Schedules within the budget; without one, those with each one's smallest peak.
 
     A baseline that does not work on this graph, or finds nothing that fits before `stop` says that
     it is too late, yields nothing.
@@ -47,13 +46,9 @@ def quick_schedules(
         if stop():
             return
         try:
-            found = strategy.run(Task(graph, budget_bytes, cancel=_When(stop)))
+            yield strategy.run(Task(graph, budget_bytes, cancel=_When(stop))).schedule
         except RematError:
             continue
-        if budget_bytes is None:
-            yield found.schedule
-        else:
-            yield polish(graph, found.schedule, budget_bytes)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from remat.budget import format_bytes
 from remat.errors import InfeasibleBudget, RematError, SolverError, SolverTimeout
-from remat.heuristics.local_search import polish
 from remat.milp.backends import Outcome
 from remat.simulate import peak_and_time
 from remat.strategies.infeasible import infeasible
@@ -31,7 +30,7 @@ def reach(steps: Sequence[Step], nearest: Sequence[Step], known: Known, clock: C
     small = known.smallest(target_bytes=budget_bytes)
     run(steps, small)
     if small.objective <= budget_bytes:
-        known.offer([polish(small.graph, small.best, budget_bytes)])
+        known.offer([small.best])
         return
     smallest = f"the smallest peak found is {small.objective:,} bytes"
     failure, over = known.runner.failure, small.over_slots

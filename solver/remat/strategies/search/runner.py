@@ -12,7 +12,7 @@ from typing import Protocol
 
 from remat.errors import SolverError
 from remat.graph import Graph
-from remat.heuristics.local_search import polish, prune
+from remat.heuristics.polish import prune
 from remat.milp import backends, model
 from remat.milp.backends import Outcome, SolverRun
 from remat.milp.slots import Slots
@@ -118,8 +118,6 @@ class MilpRunner:
             schedule = prune(self.graph, answer.schedule)
             excess = self.peak(schedule) - budget_bytes
             if excess <= 0:
-                if self.time(schedule) < self.time(incumbent):
-                    schedule = polish(self.graph, schedule, budget_bytes)
                 best = min(schedule, incumbent, key=self.time)
                 return replace(answer, schedule=best), bound
             # The solver's tolerance let a row slip by this much; ask for that much less.

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 
 from remat.errors import RematError
 from remat.graph import Graph
-from remat.heuristics.local_search import polish
 from remat.milp import identical_blocks, slots
 from remat.milp.identical_blocks import Repeats
 from remat.milp.slots import Slots
@@ -59,10 +58,9 @@ def blocks_to_tie(graph: Graph) -> Repeats | None:
 def tie_blocks(blocks: Repeats, known: Known, clock: Clock) -> None:
     """What identical blocks that decide together come to. It uses the room to the last byte, so
     nothing is set aside then."""
-    graph, budget_bytes = known.graph, known.budget_bytes
-    found = tied_schedule(known.runner, blocks, budget_bytes, clock, known.is_enough)
+    found = tied_schedule(known.runner, blocks, known.budget_bytes, clock, known.is_enough)
     if found is not None:
-        known.offer([polish(graph, found, budget_bytes)])
+        known.offer([found])
         known.reserve = 0.0
 
 
