@@ -40,9 +40,10 @@ class Auto(Checked):
     3. `eviction`: what to drop when memory is full, by the advice of the moments; `baselines`; and
        `annealing` in graphs that are no training step.
     4. `reach`, where nothing fits by then: the smallest peak, by eviction and then by a program.
-    5. `sifting`: a program over the slots that its relaxation uses; `program`: one over all that
-       are offered, for a proof; `windows`: what that leaves open, part by part. Beside all three
-       `moments`: programs over more and more moments, for a higher bound and better advice.
+    5. `sifting`: a program over the slots that its relaxation uses; `following`: eviction by what
+       that holds; `program`: one over all slots offered, for a proof; `windows`: what that leaves
+       open, part by part. Beside these, `moments`: programs over more and more moments, for a
+       higher bound and better advice.
 
     `steps` says which of these a graph has, `plan.stats` what each came to. Where other orders of
     the operations are searched, annealing over whole sequences goes before all of that.
