@@ -16,6 +16,7 @@ from remat.heuristics.polish import prune
 from remat.milp import backends, model
 from remat.milp.backends import Outcome, SolverRun
 from remat.milp.slots import Slots
+from remat.milp.solvers.highs import Report
 from remat.milp.ties import Ties
 from remat.progress import Progress, ProgressCallback
 from remat.schedule import Schedule
@@ -98,9 +99,9 @@ class MilpRunner:
             if self._is_too_late(program):
                 break
             unit_s = program.cost_unit_s
-            stall = Stall(self.options.stall, self._cost_report(unit_s))
+            stall = Stall(self.options.stall, self._report("cost", unit_s))
             stall.least = self.time(incumbent) / unit_s
-            self._cost_report(unit_s)(stall.least, None)
+            self._report("cost", unit_s)(stall.least, None)
             answer = self._run(
                 program,
                 gap=self.options.gap if gap is None else gap,
@@ -145,7 +146,6 @@ class MilpRunner:
             return None
         began = time.monotonic()
         program = model.build(self.graph, ties.slots, budget_bytes, ties)
-        self.add_s("model_s", began)
         if self._is_too_late(program):
             return None
         unit_s = program.cost_unit_s
@@ -172,7 +172,7 @@ class MilpRunner:
         constant, unit = self.graph.constant_bytes, program.unit_bytes
         target = None if target_bytes is None else (target_bytes - constant) / unit
         excluded = threading.Event()
-        tell = self._peak_report(constant, unit)
+        tell = self._report("peak", unit, constant)
         tell((self.peak(incumbent) - constant) / unit, None)
         stall = Stall(self.options.stall, tell)
 
@@ -207,9 +207,7 @@ class MilpRunner:
         return self.options.stall < math.inf and program.rows * _ROW_S > left_s
 
     def _build(self, slots: Slots, budget_bytes: int | None) -> model.Model:
-        began = time.monotonic()
         program = model.build(self.graph, slots, budget_bytes)
-        self.add_s("model_s", began)
         self.stats["slots"] = slots.optional_count
         self.stats["rows"] = program.rows
         self.stats["columns"] = program.columns
@@ -222,7 +220,7 @@ class MilpRunner:
         gap: float,
         time_limit: float,
         incumbent: Schedule | None,
-        report: Callable[[float | None, float | None], None],
+        report: Report,
         done: Callable[[], bool],
         target: float | None = None,
     ) -> SolverRun:
@@ -248,33 +246,23 @@ class MilpRunner:
         self.stats["solver_message"] = answer.message
         return answer
 
-    def _cost_report(self, unit_s: float) -> Callable[[float | None, float | None], None]:
-        total = self.graph.total_cost_s or 1.0
-        return self._reporter("cost", lambda x: x * unit_s / total - 1, lambda x: x * unit_s)
+    def _report(self, phase: str, unit: float, zero: int = 0) -> Report:
+        """Tells of the objective and its bound: total time, as extra time, or a peak in bytes."""
+        whole_s = self.graph.total_cost_s or 1.0
 
-    def _peak_report(
-        self, constant: int, unit: int
-    ) -> Callable[[float | None, float | None], None]:
-        return self._reporter("peak", lambda x: x * unit + constant, lambda x: x * unit + constant)
+        def shown(objective: float | None) -> float | None:
+            if objective is None or phase == "peak":
+                return None if objective is None else objective * unit + zero
+            return objective * unit / whole_s - 1
 
-    def _reporter(
-        self, phase: str, shown: Callable[[float], float], whole: Callable[[float], float]
-    ) -> Callable[[float | None, float | None], None]:
         def report(incumbent: float | None, bound: float | None) -> None:
             if self.progress is None:
                 return
             gap = None
-            if incumbent is not None and bound is not None and whole(incumbent) > 0:
-                gap = max(0.0, (whole(incumbent) - whole(bound)) / whole(incumbent))
-            self.progress(
-                Progress(
-                    phase=phase,
-                    elapsed_s=self.clock.passed_s,
-                    incumbent=None if incumbent is None else shown(incumbent),
-                    bound=None if bound is None else shown(bound),
-                    gap=gap,
-                )
-            )
+            if incumbent is not None and bound is not None and incumbent * unit + zero > 0:
+                gap = max(0.0, (incumbent - bound) * unit / (incumbent * unit + zero))
+            elapsed_s = self.clock.passed_s
+            self.progress(Progress(phase, elapsed_s, shown(incumbent), shown(bound), gap))
 
         return report
 
@@ -294,10 +282,6 @@ class MilpRunner:
     def is_over(self) -> bool:
         """Whether no program will be answered any more."""
         return self.clock.is_cancelled() or bool(self.failure)
-
-    def add_s(self, phase: str, began: float) -> None:
-        """Add the time since `began` to a phase's."""
-        self.stats[phase] = float(self.stats.get(phase, 0.0)) + time.monotonic() - began
 
 
 def _nothing(message: str, seconds: float = 0.0) -> SolverRun:
