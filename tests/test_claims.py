@@ -45,11 +45,11 @@ def narrow() -> Graph:
 
 @pytest.fixture(scope="module")
 def missed() -> Graph:
-    """Eviction finds nothing within 25 bytes, the slots have nothing, and there is a schedule."""
+    """Eviction finds nothing within 27 bytes, the slots have nothing, and there is a schedule."""
     return table(
-        ((), 8.0, 4, 3), ((0,), 5.0, 4, 8), ((0, 1), 1.0, 0, 3), ((2,), 6.0, 4, 8),
-        ((0, 1, 2), 7.0, 0, 3), ((2,), 5.0, 2, 4), ((2, 4, 5), 7.0, 4, 6), ((2, 3), 6.0, 4, 2),
-        ((2,), 8.0, 2, 9), ((4, 6, 8), 8.0, 0, 6), ((7, 8), 6.0, 4, 3),
+        ((), 8.0, 0, 7), ((0,), 4.0, 4, 9), ((0,), 8.0, 4, 7), ((0, 1), 6.0, 4, 1),
+        ((1, 2), 8.0, 4, 2), ((0, 4), 5.0, 0, 6), ((1, 2), 4.0, 0, 1), ((4, 5), 5.0, 4, 8),
+        ((1, 5), 3.0, 0, 3), ((0, 7), 6.0, 0, 8), ((2,), 9.0, 4, 8),
     )  # fmt: skip
 
 
@@ -79,9 +79,9 @@ def test_complete_slots_prove_it_for_the_order(narrow: Graph) -> None:
 
 
 def test_what_the_slots_do_not_hold_is_not_proved_infeasible(missed: Graph) -> None:
-    assert remat.solve(missed, 25, Exact(threads=1)).peak_bytes <= 25
+    assert remat.solve(missed, 27, Exact(threads=1)).peak_bytes <= 27
     with pytest.raises(InfeasibleBudget, match="no proof that there is none") as error:
-        remat.solve(missed, 25, NEAR)
+        remat.solve(missed, 27, NEAR)
     assert not error.value.is_proved
     smallest = error.value.min_feasible_bytes
     assert smallest is not None

@@ -18,6 +18,7 @@ from tests.test_mishaps import failing
 from remat.errors import InfeasibleBudget, RematError, SolverError, SolverTimeout, SolverWarning
 from remat.graph import Graph, Value
 from remat.heuristics.local_search import Rated
+from remat.heuristics.polish import polish
 from remat.milp import slots
 from remat.milp.backends import Outcome
 from remat.milp.slots import Slots
@@ -156,9 +157,9 @@ def test_the_program_begins_from_the_cheapest_that_is_known() -> None:
 def test_where_the_program_fails_the_cheapest_that_is_known_is_the_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    graph, offers = uneven_stages(0, 10), Offers()
+    graph, offers = uneven_stages(0, 14), Offers()
     monkeypatch.setattr(MilpRunner, "solve_cost", failing)
-    at_work = known_of(graph, offers, 75)
+    at_work = known_of(graph, offers, 115)
     with pytest.warns(SolverWarning, match="program"):
         found = search(at_work, pipeline.exact())
     (((known,), _),) = offers.asked
@@ -191,12 +192,14 @@ def test_a_schedule_over_few_slots_may_meet_the_bound_of_the_order() -> None:
 
 
 def test_schedules_are_kept_in_the_order_of_their_time() -> None:
-    """If they fit, once each, without what nobody reads."""
+    """If they fit, once each, without what nobody reads, with as much kept as there is room for."""
     at_work = known_of(CHAIN, Offers(), 5)
     cheap, dear = (least_cost(CHAIN, Offers(), budget).schedule for budget in (5, 3))
+    better = polish(CHAIN, dear, 5)
+    assert time_s(CHAIN, cheap) < time_s(CHAIN, better) < time_s(CHAIN, dear)
     wasteful = Schedule.of([*dear.runs, 0])
     at_work.offer([dear, Schedule.keep_all(CHAIN), cheap, wasteful, cheap])
-    assert at_work.schedules == [cheap, dear]
+    assert at_work.schedules == [cheap, better]
     assert at_work.objective == time_s(CHAIN, cheap)
     small = at_work.smallest()
     small.offer([cheap, dear])
@@ -207,10 +210,9 @@ def test_schedules_are_kept_in_the_order_of_their_time() -> None:
 def test_what_fits_only_with_nothing_set_aside_may_be_the_best() -> None:
     at_work = known_of(CHAIN, Offers(), 5)
     cheap, dear = (least_cost(CHAIN, Offers(), budget).schedule for budget in (5, 3))
-    at_work.offer([dear])
     at_work.set_aside(replace(CHAIN), 4)
-    at_work.offer([cheap])
-    assert at_work.best == dear
+    at_work.offer([dear, cheap])
+    assert at_work.best == polish(CHAIN, dear, 4)
     assert at_work.best_of_all == (cheap, time_s(CHAIN, cheap))
 
 
@@ -234,7 +236,7 @@ def test_where_eviction_fails_what_is_known_and_fits_is_the_answer(
     offers = Offers()
     with pytest.warns(SolverWarning, match="eviction"):
         least_cost(CHAIN, offers, 4, start=small)
-    assert offers.asked[0][0] == [small]
+    assert offers.asked[0][0] == [polish(CHAIN, small, 4)]
     at_work = known_of(CHAIN, Offers(), 4, start=large)
     assert at_work.schedules == []
 
