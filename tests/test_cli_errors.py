@@ -94,7 +94,7 @@ def test_the_wrong_document_or_file(
         ("solve {trace}", "--budget"),
         ("solve {trace} --budget 60% --option k=4", "its options are gap, time_limit"),
         ("solve {trace} --budget 60% --strategy rotor --gap 0.1", "no option 'gap'"),
-        ("solve {trace} --budget 60% --strategy nonesuch", "there are auto, exact"),
+        ("solve {trace} --budget 60% --strategy nonesuch", "names are auto, exact"),
         ("solve {trace} --budget 60% --gap 2", "below 1"),
         ("sweep {trace} -o {out}.txt", ".json, .csv, .svg, .html"),
         ("sweep {trace} -o {out}.svg --device nonesuch", "known are v100"),

@@ -82,9 +82,9 @@ def test_in_compare(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_on_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     assert strategy_of(NAME, ["count=4"], None, None, None) == FirstAgain(4)
-    with pytest.raises(UsageError, match=f"{NAME} has no option 'k': its options are count"):
+    with pytest.raises(UsageError, match="FirstAgain has no option 'k'; its options are count"):
         strategy_of(NAME, ["k=1"], None, None, None)
-    with pytest.raises(UsageError, match=f"there is no strategy 'none'; there are .*, {NAME}"):
+    with pytest.raises(UsageError, match=f"there is no strategy 'none'; names are .*, {NAME}"):
         strategy_of("none", None, None, None, None)
     assert complete_strategy("fi") == [NAME]
     assert complete_strategies("auto,fi") == [f"auto,{NAME}"]

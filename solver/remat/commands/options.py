@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -197,7 +196,7 @@ def strategy_of(
         if not equals or not key:
             raise UsageError(f"--option {option!r} is not of the form name=value")
         given[key.strip()] = _value(text)
-    return _made(name, given | _shortcuts(gap, time_limit, solver))
+    return _checked({"name": name} | given | _shortcuts(gap, time_limit, solver))
 
 
 def compared(
@@ -209,7 +208,7 @@ def compared(
         found += compared_by_default()
     else:
         for name in (part.strip() for part in names.split(",") if part.strip()):
-            found += COMPARED_AS.get(name) or (_made(name, {}),)
+            found += COMPARED_AS.get(name) or (_checked({"name": name}),)
     if not found:
         raise UsageError(f"--strategies names none; there are {', '.join(STRATEGIES)}")
     shortcuts = _shortcuts(gap, time_limit, solver)
@@ -226,16 +225,6 @@ def compared(
 def _shortcuts(gap: float | None, time_limit: float | None, solver: str | None) -> dict[str, Any]:
     every = {"gap": gap, "time_limit": time_limit, "solver": solver}
     return {key: value for key, value in every.items() if value is not None}
-
-
-def _made(name: str, given: dict[str, Any]) -> Strategy:
-    if name not in STRATEGIES:
-        raise UsageError(f"there is no strategy {name!r}; there are {', '.join(STRATEGIES)}")
-    known = [field.name for field in fields(STRATEGIES[name])]
-    if unknown := [key for key in given if key not in known]:
-        has = f"its options are {', '.join(known)}" if known else "it has no options"
-        raise UsageError(f"the strategy {name} has no option {unknown[0]!r}: {has}")
-    return _checked({"name": name} | given)
 
 
 def _checked(data: dict[str, Any]) -> Strategy:

@@ -16,7 +16,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import replace
 from tempfile import TemporaryDirectory
 
 import pulp
@@ -26,7 +26,7 @@ from remat.milp.model import Model
 from remat.milp.solvers import pulp_solvers, pulp_versions
 from remat.milp.solvers.commands import ended_once
 from remat.milp.solvers.highs import BulkHiGHS, Report
-from remat.milp.solvers.outcome import Outcome
+from remat.milp.solvers.outcome import Outcome, SolverRun
 from remat.milp.start import Values, is_solution, start_values
 from remat.schedule import Schedule
 
@@ -35,19 +35,6 @@ _TIME_IS_UP = 0.98
 
 _CLOSE = 1e-4
 """By how much of it a solver may miss a right-hand side: what it says is simulated anyway."""
-
-
-@dataclass(frozen=True, slots=True)
-class SolverRun:
-    """A solver's answer; `objective` and `bound` in the model's units, None where unknown."""
-
-    outcome: Outcome
-    schedule: Schedule | None
-    objective: float | None
-    bound: float | None
-    nodes: int
-    seconds: float
-    message: str
 
 
 def run(
@@ -83,15 +70,7 @@ def run(
         cancelled=cancelled,
     )
     answer = highs.solve(model.arrays)
-    return SolverRun(
-        outcome=answer.outcome,
-        schedule=_schedule(model) if answer.objective is not None else None,
-        objective=answer.objective,
-        bound=answer.bound,
-        nodes=answer.nodes,
-        seconds=answer.seconds,
-        message=answer.model_status,
-    )
+    return answer if answer.objective is None else replace(answer, schedule=_schedule(model))
 
 
 def _run_pulp(

@@ -14,7 +14,7 @@ from remat.milp.solvers.pulp_solvers import require
 from remat.schedule import Schedule
 from remat.solution import Solution
 from remat.strategies.base import Task
-from remat.strategies.options import Checked, Seconds, Seed, Share, Threads, between
+from remat.strategies.options import MilpOptions, Seconds, Share, between
 from remat.strategies.search import ordered, pipeline
 from remat.strategies.search.known import Known
 from remat.strategies.search.pipeline import Pipeline
@@ -32,7 +32,7 @@ _EVERY = (1, 2, 3, 4, 6, 8, 12, 16, 24)
 
 
 @dataclass(frozen=True)
-class Auto(Checked):
+class Auto(MilpOptions):
     """Near-optimal plans for graphs of any size, step by step until the gap or the time is reached.
 
     1. `relaxation`: of the problem to the worst moments, a bound for all schedules of the order.
@@ -61,9 +61,6 @@ class Auto(Checked):
 
     gap: Share = 0.005
     time_limit: Seconds = 60.0
-    threads: Threads = 2
-    solver: str = "HiGHS"
-    seed: Seed = 0
     stall: Seconds = 10.0
     peak_gap: Share = 0.01
     complete_slots: Annotated[int, between(0, 1_000_000)] = 4_000

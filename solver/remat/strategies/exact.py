@@ -2,44 +2,27 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from remat.milp import slots
 from remat.milp.solvers.pulp_solvers import require
 from remat.solution import Solution
 from remat.strategies.base import Task
-from remat.strategies.options import Checked, Seconds, Seed, Share, Threads
+from remat.strategies.options import MilpOptions
 from remat.strategies.search import pipeline
 from remat.strategies.search.known import Known
 from remat.strategies.search.search import search
 
 
 @dataclass(frozen=True)
-class Exact(Checked):
+class Exact(MilpOptions):
     """Checkmate's space: any earlier operation may run again before any later one.
 
     Its bound holds for every schedule of the order (`bound_scope` is "order"). The number of
     binaries grows with the square of the number of operations: beyond 150 or so, use `Auto`.
     """
 
-    gap: Share = 0.0
-    time_limit: Seconds = 300.0
-    threads: Threads = 2
-    solver: str = "HiGHS"
-    seed: Seed = 0
-
     name = "exact"
-
-    @property
-    def stall(self) -> float:
-        """Seconds without a move that end a program: it goes on to the end."""
-        return math.inf
-
-    @property
-    def peak_gap(self) -> float:
-        """How near its bound a peak is small enough."""
-        return 0.0
 
     def run(self, task: Task) -> Solution:
         """The cheapest schedule within the budget, or the one with the smallest peak. Raises

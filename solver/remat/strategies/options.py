@@ -4,7 +4,8 @@ made, in a program and from a document alike.
 
 from __future__ import annotations
 
-from dataclasses import MISSING, fields
+import math
+from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from typing import Annotated, Any, get_type_hints
 
@@ -34,6 +35,21 @@ class Checked:
             schema(kind).model_validate({f.name: getattr(self, f.name) for f in fields(kind)})
         except ValidationError as error:
             raise ValueError(words(kind, error)) from None
+
+
+@dataclass(frozen=True)
+class MilpOptions(Checked):
+    """A base for strategies that ask a program; what the options mean is said in `Auto`."""
+
+    gap: Share = 0.0
+    time_limit: Seconds = 300.0
+    threads: Threads = 2
+    solver: str = "HiGHS"
+    seed: Seed = 0
+
+    # What is no option goes on to the end.
+    stall = math.inf
+    peak_gap = 0.0
 
 
 class _Options(Record):

@@ -16,23 +16,11 @@ import numpy as np
 import pulp
 
 from remat.errors import SolverError
-from remat.milp.solvers.outcome import Outcome
+from remat.milp.solvers.outcome import Outcome, SolverRun
 from remat.milp.solvers.pulp_versions import Arrays
 
 Report = Callable[[float | None, float | None], None]
 """Called with (incumbent objective, dual bound); None where there is none."""
-
-
-@dataclass(frozen=True, slots=True)
-class HighsAnswer:
-    """What HiGHS knows at the end, in units of the objective."""
-
-    outcome: Outcome
-    model_status: str
-    objective: float | None
-    bound: float | None
-    nodes: int
-    seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +41,7 @@ class BulkHiGHS:
     cancelled: Callable[[], bool] | None = None
     options: Mapping[str, str | int | float | bool] | None = None
 
-    def solve(self, program: Arrays) -> HighsAnswer:
+    def solve(self, program: Arrays) -> SolverRun:
         """Solve it, and give its variables the values found, if any. Raises `SolverError` where
         HiGHS refuses to run, or ends without an answer."""
         if not program.variables:
@@ -134,7 +122,7 @@ def load(highs: highspy.Highs, program: Arrays) -> None:
     highs.passModel(model)  # a program that it does not take it does not run
 
 
-def _read(highs: highspy.Highs, program: Arrays) -> HighsAnswer:
+def _read(highs: highspy.Highs, program: Arrays) -> SolverRun:
     status = highs.getModelStatus()
     if status == highspy.HighsModelStatus.kNotset:
         raise SolverError("HiGHS stopped without an answer")
@@ -153,23 +141,24 @@ def _read(highs: highspy.Highs, program: Arrays) -> HighsAnswer:
         outcome = Outcome.INFEASIBLE
     else:
         outcome = Outcome.FEASIBLE if solved else Outcome.UNKNOWN
-    return HighsAnswer(
+    return SolverRun(
         outcome=outcome,
-        model_status=highs.modelStatusToString(status),
+        schedule=None,
         objective=objective,
         bound=_finite(info.mip_dual_bound) if is_mip else (objective if optimal else None),
         nodes=max(0, int(info.mip_node_count)) if is_mip else 0,
         seconds=highs.getRunTime(),
+        message=highs.modelStatusToString(status),
     )
 
 
-def _without_columns(program: Arrays) -> HighsAnswer:
+def _without_columns(program: Arrays) -> SolverRun:
     """HiGHS calls such a program empty and looks no further."""
     is_equal = program.senses == pulp.LpConstraintEQ
     is_met = np.where(is_equal, program.rhs == 0, program.senses * program.rhs <= 0).all()
     if is_met:
-        return HighsAnswer(Outcome.OPTIMAL, "Empty", program.offset, program.offset, 0, 0.0)
-    return HighsAnswer(Outcome.INFEASIBLE, "Empty", None, None, 0, 0.0)
+        return SolverRun(Outcome.OPTIMAL, None, program.offset, program.offset, 0, 0.0, "Empty")
+    return SolverRun(Outcome.INFEASIBLE, None, None, None, 0, 0.0, "Empty")
 
 
 def _finite(number: float) -> float | None:

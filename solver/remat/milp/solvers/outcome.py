@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum
+
+from remat.schedule import Schedule
 
 
 class Outcome(Enum):
@@ -12,3 +15,17 @@ class Outcome(Enum):
     FEASIBLE = "stopped early with a solution"
     INFEASIBLE = "proved that there is no solution over these slots"
     UNKNOWN = "stopped early without a solution"
+
+
+@dataclass(frozen=True, slots=True)
+class SolverRun:
+    """A solver's answer; `objective` and `bound` in the program's units, None where unknown; the
+    schedule that it is, where the program was made for one."""
+
+    outcome: Outcome
+    schedule: Schedule | None
+    objective: float | None
+    bound: float | None
+    nodes: int
+    seconds: float
+    message: str

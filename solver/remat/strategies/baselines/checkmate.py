@@ -11,8 +11,8 @@ from typing import Annotated
 
 from remat.errors import RematError, SolverError, SolverTimeout
 from remat.milp.solvers import pulp_versions
-from remat.milp.solvers.highs import BulkHiGHS, HighsAnswer
-from remat.milp.solvers.outcome import Outcome
+from remat.milp.solvers.highs import BulkHiGHS
+from remat.milp.solvers.outcome import Outcome, SolverRun
 from remat.progress import Cancel
 from remat.schedule import Schedule
 from remat.simulate import peak_and_time
@@ -87,7 +87,7 @@ class CheckmateMilp(Checked):
             limit -= over_bytes
         raise SolverError(f"HiGHS exceeds the budget by its tolerance, {_TIGHTENINGS} times")
 
-    def _solve(self, program: CheckmateModel, cancel: Cancel | None) -> HighsAnswer:
+    def _solve(self, program: CheckmateModel, cancel: Cancel | None) -> SolverRun:
         highs = BulkHiGHS(
             gap=self.gap,
             time_limit=self.time_limit,

@@ -17,8 +17,9 @@ from remat.milp.backends import Outcome
 from remat.milp.slots import Slots
 from remat.schedule import Schedule
 from remat.strategies.base import Task
+from remat.strategies.options import MilpOptions
 from remat.strategies.search.clock import Clock
-from remat.strategies.search.runner import MilpOptions, MilpRunner
+from remat.strategies.search.runner import MilpRunner
 
 Offer = Callable[[Graph, Sequence[Schedule], float, int], Slots]
 """Builds a slot set of the graph that can express the first of the schedules and offers what the

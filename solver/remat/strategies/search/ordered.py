@@ -6,7 +6,6 @@ its best schedule runs the operations first is the order in which everything els
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -20,11 +19,11 @@ from remat.heuristics.annealing import (
     search_schedule,
 )
 from remat.heuristics.floor import least_peak_of_any_order_bytes
-from remat.progress import Cancel
 from remat.schedule import Schedule
 from remat.simulate import peak_and_time
 from remat.solution import Solution
 from remat.strategies.base import Task
+from remat.strategies.search.clock import Clock
 
 _SHARE = 0.6
 
@@ -51,7 +50,7 @@ def least_cost(task: Task, solve: Solve, *, time_limit: float, seed: int) -> Sol
     """The cheapest schedule found in any order; the bound holds for the order it came from, or for
     all orders where nothing runs twice. Raises `InfeasibleBudget` if nothing fits in any order
     tried."""
-    began = time.monotonic()
+    clock = Clock.of(time_limit, task.cancel)
     graph, budget_bytes = task.graph, task.budget_bytes
     assert budget_bytes is not None
     if least_peak_of_any_order_bytes(graph) > budget_bytes:
@@ -62,9 +61,9 @@ def least_cost(task: Task, solve: Solve, *, time_limit: float, seed: int) -> Sol
         Schedule.keep_all(graph) if task.start is None else task.start,
         effort=_effort(graph, time_limit),
         seed=seed,
-        stop=_stop(began + _SHARE * time_limit, task.cancel),
+        stop=clock.within(_SHARE * time_limit).is_over,
     )
-    seconds = time.monotonic() - began
+    seconds = clock.passed_s
     peak_bytes, time_s = peak_and_time(graph, annealed)
     fits = peak_bytes <= budget_bytes
     if fits and len(annealed) == len(graph):
@@ -84,16 +83,16 @@ def least_cost(task: Task, solve: Solve, *, time_limit: float, seed: int) -> Sol
 
 def least_peak(task: Task, solve: Solve, *, time_limit: float, seed: int) -> Solution:
     """The schedule with the smallest peak in the graph's order or in one that needs less."""
-    began = time.monotonic()
+    clock = Clock.of(time_limit, task.cancel)
     graph = task.graph
     order = least_peak_order(
         graph,
         target_bytes=0,
         effort=_effort(graph, time_limit),
         seed=seed,
-        stop=_stop(began + _SHARE * time_limit, task.cancel),
+        stop=clock.within(_SHARE * time_limit).is_over,
     )
-    seconds = time.monotonic() - began
+    seconds = clock.passed_s
     left = max(1.0, (time_limit - seconds) / 2)
     permuted, back = reordered(graph, order)
     found = solve(replace(task, graph=permuted, start=None), left)
@@ -108,7 +107,3 @@ def _effort(graph: Graph, time_limit: float) -> int:
     count = len(graph)
     by_size = min(_MOVES_PER_OPERATION * count, _MOVES_PER_PAIR * count**2)
     return min(by_size, int(_SHARE * time_limit * _MOVES_PER_S))
-
-
-def _stop(until: float, cancel: Cancel | None) -> Callable[[], bool]:
-    return lambda: time.monotonic() > until or (cancel is not None and cancel.is_set())

@@ -7,8 +7,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Protocol
 
 from remat.errors import SolverError
 from remat.graph import Graph
@@ -22,6 +20,7 @@ from remat.progress import Progress, ProgressCallback
 from remat.schedule import Schedule
 from remat.simulate import peak_and_time
 from remat.solution import Stats
+from remat.strategies.options import MilpOptions
 from remat.strategies.search.clock import Clock
 from remat.strategies.search.stall import Stall
 
@@ -30,25 +29,6 @@ _TIGHTENINGS = 5
 _ROW_S = 2.5e-4
 """Seconds for a row that HiGHS may take before it first looks at the clock: 9 s were measured for
 21,000 rows on a busy machine with a limit of 2 s."""
-
-
-class MilpOptions(Protocol):
-    """The options of a MILP strategy, see `Auto`."""
-
-    @property
-    def gap(self) -> float: ...
-    @property
-    def peak_gap(self) -> float: ...
-    @property
-    def time_limit(self) -> float: ...
-    @property
-    def threads(self) -> int: ...
-    @property
-    def solver(self) -> str: ...
-    @property
-    def seed(self) -> int: ...
-    @property
-    def stall(self) -> float: ...
 
 
 @dataclass
@@ -67,13 +47,9 @@ class MilpRunner:
     _pace_s: float = 0.0
 
     def __post_init__(self) -> None:
-        for key, value in {
-            "solver": self.options.solver,
-            "slots": 0,
-            "rows": 0,
-            "columns": 0,
-        }.items():
-            self.stats.setdefault(key, value)
+        for key in ("slots", "rows", "columns"):
+            self.stats.setdefault(key, 0)
+        self.stats.setdefault("solver", self.options.solver)
 
     def solve_cost(
         self,
@@ -99,7 +75,7 @@ class MilpRunner:
             if self._is_too_late(program):
                 break
             unit_s = program.cost_unit_s
-            stall = Stall(self.options.stall, self._report("cost", unit_s))
+            stall = Stall(self.options.stall, self._report("cost", unit_s), enough, unit_s)
             stall.least = self.time(incumbent) / unit_s
             self._report("cost", unit_s)(stall.least, None)
             answer = self._run(
@@ -108,7 +84,7 @@ class MilpRunner:
                 time_limit=min(time_limit, self.clock.left_s),
                 incumbent=incumbent,
                 report=stall.report,
-                done=partial(_is_done, stall, lambda x, unit_s=unit_s: enough(x * unit_s)),
+                done=stall.is_over,
             )
             overhead_s = time.monotonic() - began - answer.seconds
             self._pace_s = max(self._pace_s, overhead_s / max(1, len(slots.operations)))
@@ -149,14 +125,14 @@ class MilpRunner:
         if self._is_too_late(program):
             return None
         unit_s = program.cost_unit_s
-        least = Stall(math.inf, lambda incumbent, bound: None)
+        stall = Stall(math.inf, enough=enough, unit=unit_s)
         answer = self._run(
             program,
             gap=gap,
             time_limit=time_limit - (time.monotonic() - began),
             incumbent=start,
-            report=least.report,
-            done=lambda: enough(least.least * unit_s),
+            report=stall.report,
+            done=stall.is_over,
         )
         return answer.schedule
 
@@ -286,7 +262,3 @@ class MilpRunner:
 
 def _nothing(message: str, seconds: float = 0.0) -> SolverRun:
     return SolverRun(Outcome.UNKNOWN, None, None, None, 0, seconds, message)
-
-
-def _is_done(stall: Stall, enough: Callable[[float], bool]) -> bool:
-    return stall.is_over() or enough(stall.least)
