@@ -18,9 +18,10 @@ from sphinx.util.docutils import SphinxDirective
 from tables import inline, table
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-DATE = "2026-11-21"
 
 _NAMES = {
+    "gpt4_narrow": "GPT-2, 4 narrow layers",
+    "albert4_narrow": "ALBERT, 4 narrow layers",
     "gpt12": "GPT-2, 12 layers",
     "gpt48": "GPT-2, 48 layers",
     "gpt96": "GPT-2, 96 layers",
@@ -65,8 +66,14 @@ class Table:
 
 @cache
 def load(name: str) -> dict[str, Any]:
-    """A file of results."""
-    return json.loads((RESULTS / f"{DATE}-{name}.json").read_text())
+    """The newest file of results of this name."""
+    return json.loads(newest(name).read_text())
+
+
+def newest(name: str) -> Path:
+    """The file of results of this name with the latest date."""
+    dated = re.compile(rf"\d{{4}}-\d\d-\d\d-{re.escape(name)}\.json")
+    return max(path for path in RESULTS.iterdir() if dated.fullmatch(path.name))
 
 
 def percent(share: float, digits: int = 1) -> str:
@@ -150,18 +157,35 @@ _BUDGETS = ("70%", "50%", "35%", "20%", "min")
 
 def traced() -> Table:
     """Training steps of models: extra time, gap, seconds to solve."""
-    found = {
-        (row["graph"], row["budget"]): row
-        for name in ("solver-traced", "solver-traced-large")  # the later one counts
-        for row in load(name)["sections"]["traced"]
-    }
+    found = _by_model("solver-traced")
     rows: list[tuple[str, ...]] = []
     for graph, label in _NAMES.items():
         cells = [_solved(found.get((graph, budget)), budget) for budget in _BUDGETS]
         operations = found[graph, "70%"]["operations"]
         rows.append((f"{label} ({operations:,})", *cells))
     header = ("model (operations)", *_BUDGETS[:-1], "smallest peak")
-    return Table(("solver-traced", "solver-traced-large"), header, tuple(rows))
+    return Table(("solver-traced",), header, tuple(rows))
+
+
+def _by_model(name: str) -> dict[tuple[str, str], dict[str, Any]]:
+    rows = load(name)["sections"]["traced"]
+    return {(row["graph"], row["budget"]): row for row in rows}
+
+
+def search() -> Table:
+    """The search of 2026-11-21 and that of decisions 25 and 26, on the same traces and machine."""
+    names = ("solver-traced-before", "solver-traced")
+    found = [_by_model(name) for name in names]
+    rows = tuple(
+        (
+            label,
+            budget,
+            *(_solved(each.get((graph, budget)), budget) for each in found),
+        )
+        for graph, label in _NAMES.items()
+        for budget in _BUDGETS
+    )
+    return Table(names, ("model", "budget", "before", "after"), rows)
 
 
 def _solved(row: dict[str, Any] | None, budget: str) -> str:
@@ -381,6 +405,7 @@ TABLES: dict[str, Callable[[], Table]] = {
         overhead,
         steps,
         traced,
+        search,
         peers,
         published,
         random,
@@ -408,9 +433,9 @@ class Results(SphinxDirective):
         """Table and source."""
         found = TABLES[self.arguments[0]]()
         for name in found.sources:
-            self.env.note_dependency(str(RESULTS / f"{DATE}-{name}.json"))
+            self.env.note_dependency(str(newest(name)))
         files = ", ".join(
-            f"`benchmarks/results/{DATE}-{name}.json`" for name in found.sources
+            f"`benchmarks/results/{newest(name).name}`" for name in found.sources
         )
         machine = load(found.sources[0])["machine"]
         told = (
