@@ -49,6 +49,10 @@ class LiveStorageMeter(TorchDispatchMode):
         super().__enter__()
         return self
 
+    def reset_peak(self) -> None:
+        """Let the peak be what is live now."""
+        self.peak_bytes = self.live_bytes
+
     def __torch_dispatch__(
         self,
         func: torch._ops.OpOverload,

@@ -179,8 +179,7 @@ class MilpRunner:
     def _is_too_late(self, program: model.Model) -> bool:
         """Whether the solver could overrun the deadline before it looks at the clock. A search that
         is to be exhaustive takes that risk."""
-        left_s = self.clock.left_s
-        return self.options.stall < math.inf and program.rows * _ROW_S > left_s
+        return self.options.stall < math.inf and program.rows * _ROW_S > self.clock.left_s
 
     def _build(self, slots: Slots, budget_bytes: int | None) -> model.Model:
         program = model.build(self.graph, slots, budget_bytes)
@@ -224,12 +223,10 @@ class MilpRunner:
 
     def _report(self, phase: str, unit: float, zero: int = 0) -> Report:
         """Tells of the objective and its bound: total time, as extra time, or a peak in bytes."""
-        whole_s = self.graph.total_cost_s or 1.0
+        whole, none = (1.0, zero) if phase == "peak" else (self.graph.total_cost_s or 1.0, -1)
 
         def shown(objective: float | None) -> float | None:
-            if objective is None or phase == "peak":
-                return None if objective is None else objective * unit + zero
-            return objective * unit / whole_s - 1
+            return None if objective is None else objective * unit / whole + none
 
         def report(incumbent: float | None, bound: float | None) -> None:
             if self.progress is None:
