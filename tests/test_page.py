@@ -132,9 +132,11 @@ def figure(page: Page, name: str) -> str:
     return page.locator("dl.figures div", has_text=name).locator("dd").first.inner_text()
 
 
-def picture_count(page: Page) -> int:
-    """How many pictures are there and could be drawn."""
-    return page.evaluate("[...document.images].filter((i) => i.naturalWidth > 100).length")
+def expect_pictures(page: Page, count: int) -> None:
+    """So many pictures are there and could be drawn, once they have arrived."""
+    drawn = "[...document.images].filter((i) => i.naturalWidth > 100).length"
+    page.wait_for_function(f"{drawn} >= {count}")
+    assert page.evaluate(drawn) == count
 
 
 # -- solve -------------------------------------------------------------------------------------
@@ -149,7 +151,7 @@ def test_a_trace_is_solved_and_its_result_is_shown(
     expect(page.get_by_role("img", name="Memory over the step")).to_be_visible()
     expect(page.get_by_role("img", name=re.compile("^Schedule"))).to_be_visible()
     expect(page.get_by_role("img", name="Recomputed time by module")).to_be_visible()
-    assert picture_count(page) == 3
+    expect_pictures(page, 3)
     with server.http() as http:
         id = page.url.rpartition("/")[2]
         plan = http.get(f"/jobs/{id}").json()["summary"][0]
@@ -212,7 +214,7 @@ def test_a_bare_graph_and_a_sweep(page: Page, server: Server, tmp_path: Path) ->
     expect(page.get_by_role("img", name="Extra time")).to_be_visible()
     expect(page.locator("#job tbody tr")).to_have_count(3)
     expect(page.locator("#job tbody tr").last).to_contain_text("100.0%")
-    assert picture_count(page) == 1
+    expect_pictures(page, 1)
 
 
 def test_check_only_tells_the_sizes(page: Page, server: Server, trace_file: Path) -> None:
@@ -281,7 +283,7 @@ def test_names_stay_text(page: Page, server: Server, trace_file: Path, tmp_path:
     solve(page, server, write(tmp_path / "evil.json", graph), "50%")
     expect(page.get_by_role("region", name="Recomputed most")).to_contain_text(EVIL)
     expect(page.get_by_role("img", name=re.compile("^Schedule"))).to_be_visible()
-    assert picture_count(page) == 3
+    expect_pictures(page, 3)
     trace = json.loads(gzip.decompress(trace_file.read_bytes())) | {"model": EVIL}
     path = tmp_path / f"{EVIL.replace('/', '')}.json"
     solve(page, server, write(path, trace), "75%")
