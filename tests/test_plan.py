@@ -145,6 +145,12 @@ def test_a_forged_document_is_refused(plan: Plan, key: str, value: object) -> No
         Plan.from_json(_with(plan.to_json(), **{key: value}))
 
 
+def test_an_optimum_has_a_bound(plan: Plan) -> None:
+    text = _with(plan.to_json(), status="OPTIMAL", lower_bound=None)
+    with pytest.raises(DocumentError, match="OPTIMAL, but no lower_bound"):
+        Plan.from_json(text)
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [
@@ -214,8 +220,10 @@ def test_a_plan_over_its_budget_is_a_bug() -> None:
         Plan.of(graph, 1, Solution(Schedule.keep_all(graph)), {})
 
 
-def test_status_says_what_to_do() -> None:
-    assert "time_limit" in Status.FEASIBLE.value
+def test_status_says_what_is_proved() -> None:
+    """And gives no advice: whether more time would help, it does not know."""
+    assert "not proved" in Status.FEASIBLE.value
+    assert "time_limit" not in Status.FEASIBLE.value
 
 
 def _with(text: str, **changes: object) -> str:

@@ -104,3 +104,13 @@ def test_stats_of_anybody(smallest: Plan, forged: str) -> None:
     found = describe_steps(replace(smallest, stats=stats))
     assert "abc" not in found
     assert ("relaxation" in found) == ("relaxation" in forged)
+
+
+def test_what_ran_beside_and_what_failed_is_said() -> None:
+    plan = solve(GRAPH, 80, Auto(threads=1))
+    first, *_ = steps_of(plan.stats)
+    told = {f"{first}_beside": 1, "search_error": f"{first}: it broke"}
+    plan = replace(plan, stats={**plan.stats, **told})
+    assert steps(plan)[0]["note"] == "beside, failed"
+    assert f"{first} (beside, failed)" in describe_steps(plan)
+    assert all("note" not in step for step in steps(plan)[1:])

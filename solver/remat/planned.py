@@ -21,10 +21,7 @@ class Status(Enum):
     """How a plan came about; the value is what to make of it."""
 
     OPTIMAL = "within the gap that was asked for, proved"
-    FEASIBLE = (
-        "fits the budget, but is not proved to be within the gap of every schedule of its order: "
-        "raise `time_limit` or accept a larger `gap`"
-    )
+    FEASIBLE = "fits the budget; not proved to be within a gap of every schedule of its order"
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ FAILURES = ("solver_error", "search_error")
 STEPS = "steps"
 """Of `Stats`: the names of the steps of the solve in their order, with spaces between. A step has
 `NAME_s`, and what was known after it: `NAME_cost` and `NAME_bound`, shares of extra time, or, where
-the smallest peak was looked for, `NAME_bytes` and `NAME_bound_bytes`."""
+the smallest peak was looked for, `NAME_bytes` and `NAME_bound_bytes`; and `NAME_beside`, where it
+ran beside those that follow."""
 
 STEP_FACTS = ("s", "cost", "bound", "bytes", "bound_bytes")
 

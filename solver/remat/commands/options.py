@@ -235,10 +235,12 @@ def _checked(data: dict[str, Any]) -> Strategy:
 
 
 def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
+    for read in (json.loads, float):  # a float also reads nan and inf
+        try:
+            return read(text)
+        except ValueError:
+            continue
+    return text
 
 
 def check_device(name: str | None) -> None:

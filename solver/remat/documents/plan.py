@@ -146,6 +146,8 @@ def _check(plan: Planned) -> None:
             f"remat.plan: the peak of {plan.peak_bytes} bytes is over the budget of "
             f"{plan.budget_bytes}"
         )
+    if plan.lower_bound is None and plan.status is Status.OPTIMAL:
+        raise DocumentError("remat.plan: the status is OPTIMAL, but no lower_bound is there")
     if plan.lower_bound is not None and plan.lower_bound > plan.overhead:
         raise DocumentError(
             f"remat.plan: lower_bound {plan.lower_bound} is over the overhead {plan.overhead}"

@@ -1,3 +1,3 @@
 """What is known, in words and tables: a plan (`describe`, `explain`), a step before it runs
-(`estimate`), the largest batch (`max_batch`). Pictures are in `remat.view`.
+(`estimate`), strategies beside each other (`comparison`). Pictures are in `remat.view`.
 """

@@ -16,13 +16,13 @@ _COST = ("least time", "took", "extra time", "at least")
 def steps(plan: Planned) -> list[Figures]:
     """For each step of the solve in its order: its name as `step`, `seconds_s`, and what was known
     after it: `cost` and `bound`, shares of extra time, or, where the smallest peak was looked for,
-    `bytes` and `bound_bytes`."""
+    `bytes` and `bound_bytes`; `note` where it ran beside others, or failed."""
     found: list[Figures] = []
     for name in steps_of(plan.stats):
         told = {fact: plan.stats.get(f"{name}_{fact}") for fact in STEP_FACTS}
         facts = {fact: figure for fact, figure in told.items() if isinstance(figure, int | float)}
         if "s" in facts:
-            found.append({"step": name, "seconds_s": facts.pop("s"), **facts})
+            found.append({"step": name, "seconds_s": facts.pop("s"), **_note(plan, name), **facts})
     return found
 
 
@@ -40,6 +40,13 @@ def describe_steps(plan: Planned) -> str:
         if len(table) > 1:
             lines += [("", "", "", ""), *table] if lines else table
     return "\n".join(aligned(lines))
+
+
+def _note(plan: Planned, name: str) -> Figures:
+    failed = f"{name}: " in str(plan.stats.get("search_error", ""))
+    notes = {"beside": f"{name}_beside" in plan.stats, "failed": failed}
+    told = ", ".join(note for note, is_so in notes.items() if is_so)
+    return {"note": told} if told else {}
 
 
 def _why_none(plan: Planned) -> str:
@@ -63,4 +70,5 @@ def _cost_line(step: Figures) -> tuple[str, str, str, str]:
 
 
 def _begun(step: Figures) -> tuple[str, str]:
-    return str(step["step"]).replace("_", " "), format_seconds(float(step["seconds_s"]))
+    note = f" ({step['note']})" if "note" in step else ""
+    return str(step["step"]).replace("_", " ") + note, format_seconds(float(step["seconds_s"]))

@@ -239,4 +239,5 @@ def _made(kind: type[R], **parts: Any) -> R:
         return kind(**parts)
     except ValidationError as error:
         reason = error.errors(include_url=False, include_context=False)[0]["msg"]
-        raise RematError(f"this cannot be sent to a service: {reason}") from None
+        words = reason.removeprefix("Value error, ")
+        raise RematError(f"this cannot be sent to a service: {words}") from None

@@ -6,7 +6,7 @@ a `Program`. Errors are RFC 9457 problem documents, whose `type` says which exce
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import (
     AfterValidator,
@@ -29,7 +29,7 @@ from remat.documents.trace import Trace
 from remat.graph import Graph
 from remat.strategies.auto import Auto
 from remat.strategies.base import Strategy
-from remat.strategies.registry import STRATEGIES, from_data, json_schema, to_data
+from remat.strategies.registry import from_data, json_schema, to_data
 
 PROBLEMS = "urn:remat:problem:"
 """What the `type` of every problem document begins with."""
@@ -66,7 +66,10 @@ def _check_costs(costs: str) -> str:
 
 
 def _read_strategy(data: object) -> Strategy:
-    return data if type(data) in STRATEGIES.values() else from_data(data)  # type: ignore[return-value]
+    if not hasattr(data, "run"):
+        return from_data(data)
+    to_data(cast(Strategy, data))  # refuses one that is none of remat's
+    return cast(Strategy, data)
 
 
 class _StrategySchema:

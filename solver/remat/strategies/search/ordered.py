@@ -1,7 +1,7 @@
 """The order of the operations searched as well: annealing, then the program over its best order.
 
-Annealing over whole sequences (`heuristics.annealing`) takes half of the time. The order in which
-its best schedule runs the operations first is the order in which everything else then works.
+Annealing over whole sequences (`heuristics.annealing`) takes up to 0.6 of the time. The order in
+which its best schedule runs the operations first is that in which everything else then works.
 """
 
 from __future__ import annotations

@@ -57,6 +57,7 @@ def run(steps: Sequence[Step], known: Known) -> None:
             if not share:
                 continue
             if step.is_beside and known.options.threads > 1:
+                known.stats[f"{step.name}_beside"] = 1
                 beside.enter_context(_beside(step, known))
             else:
                 _told(step, known, _done(step, known, known.clock.share(share)))
