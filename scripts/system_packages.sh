@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # Install the Debian packages that some tests need, where they are missing and we may: as root, on a
 # system with apt. Never fails; says which tests will be skipped. NO_SYSTEM_PACKAGES=1 only says that.
-# Arguments name others than PostgreSQL and Chromium: debootstrap, for `make test-versions`.
+# Arguments name others than PostgreSQL, Chromium and g++: debootstrap, for `make test-versions`.
 set -uo pipefail
 
 has_postgresql() { compgen -G '/usr/lib/postgresql/*/bin/initdb' || command -v initdb; } >/dev/null
+has_g++() { command -v g++; } >/dev/null
 has_debootstrap() { command -v debootstrap; } >/dev/null
 has_chromium() { command -v chromium || command -v chromium-browser || command -v google-chrome; } >/dev/null
 
@@ -26,7 +27,7 @@ install() {
 
 needed=("$@")
 if [ $# -eq 0 ]; then
-    needed=(postgresql chromium)
+    needed=(postgresql chromium g++)
 fi
 mapfile -t wanted < <(missing)
 if [ ${#wanted[@]} -eq 0 ]; then
@@ -42,6 +43,7 @@ for package in $(missing); do
     case $package in
         postgresql) what="the store on PostgreSQL" ;;
         chromium) what="the page in a browser" ;;
+        g++) what="torch.compile" ;;
         debootstrap) what="images and of Pythons that are missing" ;;
     esac
     echo "$package is not installed: the tests of $what are skipped"

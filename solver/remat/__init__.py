@@ -59,6 +59,9 @@ from remat.version import VERSION
 
 if TYPE_CHECKING:
     from remat.frontend.capture.trace import trace
+    from remat.frontend.compile.backend import compile
+    from remat.frontend.compile.partition import Partitioner
+    from remat.frontend.compile.plans import CompiledPlan, compiled_plans
     from remat.frontend.costs.cache import CostCache
     from remat.frontend.costs.measure import measure
     from remat.frontend.estimate import estimate
@@ -68,6 +71,10 @@ if TYPE_CHECKING:
     from remat.frontend.runtime.module import RematModule, lower
 
 _TORCH_SIDE = {
+    "CompiledPlan": "compile.plans",
+    "Partitioner": "compile.partition",
+    "compile": "compile.backend",
+    "compiled_plans": "compile.plans",
     "CostCache": "costs.cache",
     "LiveStorageMeter": "meter",
     "estimate": "estimate",
@@ -88,6 +95,7 @@ __all__ = [
     "ChenSqrt",
     "Client",
     "Comparison",
+    "CompiledPlan",
     "CostCache",
     "DocumentError",
     "Estimate",
@@ -103,6 +111,7 @@ __all__ = [
     "LpRounding",
     "MaxBatch",
     "Operation",
+    "Partitioner",
     "PerBlock",
     "Plan",
     "Program",
@@ -125,6 +134,8 @@ __all__ = [
     "UnknownName",
     "Value",
     "compare",
+    "compile",
+    "compiled_plans",
     "estimate",
     "lower",
     "max_batch",

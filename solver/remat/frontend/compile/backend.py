@@ -1,0 +1,177 @@
+"""The backend "remat" of torch.compile, and `remat.compile`."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import CompileContext
+
+from remat.budget import format_bytes
+from remat.errors import InfeasibleBudget
+from remat.frontend.compile.kernels import PlannedKernels
+from remat.frontend.compile.options import CompileOptions, read_options
+from remat.frontend.compile.partition import Partitioner
+from remat.frontend.compile.plans import forget
+from remat.frontend.compile.verify import OverBudget, Verifier
+from remat.frontend.compile.versions import backward_at_once, kernel_by_kernel
+
+logger = logging.getLogger("remat")
+
+_ROUNDS = 3
+
+
+def remat_backend(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Any:
+    """What `torch.compile(model, backend="remat", mode=..., options={"budget": ...})` calls.
+
+    Raises `BudgetError` and ValueError for options that are none, `InfeasibleBudget` with the
+    smallest feasible budget, and `TraceError` for a graph that cannot be planned.
+    """
+    own, patches = read_options(options or {})
+    if mode is not None and mode != "default":
+        from torch._inductor import list_mode_options
+
+        patches = {**list_mode_options(mode), **patches}
+    if own.inductor:
+        return _with_inductor(gm, example_inputs, own, patches, _group_of(options))
+    if patches:
+        raise ValueError(f"{next(iter(patches))} is Inductor's, and the option inductor is False")
+    return _without_inductor(gm, example_inputs, own)
+
+
+def compile(
+    model: Callable[..., Any],
+    budget: int | str,
+    *,
+    mode: str | None = None,
+    dynamic: bool | None = None,
+    fullgraph: bool = False,
+    **options: Any,
+) -> Any:
+    """The model compiled, with a training step that takes no more memory than `budget`.
+
+    `budget` is the peak of bytes during forward and backward, parameters, gradients and batch
+    included: bytes, "8GiB", "60%" of what the same step takes under plain torch.compile, or "min".
+    The same as `torch.compile(model, backend="remat", options={"budget": budget, ...})`; other
+    options are `strategy` or its `gap`, `time_limit` (10 s by default), `threads`, `solver` and
+    `seed`; `reserve`, bytes to leave of the budget; `inductor=False`, which plans the same way and
+    runs the graphs as they are; `fallback`; and any option of Inductor. Errors in options are
+    raised at once, all others when the model is first called.
+    """
+    options = {"budget": budget, **options}
+    read_options(options)
+    return torch.compile(
+        model, backend=remat_backend, mode=mode, dynamic=dynamic, fullgraph=fullgraph,
+        options=options,
+    )  # fmt: skip
+
+
+@dataclass(eq=False)
+class _Group:
+    """The graphs of one step: torch.compile hands the same options to all of them, and each is a
+    frame. A frame that is compiled again, for other inputs, begins another step."""
+
+    options: object
+    frames: set[int] = field(default_factory=set[int])
+
+
+_last = _Group(None)
+
+
+def _group_of(options: object) -> _Group:
+    global _last
+    compiling = CompileContext.current_compile_id()
+    frame = getattr(compiling, "frame_id", None) or 0
+    if _last.options is not options or frame in _last.frames:
+        _last = _Group(options)
+    _last.frames.add(frame)
+    return _last
+
+
+def _with_inductor(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    options: CompileOptions,
+    patches: Mapping[str, Any],
+    group: _Group,
+) -> Any:
+    """Plans, and plans again for so much less as Inductor's kernels take too much."""
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+    from torch._inductor.virtualized import V
+
+    def inner(*args: Any, **kwargs: Any) -> Any:
+        with V.set_choices_handler(PlannedKernels()), kernel_by_kernel():
+            return compile_fx_inner(*args, **kwargs)
+
+    less_bytes = 0
+    for number in range(1, _ROUNDS + 1):
+        settings = {
+            "reorder_for_peak_memory": False,
+            **patches,
+            "custom_partitioner_fn": Partitioner.of_backend(options, group, less_bytes, number),
+            "_post_fusion_custom_pass": Verifier(),
+        }
+        try:
+            with backward_at_once():
+                return compile_fx(
+                    fx.GraphModule(gm, copy.deepcopy(gm.graph)),
+                    inputs,
+                    inner_compile=inner,
+                    config_patches=settings,
+                )
+        except Exception as error:
+            over = _over_budget(error)
+            if over is None:
+                raise
+            forget(over.compiled)
+            if number == _ROUNDS:
+                raise _given_up(over) from None
+            less_bytes += over.excess_bytes
+            logger.info("over the budget: %s; planned again for so much less", over)
+    raise AssertionError("the last round returns or raises")
+
+
+def _over_budget(error: BaseException | None) -> OverBudget | None:
+    """Inductor wraps what is raised inside of it."""
+    while error is not None:
+        if isinstance(error, OverBudget):
+            return error
+        error = getattr(error, "inner_exception", None) or error.__cause__ or error.__context__
+    return None
+
+
+def _given_up(over: OverBudget) -> InfeasibleBudget:
+    asked_bytes, peak_bytes = over.compiled.budget_bytes or 0, over.compiled.verified_bytes or 0
+    return InfeasibleBudget(
+        f"Inductor's kernels take {format_bytes(peak_bytes)} where {format_bytes(asked_bytes)} "
+        f"were asked for, after {_ROUNDS} plans, each for less; raise the budget to {peak_bytes:,} "
+        "bytes",
+        min_feasible_bytes=peak_bytes,
+    )
+
+
+def _without_inductor(gm: fx.GraphModule, inputs: Sequence[Any], options: CompileOptions) -> Any:
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._inductor.decomposition import select_decomp_table
+
+    def run(module: fx.GraphModule, _: Sequence[Any]) -> Any:
+        return make_boxed_func(module.forward)
+
+    compiled = aot_autograd(
+        fw_compiler=run,
+        partition_fn=Partitioner.of_backend(options, None),
+        decompositions=select_decomp_table,
+    )
+    return compiled(gm, inputs)

@@ -1,0 +1,150 @@
+"""Regions -> `Graph`: the same plain data that the solver, the simulator and all pictures know.
+
+An operation is a region, a value a tensor that its kernel really writes. What is only made and read
+inside of a kernel is no value, and running it again there costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from remat.costs.devices import match_device
+from remat.costs.flops import count_flops
+from remat.costs.roofline import Roofline
+from remat.frontend.compile.joint import Joint
+from remat.frontend.compile.nodes import (
+    changes,
+    is_number,
+    may_run_again,
+    node_bytes,
+    source,
+    storage_bytes,
+    tensors,
+)
+from remat.frontend.compile.regions import Region
+from remat.graph import Graph, Operation, Value
+
+BOUNDARY = "__boundary__"
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step to plan. `regions` has the region of each operation of the graph, None for the
+    boundary; what a region writes are the operation's outputs, in their order."""
+
+    graph: Graph
+    joint: Joint
+    regions: tuple[Region | None, ...]
+
+
+def read(joint: Joint, regions: list[Region], seconds: Callable[[Region, int], float]) -> Step:
+    """The graph of the step. `seconds` prices a region that moves so many bytes.
+
+    What comes from outside of the backward (tangents) is held to its end, as autograd does.
+    """
+    leaves = {source(n) for n in joint.returned if n in joint.place and not is_number(n)}
+    mutated = {source(n) for call in joint.calls for n in changes(call)}
+    values: list[Value] = []
+    number: dict[fx.Node, int] = {}
+
+    def add(nodes: tuple[fx.Node, ...]) -> tuple[int, ...]:
+        for node in nodes:
+            number[node] = len(values)
+            values.append(Value(node.name, _bytes(node)))
+        return tuple(number[node] for node in nodes)
+
+    operations: list[Operation] = []
+    of: list[Region | None] = []
+    boundary: int | None = None
+    for region in regions:
+        if region.is_backward and boundary is None:
+            boundary = len(operations)
+            start = Operation(
+                BOUNDARY, (), add(joint.tangents), 0.0, recomputable=False, backward=True
+            )
+            operations.append(start)
+            of.append(None)
+        read_here = {source(n) for node in region.all_nodes for n in node.all_input_nodes}
+        inputs = tuple(sorted(number[n] for n in read_here if n in number))
+        made = add(tuple(region.written))
+        inputs_read = [n for n in read_here if n.op == "placeholder" or number.get(n) in inputs]
+        moved = sum(map(_bytes, (*region.written, *inputs_read)))
+        lasting = {source(n) for node in region.nodes for n in node.all_input_nodes}
+        again = all(map(may_run_again, region.nodes)) and mutated.isdisjoint(lasting)
+        operations.append(
+            Operation(
+                name=f"{region.all_nodes[-1].name}_{len(operations)}",
+                inputs=inputs,
+                outputs=made,
+                cost_s=seconds(region, moved),
+                backward=region.is_backward,
+                recomputable=again and bool(made) and not region.is_backward,
+                module=_module(region.all_nodes[-1]),
+            )
+        )
+        of.append(region)
+    results = {number[n] for n in leaves} | {number[n] for n in joint.tangents if n in number}
+    graph = Graph(
+        tuple(operations),
+        tuple(values),
+        frozenset(results),
+        sum(map(node_bytes, joint.given)),
+        boundary,
+    )
+    return Step(graph, joint, tuple(of))
+
+
+def _bytes(node: fx.Node) -> int:
+    return sum(map(storage_bytes, tensors(node)))
+
+
+def _module(node: fx.Node) -> str:
+    """The path of the module that it belongs to, as far as torch tells."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    if not stack:
+        return ""
+    path = str(list(stack.values())[-1][0])
+    return path.removeprefix("L['self'].").replace("L['self']", "")
+
+
+def by_roofline(device: torch.device) -> Callable[[Region, int], float]:
+    """Seconds of a region by the data sheet of the device: see `remat.costs.roofline`."""
+    known = None
+    if device.type == "cuda":
+        known = match_device(torch.cuda.get_device_name(device))
+    roofline = Roofline("cpu" if device.type != "cuda" else known.name if known else "a100")
+
+    def seconds(region: Region, moved_bytes: int) -> float:
+        flops = sum(map(_flops, region.nodes))
+        first = next(tensors(region.all_nodes[0]), None)
+        dtype = "float32" if first is None else str(first.dtype).removeprefix("torch.")
+        return roofline.seconds(flops, moved_bytes, dtype)
+
+    return seconds
+
+
+def _flops(node: fx.Node) -> int:
+    from remat.frontend.compile.nodes import hint
+
+    def shown(item: object) -> object:
+        if isinstance(item, fx.Node):
+            found = item.meta.get("val")
+            return (
+                _Shape(tuple(map(hint, found.shape))) if isinstance(found, torch.Tensor) else found
+            )
+        return item
+
+    arguments = fx.map_arg(node.args, shown)  # type: ignore[arg-type]
+    try:
+        return count_flops(str(node.target), arguments)  # type: ignore[arg-type]
+    except (TypeError, IndexError, ValueError):
+        return 0
+
+
+@dataclass(frozen=True)
+class _Shape:
+    shape: tuple[int, ...]

@@ -1,0 +1,145 @@
+"""A step as torch.compile would run it without remat, in one graph: what remat plans on.
+
+torch's own partitioner decides first, so that a plan for all of the memory is what torch.compile
+does anyway: the backward makes again what costs nothing there. Both halves come back together, the
+backward reading the forward's nodes, so that more of the forward can run again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from torch import fx
+
+from remat.frontend.compile.nodes import changes, source
+from remat.frontend.compile.observe import Observation, observed
+from remat.frontend.compile.versions import is_tangent, min_cut
+
+
+class Fused(NamedTuple):
+    """The tensors that a kernel writes, as far as Inductor tells, and the operations in it."""
+
+    written: tuple[fx.Node, ...]
+    parts: tuple[fx.Node, ...]
+
+
+@dataclass(frozen=True)
+class Joint:
+    """`calls` are all operations in their order, the forward's `forward` ones first. `outputs` are
+    what the forward returns, `gradients` what the backward does; both as torch has them, None and
+    numbers included. `saved` is what the backward reads of the forward. `kernels` are Inductor's,
+    in their order; None without Inductor. `observed` are forward and backward as it runs them."""
+
+    module: fx.GraphModule
+    placeholders: tuple[fx.Node, ...]
+    calls: tuple[fx.Node, ...]
+    forward: int
+    outputs: tuple[Any, ...]
+    gradients: tuple[Any, ...]
+    saved: tuple[fx.Node, ...]
+    kernels: tuple[Fused, ...] | None
+    observed: tuple[Observation, ...]
+    output_meta: dict[str, Any]
+
+    @cached_property
+    def place(self) -> dict[fx.Node, int]:
+        """Of each operation, its number."""
+        return {node: number for number, node in enumerate(self.calls)}
+
+    @property
+    def returned(self) -> list[fx.Node]:
+        """The nodes among outputs and gradients."""
+        return [n for n in (*self.outputs, *self.gradients) if isinstance(n, fx.Node)]
+
+    @property
+    def tangents(self) -> tuple[fx.Node, ...]:
+        """Gradients that come from outside."""
+        return tuple(node for node in self.placeholders if is_tangent(node))
+
+    @property
+    def given(self) -> tuple[fx.Node, ...]:
+        """Parameters, buffers and batch."""
+        return tuple(node for node in self.placeholders if not is_tangent(node))
+
+    def is_backward(self, call: fx.Node) -> bool:
+        """Whether an operation is of the backward."""
+        return self.place[call] >= self.forward
+
+
+def rejoined(
+    module: fx.GraphModule,
+    inputs: Sequence[object],
+    num_fwd_outputs: int,
+    static_lifetime_input_indices: list[int] | None,
+    *,
+    inductor: bool,
+) -> Joint:
+    """From the joint graph that AOTAutograd has made. Changes that."""
+    for node in module.graph.nodes:  # torch.utils.checkpoint's marks: what runs again is planned
+        node.meta.pop("recompute", None)
+    output_meta = dict(module.graph.output_node().meta)
+    given = [(n.name, n) for n in module.graph.nodes if n.op == "placeholder"]
+    halves = min_cut(module, inputs, num_fwd_outputs, static_lifetime_input_indices)
+    graph = fx.Graph()
+    made: dict[str, fx.Node] = {name: graph.node_copy(node) for name, node in given}
+    placeholders = tuple(made.values())
+    constants: dict[object, fx.Node] = {}
+    returned: list[tuple[Any, ...]] = []
+    calls: list[fx.Node] = []
+    kernels: list[Fused] = []
+    seen: list[Observation] = []
+    forward = 0
+    saved: tuple[fx.Node, ...] = ()
+    mutated: set[fx.Node] = set()
+    for is_backward, half in enumerate(halves):
+        here: dict[fx.Node, fx.Node] = {}
+        for node in half.graph.nodes:
+            if node.op == "placeholder":
+                here[node] = made[str(node.target)]
+            elif node.op == "get_attr":
+                if node.target not in constants:
+                    constants[node.target] = graph.node_copy(node)
+                here[node] = constants[node.target]
+            elif node.op == "output":
+                returned.append(fx.map_arg(tuple(node.args[0]), here.__getitem__))  # type: ignore[arg-type]
+            elif (
+                is_backward
+                and any(here[n] in mutated for n in node.all_input_nodes)
+                and ((first := made.get(node.name)) is not None and first.target == node.target)
+            ):
+                # torch 2.13 makes again what the forward read of a buffer that it then changed.
+                here[node] = first
+            else:
+                here[node] = graph.node_copy(node, here.__getitem__)
+                calls.append(here[node])
+                made.setdefault(node.name, here[node])
+        if is_backward:
+            reads = {n for call in calls[forward:] for n in call.all_input_nodes}
+            saved = tuple(n for n in calls[:forward] if n in reads)
+        else:
+            forward = len(calls)
+            mutated = {source(n) for call in calls for n in changes(call)}
+        if inductor:
+            named = {n.name: here[n] for n in here if n.op == "call_function"}
+            seen.append(observed(half, is_backward=bool(is_backward)))
+            for kernel in seen[-1].kernels:
+                written, parts = (
+                    tuple(named[name] for name in names if name in named)
+                    for names in (kernel.written, kernel.parts)
+                )
+                kernels.append(Fused(written, parts))
+    return Joint(
+        module=module,
+        placeholders=placeholders,
+        calls=tuple(calls),
+        forward=forward,
+        outputs=returned[0][:num_fwd_outputs],
+        gradients=returned[1],
+        saved=saved,
+        kernels=tuple(kernels) if inductor else None,
+        observed=tuple(seen),
+        output_meta=output_meta,
+    )

@@ -1,0 +1,137 @@
+"""What is asked of single fx nodes: their bytes, whose storage they show, whether they run again.
+
+Sizes that are symbols count as their hints, the sizes of the first call.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from math import prod
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+
+_VIEWS = frozenset({"aten._unsafe_view.default", "aten.detach.default", "aten.alias.default"})
+"""Views that torch's schemas do not call so, or not in all versions."""
+
+_PURE = frozenset({"aten", "prims", "quantized_decomposed", "torchvision"})
+"""Namespaces of operations that may run again."""
+
+_KEPT = frozenset({"prims.inductor_seed.default", "prims.inductor_seeds.default"})
+"""A second run would draw other numbers; what reads a seed draws the same again."""
+
+
+def hint(size: int | torch.SymInt) -> int:
+    """A size as a number, without a guard."""
+    if isinstance(size, int):
+        return size
+    found = size.node.hint
+    return int(found) if found is not None else 0
+
+
+def tensors(node: fx.Node) -> Iterator[torch.Tensor]:
+    """The tensors that an operation makes; none for one that makes numbers."""
+    value = node.meta.get("val")
+    for each in value if isinstance(value, (tuple, list)) else (value,):
+        if isinstance(each, torch.Tensor):
+            yield each
+
+
+def elements(tensor: torch.Tensor) -> int:
+    """How many numbers it has."""
+    return prod(map(hint, tensor.shape))
+
+
+def storage_bytes(tensor: torch.Tensor) -> int:
+    """What it takes where it owns its storage: as far as its strides reach."""
+    if tensor.layout != torch.strided:
+        return elements(tensor) * tensor.element_size()
+    if not elements(tensor):
+        return 0
+    reach = sum((hint(n) - 1) * hint(s) for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return (reach + 1) * tensor.element_size()
+
+
+def node_bytes(node: fx.Node) -> int:
+    """Of all tensors that it makes."""
+    return sum(map(storage_bytes, tensors(node)))
+
+
+def is_item(node: fx.Node) -> bool:
+    """Whether it takes one result of several."""
+    return node.target is operator.getitem
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether it shows the storage of its first argument."""
+    target = node.target
+    if is_item(node):
+        source = node.args[0]
+        return isinstance(source, fx.Node) and is_view(source)
+    if not isinstance(target, OpOverload):
+        return False
+    return bool(target.is_view) or str(target) in _VIEWS
+
+
+def is_number(node: fx.Node) -> bool:
+    """Whether it computes sizes and other numbers: it takes no memory."""
+    return node.op == "call_function" and not any(True for _ in tensors(node))
+
+
+def is_work(node: fx.Node) -> bool:
+    """Whether it is an operation that runs: no view, no part of a result, no number."""
+    return node.op == "call_function" and not (is_view(node) or is_item(node) or is_number(node))
+
+
+def source(node: fx.Node) -> fx.Node:
+    """The node whose storage it shows: itself, but for views."""
+    while node.op == "call_function" and is_view(node):
+        first = node.args[0]
+        assert isinstance(first, fx.Node)
+        node = first
+    return node
+
+
+def maker(node: fx.Node) -> fx.Node:
+    """The operation that makes this storage."""
+    node = source(node)
+    first = node.args[0] if is_item(node) else node
+    assert isinstance(first, fx.Node)
+    return first
+
+
+def changes(node: fx.Node) -> list[fx.Node]:
+    """The arguments that it writes into."""
+    target = node.target
+    if not isinstance(target, OpOverload):
+        return []
+    found: list[fx.Node] = []
+    for argument, given in zip(target._schema.arguments, node.args, strict=False):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found += [n for n in (given if isinstance(given, list) else [given]) if _is_node(n)]  # type: ignore[misc]
+    return found
+
+
+def _is_node(item: object) -> bool:
+    return isinstance(item, fx.Node)
+
+
+def may_run_again(node: fx.Node) -> bool:
+    """Whether a second run gives the same and changes nothing."""
+    target = node.target
+    if is_item(node):
+        return True
+    if not isinstance(target, OpOverload) or str(target) in _KEPT:
+        return False
+    if target.namespace not in _PURE or target._schema.is_mutable:
+        return False
+    return torch.Tag.nondeterministic_seeded not in target.tags
+
+
+def is_fusible(node: fx.Node) -> bool:
+    """Whether a compiler makes one kernel of it and its neighbours: it is no call of a library."""
+    from torch._inductor.fx_passes.fusion_regions import is_fusible_node
+
+    return is_fusible_node(node) and not changes(node)

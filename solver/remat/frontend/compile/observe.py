@@ -1,0 +1,104 @@
+"""The kernels that Inductor makes of a graph: read off its scheduler, before code is generated."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+from torch._inductor import config
+from torch._inductor.custom_graph_pass import CustomSchedulerPass
+from torch._inductor.virtualized import V
+
+from remat.frontend.compile.verify import copied_bytes, is_inside_a_kernel, live_peak_bytes
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What one kernel writes, and all that it was made of, by the names of nodes."""
+
+    written: tuple[str, ...]
+    parts: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Observation:
+    """A forward or backward graph as Inductor would run it: kernels in their order, the peak of
+    what lives in it, and what of parameters it saves in another layout."""
+
+    kernels: tuple[Kernel, ...] = ()
+    live_bytes: int = 0
+    copied_bytes: int = 0
+
+
+class _Seen(Exception):
+    """Ends a compilation once the kernels are known."""
+
+    def __init__(self, observation: Observation) -> None:
+        super().__init__("the kernels are known")
+        self.observation = observation
+
+
+class _Observer(CustomSchedulerPass):
+    def __call__(self, nodes: list[Any]) -> list[Any]:
+        copied = 0 if V.graph.is_backward else copied_bytes()
+        raise _Seen(Observation(tuple(kernels_of(nodes)), live_peak_bytes(nodes), copied))
+
+    def uuid(self) -> None:
+        return None  # nothing is kept
+
+
+def observed(half: fx.GraphModule, *, is_backward: bool) -> Observation:
+    """What Inductor would make of it."""
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    placeholders = half.graph.find_nodes(op="placeholder")
+    static = [i for i, n in enumerate(placeholders) if str(n.target).startswith("primals")]
+    module = fx.GraphModule(half, copy.deepcopy(half.graph))
+    settings: dict[str, Any] = {
+        "_post_fusion_custom_pass": _Observer(),
+        "reorder_for_peak_memory": False,
+        "fx_graph_cache": False,
+    }
+    module.graph.output_node().meta["user_visible_output_idxs"] = []
+    try:
+        with config.patch(settings):
+            compile_fx_inner(
+                module,
+                [node.meta["val"] for node in placeholders],
+                static_input_idxs=static,
+                is_backward=is_backward,
+            )
+    except Exception as error:
+        seen = _found(error)
+        if seen is None:
+            raise
+        return seen.observation
+    return Observation()  # a graph without a kernel
+
+
+def _found(error: BaseException | None) -> _Seen | None:
+    while error is not None:
+        if isinstance(error, _Seen):
+            return error
+        error = getattr(error, "inner_exception", None) or error.__cause__ or error.__context__
+    return None
+
+
+def kernels_of(nodes: Sequence[Any]) -> list[Kernel]:
+    """Of a scheduled graph."""
+    found: list[Kernel] = []
+    for step, node in enumerate(nodes):
+        written: dict[str, None] = {}
+        for buffer in node.get_outputs():
+            if is_inside_a_kernel(buffer.get_name(), nodes, step):
+                continue
+            origin = buffer.node.get_origin_node()
+            if origin is not None:
+                written[origin.name] = None
+        origins = (getattr(part.node, "origins", None) or () for part in node.get_nodes())
+        parts = dict.fromkeys(origin.name for each in origins for origin in each)
+        found.append(Kernel(tuple(written), tuple(parts)))
+    return found

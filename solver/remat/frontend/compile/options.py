@@ -1,0 +1,88 @@
+"""What `torch.compile(backend="remat", options={...})` takes: remat's options and Inductor's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from remat.budget import Budget
+from remat.errors import BudgetError, nearest
+from remat.reserve import less_reserve, parse_reserve
+from remat.strategies import Auto, Strategy
+
+TIME_LIMIT_S = 10.0
+"""Somebody waits for the first step."""
+
+
+@dataclass(frozen=True)
+class CompileOptions:
+    """`reserve_bytes` are left of a budget in bytes. Without `inductor`, AOTAutograd's graphs run
+    as they are, operation by operation. With `fallback`, torch's own partitioner takes a graph that
+    cannot be planned."""
+
+    budget: Budget
+    strategy: Strategy
+    reserve_bytes: int = 0
+    inductor: bool = True
+    fallback: bool = False
+
+    def budget_bytes(self, baseline_bytes: int) -> int | None:
+        """What the step may take, where torch.compile's would take so much; None for "min"."""
+        if self.budget.size_bytes is not None:
+            return less_reserve(self.budget, self.reserve_bytes)
+        return self.budget.in_bytes(baseline_bytes)
+
+
+def read_options(options: Mapping[str, Any]) -> tuple[CompileOptions, dict[str, Any]]:
+    """remat's options, and the rest, which is Inductor's to check.
+
+    Raises `BudgetError` for a budget that is none, or is missing, and ValueError for what is no
+    option, or has the wrong type.
+    """
+    left = dict(options)
+    if "budget" not in left:
+        raise BudgetError(
+            'the remat backend needs a budget: options={"budget": "60%"}, or "8GiB", or "min"'
+        )
+    budget = Budget.parse(left.pop("budget"))
+    strategy = left.pop("strategy", None)
+    own = {
+        key: left.pop(key)
+        for key in ("gap", "time_limit", "threads", "solver", "seed")
+        if key in left
+    }
+    if strategy is not None and own:
+        raise ValueError(
+            f"give {next(iter(own))} to the strategy itself, or leave the strategy out"
+        )
+    if strategy is None:
+        strategy = Auto(**{"time_limit": TIME_LIMIT_S, **own})
+    elif not hasattr(strategy, "run"):
+        raise ValueError(f"strategy is a {type(strategy).__name__}; pass one such as remat.Auto()")
+    reserve_bytes = parse_reserve(left.pop("reserve", 0))
+    if reserve_bytes:
+        less_reserve(budget, reserve_bytes)
+    switches = {name: left.pop(name) for name in ("inductor", "fallback") if name in left}
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} is {value!r}; it is True or False")
+    found = CompileOptions(budget, strategy, reserve_bytes, **switches)
+    _check_known(left)
+    return found, left
+
+
+def _check_known(options: Mapping[str, Any]) -> None:
+    """Inductor's own error lists some 300 options and none of remat's."""
+    from torch._inductor import config
+
+    known = config.get_config_copy()
+    own = ["strategy", "gap", "time_limit", "threads", "solver", "seed", "reserve"]
+    own += [field.name for field in fields(CompileOptions) if not field.name.endswith("_bytes")]
+    for key in options:
+        if key.replace("-", "_") not in known:
+            near = nearest(key, [*own, *known])
+            raise ValueError(
+                f"there is no option {key!r}{near}; remat's are {', '.join(sorted(set(own)))}, all "
+                "others are Inductor's"
+            )

@@ -1,0 +1,185 @@
+"""`Partitioner`: what torch.compile asks to split a step into forward and backward."""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+from remat.budget import format_bytes
+from remat.errors import InfeasibleBudget, RematError, TraceError, one_line
+from remat.frontend.compile.graph import Step, by_roofline, read
+from remat.frontend.compile.joint import rejoined
+from remat.frontend.compile.kernels import PlannedKernels
+from remat.frontend.compile.nodes import node_bytes, source
+from remat.frontend.compile.options import CompileOptions, read_options
+from remat.frontend.compile.plans import CompiledPlan, held_by_others, remember
+from remat.frontend.compile.regions import find_regions
+from remat.frontend.compile.verify import Verifier
+from remat.frontend.compile.versions import min_cut
+from remat.frontend.compile.write import write
+from remat.graph import Graph
+from remat.plan import Plan
+from remat.schedule import Schedule
+from remat.simulate import simulate
+from remat.solve import solve
+from remat.version import VERSION
+
+logger = logging.getLogger("remat")
+
+
+class Partitioner(CustomPartitionerFn):
+    """Plans each step that torch.compile traces within a budget, for code that sets Inductor's
+    options itself:
+
+        torch.compile(model, options=remat.Partitioner("60%").settings())
+
+    Options are those of `torch.compile(backend="remat")`. That one also plans again where Inductor
+    needs more than was planned; here this is an error.
+    """
+
+    def __init__(self, budget: int | str, **options: Any) -> None:
+        own, left = read_options({"budget": budget, **options})
+        if left:
+            raise ValueError(
+                f"{next(iter(left))} is an option of Inductor: give it to torch.compile"
+            )
+        self._set(own)
+
+    def _set(
+        self, options: CompileOptions, group: object = None, less_bytes: int = 0, rounds: int = 1
+    ) -> None:
+        self.options = options
+        self.group = group
+        self.less_bytes = less_bytes
+        self.rounds = rounds
+
+    @classmethod
+    def of_backend(
+        cls, options: CompileOptions, group: object, less_bytes: int = 0, rounds: int = 1
+    ) -> Partitioner:
+        """For a budget less so many bytes; graphs of one `group` share it."""
+        found = cls.__new__(cls)
+        found._set(options, group, less_bytes, rounds)
+        return found
+
+    def settings(self) -> dict[str, Any]:
+        """Inductor's options: this partitioner, and what holds Inductor to its plans."""
+        return {
+            "custom_partitioner_fn": self,
+            "inductor_choices_class": PlannedKernels,
+            "reorder_for_peak_memory": False,
+            "_post_fusion_custom_pass": Verifier(),
+        }
+
+    def __call__(
+        self,
+        gm: fx.GraphModule,
+        joint_inputs: Sequence[object],
+        *,
+        num_fwd_outputs: int,
+        static_lifetime_input_indices: list[int] | None = None,
+        **_: Any,
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        static = static_lifetime_input_indices
+        try:
+            return self._planned(gm, joint_inputs, num_fwd_outputs, static)
+        except RematError:
+            raise
+        except Exception as error:
+            why = f"remat cannot plan this graph: {one_line(error)}"
+            if not self.options.fallback:
+                raise TraceError(
+                    f"{why}; please report it, or pass fallback=True: torch's own partitioner then "
+                    "takes this graph, outside of the budget"
+                ) from error
+            warnings.warn(f"{why}; torch's own partitioner takes it", stacklevel=2)
+            return min_cut(gm, joint_inputs, num_fwd_outputs, static)
+
+    def _planned(
+        self,
+        gm: fx.GraphModule,
+        joint_inputs: Sequence[object],
+        num_fwd_outputs: int,
+        static: list[int] | None,
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        began = time.perf_counter()
+        is_held = self.options.inductor
+        joint = rejoined(gm, joint_inputs, num_fwd_outputs, static, inductor=is_held)
+        step = read(joint, find_regions(joint), by_roofline(_device(joint.calls)))
+        compiled = self._solved(step)
+        halves = write(step, compiled, num_fwd_outputs, static or (), held=is_held)
+        compiled.planned_s = time.perf_counter() - began
+        remember(compiled)
+        logger.info("planned in %.1f s: %r", compiled.planned_s, compiled)
+        return halves
+
+    def _solved(self, step: Step) -> CompiledPlan:
+        graph, place = step.graph, step.joint.place
+        planned_bytes = simulate(graph, Schedule.keep_all(graph)).peak_bytes
+        baseline_bytes = _as_inductor_runs(step) or planned_bytes
+        leaves = {source(n) for n in step.joint.outputs if isinstance(n, fx.Node)}
+        kept = {n for n in leaves if n in place}.union(map(source, step.joint.saved))
+        others = held_by_others(self.group)
+        asked_bytes = self.options.budget_bytes(baseline_bytes + others.baseline_bytes)
+        if asked_bytes is not None:
+            asked_bytes -= others.held_bytes
+        # What Inductor needs beside the kernels that are planned, it will need again.
+        less_bytes = max(self.less_bytes, baseline_bytes - planned_bytes)
+        return CompiledPlan(
+            plan=self._plan(graph, asked_bytes, less_bytes),
+            budget_bytes=asked_bytes,
+            baseline_bytes=baseline_bytes,
+            group=self.group,
+            rounds=self.rounds,
+            baseline_saved_bytes=sum(map(node_bytes, kept)),
+        )
+
+    def _plan(self, graph: Graph, asked_bytes: int | None, less_bytes: int) -> Plan:
+        if asked_bytes is None:
+            return solve(graph, "min", self.options.strategy)
+        if asked_bytes <= self.less_bytes:
+            raise InfeasibleBudget(
+                f"what other graphs of this step hold leaves {format_bytes(asked_bytes)} to this "
+                "one; raise the budget"
+            )
+        try:
+            return solve(graph, max(1, asked_bytes - less_bytes), self.options.strategy)
+        except InfeasibleBudget:
+            if less_bytes <= self.less_bytes:
+                raise
+            return solve(graph, asked_bytes - self.less_bytes, self.options.strategy)
+
+    def uuid(self) -> str:
+        """For torch's caches: all that decides a plan."""
+        others = held_by_others(self.group)
+        return f"remat {VERSION} {self.options!r} {self.less_bytes} {others!r} {self.group is None}"
+
+
+def _as_inductor_runs(step: Step) -> int:
+    """The peak without recomputation, by Inductor's own kernels; 0 where it was not asked."""
+    if not step.joint.observed:
+        return 0
+    forward, backward = step.joint.observed
+    graph, place = step.graph, step.joint.place
+    leaves = {source(n) for n in step.joint.outputs if isinstance(n, fx.Node)}
+    saved = set(step.joint.saved)
+    held = [n for n in leaves if n in place and n not in saved]
+    held_bytes = sum(map(node_bytes, (*held, *step.joint.tangents)))
+    return graph.constant_bytes + max(
+        forward.live_bytes, held_bytes + forward.copied_bytes + backward.live_bytes
+    )
+
+
+def _device(calls: Sequence[fx.Node]) -> torch.device:
+    for node in calls:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor):
+            return value.device
+    return torch.device("cpu")

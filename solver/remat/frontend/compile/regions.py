@@ -1,0 +1,182 @@
+"""Regions: operations that become one kernel. What the solver sees as one operation.
+
+A compiler makes one kernel of an operation and those around it; what is made and read inside of it
+takes no memory, and what two kernels need is made in both. Which kernels Inductor makes of a step
+without recomputation is read off it (`observe.py`); a plan is for these, and Inductor is held to
+them (`kernels.py`). Without a compiler every operation is a region of its own.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from remat.errors import TraceError
+from remat.frontend.compile.joint import Joint
+from remat.frontend.compile.nodes import changes, is_fusible, is_item, is_work, maker, source
+
+Group = tuple[list[fx.Node], list[fx.Node]]
+"""Tensors that one kernel writes, and its operations that change what outlives the step."""
+
+
+@dataclass
+class Region:
+    """Operations in their order, and those of their tensors that are written to memory. `effects`
+    are operations that change what outlives the step, with what only these need: part of the first
+    run alone. `is_kernel` where a compiler makes it, not a library. `needs` are the numbers of
+    regions that must have run."""
+
+    nodes: list[fx.Node]
+    written: list[fx.Node]
+    effects: list[fx.Node]
+    is_backward: bool
+    is_kernel: bool = False
+    needs: set[int] = field(default_factory=set[int])
+
+    @property
+    def all_nodes(self) -> list[fx.Node]:
+        """Of the first run."""
+        return [*self.nodes, *self.effects]
+
+
+def find_regions(joint: Joint) -> list[Region]:
+    """All regions, in an order in which they can run: that of the graph, by their last one."""
+    groups = _groups(joint)
+    while True:
+        regions = _regions(joint, groups)
+        order, stuck = _ordered(regions, [_last(joint, region) for region in regions])
+        if not stuck:
+            return order
+        # What one kernel writes may need what another does and the other way round, where part of
+        # what Inductor made of them was not told: then each tensor is on its own.
+        groups = [
+            each
+            for number, (written, changing) in enumerate(groups)
+            for each in (
+                [([n], changing if n is written[-1] else []) for n in written]
+                if number in stuck and len(written) > 1
+                else [(written, changing)]
+            )
+        ]
+        if len(groups) == len(regions):
+            raise TraceError("the operations of this step need each other in a circle")
+
+
+def _last(joint: Joint, region: Region) -> int:
+    return max(joint.place[node] for node in region.all_nodes)
+
+
+def _regions(joint: Joint, groups: list[Group]) -> list[Region]:
+    kept = {node for written, _ in groups for node in written}
+    regions: list[Region] = []
+    for written, changing in groups:
+        nodes = _made_of(map(maker, written), kept, joint)
+        effects = [n for n in _made_of(changing, kept, joint) if n not in set(nodes)]
+        own = maker(written[0]) if written else changing[0]
+        is_kernel = joint.kernels is not None and bool(written) and is_fusible(own)
+        regions.append(Region(nodes, written, effects, joint.is_backward(own), is_kernel))
+    _connect(joint, regions)
+    return regions
+
+
+def _groups(joint: Joint) -> list[Group]:
+    """Tensors that are written, those of one kernel or call together, with the operations of that
+    kernel that change something. Where no kernel names them, each by itself."""
+    wanted = _written(joint)
+    seen: set[fx.Node] = set()
+    groups: list[Group] = []
+    named = {source(n) for kernel in joint.kernels or () for n in kernel.written}
+    for kernel in joint.kernels or ():
+        # Of some that it writes Inductor does not tell: they belong where their operation is.
+        parts = [*kernel.parts, *(u for p in kernel.parts for u in p.users if is_item(u))]
+        own = [source(n) for n in kernel.written] + [n for n in parts if n not in named]
+        new = [n for n in dict.fromkeys(own) if n not in seen and n in joint.place]
+        fused = [n for n in new if n in wanted and is_fusible(maker(n))]
+        changing = [n for n in new if changes(n)]
+        seen.update(fused, changing)
+        if fused or changing:
+            groups.append((fused, changing))
+    alone: dict[fx.Node, list[fx.Node]] = {}
+    for node in sorted(wanted - seen, key=joint.place.__getitem__):
+        alone.setdefault(maker(node), []).append(node)
+    groups += [(written, []) for written in alone.values()]
+    return groups + [([], [n]) for n in joint.calls if changes(n) and n not in seen]
+
+
+def _written(joint: Joint) -> set[fx.Node]:
+    """What is in memory at some time: what kernels write, what calls of libraries read and make,
+    what the backward reads of the forward, what is returned. Without kernels, everything."""
+    found = {source(n) for n in joint.returned} | {source(n) for n in joint.saved}
+    found |= {source(n) for kernel in joint.kernels or () for n in kernel.written}
+    for node in joint.calls:
+        if is_work(node) and (joint.kernels is None or not is_fusible(node)):
+            found |= {n for n in node.users if is_item(n)} or {node}
+            if not changes(node):
+                found |= {source(n) for n in node.all_input_nodes}
+    return {n for n in found if n in joint.place and is_work(maker(n)) and not changes(maker(n))}
+
+
+def _made_of(last: Iterable[fx.Node], kept: set[fx.Node], joint: Joint) -> list[fx.Node]:
+    """These operations, and what they need that is not in memory."""
+    found: set[fx.Node] = set()
+    waiting = list(last)
+    while waiting:
+        node = waiting.pop()
+        if node in found:
+            continue
+        found.add(node)
+        for read in map(source, node.all_input_nodes):
+            if read in joint.place and is_work(maker(read)) and read not in kept:
+                waiting.append(maker(read))
+    return sorted(found, key=joint.place.__getitem__)
+
+
+def _connect(joint: Joint, regions: Sequence[Region]) -> None:
+    """What must have run before each: who writes what it reads, and, where an operation writes into
+    a tensor, those who read that before."""
+    writer = {node: number for number, region in enumerate(regions) for node in region.written}
+    for number, region in enumerate(regions):
+        read = {source(n) for node in region.all_nodes for n in node.all_input_nodes}
+        region.needs = {writer[n] for n in read if n in writer} - {number}
+    changed = {source(n) for call in joint.calls for n in changes(call)}
+    readers: dict[fx.Node, set[int]] = {}
+    last: dict[fx.Node, int] = {}
+    of: dict[fx.Node, set[int]] = {}
+    for number, region in enumerate(regions):
+        for node in region.all_nodes:
+            of.setdefault(node, set()).add(number)
+    for node in joint.calls:
+        written = {source(n) for n in changes(node)}
+        for storage in changed.intersection(map(source, node.all_input_nodes)):
+            here = of.get(node, set())
+            for number in here:
+                if storage in last:
+                    regions[number].needs |= {last[storage]} - {number}
+                if storage in written:
+                    regions[number].needs |= readers.get(storage, set()) - {number}
+                    last[storage] = number
+            readers.setdefault(storage, set()).update(here)
+
+
+def _ordered(regions: Sequence[Region], last: Sequence[int]) -> tuple[list[Region], set[int]]:
+    """The forward first, then by `last`, but each after those that it needs; and the numbers of
+    those that need each other."""
+    readers: list[list[int]] = [[] for _ in regions]
+    for number, region in enumerate(regions):
+        for other in region.needs:
+            readers[other].append(number)
+    waits = [len(region.needs) for region in regions]
+    ready = [(region.is_backward, last[r], r) for r, region in enumerate(regions) if not waits[r]]
+    heapq.heapify(ready)
+    order: list[int] = []
+    while ready:
+        number = heapq.heappop(ready)[-1]
+        order.append(number)
+        for reader in readers[number]:
+            waits[reader] -= 1
+            if not waits[reader]:
+                heapq.heappush(ready, (regions[reader].is_backward, last[reader], reader))
+    return [regions[number] for number in order], set(range(len(regions))).difference(order)

@@ -1,0 +1,111 @@
+"""The peak of what Inductor will really run: read off its scheduler, after it has fused.
+
+The plan is for kernels that remat chose; Inductor may still not fuse what it was asked to, copy a
+tensor into another layout, or need a kernel more. So its own list of kernels, with the buffers that
+each reads and writes, is simulated by the rules of `remat.simulate` before a line of code is
+generated: what a kernel reads and what it writes are there while it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import Any
+
+from torch import fx
+from torch._inductor.custom_graph_pass import CustomSchedulerPass
+from torch._inductor.memory import compute_memory_timeline, prepare_planning_info
+from torch._inductor.virtualized import V
+from torch.utils._ordered_set import OrderedSet
+
+from remat.frontend.compile.kernels import runs_of
+from remat.frontend.compile.nodes import node_bytes
+from remat.frontend.compile.plans import CompiledPlan, find
+
+
+class OverBudget(Exception):
+    """The kernels of a plan take so much more than was asked for."""
+
+    def __init__(self, compiled: CompiledPlan, excess_bytes: int) -> None:
+        super().__init__(f"{excess_bytes:,} bytes over the budget")
+        self.compiled = compiled
+        self.excess_bytes = excess_bytes
+
+
+class Verifier(CustomSchedulerPass):
+    """Notes the peak of each planned graph in its plan. Raises `OverBudget`."""
+
+    def __call__(self, nodes: list[Any]) -> list[Any]:
+        compiled = _plan_of(nodes)
+        if compiled is None:
+            return nodes
+        is_backward = bool(V.graph.is_backward)
+        held = compiled.held_names if is_backward else frozenset[str]()
+        peak_bytes = compiled.plan.graph.constant_bytes + live_peak_bytes(nodes, held)
+        if is_backward:
+            peak_bytes += compiled.held_bytes + compiled.copied_bytes
+        else:
+            compiled.copied_bytes = copied_bytes()
+        compiled.verified["backward" if is_backward else "forward"] = peak_bytes
+        budget_bytes = compiled.budget_bytes
+        if budget_bytes is not None and peak_bytes > budget_bytes:
+            raise OverBudget(compiled, peak_bytes - budget_bytes)
+        return nodes
+
+    def uuid(self) -> str:
+        """For Inductor's cache: it changes no code."""
+        return "remat: the peak is read"
+
+
+def live_peak_bytes(nodes: Sequence[Any], held: Iterable[str] = ()) -> int:
+    """Of the inputs that can be freed and of all buffers, at the worst kernel. Inputs `held` are
+    there to the end."""
+    scheduler = V.graph.scheduler
+    outputs = OrderedSet(V.graph.get_output_names())
+    _, inputs = prepare_planning_info(
+        list(nodes),
+        scheduler.name_to_buf,
+        scheduler.name_to_fused_node,
+        OrderedSet(V.graph.graph_inputs.keys()),
+        outputs,
+    )
+    lives, _, _ = compute_memory_timeline(list(nodes), inputs, outputs)
+    kept = set(held)
+    change = [0] * (len(nodes) + 1)
+    for life in lives:
+        name = life.buffer.get_name()
+        if is_inside_a_kernel(name, nodes, life.start_step):
+            continue
+        change[life.start_step] += life.size_alloc
+        if life.end_step != -1 and name not in kept:
+            change[life.end_step + 1] -= life.size_free
+    return max(accumulate(change), default=0)
+
+
+def copied_bytes() -> int:
+    """Of parameters and batch, what the forward saves for the backward in another layout: the
+    backward knows it by their names."""
+    module: Any = V.graph.module
+    returned = module.graph.output_node().args[0]
+    given = V.graph.graph_inputs
+    return sum(
+        node_bytes(node)
+        for node, made in zip(returned, V.graph.graph_outputs, strict=True)
+        if isinstance(node, fx.Node) and node.op == "placeholder" and made.get_name() not in given
+    )
+
+
+def is_inside_a_kernel(name: str, nodes: Sequence[Any], step: int) -> bool:
+    """Whether only the kernel that makes a buffer reads it: then it is never written."""
+    buffer = V.graph.scheduler.name_to_buf.get(name)
+    if buffer is None or name in V.graph.get_output_names():
+        return False
+    parts = {part.get_name() for part in nodes[step].get_nodes()}
+    return len(parts) > 1 and all(user.get_name() in parts for user in buffer.users)
+
+
+def _plan_of(nodes: Sequence[Any]) -> CompiledPlan | None:
+    for node in nodes:
+        for number, _ in runs_of(node):
+            return find(number)
+    return None

@@ -1,0 +1,95 @@
+"""Where torch's versions differ: what its partitioner offers, called by what signatures say.
+
+Held by tests on torch 2.11, 2.13 and 2.15.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import fx
+from torch._functorch import partitioners
+from torch.utils._ordered_set import OrderedSet
+
+
+def min_cut(
+    joint: fx.GraphModule,
+    inputs: Sequence[object],
+    num_fwd_outputs: int,
+    static_lifetime_input_indices: list[int] | None,
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """What torch.compile does without remat. Changes the joint graph."""
+    from torch._functorch import config
+
+    with config.patch(activation_memory_budget=1.0):
+        return partitioners.min_cut_rematerialization_partition(
+            joint,
+            inputs,
+            num_fwd_outputs=num_fwd_outputs,
+            static_lifetime_input_indices=static_lifetime_input_indices,
+        )
+
+
+def extract(
+    joint: fx.GraphModule,
+    saved: list[fx.Node],
+    saved_numbers: list[fx.Node],
+    saved_objects: list[fx.Node],
+    num_fwd_outputs: int,
+    static: Sequence[fx.Node],
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Forward and backward of a joint graph, in its order, with what is saved in between."""
+    split = partitioners._extract_fwd_bwd_modules
+    more: dict[str, Any] = {}
+    if "saved_opaque_nodes" in inspect.signature(split).parameters:
+        more["saved_opaque_nodes"] = saved_objects
+    forward, backward = split(
+        joint,
+        saved,
+        saved_sym_nodes=saved_numbers,
+        num_fwd_outputs=num_fwd_outputs,
+        static_lifetime_input_nodes=OrderedSet(static),
+        **more,
+    )
+    return _finished(forward, is_backward=False), _finished(backward, is_backward=True)
+
+
+def _finished(module: fx.GraphModule, *, is_backward: bool) -> fx.GraphModule:
+    """As torch's partitioner leaves its own: results taken apart early, generators threaded."""
+    if (raise_getitems := getattr(partitioners, "raise_getitems", None)) is not None:
+        module = raise_getitems(module)
+    thread = getattr(partitioners, "thread_graphsafe_rng_from_hops", None)
+    return module if thread is None else thread(module, is_backward=is_backward)
+
+
+@contextmanager
+def backward_at_once() -> Iterator[None]:
+    """The backward is compiled with the forward: what it takes is known before a step runs."""
+    from torch._functorch import config
+
+    with config.patch(force_non_lazy_backward_lowering=True):
+        yield
+
+
+@contextmanager
+def kernel_by_kernel() -> Iterator[None]:
+    """On the CPU, Inductor calls all kernels between two library calls at once: what the first
+    reads is freed after the last, and what the last writes is there before the first. Here each
+    is a call of its own, as on a GPU."""
+    from torch._inductor.codegen import cpp
+
+    scheduling: Any = cpp.CppScheduling
+    most = scheduling.MAX_FUSED_KERNEL_ARGS_NUM
+    scheduling.MAX_FUSED_KERNEL_ARGS_NUM = -1
+    try:
+        yield
+    finally:
+        scheduling.MAX_FUSED_KERNEL_ARGS_NUM = most
+
+
+def is_tangent(node: fx.Node) -> bool:
+    """Whether a placeholder is a gradient that comes from outside."""
+    return partitioners._is_tangent(node)

@@ -1,0 +1,167 @@
+"""Schedule -> joint graph: what the solver decided, as the graph that torch compiles.
+
+Every run of the schedule becomes the nodes of its region once more, in the schedule's order. Views
+are written again where they are read. Each run has a number of its own in `meta`, by which Inductor
+is held to it (`kernels.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import fx
+
+from remat.frontend.compile.graph import Step
+from remat.frontend.compile.kernels import RUN, materialize
+from remat.frontend.compile.nodes import is_item, is_number, node_bytes, source, tensors
+from remat.frontend.compile.plans import CompiledPlan
+from remat.frontend.compile.regions import Region
+from remat.frontend.compile.versions import extract
+from remat.schedule import Schedule
+
+
+def write(
+    step: Step, compiled: CompiledPlan, num_fwd_outputs: int, static: Iterable[int], *, held: bool
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Forward and backward that run exactly the schedule. With `held`, what kernels write is marked
+    for Inductor; eager mode writes everything anyway."""
+    writer = _Writer(step, compiled, held)
+    writer.write(compiled.plan.schedule)
+    return writer.halves(num_fwd_outputs, static)
+
+
+class _Writer:
+    def __init__(self, step: Step, compiled: CompiledPlan, held: bool) -> None:
+        self.step = step
+        self.compiled = compiled
+        self.held = held
+        self.graph = fx.Graph()
+        self.copied: dict[fx.Node, fx.Node] = {}
+        """Placeholders, constants and numbers: there is one of each."""
+        self.current: dict[fx.Node, fx.Node] = {}
+        """The latest copy of each tensor that a kernel wrote."""
+        self.forward: set[fx.Node] = set()
+        self.ran: set[int] = set()
+
+    def write(self, schedule: Schedule) -> None:
+        joint = self.step.joint
+        for node in joint.placeholders:
+            self.copied[node] = self._copy(node, {})
+        outputs: tuple[Any, ...] = ()
+        for number, op in enumerate(schedule.runs):
+            region = self.step.regions[op]
+            if region is None:
+                outputs = self._returned(joint.outputs)
+                self.forward = set(self.graph.nodes)
+            else:
+                self._run(region, number)
+        if self.step.graph.boundary is None:
+            outputs = self._returned(joint.outputs)
+            self.forward = set(self.graph.nodes)
+        output = self.graph.output((*outputs, *self._returned(joint.gradients)))
+        output.meta.update(joint.output_meta)
+        self.graph.eliminate_dead_code()
+        self.graph.lint()
+
+    def halves(
+        self, num_fwd_outputs: int, static: Iterable[int]
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Split where the backward starts."""
+        joint = fx.GraphModule(self.step.joint.module, self.graph)
+        gradients = self._gradient_nodes()
+        tangents = {self.copied[node] for node in self.step.joint.tangents}
+        saved: list[fx.Node] = []
+        numbers: list[fx.Node] = []
+        objects: list[fx.Node] = []
+        for node in self.graph.nodes:
+            if node not in self.forward or node in tangents or node.op in ("output", "get_attr"):
+                continue
+            is_read_later = any(u not in self.forward and u.op != "output" for u in node.users)
+            if not is_read_later and node not in gradients:
+                continue
+            if is_number(node) or isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat)):
+                numbers.append(node)
+            elif any(True for _ in tensors(node)):
+                if not isinstance(node.meta["val"], (tuple, list)):
+                    saved.append(node)
+            else:
+                objects.append(node)
+        inputs = [node for node in self.graph.nodes if node.op == "placeholder"]
+        self._note_held(saved, num_fwd_outputs)
+        return extract(joint, saved, numbers, objects, num_fwd_outputs, [inputs[i] for i in static])
+
+    def _note_held(self, saved: list[fx.Node], num_fwd_outputs: int) -> None:
+        """What the caller and autograd hold during the backward, beside what it frees."""
+        returned = self.graph.output_node().args[0]
+        assert isinstance(returned, tuple)
+        outputs = {source(n) for n in returned[:num_fwd_outputs] if isinstance(n, fx.Node)}
+        outputs = {n for n in outputs if n.op == "call_function"}
+        kept = {n for n in saved if source(n) in outputs}
+        alone = outputs - {source(n) for n in kept}
+        tangents = self.step.joint.tangents
+        self.compiled.held_names = frozenset(n.name for n in kept)
+        self.compiled.held_bytes = sum(map(node_bytes, (*alone, *tangents)))
+        made = {source(n) for n in saved if n.op == "call_function"}
+        self.compiled.saved_bytes = sum(map(node_bytes, made | alone))
+
+    def _gradient_nodes(self) -> set[fx.Node]:
+        returned = self.graph.output_node().args[0]
+        assert isinstance(returned, tuple)
+        return {n for n in returned[len(self.step.joint.outputs) :] if isinstance(n, fx.Node)}
+
+    # -- one run --------------------------------------------------------------------------------
+
+    def _run(self, region: Region, number: int) -> None:
+        local: dict[fx.Node, fx.Node] = {}
+        again = id(region) in self.ran
+        self.ran.add(id(region))
+        place = self.step.joint.place
+        nodes = region.nodes if again else sorted(region.all_nodes, key=place.__getitem__)
+        for node in nodes:
+            self._copy_here(node, local)
+            for user in node.users:
+                if is_item(user):
+                    self._copy_here(user, local)
+        for copy in local.values():
+            copy.meta[RUN] = (self.compiled.number, number)
+        for node in region.written:
+            made = local[node]
+            if self.held and region.is_kernel:
+                made = self._materialized(made, number)
+            self.current[node] = made
+
+    def _materialized(self, node: fx.Node, number: int) -> fx.Node:
+        written = self.graph.call_function(materialize, (node,))
+        written.meta = {**node.meta, RUN: (self.compiled.number, number)}
+        return written
+
+    def _copy_here(self, node: fx.Node, local: dict[fx.Node, fx.Node]) -> None:
+        local[node] = self._copy(node, {n: self._find(n, local) for n in node.all_input_nodes})
+
+    def _find(self, node: fx.Node, local: dict[fx.Node, fx.Node]) -> fx.Node:
+        """What an argument is now; views of it are written here."""
+        if node in local:
+            return local[node]
+        if node.op in ("placeholder", "get_attr") or is_number(node):
+            return self._once(node, local)
+        if source(node) is node:
+            return self.current[node]
+        self._copy_here(node, local)
+        return local[node]
+
+    def _once(self, node: fx.Node, local: dict[fx.Node, fx.Node]) -> fx.Node:
+        if node not in self.copied:
+            inputs = {n: self._find(n, local) for n in node.all_input_nodes}
+            self.copied[node] = self._copy(node, inputs)
+        return self.copied[node]
+
+    def _copy(self, node: fx.Node, inputs: dict[fx.Node, fx.Node]) -> fx.Node:
+        made = self.graph.node_copy(node, inputs.__getitem__)
+        made.meta = dict(node.meta)
+        return made
+
+    def _returned(self, nodes: tuple[Any, ...]) -> tuple[Any, ...]:
+        local: dict[fx.Node, fx.Node] = {}
+        return tuple(self._find(n, local) if isinstance(n, fx.Node) else n for n in nodes)

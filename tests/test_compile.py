@@ -1,0 +1,326 @@
+"""torch.compile(backend="remat"): the same gradients, within the budget, as Inductor runs it."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+import torch._functorch.config as functorch_config
+import torch._inductor.config as inductor_config
+import torch.nn.functional as F
+from tests.models import FAMILIES, PLAIN, Case
+from torch import nn
+
+import remat
+from remat.errors import BudgetError, InfeasibleBudget
+from remat.frontend.compile.options import read_options
+from remat.frontend.compile.plans import CompiledPlan
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs g++")
+
+EAGER = "aot_eager_decomp_partition"
+"""What `inductor=False` plans on: torch's partitioner and Inductor's decompositions, run as is."""
+
+Step = tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, torch.Tensor]]
+
+
+@pytest.fixture(autouse=True)
+def _anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is compiled yet, in this process or on disk."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    torch._dynamo.reset()
+
+
+def step(case: Case, run: Any, seed: int = 1) -> Step:
+    """Loss, gradients (of inputs too) and buffers."""
+    case.model.zero_grad(set_to_none=True)
+    inputs = [a for a in (*case.args, *case.kwargs.values()) if isinstance(a, torch.Tensor)]
+    for tensor in inputs:
+        tensor.grad = None
+    torch.manual_seed(seed)
+    with torch.autocast("cpu", dtype=case.autocast, enabled=case.autocast is not None):
+        output = run(*case.args, **case.kwargs)
+    loss = case.loss(output)
+    loss.backward()
+    named = {**dict(case.model.named_parameters()), **{f"in{i}": t for i, t in enumerate(inputs)}}
+    gradients = {n: t.grad.clone() for n, t in named.items() if t.grad is not None}
+    return loss.detach(), gradients, {n: b.clone() for n, b in case.model.named_buffers()}
+
+
+def two_steps(case: Case, state: dict[str, Any], **options: Any) -> list[Step]:
+    """Of the compiled model, from the same weights and buffers."""
+    torch._dynamo.reset()
+    case.model.load_state_dict(state)
+    run = torch.compile(case.model, **options)
+    return [step(case, run, seed) for seed in (1, 2)]
+
+
+def made(case: Case) -> tuple[Case, dict[str, Any]]:
+    return case, copy.deepcopy(case.model.train().state_dict())
+
+
+def assert_same(found: list[Step], wanted: list[Step], tolerance: float) -> None:
+    for (loss, gradients, buffers), (own_loss, own_gradients, own_buffers) in zip(
+        wanted, found, strict=True
+    ):
+        assert torch.allclose(loss, own_loss, rtol=max(tolerance, 0), atol=0)
+        for ours, theirs in ((own_gradients, gradients), (own_buffers, buffers)):
+            assert ours.keys() == theirs.keys()
+            sizes = {n: t.double().abs().max().item() for n, t in theirs.items() if t.numel()}
+            # What is zero but for rounding has no relative error.
+            least = 1e-2 * max(sizes.values(), default=0.0)
+            for name, size in sizes.items():
+                difference = (theirs[name].double() - ours[name].double()).abs().max().item()
+                assert difference <= tolerance * max(size, least), name
+
+
+def plans_of(options: Any, case: Case) -> list[CompiledPlan]:
+    before = len(remat.compiled_plans())
+    torch._dynamo.reset()
+    step(case, torch.compile(case.model, **options))
+    return remat.compiled_plans()[before:]
+
+
+# -- without Inductor: the rewriting itself -------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize(
+    ("name", "budget"),
+    [*((name, "min") for name in (*PLAIN, "gpt2", "llama")), ("norms", "100%"), ("gpt2", "100%")],
+)
+def test_gradients_are_those_of_the_same_graph(name: str, budget: str) -> None:
+    """Bit for bit, buffers included, in a second step too, with dropout and checkpointed parts."""
+    case, state = made((PLAIN | FAMILIES)[name]())
+    wanted = two_steps(case, state, backend=EAGER)
+    options = {"budget": budget, "inductor": False, "time_limit": 3.0}
+    assert_same(two_steps(case, state, backend="remat", options=options), wanted, 0.0)
+
+
+@pytest.mark.parametrize("name", ["bert", "t5", "vit", "resnet"])
+@pytest.mark.slow
+def test_gradients_of_more_families(name: str) -> None:
+    case, state = made(FAMILIES[name]())
+    wanted = two_steps(case, state, backend=EAGER)
+    options = {"budget": "min", "inductor": False, "time_limit": 5.0}
+    assert_same(two_steps(case, state, backend="remat", options=options), wanted, 0.0)
+
+
+def test_a_plan_runs_operations_again() -> None:
+    case, _ = made(PLAIN["checkpointed"]())
+    (plan,) = plans_of({"backend": "remat", "options": {"budget": "min", "inductor": False}}, case)
+    assert plan.plan.peak_bytes < 0.9 * plan.plan.baseline_peak_bytes
+    assert len(plan.plan.schedule) > len(plan.plan.graph)
+    assert plan.verified_bytes is None
+    assert "budget min" in repr(plan)
+
+
+# -- with Inductor --------------------------------------------------------------------------------
+
+
+class Blocks(nn.Module):
+    """Attention-free blocks with dropout, a norm and residuals; an embedding and a loss."""
+
+    def __init__(self, depth: int = 3, width: int = 64) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, width)
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(depth))
+        self.up = nn.ModuleList(nn.Linear(width, 4 * width) for _ in range(depth))
+        self.down = nn.ModuleList(nn.Linear(4 * width, width) for _ in range(depth))
+        self.head = nn.Linear(width, 50)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for norm, up, down in zip(self.norms, self.up, self.down, strict=True):
+            x = x + F.dropout(down(F.gelu(up(norm(x)))), 0.1, self.training)
+        return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+class Convolutions(nn.Module):
+    def __init__(self, depth: int = 3, width: int = 16) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, width, 3, padding=1)
+        self.layers = nn.ModuleList(
+            nn.Sequential(
+                nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.SiLU()
+            )
+            for _ in range(depth)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+
+def blocks() -> Case:
+    torch.manual_seed(0)
+    return Case(Blocks(), (torch.randint(0, 50, (8, 128)),), loss=lambda out: out)
+
+
+def convolutions() -> Case:
+    torch.manual_seed(0)
+    return Case(Convolutions(), (torch.randn(4, 3, 48, 48),), loss=lambda out: out)
+
+
+def allocated_peak(case: Case, run: Any) -> int:
+    """Of a warm step, by the allocator, with parameters, buffers and batch."""
+    step(case, run)
+    case.model.zero_grad(set_to_none=True)
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
+        case.loss(run(*case.args, **case.kwargs)).backward()
+    results: Any = profile.profiler.kineto_results  # type: ignore[union-attr]
+    events = sorted((e for e in results.events() if e.name() == "[memory]"), key=_start)
+    peak = max(itertools.accumulate((e.nbytes() for e in events), initial=0))
+    held = (*case.model.parameters(), *case.model.buffers(), *case.args, *case.kwargs.values())
+    return peak + sum(t.nbytes for t in held if isinstance(t, torch.Tensor))
+
+
+def _start(event: Any) -> int:
+    return event.start_ns()
+
+
+@needs_compiler
+@pytest.mark.parametrize(("make", "percent"), [(blocks, 60), (convolutions, 70)])
+def test_what_inductor_runs_is_within_the_budget(make: Any, percent: int) -> None:
+    """Planned, verified and measured; with the gradients of plain torch.compile, dropout
+    included."""
+    case, state = made(make())
+    wanted = two_steps(case, state)
+    before = len(remat.compiled_plans())
+    options = {"budget": f"{percent}%", "time_limit": 5.0}
+    found = two_steps(case, state, backend="remat", options=options)
+    assert_same(found, wanted, 1e-5)
+    (plan,) = remat.compiled_plans()[before:]
+    assert plan.budget_bytes is not None
+    assert plan.verified_bytes is not None
+    assert plan.budget_bytes == plan.baseline_bytes * percent // 100
+    assert plan.verified_bytes <= plan.budget_bytes
+    assert plan.verified_bytes == pytest.approx(plan.plan.peak_bytes, rel=0.05)
+    run = torch.compile(case.model, backend="remat", options=options)
+    measured = allocated_peak(case, run)
+    assert measured <= 1.01 * plan.verified_bytes
+    assert measured <= plan.budget_bytes
+
+
+@needs_compiler
+def test_all_of_the_memory_is_what_torch_compile_does() -> None:
+    case, state = made(blocks())
+    wanted = two_steps(case, state)
+    before = len(remat.compiled_plans())
+    found = two_steps(case, state, backend="remat", options={"budget": "100%"})
+    assert_same(found, wanted, 1e-6)
+    (plan,) = remat.compiled_plans()[before:]
+    assert len(plan.plan.schedule) == len(plan.plan.graph)
+    assert plan.plan.overhead == 0
+    assert plan.rounds == 1
+
+
+class Counting(nn.Module):
+    """Reads a buffer that it changed: torch 2.13 makes what it read again from the changed one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        return (x * self.weight * self.steps).square().mean()
+
+
+@pytest.mark.parametrize("inductor", [False, pytest.param(True, marks=needs_compiler)])
+def test_what_was_read_of_a_changed_buffer_is_not_made_again(inductor: bool) -> None:
+    case, state = made(Case(Counting(), (torch.randn(4, 8),), loss=lambda out: out))
+    wanted = [step(case, case.model, seed) for seed in (1, 2)]
+    options = {"budget": "100%", "inductor": inductor}
+    assert_same(two_steps(case, state, backend="remat", options=options), wanted, 1e-6)
+
+
+@needs_compiler
+def test_a_partitioner_by_itself() -> None:
+    case, state = made(blocks())
+    wanted = two_steps(case, state)
+    before = len(remat.compiled_plans())
+    settings = remat.Partitioner("60%", time_limit=5.0).settings()
+    assert_same(two_steps(case, state, options=settings), wanted, 1e-5)
+    (plan,) = remat.compiled_plans()[before:]
+    assert plan.verified_bytes is not None
+
+
+@needs_compiler
+def test_a_second_compile_takes_its_code_from_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is not planned."""
+    case, _ = made(blocks())
+    options = {"budget": "70%", "time_limit": 5.0}
+    with (
+        inductor_config.patch(fx_graph_cache=True),
+        functorch_config.patch(enable_autograd_cache=True),
+    ):
+        first = plans_of({"backend": "remat", "options": options}, case)
+        again = plans_of({"backend": "remat", "options": options}, case)
+        other = plans_of({"backend": "remat", "options": options | {"budget": "80%"}}, case)
+    assert (len(first), len(again), len(other)) == (1, 0, 1)
+
+
+# -- options and errors ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({}, BudgetError, "needs a budget"),
+        ({"budget": "60x"}, BudgetError, "unknown unit"),
+        ({"budget": "60%", "gap": 2}, ValueError, "Auto: gap is 2"),
+        ({"budget": "60%", "max_autotuned": True}, ValueError, "near are max_autotune"),
+        ({"budget": "60%", "strategy": "auto"}, ValueError, "strategy is a str"),
+        ({"budget": "60%", "inductor": 1}, ValueError, "inductor is 1; it is True or False"),
+        ({"budget": "60%", "reserve": "1GiB"}, BudgetError, "nothing to reserve"),
+        ({"budget": 10, "strategy": remat.Exact(), "gap": 0.1}, ValueError, "give gap to the"),
+    ],
+)
+def test_an_option_that_is_none_is_refused(
+    options: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        read_options(options)
+    if "budget" in options:
+        budget = options.pop("budget")
+        with pytest.raises(error, match=words):
+            remat.compile(nn.Linear(2, 2), budget, **options)
+
+
+def test_options_of_inductor_are_left_to_it() -> None:
+    own, left = read_options({"budget": "2GiB", "reserve": "1GiB", "max_autotune": True})
+    assert left == {"max_autotune": True}
+    assert own.budget_bytes(10**12) == 2**30
+    assert own.strategy == remat.Auto(time_limit=10.0)
+
+
+def test_a_budget_that_is_too_small_names_the_smallest() -> None:
+    case, _ = made(PLAIN["checkpointed"]())
+    run = remat.compile(case.model, "10%", inductor=False)
+    with pytest.raises(Exception, match="Pass a budget of at least") as caught:
+        step(case, run)
+    inner = getattr(caught.value, "inner_exception", caught.value)
+    assert isinstance(inner, InfeasibleBudget)
+    assert inner.min_feasible_bytes
+
+
+def test_inference_needs_no_plan() -> None:
+    case, _ = made(PLAIN["tied"]())
+    before = len(remat.compiled_plans())
+    with torch.no_grad():
+        wanted = case.model(*case.args)
+        found = remat.compile(case.model, "50%", inductor=False)(*case.args)
+    assert torch.equal(found, wanted)
+    assert len(remat.compiled_plans()) == before
