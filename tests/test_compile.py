@@ -6,6 +6,7 @@ import copy
 import itertools
 import shutil
 from pathlib import Path
+from sysconfig import get_path
 from typing import Any
 
 import pytest
@@ -22,7 +23,10 @@ from remat.errors import BudgetError, InfeasibleBudget
 from remat.frontend.compile.options import read_options
 from remat.frontend.compile.plans import CompiledPlan
 
-needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs g++")
+needs_compiler = pytest.mark.skipif(
+    shutil.which("g++") is None or not (Path(get_path("include")) / "Python.h").exists(),
+    reason="Inductor needs g++ and Python's headers",
+)
 
 EAGER = "aot_eager_decomp_partition"
 """What `inductor=False` plans on: torch's partitioner and Inductor's decompositions, run as is."""

@@ -22,7 +22,6 @@ from remat.frontend.compile.nodes import (
     may_run_again,
     node_bytes,
     source,
-    storage_bytes,
     tensors,
 )
 from remat.frontend.compile.regions import Region
@@ -54,7 +53,7 @@ def read(joint: Joint, regions: list[Region], seconds: Callable[[Region, int], f
     def add(nodes: tuple[fx.Node, ...]) -> tuple[int, ...]:
         for node in nodes:
             number[node] = len(values)
-            values.append(Value(node.name, _bytes(node)))
+            values.append(Value(node.name, node_bytes(node)))
         return tuple(number[node] for node in nodes)
 
     operations: list[Operation] = []
@@ -72,7 +71,7 @@ def read(joint: Joint, regions: list[Region], seconds: Callable[[Region, int], f
         inputs = tuple(sorted(number[n] for n in read_here if n in number))
         made = add(tuple(region.written))
         inputs_read = [n for n in read_here if n.op == "placeholder" or number.get(n) in inputs]
-        moved = sum(map(_bytes, (*region.written, *inputs_read)))
+        moved = sum(map(node_bytes, (*region.written, *inputs_read)))
         lasting = {source(n) for node in region.nodes for n in node.all_input_nodes}
         again = all(map(may_run_again, region.nodes)) and mutated.isdisjoint(lasting)
         operations.append(
@@ -96,10 +95,6 @@ def read(joint: Joint, regions: list[Region], seconds: Callable[[Region, int], f
         boundary,
     )
     return Step(graph, joint, tuple(of))
-
-
-def _bytes(node: fx.Node) -> int:
-    return sum(map(storage_bytes, tensors(node)))
 
 
 def _module(node: fx.Node) -> str:

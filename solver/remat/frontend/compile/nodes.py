@@ -13,6 +13,8 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
+from remat.allocator.replay import rounded
+
 _VIEWS = frozenset({"aten._unsafe_view.default", "aten.detach.default", "aten.alias.default"})
 """Views that torch's schemas do not call so, or not in all versions."""
 
@@ -45,13 +47,14 @@ def elements(tensor: torch.Tensor) -> int:
 
 
 def storage_bytes(tensor: torch.Tensor) -> int:
-    """What it takes where it owns its storage: as far as its strides reach."""
-    if tensor.layout != torch.strided:
-        return elements(tensor) * tensor.element_size()
-    if not elements(tensor):
-        return 0
-    reach = sum((hint(n) - 1) * hint(s) for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    return (reach + 1) * tensor.element_size()
+    """What it takes where it owns its storage: as far as its strides reach, and on CUDA as the
+    allocator rounds."""
+    reach = elements(tensor)
+    if tensor.layout == torch.strided and reach:
+        pairs = zip(tensor.shape, tensor.stride(), strict=True)
+        reach = 1 + sum((hint(size) - 1) * hint(stride) for size, stride in pairs)
+    size_bytes = reach * tensor.element_size()
+    return rounded(size_bytes) if tensor.device.type == "cuda" else size_bytes
 
 
 def node_bytes(node: fx.Node) -> int:

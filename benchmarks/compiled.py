@@ -1,0 +1,260 @@
+"""torch.compile's ways to save memory, beside each other: remat's backend, torch's own budget,
+checkpoints by hand.
+
+    python -m benchmarks.compiled                       # all models, on CUDA where there is one
+    python -m benchmarks.compiled --models gpt2 --quick --rounds 3
+
+All methods share one set of parameters and run interleaved in one process. Peaks are what the
+allocator gave out, with parameters, buffers, gradients and batch. Gradients are compared with those
+of plain torch.compile from the same seed; in eager mode dropout draws other numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch._functorch.config
+import torch._inductor.config
+
+import remat
+from benchmarks import machine, report
+from benchmarks.measuring import interleaved, summary, use_of
+from benchmarks.methods import Method, attempt, eager, per_block, step, twin
+from benchmarks.workloads import WORKLOADS, Workload
+from remat.budget import format_bytes
+from remat.report.tables import aligned
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def small_gpt(device: torch.device, quick: bool) -> Workload:
+    """Most of its memory is activations, on two CPU cores too."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    layers, rows, tokens = (2 if quick else 6), 8, 256
+    config = GPT2Config(
+        n_layer=layers, n_embd=256, n_head=4, vocab_size=1000, n_positions=tokens,
+        use_cache=False, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    ids = torch.randint(0, 1000, (rows, tokens), device=device)
+    return Workload(
+        f"GPT-2, {layers} layers of width 256, batch {rows} x {tokens} tokens, dropout 0.1",
+        GPT2LMHeadModel(config).to(device).train(),
+        {"input_ids": ids, "labels": ids},
+        lambda model: list(model.get_submodule("transformer.h").children()),
+    )
+
+
+MODELS = {"small_gpt": small_gpt, **WORKLOADS}
+INDUCTOR = "inductor"
+_SEED = 3
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run, print, write. Returns 0: an aim that is missed is a result, not an error."""
+    options = _options(argv)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    warnings.simplefilter("ignore")
+    torch._dynamo.config.recompile_limit = 256  # every method compiles the same code anew
+    torch._dynamo.config.accumulated_recompile_limit = 1024
+    device = torch.device(options.device)
+    result: dict[str, Any] = {
+        "benchmark": "compiled",
+        "quick": options.quick,
+        "units": "bytes, seconds; ratios are to plain torch.compile (inductor)",
+        "machine": machine.describe(device),
+        "models": {},
+    }
+    with (
+        torch._functorch.config.patch(enable_autograd_cache=False),
+        torch._inductor.config.patch(fx_graph_cache=False),
+    ):
+        for name in options.models:
+            torch.manual_seed(0)
+            workload = MODELS[name](device, options.quick)
+            rows = run(workload, device, options)
+            show(f"{name}: {workload.size}", rows)
+            result["models"][name] = {"size": workload.size, "methods": rows}
+    out = options.out or (None if options.quick else RESULTS)
+    if out:
+        print("written:", report.write(Path(out), f"compiled-{machine.slug(device)}", result))
+    return 0
+
+
+def run(workload: Workload, device: torch.device, options: argparse.Namespace) -> list[report.Row]:
+    """One row for each method."""
+    makers: list[tuple[str, Callable[[], Method]]] = [
+        ("eager", lambda: eager(workload)),
+        ("per-block checkpoint", lambda: per_block(workload)),
+        (INDUCTOR, lambda: _compiled(workload, INDUCTOR, twin(workload.model))),
+        ("inductor, per-block checkpoint", lambda: _checkpointed(workload)),
+    ]
+    for share in options.torch_budgets:
+        makers.append((f"torch budget {share:g}", _torch_budget(workload, share)))
+    for budget in options.budgets:
+        makers.append((f"remat {budget}", _remat(workload, budget, options.time_limit)))
+    methods: list[Method] = []
+    rows: dict[str, report.Row] = {}
+    gradients: dict[str, torch.Tensor] = {}
+    for name, make in makers:
+        method = attempt(name, make)
+        rows[name] = {
+            "method": name, "failure": method.failure, "setup_s": method.setup_s, **method.facts,
+        }  # fmt: skip
+        if method.failure:
+            continue
+        try:
+            found = _gradients(method, workload)
+            rows[name]["peak_bytes"] = use_of(method, workload, device).peak_bytes
+        except Exception as error:
+            rows[name]["failure"] = f"{type(error).__name__}: {error}"[:500]
+            continue
+        if name == INDUCTOR:
+            gradients = found
+        if gradients and "backend" in method.facts:
+            rows[name]["gradient_error"] = _error(gradients, found)
+        methods.append(method)
+        gc.collect()
+    times = interleaved(methods, workload, device, options.rounds)
+    for method in methods:
+        row = rows[method.name]
+        row |= summary(times, method.name)
+        if INDUCTOR in times:
+            pairs = zip(times[method.name], times[INDUCTOR], strict=True)
+            ratios = sorted(a / b for a, b in pairs)
+            row["time_to_inductor"] = ratios[len(ratios) // 2]
+            row["peak_to_inductor"] = row["peak_bytes"] / rows[INDUCTOR]["peak_bytes"]
+    return list(rows.values())
+
+
+def show(title: str, rows: list[report.Row]) -> None:
+    """Print the table."""
+    lines = [("", "peak", "/ inductor", "time / inductor", "gradients off by", "set-up")]
+    for row in rows:
+        if row["failure"]:
+            lines.append((row["method"], "", "", "", "", _last_line(row["failure"])))
+            continue
+        error = row.get("gradient_error")
+        lines.append(
+            (
+                row["method"],
+                format_bytes(row["peak_bytes"]),
+                f"{row.get('peak_to_inductor', 0):.3f}",
+                f"{row.get('time_to_inductor', 0):.2f}",
+                "" if error is None else f"{error:.0e}",
+                f"{sum(row['setup_s'].values()):.0f} s",
+            )
+        )
+    print(title, *aligned(lines), "", sep="\n", flush=True)
+
+
+def _last_line(failure: str) -> str:
+    lines = [line for line in failure.splitlines() if line and "TORCH" not in line]
+    return lines[-1][:60] if lines else failure[:60]
+
+
+def _compiled(
+    workload: Workload, name: str, model: torch.nn.Module, backend: Any = INDUCTOR, **options: Any
+) -> Method:
+    """Compiled now, by its first step."""
+    before = len(remat.compiled_plans())
+    began = time.perf_counter()
+    module = torch.compile(model, backend=backend, **options)
+    step(module, workload)  # type: ignore[arg-type]
+    setup_s = {"total": time.perf_counter() - began}
+    plans = remat.compiled_plans()[before:]
+    facts: dict[str, Any] = {"backend": str(backend)}
+    if plans:
+        facts["plans"] = [
+            {
+                "operations": len(p.plan.graph), "budget_bytes": p.budget_bytes,
+                "baseline_bytes": p.baseline_bytes, "planned_bytes": p.plan.peak_bytes,
+                "verified_bytes": p.verified_bytes, "overhead": p.plan.overhead,
+                "planned_s": p.planned_s, "solve_s": p.plan.stats.get("total_s"),
+                "rounds": p.rounds,
+            }
+            for p in plans
+        ]  # fmt: skip
+    return Method(name, module, setup_s=setup_s, facts=facts)  # type: ignore[arg-type]
+
+
+def _checkpointed(workload: Workload) -> Method:
+    name = "inductor, per-block checkpoint"
+    module = per_block(workload).module
+    assert module is not None
+    return _compiled(workload, name, module)
+
+
+def _torch_budget(workload: Workload, share: float) -> Callable[[], Method]:
+    def backend(gm: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        from torch._inductor.compile_fx import compile_fx
+
+        with torch._functorch.config.patch(activation_memory_budget=share):
+            return compile_fx(gm, inputs)
+
+    # A backend of its own: dynamo would run what it compiled for another budget.
+    name = f"torch budget {share:g}"
+    return lambda: _compiled(workload, name, twin(workload.model), backend)
+
+
+def _remat(workload: Workload, budget: str, time_limit_s: float) -> Callable[[], Method]:
+    options = {"budget": budget, "time_limit": time_limit_s}
+
+    def make() -> Method:
+        model = twin(workload.model)
+        return _compiled(workload, f"remat {budget}", model, "remat", options=options)
+
+    return make
+
+
+def _gradients(method: Method, workload: Workload) -> dict[str, torch.Tensor]:
+    assert method.module is not None
+    state = {n: b.clone() for n, b in workload.model.named_buffers()}
+    torch.manual_seed(_SEED)
+    step(method.module, workload)
+    found = {n: p.grad.clone() for n, p in workload.model.named_parameters() if p.grad is not None}
+    for name, buffer in workload.model.named_buffers():
+        buffer.copy_(state[name])
+    workload.model.zero_grad(set_to_none=True)
+    return found
+
+
+def _error(wanted: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> float:
+    """The largest difference, relative to the tensor's largest number or, where all of it is
+    rounding, to a hundredth of the model's largest gradient."""
+    sizes = {name: tensor.abs().max().item() for name, tensor in wanted.items()}
+    least = 1e-2 * max(sizes.values())
+    return max(
+        (found[name] - tensor).abs().max().item() / max(sizes[name], least)
+        for name, tensor in wanted.items()
+    )
+
+
+def _options(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    add("--budgets", nargs="+", default=["75%", "50%", "30%", "min"])
+    add("--torch-budgets", nargs="*", type=float, default=[0.5, 0.3, 0.1, 0.0])
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--rounds", type=int, default=7)
+    add("--threads", type=int, default=0)
+    add("--time-limit", type=float, default=10.0)
+    add("--quick", action="store_true", help="small models; writes only where --out says")
+    add("--out", help="a folder for the results")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
