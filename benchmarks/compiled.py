@@ -45,9 +45,10 @@ def small_gpt(device: torch.device, quick: bool) -> Workload:
         use_cache=False, bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
     ids = torch.randint(0, 1000, (rows, tokens), device=device)
+    model: Any = GPT2LMHeadModel(config)
     return Workload(
         f"GPT-2, {layers} layers of width 256, batch {rows} x {tokens} tokens, dropout 0.1",
-        GPT2LMHeadModel(config).to(device).train(),
+        model.to(device).train(),
         {"input_ids": ids, "labels": ids},
         lambda model: list(model.get_submodule("transformer.h").children()),
     )

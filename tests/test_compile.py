@@ -328,3 +328,17 @@ def test_inference_needs_no_plan() -> None:
         found = remat.compile(case.model, "50%", inductor=False)(*case.args)
     assert torch.equal(found, wanted)
     assert len(remat.compiled_plans()) == before
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_other_lengths_are_compiled_once() -> None:
+    case, _ = made(blocks())
+    case.model.eval()  # no dropout: eager mode draws other numbers
+    before = len(remat.compiled_plans())
+    run = remat.compile(case.model, "70%", dynamic=True, time_limit=5.0)
+    for tokens in (96, 64, 128, 32, 80):
+        one = Case(case.model, (torch.randint(0, 50, (8, tokens)),), loss=lambda out: out)
+        wanted, found = step(one, case.model), step(one, run)
+        assert_same([found], [wanted], 1e-5)
+    assert len(remat.compiled_plans()) - before <= 2

@@ -290,6 +290,27 @@ def _failure(row: dict[str, Any]) -> str:
     return "impossible" if row.get("proved") else "none found"
 
 
+def compiled() -> Table:
+    """Ways to save memory under torch.compile."""
+    rows = tuple(
+        (
+            row["method"],
+            f"{row['peak_bytes'] / 2**20:,.0f} MiB",
+            f"{row['peak_to_inductor']:.3f}",
+            f"{row['time_to_inductor']:.2f}",
+            f"{row['gradient_error']:.0e}" if "gradient_error" in row else "",
+            seconds(sum(row["setup_s"].values())),
+        )
+        for found in load("compiled-cpu")["models"].values()
+        for row in found["methods"]
+    )
+    header = (
+        "method", "peak", "peak / inductor", "time / inductor", "gradients off by",
+        "compiled in",
+    )  # fmt: skip
+    return Table(("compiled-cpu",), header, rows)
+
+
 def baselines() -> Table:
     """Each baseline at its own smallest peak, and remat there."""
     graphs = ("gpt12", "resnet50", "unet", "swin")
@@ -407,6 +428,7 @@ TABLES: dict[str, Callable[[], Table]] = {
         traced,
         search,
         peers,
+        compiled,
         published,
         random,
         baselines,

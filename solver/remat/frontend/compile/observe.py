@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import fx
 from torch._inductor import config
-from torch._inductor.custom_graph_pass import CustomSchedulerPass
 from torch._inductor.virtualized import V
 
 from remat.frontend.compile.verify import copied_bytes, is_inside_a_kernel, live_peak_bytes
+from remat.frontend.compile.versions import SchedulerPass
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class _Seen(Exception):
         self.observation = observation
 
 
-class _Observer(CustomSchedulerPass):
+class _Observer(SchedulerPass):
     def __call__(self, nodes: list[Any]) -> list[Any]:
         copied = 0 if V.graph.is_backward else copied_bytes()
         raise _Seen(Observation(tuple(kernels_of(nodes)), live_peak_bytes(nodes), copied))

@@ -122,18 +122,16 @@ class Partitioner(CustomPartitionerFn):
 
     def _solved(self, step: Step) -> CompiledPlan:
         graph, place = step.graph, step.joint.place
-        planned_bytes = simulate(graph, Schedule.keep_all(graph)).peak_bytes
-        baseline_bytes = _as_inductor_runs(step) or planned_bytes
+        keep_all = simulate(graph, Schedule.keep_all(graph))
+        baseline_bytes = _as_inductor_runs(step) or keep_all.peak_bytes
         leaves = {source(n) for n in step.joint.outputs if isinstance(n, fx.Node)}
         kept = {n for n in leaves if n in place}.union(map(source, step.joint.saved))
         others = held_by_others(self.group)
         asked_bytes = self.options.budget_bytes(baseline_bytes + others.baseline_bytes)
         if asked_bytes is not None:
             asked_bytes -= others.held_bytes
-        # What Inductor needs beside the kernels that are planned, it will need again.
-        less_bytes = max(self.less_bytes, baseline_bytes - planned_bytes)
         return CompiledPlan(
-            plan=self._plan(graph, asked_bytes, less_bytes),
+            plan=self._plan(graph, asked_bytes),
             budget_bytes=asked_bytes,
             baseline_bytes=baseline_bytes,
             group=self.group,
@@ -141,7 +139,7 @@ class Partitioner(CustomPartitionerFn):
             baseline_saved_bytes=sum(map(node_bytes, kept)),
         )
 
-    def _plan(self, graph: Graph, asked_bytes: int | None, less_bytes: int) -> Plan:
+    def _plan(self, graph: Graph, asked_bytes: int | None) -> Plan:
         if asked_bytes is None:
             return solve(graph, "min", self.options.strategy)
         if asked_bytes <= self.less_bytes:
@@ -149,12 +147,7 @@ class Partitioner(CustomPartitionerFn):
                 f"what other graphs of this step hold leaves {format_bytes(asked_bytes)} to this "
                 "one; raise the budget"
             )
-        try:
-            return solve(graph, max(1, asked_bytes - less_bytes), self.options.strategy)
-        except InfeasibleBudget:
-            if less_bytes <= self.less_bytes:
-                raise
-            return solve(graph, asked_bytes - self.less_bytes, self.options.strategy)
+        return solve(graph, asked_bytes - self.less_bytes, self.options.strategy)
 
     def uuid(self) -> str:
         """For torch's caches: all that decides a plan."""

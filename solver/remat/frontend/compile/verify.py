@@ -13,7 +13,6 @@ from itertools import accumulate
 from typing import Any
 
 from torch import fx
-from torch._inductor.custom_graph_pass import CustomSchedulerPass
 from torch._inductor.memory import compute_memory_timeline, prepare_planning_info
 from torch._inductor.virtualized import V
 from torch.utils._ordered_set import OrderedSet
@@ -21,6 +20,7 @@ from torch.utils._ordered_set import OrderedSet
 from remat.frontend.compile.kernels import runs_of
 from remat.frontend.compile.nodes import node_bytes
 from remat.frontend.compile.plans import CompiledPlan, find
+from remat.frontend.compile.versions import SchedulerPass
 
 
 class OverBudget(Exception):
@@ -32,7 +32,7 @@ class OverBudget(Exception):
         self.excess_bytes = excess_bytes
 
 
-class Verifier(CustomSchedulerPass):
+class Verifier(SchedulerPass):
     """Notes the peak of each planned graph in its plan. Raises `OverBudget`."""
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
@@ -87,12 +87,10 @@ def copied_bytes() -> int:
     backward knows it by their names."""
     module: Any = V.graph.module
     returned = module.graph.output_node().args[0]
-    given = V.graph.graph_inputs
-    return sum(
-        node_bytes(node)
-        for node, made in zip(returned, V.graph.graph_outputs, strict=True)
-        if isinstance(node, fx.Node) and node.op == "placeholder" and made.get_name() not in given
-    )
+    pairs = zip(returned, V.graph.graph_outputs, strict=True)
+    given = [(n, made) for n, made in pairs if isinstance(n, fx.Node) and n.op == "placeholder"]
+    sizes = [(node_bytes(n), made) for n, made in given]  # a number has none, and no name
+    return sum(size for size, made in sizes if size and made.get_name() not in V.graph.graph_inputs)
 
 
 def is_inside_a_kernel(name: str, nodes: Sequence[Any], step: int) -> bool:

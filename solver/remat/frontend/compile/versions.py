@@ -8,11 +8,17 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import fx
 from torch._functorch import partitioners
+from torch._inductor import custom_graph_pass
 from torch.utils._ordered_set import OrderedSet
+
+if TYPE_CHECKING:
+    SchedulerPass = custom_graph_pass.CustomSchedulerPass
+else:  # torch 2.11 takes any function
+    SchedulerPass = getattr(custom_graph_pass, "CustomSchedulerPass", object)
 
 
 def min_cut(
