@@ -97,7 +97,7 @@ def plans_of(options: Any, case: Case) -> list[CompiledPlan]:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize(
     ("name", "budget"),
-    [*((name, "min") for name in (*PLAIN, "gpt2", "llama")), ("norms", "100%"), ("gpt2", "100%")],
+    [*((name, "min") for name in (*PLAIN, "gpt2", "llama")), ("norms", "100%")],
 )
 def test_gradients_are_those_of_the_same_graph(name: str, budget: str) -> None:
     """Bit for bit, buffers included, in a second step too, with dropout and checkpointed parts."""
@@ -251,6 +251,7 @@ def test_what_was_read_of_a_changed_buffer_is_not_made_again(inductor: bool) -> 
 
 
 @needs_compiler
+@pytest.mark.slow
 def test_a_partitioner_by_itself() -> None:
     case, state = made(blocks())
     wanted = two_steps(case, state)
