@@ -14,25 +14,21 @@ from __future__ import annotations
 import argparse
 import gc
 import time
-import warnings
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo
 import torch._functorch.config
 import torch._inductor.config
 
 import remat
-from benchmarks import machine, report
+from benchmarks import report
 from benchmarks.measuring import interleaved, summary, use_of
 from benchmarks.methods import Method, attempt, eager, per_block, step, twin
+from benchmarks.models import run_models
 from benchmarks.workloads import WORKLOADS, Workload
 from remat.budget import format_bytes
 from remat.report.tables import aligned
-
-RESULTS = Path(__file__).parent / "results"
 
 
 def small_gpt(device: torch.device, quick: bool) -> Workload:
@@ -60,35 +56,20 @@ _SEED = 3
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run, print, write. Returns 0: an aim that is missed is a result, not an error."""
+    """Run, print, write."""
     options = _options(argv)
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    warnings.simplefilter("ignore")
-    torch._dynamo.config.recompile_limit = 256  # every method compiles the same code anew
-    torch._dynamo.config.accumulated_recompile_limit = 1024
-    device = torch.device(options.device)
-    result: dict[str, Any] = {
-        "benchmark": "compiled",
-        "quick": options.quick,
-        "units": "bytes, seconds; ratios are to plain torch.compile (inductor)",
-        "machine": machine.describe(device),
-        "models": {},
-    }
+
+    def one(name: str, workload: Workload, device: torch.device) -> dict[str, Any]:
+        rows = run(workload, device, options)
+        show(f"{name}: {workload.size}", rows)
+        return {"methods": rows}
+
+    units = "bytes, seconds; ratios are to plain torch.compile (inductor)"
     with (
         torch._functorch.config.patch(enable_autograd_cache=False),
         torch._inductor.config.patch(fx_graph_cache=False),
     ):
-        for name in options.models:
-            torch.manual_seed(0)
-            workload = MODELS[name](device, options.quick)
-            rows = run(workload, device, options)
-            show(f"{name}: {workload.size}", rows)
-            result["models"][name] = {"size": workload.size, "methods": rows}
-    out = options.out or (None if options.quick else RESULTS)
-    if out:
-        print("written:", report.write(Path(out), f"compiled-{machine.slug(device)}", result))
-    return 0
+        return run_models("compiled", options, {"units": units}, MODELS, one)
 
 
 def run(workload: Workload, device: torch.device, options: argparse.Namespace) -> list[report.Row]:

@@ -13,59 +13,44 @@ from __future__ import annotations
 import argparse
 import gc
 import tempfile
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo
 
-from benchmarks import machine, report
+from benchmarks import report
 from benchmarks.measuring import interleaved, summary, use_of
 from benchmarks.methods import Method, attempt, eager, per_block, rematerialized, torch_budget
+from benchmarks.models import run_models
 from benchmarks.workloads import WORKLOADS, Workload
 
 KEEP_ALL = "remat 100%"
 AT_BLOCKS = "remat at per-block peak"
 COLD = f"{AT_BLOCKS} (cold)"
 PER_BLOCK = "per-block checkpoint"
-RESULTS = Path(__file__).parent / "results"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run, print, write. Returns 0: an aim that is missed is a result, not an error."""
+    """Run, print, write."""
     options = _options(argv)
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    warnings.simplefilter("ignore")
-    torch._dynamo.config.recompile_limit = 256  # every method compiles the same code anew
-    torch._dynamo.config.accumulated_recompile_limit = 1024
-    device = torch.device(options.device)
-    result: dict[str, Any] = {
-        "benchmark": "overhead",
-        "quick": options.quick,
-        "units": "bytes, seconds; ratios are to eager mode, of the same round",
-        "peak": "max_memory_allocated, warm"
-        if device.type == "cuda"
-        else "live storages, with parameters, buffers, gradients and batch; of compiled methods "
-        "what the allocator gave out, because the meter cannot see into their graphs",
-        "machine": machine.describe(device),
-        "models": {},
-    }
-    for name in options.models:
-        torch.manual_seed(0)
-        workload = WORKLOADS[name](device, options.quick)
+
+    def one(name: str, workload: Workload, device: torch.device) -> dict[str, Any]:
         rows = run(workload, device, options)
         aims = check_aims(name, rows)
         report.show(f"{name}: {workload.size}", rows)
         for aim in aims:
             print(f"  {'met   ' if aim['met'] else 'MISSED'} {aim['aim']}: {aim['found']}")
-        result["models"][name] = {"size": workload.size, "methods": rows, "aims": aims}
-    out = options.out or (None if options.quick else RESULTS)
-    if out:
-        print("written:", report.write(Path(out), f"overhead-{machine.slug(device)}", result))
-    return 0
+        return {"methods": rows, "aims": aims}
+
+    facts = {
+        "units": "bytes, seconds; ratios are to eager mode, of the same round",
+        "peak": "max_memory_allocated, warm"
+        if torch.device(options.device).type == "cuda"
+        else "live storages, with parameters, buffers, gradients and batch; of compiled methods "
+        "what the allocator gave out, because the meter cannot see into their graphs",
+    }
+    return run_models("overhead", options, facts, WORKLOADS, one)
 
 
 def run(workload: Workload, device: torch.device, options: argparse.Namespace) -> list[report.Row]:

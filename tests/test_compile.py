@@ -17,9 +17,11 @@ import torch._inductor.config as inductor_config
 import torch.nn.functional as F
 from tests.models import FAMILIES, PLAIN, Case
 from torch import nn
+from torch._inductor.virtualized import V
 
 import remat
 from remat.errors import BudgetError, InfeasibleBudget
+from remat.frontend.compile import observe, verify
 from remat.frontend.compile.options import read_options
 from remat.frontend.compile.plans import CompiledPlan
 
@@ -232,22 +234,64 @@ def test_all_of_the_memory_is_what_torch_compile_does() -> None:
 class Counting(nn.Module):
     """Reads a buffer that it changed: torch 2.13 makes what it read again from the changed one."""
 
-    def __init__(self) -> None:
+    def __init__(self, by_a_view: bool) -> None:
         super().__init__()
+        self.by_a_view = by_a_view
         self.weight = nn.Parameter(torch.ones(8))
         self.register_buffer("steps", torch.zeros(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.steps += 1
+        if self.by_a_view:
+            self.steps.view(1).mul_(2)
         return (x * self.weight * self.steps).square().mean()
 
 
+@pytest.mark.parametrize("by_a_view", [False, True])
 @pytest.mark.parametrize("inductor", [False, pytest.param(True, marks=needs_compiler)])
-def test_what_was_read_of_a_changed_buffer_is_not_made_again(inductor: bool) -> None:
-    case, state = made(Case(Counting(), (torch.randn(4, 8),), loss=lambda out: out))
+def test_what_was_read_of_a_changed_buffer_is_not_made_again(
+    inductor: bool, by_a_view: bool
+) -> None:
+    case, state = made(Case(Counting(by_a_view), (torch.randn(4, 8),), loss=lambda out: out))
     wanted = [step(case, case.model, seed) for seed in (1, 2)]
     options = {"budget": "100%", "inductor": inductor}
     assert_same(two_steps(case, state, backend="remat", options=options), wanted, 1e-6)
+
+
+def layers() -> Case:
+    torch.manual_seed(0)
+    made_of = [nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(6)]
+    return Case(nn.Sequential(*made_of), (torch.randn(512, 32),), loss=lambda out: out.sum())
+
+
+@needs_compiler
+@pytest.mark.parametrize("times", [1, 99])
+def test_kernels_that_take_more_are_planned_again(
+    times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For so much less; three times at most, and then it is an error with the peak."""
+    case, state = made(layers())
+    wanted = [step(case, case.model, seed) for seed in (1, 2)]
+    read, halves = verify.live_peak_bytes, itertools.count()
+    assert observe.live_peak_bytes is read  # what is observed stays as it is
+
+    def larger(*given: Any) -> int:
+        number = next(halves) if V.graph.is_backward else times
+        return round(read(*given) * (1 + (0.4 * (number + 1) if number < times else 0)))
+
+    monkeypatch.setattr(verify, "live_peak_bytes", larger)
+    before = remat.compiled_plans()
+    if times > 3:
+        with pytest.raises(Exception, match="after 3 plans, each for less; raise the budget to"):
+            two_steps(case, state, backend="remat", options={"budget": "95%"})
+        assert remat.compiled_plans() == before
+        return
+    found = two_steps(case, state, backend="remat", options={"budget": "95%"})
+    assert_same(found, wanted, 1e-5)
+    (plan,) = remat.compiled_plans()[len(before) :]
+    assert plan.rounds == 2
+    assert plan.budget_bytes is not None
+    assert plan.plan.budget_bytes < plan.budget_bytes
 
 
 @needs_compiler
@@ -290,6 +334,7 @@ def test_a_second_compile_takes_its_code_from_the_cache(monkeypatch: pytest.Monk
         ({"budget": "60%", "strategy": "auto"}, ValueError, "strategy is a str"),
         ({"budget": "60%", "inductor": 1}, ValueError, "inductor is 1; it is True or False"),
         ({"budget": "60%", "reserve": "1GiB"}, BudgetError, "nothing to reserve"),
+        ({"budget": "60%", "custom_partitioner_fn": 1}, ValueError, "is what remat plans by"),
         ({"budget": 10, "strategy": remat.Exact(), "gap": 0.1}, ValueError, "give gap to the"),
     ],
 )

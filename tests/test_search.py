@@ -213,7 +213,7 @@ def test_what_fits_only_with_nothing_set_aside_may_be_the_best() -> None:
     at_work.set_aside(replace(CHAIN), 4)
     at_work.offer([dear, cheap])
     assert at_work.best == polish(CHAIN, dear, 4)
-    assert at_work.best_of_all == (cheap, time_s(CHAIN, cheap))
+    assert at_work.best_of_all() == (cheap, time_s(CHAIN, cheap))
 
 
 def test_a_program_over_all_slots_that_ends_is_a_proof(cancelled: threading.Event) -> None:

@@ -12,14 +12,12 @@ import torch
 from torch import fx
 from torch._guards import CompileContext
 
-from remat.budget import format_bytes
 from remat.errors import InfeasibleBudget
 from remat.frontend.compile.kernels import PlannedKernels
 from remat.frontend.compile.options import CompileOptions, read_options
 from remat.frontend.compile.partition import Partitioner
-from remat.frontend.compile.plans import forget
-from remat.frontend.compile.verify import OverBudget, Verifier
-from remat.frontend.compile.versions import backward_at_once, kernel_by_kernel
+from remat.frontend.compile.verify import OverBudget
+from remat.frontend.compile.versions import backward_at_once, kernel_by_kernel, raised_inside
 
 logger = logging.getLogger("remat")
 
@@ -114,49 +112,28 @@ def _with_inductor(
         with V.set_choices_handler(PlannedKernels()), kernel_by_kernel():
             return compile_fx_inner(*args, **kwargs)
 
-    less_bytes = 0
+    less_bytes, over = 0, None
     for number in range(1, _ROUNDS + 1):
-        settings = {
-            "reorder_for_peak_memory": False,
-            **patches,
-            "custom_partitioner_fn": Partitioner.of_backend(options, group, less_bytes, number),
-            "_post_fusion_custom_pass": Verifier(),
-        }
+        partitioner = Partitioner.of_backend(options, group, less_bytes, number)
         try:
             with backward_at_once():
                 return compile_fx(
                     fx.GraphModule(gm, copy.deepcopy(gm.graph)),
                     inputs,
                     inner_compile=inner,
-                    config_patches=settings,
+                    config_patches={**partitioner.settings(), **patches},
                 )
         except Exception as error:
-            over = _over_budget(error)
+            partitioner.forget()
+            over = raised_inside(error, OverBudget)
             if over is None:
                 raise
-            forget(over.compiled)
-            if number == _ROUNDS:
-                raise _given_up(over) from None
             less_bytes += over.excess_bytes
-            logger.info("over the budget: %s; planned again for so much less", over)
-    raise AssertionError("the last round returns or raises")
-
-
-def _over_budget(error: BaseException | None) -> OverBudget | None:
-    """Inductor wraps what is raised inside of it."""
-    while error is not None:
-        if isinstance(error, OverBudget):
-            return error
-        error = getattr(error, "inner_exception", None) or error.__cause__ or error.__context__
-    return None
-
-
-def _given_up(over: OverBudget) -> InfeasibleBudget:
-    asked_bytes, peak_bytes = over.compiled.budget_bytes or 0, over.compiled.verified_bytes or 0
-    return InfeasibleBudget(
-        f"Inductor's kernels take {format_bytes(peak_bytes)} where {format_bytes(asked_bytes)} "
-        f"were asked for, after {_ROUNDS} plans, each for less; raise the budget to {peak_bytes:,} "
-        "bytes",
+            logger.info("planned again for so much less: %s", over)
+    assert over is not None
+    peak_bytes = over.compiled.verified_bytes or 0
+    raise InfeasibleBudget(
+        f"{over}, after {_ROUNDS} plans, each for less; raise the budget to {peak_bytes:,} bytes",
         min_feasible_bytes=peak_bytes,
     )
 

@@ -18,6 +18,7 @@ from remat.costs.roofline import Roofline
 from remat.frontend.compile.joint import Joint
 from remat.frontend.compile.nodes import (
     changes,
+    hint,
     is_number,
     may_run_again,
     node_bytes,
@@ -69,8 +70,8 @@ def read(joint: Joint, regions: list[Region], seconds: Callable[[Region, int], f
             of.append(None)
         read_here = {source(n) for node in region.all_nodes for n in node.all_input_nodes}
         inputs = tuple(sorted(number[n] for n in read_here if n in number))
+        inputs_read = [n for n in read_here if n.op == "placeholder" or n in number]
         made = add(tuple(region.written))
-        inputs_read = [n for n in read_here if n.op == "placeholder" or number.get(n) in inputs]
         moved = sum(map(node_bytes, (*region.written, *inputs_read)))
         lasting = {source(n) for node in region.nodes for n in node.all_input_nodes}
         again = all(map(may_run_again, region.nodes)) and mutated.isdisjoint(lasting)
@@ -123,15 +124,10 @@ def by_roofline(device: torch.device) -> Callable[[Region, int], float]:
 
 
 def _flops(node: fx.Node) -> int:
-    from remat.frontend.compile.nodes import hint
-
-    def shown(item: object) -> object:
-        if isinstance(item, fx.Node):
-            found = item.meta.get("val")
-            return (
-                _Shape(tuple(map(hint, found.shape))) if isinstance(found, torch.Tensor) else found
-            )
-        return item
+    def shown(item: fx.Node) -> object:
+        found = item.meta.get("val")
+        is_tensor = isinstance(found, torch.Tensor)
+        return _Shape(tuple(map(hint, found.shape))) if is_tensor else found
 
     arguments = fx.map_arg(node.args, shown)  # type: ignore[arg-type]
     try:

@@ -7,7 +7,7 @@ backward reading the forward's nodes, so that more of the forward can run again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from torch import fx
 
 from remat.frontend.compile.nodes import changes, source
-from remat.frontend.compile.observe import Observation, observed
+from remat.frontend.compile.observe import Kernel, Observation, observed
 from remat.frontend.compile.versions import is_tangent, min_cut
 
 
@@ -69,6 +69,14 @@ class Joint:
         return self.place[call] >= self.forward
 
 
+def _fused(kernel: Kernel, named: Mapping[str, fx.Node]) -> Fused:
+    written, parts = (
+        tuple(named[name] for name in names if name in named)
+        for names in (kernel.written, kernel.parts)
+    )
+    return Fused(written, parts)
+
+
 def rejoined(
     module: fx.GraphModule,
     inputs: Sequence[object],
@@ -107,7 +115,7 @@ def rejoined(
                 returned.append(fx.map_arg(tuple(node.args[0]), here.__getitem__))  # type: ignore[arg-type]
             elif (
                 is_backward
-                and any(here[n] in mutated for n in node.all_input_nodes)
+                and any(source(here[n]) in mutated for n in node.all_input_nodes)
                 and ((first := made.get(node.name)) is not None and first.target == node.target)
             ):
                 # torch 2.13 makes again what the forward read of a buffer that it then changed.
@@ -125,12 +133,7 @@ def rejoined(
         if inductor:
             named = {n.name: here[n] for n in here if n.op == "call_function"}
             seen.append(observed(half, is_backward=bool(is_backward)))
-            for kernel in seen[-1].kernels:
-                written, parts = (
-                    tuple(named[name] for name in names if name in named)
-                    for names in (kernel.written, kernel.parts)
-                )
-                kernels.append(Fused(written, parts))
+            kernels += [_fused(kernel, named) for kernel in seen[-1].kernels]
     return Joint(
         module=module,
         placeholders=placeholders,

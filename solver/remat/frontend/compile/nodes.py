@@ -113,12 +113,9 @@ def changes(node: fx.Node) -> list[fx.Node]:
     found: list[fx.Node] = []
     for argument, given in zip(target._schema.arguments, node.args, strict=False):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            found += [n for n in (given if isinstance(given, list) else [given]) if _is_node(n)]  # type: ignore[misc]
+            items = given if isinstance(given, (list, tuple)) else (given,)
+            found += [item for item in items if isinstance(item, fx.Node)]
     return found
-
-
-def _is_node(item: object) -> bool:
-    return isinstance(item, fx.Node)
 
 
 def may_run_again(node: fx.Node) -> bool:

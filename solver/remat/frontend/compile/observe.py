@@ -12,7 +12,7 @@ from torch._inductor import config
 from torch._inductor.virtualized import V
 
 from remat.frontend.compile.verify import copied_bytes, is_inside_a_kernel, live_peak_bytes
-from remat.frontend.compile.versions import SchedulerPass
+from remat.frontend.compile.versions import SchedulerPass, raised_inside
 
 
 @dataclass(frozen=True)
@@ -72,19 +72,10 @@ def observed(half: fx.GraphModule, *, is_backward: bool) -> Observation:
                 is_backward=is_backward,
             )
     except Exception as error:
-        seen = _found(error)
-        if seen is None:
+        if (seen := raised_inside(error, _Seen)) is None:
             raise
         return seen.observation
     return Observation()  # a graph without a kernel
-
-
-def _found(error: BaseException | None) -> _Seen | None:
-    while error is not None:
-        if isinstance(error, _Seen):
-            return error
-        error = getattr(error, "inner_exception", None) or error.__cause__ or error.__context__
-    return None
 
 
 def kernels_of(nodes: Sequence[Any]) -> list[Kernel]:

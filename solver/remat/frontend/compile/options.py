@@ -14,6 +14,9 @@ from remat.strategies import Auto, Strategy
 TIME_LIMIT_S = 10.0
 """Somebody waits for the first step."""
 
+OURS = frozenset({"custom_partitioner_fn", "inductor_choices_class", "_post_fusion_custom_pass"})
+"""Options of Inductor by which it is held to a plan."""
+
 
 @dataclass(frozen=True)
 class CompileOptions:
@@ -76,6 +79,10 @@ def _check_known(options: Mapping[str, Any]) -> None:
     """Inductor's own error lists some 300 options and none of remat's."""
     from torch._inductor import config
 
+    if taken := OURS.intersection(options):
+        raise ValueError(
+            f"{min(taken)} is what remat plans by; leave it out, or compile without remat"
+        )
     known = config.get_config_copy()
     own = ["strategy", "gap", "time_limit", "threads", "solver", "seed", "reserve"]
     own += [field.name for field in fields(CompileOptions) if not field.name.endswith("_bytes")]

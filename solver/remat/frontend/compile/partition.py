@@ -19,7 +19,7 @@ from remat.frontend.compile.joint import rejoined
 from remat.frontend.compile.kernels import PlannedKernels
 from remat.frontend.compile.nodes import node_bytes, source
 from remat.frontend.compile.options import CompileOptions, read_options
-from remat.frontend.compile.plans import CompiledPlan, held_by_others, remember
+from remat.frontend.compile.plans import CompiledPlan, forget, held_by_others, remember
 from remat.frontend.compile.regions import find_regions
 from remat.frontend.compile.verify import Verifier
 from remat.frontend.compile.versions import min_cut
@@ -59,6 +59,7 @@ class Partitioner(CustomPartitionerFn):
         self.group = group
         self.less_bytes = less_bytes
         self.rounds = rounds
+        self._made: CompiledPlan | None = None
 
     @classmethod
     def of_backend(
@@ -117,6 +118,7 @@ class Partitioner(CustomPartitionerFn):
         halves = write(step, compiled, num_fwd_outputs, static or (), held=is_held)
         compiled.planned_s = time.perf_counter() - began
         remember(compiled)
+        self._made = compiled
         logger.info("planned in %.1f s: %r", compiled.planned_s, compiled)
         return halves
 
@@ -148,6 +150,11 @@ class Partitioner(CustomPartitionerFn):
                 "one; raise the budget"
             )
         return solve(graph, asked_bytes - self.less_bytes, self.options.strategy)
+
+    def forget(self) -> None:
+        """Its last plan is not what runs."""
+        if self._made is not None:
+            forget(self._made)
 
     def uuid(self) -> str:
         """For torch's caches: all that decides a plan."""

@@ -50,19 +50,22 @@ def find_regions(joint: Joint) -> list[Region]:
         order, stuck = _ordered(regions, [_last(joint, region) for region in regions])
         if not stuck:
             return order
-        # What one kernel writes may need what another does and the other way round, where part of
-        # what Inductor made of them was not told: then each tensor is on its own.
+        # What one kernel writes may need what another does and the other way round, where Inductor
+        # did not tell all that they write.
         groups = [
             each
-            for number, (written, changing) in enumerate(groups)
-            for each in (
-                [([n], changing if n is written[-1] else []) for n in written]
-                if number in stuck and len(written) > 1
-                else [(written, changing)]
-            )
+            for number, group in enumerate(groups)
+            for each in (_apart(group) if number in stuck else [group])
         ]
         if len(groups) == len(regions):
             raise TraceError("the operations of this step need each other in a circle")
+
+
+def _apart(group: Group) -> list[Group]:
+    """Each tensor by itself, what is changed with the last."""
+    written, changing = group
+    alone: list[Group] = [([node], []) for node in written[:-1]]
+    return [*alone, (written[-1:], changing)]
 
 
 def _last(joint: Joint, region: Region) -> int:

@@ -17,6 +17,7 @@ from torch._inductor.memory import compute_memory_timeline, prepare_planning_inf
 from torch._inductor.virtualized import V
 from torch.utils._ordered_set import OrderedSet
 
+from remat.budget import format_bytes
 from remat.frontend.compile.kernels import runs_of
 from remat.frontend.compile.nodes import node_bytes
 from remat.frontend.compile.plans import CompiledPlan, find
@@ -24,12 +25,16 @@ from remat.frontend.compile.versions import SchedulerPass
 
 
 class OverBudget(Exception):
-    """The kernels of a plan take so much more than was asked for."""
+    """The kernels of a plan take more than was asked for."""
 
-    def __init__(self, compiled: CompiledPlan, excess_bytes: int) -> None:
-        super().__init__(f"{excess_bytes:,} bytes over the budget")
+    def __init__(self, compiled: CompiledPlan, peak_bytes: int, budget_bytes: int) -> None:
+        super().__init__(
+            f"Inductor's kernels take {format_bytes(peak_bytes)} where "
+            f"{format_bytes(budget_bytes)} were asked for "
+            '(backend="remat" then plans again; a Partitioner needs a larger budget)'
+        )
         self.compiled = compiled
-        self.excess_bytes = excess_bytes
+        self.excess_bytes = peak_bytes - budget_bytes
 
 
 class Verifier(SchedulerPass):
@@ -49,7 +54,7 @@ class Verifier(SchedulerPass):
         compiled.verified["backward" if is_backward else "forward"] = peak_bytes
         budget_bytes = compiled.budget_bytes
         if budget_bytes is not None and peak_bytes > budget_bytes:
-            raise OverBudget(compiled, peak_bytes - budget_bytes)
+            raise OverBudget(compiled, peak_bytes, budget_bytes)
         return nodes
 
     def uuid(self) -> str:

@@ -8,12 +8,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import fx
 from torch._functorch import partitioners
 from torch._inductor import custom_graph_pass
 from torch.utils._ordered_set import OrderedSet
+
+E = TypeVar("E", bound=BaseException)
 
 if TYPE_CHECKING:
     SchedulerPass = custom_graph_pass.CustomSchedulerPass
@@ -69,6 +71,13 @@ def _finished(module: fx.GraphModule, *, is_backward: bool) -> fx.GraphModule:
         module = raise_getitems(module)
     thread = getattr(partitioners, "thread_graphsafe_rng_from_hops", None)
     return module if thread is None else thread(module, is_backward=is_backward)
+
+
+def raised_inside(error: BaseException | None, kind: type[E]) -> E | None:
+    """The error of this kind that another was raised for: Inductor wraps what is raised in it."""
+    while error is not None and not isinstance(error, kind):
+        error = getattr(error, "inner_exception", None) or error.__cause__ or error.__context__
+    return error
 
 
 @contextmanager

@@ -133,7 +133,6 @@ class Known:
         """The best so far; at least one is known."""
         return self.rated[0].schedule
 
-    @property
     def best_of_all(self) -> tuple[Schedule, float]:
         """The best with its objective, also of those that fit only where nothing is set aside, with
         as much kept as there is room for."""

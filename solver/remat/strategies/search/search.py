@@ -55,7 +55,7 @@ def _judged(known: Known) -> Solution:
     # Of a schedule that is better by far than all over the slots, these say nothing.
     if slots_s and known.objective >= (1 - known.options.gap - _ROUNDING) * slots_s:
         stats["slots_bound"] = min(slots_s, known.objective) / known.graph.total_cost_s - 1
-    best, best_s = known.best_of_all
+    best, best_s = known.best_of_all()
     bound_s = min(known.bound, best_s)
     proved = _is_optimum(known) or known.is_enough(best_s)
     return Solution(best, bound_s, "order", proved, stats)

@@ -1,0 +1,190 @@
+"""Tables of steps that really ran, and of the service."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from measured import Table, load, seconds
+
+_MODELS = {"gpt2": "GPT-2, 12 layers", "resnet50": "ResNet-50", "unet2d": "UNet2D"}
+
+
+def overhead() -> Table:
+    """One real step at the peak of per-block checkpointing."""
+    rows: list[tuple[str, ...]] = []
+    for name, found in load("overhead-cpu")["models"].items():
+        methods = {method["method"]: method for method in found["methods"]}
+        eager, block = methods["eager"], methods["per-block checkpoint"]
+        ours = methods["remat at per-block peak"]
+        cold = methods["remat at per-block peak (cold)"]
+        rows.append(
+            (
+                _MODELS[name],
+                f"{ours['peak_bytes'] / eager['peak_bytes']:.2f}",
+                _step(block),
+                _step(ours),
+                seconds(cold["setup_s"]["total"]),
+            )
+        )
+    header = (
+        "model", "peak / eager", "per-block: extra time, FLOPs", "remat: extra time, FLOPs",
+        "ready after (cold cache)",
+    )  # fmt: skip
+    return Table(("overhead-cpu",), header, tuple(rows))
+
+
+def _step(method: dict[str, Any]) -> str:
+    return f"{method['time_ratio_median'] - 1:+.0%}, {method['flops_ratio']:.2f}"
+
+
+def steps() -> Table:
+    """Every method of the same run."""
+    rows: list[tuple[str, ...]] = []
+    for name, found in load("overhead-cpu")["models"].items():
+        eager = found["methods"][0]
+        for method in found["methods"]:
+            label = method["method"]
+            if label.endswith("(cold)") or label in (
+                "torch budget 0",
+                "remat at peak of torch budget 0",
+            ):
+                continue  # see benchmarks/results/README.md: void, or the same step again
+            flops = method["flops_ratio"]
+            rows.append(
+                (
+                    _MODELS[name],
+                    label,
+                    f"{method['peak_bytes'] / 2**20:,.0f} MiB",
+                    f"{method['peak_bytes'] / eager['peak_bytes']:.2f}",
+                    f"{method['time_ratio_median']:.2f}",
+                    "not counted" if flops is None else f"{flops:.2f}",
+                )
+            )
+    header = (
+        "model",
+        "method",
+        "peak",
+        "peak / eager",
+        "time / eager",
+        "FLOPs / eager",
+    )
+    return Table(("overhead-cpu",), header, tuple(rows))
+
+
+def compiled() -> Table:
+    """Ways to save memory under torch.compile."""
+    rows = tuple(
+        (
+            row["method"],
+            f"{row['peak_bytes'] / 2**20:,.0f} MiB",
+            f"{row['peak_to_inductor']:.3f}",
+            f"{row['time_to_inductor']:.2f}",
+            f"{row['gradient_error']:.0e}" if "gradient_error" in row else "",
+            seconds(sum(row["setup_s"].values())),
+        )
+        for found in load("compiled-cpu")["models"].values()
+        for row in found["methods"]
+    )
+    header = (
+        "method", "peak", "peak / inductor", "time / inductor", "gradients off by",
+        "compiled in",
+    )  # fmt: skip
+    return Table(("compiled-cpu",), header, rows)
+
+
+def peers() -> Table:
+    """remat at the peaks that Rockmate reached, run and metered."""
+    rows: list[tuple[str, ...]] = []
+    measured = {
+        (row["graph"], row["peak_ratio"], row["rockmate_flops"]): row
+        for row in load("solver-peers-measured")["sections"]["peers"]
+        if row.get("rockmate_flops")
+    }
+    for row in load("solver-peers")["sections"]["peers"]:
+        if row["method"] == "per-block checkpoint":
+            rows.append(
+                (
+                    row["graph"],
+                    row["method"],
+                    f"{row['peak_to_eager']:.2f}",
+                    f"{row['flops_to_eager']:.3f}",
+                    "",
+                    "",
+                    "",
+                )
+            )
+        elif row.get("rockmate_flops"):
+            other = measured[row["graph"], row["peak_ratio"], row["rockmate_flops"]]
+            rows.append(
+                (
+                    row["graph"],
+                    "remat",
+                    f"{row['peak_to_eager']:.2f}",
+                    f"{row['flops_to_eager']:.3f}",
+                    f"{other['flops_to_eager']:.3f}",
+                    f"{row['rockmate_flops']:.3f}",
+                    f"{row['setup_s']:.0f} s",
+                )
+            )
+    header = (
+        "model", "method", "peak / eager", "FLOPs / eager (FLOPs as costs)",
+        "FLOPs / eager (measured costs)", "Rockmate's FLOPs / eager", "ready after",
+    )  # fmt: skip
+    return Table(("solver-peers", "solver-peers-measured"), header, tuple(rows))
+
+
+def service() -> Table:
+    """The service under load, killed, and beside the library."""
+    stores = [
+        load(f"service-{store}")["sections"] for store in ("sqlite", "postgresql")
+    ]
+
+    def line(what: str, tell: Callable[[dict[str, Any]], str]) -> tuple[str, ...]:
+        return (what, *(tell(sections) for sections in stores))
+
+    rows = (
+        line(
+            "jobs by clients",
+            lambda s: f"{s['load']['jobs']} by {s['load']['clients']}",
+        ),
+        line("all done after", lambda s: f"{s['load']['done_in_s']:.0f} s"),
+        line(
+            "`GET /jobs/{id}` meanwhile, p50",
+            lambda s: f"{1000 * s['load']['look_p50_s']:.0f} ms",
+        ),
+        line(
+            "`GET /jobs/{id}` meanwhile, p99",
+            lambda s: f"{1000 * s['load']['look_p99_s']:.0f} ms",
+        ),
+        line("kill -9 of server and worker", lambda s: _kills(s["kill"])),
+        line(
+            "of jobs accepted, finished once and right",
+            lambda s: (
+                f"{s['kill']['finished_once_and_right']} of {s['kill']['accepted']}"
+            ),
+        ),
+        line(
+            "1,523 operations, known answer by HTTP",
+            lambda s: f"{1000 * s['overhead']['http_cached_s']:.0f} ms",
+        ),
+        line(
+            "the same, known answer by `remat.Client`",
+            lambda s: f"{s['overhead']['client_cached_s']:.2f} s",
+        ),
+        line(
+            "fresh, more than the library takes, by HTTP",
+            lambda s: f"{s['overhead']['http_fresh_over_library_s']:.2f} s",
+        ),
+        line(
+            "fresh, more than the library takes, by `remat.Client`",
+            lambda s: f"{s['overhead']['client_fresh_over_library_s']:.2f} s",
+        ),
+    )
+    return Table(
+        ("service-sqlite", "service-postgresql"), ("", "SQLite", "PostgreSQL"), rows
+    )
+
+
+def _kills(kill: dict[str, Any]) -> str:
+    return f"{kill['kills_of_the_server']} + {kill['kills_of_the_worker']} times"
