@@ -25,8 +25,9 @@ from remat.documents.structure import Structure
 from remat.documents.trace import Trace
 from remat.errors import RematError
 from remat.frontend import operators
+from remat.frontend.costs import bench as benches
 from remat.frontend.costs import key as cost_key
-from remat.frontend.costs import measure as measuring
+from remat.frontend.costs import operations as pricing
 from remat.frontend.costs import timers
 from remat.frontend.costs.cache import CostCache
 from remat.frontend.costs.measure import measure, tensor_metas
@@ -146,9 +147,9 @@ def test_every_operation_has_a_cost_and_says_from_where() -> None:
 
 def test_equal_operations_are_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
-    cost = measuring._Bench.cost
+    cost = benches.Bench.cost
     monkeypatch.setattr(
-        measuring._Bench, "cost", lambda self, node: (ran.append(node.target), cost(self, node))[1]
+        benches.Bench, "cost", lambda self, node: (ran.append(node.target), cost(self, node))[1]
     )
     priced = measure(chain(10))
     assert ran == ["aten.mm.default", "aten.relu.default"]
@@ -203,9 +204,9 @@ def switches() -> Iterator[None]:
 def test_what_decides_a_cost_is_in_its_key(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """After any of these changes a shared cache knows nothing of the operation."""
     ran: list[str] = []
-    cost = measuring._Bench.cost
+    cost = benches.Bench.cost
     monkeypatch.setattr(
-        measuring._Bench, "cost", lambda self, node: (ran.append(node.target), cost(self, node))[1]
+        benches.Bench, "cost", lambda self, node: (ran.append(node.target), cost(self, node))[1]
     )
     with CostCache() as cache:
         measure(products(), cache=cache)
@@ -528,7 +529,7 @@ def test_what_fails_is_estimated_and_says_so(warned: pytest.LogCaptureFixture) -
 def test_what_is_too_large_is_not_tried(
     warned: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(measuring, "free_bytes", lambda device: 1 << 16)
+    monkeypatch.setattr(benches, "free_bytes", lambda device: 1 << 16)
     b = Builder()
     x, y = b.given(64), b.given(1 << 20)
     b.call("aten.relu.default", [x], dense(64))
@@ -590,16 +591,16 @@ def test_convolutions_that_cudnn_tunes_run_once_in_a_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Though their costs are known: else the first step tunes them, above its budget."""
-    monkeypatch.setattr(measuring, "is_tuned", lambda node, device: "relu" in node.target)
-    monkeypatch.setattr(measuring, "_tuned", set())
+    monkeypatch.setattr(pricing, "is_tuned", lambda node, device: "relu" in node.target)
+    monkeypatch.setattr(pricing, "_tuned", set())
     ran: list[str] = []
-    tune = measuring._Bench.tune
+    tune = benches.Bench.tune
     monkeypatch.setattr(
-        measuring._Bench, "tune", lambda self, node: (ran.append(node.target), tune(self, node))
+        benches.Bench, "tune", lambda self, node: (ran.append(node.target), tune(self, node))
     )
     measure(chain())
     assert ran == [], "measuring has run it"
-    measuring._tuned.clear()  # another process
+    pricing._tuned.clear()  # another process
     measure(chain())
     assert ran == ["aten.relu.default"]
     measure(chain())
@@ -610,26 +611,26 @@ def test_what_cudnn_tunes(monkeypatch: pytest.MonkeyPatch) -> None:
     node = Node(name="n", target="aten.convolution_backward.default")
     cuda = torch.device("cuda")
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
-    assert measuring.is_tuned(node, cuda)
-    assert not measuring.is_tuned(node, torch.device("cpu"))
-    assert not measuring.is_tuned(Node(name="n", target="aten.mm.default"), cuda)
+    assert pricing.is_tuned(node, cuda)
+    assert not pricing.is_tuned(node, torch.device("cpu"))
+    assert not pricing.is_tuned(Node(name="n", target="aten.mm.default"), cuda)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
-    assert not measuring.is_tuned(node, cuda)
+    assert not pricing.is_tuned(node, cuda)
 
 
 def test_an_unknown_workspace_is_not_nothing() -> None:
     trace = chain(1)
     metas, node = tensor_metas(trace), trace.nodes[1]
     operands = 4 * (16 * 32 + 32 * 32 + 16 * 32)
-    assert measuring.unknown_workspace_bytes(node, metas, torch.device("cuda")) == operands
-    assert measuring.unknown_workspace_bytes(node, metas, torch.device("cpu")) == 0
+    assert pricing.unknown_workspace_bytes(node, metas, torch.device("cuda")) == operands
+    assert pricing.unknown_workspace_bytes(node, metas, torch.device("cpu")) == 0
 
 
 def test_a_broken_device_is_an_error_that_names_the_operation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     trace = chain(1)
-    bench = measuring._Bench(trace, tensor_metas(trace), torch.device("cuda", 0))
+    bench = benches.Bench(trace.nodes, tensor_metas(trace), "cpu", torch.device("cuda", 0))
     emptied: list[str] = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append("emptied"))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
@@ -650,7 +651,7 @@ def test_a_broken_device_is_an_error_that_names_the_operation(
         (200 << 20, None, 1),
         (50 << 20, None, 3),
         (4 << 20, None, 26),
-        (1 << 10, None, measuring.MOST_COPIES),
+        (1 << 10, None, benches.MOST_COPIES),
         (4 << 20, 20 << 20, 4),
         (4 << 20, 1 << 20, 1),
     ],
@@ -658,9 +659,9 @@ def test_a_broken_device_is_an_error_that_names_the_operation(
 def test_operands_are_rotated_beyond_twice_the_cache(
     operands: int, free: int | None, expected: int
 ) -> None:
-    found = measuring.copies(operands, operands, 50 << 20, free)
+    found = benches.copies(operands, operands, 50 << 20, free)
     assert found == expected
-    assert found * operands > 100 << 20 or free or found == measuring.MOST_COPIES
+    assert found * operands > 100 << 20 or free or found == benches.MOST_COPIES
 
 
 class Gpu:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import TypeAlias
 
 import torch
+from torch import fx
 from torch._ops import OpOverload, OpOverloadPacket
 
 from remat.documents.arguments import Argument, Literal, Ref
@@ -140,3 +141,19 @@ def encode_argument(value: object, special: Callable[[object], Argument] | None 
     raise TraceError(
         f"an operation has an argument of type {type(value).__qualname__}, which cannot be saved"
     )
+
+
+def is_seeded(node: fx.Node) -> bool:
+    """Whether a call draws random numbers. Attention carries the tag even without dropout."""
+    target = node.target
+    if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    for position, argument in enumerate(target._schema.arguments):
+        if argument.name == "dropout_p":
+            given = (
+                node.args[position]
+                if position < len(node.args)
+                else node.kwargs.get("dropout_p", argument.default_value)
+            )
+            return bool(given != 0.0)
+    return True

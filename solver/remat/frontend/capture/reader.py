@@ -24,7 +24,7 @@ from remat.frontend.capture.mutations import (
     pin_batch_norms,
     write_back,
 )
-from remat.frontend.operators import encode_argument
+from remat.frontend.operators import encode_argument, is_seeded
 
 COPY = "aten.copy.default"
 MSE_LOSS = "aten.mse_loss.default"
@@ -88,7 +88,7 @@ class Reader:
         stack += [
             node
             for node in self.module.graph.nodes
-            if _is_seeded(node) and node.meta.get("partitioner_tag") != "is_backward"
+            if is_seeded(node) and node.meta.get("partitioner_tag") != "is_backward"
         ]
         forward: set[fx.Node] = set()
         while stack:
@@ -201,7 +201,7 @@ class Reader:
                 results=results,
                 view=view,
                 backward=node not in self._forward,
-                seeded=_is_seeded(node),
+                seeded=is_seeded(node),
                 module=node.meta.get("custom", {}).get(MODULE_KEY, ""),
             )
         )
@@ -313,22 +313,6 @@ def _describe(desc: object) -> tuple[str, str]:
         f"the step has an input of kind {type(desc).__name__}, which is not supported (tensor "
         "subclasses and effect tokens are not)"
     )
-
-
-def _is_seeded(node: fx.Node) -> bool:
-    """Whether a node draws random numbers. Attention carries the tag even without dropout."""
-    target = node.target
-    if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
-        return False
-    for position, argument in enumerate(target._schema.arguments):
-        if argument.name == "dropout_p":
-            given = (
-                node.args[position]
-                if position < len(node.args)
-                else node.kwargs.get("dropout_p", argument.default_value)
-            )
-            return bool(given != 0.0)
-    return True
 
 
 def _clean(name: str) -> str:

@@ -112,9 +112,9 @@ def _with_inductor(
         with V.set_choices_handler(PlannedKernels()), kernel_by_kernel():
             return compile_fx_inner(*args, **kwargs)
 
-    less_bytes, over = 0, None
-    for number in range(1, _ROUNDS + 1):
-        partitioner = Partitioner.of_backend(options, group, less_bytes, number)
+    less_bytes, over, made = 0, None, 0
+    while made < _ROUNDS:
+        partitioner = Partitioner.of_backend(options, group, less_bytes, made + 1)
         try:
             with backward_at_once():
                 return compile_fx(
@@ -125,15 +125,18 @@ def _with_inductor(
                 )
         except Exception as error:
             partitioner.forget()
+            if over is not None and raised_inside(error, InfeasibleBudget):
+                break  # there is no plan for so much less
             over = raised_inside(error, OverBudget)
             if over is None:
                 raise
+            made += 1
             less_bytes += over.excess_bytes
             logger.info("planned again for so much less: %s", over)
     assert over is not None
     peak_bytes = over.compiled.verified_bytes or 0
     raise InfeasibleBudget(
-        f"{over}, after {_ROUNDS} plans, each for less; raise the budget to {peak_bytes:,} bytes",
+        f"{over}, after {made} plans, each for less; raise the budget to {peak_bytes:,} bytes",
         min_feasible_bytes=peak_bytes,
     )
 

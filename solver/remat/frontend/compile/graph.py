@@ -9,21 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import fx
 
-from remat.costs.devices import match_device
-from remat.costs.flops import count_flops
-from remat.costs.roofline import Roofline
+from remat.costs.pricing import FLOOR_S
+from remat.frontend.compile.costs import Price
 from remat.frontend.compile.joint import Joint
 from remat.frontend.compile.nodes import (
     changes,
-    hint,
     is_number,
     may_run_again,
     node_bytes,
     source,
-    tensors,
 )
 from remat.frontend.compile.regions import Region
 from remat.graph import Graph, Operation, Value
@@ -41,8 +37,8 @@ class Step:
     regions: tuple[Region | None, ...]
 
 
-def read(joint: Joint, regions: list[Region], seconds: Callable[[Region, int], float]) -> Step:
-    """The graph of the step. `seconds` prices a region that moves so many bytes.
+def read(joint: Joint, regions: list[Region], prices: Callable[[Region, int], Price]) -> Step:
+    """The graph of the step. `prices` says what a region costs that moves so many bytes.
 
     What comes from outside of the backward (tangents) is held to its end, as autograd does.
     """
@@ -75,12 +71,14 @@ def read(joint: Joint, regions: list[Region], seconds: Callable[[Region, int], f
         moved = sum(map(node_bytes, (*region.written, *inputs_read)))
         lasting = {source(n) for node in region.nodes for n in node.all_input_nodes}
         again = all(map(may_run_again, region.nodes)) and mutated.isdisjoint(lasting)
+        price = prices(region, moved)
         operations.append(
             Operation(
                 name=f"{region.all_nodes[-1].name}_{len(operations)}",
                 inputs=inputs,
                 outputs=made,
-                cost_s=seconds(region, moved),
+                cost_s=max(FLOOR_S, price.cost_s),
+                workspace_bytes=price.workspace_bytes,
                 backward=region.is_backward,
                 recomputable=again and bool(made) and not region.is_backward,
                 module=_module(region.all_nodes[-1]),
@@ -105,37 +103,3 @@ def _module(node: fx.Node) -> str:
         return ""
     path = str(list(stack.values())[-1][0])
     return path.removeprefix("L['self'].").replace("L['self']", "")
-
-
-def by_roofline(device: torch.device) -> Callable[[Region, int], float]:
-    """Seconds of a region by the data sheet of the device: see `remat.costs.roofline`."""
-    known = None
-    if device.type == "cuda":
-        known = match_device(torch.cuda.get_device_name(device))
-    roofline = Roofline("cpu" if device.type != "cuda" else known.name if known else "a100")
-
-    def seconds(region: Region, moved_bytes: int) -> float:
-        flops = sum(map(_flops, region.nodes))
-        first = next(tensors(region.all_nodes[0]), None)
-        dtype = "float32" if first is None else str(first.dtype).removeprefix("torch.")
-        return roofline.seconds(flops, moved_bytes, dtype)
-
-    return seconds
-
-
-def _flops(node: fx.Node) -> int:
-    def shown(item: fx.Node) -> object:
-        found = item.meta.get("val")
-        is_tensor = isinstance(found, torch.Tensor)
-        return _Shape(tuple(map(hint, found.shape))) if is_tensor else found
-
-    arguments = fx.map_arg(node.args, shown)  # type: ignore[arg-type]
-    try:
-        return count_flops(str(node.target), arguments)  # type: ignore[arg-type]
-    except (TypeError, IndexError, ValueError):
-        return 0
-
-
-@dataclass(frozen=True)
-class _Shape:
-    shape: tuple[int, ...]

@@ -14,6 +14,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from remat.allocator.replay import rounded
+from remat.frontend.operators import is_seeded
 
 _VIEWS = frozenset({"aten._unsafe_view.default", "aten.detach.default", "aten.alias.default"})
 """Views that torch's schemas do not call so, or not in all versions."""
@@ -127,7 +128,7 @@ def may_run_again(node: fx.Node) -> bool:
         return False
     if target.namespace not in _PURE or target._schema.is_mutable:
         return False
-    return torch.Tag.nondeterministic_seeded not in target.tags
+    return not is_seeded(node)
 
 
 def is_fusible(node: fx.Node) -> bool:

@@ -18,17 +18,22 @@ OURS = frozenset({"custom_partitioner_fn", "inductor_choices_class", "_post_fusi
 """Options of Inductor by which it is held to a plan."""
 
 
+_COSTS = ("kernels", "operations")
+
+
 @dataclass(frozen=True)
 class CompileOptions:
     """`reserve_bytes` are left of a budget in bytes. Without `inductor`, AOTAutograd's graphs run
     as they are, operation by operation. With `fallback`, torch's own partitioner takes a graph that
-    cannot be planned."""
+    cannot be planned. `costs` are of "kernels", or, to compare with, of "operations" as if each
+    were a kernel of its own."""
 
     budget: Budget
     strategy: Strategy
     reserve_bytes: int = 0
     inductor: bool = True
     fallback: bool = False
+    costs: str = "kernels"
 
     def budget_bytes(self, baseline_bytes: int) -> int | None:
         """What the step may take, where torch.compile's would take so much; None for "min"."""
@@ -70,7 +75,10 @@ def read_options(options: Mapping[str, Any]) -> tuple[CompileOptions, dict[str, 
     for name, value in switches.items():
         if not isinstance(value, bool):
             raise ValueError(f"{name} is {value!r}; it is True or False")
-    found = CompileOptions(budget, strategy, reserve_bytes, **switches)
+    costs = left.pop("costs", _COSTS[0])
+    if costs not in _COSTS:
+        raise ValueError(f"costs is {costs!r}; it is one of {', '.join(map(repr, _COSTS))}")
+    found = CompileOptions(budget, strategy, reserve_bytes, costs=costs, **switches)
     _check_known(left)
     return found, left
 

@@ -8,13 +8,13 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 from remat.budget import format_bytes
 from remat.errors import InfeasibleBudget, RematError, TraceError, one_line
-from remat.frontend.compile.graph import Step, by_roofline, read
+from remat.frontend.compile.costs import Prices
+from remat.frontend.compile.graph import Step, read
 from remat.frontend.compile.joint import rejoined
 from remat.frontend.compile.kernels import PlannedKernels
 from remat.frontend.compile.nodes import node_bytes, source
@@ -113,7 +113,8 @@ class Partitioner(CustomPartitionerFn):
         began = time.perf_counter()
         is_held = self.options.inductor
         joint = rejoined(gm, joint_inputs, num_fwd_outputs, static, inductor=is_held)
-        step = read(joint, find_regions(joint), by_roofline(_device(joint.calls)))
+        prices = Prices(joint, fused=self.options.costs == "kernels")
+        step = read(joint, find_regions(joint), prices)
         compiled = self._solved(step)
         halves = write(step, compiled, num_fwd_outputs, static or (), held=is_held)
         compiled.planned_s = time.perf_counter() - began
@@ -175,11 +176,3 @@ def _as_inductor_runs(step: Step) -> int:
     return graph.constant_bytes + max(
         forward.live_bytes, held_bytes + forward.copied_bytes + backward.live_bytes
     )
-
-
-def _device(calls: Sequence[fx.Node]) -> torch.device:
-    for node in calls:
-        value = node.meta.get("val")
-        if isinstance(value, torch.Tensor):
-            return value.device
-    return torch.device("cpu")

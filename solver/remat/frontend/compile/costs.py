@@ -1,0 +1,190 @@
+"""What regions cost: kernels by what they move, calls of libraries as measured.
+
+A kernel that a compiler makes is as fast as memory is, whatever it computes: it reads and writes
+its tensors once. So it costs what a copy of as many bytes does on this device, which is measured at
+a few sizes. Random numbers are the exception on CPUs, where Inductor draws them one by one. Calls
+of libraries (matrix products, convolutions, attention) are measured, each distinct one once. All
+measurements are kept in the cost cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+
+from remat.costs.pricing import Priced
+from remat.documents.arguments import Argument, Ref
+from remat.documents.records import Node, Result, TensorMeta
+from remat.errors import TraceError
+from remat.frontend.compile.joint import Joint
+from remat.frontend.compile.nodes import elements, hint, is_fusible, is_work, node_bytes, tensors
+from remat.frontend.compile.regions import Region
+from remat.frontend.costs.cache import CostCache
+from remat.frontend.costs.operations import measure_operations
+from remat.frontend.operators import encode_argument
+
+MEASURE_S = 5.0
+"""Somebody waits for the first step: what is not measured by then is estimated."""
+
+_MEASURED = frozenset({"aten", "prims"})
+"""Namespaces of operations that may run on made-up tensors."""
+
+_DRAWS = frozenset({"prims.inductor_random.default", "prims.inductor_randint.default"})
+
+_DRAW_S = 20e-9
+"""One core, one random number: Philox in scalar code (measured on x86-64 with AVX-512, 2026)."""
+
+_SMALLEST_BYTES = 1 << 12
+
+
+class Price(NamedTuple):
+    """Seconds, and bytes that calls of libraries hold while they run."""
+
+    cost_s: float
+    workspace_bytes: int = 0
+
+
+class Prices:
+    """Of the regions of a joint graph. Without `fused`, each operation of a kernel costs what it
+    would by itself: for comparison."""
+
+    def __init__(self, joint: Joint, *, fused: bool = True) -> None:
+        self._joint = joint
+        self._fused = fused or joint.kernels is None
+        self._device = _device(joint.calls)
+        self._copies: dict[int, float] = {}
+        self._cache = CostCache()
+
+    def __call__(self, region: Region, moved_bytes: int) -> Price:
+        calls = [self._called[n.name] for n in region.nodes if n.name in self._called]
+        others = [n for n in region.all_nodes if is_work(n) and n.name not in self._called]
+        cost_s = sum(priced.cost_s for priced in calls) + self._draws_s(others)
+        if not self._fused:
+            cost_s += sum(map(self._alone_s, others))
+        elif others:
+            cost_s += self._copy_s(moved_bytes)
+        return Price(cost_s, max((priced.workspace_bytes for priced in calls), default=0))
+
+    def _alone_s(self, node: fx.Node) -> float:
+        return self._copy_s(node_bytes(node) + sum(map(node_bytes, node.all_input_nodes)))
+
+    def _draws_s(self, nodes: Iterable[fx.Node]) -> float:
+        if self._device.type != "cpu" or self._joint.kernels is None:
+            return 0.0
+        drawn = (t for n in nodes if str(n.target) in _DRAWS for t in tensors(n))
+        return sum(map(elements, drawn)) * _DRAW_S / torch.get_num_threads()
+
+    # -- what is measured -----------------------------------------------------------------------
+
+    @cached_property
+    def _called(self) -> dict[str, Priced]:
+        """Calls of libraries by name: those of the forward first, which may run again."""
+        nodes: list[Node] = []
+        metas: dict[str, TensorMeta] = {}
+        for node in self._joint.calls:
+            if _is_called(node, compiled=self._joint.kernels is not None):
+                try:
+                    nodes.append(_record(node, metas, backward=self._joint.is_backward(node)))
+                except (TraceError, ValueError):
+                    continue  # it has an argument or a tensor that is no data: counted as a copy
+        return self._measured(nodes, metas)
+
+    def _copy_s(self, moved_bytes: int) -> float:
+        """Seconds of a copy that reads and writes so many bytes, between two measured sizes."""
+        below = max(_SMALLEST_BYTES, 1 << max(0, moved_bytes.bit_length() - 1))
+        share = max(0.0, moved_bytes / below - 1)
+        return (1 - share) * self._whole_copy_s(below) + share * self._whole_copy_s(2 * below)
+
+    def _whole_copy_s(self, moved_bytes: int) -> float:
+        if moved_bytes not in self._copies:
+            meta = TensorMeta(
+                dtype="uint8", shape=(moved_bytes // 2,), stride=(1,), device=str(self._device)
+            )
+            result = Result(name="copied", tensor=meta, storage=0)
+            node = Node(
+                name="copied", target="aten.clone.default", args=(Ref("x"),), results=(result,)
+            )
+            priced = self._measured([node], {"x": meta, "copied": meta})
+            self._copies[moved_bytes] = priced["copied"].cost_s
+        return self._copies[moved_bytes]
+
+    def _measured(self, nodes: Sequence[Node], metas: dict[str, TensorMeta]) -> dict[str, Priced]:
+        return measure_operations(
+            nodes, metas, self._device, self._cache, _silent, home=self._device.type,
+            limit_s=MEASURE_S,
+        )  # fmt: skip
+
+
+def _silent(done: int, total: int, name: str) -> None:
+    """There are few."""
+
+
+def _device(calls: Iterable[fx.Node]) -> torch.device:
+    """Where the step runs: the accelerator, if any tensor is there."""
+    devices = (tensor.device for node in calls for tensor in tensors(node))
+    return max(dict.fromkeys(devices), key=lambda d: d.type != "cpu", default=torch.device("cpu"))
+
+
+def _is_called(node: fx.Node, *, compiled: bool) -> bool:
+    target = node.target
+    if not (is_work(node) and isinstance(target, OpOverload)):
+        return False
+    may_run = target.namespace in _MEASURED and not target._schema.is_mutable
+    return may_run and not (compiled and is_fusible(node))
+
+
+def _record(node: fx.Node, metas: dict[str, TensorMeta], *, backward: bool) -> Node:
+    """A call as data; what its tensors are goes to `metas`."""
+
+    def reference(item: object) -> Argument:
+        if not isinstance(item, fx.Node):
+            raise TraceError(f"an argument of type {type(item).__name__} is no data")
+        value = item.meta.get("val")
+        if isinstance(value, torch.Tensor):
+            metas[_name(item)] = _meta(value)
+            return Ref(_name(item))
+        return int(hint(value)) if isinstance(value, (int, torch.SymInt)) else value  # type: ignore[return-value]
+
+    value = node.meta["val"]
+    if isinstance(value, torch.Tensor):
+        results = [Result(name=_name(node), tensor=_meta(value), storage=0)]
+    else:
+        users = {u.args[1]: _name(u) for u in node.users if len(u.args) == 2}
+        results = [
+            Result(
+                name=users.get(position, f"{_name(node)}_{position}_"),
+                tensor=_meta(item),
+                storage=position,
+                position=position,
+            )
+            for position, item in enumerate(value)
+            if isinstance(item, torch.Tensor)
+        ]
+    metas.update((result.name, result.tensor) for result in results)
+    return Node(
+        name=_name(node),
+        target=str(node.target),
+        args=tuple(encode_argument(item, reference) for item in node.args),
+        kwargs={key: encode_argument(item, reference) for key, item in node.kwargs.items()},
+        results=tuple(results),
+        backward=backward,
+    )
+
+
+def _name(node: fx.Node) -> str:
+    return f"n{node.name}" if node.name.startswith("__") else node.name
+
+
+def _meta(tensor: torch.Tensor) -> TensorMeta:
+    return TensorMeta(
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        shape=tuple(map(hint, tensor.shape)),
+        stride=tuple(map(hint, tensor.stride())),
+        offset=hint(tensor.storage_offset()),
+        device=str(tensor.device),
+    )
