@@ -17,7 +17,12 @@ from remat.frontend.compile.kernels import PlannedKernels
 from remat.frontend.compile.options import CompileOptions, read_options
 from remat.frontend.compile.partition import Partitioner
 from remat.frontend.compile.verify import OverBudget
-from remat.frontend.compile.versions import backward_at_once, kernel_by_kernel, raised_inside
+from remat.frontend.compile.versions import (
+    backward_at_once,
+    kernel_by_kernel,
+    raised_inside,
+    reused_at_once,
+)
 
 logger = logging.getLogger("remat")
 
@@ -109,7 +114,7 @@ def _with_inductor(
     from torch._inductor.virtualized import V
 
     def inner(*args: Any, **kwargs: Any) -> Any:
-        with V.set_choices_handler(PlannedKernels()), kernel_by_kernel():
+        with V.set_choices_handler(PlannedKernels()), kernel_by_kernel(), reused_at_once():
             return compile_fx_inner(*args, **kwargs)
 
     less_bytes, over, made = 0, None, 0
@@ -121,7 +126,11 @@ def _with_inductor(
                     fx.GraphModule(gm, copy.deepcopy(gm.graph)),
                     inputs,
                     inner_compile=inner,
-                    config_patches={**partitioner.settings(), **patches},
+                    config_patches={
+                        **partitioner.settings(),
+                        "allow_buffer_reuse": True,
+                        **patches,
+                    },
                 )
         except Exception as error:
             partitioner.forget()

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
-from remat.frontend.compile.nodes import changes, source
+from remat.frontend.compile.nodes import changes, node_bytes, source
 from remat.frontend.compile.observe import Kernel, Observation, observed
 from remat.frontend.compile.versions import is_tangent, min_cut
 
@@ -132,7 +132,13 @@ def rejoined(
             mutated = {source(n) for call in calls for n in changes(call)}
         if inductor:
             named = {n.name: here[n] for n in here if n.op == "call_function"}
-            seen.append(observed(half, is_backward=bool(is_backward)))
+            shown = {n.name: source(here[n]) for n in here if n.op == "placeholder"}
+            # Parameters, and views of them, are no part of what lives and dies here.
+            given = {n for n in placeholders if not is_tangent(n)}
+            storages = {
+                name: (n.name, 0 if n in given else node_bytes(n)) for name, n in shown.items()
+            }
+            seen.append(observed(half, storages, is_backward=bool(is_backward)))
             kernels += [_fused(kernel, named) for kernel in seen[-1].kernels]
     return Joint(
         module=module,

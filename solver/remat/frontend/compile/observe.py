@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 from torch._inductor import config
+from torch._inductor.memory import reorder_for_peak_memory
 from torch._inductor.virtualized import V
+from torch.utils._ordered_set import OrderedSet
 
 from remat.frontend.compile.verify import copied_bytes, is_inside_a_kernel, live_peak_bytes
 from remat.frontend.compile.versions import SchedulerPass, raised_inside
@@ -42,23 +44,42 @@ class _Seen(Exception):
 
 
 class _Observer(SchedulerPass):
+    def __init__(self, storages: Mapping[str, tuple[str, int]]) -> None:
+        self.storages = storages
+
     def __call__(self, nodes: list[Any]) -> list[Any]:
         copied = 0 if V.graph.is_backward else copied_bytes()
-        raise _Seen(Observation(tuple(kernels_of(nodes)), live_peak_bytes(nodes), copied))
+        kernels = tuple(kernels_of(nodes))
+        peak_bytes = live_peak_bytes(_as_run(nodes), storages=self.storages)
+        raise _Seen(Observation(kernels, peak_bytes, copied))
 
     def uuid(self) -> None:
         return None  # nothing is kept
 
 
-def observed(half: fx.GraphModule, *, is_backward: bool) -> Observation:
-    """What Inductor would make of it."""
+def _as_run(nodes: list[Any]) -> list[Any]:
+    """In the order that Inductor gives them by default, after fusion."""
+    scheduler = V.graph.scheduler
+    return reorder_for_peak_memory(
+        nodes,
+        scheduler.name_to_buf,
+        scheduler.name_to_fused_node,
+        OrderedSet(V.graph.graph_inputs.keys()),
+        OrderedSet(V.graph.get_output_names()),
+    )
+
+
+def observed(
+    half: fx.GraphModule, storages: Mapping[str, tuple[str, int]], *, is_backward: bool
+) -> Observation:
+    """What Inductor would make of it. `storages` has name and bytes of what each input shows."""
     from torch._inductor.compile_fx import compile_fx_inner
 
     placeholders = half.graph.find_nodes(op="placeholder")
     static = [i for i, n in enumerate(placeholders) if str(n.target).startswith("primals")]
     module = fx.GraphModule(half, copy.deepcopy(half.graph))
     settings: dict[str, Any] = {
-        "_post_fusion_custom_pass": _Observer(),
+        "_post_fusion_custom_pass": _Observer(storages),
         "reorder_for_peak_memory": False,
         "fx_graph_cache": False,
     }

@@ -14,8 +14,16 @@ from remat.strategies import Auto, Strategy
 TIME_LIMIT_S = 10.0
 """Somebody waits for the first step."""
 
-OURS = frozenset({"custom_partitioner_fn", "inductor_choices_class", "_post_fusion_custom_pass"})
-"""Options of Inductor by which it is held to a plan."""
+OURS = frozenset(
+    {
+        "custom_partitioner_fn",
+        "inductor_choices_class",
+        "_post_fusion_custom_pass",
+        "reorder_for_peak_memory",
+        "memory_planning",
+    }
+)
+"""Options of Inductor by which it is held to a plan, or that change what was verified."""
 
 
 _COSTS = ("kernels", "operations")

@@ -76,6 +76,7 @@ class Partitioner(CustomPartitionerFn):
             "custom_partitioner_fn": self,
             "inductor_choices_class": PlannedKernels,
             "reorder_for_peak_memory": False,
+            "allow_buffer_reuse": False,  # it keeps what nobody reads for later buffers
             "_post_fusion_custom_pass": Verifier(),
         }
 

@@ -8,7 +8,7 @@ generated: what a kernel reads and what it writes are there while it runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -62,9 +62,14 @@ class Verifier(SchedulerPass):
         return "remat: the peak is read"
 
 
-def live_peak_bytes(nodes: Sequence[Any], held: Iterable[str] = ()) -> int:
+def live_peak_bytes(
+    nodes: Sequence[Any],
+    held: Iterable[str] = (),
+    storages: Mapping[str, tuple[str, int]] | None = None,
+) -> int:
     """Of the inputs that can be freed and of all buffers, at the worst kernel. Inputs `held` are
-    there to the end."""
+    there to the end. Those that show the same of the `storages` take its bytes, until the last of
+    them is read."""
     scheduler = V.graph.scheduler
     outputs = OrderedSet(V.graph.get_output_names())
     _, inputs = prepare_planning_info(
@@ -76,14 +81,25 @@ def live_peak_bytes(nodes: Sequence[Any], held: Iterable[str] = ()) -> int:
     )
     lives, _, _ = compute_memory_timeline(list(nodes), inputs, outputs)
     kept = set(held)
+    ends: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     change = [0] * (len(nodes) + 1)
     for life in lives:
         name = life.buffer.get_name()
         if is_inside_a_kernel(name, nodes, life.start_step):
             continue
+        lasting = life.end_step == -1 or name in kept
+        end = len(nodes) if lasting else life.end_step + 1
+        if storages and name in storages:
+            storage, size_bytes = storages[name]
+            ends[storage] = max(end, ends.get(storage, 0))
+            sizes[storage] = min(size_bytes, sizes.get(storage, 0) + life.size_alloc)
+            continue
         change[life.start_step] += life.size_alloc
-        if life.end_step != -1 and name not in kept:
-            change[life.end_step + 1] -= life.size_free
+        change[end] -= life.size_free
+    for storage, end in ends.items():
+        change[0] += sizes[storage]
+        change[end] -= sizes[storage]
     return max(accumulate(change), default=0)
 
 

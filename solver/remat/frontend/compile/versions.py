@@ -105,6 +105,24 @@ def kernel_by_kernel() -> Iterator[None]:
         scheduling.MAX_FUSED_KERNEL_ARGS_NUM = most
 
 
+@contextmanager
+def reused_at_once() -> Iterator[None]:
+    """Inductor keeps a buffer that nobody reads for a later one of its size, while its own estimate
+    of the peak allows. Here it gives it to the next kernel or frees it, as planned."""
+    from torch._inductor.codegen.wrapper import AllocateLine
+
+    def follows(line: Any, free: Any, size: int) -> bool:
+        return free.scheduler_node_index + 1 == line.scheduler_node_index
+
+    line: Any = AllocateLine
+    own = line.should_reuse_buffer
+    line.should_reuse_buffer = follows
+    try:
+        yield
+    finally:
+        line.should_reuse_buffer = own
+
+
 def is_tangent(node: fx.Node) -> bool:
     """Whether a placeholder is a gradient that comes from outside."""
     return partitioners._is_tangent(node)
