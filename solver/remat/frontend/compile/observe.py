@@ -49,8 +49,9 @@ class _Observer(SchedulerPass):
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
         copied = 0 if V.graph.is_backward else copied_bytes()
+        nodes = _as_run(nodes)
         kernels = tuple(kernels_of(nodes))
-        peak_bytes = live_peak_bytes(_as_run(nodes), storages=self.storages)
+        peak_bytes = live_peak_bytes(nodes, storages=self.storages)
         raise _Seen(Observation(kernels, peak_bytes, copied))
 
     def uuid(self) -> None:

@@ -9,7 +9,7 @@ them (`kernels.py`). Without a compiler every operation is a region of its own.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -43,11 +43,13 @@ class Region:
 
 
 def find_regions(joint: Joint) -> list[Region]:
-    """All regions, in an order in which they can run: that of the graph, by their last one."""
+    """All regions, in an order in which they can run: that of the kernels, else of the graph."""
     groups = _groups(joint)
+    kernel = _kernel_of(joint)
     while True:
         regions = _regions(joint, groups)
-        order, stuck = _ordered(regions, [_last(joint, region) for region in regions])
+        last = [_last(joint, region) for region in regions]
+        order, stuck = _ordered(regions, [_rank(region, kernel) for region in regions], last)
         if not stuck:
             return order
         # What one kernel writes may need what another does and the other way round, where Inductor
@@ -66,6 +68,23 @@ def _apart(group: Group) -> list[Group]:
     written, changing = group
     alone: list[Group] = [([node], []) for node in written[:-1]]
     return [*alone, (written[-1:], changing)]
+
+
+def _kernel_of(joint: Joint) -> dict[fx.Node, int]:
+    """The number of the kernel that writes a tensor, or calls a library."""
+    found: dict[fx.Node, int] = {}
+    for number, kernel in enumerate(joint.kernels or ()):
+        for node in kernel.written:
+            found.setdefault(source(node), number)
+        for node in kernel.parts:
+            if not is_fusible(node):
+                found.setdefault(node, number)
+    return found
+
+
+def _rank(region: Region, kernel: Mapping[fx.Node, int]) -> int:
+    """The last of its kernels; -1 where Inductor does not tell."""
+    return max((kernel.get(n, -1) for n in (*region.written, *region.all_nodes)), default=-1)
 
 
 def _last(joint: Joint, region: Region) -> int:
@@ -164,16 +183,28 @@ def _connect(joint: Joint, regions: Sequence[Region]) -> None:
             readers.setdefault(storage, set()).update(here)
 
 
-def _ordered(regions: Sequence[Region], last: Sequence[int]) -> tuple[list[Region], set[int]]:
-    """The forward first, then by `last`, but each after those that it needs; and the numbers of
-    those that need each other."""
+def _ordered(
+    regions: Sequence[Region], ranks: Sequence[int], last: Sequence[int]
+) -> tuple[list[Region], set[int]]:
+    """The forward first, then by rank and by `last`, but each after those that it needs; and the
+    numbers of those that need each other. What has no rank follows what it needs."""
     readers: list[list[int]] = [[] for _ in regions]
     for number, region in enumerate(regions):
         for other in region.needs:
             readers[other].append(number)
     waits = [len(region.needs) for region in regions]
-    ready = [(region.is_backward, last[r], r) for r, region in enumerate(regions) if not waits[r]]
-    heapq.heapify(ready)
+    rank = list(ranks)
+    ready: list[tuple[bool, int, int, int]] = []
+
+    def is_ready(number: int) -> None:
+        region = regions[number]
+        if rank[number] < 0:
+            rank[number] = max((rank[need] for need in region.needs), default=-1)
+        heapq.heappush(ready, (region.is_backward, rank[number], last[number], number))
+
+    for number, wait in enumerate(waits):
+        if not wait:
+            is_ready(number)
     order: list[int] = []
     while ready:
         number = heapq.heappop(ready)[-1]
@@ -181,5 +212,5 @@ def _ordered(regions: Sequence[Region], last: Sequence[int]) -> tuple[list[Regio
         for reader in readers[number]:
             waits[reader] -= 1
             if not waits[reader]:
-                heapq.heappush(ready, (regions[reader].is_backward, last[reader], reader))
+                is_ready(reader)
     return [regions[number] for number in order], set(range(len(regions))).difference(order)
