@@ -5,8 +5,9 @@ checkpoints by hand.
     python -m benchmarks.compiled --models gpt2 --quick --rounds 3
 
 All methods share one set of parameters and run interleaved in one process. Peaks are what the
-allocator gave out, with parameters, buffers, gradients and batch. Gradients are compared with those
-of plain torch.compile from the same seed; in eager mode dropout draws other numbers.
+allocator gave out, with parameters, buffers, gradients and batch. Loss, gradients and buffers of
+three steps are compared with those of plain torch.compile from the same seeds; in eager mode
+dropout draws other numbers.
 """
 
 from __future__ import annotations
@@ -23,36 +24,17 @@ import torch._inductor.config
 
 import remat
 from benchmarks import report
+from benchmarks.families import FAMILIES
 from benchmarks.measuring import interleaved, summary, use_of
 from benchmarks.methods import Method, attempt, eager, per_block, step, twin
 from benchmarks.models import run_models
-from benchmarks.workloads import WORKLOADS, Workload
+from benchmarks.workloads import Workload
 from remat.budget import format_bytes
 from remat.report.tables import aligned
 
-
-def small_gpt(device: torch.device, quick: bool) -> Workload:
-    """Most of its memory is activations, on two CPU cores too."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    layers, rows, tokens = (2 if quick else 6), 8, 256
-    config = GPT2Config(
-        n_layer=layers, n_embd=256, n_head=4, vocab_size=1000, n_positions=tokens,
-        use_cache=False, bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
-    ids = torch.randint(0, 1000, (rows, tokens), device=device)
-    model: Any = GPT2LMHeadModel(config)
-    return Workload(
-        f"GPT-2, {layers} layers of width 256, batch {rows} x {tokens} tokens, dropout 0.1",
-        model.to(device).train(),
-        {"input_ids": ids, "labels": ids},
-        lambda model: list(model.get_submodule("transformer.h").children()),
-    )
-
-
-MODELS = {"small_gpt": small_gpt, **WORKLOADS}
 INDUCTOR = "inductor"
 _SEED = 3
+_STEPS = 3
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         torch._functorch.config.patch(enable_autograd_cache=False),
         torch._inductor.config.patch(fx_graph_cache=False),
     ):
-        return run_models("compiled", options, {"units": units}, MODELS, one)
+        return run_models("compiled", options, {"units": units}, FAMILIES, one)
 
 
 def run(workload: Workload, device: torch.device, options: argparse.Namespace) -> list[report.Row]:
@@ -86,7 +68,7 @@ def run(workload: Workload, device: torch.device, options: argparse.Namespace) -
         makers.append((f"remat {budget}", _remat(workload, budget, options.time_limit)))
     methods: list[Method] = []
     rows: dict[str, report.Row] = {}
-    gradients: dict[str, torch.Tensor] = {}
+    wanted: Steps = []
     for name, make in makers:
         method = attempt(name, make)
         rows[name] = {
@@ -95,15 +77,17 @@ def run(workload: Workload, device: torch.device, options: argparse.Namespace) -
         if method.failure:
             continue
         try:
-            found = _gradients(method, workload)
+            found = _steps(method, workload)
             rows[name]["peak_bytes"] = use_of(method, workload, device).peak_bytes
         except Exception as error:
             rows[name]["failure"] = f"{type(error).__name__}: {error}"[:500]
             continue
         if name == INDUCTOR:
-            gradients = found
-        if gradients and "backend" in method.facts:
-            rows[name]["gradient_error"] = _error(gradients, found)
+            wanted = found
+        if wanted and "backend" in method.facts:
+            rows[name] |= _errors(wanted, found)
+        if (limit := method.facts.get("budget_bytes")) is not None:
+            rows[name]["within_budget"] = rows[name]["peak_bytes"] <= limit
         methods.append(method)
         gc.collect()
     times = interleaved(methods, workload, device, options.rounds)
@@ -120,10 +104,10 @@ def run(workload: Workload, device: torch.device, options: argparse.Namespace) -
 
 def show(title: str, rows: list[report.Row]) -> None:
     """Print the table."""
-    lines = [("", "peak", "/ inductor", "time / inductor", "gradients off by", "set-up")]
+    lines = [("", "peak", "/ inductor", "budget", "time / inductor", "gradients off by", "set-up")]
     for row in rows:
         if row["failure"]:
-            lines.append((row["method"], "", "", "", "", _last_line(row["failure"])))
+            lines.append((row["method"], "", "", "", "", "", _last_line(row["failure"])))
             continue
         error = row.get("gradient_error")
         lines.append(
@@ -131,6 +115,7 @@ def show(title: str, rows: list[report.Row]) -> None:
                 row["method"],
                 format_bytes(row["peak_bytes"]),
                 f"{row.get('peak_to_inductor', 0):.3f}",
+                {True: "kept", False: "EXCEEDED", None: ""}[row.get("within_budget")],
                 f"{row.get('time_to_inductor', 0):.2f}",
                 "" if error is None else f"{error:.0e}",
                 f"{sum(row['setup_s'].values()):.0f} s",
@@ -156,13 +141,15 @@ def _compiled(
     plans = remat.compiled_plans()[before:]
     facts: dict[str, Any] = {"backend": str(backend)}
     if plans:
+        limits = [p.budget_bytes + p.others_bytes for p in plans if p.budget_bytes is not None]
+        facts["budget_bytes"] = max(limits, default=None)
         facts["plans"] = [
             {
                 "operations": len(p.plan.graph), "budget_bytes": p.budget_bytes,
                 "baseline_bytes": p.baseline_bytes, "planned_bytes": p.plan.peak_bytes,
                 "verified_bytes": p.verified_bytes, "overhead": p.plan.overhead,
                 "planned_s": p.planned_s, "solve_s": p.plan.stats.get("total_s"),
-                "rounds": p.rounds,
+                "rounds": p.rounds, "others_bytes": p.others_bytes,
             }
             for p in plans
         ]  # fmt: skip
@@ -198,27 +185,41 @@ def _remat(workload: Workload, budget: str, time_limit_s: float) -> Callable[[],
     return make
 
 
-def _gradients(method: Method, workload: Workload) -> dict[str, torch.Tensor]:
+Steps = list[dict[str, dict[str, torch.Tensor]]]
+
+
+def _steps(method: Method, workload: Workload) -> Steps:
+    """Loss, gradients and buffers of some steps, each from a seed; buffers go on from step to step
+    and are put back in the end."""
     assert method.module is not None
-    state = {n: b.clone() for n, b in workload.model.named_buffers()}
-    torch.manual_seed(_SEED)
-    step(method.module, workload)
-    found = {n: p.grad.clone() for n, p in workload.model.named_parameters() if p.grad is not None}
-    for name, buffer in workload.model.named_buffers():
+    model = workload.model
+    state = {n: b.clone() for n, b in model.named_buffers()}
+    found: Steps = []
+    for number in range(_STEPS):
+        torch.manual_seed(_SEED + number)
+        loss = step(method.module, workload)
+        grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        buffers = {n: b.clone() for n, b in model.named_buffers() if b.is_floating_point()}
+        found.append({"loss": {"": loss}, "gradient": grads, "buffer": buffers})
+    for name, buffer in model.named_buffers():
         buffer.copy_(state[name])
-    workload.model.zero_grad(set_to_none=True)
+    model.zero_grad(set_to_none=True)
     return found
 
 
-def _error(wanted: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> float:
-    """The largest difference, relative to the tensor's largest number or, where all of it is
-    rounding, to a hundredth of the model's largest gradient."""
-    sizes = {name: tensor.abs().max().item() for name, tensor in wanted.items()}
-    least = 1e-2 * max(sizes.values())
-    return max(
-        (found[name] - tensor).abs().max().item() / max(sizes[name], least)
-        for name, tensor in wanted.items()
-    )
+def _errors(wanted: Steps, found: Steps) -> dict[str, float]:
+    """The largest difference in any step, relative to the tensor's largest number or, where all of
+    it is rounding, to a hundredth of the largest number of its kind."""
+    errors = {"loss_error": 0.0, "gradient_error": 0.0, "buffer_error": 0.0}
+    for own, other in zip(wanted, found, strict=True):
+        for kind, tensors in own.items():
+            sizes = {name: t.abs().max().item() for name, t in tensors.items() if t.numel()}
+            least = 1e-2 * max(sizes.values(), default=0.0)
+            for name, size in sizes.items():
+                difference = (other[kind][name] - tensors[name]).abs().max().item()
+                error = difference / (max(size, least) or 1.0)
+                errors[f"{kind}_error"] = max(error, errors[f"{kind}_error"])
+    return errors
 
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -226,7 +227,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    add("--models", nargs="+", choices=list(FAMILIES), default=list(FAMILIES))
     add("--budgets", nargs="+", default=["75%", "50%", "30%", "min"])
     add("--torch-budgets", nargs="*", type=float, default=[0.5, 0.3, 0.1, 0.0])
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -269,8 +269,7 @@ def layers() -> Case:
 def test_kernels_that_take_more_are_planned_again(
     times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For so much less; three times at most, while there are plans, and then it is an error with the
-    peak."""
+    """For so much less; three times at most, while there are plans, and then it is an error."""
     case, state = made(layers())
     wanted = [step(case, case.model, seed) for seed in (1, 2)]
     read, halves = verify.live_peak_bytes, itertools.count()
@@ -284,7 +283,7 @@ def test_kernels_that_take_more_are_planned_again(
     before = remat.compiled_plans()
     if times > 3:
         with pytest.raises(
-            Exception, match="after [123] plans, each for less; raise the budget to"
+            Exception, match=r"after [123] plans, each for less; raise the budget to"
         ):
             two_steps(case, state, backend="remat", options={"budget": "95%"})
         assert remat.compiled_plans() == before

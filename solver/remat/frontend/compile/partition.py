@@ -138,6 +138,7 @@ class Partitioner(CustomPartitionerFn):
             plan=self._plan(graph, asked_bytes),
             budget_bytes=asked_bytes,
             baseline_bytes=baseline_bytes,
+            others_bytes=others.held_bytes,
             group=self.group,
             rounds=self.rounds,
             baseline_saved_bytes=sum(map(node_bytes, kept)),

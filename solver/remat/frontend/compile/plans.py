@@ -18,7 +18,8 @@ _MOST = 1_000
 class CompiledPlan:
     """A plan and what came of it.
 
-    `budget_bytes` is what was asked for, None for "min"; `plan` is for so much less as the kernels
+    `budget_bytes` is what was asked for less the `others_bytes` that other graphs of the step hold
+    meanwhile, None for "min"; `plan` is for so much less as the kernels
     that Inductor made of earlier ones took more (`rounds`). `verified_bytes` is the peak of its own
     kernels and buffers, read off before code was generated; None where Inductor was not asked, or
     took its code from a cache. `baseline_bytes` is the same without recomputation. The backward
@@ -30,6 +31,7 @@ class CompiledPlan:
     plan: Plan
     budget_bytes: int | None
     baseline_bytes: int = 0
+    others_bytes: int = 0
     held_bytes: int = 0
     copied_bytes: int = 0
     held_names: frozenset[str] = frozenset()

@@ -1,0 +1,228 @@
+"""The families of the benchmark of torch.compile: what people train, with their own dropout.
+
+On the CPU so small that each compiles in half a minute, with batches that make activations most of
+the memory; on CUDA larger, in bfloat16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.workloads import WithLoss, Workload
+
+
+def small_gpt(device: torch.device, quick: bool) -> Workload:
+    """GPT-2: one graph break in its forward."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    layers, width, _, tokens, vocabulary = _text(device, quick)
+    config = GPT2Config(
+        n_layer=layers, n_embd=width, n_head=width // 64, vocab_size=vocabulary, n_positions=tokens,
+        use_cache=False, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    return _language("GPT-2", GPT2LMHeadModel(config), "transformer.h", device, quick)
+
+
+def llama(device: torch.device, quick: bool) -> Workload:
+    """Rotary embeddings, RMS norms, grouped queries, gated MLPs; no dropout."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    layers, width, _, tokens, vocabulary = _text(device, quick)
+    config = LlamaConfig(
+        vocab_size=vocabulary, hidden_size=width, intermediate_size=width * 8 // 3 // 64 * 64,
+        num_hidden_layers=layers, num_attention_heads=width // 64,
+        num_key_value_heads=max(1, width // 128), max_position_embeddings=tokens, use_cache=False,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    return _language("Llama", LlamaForCausalLM(config), "model.layers", device, quick)
+
+
+def qwen3_moe(device: torch.device, quick: bool) -> Workload:
+    """Eight experts, two for each token, all of them run by batched products."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    layers, width, _, tokens, vocabulary = _text(device, quick)
+    config = Qwen3MoeConfig(
+        vocab_size=vocabulary, hidden_size=width, intermediate_size=2 * width,
+        moe_intermediate_size=width // 2, num_experts=8, num_experts_per_tok=2,
+        num_hidden_layers=layers, num_attention_heads=width // 64,
+        num_key_value_heads=max(1, width // 128), max_position_embeddings=tokens,
+        use_cache=False, pad_token_id=0, bos_token_id=1, eos_token_id=2, head_dim=64,
+    )  # fmt: skip
+    model = Qwen3MoeForCausalLM(config)
+    model.set_experts_implementation("batched_mm")  # the default loops over experts: no graph
+    return _language("Qwen3-MoE", model, "model.layers", device, quick)
+
+
+def bert(device: torch.device, quick: bool) -> Workload:
+    """Masked language modelling, padding in a quarter of the batch."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    layers, width, rows, tokens, vocabulary = _text(device, quick)
+    config = BertConfig(
+        vocab_size=vocabulary, hidden_size=width, num_hidden_layers=layers,
+        num_attention_heads=width // 64, intermediate_size=4 * width,
+        max_position_embeddings=tokens,
+    )  # fmt: skip
+    workload = _language("BERT", BertForMaskedLM(config), "bert.encoder.layer", device, quick)
+    mask = torch.ones(rows, tokens, dtype=torch.long, device=device)
+    mask[: rows // 4, tokens // 2 :] = 0
+    workload.batch["attention_mask"] = mask
+    return workload
+
+
+def t5(device: torch.device, quick: bool) -> Workload:
+    """Encoder and decoder."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    layers, width, rows, tokens, vocabulary = _text(device, quick)
+    config = T5Config(
+        vocab_size=vocabulary, d_model=width, d_kv=64, d_ff=4 * width,
+        num_layers=max(1, layers // 2), num_heads=width // 64, use_cache=False,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    model: Any = T5ForConditionalGeneration(config)
+    ids = torch.randint(1, vocabulary, (rows, tokens), device=device)
+
+    def blocks(model: nn.Module) -> list[nn.Module]:
+        return [m for m in model.modules() if type(m).__name__ == "T5Block"]
+
+    size = f"T5, {layers // 2} + {layers // 2} layers of width {width}, batch {rows} x {tokens}"
+    return Workload(
+        f"{size} tokens, dropout 0.1",
+        model.to(device).train(),
+        {"input_ids": ids, "labels": ids},
+        blocks,
+        _precision(device),
+    )
+
+
+def vit(device: torch.device, quick: bool) -> Workload:
+    """Images as 197 tokens on CUDA, 65 on the CPU."""
+    from transformers import ViTConfig, ViTForImageClassification
+
+    layers, width, *_ = _text(device, quick)
+    rows, side, patch = (128, 224, 16) if device.type == "cuda" and not quick else (16, 64, 8)
+    config = ViTConfig(
+        hidden_size=width, num_hidden_layers=layers, num_attention_heads=width // 64,
+        intermediate_size=4 * width, image_size=side, patch_size=patch, hidden_dropout_prob=0.1,
+    )  # fmt: skip
+    config.num_labels = 100
+    model: Any = ViTForImageClassification(config)
+
+    def blocks(model: nn.Module) -> list[nn.Module]:
+        return [m for m in model.modules() if type(m).__name__ == "ViTLayer"]
+
+    return Workload(
+        f"ViT, {layers} layers of width {width}, batch {rows} x 3 x {side} x {side}, dropout 0.1",
+        model.to(device).train(),
+        {
+            "pixel_values": torch.randn(rows, 3, side, side, device=device),
+            "labels": torch.randint(0, 100, (rows,), device=device),
+        },
+        blocks,
+        _precision(device),
+    )
+
+
+def resnet(device: torch.device, quick: bool) -> Workload:
+    """Convolutions and batch norms."""
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    large = device.type == "cuda" and not quick
+    rows, side = (128, 224) if large else (16, 64)
+    config = (
+        ResNetConfig(depths=[3, 4, 6, 3], layer_type="bottleneck")
+        if large
+        else ResNetConfig(
+            embedding_size=32, hidden_sizes=[32, 64, 128], depths=[2, 2, 2], layer_type="basic"
+        )
+    )
+    config.num_labels = 100
+    model: Any = ResNetForImageClassification(config)
+    batch = {
+        "pixel_values": torch.randn(rows, 3, side, side, device=device),
+        "labels": torch.randint(0, 100, (rows,), device=device),
+    }
+
+    def blocks(model: nn.Module) -> list[nn.Module]:
+        kinds = ("ResNetBasicLayer", "ResNetBottleNeckLayer")
+        return [m for m in model.modules() if type(m).__name__ in kinds]
+
+    return Workload(
+        f"ResNet, layers {config.depths}, batch {rows} x 3 x {side} x {side}",
+        model.to(device).train(),
+        batch,
+        blocks,
+        _precision(device),
+    )
+
+
+def unet2d(device: torch.device, quick: bool) -> Workload:
+    """A diffusion U-Net with attention."""
+    from diffusers import UNet2DModel
+
+    large = device.type == "cuda" and not quick
+    rows, side, widths = (32, 64, (128, 256, 512)) if large else (4, 32, (32, 64, 64))
+    unet = UNet2DModel(
+        sample_size=side, in_channels=3, out_channels=3, layers_per_block=1,
+        block_out_channels=widths, norm_num_groups=16,
+        down_block_types=("DownBlock2D", "AttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "AttnUpBlock2D", "UpBlock2D"),
+    )  # fmt: skip
+    batch = {
+        "noisy": torch.randn(rows, 3, side, side, device=device),
+        "steps": torch.randint(0, 1000, (rows,), device=device),
+        "noise": torch.randn(rows, 3, side, side, device=device),
+    }
+
+    def blocks(model: nn.Module) -> list[nn.Module]:
+        kinds = ("ResnetBlock2D", "Attention")
+        return [m for m in model.modules() if type(m).__name__ in kinds]
+
+    return Workload(
+        f"U-Net, widths {list(widths)}, batch {rows} x 3 x {side} x {side}",
+        WithLoss(unet).to(device).train(),
+        batch,
+        blocks,
+        _precision(device),
+    )
+
+
+def _text(device: torch.device, quick: bool) -> tuple[int, int, int, int, int]:
+    """Layers, width, rows, tokens, vocabulary."""
+    if device.type == "cuda" and not quick:
+        return 12, 768, 16, 1024, 50304
+    return (1 if quick else 4), 256, 8, 128 if quick else 256, 1000
+
+
+def _precision(device: torch.device) -> torch.dtype | None:
+    return torch.bfloat16 if device.type == "cuda" else None
+
+
+def _language(name: str, model: Any, layers_at: str, device: torch.device, quick: bool) -> Workload:
+    layers, width, rows, tokens, vocabulary = _text(device, quick)
+    ids = torch.randint(0, vocabulary, (rows, tokens), device=device)
+    return Workload(
+        f"{name}, {layers} layers of width {width}, batch {rows} x {tokens} tokens",
+        model.to(device).train(),
+        {"input_ids": ids, "labels": ids},
+        lambda model: list(model.get_submodule(layers_at).children()),
+        _precision(device),
+    )
+
+
+FAMILIES: dict[str, Callable[[torch.device, bool], Workload]] = {
+    "gpt2": small_gpt,
+    "llama": llama,
+    "qwen3_moe": qwen3_moe,
+    "bert": bert,
+    "t5": t5,
+    "vit": vit,
+    "resnet": resnet,
+    "unet2d": unet2d,
+}
