@@ -22,8 +22,9 @@ from remat.documents.arguments import Argument, Ref
 from remat.documents.records import Node, Result, TensorMeta
 from remat.errors import TraceError
 from remat.frontend.compile.joint import Joint
-from remat.frontend.compile.nodes import elements, hint, is_fusible, is_work, node_bytes, tensors
+from remat.frontend.compile.nodes import elements, is_fusible, is_work, node_bytes, tensors
 from remat.frontend.compile.regions import Region
+from remat.frontend.compile.sizes import largest
 from remat.frontend.costs.cache import CostCache
 from remat.frontend.costs.operations import measure_operations
 from remat.frontend.operators import encode_argument
@@ -148,7 +149,7 @@ def _record(node: fx.Node, metas: dict[str, TensorMeta], *, backward: bool) -> N
         if isinstance(value, torch.Tensor):
             metas[_name(item)] = _meta(value)
             return Ref(_name(item))
-        return int(hint(value)) if isinstance(value, (int, torch.SymInt)) else value  # type: ignore[return-value]
+        return int(largest(value)) if isinstance(value, (int, torch.SymInt)) else value  # type: ignore[return-value]
 
     value = node.meta["val"]
     if isinstance(value, torch.Tensor):
@@ -183,8 +184,8 @@ def _name(node: fx.Node) -> str:
 def _meta(tensor: torch.Tensor) -> TensorMeta:
     return TensorMeta(
         dtype=str(tensor.dtype).removeprefix("torch."),
-        shape=tuple(map(hint, tensor.shape)),
-        stride=tuple(map(hint, tensor.stride())),
-        offset=hint(tensor.storage_offset()),
+        shape=tuple(map(largest, tensor.shape)),
+        stride=tuple(map(largest, tensor.stride())),
+        offset=largest(tensor.storage_offset()),
         device=str(tensor.device),
     )

@@ -1,6 +1,6 @@
 """What is asked of single fx nodes: their bytes, whose storage they show, whether they run again.
 
-Sizes that are symbols count as their hints, the sizes of the first call.
+Sizes that are symbols count as the largest that they may be (`sizes.py`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from remat.allocator.replay import rounded
+from remat.frontend.compile.sizes import largest
 from remat.frontend.operators import is_seeded
 
 _VIEWS = frozenset({"aten._unsafe_view.default", "aten.detach.default", "aten.alias.default"})
@@ -26,14 +27,6 @@ _KEPT = frozenset({"prims.inductor_seed.default", "prims.inductor_seeds.default"
 """A second run would draw other numbers; what reads a seed draws the same again."""
 
 
-def hint(size: int | torch.SymInt) -> int:
-    """A size as a number, without a guard."""
-    if isinstance(size, int):
-        return size
-    found = size.node.hint
-    return int(found) if found is not None else 0
-
-
 def tensors(node: fx.Node) -> Iterator[torch.Tensor]:
     """The tensors that an operation makes; none for one that makes numbers."""
     value = node.meta.get("val")
@@ -44,7 +37,7 @@ def tensors(node: fx.Node) -> Iterator[torch.Tensor]:
 
 def elements(tensor: torch.Tensor) -> int:
     """How many numbers it has."""
-    return prod(map(hint, tensor.shape))
+    return prod(map(largest, tensor.shape))
 
 
 def storage_bytes(tensor: torch.Tensor) -> int:
@@ -53,7 +46,7 @@ def storage_bytes(tensor: torch.Tensor) -> int:
     reach = elements(tensor)
     if tensor.layout == torch.strided and reach:
         pairs = zip(tensor.shape, tensor.stride(), strict=True)
-        reach = 1 + sum((hint(size) - 1) * hint(stride) for size, stride in pairs)
+        reach = 1 + sum((largest(size) - 1) * largest(stride) for size, stride in pairs)
     size_bytes = reach * tensor.element_size()
     return rounded(size_bytes) if tensor.device.type == "cuda" else size_bytes
 

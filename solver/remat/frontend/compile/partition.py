@@ -15,12 +15,13 @@ from remat.budget import format_bytes
 from remat.errors import InfeasibleBudget, RematError, TraceError, one_line
 from remat.frontend.compile.costs import Prices
 from remat.frontend.compile.graph import Step, read
-from remat.frontend.compile.joint import rejoined
+from remat.frontend.compile.joint import Joint, rejoined
 from remat.frontend.compile.kernels import PlannedKernels
 from remat.frontend.compile.nodes import node_bytes, source
 from remat.frontend.compile.options import CompileOptions, read_options
 from remat.frontend.compile.plans import CompiledPlan, forget, held_by_others, remember
-from remat.frontend.compile.regions import find_regions
+from remat.frontend.compile.regions import Region, find_regions
+from remat.frontend.compile.sizes import bound, bound_by_call
 from remat.frontend.compile.verify import Verifier
 from remat.frontend.compile.versions import min_cut
 from remat.frontend.compile.write import write
@@ -113,10 +114,10 @@ class Partitioner(CustomPartitionerFn):
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         began = time.perf_counter()
         is_held = self.options.inductor
+        is_bounded = bound(gm.graph.find_nodes(op="placeholder"))
         joint = rejoined(gm, joint_inputs, num_fwd_outputs, static, inductor=is_held)
         prices = Prices(joint, fused=self.options.costs == "kernels")
-        step = read(joint, find_regions(joint), prices)
-        compiled = self._solved(step)
+        step, compiled = self._solved(joint, find_regions(joint), prices, is_bounded)
         halves = write(step, compiled, num_fwd_outputs, static or (), held=is_held)
         compiled.planned_s = time.perf_counter() - began
         remember(compiled)
@@ -124,7 +125,20 @@ class Partitioner(CustomPartitionerFn):
         logger.info("planned in %.1f s: %r", compiled.planned_s, compiled)
         return halves
 
-    def _solved(self, step: Step) -> CompiledPlan:
+    def _solved(
+        self, joint: Joint, regions: list[Region], prices: Prices, is_bounded: bool
+    ) -> tuple[Step, CompiledPlan]:
+        step = read(joint, regions, prices)
+        try:
+            return step, self._solution(step)
+        except InfeasibleBudget:
+            if not is_bounded or self.options.budget.size_bytes is None:
+                raise
+        bound_by_call(joint.placeholders)  # what does not fit at twice the size may fit at this one
+        step = read(joint, regions, prices)
+        return step, self._solution(step)
+
+    def _solution(self, step: Step) -> CompiledPlan:
         graph, place = step.graph, step.joint.place
         keep_all = simulate(graph, Schedule.keep_all(graph))
         baseline_bytes = _as_inductor_runs(step) or keep_all.peak_bytes

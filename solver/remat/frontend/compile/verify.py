@@ -21,6 +21,7 @@ from remat.budget import format_bytes
 from remat.frontend.compile.kernels import runs_of
 from remat.frontend.compile.nodes import node_bytes
 from remat.frontend.compile.plans import CompiledPlan, find
+from remat.frontend.compile.sizes import growth
 from remat.frontend.compile.versions import SchedulerPass
 
 
@@ -90,17 +91,31 @@ def live_peak_bytes(
             continue
         lasting = life.end_step == -1 or name in kept
         end = len(nodes) if lasting else life.end_step + 1
+        times = _growth(name)
+        allocated, freed = round(times * life.size_alloc), round(times * life.size_free)
         if storages and name in storages:
             storage, size_bytes = storages[name]
             ends[storage] = max(end, ends.get(storage, 0))
-            sizes[storage] = min(size_bytes, sizes.get(storage, 0) + life.size_alloc)
+            sizes[storage] = min(size_bytes, sizes.get(storage, 0) + allocated)
             continue
-        change[life.start_step] += life.size_alloc
-        change[end] -= life.size_free
+        change[life.start_step] += allocated
+        change[end] -= freed
     for storage, end in ends.items():
         change[0] += sizes[storage]
         change[end] -= sizes[storage]
     return max(accumulate(change), default=0)
+
+
+def _growth(name: str) -> float:
+    """How many times its size in the first call a tensor may have: Inductor tells the first."""
+    found = V.graph.try_get_buffer(name)
+    if found is None:
+        found = V.graph.graph_inputs.get(name)
+    try:
+        expression = found.get_numel()  # type: ignore[union-attr]
+    except (AttributeError, NotImplementedError):
+        return 1.0  # a number, or what holds several tensors
+    return growth(expression, V.graph.sizevars.shape_env)
 
 
 def copied_bytes() -> int:
