@@ -323,6 +323,69 @@ def test_a_second_compile_takes_its_code_from_the_cache(monkeypatch: pytest.Monk
     assert (len(first), len(again), len(other)) == (1, 0, 1)
 
 
+class Broken(nn.Module):
+    """A step of three graphs, whose later ones have most of the parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(
+            nn.Sequential(
+                nn.Linear(32, width), nn.GELU(), nn.Linear(width, width), nn.GELU(),
+                nn.Linear(width, 32), nn.GELU(),
+            )
+            for width in (64, 256, 512)
+        )  # fmt: skip
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second, third = self.parts
+        x = x + first(x)
+        torch._dynamo.graph_break()  # in a loop, all of the frame would run as it is
+        x = x + second(x)
+        torch._dynamo.graph_break()
+        x = x + third(x)
+        return x.square().mean()
+
+
+@needs_compiler
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_graphs_of_one_step_share_a_budget() -> None:
+    """Parameters of all, what the others hold, and the gradients that later graphs have made."""
+    torch.manual_seed(0)
+    case, state = made(Case(Broken(), (torch.randn(1024, 32),), loss=lambda out: out))
+    wanted = [step(case, case.model, seed) for seed in (1, 2)]
+    torch._dynamo.reset()
+    whole = allocated_peak(case, torch.compile(case.model))
+    torch._dynamo.reset()
+    before = len(remat.compiled_plans())
+    budget = whole * 99 // 100
+    run = remat.compile(case.model, budget, time_limit=3.0)
+    case.model.load_state_dict(state)
+    assert_same([step(case, run, seed) for seed in (1, 2)], wanted, 1e-5)
+    plans = remat.compiled_plans()[before:]
+    assert len(plans) >= 3
+    parameters = sum(p.nbytes for p in case.model.parameters())
+    assert all(plan.others_bytes > parameters / 4 for plan in plans)
+    assert allocated_peak(case, run) <= budget
+    with pytest.raises(Exception, match="with a percentage each takes its share"):
+        step(case, remat.compile(case.model, whole * 9 // 10, inductor=False))
+    shares = plans_of({"backend": "remat", "options": {"budget": "80%", "inductor": False}}, case)
+    assert all(len(plan.plan.schedule) > len(plan.plan.graph) for plan in shares)
+
+
+def test_identical_blocks_are_solved_once() -> None:
+    first, second = (
+        nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16), nn.Tanh()) for _ in range(2)
+    )
+    before = len(remat.compiled_plans())
+    for block in (first, second):
+        torch._dynamo.reset()
+        run = remat.compile(block, "95%", inductor=False)
+        run(torch.randn(256, 16)).sum().backward()
+    one, other = remat.compiled_plans()[before:]
+    assert one is not other
+    assert one.plan is other.plan
+
+
 # -- options and errors ---------------------------------------------------------------------------
 
 

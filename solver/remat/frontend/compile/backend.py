@@ -14,7 +14,8 @@ from torch._guards import CompileContext
 
 from remat.errors import InfeasibleBudget
 from remat.frontend.compile.kernels import PlannedKernels
-from remat.frontend.compile.options import CompileOptions, read_options
+from remat.frontend.compile.options import NO_MODEL, CompileOptions, read_options
+from remat.frontend.compile.outside import ModelBytes
 from remat.frontend.compile.partition import Partitioner
 from remat.frontend.compile.verify import OverBudget
 from remat.frontend.compile.versions import (
@@ -41,16 +42,27 @@ def remat_backend(
     Raises `BudgetError` and ValueError for options that are none, `InfeasibleBudget` with the
     smallest feasible budget, and `TraceError` for a graph that cannot be planned.
     """
-    own, patches = read_options(options or {})
+    return _backend(gm, example_inputs, NO_MODEL, mode, options)
+
+
+def _backend(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    model: ModelBytes,
+    mode: str | None,
+    options: Mapping[str, Any] | None,
+) -> Any:
+    own, patches = read_options(options or {}, model)
     if mode is not None and mode != "default":
         from torch._inductor import list_mode_options
 
         patches = {**list_mode_options(mode), **patches}
+    group = _group_of(options)
     if own.inductor:
-        return _with_inductor(gm, example_inputs, own, patches, _group_of(options))
+        return _with_inductor(gm, example_inputs, own, patches, group)
     if patches:
         raise ValueError(f"{next(iter(patches))} is Inductor's, and the option inductor is False")
-    return _without_inductor(gm, example_inputs, own)
+    return _without_inductor(gm, example_inputs, own, group)
 
 
 def compile(
@@ -74,10 +86,12 @@ def compile(
     """
     options = {"budget": budget, **options}
     read_options(options)
-    return torch.compile(
-        model, backend=remat_backend, mode=mode, dynamic=dynamic, fullgraph=fullgraph,
-        options=options,
-    )  # fmt: skip
+    held = ModelBytes.of(model)
+
+    def remat_backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        return _backend(gm, example_inputs, held, mode, options)
+
+    return torch.compile(model, backend=remat_backend, dynamic=dynamic, fullgraph=fullgraph)
 
 
 @dataclass(eq=False)
@@ -150,7 +164,9 @@ def _with_inductor(
     )
 
 
-def _without_inductor(gm: fx.GraphModule, inputs: Sequence[Any], options: CompileOptions) -> Any:
+def _without_inductor(
+    gm: fx.GraphModule, inputs: Sequence[Any], options: CompileOptions, group: _Group
+) -> Any:
     from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
     from torch._inductor.decomposition import select_decomp_table
@@ -160,7 +176,7 @@ def _without_inductor(gm: fx.GraphModule, inputs: Sequence[Any], options: Compil
 
     compiled = aot_autograd(
         fw_compiler=run,
-        partition_fn=Partitioner.of_backend(options, None),
+        partition_fn=Partitioner.of_backend(options, group),
         decompositions=select_decomp_table,
     )
     return compiled(gm, inputs)

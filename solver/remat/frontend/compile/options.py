@@ -8,6 +8,7 @@ from typing import Any
 
 from remat.budget import Budget
 from remat.errors import BudgetError, nearest
+from remat.frontend.compile.outside import ModelBytes
 from remat.reserve import less_reserve, parse_reserve
 from remat.strategies import Auto, Strategy
 
@@ -26,6 +27,8 @@ OURS = frozenset(
 """Options of Inductor by which it is held to a plan, or that change what was verified."""
 
 
+NO_MODEL = ModelBytes()
+
 _COSTS = ("kernels", "operations")
 
 
@@ -34,7 +37,7 @@ class CompileOptions:
     """`reserve_bytes` are left of a budget in bytes. Without `inductor`, AOTAutograd's graphs run
     as they are, operation by operation. With `fallback`, torch's own partitioner takes a graph that
     cannot be planned. `costs` are of "kernels", or, to compare with, of "operations" as if each
-    were a kernel of its own."""
+    were a kernel of its own. Of `model` the graphs are, where that is known."""
 
     budget: Budget
     strategy: Strategy
@@ -42,6 +45,7 @@ class CompileOptions:
     inductor: bool = True
     fallback: bool = False
     costs: str = "kernels"
+    model: ModelBytes = NO_MODEL
 
     def budget_bytes(self, baseline_bytes: int) -> int | None:
         """What the step may take, where torch.compile's would take so much; None for "min"."""
@@ -50,7 +54,9 @@ class CompileOptions:
         return self.budget.in_bytes(baseline_bytes)
 
 
-def read_options(options: Mapping[str, Any]) -> tuple[CompileOptions, dict[str, Any]]:
+def read_options(
+    options: Mapping[str, Any], model: ModelBytes = NO_MODEL
+) -> tuple[CompileOptions, dict[str, Any]]:
     """remat's options, and the rest, which is Inductor's to check.
 
     Raises `BudgetError` for a budget that is none, or is missing, and ValueError for what is no
@@ -86,7 +92,7 @@ def read_options(options: Mapping[str, Any]) -> tuple[CompileOptions, dict[str, 
     costs = left.pop("costs", _COSTS[0])
     if costs not in _COSTS:
         raise ValueError(f"costs is {costs!r}; it is one of {', '.join(map(repr, _COSTS))}")
-    found = CompileOptions(budget, strategy, reserve_bytes, costs=costs, **switches)
+    found = CompileOptions(budget, strategy, reserve_bytes, costs=costs, model=model, **switches)
     _check_known(left)
     return found, left
 

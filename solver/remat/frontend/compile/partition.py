@@ -6,6 +6,7 @@ import logging
 import time
 import warnings
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 from torch import fx
@@ -19,6 +20,7 @@ from remat.frontend.compile.joint import Joint, rejoined
 from remat.frontend.compile.kernels import PlannedKernels
 from remat.frontend.compile.nodes import node_bytes, source
 from remat.frontend.compile.options import CompileOptions, read_options
+from remat.frontend.compile.outside import outside_bytes
 from remat.frontend.compile.plans import CompiledPlan, forget, held_by_others, remember
 from remat.frontend.compile.regions import Region, find_regions
 from remat.frontend.compile.sizes import bound, bound_by_call
@@ -27,9 +29,11 @@ from remat.frontend.compile.versions import min_cut
 from remat.frontend.compile.write import write
 from remat.graph import Graph
 from remat.plan import Plan
+from remat.reserve import telling
 from remat.schedule import Schedule
 from remat.simulate import simulate
 from remat.solve import solve
+from remat.strategies import Strategy
 from remat.version import VERSION
 
 logger = logging.getLogger("remat")
@@ -146,27 +150,41 @@ class Partitioner(CustomPartitionerFn):
         kept = {n for n in leaves if n in place}.union(map(source, step.joint.saved))
         others = held_by_others(self.group)
         asked_bytes = self.options.budget_bytes(baseline_bytes + others.baseline_bytes)
-        if asked_bytes is not None:
-            asked_bytes -= others.held_bytes
+        beside_bytes = others.held_bytes
+        if self.options.budget.size_bytes is not None:
+            beside_bytes += outside_bytes(step, self.options.model, others.held_bytes)
         return CompiledPlan(
-            plan=self._plan(graph, asked_bytes),
-            budget_bytes=asked_bytes,
+            plan=self._plan(graph, asked_bytes, beside_bytes),
+            budget_bytes=None if asked_bytes is None else asked_bytes - beside_bytes,
             baseline_bytes=baseline_bytes,
-            others_bytes=others.held_bytes,
+            others_bytes=beside_bytes,
             group=self.group,
             rounds=self.rounds,
             baseline_saved_bytes=sum(map(node_bytes, kept)),
         )
 
-    def _plan(self, graph: Graph, asked_bytes: int | None) -> Plan:
+    def _plan(self, graph: Graph, asked_bytes: int | None, beside_bytes: int) -> Plan:
         if asked_bytes is None:
-            return solve(graph, "min", self.options.strategy)
-        if asked_bytes <= self.less_bytes:
+            return _solved(graph, "min", self.options.strategy)
+        left_bytes = asked_bytes - beside_bytes - self.less_bytes
+        if left_bytes <= 0:
             raise InfeasibleBudget(
-                f"what other graphs of this step hold leaves {format_bytes(asked_bytes)} to this "
-                "one; raise the budget"
+                f"{format_bytes(beside_bytes)} are held beside this graph (other graphs of the "
+                f"step, the model's other parameters and their gradients), of a budget of "
+                f"{format_bytes(asked_bytes)}; raise the budget"
             )
-        return solve(graph, asked_bytes - self.less_bytes, self.options.strategy)
+        try:
+            with telling(beside_bytes):
+                return _solved(graph, left_bytes, self.options.strategy)
+        except InfeasibleBudget as error:
+            if not held_by_others(self.group).held_bytes or self.options.budget.size_bytes is None:
+                raise
+            raise InfeasibleBudget(
+                f"{error} Other graphs of this step, compiled before, have taken what they could; "
+                "with a percentage each takes its share.",
+                min_feasible_bytes=error.min_feasible_bytes,
+                is_proved=error.is_proved,
+            ) from error
 
     def forget(self) -> None:
         """Its last plan is not what runs."""
@@ -177,6 +195,12 @@ class Partitioner(CustomPartitionerFn):
         """For torch's caches: all that decides a plan."""
         others = held_by_others(self.group)
         return f"remat {VERSION} {self.options!r} {self.less_bytes} {others!r} {self.group is None}"
+
+
+@lru_cache(maxsize=32)
+def _solved(graph: Graph, budget: int | str, strategy: Strategy) -> Plan:
+    """Identical blocks that are compiled one by one are solved once."""
+    return solve(graph, budget, strategy)
 
 
 def _as_inductor_runs(step: Step) -> int:
