@@ -66,6 +66,8 @@ def run(workload: Workload, device: torch.device, options: argparse.Namespace) -
         makers.append((f"torch budget {share:g}", _torch_budget(workload, share)))
     for budget in options.budgets:
         makers.append((f"remat {budget}", _remat(workload, budget, options.time_limit)))
+    if options.operations:
+        makers.append(_by_operations(workload, options))
     methods: list[Method] = []
     rows: dict[str, report.Row] = {}
     wanted: Steps = []
@@ -188,6 +190,16 @@ def _remat(workload: Workload, budget: str, time_limit_s: float) -> Callable[[],
 Steps = list[dict[str, dict[str, torch.Tensor]]]
 
 
+def _by_operations(
+    workload: Workload, options: argparse.Namespace
+) -> tuple[str, Callable[[], Method]]:
+    """What it changes that costs are those of fused kernels."""
+    budget = options.operations
+    name = f"remat {budget}, costs of operations"
+    settings = {"budget": budget, "time_limit": options.time_limit, "costs": "operations"}
+    return name, lambda: _compiled(workload, name, twin(workload.model), "remat", options=settings)
+
+
 def _steps(method: Method, workload: Workload) -> Steps:
     """Loss, gradients and buffers of some steps, each from a seed; buffers go on from step to step
     and are put back in the end."""
@@ -234,6 +246,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--rounds", type=int, default=7)
     add("--threads", type=int, default=0)
     add("--time-limit", type=float, default=10.0)
+    add("--operations", metavar="BUDGET", default="50%", help="also with costs of operations")
     add("--quick", action="store_true", help="small models; writes only where --out says")
     add("--out", help="a folder for the results")
     return parser.parse_args(argv)

@@ -43,11 +43,13 @@ def run_models(
         "machine": machine.describe(device),
         "models": {},
     }
+    out = options.out or (None if options.quick else RESULTS)
     for name in options.models:
         torch.manual_seed(0)
         workload = models[name](device, options.quick)
         result["models"][name] = {"size": workload.size, **run(name, workload, device)}
-    out = options.out or (None if options.quick else RESULTS)
-    if out:
-        print("written:", report.write(Path(out), f"{benchmark}-{machine.slug(device)}", result))
+        if out:  # after each: what is interrupted has what was done
+            print(
+                "written:", report.write(Path(out), f"{benchmark}-{machine.slug(device)}", result)
+            )
     return 0

@@ -62,7 +62,7 @@ def growth(expression: sympy.Expr | int, env: ShapeEnv) -> float:
     known = env.backed_var_to_val
     if isinstance(expression, int) or not expression.free_symbols.issubset(known):
         return 1.0
-    most, now = upper_bound(expression, env), int(expression.xreplace(known))
+    most, now = upper_bound(expression, env), int(str(expression.xreplace(known)))
     return most / now if most is not None and now else 1.0
 
 
