@@ -46,13 +46,13 @@ def qwen3_moe(device: torch.device, quick: bool) -> Workload:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     layers, width, _, tokens, vocabulary = _text(device, quick)
-    heads: Any = {"head_dim": 64}  # not in the signature
+    more: dict[str, Any] = {"head_dim": 64}  # not in the signature
     config = Qwen3MoeConfig(
         vocab_size=vocabulary, hidden_size=width, intermediate_size=2 * width,
         moe_intermediate_size=width // 2, num_experts=8, num_experts_per_tok=2,
         num_hidden_layers=layers, num_attention_heads=width // 64,
         num_key_value_heads=max(1, width // 128), max_position_embeddings=tokens,
-        use_cache=False, pad_token_id=0, bos_token_id=1, eos_token_id=2, head_dim=64,
+        use_cache=False, pad_token_id=0, bos_token_id=1, eos_token_id=2, **more,
     )  # fmt: skip
     model = Qwen3MoeForCausalLM(config)
     model.set_experts_implementation("batched_mm")  # the default loops over experts: no graph
@@ -81,11 +81,11 @@ def t5(device: torch.device, quick: bool) -> Workload:
     from transformers import T5Config, T5ForConditionalGeneration
 
     layers, width, rows, tokens, vocabulary = _text(device, quick)
-    start: Any = {"decoder_start_token_id": 0}  # not in the signature
+    more: dict[str, Any] = {"decoder_start_token_id": 0}  # not in the signature
     config = T5Config(
         vocab_size=vocabulary, d_model=width, d_kv=64, d_ff=4 * width,
         num_layers=max(1, layers // 2), num_heads=width // 64, use_cache=False,
-        decoder_start_token_id=0,
+        **more,
     )  # fmt: skip
     model: Any = T5ForConditionalGeneration(config)
     ids = torch.randint(1, vocabulary, (rows, tokens), device=device)
