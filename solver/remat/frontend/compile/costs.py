@@ -1,10 +1,10 @@
 """What regions cost: kernels by what they move, calls of libraries as measured.
 
-A kernel that a compiler makes is as fast as memory is, whatever it computes: it reads and writes
-its tensors once. So it costs what a copy of as many bytes does on this device, which is measured at
-a few sizes. Random numbers are the exception on CPUs, where Inductor draws them one by one. Calls
-of libraries (matrix products, convolutions, attention) are measured, each distinct one once. All
-measurements are kept in the cost cache.
+A kernel that a compiler makes reads and writes its tensors once, so it costs what a copy of as many
+bytes does on this device, which is measured at a few sizes; or, on CPUs, its arithmetic, where that
+takes longer: exponentials and their kin are measured, and random numbers are drawn one by one.
+Calls of libraries (matrix products, convolutions, attention) are measured, each distinct one once.
+All measurements are kept in the cost cache.
 """
 
 from __future__ import annotations
@@ -40,6 +40,16 @@ _DRAWS = frozenset({"prims.inductor_random.default", "prims.inductor_randint.def
 _DRAW_S = 20e-9
 """One core, one random number: Philox in scalar code (measured on x86-64 with AVX-512, 2026)."""
 
+_FUNCTIONS = frozenset(
+    f"aten.{name}.default"
+    for name in ("exp", "expm1", "log", "log1p", "tanh", "sigmoid", "erf", "sin", "cos")
+)
+"""What takes longer than moving a number. Inductor's code on CPUs calls the same vector functions
+as eager mode does."""
+
+_FUNCTION_BYTES = 1 << 18
+"""Of a tensor in cache."""
+
 _SMALLEST_BYTES = 1 << 12
 
 
@@ -59,26 +69,40 @@ class Prices:
         self._fused = fused or joint.kernels is None
         self._device = _device(joint.calls)
         self._copies: dict[int, float] = {}
+        self._functions: dict[str, float] = {}
         self._cache = CostCache()
 
     def __call__(self, region: Region, moved_bytes: int) -> Price:
         calls = [self._called[n.name] for n in region.nodes if n.name in self._called]
         others = [n for n in region.all_nodes if is_work(n) and n.name not in self._called]
-        cost_s = sum(priced.cost_s for priced in calls) + self._draws_s(others)
-        if not self._fused:
+        cost_s = sum(priced.cost_s for priced in calls)
+        if others and self._fused:
+            cost_s += max(self._copy_s(moved_bytes), sum(map(self._arithmetic_s, others)))
+        else:
             cost_s += sum(map(self._alone_s, others))
-        elif others:
-            cost_s += self._copy_s(moved_bytes)
         return Price(cost_s, max((priced.workspace_bytes for priced in calls), default=0))
 
     def _alone_s(self, node: fx.Node) -> float:
-        return self._copy_s(node_bytes(node) + sum(map(node_bytes, node.all_input_nodes)))
+        moved_bytes = node_bytes(node) + sum(map(node_bytes, node.all_input_nodes))
+        return max(self._copy_s(moved_bytes), self._arithmetic_s(node))
 
-    def _draws_s(self, nodes: Iterable[fx.Node]) -> float:
+    def _arithmetic_s(self, node: fx.Node) -> float:
+        """Of an operation in a kernel, on CPUs; on GPUs it hides behind the memory."""
         if self._device.type != "cpu" or self._joint.kernels is None:
             return 0.0
-        drawn = (t for n in nodes if str(n.target) in _DRAWS for t in tensors(n))
-        return sum(map(elements, drawn)) * _DRAW_S / torch.get_num_threads()
+        target, made = str(node.target), sum(map(elements, tensors(node)))
+        if target in _DRAWS:
+            return made * _DRAW_S / torch.get_num_threads()
+        return made * self._function_s(target) if target in _FUNCTIONS else 0.0
+
+    def _function_s(self, target: str) -> float:
+        """Seconds for a number, beside reading and writing it."""
+        if target not in self._functions:
+            size = _FUNCTION_BYTES // 4
+            meta = self._flat("float32", size)
+            alone_s = self._measured_alone(target, meta) - self._whole_copy_s(2 * _FUNCTION_BYTES)
+            self._functions[target] = max(0.0, alone_s) / size
+        return self._functions[target]
 
     # -- what is measured -----------------------------------------------------------------------
 
@@ -103,16 +127,18 @@ class Prices:
 
     def _whole_copy_s(self, moved_bytes: int) -> float:
         if moved_bytes not in self._copies:
-            meta = TensorMeta(
-                dtype="uint8", shape=(moved_bytes // 2,), stride=(1,), device=str(self._device)
-            )
-            result = Result(name="copied", tensor=meta, storage=0)
-            node = Node(
-                name="copied", target="aten.clone.default", args=(Ref("x"),), results=(result,)
-            )
-            priced = self._measured([node], {"x": meta, "copied": meta})
-            self._copies[moved_bytes] = priced["copied"].cost_s
+            meta = self._flat("uint8", moved_bytes // 2)
+            self._copies[moved_bytes] = self._measured_alone("aten.clone.default", meta)
         return self._copies[moved_bytes]
+
+    def _flat(self, dtype: str, size: int) -> TensorMeta:
+        return TensorMeta(dtype=dtype, shape=(size,), stride=(1,), device=str(self._device))
+
+    def _measured_alone(self, target: str, meta: TensorMeta) -> float:
+        """Seconds of an operation from one such tensor to another."""
+        result = Result(name="y", tensor=meta, storage=0)
+        node = Node(name="y", target=target, args=(Ref("x"),), results=(result,))
+        return self._measured([node], {"x": meta, "y": meta})["y"].cost_s
 
     def _measured(self, nodes: Sequence[Node], metas: dict[str, TensorMeta]) -> dict[str, Priced]:
         return measure_operations(
