@@ -90,7 +90,7 @@ def read(joint: Joint, regions: list[Region], prices: Callable[[Region, int], Pr
         tuple(operations),
         tuple(values),
         frozenset(results),
-        sum(map(node_bytes, joint.given)),
+        joint.given_bytes + joint.copied_bytes,
         boundary,
     )
     return Step(graph, joint, tuple(of))

@@ -64,6 +64,17 @@ class Joint:
         """Parameters, buffers and batch."""
         return tuple(node for node in self.placeholders if not is_tangent(node))
 
+    @property
+    def given_bytes(self) -> int:
+        """Of parameters, buffers and batch."""
+        return sum(map(node_bytes, self.given))
+
+    @property
+    def copied_bytes(self) -> int:
+        """Of parameters and batch in another layout: Inductor makes these copies before all else,
+        and the backward reads most of them."""
+        return self.observed[0].copied_bytes if self.observed else 0
+
     def is_backward(self, call: fx.Node) -> bool:
         """Whether an operation is of the backward."""
         return self.place[call] >= self.forward

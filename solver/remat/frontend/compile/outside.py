@@ -36,14 +36,13 @@ class ModelBytes:
 
 def outside_bytes(step: Step, model: ModelBytes, saved_by_others_bytes: int) -> int:
     """What is held beside the graph, less the `saved_by_others_bytes` that are counted already."""
-    given_bytes = step.graph.constant_bytes
     made = {source(n) for n in step.joint.gradients if isinstance(n, fx.Node)}
     gradients_bytes = max(0, model.trainable_bytes - sum(map(node_bytes, made)))
     held_bytes = model.held_bytes
     device = _cuda(step)
     if device is not None:
         held_bytes = max(held_bytes, torch.cuda.memory_allocated(device) - saved_by_others_bytes)
-    return max(0, held_bytes - given_bytes) + gradients_bytes
+    return max(0, held_bytes - step.joint.given_bytes) + gradients_bytes
 
 
 def _cuda(step: Step) -> torch.device | None:

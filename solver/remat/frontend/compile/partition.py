@@ -158,6 +158,7 @@ class Partitioner(CustomPartitionerFn):
             budget_bytes=None if asked_bytes is None else asked_bytes - beside_bytes,
             baseline_bytes=baseline_bytes,
             others_bytes=beside_bytes,
+            given_bytes=step.joint.given_bytes,
             group=self.group,
             rounds=self.rounds,
             baseline_saved_bytes=sum(map(node_bytes, kept)),
@@ -208,11 +209,11 @@ def _as_inductor_runs(step: Step) -> int:
     if not step.joint.observed:
         return 0
     forward, backward = step.joint.observed
-    graph, place = step.graph, step.joint.place
+    place = step.joint.place
     leaves = {source(n) for n in step.joint.outputs if isinstance(n, fx.Node)}
     saved = set(step.joint.saved)
     held = [n for n in leaves if n in place and n not in saved]
     held_bytes = sum(map(node_bytes, (*held, *step.joint.tangents)))
-    return graph.constant_bytes + max(
+    return step.joint.given_bytes + max(
         forward.live_bytes, held_bytes + forward.copied_bytes + backward.live_bytes
     )

@@ -22,8 +22,9 @@ class CompiledPlan:
     meanwhile, None for "min"; `plan` is for so much less as the kernels
     that Inductor made of earlier ones took more (`rounds`). `verified_bytes` is the peak of its own
     kernels and buffers, read off before code was generated; None where Inductor was not asked, or
-    took its code from a cache. `baseline_bytes` is the same without recomputation. The backward
-    holds `held_bytes` beside what it reads, and `copied_bytes` of parameters in another layout.
+    took its code from a cache. `baseline_bytes` is the same without recomputation. `given_bytes`
+    are parameters, buffers and batch. The backward holds `held_bytes` beside what it reads, and
+    `copied_bytes` of parameters in another layout.
     Between forward and backward `saved_bytes` are held, and without recomputation would be
     `baseline_saved_bytes`: other graphs of the same step (`group`) run meanwhile.
     """
@@ -32,6 +33,7 @@ class CompiledPlan:
     budget_bytes: int | None
     baseline_bytes: int = 0
     others_bytes: int = 0
+    given_bytes: int = 0
     held_bytes: int = 0
     copied_bytes: int = 0
     held_names: frozenset[str] = frozenset()

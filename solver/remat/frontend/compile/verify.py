@@ -47,7 +47,7 @@ class Verifier(SchedulerPass):
             return nodes
         is_backward = bool(V.graph.is_backward)
         held = compiled.held_names if is_backward else frozenset[str]()
-        peak_bytes = compiled.plan.graph.constant_bytes + live_peak_bytes(nodes, held)
+        peak_bytes = compiled.given_bytes + live_peak_bytes(nodes, held)
         if is_backward:
             peak_bytes += compiled.held_bytes + compiled.copied_bytes
         else:
