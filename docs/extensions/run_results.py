@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -74,23 +75,38 @@ def steps() -> Table:
 
 def compiled() -> Table:
     """Ways to save memory under torch.compile."""
-    rows = tuple(
-        (
-            row["method"],
-            f"{row['peak_bytes'] / 2**20:,.0f} MiB",
-            f"{row['peak_to_inductor']:.3f}",
-            f"{row['time_to_inductor']:.2f}",
-            f"{row['gradient_error']:.0e}" if "gradient_error" in row else "",
-            seconds(sum(row["setup_s"].values())),
-        )
-        for found in load("compiled-cpu")["models"].values()
-        for row in found["methods"]
-    )
+    rows: list[tuple[str, ...]] = []
+    for found in load("compiled-cpu")["models"].values():
+        model = found["size"].partition(",")[0]
+        for row in found["methods"]:
+            rows.append((model, row["method"], *_compiled_cells(row)))
     header = (
-        "method", "peak", "peak / inductor", "time / inductor", "gradients off by",
-        "compiled in",
+        "model", "method", "peak", "peak / inductor", "budget", "time / inductor",
+        "gradients off by", "compiled in",
     )  # fmt: skip
-    return Table(("compiled-cpu",), header, rows)
+    return Table(("compiled-cpu",), header, tuple(rows))
+
+
+def _compiled_cells(row: dict[str, Any]) -> tuple[str, ...]:
+    if row["failure"]:
+        found = re.search(
+            r"Pass a budget of at least ([\d,]+) bytes", row["failure"]
+        )
+        least = (
+            f"infeasible below {int(found[1].replace(',', '')) / 2**20:,.0f} MiB"
+            if found
+            else ""
+        )
+        return (least or "failed", "", "", "", "", "")
+    kept = {True: "kept", False: "exceeded", None: ""}[row.get("within_budget")]
+    return (
+        f"{row['peak_bytes'] / 2**20:,.0f} MiB",
+        f"{row['peak_to_inductor']:.3f}",
+        kept,
+        f"{row['time_to_inductor']:.2f}",
+        f"{row['gradient_error']:.0e}" if "gradient_error" in row else "",
+        seconds(sum(row["setup_s"].values())),
+    )
 
 
 def peers() -> Table:
