@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import statistics
 import time
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.profiler
-from torch import nn
 
 from benchmarks.methods import Method, step
 from benchmarks.workloads import Workload
 from remat.documents.trace import CUDA_ALIGNMENT_BYTES
-from remat.frontend.meter import cuda_peak, measure_step, unique_bytes
+from remat.frontend.meter import allocated_peak, cuda_peak, measure_step, unique_bytes
 
 
 @dataclass(frozen=True)
@@ -42,7 +38,7 @@ def use_of(method: Method, workload: Workload, device: torch.device) -> Use:
     gc.collect()
     compiled = "backend" in method.facts
     if device.type != "cuda" and compiled:
-        return Use(_allocator_peak(module, workload) + unique_bytes(constants), None)
+        return Use(allocated_peak(lambda: step(module, workload)) + unique_bytes(constants), None)
     flops = None
     if not compiled:
         metered = measure_step(lambda: step(module, workload), constants, flops=True)
@@ -56,20 +52,6 @@ def use_of(method: Method, workload: Workload, device: torch.device) -> Use:
     own = sum(-(-unique_bytes([t]) // CUDA_ALIGNMENT_BYTES) for t in constants)
     foreign = torch.cuda.memory_allocated(device) - own * CUDA_ALIGNMENT_BYTES
     return Use(cuda_peak(lambda: step(module, workload), device) - foreign, flops)
-
-
-def _allocator_peak(module: nn.Module, workload: Workload) -> int:
-    """Peak of what the CPU's allocator gave out during a step."""
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profile:
-        step(module, workload)
-    kineto = profile.profiler
-    assert kineto is not None
-    assert kineto.kineto_results is not None
-    events: list[Any] = [e for e in kineto.kineto_results.events() if e.name() == "[memory]"]
-    events.sort(key=lambda e: e.start_ns())
-    return max(itertools.accumulate((e.nbytes() for e in events), initial=0))
 
 
 def resident(workload: Workload) -> list[torch.Tensor]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.command_line import run
+from tests.compilers import needs_compiler
 
 import remat
 
@@ -49,6 +50,68 @@ def test_a_step_beside_the_models_own(tmp_path: Path) -> None:
     assert told["gradients"] == told["equal_gradients"] == 28
     made = remat.Program.load(program)
     assert made.predicted_peak_bytes == told["plan"]["peak_bytes"]
+
+
+NET = """
+import torch
+from torch import nn
+
+def step():
+    torch.manual_seed(0)
+    made_of = [nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(2)]
+    model = nn.Sequential(*made_of, nn.Dropout(0.1), nn.Flatten(0), nn.Linear(512 * 32, 1))
+    return model, (torch.randn(512, 32),)
+"""
+
+
+@needs_compiler
+def test_a_compiled_step_beside_plain_torch_compile(tmp_path: Path) -> None:
+    script = tmp_path / "net.py"
+    script.write_text(NET)
+    words = ("run", f"{script}:step", "--compile", "--rounds", "1")
+    here = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
+    ended = run(*words, "--budget", "75%", "--json", env=here)
+    assert ended.code == 0, ended.err
+    assert ended.err == "", "no word of torch's profiler"
+    told = json.loads(ended.out)
+    (plan,) = told["plans"]
+    assert plan["module"] == "Sequential"
+    assert plan["recomputations"] > 0
+    assert plan["asked_bytes"] == plan["torch_compile_bytes"] * 75 // 100
+    assert told["remat"]["peak_bytes"] <= plan["verified_bytes"] <= plan["asked_bytes"]
+    assert told["remat"]["peak_bytes"] < told["torch_compile"]["peak_bytes"]
+    assert plan["rounds"] >= 1
+    assert told["gradients"] == 10
+    assert told["largest_relative_difference"] <= 1e-5, "dropout drew the same numbers"
+    assert told["remat"]["loss"] == pytest.approx(told["torch_compile"]["loss"], rel=1e-5)
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_a_compiled_step_in_words(tmp_path: Path) -> None:
+    script = tmp_path / "net.py"
+    script.write_text(NET)
+    words = ("run", f"{script}:step", "--compile", "--rounds", "1")
+    here = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
+    ended = run(*words, "--budget", "75%", env=here)
+    assert ended.code == 0, ended.err
+    wanted = ["step under torch.compile within 75%", "\nplan ", "verified", "peak, measured",
+              "first step", "gradients are equal"]  # fmt: skip
+    places = [ended.out.index(each) for each in wanted]
+    assert places == sorted(places)
+    ended = run(*words, "--budget", "1%", env=here)
+    assert ended.code == 3
+    assert "Pass a budget of at least" in ended.error
+
+
+def test_what_does_not_go_with_a_compiled_step(tmp_path: Path) -> None:
+    program = tmp_path / "program.json"
+    ended = run("run", *GPT2, "-b", "80%", "--compile", "--program", program)
+    assert ended.code == 2
+    assert "what torch.compile makes is no program" in ended.error
+    ended = run("run", *GPT2, "-b", "80%", "--compile", "--reserve", "1MiB")
+    assert ended.code == 2
+    assert "nothing to reserve of it" in ended.error
 
 
 def test_an_estimate_of_what_does_not_fit_here() -> None:

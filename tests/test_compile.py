@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-import shutil
 from pathlib import Path
-from sysconfig import get_path
 from typing import Any
 
 import pytest
@@ -15,6 +13,7 @@ import torch._dynamo
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 import torch.nn.functional as F
+from tests.compilers import needs_compiler
 from tests.models import FAMILIES, PLAIN, Case
 from torch import nn
 from torch._inductor.virtualized import V
@@ -24,11 +23,7 @@ from remat.errors import BudgetError, InfeasibleBudget
 from remat.frontend.compile import observe, verify
 from remat.frontend.compile.options import read_options
 from remat.frontend.compile.plans import CompiledPlan
-
-needs_compiler = pytest.mark.skipif(
-    shutil.which("g++") is None or not (Path(get_path("include")) / "Python.h").exists(),
-    reason="Inductor needs g++ and Python's headers",
-)
+from remat.frontend.meter import allocated_peak
 
 EAGER = "aot_eager_decomp_partition"
 """What `inductor=False` plans on: torch's partitioner and Inductor's decompositions, run as is."""
@@ -176,23 +171,13 @@ def convolutions() -> Case:
     return Case(Convolutions(), (torch.randn(4, 3, 48, 48),), loss=lambda out: out)
 
 
-def allocated_peak(case: Case, run: Any) -> int:
+def measured_peak(case: Case, run: Any) -> int:
     """Of a warm step, by the allocator, with parameters, buffers and batch."""
     step(case, run)
     case.model.zero_grad(set_to_none=True)
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profile:
-        case.loss(run(*case.args, **case.kwargs)).backward()
-    results: Any = profile.profiler.kineto_results  # type: ignore[union-attr]
-    events = sorted((e for e in results.events() if e.name() == "[memory]"), key=_start)
-    peak = max(itertools.accumulate((e.nbytes() for e in events), initial=0))
+    peak = allocated_peak(lambda: case.loss(run(*case.args, **case.kwargs)).backward())
     held = (*case.model.parameters(), *case.model.buffers(), *case.args, *case.kwargs.values())
     return peak + sum(t.nbytes for t in held if isinstance(t, torch.Tensor))
-
-
-def _start(event: Any) -> int:
-    return event.start_ns()
 
 
 @needs_compiler
@@ -213,7 +198,7 @@ def test_what_inductor_runs_is_within_the_budget(make: Any, percent: int) -> Non
     assert plan.verified_bytes <= plan.budget_bytes
     assert plan.verified_bytes == pytest.approx(plan.plan.peak_bytes, rel=0.05)
     run = torch.compile(case.model, backend="remat", options=options)
-    measured = allocated_peak(case, run)
+    measured = measured_peak(case, run)
     assert measured <= 1.01 * plan.verified_bytes
     assert measured <= plan.budget_bytes
 

@@ -15,7 +15,8 @@ from torch import nn
 
 import remat
 from remat.errors import TraceError
-from remat.frontend.trial import Trial, loss_of, trial
+from remat.frontend.sides import loss_of
+from remat.frontend.trial import Trial, trial
 
 QUICK = remat.Auto(gap=0.05, time_limit=3.0)
 
@@ -28,10 +29,10 @@ def tried(case: Case, budget: str = "80%", **options: Any) -> Trial:
 
 
 def assert_equal(found: Trial) -> None:
-    assert found.gradients > 0
-    assert found.equal_gradients == found.gradients
-    assert found.largest_difference == found.largest_relative_difference == 0
-    assert found.equal_buffers == found.buffers
+    assert found.equality.gradients > 0
+    assert found.equality.equal_gradients == found.equality.gradients
+    assert found.equality.largest_difference == found.equality.largest_relative_difference == 0
+    assert found.equality.equal_buffers == found.equality.buffers
     assert found.eager.loss == found.remat.loss
 
 
@@ -40,7 +41,7 @@ def test_gpt2_with_dropout() -> None:
     case = models.gpt2()
     found = tried(case)
     assert_equal(found)
-    assert found.gradients == len(list(case.model.parameters()))
+    assert found.equality.gradients == len(list(case.model.parameters()))
     assert found.plan.schedule.recomputed(found.plan.graph)
     assert found.remat.peak_bytes < found.eager.peak_bytes
     assert found.remat.peak_bytes == pytest.approx(found.plan.peak_bytes, rel=0.01)
@@ -48,7 +49,7 @@ def test_gpt2_with_dropout() -> None:
     # Eager mode frees some tensors later than the best that the baseline is.
     assert 1 <= found.eager.peak_bytes / found.plan.baseline_peak_bytes <= 1.2
     assert all(p.grad is None for p in case.model.parameters())
-    lines = found.describe().splitlines()
+    equality, lines = found.equality, found.describe().splitlines()
     assert lines[0].split() == ["eager", "remat", "change"]
     assert [line[2:24].strip() for line in lines[1:6]] == [
         "peak, predicted",
@@ -59,7 +60,7 @@ def test_gpt2_with_dropout() -> None:
     ]
     assert lines[6:] == [
         "",
-        f"{found.gradients} of {found.gradients} gradients are equal bit for bit.",
+        f"{equality.gradients} of {equality.gradients} gradients are equal bit for bit.",
     ]
 
 
@@ -69,11 +70,10 @@ def test_resnet_with_batch_norm() -> None:
     counts = [b for n, b in case.model.named_buffers() if n.endswith("num_batches_tracked")]
     found = tried(case)
     assert_equal(found)
-    assert found.buffers == 3 * len(counts)
+    assert found.equality.buffers == 3 * len(counts)
     assert {int(count) for count in counts} == {4}, "eager mode's steps are not the model's"
-    assert f"{found.buffers} of {found.buffers} buffers that the step changes are equal." in (
-        found.describe()
-    )
+    counted = f"{found.equality.buffers} of {found.equality.buffers}"
+    assert f"{counted} buffers that the step changes are equal." in found.describe()
 
 
 @pytest.mark.parametrize("name", ["norms", "tied", "mlp-input-grad"])
@@ -82,7 +82,7 @@ def test_plain_modules(name: str) -> None:
     found = tried(models.PLAIN[name](), "100%")
     assert_equal(found)
     if name == "mlp-input-grad":
-        assert found.gradients == 6 + 1, "three layers that are trained, and the input"
+        assert found.equality.gradients == 6 + 1, "three layers that are trained, and the input"
 
 
 def test_under_autocast() -> None:
@@ -119,10 +119,12 @@ class Doubtful(nn.Module):
 def test_differences_are_seen() -> None:
     torch.manual_seed(0)
     found = tried(Case(Doubtful(), (torch.randn(4, 8),)), "100%")
-    assert (found.gradients, found.equal_gradients) == (4, 0)
+    assert (found.equality.gradients, found.equality.equal_gradients) == (4, 0)
     assert found.eager.loss != found.remat.loss
-    assert (found.buffers, found.equal_buffers) == (1, 0)
-    assert math.isinf(found.largest_difference), "of a gradient that the plan does not make"
+    assert (found.equality.buffers, found.equality.equal_buffers) == (1, 0)
+    assert math.isinf(found.equality.largest_difference), (
+        "of a gradient that the plan does not make"
+    )
     text = found.describe()
     assert "0 of 4 gradients are equal bit for bit." in text
     assert "The largest difference of a gradient is inf" in text
@@ -192,7 +194,7 @@ def test_on_the_gpu() -> None:
     step = load_step("hf:gpt2", Sizes(8, 512), device="cuda", overrides=sizes)
     gm = remat.optimize(step.model, "60%", step.args, step.kwargs, strategy=QUICK)
     found = trial(step.model, gm, step.args, step.kwargs)
-    assert found.largest_relative_difference <= 1e-4
+    assert found.equality.largest_relative_difference <= 1e-4
     assert 0.98 * found.plan.peak_bytes <= found.remat.peak_bytes <= found.plan.peak_bytes
     # Without the weights of the other side, which are on the device too.
     assert 0.98 <= found.eager.peak_bytes / found.plan.baseline_peak_bytes <= 1.2

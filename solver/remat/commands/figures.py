@@ -12,6 +12,7 @@ from remat.budget import format_bytes, format_seconds
 from remat.costs.pricing import Priced, with_costs
 from remat.documents.trace import Trace
 from remat.errors import RematError
+from remat.frontend.compile.plans import CompiledPlan
 from remat.plan import Plan
 from remat.report.tables import aligned, largest
 from remat.reserve import LEFT_TO_OTHERS
@@ -47,6 +48,21 @@ def plan_figures(plan: Plan) -> Figures:
         "recomputations": sum(again.values()),
         "solved_in_s": plan.stats.get("total_s"),
         "cost_source": plan.stats.get("cost_source"),
+    }
+
+
+def compiled_figures(compiled: CompiledPlan) -> Figures:
+    """A plan of torch.compile's backend: that, and what became of it. `asked_bytes` is what the
+    graph's part of the budget was, None for "min"; the plan's own may be less, after rounds."""
+    return {
+        "module": compiled.module,
+        **plan_figures(compiled.plan),
+        "asked_bytes": compiled.budget_bytes,
+        "verified_bytes": compiled.verified_bytes,
+        "torch_compile_bytes": compiled.baseline_bytes,
+        "others_bytes": compiled.others_bytes,
+        "rounds": compiled.rounds,
+        "planned_in_s": compiled.planned_s,
     }
 
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from remat.budget import format_bytes
 from remat.progress import Progress
+from remat.report.standing import standing
 from remat.view.text import plain
 
 if TYPE_CHECKING:
@@ -62,22 +62,3 @@ def live(title: str, steps: int | None = None) -> Iterator[Line]:
         SpinnerColumn(), *bar, Elapsed(), words, console=Console(stderr=True), transient=True
     ) as bars:
         yield Line(bars, bars.add_task(title, total=steps), title)
-
-
-def standing(progress: Progress) -> str:
-    """Incumbent, bound and gap in words."""
-    if progress.phase == "peak":
-        parts = [
-            "smallest peak",
-            "" if progress.incumbent is None else format_bytes(progress.incumbent),
-            "" if progress.bound is None else f"at least {format_bytes(progress.bound)}",
-        ]
-    else:
-        parts = [
-            "extra time",
-            "" if progress.incumbent is None else f"{progress.incumbent:+.2%}",
-            "" if progress.bound is None else f"at least {progress.bound:+.2%}",
-        ]
-    if progress.gap is not None:
-        parts.append(f"gap {progress.gap:.2%}")
-    return " ".join(parts[:2]) + "".join(f", {part}" for part in parts[2:] if part)

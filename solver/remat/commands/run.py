@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import time
-from typing import Annotated
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from remat.budget import format_bytes
 from remat.commands import files, options
-from remat.commands.figures import json_of, plan_figures
+from remat.commands.exits import UsageError
+from remat.commands.figures import compiled_figures, json_of, plan_figures
 from remat.commands.live import live
 from remat.commands.solving import best_so_far, finish, solved
 from remat.report.estimate import eager_peak_bytes
 from remat.reserve import telling, with_reserve
 from remat.rewrite import rewrite
+from remat.strategies.base import Strategy
+
+if TYPE_CHECKING:
+    from remat.commands.models.sources import Step
 
 
 def run(
@@ -27,6 +34,9 @@ def run(
     solver: options.Solver = None,
     program: options.ProgramOutput = None,
     rounds: Annotated[int, typer.Option(min=1, help="Timed steps of each.")] = 5,
+    compiled: Annotated[
+        bool, typer.Option("--compile", help="Under torch.compile, plain and with remat.")
+    ] = False,
     as_json: options.Json = False,
     batch: options.Batch = 2,
     tokens: options.Tokens = 128,
@@ -41,8 +51,14 @@ def run(
     """Train a step of a model as it is and with remat: the plan, peak, time, loss, gradients."""
     asked, reserve_bytes = options.without(budget, reserve)
     options.check_here(device, "run", "remat trace SOURCE --device {name} plans for it")
+    if compiled and time_limit is None and strategy == "auto" and not _limits(option):
+        from remat.frontend.compile.options import TIME_LIMIT_S
+
+        time_limit = TIME_LIMIT_S
     chosen = options.strategy_of(strategy, option, gap, time_limit, solver)
     options.check_autocast(autocast)
+    if compiled and program is not None:
+        raise UsageError("--program: what torch.compile makes is no program; leave one of both out")
     files.check_outputs(program)
     from remat.commands.models.batches import Sizes
     from remat.commands.models.sources import load_step
@@ -56,6 +72,10 @@ def run(
     step = load_step(
         source, sizes, overrides=overrides or (), device=device, dtype=dtype, seed=seed
     )
+    if compiled:
+        with casting(device, autocast):
+            _compiled(step, budget, reserve, chosen, rounds, as_json)
+        return
     began = time.perf_counter()
     with casting(device, autocast):
         traced = capture(step.model, step.args, step.kwargs)
@@ -94,3 +114,34 @@ def run(
             found.describe(),
         )
         files.show("\n\n".join(parts))
+
+
+def _limits(option: Sequence[str] | None) -> bool:
+    return any(each.partition("=")[0].strip() == "time_limit" for each in option or ())
+
+
+def _compiled(
+    step: Step, budget: str, reserve: str | None, strategy: Strategy, rounds: int, as_json: bool
+) -> None:
+    """Plain torch.compile and the backend, side by side."""
+    from remat.frontend.compiled_trial import compiled_trial
+
+    os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # the profiler would say that it starts
+    with live("compiling") as line:
+        found = compiled_trial(
+            step.model,
+            budget,
+            step.args,
+            step.kwargs,
+            rounds=rounds,
+            strategy=strategy,
+            reserve=reserve or 0,
+            progress=line.solving,
+        )
+    if as_json:
+        plans = [compiled_figures(plan) for plan in found.plans]
+        files.show_json(json_of({"model": step.name, **found.to_data(), "plans": plans}))
+        return
+    again = [plan.plan for plan in found.plans if plan.plan.schedule.recomputed(plan.plan.graph)]
+    title = f"{step.name} under torch.compile within {budget}"
+    files.show("\n\n".join((title, *(plan.describe() for plan in again), found.describe())))

@@ -10,9 +10,11 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Self
+from itertools import accumulate
+from typing import Any, Self
 
 import torch
+import torch.profiler
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -125,6 +127,22 @@ def cuda_peak(step: Callable[[], object], device: torch.device | str | int | Non
     step()
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device)
+
+
+def allocated_peak(step: Callable[[], object]) -> int:
+    """Peak of the bytes that the CPU's allocator gives out while the step runs, beyond what was
+    there before: for steps that torch has compiled, in which no operation is seen. Scratch memory
+    of kernels counts. Call the step once before."""
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
+        step()
+    kineto = profile.profiler
+    assert kineto is not None
+    assert kineto.kineto_results is not None
+    events: list[Any] = [e for e in kineto.kineto_results.events() if e.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+    return max(accumulate((event.nbytes() for event in events), initial=0))
 
 
 def _has_storage(item: object) -> bool:

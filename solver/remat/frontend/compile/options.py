@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from remat.budget import Budget
 from remat.errors import BudgetError, nearest
 from remat.frontend.compile.outside import ModelBytes
+from remat.progress import ProgressCallback
 from remat.reserve import less_reserve, parse_reserve
 from remat.strategies import Auto, Strategy
 
@@ -37,7 +38,8 @@ class CompileOptions:
     """`reserve_bytes` are left of a budget in bytes. Without `inductor`, AOTAutograd's graphs run
     as they are, operation by operation. With `fallback`, torch's own partitioner takes a graph that
     cannot be planned. `costs` are of "kernels", or, to compare with, of "operations" as if each
-    were a kernel of its own. Of `model` the graphs are, where that is known."""
+    were a kernel of its own. Of `model` the graphs are, where that is known.
+    `progress` is told how far a solve is: a function, or True for a line on a terminal."""
 
     budget: Budget
     strategy: Strategy
@@ -46,6 +48,8 @@ class CompileOptions:
     fallback: bool = False
     costs: str = "kernels"
     model: ModelBytes = NO_MODEL
+    # Decides no plan, so that torch's caches need not know it.
+    progress: ProgressCallback | bool | None = field(default=None, repr=False, compare=False)
 
     def budget_bytes(self, baseline_bytes: int) -> int | None:
         """What the step may take, where torch.compile's would take so much; None for "min"."""
@@ -92,7 +96,15 @@ def read_options(
     costs = left.pop("costs", _COSTS[0])
     if costs not in _COSTS:
         raise ValueError(f"costs is {costs!r}; it is one of {', '.join(map(repr, _COSTS))}")
-    found = CompileOptions(budget, strategy, reserve_bytes, costs=costs, model=model, **switches)
+    progress = left.pop("progress", None)
+    if not (progress is None or isinstance(progress, bool) or callable(progress)):
+        raise ValueError(
+            f"progress is {progress!r}; it is True, for a line on a terminal, or a function of a "
+            "remat.Progress"
+        )
+    found = CompileOptions(
+        budget, strategy, reserve_bytes, costs=costs, model=model, progress=progress, **switches
+    )
     _check_known(left)
     return found, left
 

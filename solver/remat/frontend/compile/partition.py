@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 import warnings
 from collections.abc import Sequence
@@ -14,14 +13,17 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 from remat.budget import format_bytes
 from remat.errors import InfeasibleBudget, RematError, TraceError, one_line
+from remat.frontend.compile import progress
 from remat.frontend.compile.costs import Prices
 from remat.frontend.compile.graph import Step, read
 from remat.frontend.compile.joint import Joint, rejoined
 from remat.frontend.compile.kernels import PlannedKernels
+from remat.frontend.compile.naming import compiled_now, number_now
 from remat.frontend.compile.nodes import node_bytes, source
 from remat.frontend.compile.options import CompileOptions, read_options
 from remat.frontend.compile.outside import outside_bytes
-from remat.frontend.compile.plans import CompiledPlan, forget, held_by_others, remember
+from remat.frontend.compile.plans import CompiledPlan, forget, held_by_others, remember, titled
+from remat.frontend.compile.progress import Listening
 from remat.frontend.compile.regions import Region, find_regions
 from remat.frontend.compile.sizes import bound, bound_by_call
 from remat.frontend.compile.verify import Verifier
@@ -35,8 +37,6 @@ from remat.simulate import simulate
 from remat.solve import solve
 from remat.strategies import Strategy
 from remat.version import VERSION
-
-logger = logging.getLogger("remat")
 
 
 class Partitioner(CustomPartitionerFn):
@@ -64,6 +64,7 @@ class Partitioner(CustomPartitionerFn):
         self.group = group
         self.less_bytes = less_bytes
         self.rounds = rounds
+        self.module = self.compile_id = ""
         self._made: CompiledPlan | None = None
 
     @classmethod
@@ -117,16 +118,21 @@ class Partitioner(CustomPartitionerFn):
         static: list[int] | None,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         began = time.perf_counter()
+        self.module, self.compile_id = compiled_now(), number_now()
+        title = titled(self.module, self.compile_id)
+        progress.begun(title, len(gm.graph.nodes), self.options, self.less_bytes)
         is_held = self.options.inductor
         is_bounded = bound(gm.graph.find_nodes(op="placeholder"))
         joint = rejoined(gm, joint_inputs, num_fwd_outputs, static, inductor=is_held)
         prices = Prices(joint, fused=self.options.costs == "kernels")
-        step, compiled = self._solved(joint, find_regions(joint), prices, is_bounded)
+        regions = find_regions(joint)
+        progress.found(title, joint, regions, time.perf_counter() - began)
+        step, compiled = self._solved(joint, regions, prices, is_bounded)
+        progress.solved(compiled)
         halves = write(step, compiled, num_fwd_outputs, static or (), held=is_held)
         compiled.planned_s = time.perf_counter() - began
         remember(compiled)
         self._made = compiled
-        logger.info("planned in %.1f s: %r", compiled.planned_s, compiled)
         return halves
 
     def _solved(
@@ -156,6 +162,8 @@ class Partitioner(CustomPartitionerFn):
         return CompiledPlan(
             plan=self._plan(graph, asked_bytes, beside_bytes),
             budget_bytes=None if asked_bytes is None else asked_bytes - beside_bytes,
+            module=self.module,
+            compile_id=self.compile_id,
             baseline_bytes=baseline_bytes,
             others_bytes=beside_bytes,
             given_bytes=step.joint.given_bytes,
@@ -166,7 +174,7 @@ class Partitioner(CustomPartitionerFn):
 
     def _plan(self, graph: Graph, asked_bytes: int | None, beside_bytes: int) -> Plan:
         if asked_bytes is None:
-            return _solved(graph, "min", self.options.strategy)
+            return _solved(graph, "min", self.options.strategy, Listening(self.options.progress))
         left_bytes = asked_bytes - beside_bytes - self.less_bytes
         if left_bytes <= 0:
             raise InfeasibleBudget(
@@ -176,7 +184,8 @@ class Partitioner(CustomPartitionerFn):
             )
         try:
             with telling(beside_bytes):
-                return _solved(graph, left_bytes, self.options.strategy)
+                listening = Listening(self.options.progress)
+                return _solved(graph, left_bytes, self.options.strategy, listening)
         except InfeasibleBudget as error:
             if not held_by_others(self.group).held_bytes or self.options.budget.size_bytes is None:
                 raise
@@ -199,9 +208,10 @@ class Partitioner(CustomPartitionerFn):
 
 
 @lru_cache(maxsize=32)
-def _solved(graph: Graph, budget: int | str, strategy: Strategy) -> Plan:
+def _solved(graph: Graph, budget: int | str, strategy: Strategy, listening: Listening) -> Plan:
     """Identical blocks that are compiled one by one are solved once."""
-    return solve(graph, budget, strategy)
+    with listening.heard() as told:
+        return solve(graph, budget, strategy, progress=told)
 
 
 def _as_inductor_runs(step: Step) -> int:

@@ -18,6 +18,9 @@ _MOST = 1_000
 class CompiledPlan:
     """A plan and what came of it.
 
+    `module` is what was compiled: the class of the module, or the name of the function; with the
+    line from which on, after a graph break; "" where torch does not tell. `compile_id` is the
+    number of the compilation in torch's own logs.
     `budget_bytes` is what was asked for less the `others_bytes` that other graphs of the step hold
     meanwhile, None for "min"; `plan` is for so much less as the kernels
     that Inductor made of earlier ones took more (`rounds`). `verified_bytes` is the peak of its own
@@ -31,6 +34,8 @@ class CompiledPlan:
 
     plan: Plan
     budget_bytes: int | None
+    module: str = ""
+    compile_id: str = ""
     baseline_bytes: int = 0
     others_bytes: int = 0
     given_bytes: int = 0
@@ -50,12 +55,23 @@ class CompiledPlan:
         """The larger of forward's and backward's, constant memory included."""
         return max(self.verified.values(), default=None)
 
+    @property
+    def title(self) -> str:
+        """What was compiled, as log lines name it."""
+        return titled(self.module, self.compile_id)
+
     def __repr__(self) -> str:
         asked = "min" if self.budget_bytes is None else format_bytes(self.budget_bytes)
         verified = (
             "" if self.verified_bytes is None else f", verified {format_bytes(self.verified_bytes)}"
         )
-        return f"CompiledPlan({self.plan!r}, budget {asked}{verified})"
+        of = f"{self.module}: " if self.module else ""
+        return f"CompiledPlan({of}{self.plan!r}, budget {asked}{verified})"
+
+
+def titled(module: str, compile_id: str) -> str:
+    """A name for both, also where torch tells none."""
+    return f"{module or 'a graph'} [{compile_id}]" if compile_id else module or "a graph"
 
 
 class Others(NamedTuple):

@@ -18,6 +18,7 @@ from torch._inductor.virtualized import V
 from torch.utils._ordered_set import OrderedSet
 
 from remat.budget import format_bytes
+from remat.frontend.compile import progress
 from remat.frontend.compile.kernels import runs_of
 from remat.frontend.compile.nodes import node_bytes
 from remat.frontend.compile.plans import CompiledPlan, find
@@ -52,7 +53,9 @@ class Verifier(SchedulerPass):
             peak_bytes += compiled.held_bytes + compiled.copied_bytes
         else:
             compiled.copied_bytes = copied_bytes()
-        compiled.verified["backward" if is_backward else "forward"] = peak_bytes
+        half = "backward" if is_backward else "forward"
+        compiled.verified[half] = peak_bytes
+        progress.verified(compiled, half)
         budget_bytes = compiled.budget_bytes
         if budget_bytes is not None and peak_bytes > budget_bytes:
             raise OverBudget(compiled, peak_bytes, budget_bytes)

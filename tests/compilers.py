@@ -1,0 +1,14 @@
+"""Inductor's generated code needs more than torch."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from sysconfig import get_path
+
+import pytest
+
+needs_compiler = pytest.mark.skipif(
+    shutil.which("g++") is None or not (Path(get_path("include")) / "Python.h").exists(),
+    reason="Inductor needs g++ and Python's headers",
+)
