@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -378,6 +379,7 @@ def test_identical_blocks_are_solved_once() -> None:
     ("options", "error", "words"),
     [
         ({}, BudgetError, "needs a budget"),
+        ({"bugdet": "60%"}, BudgetError, "'bugdet' is no option"),
         ({"budget": "60x"}, BudgetError, "unknown unit"),
         ({"budget": "60%", "gap": 2}, ValueError, "Auto: gap is 2"),
         ({"budget": "60%", "max_autotuned": True}, ValueError, "near are max_autotune"),
@@ -419,7 +421,8 @@ def test_a_budget_that_is_too_small_names_the_smallest() -> None:
 def test_inference_needs_no_plan() -> None:
     case, _ = made(PLAIN["tied"]())
     before = len(remat.compiled_plans())
-    with torch.no_grad():
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # where no plan was made before
         wanted = case.model(*case.args)
         found = remat.compile(case.model, "50%", inductor=False)(*case.args)
     assert torch.equal(found, wanted)

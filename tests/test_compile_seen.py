@@ -7,7 +7,9 @@ import logging
 import os
 import pty
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +19,11 @@ from tests.models import PLAIN, Case
 from torch import nn
 
 import remat
+from remat.errors import InfeasibleBudget, TraceError
+from remat.frontend.compile.plans import forget, remember
+from remat.frontend.compile.versions import raised_inside
+from remat.solution import Solution
+from remat.strategies.base import Task
 
 
 @pytest.fixture(autouse=True)
@@ -143,3 +150,111 @@ def test_what_is_no_terminal_stays_silent(monkeypatch: pytest.MonkeyPatch) -> No
     run(checkpointed(), progress=True)
     monkeypatch.undo()
     assert stderr.getvalue() == ""
+
+
+# -- errors ---------------------------------------------------------------------------------------
+
+
+def test_a_budget_that_is_too_small_says_what_holds_the_memory() -> None:
+    with pytest.raises(Exception, match="Pass a budget of at least") as caught:
+        run(checkpointed(), "10%")
+    error = raised_inside(caught.value, InfeasibleBudget)
+    assert error is not None
+    assert error.min_feasible_bytes
+    words = str(error)
+    assert words.startswith("Checkpointed [0/0]: a budget of ")
+    assert "At the smallest, the peak of " in words
+    assert " parameters, buffers and batch, " in words
+    assert "; the largest are " in words
+    smallest, wanted = run(checkpointed()), error.min_feasible_bytes
+    assert smallest[0].plan.peak_bytes == pytest.approx(wanted, rel=0.02)
+
+
+def test_without_gradients_nothing_is_planned_and_a_warning_says_so() -> None:
+    """Unless the process trains, too: then that is an evaluation."""
+    plans = remat.compiled_plans()
+    for plan in plans:
+        forget(plan)
+    try:
+        model = nn.Linear(4, 4)
+        run = remat.compile(model, "50%", inductor=False)
+        with torch.no_grad(), pytest.warns(UserWarning, match="'50%' plans nothing for Linear: "):
+            run(torch.randn(2, 4))
+        assert remat.compiled_plans() == []
+        run = remat.compile(nn.Tanh(), "100%", inductor=False)
+        run(torch.randn(2, 4, requires_grad=True)).sum().backward()
+        assert len(remat.compiled_plans()) == 1
+        with torch.no_grad():
+            run(torch.randn(2, 4))  # a warning would be an error
+    finally:
+        for plan in plans:
+            remember(plan)
+
+
+@dataclass(frozen=True)
+class Failing:
+    """A strategy of somebody's that has a bug."""
+
+    name: str = "failing"
+
+    def run(self, task: Task) -> Solution:
+        raise ZeroDivisionError("no strategy at all")
+
+
+@pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec")
+@pytest.mark.parametrize("inductor", [False, pytest.param(True, marks=needs_compiler)])
+def test_what_cannot_be_planned_is_an_error_or_left_to_torch(inductor: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 8), nn.Tanh())
+    case = Case(model, (torch.randn(16, 8),), loss=torch.Tensor.sum)
+    options = {"strategy": Failing(), "inductor": inductor}
+
+    def gradients(compiled: Any) -> list[torch.Tensor | None]:
+        model.zero_grad()
+        torch.manual_seed(1)
+        case.loss(compiled(*case.args)).backward()
+        return [p.grad for p in model.parameters()]
+
+    with pytest.raises(Exception, match="pass fallback=True") as caught:
+        gradients(remat.compile(model, "50%", **options))
+    error = raised_inside(caught.value, TraceError)
+    assert "remat cannot plan Sequential [0/0]: ZeroDivisionError: no strategy" in str(error)
+    torch._dynamo.reset()
+    before = remat.compiled_plans()
+    with pytest.warns(UserWarning, match="no strategy at all; torch's own partitioner takes it"):
+        found = gradients(remat.compile(model, "50%", fallback=True, **options))
+    assert remat.compiled_plans() == before
+    torch._dynamo.reset()
+    backend = "inductor" if inductor else "aot_eager_decomp_partition"
+    torch.testing.assert_close(found, gradients(torch.compile(model, backend=backend)))
+
+
+class Branches(nn.Module):
+    """A higher-order operator, which nobody says may run again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.one, self.other = (nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x).tanh()
+        x = torch.cond(
+            x.sum() > 0, lambda x: self.one(x).sin(), lambda x: self.other(x).cos(), (x,)
+        )
+        return x.tanh().sin().square().sum()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_a_higher_order_operator_runs_once() -> None:
+    torch.manual_seed(0)
+    case = Case(Branches(), (torch.randn(64, 16),), loss=lambda out: out)
+    case.loss(case.model(*case.args)).backward()
+    wanted = [p.grad for p in case.model.parameters()]
+    case.model.zero_grad()
+    (plan,) = run(case)
+    torch.testing.assert_close([p.grad for p in case.model.parameters()], wanted)
+    graph, again = plan.plan.graph, plan.plan.schedule.recomputed(plan.plan.graph)
+    assert again, "other operations run again"
+    conditions = [n for n, op in enumerate(graph.operations) if op.name.startswith("cond")]
+    assert len(conditions) == 2
+    assert not again.keys() & set(conditions)

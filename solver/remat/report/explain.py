@@ -225,8 +225,8 @@ def _fixed(graph: Graph, op: int) -> str:
         return "it marks the start of the backward pass and cannot run again"
     if not operation.recomputable:
         return (
-            "it cannot run again (recomputable=False): it writes into memory that outlives it, or "
-            "a second run would not give the same"
+            "it cannot run again (recomputable=False): it writes into memory that outlives it, a "
+            "second run would not give the same, or it is of the backward of a compiled step"
         )
     if not operation.outputs:
         return "it has no output to free"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,9 +15,11 @@ from torch._guards import CompileContext
 
 from remat.errors import InfeasibleBudget
 from remat.frontend.compile.kernels import PlannedKernels
+from remat.frontend.compile.naming import compiled_now
 from remat.frontend.compile.options import NO_MODEL, CompileOptions, read_options
 from remat.frontend.compile.outside import ModelBytes
 from remat.frontend.compile.partition import Partitioner
+from remat.frontend.compile.plans import compiled_plans
 from remat.frontend.compile.verify import OverBudget
 from remat.frontend.compile.versions import (
     backward_at_once,
@@ -24,6 +27,7 @@ from remat.frontend.compile.versions import (
     raised_inside,
     reused_at_once,
 )
+from remat.report.holding import held_at_peak
 
 logger = logging.getLogger("remat")
 
@@ -57,6 +61,13 @@ def _backend(
         from torch._inductor import list_mode_options
 
         patches = {**list_mode_options(mode), **patches}
+    if not torch.is_grad_enabled() and not compiled_plans():
+        # A model that is trained, too, is evaluated without gradients: that is no mistake.
+        warnings.warn(
+            f"the budget {own.budget.given!r} plans nothing for {compiled_now() or 'this graph'}: "
+            "without gradients nothing is kept for a backward, and nothing is run again",
+            stacklevel=2,
+        )
     group = _group_of(options)
     if own.inductor:
         return _with_inductor(gm, example_inputs, own, patches, group)
@@ -157,9 +168,11 @@ def _with_inductor(
             less_bytes += over.excess_bytes
             logger.info("planned again for so much less: %s", over)
     assert over is not None
-    peak_bytes = over.compiled.verified_bytes or 0
+    compiled, peak_bytes = over.compiled, over.compiled.verified_bytes or 0
+    held = held_at_peak(compiled.plan.graph, compiled.plan.schedule)
     raise InfeasibleBudget(
-        f"{over}, after {made} plans, each for less; raise the budget to {peak_bytes:,} bytes",
+        f"{compiled.title}: {over}, after {made} plans, each for less; raise the budget to "
+        f"{peak_bytes:,} bytes. As planned, {held}.",
         min_feasible_bytes=peak_bytes,
     )
 

@@ -6,12 +6,14 @@ inside of a kernel is no value, and running it again there costs nothing.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import fx
 
 from remat.costs.pricing import FLOOR_S
+from remat.documents.trace import BOUNDARY
 from remat.frontend.compile.costs import Price
 from remat.frontend.compile.joint import Joint
 from remat.frontend.compile.nodes import (
@@ -24,7 +26,10 @@ from remat.frontend.compile.nodes import (
 from remat.frontend.compile.regions import Region
 from remat.graph import Graph, Operation, Value
 
-BOUNDARY = "__boundary__"
+_FIRST = re.compile(r"[LG]\['\w+'\]\.?")
+"""How torch's paths of modules begin: the name of a variable."""
+
+_LONGEST = 60
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,7 @@ def read(joint: Joint, regions: list[Region], prices: Callable[[Region, int], Pr
 
     operations: list[Operation] = []
     of: list[Region | None] = []
+    taken: set[str] = {BOUNDARY}
     boundary: int | None = None
     for region in regions:
         if region.is_backward and boundary is None:
@@ -74,7 +80,7 @@ def read(joint: Joint, regions: list[Region], prices: Callable[[Region, int], Pr
         price = prices(region, moved)
         operations.append(
             Operation(
-                name=f"{region.all_nodes[-1].name}_{len(operations)}",
+                name=_name(region, taken),
                 inputs=inputs,
                 outputs=made,
                 cost_s=max(FLOOR_S, price.cost_s),
@@ -96,10 +102,30 @@ def read(joint: Joint, regions: list[Region], prices: Callable[[Region, int], Pr
     return Step(graph, joint, tuple(of))
 
 
+def _name(region: Region, taken: set[str]) -> str:
+    """For a kernel of several operations what Inductor calls it, without its number, for others
+    the node's name; each once."""
+    name = region.all_nodes[-1].name
+    if region.is_kernel and len(region.all_nodes) > 1:
+        made_of = {str(n.meta["original_aten"]) for n in region.all_nodes if _is_named(n)}
+        parts = sorted(full.split(".")[1] for full in made_of if "." in full)
+        if parts:
+            name = "fused_" + "_".join(parts)[:_LONGEST]
+    unique, number = name, 0
+    while unique in taken:
+        number += 1
+        unique = f"{name}_{number}"
+    taken.add(unique)
+    return unique
+
+
+def _is_named(node: fx.Node) -> bool:
+    return node.meta.get("original_aten") is not None
+
+
 def _module(node: fx.Node) -> str:
     """The path of the module that it belongs to, as far as torch tells."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     if not stack:
         return ""
-    path = str(list(stack.values())[-1][0])
-    return path.removeprefix("L['self'].").replace("L['self']", "")
+    return _FIRST.sub("", str(list(stack.values())[-1][0]), count=1)

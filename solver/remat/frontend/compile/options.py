@@ -68,8 +68,10 @@ def read_options(
     """
     left = dict(options)
     if "budget" not in left:
+        meant = next((f" ({key!r} is no option)" for key in left if nearest(key, ["budget"])), "")
         raise BudgetError(
             'the remat backend needs a budget: options={"budget": "60%"}, or "8GiB", or "min"'
+            + meant
         )
     budget = Budget.parse(left.pop("budget"))
     strategy = left.pop("strategy", None)

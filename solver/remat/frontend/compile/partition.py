@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import time
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -15,6 +18,7 @@ from remat.budget import format_bytes
 from remat.errors import InfeasibleBudget, RematError, TraceError, one_line
 from remat.frontend.compile import progress
 from remat.frontend.compile.costs import Prices
+from remat.frontend.compile.explained import explained
 from remat.frontend.compile.graph import Step, read
 from remat.frontend.compile.joint import Joint, rejoined
 from remat.frontend.compile.kernels import PlannedKernels
@@ -96,19 +100,22 @@ class Partitioner(CustomPartitionerFn):
         **_: Any,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         static = static_lifetime_input_indices
+        # Planning changes the graph that it is given, and may fail after that.
+        kept = fx.GraphModule(gm, copy.deepcopy(gm.graph)) if self.options.fallback else gm
         try:
             return self._planned(gm, joint_inputs, num_fwd_outputs, static)
-        except RematError:
-            raise
         except Exception as error:
-            why = f"remat cannot plan this graph: {one_line(error)}"
+            if isinstance(error, RematError) and not isinstance(error, TraceError):
+                raise  # of the budget, or of what solves
+            title = titled(self.module, self.compile_id)
+            why = f"remat cannot plan {title}: {one_line(error)}"
             if not self.options.fallback:
                 raise TraceError(
                     f"{why}; please report it, or pass fallback=True: torch's own partitioner then "
                     "takes this graph, outside of the budget"
                 ) from error
             warnings.warn(f"{why}; torch's own partitioner takes it", stacklevel=2)
-            return min_cut(gm, joint_inputs, num_fwd_outputs, static)
+            return min_cut(kept, joint_inputs, num_fwd_outputs, static)
 
     def _planned(
         self,
@@ -138,15 +145,14 @@ class Partitioner(CustomPartitionerFn):
     def _solved(
         self, joint: Joint, regions: list[Region], prices: Prices, is_bounded: bool
     ) -> tuple[Step, CompiledPlan]:
+        if is_bounded and self.options.budget.size_bytes is not None:
+            with suppress(InfeasibleBudget):
+                step = read(joint, regions, prices)
+                return step, self._solution(step)
+            bound_by_call(joint.placeholders)  # what does not fit at twice the size may fit at this
         step = read(joint, regions, prices)
-        try:
+        with explained(step.graph, titled(self.module, self.compile_id)):
             return step, self._solution(step)
-        except InfeasibleBudget:
-            if not is_bounded or self.options.budget.size_bytes is None:
-                raise
-        bound_by_call(joint.placeholders)  # what does not fit at twice the size may fit at this one
-        step = read(joint, regions, prices)
-        return step, self._solution(step)
 
     def _solution(self, step: Step) -> CompiledPlan:
         graph, place = step.graph, step.joint.place
@@ -174,7 +180,7 @@ class Partitioner(CustomPartitionerFn):
 
     def _plan(self, graph: Graph, asked_bytes: int | None, beside_bytes: int) -> Plan:
         if asked_bytes is None:
-            return _solved(graph, "min", self.options.strategy, Listening(self.options.progress))
+            return self._solve(graph, "min")
         left_bytes = asked_bytes - beside_bytes - self.less_bytes
         if left_bytes <= 0:
             raise InfeasibleBudget(
@@ -184,8 +190,7 @@ class Partitioner(CustomPartitionerFn):
             )
         try:
             with telling(beside_bytes):
-                listening = Listening(self.options.progress)
-                return _solved(graph, left_bytes, self.options.strategy, listening)
+                return self._solve(graph, left_bytes)
         except InfeasibleBudget as error:
             if not held_by_others(self.group).held_bytes or self.options.budget.size_bytes is None:
                 raise
@@ -195,6 +200,11 @@ class Partitioner(CustomPartitionerFn):
                 min_feasible_bytes=error.min_feasible_bytes,
                 is_proved=error.is_proved,
             ) from error
+
+    def _solve(self, graph: Graph, budget: int | str) -> Plan:
+        listening = Listening(self.options.progress)
+        source = f"of {self.options.costs if self.options.inductor else 'operations'}, measured"
+        return _solved(graph, budget, self.options.strategy, listening, source)
 
     def forget(self) -> None:
         """Its last plan is not what runs."""
@@ -208,10 +218,13 @@ class Partitioner(CustomPartitionerFn):
 
 
 @lru_cache(maxsize=32)
-def _solved(graph: Graph, budget: int | str, strategy: Strategy, listening: Listening) -> Plan:
+def _solved(
+    graph: Graph, budget: int | str, strategy: Strategy, listening: Listening, cost_source: str
+) -> Plan:
     """Identical blocks that are compiled one by one are solved once."""
     with listening.heard() as told:
-        return solve(graph, budget, strategy, progress=told)
+        plan = solve(graph, budget, strategy, progress=told)
+    return replace(plan, stats={**plan.stats, "cost_source": cost_source})
 
 
 def _as_inductor_runs(step: Step) -> int:
