@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
 import os
 import pty
@@ -19,9 +20,11 @@ from tests.models import PLAIN, Case
 from torch import nn
 
 import remat
+from remat import view
 from remat.errors import InfeasibleBudget, TraceError
 from remat.frontend.compile.plans import forget, remember
 from remat.frontend.compile.versions import raised_inside
+from remat.plan import Plan
 from remat.solution import Solution
 from remat.strategies.base import Task
 
@@ -258,3 +261,57 @@ def test_a_higher_order_operator_runs_once() -> None:
     conditions = [n for n, op in enumerate(graph.operations) if op.name.startswith("cond")]
     assert len(conditions) == 2
     assert not again.keys() & set(conditions)
+
+
+# -- a compiled plan is a plan like any other -----------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def plans() -> list[Plan]:
+    """Of the same model within two budgets."""
+    torch._dynamo.reset()
+    case = checkpointed()
+    return [run(case, budget)[0].plan for budget in ("100%", "min")]
+
+
+def test_words_about_a_compiled_plan(plans: list[Plan]) -> None:
+    _, plan = plans
+    assert "costs of operations, measured" in plan.describe()
+    graph, again = plan.graph, plan.schedule.recomputed(plan.graph)
+    for op in (next(iter(again)), graph.boundary or 0, len(graph) - 1):
+        told = plan.explain(graph.operations[op].name)
+        assert graph.operations[op].name in told
+    modules = {op.module for op in graph.operations} - {""}
+    assert modules
+    assert not [path for path in modules if "[" in path or "self" in path]
+    for path in modules:
+        assert path in plan.explain(path)
+    assert "recomputed 0 -> 1 times" in plans[0].diff(plan)
+    names = [op.name for op in graph.operations]
+    assert len(names) == len(set(names))
+    assert graph.operations[graph.boundary or 0].name == "backward_start"
+
+
+def test_pictures_of_a_compiled_plan(plans: list[Plan], tmp_path: Path) -> None:
+    _, plan = plans
+    for draw in (view.timeline_svg, view.schedule_svg, view.modules_svg):
+        assert "recomp" in draw(plan).lower()
+    assert "backward_start" in view.operations_csv(plan)
+    assert plan.to_html().count("<svg") >= 3
+    assert "backward_start" in view.graph_dot(plan.graph, plan)
+    assert "backward_start" in view.graph_graphml(plan.graph)
+    for number, figure in enumerate((view.timeline_figure, view.schedule_figure)):
+        drawn = tmp_path / f"{number}.png"
+        figure(plan).savefig(drawn)
+        assert drawn.read_bytes().startswith(b"\x89PNG")
+
+
+def test_documents_of_a_compiled_plan(plans: list[Plan], tmp_path: Path) -> None:
+    _, plan = plans
+    plan.save(tmp_path / "plan.json.gz")
+    assert Plan.load(tmp_path / "plan.json.gz") == plan
+    events = json.loads(view.chrome_trace(plan))["traceEvents"]
+    ran = [event for event in events if event.get("ph") == "X"]
+    assert len(ran) == len(plan.schedule)
+    view.save_snapshot(plan, tmp_path / "snapshot.pickle")
+    assert (tmp_path / "snapshot.pickle").stat().st_size > 0
