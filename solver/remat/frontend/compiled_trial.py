@@ -113,7 +113,8 @@ def compiled_trial(
     check_rounds(rounds)
     other, (other_args, other_kwargs) = copied(model, (args, dict(kwargs)))
     before = len(compiled_plans())
-    plain = Side("torch.compile", torch.compile(other), other_args, other_kwargs, compiled=True)
+    as_ever: Any = torch.compile(other)
+    plain = Side("torch.compile", as_ever, other_args, other_kwargs, compiled=True)
     planned = Side("the plan", within(model, budget, **options), args, dict(kwargs), compiled=True)
     with _compiled_here():
         _warm_up()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, cast
 
 from remat.budget import Budget
 from remat.errors import BudgetError, nearest
@@ -98,14 +98,20 @@ def read_options(
     costs = left.pop("costs", _COSTS[0])
     if costs not in _COSTS:
         raise ValueError(f"costs is {costs!r}; it is one of {', '.join(map(repr, _COSTS))}")
-    progress = left.pop("progress", None)
-    if not (progress is None or isinstance(progress, bool) or callable(progress)):
+    progress: Any = left.pop("progress", None)
+    if progress is not None and not isinstance(progress, bool) and not callable(progress):
         raise ValueError(
             f"progress is {progress!r}; it is True, for a line on a terminal, or a function of a "
             "remat.Progress"
         )
     found = CompileOptions(
-        budget, strategy, reserve_bytes, costs=costs, model=model, progress=progress, **switches
+        budget,
+        strategy,
+        reserve_bytes,
+        costs=costs,
+        model=model,
+        progress=cast(Any, progress),
+        **switches,
     )
     _check_known(left)
     return found, left
