@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
@@ -18,10 +18,12 @@ from remat.frontend.compile.costs import Price
 from remat.frontend.compile.joint import Joint
 from remat.frontend.compile.nodes import (
     changes,
+    elements,
     is_number,
     may_run_again,
     node_bytes,
     source,
+    tensors,
 )
 from remat.frontend.compile.regions import Region
 from remat.graph import Graph, Operation, Value
@@ -121,6 +123,21 @@ def _name(region: Region, taken: set[str]) -> str:
 
 def _is_named(node: fx.Node) -> bool:
     return node.meta.get("original_aten") is not None
+
+
+def leaving_room(step: Step, budget_bytes: int, saved_bytes: int) -> Graph:
+    """The graph with no more than `saved_bytes` held between forward and backward, unless it ends
+    in a loss: else other graphs of the step run then, and a share of the memory is theirs."""
+    graph, boundary = step.graph, step.graph.boundary
+    outputs = [n for n in step.joint.outputs if isinstance(n, fx.Node) and not is_number(n)]
+    if boundary is None or all(elements(t) == 1 for n in outputs for t in tensors(n)):
+        return graph
+    start = graph.operations[boundary]
+    tangents_bytes = sum(graph.values[v].size_bytes for v in start.outputs)
+    room_bytes = budget_bytes - graph.constant_bytes - tangents_bytes - saved_bytes
+    start = replace(start, workspace_bytes=max(0, room_bytes))
+    before, after = graph.operations[:boundary], graph.operations[boundary + 1 :]
+    return replace(graph, operations=(*before, start, *after))
 
 
 def _module(node: fx.Node) -> str:

@@ -19,7 +19,7 @@ from remat.errors import InfeasibleBudget, RematError, TraceError, one_line
 from remat.frontend.compile import progress
 from remat.frontend.compile.costs import Prices
 from remat.frontend.compile.explained import explained
-from remat.frontend.compile.graph import Step, read
+from remat.frontend.compile.graph import Step, leaving_room, read
 from remat.frontend.compile.joint import Joint, rejoined
 from remat.frontend.compile.kernels import PlannedKernels
 from remat.frontend.compile.naming import compiled_now, number_now
@@ -157,7 +157,8 @@ class Partitioner(CustomPartitionerFn):
     def _solution(self, step: Step) -> CompiledPlan:
         graph, place = step.graph, step.joint.place
         keep_all = simulate(graph, Schedule.keep_all(graph))
-        baseline_bytes = _as_inductor_runs(step) or keep_all.peak_bytes
+        # Of small graphs that of our order may be the larger one.
+        baseline_bytes = max(_as_inductor_runs(step), keep_all.peak_bytes)
         leaves = {source(n) for n in step.joint.outputs if isinstance(n, fx.Node)}
         kept = {n for n in leaves if n in place}.union(map(source, step.joint.saved))
         others = held_by_others(self.group)
@@ -165,6 +166,11 @@ class Partitioner(CustomPartitionerFn):
         beside_bytes = others.held_bytes
         if self.options.budget.size_bytes is not None:
             beside_bytes += outside_bytes(step, self.options.model, others.held_bytes)
+        saved_bytes = sum(map(node_bytes, kept))
+        if asked_bytes is not None and self.options.budget.size_bytes is None:
+            graph = leaving_room(
+                step, asked_bytes - beside_bytes, asked_bytes * saved_bytes // baseline_bytes
+            )
         return CompiledPlan(
             plan=self._plan(graph, asked_bytes, beside_bytes),
             budget_bytes=None if asked_bytes is None else asked_bytes - beside_bytes,
@@ -175,7 +181,7 @@ class Partitioner(CustomPartitionerFn):
             given_bytes=step.joint.given_bytes,
             group=self.group,
             rounds=self.rounds,
-            baseline_saved_bytes=sum(map(node_bytes, kept)),
+            baseline_saved_bytes=saved_bytes,
         )
 
     def _plan(self, graph: Graph, asked_bytes: int | None, beside_bytes: int) -> Plan:
