@@ -107,11 +107,13 @@ def compile(
 
 @dataclass(eq=False)
 class _Group:
-    """The graphs of one step: torch.compile hands the same options to all of them, and each is a
-    frame. A frame that is compiled again, for other inputs, begins another step."""
+    """The graphs of one step: torch.compile hands the same options to all of them. Each is a frame,
+    or, under DDP, a part of one. A frame that is compiled again, for other inputs, begins another
+    step."""
 
     options: object
-    frames: set[int] = field(default_factory=set[int])
+    frames: dict[int, object] = field(default_factory=dict[int, object])
+    """The compilation of each frame."""
 
 
 _last = _Group(None)
@@ -121,9 +123,9 @@ def _group_of(options: object) -> _Group:
     global _last
     compiling = CompileContext.current_compile_id()
     frame = getattr(compiling, "frame_id", None) or 0
-    if _last.options is not options or frame in _last.frames:
+    if _last.options is not options or _last.frames.get(frame, compiling) != compiling:
         _last = _Group(options)
-    _last.frames.add(frame)
+    _last.frames[frame] = compiling
     return _last
 
 

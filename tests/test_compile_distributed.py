@@ -1,0 +1,312 @@
+"""torch.compile(backend="remat") block by block; and on two real processes over gloo: DDP, FSDP2,
+tensor parallel."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from sysconfig import get_path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+import remat
+from remat.frontend.compile.plans import CompiledPlan
+
+needs_compiler = pytest.mark.skipif(
+    shutil.which("g++") is None or not (Path(get_path("include")) / "Python.h").exists(),
+    reason="Inductor needs g++ and Python's headers",
+)
+
+WIDTH = 128
+
+EAGER = "aot_eager_decomp_partition"
+"""What `inductor=False` plans on: torch's partitioner and Inductor's decompositions, run as is."""
+
+ONE_OR_BOTH = [False, pytest.param(True, marks=[pytest.mark.slow, needs_compiler])]
+"""With Inductor it takes a minute."""
+
+
+class Block(nn.Module):
+    """Several parts with dropout, a norm and a residual: enough to recompute one by one."""
+
+    def __init__(self, parts: int, dropout: float) -> None:
+        super().__init__()
+        self.dropout = dropout
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(parts))
+        self.up = nn.ModuleList(nn.Linear(WIDTH, 4 * WIDTH) for _ in range(parts))
+        self.down = nn.ModuleList(nn.Linear(4 * WIDTH, WIDTH) for _ in range(parts))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for norm, up, down in zip(self.norms, self.up, self.down, strict=True):
+            x = x + F.dropout(down(F.gelu(up(norm(x)))), self.dropout, self.training)
+        return x
+
+
+class WithLoss(nn.Module):
+    """All of a step but for numbers is in its graph."""
+
+    def __init__(self, block: Block) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.block(x).square().mean()
+
+
+def made(blocks: int = 2, parts: int = 3, dropout: float = 0.1) -> nn.Sequential:
+    """The same in each process."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(parts, dropout) for _ in range(blocks)))
+
+
+def batch(rows: int = 512) -> torch.Tensor:
+    """Another one in each process. As from an embedding: all blocks are one graph."""
+    torch.manual_seed(100 + dist.get_rank())
+    return torch.randn(rows, WIDTH, requires_grad=True)
+
+
+def gradients(run: Any, x: torch.Tensor, seed: int = 7) -> list[torch.Tensor]:
+    """Of a step from nothing, whole."""
+    run.zero_grad(set_to_none=True)
+    torch.manual_seed(seed)
+    run(x).square().mean().backward()
+    return [whole(p.grad) for p in run.parameters()]
+
+
+def whole(tensor: torch.Tensor | None) -> torch.Tensor:
+    assert tensor is not None
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+
+
+def assert_equal(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5 * theirs.abs().max().item())
+
+
+def assert_kept(plans: list[CompiledPlan], inductor: bool) -> None:
+    """Budgets; with Inductor, by what it made of the plans."""
+    assert plans
+    for plan in plans:
+        peak_bytes = plan.verified_bytes if inductor else plan.plan.peak_bytes
+        assert peak_bytes is not None
+        assert plan.budget_bytes is not None
+        assert peak_bytes <= plan.budget_bytes < plan.baseline_bytes
+        assert len(plan.plan.schedule) > len(plan.plan.graph)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Kernels are compiled once for all tests here and both processes; every graph is planned."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("kernels")))
+        patch.setenv("TORCHINDUCTOR_FX_GRAPH_CACHE", "0")
+        patch.setenv("TORCHINDUCTOR_AUTOGRAD_CACHE", "0")
+        yield
+
+
+def on_two(work: Callable[..., None], directory: Path, *args: object) -> None:
+    """Do this in two processes. What fails in one is raised here."""
+    mp.spawn(_process, args=(str(directory / "store"), work, args), nprocs=2)
+
+
+def _process(rank: int, store: str, work: Callable[..., None], args: tuple[object, ...]) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    try:
+        work(*args)
+    finally:
+        dist.destroy_process_group()
+
+
+# -- block by block -------------------------------------------------------------------------------
+
+
+def plans_of(blocks: nn.Sequential, options: list[dict[str, Any]], x: torch.Tensor) -> Any:
+    torch._dynamo.reset()
+    before = len(remat.compiled_plans())
+    for block, own in zip(blocks, options, strict=True):
+        block.compile(backend="remat", options=own)
+    blocks(x).square().mean().backward()
+    return remat.compiled_plans()[before:]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("needs_gradient", [True, False])
+def test_blocks_of_one_class_have_one_plan(needs_gradient: bool) -> None:
+    """And a second one where the first block's input needs no gradient. Each is for a block."""
+    options = {"budget": "80%", "inductor": False, "time_limit": 2.0}
+    x = torch.randn(512, WIDTH, requires_grad=needs_gradient)
+    plans = plans_of(made(blocks=4), [options] * 4, x)
+    assert len(plans) == (1 if needs_gradient else 2)
+    assert all(plan.others_bytes == 0 for plan in plans)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_blocks_of_other_classes_share_the_budget_of_one_options(is_shared: bool) -> None:
+    options = {"budget": "80%", "inductor": False, "time_limit": 2.0}
+    model = nn.Sequential(Block(3, 0.1), WithLoss(Block(3, 0.1)))
+    own = [options, options if is_shared else dict(options)]
+    first, second = plans_of(model, own, torch.randn(512, WIDTH))
+    assert first.others_bytes == 0
+    assert first.saved_bytes > 0
+    assert second.others_bytes == (first.saved_bytes if is_shared else 0)
+
+
+# -- DDP ------------------------------------------------------------------------------------------
+
+
+def _blocks_under_ddp(inductor: bool) -> None:
+    torch._dynamo.config.optimize_ddp = False  # type: ignore[assignment]  # or blocks are cut
+    plain, model = made(), made()
+    options = {"budget": "75%", "time_limit": 2.0, "inductor": inductor}
+    for block in plain:
+        block.compile(backend="inductor" if inductor else EAGER)
+    for block in model:
+        block.compile(backend="remat", options=options)
+    x = batch()
+    wanted, found = (DistributedDataParallel(each) for each in (plain, model))
+    for seed in (1, 2):
+        assert_equal(gradients(found, x, seed), gradients(wanted, x, seed))
+    assert_kept(remat.compiled_plans(), inductor)
+
+
+@pytest.mark.parametrize("inductor", ONE_OR_BOTH)
+def test_blocks_under_ddp(inductor: bool, tmp_path: Path) -> None:
+    """Dropout included, in a second step too."""
+    on_two(_blocks_under_ddp, tmp_path, inductor)
+
+
+def _all_of_ddp(inductor: bool) -> None:
+    torch.manual_seed(0)
+    plain = Block(8, 0.1)
+    model = copy.deepcopy(plain)
+    wanted, found = (DistributedDataParallel(each, bucket_cap_mb=2) for each in (plain, model))
+    compare = torch.compile(wanted, backend="inductor" if inductor else EAGER)
+    options = {"budget": "85%", "time_limit": 2.0, "inductor": inductor}
+    run = torch.compile(found, backend="remat", options=options)
+    x = batch()
+    for seed in (1, 2):
+        assert_equal(gradients(run, x, seed), gradients(compare, x, seed))
+    plans = remat.compiled_plans()
+    assert len(plans) == 3
+    held_bytes = 0
+    for plan in plans:
+        assert plan.others_bytes == held_bytes
+        assert plan.budget_bytes is not None
+        assert plan.plan.peak_bytes <= plan.budget_bytes
+        if inductor:
+            assert plan.verified_bytes is not None
+            assert plan.verified_bytes <= plan.budget_bytes
+        held_bytes += plan.saved_bytes
+
+
+@pytest.mark.parametrize("inductor", ONE_OR_BOTH)
+def test_all_of_ddp(inductor: bool, tmp_path: Path) -> None:
+    """Cut at the buckets of gradients: several graphs of one step, each of which counts what those
+    before it hold."""
+    on_two(_all_of_ddp, tmp_path, inductor)
+
+
+# -- FSDP2 ----------------------------------------------------------------------------------------
+
+
+def _sharded(**options: Any) -> nn.Sequential:
+    mesh = init_device_mesh("cpu", (2,))
+    model = made(blocks=3, dropout=0.0)
+    for block in model:
+        block.compile(**options)
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def _sharded_blocks(inductor: bool) -> None:
+    eager, x = made(blocks=3, dropout=0.0), batch()
+    wanted = gradients(eager, x)
+    for gradient in wanted:
+        dist.all_reduce(gradient)
+        gradient /= 2
+    plain = _sharded(backend="inductor" if inductor else EAGER)
+    options = {"budget": "75%", "time_limit": 2.0, "inductor": inductor}
+    model = _sharded(backend="remat", options=options)
+    for _ in range(2):
+        assert_equal(gradients(model, x), wanted)
+    assert_equal(gradients(plain, x), wanted)
+    (compiled,) = remat.compiled_plans()
+    assert_kept([compiled], inductor)
+    # Blocks save less, three times; when shards are gathered and freed is not the same each time.
+    saved_bytes = compiled.baseline_saved_bytes - compiled.saved_bytes
+    assert allocated_peak(model, x) < allocated_peak(plain, x) - saved_bytes
+
+
+@pytest.mark.parametrize("inductor", ONE_OR_BOTH)
+def test_sharded_blocks(inductor: bool, tmp_path: Path) -> None:
+    """FSDP2: gradients are those of the eager model, and the peak is below torch.compile's."""
+    on_two(_sharded_blocks, tmp_path, inductor)
+
+
+def allocated_peak(run: Any, x: torch.Tensor) -> int:
+    """Of a step that is not its first, above what was there before."""
+    run.zero_grad(set_to_none=True)
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
+        run(x).square().mean().backward()
+    results: Any = profile.profiler.kineto_results  # type: ignore[union-attr]
+    events = [(e.start_ns(), e.nbytes()) for e in results.events() if e.name() == "[memory]"]
+    events.sort(key=lambda event: event[0])
+    return max(itertools.accumulate((size for _, size in events), initial=0))
+
+
+# -- tensor parallel ------------------------------------------------------------------------------
+
+
+def _tensor_parallel() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(1)
+    x = torch.randn(512, WIDTH, requires_grad=True)
+    eager = WithLoss(Block(3, 0.0))
+    model = copy.deepcopy(eager)
+    for up, down in zip(model.block.up, model.block.down, strict=True):
+        parallelize_module(up, mesh, ColwiseParallel())
+        parallelize_module(down, mesh, RowwiseParallel())
+    run = torch.compile(model, backend="remat", options={"budget": "70%", "time_limit": 2.0})
+    wanted = gradients(eager, x)
+    for _ in range(2):
+        assert_equal(gradients(run, x), wanted)
+    (compiled,) = remat.compiled_plans()
+    assert_kept([compiled], inductor=True)
+    plan = compiled.plan
+    times = Counter(plan.schedule.runs)
+    reduced = [i for i, op in enumerate(plan.graph.operations) if op.name.startswith("all_reduce")]
+    assert len(reduced) == 6  # of three parts, forward and backward
+    assert all(times[op] == 1 and not plan.graph.operations[op].recomputable for op in reduced)
+    held = [x, *(p.to_local() if isinstance(p, DTensor) else p for p in model.parameters())]
+    measured = allocated_peak(run, x) + sum(tensor.nbytes for tensor in held)
+    assert compiled.budget_bytes is not None
+    assert measured <= compiled.budget_bytes
+
+
+@needs_compiler
+def test_tensor_parallel(tmp_path: Path) -> None:
+    """Collectives are in the graph, and run once."""
+    on_two(_tensor_parallel, tmp_path)
