@@ -16,7 +16,6 @@ from remat.frontend.compile.costs import Price
 from remat.frontend.compile.joint import Joint
 from remat.frontend.compile.nodes import (
     changes,
-    is_number,
     may_run_again,
     node_bytes,
     source,
@@ -42,7 +41,6 @@ def read(joint: Joint, regions: list[Region], prices: Callable[[Region, int], Pr
 
     What comes from outside of the backward (tangents) is held to its end, as autograd does.
     """
-    leaves = {source(n) for n in joint.returned if n in joint.place and not is_number(n)}
     mutated = {source(n) for call in joint.calls for n in changes(call)}
     values: list[Value] = []
     number: dict[fx.Node, int] = {}
@@ -85,7 +83,9 @@ def read(joint: Joint, regions: list[Region], prices: Callable[[Region, int], Pr
             )
         )
         of.append(region)
-    results = {number[n] for n in leaves} | {number[n] for n in joint.tangents if n in number}
+    # A view of a parameter or of the batch is returned too, and takes nothing here.
+    results = {number[source(n)] for n in joint.returned if source(n) in number}
+    results |= {number[n] for n in joint.tangents if n in number}
     graph = Graph(
         tuple(operations),
         tuple(values),
