@@ -15,7 +15,6 @@ from remat.costs.pricing import FLOOR_S
 from remat.frontend.compile.costs import Price
 from remat.frontend.compile.joint import Joint
 from remat.frontend.compile.nodes import (
-    changes,
     may_run_again,
     node_bytes,
     source,
@@ -41,7 +40,6 @@ def read(joint: Joint, regions: list[Region], prices: Callable[[Region, int], Pr
 
     What comes from outside of the backward (tangents) is held to its end, as autograd does.
     """
-    mutated = {source(n) for call in joint.calls for n in changes(call)}
     values: list[Value] = []
     number: dict[fx.Node, int] = {}
 
@@ -68,7 +66,7 @@ def read(joint: Joint, regions: list[Region], prices: Callable[[Region, int], Pr
         made = add(tuple(region.written))
         moved = sum(map(node_bytes, (*region.written, *inputs_read)))
         lasting = {source(n) for node in region.nodes for n in node.all_input_nodes}
-        again = all(map(may_run_again, region.nodes)) and mutated.isdisjoint(lasting)
+        again = all(map(may_run_again, region.nodes)) and joint.mutated.isdisjoint(lasting)
         price = prices(region, moved)
         operations.append(
             Operation(
