@@ -35,11 +35,21 @@ class ViewsOfWhatWasGiven(Trap):
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         made = self.last(self.first(x))
-        return made.t(), x[1:], made.view(-1)[3:], self.first[0][0].weight.t(), made.detach()
+        return (
+            made.t(),
+            x[1:],
+            made.view(-1)[3:],
+            self.first.get_parameter("0.0.weight").t(),
+            made.detach(),
+        )
 
 
 class ChangedBuffers(Trap):
-    """Read, changed, read, returned; by views too."""
+    """Read, changed and read again; by views too."""
+
+    scale: torch.Tensor
+    rows: torch.Tensor
+    steps: torch.Tensor
 
     def setup(self) -> None:
         self.register_buffer("scale", torch.ones(16))
@@ -100,9 +110,9 @@ class Cube(torch.autograd.Function):
         return x**3
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
         (x,) = ctx.saved_tensors
-        return grad * 2.5 * x * x
+        return grads[0] * 2.5 * x * x
 
 
 class OwnFunction(Trap):
