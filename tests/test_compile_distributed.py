@@ -4,7 +4,6 @@ tensor parallel."""
 from __future__ import annotations
 
 import copy
-import itertools
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -30,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import remat
 from remat.frontend.compile.plans import CompiledPlan
+from remat.frontend.meter import allocated_peak
 
 needs_compiler = pytest.mark.skipif(
     shutil.which("g++") is None or not (Path(get_path("include")) / "Python.h").exists(),
@@ -255,7 +255,7 @@ def _sharded_blocks(inductor: bool) -> None:
     assert_kept([compiled], inductor)
     # Blocks save less, three times; when shards are gathered and freed is not the same each time.
     saved_bytes = compiled.baseline_saved_bytes - compiled.saved_bytes
-    assert allocated_peak(model, x) < allocated_peak(plain, x) - saved_bytes
+    assert peak_of(model, x) < peak_of(plain, x) - saved_bytes
 
 
 @pytest.mark.parametrize("inductor", ONE_OR_BOTH)
@@ -264,17 +264,10 @@ def test_sharded_blocks(inductor: bool, tmp_path: Path) -> None:
     on_two(_sharded_blocks, tmp_path, inductor)
 
 
-def allocated_peak(run: Any, x: torch.Tensor) -> int:
+def peak_of(run: Any, x: torch.Tensor) -> int:
     """Of a step that is not its first, above what was there before."""
     run.zero_grad(set_to_none=True)
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profile:
-        run(x).square().mean().backward()
-    results: Any = profile.profiler.kineto_results  # type: ignore[union-attr]
-    events = [(e.start_ns(), e.nbytes()) for e in results.events() if e.name() == "[memory]"]
-    events.sort(key=lambda event: event[0])
-    return max(itertools.accumulate((size for _, size in events), initial=0))
+    return allocated_peak(lambda: run(x).square().mean().backward())
 
 
 # -- tensor parallel ------------------------------------------------------------------------------
@@ -301,7 +294,7 @@ def _tensor_parallel() -> None:
     assert len(reduced) == 6  # of three parts, forward and backward
     assert all(times[op] == 1 and not plan.graph.operations[op].recomputable for op in reduced)
     held = [x, *(p.to_local() if isinstance(p, DTensor) else p for p in model.parameters())]
-    measured = allocated_peak(run, x) + sum(tensor.nbytes for tensor in held)
+    measured = peak_of(run, x) + sum(tensor.nbytes for tensor in held)
     assert compiled.budget_bytes is not None
     assert measured <= compiled.budget_bytes
 

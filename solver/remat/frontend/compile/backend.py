@@ -193,5 +193,6 @@ def _without_inductor(
         fw_compiler=run,
         partition_fn=Partitioner.of_backend(options, group),
         decompositions=select_decomp_table,
+        keep_inference_input_mutations=True,  # in the graph, where a plan sees them
     )
     return compiled(gm, inputs)

@@ -17,7 +17,6 @@ from remat.documents.trace import BOUNDARY
 from remat.frontend.compile.costs import Price
 from remat.frontend.compile.joint import Joint
 from remat.frontend.compile.nodes import (
-    changes,
     elements,
     is_number,
     may_run_again,
@@ -49,8 +48,6 @@ def read(joint: Joint, regions: list[Region], prices: Callable[[Region, int], Pr
 
     What comes from outside of the backward (tangents) is held to its end, as autograd does.
     """
-    leaves = {source(n) for n in joint.returned if n in joint.place and not is_number(n)}
-    mutated = {source(n) for call in joint.calls for n in changes(call)}
     values: list[Value] = []
     number: dict[fx.Node, int] = {}
 
@@ -78,7 +75,7 @@ def read(joint: Joint, regions: list[Region], prices: Callable[[Region, int], Pr
         made = add(tuple(region.written))
         moved = sum(map(node_bytes, (*region.written, *inputs_read)))
         lasting = {source(n) for node in region.nodes for n in node.all_input_nodes}
-        again = all(map(may_run_again, region.nodes)) and mutated.isdisjoint(lasting)
+        again = all(map(may_run_again, region.nodes)) and joint.mutated.isdisjoint(lasting)
         price = prices(region, moved)
         operations.append(
             Operation(
@@ -93,7 +90,9 @@ def read(joint: Joint, regions: list[Region], prices: Callable[[Region, int], Pr
             )
         )
         of.append(region)
-    results = {number[n] for n in leaves} | {number[n] for n in joint.tangents if n in number}
+    # A view of a parameter or of the batch is returned too, and takes nothing here.
+    results = {number[source(n)] for n in joint.returned if source(n) in number}
+    results |= {number[n] for n in joint.tangents if n in number}
     graph = Graph(
         tuple(operations),
         tuple(values),

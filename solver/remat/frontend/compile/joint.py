@@ -16,7 +16,7 @@ from torch import fx
 
 from remat.frontend.compile.nodes import changes, node_bytes, source
 from remat.frontend.compile.observe import Kernel, Observation, observed
-from remat.frontend.compile.versions import is_tangent, min_cut
+from remat.frontend.compile.versions import changed_afterwards, is_tangent, min_cut
 
 
 class Fused(NamedTuple):
@@ -31,7 +31,8 @@ class Joint:
     """`calls` are all operations in their order, the forward's `forward` ones first. `outputs` are
     what the forward returns, `gradients` what the backward does; both as torch has them, None and
     numbers included. `saved` is what the backward reads of the forward. `kernels` are Inductor's,
-    in their order; None without Inductor. `observed` are forward and backward as it runs them."""
+    in their order; None without Inductor. `observed` are forward and backward as it runs them.
+    `mutated` is what does not stay as it was given."""
 
     module: fx.GraphModule
     placeholders: tuple[fx.Node, ...]
@@ -42,6 +43,7 @@ class Joint:
     saved: tuple[fx.Node, ...]
     kernels: tuple[Fused, ...] | None
     observed: tuple[Observation, ...]
+    mutated: frozenset[fx.Node]
     output_meta: dict[str, Any]
 
     @cached_property
@@ -100,6 +102,7 @@ def rejoined(
     for node in module.graph.nodes:  # torch.utils.checkpoint's marks: what runs again is planned
         node.meta.pop("recompute", None)
     output_meta = dict(module.graph.output_node().meta)
+    later = {node.name for node in changed_afterwards(module)}
     given = [(n.name, n) for n in module.graph.nodes if n.op == "placeholder"]
     halves = min_cut(module, inputs, num_fwd_outputs, static_lifetime_input_indices)
     graph = fx.Graph()
@@ -112,7 +115,7 @@ def rejoined(
     seen: list[Observation] = []
     forward = 0
     saved: tuple[fx.Node, ...] = ()
-    mutated: set[fx.Node] = set()
+    mutated = {made[name] for name in later}
     for is_backward, half in enumerate(halves):
         here: dict[fx.Node, fx.Node] = {}
         for node in half.graph.nodes:
@@ -140,7 +143,7 @@ def rejoined(
             saved = tuple(n for n in calls[:forward] if n in reads)
         else:
             forward = len(calls)
-            mutated = {source(n) for call in calls for n in changes(call)}
+            mutated |= {source(n) for call in calls for n in changes(call)}
         if inductor:
             named = {n.name: here[n] for n in here if n.op == "call_function"}
             shown = {n.name: source(here[n]) for n in here if n.op == "placeholder"}
@@ -161,5 +164,6 @@ def rejoined(
         saved=saved,
         kernels=tuple(kernels) if inductor else None,
         observed=tuple(seen),
+        mutated=frozenset(mutated.union(source(n) for call in calls for n in changes(call))),
         output_meta=output_meta,
     )

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import fx
 from torch._functorch import partitioners
+from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 from torch._inductor import custom_graph_pass
 from torch.utils._ordered_set import OrderedSet
 
@@ -121,6 +122,15 @@ def reused_at_once() -> Iterator[None]:
         yield
     finally:
         line.should_reuse_buffer = own
+
+
+def changed_afterwards(joint: fx.GraphModule) -> set[fx.Node]:
+    """The placeholders that are given new values once the forward has returned: the backward finds
+    those. (Of buffers, and of all that needs no gradient, that is part of the graph.)"""
+    described = joint.graph.output_node().meta.get("desc", ())
+    changed = [d.mutated_input for d in described if isinstance(d, InputMutationAOTOutput)]
+    placeholders = joint.graph.find_nodes(op="placeholder")
+    return {node for node in placeholders if node.meta.get("desc") in changed}
 
 
 def is_tangent(node: fx.Node) -> bool:
