@@ -121,9 +121,9 @@ _last = _Group(None)
 
 def _group_of(options: object) -> _Group:
     global _last
-    compiling = CompileContext.current_compile_id()
-    frame = getattr(compiling, "frame_id", None) or 0
-    if _last.options is not options or _last.frames.get(frame, compiling) != compiling:
+    compiling = CompileContext.try_get()  # the object: its number begins anew after a reset
+    frame = getattr(compiling and compiling.compile_id, "frame_id", None) or 0
+    if _last.options is not options or _last.frames.get(frame, compiling) is not compiling:
         _last = _Group(options)
     _last.frames[frame] = compiling
     return _last
