@@ -358,6 +358,16 @@ def test_graphs_of_one_step_share_a_budget() -> None:
     assert all(len(plan.plan.schedule) > len(plan.plan.graph) for plan in shares)
 
 
+def test_a_graph_that_is_not_the_last_saves_no_more_than_its_share() -> None:
+    """Of a percentage; with what it returns."""
+    block = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(6)))
+    x = torch.randn(512, 32)
+    options = {"backend": "remat", "options": {"budget": "75%", "inductor": False}}
+    (saving,) = plans_of(options, Case(block, (x,), loss=lambda out: out.sum()))
+    assert saving.saved_bytes <= 0.75 * saving.baseline_saved_bytes
+    assert saving.plan.overhead > 0
+
+
 def test_identical_blocks_are_solved_once() -> None:
     first, second = (
         nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16), nn.Tanh()) for _ in range(2)

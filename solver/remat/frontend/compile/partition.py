@@ -167,12 +167,14 @@ class Partitioner(CustomPartitionerFn):
         if self.options.budget.size_bytes is not None:
             beside_bytes += outside_bytes(step, self.options.model, others.held_bytes)
         saved_bytes = sum(map(node_bytes, kept))
+        plan = None
         if asked_bytes is not None and self.options.budget.size_bytes is None:
-            graph = leaving_room(
-                step, asked_bytes - beside_bytes, asked_bytes * saved_bytes // baseline_bytes
-            )
+            share_bytes = asked_bytes * saved_bytes // (baseline_bytes + others.baseline_bytes)
+            with suppress(InfeasibleBudget):
+                roomy = leaving_room(step, asked_bytes - beside_bytes, share_bytes)
+                plan = self._plan(roomy, asked_bytes, beside_bytes)
         return CompiledPlan(
-            plan=self._plan(graph, asked_bytes, beside_bytes),
+            plan=plan or self._plan(graph, asked_bytes, beside_bytes),
             budget_bytes=None if asked_bytes is None else asked_bytes - beside_bytes,
             module=self.module,
             compile_id=self.compile_id,
