@@ -358,14 +358,29 @@ def test_graphs_of_one_step_share_a_budget() -> None:
     assert all(len(plan.plan.schedule) > len(plan.plan.graph) for plan in shares)
 
 
+class Wide(nn.Module):
+    """Its backward has more beside what was saved than others have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
 def test_a_graph_that_is_not_the_last_saves_no_more_than_its_share() -> None:
     """Of a percentage; with what it returns."""
     block = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(6)))
+    block.append(Wide())
     x = torch.randn(512, 32)
-    options = {"backend": "remat", "options": {"budget": "75%", "inductor": False}}
+    options = {"backend": "remat", "options": {"budget": "80%", "inductor": False}}
     (saving,) = plans_of(options, Case(block, (x,), loss=lambda out: out.sum()))
-    assert saving.saved_bytes <= 0.75 * saving.baseline_saved_bytes
+    assert saving.saved_bytes <= 0.8 * saving.baseline_saved_bytes
     assert saving.plan.overhead > 0
+    graph = saving.plan.graph
+    assert graph.boundary is not None
+    assert graph.operations[graph.boundary].workspace_bytes > 0
 
 
 def test_identical_blocks_are_solved_once() -> None:

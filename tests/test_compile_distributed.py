@@ -300,6 +300,7 @@ def _tensor_parallel() -> None:
 
 
 @needs_compiler
+@pytest.mark.slow
 def test_tensor_parallel(tmp_path: Path) -> None:
     """Collectives are in the graph, and run once."""
     on_two(_tensor_parallel, tmp_path)
