@@ -251,7 +251,7 @@ def layers() -> Case:
 
 
 @needs_compiler
-@pytest.mark.parametrize("times", [1, 99])
+@pytest.mark.parametrize("times", [pytest.param(1, marks=pytest.mark.slow), 99])
 def test_kernels_that_take_more_are_planned_again(
     times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -333,6 +333,7 @@ class Broken(nn.Module):
 
 
 @needs_compiler
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_graphs_of_one_step_share_a_budget() -> None:
     """Parameters of all, what the others hold, and the gradients that later graphs have made."""

@@ -4,11 +4,9 @@ tensor parallel."""
 from __future__ import annotations
 
 import copy
-import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from sysconfig import get_path
 from typing import Any
 
 import pytest
@@ -16,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
+from tests.compilers import needs_compiler
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -30,11 +29,6 @@ from torch.nn.parallel import DistributedDataParallel
 import remat
 from remat.frontend.compile.plans import CompiledPlan
 from remat.frontend.meter import allocated_peak
-
-needs_compiler = pytest.mark.skipif(
-    shutil.which("g++") is None or not (Path(get_path("include")) / "Python.h").exists(),
-    reason="Inductor needs g++ and Python's headers",
-)
 
 WIDTH = 128
 
@@ -189,6 +183,7 @@ def _blocks_under_ddp(inductor: bool) -> None:
     assert_kept(remat.compiled_plans(), inductor)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inductor", ONE_OR_BOTH)
 def test_blocks_under_ddp(inductor: bool, tmp_path: Path) -> None:
     """Dropout included, in a second step too."""
