@@ -65,6 +65,7 @@ def step():
 
 
 @needs_compiler
+@pytest.mark.slow
 def test_a_compiled_step_beside_plain_torch_compile(tmp_path: Path) -> None:
     script = tmp_path / "net.py"
     script.write_text(NET)

@@ -95,7 +95,11 @@ def plans_of(options: Any, case: Case) -> list[CompiledPlan]:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize(
     ("name", "budget"),
-    [*((name, "min") for name in (*PLAIN, "gpt2", "llama")), ("norms", "100%")],
+    [
+        *((name, "min") for name in PLAIN),
+        *(pytest.param(name, "min", marks=pytest.mark.slow) for name in ("gpt2", "llama")),
+        ("norms", "100%"),
+    ],
 )
 def test_gradients_are_those_of_the_same_graph(name: str, budget: str) -> None:
     """Bit for bit, buffers included, in a second step too, with dropout and checkpointed parts."""
@@ -182,7 +186,10 @@ def measured_peak(case: Case, run: Any) -> int:
 
 
 @needs_compiler
-@pytest.mark.parametrize(("make", "percent"), [(blocks, 60), (convolutions, 70)])
+@pytest.mark.parametrize(
+    ("make", "percent"),
+    [pytest.param(blocks, 60, marks=pytest.mark.slow), (convolutions, 70)],
+)
 def test_what_inductor_runs_is_within_the_budget(make: Any, percent: int) -> None:
     """Planned, verified and measured; with the gradients of plain torch.compile, dropout
     included."""
