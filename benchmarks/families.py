@@ -10,9 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 
-from benchmarks.workloads import WithLoss, Workload
+from benchmarks.workloads import WithLoss, Workload, labelled_images, noisy_images, of_kinds
 
 
 def small_gpt(device: torch.device, quick: bool) -> Workload:
@@ -89,16 +88,12 @@ def t5(device: torch.device, quick: bool) -> Workload:
     )  # fmt: skip
     model: Any = T5ForConditionalGeneration(config)
     ids = torch.randint(1, vocabulary, (rows, tokens), device=device)
-
-    def blocks(model: nn.Module) -> list[nn.Module]:
-        return [m for m in model.modules() if type(m).__name__ == "T5Block"]
-
     size = f"T5, {layers // 2} + {layers // 2} layers of width {width}, batch {rows} x {tokens}"
     return Workload(
         f"{size} tokens, dropout 0.1",
         model.to(device).train(),
         {"input_ids": ids, "labels": ids},
-        blocks,
+        of_kinds("T5Block"),
         _precision(device),
     )
 
@@ -115,18 +110,11 @@ def vit(device: torch.device, quick: bool) -> Workload:
     )  # fmt: skip
     config.num_labels = 100
     model: Any = ViTForImageClassification(config)
-
-    def blocks(model: nn.Module) -> list[nn.Module]:
-        return [m for m in model.modules() if type(m).__name__ == "ViTLayer"]
-
     return Workload(
         f"ViT, {layers} layers of width {width}, batch {rows} x 3 x {side} x {side}, dropout 0.1",
         model.to(device).train(),
-        {
-            "pixel_values": torch.randn(rows, 3, side, side, device=device),
-            "labels": torch.randint(0, 100, (rows,), device=device),
-        },
-        blocks,
+        labelled_images(rows, side, 100, device),
+        of_kinds("ViTLayer"),
         _precision(device),
     )
 
@@ -146,20 +134,11 @@ def resnet(device: torch.device, quick: bool) -> Workload:
     )
     config.num_labels = 100
     model: Any = ResNetForImageClassification(config)
-    batch = {
-        "pixel_values": torch.randn(rows, 3, side, side, device=device),
-        "labels": torch.randint(0, 100, (rows,), device=device),
-    }
-
-    def blocks(model: nn.Module) -> list[nn.Module]:
-        kinds = ("ResNetBasicLayer", "ResNetBottleNeckLayer")
-        return [m for m in model.modules() if type(m).__name__ in kinds]
-
     return Workload(
         f"ResNet, layers {config.depths}, batch {rows} x 3 x {side} x {side}",
         model.to(device).train(),
-        batch,
-        blocks,
+        labelled_images(rows, side, 100, device),
+        of_kinds("ResNetBasicLayer", "ResNetBottleNeckLayer"),
         _precision(device),
     )
 
@@ -176,21 +155,11 @@ def unet2d(device: torch.device, quick: bool) -> Workload:
         down_block_types=("DownBlock2D", "AttnDownBlock2D", "DownBlock2D"),
         up_block_types=("UpBlock2D", "AttnUpBlock2D", "UpBlock2D"),
     )  # fmt: skip
-    batch = {
-        "noisy": torch.randn(rows, 3, side, side, device=device),
-        "steps": torch.randint(0, 1000, (rows,), device=device),
-        "noise": torch.randn(rows, 3, side, side, device=device),
-    }
-
-    def blocks(model: nn.Module) -> list[nn.Module]:
-        kinds = ("ResnetBlock2D", "Attention")
-        return [m for m in model.modules() if type(m).__name__ in kinds]
-
     return Workload(
         f"U-Net, widths {list(widths)}, batch {rows} x 3 x {side} x {side}",
         WithLoss(unet).to(device).train(),
-        batch,
-        blocks,
+        noisy_images(rows, side, device),
+        of_kinds("ResnetBlock2D", "Attention"),
         _precision(device),
     )
 

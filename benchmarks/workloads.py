@@ -52,6 +52,28 @@ def _ready(model: nn.Module, device: torch.device) -> nn.Module:
     return model.to(device).train()
 
 
+def of_kinds(*kinds: str) -> Callable[[nn.Module], list[nn.Module]]:
+    """All modules of these classes."""
+    return lambda model: [m for m in model.modules() if type(m).__name__ in kinds]
+
+
+def labelled_images(rows: int, side: int, labels: int, device: torch.device) -> dict[str, Any]:
+    """A batch as transformers' classifiers take it."""
+    return {
+        "pixel_values": torch.randn(rows, 3, side, side, device=device),
+        "labels": torch.randint(0, labels, (rows,), device=device),
+    }
+
+
+def noisy_images(rows: int, side: int, device: torch.device) -> dict[str, Any]:
+    """A batch for `WithLoss`."""
+    return {
+        "noisy": torch.randn(rows, 3, side, side, device=device),
+        "steps": torch.randint(0, 1000, (rows,), device=device),
+        "noise": torch.randn(rows, 3, side, side, device=device),
+    }
+
+
 def gpt2(device: torch.device, quick: bool) -> Workload:
     """GPT-2 with 12 layers; narrower on the CPU, with a small vocabulary."""
     from transformers import GPT2Config, GPT2LMHeadModel
@@ -83,19 +105,11 @@ def resnet50(device: torch.device, quick: bool) -> Workload:
     rows, side = (128, 224) if device.type == "cuda" and not quick else (8, 64 if quick else 160)
     config = ResNetConfig(depths=depths, layer_type="bottleneck")
     config.num_labels = 1000
-    batch = {
-        "pixel_values": torch.randn(rows, 3, side, side, device=device),
-        "labels": torch.randint(0, 1000, (rows,), device=device),
-    }
-
-    def blocks(model: nn.Module) -> list[nn.Module]:
-        return [m for m in model.modules() if type(m).__name__ == "ResNetBottleNeckLayer"]
-
     return Workload(
         f"bottleneck layers {depths}, batch {rows} x 3 x {side} x {side}",
         _ready(ResNetForImageClassification(config), device),
-        batch,
-        blocks,
+        labelled_images(rows, side, 1000, device),
+        of_kinds("ResNetBottleNeckLayer"),
     )
 
 
@@ -115,21 +129,11 @@ def unet2d(device: torch.device, quick: bool) -> Workload:
         down_block_types=("DownBlock2D", "DownBlock2D", "AttnDownBlock2D", "DownBlock2D"),
         up_block_types=("UpBlock2D", "AttnUpBlock2D", "UpBlock2D", "UpBlock2D"),
     )  # fmt: skip
-    batch = {
-        "noisy": torch.randn(rows, 3, side, side, device=device),
-        "steps": torch.randint(0, 1000, (rows,), device=device),
-        "noise": torch.randn(rows, 3, side, side, device=device),
-    }
-
-    def blocks(model: nn.Module) -> list[nn.Module]:
-        kinds = ("ResnetBlock2D", "Attention")  # what diffusers itself checkpoints, and attention
-        return [m for m in model.modules() if type(m).__name__ in kinds]
-
     return Workload(
         f"widths {list(widths)}, {layers} layers per block, batch {rows} x 3 x {side} x {side}",
         _ready(WithLoss(model), device),
-        batch,
-        blocks,
+        noisy_images(rows, side, device),
+        of_kinds("ResnetBlock2D", "Attention"),  # what diffusers itself checkpoints, and attention
     )
 
 

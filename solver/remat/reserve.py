@@ -44,7 +44,7 @@ def less_reserve(budget: Budget, reserve_bytes: int) -> int:
 
 
 @contextmanager
-def telling(reserve_bytes: int) -> Iterator[None]:
+def telling(reserve_bytes: int, why: str = "are reserved") -> Iterator[None]:
     """Within it, an `InfeasibleBudget` is about the whole budget, with what is reserved of it."""
     try:
         yield
@@ -53,8 +53,8 @@ def telling(reserve_bytes: int) -> Iterator[None]:
         if not reserve_bytes or least is None:
             raise
         raise InfeasibleBudget(
-            f"{error} That is without the {format_bytes(reserve_bytes)} that are reserved: with "
-            f"them, pass at least {least + reserve_bytes:,} bytes.",
+            f"{error} That is without the {format_bytes(reserve_bytes)} that {why}: with them, "
+            f"pass at least {least + reserve_bytes:,} bytes.",
             min_feasible_bytes=least + reserve_bytes,
             is_proved=error.is_proved,
         ) from None

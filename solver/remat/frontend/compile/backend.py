@@ -13,6 +13,7 @@ import torch
 from torch import fx
 from torch._guards import CompileContext
 
+from remat.budget import format_bytes
 from remat.errors import InfeasibleBudget
 from remat.frontend.compile.kernels import PlannedKernels
 from remat.frontend.compile.naming import compiled_now
@@ -170,11 +171,14 @@ def _with_inductor(
             less_bytes += over.excess_bytes
             logger.info("planned again for so much less: %s", over)
     assert over is not None
-    compiled, peak_bytes = over.compiled, over.compiled.verified_bytes or 0
+    compiled = over.compiled
+    beside_bytes = compiled.others_bytes + options.reserve_bytes
+    peak_bytes = (compiled.verified_bytes or 0) + beside_bytes
+    beside = f", with {format_bytes(beside_bytes)} beside this graph" if beside_bytes else ""
     held = held_at_peak(compiled.plan.graph, compiled.plan.schedule)
     raise InfeasibleBudget(
         f"{compiled.title}: {over}, after {made} plans, each for less; raise the budget to "
-        f"{peak_bytes:,} bytes. As planned, {held}.",
+        f"{peak_bytes:,} bytes{beside}. As planned, {held}.",
         min_feasible_bytes=peak_bytes,
     )
 

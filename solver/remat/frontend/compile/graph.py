@@ -126,7 +126,8 @@ def _is_named(node: fx.Node) -> bool:
 
 def leaving_room(step: Step, budget_bytes: int, saved_bytes: int) -> Graph:
     """The graph with no more than `saved_bytes` held between forward and backward, unless it ends
-    in a loss: else other graphs of the step run then, and a share of the memory is theirs."""
+    in a loss: else other graphs of the step run then, and a share of the memory is theirs. The
+    graph itself where nothing is to be left."""
     graph, boundary = step.graph, step.graph.boundary
     outputs = [n for n in step.joint.outputs if isinstance(n, fx.Node) and not is_number(n)]
     if boundary is None or all(elements(t) == 1 for n in outputs for t in tensors(n)):
@@ -134,7 +135,9 @@ def leaving_room(step: Step, budget_bytes: int, saved_bytes: int) -> Graph:
     start = graph.operations[boundary]
     tangents_bytes = sum(graph.values[v].size_bytes for v in start.outputs)
     room_bytes = budget_bytes - graph.constant_bytes - tangents_bytes - saved_bytes
-    start = replace(start, workspace_bytes=max(0, room_bytes))
+    if room_bytes <= 0:
+        return graph
+    start = replace(start, workspace_bytes=room_bytes)
     before, after = graph.operations[:boundary], graph.operations[boundary + 1 :]
     return replace(graph, operations=(*before, start, *after))
 

@@ -127,7 +127,7 @@ def _check_known(options: Mapping[str, Any]) -> None:
         )
     known = config.get_config_copy()
     own = ["strategy", "gap", "time_limit", "threads", "solver", "seed", "reserve"]
-    own += [field.name for field in fields(CompileOptions) if not field.name.endswith("_bytes")]
+    own += [f.name for f in fields(CompileOptions) if f.name not in ("model", "reserve_bytes")]
     for key in options:
         if key.replace("-", "_") not in known:
             near = nearest(key, [*own, *known])

@@ -45,6 +45,14 @@ def outside_bytes(step: Step, model: ModelBytes, saved_by_others_bytes: int) -> 
     return max(0, held_bytes - step.joint.given_bytes) + gradients_bytes
 
 
+def allocated_share(budget_bytes: int | None) -> float:
+    """What a key of torch's caches knows of the allocator, rounded, so that small changes find the
+    same plan: 0 where a plan does not depend on it."""
+    if budget_bytes is None or not torch.cuda.is_initialized():
+        return 0.0
+    return round(torch.cuda.memory_allocated() / budget_bytes, 2)
+
+
 def _cuda(step: Step) -> torch.device | None:
     devices = (t.device for node in step.joint.placeholders for t in tensors(node))
     return next((device for device in devices if device.type == "cuda"), None)

@@ -15,7 +15,7 @@ from torch import fx
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 from remat.budget import format_bytes
-from remat.errors import InfeasibleBudget, RematError, TraceError, one_line
+from remat.errors import InfeasibleBudget, RematError, SolverTimeout, TraceError, one_line
 from remat.frontend.compile import progress
 from remat.frontend.compile.costs import Prices
 from remat.frontend.compile.explained import explained
@@ -25,7 +25,7 @@ from remat.frontend.compile.kernels import PlannedKernels
 from remat.frontend.compile.naming import compiled_now, number_now
 from remat.frontend.compile.nodes import node_bytes, source
 from remat.frontend.compile.options import CompileOptions, read_options
-from remat.frontend.compile.outside import outside_bytes
+from remat.frontend.compile.outside import allocated_share, outside_bytes
 from remat.frontend.compile.plans import CompiledPlan, forget, held_by_others, remember, titled
 from remat.frontend.compile.progress import Listening
 from remat.frontend.compile.regions import Region, find_regions
@@ -41,6 +41,8 @@ from remat.simulate import simulate
 from remat.solve import solve
 from remat.strategies import Strategy
 from remat.version import VERSION
+
+_BESIDE = "are held beside this graph (by its step's others, by the rest of the model, or reserved)"
 
 
 class Partitioner(CustomPartitionerFn):
@@ -170,9 +172,10 @@ class Partitioner(CustomPartitionerFn):
         plan = None
         if asked_bytes is not None and self.options.budget.size_bytes is None:
             share_bytes = asked_bytes * saved_bytes // (baseline_bytes + others.baseline_bytes)
-            with suppress(InfeasibleBudget):
-                roomy = leaving_room(step, asked_bytes - beside_bytes, share_bytes)
-                plan = self._plan(roomy, asked_bytes, beside_bytes)
+            roomy = leaving_room(step, asked_bytes - beside_bytes, share_bytes)
+            if roomy is not graph:
+                with suppress(InfeasibleBudget, SolverTimeout):
+                    plan = self._plan(roomy, asked_bytes, beside_bytes)
         return CompiledPlan(
             plan=plan or self._plan(graph, asked_bytes, beside_bytes),
             budget_bytes=None if asked_bytes is None else asked_bytes - beside_bytes,
@@ -190,24 +193,14 @@ class Partitioner(CustomPartitionerFn):
         if asked_bytes is None:
             return self._solve(graph, "min")
         left_bytes = asked_bytes - beside_bytes - self.less_bytes
+        beside_bytes += self.options.reserve_bytes  # which `asked_bytes` are without
         if left_bytes <= 0:
             raise InfeasibleBudget(
-                f"{format_bytes(beside_bytes)} are held beside this graph (other graphs of the "
-                f"step, the model's other parameters and their gradients), of a budget of "
-                f"{format_bytes(asked_bytes)}; raise the budget"
+                f"{format_bytes(beside_bytes)} {_BESIDE}, of a budget of "
+                f"{format_bytes(asked_bytes + self.options.reserve_bytes)}; raise the budget"
             )
-        try:
-            with telling(beside_bytes):
-                return self._solve(graph, left_bytes)
-        except InfeasibleBudget as error:
-            if not held_by_others(self.group).held_bytes or self.options.budget.size_bytes is None:
-                raise
-            raise InfeasibleBudget(
-                f"{error} Other graphs of this step, compiled before, have taken what they could; "
-                "with a percentage each takes its share.",
-                min_feasible_bytes=error.min_feasible_bytes,
-                is_proved=error.is_proved,
-            ) from error
+        with telling(beside_bytes, _BESIDE):
+            return self._solve(graph, left_bytes)
 
     def _solve(self, graph: Graph, budget: int | str) -> Plan:
         listening = Listening(self.options.progress)
@@ -222,7 +215,8 @@ class Partitioner(CustomPartitionerFn):
     def uuid(self) -> str:
         """For torch's caches: all that decides a plan."""
         others = held_by_others(self.group)
-        return f"remat {VERSION} {self.options!r} {self.less_bytes} {others!r} {self.group is None}"
+        own = (self.options, self.less_bytes, others, self.group is None)
+        return f"remat {VERSION} {own!r} {allocated_share(self.options.budget.size_bytes)}"
 
 
 @lru_cache(maxsize=32)

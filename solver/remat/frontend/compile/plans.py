@@ -22,12 +22,12 @@ class CompiledPlan:
     line from which on, after a graph break; "" where torch does not tell. `compile_id` is the
     number of the compilation in torch's own logs.
     `budget_bytes` is what was asked for less the `others_bytes` that other graphs of the step hold
-    meanwhile, None for "min"; `plan` is for so much less as the kernels
-    that Inductor made of earlier ones took more (`rounds`). `verified_bytes` is the peak of its own
-    kernels and buffers, read off before code was generated; None where Inductor was not asked, or
-    took its code from a cache. `baseline_bytes` is the same without recomputation. `given_bytes`
-    are parameters, buffers and batch. The backward holds `held_bytes` beside what it reads, and
-    `copied_bytes` of parameters in another layout.
+    meanwhile, None for "min"; `plan` is for so much less as the kernels that Inductor made of
+    earlier ones took more (`rounds`). `verified_bytes` is the peak of its own kernels and buffers,
+    read off before code was generated; None where Inductor was not asked, or took its code from a
+    cache. `baseline_bytes` is the same without recomputation. `given_bytes` are parameters, buffers
+    and batch. The backward holds `held_bytes` beside what it reads, and `copied_bytes` of
+    parameters in another layout.
     Between forward and backward `saved_bytes` are held, and without recomputation would be
     `baseline_saved_bytes`: other graphs of the same step (`group`) run meanwhile.
     """

@@ -22,7 +22,7 @@ from typing import Self, TypeVar
 
 log = logging.getLogger("remat")
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 FILE_NAME = f"costs-v{SCHEMA_VERSION}.sqlite"
 BUSY_TIMEOUT_S = 2.0
 

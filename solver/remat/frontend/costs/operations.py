@@ -45,19 +45,6 @@ def measure_operations(
 ) -> dict[str, Priced]:
     """The cost of each by its name, views left out. `metas` knows all tensors; `home` is the type
     of the device that they were made for. After `limit_s` seconds no more are run."""
-    with _alone(device):
-        return _measured(operations, metas, device, cache, report, home, limit_s)
-
-
-def _measured(
-    operations: Sequence[Node],
-    metas: Mapping[str, TensorMeta],
-    device: torch.device,
-    cache: CostCache | None,
-    report: Progress,
-    home: str,
-    limit_s: float,
-) -> dict[str, Priced]:
     until = time.monotonic() + limit_s
     base = conditions(device)
     groups: dict[str, list[Node]] = {}
@@ -67,34 +54,35 @@ def _measured(
             key = cost_key(node, metas, home)
             groups.setdefault(text := repr(key), []).append(node)
             keys[text] = {**base, **key}
-    bench = Bench(operations, metas, home, device)
     known: dict[str, Cost] = {}
     failed: dict[str, str] = {}
-    for done, (text, nodes) in enumerate(groups.items()):
-        report(done, len(groups), nodes[0].target)
-        cost = cache.get(keys[text]) if cache is not None else None
-        if cost is None and time.monotonic() > until:
-            failed[text] = _NO_TIME
-            continue
-        if cost is None:
-            try:
-                cost = bench.cost(nodes[0])
-            except Exception as error:  # whatever an operation raises, the others still count
-                failed[text] = _reason(error)
-                bench.release(nodes[0], error)
+    with _alone(device):
+        bench = Bench(operations, metas, home, device)
+        for done, (text, nodes) in enumerate(groups.items()):
+            report(done, len(groups), nodes[0].target)
+            cost = cache.get(keys[text]) if cache is not None else None
+            if cost is None and time.monotonic() > until:
+                failed[text] = _NO_TIME
                 continue
-            if cache is not None:
-                cache.put(keys[text], cost)
-        elif is_tuned(nodes[0], device) and text not in _tuned:
-            with suppress(Exception):  # what fails here was measured elsewhere
-                bench.tune(nodes[0])
-        if is_tuned(nodes[0], device):
-            _tuned.add(text)
-        known[text] = cost
-    report(len(groups), len(groups), "")
-    del bench
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # the step finds the memory that tuning took
+            if cost is None:
+                try:
+                    cost = bench.cost(nodes[0])
+                except Exception as error:  # whatever an operation raises, the others still count
+                    failed[text] = _reason(error)
+                    bench.release(nodes[0], error)
+                    continue
+                if cache is not None:
+                    cache.put(keys[text], cost)
+            elif is_tuned(nodes[0], device) and text not in _tuned:
+                with suppress(Exception):  # what fails here was measured elsewhere
+                    bench.tune(nodes[0])
+            if is_tuned(nodes[0], device):
+                _tuned.add(text)
+            known[text] = cost
+        report(len(groups), len(groups), "")
+        del bench
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # the step finds the memory that tuning took
     source = f"measured {device.type} {device_name(device)}"
     priced = {
         n.name: Priced(c.cost_s, c.workspace_bytes, source, c.output_bytes, c.launch_s or None)
