@@ -14,7 +14,7 @@ from remat.solve import solve
 from remat.strategies import Exact
 
 laws = settings(
-    max_examples=60,
+    max_examples=30,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

@@ -266,6 +266,7 @@ def test_good_requests_are_documented(server: Server) -> None:
 # -- by the command line --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_command_line_finds_nothing(server: Server, tmp_path: Path) -> None:
     """All checks of schemathesis, against a server that holds jobs which ended in every way."""
     with server.http() as http:
