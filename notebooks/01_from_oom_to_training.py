@@ -31,7 +31,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import remat
 from remat.budget import format_bytes
-from remat.frontend.meter import cuda_peak, measure_step, unique_bytes
+from remat.frontend.allocated import cuda_peak
+from remat.frontend.meter import measure_step, unique_bytes
 
 transformers.logging.set_verbosity_error()
 device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -25,7 +25,8 @@ from torch.utils.checkpoint import checkpoint
 
 import remat
 from remat.budget import format_bytes
-from remat.frontend.meter import cuda_peak, measure_step, unique_bytes
+from remat.frontend.allocated import cuda_peak
+from remat.frontend.meter import measure_step, unique_bytes
 from remat.view import modules_svg
 
 device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -29,6 +30,31 @@ else:
 def cache_of_this_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No test reads or writes the user's cost cache."""
     monkeypatch.setenv("REMAT_CACHE_DIR", str(tmp_path / "remat-cache"))
+
+
+@pytest.fixture(scope="session")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of all tests: compiled once, however many graphs have them."""
+    base = tmp_path_factory.getbasetemp()
+    return (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "kernels"
+
+
+@pytest.fixture
+def compiled_anew(kernels: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """torch.compile knows no graph, in this process or on disk; only kernels."""
+    import torch._dynamo
+    import torch._functorch.config as functorch_config
+    import torch._inductor.config as inductor_config
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(kernels))
+    monkeypatch.setenv("TORCHINDUCTOR_FX_GRAPH_CACHE", "0")  # in processes of their own
+    monkeypatch.setenv("TORCHINDUCTOR_AUTOGRAD_CACHE", "0")
+    torch._dynamo.reset()
+    with (
+        inductor_config.patch(fx_graph_cache=False),
+        functorch_config.patch(enable_autograd_cache=False),
+    ):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -143,6 +143,7 @@ def test_a_gpu_that_is_not_here(tmp_path: Path) -> None:
     assert told["gpu"] == "h100"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="then it is measured there")
 def test_a_trace_for_a_gpu_that_is_not_here_is_measured_by_its_data_sheet(tmp_path: Path) -> None:
     output = tmp_path / "a100.json.gz"

@@ -143,7 +143,8 @@ def test_a_solve_ends_with_the_best_so_far(
 
 @needs_proc
 @needs_cbc
-@pytest.mark.parametrize("times", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.slow
 def test_a_solver_that_is_a_process_of_its_own_ends_too(
     times: int, file: Path, tmp_path: Path, terminal
 ) -> None:

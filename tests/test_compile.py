@@ -5,14 +5,11 @@ from __future__ import annotations
 import copy
 import itertools
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch._dynamo
-import torch._functorch.config as functorch_config
-import torch._inductor.config as inductor_config
 import torch.nn.functional as F
 from tests.compilers import needs_compiler
 from tests.models import FAMILIES, PLAIN, Case
@@ -21,10 +18,10 @@ from torch._inductor.virtualized import V
 
 import remat
 from remat.errors import BudgetError, InfeasibleBudget
+from remat.frontend.allocated import allocated_peak
 from remat.frontend.compile import observe, verify
 from remat.frontend.compile.options import read_options
 from remat.frontend.compile.plans import CompiledPlan
-from remat.frontend.meter import allocated_peak
 
 EAGER = "aot_eager_decomp_partition"
 """What `inductor=False` plans on: torch's partitioner and Inductor's decompositions, run as is."""
@@ -32,11 +29,7 @@ EAGER = "aot_eager_decomp_partition"
 Step = tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, torch.Tensor]]
 
 
-@pytest.fixture(autouse=True)
-def _anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is compiled yet, in this process or on disk."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("compiled_anew")
 
 
 def step(case: Case, run: Any, seed: int = 1) -> Step:
@@ -268,9 +261,9 @@ def test_kernels_that_take_more_are_planned_again(
     read, halves = verify.live_peak_bytes, itertools.count()
     assert observe.live_peak_bytes is read  # what is observed stays as it is
 
-    def larger(*given: Any) -> int:
+    def larger(*given: Any, **scratch: Any) -> int:
         number = next(halves) if V.graph.is_backward else times
-        return round(read(*given) * (1 + (0.4 * (number + 1) if number < times else 0)))
+        return round(read(*given, **scratch) * (1 + (0.4 * (number + 1) if number < times else 0)))
 
     monkeypatch.setattr(verify, "live_peak_bytes", larger)
     before = remat.compiled_plans()
@@ -299,21 +292,6 @@ def test_a_partitioner_by_itself() -> None:
     assert_same(two_steps(case, state, options=settings), wanted, 1e-5)
     (plan,) = remat.compiled_plans()[before:]
     assert plan.verified_bytes is not None
-
-
-@needs_compiler
-def test_a_second_compile_takes_its_code_from_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And is not planned."""
-    case, _ = made(blocks())
-    options = {"budget": "70%", "time_limit": 5.0}
-    with (
-        inductor_config.patch(fx_graph_cache=True),
-        functorch_config.patch(enable_autograd_cache=True),
-    ):
-        first = plans_of({"backend": "remat", "options": options}, case)
-        again = plans_of({"backend": "remat", "options": options}, case)
-        other = plans_of({"backend": "remat", "options": options | {"budget": "80%"}}, case)
-    assert (len(first), len(again), len(other)) == (1, 0, 1)
 
 
 class Broken(nn.Module):
@@ -438,7 +416,9 @@ def test_options_of_inductor_are_left_to_it() -> None:
     own, left = read_options({"budget": "2GiB", "reserve": "1GiB", "max_autotune": True})
     assert left == {"max_autotune": True}
     assert own.budget_bytes(10**12) == 2**30
-    assert own.strategy == remat.Auto(time_limit=10.0)
+    assert own.strategy == remat.Auto(time_limit=8.0)
+    assert own.within_s == 8.0
+    assert read_options({"budget": "2GiB", "time_limit": 5.0})[0].within_s is None
 
 
 def test_a_budget_that_is_too_small_names_the_smallest() -> None:

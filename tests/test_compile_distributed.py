@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,10 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 import remat
+from remat.frontend.allocated import allocated_peak
 from remat.frontend.compile.plans import CompiledPlan
-from remat.frontend.meter import allocated_peak
+
+pytestmark = pytest.mark.usefixtures("compiled_anew")
 
 WIDTH = 128
 
@@ -105,16 +107,6 @@ def assert_kept(plans: list[CompiledPlan], inductor: bool) -> None:
         assert plan.budget_bytes is not None
         assert peak_bytes <= plan.budget_bytes < plan.baseline_bytes
         assert len(plan.plan.schedule) > len(plan.plan.graph)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Kernels are compiled once for all tests here and both processes; every graph is planned."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("kernels")))
-        patch.setenv("TORCHINDUCTOR_FX_GRAPH_CACHE", "0")
-        patch.setenv("TORCHINDUCTOR_AUTOGRAD_CACHE", "0")
-        yield
 
 
 def on_two(work: Callable[..., None], directory: Path, *args: object) -> None:

@@ -7,7 +7,7 @@ What torch does is measured, printed and recorded, not asserted: a later torch m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,20 +23,11 @@ import remat
 from remat.errors import InfeasibleBudget
 from remat.frontend.compile.versions import raised_inside
 
-pytestmark = [needs_compiler, pytest.mark.slow]
+pytestmark = [needs_compiler, pytest.mark.slow, pytest.mark.usefixtures("compiled_anew")]
 
 BUDGETS = (0.5, 0.1, 0.0)
 OURS = ("80%", "70%", "60%")
 Record = Callable[[str, object], None]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The methods have many kernels in common, which are compiled once."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("kernels")))
-        with functorch_config.patch(enable_autograd_cache=False):
-            yield
 
 
 class Blocks(nn.Module):

@@ -28,12 +28,7 @@ from remat.plan import Plan
 from remat.solution import Solution
 from remat.strategies.base import Task
 
-
-@pytest.fixture(autouse=True)
-def _anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is compiled yet, in this process or on disk."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("compiled_anew")
 
 
 def checkpointed() -> Case:

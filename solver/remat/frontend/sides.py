@@ -21,7 +21,8 @@ from torch import nn
 from remat.allocator.replay import rounded
 from remat.budget import format_bytes, format_seconds
 from remat.errors import TraceError, one_line
-from remat.frontend.meter import LiveStorageMeter, allocated_peak, cuda_peak, unique_bytes
+from remat.frontend.allocated import allocated_peak, cuda_peak
+from remat.frontend.meter import LiveStorageMeter, unique_bytes
 from remat.frontend.pytree import flatten
 
 Tensors = Mapping[str, torch.Tensor]

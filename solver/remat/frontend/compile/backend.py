@@ -6,7 +6,7 @@ import copy
 import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,12 +15,13 @@ from torch._guards import CompileContext
 
 from remat.budget import format_bytes
 from remat.errors import InfeasibleBudget
+from remat.frontend.compile import kept, progress
 from remat.frontend.compile.kernels import PlannedKernels
-from remat.frontend.compile.naming import compiled_now
+from remat.frontend.compile.naming import compiled_now, number_now
 from remat.frontend.compile.options import NO_MODEL, CompileOptions, read_options
 from remat.frontend.compile.outside import ModelBytes
 from remat.frontend.compile.partition import Partitioner
-from remat.frontend.compile.plans import compiled_plans
+from remat.frontend.compile.plans import compiled_plans, remember
 from remat.frontend.compile.verify import OverBudget
 from remat.frontend.compile.versions import (
     backward_at_once,
@@ -137,7 +138,37 @@ def _with_inductor(
     patches: Mapping[str, Any],
     group: _Group,
 ) -> Any:
-    """Plans, and plans again for so much less as Inductor's kernels take too much."""
+    """Plans, unless torch has the code of it on disk: then the plan is there as well."""
+    if not kept.torch_keeps():
+        return _in_rounds(gm, inputs, options, patches, group)[0]
+    key = kept.key_of(gm, inputs, Partitioner.of_backend(options, group).uuid())
+    known = kept.find(key)
+    before = kept.hits()
+    less_bytes = known.less_bytes if known else 0
+    code, partitioner = _in_rounds(gm, inputs, options, patches, group, less_bytes)
+    if partitioner.made is None and kept.hits() > before:
+        if known is not None:
+            if known.compiled is not None:
+                named = {"module": compiled_now(), "compile_id": number_now()}
+                remember(found := replace(known.compiled, group=group, **named))
+                progress.taken(found)
+            return code
+        with kept.nothing_kept():  # the plan's file is gone
+            code, partitioner = _in_rounds(gm, inputs, options, patches, group)
+    kept.keep(key, kept.Kept(partitioner.made, partitioner.less_bytes))
+    return code
+
+
+def _in_rounds(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    options: CompileOptions,
+    patches: Mapping[str, Any],
+    group: _Group,
+    less_bytes: int = 0,
+) -> tuple[Any, Partitioner]:
+    """Plans, and plans again for so much less as Inductor's kernels take too much. The code, and
+    who made the plan, if one was made."""
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.virtualized import V
 
@@ -145,12 +176,12 @@ def _with_inductor(
         with V.set_choices_handler(PlannedKernels()), kernel_by_kernel(), reused_at_once():
             return compile_fx_inner(*args, **kwargs)
 
-    less_bytes, over, made = 0, None, 0
+    over, made = None, 0
     while made < _ROUNDS:
         partitioner = Partitioner.of_backend(options, group, less_bytes, made + 1)
         try:
             with backward_at_once():
-                return compile_fx(
+                code = compile_fx(
                     fx.GraphModule(gm, copy.deepcopy(gm.graph)),
                     inputs,
                     inner_compile=inner,
@@ -170,14 +201,20 @@ def _with_inductor(
             made += 1
             less_bytes += over.excess_bytes
             logger.info("planned again for so much less: %s", over)
+        else:
+            return code, partitioner
     assert over is not None
+    raise _too_small(over, made, options)
+
+
+def _too_small(over: OverBudget, rounds: int, options: CompileOptions) -> InfeasibleBudget:
     compiled = over.compiled
     beside_bytes = compiled.others_bytes + options.reserve_bytes
     peak_bytes = (compiled.verified_bytes or 0) + beside_bytes
     beside = f", with {format_bytes(beside_bytes)} beside this graph" if beside_bytes else ""
     held = held_at_peak(compiled.plan.graph, compiled.plan.schedule)
-    raise InfeasibleBudget(
-        f"{compiled.title}: {over}, after {made} plans, each for less; raise the budget to "
+    return InfeasibleBudget(
+        f"{compiled.title}: {over}, after {rounds} plans, each for less; raise the budget to "
         f"{peak_bytes:,} bytes{beside}. As planned, {held}.",
         min_feasible_bytes=peak_bytes,
     )

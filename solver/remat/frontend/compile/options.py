@@ -13,8 +13,8 @@ from remat.progress import ProgressCallback
 from remat.reserve import less_reserve, parse_reserve
 from remat.strategies import Auto, Strategy
 
-TIME_LIMIT_S = 10.0
-"""Somebody waits for the first step."""
+TIME_LIMIT_S = 8.0
+"""Of planning, where no limit is given: somebody waits for the first step."""
 
 OURS = frozenset(
     {
@@ -30,6 +30,7 @@ OURS = frozenset(
 
 NO_MODEL = ModelBytes()
 
+_INNER = ("model", "reserve_bytes", "within_s")
 _COSTS = ("kernels", "operations")
 
 
@@ -38,7 +39,8 @@ class CompileOptions:
     """`reserve_bytes` are left of a budget in bytes. Without `inductor`, AOTAutograd's graphs run
     as they are, operation by operation. With `fallback`, torch's own partitioner takes a graph that
     cannot be planned. `costs` are of "kernels", or, to compare with, of "operations" as if each
-    were a kernel of its own. Of `model` the graphs are, where that is known.
+    were a kernel of its own. Of `model` the graphs are, where that is known. Where planning is to
+    end `within_s` seconds, solving has what is left of them.
     `progress` is told how far a solve is: a function, or True for a line on a terminal."""
 
     budget: Budget
@@ -48,6 +50,7 @@ class CompileOptions:
     fallback: bool = False
     costs: str = "kernels"
     model: ModelBytes = NO_MODEL
+    within_s: float | None = None
     # Decides no plan, so that torch's caches need not know it.
     progress: ProgressCallback | bool | None = field(default=None, repr=False, compare=False)
 
@@ -84,6 +87,7 @@ def read_options(
         raise ValueError(
             f"give {next(iter(own))} to the strategy itself, or leave the strategy out"
         )
+    within_s = TIME_LIMIT_S if strategy is None and "time_limit" not in own else None
     if strategy is None:
         strategy = Auto(**{"time_limit": TIME_LIMIT_S, **own})
     elif not hasattr(strategy, "run"):
@@ -110,6 +114,7 @@ def read_options(
         reserve_bytes,
         costs=costs,
         model=model,
+        within_s=within_s,
         progress=cast(Any, progress),
         **switches,
     )
@@ -127,7 +132,7 @@ def _check_known(options: Mapping[str, Any]) -> None:
         )
     known = config.get_config_copy()
     own = ["strategy", "gap", "time_limit", "threads", "solver", "seed", "reserve"]
-    own += [f.name for f in fields(CompileOptions) if f.name not in ("model", "reserve_bytes")]
+    own += [f.name for f in fields(CompileOptions) if f.name not in _INNER]
     for key in options:
         if key.replace("-", "_") not in known:
             near = nearest(key, [*own, *known])

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
@@ -39,8 +39,11 @@ from remat.reserve import telling
 from remat.schedule import Schedule
 from remat.simulate import simulate
 from remat.solve import solve
-from remat.strategies import Strategy
+from remat.strategies import Auto, Strategy
 from remat.version import VERSION
+
+_LEAST_S = 2.0
+"""For solving, however long it took to find the kernels."""
 
 _BESIDE = "are held beside this graph (by its step's others, by the rest of the model, or reserved)"
 
@@ -71,7 +74,9 @@ class Partitioner(CustomPartitionerFn):
         self.less_bytes = less_bytes
         self.rounds = rounds
         self.module = self.compile_id = ""
-        self._made: CompiledPlan | None = None
+        self._began = 0.0
+        self.made: CompiledPlan | None = None
+        """The last plan."""
 
     @classmethod
     def of_backend(
@@ -89,7 +94,7 @@ class Partitioner(CustomPartitionerFn):
             "inductor_choices_class": PlannedKernels,
             "reorder_for_peak_memory": False,
             "allow_buffer_reuse": False,  # it keeps what nobody reads for later buffers
-            "_post_fusion_custom_pass": Verifier(),
+            "_post_fusion_custom_pass": Verifier(self.uuid()),
         }
 
     def __call__(
@@ -126,7 +131,7 @@ class Partitioner(CustomPartitionerFn):
         num_fwd_outputs: int,
         static: list[int] | None,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        began = time.perf_counter()
+        began = self._began = time.perf_counter()
         self.module, self.compile_id = compiled_now(), number_now()
         title = titled(self.module, self.compile_id)
         progress.begun(title, len(gm.graph.nodes), self.options, self.less_bytes)
@@ -141,7 +146,7 @@ class Partitioner(CustomPartitionerFn):
         halves = write(step, compiled, num_fwd_outputs, static or (), held=is_held)
         compiled.planned_s = time.perf_counter() - began
         remember(compiled)
-        self._made = compiled
+        self.made = compiled
         return halves
 
     def _solved(
@@ -203,14 +208,17 @@ class Partitioner(CustomPartitionerFn):
             return self._solve(graph, left_bytes)
 
     def _solve(self, graph: Graph, budget: int | str) -> Plan:
-        listening = Listening(self.options.progress)
+        within_s = self.options.within_s
+        if within_s is not None:
+            within_s = max(_LEAST_S, within_s - (time.perf_counter() - self._began))
+        listening = Listening(self.options.progress, within_s)
         source = f"of {self.options.costs if self.options.inductor else 'operations'}, measured"
         return _solved(graph, budget, self.options.strategy, listening, source)
 
     def forget(self) -> None:
         """Its last plan is not what runs."""
-        if self._made is not None:
-            forget(self._made)
+        if self.made is not None:
+            forget(self.made)
 
     def uuid(self) -> str:
         """For torch's caches: all that decides a plan."""
@@ -224,6 +232,8 @@ def _solved(
     graph: Graph, budget: int | str, strategy: Strategy, listening: Listening, cost_source: str
 ) -> Plan:
     """Identical blocks that are compiled one by one are solved once."""
+    if listening.limit_s is not None:
+        strategy = replace(cast(Auto, strategy), time_limit=listening.limit_s)
     with listening.heard() as told:
         plan = solve(graph, budget, strategy, progress=told)
     return replace(plan, stats={**plan.stats, "cost_source": cost_source})

@@ -69,12 +69,20 @@ def verified(compiled: CompiledPlan, half: str) -> None:
     logger.info("%s: verified: the %s's kernels take %s%s", compiled.title, half, peak, of)
 
 
+def taken(compiled: CompiledPlan) -> None:
+    """Its code, and its plan, are those of an earlier process."""
+    planned = format_bytes(compiled.plan.peak_bytes)
+    logger.info("%s: planned before, for %s; from torch's cache", compiled.title, planned)
+
+
 @dataclass(frozen=True)
 class Listening:
     """Who is told how far a solve is: the function that was given; for True a line on stderr where
-    that is a terminal, gone in the end; else nobody. All are equal: they change no plan."""
+    that is a terminal, gone in the end; else nobody. After `limit_s` seconds, if that is given,
+    nobody waits any more. All are equal: they ask for the same plan."""
 
     given: ProgressCallback | bool | None = field(default=None, compare=False)
+    limit_s: float | None = field(default=None, compare=False)
 
     @contextmanager
     def heard(self) -> Iterator[ProgressCallback | None]:

@@ -9,7 +9,7 @@ generated: what a kernel reads and what it writes are there while it runs.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 from typing import Any
 
 from torch import fx
@@ -40,7 +40,11 @@ class OverBudget(Exception):
 
 
 class Verifier(SchedulerPass):
-    """Notes the peak of each planned graph in its plan. Raises `OverBudget`."""
+    """Notes the peak of each planned graph in its plan. Raises `OverBudget`. `of` are plans that
+    code in Inductor's cache is verified for."""
+
+    def __init__(self, of: str) -> None:
+        self._of = of
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
         compiled = _plan_of(nodes)
@@ -48,7 +52,7 @@ class Verifier(SchedulerPass):
             return nodes
         is_backward = bool(V.graph.is_backward)
         held = compiled.held_names if is_backward else frozenset[str]()
-        peak_bytes = compiled.given_bytes + live_peak_bytes(nodes, held)
+        peak_bytes = compiled.given_bytes + live_peak_bytes(nodes, held, scratch=_scratch(nodes))
         if is_backward:
             peak_bytes += compiled.held_bytes + compiled.copied_bytes
         else:
@@ -62,18 +66,19 @@ class Verifier(SchedulerPass):
         return nodes
 
     def uuid(self) -> str:
-        """For Inductor's cache: it changes no code."""
-        return "remat: the peak is read"
+        """For Inductor's cache: code that comes from there is not verified again."""
+        return self._of
 
 
 def live_peak_bytes(
     nodes: Sequence[Any],
     held: Iterable[str] = (),
     storages: Mapping[str, tuple[str, int]] | None = None,
+    scratch: Iterable[int] = (),
 ) -> int:
     """Of the inputs that can be freed and of all buffers, at the worst kernel. Inputs `held` are
     there to the end. Those that show the same of the `storages` take its bytes, until the last of
-    them is read."""
+    them is read. Each kernel has its `scratch` while it runs."""
     scheduler = V.graph.scheduler
     outputs = OrderedSet(V.graph.get_output_names())
     _, inputs = prepare_planning_info(
@@ -106,7 +111,20 @@ def live_peak_bytes(
     for storage, end in ends.items():
         change[0] += sizes[storage]
         change[end] -= sizes[storage]
-    return max(accumulate(change), default=0)
+    during = accumulate(change)
+    return max((a + b for a, b in zip_longest(during, scratch, fillvalue=0)), default=0)
+
+
+def _scratch(nodes: Sequence[Any]) -> list[int]:
+    """What the calls of libraries hold while they run, as it was planned."""
+    found = [0] * len(nodes)
+    for step, node in enumerate(nodes):
+        for number, run in runs_of(node) if node.is_extern() else ():
+            if (compiled := find(number)) is not None:
+                plan = compiled.plan
+                operation = plan.graph.operations[plan.schedule.runs[run]]
+                found[step] = max(found[step], operation.workspace_bytes)
+    return found
 
 
 def _growth(name: str) -> float:
