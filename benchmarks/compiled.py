@@ -91,6 +91,7 @@ def run(workload: Workload, device: torch.device, options: argparse.Namespace) -
         if (limit := method.facts.get("budget_bytes")) is not None:
             rows[name]["within_budget"] = rows[name]["peak_bytes"] <= limit
         methods.append(method)
+        print(f"  {name}: {sum(method.setup_s.values()):.0f} s to set up", flush=True)
         gc.collect()
     times = interleaved(methods, workload, device, options.rounds)
     for method in methods:

@@ -148,12 +148,13 @@ def unet2d(device: torch.device, quick: bool) -> Workload:
     from diffusers import UNet2DModel
 
     large = device.type == "cuda" and not quick
-    rows, side, widths = (32, 64, (128, 256, 512)) if large else (4, 32, (32, 64, 64))
+    rows, side, widths = (32, 64, (128, 256, 512)) if large else (8, 32, (32, 64))
+    down, up = ["DownBlock2D"] * len(widths), ["UpBlock2D"] * len(widths)
+    down[1], up[-2] = "AttnDownBlock2D", "AttnUpBlock2D"
     unet = UNet2DModel(
         sample_size=side, in_channels=3, out_channels=3, layers_per_block=1,
         block_out_channels=widths, norm_num_groups=16,
-        down_block_types=("DownBlock2D", "AttnDownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "AttnUpBlock2D", "UpBlock2D"),
+        down_block_types=tuple(down), up_block_types=tuple(up),
     )  # fmt: skip
     return Workload(
         f"U-Net, widths {list(widths)}, batch {rows} x 3 x {side} x {side}",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
@@ -126,7 +125,6 @@ def _compiled(
     """Plain torch.compile and the backend, side by side."""
     from remat.frontend.compiled_trial import compiled_trial
 
-    os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # the profiler would say that it starts
     with live("compiling") as line:
         found = compiled_trial(
             step.model,

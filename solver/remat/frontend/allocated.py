@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
@@ -28,6 +29,7 @@ def allocated_peak(step: Callable[[], object]) -> int:
     """Peak of the bytes that the CPU's allocator gives out while the step runs, beyond what was
     there before: for steps that torch has compiled, in which no operation is seen. Scratch memory
     of kernels counts. Call the step once before."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # the profiler would say that it starts
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     ) as profile:

@@ -143,7 +143,7 @@ class Prices:
     def _measured(self, nodes: Sequence[Node], metas: dict[str, TensorMeta]) -> dict[str, Priced]:
         return measure_operations(
             nodes, metas, self._device, self._cache, _silent, home=self._device.type,
-            limit_s=MEASURE_S, scratch=self._joint.kernels is not None,
+            limit_s=MEASURE_S,
         )  # fmt: skip
 
 

@@ -14,6 +14,9 @@ from typing import Any
 import torch
 from torch._inductor.choices import InductorChoices
 from torch._inductor.lowering import register_lowering
+from torch._inductor.virtualized import V
+
+from remat.frontend.compile.versions import SchedulerPass
 
 RUN = "remat_run"
 """In `meta`: the plan that a node belongs to, and the run of its schedule, both by number."""
@@ -58,6 +61,20 @@ class PlannedKernels(InductorChoices):
     def uuid(self) -> str:
         """For Inductor's cache."""
         return "remat: one kernel has parts of one run of the schedule"
+
+
+class Holding(SchedulerPass):
+    """Sees to it that graphs with a plan are held to it, just before Inductor fuses: a thread keeps
+    the choices that it compiled its first graph with, whatever options say later."""
+
+    def __call__(self, nodes: list[Any]) -> list[Any]:
+        if not isinstance(V.choices, PlannedKernels) and any(map(runs_of, nodes)):
+            V.set_choices_handler(PlannedKernels())
+        return nodes
+
+    def uuid(self) -> str:
+        """For Inductor's cache."""
+        return PlannedKernels().uuid()
 
 
 def runs_of(node: Any) -> frozenset[tuple[int, int]]:

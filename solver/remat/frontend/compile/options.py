@@ -20,6 +20,7 @@ OURS = frozenset(
     {
         "custom_partitioner_fn",
         "inductor_choices_class",
+        "_pre_fusion_custom_pass",
         "_post_fusion_custom_pass",
         "reorder_for_peak_memory",
         "memory_planning",

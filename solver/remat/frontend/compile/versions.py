@@ -20,8 +20,10 @@ E = TypeVar("E", bound=BaseException)
 
 if TYPE_CHECKING:
     SchedulerPass = custom_graph_pass.CustomSchedulerPass
-else:  # torch 2.11 takes any function
-    SchedulerPass = getattr(custom_graph_pass, "CustomSchedulerPass", object)
+else:  # torch 2.11 takes any function, and keeps graphs on disk for one with this class
+    SchedulerPass = getattr(
+        custom_graph_pass, "CustomSchedulerPass", custom_graph_pass.CustomGraphPass
+    )
 
 
 def min_cut(

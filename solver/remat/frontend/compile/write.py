@@ -25,8 +25,9 @@ from remat.schedule import Schedule
 def write(
     step: Step, compiled: CompiledPlan, num_fwd_outputs: int, static: Iterable[int], *, held: bool
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Forward and backward that run exactly the schedule. With `held`, what kernels write is marked
-    for Inductor; eager mode writes everything anyway."""
+    """Forward and backward that run exactly the schedule. With `held`, what is written is marked
+    for Inductor, results of libraries too: it would put off a product for a sum that reads it.
+    Eager mode writes everything anyway."""
     writer = _Writer(step, compiled, held)
     writer.write(compiled.plan.schedule)
     return writer.halves(num_fwd_outputs, static)
@@ -128,7 +129,7 @@ class _Writer:
             copy.meta[RUN] = (self.compiled.number, number)
         for node in region.written:
             made = local[node]
-            if self.held and region.is_kernel:
+            if self.held:
                 made = self._materialized(made, number)
             self.current[node] = made
 

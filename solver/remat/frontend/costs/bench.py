@@ -9,10 +9,9 @@ import torch
 from remat.costs.roofline import traffic_bytes
 from remat.documents.records import Node, TensorMeta
 from remat.errors import RematError, one_line
-from remat.frontend.allocated import allocated_peak
 from remat.frontend.costs.cache import Cost
 from remat.frontend.costs.tensors import Operands, operand_bytes
-from remat.frontend.costs.timers import output_bytes, time_cpu, time_cuda
+from remat.frontend.costs.timers import time_cpu, time_cuda
 from remat.frontend.grad_mode import NEEDS_GRAD_MODE, with_grad_mode
 from remat.frontend.memory import free_bytes
 from remat.frontend.operators import resolve
@@ -83,12 +82,6 @@ class Bench:
     def tune(self, node: Node) -> None:
         """Run an operation once, for what its library remembers of that."""
         self._run(node)()
-
-    def scratch_bytes(self, node: Node) -> int:
-        """What the CPU's allocator gives out while it runs, beyond its results."""
-        run = self._run(node)
-        sizes = output_bytes(run())
-        return max(0, allocated_peak(run) - sum(sizes))
 
     def copy_s_per_byte(self) -> float:
         """Seconds for each byte read or written by a large `copy_`."""

@@ -10,7 +10,6 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from textwrap import shorten
 
 import torch
@@ -43,17 +42,11 @@ def measure_operations(
     *,
     home: str,
     limit_s: float = math.inf,
-    scratch: bool = False,
 ) -> dict[str, Priced]:
     """The cost of each by its name, views left out. `metas` knows all tensors; `home` is the type
-    of the device that they were made for. After `limit_s` seconds no more are run. With `scratch`
-    the workspaces are those of the allocator on the CPU as well: peaks of compiled steps have
-    them, those of the others are of tensors that Python sees."""
+    of the device that they were made for. After `limit_s` seconds no more are run."""
     until = time.monotonic() + limit_s
     base = conditions(device)
-    scratch = scratch and device.type == "cpu"
-    if scratch:
-        base = {**base, "scratch": True}
     groups: dict[str, list[Node]] = {}
     keys: dict[str, dict[str, object]] = {}
     for node in operations:
@@ -74,9 +67,6 @@ def measure_operations(
             if cost is None:
                 try:
                     cost = bench.cost(nodes[0])
-                    if scratch:
-                        found = bench.scratch_bytes(nodes[0])
-                        cost = replace(cost, workspace_bytes=found)
                 except Exception as error:  # whatever an operation raises, the others still count
                     failed[text] = _reason(error)
                     bench.release(nodes[0], error)
