@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import logging
 import os
 import pty
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
+import torch.nn.functional as F
 from tests.compilers import needs_compiler
 from tests.models import PLAIN, Case
 from torch import nn
@@ -91,6 +94,16 @@ def test_a_module_has_its_name() -> None:
             torch._dynamo.graph_break()
             return self.second(x).sin()
 
+    def decorated(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        @functools.wraps(forward)
+        def wrapper(self: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+            return forward(self, *args, **kwargs)
+
+        return wrapper
+
+    class Wrapped(nn.Linear):
+        forward = decorated(lambda self, x: F.linear(x, self.weight).tanh())
+
     weight = torch.randn(4, requires_grad=True)
 
     def summed(x: torch.Tensor) -> torch.Tensor:
@@ -102,6 +115,8 @@ def test_a_module_has_its_name() -> None:
     assert second.module.startswith("Broken from line ")
     (plan,) = run(Case(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), (x,), loss=torch.Tensor.sum))
     assert plan.module == "Sequential"
+    (wrapped,) = run(Case(Wrapped(8, 8), (x,), loss=torch.Tensor.sum))
+    assert wrapped.module == "Wrapped"
     assert repr(plan).startswith("CompiledPlan(Sequential: Plan(")
     before = len(remat.compiled_plans())
     remat.compile(summed, "100%", inductor=False)(torch.randn(4)).backward()

@@ -97,6 +97,8 @@ def _compiled_cells(row: dict[str, Any]) -> tuple[str, ...]:
             if found
             else ""
         )
+        if "no schedule within" in row["failure"]:
+            least = "none found"
         return (least or "failed", "", "", "", "", "")
     kept = {True: "kept", False: "exceeded", None: ""}[row.get("within_budget")]
     return (

@@ -73,14 +73,16 @@ class Prices:
         self._cache = CostCache()
 
     def __call__(self, region: Region, moved_bytes: int) -> Price:
-        calls = [self._called[n.name] for n in region.nodes if n.name in self._called]
+        called = [n for n in region.nodes if n.name in self._called]
+        calls = [self._called[n.name] for n in called]
         others = [n for n in region.all_nodes if is_work(n) and n.name not in self._called]
         cost_s = sum(priced.cost_s for priced in calls)
         if others and self._fused:
             cost_s += max(self._copy_s(moved_bytes), sum(map(self._arithmetic_s, others)))
         else:
             cost_s += sum(map(self._alone_s, others))
-        return Price(cost_s, max((priced.workspace_bytes for priced in calls), default=0))
+        held = (self._scratch.get(n, self._called[n.name].workspace_bytes) for n in called)
+        return Price(cost_s, max(held, default=0))
 
     def _alone_s(self, node: fx.Node) -> float:
         moved_bytes = node_bytes(node) + sum(map(node_bytes, node.all_input_nodes))
@@ -118,6 +120,12 @@ class Prices:
                 except (TraceError, ValueError):
                     continue  # it has an argument or a tensor that is no data: counted as a copy
         return self._measured(nodes, metas)
+
+    @cached_property
+    def _scratch(self) -> dict[fx.Node, int]:
+        """Of calls of libraries, in the layouts that Inductor chose for them."""
+        measured = [k for k in self._joint.kernels or () if k.scratch_bytes is not None]
+        return {n: k.scratch_bytes or 0 for k in measured for n in k.parts if not is_fusible(n)}
 
     def _copy_s(self, moved_bytes: int) -> float:
         """Seconds of a copy that reads and writes so many bytes, between two measured sizes."""

@@ -20,10 +20,12 @@ from remat.frontend.compile.versions import changed_afterwards, is_tangent, min_
 
 
 class Fused(NamedTuple):
-    """The tensors that a kernel writes, as far as Inductor tells, and the operations in it."""
+    """The tensors that a kernel writes, as far as Inductor tells, the operations in it, and what it
+    holds while it runs, if that was measured."""
 
     written: tuple[fx.Node, ...]
     parts: tuple[fx.Node, ...]
+    scratch_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ def _fused(kernel: Kernel, named: Mapping[str, fx.Node]) -> Fused:
         tuple(named[name] for name in names if name in named)
         for names in (kernel.written, kernel.parts)
     )
-    return Fused(written, parts)
+    return Fused(written, parts, kernel.scratch_bytes)
 
 
 def rejoined(

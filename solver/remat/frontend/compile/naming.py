@@ -27,9 +27,13 @@ def compiled_now() -> str:
     resumed = _RESUMED.match(function)
     function = resumed["function"] if resumed else function
     name = f"{owner}.{function}" if owner else function
-    if function == "forward":
-        first = values.get("self" if resumed else code.co_varnames[0])
-        name = type(first).__name__ if isinstance(first, nn.Module) else owner or name
+    is_decorated = "<locals>" in owner
+    if function == "forward" or is_decorated:
+        first = values.get("self" if resumed or not code.co_varnames else code.co_varnames[0])
+        if isinstance(first, nn.Module):
+            name = type(first).__name__
+        elif not is_decorated:
+            name = owner or name
     return f"{name} from line {resumed['line']}" if resumed else name
 
 

@@ -13,16 +13,19 @@ from torch._inductor.memory import reorder_for_peak_memory
 from torch._inductor.virtualized import V
 from torch.utils._ordered_set import OrderedSet
 
+from remat.frontend.compile.scratch import scratch_bytes
 from remat.frontend.compile.verify import copied_bytes, is_inside_a_kernel, live_peak_bytes
 from remat.frontend.compile.versions import SchedulerPass, raised_inside
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """What one kernel writes, and all that it was made of, by the names of nodes."""
+    """What one kernel writes, and all that it was made of, by the names of nodes. A library's call
+    holds `scratch_bytes` while it runs; None where that was not measured."""
 
     written: tuple[str, ...]
     parts: tuple[str, ...]
+    scratch_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,8 @@ class _Observer(SchedulerPass):
         copied = 0 if V.graph.is_backward else copied_bytes()
         nodes = _as_run(nodes)
         kernels = tuple(kernels_of(nodes))
-        peak_bytes = live_peak_bytes(nodes, storages=self.storages)
+        scratch = [kernel.scratch_bytes or 0 for kernel in kernels]
+        peak_bytes = live_peak_bytes(nodes, storages=self.storages, scratch=scratch)
         raise _Seen(Observation(kernels, peak_bytes, copied))
 
     def uuid(self) -> None:
@@ -113,5 +117,6 @@ def kernels_of(nodes: Sequence[Any]) -> list[Kernel]:
                 written[origin.name] = None
         origins = (getattr(part.node, "origins", None) or () for part in node.get_nodes())
         parts = dict.fromkeys(origin.name for each in origins for origin in each)
-        found.append(Kernel(tuple(written), tuple(parts)))
+        scratch = scratch_bytes(node.node) if node.is_extern() else None
+        found.append(Kernel(tuple(written), tuple(parts), scratch))
     return found

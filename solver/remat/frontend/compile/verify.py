@@ -22,6 +22,7 @@ from remat.frontend.compile import progress
 from remat.frontend.compile.kernels import runs_of
 from remat.frontend.compile.nodes import node_bytes
 from remat.frontend.compile.plans import CompiledPlan, find
+from remat.frontend.compile.scratch import scratch_bytes
 from remat.frontend.compile.sizes import growth
 from remat.frontend.compile.versions import SchedulerPass
 
@@ -116,15 +117,23 @@ def live_peak_bytes(
 
 
 def _scratch(nodes: Sequence[Any]) -> list[int]:
-    """What the calls of libraries hold while they run, as it was planned."""
+    """What the calls of libraries hold while they run: measured in Inductor's layouts, else as it
+    was planned."""
     found = [0] * len(nodes)
     for step, node in enumerate(nodes):
-        for number, run in runs_of(node) if node.is_extern() else ():
-            if (compiled := find(number)) is not None:
-                plan = compiled.plan
-                operation = plan.graph.operations[plan.schedule.runs[run]]
-                found[step] = max(found[step], operation.workspace_bytes)
+        if node.is_extern():
+            measured = scratch_bytes(node.node)
+            found[step] = _planned_scratch(node) if measured is None else measured
     return found
+
+
+def _planned_scratch(node: Any) -> int:
+    planned = [0]
+    for number, run in runs_of(node):
+        if (compiled := find(number)) is not None:
+            plan = compiled.plan
+            planned.append(plan.graph.operations[plan.schedule.runs[run]].workspace_bytes)
+    return max(planned)
 
 
 def _growth(name: str) -> float:

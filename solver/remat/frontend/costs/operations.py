@@ -56,7 +56,7 @@ def measure_operations(
             keys[text] = {**base, **key}
     known: dict[str, Cost] = {}
     failed: dict[str, str] = {}
-    with _alone(device):
+    with alone(device):
         bench = Bench(operations, metas, home, device)
         for done, (text, nodes) in enumerate(groups.items()):
             report(done, len(groups), nodes[0].target)
@@ -124,7 +124,7 @@ def is_tuned(node: Node, device: torch.device) -> bool:
 
 
 @contextmanager
-def _alone(device: torch.device) -> Iterator[None]:
+def alone(device: torch.device) -> Iterator[None]:
     """Without the caller's gradient mode, autocast, dispatch modes and random state."""
     devices = [device.index] if device.type == "cuda" else []
     with (

@@ -1,0 +1,74 @@
+"""What calls of libraries hold only while they run, in the layouts that Inductor chose.
+
+The FX graph does not know these layouts (convolutions become channels-last), and what a library
+allocates inside of a call depends on them: torch 2.11's backward of convolutions copies a gradient
+in one layout and not in another. So each distinct call is run once, on zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._inductor.ir import FallbackKernel, IRNode
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_leaves, tree_map
+
+from remat.frontend.allocated import allocated_peak, cuda_peak
+from remat.frontend.costs.operations import alone
+from remat.frontend.costs.timers import output_bytes
+
+_known: dict[str, int] = {}
+
+
+def scratch_bytes(kernel: object) -> int | None:
+    """Of a call in Inductor's schedule: what the allocator gives out meanwhile, beyond its results.
+    None where it cannot be run by itself: it changes something, its sizes are symbols, the memory
+    is not there."""
+    operator = getattr(kernel, "op_overload", None)
+    if not isinstance(kernel, FallbackKernel) or not isinstance(operator, OpOverload):
+        return None
+    if operator.namespace != "aten" or operator._schema.is_mutable:
+        return None
+    try:
+        args, kwargs = kernel.unflatten_args(kernel.inputs, kernel.constant_args)
+        key = repr((str(operator), tree_map(_described, (args, kwargs))))
+        if key not in _known:
+            _known[key] = _measured(operator, args, kwargs)
+        return _known[key]
+    except Exception:  # whatever a call raises that is made up, the planned workspace counts
+        return None
+
+
+def _described(item: object) -> object:
+    if not isinstance(item, IRNode):
+        return item
+    return (str(item.get_device()), item.get_dtype(), *_layout(item))
+
+
+def _layout(item: Any) -> tuple[list[int], list[int]]:
+    return [int(n) for n in item.get_size()], [int(n) for n in item.get_stride()]
+
+
+def _made(item: object) -> object:
+    if not isinstance(item, IRNode):
+        return item
+    size, stride = _layout(item)
+    made = torch.empty_strided(size, stride, dtype=item.get_dtype(), device=item.get_device())
+    return made.zero_()
+
+
+def _measured(operator: OpOverload, args: Any, kwargs: Any) -> int:
+    device = next(x.get_device() for x in tree_leaves((args, kwargs)) if isinstance(x, IRNode))
+    assert device is not None
+    with alone(device):
+        own_args, own_kwargs = tree_map(_made, (args, kwargs))
+        run: Callable[[], object] = lambda: operator(*own_args, **own_kwargs)  # noqa: E731
+        sizes = output_bytes(run())
+        if device.type == "cuda":
+            before = torch.cuda.memory_allocated(device)
+            peak = cuda_peak(run, device) - before
+        else:
+            peak = allocated_peak(run)
+    return max(0, peak - sum(sizes))
