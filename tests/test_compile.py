@@ -181,7 +181,7 @@ def measured_peak(case: Case, run: Any) -> int:
 @needs_compiler
 @pytest.mark.parametrize(
     ("make", "percent"),
-    [(blocks, 60), pytest.param(convolutions, 70, marks=pytest.mark.slow)],
+    [(blocks, 60), pytest.param(convolutions, 75, marks=pytest.mark.slow)],
 )
 def test_what_inductor_runs_is_within_the_budget(make: Any, percent: int) -> None:
     """Planned, verified and measured; with the gradients of plain torch.compile, dropout
