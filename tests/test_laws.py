@@ -30,7 +30,7 @@ from remat.strategies import (
     Task,
 )
 
-DEFAULT = 15
+DEFAULT = 10
 EXAMPLES = int(os.environ.get("REMAT_EXAMPLES", str(DEFAULT)))
 LAWS = settings(
     phases=(Phase.explicit, Phase.reuse, Phase.generate),
