@@ -170,6 +170,7 @@ def test_a_solver_that_is_a_process_of_its_own_ends_too(
         assert "\x1b[?25h" in shown.shown  # the cursor is back
 
 
+@pytest.mark.slow
 @needs_proc
 @needs_cbc
 def test_a_solver_that_dies_is_a_line_and_a_plan(file: Path, tmp_path: Path) -> None:

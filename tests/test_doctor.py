@@ -16,6 +16,7 @@ import torch
 import remat
 from remat.commands import examine as doctor
 from remat.commands.examine import Check, examine
+from remat.commands.requirements import Requirement
 from remat.frontend.costs.cache import Cost, CostCache, default_cache_path
 from remat.milp.solvers.pulp_versions import IS_4
 
@@ -163,7 +164,7 @@ def test_a_gpu_that_torch_cannot_use(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     ],
 )
 def test_versions(line: str, version: str, state: str) -> None:
-    requirement = doctor._Requirement.read(line)
+    requirement = Requirement.read(line)
     assert requirement is not None
     found, words = requirement.judge(version)
     assert found == state
@@ -172,12 +173,10 @@ def test_versions(line: str, version: str, state: str) -> None:
 
 
 def test_requirements_are_read_from_metadata() -> None:
-    read = doctor._Requirement.read('pulp[a, cbc]<5,>=3.3.2; python_version > "3" and extra == "b"')
-    assert read == doctor._Requirement("pulp", "3.3.2", "5", "b", frozenset({"a", "cbc"}))
+    read = Requirement.read('pulp[a, cbc]<5,>=3.3.2; python_version > "3" and extra == "b"')
+    assert read == Requirement("pulp", "3.3.2", "5", "b", frozenset({"a", "cbc"}))
     assert read.install == "pip install 'pulp>=3.3.2,<5'"
-    assert doctor._Requirement.read("numpy (>=1.26)") == doctor._Requirement(
-        "numpy", "1.26", "", "", frozenset()
-    )
+    assert Requirement.read("numpy (>=1.26)") == Requirement("numpy", "1.26", "", "", frozenset())
 
 
 def test_a_torch_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 import shutil
 import sqlite3
 import subprocess
@@ -17,30 +16,22 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
-from importlib import import_module, metadata
+from importlib import import_module
 from pathlib import Path
-from typing import Literal
 
 from remat.budget import format_bytes
+from remat.commands.requirements import Requirement, State, requirements, version_of
 from remat.costs.devices import match_device
 from remat.errors import one_line
 from remat.frontend.costs.cache import default_cache_path
 from remat.milp.solvers.facts import usable_backends
 from remat.milp.solvers.pulp_solvers import family, is_highs
 
-State = Literal["ok", "untested", "missing", "wrong"]
-
 _GRAVEST: tuple[State, ...] = ("missing", "untested", "ok")
 
 _PACKAGE = "remat"
 _REINSTALL = "pip install --force-reinstall remat"
 _NVIDIA_PATIENCE_S = 3.0
-_REQUIREMENT = re.compile(
-    r"""(?P<name>[\w.-]+) \s* (\[(?P<parts>.*?)\])? (?P<versions>[^;]*)
-        (;.*\bextra\s*==\s*["'](?P<extra>[\w-]+)["'])?""",
-    re.VERBOSE,
-)
-_LEAST, _BELOW = re.compile(r">=\s*([\d.]+)"), re.compile(r"<\s*([\d.]+)")
 
 
 @dataclass(frozen=True)
@@ -53,55 +44,6 @@ class Check:
     state: State
     text: str
     remedy: str = ""
-
-
-@dataclass(frozen=True)
-class _Requirement:
-    """Versions from `least` on and below `below`, "" where any newer one will do; `parts` are the
-    package's own extras."""
-
-    name: str
-    least: str
-    below: str
-    extra: str
-    parts: frozenset[str]
-
-    @classmethod
-    def read(cls, line: str) -> _Requirement | None:
-        """From a package's metadata."""
-        found = _REQUIREMENT.match(line)
-        if found is None:
-            return None
-        least, below = _LEAST.search(found["versions"]), _BELOW.search(found["versions"])
-        return cls(
-            name=found["name"],
-            least=least[1] if least else "0",
-            below=below[1] if below else "",
-            extra=found["extra"] or "",
-            parts=frozenset(part.strip() for part in (found["parts"] or "").split(",") if part),
-        )
-
-    @property
-    def install(self) -> str:
-        """What gets a version that is tested."""
-        below = f",<{self.below}" if self.below else ""
-        return f"pip install '{self.name}>={self.least}{below}'"
-
-    def check(self, version: str, text: str) -> Check:
-        """The line on the package in this version."""
-        state, words = self.judge(version)
-        return Check(self.name, state, text + words, "" if state == "ok" else self.install)
-
-    def judge(self, version: str) -> tuple[State, str]:
-        """Of an installed version: what to think of it, and in words that follow it."""
-        if _numbers(version) < _numbers(self.least):
-            return "wrong", f"; remat needs {self.least}"
-        if self.below and _numbers(version) >= _numbers(self.below):
-            return (
-                "untested",
-                f", outside the tested range ({self.least} or newer, below {self.below})",
-            )
-        return "ok", ""
 
 
 def examine() -> list[Check]:
@@ -134,7 +76,7 @@ def _guarded(name: str, group: Callable[[], Iterator[Check]]) -> list[Check]:
 def _python() -> Iterator[Check]:
     text = f"{platform.python_version()} ({platform.python_implementation()}), {_home(sys.prefix)}"
     yield Check("Python", "ok", text)
-    version = _version(_PACKAGE)
+    version = version_of(_PACKAGE)
     where = _home(Path(__file__).parents[1])
     if version is None:
         yield Check("remat", "missing", f"runs from {where}, not installed", "pip install remat")
@@ -168,8 +110,8 @@ def _free() -> str:
 
 
 def _torch() -> Iterator[Check]:
-    needed = next((r for r in _requirements() if r.name == "torch"), None)
-    found = _version("torch")
+    needed = next((r for r in requirements(_PACKAGE) if r.name == "torch"), None)
+    found = version_of("torch")
     if found is None:
         remedy = "pip install torch" if needed is None else needed.install
         yield Check("torch", "wrong", "not installed", remedy)
@@ -187,7 +129,7 @@ def _torch() -> Iterator[Check]:
         build = f"built for ROCm {torch.version.hip}"
     threads = torch.get_num_threads()
     text = f"{torch.__version__}, {build}, {threads} thread{'s' if threads > 1 else ''}"
-    yield needed.check(torch.__version__, text) if needed else Check("torch", "ok", text)
+    yield _judged(needed, torch.__version__, text) if needed else Check("torch", "ok", text)
 
 
 def _devices() -> Iterator[Check]:
@@ -249,13 +191,19 @@ def _nvidia() -> str:
 
 
 def _packages() -> Iterator[Check]:
-    for requirement in _requirements():
+    for requirement in requirements(_PACKAGE):
         if requirement.extra or requirement.name == "torch":
             continue
-        if (found := _version(requirement.name)) is None:
+        if (found := version_of(requirement.name)) is None:
             yield Check(requirement.name, "wrong", "not installed", requirement.install)
         else:
-            yield requirement.check(found, found)
+            yield _judged(requirement, found, found)
+
+
+def _judged(needed: Requirement, version: str, text: str) -> Check:
+    """The line on a package in this version."""
+    state, words = needed.judge(version)
+    return Check(needed.name, state, text + words, "" if state == "ok" else needed.install)
 
 
 def _solvers() -> Iterator[Check]:
@@ -272,8 +220,8 @@ def _solvers() -> Iterator[Check]:
 
 def _extras() -> Iterator[Check]:
     """What `pip install 'remat[...]'` adds."""
-    by_extra: dict[str, list[_Requirement]] = {}
-    for requirement in _requirements():
+    by_extra: dict[str, list[Requirement]] = {}
+    for requirement in requirements(_PACKAGE):
         if requirement.extra:
             by_extra.setdefault(requirement.extra, []).append(requirement)
     for extra, wanted in by_extra.items():
@@ -286,40 +234,18 @@ def _extras() -> Iterator[Check]:
         yield Check(f"extra {extra}", state, ", ".join(told[state]), remedy)
 
 
-def _installed(requirement: _Requirement) -> tuple[State, str]:
+def _installed(requirement: Requirement) -> tuple[State, str]:
     """Whether a package of an extra is there, with its own extras."""
-    version = _version(requirement.name)
+    version = version_of(requirement.name)
     if version is None:
         return "missing", f"{requirement.name} is not installed"
     state, words = requirement.judge(version)
     if state == "wrong":
         return "missing", f"{requirement.name} {version} is older than {requirement.least}"
-    for part in _requirements(requirement.name):
-        if part.extra in requirement.parts and _version(part.name) is None:
+    for part in requirements(requirement.name):
+        if part.extra in requirement.parts and version_of(part.name) is None:
             return "missing", f"{part.name} is not installed"
     return state, f"{requirement.name} {version}{words}"
-
-
-def _requirements(package: str = _PACKAGE) -> list[_Requirement]:
-    """As the package itself says; of a source tree that is not installed, nothing is known."""
-    try:
-        lines = metadata.requires(package) or []
-    except metadata.PackageNotFoundError:
-        return []
-    return [found for line in lines if (found := _Requirement.read(line))]
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """Of a release: "2.13.0+cpu" is (2, 13, 0)."""
-    release = re.match(r"[\d.]*", version)
-    return tuple(int(part) for part in release[0].split(".") if part) if release else ()
 
 
 # -- the cost cache -------------------------------------------------------------------------------
