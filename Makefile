@@ -46,6 +46,7 @@ demo: $(STAMP)  ## Train a small model within a budget, and see what it costs
 test: lint types system-packages pytest pytest-gpu  ## Format, lint, import contracts, types, tests
 
 test-all: MARKS := not gpu
+test-all: export REMAT_EXAMPLES := 50
 test-all: test  ## The same with the slow tests, which repeat at length what others show
 
 # Takes an hour and 25 GB in VERSIONS_DIR; what cannot be had here is skipped, with the reason.

@@ -65,16 +65,22 @@ def _moves(graph: Graph, state: _State, free: bool) -> Iterator[tuple[float, int
             yield _run(graph, op, held, (first, 0 if free else op + 1))
     if held.issuperset(graph.operations[first].inputs):
         yield _run(graph, first, held, (first + 1, 0))
+        if over := graph.operations[first].overwrites:
+            yield _run(graph, first, held, (first + 1, 0), frozenset(over))
 
 
 def _run(
-    graph: Graph, op: int, held: frozenset[int], place: tuple[int, int]
+    graph: Graph,
+    op: int,
+    held: frozenset[int],
+    place: tuple[int, int],
+    over: frozenset[int] = frozenset(),
 ) -> tuple[float, int, _State]:
     operation = graph.operations[op]
     memory = (
         graph.constant_bytes
-        + sum(graph.values[v].size_bytes for v in held)
+        + sum(graph.values[v].size_bytes for v in held - over)
         + sum(graph.values[v].size_bytes for v in operation.outputs)
         + operation.workspace_bytes
     )
-    return operation.cost_s, memory, (*place, held | set(operation.outputs))
+    return operation.cost_s, memory, (*place, held - over | set(operation.outputs))

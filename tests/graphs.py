@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import networkx as nx
 from hypothesis import assume
 from hypothesis import strategies as st
@@ -27,6 +29,23 @@ def chain(length: int, size: int = 1, cost: float = 1.0) -> Graph:
             g.add_edge(f"b{i + 1}", f"b{i}")
     forward = [f"f{i}" for i in range(length)]
     return Graph.from_networkx(g, order=forward + [f"b{i}" for i in reversed(range(length))])
+
+
+def overwriting(
+    draw: st.DrawFn, operations: list[Operation], values: list[Value], results: set[int]
+) -> tuple[Operation, ...]:
+    """The operations, some of which write over what they read: those that run once."""
+    made: list[Operation] = []
+    for operation in operations:
+        over: list[int] = []
+        room = sum(values[v].size_bytes for v in operation.outputs)
+        for v in operation.inputs:
+            fits = v not in results and values[v].size_bytes <= room
+            if not operation.recomputable and fits and draw(st.booleans()):
+                over.append(v)
+                room -= values[v].size_bytes
+        made.append(replace(operation, overwrites=tuple(over)))
+    return tuple(made)
 
 
 @st.composite
@@ -57,7 +76,7 @@ def small_graphs(draw: st.DrawFn, max_operations: int = 7, max_values: int = 9) 
         )
     results = draw(st.sets(st.sampled_from(range(len(values))), max_size=3))
     return Graph(
-        tuple(operations),
+        overwriting(draw, operations, values, results),
         tuple(values),
         results=frozenset(results),
         constant_bytes=draw(st.sampled_from((0, 0, 5))),
@@ -108,7 +127,7 @@ def tight_cases(
         )
     chosen = draw(st.sets(st.sampled_from(range(len(values))), max_size=2))
     graph = Graph(
-        tuple(operations),
+        overwriting(draw, operations, values, chosen),
         tuple(values),
         results=frozenset(chosen - {early}),
         constant_bytes=draw(st.sampled_from((0, 0, 5))),
@@ -146,10 +165,11 @@ def training_graphs(draw: st.DrawFn, max_operations: int = 6) -> Graph:
                 recomputable=op < depth and draw(st.integers(0, 4)) < 4,
             )
         )
+    results = {2 * depth - 1, *draw(st.sampled_from(((), (), (), (0,), (1,))))}
     return Graph(
-        tuple(operations),
+        overwriting(draw, operations, values, results),
         tuple(values),
-        results=frozenset({2 * depth - 1, *draw(st.sampled_from(((), (), (), (0,), (1,))))}),
+        results=frozenset(results),
         constant_bytes=draw(st.sampled_from((0, 0, 5))),
         boundary=depth,
     )

@@ -8,7 +8,7 @@ import random
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.graphs import chain, small_graphs
+from tests.graphs import chain, overwriting, small_graphs
 from tests.test_solve import uneven
 
 from remat.compare import compare
@@ -110,7 +110,8 @@ def layered_graphs(draw: st.DrawFn) -> Graph:
         )
     sizes = draw(st.lists(st.integers(0, 9), min_size=count, max_size=count))
     values = tuple(Value(f"v{i}", size) for i, size in enumerate(sizes))
-    return Graph(tuple(operations), values, results=frozenset({count - 1}))
+    made = overwriting(draw, operations, list(values), {count - 1})
+    return Graph(made, values, results=frozenset({count - 1}))
 
 
 def least(graph: Graph, strategy: Strategy) -> Schedule | None:

@@ -68,6 +68,7 @@ def test_smallest_budget_is_the_smallest() -> None:
     tally.check()
 
 
+@pytest.mark.slow
 @laws
 @given(tight_cases(max_operations=6))
 def test_free_order_is_a_superset(case: tuple[Graph, int]) -> None:

@@ -245,6 +245,7 @@ def _sharded_blocks(inductor: bool) -> None:
     assert peak_of(model, x) < peak_of(plain, x) - saved_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inductor", ONE_OR_BOTH)
 def test_sharded_blocks(inductor: bool, tmp_path: Path) -> None:
     """FSDP2: gradients are those of the eager model, and the peak is below torch.compile's."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import networkx as nx
 import pytest
 from hypothesis import given, settings
@@ -25,6 +28,29 @@ def test_networkx_round_trip_keeps_single_output_graphs() -> None:
     graph = chain(4, size=7, cost=0.5)
     order = [o.name for o in graph.operations]
     assert Graph.from_networkx(graph.to_networkx(), order=order) == graph
+    once = [replace(o, recomputable=not o.backward) for o in graph.operations]
+    once[4] = replace(once[4], overwrites=once[4].inputs[:1])
+    graph = replace(graph, operations=tuple(once))
+    assert Graph.from_networkx(graph.to_networkx(), order=order) == graph
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"recomputable": True}, "may run again"),
+        ({"overwrites": (1,)}, "must be inputs"),
+        ({"overwrites": (0, 0)}, "must be inputs"),
+        ({"overwrites": (0, 1), "inputs": (0, 1)}, "overwrites 8 bytes; its outputs have 4"),
+        ({"overwrites": (2,), "inputs": (2,)}, "overwrites a result"),
+    ],
+)
+def test_what_cannot_be_overwritten_is_refused(change: dict[str, Any], message: str) -> None:
+    made = [Operation(f"op{i}", (), (i,), 1.0) for i in range(3)]
+    last = Operation("last", (0,), (3,), 1.0, recomputable=False, overwrites=(0,))
+    values = tuple(Value(f"v{i}", 4) for i in range(4))
+    assert len(Graph((*made, last), values, frozenset({2}))) == 4
+    with pytest.raises(GraphError, match=message):
+        Graph((*made, replace(last, **change)), values, frozenset({2}))
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,11 @@ def _explicit(graph: Graph, runs: list[int]) -> list[int]:
                     live += graph.values[value].size_bytes
         operation = graph.operations[runs[now]]
         live += sum(graph.values[v].size_bytes for v in operation.outputs)
+        for value in operation.overwrites:  # unless somebody reads this copy later
+            again = [r for r in range(now + 1, len(runs)) if runs[r] == graph.producer[value]]
+            readers = range(now + 1, again[0] if again else len(runs))
+            if all(value not in graph.operations[runs[r]].inputs for r in readers):
+                live -= graph.values[value].size_bytes
         during.append(live + operation.workspace_bytes)
     return during
 

@@ -41,6 +41,8 @@ class Operation:
     `workspace_bytes` are held only while it runs. `recomputable=False` means that it runs exactly
     once. `module` is the path of the module it belongs to, or "". `sequenced` operations draw
     random numbers or touch a buffer that changes: in any order of the graph, they keep theirs.
+    Outputs are written over those of the inputs `overwrites` that no later run reads, which then
+    take no memory beside them; only operations that run once do that.
     """
 
     name: str
@@ -52,6 +54,7 @@ class Operation:
     recomputable: bool = True
     module: str = ""
     sequenced: bool = False
+    overwrites: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -96,13 +99,30 @@ class Graph:
         return tuple(tuple(users) for users in consumers)
 
     @cached_property
+    def made_bytes(self) -> tuple[int, ...]:
+        """What each operation makes beside its inputs: outputs and workspace."""
+        return tuple(
+            sum(self.values[v].size_bytes for v in o.outputs) + o.workspace_bytes
+            for o in self.operations
+        )
+
+    @cached_property
+    def least_made_bytes(self) -> tuple[int, ...]:
+        """The same where all is overwritten that may be."""
+        return tuple(
+            made - sum(self.values[v].size_bytes for v in o.overwrites)
+            for made, o in zip(self.made_bytes, self.operations, strict=True)
+        )
+
+    @cached_property
     def total_cost_s(self) -> float:
         """Time of one step without recomputation, in seconds (or the graph's own cost unit)."""
         return math.fsum(operation.cost_s for operation in self.operations)
 
     def to_networkx(self) -> nx.DiGraph:
         """One node an operation, named as it is; the inverse of `from_networkx` where every
-        operation has one output. Edges carry the consumed values' names under `values`."""
+        operation has one output. Edges carry the consumed values' names under `values`, and
+        `overwritten` where their reader writes over them."""
         g = nx.DiGraph(constant_bytes=self.constant_bytes)
         for operation in self.operations:
             g.add_node(
@@ -122,6 +142,8 @@ class Graph:
                     g.edges[source, operation.name]["values"].append(self.values[v].name)
                 else:
                     g.add_edge(source, operation.name, values=[self.values[v].name])
+                if v in operation.overwrites:
+                    g.edges[source, operation.name]["overwritten"] = True
         return g
 
     @classmethod
@@ -135,10 +157,10 @@ class Graph:
         """A graph from a networkx DiGraph: each node is an operation with one output value.
 
         Node attributes: `cost` (seconds), `size` (bytes), optional `workspace` (bytes),
-        `backward`, `recomputable`, `module`, `result`. `order` is the execution order, by default
-        `networkx.topological_sort(g)`. `results` are the nodes whose outputs are held to the end
-        (default: those with a true `result`); an output without a user that is no result lives
-        only while its operation runs.
+        `backward`, `recomputable`, `module`, `result`; of edges an optional `overwritten`. `order`
+        is the execution order, by default `networkx.topological_sort(g)`. `results` are the nodes
+        whose outputs are held to the end (default: those with a true `result`); an output without
+        a user that is no result lives only while its operation runs.
 
         Raises `GraphError` on a cycle, a missing or bad attribute, or an order that is not one.
         """
@@ -162,8 +184,7 @@ class Graph:
         if unknown := wanted - set(index):
             raise GraphError(f"`results` names {sorted(map(str, unknown))}, not in the graph")
         operations = tuple(
-            _operation_from_node(node, g.nodes[node], index[node], [index[p] for p in g.pred[node]])
-            for node in nodes
+            _operation_from_node(node, g.nodes[node], index, g.pred[node]) for node in nodes
         )
         values = tuple(
             Value(str(node), _integer(g.nodes[node], "size", node, required=True)) for node in nodes
@@ -177,15 +198,19 @@ class Graph:
 
 
 def _operation_from_node(
-    node: Hashable, attributes: Mapping[str, object], index: int, inputs: list[int]
+    node: Hashable,
+    attributes: Mapping[str, object],
+    index: Mapping[Hashable, int],
+    edges: Mapping[Hashable, Mapping[str, object]],
 ) -> Operation:
     cost = attributes.get("cost")
     if isinstance(cost, bool) or not isinstance(cost, (int, float)):
         raise GraphError(f"operation {node!s} needs a number `cost` (seconds), got {cost!r}")
     return Operation(
         name=str(node),
-        inputs=tuple(sorted(inputs)),
-        outputs=(index,),
+        inputs=tuple(sorted(index[n] for n in edges)),
+        outputs=(index[node],),
+        overwrites=tuple(sorted(index[n] for n, edge in edges.items() if edge.get("overwritten"))),
         cost_s=float(cost),
         workspace_bytes=_integer(attributes, "workspace", node),
         backward=bool(attributes.get("backward", False)),
@@ -228,6 +253,23 @@ def _check_totals(graph: Graph) -> None:
         raise GraphError(f"the costs add up to over {_LIMIT_S:g} s: give them in a larger unit")
 
 
+def _check_overwrites(graph: Graph, operation: Operation, where: str) -> None:
+    over = operation.overwrites
+    if operation.recomputable:
+        raise GraphError(f"{where} overwrites what it reads and may run again; it must run once")
+    if len(set(over)) != len(over) or not set(over) <= set(operation.inputs):
+        raise GraphError(f"{where} overwrites values {over}; they must be inputs, each once")
+    if not graph.results.isdisjoint(over):
+        raise GraphError(f"{where} overwrites a result, which is held to the end")
+    sizes_bytes = [
+        sum(graph.values[v].size_bytes for v in values) for values in (over, operation.outputs)
+    ]
+    if sizes_bytes[0] > sizes_bytes[1]:
+        raise GraphError(
+            f"{where} overwrites {sizes_bytes[0]} bytes; its outputs have {sizes_bytes[1]}"
+        )
+
+
 def _validate(graph: Graph) -> None:
     count = len(graph.values)
     names: set[str] = set()
@@ -263,6 +305,8 @@ def _validate(graph: Graph) -> None:
             if v in produced:
                 raise GraphError(f"{where} produces value {graph.values[v].name} a second time")
             produced.add(v)
+        if operation.overwrites:
+            _check_overwrites(graph, operation, where)
     if len(produced) != count:
         missing = next(v for v in range(count) if v not in produced)
         raise GraphError(f"no operation produces value {graph.values[missing].name}")

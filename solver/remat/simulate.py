@@ -8,7 +8,8 @@ those of the runtime:
 * the first copy of a result is held to the end and is the one that readers read; a later copy,
   made by running its operation again for another output, is dropped right after that run;
 * while an operation runs, live memory is constant memory + all live copies (its inputs included)
-  + all its outputs + its workspace. The peak is the largest such sum.
+  + all its outputs + its workspace, less those inputs that it overwrites and that die with it.
+  The peak is the largest such sum.
 
 Linear in the number of (run, operand) pairs.
 """
@@ -68,7 +69,7 @@ def simulate(graph: Graph, schedule: Schedule) -> Timeline:
     schedule.check(graph)
     spans = _spans(graph, schedule)
     live = _live(graph, spans, len(schedule))
-    during = _during(graph, schedule, live)
+    during = _during(graph, schedule, live, spans)
     return Timeline(
         peak_bytes=max(during, default=graph.constant_bytes),
         time_s=_time(graph, schedule),
@@ -81,8 +82,9 @@ def simulate(graph: Graph, schedule: Schedule) -> Timeline:
 
 def peak_and_time(graph: Graph, schedule: Schedule) -> tuple[int, float]:
     """(peak in bytes, time in seconds) as in `simulate`, without the rest and without the check."""
-    live = _live(graph, _spans(graph, schedule), len(schedule))
-    during = _during(graph, schedule, live)
+    spans = _spans(graph, schedule)
+    live = _live(graph, spans, len(schedule))
+    during = _during(graph, schedule, live, spans)
     return max(during, default=graph.constant_bytes), _time(graph, schedule)
 
 
@@ -127,12 +129,20 @@ def _live(graph: Graph, spans: _Spans, runs: int) -> list[int]:
     return list(accumulate(change[: runs + 1]))
 
 
-def _during(graph: Graph, schedule: Schedule, live: list[int]) -> list[int]:
+def _during(graph: Graph, schedule: Schedule, live: list[int], spans: _Spans) -> list[int]:
     need = [
         sum(graph.values[v].size_bytes for v in operation.outputs) + operation.workspace_bytes
         for operation in graph.operations
     ]
-    return [live[run] + need[op] for run, op in enumerate(schedule.runs)]
+    during = [live[run] + need[op] for run, op in enumerate(schedule.runs)]
+    if any(operation.overwrites for operation in graph.operations):
+        for value, start, end in zip(*spans, strict=True):
+            if (
+                start < end < len(during)
+                and value in graph.operations[schedule.runs[end]].overwrites
+            ):
+                during[end] -= graph.values[value].size_bytes
+    return during
 
 
 def _time(graph: Graph, schedule: Schedule) -> float:

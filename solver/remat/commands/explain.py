@@ -59,6 +59,7 @@ def _figures(plan: Plan, op: int) -> Figures:
         "recomputable": operation.recomputable,
         "cost_s": operation.cost_s,
         "workspace_bytes": operation.workspace_bytes,
+        "overwrites": [graph.values[v].name for v in operation.overwrites],
         "output_bytes": sum(graph.values[v].size_bytes for v in operation.outputs),
         "runs": runs,
         "recomputations": len(runs) - 1,

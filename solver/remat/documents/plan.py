@@ -39,6 +39,7 @@ class OperationRecord(Record):
     recomputable: bool
     module: str
     sequenced: bool = False
+    overwrites: tuple[Natural, ...] = ()
 
 
 class GraphRecord(Record):

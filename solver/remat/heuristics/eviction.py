@@ -110,9 +110,7 @@ class _Attempt:
         self.is_result = [False] * len(self.size)
         for v in graph.results:
             self.is_result[v] = True
-        self.need = [
-            sum(self.size[v] for v in o.outputs) + o.workspace_bytes for o in graph.operations
-        ]
+        self.need = graph.made_bytes
         self.floor = graph.total_cost_s / max(1, len(graph)) * 1e-2 or 1e-12
         self.live = 0
         self.resident = [False] * len(self.size)
@@ -197,7 +195,8 @@ class _Attempt:
             # A copy made before is replaced by the new one.
             if self.resident[v] and not self.is_result[v]:
                 self._drop(v)
-        excess = self.live + self.need[op] - self.room
+        over = [v for v in operation.overwrites if self._may_go(v, stage)]
+        excess = self.live + self.need[op] - sum(self.size[v] for v in over) - self.room
         if excess > 0 and not self._make_room(excess, stage):
             return False
         self.runs.append(op)
@@ -206,7 +205,17 @@ class _Attempt:
         for v in operation.outputs:
             if not self.resident[v]:
                 self._add(v)
+        for v in over:
+            self._throw_out(v, stage)
         return True
+
+    def _may_go(self, v: int, stage: int) -> bool:
+        """Whether `stage` may write over `v`: nobody reads it later, but to make something again,
+        and then it can be made again itself."""
+        if self._direct(v, stage) < _INFINITE:
+            return False
+        maker = self.graph.operations[self.graph.producer[v]]
+        return maker.recomputable or self._wanted(v, stage) == _INFINITE
 
     def _add(self, v: int) -> None:
         self.resident[v] = True

@@ -23,8 +23,8 @@ def least_peak_bytes(graph: Graph) -> int:
     kept_bytes = 0
     most = 0
     for op, operation in enumerate(graph.operations):
-        own = sum(size[v] for v in {*operation.inputs, *operation.outputs} - kept)
-        most = max(most, kept_bytes + own + operation.workspace_bytes)
+        read_bytes = sum(size[v] for v in set(operation.inputs) - kept)
+        most = max(most, kept_bytes + read_bytes + graph.least_made_bytes[op])
         for v in operation.outputs:
             if stays[v] and (v in graph.results or last_read[v] > op):
                 kept.add(v)
@@ -42,7 +42,8 @@ def least_peak_of_any_order_bytes(graph: Graph) -> int:
     operation alone, or for all results at the end."""
     size = [value.size_bytes for value in graph.values]
     alone = (
-        sum(size[v] for v in {*o.inputs, *o.outputs}) + o.workspace_bytes for o in graph.operations
+        sum(size[v] for v in o.inputs) + made
+        for o, made in zip(graph.operations, graph.least_made_bytes, strict=True)
     )
     at_end = sum(size[v] for v in graph.results)
     return graph.constant_bytes + max(at_end, max(alone, default=0))

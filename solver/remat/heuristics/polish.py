@@ -78,8 +78,12 @@ def _with_more_kept(graph: Graph, schedule: Schedule, budget_bytes: int) -> Sche
         ]
         taken: list[tuple[slice, int]] = []
         for number in read:
-            idle = slice(end[earlier(number)] + 1, run + 1)
-            size_bytes = graph.values[timeline.copies[number].value].size_bytes
+            value = timeline.copies[number].value
+            size_bytes = graph.values[value].size_bytes
+            dead = end[earlier(number)]
+            # What is written over is not there beside what is: kept, it is.
+            is_over = value in graph.operations[schedule.runs[dead]].overwrites
+            idle = slice(dead + (not is_over), run + 1)
             room_bytes[idle] -= size_bytes
             taken.append((idle, size_bytes))
         if all(room_bytes[idle].min(initial=0) >= 0 for idle, _ in taken):

@@ -71,13 +71,16 @@ class Builder:
             run = self.runs.get(slot, 1)
             operation = self.graph.operations[op]
             self._writes = self.is_written(slot)
-            self._peak(slot, run, op)
+            if not operation.overwrites:
+                self._peak(slot, run, op)
             change: dict[pulp.LpVariable, float] = {}
             constant = 0.0
             for value in operation.inputs:
                 if not self.is_free(value):
                     old, new = self._consume(slot, run, value)
                     constant += self._change(change, value, old, new)
+            if operation.overwrites:  # known now: what of it is held on
+                self._peak(slot, run, op)
             for value in operation.outputs:
                 if not self.is_free(value):
                     old, new = self._produce(slot, run, value)
@@ -149,6 +152,13 @@ class Builder:
         )
         terms = dict(self._live)
         rhs = -self._live_constant
+        for value in operation.overwrites:  # it takes no memory beside the outputs unless held on
+            need -= self.sizes[value]
+            held = self._held[value]
+            if isinstance(held, int):
+                rhs -= held * self.sizes[value]
+            else:
+                terms[held] = terms.get(held, 0.0) + self.sizes[value]
         if isinstance(run, int):
             rhs -= need
         elif need:

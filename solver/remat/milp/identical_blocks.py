@@ -117,7 +117,9 @@ def _paired(graph: Graph, forward: _Run, backward: _Run, least: int) -> Repeats 
 def _look(graph: Graph, op: int) -> Hashable:
     o = graph.operations[op]
     outputs = tuple((graph.values[v].size_bytes, v in graph.results) for v in o.outputs)
-    return (o.cost_s, o.workspace_bytes, o.recomputable, o.sequenced, outputs, len(o.inputs))
+    over = tuple(o.inputs.index(v) for v in o.overwrites)
+    held = (o.workspace_bytes, outputs, len(o.inputs), over)
+    return (o.cost_s, held, o.recomputable, o.sequenced)
 
 
 def _output(graph: Graph, value: int) -> int:

@@ -243,13 +243,11 @@ class _Relaxation:
     def _room(self, moment: int, budget_bytes: int) -> None:
         graph, before = self.graph, self.moments[moment]
         size = [value.size_bytes for value in graph.values]
-        operation = graph.operations[before]
         held = self.held[moment]
-        for value in operation.inputs:
+        for value in graph.operations[before].inputs:
             if value in held:
                 held[value].lowBound = 1
-        there = operation.workspace_bytes + graph.constant_bytes
-        there += sum(size[v] for v in operation.outputs)
+        there = graph.least_made_bytes[before] + graph.constant_bytes
         there += sum(size[v] for v in graph.results if graph.producer[v] < before)
         unit_bytes = max(1.0, budget_bytes / 1000)
         terms = {h: -size[v] / unit_bytes for v, h in held.items()}

@@ -34,4 +34,8 @@ def set_aside(graph: Graph, most_bytes: int) -> tuple[Graph, int]:
         replace(value, size_bytes=0) if v in small else value
         for v, value in enumerate(graph.values)
     )
-    return replace(graph, values=values), reserve_bytes
+    # Outputs of no bytes have no room for an input: what is not counted as overwritten is safe.
+    operations = tuple(
+        replace(o, overwrites=()) if small.intersection(o.outputs) else o for o in graph.operations
+    )
+    return replace(graph, values=values, operations=operations), reserve_bytes

@@ -19,10 +19,10 @@ def held_at_peak(graph: Graph, schedule: Schedule) -> str:
     live = [copy for copy in timeline.copies if copy.start <= run <= copy.end]
     results = [c.value for c in live if c.value not in own and c.end >= len(schedule)]
     kept = [c.value for c in live if c.value not in own and c.end < len(schedule)]
-    during = sum(graph.values[v].size_bytes for v in own) + operation.workspace_bytes
+    beside_bytes = graph.constant_bytes + sum(graph.values[v].size_bytes for v in results + kept)
     parts = {
         "parameters, buffers and batch": graph.constant_bytes,
-        "what this operation reads and writes": during,
+        "what this operation reads and writes": timeline.peak_bytes - beside_bytes,
         "gradients and outputs": sum(graph.values[v].size_bytes for v in results),
         "what is kept for later": sum(graph.values[v].size_bytes for v in kept),
     }

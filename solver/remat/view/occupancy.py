@@ -7,7 +7,7 @@ from itertools import accumulate
 
 from remat.planned import Planned
 from remat.schedule import Schedule
-from remat.simulate import Timeline
+from remat.simulate import Copy, Timeline
 
 LAYERS = {
     "constant": "constant (parameters, buffers, batch)",
@@ -53,7 +53,18 @@ def occupancy(plan: Planned) -> Occupancy:
     layers = {"constant": [graph.constant_bytes] * count}
     layers |= {name: list(accumulate(delta[:count])) for name, delta in change.items()}
     layers["workspace"] = [graph.operations[op].workspace_bytes for op in runs]
+    for copy, name in zip(timeline.copies, kind, strict=True):
+        if is_overwritten(plan, copy):  # one with what is written over it
+            layers[name][copy.end] -= graph.values[copy.value].size_bytes
     return Occupancy(layers, timeline)
+
+
+def is_overwritten(plan: Planned, copy: Copy) -> bool:
+    """Whether the last run that reads a copy writes over it."""
+    runs = plan.schedule.runs
+    if not copy.start < copy.end < len(runs):
+        return False
+    return copy.value in plan.graph.operations[runs[copy.end]].overwrites
 
 
 def copy_kinds(plan: Planned, timeline: Timeline) -> list[str]:

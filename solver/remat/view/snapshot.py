@@ -16,7 +16,7 @@ from typing import Any
 
 from remat.documents.base import write_atomically
 from remat.planned import Planned
-from remat.view.occupancy import LAYERS, copy_kinds, starts_s
+from remat.view.occupancy import LAYERS, copy_kinds, is_overwritten, starts_s
 from remat.view.text import plain
 
 _BASE = 0x7F0000000000
@@ -53,6 +53,9 @@ def memory_snapshot(plan: Planned) -> dict[str, Any]:
         place = plain(operation.module) or "remat"
         own = {"name": plain(operation.name), "filename": place, "line": run}
         frames = [own, *around]
+        for index in dying[run]:
+            if is_overwritten(plan, timeline.copies[index]):
+                writer.free(index, now)
         for index in made[run]:
             size = graph.values[timeline.copies[index].value].size_bytes
             writer.allocate(index, size, frames, LAYERS[kinds[index]], now)

@@ -106,7 +106,8 @@ def graph_graphml(graph: Graph) -> str:
         g.add_node(index[name], name=plain(name), **words)
     for tail, head, attributes in source.edges(data=True):
         names = ", ".join(plain(value) for value in attributes["values"])
-        g.add_edge(index[tail], index[head], values=names)
+        over = {"overwritten": True} if attributes.get("overwritten") else {}
+        g.add_edge(index[tail], index[head], values=names, **over)
     return "\n".join(nx.generate_graphml(g)) + "\n"
 
 

@@ -70,12 +70,12 @@ def _backend(
             "without gradients nothing is kept for a backward, and nothing is run again",
             stacklevel=2,
         )
-    group = _group_of(options)
+    asked = _Asked(gm, example_inputs, own, patches, _group_of(options))
     if own.inductor:
-        return _with_inductor(gm, example_inputs, own, patches, group)
+        return _with_inductor(asked)
     if patches:
         raise ValueError(f"{next(iter(patches))} is Inductor's, and the option inductor is False")
-    return _without_inductor(gm, example_inputs, own, group)
+    return _without_inductor(asked)
 
 
 def compile(
@@ -131,42 +131,40 @@ def _group_of(options: object) -> _Group:
     return _last
 
 
-def _with_inductor(
-    gm: fx.GraphModule,
-    inputs: Sequence[Any],
-    options: CompileOptions,
-    patches: Mapping[str, Any],
-    group: _Group,
-) -> Any:
+@dataclass(frozen=True, eq=False)
+class _Asked:
+    """One graph to compile: `patches` are Inductor's options, `group` its step's graphs."""
+
+    gm: fx.GraphModule
+    inputs: Sequence[Any]
+    options: CompileOptions
+    patches: Mapping[str, Any]
+    group: _Group
+
+
+def _with_inductor(asked: _Asked) -> Any:
     """Plans, unless torch has the code of it on disk: then the plan is there as well."""
     if not kept.torch_keeps():
-        return _in_rounds(gm, inputs, options, patches, group)[0]
-    key = kept.key_of(gm, inputs, Partitioner.of_backend(options, group).uuid())
+        return _in_rounds(asked)[0]
+    uuid = Partitioner.of_backend(asked.options, asked.group).uuid()
+    key = kept.key_of(asked.gm, asked.inputs, uuid)
     known = kept.find(key)
     before = kept.hits()
-    less_bytes = known.less_bytes if known else 0
-    code, partitioner = _in_rounds(gm, inputs, options, patches, group, less_bytes)
+    code, partitioner = _in_rounds(asked, known.less_bytes if known else 0)
     if partitioner.made is None and kept.hits() > before:
         if known is not None:
             if known.compiled is not None:
                 named = {"module": compiled_now(), "compile_id": number_now()}
-                remember(found := replace(known.compiled, group=group, **named))
+                remember(found := replace(known.compiled, group=asked.group, **named))
                 progress.taken(found)
             return code
         with kept.nothing_kept():  # the plan's file is gone
-            code, partitioner = _in_rounds(gm, inputs, options, patches, group)
+            code, partitioner = _in_rounds(asked)
     kept.keep(key, kept.Kept(partitioner.made, partitioner.less_bytes))
     return code
 
 
-def _in_rounds(
-    gm: fx.GraphModule,
-    inputs: Sequence[Any],
-    options: CompileOptions,
-    patches: Mapping[str, Any],
-    group: _Group,
-    less_bytes: int = 0,
-) -> tuple[Any, Partitioner]:
+def _in_rounds(asked: _Asked, less_bytes: int = 0) -> tuple[Any, Partitioner]:
     """Plans, and plans again for so much less as Inductor's kernels take too much. The code, and
     who made the plan, if one was made."""
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -178,17 +176,17 @@ def _in_rounds(
 
     over, made = None, 0
     while made < _ROUNDS:
-        partitioner = Partitioner.of_backend(options, group, less_bytes, made + 1)
+        partitioner = Partitioner.of_backend(asked.options, asked.group, less_bytes, made + 1)
         try:
             with backward_at_once():
                 code = compile_fx(
-                    fx.GraphModule(gm, copy.deepcopy(gm.graph)),
-                    inputs,
+                    fx.GraphModule(asked.gm, copy.deepcopy(asked.gm.graph)),
+                    asked.inputs,
                     inner_compile=inner,
                     config_patches={
                         **partitioner.settings(),
                         "allow_buffer_reuse": True,
-                        **patches,
+                        **asked.patches,
                     },
                 )
         except Exception as error:
@@ -204,7 +202,7 @@ def _in_rounds(
         else:
             return code, partitioner
     assert over is not None
-    raise _too_small(over, made, options)
+    raise _too_small(over, made, asked.options)
 
 
 def _too_small(over: OverBudget, rounds: int, options: CompileOptions) -> InfeasibleBudget:
@@ -220,9 +218,7 @@ def _too_small(over: OverBudget, rounds: int, options: CompileOptions) -> Infeas
     )
 
 
-def _without_inductor(
-    gm: fx.GraphModule, inputs: Sequence[Any], options: CompileOptions, group: _Group
-) -> Any:
+def _without_inductor(asked: _Asked) -> Any:
     from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
     from torch._inductor.decomposition import select_decomp_table
@@ -232,8 +228,8 @@ def _without_inductor(
 
     compiled = aot_autograd(
         fw_compiler=run,
-        partition_fn=Partitioner.of_backend(options, group),
+        partition_fn=Partitioner.of_backend(asked.options, asked.group),
         decompositions=select_decomp_table,
         keep_inference_input_mutations=True,  # in the graph, where a plan sees them
     )
-    return compiled(gm, inputs)
+    return compiled(asked.gm, asked.inputs)

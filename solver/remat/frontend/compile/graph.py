@@ -15,6 +15,7 @@ from torch import fx
 from remat.costs.pricing import FLOOR_S
 from remat.documents.trace import BOUNDARY
 from remat.frontend.compile.costs import Price
+from remat.frontend.compile.in_place import with_overwrites
 from remat.frontend.compile.joint import Joint
 from remat.frontend.compile.nodes import (
     elements,
@@ -100,7 +101,11 @@ def read(joint: Joint, regions: list[Region], prices: Callable[[Region, int], Pr
         joint.given_bytes + joint.copied_bytes,
         boundary,
     )
-    return Step(graph, joint, tuple(of))
+    over: dict[int, list[int]] = {}
+    for made, before in (pair for kernel in joint.kernels or () for pair in kernel.over):
+        if made in number and before in number:
+            over.setdefault(number[made], []).append(number[before])
+    return Step(with_overwrites(graph, over), joint, tuple(of))
 
 
 def _name(region: Region, taken: set[str]) -> str:

@@ -7,6 +7,7 @@ backward reading the forward's nodes, so that more of the forward can run again.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,11 +22,13 @@ from remat.frontend.compile.versions import changed_afterwards, is_tangent, min_
 
 class Fused(NamedTuple):
     """The tensors that a kernel writes, as far as Inductor tells, the operations in it, and what it
-    holds while it runs, if that was measured."""
+    holds while it runs, if that was measured. `over` has what it writes and what it may write that
+    over, where nobody else needs that any more."""
 
     written: tuple[fx.Node, ...]
     parts: tuple[fx.Node, ...]
     scratch_bytes: int | None = None
+    over: tuple[tuple[fx.Node, fx.Node], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -84,12 +87,29 @@ class Joint:
         return self.place[call] >= self.forward
 
 
-def _fused(kernel: Kernel, named: Mapping[str, fx.Node]) -> Fused:
+def _fused(kernel: Kernel, here: Mapping[str, fx.Node]) -> Fused:
     written, parts = (
-        tuple(named[name] for name in names if name in named)
+        tuple(here[name] for name in names if name in here and here[name].op == "call_function")
         for names in (kernel.written, kernel.parts)
     )
-    return Fused(written, parts, kernel.scratch_bytes)
+    over = tuple(
+        (source(here[made]), source(here[before]))
+        for made, before in kernel.over
+        if made in here and before in here
+    )
+    return Fused(written, parts, kernel.scratch_bytes, over)
+
+
+def _given_away(shown: Mapping[str, fx.Node], outputs: Sequence[object]) -> set[str]:
+    """Inputs of the backward that it may write over, as torch has it: what the forward made for it
+    alone, and shows it once."""
+    returned = {source(n) for n in outputs if isinstance(n, fx.Node)}
+    times = Counter(shown.values())
+    return {
+        name
+        for name, node in shown.items()
+        if times[node] == 1 and node.op != "placeholder" and node not in returned
+    }
 
 
 def rejoined(
@@ -147,14 +167,15 @@ def rejoined(
             forward = len(calls)
             mutated |= {source(n) for call in calls for n in changes(call)}
         if inductor:
-            named = {n.name: here[n] for n in here if n.op == "call_function"}
+            named = {n.name: here[n] for n in here}
             shown = {n.name: source(here[n]) for n in here if n.op == "placeholder"}
             # Parameters, and views of them, are no part of what lives and dies here.
             given = {n for n in placeholders if not is_tangent(n)}
             storages = {
                 name: (n.name, 0 if n in given else node_bytes(n)) for name, n in shown.items()
             }
-            seen.append(observed(half, storages, is_backward=bool(is_backward)))
+            gone = _given_away(shown, returned[0][:num_fwd_outputs])
+            seen.append(observed(half, storages, gone, seen[0] if seen else None))
             kernels += [_fused(kernel, named) for kernel in seen[-1].kernels]
     return Joint(
         module=module,

@@ -13,7 +13,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +29,10 @@ from remat.frontend.compile.plans import CompiledPlan
 from remat.plan import Plan
 
 _FORMAT = 1
-_FIELDS = (
-    "budget_bytes", "baseline_bytes", "others_bytes", "given_bytes", "held_bytes", "copied_bytes",
-    "saved_bytes", "baseline_saved_bytes", "rounds", "planned_s", "verified",
-)  # fmt: skip
+_APART = ("plan", "held_names", "module", "compile_id", "group", "number")
+"""Fields that are written otherwise, or that belong to one process."""
+
+_FIELDS = [field.name for field in fields(CompiledPlan) if field.name not in _APART]
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from remat.frontend.compile.costs import Prices
 from remat.frontend.compile.explained import explained
 from remat.frontend.compile.graph import Step, leaving_room, read
 from remat.frontend.compile.joint import Joint, rejoined
-from remat.frontend.compile.kernels import Holding, PlannedKernels
+from remat.frontend.compile.kernels import Holding
 from remat.frontend.compile.naming import compiled_now, number_now
 from remat.frontend.compile.nodes import node_bytes, source
 from remat.frontend.compile.options import CompileOptions, read_options
@@ -91,7 +91,6 @@ class Partitioner(CustomPartitionerFn):
         """Inductor's options: this partitioner, and what holds Inductor to its plans."""
         return {
             "custom_partitioner_fn": self,
-            "inductor_choices_class": PlannedKernels,
             "reorder_for_peak_memory": False,
             "allow_buffer_reuse": False,  # it keeps what nobody reads for later buffers
             "_pre_fusion_custom_pass": Holding(),

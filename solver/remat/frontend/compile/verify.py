@@ -9,7 +9,7 @@ generated: what a kernel reads and what it writes are there while it runs.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate, zip_longest
+from itertools import accumulate
 from typing import Any
 
 from torch import fx
@@ -21,6 +21,7 @@ from remat.budget import format_bytes
 from remat.frontend.compile import progress
 from remat.frontend.compile.kernels import runs_of
 from remat.frontend.compile.nodes import node_bytes
+from remat.frontend.compile.overwriting import donated, inside_of, overwritten
 from remat.frontend.compile.plans import CompiledPlan, find
 from remat.frontend.compile.scratch import scratch_bytes
 from remat.frontend.compile.sizes import growth
@@ -53,7 +54,7 @@ class Verifier(SchedulerPass):
             return nodes
         is_backward = bool(V.graph.is_backward)
         held = compiled.held_names if is_backward else frozenset[str]()
-        peak_bytes = compiled.given_bytes + live_peak_bytes(nodes, held, scratch=_scratch(nodes))
+        peak_bytes = compiled.given_bytes + live_peak_bytes(nodes, held)
         if is_backward:
             peak_bytes += compiled.held_bytes + compiled.copied_bytes
         else:
@@ -75,11 +76,12 @@ def live_peak_bytes(
     nodes: Sequence[Any],
     held: Iterable[str] = (),
     storages: Mapping[str, tuple[str, int]] | None = None,
-    scratch: Iterable[int] = (),
+    given: Iterable[str] | None = None,
 ) -> int:
     """Of the inputs that can be freed and of all buffers, at the worst kernel. Inputs `held` are
     there to the end. Those that show the same of the `storages` take its bytes, until the last of
-    them is read. Each kernel has its `scratch` while it runs."""
+    them is read. Inputs `given` may be written over, those that torch names by default. Calls of
+    libraries have their scratch memory while they run."""
     scheduler = V.graph.scheduler
     outputs = OrderedSet(V.graph.get_output_names())
     _, inputs = prepare_planning_info(
@@ -91,15 +93,18 @@ def live_peak_bytes(
     )
     lives, _, _ = compute_memory_timeline(list(nodes), inputs, outputs)
     kept = set(held)
+    may_go = (donated() if given is None else set(given)) - kept
+    gone = set(overwritten(nodes, may_go).values())  # their memory is the next one's
+    inside = {name for node in nodes for name in inside_of(node)}
     ends: dict[str, int] = {}
     sizes: dict[str, int] = {}
     change = [0] * (len(nodes) + 1)
     for life in lives:
         name = life.buffer.get_name()
-        if is_inside_a_kernel(name, nodes, life.start_step):
+        if name in inside:
             continue
         lasting = life.end_step == -1 or name in kept
-        end = len(nodes) if lasting else life.end_step + 1
+        end = len(nodes) if lasting else life.end_step + (name not in gone)
         times = _growth(name)
         allocated, freed = round(times * life.size_alloc), round(times * life.size_free)
         if storages and name in storages:
@@ -112,22 +117,17 @@ def live_peak_bytes(
     for storage, end in ends.items():
         change[0] += sizes[storage]
         change[end] -= sizes[storage]
-    during = accumulate(change)
-    return max((a + b for a, b in zip_longest(during, scratch, fillvalue=0)), default=0)
+    held_then = accumulate(change[:-1])
+    return max((a + _scratch(n) for a, n in zip(held_then, nodes, strict=True)), default=0)
 
 
-def _scratch(nodes: Sequence[Any]) -> list[int]:
-    """What the calls of libraries hold while they run: measured in Inductor's layouts, else as it
-    was planned."""
-    found = [0] * len(nodes)
-    for step, node in enumerate(nodes):
-        if node.is_extern():
-            measured = scratch_bytes(node.node)
-            found[step] = _planned_scratch(node) if measured is None else measured
-    return found
-
-
-def _planned_scratch(node: Any) -> int:
+def _scratch(node: Any) -> int:
+    """What a kernel holds while it runs, if it is the call of a library: measured in Inductor's
+    layouts, else as it was planned."""
+    if not node.is_extern():
+        return 0
+    if (measured := scratch_bytes(node.node)) is not None:
+        return measured
     planned = [0]
     for number, run in runs_of(node):
         if (compiled := find(number)) is not None:
@@ -157,15 +157,6 @@ def copied_bytes() -> int:
     given = [(n, made) for n, made in pairs if isinstance(n, fx.Node) and n.op == "placeholder"]
     sizes = [(node_bytes(n), made) for n, made in given]  # a number has none, and no name
     return sum(size for size, made in sizes if size and made.get_name() not in V.graph.graph_inputs)
-
-
-def is_inside_a_kernel(name: str, nodes: Sequence[Any], step: int) -> bool:
-    """Whether only the kernel that makes a buffer reads it: then it is never written."""
-    buffer = V.graph.scheduler.name_to_buf.get(name)
-    if buffer is None or name in V.graph.get_output_names():
-        return False
-    parts = {part.get_name() for part in nodes[step].get_nodes()}
-    return len(parts) > 1 and all(user.get_name() in parts for user in buffer.users)
 
 
 def _plan_of(nodes: Sequence[Any]) -> CompiledPlan | None:

@@ -7,7 +7,9 @@ lives of its own operands only, each by one or two intervals, and one addition o
 between gives the new excess over the budget (the idea of FastSA, NeurIPS 2023, there with a
 segment tree).
 
-Memory is held in floats: exact while all sizes together stay under 2**50 bytes.
+Memory is held in floats: exact while all sizes together stay under 2**50 bytes. What is overwritten
+counts beside what is written over it, which may be too much: compiled training steps overwrite, and
+their order is not searched.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ Minimise the sum of cost_k R[t,k] subject to
     R[t,t] = 1,  R[t,k] = 0 for k > t,  S[t,i] = 0 for i not yet made                 (8)
     U[t,0] = sum_i size_i S[t,i]                                                      (2)
     U[t,k+1] = U[t,k] + R[t,k] bytes made - sum_i size_i F[t,i,k]                     (3)
-    U[t,k] + R[t,k] (bytes made + workspace) <= budget - constant memory              (4)
+    U[t,k] + R[t,k] (bytes made + workspace) - sum_i size_i F[t,i,k] <= room          (4)
     F[t,i,k] = 1 iff R[t,k] = 1, S[t+1,i] = 0 and no later reader of i runs in t      (5 to 7)
 
 It departs from the paper where the simulator does: an operation may have several outputs,
@@ -107,6 +107,8 @@ class CheckmateModel:
             made = sum(self.sizes[i] for i in operation.outputs)
             workspace = operation.workspace_bytes / self.unit_bytes
             need = [*live, (made + workspace, run)]
+            if k == t:  # what it overwrites runs once
+                need += [(-self.sizes[i], self._freed(t, i, k)) for i in operation.overwrites]
             if isinstance(self.room, pulp.LpVariable):
                 self._at_most([*need, (-1, self.room)], 0)
             else:

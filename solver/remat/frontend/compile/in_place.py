@@ -1,0 +1,39 @@
+"""Which inputs an operation of the backward may write over, in the graph that is planned.
+
+A compiler may write an output over an input of its size that nobody reads any more. For each output
+one such input is named, that most surely dies there; whether it does is up to the schedule, and
+`remat.simulate` counts it so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from remat.graph import Graph
+
+
+def with_overwrites(graph: Graph, over: Mapping[int, Sequence[int]]) -> Graph:
+    """The graph with `overwrites`. `over` has for a value those that it may be written over."""
+    operations = list(graph.operations)
+    for op, operation in enumerate(operations):
+        if operation.recomputable or not operation.backward:
+            continue
+        free = {v for v in operation.inputs if v not in graph.results and _last(graph, v) == op}
+        chosen: list[int] = []
+        for made in operation.outputs:
+            size_bytes = graph.values[made].size_bytes
+            fitting = [v for v in over.get(made, ()) if graph.values[v].size_bytes == size_bytes]
+            # What the backward made is not wanted to make anything else again.
+            fitting.sort(key=lambda v: not graph.operations[graph.producer[v]].backward)
+            if (first := next((v for v in fitting if v in free), None)) is not None:
+                free.remove(first)
+                chosen.append(first)
+        operations[op] = replace(operation, overwrites=tuple(sorted(chosen)))
+    return replace(graph, operations=tuple(operations))
+
+
+def _last(graph: Graph, value: int) -> int:
+    """The last that reads it and runs once: these keep their order."""
+    users = graph.consumers[value]
+    return max((op for op in users if not graph.operations[op].recomputable), default=-1)
