@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from remat.frontend.compile.plans import CompiledPlan, compiled_plans
     from remat.frontend.costs.cache import CostCache
     from remat.frontend.costs.measure import measure
+    from remat.frontend.enable import disable, enable, plans
     from remat.frontend.estimate import estimate
     from remat.frontend.max_batch import max_batch
     from remat.frontend.meter import LiveStorageMeter
@@ -82,7 +83,10 @@ _TORCH_SIDE = {
     "RematModule": "runtime.module",
     "lower": "runtime.module",
     "measure": "costs.measure",
+    "disable": "enable",
+    "enable": "enable",
     "optimize": "optimize",
+    "plans": "enable",
     "trace": "capture.trace",
 }
 
@@ -136,11 +140,14 @@ __all__ = [
     "compare",
     "compile",
     "compiled_plans",
+    "disable",
+    "enable",
     "estimate",
     "lower",
     "max_batch",
     "measure",
     "optimize",
+    "plans",
     "rewrite",
     "simulate",
     "solve",

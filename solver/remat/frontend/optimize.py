@@ -62,21 +62,16 @@ def optimize(
         raise TraceError(f"expected a torch.nn.Module, got {type(model).__name__}")
     if isinstance(model, RematModule):
         raise TraceError("this model is optimised already; pass the original one")
-    wanted = None if is_auto(budget) else Budget.parse(budget)
-    if reserve is not None:
-        reserve_bytes = reserved(reserve).total_bytes
-        if wanted is not None:  # what cannot be left fails now, not at midnight
-            less_reserve(wanted, reserve_bytes)
     planner = Planner(
-        OptimizeOptions(
-            budget=wanted,
+        options_of(
+            budget,
             strategy=strategy,
             costs=costs,
             cache=cache,
-            differentiate=differentiate if isinstance(differentiate, str) else tuple(differentiate),
+            differentiate=differentiate,
             max_plans=max_plans,
             progress=progress,
-            namespaces=frozenset(namespaces),
+            namespaces=namespaces,
             service=service,
             reserve=reserve,
             cuda_graphs=cuda_graphs,
@@ -90,3 +85,26 @@ def optimize(
     check_differentiable(model, args, kwargs)
     planner.ready(Watch(model), Call.of(args, kwargs, "the example inputs "))
     return RematModule(model, planner)
+
+
+def options_of(
+    budget: int | str,
+    *,
+    differentiate: str | Sequence[str] = "auto",
+    namespaces: Collection[str] = NAMESPACES,
+    reserve: Reserve | None = None,
+    **others: Any,
+) -> OptimizeOptions:
+    """The options, with what is wrong with budget and reserve told now. See `optimize`."""
+    wanted = None if is_auto(budget) else Budget.parse(budget)
+    if reserve is not None:
+        reserve_bytes = reserved(reserve).total_bytes
+        if wanted is not None:  # what cannot be left fails now, not at midnight
+            less_reserve(wanted, reserve_bytes)
+    return OptimizeOptions(
+        budget=wanted,
+        differentiate=differentiate if isinstance(differentiate, str) else tuple(differentiate),
+        namespaces=frozenset(namespaces),
+        reserve=reserve,
+        **others,
+    )

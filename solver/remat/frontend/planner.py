@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Self
 
 from torch import nn
 
@@ -32,7 +33,7 @@ from remat.frontend.device_memory import available
 from remat.frontend.operators import NAMESPACES
 from remat.frontend.reserve import Reserve, reserved
 from remat.frontend.runtime.guards import Call, Signature, Watch, signature
-from remat.frontend.runtime.lower import compile_program
+from remat.frontend.runtime.lower import Compiled, compile_program
 from remat.frontend.runtime.module import Ready, Source
 from remat.passes.accumulation import with_accumulation
 from remat.passes.draws import drawn_once
@@ -82,6 +83,16 @@ class Entry:
     plan: Plan
 
 
+@dataclass(frozen=True)
+class Kept:
+    """What a planner has found out, without the model that it is for."""
+
+    options: OptimizeOptions
+    timings_s: dict[str, float]
+    entries: tuple[tuple[Signature, Compiled, Trace, Plan], ...]
+    has_run: bool
+
+
 @dataclass
 class Planner:
     """The source of a module's programs. `timings_s` tells where the last planning's time went."""
@@ -96,15 +107,29 @@ class Planner:
         """The program that ran last, or was planned last."""
         return self._last
 
-    def rebind(self, model: nn.Module) -> Source:
+    @property
+    def entries(self) -> list[Entry]:
+        """What was planned, the one that ran last at the end."""
+        return list(self._entries.values())
+
+    def kept(self) -> Kept:
+        """All of it but the model: copies and pickles have this."""
+        entries = [(k, e.ready.compiled, e.trace, e.plan) for k, e in self._entries.items()]
+        return Kept(self.options, dict(self.timings_s), tuple(entries), self._last is not None)
+
+    @classmethod
+    def of(cls, kept: Kept, model: nn.Module) -> Self:
         """The same plans for a copy of the model."""
-        copied = Planner(self.options, dict(self.timings_s))
-        for key, entry in self._entries.items():
-            ready = Ready(entry.ready.compiled, model, entry.plan)
-            copied._entries[key] = replace(entry, ready=ready)
-            if entry.ready is self._last:
-                copied._last = ready
-        return copied
+        found = cls(kept.options, dict(kept.timings_s))
+        for key, compiled, traced, plan in kept.entries:
+            found._entries[key] = Entry(Ready(compiled, model, plan), traced, plan)
+        if kept.has_run:
+            found._last = found.entries[-1].ready
+        return found
+
+    def rebind(self, model: nn.Module) -> Source:
+        """As `of`."""
+        return type(self).of(self.kept(), model)
 
     def ready(self, watch: Watch, call: Call) -> Ready:
         """The program for a call; planned now where the call is of a new kind."""

@@ -79,26 +79,30 @@ class FixedSource:
 
 
 class Step:
-    """What a `RematModule`'s graph calls: decides between the plan and the model's own forward."""
+    """Decides at each call between the plan and the model's `own` forward: by default all that a
+    call of the model does."""
 
-    def __init__(self, model: nn.Module, source: Source) -> None:
+    def __init__(
+        self, model: nn.Module, source: Source, own: Callable[..., Any] | None = None
+    ) -> None:
         self.model = model
         self.source = source
+        self._own = own or model
         self._watch = Watch(model)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One call of the module."""
         model = self.model
         if not torch.is_grad_enabled():
-            return model(*args, **kwargs)
+            return self._own(*args, **kwargs)
         call = Call.of(args, kwargs, "the arguments ")
         current = self.source.current()
         planned_training = current is None or current.compiled.program.environment.training
         if not model.training and planned_training:
-            return model(*args, **kwargs)
+            return self._own(*args, **kwargs)
         self._watch.look()
         if not self._watch.trains and not any(t.requires_grad for t in call.leaves):
-            return model(*args, **kwargs)
+            return self._own(*args, **kwargs)
         return self.source.ready(self._watch, call)(call.leaves)
 
 

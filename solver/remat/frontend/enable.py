@@ -1,0 +1,230 @@
+"""`enable(model, budget)`: the model itself, with a training step within the budget.
+
+What `nn.Module.compile` is to torch.compile: the class, the signature, `state_dict` keys, hooks on
+the model and what others read of it stay as they are, because only its `forward` is another one.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any, TypedDict, TypeVar, Unpack
+
+import torch
+from torch import nn
+
+from remat.budget import Budget, format_bytes, is_auto
+from remat.costs.roofline import Roofline
+from remat.errors import InfeasibleBudget, TraceError
+from remat.frontend.capture.trace import check_differentiable, normalise_inputs
+from remat.frontend.costs.cache import CostCache
+from remat.frontend.optimize import options_of
+from remat.frontend.planner import Entry, Kept, Planner
+from remat.frontend.reserve import Reserve
+from remat.frontend.runtime.guards import Call, Watch
+from remat.frontend.runtime.module import RematModule, Step
+from remat.plan import Plan
+from remat.progress import Progress
+from remat.strategies import Strategy
+
+Model = TypeVar("Model", bound=nn.Module)
+
+_PLACE = "_remat_forward"
+"""Among a model's attributes: what its `forward` was made, also where others have wrapped it."""
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class Options(TypedDict, total=False):
+    """Of `enable`: as in `remat.optimize`."""
+
+    strategy: Strategy | None
+    costs: str | Roofline | None
+    cache: str | CostCache | None
+    differentiate: str | Sequence[str]
+    max_plans: int
+    progress: Callable[[Progress], None] | None
+    namespaces: Collection[str]
+    reserve: Reserve | None
+    cuda_graphs: bool
+
+
+def enable(
+    model: Model,
+    budget: int | str,
+    example_inputs: Any = None,
+    example_kwargs: Mapping[str, Any] | None = None,
+    **options: Unpack[Options],
+) -> Model:
+    """Have `model` train within `budget` (bytes allocated at most, as in `remat.optimize`).
+
+    It stays the same object, and is returned. With example inputs the step is planned now, else at
+    the first call. Hooks of the model itself run as ever, outside of what is planned. Copies,
+    pickles and `torch.save` keep it enabled, with their plans. `**options` are those of
+    `remat.optimize`: see `Options`.
+
+    Raises `TraceError` where the model is enabled, optimised, compiled or sharded already,
+    `InfeasibleBudget` where its parameters alone do not fit, and what `remat.optimize` raises.
+    """
+    _refuse(model)
+    if unknown := sorted(options.keys() - Options.__annotations__.keys()):
+        known = ", ".join(Options.__annotations__)
+        raise TypeError(f"enable() got an unexpected option {unknown[0]!r}; there are {known}")
+    _refuse_less_than_parameters(model, budget)
+    planner = _InPlace(options_of(budget, **options))
+    forward = PlannedForward(model, model.__dict__.get("forward"), planner)
+    if example_inputs is not None or example_kwargs is not None:
+        given = () if example_inputs is None else example_inputs
+        args, kwargs = normalise_inputs(model, given, example_kwargs)
+        check_differentiable(model, args, kwargs)
+        planner.ready(Watch(model), Call.of(args, kwargs, "the example inputs "))
+    model.__dict__[_PLACE] = model.__dict__["forward"] = forward
+    return model
+
+
+def disable(model: Model) -> Model:
+    """Give the model its own forward back. Raises `TraceError` where remat is not enabled."""
+    planned = _planned(model)
+    planned.is_on = False  # others may have wrapped it since, and call it
+    if model.__dict__.get("forward") is planned:
+        del model.__dict__["forward"]
+        if planned.own is not None:
+            model.__dict__["forward"] = planned.own
+    del model.__dict__[_PLACE]
+    return model
+
+
+def plans(model: nn.Module) -> list[Plan]:
+    """The plans of an enabled model, the one that ran last at the end. Raises `TraceError`."""
+    return [entry.plan for entry in _planned(model).planner.entries]
+
+
+class PlannedForward:
+    """The `forward` of an enabled model. `own` is what the model had in its place, if anything."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        own: Callable[..., Any] | None,
+        source: Planner | Kept,
+        is_on: bool = True,
+    ) -> None:
+        self.model = model
+        self.own = own
+        self.is_on = is_on
+        self._source = source
+        self._step: Step | None = None
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.unplanned)
+
+    @property
+    def unplanned(self) -> Callable[..., Any]:
+        """The model's own forward."""
+        return MethodType(type(self.model).forward, self.model) if self.own is None else self.own
+
+    @property
+    def planner(self) -> Planner:
+        """The plans. Those of a copy become its own when they are first asked for: the model that
+        a copy belongs to is not whole when this is made."""
+        if isinstance(self._source, Kept):
+            self._source = _InPlace.of(self._source, self.model)
+        return self._source
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.is_on:
+            return self.unplanned(*args, **kwargs)
+        if self._step is None:
+            self._step = Step(self.model, self.planner, self.unplanned)
+        return _run(self._step, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PlannedForward:
+        model, own = copy.deepcopy((self.model, self.own), memo)
+        return PlannedForward(model, own, self.planner.kept(), self.is_on)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PlannedForward, (self.model, self.own, self.planner.kept(), self.is_on)
+
+
+@torch._disable_dynamo  # torch.compile of the model breaks its graph here, once
+def _run(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return step.run(args, kwargs)
+
+
+class _InPlace(Planner):
+    """Captures the model as it was."""
+
+    def _plan(self, model: nn.Module, call: Call, *, accumulating: bool) -> Entry:
+        with _as_it_was(model):
+            return super()._plan(model, call, accumulating=accumulating)
+
+
+@contextmanager
+def _as_it_was(model: nn.Module) -> Iterator[None]:
+    """With its own forward, and without the hooks that run around it anyway."""
+    state = model.__dict__
+    planned = state.get(_PLACE)
+    before = {name: state[name] for name in _HOOKS if name in state}
+    forward = state.pop("forward", None)
+    if planned is not None and planned.own is not None:
+        state["forward"] = planned.own
+    state.update({name: OrderedDict() for name in before})
+    try:
+        yield
+    finally:
+        state.update(before)
+        state.pop("forward", None)
+        if forward is not None:
+            state["forward"] = forward
+
+
+def _planned(model: nn.Module) -> PlannedForward:
+    planned = model.__dict__.get(_PLACE) if isinstance(model, nn.Module) else None
+    if planned is None:
+        raise TraceError(
+            f"remat is not enabled for this {type(model).__name__}; remat.enable(model, budget) "
+            "does that"
+        )
+    return planned
+
+
+def _refuse(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise TraceError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    if _PLACE in model.__dict__:
+        raise TraceError(
+            f"remat is enabled for this {type(model).__name__} already; call remat.disable(model) "
+            "before enabling it for another budget"
+        )
+    if isinstance(model, RematModule):
+        raise TraceError("this model is optimised already; pass the original one")
+    if "_orig_mod" in model._modules:
+        raise TraceError(
+            "this model was compiled by torch.compile; pass the module inside (model._orig_mod), "
+            'or compile it within the budget: torch.compile(model, backend="remat")'
+        )
+    if any(type(p).__name__ == "DTensor" for p in model.parameters()):
+        raise TraceError(
+            f"the parameters of this {type(model).__name__} are sharded already, and a plan needs "
+            "whole ones; enable remat before sharding, block by block"
+        )
+
+
+def _refuse_less_than_parameters(model: nn.Module, budget: int | str) -> None:
+    asked = None if is_auto(budget) else Budget.parse(budget).size_bytes
+    if asked is None:
+        return
+    held_bytes = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+    held_bytes += sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    if asked < held_bytes:
+        raise InfeasibleBudget(
+            f"a budget of {format_bytes(asked)} is less than the parameters, their gradients and "
+            f"the buffers of this {type(model).__name__} take ({format_bytes(held_bytes)}), which "
+            "no plan changes",
+            min_feasible_bytes=held_bytes,
+        )

@@ -1,0 +1,162 @@
+"""The `Trainer` of Transformers with an enabled model: the same losses, weights and files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import remat
+from remat.frontend.allocated import allocated_peak
+
+pytest.importorskip("accelerate")
+
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedModel,
+    Trainer,
+    TrainingArguments,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore::UserWarning:transformers")]
+
+STEPS = 20
+_SIZE = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
+
+
+def gpt2() -> PreTrainedModel:
+    return GPT2LMHeadModel(
+        GPT2Config(n_layer=3, n_embd=64, n_head=4, vocab_size=128, n_positions=64)
+    )
+
+
+def bert() -> PreTrainedModel:
+    return BertForMaskedLM(BertConfig(**_SIZE, intermediate_size=256, vocab_size=128))
+
+
+def vit() -> PreTrainedModel:
+    config = ViTConfig(**_SIZE, intermediate_size=256, image_size=32, patch_size=8, num_labels=10)
+    return ViTForImageClassification(config)
+
+
+def examples(model: PreTrainedModel, count: int = 40) -> list[dict[str, torch.Tensor]]:
+    draw = torch.Generator().manual_seed(1)
+    if isinstance(model, ViTForImageClassification):
+        pixels = torch.randn(count, 3, 32, 32, generator=draw)
+        labels = torch.randint(0, 10, (count,), generator=draw)
+        return [{"pixel_values": p, "labels": n} for p, n in zip(pixels, labels, strict=True)]
+    ids = torch.randint(0, 128, (count, 48), generator=draw)
+    return [{"input_ids": x, "labels": x, "attention_mask": torch.ones_like(x)} for x in ids]
+
+
+class Logged(Trainer):
+    """With the losses and gradients' norms of each step."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.seen: list[tuple[float, float]] = []
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        if "loss" in logs:
+            self.seen.append((logs["loss"], logs["grad_norm"]))
+
+
+def trainer(model: PreTrainedModel, folder: Path, steps: int = STEPS, **options: Any) -> Logged:
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        max_steps=steps,
+        per_device_train_batch_size=4,
+        logging_steps=1,
+        save_steps=10,
+        report_to=[],
+        seed=7,
+        use_cpu=True,
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        **options,
+    )
+    given = examples(model)
+    return Logged(model, arguments, train_dataset=given, eval_dataset=given[:8])
+
+
+def made(make: Any) -> PreTrainedModel:
+    torch.manual_seed(0)
+    return make()
+
+
+def assert_same_weights(one: PreTrainedModel, other: PreTrainedModel) -> None:
+    ours, theirs = one.state_dict(), other.state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("make", "budget"),
+    [(gpt2, "70%"), pytest.param(bert, "70%", marks=slow), pytest.param(vit, "90%", marks=slow)],
+)
+def test_a_run_is_the_same(make: Any, budget: str, tmp_path: Path) -> None:
+    eager = trainer(made(make), tmp_path / "eager")
+    eager.train()
+    model = remat.enable(made(make), budget)
+    ours = trainer(model, tmp_path / "ours")
+    ours.train()
+    assert ours.seen == eager.seen
+    assert len(ours.seen) == STEPS
+    assert ours.evaluate()["eval_loss"] == eager.evaluate()["eval_loss"]
+    assert_same_weights(model, eager.model)
+    (plan,) = remat.plans(model)
+    assert plan.peak_bytes <= plan.budget_bytes
+    assert len(plan.schedule) > len(plan.graph)
+    saved = type(model).from_pretrained(tmp_path / "ours" / f"checkpoint-{STEPS}")
+    assert type(saved) is type(model)
+    assert_same_weights(saved, model)
+    # At the end of an epoch, the Trainer itself does not go on as it would have.
+    resumed = [made(make), remat.enable(made(make), budget)]
+    again = [trainer(m, tmp_path / n) for m, n in zip(resumed, ("eager", "ours"), strict=True)]
+    for each, name in zip(again, ("eager", "ours"), strict=True):
+        each.train(resume_from_checkpoint=str(tmp_path / name / "checkpoint-10"))
+    assert again[1].seen == again[0].seen
+    assert len(again[1].seen) == STEPS - 10
+    assert_same_weights(resumed[1], resumed[0])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"gradient_accumulation_steps": 2}, marks=slow),
+        pytest.param({"bf16": True}, marks=slow),
+        pytest.param({"gradient_checkpointing": True}, marks=slow),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing. is deprecated:FutureWarning")
+def test_options_that_change_the_step(options: dict[str, Any], tmp_path: Path) -> None:
+    eager = trainer(made(gpt2), tmp_path / "eager", 5, **options)
+    eager.train()
+    model = remat.enable(made(gpt2), "70%")
+    ours = trainer(model, tmp_path / "ours", 5, **options)
+    ours.train()
+    assert ours.seen == eager.seen
+    assert len(remat.plans(model)) == (2 if "gradient_accumulation_steps" in options else 1)
+
+
+@pytest.mark.slow
+def test_a_step_of_its_takes_what_was_planned(tmp_path: Path) -> None:
+    model = remat.enable(made(gpt2), "70%")
+    ours = trainer(model, tmp_path, 1)
+    ours.train()
+    (plan,) = remat.plans(model)
+    model.zero_grad(set_to_none=True)
+    batch = next(iter(ours.get_train_dataloader()))
+    peak = allocated_peak(lambda: ours.training_step(model, batch))
+    held = (*model.parameters(), *model.buffers(), *batch.values())
+    assert peak + sum(t.nbytes for t in held) <= plan.budget_bytes
