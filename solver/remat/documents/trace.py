@@ -63,6 +63,8 @@ class Trace(Document):
     environment: Environment
     accumulating: bool = False
     """Gradients are already there and are added to, as in gradient accumulation."""
+    outputs_dropped: bool = False
+    """Nobody holds the outputs when the backward starts, but the backward where it reads them."""
     library_bytes: int = Field(default=0, ge=0, lt=2**63)
     """What libraries hold on the device during the step (cuBLAS workspaces)."""
 
@@ -163,7 +165,17 @@ def _build_graph(trace: Trace) -> Graph:
             boundary = len(operations)
             names = {p.storage: p.name for p in trace.placeholders}
             made = tuple(value(s, names[s]) for s in sorted(tangents - constants))
-            operations.append(Operation(BOUNDARY, (), made, 0.0, backward=True, recomputable=False))
+            read = {trace.storage_of[o.name] for o in trace.outputs if trace.outputs_dropped}
+            operations.append(
+                Operation(
+                    BOUNDARY,
+                    tuple(sorted(value_of[s] for s in read if s in value_of)),
+                    made,
+                    0.0,
+                    backward=True,
+                    recomputable=False,
+                )
+            )
             continue
         read = {trace.storage_of[n] for n in (*refs(node.args), *refs(node.kwargs))}
         written = {r.storage: r.name for r in node.results}
@@ -196,9 +208,9 @@ def _build_graph(trace: Trace) -> Graph:
 
 
 def held_storages(trace: Trace) -> set[int]:
-    """Storages that somebody outside of the step holds to its end: outputs, gradients (but not
-    those that are added into a `.grad`), and the gradient of a scalar loss, which
-    `loss.backward()` itself holds until it returns."""
+    """Storages that somebody outside of the step holds to its end: outputs that are not dropped,
+    gradients (but not those that are added into a `.grad`), and the gradient of a scalar loss,
+    which `loss.backward()` itself holds until it returns."""
     accumulated = {
         name for node in trace.nodes if node.target == ACCUMULATE for name in refs(node.args[1])
     }
@@ -208,7 +220,7 @@ def held_storages(trace: Trace) -> set[int]:
         for p in trace.placeholders
         if p.kind == "tangent" and (not frees or not p.tensor.shape)
     }
-    held |= {trace.storage_of[o.name] for o in trace.outputs}
+    held |= {trace.storage_of[o.name] for o in trace.outputs if not trace.outputs_dropped}
     return held | {trace.storage_of[g.name] for g in trace.gradients if g.name not in accumulated}
 
 

@@ -51,6 +51,7 @@ class Options(TypedDict, total=False):
     namespaces: Collection[str]
     reserve: Reserve | None
     cuda_graphs: bool
+    outputs: str
 
 
 def enable(

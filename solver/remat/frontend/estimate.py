@@ -15,6 +15,7 @@ from remat.documents.trace import Trace
 from remat.frontend.capture.trace import trace as capture
 from remat.frontend.reserve import Reserve, reserved
 from remat.frontend.target import ANY
+from remat.outputs import HELD
 from remat.report.estimate import Estimate
 
 
@@ -26,6 +27,7 @@ def estimate(
     differentiate: str | Sequence[str] = "auto",
     device: str | torch.device | None = None,
     reserve: Reserve | None = None,
+    outputs: str = HELD,
 ) -> Estimate:
     """What one training step of `model` on inputs like these takes in eager mode, and what of it.
 
@@ -36,7 +38,12 @@ def estimate(
     `TraceError` where the model cannot be captured.
     """
     traced = capture(
-        model, example_inputs, example_kwargs, differentiate=differentiate, device=device
+        model,
+        example_inputs,
+        example_kwargs,
+        differentiate=differentiate,
+        device=device,
+        outputs=outputs,
     )
     found = Estimate.of(by_roofline(traced, data_sheet(traced)))
     return dataclasses.replace(found, reserve_bytes=reserved(reserve).total_bytes)

@@ -17,6 +17,7 @@ from remat.frontend.planner import OptimizeOptions, Planner, Service
 from remat.frontend.reserve import Reserve, reserved
 from remat.frontend.runtime.guards import Call, Watch
 from remat.frontend.runtime.module import RematModule
+from remat.outputs import HELD, are_dropped
 from remat.progress import Progress
 from remat.reserve import less_reserve
 from remat.strategies import Strategy
@@ -38,6 +39,7 @@ def optimize(
     service: Service | None = None,
     reserve: Reserve | None = None,
     cuda_graphs: bool = False,
+    outputs: str = HELD,
 ) -> RematModule:
     """The same model with a training step that never takes more memory than `budget`.
 
@@ -52,7 +54,8 @@ def optimize(
     "cpu", "cuda" or a `remat.Roofline`; by default operations are timed on the model's own device.
     `differentiate` says which outputs gradients will come from (see `remat.trace`). `service` plans
     elsewhere, as `remat.Client.optimize` does. With `cuda_graphs` nothing random is computed again,
-    so that the step can be captured in a CUDA graph. Other keyword arguments are those of
+    so that the step can be captured in a CUDA graph. `outputs="dropped"` counts on a caller who
+    lets go of what the model returned before the backward. Other keyword arguments are those of
     `remat.solve` and `remat.measure`.
 
     The result shares the model's parameters and behaves as the model. Raises `InfeasibleBudget`,
@@ -75,6 +78,7 @@ def optimize(
             service=service,
             reserve=reserve,
             cuda_graphs=cuda_graphs,
+            outputs=outputs,
         )
     )
     if example_inputs is None and example_kwargs is None:
@@ -93,9 +97,11 @@ def options_of(
     differentiate: str | Sequence[str] = "auto",
     namespaces: Collection[str] = NAMESPACES,
     reserve: Reserve | None = None,
+    outputs: str = HELD,
     **others: Any,
 ) -> OptimizeOptions:
-    """The options, with what is wrong with budget and reserve told now. See `optimize`."""
+    """The options, with what is wrong with budget, reserve and outputs told now. See `optimize`."""
+    are_dropped(outputs)
     wanted = None if is_auto(budget) else Budget.parse(budget)
     if reserve is not None:
         reserve_bytes = reserved(reserve).total_bytes
@@ -106,5 +112,6 @@ def options_of(
         differentiate=differentiate if isinstance(differentiate, str) else tuple(differentiate),
         namespaces=frozenset(namespaces),
         reserve=reserve,
+        outputs=outputs,
         **others,
     )

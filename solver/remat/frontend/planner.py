@@ -35,6 +35,7 @@ from remat.frontend.reserve import Reserve, reserved
 from remat.frontend.runtime.guards import Call, Signature, Watch, signature
 from remat.frontend.runtime.lower import Compiled, compile_program
 from remat.frontend.runtime.module import Ready, Source
+from remat.outputs import HELD
 from remat.passes.accumulation import with_accumulation
 from remat.passes.draws import drawn_once
 from remat.plan import Plan
@@ -72,6 +73,7 @@ class OptimizeOptions:
     service: Service | None = None
     reserve: Reserve | None = None
     cuda_graphs: bool = False
+    outputs: str = HELD
 
 
 @dataclass
@@ -150,7 +152,11 @@ class Planner:
         self.timings_s = {}
         with self._timed("trace"):
             traced = capture(
-                model, call.args, call.kwargs, differentiate=self.options.differentiate
+                model,
+                call.args,
+                call.kwargs,
+                differentiate=self.options.differentiate,
+                outputs=self.options.outputs,
             )
             if accumulating:
                 traced = with_accumulation(traced)

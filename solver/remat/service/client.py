@@ -16,6 +16,7 @@ from remat.documents.program import Program
 from remat.documents.trace import Trace
 from remat.errors import InfeasibleBudget, RematError, ServiceError
 from remat.graph import Graph
+from remat.outputs import HELD
 from remat.plan import Plan
 from remat.progress import Cancel, ProgressCallback
 from remat.service import wire
@@ -75,6 +76,7 @@ class Client:
         progress: ProgressCallback | None = None,
         reserve: Reserve | None = None,
         cuda_graphs: bool = False,
+        outputs: str = HELD,
     ) -> RematModule:
         """As `remat.optimize`, with the plan made by the service.
 
@@ -101,6 +103,7 @@ class Client:
             service=plan,
             reserve=reserve,
             cuda_graphs=cuda_graphs,
+            outputs=outputs,
         )
 
     def solve(

@@ -31,6 +31,7 @@ from remat.frontend.capture.surroundings import checkpointing_disabled, observe,
 from remat.frontend.frames import is_machinery
 from remat.frontend.pytree import flatten
 from remat.frontend.target import Target, device_here, find_target
+from remat.outputs import HELD, are_dropped
 
 log = logging.getLogger("remat")
 
@@ -45,6 +46,7 @@ def trace(
     *,
     differentiate: str | Sequence[str] = "auto",
     device: str | torch.device | None = None,
+    outputs: str = HELD,
 ) -> Trace:
     """Capture one training step of `model` on inputs like these.
 
@@ -53,6 +55,8 @@ def trace(
     scalar loss where the model returns one, else all), "all", or output names such as "loss".
     A model on the "meta" device is captured as if it were on CUDA where there is one, else on the
     CPU: nothing is allocated, and its plan is for a model that really is there.
+    `outputs` are "held" by the caller while the backward runs, or "dropped" before it (by a loop
+    that keeps only the loss): their memory is then planned like any other.
 
     `device` captures the step as if model and inputs were there: "cpu", "cuda", or a GPU that is
     not here by its name, such as "h100" ("cuda" where there is no GPU is an H200). The trace then
@@ -61,6 +65,7 @@ def trace(
 
     Raises `TraceError` with the place and the remedy where the model cannot be captured.
     """
+    dropped = are_dropped(outputs)
     args, kwargs = normalise_inputs(model, example_inputs, example_kwargs)
     check_differentiable(model, args, kwargs)
     _refuse_wrong_captures(model)
@@ -78,7 +83,8 @@ def trace(
         stack.enter_context(checkpointing_disabled())
         stack.enter_context(as_eager(flat.casts, target))
         graph_module = _joint(stack, flat, leaves)
-        return read_joint(graph_module, flat, inputs, environment, target)
+        traced = read_joint(graph_module, flat, inputs, environment, target)
+    return traced.replace(outputs_dropped=True) if dropped else traced
 
 
 def normalise_inputs(

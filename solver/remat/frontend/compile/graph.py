@@ -27,6 +27,7 @@ from remat.frontend.compile.nodes import (
 )
 from remat.frontend.compile.regions import Region
 from remat.graph import Graph, Operation, Value
+from remat.outputs import HELD, are_dropped
 
 _FIRST = re.compile(r"[LG]\['\w+'\]\.?")
 """How torch's paths of modules begin: the name of a variable."""
@@ -44,10 +45,16 @@ class Step:
     regions: tuple[Region | None, ...]
 
 
-def read(joint: Joint, regions: list[Region], prices: Callable[[Region, int], Price]) -> Step:
+def read(
+    joint: Joint,
+    regions: list[Region],
+    prices: Callable[[Region, int], Price],
+    outputs: str = HELD,
+) -> Step:
     """The graph of the step. `prices` says what a region costs that moves so many bytes.
 
-    What comes from outside of the backward (tangents) is held to its end, as autograd does.
+    What comes from outside of the backward (tangents) is held to its end, as autograd does; what
+    the forward returns as well, unless `outputs` are dropped: then until the backward starts.
     """
     values: list[Value] = []
     number: dict[fx.Node, int] = {}
@@ -58,6 +65,7 @@ def read(joint: Joint, regions: list[Region], prices: Callable[[Region, int], Pr
             values.append(Value(node.name, node_bytes(node)))
         return tuple(number[node] for node in nodes)
 
+    dropped = are_dropped(outputs)
     operations: list[Operation] = []
     of: list[Region | None] = []
     taken: set[str] = {BOUNDARY}
@@ -65,9 +73,9 @@ def read(joint: Joint, regions: list[Region], prices: Callable[[Region, int], Pr
     for region in regions:
         if region.is_backward and boundary is None:
             boundary = len(operations)
-            start = Operation(
-                BOUNDARY, (), add(joint.tangents), 0.0, recomputable=False, backward=True
-            )
+            still = tuple(sorted(number[n] for n in joint.results)) if dropped else ()
+            brought = add(joint.tangents)
+            start = Operation(BOUNDARY, still, brought, 0.0, recomputable=False, backward=True)
             operations.append(start)
             of.append(None)
         read_here = {source(n) for node in region.all_nodes for n in node.all_input_nodes}
@@ -92,8 +100,10 @@ def read(joint: Joint, regions: list[Region], prices: Callable[[Region, int], Pr
         )
         of.append(region)
     # A view of a parameter or of the batch is returned too, and takes nothing here.
-    results = {number[source(n)] for n in joint.returned if source(n) in number}
-    results |= {number[n] for n in joint.tangents if n in number}
+    gradients = [source(n) for n in joint.gradients if isinstance(n, fx.Node)]
+    results = {number[n] for n in (*gradients, *joint.tangents) if n in number}
+    if not dropped or boundary is None:
+        results |= {number[n] for n in joint.results}
     graph = Graph(
         tuple(operations),
         tuple(values),
@@ -138,8 +148,8 @@ def leaving_room(step: Step, budget_bytes: int, saved_bytes: int) -> Graph:
     if boundary is None or all(elements(t) == 1 for n in outputs for t in tensors(n)):
         return graph
     start = graph.operations[boundary]
-    tangents_bytes = sum(graph.values[v].size_bytes for v in start.outputs)
-    room_bytes = budget_bytes - graph.constant_bytes - tangents_bytes - saved_bytes
+    passing_bytes = sum(graph.values[v].size_bytes for v in (*start.inputs, *start.outputs))
+    room_bytes = budget_bytes - graph.constant_bytes - passing_bytes - saved_bytes
     if room_bytes <= 0:
         return graph
     start = replace(start, workspace_bytes=room_bytes)

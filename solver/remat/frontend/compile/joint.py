@@ -57,6 +57,12 @@ class Joint:
         return {node: number for number, node in enumerate(self.calls)}
 
     @property
+    def results(self) -> set[fx.Node]:
+        """What the forward makes and returns."""
+        found = {source(n) for n in self.outputs if isinstance(n, fx.Node)}
+        return {n for n in found if n in self.place}
+
+    @property
     def returned(self) -> list[fx.Node]:
         """The nodes among outputs and gradients."""
         return [n for n in (*self.outputs, *self.gradients) if isinstance(n, fx.Node)]

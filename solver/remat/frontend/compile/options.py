@@ -9,6 +9,7 @@ from typing import Any, cast
 from remat.budget import Budget
 from remat.errors import BudgetError, nearest
 from remat.frontend.compile.outside import ModelBytes
+from remat.outputs import HELD, are_dropped
 from remat.progress import ProgressCallback
 from remat.reserve import less_reserve, parse_reserve
 from remat.strategies import Auto, Strategy
@@ -41,7 +42,8 @@ class CompileOptions:
     as they are, operation by operation. With `fallback`, torch's own partitioner takes a graph that
     cannot be planned. `costs` are of "kernels", or, to compare with, of "operations" as if each
     were a kernel of its own. Of `model` the graphs are, where that is known. Where planning is to
-    end `within_s` seconds, solving has what is left of them.
+    end `within_s` seconds, solving has what is left of them. `outputs` are "held" by the caller
+    while the backward runs, or "dropped" before it.
     `progress` is told how far a solve is: a function, or True for a line on a terminal."""
 
     budget: Budget
@@ -52,6 +54,7 @@ class CompileOptions:
     costs: str = "kernels"
     model: ModelBytes = NO_MODEL
     within_s: float | None = None
+    outputs: str = HELD
     # Decides no plan, so that torch's caches need not know it.
     progress: ProgressCallback | bool | None = field(default=None, repr=False, compare=False)
 
@@ -103,6 +106,8 @@ def read_options(
     costs = left.pop("costs", _COSTS[0])
     if costs not in _COSTS:
         raise ValueError(f"costs is {costs!r}; it is one of {', '.join(map(repr, _COSTS))}")
+    outputs = left.pop("outputs", HELD)
+    are_dropped(outputs)
     progress: Any = left.pop("progress", None)
     if progress is not None and not isinstance(progress, bool) and not callable(progress):
         raise ValueError(
@@ -116,6 +121,7 @@ def read_options(
         costs=costs,
         model=model,
         within_s=within_s,
+        outputs=outputs,
         progress=cast(Any, progress),
         **switches,
     )

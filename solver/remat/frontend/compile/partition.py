@@ -34,6 +34,7 @@ from remat.frontend.compile.verify import Verifier
 from remat.frontend.compile.versions import min_cut
 from remat.frontend.compile.write import write
 from remat.graph import Graph
+from remat.outputs import are_dropped
 from remat.plan import Plan
 from remat.reserve import telling
 from remat.schedule import Schedule
@@ -143,7 +144,8 @@ class Partitioner(CustomPartitionerFn):
         progress.found(title, joint, regions, time.perf_counter() - began)
         step, compiled = self._solved(joint, regions, prices, is_bounded)
         progress.solved(compiled)
-        halves = write(step, compiled, num_fwd_outputs, static or (), held=is_held)
+        outputs = self.options.outputs
+        halves = write(step, compiled, num_fwd_outputs, static or (), held=is_held, outputs=outputs)
         compiled.planned_s = time.perf_counter() - began
         remember(compiled)
         self.made = compiled
@@ -154,20 +156,20 @@ class Partitioner(CustomPartitionerFn):
     ) -> tuple[Step, CompiledPlan]:
         if is_bounded and self.options.budget.size_bytes is not None:
             with suppress(InfeasibleBudget):
-                step = read(joint, regions, prices)
+                step = read(joint, regions, prices, self.options.outputs)
                 return step, self._solution(step)
             bound_by_call(joint.placeholders)  # what does not fit at twice the size may fit at this
-        step = read(joint, regions, prices)
+        step = read(joint, regions, prices, self.options.outputs)
         with explained(step.graph, titled(self.module, self.compile_id)):
             return step, self._solution(step)
 
     def _solution(self, step: Step) -> CompiledPlan:
-        graph, place = step.graph, step.joint.place
+        graph, joint = step.graph, step.joint
         keep_all = simulate(graph, Schedule.keep_all(graph))
         # Of small graphs that of our order may be the larger one.
-        baseline_bytes = max(_as_inductor_runs(step), keep_all.peak_bytes)
-        leaves = {source(n) for n in step.joint.outputs if isinstance(n, fx.Node)}
-        kept = {n for n in leaves if n in place}.union(map(source, step.joint.saved))
+        returned = set[fx.Node]() if are_dropped(self.options.outputs) else joint.results
+        baseline_bytes = max(_as_inductor_runs(joint, returned), keep_all.peak_bytes)
+        kept = returned.union(map(source, joint.saved))
         others = held_by_others(self.group)
         asked_bytes = self.options.budget_bytes(baseline_bytes + others.baseline_bytes)
         beside_bytes = others.held_bytes
@@ -188,7 +190,7 @@ class Partitioner(CustomPartitionerFn):
             compile_id=self.compile_id,
             baseline_bytes=baseline_bytes,
             others_bytes=beside_bytes,
-            given_bytes=step.joint.given_bytes,
+            given_bytes=joint.given_bytes,
             group=self.group,
             rounds=self.rounds,
             baseline_saved_bytes=saved_bytes,
@@ -239,16 +241,14 @@ def _solved(
     return replace(plan, stats={**plan.stats, "cost_source": cost_source})
 
 
-def _as_inductor_runs(step: Step) -> int:
-    """The peak without recomputation, by Inductor's own kernels; 0 where it was not asked."""
-    if not step.joint.observed:
+def _as_inductor_runs(joint: Joint, returned: set[fx.Node]) -> int:
+    """The peak without recomputation, by Inductor's own kernels; 0 where it was not asked. The
+    caller holds what is `returned`."""
+    if not joint.observed:
         return 0
-    forward, backward = step.joint.observed
-    place = step.joint.place
-    leaves = {source(n) for n in step.joint.outputs if isinstance(n, fx.Node)}
-    saved = set(step.joint.saved)
-    held = [n for n in leaves if n in place and n not in saved]
-    held_bytes = sum(map(node_bytes, (*held, *step.joint.tangents)))
-    return step.joint.given_bytes + max(
+    forward, backward = joint.observed
+    held = returned.difference(joint.saved)
+    held_bytes = sum(map(node_bytes, (*held, *joint.tangents)))
+    return joint.given_bytes + max(
         forward.live_bytes, held_bytes + forward.copied_bytes + backward.live_bytes
     )

@@ -19,25 +19,33 @@ from remat.frontend.compile.nodes import is_item, is_number, node_bytes, source,
 from remat.frontend.compile.plans import CompiledPlan
 from remat.frontend.compile.regions import Region
 from remat.frontend.compile.versions import extract
+from remat.outputs import HELD, are_dropped
 from remat.schedule import Schedule
 
 
 def write(
-    step: Step, compiled: CompiledPlan, num_fwd_outputs: int, static: Iterable[int], *, held: bool
+    step: Step,
+    compiled: CompiledPlan,
+    num_fwd_outputs: int,
+    static: Iterable[int],
+    *,
+    held: bool,
+    outputs: str = HELD,
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Forward and backward that run exactly the schedule. With `held`, what is written is marked
     for Inductor, results of libraries too: it would put off a product for a sum that reads it.
-    Eager mode writes everything anyway."""
-    writer = _Writer(step, compiled, held)
+    Eager mode writes everything anyway. The caller holds the `outputs`, or has dropped them."""
+    writer = _Writer(step, compiled, held, are_dropped(outputs))
     writer.write(compiled.plan.schedule)
     return writer.halves(num_fwd_outputs, static)
 
 
 class _Writer:
-    def __init__(self, step: Step, compiled: CompiledPlan, held: bool) -> None:
+    def __init__(self, step: Step, compiled: CompiledPlan, held: bool, dropped: bool) -> None:
         self.step = step
         self.compiled = compiled
         self.held = held
+        self.dropped = dropped
         self.graph = fx.Graph()
         self.copied: dict[fx.Node, fx.Node] = {}
         """Placeholders, constants and numbers: there is one of each."""
@@ -98,7 +106,7 @@ class _Writer:
         returned = self.graph.output_node().args[0]
         assert isinstance(returned, tuple)
         outputs = {source(n) for n in returned[:num_fwd_outputs] if isinstance(n, fx.Node)}
-        outputs = {n for n in outputs if n.op == "call_function"}
+        outputs = {n for n in outputs if n.op == "call_function" and not self.dropped}
         kept = {n for n in saved if source(n) in outputs}
         alone = outputs - {source(n) for n in kept}
         tangents = self.step.joint.tangents
