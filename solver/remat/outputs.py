@@ -1,7 +1,7 @@
 """What becomes of a step's outputs: whether somebody holds them while the backward runs.
 
 The logits of a language model are often its largest tensor. Most training loops use the loss and
-let go of them, so that a plan need not count them.
+let go of them, so that a plan need not count them. The loss itself is always held.
 """
 
 from __future__ import annotations

@@ -65,6 +65,7 @@ def rewrite(trace: Trace, schedule: Schedule) -> Program:
         result=trace.result,
         environment=trace.environment,
         accumulating=trace.accumulating,
+        outputs_dropped=trace.outputs_dropped,
         predicted_peak_bytes=timeline.peak_bytes,
     )
 

@@ -45,7 +45,8 @@ class Program(Document):
 
     `saved` are the forward's variables that the backward reads, `states` the generator states that
     it replays; `gradients` name backward variables. `predicted_peak_bytes` is what the simulator
-    says, parameters, buffers, gradients and batch included.
+    says, parameters, buffers, gradients and batch included; outputs to the end of the backward, or,
+    if they are dropped, until it starts.
     """
 
     FORMAT: ClassVar[str] = "remat.program"
@@ -64,6 +65,7 @@ class Program(Document):
     result: Structure
     environment: Environment
     accumulating: bool = False
+    outputs_dropped: bool = False
     predicted_peak_bytes: int = Field(ge=0)
 
     @model_validator(mode="after")

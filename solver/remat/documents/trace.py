@@ -165,17 +165,9 @@ def _build_graph(trace: Trace) -> Graph:
             boundary = len(operations)
             names = {p.storage: p.name for p in trace.placeholders}
             made = tuple(value(s, names[s]) for s in sorted(tangents - constants))
-            read = {trace.storage_of[o.name] for o in trace.outputs if trace.outputs_dropped}
-            operations.append(
-                Operation(
-                    BOUNDARY,
-                    tuple(sorted(value_of[s] for s in read if s in value_of)),
-                    made,
-                    0.0,
-                    backward=True,
-                    recomputable=False,
-                )
-            )
+            read = tuple(sorted(value_of[s] for s in dropped_storages(trace) if s in value_of))
+            start = Operation(BOUNDARY, read, made, 0.0, backward=True, recomputable=False)
+            operations.append(start)
             continue
         read = {trace.storage_of[n] for n in (*refs(node.args), *refs(node.kwargs))}
         written = {r.storage: r.name for r in node.results}
@@ -220,8 +212,18 @@ def held_storages(trace: Trace) -> set[int]:
         for p in trace.placeholders
         if p.kind == "tangent" and (not frees or not p.tensor.shape)
     }
-    held |= {trace.storage_of[o.name] for o in trace.outputs if not trace.outputs_dropped}
+    held |= {trace.storage_of[o.name] for o in trace.outputs} - dropped_storages(trace)
     return held | {trace.storage_of[g.name] for g in trace.gradients if g.name not in accumulated}
+
+
+def dropped_storages(trace: Trace) -> set[int]:
+    """Storages of outputs that nobody holds once the backward has started. `loss.backward()` holds
+    the loss."""
+    if not trace.outputs_dropped:
+        return set()
+    losses = {p.name for p in trace.placeholders if p.kind == "tangent" and not p.tensor.shape}
+    kept = {trace.storage_of[o.name] for o in trace.outputs if o.tangent in losses}
+    return {trace.storage_of[o.name] for o in trace.outputs} - kept
 
 
 def trained(trace: Trace) -> list[Placeholder]:

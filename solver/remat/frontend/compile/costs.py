@@ -81,7 +81,8 @@ class Prices:
             cost_s += max(self._copy_s(moved_bytes), sum(map(self._arithmetic_s, others)))
         else:
             cost_s += sum(map(self._alone_s, others))
-        held = (self._scratch.get(n, self._called[n.name].workspace_bytes) for n in called)
+        held = [self._scratch.get(n, self._called[n.name].workspace_bytes) for n in called]
+        held += [self._scratch.get(n, 0) for n in region.written if n.name not in self._called]
         return Price(cost_s, max(held, default=0))
 
     def _alone_s(self, node: fx.Node) -> float:
@@ -123,9 +124,11 @@ class Prices:
 
     @cached_property
     def _scratch(self) -> dict[fx.Node, int]:
-        """Of calls of libraries, in the layouts that Inductor chose for them."""
+        """Of calls of libraries, in the layouts that Inductor chose for them, and of what its own
+        kernels write."""
         measured = [k for k in self._joint.kernels or () if k.scratch_bytes is not None]
-        return {n: k.scratch_bytes or 0 for k in measured for n in k.parts if not is_fusible(n)}
+        calls = {n: k.scratch_bytes or 0 for k in measured for n in k.parts if not is_fusible(n)}
+        return {n: k.scratch_bytes or 0 for k in measured for n in k.written} | calls
 
     def _copy_s(self, moved_bytes: int) -> float:
         """Seconds of a copy that reads and writes so many bytes, between two measured sizes."""

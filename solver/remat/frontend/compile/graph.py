@@ -27,7 +27,7 @@ from remat.frontend.compile.nodes import (
 )
 from remat.frontend.compile.regions import Region
 from remat.graph import Graph, Operation, Value
-from remat.outputs import HELD, are_dropped
+from remat.outputs import HELD
 
 _FIRST = re.compile(r"[LG]\['\w+'\]\.?")
 """How torch's paths of modules begin: the name of a variable."""
@@ -38,11 +38,13 @@ _LONGEST = 60
 @dataclass(frozen=True)
 class Step:
     """A step to plan. `regions` has the region of each operation of the graph, None for the
-    boundary; what a region writes are the operation's outputs, in their order."""
+    boundary; what a region writes are the operation's outputs, in their order. `held` is what of
+    the forward's results its caller holds until the backward ends."""
 
     graph: Graph
     joint: Joint
     regions: tuple[Region | None, ...]
+    held: frozenset[fx.Node]
 
 
 def read(
@@ -65,7 +67,7 @@ def read(
             values.append(Value(node.name, node_bytes(node)))
         return tuple(number[node] for node in nodes)
 
-    dropped = are_dropped(outputs)
+    held = joint.held(outputs)
     operations: list[Operation] = []
     of: list[Region | None] = []
     taken: set[str] = {BOUNDARY}
@@ -73,7 +75,7 @@ def read(
     for region in regions:
         if region.is_backward and boundary is None:
             boundary = len(operations)
-            still = tuple(sorted(number[n] for n in joint.results)) if dropped else ()
+            still = tuple(sorted(number[n] for n in joint.results - held))
             brought = add(joint.tangents)
             start = Operation(BOUNDARY, still, brought, 0.0, recomputable=False, backward=True)
             operations.append(start)
@@ -102,8 +104,7 @@ def read(
     # A view of a parameter or of the batch is returned too, and takes nothing here.
     gradients = [source(n) for n in joint.gradients if isinstance(n, fx.Node)]
     results = {number[n] for n in (*gradients, *joint.tangents) if n in number}
-    if not dropped or boundary is None:
-        results |= {number[n] for n in joint.results}
+    results |= {number[n] for n in (held if boundary is not None else joint.results)}
     graph = Graph(
         tuple(operations),
         tuple(values),
@@ -113,9 +114,9 @@ def read(
     )
     over: dict[int, list[int]] = {}
     for made, before in (pair for kernel in joint.kernels or () for pair in kernel.over):
-        if made in number and before in number:
+        if made in number and before in number and before not in joint.results:
             over.setdefault(number[made], []).append(number[before])
-    return Step(with_overwrites(graph, over), joint, tuple(of))
+    return Step(with_overwrites(graph, over), joint, tuple(of), held)
 
 
 def _name(region: Region, taken: set[str]) -> str:

@@ -15,14 +15,15 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
-from remat.frontend.compile.nodes import changes, node_bytes, source
+from remat.frontend.compile.nodes import changes, elements, node_bytes, source, tensors
 from remat.frontend.compile.observe import Kernel, Observation, observed
 from remat.frontend.compile.versions import changed_afterwards, is_tangent, min_cut
+from remat.outputs import are_dropped
 
 
 class Fused(NamedTuple):
     """The tensors that a kernel writes, as far as Inductor tells, the operations in it, and what it
-    holds while it runs, if that was measured. `over` has what it writes and what it may write that
+    holds while it runs, if that is known. `over` has what it writes and what it may write that
     over, where nobody else needs that any more."""
 
     written: tuple[fx.Node, ...]
@@ -61,6 +62,13 @@ class Joint:
         """What the forward makes and returns."""
         found = {source(n) for n in self.outputs if isinstance(n, fx.Node)}
         return {n for n in found if n in self.place}
+
+    def held(self, outputs: str) -> frozenset[fx.Node]:
+        """Of what the forward makes, what its caller holds until the backward ends. The loss is
+        held also where `outputs` are dropped."""
+        dropped = are_dropped(outputs)
+        losses = (n for n in self.results if all(elements(t) == 1 for t in tensors(n)))
+        return frozenset(losses if dropped else self.results)
 
     @property
     def returned(self) -> list[fx.Node]:

@@ -15,7 +15,13 @@ from torch._inductor.memory import reorder_for_peak_memory
 from torch._inductor.virtualized import V
 from torch.utils._ordered_set import OrderedSet
 
-from remat.frontend.compile.overwriting import inside_of, may_overwrite, readers_of
+from remat.frontend.compile.nodes import node_bytes
+from remat.frontend.compile.overwriting import (
+    inside_of,
+    may_overwrite,
+    passed_on,
+    readers_of,
+)
 from remat.frontend.compile.scratch import scratch_bytes
 from remat.frontend.compile.verify import copied_bytes, live_peak_bytes
 from remat.frontend.compile.versions import SchedulerPass, raised_inside
@@ -23,9 +29,9 @@ from remat.frontend.compile.versions import SchedulerPass, raised_inside
 
 @dataclass(frozen=True)
 class Kernel:
-    """What one kernel writes, and all that it was made of, by the names of nodes. A library's call
-    holds `scratch_bytes` while it runs; None where that was not measured. `over` has what it writes
-    and what it may write that over, in Inductor's order."""
+    """What one kernel writes, and all that it was made of, by the names of nodes. It holds
+    `scratch_bytes` while it runs; None for a library's call where that was not measured. `over` has
+    what it writes and what it may write that over, in Inductor's order."""
 
     written: tuple[str, ...]
     parts: tuple[str, ...]
@@ -151,12 +157,18 @@ def kernels_of(nodes: Sequence[Any]) -> list[Kernel]:
                 written[origin.name] = None
         origins = (getattr(part.node, "origins", None) or () for part in node.get_nodes())
         parts = dict.fromkeys(origin.name for each in origins for origin in each)
-        scratch = scratch_bytes(node.node) if node.is_extern() else None
+        scratch = scratch_bytes(node.node) if node.is_extern() else _passed_on_bytes(node)
         over = tuple(
             (_origin(made), _origin(before)) for made, before, _ in may_overwrite(node, readers)
         )
         found.append(Kernel(tuple(written), tuple(parts), scratch, over))
     return found
+
+
+def _passed_on_bytes(node: Any) -> int:
+    names = passed_on(node)
+    origins = (b.node.get_origin_node() for b in node.get_outputs() if b.get_name() in names)
+    return sum(node_bytes(origin) for origin in origins if origin is not None)
 
 
 def _origin(name: str) -> str:

@@ -94,10 +94,22 @@ def may_overwrite(node: Any, readers: Readers) -> Iterator[tuple[str, str, Any]]
 
 
 def inside_of(node: Any) -> set[str]:
-    """What a kernel makes that only itself reads: it is never written."""
+    """What a kernel makes that only itself reads: it is never written, but `passed_on`."""
     own = {part.get_name() for part in node.get_nodes()}
     made = node.get_outputs() if len(own) > 1 else ()
     return {b.get_name() for b in made if all(user.get_name() in own for user in b.users)}
+
+
+def passed_on(node: Any) -> set[str]:
+    """Of that, sums and maxima that a loop of a kernel for CPUs may leave to its next one in a
+    buffer. On GPUs they stay in registers."""
+    sums = (p for p in node.get_nodes() if p.is_reduction() and _is_on_cpu(p))
+    return inside_of(node) & {b.get_name() for part in sums for b in part.get_outputs()}
+
+
+def _is_on_cpu(part: Any) -> bool:
+    device = part.get_device()
+    return device is not None and device.type == "cpu"
 
 
 def _is_allowed(part: SchedulerNode) -> bool:

@@ -34,7 +34,6 @@ from remat.frontend.compile.verify import Verifier
 from remat.frontend.compile.versions import min_cut
 from remat.frontend.compile.write import write
 from remat.graph import Graph
-from remat.outputs import are_dropped
 from remat.plan import Plan
 from remat.reserve import telling
 from remat.schedule import Schedule
@@ -144,8 +143,7 @@ class Partitioner(CustomPartitionerFn):
         progress.found(title, joint, regions, time.perf_counter() - began)
         step, compiled = self._solved(joint, regions, prices, is_bounded)
         progress.solved(compiled)
-        outputs = self.options.outputs
-        halves = write(step, compiled, num_fwd_outputs, static or (), held=is_held, outputs=outputs)
+        halves = write(step, compiled, num_fwd_outputs, static or (), held=is_held)
         compiled.planned_s = time.perf_counter() - began
         remember(compiled)
         self.made = compiled
@@ -167,9 +165,8 @@ class Partitioner(CustomPartitionerFn):
         graph, joint = step.graph, step.joint
         keep_all = simulate(graph, Schedule.keep_all(graph))
         # Of small graphs that of our order may be the larger one.
-        returned = set[fx.Node]() if are_dropped(self.options.outputs) else joint.results
-        baseline_bytes = max(_as_inductor_runs(joint, returned), keep_all.peak_bytes)
-        kept = returned.union(map(source, joint.saved))
+        baseline_bytes = max(_as_inductor_runs(step), keep_all.peak_bytes)
+        kept = step.held.union(map(source, joint.saved))
         others = held_by_others(self.group)
         asked_bytes = self.options.budget_bytes(baseline_bytes + others.baseline_bytes)
         beside_bytes = others.held_bytes
@@ -241,13 +238,13 @@ def _solved(
     return replace(plan, stats={**plan.stats, "cost_source": cost_source})
 
 
-def _as_inductor_runs(joint: Joint, returned: set[fx.Node]) -> int:
-    """The peak without recomputation, by Inductor's own kernels; 0 where it was not asked. The
-    caller holds what is `returned`."""
+def _as_inductor_runs(step: Step) -> int:
+    """The peak without recomputation, by Inductor's own kernels; 0 where it was not asked."""
+    joint = step.joint
     if not joint.observed:
         return 0
     forward, backward = joint.observed
-    held = returned.difference(joint.saved)
+    held = step.held.difference(joint.saved)
     held_bytes = sum(map(node_bytes, (*held, *joint.tangents)))
     return joint.given_bytes + max(
         forward.live_bytes, held_bytes + forward.copied_bytes + backward.live_bytes

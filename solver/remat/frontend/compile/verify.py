@@ -21,7 +21,7 @@ from remat.budget import format_bytes
 from remat.frontend.compile import progress
 from remat.frontend.compile.kernels import runs_of
 from remat.frontend.compile.nodes import node_bytes
-from remat.frontend.compile.overwriting import donated, inside_of, overwritten
+from remat.frontend.compile.overwriting import donated, inside_of, overwritten, passed_on
 from remat.frontend.compile.plans import CompiledPlan, find
 from remat.frontend.compile.scratch import scratch_bytes
 from remat.frontend.compile.sizes import growth
@@ -95,7 +95,7 @@ def live_peak_bytes(
     kept = set(held)
     may_go = (donated() if given is None else set(given)) - kept
     gone = set(overwritten(nodes, may_go).values())  # their memory is the next one's
-    inside = {name for node in nodes for name in inside_of(node)}
+    inside = {name for node in nodes for name in inside_of(node) - passed_on(node)}
     ends: dict[str, int] = {}
     sizes: dict[str, int] = {}
     change = [0] * (len(nodes) + 1)

@@ -19,39 +19,33 @@ from remat.frontend.compile.nodes import is_item, is_number, node_bytes, source,
 from remat.frontend.compile.plans import CompiledPlan
 from remat.frontend.compile.regions import Region
 from remat.frontend.compile.versions import extract
-from remat.outputs import HELD, are_dropped
 from remat.schedule import Schedule
 
 
 def write(
-    step: Step,
-    compiled: CompiledPlan,
-    num_fwd_outputs: int,
-    static: Iterable[int],
-    *,
-    held: bool,
-    outputs: str = HELD,
+    step: Step, compiled: CompiledPlan, num_fwd_outputs: int, static: Iterable[int], *, held: bool
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Forward and backward that run exactly the schedule. With `held`, what is written is marked
     for Inductor, results of libraries too: it would put off a product for a sum that reads it.
-    Eager mode writes everything anyway. The caller holds the `outputs`, or has dropped them."""
-    writer = _Writer(step, compiled, held, are_dropped(outputs))
+    Eager mode writes everything anyway."""
+    writer = _Writer(step, compiled, held)
     writer.write(compiled.plan.schedule)
     return writer.halves(num_fwd_outputs, static)
 
 
 class _Writer:
-    def __init__(self, step: Step, compiled: CompiledPlan, held: bool, dropped: bool) -> None:
+    def __init__(self, step: Step, compiled: CompiledPlan, held: bool) -> None:
         self.step = step
         self.compiled = compiled
         self.held = held
-        self.dropped = dropped
         self.graph = fx.Graph()
         self.copied: dict[fx.Node, fx.Node] = {}
         """Placeholders, constants and numbers: there is one of each."""
         self.current: dict[fx.Node, fx.Node] = {}
         """The latest copy of each tensor that a kernel wrote."""
         self.forward: set[fx.Node] = set()
+        self.outputs: set[fx.Node] = set()
+        """Of what the forward returns, what its caller holds during the backward."""
         self.ran: set[int] = set()
 
     def write(self, schedule: Schedule) -> None:
@@ -62,17 +56,21 @@ class _Writer:
         for number, op in enumerate(schedule.runs):
             region = self.step.regions[op]
             if region is None:
-                outputs = self._returned(joint.outputs)
-                self.forward = set(self.graph.nodes)
+                outputs = self._end_of_forward()
             else:
                 self._run(region, number)
         if self.step.graph.boundary is None:
-            outputs = self._returned(joint.outputs)
-            self.forward = set(self.graph.nodes)
+            outputs = self._end_of_forward()
         output = self.graph.output((*outputs, *self._returned(joint.gradients)))
         output.meta.update(joint.output_meta)
         self.graph.eliminate_dead_code()
         self.graph.lint()
+
+    def _end_of_forward(self) -> tuple[Any, ...]:
+        returned = self._returned(self.step.joint.outputs)
+        self.outputs = {source(self.current[node]) for node in self.step.held}
+        self.forward = set(self.graph.nodes)
+        return returned
 
     def halves(
         self, num_fwd_outputs: int, static: Iterable[int]
@@ -98,17 +96,13 @@ class _Writer:
             else:
                 objects.append(node)
         inputs = [node for node in self.graph.nodes if node.op == "placeholder"]
-        self._note_held(saved, num_fwd_outputs)
+        self._note_held(saved)
         return extract(joint, saved, numbers, objects, num_fwd_outputs, [inputs[i] for i in static])
 
-    def _note_held(self, saved: list[fx.Node], num_fwd_outputs: int) -> None:
+    def _note_held(self, saved: list[fx.Node]) -> None:
         """What the caller and autograd hold during the backward, beside what it frees."""
-        returned = self.graph.output_node().args[0]
-        assert isinstance(returned, tuple)
-        outputs = {source(n) for n in returned[:num_fwd_outputs] if isinstance(n, fx.Node)}
-        outputs = {n for n in outputs if n.op == "call_function" and not self.dropped}
-        kept = {n for n in saved if source(n) in outputs}
-        alone = outputs - {source(n) for n in kept}
+        kept = {n for n in saved if source(n) in self.outputs}
+        alone = self.outputs - {source(n) for n in kept}
         tangents = self.step.joint.tangents
         self.compiled.held_names = frozenset(n.name for n in kept)
         self.compiled.held_bytes = sum(map(node_bytes, (*alone, *tangents)))

@@ -19,6 +19,7 @@ from remat.frontend.operators import NAMESPACES
 from remat.frontend.runtime.guards import Binding, Call, Signature, Watch, check_call, signature
 from remat.frontend.runtime.home import at_home
 from remat.frontend.runtime.lower import Compiled, compile_program
+from remat.frontend.runtime.returned import ReturnedOutputs
 from remat.frontend.runtime.step import run_step
 
 if TYPE_CHECKING:
@@ -35,12 +36,14 @@ class Ready:
         self.plan = plan
         self._model = model
         self._binding = Binding(compiled.program, model)
+        self._returned = ReturnedOutputs(compiled.program)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Ready, (self.compiled, self._model, self.plan)
 
     def __call__(self, leaves: Sequence[torch.Tensor]) -> Any:
-        return self.compiled.rebuild(run_step(self.compiled, self._binding.tensors(leaves)))
+        tensors = self._binding.tensors(leaves)
+        return self.compiled.rebuild(run_step(self.compiled, tensors, self._returned))
 
 
 class Source(Protocol):

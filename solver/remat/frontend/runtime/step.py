@@ -18,6 +18,7 @@ from remat.frontend.capture.gradients import same_layout
 from remat.frontend.capture.surroundings import without_autocast
 from remat.frontend.runtime.accumulate import destination
 from remat.frontend.runtime.lower import Compiled
+from remat.frontend.runtime.returned import ReturnedOutputs
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -28,12 +29,14 @@ def _left_alone(function: _F) -> _F:
 
 
 @_left_alone
-def run_step(compiled: Compiled, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+def run_step(
+    compiled: Compiled, tensors: Sequence[torch.Tensor], returned: ReturnedOutputs
+) -> tuple[torch.Tensor, ...]:
     """Run the forward; the returned tensors carry a gradient where the program has one.
 
     `tensors` are the parameters, buffers and inputs in the order of `compiled.inputs`.
     """
-    return _Step.apply(compiled, *tensors)  # type: ignore[no-any-return]
+    return _Step.apply(compiled, returned, *tensors)  # type: ignore[no-any-return]
 
 
 class _Step(torch.autograd.Function):
@@ -42,15 +45,19 @@ class _Step(torch.autograd.Function):
     boxed_grads_call = True
 
     @staticmethod
-    def forward(ctx: Any, compiled: Compiled, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, compiled: Compiled, returned: ReturnedOutputs, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.compiled = compiled
+        ctx.returned = returned
         ctx.parameters = [tensors[position] for position in compiled.accumulated]
         boxed = [*tensors, *compiled.constants]
         with without_autocast():
             results = compiled.launch_forward(boxed)
         program = compiled.program
         outputs = tuple(results[: len(program.outputs)])
+        ctx.noted = returned.note(outputs)
         last = len(results) - len(program.states)
         ctx.states = results[last:]
         own = {id(output) for output in outputs}
@@ -76,6 +83,7 @@ class _Step(torch.autograd.Function):
                 "backward is a fixed schedule. Use the original model for this step"
             )
         compiled: Compiled = ctx.compiled
+        ctx.returned.look(ctx.noted)
         tangents = _tangents(compiled, boxed_grads)
         boxed_grads.clear()
         del grads
@@ -88,9 +96,9 @@ class _Step(torch.autograd.Function):
         boxed += map(destination, ctx.parameters)
         with without_autocast():
             found = compiled.launch_backward(boxed)
-        returned = (None, *[None if i is None else found[i] for i in compiled.gradients])
+        gradients = [None if i is None else found[i] for i in compiled.gradients]
         found.clear()
-        return returned
+        return None, None, *gradients
 
 
 def _base(tensor: torch.Tensor, outputs: Container[int]) -> torch.Tensor:
