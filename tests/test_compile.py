@@ -262,9 +262,9 @@ def test_kernels_that_take_more_are_planned_again(
     read, halves = verify.live_peak_bytes, itertools.count()
     assert observe.live_peak_bytes is read  # what is observed stays as it is
 
-    def larger(*given: Any) -> int:
+    def larger(*given: Any, **named: Any) -> int:
         number = next(halves) if V.graph.is_backward else times
-        return round(read(*given) * (1 + (0.4 * (number + 1) if number < times else 0)))
+        return round(read(*given, **named) * (1 + (0.4 * (number + 1) if number < times else 0)))
 
     monkeypatch.setattr(verify, "live_peak_bytes", larger)
     before = remat.compiled_plans()

@@ -55,8 +55,8 @@ def read(
 ) -> Step:
     """The graph of the step. `prices` says what a region costs that moves so many bytes.
 
-    What comes from outside of the backward (tangents) is held to its end, as autograd does; what
-    the forward returns as well, unless `outputs` are dropped: then until the backward starts.
+    What the forward returns is held to the end of the backward, unless `outputs` are dropped: then
+    until it starts. What comes from outside of the backward (tangents) is held as autograd does.
     """
     values: list[Value] = []
     number: dict[fx.Node, int] = {}
@@ -76,8 +76,8 @@ def read(
         if region.is_backward and boundary is None:
             boundary = len(operations)
             still = tuple(sorted(number[n] for n in joint.results - held))
-            brought = add(joint.tangents)
-            start = Operation(BOUNDARY, still, brought, 0.0, recomputable=False, backward=True)
+            made = add(joint.tangents)
+            start = Operation(BOUNDARY, still, made, 0.0, recomputable=False, backward=True)
             operations.append(start)
             of.append(None)
         read_here = {source(n) for node in region.all_nodes for n in node.all_input_nodes}
@@ -103,7 +103,8 @@ def read(
         of.append(region)
     # A view of a parameter or of the batch is returned too, and takes nothing here.
     gradients = [source(n) for n in joint.gradients if isinstance(n, fx.Node)]
-    results = {number[n] for n in (*gradients, *joint.tangents) if n in number}
+    brought = [n for n in joint.tangents if n not in joint.passing]
+    results = {number[n] for n in (*gradients, *brought) if n in number}
     results |= {number[n] for n in (held if boundary is not None else joint.results)}
     graph = Graph(
         tuple(operations),
@@ -113,8 +114,9 @@ def read(
         boundary,
     )
     over: dict[int, list[int]] = {}
+    not_ours = joint.results.union(joint.tangents)
     for made, before in (pair for kernel in joint.kernels or () for pair in kernel.over):
-        if made in number and before in number and before not in joint.results:
+        if made in number and before in number and before not in not_ours:
             over.setdefault(number[made], []).append(number[before])
     return Step(with_overwrites(graph, over), joint, tuple(of), held)
 

@@ -8,7 +8,7 @@ backward reading the forward's nodes, so that more of the forward can run again.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -17,7 +17,12 @@ from torch import fx
 
 from remat.frontend.compile.nodes import changes, elements, node_bytes, source, tensors
 from remat.frontend.compile.observe import Kernel, Observation, observed
-from remat.frontend.compile.versions import changed_afterwards, is_tangent, min_cut
+from remat.frontend.compile.versions import (
+    changed_afterwards,
+    frees_tangents,
+    is_tangent,
+    min_cut,
+)
 from remat.outputs import are_dropped
 
 
@@ -80,6 +85,12 @@ class Joint:
         """Gradients that come from outside."""
         return tuple(node for node in self.placeholders if is_tangent(node))
 
+    @cached_property
+    def passing(self) -> dict[fx.Node, int]:
+        """Of these, what is freed once it is read, with its bytes. (`loss.backward()` holds that of
+        the loss.)"""
+        return _passing(self.tangents, self.gradients)
+
     @property
     def given(self) -> tuple[fx.Node, ...]:
         """Parameters, buffers and batch."""
@@ -112,6 +123,15 @@ def _fused(kernel: Kernel, here: Mapping[str, fx.Node]) -> Fused:
         if made in here and before in here
     )
     return Fused(written, parts, kernel.scratch_bytes, over)
+
+
+def _passing(tangents: Iterable[fx.Node], gradients: Iterable[object]) -> dict[fx.Node, int]:
+    """Gradients from outside that nobody holds once they are read, with their bytes."""
+    if not frees_tangents():
+        return {}
+    returned = {source(n) for n in gradients if isinstance(n, fx.Node)}
+    large = (n for n in tangents if any(elements(t) > 1 for t in tensors(n)))
+    return {n: node_bytes(n) for n in large if n not in returned}
 
 
 def _given_away(shown: Mapping[str, fx.Node], outputs: Sequence[object]) -> set[str]:
@@ -189,7 +209,9 @@ def rejoined(
                 name: (n.name, 0 if n in given else node_bytes(n)) for name, n in shown.items()
             }
             gone = _given_away(shown, returned[0][:num_fwd_outputs])
-            seen.append(observed(half, storages, gone, seen[0] if seen else None))
+            passing = _passing(filter(is_tangent, shown.values()), returned[-1])
+            freed = {n.name: size_bytes for n, size_bytes in passing.items()}
+            seen.append(observed(half, storages, gone, freed, seen[0] if seen else None))
             kernels += [_fused(kernel, named) for kernel in seen[-1].kernels]
     return Joint(
         module=module,

@@ -60,15 +60,23 @@ class _Seen(Exception):
 
 
 class _Observer(SchedulerPass):
-    def __init__(self, storages: Mapping[str, tuple[str, int]], given: Collection[str]) -> None:
+    def __init__(
+        self,
+        storages: Mapping[str, tuple[str, int]],
+        given: Collection[str],
+        passing: Mapping[str, int],
+    ) -> None:
         self.storages = storages
         self.given = given
+        self.passing = passing
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
         copied = 0 if V.graph.is_backward else copied_bytes()
         nodes = _as_run(nodes)
         kernels = tuple(kernels_of(nodes))
-        peak_bytes = live_peak_bytes(nodes, storages=self.storages, given=self.given)
+        peak_bytes = live_peak_bytes(
+            nodes, storages=self.storages, given=self.given, passing=self.passing
+        )
         raise _Seen(Observation(kernels, peak_bytes, copied, _strides()))
 
     def uuid(self) -> None:
@@ -103,17 +111,19 @@ def observed(
     half: fx.GraphModule,
     storages: Mapping[str, tuple[str, int]],
     given: Collection[str],
+    passing: Mapping[str, int],
     forward: Observation | None,
 ) -> Observation:
     """What Inductor would make of it: of the backward, where the `forward` is known. `storages` has
-    name and bytes of what each input shows; inputs `given` may be written over."""
+    name and bytes of what each input shows; inputs `given` may be written over, those `passing` are
+    freed once they are read."""
     from torch._inductor.compile_fx import compile_fx_inner
 
     placeholders = half.graph.find_nodes(op="placeholder")
     static = [i for i, n in enumerate(placeholders) if str(n.target).startswith("primals")]
     module = fx.GraphModule(half, copy.deepcopy(half.graph))
     settings: dict[str, Any] = {
-        "_post_fusion_custom_pass": _Observer(storages, given),
+        "_post_fusion_custom_pass": _Observer(storages, given, passing),
         "reorder_for_peak_memory": False,
         "fx_graph_cache": False,
     }

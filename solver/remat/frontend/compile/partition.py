@@ -245,7 +245,8 @@ def _as_inductor_runs(step: Step) -> int:
         return 0
     forward, backward = joint.observed
     held = step.held.difference(joint.saved)
-    held_bytes = sum(map(node_bytes, (*held, *joint.tangents)))
+    held |= {n for n in joint.tangents if n not in joint.passing}
+    held_bytes = sum(map(node_bytes, held))
     return joint.given_bytes + max(
         forward.live_bytes, held_bytes + forward.copied_bytes + backward.live_bytes
     )

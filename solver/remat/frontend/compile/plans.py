@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -27,7 +28,8 @@ class CompiledPlan:
     read off before code was generated; None where Inductor was not asked, or took its code from a
     cache. `baseline_bytes` is the same without recomputation. `given_bytes` are parameters, buffers
     and batch. The backward holds `held_bytes` beside what it reads, and `copied_bytes` of
-    parameters in another layout.
+    parameters in another layout; `passing` are the gradients that it is given and frees once they
+    are read, by name, with their bytes.
     Between forward and backward `saved_bytes` are held, and without recomputation would be
     `baseline_saved_bytes`: other graphs of the same step (`group`) run meanwhile.
     """
@@ -42,6 +44,7 @@ class CompiledPlan:
     held_bytes: int = 0
     copied_bytes: int = 0
     held_names: frozenset[str] = frozenset()
+    passing: Mapping[str, int] = field(default_factory=dict[str, int])
     saved_bytes: int = 0
     baseline_saved_bytes: int = 0
     group: object = None

@@ -54,7 +54,8 @@ class Verifier(SchedulerPass):
             return nodes
         is_backward = bool(V.graph.is_backward)
         held = compiled.held_names if is_backward else frozenset[str]()
-        peak_bytes = compiled.given_bytes + live_peak_bytes(nodes, held)
+        passing = compiled.passing if is_backward else {}
+        peak_bytes = compiled.given_bytes + live_peak_bytes(nodes, held, passing=passing)
         if is_backward:
             peak_bytes += compiled.held_bytes + compiled.copied_bytes
         else:
@@ -77,11 +78,13 @@ def live_peak_bytes(
     held: Iterable[str] = (),
     storages: Mapping[str, tuple[str, int]] | None = None,
     given: Iterable[str] | None = None,
+    passing: Mapping[str, int] | None = None,
 ) -> int:
     """Of the inputs that can be freed and of all buffers, at the worst kernel. Inputs `held` are
     there to the end. Those that show the same of the `storages` take its bytes, until the last of
-    them is read. Inputs `given` may be written over, those that torch names by default. Calls of
-    libraries have their scratch memory while they run."""
+    them is read. Inputs `given` may be written over, those that torch names by default. Inputs that
+    are `passing` have so many bytes until they are read: Inductor counts them as held by others.
+    Calls of libraries have their scratch memory while they run."""
     scheduler = V.graph.scheduler
     outputs = OrderedSet(V.graph.get_output_names())
     _, inputs = prepare_planning_info(
@@ -114,6 +117,10 @@ def live_peak_bytes(
             continue
         change[life.start_step] += allocated
         change[end] -= freed
+    last = {read.name: n for n, node in enumerate(nodes) for read in node.read_writes.reads}
+    for name, size_bytes in (passing or {}).items():
+        change[0] += size_bytes
+        change[last.get(name, 0) + 1] -= size_bytes
     for storage, end in ends.items():
         change[0] += sizes[storage]
         change[end] -= sizes[storage]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import fx
@@ -133,6 +134,15 @@ def changed_afterwards(joint: fx.GraphModule) -> set[fx.Node]:
     changed = [d.mutated_input for d in described if isinstance(d, InputMutationAOTOutput)]
     placeholders = joint.graph.find_nodes(op="placeholder")
     return {node for node in placeholders if node.meta.get("desc") in changed}
+
+
+@lru_cache(maxsize=1)
+def frees_tangents() -> bool:
+    """Whether a compiled backward may free the gradients that come from outside once they are read:
+    autograd of torch 2.13 hands them over in a list; before, it holds them to the end."""
+    from torch._functorch._aot_autograd import runtime_wrappers
+
+    return "boxed_grads_call" in inspect.getsource(runtime_wrappers)
 
 
 def is_tangent(node: fx.Node) -> bool:

@@ -103,7 +103,9 @@ class _Writer:
         """What the caller and autograd hold during the backward, beside what it frees."""
         kept = {n for n in saved if source(n) in self.outputs}
         alone = self.outputs - {source(n) for n in kept}
-        tangents = self.step.joint.tangents
+        joint = self.step.joint
+        tangents = [n for n in joint.tangents if n not in joint.passing]
+        self.compiled.passing = {n.name: size_bytes for n, size_bytes in joint.passing.items()}
         self.compiled.held_names = frozenset(n.name for n in kept)
         self.compiled.held_bytes = sum(map(node_bytes, (*alone, *tangents)))
         made = {source(n) for n in saved if n.op == "call_function"}
