@@ -27,6 +27,7 @@ from remat.frontend.planner import Entry, Kept, Planner
 from remat.frontend.reserve import Reserve
 from remat.frontend.runtime.guards import Call, Watch
 from remat.frontend.runtime.module import RematModule, Step
+from remat.frontend.runtime.step import left_alone
 from remat.plan import Plan
 from remat.progress import Progress
 from remat.strategies import Strategy
@@ -137,11 +138,15 @@ class PlannedForward:
         return self._source
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.is_on:
+        if not self.is_on or not torch.is_grad_enabled():  # torch.compile compiles this
             return self.unplanned(*args, **kwargs)
+        return self._trained(args, kwargs)
+
+    @left_alone
+    def _trained(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._step is None:
             self._step = Step(self.model, self.planner, self.unplanned)
-        return _run(self._step, args, kwargs)
+        return self._step.run(args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PlannedForward:
         model, own = copy.deepcopy((self.model, self.own), memo)
@@ -149,11 +154,6 @@ class PlannedForward:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return PlannedForward, (self.model, self.own, self.planner.kept(), self.is_on)
-
-
-@torch._disable_dynamo  # torch.compile of the model breaks its graph here, once
-def _run(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return step.run(args, kwargs)
 
 
 class _InPlace(Planner):

@@ -23,6 +23,7 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from remat.documents.trace import Trace
 from remat.errors import RematError, TraceError
 from remat.frontend.capture.as_eager import as_eager
+from remat.frontend.capture.compiled import looked_through, uncompiled
 from remat.frontend.capture.constants import ConstantFolding
 from remat.frontend.capture.flat import Flat
 from remat.frontend.capture.joint import read_joint
@@ -52,7 +53,8 @@ def trace(
     as keyword arguments). `differentiate` says which outputs a gradient will come from: "auto" (the
     scalar loss where the model returns one, else all), "all", or output names such as "loss".
     A model on the "meta" device is captured as if it were on CUDA where there is one, else on the
-    CPU: nothing is allocated, and its plan is for a model that really is there.
+    CPU: nothing is allocated, and its plan is for a model that really is there. Of what was
+    compiled by torch.compile, the module inside is captured.
 
     `device` captures the step as if model and inputs were there: "cpu", "cuda", or a GPU that is
     not here by its name, such as "h100" ("cuda" where there is no GPU is an H200). The trace then
@@ -61,6 +63,7 @@ def trace(
 
     Raises `TraceError` with the place and the remedy where the model cannot be captured.
     """
+    model = uncompiled(model)
     args, kwargs = normalise_inputs(model, example_inputs, example_kwargs)
     check_differentiable(model, args, kwargs)
     _refuse_wrong_captures(model)
@@ -76,6 +79,7 @@ def trace(
         stack.enter_context(torch.enable_grad())
         stack.enter_context(restored(model))
         stack.enter_context(checkpointing_disabled())
+        stack.enter_context(looked_through())
         stack.enter_context(as_eager(flat.casts, target))
         graph_module = _joint(stack, flat, leaves)
         return read_joint(graph_module, flat, inputs, environment, target)
