@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MethodType
@@ -36,8 +35,6 @@ Model = TypeVar("Model", bound=nn.Module)
 
 _PLACE = "_remat_forward"
 """Among a model's attributes: what its `forward` was made, also where others have wrapped it."""
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class Options(TypedDict, total=False):
@@ -166,18 +163,15 @@ class _InPlace(Planner):
 
 @contextmanager
 def _as_it_was(model: nn.Module) -> Iterator[None]:
-    """With its own forward, and without the hooks that run around it anyway."""
+    """With its own forward."""
     state = model.__dict__
     planned = state.get(_PLACE)
-    before = {name: state[name] for name in _HOOKS if name in state}
     forward = state.pop("forward", None)
     if planned is not None and planned.own is not None:
         state["forward"] = planned.own
-    state.update({name: OrderedDict() for name in before})
     try:
         yield
     finally:
-        state.update(before)
         state.pop("forward", None)
         if forward is not None:
             state["forward"] = forward

@@ -26,6 +26,7 @@ from remat.frontend.capture.as_eager import as_eager
 from remat.frontend.capture.compiled import looked_through, uncompiled
 from remat.frontend.capture.constants import ConstantFolding
 from remat.frontend.capture.flat import Flat
+from remat.frontend.capture.hooks import own_hooks_away, watched
 from remat.frontend.capture.joint import read_joint
 from remat.frontend.capture.meta import placed
 from remat.frontend.capture.surroundings import checkpointing_disabled, observe, restored
@@ -54,7 +55,8 @@ def trace(
     scalar loss where the model returns one, else all), "all", or output names such as "loss".
     A model on the "meta" device is captured as if it were on CUDA where there is one, else on the
     CPU: nothing is allocated, and its plan is for a model that really is there. Of what was
-    compiled by torch.compile, the module inside is captured.
+    compiled by torch.compile, the module inside is captured. Hooks of the model itself are left
+    out; those inside of it are captured, with a `HookWarning` where they compute nothing.
 
     `device` captures the step as if model and inputs were there: "cpu", "cuda", or a GPU that is
     not here by its name, such as "h100" ("cuda" where there is no GPU is an H200). The trace then
@@ -80,9 +82,13 @@ def trace(
         stack.enter_context(restored(model))
         stack.enter_context(checkpointing_disabled())
         stack.enter_context(looked_through())
+        stack.enter_context(own_hooks_away(model))
+        hooks = stack.enter_context(watched(model))
         stack.enter_context(as_eager(flat.casts, target))
         graph_module = _joint(stack, flat, leaves)
-        return read_joint(graph_module, flat, inputs, environment, target)
+        found = read_joint(graph_module, flat, inputs, environment, target)
+    hooks.tell()
+    return found
 
 
 def normalise_inputs(
