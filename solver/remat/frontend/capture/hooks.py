@@ -28,8 +28,11 @@ _KINDS = {
     "_backward_hooks": "backward hook",
     "_backward_pre_hooks": "backward pre-hook",
 }
-_OF_THE_MODEL = frozenset({"transformers.utils.output_capturing"})
-"""Modules of hooks by which a model's forward itself collects what it returns."""
+_EXPECTED = frozenset(
+    {"output_capturing_hook", "make_inputs_require_grad", "make_inputs_require_grads"}
+)
+"""Hooks of transformers and peft by which a forward collects what it returns, or which see to it
+that frozen models can be checkpointed: nobody waits for what they see."""
 
 _NAMED = 3
 
@@ -103,7 +106,7 @@ def _hooks_inside(model: nn.Module) -> Iterator[_Place]:
     for name, module in model.named_modules():
         for kind in _KINDS:
             for key, hook in getattr(module, kind).items() if name else ():
-                if getattr(hook, "__module__", None) not in _OF_THE_MODEL:
+                if getattr(hook, "__name__", None) not in _EXPECTED:
                     yield _Place(name, module, kind, key, hook)
 
 
