@@ -232,19 +232,21 @@ def make_inputs_require_grads(module: nn.Module, args: Any, output: torch.Tensor
 
 def with_hooks_that_compute() -> nn.Sequential:
     model = layers()
-    model[0][0].register_forward_hook(computes)
-    model[0][1].register_forward_hook(writes)
-    model[0][2].register_buffer("seen", torch.zeros(()))
-    model[0][2].register_forward_hook(counts)
-    model[1].register_forward_pre_hook(shifts, with_kwargs=True)
-    model[1][0].register_full_backward_hook(scales_the_gradient)
-    model[1][2].register_full_backward_pre_hook(lambda module, outputs: (outputs[0] * 5,))
-    model[1][2].register_forward_hook(make_inputs_require_grads)
-    prune.l1_unstructured(model[2][0], "weight", 0.3)
-    parametrizations.weight_norm(model[2][2])
+    model.get_submodule("0.0").register_forward_hook(computes)
+    model.get_submodule("0.1").register_forward_hook(writes)
+    model.get_submodule("0.2").register_buffer("seen", torch.zeros(()))
+    model.get_submodule("0.2").register_forward_hook(counts)
+    model.get_submodule("1").register_forward_pre_hook(shifts, with_kwargs=True)
+    model.get_submodule("1.0").register_full_backward_hook(scales_the_gradient)
+    model.get_submodule("1.2").register_full_backward_pre_hook(
+        lambda module, outputs: (outputs[0] * 5,)
+    )
+    model.get_submodule("1.2").register_forward_hook(make_inputs_require_grads)
+    prune.l1_unstructured(model.get_submodule("2.0"), "weight", 0.3)
+    parametrizations.weight_norm(model.get_submodule("2.2"))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
-        weight_norm(model[1][0])
+        weight_norm(model.get_submodule("1.0"))
     return model
 
 
@@ -254,7 +256,7 @@ def test_what_hooks_compute_is_planned_without_a_word(plan: Any) -> None:
     fast = plan(model, "80%", (rows(),), costs=COSTS)
     for seed in (3, 4):
         assert_equal(of_rows(fast, seed), of_rows(eager, seed))
-    assert model[0][2].seen == eager[0][2].seen != 0
+    assert model.get_submodule("0.2").seen == eager.get_submodule("0.2").seen != 0
     plain = layers()
     assert not torch.equal(of_rows(fast)[0], of_rows(plain)[0])
 
@@ -262,12 +264,12 @@ def test_what_hooks_compute_is_planned_without_a_word(plan: Any) -> None:
 @pytest.mark.parametrize("plan", [remat.optimize, remat.enable])
 def test_hooks_that_only_look_are_told_of_once(plan: Any) -> None:
     model = layers()
-    for each in model:
+    for each in model.children():
         each.register_forward_hook(looks)
-    model[0][0].register_forward_hook(passes_on)
-    model[0][1].register_forward_pre_hook(looks)
-    handle = model[1][0].register_full_backward_hook(looks)
-    model[1][1].register_full_backward_pre_hook(looks)
+    model.get_submodule("0.0").register_forward_hook(passes_on)
+    model.get_submodule("0.1").register_forward_pre_hook(looks)
+    handle = model.get_submodule("1.0").register_full_backward_hook(looks)
+    model.get_submodule("1.1").register_full_backward_pre_hook(looks)
     with pytest.warns(HookWarning) as told:
         fast = plan(model, "80%", (rows(),), costs=COSTS)
     (said,) = [str(each.message) for each in told]
@@ -284,15 +286,15 @@ def test_hooks_that_only_look_are_told_of_once(plan: Any) -> None:
     fast.zero_grad()
     fast(torch.randn(128, 32)).sum().backward()  # planned for another shape: not a word
     handle.remove()
-    assert not model[1][0]._backward_hooks
-    assert [*model[0]._forward_hooks.values()] == [looks]
+    assert not model.get_submodule("1.0")._backward_hooks
+    assert [*model.get_submodule("0")._forward_hooks.values()] == [looks]
 
 
 def test_hooks_that_look_do_not_run_in_steps_but_in_evaluation() -> None:
     seen: list[str] = []
     model = layers()
-    model[0].register_forward_hook(lambda *_: seen.append("forward"))
-    model[1].register_full_backward_hook(lambda *_: seen.append("backward"))
+    model.get_submodule("0").register_forward_hook(lambda *_: seen.append("forward"))
+    model.get_submodule("1").register_full_backward_hook(lambda *_: seen.append("backward"))
     with pytest.warns(HookWarning, match="of 0; the backward hook .* of 1"):
         fast = optimized(model, (rows(),), budget="80%")
     seen.clear()

@@ -28,6 +28,8 @@ from remat.frontend.runtime.step import left_alone, run_step
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
+    from torch.fx.graph import PythonCode
+
     from remat.plan import Plan
 
 
@@ -153,7 +155,7 @@ class RematModule(fx.GraphModule):
         self.__dict__.update({name: getattr(model, name) for name in _SHARED})
         self.training = model.training
 
-    def recompile(self) -> fx.graph.PythonCode:
+    def recompile(self) -> PythonCode:
         """As `GraphModule.recompile`; what is made has the signature of the model's forward."""
         code = super().recompile()
         with contextlib.suppress(TypeError, ValueError):  # of a forward that has none
@@ -171,7 +173,7 @@ class RematModule(fx.GraphModule):
         return self.__dict__["_model"]._is_full_backward_hook
 
     @_is_full_backward_hook.setter
-    def _is_full_backward_hook(self, value: bool | None) -> None:
+    def _is_full_backward_hook(self, value: bool | None) -> None:  # type: ignore[override]
         if value is not None:  # but as a new module sets it
             self.__dict__["_model"]._is_full_backward_hook = value
 
