@@ -160,3 +160,34 @@ def test_a_step_of_its_takes_what_was_planned(tmp_path: Path) -> None:
     peak = allocated_peak(lambda: ours.training_step(model, batch))
     held = (*model.parameters(), *model.buffers(), *batch.values())
     assert peak + sum(t.nbytes for t in held) <= plan.budget_bytes
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        pytest.param({"bf16": True}, marks=slow),
+        pytest.param({"gradient_accumulation_steps": 2}, marks=slow),
+        pytest.param({"gradient_checkpointing": True}, marks=slow),
+        pytest.param({"torch_compile": True, "torch_compile_backend": "eager"}, marks=slow),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing. is deprecated:FutureWarning")
+def test_what_optimize_returns_trains_and_the_model_saves(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    """The Trainer itself saves weights and configuration of a `PreTrainedModel` only."""
+    steps = 2
+    as_eager = {k: v for k, v in options.items() if "compile" not in k}
+    eager = trainer(made(gpt2), tmp_path / "eager", steps, save_strategy="no", **as_eager)
+    eager.train()
+    fast = remat.optimize(made(gpt2), "70%", costs=remat.Roofline("cpu"))
+    ours = trainer(fast, tmp_path / "ours", steps, save_strategy="no", **options)  # type: ignore[arg-type]
+    ours.train()
+    assert ours.seen == eager.seen
+    assert len(ours.seen) == steps
+    assert ours.evaluate()["eval_loss"] == eager.evaluate()["eval_loss"]
+    assert fast.plan is not None
+    assert len(fast.plan.schedule) > len(fast.plan.graph)
+    fast.save_pretrained(tmp_path / "saved")  # the model's own
+    assert_same_weights(GPT2LMHeadModel.from_pretrained(tmp_path / "saved"), eager.model)

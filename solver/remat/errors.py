@@ -61,6 +61,11 @@ class SolverWarning(UserWarning):
     `"search_error"` of the search."""
 
 
+class HookWarning(UserWarning):
+    """Hooks of modules inside of a model only looked: they ran while it was captured, and do not
+    run in its steps."""
+
+
 class UnknownName(RematError, KeyError):
     """No operation and no module of a plan has this name."""
 

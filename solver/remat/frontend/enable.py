@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MethodType
@@ -27,6 +26,7 @@ from remat.frontend.planner import Entry, Kept, Planner
 from remat.frontend.reserve import Reserve
 from remat.frontend.runtime.guards import Call, Watch
 from remat.frontend.runtime.module import RematModule, Step
+from remat.frontend.runtime.step import left_alone
 from remat.plan import Plan
 from remat.progress import Progress
 from remat.strategies import Strategy
@@ -35,8 +35,6 @@ Model = TypeVar("Model", bound=nn.Module)
 
 _PLACE = "_remat_forward"
 """Among a model's attributes: what its `forward` was made, also where others have wrapped it."""
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class Options(TypedDict, total=False):
@@ -138,11 +136,17 @@ class PlannedForward:
         return self._source
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.is_on:
-            return self.unplanned(*args, **kwargs)
+        if not self.is_on or not torch.is_grad_enabled():  # torch.compile compiles this
+            if self.own is not None:
+                return self.own(*args, **kwargs)
+            return type(self.model).forward(self.model, *args, **kwargs)
+        return self._trained(args, kwargs)
+
+    @left_alone
+    def _trained(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._step is None:
             self._step = Step(self.model, self.planner, self.unplanned)
-        return _run(self._step, args, kwargs)
+        return self._step.run(args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PlannedForward:
         model, own = copy.deepcopy((self.model, self.own), memo)
@@ -150,11 +154,6 @@ class PlannedForward:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return PlannedForward, (self.model, self.own, self.planner.kept(), self.is_on)
-
-
-@torch._disable_dynamo  # torch.compile of the model breaks its graph here, once
-def _run(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return step.run(args, kwargs)
 
 
 class _InPlace(Planner):
@@ -167,18 +166,15 @@ class _InPlace(Planner):
 
 @contextmanager
 def _as_it_was(model: nn.Module) -> Iterator[None]:
-    """With its own forward, and without the hooks that run around it anyway."""
+    """With its own forward."""
     state = model.__dict__
     planned = state.get(_PLACE)
-    before = {name: state[name] for name in _HOOKS if name in state}
     forward = state.pop("forward", None)
     if planned is not None and planned.own is not None:
         state["forward"] = planned.own
-    state.update({name: OrderedDict() for name in before})
     try:
         yield
     finally:
-        state.update(before)
         state.pop("forward", None)
         if forward is not None:
             state["forward"] = forward

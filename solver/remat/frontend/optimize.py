@@ -10,6 +10,7 @@ from torch import nn
 from remat.budget import Budget, is_auto
 from remat.costs.roofline import Roofline
 from remat.errors import TraceError
+from remat.frontend.capture.compiled import uncompiled
 from remat.frontend.capture.trace import check_differentiable, normalise_inputs
 from remat.frontend.costs.cache import CostCache
 from remat.frontend.operators import NAMESPACES
@@ -58,11 +59,13 @@ def optimize(
     lets go of what the model returned before the backward. Other keyword arguments are those of
     `remat.solve` and `remat.measure`.
 
-    The result shares the model's parameters and behaves as the model. Raises `InfeasibleBudget`,
+    The result shares the model's parameters and hooks, and behaves as the model. Of a model that
+    was compiled by torch.compile, the module inside is planned. Raises `InfeasibleBudget`,
     `BudgetError`, `TraceError`, `SolverTimeout`.
     """
     if not isinstance(model, nn.Module):
         raise TraceError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    model = uncompiled(model)
     if isinstance(model, RematModule):
         raise TraceError("this model is optimised already; pass the original one")
     planner = Planner(

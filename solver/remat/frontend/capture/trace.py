@@ -23,8 +23,10 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from remat.documents.trace import Trace
 from remat.errors import RematError, TraceError
 from remat.frontend.capture.as_eager import as_eager
+from remat.frontend.capture.compiled import looked_through, uncompiled
 from remat.frontend.capture.constants import ConstantFolding
 from remat.frontend.capture.flat import Flat
+from remat.frontend.capture.hooks import own_hooks_away, watched
 from remat.frontend.capture.joint import read_joint
 from remat.frontend.capture.meta import placed
 from remat.frontend.capture.surroundings import checkpointing_disabled, observe, restored
@@ -54,7 +56,9 @@ def trace(
     as keyword arguments). `differentiate` says which outputs a gradient will come from: "auto" (the
     scalar loss where the model returns one, else all), "all", or output names such as "loss".
     A model on the "meta" device is captured as if it were on CUDA where there is one, else on the
-    CPU: nothing is allocated, and its plan is for a model that really is there.
+    CPU: nothing is allocated, and its plan is for a model that really is there. Of what was
+    compiled by torch.compile, the module inside is captured. Hooks of the model itself are left
+    out; those inside of it are captured, with a `HookWarning` where they compute nothing.
     `outputs` are "held" by the caller while the backward runs, or "dropped" before it (by a loop
     that keeps only the loss): their memory is then planned like any other.
 
@@ -66,6 +70,7 @@ def trace(
     Raises `TraceError` with the place and the remedy where the model cannot be captured.
     """
     dropped = are_dropped(outputs)
+    model = uncompiled(model)
     args, kwargs = normalise_inputs(model, example_inputs, example_kwargs)
     check_differentiable(model, args, kwargs)
     _refuse_wrong_captures(model)
@@ -81,9 +86,13 @@ def trace(
         stack.enter_context(torch.enable_grad())
         stack.enter_context(restored(model))
         stack.enter_context(checkpointing_disabled())
+        stack.enter_context(looked_through())
+        stack.enter_context(own_hooks_away(model))
+        hooks = stack.enter_context(watched(model))
         stack.enter_context(as_eager(flat.casts, target))
         graph_module = _joint(stack, flat, leaves)
         traced = read_joint(graph_module, flat, inputs, environment, target)
+    hooks.tell()
     return traced.replace(outputs_dropped=True) if dropped else traced
 
 

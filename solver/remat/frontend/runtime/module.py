@@ -1,13 +1,16 @@
 """`RematModule`: the model with another forward.
 
-A `torch.fx.GraphModule` that shares the model's parameters, buffers and submodules (the very same
-dictionaries), so that optimizers, `state_dict`, `to`, `train` and weight tying behave as if it were
-the model. Evaluation and `no_grad` run the model's own forward.
+A `torch.fx.GraphModule` that shares the model's parameters, buffers, submodules and hooks (the very
+same dictionaries) and the signature of its forward, so that optimizers, `state_dict`, `to`,
+`train`, weight tying and whoever reads signatures see the model. Evaluation and `no_grad` run the
+model's own forward.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -15,15 +18,18 @@ import torch
 from torch import fx, nn
 
 from remat.documents.program import Program
+from remat.frontend.capture.compiled import uncompiled
 from remat.frontend.operators import NAMESPACES
 from remat.frontend.runtime.guards import Binding, Call, Signature, Watch, check_call, signature
 from remat.frontend.runtime.home import at_home
 from remat.frontend.runtime.lower import Compiled, compile_program
 from remat.frontend.runtime.returned import ReturnedOutputs
-from remat.frontend.runtime.step import run_step
+from remat.frontend.runtime.step import left_alone, run_step
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
+
+    from torch.fx.graph import PythonCode
 
     from remat.plan import Plan
 
@@ -82,22 +88,25 @@ class FixedSource:
 
 
 class Step:
-    """Decides at each call between the plan and the model's `own` forward: by default all that a
-    call of the model does."""
+    """Decides at each call between the plan and the model's `own` forward."""
 
     def __init__(
         self, model: nn.Module, source: Source, own: Callable[..., Any] | None = None
     ) -> None:
         self.model = model
         self.source = source
-        self._own = own or model
+        self._given = own
         self._watch = Watch(model)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """One call of the module."""
-        model = self.model
-        if not torch.is_grad_enabled():
+        """One call of the module, without its hooks."""
+        if not torch.is_grad_enabled():  # torch.compile compiles this
             return self._own(*args, **kwargs)
+        return self._trained(args, kwargs)
+
+    @left_alone
+    def _trained(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        model = self.model
         call = Call.of(args, kwargs, "the arguments ")
         current = self.source.current()
         planned_training = current is None or current.compiled.program.environment.training
@@ -107,6 +116,9 @@ class Step:
         if not self._watch.trains and not any(t.requires_grad for t in call.leaves):
             return self._own(*args, **kwargs)
         return self.source.ready(self._watch, call)(call.leaves)
+
+    def _own(self, *args: Any, **kwargs: Any) -> Any:
+        return (self._given or self.model.forward)(*args, **kwargs)
 
 
 def _outer_graph() -> fx.Graph:
@@ -118,21 +130,55 @@ def _outer_graph() -> fx.Graph:
     return graph
 
 
+_SHARED = (
+    "_parameters",
+    "_buffers",
+    "_modules",
+    "_non_persistent_buffers_set",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+"""Not copied: what happens to the model's tensors and hooks happens here, and the reverse."""
+
+
 class RematModule(fx.GraphModule):
     """See `remat.optimize`. `plan`, `program`, `forward_graph` and `backward_graph` are those of
     the latest planned inputs, or None before the first call."""
 
     def __init__(self, model: nn.Module, source: Source) -> None:
+        self.__dict__["_model"] = model  # asked for its signature below
         root = nn.Module()
         root.step = Step(model, source)  # type: ignore[assignment]
         super().__init__(root, _outer_graph(), class_name=f"Remat{type(model).__name__}")
-        # Shared, not copied: what happens to the model's tensors happens here, and the reverse.
-        self.__dict__["_model"] = model
-        self.__dict__["_parameters"] = model._parameters
-        self.__dict__["_buffers"] = model._buffers
-        self.__dict__["_modules"] = model._modules
-        self.__dict__["_non_persistent_buffers_set"] = model._non_persistent_buffers_set
+        self.__dict__.update({name: getattr(model, name) for name in _SHARED})
         self.training = model.training
+
+    def recompile(self) -> PythonCode:
+        """As `GraphModule.recompile`; what is made has the signature of the model's forward."""
+        code = super().recompile()
+        with contextlib.suppress(TypeError, ValueError):  # of a forward that has none
+            given = inspect.signature(self.__dict__["_model"].forward)
+            me = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+            # fx makes a class for each module, so that this forward is of this module alone.
+            type(self).forward.__signature__ = given.replace(  # type: ignore[attr-defined]
+                parameters=[me, *given.parameters.values()]
+            )
+        return code
+
+    @property
+    def _is_full_backward_hook(self) -> bool | None:
+        """Goes with the hooks, which are the model's."""
+        return self.__dict__["_model"]._is_full_backward_hook
+
+    @_is_full_backward_hook.setter
+    def _is_full_backward_hook(self, value: bool | None) -> None:  # type: ignore[override]
+        if value is not None:  # but as a new module sets it
+            self.__dict__["_model"]._is_full_backward_hook = value
 
     @property
     def plan(self) -> Plan | None:
@@ -226,6 +272,7 @@ def lower(
     Raises `GuardError` where the model does not fit, `DocumentError` for an operation that is not
     allowed.
     """
+    model = uncompiled(model)
     program = at_home(program, model)
     compiled = compile_program(program, namespaces)
     return RematModule(model, FixedSource(program, model, compiled, plan))

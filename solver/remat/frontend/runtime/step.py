@@ -23,12 +23,13 @@ from remat.frontend.runtime.returned import ReturnedOutputs
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
-def _left_alone(function: _F) -> _F:
-    """Not compiled: a compiler would order the statements anew, and they are the memory plan."""
-    return torch.compiler.disable(function)  # type: ignore[return-value]
+def left_alone(function: _F) -> _F:
+    """Not compiled: torch.compile of what calls it breaks its graph there, once. A compiler would
+    order the statements anew, and they are the memory plan."""
+    return torch.compiler.disable(function, reason="remat runs its plan")  # type: ignore[return-value]
 
 
-@_left_alone
+@left_alone
 def run_step(
     compiled: Compiled, tensors: Sequence[torch.Tensor], returned: ReturnedOutputs
 ) -> tuple[torch.Tensor, ...]:
