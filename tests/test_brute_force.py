@@ -16,7 +16,7 @@ from remat.solve import solve
 from remat.strategies import Exact
 
 laws = settings(
-    max_examples=int(os.environ.get("REMAT_EXAMPLES", "15")),
+    max_examples=min(30, int(os.environ.get("REMAT_EXAMPLES", "15"))),
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

@@ -32,7 +32,7 @@ from tests.server import Server, chain, finished, wait_for
 import remat
 
 FUZZ = settings(
-    max_examples=int(os.environ.get("REMAT_EXAMPLES", "10")),
+    max_examples=min(16, int(os.environ.get("REMAT_EXAMPLES", "10"))),
     derandomize=True,
     database=None,
     deadline=None,

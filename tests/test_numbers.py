@@ -21,7 +21,7 @@ from remat.simulate import simulate
 from remat.solve import solve
 from remat.strategies import Auto, Exact, KeepAll, Solution, Strategy, Task
 
-EXAMPLES = int(os.environ.get("REMAT_EXAMPLES", "5"))
+EXAMPLES = min(10, int(os.environ.get("REMAT_EXAMPLES", "5")))
 LAWS = settings(
     max_examples=25,
     derandomize=True,
