@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import json
+import atexit
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import torch
+from tests.forking import MODELS, Forking, ask
 from tests.models import gpt2
 
 import remat
@@ -40,51 +41,28 @@ class Ended:
         return self.err
 
 
-_READY = """
-import json, os, sys
-import remat.cli
-for line in sys.stdin:
-    task = json.loads(line)
-    pid = os.fork()
-    if not pid:
-        for number, name in enumerate(task["files"]):
-            os.dup2(os.open(name, os.O_RDWR), number)
-        sys.stdin = open(0)
-        sys.argv = ["remat", *task["arguments"]]
-        remat.cli.main()
-    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
-"""
-
-
 @cache
-def _ready() -> subprocess.Popen[str]:
-    """A process that has loaded `remat` and forks for each command, which saves a second each."""
-    return subprocess.Popen(
-        [sys.executable, "-c", _READY], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+def _forking(*modules: str) -> Forking:
+    found = Forking(modules)
+    atexit.register(found.close)
+    return found
 
 
-def quick(*arguments: object, stdin: bytes = b"") -> Ended:
-    """As `run`, without its start: for what needs no torch."""
-    ready = _ready()
-    assert ready.stdin is not None
-    assert ready.stdout is not None
-    with tempfile.TemporaryDirectory() as folder:
-        files = [Path(folder) / name for name in ("in", "out", "err")]
-        for file, data in zip(files, (stdin, b"", b""), strict=True):
-            file.write_bytes(data)
-        task = {"files": [*map(str, files)], "arguments": [*map(str, arguments)]}
-        ready.stdin.write(json.dumps(task) + "\n")
-        ready.stdin.flush()
-        code = int(ready.stdout.readline())
-        return Ended(code, files[1].read_text(), files[2].read_text())
-
-
-def end_ready() -> None:
-    """End the process that waits."""
-    if _ready.cache_info().currsize:
-        _ready().communicate()
-        _ready.cache_clear()
+def quick(
+    *arguments: object,
+    stdin: bytes = b"",
+    env: Mapping[str, str] | None = None,
+    models: bool = False,
+) -> Ended:
+    """As `run`, without its start, which takes a second, and several for what works on models."""
+    where = _forking(*MODELS if models else ()).socket
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        paths = [Path(folder) / name for name in ("in", "out", "err")]
+        for path, data in zip(paths, (stdin, b"", b""), strict=True):
+            path.write_bytes(data)
+        files = [stack.enter_context(path.open("r+b")).fileno() for path in paths]
+        code = ask(where, [*map(str, arguments)], {**os.environ, **(env or {})}, files)
+        return Ended(code, paths[1].read_text(), paths[2].read_text())
 
 
 def command(*arguments: object) -> list[str]:

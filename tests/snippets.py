@@ -28,6 +28,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from tests.forking import CAPTURE
+
 ROOT = Path(__file__).parent.parent
 
 _FENCE = re.compile(r"^(\s*)(`{3,}|~{3,})(.*)$")
@@ -203,16 +205,6 @@ def check_syntax(block: Block) -> None:
 
 # -- the process that runs pages --------------------------------------------------------------
 
-_LOADED = (
-    "torch._decomp",
-    "torch._dynamo",
-    "torch.fx.experimental.proxy_tensor",
-    "remat.frontend.capture.trace",
-    "remat.view",
-)
-"""What the first capture of a page would load. No capture itself: where torch is built with CUDA it
-starts autograd's threads, which a fork does not take along, and the pages' captures fail."""
-
 
 class Runner:
     """A process with everything imported, and the pages that it runs."""
@@ -242,7 +234,7 @@ class Runner:
 
 
 def _serve() -> None:
-    for name in _LOADED:
+    for name in CAPTURE:
         importlib.import_module(name)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

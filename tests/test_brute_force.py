@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from tests import brute_force
@@ -14,7 +16,7 @@ from remat.solve import solve
 from remat.strategies import Exact
 
 laws = settings(
-    max_examples=30,
+    max_examples=min(30, int(os.environ.get("REMAT_EXAMPLES", "15"))),
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

@@ -7,17 +7,16 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.command_line import Documents, command, end_ready, quick, run, write_documents
+from tests.command_line import Documents, command, quick, run, write_documents
 
 
 @pytest.fixture(scope="module")
-def documents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Documents]:
-    yield write_documents(tmp_path_factory.mktemp("documents"))
-    end_ready()
+def documents(tmp_path_factory: pytest.TempPathFactory) -> Documents:
+    return write_documents(tmp_path_factory.mktemp("documents"))
 
 
 def forged(text: bytes) -> bytes:

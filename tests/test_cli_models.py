@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import shlex
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from tests import command_line
 from tests.command_line import run
 from tests.compilers import needs_compiler
 
 import remat
 
+quick = partial(command_line.quick, models=True)
 ROOT = Path(__file__).parent.parent
 SCRIPT = """
 def failing():
@@ -38,7 +41,7 @@ def test_a_model_becomes_a_measured_trace(tmp_path: Path) -> None:
 
 def test_a_step_beside_the_models_own(tmp_path: Path) -> None:
     program = tmp_path / "program.json.gz"
-    ended = run("run", *GPT2, "--budget", "80%", "--time-limit", "5", "--rounds", "1",
+    ended = quick("run", *GPT2, "--budget", "80%", "--time-limit", "5", "--rounds", "1",
                 "--program", program, "--json")  # fmt: skip
     assert ended.code == 0, ended.err
     told = json.loads(ended.out)
@@ -107,10 +110,10 @@ def test_a_compiled_step_in_words(tmp_path: Path) -> None:
 
 def test_what_does_not_go_with_a_compiled_step(tmp_path: Path) -> None:
     program = tmp_path / "program.json"
-    ended = run("run", *GPT2, "-b", "80%", "--compile", "--program", program)
+    ended = quick("run", *GPT2, "-b", "80%", "--compile", "--program", program)
     assert ended.code == 2
     assert "what torch.compile makes is no program" in ended.error
-    ended = run("run", *GPT2, "-b", "80%", "--compile", "--reserve", "1MiB")
+    ended = quick("run", *GPT2, "-b", "80%", "--compile", "--reserve", "1MiB")
     assert ended.code == 2
     assert "nothing to reserve of it" in ended.error
 
@@ -118,7 +121,7 @@ def test_what_does_not_go_with_a_compiled_step(tmp_path: Path) -> None:
 def test_an_estimate_of_what_does_not_fit_here() -> None:
     """A layer as wide as those of the largest models: 11 billion parameters in bfloat16."""
     sizes = ("--set", "n_embd=28672", "--set", "n_head=64", "--set", "n_layer=1", "--batch", 1)
-    ended = run("estimate", "hf:gpt2", *sizes, "--dtype", "bfloat16", "--json")
+    ended = quick("estimate", "hf:gpt2", *sizes, "--dtype", "bfloat16", "--json")
     assert ended.code == 0, ended.err
     told = json.loads(ended.out)
     assert told["parameter_bytes"] > 20e9
@@ -128,13 +131,13 @@ def test_an_estimate_of_what_does_not_fit_here() -> None:
 def test_a_gpu_that_is_not_here(tmp_path: Path) -> None:
     output = tmp_path / "h100.json.gz"
     how = ("--device", "h100", "--autocast", "bfloat16")
-    ended = run("trace", *GPT2, *how, "-o", output)
+    ended = quick("trace", *GPT2, *how, "-o", output)
     assert ended.code == 0, ended.err
     trace = remat.Trace.load(output)
     assert trace.device == "cuda:0"
     assert trace.environment.autocast == ("cuda:bfloat16",)
     assert "aten._scaled_dot_product_flash_attention.default" in {n.target for n in trace.nodes}
-    ended = run("estimate", *GPT2, *how, "--json")
+    ended = quick("estimate", *GPT2, *how, "--json")
     assert ended.code == 0, ended.err
     told = json.loads(ended.out)
     assert (told["device"], told["cost_source"]) == ("cuda:0", "roofline h100")
@@ -147,10 +150,10 @@ def test_a_gpu_that_is_not_here(tmp_path: Path) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="then it is measured there")
 def test_a_trace_for_a_gpu_that_is_not_here_is_measured_by_its_data_sheet(tmp_path: Path) -> None:
     output = tmp_path / "a100.json.gz"
-    ended = run("trace", *GPT2, "--device", "a100", "-o", output)
+    ended = quick("trace", *GPT2, "--device", "a100", "-o", output)
     assert ended.code == 0, ended.err
     assert "on cuda:0 (a100)" in ended.out
-    ended = run("measure", output)
+    ended = quick("measure", output)
     assert ended.code == 1
     assert "`remat measure --roofline a100` estimates" in ended.error
 
@@ -185,14 +188,14 @@ def test_what_is_reserved_is_left_of_the_budget() -> None:
         "n_embd=32",
     )
     small = (*sizes, "--set", "n_head=2", "--set", "vocab_size=100")
-    ended = run("estimate", *small, "--reserve", "3MiB", "--json")
+    ended = quick("estimate", *small, "--reserve", "3MiB", "--json")
     assert ended.code == 0, ended.err
     assert json.loads(ended.out)["reserve_bytes"] == 3 << 20
-    ended = run("run", *small, "-b", "64MiB", "--reserve", "60MiB", "--rounds", "1", "--json")
+    ended = quick("run", *small, "-b", "64MiB", "--reserve", "60MiB", "--rounds", "1", "--json")
     assert ended.code == 0, ended.err
     assert json.loads(ended.out)["plan"]["budget_bytes"] == 4 << 20
     assert json.loads(ended.out)["plan"]["reserve_bytes"] == 60 << 20
-    ended = run("run", *small, "-b", "60%", "--reserve", "60MiB")
+    ended = quick("run", *small, "-b", "60%", "--reserve", "60MiB")
     assert ended.code != 0
     assert "nothing to reserve of it" in ended.error
 
@@ -210,7 +213,7 @@ def test_the_demo_is_a_run() -> None:
     (said,) = [line for line in lines if line.split()[0].endswith("bin/remat")]
     words = shlex.split(said)
     smaller = ("--set", "n_layer=2", "--set", "n_embd=32", "--set", "n_head=1", "--tokens", "16")
-    ended = run(*words[1 : words.index("--device")], *smaller, "-b", "98%", "--rounds", 1)
+    ended = quick(*words[1 : words.index("--device")], *smaller, "-b", "98%", "--rounds", 1)
     assert ended.code == 0, ended.err
     wanted = ["gpt2 within", "\nplan ", "\nmodule ", "peak, measured", "gradients are equal"]
     places = [ended.out.index(each) for each in wanted]

@@ -169,6 +169,12 @@ def convolutions() -> Case:
     return Case(Convolutions(), (torch.randn(4, 3, 48, 48),), loss=lambda out: out)
 
 
+def dropping() -> Case:
+    torch.manual_seed(0)
+    made_of = [nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1)) for _ in range(4)]
+    return Case(nn.Sequential(*made_of), (torch.randn(512, 64),), loss=lambda out: out.sum())
+
+
 def measured_peak(case: Case, run: Any) -> int:
     """Of a warm step, by the allocator, with parameters, buffers and batch."""
     step(case, run)
@@ -181,7 +187,11 @@ def measured_peak(case: Case, run: Any) -> int:
 @needs_compiler
 @pytest.mark.parametrize(
     ("make", "percent"),
-    [(blocks, 60), pytest.param(convolutions, 75, marks=pytest.mark.slow)],
+    [
+        (dropping, 80),
+        pytest.param(blocks, 60, marks=pytest.mark.slow),
+        pytest.param(convolutions, 75, marks=pytest.mark.slow),
+    ],
 )
 def test_what_inductor_runs_is_within_the_budget(make: Any, percent: int) -> None:
     """Planned, verified and measured; with the gradients of plain torch.compile, dropout
@@ -207,7 +217,7 @@ def test_what_inductor_runs_is_within_the_budget(make: Any, percent: int) -> Non
 
 @needs_compiler
 def test_all_of_the_memory_is_what_torch_compile_does() -> None:
-    case, state = made(blocks())
+    case, state = made(dropping())
     wanted = two_steps(case, state)
     before = len(remat.compiled_plans())
     found = two_steps(case, state, backend="remat", options={"budget": "100%"})

@@ -206,6 +206,7 @@ def _all_of_ddp(inductor: bool) -> None:
         held_bytes += plan.saved_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inductor", ONE_OR_BOTH)
 def test_all_of_ddp(inductor: bool, tmp_path: Path) -> None:
     """Cut at the buckets of gradients: several graphs of one step, each of which counts what those

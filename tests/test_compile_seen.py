@@ -215,7 +215,9 @@ class Failing:
 
 
 @pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec")
-@pytest.mark.parametrize("inductor", [False, pytest.param(True, marks=needs_compiler)])
+@pytest.mark.parametrize(
+    "inductor", [False, pytest.param(True, marks=[pytest.mark.slow, needs_compiler])]
+)
 def test_what_cannot_be_planned_is_an_error_or_left_to_torch(inductor: bool) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 8), nn.Tanh())

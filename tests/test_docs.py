@@ -7,6 +7,7 @@ import importlib
 import os
 import re
 import runpy
+import shlex
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 from tests import server as servers
+from tests.forking import CAPTURE, Forking
 from tests.server import Server
 from tests.snippets import ROOT, Block, Runner, blocks, check_syntax, pages
 
@@ -38,11 +40,10 @@ LANGUAGES = {"python", "console", "text", "json", "yaml", "bash"}
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Where `remat` and `python` are those of this source tree."""
+    """Where `python` and `torchrun` are those of this source tree."""
     tools = tmp_path_factory.mktemp("bin")
-    for name, module in {"remat": "-m remat.cli", "python": "", "torchrun": _TORCHRUN}.items():
-        (tools / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {module} "$@"\n')
-        (tools / name).chmod(0o755)
+    for name, module in {"python": [], "torchrun": ["-m", "torch.distributed.run"]}.items():
+        write_tool(tools / name, [sys.executable, *module])
     path = os.pathsep.join((str(tools), os.environ["PATH"]))
     source = os.pathsep.join(map(str, (ROOT / "solver", ROOT / "server")))
     return {
@@ -60,7 +61,18 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     }
 
 
-_TORCHRUN = "-m torch.distributed.run"
+def write_tool(file: Path, words: list[str]) -> None:
+    file.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
+    file.chmod(0o755)
+
+
+@pytest.fixture(scope="module")
+def remat_tool(environment: dict[str, str]) -> Iterator[None]:
+    """`remat`, of this source tree too. It need not start."""
+    forking = Forking(CAPTURE, environment)
+    write_tool(Path(environment["PATH"].split(os.pathsep)[0], "remat"), forking.command)
+    yield
+    forking.close()
 
 
 @pytest.fixture(scope="module")
@@ -76,11 +88,24 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield running
 
 
-@pytest.mark.parametrize("page", [page for page, found in PAGES.items() if found])
+# The first starts six processes that import torch; tests/test_distributed.py does what it shows.
+SLOW_PAGES = {"docs/how-to/distributed.md"}
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=pytest.mark.slow if page in SLOW_PAGES else [])
+        for page, found in PAGES.items()
+        if found
+    ],
+)
 def test_code_runs(
     page: str, runner: Runner, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     found = PAGES[page]
+    if any("remat" in block.commands for block in found if not block.reason):
+        request.getfixturevalue("remat_tool")
     if any(PORT in block.text for block in found if not block.reason):
         port = request.getfixturevalue("server").url.rpartition(":")[2]
         found = [_elsewhere(block, port) for block in found]

@@ -17,7 +17,7 @@ def _estimate(case: Case) -> remat.Estimate:
     return remat.estimate(case.model, case.args, case.kwargs)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "t5", "resnet"])
+@pytest.mark.parametrize("family", ["gpt2", pytest.param("t5", marks=pytest.mark.slow), "resnet"])
 def test_eager_mode_takes_what_was_estimated(family: str) -> None:
     torch.manual_seed(0)
     case = FAMILIES[family]()

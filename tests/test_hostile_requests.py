@@ -7,6 +7,7 @@ import copy
 import gzip
 import io
 import json
+import os
 import pickle
 import random
 import select
@@ -31,7 +32,7 @@ from tests.server import Server, chain, finished, wait_for
 import remat
 
 FUZZ = settings(
-    max_examples=16,
+    max_examples=min(16, int(os.environ.get("REMAT_EXAMPLES", "10"))),
     derandomize=True,
     database=None,
     deadline=None,

@@ -27,6 +27,9 @@ pytestmark = [
 LIMIT_S = 90.0
 LIMIT_BYTES = 1_000_000
 NAMES = [path.stem for path in sources()]
+SLOW = ("02", "03", "05")
+"""Their models, sweeps and services are those of other tests, and of pages that are run."""
+
 _PLACES = re.compile(r"/home/|/root/|/Users/|/tmp/|/var/folders/|[A-Z]:\\\\|site-packages")
 
 
@@ -68,7 +71,10 @@ def test_what_is_committed_has_run_and_names_no_machine(name: str) -> None:
     assert user == "root" or not re.search(rf"\b{re.escape(user)}\b", text)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow if n.startswith(SLOW) else []) for n in NAMES],
+)
 def test_runs_from_start_to_end(name: str) -> None:
     began = time.monotonic()
     notebook = execute(read_source(source(name)))

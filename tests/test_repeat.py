@@ -215,7 +215,7 @@ def test_it_heeds_a_cancel_and_a_time_limit() -> None:
         assert run.stats["rows"] == 0, "no program was run"
 
 
-@pytest.mark.parametrize("share", [0.3, 0.5])
+@pytest.mark.parametrize("share", [pytest.param(0.3, marks=pytest.mark.slow), 0.5])
 def test_auto_is_no_worse_with_it(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     graph, _ = blocks(20)
     auto = Auto(time_limit=5.0, gap=0.002, complete_slots=100)

@@ -20,10 +20,12 @@ import math
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-
-import networkx as nx
+from typing import TYPE_CHECKING
 
 from remat.errors import GraphError
+
+if TYPE_CHECKING:
+    import networkx as nx  # a fifth of the import of remat: loaded where it is used
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +125,8 @@ class Graph:
         """One node an operation, named as it is; the inverse of `from_networkx` where every
         operation has one output. Edges carry the consumed values' names under `values`, and
         `overwritten` where their reader writes over them."""
+        import networkx as nx
+
         g = nx.DiGraph(constant_bytes=self.constant_bytes)
         for operation in self.operations:
             g.add_node(
@@ -164,6 +168,8 @@ class Graph:
 
         Raises `GraphError` on a cycle, a missing or bad attribute, or an order that is not one.
         """
+        import networkx as nx
+
         if not g.is_directed() or g.is_multigraph():
             raise GraphError("expected a networkx.DiGraph; convert with networkx.DiGraph(g)")
         if not nx.is_directed_acyclic_graph(g):

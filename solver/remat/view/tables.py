@@ -5,8 +5,6 @@ from __future__ import annotations
 import csv
 import io
 
-import networkx as nx
-
 from remat.budget import format_bytes, format_seconds
 from remat.graph import Graph
 from remat.planned import Planned
@@ -98,6 +96,8 @@ def graph_dot(graph: Graph, plan: Planned | None = None) -> str:
 def graph_graphml(graph: Graph) -> str:
     """GraphML text, as networkx, yEd and Gephi read it. Nodes are `o0`, `o1`, ... in the graph's
     order, with the operations' names and attributes; edges carry the values' names."""
+    import networkx as nx
+
     source = graph.to_networkx()
     g = nx.DiGraph(constant_bytes=graph.constant_bytes)
     index = {operation.name: f"o{op}" for op, operation in enumerate(graph.operations)}

@@ -8,9 +8,7 @@ output alone all that comes after can be made again.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
-
-import networkx as nx
+from typing import TYPE_CHECKING, Literal
 
 from remat.errors import RematError
 from remat.graph import Graph
@@ -20,6 +18,9 @@ from remat.strategies.baselines.checkpointed import cheapest, checkpointed_count
 from remat.strategies.baselines.chen_greedy import greedy
 from remat.strategies.baselines.chen_sqrt import cut_after, sqrt_ends
 from remat.strategies.options import Checked
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 _BEHIND = 0.5
 """Of the forward time before an articulation point: so much falls off without it."""
@@ -59,6 +60,8 @@ class ArticulationPoints(Checked):
 
 def articulation_points(graph: Graph) -> list[int]:
     """The operations without which the forward graph falls into what comes before and after."""
+    import networkx as nx
+
     count = checkpointed_count(graph)
     g: nx.Graph[int] = nx.Graph()
     g.add_nodes_from(range(count))
