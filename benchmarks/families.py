@@ -41,10 +41,13 @@ def llama(device: torch.device, quick: bool) -> Workload:
 
 
 def qwen3_moe(device: torch.device, quick: bool) -> Workload:
-    """Eight experts, two for each token, all of them run by batched products."""
+    """Eight experts, two for each token, all of them run by batched products: each token has its
+    own copy of two experts' weights, so that on the CPU there are few tokens."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    layers, width, _, tokens, vocabulary = _text(device, quick)
+    layers, width, rows, tokens, vocabulary = _text(device, quick)
+    if device.type != "cuda":
+        rows, tokens = 2, 64
     more: dict[str, Any] = {"head_dim": 64}  # not in the signature
     config = Qwen3MoeConfig(
         vocab_size=vocabulary, hidden_size=width, intermediate_size=2 * width,
@@ -55,7 +58,8 @@ def qwen3_moe(device: torch.device, quick: bool) -> Workload:
     )  # fmt: skip
     model = Qwen3MoeForCausalLM(config)
     model.set_experts_implementation("batched_mm")  # the default loops over experts: no graph
-    return _language("Qwen3-MoE", model, "model.layers", device, quick)
+    batch = (rows, tokens)
+    return _language("Qwen3-MoE", model, "model.layers", device, quick, batch)
 
 
 def bert(device: torch.device, quick: bool) -> Workload:
@@ -176,8 +180,16 @@ def _precision(device: torch.device) -> torch.dtype | None:
     return torch.bfloat16 if device.type == "cuda" else None
 
 
-def _language(name: str, model: Any, layers_at: str, device: torch.device, quick: bool) -> Workload:
+def _language(
+    name: str,
+    model: Any,
+    layers_at: str,
+    device: torch.device,
+    quick: bool,
+    batch: tuple[int, int] | None = None,
+) -> Workload:
     layers, width, rows, tokens, vocabulary = _text(device, quick)
+    rows, tokens = batch or (rows, tokens)
     ids = torch.randint(0, vocabulary, (rows, tokens), device=device)
     return Workload(
         f"{name}, {layers} layers of width {width}, batch {rows} x {tokens} tokens",

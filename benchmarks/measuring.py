@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import statistics
 import time
@@ -53,6 +54,18 @@ def use_of(method: Method, workload: Workload, device: torch.device) -> Use:
     own = sum(-(-unique_bytes([t]) // CUDA_ALIGNMENT_BYTES) for t in constants)
     foreign = torch.cuda.memory_allocated(device) - own * CUDA_ALIGNMENT_BYTES
     return Use(cuda_peak(lambda: step(module, workload), device) - foreign, flops)
+
+
+def keep_freed_memory() -> bool:
+    """Have glibc keep what is freed, as torch's allocator on CUDA does: else it returns each large
+    block to the system, and a step pays for its memory anew, page by page. False where there is no
+    glibc."""
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return False
+    largest_mapped, trim_at = -4, -1  # M_MMAP_MAX, M_TRIM_THRESHOLD of malloc.h
+    return bool(mallopt(largest_mapped, 0)) and bool(mallopt(trim_at, -1))
 
 
 def resident(workload: Workload) -> list[torch.Tensor]:

@@ -44,12 +44,17 @@ def twin(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, shared)
 
 
-def step(module: nn.Module, workload: Workload) -> torch.Tensor:
-    """Forward and backward into fresh gradients; the loss."""
-    workload.model.zero_grad(set_to_none=True)
+def _loss(module: nn.Module, workload: Workload) -> torch.Tensor:
     with workload.precision():
         output = module(**workload.batch)
-    loss = output if isinstance(output, torch.Tensor) else output.loss
+    return output if isinstance(output, torch.Tensor) else output.loss
+
+
+def step(module: nn.Module, workload: Workload) -> torch.Tensor:
+    """Forward and backward into fresh gradients, as most loops have it: of what the model returns,
+    only the loss is there in the backward. Returns the loss."""
+    workload.model.zero_grad(set_to_none=True)
+    loss = _loss(module, workload)
     loss.backward()
     return loss.detach()
 
