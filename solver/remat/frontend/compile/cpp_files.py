@@ -1,10 +1,10 @@
 """Kernels in C++, several to a file.
 
-Inductor has a file for each of its kernels on the CPU, and calls the compiler for each: most of what
-that takes is for the headers. It makes few and long kernels, of all that is between two calls of
-libraries. Under a plan each is a call of its own (`versions.kernel_by_kernel`), so there are more and
-shorter ones; here those of a graph share files. (84 kernels of a GPT-2: 0.8 s of a core for each by
-itself, 0.15 s in files of 16; g++ 12, 2026.)
+Inductor has a file for each of its kernels on the CPU, and calls the compiler for each: most of
+what that takes is for the headers. It makes few and long kernels, of all that is between two calls
+of libraries. Under a plan each is a call of its own (`versions.kernel_by_kernel`), so there are
+more and shorter ones; here those of a graph share files. (Kernels of a GPT-2: 0.8 s of a core for
+each by itself, 0.15 s in files of 16; g++ 12, 2026.)
 
 Files are the same in each process that loads the same generated code, so that they are found in
 Inductor's cache.
