@@ -16,6 +16,7 @@ from torch._guards import CompileContext
 from remat.budget import format_bytes
 from remat.errors import InfeasibleBudget
 from remat.frontend.compile import kept, progress
+from remat.frontend.compile.cpp_files import several_to_a_file
 from remat.frontend.compile.kernels import PlannedKernels
 from remat.frontend.compile.naming import compiled_now, number_now
 from remat.frontend.compile.options import NO_MODEL, CompileOptions, read_options
@@ -178,7 +179,7 @@ def _in_rounds(asked: _Asked, less_bytes: int = 0) -> tuple[Any, Partitioner]:
     while made < _ROUNDS:
         partitioner = Partitioner.of_backend(asked.options, asked.group, less_bytes, made + 1)
         try:
-            with backward_at_once():
+            with backward_at_once(), several_to_a_file():
                 code = compile_fx(
                     fx.GraphModule(asked.gm, copy.deepcopy(asked.gm.graph)),
                     asked.inputs,
