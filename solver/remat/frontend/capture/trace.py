@@ -28,6 +28,7 @@ from remat.frontend.capture.constants import ConstantFolding
 from remat.frontend.capture.flat import Flat
 from remat.frontend.capture.hooks import own_hooks_away, watched
 from remat.frontend.capture.joint import read_joint
+from remat.frontend.capture.layouts import kernels_layouts
 from remat.frontend.capture.meta import placed
 from remat.frontend.capture.surroundings import checkpointing_disabled, observe, restored
 from remat.frontend.frames import is_machinery
@@ -90,6 +91,7 @@ def trace(
         stack.enter_context(own_hooks_away(model))
         hooks = stack.enter_context(watched(model))
         stack.enter_context(as_eager(flat.casts, target))
+        stack.enter_context(kernels_layouts())
         graph_module = _joint(stack, flat, leaves)
         traced = read_joint(graph_module, flat, inputs, environment, target)
     hooks.tell()
