@@ -1,0 +1,1 @@
+"""Which architectures of Transformers train under `remat.enable`, and with which gradients."""

@@ -1,0 +1,173 @@
+"""Does any architecture of Transformers train under `remat.enable`, with eager's gradients?
+
+    python -m benchmarks.coverage                                  # all that this version has
+    python -m benchmarks.coverage --kinds causal --only gpt2 llama
+
+Each architecture is made small (see `small.py`), with random weights, on the CPU, in a process of
+its own: a step in eager mode, then one under `remat.enable(model, "min")` from the same seed. A row
+says whether gradients are equal, bit for bit or by how much, or what was raised: an error of
+remat's own, or another.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import multiprocessing
+import time
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import machine, report
+from benchmarks.coverage.small import KINDS, architectures, made
+
+RESULTS = Path(__file__).parents[1] / "results"
+
+EQUAL, CLOSE, WRONG = "equal", "close", "wrong"
+REFUSED, FAILED, HUNG = "refused", "failed", "killed"
+NOT_EAGER = "not in eager mode"
+OUTCOMES = {
+    EQUAL: "gradients are eager's, bit for bit",
+    CLOSE: "gradients are eager's within 1e-5",
+    WRONG: "gradients are others",
+    REFUSED: "an error of remat's",
+    FAILED: "another error",
+    HUNG: "not done in time, or its process died",
+    NOT_EAGER: "it could not be made small, or does not train in eager mode: not counted",
+}
+_TOLERANCE = 1e-5
+
+Row = dict[str, Any]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run, print, write."""
+    options = _options(argv)
+    asked = [(k, name) for k in options.kinds for name in architectures(k)]
+    asked = [(k, name) for k, name in asked if not options.only or name in options.only]
+    with ThreadPoolExecutor(options.jobs) as pool:  # a thread for each process that runs
+        rows = list(pool.map(lambda each: _in_a_process(*each, options.timeout_s), asked))
+    counted = [row for row in rows if row["outcome"] != NOT_EAGER]
+    result = {
+        "benchmark": "coverage",
+        "units": "relative errors",
+        "machine": machine.describe(torch.device("cpu")),
+        "transformers": _version(),
+        "outcomes": OUTCOMES,
+        "counts": {kind: _counts(rows, kind) for kind in options.kinds},
+        "rows": rows,
+    }
+    good = sum(row["outcome"] in (EQUAL, CLOSE) for row in counted)
+    print(f"{good} of {len(counted)} that train in eager mode train with its gradients")
+    if options.out or not options.only:
+        print("written:", report.write(Path(options.out or RESULTS), "coverage-cpu", result))
+    return 0
+
+
+def _counts(rows: list[Row], kind: str) -> dict[str, int]:
+    return dict(Counter(row["outcome"] for row in rows if row["kind"] == kind))
+
+
+def _version() -> str:
+    import transformers
+
+    return transformers.__version__
+
+
+def _in_a_process(kind: str, name: str, timeout_s: float) -> Row:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["remat", "transformers"])
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_tell, args=(sender, kind, name), daemon=True)
+    began = time.monotonic()
+    process.start()
+    sender.close()
+    row: Row = {"kind": kind, "model": name, "outcome": HUNG, "why": f"within {timeout_s:.0f} s"}
+    try:
+        if receiver.poll(timeout_s):
+            row |= receiver.recv()
+    except EOFError:
+        row["why"] = "its process died"
+    process.kill()
+    process.join()
+    row["seconds"] = round(time.monotonic() - began, 1)
+    print(f"{kind} {name}: {row['outcome']}  {row['why'][:120]}", flush=True)
+    return row
+
+
+def _tell(sender: Any, kind: str, name: str) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    sender.send(compared(kind, name))
+
+
+def compared(kind: str, name: str) -> Row:
+    """The outcome for one architecture, and why."""
+    import remat
+
+    try:
+        model, batch = made(kind, name)
+        wanted = _gradients(copy.deepcopy(model), batch)
+        if not wanted:
+            raise ValueError("no gradient")
+    except Exception as error:
+        return _row(NOT_EAGER, error)
+    try:
+        strategy = remat.Auto(time_limit=5.0, gap=0.1)
+        remat.enable(model, "min", costs=remat.Roofline("cpu"), strategy=strategy)
+        found = _gradients(model, batch)
+    except remat.RematError as error:
+        return _row(REFUSED, error)
+    except Exception as error:
+        return _row(FAILED, error)
+    plan = remat.plans(model)[-1]
+    error = _error(wanted, found)
+    outcome = EQUAL if error == 0.0 else CLOSE if error <= _TOLERANCE else WRONG
+    again = len(plan.schedule) - len(plan.graph)
+    return {"outcome": outcome, "why": "", "error": error, "recomputed": again}
+
+
+def _row(outcome: str, error: Exception) -> Row:
+    first = str(error).strip().splitlines()[0] if str(error).strip() else ""
+    return {"outcome": outcome, "why": f"{type(error).__name__}: {first}"[:500]}
+
+
+def _gradients(model: Any, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    torch.manual_seed(2)
+    model(**batch).loss.backward()
+    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def _error(wanted: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> float:
+    """The largest difference, relative to the largest number of a gradient."""
+    if wanted.keys() != found.keys():
+        return float("inf")
+    errors = [0.0]
+    for name, gradient in wanted.items():
+        if not torch.equal(gradient, found[name]):
+            scale = gradient.abs().max().item() or 1.0
+            errors.append((gradient - found[name]).abs().max().item() / scale)
+    return max(errors)
+
+
+def _options(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
+    add("--only", nargs="+", metavar="MODEL", help="types of model; writes only where --out says")
+    add("--jobs", type=int, default=2, help="processes at once")
+    add("--timeout-s", type=float, default=180.0)
+    add("--out", help="a folder for the results")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
