@@ -107,6 +107,25 @@ def passed_on(node: Any) -> set[str]:
     return inside_of(node) & {b.get_name() for part in sums for b in part.get_outputs()}
 
 
+def whole_of(name: str) -> str | None:
+    """The tensor that a concatenation makes, for itself and for the parts that kernels write into
+    it; None for others."""
+    found = V.graph.scheduler.name_to_buf.get(name)
+    made: Any = found.node if found is not None else None
+    if isinstance(made, ir.ConcatKernel):
+        return _outermost(made)
+    layout = getattr(made, "layout", None)
+    if isinstance(layout, ir.NonOwningLayout):
+        return _outermost(V.graph.get_buffer(layout.view.get_name()))
+    return None
+
+
+def _outermost(made: Any) -> str:
+    while isinstance(made.layout, ir.NonOwningLayout):  # a part of another concatenation
+        made = V.graph.get_buffer(made.layout.view.get_name())
+    return made.get_name()
+
+
 def _is_on_cpu(part: Any) -> bool:
     device = part.get_device()
     return device is not None and device.type == "cpu"

@@ -21,7 +21,13 @@ from remat.budget import format_bytes
 from remat.frontend.compile import progress
 from remat.frontend.compile.kernels import runs_of
 from remat.frontend.compile.nodes import node_bytes
-from remat.frontend.compile.overwriting import donated, inside_of, overwritten, passed_on
+from remat.frontend.compile.overwriting import (
+    donated,
+    inside_of,
+    overwritten,
+    passed_on,
+    whole_of,
+)
 from remat.frontend.compile.plans import CompiledPlan, find
 from remat.frontend.compile.scratch import scratch_bytes
 from remat.frontend.compile.sizes import growth
@@ -102,9 +108,13 @@ def live_peak_bytes(
     ends: dict[str, int] = {}
     sizes: dict[str, int] = {}
     change = [0] * (len(nodes) + 1)
+    joined: dict[str, list[Any]] = {}
     for life in lives:
         name = life.buffer.get_name()
         if name in inside:
+            continue
+        if (whole := whole_of(name)) is not None:
+            joined.setdefault(whole, []).append(life)
             continue
         lasting = life.end_step == -1 or name in kept
         end = len(nodes) if lasting else life.end_step + (name not in gone)
@@ -117,6 +127,11 @@ def live_peak_bytes(
             continue
         change[life.start_step] += allocated
         change[end] -= freed
+    for whole, parts in joined.items():  # there from the first part on, until nobody reads any
+        ends_at = [len(nodes) if p.end_step == -1 else p.end_step + 1 for p in parts]
+        whole_bytes = max(p.size_alloc for p in parts)
+        change[min(p.start_step for p in parts)] += round(_growth(whole) * whole_bytes)
+        change[max(ends_at)] -= round(_growth(whole) * whole_bytes)
     last = {read.name: n for n, node in enumerate(nodes) for read in node.read_writes.reads}
     for name, size_bytes in (passing or {}).items():
         change[0] += size_bytes
