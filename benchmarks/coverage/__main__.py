@@ -12,38 +12,20 @@ remat's own, or another.
 from __future__ import annotations
 
 import argparse
-import copy
 import multiprocessing
 import time
-import warnings
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from benchmarks import machine, report
-from benchmarks.coverage.small import KINDS, architectures, made
+from benchmarks.coverage.compared import CLOSE, EQUAL, HUNG, NOT_EAGER, OUTCOMES, Row, tell
+from benchmarks.coverage.small import KINDS, architectures
 
 RESULTS = Path(__file__).parents[1] / "results"
-
-EQUAL, CLOSE, WRONG = "equal", "close", "wrong"
-REFUSED, FAILED, HUNG = "refused", "failed", "killed"
-NOT_EAGER = "not in eager mode"
-OUTCOMES = {
-    EQUAL: "gradients are eager's, bit for bit",
-    CLOSE: "gradients are eager's within 1e-5",
-    WRONG: "gradients are others",
-    REFUSED: "an error of remat's",
-    FAILED: "another error",
-    HUNG: "not done in time, or its process died",
-    NOT_EAGER: "it could not be made small, or does not train in eager mode: not counted",
-}
-_TOLERANCE = 1e-5
-
-Row = dict[str, Any]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -84,7 +66,7 @@ def _in_a_process(kind: str, name: str, timeout_s: float) -> Row:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["remat", "transformers"])
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_tell, args=(sender, kind, name), daemon=True)
+    process = context.Process(target=tell, args=(sender, kind, name), daemon=True)
     began = time.monotonic()
     process.start()
     sender.close()
@@ -99,61 +81,6 @@ def _in_a_process(kind: str, name: str, timeout_s: float) -> Row:
     row["seconds"] = round(time.monotonic() - began, 1)
     print(f"{kind} {name}: {row['outcome']}  {row['why'][:120]}", flush=True)
     return row
-
-
-def _tell(sender: Any, kind: str, name: str) -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    sender.send(compared(kind, name))
-
-
-def compared(kind: str, name: str) -> Row:
-    """The outcome for one architecture, and why."""
-    import remat
-
-    try:
-        model, batch = made(kind, name)
-        wanted = _gradients(copy.deepcopy(model), batch)
-        if not wanted:
-            raise ValueError("no gradient")
-    except Exception as error:
-        return _row(NOT_EAGER, error)
-    try:
-        strategy = remat.Auto(time_limit=5.0, gap=0.1)
-        remat.enable(model, "min", costs=remat.Roofline("cpu"), strategy=strategy)
-        found = _gradients(model, batch)
-    except remat.RematError as error:
-        return _row(REFUSED, error)
-    except Exception as error:
-        return _row(FAILED, error)
-    plan = remat.plans(model)[-1]
-    error = _error(wanted, found)
-    outcome = EQUAL if error == 0.0 else CLOSE if error <= _TOLERANCE else WRONG
-    again = len(plan.schedule) - len(plan.graph)
-    return {"outcome": outcome, "why": "", "error": error, "recomputed": again}
-
-
-def _row(outcome: str, error: Exception) -> Row:
-    first = str(error).strip().splitlines()[0] if str(error).strip() else ""
-    return {"outcome": outcome, "why": f"{type(error).__name__}: {first}"[:500]}
-
-
-def _gradients(model: Any, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    torch.manual_seed(2)
-    model(**batch).loss.backward()
-    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-
-
-def _error(wanted: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> float:
-    """The largest difference, relative to the largest number of a gradient."""
-    if wanted.keys() != found.keys():
-        return float("inf")
-    errors = [0.0]
-    for name, gradient in wanted.items():
-        if not torch.equal(gradient, found[name]):
-            scale = gradient.abs().max().item() or 1.0
-            errors.append((gradient - found[name]).abs().max().item() / scale)
-    return max(errors)
 
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -1,0 +1,82 @@
+"""One architecture: a step in eager mode, then one under `remat.enable`."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import torch
+
+import remat
+from benchmarks.coverage.small import made
+
+EQUAL, CLOSE, WRONG = "equal", "close", "wrong"
+REFUSED, FAILED, HUNG = "refused", "failed", "killed"
+NOT_EAGER = "not in eager mode"
+OUTCOMES = {
+    EQUAL: "gradients are eager's, bit for bit",
+    CLOSE: "gradients are eager's within 1e-5",
+    WRONG: "gradients are others",
+    REFUSED: "an error of remat's",
+    FAILED: "another error",
+    HUNG: "not done in time, or its process died",
+    NOT_EAGER: "it could not be made small, or does not train in eager mode: not counted",
+}
+_TOLERANCE = 1e-5
+
+Row = dict[str, Any]
+
+
+def tell(sender: Any, kind: str, name: str) -> None:
+    """Of one architecture, in a process of its own."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    sender.send(compared(kind, name))
+
+
+def compared(kind: str, name: str) -> Row:
+    """The outcome for one architecture, and why."""
+    try:
+        model, batch = made(kind, name)
+        wanted = _gradients(copy.deepcopy(model), batch)
+        if not wanted:
+            raise ValueError("no gradient")
+    except Exception as error:
+        return _row(NOT_EAGER, error)
+    try:
+        strategy = remat.Auto(time_limit=5.0, gap=0.1)
+        remat.enable(model, "min", costs=remat.Roofline("cpu"), strategy=strategy)
+        found = _gradients(model, batch)
+    except remat.RematError as error:
+        return _row(REFUSED, error)
+    except Exception as error:
+        return _row(FAILED, error)
+    plan = remat.plans(model)[-1]
+    error = _error(wanted, found)
+    outcome = EQUAL if error == 0.0 else CLOSE if error <= _TOLERANCE else WRONG
+    again = len(plan.schedule) - len(plan.graph)
+    return {"outcome": outcome, "why": "", "error": error, "recomputed": again}
+
+
+def _row(outcome: str, error: Exception) -> Row:
+    first = str(error).strip().splitlines()[0] if str(error).strip() else ""
+    return {"outcome": outcome, "why": f"{type(error).__name__}: {first}"[:500]}
+
+
+def _gradients(model: Any, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    torch.manual_seed(2)
+    model(**batch).loss.backward()
+    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def _error(wanted: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> float:
+    """The largest difference, relative to the largest number of a gradient."""
+    if wanted.keys() != found.keys():
+        return float("inf")
+    errors = [0.0]
+    for name, gradient in wanted.items():
+        if not torch.equal(gradient, found[name]):
+            scale = gradient.abs().max().item() or 1.0
+            errors.append((gradient - found[name]).abs().max().item() / scale)
+    return max(errors)
