@@ -34,7 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     asked = [(k, name) for k in options.kinds for name in architectures(k)]
     asked = [(k, name) for k, name in asked if not options.only or name in options.only]
     with ThreadPoolExecutor(options.jobs) as pool:  # a thread for each process that runs
-        rows = list(pool.map(lambda each: _in_a_process(*each, options.timeout_s), asked))
+        rows = list(
+            pool.map(lambda each: _in_a_process(each[0], each[1], options.timeout_s), asked)
+        )
     counted = [row for row in rows if row["outcome"] != NOT_EAGER]
     result = {
         "benchmark": "coverage",
