@@ -107,7 +107,9 @@ def vit(device: torch.device, quick: bool) -> Workload:
     from transformers import ViTConfig, ViTForImageClassification
 
     layers, width, *_ = _text(device, quick)
-    rows, side, patch = (128, 224, 16) if device.type == "cuda" and not quick else (16, 64, 8)
+    rows, side, patch = (128, 224, 16) if device.type == "cuda" and not quick else (64, 64, 8)
+    if device.type != "cuda":
+        width = 128
     config = ViTConfig(
         hidden_size=width, num_hidden_layers=layers, num_attention_heads=width // 64,
         intermediate_size=4 * width, image_size=side, patch_size=patch, hidden_dropout_prob=0.1,
@@ -128,12 +130,15 @@ def resnet(device: torch.device, quick: bool) -> Workload:
     from transformers import ResNetConfig, ResNetForImageClassification
 
     large = device.type == "cuda" and not quick
-    rows, side = (128, 224) if large else (16, 64)
+    rows, side = (128, 224) if large else (16 if quick else 128, 64)
     config = (
         ResNetConfig(depths=[3, 4, 6, 3], layer_type="bottleneck")
         if large
         else ResNetConfig(
-            embedding_size=32, hidden_sizes=[32, 64, 128], depths=[2, 2, 2], layer_type="basic"
+            embedding_size=32,
+            hidden_sizes=[32, 64, 128],
+            depths=[2, 2, 2] if quick else [8, 4, 4],
+            layer_type="basic",
         )
     )
     config.num_labels = 100
@@ -156,7 +161,7 @@ def unet2d(device: torch.device, quick: bool) -> Workload:
     down, up = ["DownBlock2D"] * len(widths), ["UpBlock2D"] * len(widths)
     down[1], up[-2] = "AttnDownBlock2D", "AttnUpBlock2D"
     unet = UNet2DModel(
-        sample_size=side, in_channels=3, out_channels=3, layers_per_block=1,
+        sample_size=side, in_channels=3, out_channels=3, layers_per_block=1 if quick else 2,
         block_out_channels=widths, norm_num_groups=16,
         down_block_types=tuple(down), up_block_types=tuple(up),
     )  # fmt: skip

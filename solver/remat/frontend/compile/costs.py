@@ -22,7 +22,7 @@ from remat.documents.arguments import Argument, Ref
 from remat.documents.records import Node, Result, TensorMeta
 from remat.errors import TraceError
 from remat.frontend.compile.joint import Joint
-from remat.frontend.compile.nodes import elements, is_fusible, is_work, node_bytes, tensors
+from remat.frontend.compile.nodes import FUNCTIONS, elements, is_work, node_bytes, tensors
 from remat.frontend.compile.regions import Region
 from remat.frontend.compile.sizes import largest
 from remat.frontend.costs.cache import CostCache
@@ -39,13 +39,6 @@ _DRAWS = frozenset({"prims.inductor_random.default", "prims.inductor_randint.def
 
 _DRAW_S = 20e-9
 """One core, one random number: Philox in scalar code (measured on x86-64 with AVX-512, 2026)."""
-
-_FUNCTIONS = frozenset(
-    f"aten.{name}.default"
-    for name in ("exp", "expm1", "log", "log1p", "tanh", "sigmoid", "erf", "sin", "cos")
-)
-"""What takes longer than moving a number. Inductor's code on CPUs calls the same vector functions
-as eager mode does."""
 
 _FUNCTION_BYTES = 1 << 18
 """Of a tensor in cache."""
@@ -96,7 +89,7 @@ class Prices:
         target, made = str(node.target), sum(map(elements, tensors(node)))
         if target in _DRAWS:
             return made * _DRAW_S / torch.get_num_threads()
-        return made * self._function_s(target) if target in _FUNCTIONS else 0.0
+        return made * self._function_s(target) if target in FUNCTIONS else 0.0
 
     def _function_s(self, target: str) -> float:
         """Seconds for a number, beside reading and writing it."""
@@ -115,7 +108,7 @@ class Prices:
         nodes: list[Node] = []
         metas: dict[str, TensorMeta] = {}
         for node in self._joint.calls:
-            if _is_called(node, compiled=self._joint.kernels is not None):
+            if _may_be_measured(node) and not self._joint.is_fused(node):
                 try:
                     nodes.append(_record(node, metas, backward=self._joint.is_backward(node)))
                 except (TraceError, ValueError):
@@ -127,8 +120,11 @@ class Prices:
         """Of calls of libraries, in the layouts that Inductor chose for them, and of what its own
         kernels write."""
         measured = [k for k in self._joint.kernels or () if k.scratch_bytes is not None]
-        calls = {n: k.scratch_bytes or 0 for k in measured for n in k.parts if not is_fusible(n)}
-        return {n: k.scratch_bytes or 0 for k in measured for n in k.written} | calls
+        fused = self._joint.is_fused
+        calls = {n: k.scratch_bytes or 0 for k in measured for n in k.parts if not fused(n)}
+        # One that only changes a tensor writes none of a name of its own.
+        made = {n: k.scratch_bytes or 0 for k in measured for n in k.written or k.parts}
+        return made | calls
 
     def _copy_s(self, moved_bytes: int) -> float:
         """Seconds of a copy that reads and writes so many bytes, between two measured sizes."""
@@ -168,12 +164,11 @@ def _device(calls: Iterable[fx.Node]) -> torch.device:
     return max(dict.fromkeys(devices), key=lambda d: d.type != "cpu", default=torch.device("cpu"))
 
 
-def _is_called(node: fx.Node, *, compiled: bool) -> bool:
+def _may_be_measured(node: fx.Node) -> bool:
     target = node.target
     if not (is_work(node) and isinstance(target, OpOverload)):
         return False
-    may_run = target.namespace in _MEASURED and not target._schema.is_mutable
-    return may_run and not (compiled and is_fusible(node))
+    return target.namespace in _MEASURED and not target._schema.is_mutable
 
 
 def _record(node: fx.Node, metas: dict[str, TensorMeta], *, backward: bool) -> Node:

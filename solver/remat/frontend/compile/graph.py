@@ -25,7 +25,7 @@ from remat.frontend.compile.nodes import (
     source,
     tensors,
 )
-from remat.frontend.compile.regions import Region
+from remat.frontend.compile.regions import Region, moved_bytes, reads_of
 from remat.graph import Graph, Operation, Value
 from remat.outputs import HELD
 
@@ -80,14 +80,11 @@ def read(
             start = Operation(BOUNDARY, still, made, 0.0, recomputable=False, backward=True)
             operations.append(start)
             of.append(None)
-        read_here = {source(n) for node in region.all_nodes for n in node.all_input_nodes}
-        inputs = tuple(sorted(number[n] for n in read_here if n in number))
-        inputs_read = [n for n in read_here if n.op == "placeholder" or n in number]
+        inputs = tuple(sorted(number[n] for n in reads_of(region) if n in number))
         made = add(tuple(region.written))
-        moved = sum(map(node_bytes, (*region.written, *inputs_read)))
         lasting = {source(n) for node in region.nodes for n in node.all_input_nodes}
         again = all(map(may_run_again, region.nodes)) and joint.mutated.isdisjoint(lasting)
-        price = prices(region, moved)
+        price = prices(region, moved_bytes(region))
         operations.append(
             Operation(
                 name=_name(region, taken),
@@ -115,9 +112,11 @@ def read(
     )
     over: dict[int, list[int]] = {}
     not_ours = joint.results.union(joint.tangents)
+    instead = {node: region.instead for region in regions for node in region.written}
     for made, before in (pair for kernel in joint.kernels or () for pair in kernel.over):
-        if made in number and before in number and before not in not_ours:
-            over.setdefault(number[made], []).append(number[before])
+        for read_now in (before, *instead.get(made, {}).get(before, ())):
+            if made in number and read_now in number and read_now not in not_ours:
+                over.setdefault(number[made], []).append(number[read_now])
     return Step(with_overwrites(graph, over), joint, tuple(of), held)
 
 

@@ -15,7 +15,15 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
-from remat.frontend.compile.nodes import changes, elements, node_bytes, source, tensors
+from remat.frontend.compile.nodes import (
+    changes,
+    elements,
+    is_fusible,
+    is_product,
+    node_bytes,
+    source,
+    tensors,
+)
 from remat.frontend.compile.observe import Kernel, Observation, observed
 from remat.frontend.compile.versions import (
     changed_afterwards,
@@ -27,12 +35,13 @@ from remat.outputs import are_dropped
 
 
 class Fused(NamedTuple):
-    """The tensors that a kernel writes, as far as Inductor tells, the operations in it, and what it
-    holds while it runs, if that is known. `over` has what it writes and what it may write that
-    over, where nobody else needs that any more."""
+    """The tensors that a kernel writes, as far as Inductor tells, the operations in it, whether it
+    is the call of a library, and what it holds while it runs, if that is known. `over` has what it
+    writes and what it may write that over, where nobody else needs that any more."""
 
     written: tuple[fx.Node, ...]
     parts: tuple[fx.Node, ...]
+    is_call: bool = False
     scratch_bytes: int | None = None
     over: tuple[tuple[fx.Node, fx.Node], ...] = ()
 
@@ -107,6 +116,19 @@ class Joint:
         and the backward reads most of them."""
         return self.observed[0].copied_bytes if self.observed else 0
 
+    def is_fused(self, call: fx.Node) -> bool:
+        """Whether the compiler makes kernels of an operation and its neighbours: it is no call of a
+        library."""
+        return self.kernels is not None and (is_fusible(call) or call in self._made)
+
+    @cached_property
+    def _made(self) -> set[fx.Node]:
+        """Products that Inductor did not call a library for: of a vector, on CPUs."""
+        parts = {True: set[fx.Node](), False: set[fx.Node]()}
+        for kernel in self.kernels or ():
+            parts[kernel.is_call].update(filter(is_product, kernel.parts))
+        return parts[False] - parts[True]
+
     def is_backward(self, call: fx.Node) -> bool:
         """Whether an operation is of the backward."""
         return self.place[call] >= self.forward
@@ -122,7 +144,7 @@ def _fused(kernel: Kernel, here: Mapping[str, fx.Node]) -> Fused:
         for made, before in kernel.over
         if made in here and before in here
     )
-    return Fused(written, parts, kernel.scratch_bytes, over)
+    return Fused(written, parts, kernel.is_call, kernel.scratch_bytes, over)
 
 
 def _passing(tangents: Iterable[fx.Node], gradients: Iterable[object]) -> dict[fx.Node, int]:

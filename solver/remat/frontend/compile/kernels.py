@@ -22,14 +22,14 @@ RUN = "remat_run"
 """In `meta`: the plan that a node belongs to, and the run of its schedule, both by number."""
 
 _library = torch.library.Library("remat", "FRAGMENT")
-_library.define("materialize(Tensor x) -> Tensor")
+_library.define("materialize(Tensor x, bool apart=False) -> Tensor")
 
 
-def _eager(x: torch.Tensor) -> torch.Tensor:
+def _eager(x: torch.Tensor, apart: bool = False) -> torch.Tensor:
     return x.clone()
 
 
-def _fake(x: torch.Tensor) -> torch.Tensor:
+def _fake(x: torch.Tensor, apart: bool = False) -> torch.Tensor:
     return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=x.device)
 
 
@@ -37,12 +37,17 @@ _library.impl("materialize", _eager, "CompositeExplicitAutograd")
 torch.library.register_fake("remat::materialize", _fake, lib=_library)
 
 materialize = torch.ops.remat.materialize.default
-"""The same tensor, written to memory."""
+"""The same tensor, written to memory: with `apart`, of its own. Inductor writes the parts of a
+concatenation into the whole where it may still choose their layouts, and then a part that something
+else reads keeps all of it alive."""
 
 
 @register_lowering(materialize, type_promotion_kind=None)
-def _realized(x: Any) -> Any:
+def _realized(x: Any, apart: bool = False) -> Any:
     x.realize()
+    if apart:
+        buffer: Any = V.graph.get_buffer(x.get_name())
+        buffer.decide_layout()
     return x
 
 

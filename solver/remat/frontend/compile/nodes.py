@@ -26,6 +26,20 @@ _PURE = frozenset({"aten", "prims", "quantized_decomposed", "torchvision"})
 _KEPT = frozenset({"prims.inductor_seed.default", "prims.inductor_seeds.default"})
 """A second run would draw other numbers; what reads a seed draws the same again."""
 
+_GATHERS = frozenset({"aten.index.Tensor", "aten.embedding.default", "aten.index_select.default"})
+
+_ELEMENTWISE = _GATHERS | {"prims.convert_element_type.default", "aten.full.default"}
+"""Beside what torch tags as such."""
+
+FUNCTIONS = frozenset(
+    f"aten.{name}.default"
+    for name in ("exp", "expm1", "log", "log1p", "tanh", "sigmoid", "erf", "sin", "cos")
+)
+"""What takes longer than moving a number. Inductor's code on CPUs calls the same vector functions
+as eager mode does."""
+
+_PRODUCTS = frozenset({"aten.mm.default", "aten.bmm.default"})
+
 
 def tensors(node: fx.Node) -> Iterator[torch.Tensor]:
     """The tensors that an operation makes; none for one that makes numbers."""
@@ -122,6 +136,37 @@ def may_run_again(node: fx.Node) -> bool:
     if target.namespace not in _PURE or target._schema.is_mutable:
         return False
     return not is_seeded(node)
+
+
+def is_elementwise(node: fx.Node) -> bool:
+    """Whether each number that it makes is made by itself."""
+    target = node.target
+    if not isinstance(target, OpOverload) or not is_work(node):
+        return False
+    return torch.Tag.pointwise in target.tags or str(target) in _ELEMENTWISE
+
+
+def is_sum(node: fx.Node) -> bool:
+    """Whether it makes one number of several, of each of many places."""
+    target = node.target
+    return isinstance(target, OpOverload) and torch.Tag.reduction in target.tags
+
+
+def is_gather(node: fx.Node) -> bool:
+    """Whether it takes numbers from places that others name."""
+    return str(node.target) in _GATHERS
+
+
+def is_joined(node: fx.Node) -> bool:
+    """Whether it is a part of a concatenation, or shown by one."""
+    return any(
+        str(u.target) == "aten.cat.default" or (is_view(u) and is_joined(u)) for u in node.users
+    )
+
+
+def is_product(node: fx.Node) -> bool:
+    """Whether it multiplies matrices."""
+    return str(node.target) in _PRODUCTS
 
 
 def is_fusible(node: fx.Node) -> bool:

@@ -29,12 +29,14 @@ from remat.frontend.compile.versions import SchedulerPass, raised_inside
 
 @dataclass(frozen=True)
 class Kernel:
-    """What one kernel writes, and all that it was made of, by the names of nodes. It holds
-    `scratch_bytes` while it runs; None for a library's call where that was not measured. `over` has
-    what it writes and what it may write that over, in Inductor's order."""
+    """What one kernel writes, and all that it was made of, by the names of nodes. `is_call` where a
+    library has it, or a template. It holds `scratch_bytes` while it runs; None for a library's call
+    where that was not measured. `over` has what it writes and what it may write that over, in
+    Inductor's order."""
 
     written: tuple[str, ...]
     parts: tuple[str, ...]
+    is_call: bool = False
     scratch_bytes: int | None = None
     over: tuple[tuple[str, str], ...] = ()
 
@@ -171,7 +173,8 @@ def kernels_of(nodes: Sequence[Any]) -> list[Kernel]:
         over = tuple(
             (_origin(made), _origin(before)) for made, before, _ in may_overwrite(node, readers)
         )
-        found.append(Kernel(tuple(written), tuple(parts), scratch, over))
+        is_call = node.is_extern() or node.is_template()
+        found.append(Kernel(tuple(written), tuple(parts), is_call, scratch, over))
     return found
 
 

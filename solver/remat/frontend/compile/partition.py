@@ -20,6 +20,7 @@ from remat.frontend.compile import progress
 from remat.frontend.compile.costs import Prices
 from remat.frontend.compile.explained import explained
 from remat.frontend.compile.graph import Step, leaving_room, read
+from remat.frontend.compile.inlined import inlined
 from remat.frontend.compile.joint import Joint, rejoined
 from remat.frontend.compile.kernels import Holding
 from remat.frontend.compile.naming import compiled_now, number_now
@@ -139,7 +140,7 @@ class Partitioner(CustomPartitionerFn):
         is_bounded = bound(gm.graph.find_nodes(op="placeholder"))
         joint = rejoined(gm, joint_inputs, num_fwd_outputs, static, inductor=is_held)
         prices = Prices(joint, fused=self.options.costs == "kernels")
-        regions = find_regions(joint)
+        regions = inlined(joint, find_regions(joint))
         progress.found(title, joint, regions, time.perf_counter() - began)
         step, compiled = self._solved(joint, regions, prices, is_bounded)
         progress.solved(compiled)

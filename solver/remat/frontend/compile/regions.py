@@ -16,7 +16,7 @@ from torch import fx
 
 from remat.errors import TraceError
 from remat.frontend.compile.joint import Joint
-from remat.frontend.compile.nodes import changes, is_fusible, is_item, is_work, maker, source
+from remat.frontend.compile.nodes import changes, is_item, is_work, maker, node_bytes, source
 
 Group = tuple[list[fx.Node], list[fx.Node]]
 """Tensors that one kernel writes, and its operations that change what outlives the step."""
@@ -27,7 +27,9 @@ class Region:
     """Operations in their order, and those of their tensors that are written to memory. `effects`
     are operations that change what outlives the step, with what only these need: part of the first
     run alone. `is_kernel` where a compiler makes it, not a library. `needs` are the numbers of
-    regions that must have run."""
+    regions that must have run. `instead` has what is made again instead of being read
+    (`inlined.py`), and what is read instead at the same places; sums of it make it `alone`, each
+    for itself."""
 
     nodes: list[fx.Node]
     written: list[fx.Node]
@@ -35,6 +37,8 @@ class Region:
     is_backward: bool
     is_kernel: bool = False
     needs: set[int] = field(default_factory=set[int])
+    instead: dict[fx.Node, list[fx.Node]] = field(default_factory=dict[fx.Node, list[fx.Node]])
+    alone: frozenset[fx.Node] = frozenset()
 
     @property
     def all_nodes(self) -> list[fx.Node]:
@@ -77,7 +81,7 @@ def _kernel_of(joint: Joint) -> dict[fx.Node, int]:
         for node in kernel.written:
             found.setdefault(source(node), number)
         for node in kernel.parts:
-            if not is_fusible(node):
+            if not joint.is_fused(node):
                 found.setdefault(node, number)
     return found
 
@@ -95,10 +99,10 @@ def _regions(joint: Joint, groups: list[Group]) -> list[Region]:
     kept = {node for written, _ in groups for node in written}
     regions: list[Region] = []
     for written, changing in groups:
-        nodes = _made_of(map(maker, written), kept, joint)
-        effects = [n for n in _made_of(changing, kept, joint) if n not in set(nodes)]
+        nodes = made_of(map(maker, written), kept, joint)
+        effects = [n for n in made_of(changing, kept, joint) if n not in set(nodes)]
         own = maker(written[0]) if written else changing[0]
-        is_kernel = joint.kernels is not None and bool(written) and is_fusible(own)
+        is_kernel = bool(written) and joint.is_fused(own)
         regions.append(Region(nodes, written, effects, joint.is_backward(own), is_kernel))
     _connect(joint, regions)
     return regions
@@ -116,7 +120,7 @@ def _groups(joint: Joint) -> list[Group]:
         parts = [*kernel.parts, *(u for p in kernel.parts for u in p.users if is_item(u))]
         own = [source(n) for n in kernel.written] + [n for n in parts if n not in named]
         new = [n for n in dict.fromkeys(own) if n not in seen and n in joint.place]
-        fused = [n for n in new if n in wanted and is_fusible(maker(n))]
+        fused = [n for n in new if n in wanted and joint.is_fused(maker(n))]
         changing = [n for n in new if changes(n)]
         seen.update(fused, changing)
         if fused or changing:
@@ -134,14 +138,14 @@ def _written(joint: Joint) -> set[fx.Node]:
     found = {source(n) for n in joint.returned} | {source(n) for n in joint.saved}
     found |= {source(n) for kernel in joint.kernels or () for n in kernel.written}
     for node in joint.calls:
-        if is_work(node) and (joint.kernels is None or not is_fusible(node)):
+        if is_work(node) and not joint.is_fused(node):
             found |= {n for n in node.users if is_item(n)} or {node}
             if not changes(node):
                 found |= {source(n) for n in node.all_input_nodes}
     return {n for n in found if n in joint.place and is_work(maker(n)) and not changes(maker(n))}
 
 
-def _made_of(last: Iterable[fx.Node], kept: set[fx.Node], joint: Joint) -> list[fx.Node]:
+def made_of(last: Iterable[fx.Node], kept: set[fx.Node], joint: Joint) -> list[fx.Node]:
     """These operations, and what they need that is not in memory."""
     found: set[fx.Node] = set()
     waiting = list(last)
@@ -156,13 +160,25 @@ def _made_of(last: Iterable[fx.Node], kept: set[fx.Node], joint: Joint) -> list[
     return sorted(found, key=joint.place.__getitem__)
 
 
+def reads_of(region: Region) -> set[fx.Node]:
+    """The tensors whose storage it reads, but for what it makes itself."""
+    nodes = region.all_nodes
+    own = set(nodes)
+    read = {source(n) for node in nodes for n in node.all_input_nodes}
+    return {n for n in read if n.op == "placeholder" or maker(n) not in own}
+
+
+def moved_bytes(region: Region) -> int:
+    """What it reads from memory and writes there."""
+    return sum(map(node_bytes, (*region.written, *reads_of(region))))
+
+
 def _connect(joint: Joint, regions: Sequence[Region]) -> None:
     """What must have run before each: who writes what it reads, and, where an operation writes into
     a tensor, those who read that before."""
     writer = {node: number for number, region in enumerate(regions) for node in region.written}
-    for number, region in enumerate(regions):
-        read = {source(n) for node in region.all_nodes for n in node.all_input_nodes}
-        region.needs = {writer[n] for n in read if n in writer} - {number}
+    for region in regions:
+        region.needs = {writer[n] for n in reads_of(region) if n in writer}
     changed = {source(n) for call in joint.calls for n in changes(call)}
     readers: dict[fx.Node, set[int]] = {}
     last: dict[fx.Node, int] = {}

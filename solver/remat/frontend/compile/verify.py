@@ -107,6 +107,9 @@ def live_peak_bytes(
     inside = {name for node in nodes for name in inside_of(node) - passed_on(node)}
     ends: dict[str, int] = {}
     sizes: dict[str, int] = {}
+    module: Any = V.graph.module
+    placeholders = module.graph.find_nodes(op="placeholder")
+    given_bytes = {str(n.target): node_bytes(n) for n in placeholders}
     change = [0] * (len(nodes) + 1)
     joined: dict[str, list[Any]] = {}
     for life in lives:
@@ -120,6 +123,8 @@ def live_peak_bytes(
         end = len(nodes) if lasting else life.end_step + (name not in gone)
         times = _growth(name)
         allocated, freed = round(times * life.size_alloc), round(times * life.size_free)
+        if name in given_bytes:  # torch counts what one kernel reads of it: half, or twice
+            allocated = freed = given_bytes[name]
         if storages and name in storages:
             storage, size_bytes = storages[name]
             ends[storage] = max(end, ends.get(storage, 0))

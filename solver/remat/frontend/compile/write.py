@@ -15,7 +15,16 @@ from torch import fx
 
 from remat.frontend.compile.graph import Step
 from remat.frontend.compile.kernels import RUN, materialize
-from remat.frontend.compile.nodes import is_item, is_number, node_bytes, source, tensors
+from remat.frontend.compile.nodes import (
+    is_elementwise,
+    is_item,
+    is_joined,
+    is_number,
+    maker,
+    node_bytes,
+    source,
+    tensors,
+)
 from remat.frontend.compile.plans import CompiledPlan
 from remat.frontend.compile.regions import Region
 from remat.frontend.compile.versions import extract
@@ -124,21 +133,42 @@ class _Writer:
         self.ran.add(id(region))
         place = self.step.joint.place
         nodes = region.nodes if again else sorted(region.all_nodes, key=place.__getitem__)
+        inside = set(nodes)
+        steps: list[fx.Node] = []
         for node in nodes:
-            self._copy_here(node, local)
+            if node in region.alone:
+                inputs = {n: self._anew(n, inside, local, steps) for n in node.all_input_nodes}
+                local[node] = self._copy(node, inputs)
+            else:
+                self._copy_here(node, local)
             for user in node.users:
                 if is_item(user):
                     self._copy_here(user, local)
-        for copy in local.values():
+        for copy in (*local.values(), *steps):
             copy.meta[RUN] = (self.compiled.number, number)
         for node in region.written:
             made = local[node]
             if self.held:
-                made = self._materialized(made, number)
+                made = self._materialized(made, number, apart=is_joined(node))
             self.current[node] = made
 
-    def _materialized(self, node: fx.Node, number: int) -> fx.Node:
-        written = self.graph.call_function(materialize, (node,))
+    def _anew(
+        self,
+        node: fx.Node,
+        inside: set[fx.Node],
+        local: dict[fx.Node, fx.Node],
+        steps: list[fx.Node],
+    ) -> fx.Node:
+        """A copy of it for one reader alone, if it is a step of this kernel, and of all that leads
+        to it. What two read, Inductor may write to memory."""
+        if maker(node) not in inside or not is_elementwise(maker(node)):
+            return self._find(node, local)
+        inputs = {n: self._anew(n, inside, local, steps) for n in node.all_input_nodes}
+        steps.append(self._copy(node, inputs))
+        return steps[-1]
+
+    def _materialized(self, node: fx.Node, number: int, *, apart: bool) -> fx.Node:
+        written = self.graph.call_function(materialize, (node, apart))
         written.meta = {**node.meta, RUN: (self.compiled.number, number)}
         return written
 
