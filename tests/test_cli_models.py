@@ -55,6 +55,30 @@ def test_a_step_beside_the_models_own(tmp_path: Path) -> None:
     assert made.predicted_peak_bytes == told["plan"]["peak_bytes"]
 
 
+def test_outputs_that_are_dropped(tmp_path: Path) -> None:
+    """Of a model whose logits are most of the memory: counted, planned and measured without."""
+    wide = (*GPT2[:5], "--set", "n_layer=1", "--set", "n_embd=16", "--set", "n_head=2", "--set",
+            "vocab_size=3000", "--set", "bos_token_id=0", "--set", "eos_token_id=0")  # fmt: skip
+    logits_bytes = 4 * 64 * 3000 * 4
+    peaks: list[int] = []
+    for words in ((), ("--drop-outputs",)):
+        ended = quick("run", *wide, "-b", "100%", "--rounds", "1", *words, "--json")
+        assert ended.code == 0, ended.err
+        told = json.loads(ended.out)
+        assert told["gradients"] == told["equal_gradients"]
+        assert told["remat"]["peak_bytes"] <= told["plan"]["peak_bytes"]
+        assert told["eager"]["peak_bytes"] == pytest.approx(
+            told["predicted"]["eager_peak_bytes"], rel=0.03
+        )
+        peaks.append(told["eager"]["peak_bytes"])
+    assert peaks[0] - peaks[1] > 0.9 * logits_bytes
+    ended = quick("estimate", *wide, "--drop-outputs", "--json")
+    assert json.loads(ended.out)["peak_bytes"] == pytest.approx(peaks[1], rel=0.03)
+    traced = tmp_path / "trace.json.gz"
+    assert quick("trace", *wide, "--drop-outputs", "-o", traced).code == 0
+    assert remat.Trace.load(traced).outputs_dropped
+
+
 NET = """
 import torch
 from torch import nn

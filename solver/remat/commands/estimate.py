@@ -21,6 +21,7 @@ def estimate(
     autocast: options.Autocast = None,
     device: options.ForDevice = None,
     reserve: options.Reserve = None,
+    drop_outputs: options.DropOutputs = False,
 ) -> None:
     """Tell a training step's peak and its parts before anything runs.
 
@@ -46,7 +47,14 @@ def estimate(
         source, sizes, overrides=overrides or (), device="meta", dtype=dtype, seed=seed
     )
     with casting(kind, autocast):
-        found = estimated(step.model, step.args, step.kwargs, device=device, reserve=reserve)
+        found = estimated(
+            step.model,
+            step.args,
+            step.kwargs,
+            device=device,
+            reserve=reserve,
+            outputs=options.outputs_of(drop_outputs),
+        )
     if as_json:
         files.show_json(json_of(dataclasses.asdict(found)))
     else:

@@ -12,6 +12,7 @@ import typer
 from remat.budget import Budget
 from remat.commands.exits import UsageError
 from remat.costs.devices import DEVICES, find_device
+from remat.outputs import DROPPED, HELD
 from remat.reserve import less_reserve, parse_reserve
 from remat.strategies.base import Strategy
 from remat.strategies.registry import (
@@ -166,6 +167,19 @@ Autocast = Annotated[
     str | None,
     typer.Option("--autocast", help="Run under autocast: bfloat16, float16.", show_default=False),
 ]
+
+DropOutputs = Annotated[
+    bool,
+    typer.Option(
+        "--drop-outputs",
+        help="Of what the model returns only the loss is held during the backward.",
+    ),
+]
+
+
+def outputs_of(drop: bool) -> str:
+    """What the library is told of `--drop-outputs`."""
+    return DROPPED if drop else HELD
 
 
 def without(budget: str, reserve: str | None) -> tuple[Budget, int]:

@@ -46,6 +46,7 @@ def run(
     dtype: options.Dtype = None,
     autocast: options.Autocast = None,
     reserve: options.Reserve = None,
+    drop_outputs: options.DropOutputs = False,
 ) -> None:
     """Train a step of a model as it is and with remat: the plan, peak, time, loss, gradients."""
     asked, reserve_bytes = options.without(budget, reserve)
@@ -71,13 +72,14 @@ def run(
     step = load_step(
         source, sizes, overrides=overrides or (), device=device, dtype=dtype, seed=seed
     )
+    outputs = options.outputs_of(drop_outputs)
     if compiled:
         with casting(device, autocast):
-            _compiled(step, budget, reserve, chosen, rounds, as_json)
+            _compiled(step, budget, reserve, chosen, rounds, as_json, outputs)
         return
     began = time.perf_counter()
     with casting(device, autocast):
-        traced = capture(step.model, step.args, step.kwargs)
+        traced = capture(step.model, step.args, step.kwargs, outputs=outputs)
         with live("measuring", 1) as line:
             traced = measure(traced, progress=line.measuring)
         with telling(reserve_bytes):
@@ -120,7 +122,13 @@ def _limits(option: Sequence[str] | None) -> bool:
 
 
 def _compiled(
-    step: Step, budget: str, reserve: str | None, strategy: Strategy, rounds: int, as_json: bool
+    step: Step,
+    budget: str,
+    reserve: str | None,
+    strategy: Strategy,
+    rounds: int,
+    as_json: bool,
+    outputs: str,
 ) -> None:
     """Plain torch.compile and the backend, side by side."""
     from remat.frontend.compiled_trial import compiled_trial
@@ -134,6 +142,7 @@ def _compiled(
             rounds=rounds,
             strategy=strategy,
             reserve=reserve or 0,
+            outputs=outputs,
             progress=line.solving,
         )
     if as_json:

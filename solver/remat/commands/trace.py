@@ -19,6 +19,7 @@ def trace(
     device: options.ForDevice = None,
     dtype: options.Dtype = None,
     autocast: options.Autocast = None,
+    drop_outputs: options.DropOutputs = False,
 ) -> None:
     """Capture one training step of a model.
 
@@ -38,7 +39,13 @@ def trace(
     sizes = Sizes(batch, tokens, image)
     step = load_step(source, sizes, overrides=overrides or (), device=place, dtype=dtype, seed=seed)
     with casting("cpu" if absent else device or "cpu", autocast):
-        found = capture(step.model, step.args, step.kwargs, device=device if absent else None)
+        found = capture(
+            step.model,
+            step.args,
+            step.kwargs,
+            device=device if absent else None,
+            outputs=options.outputs_of(drop_outputs),
+        )
     if output is not None:
         files.write(output, found.to_json())
     if as_json:

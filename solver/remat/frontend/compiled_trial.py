@@ -27,6 +27,7 @@ from remat.frontend.sides import (
     run_both,
     time_rows,
 )
+from remat.outputs import HELD
 from remat.report.tables import aligned
 
 
@@ -99,6 +100,7 @@ def compiled_trial(
     *,
     rounds: int = 5,
     seed: int = 1,
+    outputs: str = HELD,
     **options: Any,
 ) -> CompiledTrial:
     """Compare `model` under plain torch.compile with `remat.compile(model, budget, **options)`, on
@@ -114,8 +116,10 @@ def compiled_trial(
     other, (other_args, other_kwargs) = copied(model, (args, dict(kwargs)))
     before = len(compiled_plans())
     as_ever: Any = torch.compile(other)
-    plain = Side("torch.compile", as_ever, other_args, other_kwargs, compiled=True)
-    planned = Side("the plan", within(model, budget, **options), args, dict(kwargs), compiled=True)
+    run = within(model, budget, outputs=outputs, **options)
+    sides: dict[str, Any] = {"compiled": True, "outputs": outputs}
+    plain = Side("torch.compile", as_ever, other_args, other_kwargs, **sides)
+    planned = Side("the plan", run, args, dict(kwargs), **sides)
     with _compiled_here():
         _warm_up()
         measured, ours, equality = run_both(plain, planned, rounds, seed)

@@ -24,6 +24,7 @@ from remat.errors import TraceError, one_line
 from remat.frontend.allocated import allocated_peak, cuda_peak
 from remat.frontend.meter import LiveStorageMeter, unique_bytes
 from remat.frontend.pytree import flatten
+from remat.outputs import HELD, are_dropped
 
 Tensors = Mapping[str, torch.Tensor]
 T = TypeVar("T")
@@ -146,7 +147,9 @@ def run_both(one: Side, other: Side, rounds: int, seed: int) -> tuple[Measured, 
 
 class Side:
     """One way to run the step. `compiled` says that torch compiles it, in the first step, which
-    took `first_s`: what it allocates is then asked of the allocator, as no operation is seen."""
+    took `first_s`: what it allocates is then asked of the allocator, as no operation is seen. Of
+    what the model returns only the loss is held during the backward where `outputs` are
+    dropped."""
 
     def __init__(
         self,
@@ -156,8 +159,10 @@ class Side:
         kwargs: dict[str, Any],
         *,
         compiled: bool = False,
+        outputs: str = HELD,
     ) -> None:
         self.name = name
+        self._are_dropped = are_dropped(outputs)
         self._module = module
         self._compiled = compiled
         self.first_s = 0.0
@@ -179,9 +184,12 @@ class Side:
         self.clear()
         torch.manual_seed(seed)
         try:
-            # The output lives until the step ends, as in a training loop and as plans assume.
+            # The output lives until the step ends, as in many training loops, or is let go of:
+            # whichever the plan counts on.
             output = self._module(*self._args, **self._kwargs)
             loss = loss_of(output)
+            if self._are_dropped:
+                del output
             # Autocast keeps its casts until the outermost context ends, which is the caller's.
             torch.clear_autocast_cache()
             with torch.autocast(self._device.type, enabled=False):

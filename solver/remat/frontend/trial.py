@@ -23,6 +23,7 @@ from remat.frontend.sides import (
     run_both,
     time_rows,
 )
+from remat.outputs import DROPPED, HELD
 from remat.plan import Plan
 
 
@@ -81,7 +82,8 @@ def trial(
 ) -> Trial:
     """Compare `model` in eager mode with `module`, its plan, on one batch.
 
-    Eager mode runs on a copy, and every step starts from `seed`. Call it under `torch.autocast`
+    Eager mode runs on a copy, and every step starts from `seed`. Outputs are held during the
+    backward, or let go of, as the plan counts on. Call it under `torch.autocast`
     where the plan was made under it; backward passes run outside of it, as they should. Gradients
     are cleared at the end; buffers such as those of batch norm are as after `rounds + 2` steps.
     `predicted_eager_bytes` stands beside the peak that eager mode is measured to have: that of
@@ -95,9 +97,11 @@ def trial(
     plan = module.plan
     if plan is None:
         raise TraceError("the module has no plan to compare with; make it with remat.optimize")
+    program = module.program
+    outputs = DROPPED if program is not None and program.outputs_dropped else HELD
     eager, planned, equality = run_both(
-        Side("eager mode", other, other_args, other_kwargs),
-        Side("the plan", module, args, dict(kwargs)),
+        Side("eager mode", other, other_args, other_kwargs, outputs=outputs),
+        Side("the plan", module, args, dict(kwargs), outputs=outputs),
         rounds,
         seed,
     )
