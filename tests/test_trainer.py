@@ -18,6 +18,8 @@ from transformers import (
     BertForMaskedLM,
     GPT2Config,
     GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
     PreTrainedModel,
     Trainer,
     TrainingArguments,
@@ -49,6 +51,21 @@ def bert() -> PreTrainedModel:
 def vit() -> PreTrainedModel:
     config = ViTConfig(**_SIZE, intermediate_size=256, image_size=32, patch_size=8, num_labels=10)
     return ViTForImageClassification(config)
+
+
+def llama() -> PreTrainedModel:
+    config = LlamaConfig(**_SIZE, intermediate_size=128, vocab_size=128, use_cache=False)
+    return LlamaForCausalLM(config)
+
+
+def with_adapters(model: PreTrainedModel) -> Any:
+    """LoRA, as PEFT makes it: the model's own weights are frozen."""
+    from peft import LoraConfig, get_peft_model
+
+    adapters = LoraConfig(
+        r=4, lora_dropout=0.1, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"
+    )
+    return get_peft_model(model, adapters)
 
 
 def examples(model: PreTrainedModel, count: int = EPOCH * ROWS) -> list[dict[str, torch.Tensor]]:
@@ -132,6 +149,39 @@ def test_a_run_is_the_same(make: Any, budget: str, tmp_path: Path) -> None:
         each.train(resume_from_checkpoint=str(tmp_path / name / f"checkpoint-{EPOCH}"))
     assert again[1].seen == again[0].seen
     assert len(again[1].seen) == STEPS - EPOCH
+    assert_same_weights(resumed[1], resumed[0])
+
+
+@slow
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+def test_adapters_are_trained_saved_and_resumed(tmp_path: Path) -> None:
+    """PEFT's LoRA on a Llama, with dropout of its own. No gradient of a frozen weight is made."""
+    PeftModel = pytest.importorskip("peft").PeftModel
+
+    def fresh() -> Any:
+        return with_adapters(made(llama))
+
+    torch.manual_seed(1)
+    eager = trainer(fresh(), tmp_path / "eager")
+    eager.train()
+    torch.manual_seed(1)
+    model = remat.enable(fresh(), "80%", strategy=NEAR)
+    assert isinstance(model, PeftModel)
+    ours = trainer(model, tmp_path / "ours")
+    ours.train()
+    assert ours.seen == eager.seen
+    assert len(ours.seen) == STEPS
+    assert_same_weights(model, eager.model)
+    (plan,) = remat.plans(model)
+    assert plan.peak_bytes <= plan.budget_bytes
+    assert len(plan.schedule) > len(plan.graph)
+    saved = PeftModel.from_pretrained(made(llama), tmp_path / "ours" / f"checkpoint-{STEPS}")
+    assert_same_weights(saved, model)
+    resumed = [fresh(), remat.enable(fresh(), "80%", strategy=NEAR)]
+    again = [trainer(m, tmp_path / n) for m, n in zip(resumed, ("eager", "ours"), strict=True)]
+    for each, name in zip(again, ("eager", "ours"), strict=True):
+        each.train(resume_from_checkpoint=str(tmp_path / name / f"checkpoint-{EPOCH}"))
+    assert again[1].seen == again[0].seen
     assert_same_weights(resumed[1], resumed[0])
 
 
