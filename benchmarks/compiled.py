@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -72,6 +72,7 @@ def run(workload: Workload, device: torch.device, options: argparse.Namespace) -
     methods: list[Method] = []
     rows: dict[str, report.Row] = {}
     wanted: Steps = []
+    buffers = {n: b.clone() for n, b in workload.model.named_buffers()}
     for name, make in makers:
         method = attempt(name, make)
         rows[name] = {
@@ -80,7 +81,7 @@ def run(workload: Workload, device: torch.device, options: argparse.Namespace) -
         if method.failure:
             continue
         try:
-            found = _steps(method, workload)
+            found = _steps(method, workload, buffers)
             rows[name]["peak_bytes"] = use_of(method, workload, device).peak_bytes
         except Exception as error:
             rows[name]["failure"] = f"{type(error).__name__}: {error}"[:500]
@@ -205,21 +206,20 @@ def _by_operations(
     return name, lambda: _compiled(workload, name, twin(workload.model), "remat", options=settings)
 
 
-def _steps(method: Method, workload: Workload) -> Steps:
-    """Loss, gradients and buffers of some steps, each from a seed; buffers go on from step to step
-    and are put back in the end."""
+def _steps(method: Method, workload: Workload, buffers: Mapping[str, torch.Tensor]) -> Steps:
+    """Loss, gradients and buffers of some steps, each from a seed; buffers go on from step to step,
+    beginning with these."""
     assert method.module is not None
     model = workload.model
-    state = {n: b.clone() for n, b in model.named_buffers()}
+    for name, buffer in model.named_buffers():  # each step that a method was made with changed them
+        buffer.copy_(buffers[name])
     found: Steps = []
     for number in range(_STEPS):
         torch.manual_seed(_SEED + number)
         loss = step(method.module, workload)
         grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-        buffers = {n: b.clone() for n, b in model.named_buffers() if b.is_floating_point()}
-        found.append({"loss": {"": loss}, "gradient": grads, "buffer": buffers})
-    for name, buffer in model.named_buffers():
-        buffer.copy_(state[name])
+        now = {n: b.clone() for n, b in model.named_buffers() if b.is_floating_point()}
+        found.append({"loss": {"": loss}, "gradient": grads, "buffer": now})
     model.zero_grad(set_to_none=True)
     return found
 
