@@ -119,12 +119,15 @@ class Prices:
     def _scratch(self) -> dict[fx.Node, int]:
         """Of calls of libraries, in the layouts that Inductor chose for them, and of what its own
         kernels write."""
-        measured = [k for k in self._joint.kernels or () if k.scratch_bytes is not None]
-        fused = self._joint.is_fused
-        calls = {n: k.scratch_bytes or 0 for k in measured for n in k.parts if not fused(n)}
-        # One that only changes a tensor writes none of a name of its own.
-        made = {n: k.scratch_bytes or 0 for k in measured for n in k.written or k.parts}
-        return made | calls
+        found: dict[fx.Node, int] = {}
+        for kernel in self._joint.kernels or ():
+            if kernel.scratch_bytes is not None:
+                # One that only changes a tensor writes none of a name of its own.
+                made = kernel.written or kernel.parts
+                calls = [n for n in kernel.parts if not self._joint.is_fused(n)]
+                for node in (*made, *calls):
+                    found[node] = max(kernel.scratch_bytes, found.get(node, 0))
+        return found
 
     def _copy_s(self, moved_bytes: int) -> float:
         """Seconds of a copy that reads and writes so many bytes, between two measured sizes."""

@@ -22,6 +22,7 @@ from remat.frontend.compile.nodes import (
     is_number,
     may_run_again,
     node_bytes,
+    read_by,
     source,
     tensors,
 )
@@ -82,8 +83,8 @@ def read(
             of.append(None)
         inputs = tuple(sorted(number[n] for n in reads_of(region) if n in number))
         made = add(tuple(region.written))
-        lasting = {source(n) for node in region.nodes for n in node.all_input_nodes}
-        again = all(map(may_run_again, region.nodes)) and joint.mutated.isdisjoint(lasting)
+        lasts = joint.mutated.isdisjoint(read_by(region.nodes))
+        again = lasts and all(map(may_run_again, region.nodes))
         price = prices(region, moved_bytes(region))
         operations.append(
             Operation(

@@ -24,8 +24,8 @@ from remat.frontend.compile.nodes import (
     is_product,
     is_sum,
     maker,
-    may_run_again,
     node_bytes,
+    read_by,
     source,
     tensors,
 )
@@ -76,10 +76,10 @@ class _Inlining:
         more: set[fx.Node] = set()
         trials: dict[int, Region] = {}
         for number in readers:
-            if (chain := self._chain(node, number)) is None:
+            if (trial := self._trial(node, number)) is None:
                 return False
-            more |= self._more(chain, number)
-            trials[number] = self._with(node, chain, number)
+            trials[number], needed = trial
+            more |= needed
         if sum(map(node_bytes, more)) > node_bytes(node):
             return False
         own = self.writer[node]
@@ -96,41 +96,40 @@ class _Inlining:
 
     def _where_it_is_small(self, node: fx.Node) -> None:
         for number in sorted(self.readers.get(node, ())):
-            if (chain := self._chain(node, number)) is None:
+            if (trial := self._trial(node, number)) is None:
                 continue
-            trial = self._with(node, chain, number)
-            is_small = _SHARE * sum(map(node_bytes, self._more(chain, number))) <= node_bytes(node)
-            if is_small and moved_bytes(trial) <= moved_bytes(self.regions[number]):
-                self._put(number, trial)
+            region, more = trial
+            is_small = _SHARE * sum(map(node_bytes, more)) <= node_bytes(node)
+            if is_small and moved_bytes(region) <= moved_bytes(self.regions[number]):
+                self._put(number, region)
                 self.without[number].add(node)
 
-    def _chain(self, node: fx.Node, reader: int) -> list[fx.Node] | None:
-        """The operations that make it of what is in memory; None where this kernel must not."""
-        region = self.regions[reader]
+    def _trial(self, node: fx.Node, number: int) -> tuple[Region, set[fx.Node]] | None:
+        """A kernel that makes it of what is in memory, and what of that the kernel does not read
+        yet; None where it must not."""
+        region = self.regions[number]
         if not region.is_kernel:
             return None
-        chain = made_of([maker(node)], self.writer.keys() - self.without[reader], self.joint)
-        read = {source(n) for call in chain for n in call.all_input_nodes}
-        own = reads_of(region)
+        chain = made_of([maker(node)], self.writer.keys() - self.without[number], self.joint)
+        read, own = read_by(chain), reads_of(region)
+        at_hand = own | self.given
+        if not self.joint.mutated.isdisjoint(read):
+            return None
+        if not all(_is_made_by_itself(n, at_hand) for n in chain):
+            return None
         ends = _ends(node, region)
         if ends and not _is_summed_up(node, chain, region, ends):
             return None
-        at_hand = own | self.given
-        may_run = self.joint.mutated.isdisjoint(read)
-        return chain if may_run and all(_is_made_by_itself(n, at_hand) for n in chain) else None
-
-    def _more(self, chain: Iterable[fx.Node], reader: int) -> set[fx.Node]:
-        """What a kernel would read that it does not yet."""
-        read = {source(n) for call in chain for n in call.all_input_nodes}
-        return read.difference(chain, self.given, reads_of(self.regions[reader]))
-
-    def _with(self, node: fx.Node, chain: Iterable[fx.Node], reader: int) -> Region:
-        region = self.regions[reader]
-        nodes = sorted({*region.nodes, *chain}, key=self.joint.place.__getitem__)
-        alike = [n for n in self._more(chain, reader) if _is_alike(n, node, chain)]
-        instead = {**region.instead, node: alike}
-        alone = region.alone | _ends(node, region)
-        return replace(region, nodes=nodes, instead=instead, alone=alone)
+        more = read.difference(chain, at_hand)
+        alike = [n for n in more if _is_alike(n, node, chain)]
+        alike.sort(key=lambda n: n.name)  # the same plan in every process
+        larger = replace(
+            region,
+            nodes=sorted({*region.nodes, *chain}, key=self.joint.place.__getitem__),
+            instead={**region.instead, node: alike},
+            alone=region.alone | ends,
+        )
+        return larger, more
 
     def _not_writing(self, node: fx.Node, region: Region) -> Region:
         written = [n for n in region.written if n is not node]
@@ -205,7 +204,7 @@ def _most_elements(call: fx.Node) -> int:
 def _is_made_by_itself(call: fx.Node, at_hand: Set[fx.Node]) -> bool:
     """Whether each number of it is made by itself, of no more numbers than there are, but of what
     is at hand."""
-    if not is_elementwise(call) or not may_run_again(call):
+    if not is_elementwise(call):
         return False
     if str(call.target) in FUNCTIONS and any(t.device.type == "cpu" for t in tensors(call)):
         return False  # it takes longer than to read it

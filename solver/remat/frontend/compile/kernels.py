@@ -46,8 +46,9 @@ else reads keeps all of it alive."""
 def _realized(x: Any, apart: bool = False) -> Any:
     x.realize()
     if apart:
-        buffer: Any = V.graph.get_buffer(x.get_name())
-        buffer.decide_layout()
+        buffer: Any = V.graph.try_get_buffer(x.get_name())
+        if buffer is not None:  # else it is what was given, which stays where it is
+            buffer.decide_layout()
     return x
 
 

@@ -6,7 +6,7 @@ Sizes that are symbols count as the largest that they may be (`sizes.py`).
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from math import prod
 
 import torch
@@ -138,10 +138,15 @@ def may_run_again(node: fx.Node) -> bool:
     return not is_seeded(node)
 
 
+def read_by(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """The nodes whose storages these operations read."""
+    return {source(n) for node in nodes for n in node.all_input_nodes}
+
+
 def is_elementwise(node: fx.Node) -> bool:
-    """Whether each number that it makes is made by itself."""
+    """Whether each number that it makes is made by itself, and is the same each time."""
     target = node.target
-    if not isinstance(target, OpOverload) or not is_work(node):
+    if not isinstance(target, OpOverload) or not is_work(node) or not may_run_again(node):
         return False
     return torch.Tag.pointwise in target.tags or str(target) in _ELEMENTWISE
 

@@ -16,7 +16,15 @@ from torch import fx
 
 from remat.errors import TraceError
 from remat.frontend.compile.joint import Joint
-from remat.frontend.compile.nodes import changes, is_item, is_work, maker, node_bytes, source
+from remat.frontend.compile.nodes import (
+    changes,
+    is_item,
+    is_work,
+    maker,
+    node_bytes,
+    read_by,
+    source,
+)
 
 Group = tuple[list[fx.Node], list[fx.Node]]
 """Tensors that one kernel writes, and its operations that change what outlives the step."""
@@ -162,10 +170,8 @@ def made_of(last: Iterable[fx.Node], kept: set[fx.Node], joint: Joint) -> list[f
 
 def reads_of(region: Region) -> set[fx.Node]:
     """The tensors whose storage it reads, but for what it makes itself."""
-    nodes = region.all_nodes
-    own = set(nodes)
-    read = {source(n) for node in nodes for n in node.all_input_nodes}
-    return {n for n in read if n.op == "placeholder" or maker(n) not in own}
+    own = set(region.all_nodes)
+    return {n for n in read_by(own) if n.op == "placeholder" or maker(n) not in own}
 
 
 def moved_bytes(region: Region) -> int:
