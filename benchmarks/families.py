@@ -157,16 +157,17 @@ def unet2d(device: torch.device, quick: bool) -> Workload:
     from diffusers import UNet2DModel
 
     large = device.type == "cuda" and not quick
-    rows, side, widths = (32, 64, (128, 256, 512)) if large else (8, 32, (32, 64))
+    rows, side, widths = (32, 64, (128, 256, 512)) if large else (8 if quick else 16, 32, (32, 64))
+    layers = 1 if quick else 2 if large else 3
     down, up = ["DownBlock2D"] * len(widths), ["UpBlock2D"] * len(widths)
     down[1], up[-2] = "AttnDownBlock2D", "AttnUpBlock2D"
     unet = UNet2DModel(
-        sample_size=side, in_channels=3, out_channels=3, layers_per_block=1 if quick else 2,
+        sample_size=side, in_channels=3, out_channels=3, layers_per_block=layers,
         block_out_channels=widths, norm_num_groups=16,
         down_block_types=tuple(down), up_block_types=tuple(up),
     )  # fmt: skip
     return Workload(
-        f"U-Net, widths {list(widths)}, batch {rows} x 3 x {side} x {side}",
+        f"U-Net, widths {list(widths)}, {layers} layers a block, batch {rows} x 3 x {side} x {side}",
         WithLoss(unet).to(device).train(),
         noisy_images(rows, side, device),
         of_kinds("ResnetBlock2D", "Attention"),

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import itertools
+import random
+import time
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,16 +15,18 @@ import torch
 import torch._dynamo
 import torch.nn.functional as F
 from tests.compilers import needs_compiler
+from tests.graphs import chain
 from tests.models import FAMILIES, PLAIN, Case
 from torch import nn
 from torch._inductor.virtualized import V
 
 import remat
-from remat.errors import BudgetError, InfeasibleBudget
+from remat.errors import BudgetError, InfeasibleBudget, SolverTimeout
 from remat.frontend.allocated import allocated_peak
-from remat.frontend.compile import observe, verify
+from remat.frontend.compile import observe, partition, verify
 from remat.frontend.compile.options import read_options
 from remat.frontend.compile.plans import CompiledPlan
+from remat.heuristics.floor import least_peak_bytes
 
 EAGER = "aot_eager_decomp_partition"
 """What `inductor=False` plans on: torch's partitioner and Inductor's decompositions, run as is."""
@@ -430,6 +435,21 @@ def test_options_of_inductor_are_left_to_it() -> None:
     assert own.strategy == remat.Auto(time_limit=8.0)
     assert own.within_s == 8.0
     assert read_options({"budget": "2GiB", "time_limit": 5.0})[0].within_s is None
+
+
+def test_reading_a_large_graph_takes_no_plan_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the kernels were known, no time was left to find a schedule as small as any."""
+    monkeypatch.setattr(partition, "_LEAST_S", 1e-9)
+    numbers = random.Random(2)
+    graph = chain(40)
+    sized = tuple(replace(v, size_bytes=numbers.randint(1, 1000)) for v in graph.values)
+    graph, budget_bytes = replace(graph, values=sized), 2793
+    assert budget_bytes == least_peak_bytes(graph)
+    partitioner = remat.Partitioner("60%", gap=0.99)
+    partitioner._began = time.perf_counter() - 60
+    with pytest.raises(SolverTimeout):
+        partitioner._within(1e-9, graph, budget_bytes)
+    assert partitioner._solve(graph, budget_bytes).peak_bytes <= budget_bytes
 
 
 def test_a_budget_that_is_too_small_names_the_smallest() -> None:

@@ -198,7 +198,8 @@ def _in_rounds(asked: _Asked, less_bytes: int = 0) -> tuple[Any, Partitioner]:
             if over is None:
                 raise
             made += 1
-            less_bytes += over.excess_bytes
+            # The next plan's kernels take a little more or less again.
+            less_bytes += over.excess_bytes + over.excess_bytes // 16
             logger.info("planned again for so much less: %s", over)
         else:
             return code, partitioner

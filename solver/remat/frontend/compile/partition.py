@@ -208,10 +208,19 @@ class Partitioner(CustomPartitionerFn):
             return self._solve(graph, left_bytes)
 
     def _solve(self, graph: Graph, budget: int | str) -> Plan:
-        within_s = self.options.within_s
-        if within_s is not None:
-            within_s = max(_LEAST_S, within_s - (time.perf_counter() - self._began))
-        listening = Listening(self.options.progress, within_s)
+        whole_s = self.options.within_s
+        if whole_s is None:
+            return self._within(None, graph, budget)
+        left_s = max(_LEAST_S, whole_s - (time.perf_counter() - self._began))
+        try:
+            return self._within(left_s, graph, budget)
+        except SolverTimeout:  # reading a large graph took most of it: better late than never
+            if left_s >= whole_s:
+                raise
+            return self._within(whole_s, graph, budget)
+
+    def _within(self, limit_s: float | None, graph: Graph, budget: int | str) -> Plan:
+        listening = Listening(self.options.progress, limit_s)
         source = f"of {self.options.costs if self.options.inductor else 'operations'}, measured"
         return _solved(graph, budget, self.options.strategy, listening, source)
 
