@@ -166,8 +166,9 @@ def unet2d(device: torch.device, quick: bool) -> Workload:
         block_out_channels=widths, norm_num_groups=16,
         down_block_types=tuple(down), up_block_types=tuple(up),
     )  # fmt: skip
+    shape = f"{rows} x 3 x {side} x {side}"
     return Workload(
-        f"U-Net, widths {list(widths)}, {layers} layers a block, batch {rows} x 3 x {side} x {side}",
+        f"U-Net, widths {list(widths)}, {layers} layers a block, batch {shape}",
         WithLoss(unet).to(device).train(),
         noisy_images(rows, side, device),
         of_kinds("ResnetBlock2D", "Attention"),
