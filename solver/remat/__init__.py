@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from remat.batch import MaxBatch
+from remat.blockwise.plan import BlockCall, BlocksPlan
 from remat.compare import Comparison, compare
 from remat.costs.roofline import Roofline
 from remat.documents.program import Program
@@ -94,6 +95,8 @@ _TORCH_SIDE = {
 __all__ = [
     "ArticulationPoints",
     "Auto",
+    "BlockCall",
+    "BlocksPlan",
     "BudgetError",
     "CheckmateMilp",
     "ChenGreedy",

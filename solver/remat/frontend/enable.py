@@ -16,9 +16,11 @@ from typing import Any, TypedDict, TypeVar, Unpack
 import torch
 from torch import nn
 
+from remat.blockwise.plan import BlocksPlan
 from remat.budget import Budget, format_bytes, is_auto
 from remat.costs.roofline import Roofline
-from remat.errors import InfeasibleBudget, TraceError
+from remat.errors import InfeasibleBudget, TraceError, nearest
+from remat.frontend.blocks.planner import AUTO, BLOCKS, MODEL, SCOPES, ScopedPlanner
 from remat.frontend.capture.trace import check_differentiable, normalise_inputs
 from remat.frontend.costs.cache import CostCache
 from remat.frontend.optimize import options_of
@@ -38,7 +40,7 @@ _PLACE = "_remat_forward"
 
 
 class Options(TypedDict, total=False):
-    """Of `enable`: as in `remat.optimize`."""
+    """Of `enable`: as in `remat.optimize`, and what is planned."""
 
     strategy: Strategy | None
     costs: str | Roofline | None
@@ -50,6 +52,7 @@ class Options(TypedDict, total=False):
     reserve: Reserve | None
     cuda_graphs: bool
     outputs: str
+    scope: str
 
 
 def enable(
@@ -64,12 +67,15 @@ def enable(
     It stays the same object, and is returned. With example inputs the step is planned now, else at
     the first call. Hooks of the model itself run as ever, outside of what is planned. Copies,
     pickles and `torch.save` keep it enabled, with their plans. `**options` are those of
-    `remat.optimize`: see `Options`.
+    `remat.optimize` and `scope`: what is planned is the whole "model" (the default), its repeated
+    "blocks" one by one, against one budget for the step, or "auto": the whole if it can be
+    captured, else its blocks, with the rest left to eager mode.
 
     Raises `TraceError` where the model is enabled, optimised, compiled or sharded already,
     `InfeasibleBudget` where its parameters alone do not fit, and what `remat.optimize` raises.
     """
     _refuse(model)
+    _check_scope(options.get("scope", MODEL))
     if unknown := sorted(options.keys() - Options.__annotations__.keys()):
         known = ", ".join(Options.__annotations__)
         raise TypeError(f"enable() got an unexpected option {unknown[0]!r}; there are {known}")
@@ -97,8 +103,9 @@ def disable(model: Model) -> Model:
     return model
 
 
-def plans(model: nn.Module) -> list[Plan]:
-    """The plans of an enabled model, the one that ran last at the end. Raises `TraceError`."""
+def plans(model: nn.Module) -> list[Plan | BlocksPlan]:
+    """The plans of an enabled model, the one that ran last at the end: a `Plan` of the whole, or a
+    `BlocksPlan`. Raises `TraceError`."""
     return [entry.plan for entry in _planned(model).planner.entries]
 
 
@@ -156,7 +163,7 @@ class PlannedForward:
         return PlannedForward, (self.model, self.own, self.planner.kept(), self.is_on)
 
 
-class _InPlace(Planner):
+class _InPlace(ScopedPlanner):
     """Captures the model as it was."""
 
     def _plan(self, model: nn.Module, call: Call, *, accumulating: bool) -> Entry:
@@ -209,6 +216,15 @@ def _refuse(model: object) -> None:
         raise TraceError(
             f"the parameters of this {type(model).__name__} are sharded already, and a plan needs "
             "whole ones; enable remat before sharding, block by block"
+        )
+
+
+def _check_scope(scope: object) -> None:
+    if scope not in SCOPES:
+        near = nearest(scope, SCOPES) if isinstance(scope, str) else ""
+        raise ValueError(
+            f"scope is {scope!r}{near}; what is planned is the whole {MODEL!r}, its repeated "
+            f"{BLOCKS!r} one by one, or {AUTO!r}: the whole if that can be captured, else blocks"
         )
 
 

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Self
+from typing import Any, Protocol, Self
 
 from torch import nn
 
@@ -34,7 +34,7 @@ from remat.frontend.operators import NAMESPACES
 from remat.frontend.reserve import Reserve, reserved
 from remat.frontend.runtime.guards import Call, Signature, Watch, signature
 from remat.frontend.runtime.lower import Compiled, compile_program
-from remat.frontend.runtime.module import Ready, Source
+from remat.frontend.runtime.module import Ready, Runnable, Source
 from remat.outputs import HELD
 from remat.passes.accumulation import with_accumulation
 from remat.passes.draws import drawn_once
@@ -74,15 +74,43 @@ class OptimizeOptions:
     reserve: Reserve | None = None
     cuda_graphs: bool = False
     outputs: str = HELD
+    scope: str = "model"
 
 
 @dataclass
 class Entry:
-    """One planned signature."""
+    """One planned signature. Without a `trace` if it was not planned as a whole."""
 
-    ready: Ready
+    ready: Runnable
+    trace: Trace | None
+    plan: Any
+
+    def kept(self) -> KeptEntry:
+        """Without the model."""
+        assert isinstance(self.ready, Ready)
+        assert self.trace is not None
+        return KeptWhole(self.ready.compiled, self.trace, self.plan)
+
+
+class KeptEntry(Protocol):
+    """An entry without the model that it is for."""
+
+    def bound(self, model: nn.Module) -> Entry:
+        """The entry for a model."""
+        ...
+
+
+@dataclass(frozen=True)
+class KeptWhole:
+    """A program for the whole model."""
+
+    compiled: Compiled
     trace: Trace
     plan: Plan
+
+    def bound(self, model: nn.Module) -> Entry:
+        """The entry for a model."""
+        return Entry(Ready(self.compiled, model, self.plan), self.trace, self.plan)
 
 
 @dataclass(frozen=True)
@@ -91,7 +119,7 @@ class Kept:
 
     options: OptimizeOptions
     timings_s: dict[str, float]
-    entries: tuple[tuple[Signature, Compiled, Trace, Plan], ...]
+    entries: tuple[tuple[Signature, KeptEntry], ...]
     has_run: bool
 
 
@@ -102,10 +130,10 @@ class Planner:
     options: OptimizeOptions
     timings_s: dict[str, float] = field(default_factory=dict)
     _entries: OrderedDict[Signature, Entry] = field(default_factory=OrderedDict)
-    _last: Ready | None = None
+    _last: Runnable | None = None
     _last_key: Signature | None = None
 
-    def current(self) -> Ready | None:
+    def current(self) -> Runnable | None:
         """The program that ran last, or was planned last."""
         return self._last
 
@@ -116,15 +144,15 @@ class Planner:
 
     def kept(self) -> Kept:
         """All of it but the model: copies and pickles have this."""
-        entries = [(k, e.ready.compiled, e.trace, e.plan) for k, e in self._entries.items()]
+        entries = [(key, entry.kept()) for key, entry in self._entries.items()]
         return Kept(self.options, dict(self.timings_s), tuple(entries), self._last is not None)
 
     @classmethod
     def of(cls, kept: Kept, model: nn.Module) -> Self:
         """The same plans for a copy of the model."""
         found = cls(kept.options, dict(kept.timings_s))
-        for key, compiled, traced, plan in kept.entries:
-            found._entries[key] = Entry(Ready(compiled, model, plan), traced, plan)
+        for key, entry in kept.entries:
+            found._entries[key] = entry.bound(model)
         if kept.has_run:
             found._last = found.entries[-1].ready
         return found
@@ -133,7 +161,7 @@ class Planner:
         """As `of`."""
         return type(self).of(self.kept(), model)
 
-    def ready(self, watch: Watch, call: Call) -> Ready:
+    def ready(self, watch: Watch, call: Call) -> Runnable:
         """The program for a call; planned now where the call is of a new kind."""
         key = signature(watch, call.structure, call.leaves)
         if key == self._last_key and self._last is not None:
@@ -234,7 +262,7 @@ class Planner:
             return None  # these mean another number of bytes for other shapes
         budget_bytes = less_reserve(asked, reserved(self.options.reserve).total_bytes)
         for entry in reversed(self._entries.values()):
-            if _outline(entry.trace) != _outline(traced):
+            if entry.trace is None or _outline(entry.trace) != _outline(traced):
                 continue
             priced = _with_costs_of(traced, entry.trace)
             graph, schedule = priced.graph(), entry.plan.schedule

@@ -26,29 +26,44 @@ def flatten(tree: object, what: str) -> tuple[list[torch.Tensor], Structure]:
     `what` names the tree in errors ("the model's output"). Raises `TraceError` for objects that
     cannot be described by data.
     """
-    leaves: list[torch.Tensor] = []
-    seen: dict[int, int] = {}
+    walker = _Walker(what)
+    structure = walker.walk(tree, "")
+    return walker.leaves, structure
 
-    def walk(node: object, path: str) -> Structure:
+
+class _Walker:
+    """Functions inside of `flatten` that call each other would be garbage for the collector, which
+    holds the tensors until it comes by."""
+
+    def __init__(self, what: str) -> None:
+        self.leaves: list[torch.Tensor] = []
+        self._what = what
+        self._seen: dict[int, int] = {}
+
+    def walk(self, node: object, path: str) -> Structure:
+        """The structure of a part of the tree, whose tensors are among the leaves afterwards."""
         if isinstance(node, torch.Tensor):
-            if id(node) not in seen:
-                seen[id(node)] = len(leaves)
-                leaves.append(node)
-            return Structure(kind="leaf", leaf=seen[id(node)])
+            if id(node) not in self._seen:
+                self._seen[id(node)] = len(self.leaves)
+                self.leaves.append(node)
+            return Structure(kind="leaf", leaf=self._seen[id(node)])
         if node is None or isinstance(node, (bool, int, float, str, complex)):
             return Structure(kind="value", value=node)
         if isinstance(node, tuple) and hasattr(node, "_fields"):
-            children = tuple(walk(item, f"{path}[{i}]") for i, item in enumerate(node))
-            return Structure(kind="namedtuple", type=_type_name(node), children=children)
+            return Structure(
+                kind="namedtuple", type=_type_name(node), children=self._items(node, path)
+            )
         if dataclasses.is_dataclass(node) and not isinstance(node, type):
-            return _object(node, [f.name for f in dataclasses.fields(node)], path)
+            return self._object(node, [f.name for f in dataclasses.fields(node)], path)
         if isinstance(node, (list, tuple)) and type(node) in (list, tuple, torch.Size):
-            children = tuple(walk(item, f"{path}[{i}]") for i, item in enumerate(node))
-            return Structure(kind="list" if isinstance(node, list) else "tuple", children=children)
+            kind = "list" if isinstance(node, list) else "tuple"
+            return Structure(kind=kind, children=self._items(node, path))
         if isinstance(node, Mapping):
             if not all(isinstance(key, (str, int)) for key in node):
-                raise TraceError(f"{what}{path}: only strings and integers can be keys of a dict")
-            children = tuple(walk(item, f"{path}[{key!r}]") for key, item in node.items())
+                raise TraceError(
+                    f"{self._what}{path}: only strings and integers can be keys of a dict"
+                )
+            children = tuple(self.walk(item, f"{path}[{key!r}]") for key, item in node.items())
             kind = "" if type(node) is dict else _type_name(node)
             return Structure(kind="dict", type=kind, keys=tuple(node), children=children)
         remedy = (
@@ -57,17 +72,17 @@ def flatten(tree: object, what: str) -> tuple[list[torch.Tensor], Structure]:
             else "use tensors, numbers, strings, and lists, tuples, dicts or dataclasses of them"
         )
         raise TraceError(
-            f"{what}{path} is a {type(node).__name__}, which cannot be traced; {remedy}"
+            f"{self._what}{path} is a {type(node).__name__}, which cannot be traced; {remedy}"
         )
 
-    def _object(node: object, names: Sequence[str], path: str) -> Structure:
+    def _items(self, node: Sequence[object], path: str) -> tuple[Structure, ...]:
+        return tuple(self.walk(item, f"{path}[{i}]") for i, item in enumerate(node))
+
+    def _object(self, node: object, names: Sequence[str], path: str) -> Structure:
         # Hugging Face's ModelOutput leaves absent fields None: leave them out, as it does itself.
         kept = [n for n in names if getattr(node, n) is not None]
-        children = tuple(walk(getattr(node, n), f"{path}.{n}") for n in kept)
+        children = tuple(self.walk(getattr(node, n), f"{path}.{n}") for n in kept)
         return Structure(kind="object", type=_type_name(node), keys=tuple(kept), children=children)
-
-    structure = walk(tree, "")
-    return leaves, structure
 
 
 def unflatten(structure: Structure, leaves: Sequence[object]) -> Any:

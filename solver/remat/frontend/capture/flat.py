@@ -65,7 +65,7 @@ class Flat(nn.Module):
         if not tensors:
             raise TraceError("the model returns no tensor, so there is nothing to differentiate")
         differentiable = [t.requires_grad for t in tensors]
-        chosen = _differentiated(structure, tensors, self.wanted)
+        chosen = differentiated(structure, tensors, self.wanted)
         given = [leaf.requires_grad for leaf in leaves]
         self.info = OutputInfo(structure, differentiable, chosen, given)
         owned = {_storage(t) for t in (*leaves, *self.parameters(), *self.buffers())}
@@ -84,7 +84,7 @@ class Flat(nn.Module):
             yield [now[name] for name in tied]
 
 
-def _differentiated(
+def differentiated(
     structure: Structure, tensors: list[torch.Tensor], wanted: str | Sequence[str]
 ) -> list[bool]:
     """Which outputs get a gradient. "auto": the output named `loss`, or the first of a tuple if

@@ -51,15 +51,33 @@ class Ready:
         tensors = self._binding.tensors(leaves)
         return self.compiled.rebuild(run_step(self.compiled, tensors, self._returned))
 
+    @property
+    def training(self) -> bool:
+        """Whether it was planned in training mode."""
+        return self.compiled.program.environment.training
+
+    def run(self, call: Call, own: Callable[..., Any]) -> Any:
+        """One call of the model."""
+        return self(call.leaves)
+
+
+class Runnable(Protocol):
+    """A planned step of a model whose forward is `own`."""
+
+    @property
+    def training(self) -> bool: ...
+
+    def run(self, call: Call, own: Callable[..., Any]) -> Any: ...
+
 
 class Source(Protocol):
     """Where a module's ready programs come from: a planner, or one program from a file."""
 
     timings_s: dict[str, float]
 
-    def ready(self, watch: Watch, call: Call) -> Ready: ...
+    def ready(self, watch: Watch, call: Call) -> Runnable: ...
 
-    def current(self) -> Ready | None: ...
+    def current(self) -> Runnable | None: ...
 
     def rebind(self, model: nn.Module) -> Source: ...
 
@@ -109,13 +127,13 @@ class Step:
         model = self.model
         call = Call.of(args, kwargs, "the arguments ")
         current = self.source.current()
-        planned_training = current is None or current.compiled.program.environment.training
+        planned_training = current is None or current.training
         if not model.training and planned_training:
             return self._own(*args, **kwargs)
         self._watch.look()
         if not self._watch.trains and not any(t.requires_grad for t in call.leaves):
             return self._own(*args, **kwargs)
-        return self.source.ready(self._watch, call)(call.leaves)
+        return self.source.ready(self._watch, call).run(call, self._own)
 
     def _own(self, *args: Any, **kwargs: Any) -> Any:
         return (self._given or self.model.forward)(*args, **kwargs)
@@ -210,7 +228,8 @@ class RematModule(fx.GraphModule):
         return dict(self.__dict__["step"].source.timings_s)
 
     def _ready(self) -> Ready | None:
-        return self.__dict__["step"].source.current()
+        ready = self.__dict__["step"].source.current()
+        return ready if isinstance(ready, Ready) else None
 
     def __getattr__(self, name: str) -> Any:
         try:

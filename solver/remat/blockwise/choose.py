@@ -1,0 +1,127 @@
+"""Which way each call of a block runs: the cheapest ways that fit the budget together.
+
+A program with a binary for each way of each call, and a row for each event of the step:
+what is held outside, what earlier calls saved, and what this one needs, is at most the budget. It
+is a multiple-choice knapsack in which every prefix of the calls has its own capacity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pulp
+
+from remat.blockwise.step import BlockStep
+from remat.budget import format_bytes
+from remat.errors import InfeasibleBudget
+from remat.milp.solvers import pulp_versions
+from remat.milp.solvers.highs import BulkHiGHS
+from remat.milp.solvers.pulp_versions import expression
+
+_GAP = 1e-3
+_TIME_LIMIT_S = 10.0
+_TOLERANCE = 2e-6
+"""By how much of its unit a solver may miss a row."""
+
+_NEAR_MIN = 1.01
+"""A step at the very smallest peak costs far more than one a per cent above it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The number of each call's way. No choice takes less than `bound_s`."""
+
+    ways: tuple[int, ...]
+    bound_s: float
+
+
+def choose(step: BlockStep, budget_bytes: int | None, threads: int = 2) -> Choice:
+    """The cheapest choice with a peak of at most `budget_bytes`; without a budget, of at most one
+    per cent above the smallest peak.
+
+    Raises `InfeasibleBudget` with the smallest peak where no choice fits.
+    """
+    least_bytes = step.peak_bytes(_cheapest(step, None, threads).ways)
+    if budget_bytes is None:
+        budget_bytes = int(_NEAR_MIN * least_bytes)
+    if budget_bytes < least_bytes:
+        raise InfeasibleBudget(
+            f"with its blocks planned one by one, the step takes {format_bytes(least_bytes)} at "
+            f"least, and the budget is {format_bytes(budget_bytes)}",
+            min_feasible_bytes=least_bytes,
+        )
+    return _cheapest(step, budget_bytes, threads)
+
+
+def fastest(step: BlockStep) -> tuple[int, ...]:
+    """The fastest way of each call, whatever it holds."""
+    return tuple(min(range(len(o)), key=lambda w: o[w].time_s) for o in step.calls)
+
+
+def _cheapest(step: BlockStep, budget_bytes: int | None, threads: int) -> Choice:
+    """The cheapest choice for a budget that fits some; without one, that with the least peak."""
+    if budget_bytes is not None and step.peak_bytes(quick := fastest(step)) <= budget_bytes:
+        return Choice(quick, step.time_s(quick))
+    program = _Program(step, budget_bytes)
+    run = BulkHiGHS(gap=_GAP, time_limit=_TIME_LIMIT_S, threads=threads)
+    found = run.solve(pulp_versions.read(program.problem))
+    ways = program.chosen()
+    if budget_bytes is not None and step.peak_bytes(ways) > budget_bytes:  # too tight for a solver
+        ways = _cheapest(step, None, threads).ways
+    return Choice(ways, (found.bound or 0.0) * program.unit_s)
+
+
+class _Program:
+    """In units of the largest number of its kind, which solvers like better than bytes."""
+
+    def __init__(self, step: BlockStep, budget_bytes: int | None) -> None:
+        self.step = step
+        self.unit_s = max((w.time_s for o in step.calls for w in o), default=0.0) or 1.0
+        held_bytes = max((e.held_bytes for e in step.events), default=0)
+        own_bytes = max((w.backward_bytes for o in step.calls for w in o), default=0)
+        self._unit_bytes = (held_bytes + own_bytes) or 1
+        self.problem = pulp.LpProblem("blocks", pulp.LpMinimize)
+        self._runs = [
+            [self.problem.add_variable(f"x{c}_{w}", 0, 1, pulp.LpInteger) for w in range(len(o))]
+            for c, o in enumerate(step.calls)
+        ]
+        peak = self.problem.add_variable("peak", 0)
+        rows = [
+            (f"one{c}", dict.fromkeys(runs, 1.0), pulp.LpConstraintEQ, 1.0)
+            for c, runs in enumerate(self._runs)
+        ]
+        limit = -_TOLERANCE + (budget_bytes or 0) / self._unit_bytes
+        held: dict[int, None] = {}
+        for number, event in enumerate(step.events):
+            held.pop(event.call, None)
+            terms = {x: b for call in held for x, b in self._bytes(call, "saved_bytes")}
+            if event.kind != "outside":
+                terms |= dict(self._bytes(event.call, f"{event.kind}_bytes"))
+            room = -event.held_bytes / self._unit_bytes
+            if budget_bytes is None:
+                terms[peak] = -1.0
+            else:
+                room += limit
+            rows.append((f"at{number}", terms, pulp.LpConstraintLE, room))
+            if event.kind == "forward":
+                held[event.call] = None
+        pulp_versions.add_rows(self.problem, rows)
+        costs = {
+            x: way.time_s / self.unit_s
+            for runs, options in zip(self._runs, step.calls, strict=True)
+            for x, way in zip(runs, options, strict=True)
+        }
+        self.problem.setObjective(expression({peak: 1.0} if budget_bytes is None else costs))
+
+    def _bytes(self, call: int, kind: str) -> list[tuple[pulp.LpVariable, float]]:
+        pairs = zip(self._runs[call], self.step.calls[call], strict=True)
+        return [(x, getattr(way, kind) / self._unit_bytes) for x, way in pairs]
+
+    def chosen(self) -> tuple[int, ...]:
+        """After a solve."""
+        return tuple(_largest([x.varValue or 0.0 for x in runs]) for runs in self._runs)
+
+
+def _largest(numbers: Sequence[float]) -> int:
+    return max(range(len(numbers)), key=numbers.__getitem__)

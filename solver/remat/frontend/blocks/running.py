@@ -1,0 +1,124 @@
+"""A step with each of its blocks as it was planned; what is outside of them runs as it is."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import nn
+
+from remat.blockwise.plan import AS_IT_IS, CHECKPOINTED
+from remat.errors import TraceError
+from remat.frontend.blocks.observe import replaced
+from remat.frontend.runtime.guards import Call, Signature, Watch, signature
+from remat.frontend.runtime.lower import Compiled
+from remat.frontend.runtime.module import Ready
+from remat.plan import Plan
+
+logger = logging.getLogger("remat")
+
+
+@dataclass(frozen=True)
+class PlannedCall:
+    """One call of the block at `path`: by its program, or (without one) `how` says."""
+
+    path: str
+    how: str
+    key: Signature | None = None
+    compiled: Compiled | None = None
+    plan: Plan | None = None
+
+
+class ReadyBlocks:
+    """The calls bound to a model. `training` is whether they were planned in training mode."""
+
+    def __init__(self, model: nn.Module, calls: Sequence[PlannedCall], training: bool) -> None:
+        self.training = training
+        self._model = model
+        self._blocks: dict[nn.Module, _Block] = {}
+        for call in calls:
+            module = model.get_submodule(call.path)
+            block = self._blocks.setdefault(module, _Block(call.path, module))
+            block.add(call)
+
+    def run(self, call: Call, own: Callable[..., Any]) -> Any:
+        """One call of the model."""
+        forwards = {module: block.begun() for module, block in self._blocks.items()}
+        with checkpointing_off(self._model), replaced(forwards):
+            return own(*call.args, **call.kwargs)
+
+
+class _Block:
+    def __init__(self, path: str, module: nn.Module) -> None:
+        self._path = path
+        self._module = module
+        self._watch = Watch(module)
+        self._calls: list[tuple[PlannedCall, Ready | None]] = []
+        self._told = False
+
+    def add(self, call: PlannedCall) -> None:
+        """The next of its calls in a step."""
+        ready = None
+        if call.compiled is not None:
+            ready = Ready(call.compiled, self._module, call.plan)
+        self._calls.append((call, ready))
+
+    def begun(self) -> Callable[..., Any]:
+        """Its forward, for one step."""
+        calls = iter(self._calls)
+        own = self._module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return own(*args, **kwargs)
+            planned, ready = next(calls, (None, None))
+            if planned is not None and planned.how == AS_IT_IS:
+                return own(*args, **kwargs)
+            if ready is not None and planned is not None:
+                found = self._fitting(planned, args, kwargs)
+                if found is not None:
+                    return ready(found.leaves)
+            if planned is None or planned.how != CHECKPOINTED:
+                self._tell()
+            run = torch.utils.checkpoint.checkpoint
+            return run(own, *args, use_reentrant=False, **kwargs)
+
+        return forward
+
+    def _fitting(
+        self, planned: PlannedCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Call | None:
+        """The call, if it is as it was planned."""
+        try:
+            call = Call.of(args, dict(kwargs), "the arguments ")
+        except TraceError:
+            return None
+        self._watch.look()
+        return call if signature(self._watch, call.structure, call.leaves) == planned.key else None
+
+    def _tell(self) -> None:
+        if not self._told:
+            self._told = True
+            logger.warning(
+                "%s is called otherwise than when the step was planned, with the same inputs of the"
+                " model: such calls are checkpointed, and the peak may be another one",
+                self._path,
+            )
+
+
+@contextmanager
+def checkpointing_off(model: nn.Module) -> Iterator[None]:
+    """Layers of transformers would checkpoint themselves: the plan says what is kept."""
+    layers: list[Any] = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
+    for layer in layers:
+        layer.gradient_checkpointing = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.gradient_checkpointing = True

@@ -1,0 +1,378 @@
+"""`remat.enable(model, budget, scope="blocks")` and "auto": blocks planned one by one."""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+import logging
+import pickle
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import remat
+from remat.errors import InfeasibleBudget
+from remat.frontend.meter import measure_step
+
+Gradients = dict[str, torch.Tensor]
+
+
+class Output(NamedTuple):
+    loss: torch.Tensor
+    logits: torch.Tensor
+
+
+class Block(nn.Module):
+    """A residual block with dropout."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.gradient_checkpointing = False
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        assert not self.gradient_checkpointing
+        made = F.dropout(self.narrow(F.gelu(self.wide(self.norm(x)))), 0.1, self.training)
+        return x + made if scale is None else x + made * scale
+
+
+class Experts(nn.Module):
+    """Each row goes to the expert that its numbers say: no capture sees that."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.randn(3, width, width) / width**0.5)
+
+    def forward(self, x: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
+        made = torch.zeros_like(x)
+        for number in range(len(self.weights)):
+            rows = (to == number).nonzero()[:, 0]
+            made = made.index_add(0, rows, F.silu(x[rows] @ self.weights[number]))
+        return made
+
+
+class Routed(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.before, self.experts = Block(width), Experts(width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.before(x)
+        return x + self.experts(x, x.detach().abs().sum(-1).long() % 3)
+
+
+class Net(nn.Module):
+    """Something outside of the blocks, before and after them, and a loss."""
+
+    def __init__(self, blocks: list[nn.Module], width: int = 32, classes: int = 50) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(classes, width)
+        self.scale = nn.Parameter(torch.ones(width))
+        self.blocks = nn.ModuleList(blocks)
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, ids: torch.Tensor) -> Output:
+        x = self.embed(ids) * self.scale
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(x)
+        return Output(F.cross_entropy(logits, ids), logits)
+
+
+class Images(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        widths = (3, 8, 8, 16)
+        self.stages = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(a, b, 3, 2, 1), nn.BatchNorm2d(b), nn.ReLU())
+            for a, b in itertools.pairwise(widths)
+        )
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        for stage in self.stages:
+            images = stage(images)
+        return images.square().mean()
+
+
+def net(**given: Any) -> tuple[Net, torch.Tensor]:
+    torch.manual_seed(0)
+    return Net([Block(32) for _ in range(4)], **given), torch.randint(0, 50, (256,))
+
+
+def loss_of(result: Any) -> torch.Tensor:
+    return result if isinstance(result, torch.Tensor) else result[0]
+
+
+def step(model: nn.Module, batch: torch.Tensor, seed: int) -> tuple[torch.Tensor, Gradients]:
+    torch.manual_seed(seed)
+    loss = loss_of(model(batch))
+    loss.backward()
+    found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return loss.detach(), found
+
+
+def assert_same(found: Any, wanted: Any) -> None:
+    assert torch.equal(found[0], wanted[0])
+    assert found[1].keys() == wanted[1].keys()
+    for name, gradient in wanted[1].items():
+        assert torch.equal(found[1][name], gradient), name
+
+
+def peak_of(model: nn.Module, batch: torch.Tensor) -> int:
+    def one() -> None:
+        loss_of(model(batch)).backward()
+
+    model.zero_grad(set_to_none=True)
+    constants = [*model.parameters(), *model.buffers(), batch]
+    found = measure_step(one, constants).peak_bytes
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def enabled(model: nn.Module, budget: int | str, scope: str = "blocks", **more: Any) -> Any:
+    return remat.enable(model, budget, scope=scope, outputs="dropped", costs="cpu", **more)
+
+
+def plan_of(model: nn.Module) -> remat.BlocksPlan:
+    plan = remat.plans(model)[-1]
+    assert isinstance(plan, remat.BlocksPlan)
+    return plan
+
+
+@pytest.mark.parametrize("budget", ["75%", "min"])
+def test_gradients_are_the_same_and_the_peak_is_as_planned(budget: str) -> None:
+    model, ids = net()
+    keys = list(model.state_dict())
+    wanted = [step(model, ids, seed) for seed in (1, 2)]
+    enabled(model, budget)
+    for seed, each in zip((1, 2), wanted, strict=True):
+        assert_same(step(model, ids, seed), each)
+    plan = plan_of(model)
+    assert list(model.state_dict()) == keys
+    assert [c.name for c in plan.calls] == [f"blocks.{n}" for n in range(4)]
+    assert {c.how for c in plan.calls} == {"planned"}
+    assert plan.time_s > plan.baseline_time_s
+    measured = peak_of(model, ids)
+    assert 0.99 * plan.peak_bytes <= measured <= plan.peak_bytes <= plan.budget_bytes
+    remat.disable(model)
+    assert_same(step(model, ids, 1), wanted[0])
+
+
+def test_batch_norms_count_each_step_once() -> None:
+    torch.manual_seed(0)
+    model, images = Images(), torch.randn(4, 3, 32, 32)
+    other = copy.deepcopy(model)
+    wanted = [step(other, images, seed) for seed in (1, 2)]
+    enabled(model, "85%")
+    for seed, each in zip((1, 2), wanted, strict=True):
+        assert_same(step(model, images, seed), each)
+    for name, buffer in other.named_buffers():
+        assert torch.equal(model.get_buffer(name), buffer), name
+    assert peak_of(model, images) <= plan_of(model).peak_bytes
+
+
+def test_what_no_capture_sees_is_left_to_eager_mode_and_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    torch.manual_seed(0)
+    model = Net([Routed(32) for _ in range(3)])
+    ids = torch.randint(0, 50, (256,))
+    wanted = step(model, ids, 1)
+    with caplog.at_level(logging.WARNING, "remat"):
+        enabled(model, "70%", "auto")
+        assert_same(step(model, ids, 1), wanted)
+    plan = plan_of(model)
+    kinds = {c.kind: c.how for c in plan.calls}
+    assert kinds["Experts"] in ("checkpointed", "as it is")
+    assert kinds["Block"] == "planned"
+    assert {c.kind for c in plan.unplanned} == {"Experts"}
+    assert all("nonzero" in c.why for c in plan.unplanned)
+    assert "block by block, because" in plan.describe()
+    assert "blocks.*.experts" in caplog.text
+    assert peak_of(model, ids) <= plan.peak_bytes <= plan.budget_bytes
+
+
+def test_what_can_be_captured_is_planned_as_a_whole_by_auto() -> None:
+    model, ids = net()
+    wanted = step(model, ids, 1)
+    enabled(model, "75%", "auto")
+    assert_same(step(model, ids, 1), wanted)
+    assert isinstance(remat.plans(model)[-1], remat.Plan)
+
+
+def test_a_budget_that_is_too_small_names_the_smallest() -> None:
+    model, ids = net()
+    enabled(model, "min")
+    step(model, ids, 1)
+    least_bytes = plan_of(model).peak_bytes
+    remat.disable(model)
+    enabled(model, least_bytes * 9 // 10)
+    with pytest.raises(InfeasibleBudget) as raised:
+        step(model, ids, 1)
+    found = raised.value.min_feasible_bytes
+    assert found is not None
+    assert least_bytes * 9 // 10 < found <= 1.05 * least_bytes
+    remat.disable(model)
+    enabled(model, int(1.05 * found))
+    step(model, ids, 1)
+
+
+def test_blocks_that_are_called_twice_and_share_parameters() -> None:
+    torch.manual_seed(0)
+    block = Block(32)
+    model, ids = Net([block, Block(32), block, block]), torch.randint(0, 50, (256,))
+    wanted = step(model, ids, 1)
+    enabled(model, "75%")
+    assert_same(step(model, ids, 1), wanted)
+    assert [c.name for c in plan_of(model).calls] == [
+        "blocks.0",
+        "blocks.1",
+        "blocks.0",
+        "blocks.0",
+    ]
+    assert peak_of(model, ids) <= plan_of(model).peak_bytes
+
+
+def test_gradients_that_are_there_are_added_to() -> None:
+    model, ids = net()
+    other = copy.deepcopy(model)
+    enabled(model, "90%")
+    for each in (other, model):
+        for seed in (1, 2):
+            torch.manual_seed(seed)
+            loss_of(each(ids)).backward()
+    for name, parameter in other.named_parameters():
+        found = model.get_parameter(name).grad
+        assert found is not None
+        assert parameter.grad is not None
+        assert torch.equal(found, parameter.grad), name
+    assert len(remat.plans(model)) == 2
+
+
+def test_a_frozen_beginning() -> None:
+    model, ids = net()
+    model.embed.requires_grad_(False)
+    model.scale.requires_grad_(False)
+    wanted = step(model, ids, 1)
+    enabled(model, "75%")
+    assert_same(step(model, ids, 1), wanted)
+
+
+def test_other_lengths_are_planned_and_evaluation_is_not() -> None:
+    model, ids = net()
+    wanted = [step(model, batch, 1) for batch in (ids, ids[:100])]
+    enabled(model, "80%")
+    for batch, each in zip((ids, ids[:100], ids), (*wanted, wanted[0]), strict=True):
+        assert_same(step(model, batch, 1), each)
+    assert len(remat.plans(model)) == 2
+    with torch.no_grad():
+        assert model.eval()(ids[:7]).logits.shape == (7, 50)
+    assert len(remat.plans(model)) == 2
+
+
+def test_copies_and_pickles_are_enabled_with_their_plans() -> None:
+    model, ids = net()
+    wanted = step(model, ids, 1)
+    enabled(model, "75%")
+    step(model, ids, 2)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    others = [
+        copy.deepcopy(model),
+        pickle.loads(pickle.dumps(model)),
+        torch.load(file, weights_only=False),
+    ]
+    for other in others:
+        assert len(remat.plans(other)) == 1
+        assert_same(step(other, ids, 1), wanted)
+        assert len(remat.plans(other)) == 1
+        assert other.blocks[0].forward.__func__ is Block.forward
+    assert_same(step(model, ids, 1), wanted)
+
+
+def test_hooks_of_blocks_run_once_a_step() -> None:
+    model, ids = net()
+    seen: list[str] = []
+    for number, block in enumerate(model.blocks):
+        block.register_forward_hook(lambda *_, number=number: seen.append(f"forward {number}"))
+        block.register_full_backward_hook(
+            lambda *_, number=number: seen.append(f"backward {number}")
+        )
+    enabled(model, "75%")
+    step(model, ids, 1)
+    seen.clear()
+    step(model, ids, 2)
+    assert seen == [f"forward {n}" for n in range(4)] + [f"backward {n}" for n in (3, 2, 1, 0)]
+
+
+def test_blocks_that_would_checkpoint_themselves_do_not() -> None:
+    model, ids = net()
+    wanted = step(model, ids, 1)
+    enabled(model, "75%")
+    for block in model.blocks:
+        block.gradient_checkpointing = True  # its forward refuses
+    assert_same(step(model, ids, 1), wanted)
+    assert all(block.gradient_checkpointing for block in model.blocks)
+
+
+class _Changing(Net):
+    """Calls a block otherwise from some step on, with the same inputs."""
+
+    scaled = False
+
+    def forward(self, ids: torch.Tensor) -> Output:
+        x = self.embed(ids) * self.scale
+        for block in self.blocks:
+            x = block(x, self.scale) if self.scaled else block(x)
+        logits = self.head(x)
+        return Output(F.cross_entropy(logits, ids), logits)
+
+
+def test_calls_that_are_not_as_planned_are_checkpointed(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    model, ids = _Changing([Block(32) for _ in range(3)]), torch.randint(0, 50, (64,))
+    model.scaled = True
+    wanted = step(model, ids, 1)
+    model.scaled = False
+    enabled(model, "90%")
+    step(model, ids, 1)
+    model.scaled = True
+    with caplog.at_level(logging.WARNING, "remat"):
+        assert_same(step(model, ids, 1), wanted)
+    assert caplog.text.count("called otherwise than when the step was planned") == 3
+
+
+def test_identical_blocks_share_their_programs() -> None:
+    model, ids = net()
+    enabled(model, "75%")
+    step(model, ids, 1)
+    _, kept = model.forward.planner.kept().entries[0]  # type: ignore[attr-defined]
+    programs = {id(c.compiled.program): c.compiled for c in kept.calls}
+    graphs = {id(c.plan.graph) for c in kept.calls}
+    assert len(programs) <= len(kept.calls)
+    assert len(graphs) == 1
+
+
+def test_a_wrong_scope_is_told() -> None:
+    model, _ = net()
+    with pytest.raises(ValueError, match="scope is 'block'; near are blocks"):
+        enabled(model, "75%", "block")
+    step(model, torch.randint(0, 50, (8,)), 1)
+
+
+def test_a_table_says_what_is_planned() -> None:
+    model, ids = net()
+    enabled(model, "75%")
+    step(model, ids, 1)
+    plan = plan_of(model)
+    text = str(plan)
+    assert "blocks.*  Block, planned" in text
+    assert f"{plan.peak_bytes / plan.baseline_bytes:.1%} of" in text
+    assert "not planned" not in text
