@@ -4,9 +4,9 @@
     python -m benchmarks.coverage --kinds causal --only gpt2 llama
 
 Each architecture is made small (see `small.py`), with random weights, on the CPU, in a process of
-its own: a step in eager mode, then one under `remat.enable(model, "min")` from the same seed. A row
-says whether gradients are equal, bit for bit or by how much, or what was raised: an error of
-remat's own, or another.
+its own: a step in eager mode, then one under `remat.enable(model, "min", scope="auto")` from the
+same seed. A row says whether gradients are equal, bit for bit or by how much, and whether it was
+planned as a whole or by blocks; or what was raised: an error of remat's own, or another.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "transformers": _version(),
         "outcomes": OUTCOMES,
         "counts": {kind: _counts(rows, kind) for kind in options.kinds},
+        "planned": dict(Counter(row["planned"] for row in rows if "planned" in row)),
         "rows": rows,
     }
     good = sum(row["outcome"] in (EQUAL, CLOSE) for row in counted)
@@ -81,7 +82,8 @@ def _in_a_process(kind: str, name: str, timeout_s: float) -> Row:
     process.kill()
     process.join()
     row["seconds"] = round(time.monotonic() - began, 1)
-    print(f"{kind} {name}: {row['outcome']}  {row['why'][:120]}", flush=True)
+    how = row.get("planned", "")
+    print(f"{kind} {name}: {row['outcome']} {how} {row['why'][:120]}", flush=True)
     return row
 
 

@@ -46,7 +46,8 @@ def compared(kind: str, name: str) -> Row:
         return _row(NOT_EAGER, error)
     try:
         strategy = remat.Auto(time_limit=5.0, gap=0.1)
-        remat.enable(model, "min", costs=remat.Roofline("cpu"), strategy=strategy)
+        costs = remat.Roofline("cpu")
+        remat.enable(model, "min", scope="auto", costs=costs, strategy=strategy)
         found = _gradients(model, batch)
     except remat.RematError as error:
         return _row(REFUSED, error)
@@ -55,8 +56,22 @@ def compared(kind: str, name: str) -> Row:
     plan = remat.plans(model)[-1]
     error = _error(wanted, found)
     outcome = EQUAL if error == 0.0 else CLOSE if error <= _TOLERANCE else WRONG
-    again = len(plan.schedule) - len(plan.graph)
-    return {"outcome": outcome, "why": "", "error": error, "recomputed": again}
+    return {"outcome": outcome, "why": "", "error": error, **_how(plan)}
+
+
+def _how(plan: remat.Plan | remat.BlocksPlan) -> Row:
+    """Planned as a whole, or by blocks, and what was left to eager mode then."""
+    if isinstance(plan, remat.Plan):
+        return {"planned": "whole", "recomputed": len(plan.schedule) - len(plan.graph)}
+    own = [c.plan for c in plan.calls if c.plan is not None]
+    reasons = sorted({f"{c.kind}: {c.why}"[:300] for c in plan.unplanned if c.why})
+    return {
+        "planned": "blocks" if own else "nothing",
+        "recomputed": sum(len(p.schedule) - len(p.graph) for p in own),
+        "left": sorted({c.kind for c in plan.unplanned}),
+        "because": plan.why,
+        "reasons": reasons,
+    }
 
 
 def _row(outcome: str, error: Exception) -> Row:

@@ -8,7 +8,7 @@ a workspace of `w` there, a schedule within a budget `b` saves at most `b - w`.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 
 from remat.blockwise.step import Way
 from remat.errors import RematError
@@ -32,14 +32,14 @@ _LONGEST_S = 1.0
 
 
 def menu(graph: Graph, within_s: float, strategy: Strategy | None = None) -> list[tuple[Way, Plan]]:
-    """The ways that no other is better than, the fastest first; the first runs all once. Without a
-    strategy, found within about so many seconds."""
+    """The ways that no other is better than, the fastest first; the first runs all once. Found
+    within about so many seconds, if the strategy has a time limit."""
     keep_all = Schedule.keep_all(graph)
     first = way_of(graph, keep_all)
     peak_bytes = simulate(graph, keep_all).peak_bytes
     found = [(first, Plan.of(graph, peak_bytes, Solution(keep_all), {"strategy": "all kept"}))]
     limit_s = min(_LONGEST_S, max(_LEAST_S, within_s / len(_ROOMS) / len(_SAVED)))
-    strategy = strategy or Auto(time_limit=limit_s, gap=0.01)
+    strategy = _limited(strategy or Auto(gap=0.01), limit_s)
     own_bytes = max(first.forward_bytes, first.backward_bytes)
     for room in _ROOMS:
         w = int(room * own_bytes)
@@ -97,6 +97,13 @@ def efficient(found: Iterable[tuple[Way, Plan]]) -> list[tuple[Way, Plan]]:
         if not any(_is_covered(way, better) for better, _ in kept):
             kept.append((way, plan))
     return kept
+
+
+def _limited(strategy: Strategy, limit_s: float) -> Strategy:
+    own_s = getattr(strategy, "time_limit", None)
+    if not is_dataclass(strategy) or not isinstance(own_s, int | float):
+        return strategy
+    return replace(strategy, time_limit=min(own_s, limit_s))
 
 
 def _numbers(way: Way) -> tuple[float, int, int, int]:

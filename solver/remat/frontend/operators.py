@@ -7,7 +7,7 @@ prims operations pass. Two that look functional are refused all the same, becaus
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TypeAlias
 
 import torch
@@ -66,6 +66,12 @@ def resolve(target: str, namespaces: Collection[str] = NAMESPACES) -> Operator:
         raise DocumentError(f"torch {torch.__version__} has no operation {target}")
     _check_functional(target, operator)
     return operator
+
+
+def check_allowed(targets: Iterable[str], namespaces: Collection[str]) -> None:
+    """Raise `DocumentError` for the first that is not, as `resolve` does."""
+    for target in dict.fromkeys(targets):
+        resolve(target, namespaces)
 
 
 def _lookup(namespace: str, name: str, overload: str) -> OpOverload | None:

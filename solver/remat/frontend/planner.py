@@ -30,7 +30,7 @@ from remat.frontend.capture.trace import trace as capture
 from remat.frontend.costs.cache import CostCache
 from remat.frontend.costs.measure import measure
 from remat.frontend.device_memory import available
-from remat.frontend.operators import NAMESPACES
+from remat.frontend.operators import NAMESPACES, check_allowed
 from remat.frontend.reserve import Reserve, reserved
 from remat.frontend.runtime.guards import Call, Signature, Watch, signature
 from remat.frontend.runtime.lower import Compiled, compile_program
@@ -186,6 +186,7 @@ class Planner:
                 differentiate=self.options.differentiate,
                 outputs=self.options.outputs,
             )
+            check_allowed((n.target for n in traced.nodes), self.options.namespaces)
             if accumulating:
                 traced = with_accumulation(traced)
             if self.options.cuda_graphs:

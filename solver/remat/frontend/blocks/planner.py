@@ -13,7 +13,7 @@ from remat.blockwise.choose import choose
 from remat.blockwise.plan import AS_IT_IS, CHECKPOINTED, PLANNED, BlockCall, BlocksPlan
 from remat.blockwise.step import BlockStep, Way
 from remat.budget import Budget
-from remat.errors import BudgetError, TraceError
+from remat.errors import BudgetError, DocumentError, TraceError
 from remat.frontend.blocks.observe import Observation, SeenCall, observe
 from remat.frontend.blocks.running import PlannedCall, ReadyBlocks, checkpointing_off
 from remat.frontend.blocks.sites import Site, blocks_of, parts_of
@@ -219,7 +219,7 @@ class ScopedPlanner(Planner):
         if self.options.scope != BLOCKS:
             try:
                 return super()._plan(model, call, accumulating=accumulating)
-            except TraceError as error:
+            except (TraceError, DocumentError) as error:
                 if self.options.scope != AUTO:
                     raise
                 why = reason(error)

@@ -10,10 +10,11 @@ import torch
 from remat.blockwise.menu import menu
 from remat.blockwise.step import Way
 from remat.documents.trace import Trace
-from remat.errors import TraceError
+from remat.errors import DocumentError, RematError, TraceError
 from remat.frontend.blocks.observe import SeenCall
 from remat.frontend.capture.trace import trace as capture
 from remat.frontend.costs.measure import measure
+from remat.frontend.operators import check_allowed
 from remat.frontend.planner import OptimizeOptions
 from remat.frontend.pytree import unflatten
 from remat.frontend.runtime.guards import Signature
@@ -70,7 +71,8 @@ class Ways:
         args, kwargs = unflatten(key.structure, leaves)
         try:
             traced = capture(call.site.module, args, kwargs, differentiate="all", outputs=DROPPED)
-        except TraceError as error:
+            check_allowed((n.target for n in traced.nodes), self.options.namespaces)
+        except (TraceError, DocumentError) as error:
             return reason(error)
         return with_accumulation(traced) if key.accumulating else traced
 
@@ -109,7 +111,7 @@ class Ways:
         return found
 
 
-def reason(error: TraceError) -> str:
+def reason(error: RematError) -> str:
     """What is wrong, in a line, without the remedy."""
     return " ".join(str(error).split()).partition(" Remedy:")[0][:_LONGEST_REASON]
 
