@@ -57,13 +57,29 @@ class Experts(nn.Module):
 
 
 class Routed(nn.Module):
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, experts: type[nn.Module] = Experts) -> None:
         super().__init__()
-        self.before, self.experts = Block(width), Experts(width)
+        self.before, self.experts = Block(width), experts(width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.before(x)
         return x + self.experts(x, x.detach().abs().sum(-1).long() % 3)
+
+
+class ListedExperts(nn.Module):
+    """As above, with a module for each: some may have nothing to do."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(Block(width) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
+        made = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows = (to == number).nonzero()[:, 0]
+            if len(rows):
+                made = made.index_add(0, rows, expert(x[rows]))
+        return made
 
 
 class Net(nn.Module):
@@ -196,6 +212,65 @@ def test_what_no_capture_sees_is_left_to_eager_mode_and_named(
     assert "block by block, because" in plan.describe()
     assert "blocks.*.experts" in caplog.text
     assert peak_of(model, ids) <= plan.peak_bytes <= plan.budget_bytes
+
+
+def test_experts_that_get_other_rows_each_time_are_left_to_eager_mode(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    torch.manual_seed(0)
+    model = Net([Routed(32, ListedExperts) for _ in range(2)])
+    batches = torch.randint(0, 50, (3, 256))
+    wanted = [step(model, ids, 1) for ids in batches]
+    enabled(model, "85%", "auto")
+    for ids, each in zip(batches, wanted, strict=True):
+        assert_same(step(model, ids, 1), each)
+    plan = plan_of(model)
+    assert {c.name.split(".")[2] for c in plan.unplanned} == {"experts"}
+    assert "data decide on how it is called" in plan.describe()
+    assert "called otherwise" not in caplog.text
+    assert len(remat.plans(model)) == 1
+
+
+class Cache:
+    """Keeps what it is given, as a cache of keys does."""
+
+    def __init__(self) -> None:
+        self.kept: list[torch.Tensor] = []
+
+    def add(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept.append(x)
+        return torch.stack(self.kept).mean(0)
+
+
+class Caching(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.block, self.scale = Block(width), nn.Parameter(torch.ones(width))
+
+    def forward(self, x: torch.Tensor, cache: Cache) -> torch.Tensor:
+        return self.block(cache.add(x) * self.scale)
+
+
+class Cached(Net):
+    """Blocks share a cache, which is returned."""
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        x, cache = self.embed(ids) * self.scale, Cache()
+        for block in self.blocks:
+            x = block(x, cache)
+        return F.cross_entropy(self.head(x), ids), cache
+
+
+def test_what_is_given_a_cache_is_never_run_twice() -> None:
+    torch.manual_seed(0)
+    model, ids = Cached([Caching(32) for _ in range(3)]), torch.randint(0, 50, (256,))
+    wanted = step(model, ids, 1)
+    enabled(model, "95%", "auto")
+    assert_same(step(model, ids, 1), wanted)
+    plan = plan_of(model)
+    assert [c.name for c in plan.calls] == [f"blocks.{number}.block" for number in range(3)]
+    assert {c.how for c in plan.calls} == {"planned"}
+    assert peak_of(model, ids) <= plan.peak_bytes
 
 
 def test_what_can_be_captured_is_planned_as_a_whole_by_auto() -> None:

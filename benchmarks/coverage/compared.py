@@ -39,6 +39,7 @@ def compared(kind: str, name: str) -> Row:
     """The outcome for one architecture, and why."""
     try:
         model, batch = made(kind, name)
+        model(**batch)  # some make parts of themselves in their first call, from random numbers
         wanted = _gradients(copy.deepcopy(model), batch)
         if not wanted:
             raise ValueError("no gradient")

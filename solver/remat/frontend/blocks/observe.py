@@ -185,12 +185,9 @@ class _Step:
         dropped: bool,
     ) -> None:
         """From the model's outputs, the only item of a list, which is emptied."""
-        tensors, structure = flatten(outputs[0], "the model's output")
-        wanted = differentiated(structure, tensors, differentiate)
-        ends = [t for t, is_wanted in zip(tensors, wanted, strict=True) if is_wanted]
+        ends = _ends(outputs[0], differentiate)
         if dropped:
             outputs.clear()
-            tensors.clear()
         # What is still there of what blocks were given is held by something else.
         seen = {ref for call in self.calls for ref in call.storages}
         self.held = {ref for ref in seen if not ref.expired()}
@@ -260,6 +257,19 @@ class _Passing(torch.autograd.Function):
         return None, None, None, None, *zeros
 
 
+def _ends(outputs: Any, differentiate: str | Sequence[str]) -> list[torch.Tensor]:
+    """The outputs that gradients come from. Of what cannot be described (a cache of keys among
+    the outputs) the loss, or whatever has a gradient."""
+    try:
+        tensors, structure = flatten(outputs, "the model's output")
+    except TraceError:
+        loss = getattr(outputs, "loss", None)
+        found = [loss] if isinstance(loss, torch.Tensor) else tree_flatten(outputs)[0]
+        return [t for t in found if _gets_gradient(t)]
+    wanted = differentiated(structure, tensors, differentiate)
+    return [t for t, is_wanted in zip(tensors, wanted, strict=True) if is_wanted]
+
+
 def measured_ways(
     gauge: Gauge, run: Callable[[], Any], inputs: Sequence[torch.Tensor]
 ) -> tuple[Way, ...]:
@@ -274,7 +284,11 @@ def measured_ways(
     saved_bytes = max(0, gauge.live() - before - sum(made.values()))
     ends = [t for t in outputs if t.requires_grad]
     began = time.perf_counter()
-    found = torch.autograd.grad(ends, inputs, [torch.ones_like(t) for t in ends], allow_unused=True)
+    found: object = None
+    if ends and inputs:
+        tangents = [torch.ones_like(t) for t in ends]
+        found = torch.autograd.grad(ends, inputs, tangents, allow_unused=True)
+        del tangents
     backward_s = time.perf_counter() - began
     backward_bytes = gauge.peak() - before
     del found, ends, outputs
