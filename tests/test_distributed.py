@@ -11,6 +11,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from tests.models import FAMILIES
+from tests.test_blocks import Block, Net
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
 
 import remat
 
@@ -85,3 +88,52 @@ def test_one_plan_for_all_ranks(tmp_path: Path) -> None:
     found = {(tmp_path / f"report.{rank}").read_text() for rank in (0, 1)}
     assert len(found) == 1
     assert found.pop().startswith("True ")
+
+
+def _block_by_block(rank: int, store: str, report: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    try:
+        torch.manual_seed(0)
+        model = Net([Block(32) for _ in range(4)])
+        eager = copy.deepcopy(model)
+        remat.enable(model, "75%", scope="blocks", outputs="dropped", costs=remat.Roofline("cpu"))
+        torch.manual_seed(100 + rank)
+        ids = torch.randint(0, 50, (256,))
+        log: list[str] = []
+
+        def reduce(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+            log.append("reduced")
+            return allreduce_hook(dist.group.WORLD, bucket)
+
+        reduce.__annotations__.clear()  # DDP compares them with types, and these are texts
+        for number, block in enumerate(model.blocks):
+            block.register_full_backward_hook(
+                lambda *_, number=number: log.append(f"backward {number}")
+            )
+        gradients = []
+        for module in (eager, model):
+            wrapped = DistributedDataParallel(module, bucket_cap_mb=0.01)
+            wrapped.register_comm_hook(None, reduce)
+            for seed in (7, 8):
+                log.clear()
+                wrapped.zero_grad(set_to_none=True)
+                torch.manual_seed(seed)
+                wrapped(ids).loss.backward()
+            gradients.append([p.grad for p in module.parameters() if p.grad is not None])
+        equal = all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+        (plan,) = remat.plans(model)
+        within = plan.peak_bytes <= plan.budget_bytes
+        Path(f"{report}.{rank}").write_text(f"{equal} {within} {','.join(log)}")
+    finally:
+        dist.destroy_process_group()
+
+
+def test_gradients_are_sent_while_earlier_blocks_still_compute(tmp_path: Path) -> None:
+    mp.spawn(_block_by_block, args=(str(tmp_path / "store"), str(tmp_path / "report")), nprocs=2)
+    for rank in (0, 1):
+        equal, within, log = (tmp_path / f"report.{rank}").read_text().split(" ", 2)
+        assert (equal, within) == ("True", "True")
+        order = log.split(",")
+        for later, earlier in ((3, 2), (2, 1), (1, 0)):  # a block's gradients go before the next
+            between = order[order.index(f"backward {later}") : order.index(f"backward {earlier}")]
+            assert "reduced" in between

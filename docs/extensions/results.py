@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 
+from coverage_results import coverage, coverage_left
 from docutils import nodes
 from measured import Table, load, newest
 from run_results import compiled, overhead, peers, service, steps
@@ -32,6 +33,8 @@ TABLES: dict[str, Callable[[], Table]] = {
         baselines,
         table2,
         service,
+        coverage,
+        coverage_left,
     )
 }
 
