@@ -241,7 +241,8 @@ class _Passing(torch.autograd.Function):
         ctx.given = [(t.shape, t.dtype, t.device) if _gets_gradient(t) else None for t in tensors]
         step.anchors.append(anchor)
         results = run(*tensors)
-        ctx.mark_non_differentiable(*(t for t in results if not t.is_floating_point()))
+        whole = (t for t in results if not t.is_floating_point() and not t.is_complex())
+        ctx.mark_non_differentiable(*whole)
         return results
 
     @staticmethod
@@ -276,26 +277,33 @@ def measured_ways(
     """As it is, and checkpointed: a block that no capture can see, run once to look at it."""
     gauge.peak()
     before = gauge.live()
-    began = time.perf_counter()
+    began = _now_s(inputs)
     outputs = [t for t in tree_flatten(run())[0] if isinstance(t, torch.Tensor)]
-    forward_s = time.perf_counter() - began
+    forward_s = _now_s(inputs) - began
     forward_bytes = gauge.peak() - before
     made = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in outputs}
     saved_bytes = max(0, gauge.live() - before - sum(made.values()))
     ends = [t for t in outputs if t.requires_grad]
-    began = time.perf_counter()
+    began = _now_s(inputs)
     found: object = None
     if ends and inputs:
         tangents = [torch.ones_like(t) for t in ends]
         found = torch.autograd.grad(ends, inputs, tangents, allow_unused=True)
         del tangents
-    backward_s = time.perf_counter() - began
+    backward_s = _now_s(inputs) - began
     backward_bytes = gauge.peak() - before
     del found, ends, outputs
     return (
         Way(forward_s + backward_s, saved_bytes, forward_bytes, backward_bytes),
         Way(2 * forward_s + backward_s, 0, forward_bytes, max(forward_bytes, backward_bytes)),
     )
+
+
+def _now_s(tensors: Sequence[torch.Tensor]) -> float:
+    """Once all is done that was asked of their device."""
+    for device in {t.device for t in tensors if t.is_cuda}:
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def _outside(model: nn.Module, sites: Sequence[Site], call: Call) -> list[torch.Tensor]:
@@ -316,12 +324,14 @@ def _constant_bytes(model: nn.Module, call: Call) -> int:
 def _data_restored(model: nn.Module) -> Iterator[None]:
     """Parameters and buffers are the same objects with the same numbers afterwards."""
     kept = [(b, b.detach().clone()) for b in model.buffers()]
-    with restored(model):
-        yield
-    with torch.no_grad():
-        for buffer, before in kept:
-            if not torch.equal(buffer, before):
-                buffer.copy_(before)
+    try:
+        with restored(model):
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, before in kept:
+                if not torch.equal(buffer, before):
+                    buffer.copy_(before)
 
 
 def _storages(
