@@ -281,6 +281,7 @@ def test_what_can_be_captured_is_planned_as_a_whole_by_auto() -> None:
     assert isinstance(remat.plans(model)[-1], remat.Plan)
 
 
+@pytest.mark.slow
 def test_a_budget_that_is_too_small_names_the_smallest() -> None:
     model, ids = net()
     enabled(model, "min")

@@ -128,6 +128,7 @@ def _block_by_block(rank: int, store: str, report: str) -> None:
         dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_gradients_are_sent_while_earlier_blocks_still_compute(tmp_path: Path) -> None:
     mp.spawn(_block_by_block, args=(str(tmp_path / "store"), str(tmp_path / "report")), nprocs=2)
     for rank in (0, 1):
