@@ -63,19 +63,26 @@ def _cheapest(step: BlockStep, budget_bytes: int | None, threads: int) -> Choice
     """The cheapest choice for a budget that fits some; without one, that with the least peak."""
     if budget_bytes is not None and step.peak_bytes(quick := fastest(step)) <= budget_bytes:
         return Choice(quick, step.time_s(quick))
-    program = _Program(step, budget_bytes)
+    found = _solved(step, budget_bytes, 0.0, threads)
+    if budget_bytes is not None and step.peak_bytes(found.ways) > budget_bytes:
+        found = _solved(step, budget_bytes, _TOLERANCE, threads)
+    if budget_bytes is not None and step.peak_bytes(found.ways) > budget_bytes:
+        return Choice(_cheapest(step, None, threads).ways, 0.0)  # too tight for a solver
+    return found
+
+
+def _solved(step: BlockStep, budget_bytes: int | None, less: float, threads: int) -> Choice:
+    program = _Program(step, budget_bytes, less)
     run = BulkHiGHS(gap=_GAP, time_limit=_TIME_LIMIT_S, threads=threads)
     found = run.solve(pulp_versions.read(program.problem))
-    ways = program.chosen()
-    if budget_bytes is not None and step.peak_bytes(ways) > budget_bytes:  # too tight for a solver
-        ways = _cheapest(step, None, threads).ways
-    return Choice(ways, (found.bound or 0.0) * program.unit_s)
+    return Choice(program.chosen(), (found.bound or 0.0) * program.unit_s)
 
 
 class _Program:
-    """In units of the largest number of its kind, which solvers like better than bytes."""
+    """In units of the largest number of its kind, which solvers like better than bytes. The budget
+    is by so many of them less than was asked for."""
 
-    def __init__(self, step: BlockStep, budget_bytes: int | None) -> None:
+    def __init__(self, step: BlockStep, budget_bytes: int | None, less: float) -> None:
         self.step = step
         self.unit_s = max((w.time_s for o in step.calls for w in o), default=0.0) or 1.0
         held_bytes = max((e.held_bytes for e in step.events), default=0)
@@ -91,7 +98,7 @@ class _Program:
             (f"one{c}", dict.fromkeys(runs, 1.0), pulp.LpConstraintEQ, 1.0)
             for c, runs in enumerate(self._runs)
         ]
-        limit = -_TOLERANCE + (budget_bytes or 0) / self._unit_bytes
+        limit = (budget_bytes or 0) / self._unit_bytes - less
         held: dict[int, None] = {}
         for number, event in enumerate(step.events):
             held.pop(event.call, None)
