@@ -7,13 +7,15 @@ a workspace of `w` there, a schedule within a budget `b` saves at most `b - w`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import is_dataclass, replace
 
 from remat.blockwise.step import Way
-from remat.errors import RematError
+from remat.errors import SolverTimeout
 from remat.graph import Graph
 from remat.plan import Plan
+from remat.progress import ProgressCallback
 from remat.schedule import Schedule
 from remat.simulate import simulate
 from remat.solution import Solution
@@ -31,7 +33,12 @@ _LONGEST_S = 1.0
 """For a solve."""
 
 
-def menu(graph: Graph, within_s: float, strategy: Strategy | None = None) -> list[tuple[Way, Plan]]:
+def menu(
+    graph: Graph,
+    within_s: float,
+    strategy: Strategy | None = None,
+    progress: ProgressCallback | None = None,
+) -> list[tuple[Way, Plan]]:
     """The ways that no other is better than, the fastest first; the first runs all once. Found
     within about so many seconds, if the strategy has a time limit."""
     keep_all = Schedule.keep_all(graph)
@@ -45,17 +52,24 @@ def menu(graph: Graph, within_s: float, strategy: Strategy | None = None) -> lis
         w = int(room * own_bytes)
         least_bytes = graph.constant_bytes + tangent_bytes(graph) + w
         budgets = [least_bytes + int(share * first.saved_bytes) for share in _SAVED]
-        try:
-            plans = sweep(with_room(graph, w), budgets, strategy)
-        except RematError:
-            continue  # no schedule in that room
-        for plan in plans:
-            solution = Solution(plan.schedule)
-            own = Plan.of(
-                graph, simulate(graph, plan.schedule).peak_bytes, solution, dict(plan.stats)
-            )
+        for plan in _frontier(with_room(graph, w), budgets, strategy, progress):
+            peak_bytes = simulate(graph, plan.schedule).peak_bytes
+            own = Plan.of(graph, peak_bytes, Solution(plan.schedule), dict(plan.stats))
             found.append((way_of(graph, plan.schedule), own))
     return efficient(found)
+
+
+def _frontier(
+    graph: Graph,
+    budgets: Sequence[int],
+    strategy: Strategy,
+    progress: ProgressCallback | None,
+) -> list[Plan]:
+    """The plans for those budgets, smallest first, for which one is found in time."""
+    for first in range(len(budgets)):
+        with suppress(SolverTimeout):
+            return sweep(graph, budgets[first:], strategy, progress=progress)
+    return []
 
 
 def way_of(graph: Graph, schedule: Schedule) -> Way:
@@ -66,12 +80,13 @@ def way_of(graph: Graph, schedule: Schedule) -> Way:
     border = schedule.runs.index(graph.boundary)
     constant_bytes = graph.constant_bytes
     # Until there the graph holds what the block returned, which from there on others hold.
+    after = timeline.during_bytes[border + 1 :]
     begun_bytes = timeline.after_bytes[border] - constant_bytes
     return Way(
         time_s=timeline.time_s,
         saved_bytes=begun_bytes - tangent_bytes(graph),
         forward_bytes=max(timeline.during_bytes[:border], default=constant_bytes) - constant_bytes,
-        backward_bytes=max(timeline.during_bytes[border + 1 :], default=0) - constant_bytes,
+        backward_bytes=max(after, default=constant_bytes) - constant_bytes,
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from remat.blockwise.step import Way
-from remat.budget import format_bytes
+from remat.budget import format_bytes, format_seconds
 from remat.plan import Plan
 from remat.report.tables import aligned, starred
 
@@ -47,6 +47,7 @@ class BlocksPlan:
     baseline_bytes: int
     bound_s: float
     calls: tuple[BlockCall, ...]
+    cost_source: str = "as given"
     why: str = ""
 
     @property
@@ -77,10 +78,10 @@ class BlocksPlan:
             f"budget  {format_bytes(self.budget_bytes)}",
             f"peak    {format_bytes(self.peak_bytes)}, {share} of "
             f"{format_bytes(self.baseline_bytes)} without recomputation",
-            f"time    {1e3 * self.time_s:.3g} ms in blocks, {100 * self.overhead:+.3g}% over "
-            f"{1e3 * self.baseline_time_s:.3g} ms",
+            f"time    {format_seconds(self.time_s)} in blocks, {100 * self.overhead:+.3g}% over "
+            f"{format_seconds(self.baseline_time_s)} (costs {self.cost_source})",
             "",
-            *aligned([("blocks", "", "calls", "saved", "of", "time"), *self._rows()], left=2),
+            *aligned([("blocks", "", "calls", "saved", "of", "extra time"), *self._rows()], left=2),
         ]
         reasons = dict.fromkeys((starred(c.name), c.why) for c in self.unplanned if c.why)
         if reasons:

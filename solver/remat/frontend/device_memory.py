@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from remat.budget import format_bytes
 from remat.documents.trace import Trace, accumulated_bytes
 from remat.errors import BudgetError
@@ -32,22 +34,27 @@ def available(trace: Trace, *, missing_bytes: int = 0, is_there: bool = True) ->
 
     Raises `BudgetError` where the device does not tell.
     """
-    free = free_bytes(trace.device)
-    if free is None:
-        raise BudgetError(
-            f'budget="auto" cannot tell the free memory of {trace.device} on this system; pass a '
-            'number of bytes or a string such as "8GiB"'
-        )
     already = 0
     if is_there:
         storages = {p.storage for p in trace.placeholders if p.kind != "tangent"}
         already = sum(map(trace.allocated_bytes, storages))
         already += accumulated_bytes(trace) if trace.accumulating else 0
-    budget_bytes = int(free * (1 - MARGIN)) - missing_bytes + already
+    return left_on(trace.device, already, missing_bytes=missing_bytes)
+
+
+def left_on(device: torch.device | str, already_bytes: int, *, missing_bytes: int = 0) -> Available:
+    """As `available`, where a step already holds so many bytes."""
+    free = free_bytes(device)
+    if free is None:
+        raise BudgetError(
+            f'budget="auto" cannot tell the free memory of {device} on this system; pass a '
+            'number of bytes or a string such as "8GiB"'
+        )
+    budget_bytes = int(free * (1 - MARGIN)) - missing_bytes + already_bytes
     if budget_bytes <= 0:
         raise BudgetError(
-            f"{format_bytes(free)} are free on {trace.device}, and {format_bytes(missing_bytes)} "
+            f"{format_bytes(free)} are free on {device}, and {format_bytes(missing_bytes)} "
             "are reserved: nothing is left for the step"
         )
-    segments_bytes = int(free * (1 - SEGMENTS_MARGIN)) - missing_bytes + already
+    segments_bytes = int(free * (1 - SEGMENTS_MARGIN)) - missing_bytes + already_bytes
     return Available(budget_bytes, segments_bytes)

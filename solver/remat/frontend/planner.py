@@ -13,12 +13,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 
 from torch import nn
 
 from remat.allocator.fitting import has_expandable_segments, solve_within
 from remat.allocator.prediction import is_on_cuda, predict, with_prediction
+from remat.blockwise.plan import BlocksPlan
 from remat.budget import Budget
 from remat.costs.pricing import Priced, with_costs
 from remat.costs.roofline import Roofline
@@ -83,11 +84,12 @@ class Entry:
 
     ready: Runnable
     trace: Trace | None
-    plan: Any
+    plan: Plan | BlocksPlan
 
     def kept(self) -> KeptEntry:
         """Without the model."""
         assert isinstance(self.ready, Ready)
+        assert isinstance(self.plan, Plan)
         assert self.trace is not None
         return KeptWhole(self.ready.compiled, self.trace, self.plan)
 
@@ -263,7 +265,9 @@ class Planner:
             return None  # these mean another number of bytes for other shapes
         budget_bytes = less_reserve(asked, reserved(self.options.reserve).total_bytes)
         for entry in reversed(self._entries.values()):
-            if entry.trace is None or _outline(entry.trace) != _outline(traced):
+            if entry.trace is None or not isinstance(entry.plan, Plan):
+                continue
+            if _outline(entry.trace) != _outline(traced):
                 continue
             priced = _with_costs_of(traced, entry.trace)
             graph, schedule = priced.graph(), entry.plan.schedule

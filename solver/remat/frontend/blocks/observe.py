@@ -9,7 +9,6 @@ Random numbers and buffers are as before afterwards.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -23,7 +22,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from remat.blockwise.step import Event, Way
 from remat.errors import TraceError, one_line
 from remat.frontend.blocks.gauge import Gauge, gauge
+from remat.frontend.blocks.measured import gets_gradient, measured_ways
 from remat.frontend.blocks.sites import Site, trained
+from remat.frontend.blocks.swapped import replaced
 from remat.frontend.capture.flat import differentiated
 from remat.frontend.capture.surroundings import restored
 from remat.frontend.pytree import flatten
@@ -85,22 +86,6 @@ def observe(
             )
         found.backward(_outside(model, sites, call), outputs, differentiate, dropped)
     return Observation(tuple(found.calls), tuple(found.events), frozenset(found.held))
-
-
-@contextmanager
-def replaced(forwards: dict[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """With other forwards of modules."""
-    before = {module: module.__dict__.get("forward") for module in forwards}
-    for module, forward in forwards.items():
-        module.__dict__["forward"] = forward
-    try:
-        yield
-    finally:
-        for module, forward in before.items():
-            if forward is None:
-                module.__dict__.pop("forward", None)
-            else:
-                module.__dict__["forward"] = forward
 
 
 @dataclass
@@ -168,12 +153,7 @@ class _Step:
     ) -> tuple[Way, ...]:
         if id(site.module) not in self.measured:
             return ()
-        leaves, shape = tree_flatten((args, kwargs))
-        again = [_alone(x) for x in leaves]
-        own_args, own_kwargs = tree_unflatten(again, shape)
-        inputs = [t for t in (*again, *trained([site])) if _gets_gradient(t)]
-        with torch.random.fork_rng(devices=[]):
-            found = measured_ways(self.gauge, lambda: own(*own_args, **own_kwargs), inputs)
+        found = measured_ways(self.gauge, own, args, kwargs, trained([site]))
         self.gauge.peak()
         return found
 
@@ -238,7 +218,7 @@ class _Passing(torch.autograd.Function):
     ) -> Any:
         ctx.set_materialize_grads(False)
         ctx.step, ctx.number = step, number
-        ctx.given = [(t.shape, t.dtype, t.device) if _gets_gradient(t) else None for t in tensors]
+        ctx.given = [(t.shape, t.dtype, t.device) if gets_gradient(t) else None for t in tensors]
         step.anchors.append(anchor)
         results = run(*tensors)
         whole = (t for t in results if not t.is_floating_point() and not t.is_complex())
@@ -266,44 +246,9 @@ def _ends(outputs: Any, differentiate: str | Sequence[str]) -> list[torch.Tensor
     except TraceError:
         loss = getattr(outputs, "loss", None)
         found = [loss] if isinstance(loss, torch.Tensor) else tree_flatten(outputs)[0]
-        return [t for t in found if _gets_gradient(t)]
+        return [t for t in found if gets_gradient(t)]
     wanted = differentiated(structure, tensors, differentiate)
     return [t for t, is_wanted in zip(tensors, wanted, strict=True) if is_wanted]
-
-
-def measured_ways(
-    gauge: Gauge, run: Callable[[], Any], inputs: Sequence[torch.Tensor]
-) -> tuple[Way, ...]:
-    """As it is, and checkpointed: a block that no capture can see, run once to look at it."""
-    gauge.peak()
-    before = gauge.live()
-    began = _now_s(inputs)
-    outputs = [t for t in tree_flatten(run())[0] if isinstance(t, torch.Tensor)]
-    forward_s = _now_s(inputs) - began
-    forward_bytes = gauge.peak() - before
-    made = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in outputs}
-    saved_bytes = max(0, gauge.live() - before - sum(made.values()))
-    ends = [t for t in outputs if t.requires_grad]
-    began = _now_s(inputs)
-    found: object = None
-    if ends and inputs:
-        tangents = [torch.ones_like(t) for t in ends]
-        found = torch.autograd.grad(ends, inputs, tangents, allow_unused=True)
-        del tangents
-    backward_s = _now_s(inputs) - began
-    backward_bytes = gauge.peak() - before
-    del found, ends, outputs
-    return (
-        Way(forward_s + backward_s, saved_bytes, forward_bytes, backward_bytes),
-        Way(2 * forward_s + backward_s, 0, forward_bytes, max(forward_bytes, backward_bytes)),
-    )
-
-
-def _now_s(tensors: Sequence[torch.Tensor]) -> float:
-    """Once all is done that was asked of their device."""
-    for device in {t.device for t in tensors if t.is_cuda}:
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 def _outside(model: nn.Module, sites: Sequence[Site], call: Call) -> list[torch.Tensor]:
@@ -339,16 +284,6 @@ def _storages(
 ) -> tuple[tuple[StorageWeakRef, ...], tuple[int, ...]]:
     storages = [t.untyped_storage() for t in tensors]
     return tuple(map(StorageWeakRef, storages)), tuple(s.nbytes() for s in storages)
-
-
-def _alone(item: Any) -> Any:
-    if not isinstance(item, torch.Tensor):
-        return item
-    return item.detach().requires_grad_(item.requires_grad)
-
-
-def _gets_gradient(item: Any) -> bool:
-    return isinstance(item, torch.Tensor) and item.requires_grad
 
 
 def _device(items: Iterable[Any]) -> torch.device:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -13,27 +13,23 @@ from remat.blockwise.choose import choose
 from remat.blockwise.plan import AS_IT_IS, CHECKPOINTED, PLANNED, BlockCall, BlocksPlan
 from remat.blockwise.step import BlockStep, Way
 from remat.budget import Budget
-from remat.errors import BudgetError, DocumentError, TraceError
-from remat.frontend.blocks.observe import Observation, SeenCall, observe
-from remat.frontend.blocks.running import PlannedCall, ReadyBlocks, checkpointing_off
-from remat.frontend.blocks.sites import Site, blocks_of, parts_of
+from remat.errors import DocumentError, TraceError
+from remat.frontend.blocks.observe import Observation, SeenCall
+from remat.frontend.blocks.running import PlannedCall, ReadyBlocks
+from remat.frontend.blocks.settled import settled
+from remat.frontend.blocks.swapped import checkpointing_off
 from remat.frontend.blocks.ways import PlannedWay, Ways, reason
-from remat.frontend.device_memory import MARGIN
-from remat.frontend.memory import free_bytes
+from remat.frontend.device_memory import left_on
+from remat.frontend.meter import unique_bytes
 from remat.frontend.planner import Entry, OptimizeOptions, Planner
 from remat.frontend.reserve import reserved
 from remat.frontend.runtime.guards import Call
-from remat.outputs import are_dropped
-from remat.report.tables import starred
 from remat.reserve import less_reserve
 
 logger = logging.getLogger("remat")
 
 MODEL, BLOCKS, AUTO = SCOPES = ("model", "blocks", "auto")
 """What is planned: the whole model, its repeated blocks, or what can be of these."""
-
-
-_ROUTED = "data decide on how it is called"
 
 
 @dataclass(frozen=True)
@@ -55,7 +51,7 @@ def block_plan(
     Raises `TraceError` where the model has no blocks, `InfeasibleBudget`.
     """
     ways = Ways(options, lambda text: logger.info("planning by blocks: %s", text))
-    observation, whys = _settled(model, call, options, ways)
+    observation, whys = settled(model, call, options, ways)
     offers = [_offer(seen, ways, whys) for seen in observation.calls]
     offers = _with_inputs(offers, observation)
     step = BlockStep(tuple(o.ways for o in offers), observation.events)
@@ -79,98 +75,10 @@ def block_plan(
         baseline_bytes=baseline_bytes,
         bound_s=choice.bound_s,
         calls=tuple(calls),
+        cost_source=ways.cost_source,
         why=why,
     )
     return plan, parts
-
-
-def _settled(
-    model: nn.Module, call: Call, options: OptimizeOptions, ways: Ways
-) -> tuple[Observation, dict[int, str]]:
-    """Blocks that cannot be captured give way to their parts, until what is left is captured, or is
-    run once to see what it takes: what has no parts, and what data decide on. Also, why blocks
-    could not be captured."""
-    sites = blocks_of(model) or parts_of(Site("", model))
-    if not sites:
-        raise TraceError(f"this {type(model).__name__} has no modules that could be planned")
-    parts: dict[int, Site] = {}
-    eager: dict[int, Site] = {}
-    whys: dict[int, str] = {}
-    while True:
-        seen = _observed(model, call, sites, list(eager.values()), options)
-        routed = {} if not parts else _routed(seen, parts)
-        failed: set[int] = set()
-        opaque = {id(each.site.module) for each in seen.calls if each.key is None}
-        for each in seen.calls:
-            module = id(each.site.module)
-            if module not in opaque and (module in eager or module in routed):
-                continue
-            if isinstance(found := ways.trace(each), str):
-                failed.add(module)
-                whys[module] = found
-        if not failed and routed.keys() <= eager.keys():
-            return seen, whys
-        eager |= routed
-        whys |= dict.fromkeys(routed, _ROUTED)
-        sites = [part for site in sites for part in _instead(site, failed, opaque, parts, eager)]
-
-
-def _instead(
-    site: Site,
-    failed: Container[int],
-    opaque: Container[int],
-    parts: dict[int, Site],
-    eager: dict[int, Site],
-) -> list[Site]:
-    """Modules without parts are not captured: where one reads its input twice and others read it,
-    too, the gradients would be summed up in another order. Those that are given something opaque,
-    such as a cache, may change it: they are never run twice."""
-    if id(site.module) not in failed:
-        return [site]
-    found = parts_of(site)
-    if not found:
-        found = [] if id(site.module) in opaque else [site]
-    parts |= {id(p.module): p for p in found}
-    eager |= {id(p.module): p for p in found if p is site or not parts_of(p)}
-    return found
-
-
-def _routed(seen: Observation, parts: dict[int, Site]) -> dict[int, Site]:
-    """The parts that stand in a list with others of their class and get inputs of other shapes, or
-    none, such as experts: the next batch will come in other shapes."""
-    shapes: dict[tuple[str, str], set[object]] = {}
-    members: dict[tuple[str, str], dict[int, Site]] = {}
-    for each in seen.calls:
-        shapes.setdefault(_group(each.site), set()).add(each.key and each.key.inputs)
-    for module, site in parts.items():
-        members.setdefault(_group(site), {})[module] = site
-    called = {id(each.site.module) for each in seen.calls}
-    found: dict[int, Site] = {}
-    for group, own in members.items():
-        if group in shapes and (len(shapes[group]) > 1 or not own.keys() <= called):
-            found |= own
-    return found
-
-
-def _group(site: Site) -> tuple[str, str]:
-    return starred(site.path), site.kind
-
-
-def _observed(
-    model: nn.Module,
-    call: Call,
-    sites: Sequence[Site],
-    measured: Sequence[Site],
-    options: OptimizeOptions,
-) -> Observation:
-    return observe(
-        model,
-        call,
-        sites,
-        measured=measured,
-        differentiate=options.differentiate,
-        dropped=are_dropped(options.outputs),
-    )
 
 
 def _offer(seen: SeenCall, ways: Ways, whys: dict[int, str]) -> _Offer:
@@ -213,15 +121,9 @@ def _budget_bytes(options: OptimizeOptions, baseline_bytes: int, model: nn.Modul
     left = reserved(options.reserve)
     if options.budget is None:
         device = next(p.device for p in model.parameters())
-        free = free_bytes(device)
-        if free is None:
-            raise BudgetError(
-                f'budget="auto" cannot tell the free memory of {device} on this system; pass a '
-                'number of bytes or a string such as "8GiB"'
-            )
         own = [*model.parameters(), *model.buffers()]
         own += [p.grad for p in model.parameters() if p.grad is not None]
-        return int(free * (1 - MARGIN)) - left.missing_bytes + sum(t.nbytes for t in own)
+        return left_on(device, unique_bytes(own), missing_bytes=left.missing_bytes).budget_bytes
     budget = options.budget
     if left.total_bytes:
         budget = Budget.parse(less_reserve(budget, left.total_bytes))

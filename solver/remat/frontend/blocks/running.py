@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import nn
 
 from remat.blockwise.plan import AS_IT_IS, CHECKPOINTED
 from remat.errors import TraceError
-from remat.frontend.blocks.observe import replaced
+from remat.frontend.blocks.swapped import checkpointing_off, replaced
 from remat.frontend.runtime.guards import Call, Signature, Watch, signature
 from remat.frontend.runtime.lower import Compiled
 from remat.frontend.runtime.module import Ready
@@ -109,16 +108,3 @@ class _Block:
                 " model: such calls are checkpointed, and the peak may be another one",
                 self._path,
             )
-
-
-@contextmanager
-def checkpointing_off(model: nn.Module) -> Iterator[None]:
-    """Layers of transformers would checkpoint themselves: the plan says what is kept."""
-    layers: list[Any] = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
-    for layer in layers:
-        layer.gradient_checkpointing = False
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.gradient_checkpointing = True

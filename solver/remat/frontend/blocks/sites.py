@@ -34,14 +34,11 @@ def parts_of(site: Site) -> list[Site]:
     through. Modules without parameters stay outside."""
     found: list[Site] = []
     for child in _children(site):
-        if isinstance(child.module, _LISTS) and type(child.module).forward in _NOT_CALLED:
+        if type(child.module).forward is nn.Module.forward:  # it has none: a list
             found += parts_of(child)
-        elif any(True for _ in child.module.parameters()):
+        elif _has_parameters(child.module):
             found.append(child)
     return list(_unique(found))
-
-
-_NOT_CALLED = (nn.Module.forward,)
 
 
 def _repeated(path: str, module: nn.Module) -> Iterator[Site]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -27,7 +27,6 @@ from remat.rewrite import rewrite
 _TIME_LIMIT_S = 30.0
 """For the solves of all blocks together."""
 
-
 _LONGEST_REASON = 300
 
 
@@ -47,9 +46,13 @@ class Ways:
 
     options: OptimizeOptions
     note: Callable[[str], None]
+    cost_source: str = "run once"
     _traces: dict[tuple[int, Signature], Trace | str] = field(default_factory=dict)
     _whys: dict[tuple[type, object], str] = field(default_factory=dict)
-    _kinds: list[tuple[Trace, list[PlannedWay]]] = field(default_factory=list)
+    _kinds: list[Trace] = field(default_factory=list)
+    """Those of the traces that differ."""
+    _found: dict[int, list[PlannedWay]] = field(default_factory=dict)
+    """By the number of the kind."""
 
     def trace(self, call: SeenCall) -> Trace | str:
         """The block as it is called there, or why it cannot be captured."""
@@ -57,7 +60,10 @@ class Ways:
             return call.why
         key = id(call.site.module), call.key
         if key not in self._traces:
-            self._traces[key] = self._captured(call, call.key)
+            found = self._captured(call, call.key)
+            if isinstance(found, Trace) and found not in self._kinds:
+                self._kinds.append(found)
+            self._traces[key] = found
         return self._traces[key]
 
     def _captured(self, call: SeenCall, key: Signature) -> Trace | str:
@@ -88,25 +94,24 @@ class Ways:
         """The ways to run a call of what was captured, the fastest first."""
         traced = self.trace(call)
         assert isinstance(traced, Trace)
-        for known, ways in self._kinds:
-            if known == traced:
-                return ways
-        kinds = _distinct(t for t in self._traces.values() if isinstance(t, Trace))
-        number = len(self._kinds) + 1
-        self.note(f"block {number} of {len(kinds)}, with {len(traced.nodes)} operations")
-        ways = self._solved(traced, _TIME_LIMIT_S / len(kinds))
-        self._kinds.append((traced, ways))
-        return ways
+        number = self._kinds.index(traced)
+        if number not in self._found:
+            kinds = len(self._kinds)
+            self.note(f"block {number + 1} of {kinds}, with {len(traced.nodes)} operations")
+            self._found[number] = self._solved(traced, _TIME_LIMIT_S / kinds)
+        return self._found[number]
 
     def _solved(self, traced: Trace, within_s: float) -> list[PlannedWay]:
-        costs = self.options.costs or traced.device.split(":")[0]
-        priced = measure(traced, device=costs, cache=self.options.cache)
+        options = self.options
+        costs = options.costs or traced.device.split(":")[0]
+        priced = measure(traced, device=costs, cache=options.cache)
+        self.cost_source = priced.cost_source
         number_of = {p.name: int(p.target) for p in traced.placeholders if p.kind == "input"}
         found: list[PlannedWay] = []
-        for way, plan in menu(priced.graph(), within_s, self.options.strategy):
+        for way, plan in menu(priced.graph(), within_s, options.strategy, options.progress):
             program = rewrite(priced, plan.schedule)
             inputs = frozenset(number_of[n] for n in program.saved if n in number_of)
-            compiled = compile_program(program, self.options.namespaces)
+            compiled = compile_program(program, options.namespaces)
             found.append(PlannedWay(way, plan, compiled, inputs))
         return found
 
@@ -114,11 +119,3 @@ class Ways:
 def reason(error: RematError) -> str:
     """What is wrong, in a line, without the remedy."""
     return " ".join(str(error).split()).partition(" Remedy:")[0][:_LONGEST_REASON]
-
-
-def _distinct(traces: Iterable[Trace]) -> list[Trace]:
-    found: list[Trace] = []
-    for traced in traces:
-        if traced not in found:
-            found.append(traced)
-    return found
