@@ -246,17 +246,21 @@ def test_new_shapes_are_planned_anew_and_said_once(caplog: pytest.LogCaptureFixt
     assert "planned anew" in caplog.text
 
 
-def test_smaller_shapes_reuse_the_plan(caplog: pytest.LogCaptureFixture) -> None:
+def test_other_sizes_use_the_plan_again(caplog: pytest.LogCaptureFixture) -> None:
     model = Mlp(dropout=0.0)
-    probe = optimized(copy.deepcopy(model), "70%", (torch.randn(64, 32),))
-    budget = probe.plan.peak_bytes
-    gm = optimized(model, budget, (torch.randn(64, 32),))
+    gm = optimized(model, "95%", (torch.randn(64, 32),))
+    budget_bytes = gm.plan.budget_bytes
+    gm = optimized(model, budget_bytes, (torch.randn(64, 32),))
     schedule = gm.plan.schedule
-    with caplog.at_level(logging.WARNING, logger="remat"):
-        gm(torch.randn(48, 32))["loss"].backward()
-    assert "used again" in caplog.text
-    assert gm.plan.schedule == schedule
-    assert gm.plan.peak_bytes < budget
+    with caplog.at_level(logging.INFO, logger="remat"):
+        gm(torch.randn(63, 32))["loss"].backward()
+        assert "by the schedule solved for other sizes" in caplog.text
+        assert gm.plan.schedule == schedule
+        assert gm.plan.peak_bytes < budget_bytes
+        gm.zero_grad()
+        gm(torch.randn(8, 32))["loss"].backward()
+        assert "nothing needs to be recomputed" in caplog.text
+        assert gm.plan.overhead == 0
     gm.zero_grad()
     with pytest.raises(remat.InfeasibleBudget):
         gm(torch.randn(4096, 32))

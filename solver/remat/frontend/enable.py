@@ -23,10 +23,11 @@ from remat.errors import InfeasibleBudget, TraceError, nearest
 from remat.frontend.blocks.planner import AUTO, BLOCKS, MODEL, SCOPES, ScopedPlanner
 from remat.frontend.capture.trace import check_differentiable, normalise_inputs
 from remat.frontend.costs.cache import CostCache
+from remat.frontend.entries import Entry, Kept
 from remat.frontend.optimize import options_of
-from remat.frontend.planner import Entry, Kept, Planner
+from remat.frontend.planner import Planner
 from remat.frontend.reserve import Reserve
-from remat.frontend.runtime.guards import Call, Watch
+from remat.frontend.runtime.guards import Call, Signature, Watch
 from remat.frontend.runtime.module import RematModule, Step
 from remat.frontend.runtime.step import left_alone
 from remat.plan import Plan
@@ -166,9 +167,9 @@ class PlannedForward:
 class _InPlace(ScopedPlanner):
     """Captures the model as it was."""
 
-    def _plan(self, model: nn.Module, call: Call, *, accumulating: bool) -> Entry:
+    def _plan(self, model: nn.Module, call: Call, key: Signature) -> Entry:
         with _as_it_was(model):
-            return super()._plan(model, call, accumulating=accumulating)
+            return super()._plan(model, call, key)
 
 
 @contextmanager

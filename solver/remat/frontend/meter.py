@@ -14,6 +14,8 @@ from typing import Self
 
 import torch
 import torch.profiler
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -33,7 +35,8 @@ class LiveStorageMeter(TorchDispatchMode):
     """Counts the live bytes of storages that are created inside it.
 
     A storage counts once, however many views it has, from the operation that returned it until it
-    dies (also after the meter was left). `constant_bytes` are there from the start. Works through
+    dies (also after the meter was left). Fake tensors, of which a step may be planned meanwhile,
+    take nothing. `constant_bytes` are there from the start. Works through
     backward passes on CPU, which run in the calling thread. `flops` are counted if asked for.
     """
 
@@ -114,8 +117,14 @@ def measure_step(
     return StepUse(meter.peak_bytes, meter.live_bytes, meter.flops)
 
 
+_STAND_INS = FakeTensor, FunctionalTensor
+"""What a capture computes with."""
+
+
 def _has_storage(item: object) -> bool:
-    return isinstance(item, torch.Tensor) and item.layout == torch.strided
+    if not isinstance(item, torch.Tensor) or item.layout != torch.strided:
+        return False
+    return not (item.is_meta or isinstance(item, _STAND_INS))
 
 
 def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:

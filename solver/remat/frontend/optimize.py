@@ -14,7 +14,8 @@ from remat.frontend.capture.compiled import uncompiled
 from remat.frontend.capture.trace import check_differentiable, normalise_inputs
 from remat.frontend.costs.cache import CostCache
 from remat.frontend.operators import NAMESPACES
-from remat.frontend.planner import OptimizeOptions, Planner, Service
+from remat.frontend.options import OptimizeOptions, Service
+from remat.frontend.planner import Planner
 from remat.frontend.reserve import Reserve, reserved
 from remat.frontend.runtime.guards import Call, Watch
 from remat.frontend.runtime.module import RematModule

@@ -1,8 +1,8 @@
 """`Planner`: plans a model's step for the inputs that arrive, and keeps the plans.
 
-A second call with the same signature costs a comparison. Other shapes are traced anew; where the
-graph is the same and the schedule fits the budget with the new sizes (the simulator proves it),
-the schedule is used again, else it is solved for.
+A second call with the same signature costs a comparison. One that differs in sizes only costs some
+hundreds of milliseconds: its trace is read off a capture that was made for all sizes (`captures`),
+and where a schedule that was solved for others is good enough (`known`), it is used again.
 """
 
 from __future__ import annotations
@@ -10,119 +10,52 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Protocol, Self
+from typing import NamedTuple, Self
 
 from torch import nn
 
-from remat.allocator.fitting import has_expandable_segments, solve_within
-from remat.allocator.prediction import is_on_cuda, predict, with_prediction
-from remat.blockwise.plan import BlocksPlan
+from remat.allocator.fitting import solve_within
 from remat.budget import Budget
 from remat.costs.pricing import Priced, with_costs
-from remat.costs.roofline import Roofline
-from remat.documents.arguments import refs
 from remat.documents.program import Program
 from remat.documents.trace import Trace
-from remat.errors import InfeasibleBudget
-from remat.frontend.capture.trace import trace as capture
-from remat.frontend.costs.cache import CostCache
+from remat.errors import InfeasibleBudget, SolverTimeout
+from remat.frontend.captures import Captures
 from remat.frontend.costs.measure import measure
 from remat.frontend.device_memory import available
-from remat.frontend.operators import NAMESPACES, check_allowed
-from remat.frontend.reserve import Reserve, reserved
+from remat.frontend.entries import Entry, Kept
+from remat.frontend.known import Known
+from remat.frontend.operators import check_allowed
+from remat.frontend.options import ELSEWHERE, OptimizeOptions
+from remat.frontend.reserve import reserved
 from remat.frontend.runtime.guards import Call, Signature, Watch, signature
-from remat.frontend.runtime.lower import Compiled, compile_program
+from remat.frontend.runtime.lower import compile_program
 from remat.frontend.runtime.module import Ready, Runnable, Source
-from remat.outputs import HELD
 from remat.passes.accumulation import with_accumulation
 from remat.passes.draws import drawn_once
 from remat.plan import Plan
-from remat.progress import Progress
 from remat.reserve import less_reserve, telling, with_reserve
 from remat.rewrite import rewrite
 from remat.schedule import Schedule
-from remat.simulate import simulate
-from remat.solution import Stats
 from remat.solve import solve
-from remat.strategies import Solution, Strategy
 
 logger = logging.getLogger("remat")
 
-ELSEWHERE = "elsewhere"
-"""In `OptimizeOptions.costs`: who solves also measures."""
+_MOST_SIZES = 64
+"""Programs that are kept: those of sizes that nothing was solved for are made again in no time."""
 
 
-Service = Callable[[Trace, int | str], tuple[Plan, Program]]
-"""What solves in place of this process."""
+class _Planned(NamedTuple):
+    """A trace with costs, its plan, the program if it was made elsewhere, and whether nothing was
+    solved for it."""
 
-
-@dataclass(frozen=True)
-class OptimizeOptions:
-    """What `remat.optimize` was asked for. Without a `budget`, it is what the device has free."""
-
-    budget: Budget | None
-    strategy: Strategy | None = None
-    costs: str | Roofline | None = None
-    cache: str | CostCache | None = None
-    differentiate: str | tuple[str, ...] = "auto"
-    max_plans: int = 8
-    progress: Callable[[Progress], None] | None = None
-    namespaces: frozenset[str] = NAMESPACES
-    service: Service | None = None
-    reserve: Reserve | None = None
-    cuda_graphs: bool = False
-    outputs: str = HELD
-    scope: str = "model"
-
-
-@dataclass
-class Entry:
-    """One planned signature. Without a `trace` if it was not planned as a whole."""
-
-    ready: Runnable
-    trace: Trace | None
-    plan: Plan | BlocksPlan
-
-    def kept(self) -> KeptEntry:
-        """Without the model."""
-        assert isinstance(self.ready, Ready)
-        assert isinstance(self.plan, Plan)
-        assert self.trace is not None
-        return KeptWhole(self.ready.compiled, self.trace, self.plan)
-
-
-class KeptEntry(Protocol):
-    """An entry without the model that it is for."""
-
-    def bound(self, model: nn.Module) -> Entry:
-        """The entry for a model."""
-        ...
-
-
-@dataclass(frozen=True)
-class KeptWhole:
-    """A program for the whole model."""
-
-    compiled: Compiled
     trace: Trace
     plan: Plan
-
-    def bound(self, model: nn.Module) -> Entry:
-        """The entry for a model."""
-        return Entry(Ready(self.compiled, model, self.plan), self.trace, self.plan)
-
-
-@dataclass(frozen=True)
-class Kept:
-    """What a planner has found out, without the model that it is for."""
-
-    options: OptimizeOptions
-    timings_s: dict[str, float]
-    entries: tuple[tuple[Signature, KeptEntry], ...]
-    has_run: bool
+    program: Program | None = None
+    reused: bool = False
 
 
 @dataclass
@@ -134,6 +67,9 @@ class Planner:
     _entries: OrderedDict[Signature, Entry] = field(default_factory=OrderedDict)
     _last: Runnable | None = None
     _last_key: Signature | None = None
+
+    def __post_init__(self) -> None:
+        self.captures = Captures(self.options)
 
     def current(self) -> Runnable | None:
         """The program that ran last, or was planned last."""
@@ -170,7 +106,7 @@ class Planner:
             return self._last
         entry = self._entries.get(key)
         if entry is None:
-            entry = self._plan(watch.model, call, accumulating=key.accumulating)
+            entry = self._plan(watch.model, call, key)
             self._keep(key, entry)
         self._entries.move_to_end(key)
         self._last, self._last_key = entry.ready, key
@@ -178,40 +114,59 @@ class Planner:
 
     # -- planning ---------------------------------------------------------------------------
 
-    def _plan(self, model: nn.Module, call: Call, *, accumulating: bool) -> Entry:
+    def _plan(self, model: nn.Module, call: Call, key: Signature) -> Entry:
         self.timings_s = {}
+        accumulating = key.accumulating
         with self._timed("trace"):
-            traced = capture(
-                model,
-                call.args,
-                call.kwargs,
-                differentiate=self.options.differentiate,
-                outputs=self.options.outputs,
-            )
+            traced = self.captures.trace(model, call, key)
             check_allowed((n.target for n in traced.nodes), self.options.namespaces)
             if accumulating:
                 traced = with_accumulation(traced)
             if self.options.cuda_graphs:
                 traced = drawn_once(traced)
-        found = self._reuse(traced)
-        if found is None:
-            if self.options.costs != ELSEWHERE:
-                with self._timed("measure"):
-                    costs = self.options.costs or traced.device.split(":")[0]
-                    traced = measure(traced, device=costs, cache=self.options.cache)
-            with self._timed("solve"):
-                traced, plan, program = self._solve(traced, accumulating)
-                plan = self._noted(plan)
-        else:
-            (traced, plan), program = found, None
+        nominal_bytes = traced.storages
+        traced, plan, program, reused = self._planned(traced, accumulating)
+        plan = self._noted(plan)
         if program is None:
             with self._timed("rewrite"):
                 program = rewrite(traced, plan.schedule)
         with self._timed("lower"):
             compiled = compile_program(program, self.options.namespaces)
             ready = Ready(compiled, model, plan)
-        self._tell(traced, plan, reused=found is not None, accumulating=accumulating)
-        return Entry(ready, traced, plan)
+        self._tell(traced, plan, reused=reused, accumulating=accumulating)
+        return Entry(ready, traced, plan, nominal_bytes, reused)
+
+    def _planned(self, traced: Trace, accumulating: bool) -> _Planned:
+        """Measured and solved for, unless what is known is good enough."""
+        budget, segments_bytes = self._limits(traced)
+        known = None if segments_bytes else Known.of(traced, self._entries.values())
+        if known is None:
+            return _Planned(*self._solved(traced, budget, segments_bytes, accumulating))
+        budget = known.budget(budget)
+        best = known.plan(budget)
+        if best is not None:
+            is_last = len(known.solved) >= self.options.max_plans
+            if is_last or known.is_enough(best):
+                return _Planned(known.trace, best, reused=True)
+        try:
+            solved = self._solved(traced, budget, None, accumulating)
+        except SolverTimeout:
+            if best is None:
+                raise
+            return _Planned(known.trace, best, reused=True)
+        if best is not None and best.overhead < solved[1].overhead:
+            return _Planned(known.trace, best, reused=True)
+        return _Planned(*solved)
+
+    def _solved(
+        self, traced: Trace, budget: Budget, segments_bytes: int | None, accumulating: bool
+    ) -> tuple[Trace, Plan, Program | None]:
+        if self.options.costs != ELSEWHERE:
+            with self._timed("measure"):
+                costs = self.options.costs or traced.device.split(":")[0]
+                traced = measure(traced, device=costs, cache=self.options.cache)
+        with self._timed("solve"):
+            return self._solve(traced, budget, segments_bytes, accumulating)
 
     def _limits(self, traced: Trace) -> tuple[Budget, int | None]:
         """The budget without what is reserved of it, and what segments may take where it is what
@@ -224,10 +179,11 @@ class Planner:
             budget = Budget.parse(less_reserve(budget, left.total_bytes))
         return budget, None
 
-    def _solve(self, traced: Trace, accumulating: bool) -> tuple[Trace, Plan, Program | None]:
+    def _solve(
+        self, traced: Trace, budget: Budget, segments_bytes: int | None, accumulating: bool
+    ) -> tuple[Trace, Plan, Program | None]:
         """The trace with costs, the plan, and its program if it was made elsewhere."""
         options = self.options
-        budget, segments_bytes = self._limits(traced)
         programs: dict[Schedule, Program] = {}
 
         def once(budget: Budget) -> Plan:
@@ -259,25 +215,6 @@ class Planner:
                 min_feasible_bytes=error.min_feasible_bytes,
             ) from None
 
-    def _reuse(self, traced: Trace) -> tuple[Trace, Plan] | None:
-        asked = self.options.budget
-        if asked is None or asked.size_bytes is None:
-            return None  # these mean another number of bytes for other shapes
-        budget_bytes = less_reserve(asked, reserved(self.options.reserve).total_bytes)
-        for entry in reversed(self._entries.values()):
-            if entry.trace is None or not isinstance(entry.plan, Plan):
-                continue
-            if _outline(entry.trace) != _outline(traced):
-                continue
-            priced = _with_costs_of(traced, entry.trace)
-            graph, schedule = priced.graph(), entry.plan.schedule
-            if _peak_bytes(priced, schedule) <= budget_bytes:
-                solution = Solution(schedule)
-                reused: Stats = {"strategy": "the schedule solved for other shapes"}
-                plan = Plan.of(graph, budget_bytes, solution, reused)
-                return priced, self._noted(with_prediction(plan, priced))
-        return None
-
     def _noted(self, plan: Plan) -> Plan:
         """With what was asked for beside the budget."""
         plan = with_reserve(plan, reserved(self.options.reserve).total_bytes)
@@ -293,13 +230,17 @@ class Planner:
 
     def _keep(self, key: Signature, entry: Entry) -> None:
         self._entries[key] = entry
-        if len(self._entries) > self.options.max_plans:
-            self._entries.popitem(last=False)
+        solved = [key for key, entry in self._entries.items() if not entry.reused]
+        if len(solved) > self.options.max_plans:
+            del self._entries[solved[0]]
             logger.warning(
                 "more than %d kinds of inputs were planned; the least recently used plan is "
                 "forgotten. Pad inputs to fewer shapes, or pass max_plans=...",
                 self.options.max_plans,
             )
+        reused = [key for key, entry in self._entries.items() if entry.reused]
+        if len(reused) > _MOST_SIZES:
+            del self._entries[reused[0]]
 
     def _tell(self, traced: Trace, plan: Plan, *, reused: bool, accumulating: bool) -> None:
         spent = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.timings_s.items())
@@ -307,25 +248,10 @@ class Planner:
         if not self._entries:
             logger.info("planned%s: %r (%s)", why, plan, spent)
         elif reused:
-            logger.warning("inputs changed: the same schedule fits, used again%s (%s)", why, spent)
+            what = plan.stats["strategy"]
+            logger.info("inputs changed%s: %r by %s (%s)", why, plan, what, spent)
         else:
             logger.warning("inputs changed: planned anew%s: %r (%s)", why, plan, spent)
-
-
-def _peak_bytes(traced: Trace, schedule: Schedule) -> int:
-    """The peak as it will be allocated."""
-    if not is_on_cuda(traced):
-        return simulate(traced.graph(), schedule).peak_bytes
-    return predict(traced, schedule).allocated(is_expandable=has_expandable_segments())
-
-
-def _outline(traced: Trace) -> tuple[object, ...]:
-    """Equal for traces of the same operations on the same values, whatever their sizes."""
-    nodes = tuple(
-        (n.name, n.target, n.view, n.backward, tuple(refs((n.args, *n.kwargs.values()))))
-        for n in traced.nodes
-    )
-    return nodes, traced.accumulating, tuple(o.tangent for o in traced.outputs)
 
 
 def _with_costs_of_plan(traced: Trace, plan: Plan) -> Trace:
@@ -335,20 +261,3 @@ def _with_costs_of_plan(traced: Trace, plan: Plan) -> Trace:
         traced,
         {o.name: Priced(o.cost_s, o.workspace_bytes, source) for o in plan.graph.operations},
     )
-
-
-def _with_costs_of(traced: Trace, other: Trace) -> Trace:
-    """Costs of the same operations at other sizes: good enough to describe a plan that is not
-    solved for again."""
-    nodes = tuple(
-        n.model_copy(
-            update={
-                "cost_s": o.cost_s,
-                "launch_s": o.launch_s,
-                "workspace_bytes": o.workspace_bytes,
-                "cost_source": "estimated: measured at other sizes",
-            }
-        )
-        for n, o in zip(traced.nodes, other.nodes, strict=True)
-    )
-    return traced.replace(nodes=nodes)

@@ -84,7 +84,7 @@ class Client:
         none. By default operations are timed here, on the model's own device.
         """
         from remat.frontend.optimize import optimize
-        from remat.frontend.planner import ELSEWHERE
+        from remat.frontend.options import ELSEWHERE
 
         asked = costs if isinstance(costs, str) and costs.startswith(_BY_SERVICE) else None
 

@@ -20,10 +20,12 @@ from remat.frontend.blocks.settled import settled
 from remat.frontend.blocks.swapped import checkpointing_off
 from remat.frontend.blocks.ways import PlannedWay, Ways, reason
 from remat.frontend.device_memory import left_on
+from remat.frontend.entries import Entry
 from remat.frontend.meter import unique_bytes
-from remat.frontend.planner import Entry, OptimizeOptions, Planner
+from remat.frontend.options import OptimizeOptions
+from remat.frontend.planner import Planner
 from remat.frontend.reserve import reserved
-from remat.frontend.runtime.guards import Call
+from remat.frontend.runtime.guards import Call, Signature
 from remat.reserve import less_reserve
 
 logger = logging.getLogger("remat")
@@ -153,17 +155,17 @@ class KeptBlocks:
     def bound(self, model: nn.Module) -> BlocksEntry:
         """For this model."""
         ready = ReadyBlocks(model, self.calls, self.training)
-        return BlocksEntry(ready, None, self.plan, self.calls)
+        return BlocksEntry(ready, None, self.plan, calls=self.calls)
 
 
 class ScopedPlanner(Planner):
     """Plans a step as `options.scope` says."""
 
-    def _plan(self, model: nn.Module, call: Call, *, accumulating: bool) -> Entry:
+    def _plan(self, model: nn.Module, call: Call, key: Signature) -> Entry:
         why = ""
         if self.options.scope != BLOCKS:
             try:
-                return super()._plan(model, call, accumulating=accumulating)
+                return super()._plan(model, call, key)
             except (TraceError, DocumentError) as error:
                 if self.options.scope != AUTO:
                     raise

@@ -10,7 +10,7 @@ from remat.errors import TraceError
 from remat.frontend.blocks.observe import Observation, observe
 from remat.frontend.blocks.sites import Site, blocks_of, parts_of
 from remat.frontend.blocks.ways import Ways
-from remat.frontend.planner import OptimizeOptions
+from remat.frontend.options import OptimizeOptions
 from remat.frontend.runtime.guards import Call
 from remat.outputs import are_dropped
 from remat.report.tables import starred

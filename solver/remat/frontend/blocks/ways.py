@@ -15,7 +15,7 @@ from remat.frontend.blocks.observe import SeenCall
 from remat.frontend.capture.trace import trace as capture
 from remat.frontend.costs.measure import measure
 from remat.frontend.operators import check_allowed
-from remat.frontend.planner import OptimizeOptions
+from remat.frontend.options import OptimizeOptions
 from remat.frontend.pytree import unflatten
 from remat.frontend.runtime.guards import Signature
 from remat.frontend.runtime.lower import Compiled, compile_program

@@ -21,17 +21,21 @@ from remat.frontend.capture import cuda_kernels
 from remat.frontend.capture.casts import Casts
 from remat.frontend.capture.cuda_autocast import Kernels, as_on_cuda, autocast_dtype, policies
 from remat.frontend.capture.dropout import bernoulli_, dropout
+from remat.frontend.capture.slices import sliced
 from remat.frontend.target import Target
 
 _CPU, _CUDA = DispatchKey.AutogradCPU, DispatchKey.AutogradCUDA
 
 
 @contextmanager
-def as_eager(casts: Casts, target: Target | None = None) -> Iterator[None]:
+def as_eager(
+    casts: Casts, target: Target | None = None, *, symbolic: bool = False
+) -> Iterator[None]:
     """Within it, what is captured is what eager mode runs: dropout, random numbers in place, batch
     norm, and autocast, whose casts are kept in `casts`, and which is off in the backward.
 
-    With a `target`, that is what it runs on that GPU, though all tensors are on the CPU."""
+    With a `target`, that is what it runs on that GPU, though all tensors are on the CPU. Where
+    sizes are `symbolic`, that is what it runs where they are numbers."""
     aten = torch.ops.aten
     kernels: Kernels = {
         (aten.bernoulli_.float, _CPU): bernoulli_,
@@ -40,6 +44,8 @@ def as_eager(casts: Casts, target: Target | None = None) -> Iterator[None]:
         (aten._to_copy.default, _CUDA): casts.cast,
         **{(operator, _CUDA): kernel for operator, kernel in cuda_kernels.HERE.items()},
     }
+    if symbolic:
+        kernels |= {(aten.slice.Tensor, _CPU): sliced, (aten.slice.Tensor, _CUDA): sliced}
     with ExitStack() as stack:
         if target is None:
             kernels = {**kernels, (aten.dropout.default, _CPU): dropout}

@@ -5,11 +5,16 @@ made with `arange`. Under fake tensors that question has no answer and the captu
 model takes its tracing path, with other kernels than in eager mode. `ConstantFolding` keeps a real
 copy of every small tensor that depends on no input, parameter or random number, and answers
 `bool(t)`, `t.item()` and `t.tolist()` from it: the capture takes the branch that eager takes.
+
+Where sizes are symbols, such a tensor may have been made of them. The answer is then that of the
+call that is captured, and it is kept with how the tensor was made: for calls in other sizes, the
+question is asked again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +22,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
+
+from remat.frontend.capture.sizes import Sizes, hint
 
 MAX_ELEMENTS = 1 << 22
 """Larger tensors are not followed: a mask of 2048 x 2048 still is."""
@@ -46,7 +53,10 @@ class ConstantFolding(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
+        self.questions: list[Question] = []
+        """Those that were asked of what was made of symbols."""
         self._known: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._made: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def __torch_function__(
         self,
@@ -60,11 +70,15 @@ class ConstantFolding(TorchFunctionMode):
         known = all(t in self._known for t in tensors)
         if func in _QUESTIONS and tensors and known:
             with _disable_current_modes():
-                return func(self._known[tensors[0]])
+                answer = func(self._known[tensors[0]])
+            if (made := self._made.get(tensors[0])) is not None:
+                self.questions.append(Question(func, made, answer))
+            return answer
         result = func(*args, **kwargs)
         if _mutates(func) or "out" in kwargs:
             # What was written may be a view of anything known: forget it all, rather than guess.
             self._known.clear()
+            self._made.clear()
         elif known and (tensors or func in _FACTORIES) and not _is_random(func):
             self._follow(func, args, kwargs, result)
         return result
@@ -73,19 +87,73 @@ class ConstantFolding(TorchFunctionMode):
         self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any], result: Any
     ) -> None:
         made = [t for t in _tensors(result) if t not in self._known]
-        if not made or any(t.numel() > MAX_ELEMENTS for t in made):
+        if not made or any(hint(t.numel()) > MAX_ELEMENTS for t in made):
             return
         try:
             with _disable_current_modes(), torch.no_grad():
                 real = func(*self._real(args), **self._real(kwargs))
         except Exception:
             return  # then the value is simply not known
-        for tensor, value in zip(_tensors(result), _tensors(real), strict=False):
-            if type(value) is torch.Tensor and value.shape == tensor.shape:
+        given = tree_map(self._recipe, (args, kwargs))
+        is_sized = any(isinstance(x, (Made, torch.SymInt)) for x in tree_leaves(given))
+        for number, (tensor, value) in enumerate(
+            zip(_tensors(result), _tensors(real), strict=False)
+        ):
+            if type(value) is torch.Tensor and [*value.shape] == [*map(hint, tensor.shape)]:
                 self._known[tensor] = value
+                if is_sized:
+                    self._made[tensor] = Made(func, given, number)
+
+    def _recipe(self, item: Any) -> Any:
+        """What is made of symbols again, and what is constant as it is."""
+        if isinstance(item, torch.Tensor):
+            return self._made.get(item, self._known[item])
+        return item
 
     def _real(self, tree: Any) -> Any:
-        return tree_map(lambda x: self._known[x] if isinstance(x, torch.Tensor) else x, tree)
+        return tree_map(self._real_one, tree)
+
+    def _real_one(self, item: Any) -> Any:
+        if isinstance(item, torch.Tensor):
+            return self._known[item]
+        return hint(item) if isinstance(item, torch.SymInt) else item
+
+
+@dataclass(frozen=True, eq=False)
+class Made:
+    """How a tensor was made: by a function of sizes, constants and what was made before, of whose
+    results it is one."""
+
+    func: Callable[..., Any]
+    given: tuple[tuple[Any, ...], dict[str, Any]]
+    number: int
+
+    def again(self, sizes: Sizes, known: dict[Made, torch.Tensor]) -> torch.Tensor:
+        """The tensor in other sizes."""
+        if self not in known:
+            args, kwargs = tree_map(lambda x: _in(x, sizes, known), self.given)
+            known[self] = _tensors(self.func(*args, **kwargs))[self.number]
+        return known[self]
+
+
+@dataclass(frozen=True)
+class Question:
+    """What was asked of a tensor, and what its answer was."""
+
+    func: Callable[..., Any]
+    of: Made
+    answer: object
+
+    def has_same_answer(self, sizes: Sizes) -> bool:
+        """In other sizes. Needs to run outside of a capture."""
+        with torch.no_grad():
+            return bool(self.func(self.of.again(sizes, {})) == self.answer)
+
+
+def _in(item: Any, sizes: Sizes, known: dict[Made, torch.Tensor]) -> Any:
+    if isinstance(item, Made):
+        return item.again(sizes, known)
+    return sizes(item) if isinstance(item, torch.SymInt) else item
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

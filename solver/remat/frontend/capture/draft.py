@@ -9,6 +9,7 @@ import torch
 from remat.documents.arguments import refs
 from remat.documents.records import Gradient, Node, Output, Placeholder, Result, TensorMeta
 from remat.errors import TraceError
+from remat.frontend.capture.sizes import Sizes
 
 
 @dataclass
@@ -27,6 +28,7 @@ class Draft:
     storage_of: dict[str, int] = field(default_factory=dict)
     meta_of: dict[str, TensorMeta] = field(default_factory=dict)
     owned: set[int] = field(default_factory=set)
+    sizes: Sizes = field(default_factory=Sizes)
     _numbers: dict[int, int] = field(default_factory=dict)
 
     def storage(self, tensor: torch.Tensor) -> int:
@@ -35,12 +37,28 @@ class Draft:
         key = storage._cdata
         if key not in self._numbers:
             self._numbers[key] = len(self.storages)
-            self.storages.append(int(storage.nbytes()))
+            self.storages.append(self.sizes(storage.nbytes()))
         return self._numbers[key]
+
+    def meta(self, tensor: torch.Tensor) -> TensorMeta:
+        """Shape, stride, dtype and device of a tensor, real or fake."""
+        if type(tensor).__name__ not in ("Tensor", "Parameter", "FakeTensor", "Buffer"):
+            raise TraceError(
+                f"tensors of type {type(tensor).__name__} (subclasses) are not supported"
+            )
+        if tensor.layout is not torch.strided or tensor.is_quantized:
+            raise TraceError(f"only strided dense tensors are supported, not {tensor.layout}")
+        return TensorMeta(
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            shape=tuple(map(self.sizes, tensor.shape)),
+            stride=tuple(map(self.sizes, tensor.stride())),
+            offset=self.sizes(tensor.storage_offset()),
+            device=str(tensor.device),
+        )
 
     def result(self, name: str, tensor: torch.Tensor, position: int = -1) -> Result:
         """A tensor that a traced node returns."""
-        meta = tensor_meta(tensor)
+        meta = self.meta(tensor)
         return self._known(name, meta, self.storage(tensor), position)
 
     def fresh_result(self, name: str, like: TensorMeta, stride: tuple[int, ...]) -> Result:
@@ -78,18 +96,3 @@ class Draft:
 def read_names(node: Node) -> tuple[str, ...]:
     """The tensors that a node reads."""
     return tuple(refs((node.args, *node.kwargs.values())))
-
-
-def tensor_meta(tensor: torch.Tensor) -> TensorMeta:
-    """Shape, stride, dtype and device of a tensor, real or fake."""
-    if type(tensor).__name__ not in ("Tensor", "Parameter", "FakeTensor", "Buffer"):
-        raise TraceError(f"tensors of type {type(tensor).__name__} (subclasses) are not supported")
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        raise TraceError(f"only strided dense tensors are supported, not {tensor.layout}")
-    return TensorMeta(
-        dtype=str(tensor.dtype).removeprefix("torch."),
-        shape=tuple(int(n) for n in tensor.shape),
-        stride=tuple(int(n) for n in tensor.stride()),
-        offset=int(tensor.storage_offset()),
-        device=str(tensor.device),
-    )

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from remat.frontend.capture.sizes import hint
+
 Tensor = torch.Tensor
 
 _aten = torch.ops.aten
@@ -90,7 +92,8 @@ def _order(*tensors: Tensor) -> list[int]:
     """The dimensions in the order in which an operation on all of these, element by element, lays
     its result out in memory."""
     with _disable_current_modes():
-        alike = [torch.empty_strided(t.shape, t.stride(), device="meta") for t in tensors]
+        layouts = [([*map(hint, t.shape)], [*map(hint, t.stride())]) for t in tensors]
+        alike = [torch.empty_strided(*layout, device="meta") for layout in layouts]
         strides = torch.empty_like(functools.reduce(torch.mul, alike)).stride()
     return sorted(range(len(strides)), key=lambda dimension: -strides[dimension])
 

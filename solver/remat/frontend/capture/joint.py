@@ -7,14 +7,18 @@ its own.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import fx
 
 from remat.documents.records import Environment
 from remat.documents.structure import Structure
 from remat.documents.trace import Trace
+from remat.frontend.capture.constants import Question
 from remat.frontend.capture.fakes import correct_fakes
 from remat.frontend.capture.flat import Flat
 from remat.frontend.capture.reader import Reader
+from remat.frontend.capture.sizes import Sizes
 from remat.frontend.memory import library_bytes
 from remat.frontend.target import PLACE, Target, gpu_at
 from remat.passes.relocate import relocated, results_on_host
@@ -22,41 +26,58 @@ from remat.passes.relocate import relocated, results_on_host
 EFFICIENT_ATTENTION = "aten._scaled_dot_product_efficient_attention.default"
 
 
-def read_joint(
-    module: fx.GraphModule,
-    flat: Flat,
-    inputs: Structure,
-    environment: Environment,
-    target: Target | None = None,
-) -> Trace:
-    """The Trace of a joint graph that `aot_export_joint_with_descriptors` made of `flat`, for a
-    step where its tensors are, or on `target`."""
-    module.graph.eliminate_dead_code()
-    correct_fakes(module.graph, target)
-    reader = Reader(module, flat)
-    reader.read()
-    draft = reader.draft
-    result = flat.info.structure
-    assert result is not None
-    capability = None if target is None else target.capability
-    gpu = gpu_at(draft.device()) if target is None else target.name
-    trace = Trace(
-        model=f"{type(flat.model).__module__}.{type(flat.model).__qualname__}",
-        device="cpu" if target is not None else draft.device(),
-        gpu=gpu,
-        placeholders=tuple(draft.placeholders),
-        nodes=tuple(draft.nodes),
-        outputs=tuple(draft.outputs),
-        gradients=tuple(draft.gradients),
-        storages=tuple(draft.storages),
-        inputs=inputs,
-        result=result,
-        environment=environment,
-        library_bytes=library_bytes(
-            draft.device(), (node.target for node in draft.nodes), capability
-        ),
-    )
-    return with_host_seeds(trace if target is None else relocated(trace, PLACE))
+class Joint:
+    """A joint graph that `aot_export_joint_with_descriptors` made of `flat`, for a step where its
+    tensors are, or on `target`."""
+
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        flat: Flat,
+        inputs: Structure,
+        environment: Environment,
+        target: Target | None = None,
+        questions: Sequence[Question] = (),
+    ) -> None:
+        module.graph.eliminate_dead_code()
+        correct_fakes(module.graph, target)
+        self._module = module
+        self._flat = flat
+        self._inputs = inputs
+        self._environment = environment
+        self._target = target
+        self._questions = questions
+
+    def is_the_same_at(self, sizes: Sizes) -> bool:
+        """Whether what decided on constants would decide so for these sizes, too."""
+        return all(question.has_same_answer(sizes) for question in self._questions)
+
+    def trace(self, sizes: Sizes | None = None) -> Trace:
+        """The step where symbols are these sizes."""
+        reader = Reader(self._module, self._flat, sizes or Sizes())
+        reader.read()
+        draft, target = reader.draft, self._target
+        model, result = self._flat.model, self._flat.info.structure
+        assert result is not None
+        capability = None if target is None else target.capability
+        gpu = gpu_at(draft.device()) if target is None else target.name
+        trace = Trace(
+            model=f"{type(model).__module__}.{type(model).__qualname__}",
+            device="cpu" if target is not None else draft.device(),
+            gpu=gpu,
+            placeholders=tuple(draft.placeholders),
+            nodes=tuple(draft.nodes),
+            outputs=tuple(draft.outputs),
+            gradients=tuple(draft.gradients),
+            storages=tuple(draft.storages),
+            inputs=self._inputs,
+            result=result,
+            environment=self._environment,
+            library_bytes=library_bytes(
+                draft.device(), (node.target for node in draft.nodes), capability
+            ),
+        )
+        return with_host_seeds(trace if target is None else relocated(trace, PLACE))
 
 
 def with_host_seeds(trace: Trace) -> Trace:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from remat.documents.arguments import Argument, Ref
 from remat.documents.records import Node, Output, Placeholder, Result
 from remat.errors import TraceError
-from remat.frontend.capture.draft import Draft, tensor_meta
+from remat.frontend.capture.draft import Draft
 from remat.frontend.capture.flat import MODULE_KEY, Flat
 from remat.frontend.capture.gradients import own_gradients
 from remat.frontend.capture.mutations import (
@@ -24,6 +24,7 @@ from remat.frontend.capture.mutations import (
     pin_batch_norms,
     write_back,
 )
+from remat.frontend.capture.sizes import Sizes
 from remat.frontend.operators import encode_argument, is_seeded
 
 COPY = "aten.copy.default"
@@ -38,10 +39,10 @@ _PREFIX = "model."
 class Reader:
     """One walk over the graph; `draft` is what came of it."""
 
-    def __init__(self, module: fx.GraphModule, flat: Flat) -> None:
+    def __init__(self, module: fx.GraphModule, flat: Flat, sizes: Sizes) -> None:
         self.module = module
         self.flat = flat
-        self.draft = Draft()
+        self.draft = Draft(sizes=sizes)
         self._arguments: dict[fx.Node, Argument] = {}
         self._tied: dict[int, Placeholder] = {}  # id of a parameter -> its one placeholder
         self._placeholder_of: dict[tuple[str, str], Placeholder] = {}
@@ -116,7 +117,7 @@ class Reader:
                 name=node.name,
                 kind=kind,  # type: ignore[arg-type]
                 target=target,
-                tensor=tensor_meta(tensor),
+                tensor=self.draft.meta(tensor),
                 storage=self.draft.storage(tensor),
                 requires_grad=self._requires_grad(kind, target),
                 aliases=self._aliases(real, target),
@@ -155,7 +156,7 @@ class Reader:
                 name=name,
                 kind="constant",
                 target="",
-                tensor=tensor_meta(tensor),
+                tensor=self.draft.meta(tensor),
                 storage=self.draft.storage(node.meta["val"]),
                 data=base64.b64encode(data).decode(),
             )
@@ -166,17 +167,21 @@ class Reader:
     def _read_call(self, node: fx.Node) -> None:
         if node.target is operator.getitem:
             return  # named with the operation that returns the tuple
-        target = node.target
+        target, value = node.target, node.meta.get("val")
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            self._arguments[node] = self.draft.sizes.number(value)
+            return
         if not isinstance(target, OpOverload):
             raise TraceError(
                 f"the model uses {target}, which is no single operation (a higher-order operator "
                 "or a Python function of a custom kernel); run that part outside of the model"
             )
-        value = node.meta.get("val")
         if not isinstance(value, (torch.Tensor, list, tuple)):
             self._read_number(node, value)
             return
         results = self._read_results(node, value)
+        if str(target) == COPY and results[0].storage not in self.draft.owned:
+            results = (self._widened(node, results[0]),)
         storages = {r.storage for r in results}
         view = bool(storages) and storages <= self.draft.owned
         if not view and storages & self.draft.owned:
@@ -205,25 +210,28 @@ class Reader:
                 module=node.meta.get("custom", {}).get(MODULE_KEY, ""),
             )
         )
-        if str(target) == COPY and not view:
-            self._widen(node, results[0])
         if str(target) == MSE_LOSS and not results[0].tensor.shape:
             self._trim(node, results[0])
 
-    def _widen(self, node: fx.Node, copied: Result) -> None:
-        """`aten.copy` clones the whole storage that its first operand looks into, which the traced
-        fake tensor does not show."""
+    def _widened(self, node: fx.Node, copied: Result) -> Result:
+        """`aten.copy` clones the whole storage that its first operand looks into, and looks into
+        the same place of it, which the traced fake tensor does not show."""
         first = node.args[0]
         assert isinstance(first, fx.Node)
-        whole = self.draft.storages[self.draft.storage(first.meta["val"])]
-        storages = self.draft.storages
-        storages[copied.storage] = max(storages[copied.storage], whole)
+        draft, looked = self.draft, first.meta["val"]
+        whole = draft.storages[draft.storage(looked)]
+        draft.storages[copied.storage] = max(draft.storages[copied.storage], whole)
+        offset = draft.sizes(looked.storage_offset())
+        meta = copied.tensor.model_copy(update={"offset": offset})
+        draft.meta_of[copied.name] = meta
+        return copied.model_copy(update={"tensor": meta})
 
     def _trim(self, node: fx.Node, loss: Result) -> None:
         """The mean squared error leaves its scalar in the storage of all the squared errors, which
         a fake tensor does not show: count it so, and keep a copy of the scalar instead."""
         operands = [n.meta["val"] for n in node.all_input_nodes]
-        shape = torch.broadcast_shapes(*(t.shape for t in operands))
+        shapes = (map(self.draft.sizes, t.shape) for t in operands)
+        shape = torch.broadcast_shapes(*map(tuple, shapes))
         self.draft.storages[loss.storage] = math.prod(shape) * node.meta["val"].element_size()
         small = self.draft.fresh_result(f"{loss.name}_scalar", loss.tensor, ())
         self._arguments[node] = Ref(small.name)
@@ -260,7 +268,8 @@ class Reader:
                 raise TraceError(f"{node.target} returns a list that is used as a whole")
             item = value[position]
             first = names.setdefault(position, _clean(user.name))
-            self._arguments[user] = Ref(first) if isinstance(item, torch.Tensor) else item
+            is_tensor = isinstance(item, torch.Tensor)
+            self._arguments[user] = Ref(first) if is_tensor else self.draft.sizes.number(item)
         return tuple(
             self.draft.result(names.get(i, f"{name}_{i}_"), item, i)
             for i, item in enumerate(value)

@@ -20,14 +20,15 @@ import torch
 from torch import nn
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
+from remat.documents.structure import Structure
 from remat.documents.trace import Trace
 from remat.errors import RematError, TraceError
 from remat.frontend.capture.as_eager import as_eager
 from remat.frontend.capture.compiled import looked_through, uncompiled
-from remat.frontend.capture.constants import ConstantFolding
+from remat.frontend.capture.constants import ConstantFolding, Question
 from remat.frontend.capture.flat import Flat
 from remat.frontend.capture.hooks import own_hooks_away, watched
-from remat.frontend.capture.joint import read_joint
+from remat.frontend.capture.joint import Joint
 from remat.frontend.capture.layouts import kernels_layouts
 from remat.frontend.capture.meta import placed
 from remat.frontend.capture.surroundings import checkpointing_disabled, observe, restored
@@ -78,11 +79,27 @@ def trace(
     target = find_target(device)
     _refuse_several_gpus(model, args, kwargs, device)
     _tell_of_unrolled(model, target)
-    environment = observe(model, target)
-    with _ALONE, contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
         place = _place_of(device, target)
         args, kwargs = stack.enter_context(placed(model, args, kwargs, place))
         leaves, inputs = flatten((args, kwargs), "the example inputs ")
+        traced = joint_of(model, leaves, inputs, differentiate, target).trace()
+    return traced.replace(outputs_dropped=True) if dropped else traced
+
+
+def joint_of(
+    model: nn.Module,
+    leaves: Sequence[torch.Tensor],
+    inputs: Structure,
+    differentiate: str | Sequence[str] = "auto",
+    target: Target | None = None,
+    *,
+    symbolic: bool = False,
+) -> Joint:
+    """The joint graph of a step with these tensors, real or fake, as the arguments' leaves. Where
+    some of their sizes are `symbolic`, it was captured before, and its hooks were told of."""
+    environment = observe(model, target)
+    with _ALONE, contextlib.ExitStack() as stack:
         flat = Flat(model, inputs, differentiate)
         stack.enter_context(torch.enable_grad())
         stack.enter_context(restored(model))
@@ -90,12 +107,13 @@ def trace(
         stack.enter_context(looked_through())
         stack.enter_context(own_hooks_away(model))
         hooks = stack.enter_context(watched(model))
-        stack.enter_context(as_eager(flat.casts, target))
+        stack.enter_context(as_eager(flat.casts, target, symbolic=symbolic))
         stack.enter_context(kernels_layouts())
-        graph_module = _joint(stack, flat, leaves)
-        traced = read_joint(graph_module, flat, inputs, environment, target)
-    hooks.tell()
-    return traced.replace(outputs_dropped=True) if dropped else traced
+        module, questions = _joint(stack, flat, leaves)
+        joint = Joint(module, flat, inputs, environment, target, questions)
+    if not symbolic:
+        hooks.tell()
+    return joint
 
 
 def normalise_inputs(
@@ -192,19 +210,19 @@ def _tell_of_unrolled(model: nn.Module, target: Target | None) -> None:
 
 
 def _joint(
-    stack: contextlib.ExitStack, flat: Flat, leaves: list[torch.Tensor]
-) -> torch.fx.GraphModule:
+    stack: contextlib.ExitStack, flat: Flat, leaves: Sequence[torch.Tensor]
+) -> tuple[torch.fx.GraphModule, Sequence[Question]]:
     """First as eager mode would run it; if a branch depends on data, as `torch.compile` would
     (Hugging Face models then build an explicit attention mask instead of looking at the data)."""
     try:
         try:
-            with ConstantFolding():
-                return _export(stack, flat, leaves)
+            with ConstantFolding() as folding:
+                return _export(stack, flat, leaves), folding.questions
         except Exception as error:
             if not _is_data_dependent(error):
                 raise
-            with ConstantFolding(), _compiling():
-                return _export(stack, flat, leaves)
+            with ConstantFolding() as folding, _compiling():
+                return _export(stack, flat, leaves), folding.questions
     except RematError:
         raise
     except Exception as error:
@@ -212,7 +230,7 @@ def _joint(
 
 
 def _export(
-    stack: contextlib.ExitStack, flat: Flat, leaves: list[torch.Tensor]
+    stack: contextlib.ExitStack, flat: Flat, leaves: Sequence[torch.Tensor]
 ) -> torch.fx.GraphModule:
     return aot_export_joint_with_descriptors(stack, flat, tuple(leaves)).graph_module
 

@@ -10,6 +10,7 @@ import base64
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -38,13 +39,10 @@ class Compiled:
     `program.states`. `backward` takes the saved tensors, the states, the tangents, the constants,
     and the parameters to accumulate into; it returns the gradients in the order of
     `program.gradients`. `saved` and `accumulated` are numbers of inputs, `gradients` has the number
-    of each input's gradient. The graphs are there to be read; what runs are
-    their launchers.
+    of each input's gradient. What runs are launchers; the graphs are there to be read.
     """
 
     program: Program
-    forward: fx.GraphModule
-    backward: fx.GraphModule
     constants: tuple[torch.Tensor, ...]
     launch_forward: Launcher
     launch_backward: Launcher
@@ -56,58 +54,79 @@ class Compiled:
     tangents: Mapping[str, TensorMeta]
     namespaces: frozenset[str]
 
+    @cached_property
+    def forward(self) -> fx.GraphModule:
+        """The forward, printable."""
+        return fx.GraphModule(torch.nn.Module(), _forward(self.program, self.namespaces))
+
+    @cached_property
+    def backward(self) -> fx.GraphModule:
+        """The backward, printable."""
+        return fx.GraphModule(torch.nn.Module(), _backward(self.program, self.namespaces))
+
     def __reduce__(self) -> tuple[Any, ...]:
         return compile_program, (self.program, self.namespaces)
 
 
 def compile_program(program: Program, namespaces: Collection[str] = NAMESPACES) -> Compiled:
-    """Build the forward and backward graphs.
+    """Write the launchers of the forward and the backward.
 
     Raises `DocumentError` for an operation or an output type that is not allowed or not there.
     """
     outside = {p.name: p for p in program.placeholders}
-    inputs = [p.name for p in program.placeholders if p.kind not in ("tangent", "constant")]
-    constants = [p for p in program.placeholders if p.kind == "constant"]
-    tangents = [o.tangent for o in program.outputs if o.tangent]
-    saved_placeholders = tuple(name for name in program.saved if name in outside)
-    saved_variables = tuple(name for name in program.saved if name not in outside)
-    accumulated = tuple(
-        name for s in program.backward if s.target == ACCUMULATE for name in refs(s.args[0])
-    )
+    inputs = _inputs(program)
     number_of = {g.placeholder: number for number, g in enumerate(program.gradients)}
-    forward = _graph(
+    return Compiled(
+        program=program,
+        launch_forward=launcher(_forward(program, namespaces)),
+        launch_backward=launcher(_backward(program, namespaces)),
+        constants=tuple(_constant(p) for p in program.placeholders if p.kind == "constant"),
+        rebuild=builder(program.result),
+        inputs=tuple(inputs),
+        saved=tuple(inputs.index(name) for name in program.saved if name in outside),
+        accumulated=tuple(inputs.index(name) for name in _accumulated(program)),
+        gradients=tuple(number_of.get(name) for name in inputs),
+        tangents={o.tangent: outside[o.tangent].tensor for o in program.outputs if o.tangent},
+        namespaces=frozenset(namespaces),
+    )
+
+
+def _inputs(program: Program) -> list[str]:
+    return [p.name for p in program.placeholders if p.kind not in ("tangent", "constant")]
+
+
+def _constants(program: Program) -> list[str]:
+    return [p.name for p in program.placeholders if p.kind == "constant"]
+
+
+def _accumulated(program: Program) -> list[str]:
+    return [n for s in program.backward if s.target == ACCUMULATE for n in refs(s.args[0])]
+
+
+def _forward(program: Program, namespaces: Collection[str]) -> fx.Graph:
+    outside = {p.name for p in program.placeholders}
+    saved = [name for name in program.saved if name not in outside]
+    return _graph(
         program.forward,
-        inputs=[*inputs, *(p.name for p in constants)],
-        outputs=[*(o.name for o in program.outputs), *saved_variables, *program.states],
+        inputs=[*_inputs(program), *_constants(program)],
+        outputs=[*(o.name for o in program.outputs), *saved, *program.states],
         namespaces=namespaces,
     )
-    backward = _graph(
+
+
+def _backward(program: Program, namespaces: Collection[str]) -> fx.Graph:
+    outside = {p.name for p in program.placeholders}
+    return _graph(
         program.backward,
         inputs=[
-            *saved_placeholders,
-            *saved_variables,
+            *sorted(program.saved, key=lambda name: name not in outside),  # placeholders first
             *program.states,
-            *tangents,
-            *(p.name for p in constants),
-            *(f"into_{name}" for name in accumulated),
+            *(o.tangent for o in program.outputs if o.tangent),
+            *_constants(program),
+            *(f"into_{name}" for name in _accumulated(program)),
         ],
         outputs=[g.name for g in program.gradients],
         namespaces=namespaces,
-    )
-    return Compiled(
-        program=program,
-        forward=forward,
-        backward=backward,
-        launch_forward=launcher(forward.graph),
-        launch_backward=launcher(backward.graph),
-        constants=tuple(_constant(p) for p in constants),
-        rebuild=builder(program.result),
-        inputs=tuple(inputs),
-        saved=tuple(inputs.index(name) for name in saved_placeholders),
-        accumulated=tuple(inputs.index(name) for name in accumulated),
-        gradients=tuple(number_of.get(name) for name in inputs),
-        tangents={name: outside[name].tensor for name in tangents},
-        namespaces=frozenset(namespaces),
     )
 
 
@@ -116,7 +135,7 @@ def _graph(
     inputs: Sequence[str],
     outputs: Sequence[str],
     namespaces: Collection[str],
-) -> fx.GraphModule:
+) -> fx.Graph:
     graph = fx.Graph()
     # The boxed calling convention empties its argument list, so that each value dies after its
     # last use; the ordinary one would keep every saved tensor alive through the backward.
@@ -125,7 +144,7 @@ def _graph(
     for statement in statements:
         _add(graph, statement, nodes, namespaces)
     graph.output([nodes[name] for name in outputs])
-    return fx.GraphModule(torch.nn.Module(), graph)
+    return graph
 
 
 def _add(
