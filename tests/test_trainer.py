@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 import remat
 from remat.frontend.allocated import allocated_peak
@@ -31,7 +32,7 @@ from transformers import (
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore::UserWarning:transformers")]
 
-STEPS, EPOCH = 6, 3
+STEPS, EPOCH = 20, 10
 """The run, and its half, which is kept."""
 
 ROWS = 4
@@ -226,6 +227,78 @@ def test_options_that_change_the_step(options: dict[str, Any], tmp_path: Path) -
     ours.train()
     assert ours.seen == eager.seen
     assert len(remat.plans(model)) == (2 if "gradient_accumulation_steps" in options else 1)
+
+
+@slow
+def test_texts_of_any_length(tmp_path: Path) -> None:
+    """A batch is as long as its longest text: twenty batches, two captures."""
+    draw = torch.Generator().manual_seed(2)
+    lengths = torch.randint(8, 60, (EPOCH * ROWS,), generator=draw).tolist()
+    texts = [torch.randint(1, 128, (n,), generator=draw) for n in lengths]
+
+    def padded(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        ids = [row["input_ids"] for row in rows]
+        input_ids = pad_sequence(ids, batch_first=True)
+        labels = pad_sequence(ids, batch_first=True, padding_value=-100)
+        mask = (labels != -100).long()
+        return {"input_ids": input_ids, "labels": labels, "attention_mask": mask}
+
+    enabled = remat.enable(made(gpt2), "70%", strategy=NEAR, costs=remat.Roofline("cpu"))
+    runs = []
+    for number, model in enumerate((made(gpt2), enabled)):
+        one = trainer(model, tmp_path / str(number))
+        one.data_collator = padded
+        one.train_dataset = [{"input_ids": text} for text in texts]
+        one.train()
+        runs.append(one)
+    assert runs[1].seen == runs[0].seen
+    assert_same_weights(runs[1].model, runs[0].model)
+    assert len({plan.baseline_peak_bytes for plan in remat.plans(enabled)}) > 5
+    assert enabled.__dict__["_remat_forward"].planner.captures.count == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "scope"),
+    [
+        ({"gradient_accumulation_steps": 2}, "model"),
+        pytest.param({"mixed_precision": "bf16"}, "model", marks=slow),
+        pytest.param({"gradient_accumulation_steps": 2}, "blocks", marks=slow),
+    ],
+)
+def test_a_loop_of_accelerate(options: dict[str, Any], scope: str) -> None:
+    """Prepared, accumulated, clipped; the model that is unwrapped saves itself."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    def losses(model: PreTrainedModel) -> list[float]:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        accelerator = Accelerator(cpu=True, **options)
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+        loader = torch.utils.data.DataLoader(examples(model), batch_size=ROWS)
+        prepared, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        found = []
+        torch.manual_seed(3)
+        for _ in range(2):
+            for batch in loader:
+                with accelerator.accumulate(prepared):
+                    loss = prepared(**batch).loss
+                    accelerator.backward(loss)
+                    if accelerator.sync_gradients:
+                        accelerator.clip_grad_norm_(prepared.parameters(), 1.0)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                found.append(loss.item())
+        assert accelerator.unwrap_model(prepared, keep_fp32_wrapper=False) is model
+        return found
+
+    eager = made(gpt2)
+    eager.config.use_cache = False
+    model = made(gpt2)
+    model.config.use_cache = False
+    remat.enable(model, "70%", strategy=NEAR, scope=scope)
+    assert losses(model) == losses(eager)
+    assert_same_weights(model, eager)
+    assert all(recomputes(plan) for plan in remat.plans(model))
 
 
 @pytest.mark.slow

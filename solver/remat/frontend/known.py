@@ -59,11 +59,15 @@ class Known:
         if asked.size_bytes is not None:
             return asked
         if asked.is_min:
-            is_smaller = any(p.baseline_peak_bytes >= self._baseline_bytes for p in self.solved)
-            return Budget.parse(self.most_bytes) if is_smaller else asked
+            return Budget.parse(self.most_bytes) if self.is_smaller else asked
         own_bytes = asked.in_bytes(self._baseline_bytes, self.trace.library_bytes)
         assert own_bytes is not None
         return asked if own_bytes >= self.most_bytes else Budget.parse(self.most_bytes)
+
+    @property
+    def is_smaller(self) -> bool:
+        """Whether larger sizes were solved for: these need no measurement of their own."""
+        return any(p.baseline_peak_bytes >= self._baseline_bytes for p in self.solved)
 
     def plan(self, budget: Budget) -> Plan | None:
         """The fastest of what is known that fits the budget, if any does."""

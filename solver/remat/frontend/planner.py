@@ -141,15 +141,17 @@ class Planner:
         budget, segments_bytes = self._limits(traced)
         known = None if segments_bytes else Known.of(traced, self._entries.values())
         if known is None:
-            return _Planned(*self._solved(traced, budget, segments_bytes, accumulating))
+            measured = self._measured(traced)
+            return _Planned(*self._solve(measured, budget, segments_bytes, accumulating))
         budget = known.budget(budget)
         best = known.plan(budget)
         if best is not None:
             is_last = len(known.solved) >= self.options.max_plans
             if is_last or known.is_enough(best):
                 return _Planned(known.trace, best, reused=True)
+        priced = known.trace if known.is_smaller else self._measured(traced)
         try:
-            solved = self._solved(traced, budget, None, accumulating)
+            solved = self._solve(priced, budget, None, accumulating)
         except SolverTimeout:
             if best is None:
                 raise
@@ -158,15 +160,12 @@ class Planner:
             return _Planned(known.trace, best, reused=True)
         return _Planned(*solved)
 
-    def _solved(
-        self, traced: Trace, budget: Budget, segments_bytes: int | None, accumulating: bool
-    ) -> tuple[Trace, Plan, Program | None]:
-        if self.options.costs != ELSEWHERE:
-            with self._timed("measure"):
-                costs = self.options.costs or traced.device.split(":")[0]
-                traced = measure(traced, device=costs, cache=self.options.cache)
-        with self._timed("solve"):
-            return self._solve(traced, budget, segments_bytes, accumulating)
+    def _measured(self, traced: Trace) -> Trace:
+        if self.options.costs == ELSEWHERE:
+            return traced
+        with self._timed("measure"):
+            costs = self.options.costs or traced.device.split(":")[0]
+            return measure(traced, device=costs, cache=self.options.cache)
 
     def _limits(self, traced: Trace) -> tuple[Budget, int | None]:
         """The budget without what is reserved of it, and what segments may take where it is what
@@ -194,16 +193,17 @@ class Planner:
             return plan
 
         try:
-            with telling(reserved(options.reserve).total_bytes):
-                first = once(budget)
-            if not traced.measured:
-                traced = _with_costs_of_plan(traced, first)
-            plan = solve_within(
-                traced,
-                budget,
-                lambda asked: first if asked == budget else once(asked),
-                reserved_bytes=segments_bytes,
-            )
+            with self._timed("solve"):
+                with telling(reserved(options.reserve).total_bytes):
+                    first = once(budget)
+                if not traced.measured:
+                    traced = _with_costs_of_plan(traced, first)
+                plan = solve_within(
+                    traced,
+                    budget,
+                    lambda asked: first if asked == budget else once(asked),
+                    reserved_bytes=segments_bytes,
+                )
             return traced, plan, programs.get(plan.schedule)
         except InfeasibleBudget as error:
             if not accumulating:
