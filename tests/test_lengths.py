@@ -78,7 +78,9 @@ def test_ten_lengths_are_captured_twice() -> None:
     assert len(remat.plans(case.model)) == len(LENGTHS)
 
 
-@pytest.mark.parametrize("name", ["bert", "llama", pytest.param("t5", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["llama", *(pytest.param(n, marks=pytest.mark.slow) for n in ("bert", "t5"))]
+)
 def test_symbols_stand_for_what_would_be_captured(name: str) -> None:
     """Rows and lengths vary; to the last argument, stride and size of a storage."""
     torch.manual_seed(0)
