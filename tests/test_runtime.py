@@ -228,13 +228,13 @@ def test_a_model_in_eval_mode_can_be_planned_so() -> None:
     assert_same(run_step(gm, case), run_step(reference, case))
 
 
-def test_new_shapes_are_planned_anew_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_new_shapes_are_planned_anew_and_it_is_said(caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
     model = Mlp(dropout=0.0)
     reference = copy.deepcopy(model)
     gm = optimized(model, "min")
     with caplog.at_level(logging.WARNING, logger="remat"):
-        for rows in (64, 96, 64, 96):
+        for rows in (64, 96, 64, 96, 64):  # the second time 64 may take what 96 takes
             x = torch.randn(rows, 32)
             gm.zero_grad()
             reference.zero_grad()
@@ -242,7 +242,7 @@ def test_new_shapes_are_planned_anew_and_said_once(caplog: pytest.LogCaptureFixt
             reference(x)["loss"].backward()
             for p, q in zip(model.parameters(), reference.parameters(), strict=True):
                 assert p.grad is None or torch.equal(p.grad, q.grad)
-    assert [r.getMessage().split(":")[0] for r in caplog.records] == ["inputs changed"]
+    assert [r.getMessage().split(":")[0] for r in caplog.records] == ["inputs changed"] * 2
     assert "planned anew" in caplog.text
 
 

@@ -7,6 +7,11 @@ Each architecture is made small (see `small.py`), with random weights, on the CP
 its own: a step in eager mode, then one under `remat.enable(model, "min", scope="auto")` from the
 same seed. A row says whether gradients are equal, bit for bit or by how much, and whether it was
 planned as a whole or by blocks; or what was raised: an error of remat's own, or another.
+
+    python -m benchmarks.coverage --sizes
+
+asks instead of each architecture that is captured whole, whether two captures serve four lengths of
+text (or numbers of images), and whether what they give is what a capture in each size gives.
 """
 
 from __future__ import annotations
@@ -22,7 +27,8 @@ from pathlib import Path
 import torch
 
 from benchmarks import machine, report
-from benchmarks.coverage.compared import CLOSE, EQUAL, HUNG, NOT_EAGER, OUTCOMES, Row, tell
+from benchmarks.coverage import compared, sizes
+from benchmarks.coverage.compared import CLOSE, EQUAL, HUNG, NOT_EAGER, REFUSED, Row, tell
 from benchmarks.coverage.small import KINDS, architectures
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -34,24 +40,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     asked = [(k, name) for k in options.kinds for name in architectures(k)]
     asked = [(k, name) for k, name in asked if not options.only or name in options.only]
     with ThreadPoolExecutor(options.jobs) as pool:  # a thread for each process that runs
-        rows = list(
-            pool.map(lambda each: _in_a_process(each[0], each[1], options.timeout_s), asked)
-        )
+        rows = list(pool.map(lambda each: _in_a_process(options, each[0], each[1]), asked))
     counted = [row for row in rows if row["outcome"] != NOT_EAGER]
+    name = "coverage-sizes" if options.sizes else "coverage"
     result = {
-        "benchmark": "coverage",
+        "benchmark": name,
         "units": "relative errors",
         "machine": machine.describe(torch.device("cpu")),
         "transformers": _version(),
-        "outcomes": OUTCOMES,
+        "outcomes": sizes.OUTCOMES if options.sizes else compared.OUTCOMES,
         "counts": {kind: _counts(rows, kind) for kind in options.kinds},
         "planned": dict(Counter(row["planned"] for row in rows if "planned" in row)),
         "rows": rows,
     }
-    good = sum(row["outcome"] in (EQUAL, CLOSE) for row in counted)
-    print(f"{good} of {len(counted)} that train in eager mode train with its gradients")
+    good = sum(row["outcome"] in (EQUAL, CLOSE, sizes.ONE) for row in counted)
+    if options.sizes:
+        whole = sum(row["outcome"] != REFUSED for row in counted)
+        print(f"{good} of {whole} that are captured whole need one capture for all sizes")
+    else:
+        print(f"{good} of {len(counted)} that train in eager mode train with its gradients")
     if options.out or not options.only:
-        print("written:", report.write(Path(options.out or RESULTS), "coverage-cpu", result))
+        folder = Path(options.out or RESULTS)
+        print("written:", report.write(folder, f"{name}-cpu", result))
     return 0
 
 
@@ -65,11 +75,13 @@ def _version() -> str:
     return transformers.__version__
 
 
-def _in_a_process(kind: str, name: str, timeout_s: float) -> Row:
+def _in_a_process(options: argparse.Namespace, kind: str, name: str) -> Row:
+    timeout_s = options.timeout_s
+    ask = sizes.sized if options.sizes else compared.compared
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["remat", "transformers"])
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=tell, args=(sender, kind, name), daemon=True)
+    process = context.Process(target=tell, args=(sender, ask, kind, name), daemon=True)
     began = time.monotonic()
     process.start()
     sender.close()
@@ -94,6 +106,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
     add("--only", nargs="+", metavar="MODEL", help="types of model; writes only where --out says")
+    add("--sizes", action="store_true", help="captures of several sizes instead of gradients")
     add("--jobs", type=int, default=2, help="processes at once")
     add("--timeout-s", type=float, default=180.0)
     add("--out", help="a folder for the results")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,11 +29,11 @@ _TOLERANCE = 1e-5
 Row = dict[str, Any]
 
 
-def tell(sender: Any, kind: str, name: str) -> None:
+def tell(sender: Any, ask: Callable[[str, str], Row], kind: str, name: str) -> None:
     """Of one architecture, in a process of its own."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    sender.send(compared(kind, name))
+    sender.send(ask(kind, name))
 
 
 def compared(kind: str, name: str) -> Row:
@@ -44,16 +45,16 @@ def compared(kind: str, name: str) -> Row:
         if not wanted:
             raise ValueError("no gradient")
     except Exception as error:
-        return _row(NOT_EAGER, error)
+        return row_of(NOT_EAGER, error)
     try:
         strategy = remat.Auto(time_limit=5.0, gap=0.1)
         costs = remat.Roofline("cpu")
         remat.enable(model, "min", scope="auto", costs=costs, strategy=strategy)
         found = _gradients(model, batch)
     except remat.RematError as error:
-        return _row(REFUSED, error)
+        return row_of(REFUSED, error)
     except Exception as error:
-        return _row(FAILED, error)
+        return row_of(FAILED, error)
     plan = remat.plans(model)[-1]
     error = _error(wanted, found)
     outcome = EQUAL if error == 0.0 else CLOSE if error <= _TOLERANCE else WRONG
@@ -75,7 +76,8 @@ def _how(plan: remat.Plan | remat.BlocksPlan) -> Row:
     }
 
 
-def _row(outcome: str, error: Exception) -> Row:
+def row_of(outcome: str, error: Exception) -> Row:
+    """Of one that did not come to a step."""
     first = str(error).strip().splitlines()[0] if str(error).strip() else ""
     return {"outcome": outcome, "why": f"{type(error).__name__}: {first}"[:500]}
 

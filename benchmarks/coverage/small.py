@@ -78,7 +78,7 @@ def made(kind: str, model_type: str) -> tuple[nn.Module, dict[str, torch.Tensor]
     parameters = sum(p.numel() for p in model.parameters())
     if parameters > LARGEST:
         raise ValueError(f"{parameters / 1e6:.0f} million parameters: it could not be made small")
-    return model.train(), _batch(kind, model)
+    return model.train(), batch_of(kind, model)
 
 
 def _small(model_type: str) -> Any:
@@ -108,14 +108,16 @@ def _chosen(default: Any) -> Iterator[tuple[str, Any]]:
             yield name, [32 * 2**i for i in range(len(value))]
 
 
-def _batch(kind: str, model: nn.Module) -> dict[str, torch.Tensor]:
+def batch_of(kind: str, model: nn.Module, size: int | None = None) -> dict[str, torch.Tensor]:
+    """Of so many tokens, or so many images."""
     generator = torch.Generator().manual_seed(1)
     config: Any = model.config
     if kind == "image":
         side = getattr(config, "image_size", 64)
         height, width = side if isinstance(side, (list, tuple)) else (side, side)
         channels = getattr(config, "num_channels", 3)
-        pixels = torch.randn(ROWS, channels, height, width, generator=generator)
-        return {"pixel_values": pixels, "labels": torch.arange(ROWS) % config.num_labels}
-    ids = torch.randint(5, 128, (ROWS, TOKENS), generator=generator)
+        rows = size or ROWS
+        pixels = torch.randn(rows, channels, height, width, generator=generator)
+        return {"pixel_values": pixels, "labels": torch.arange(rows) % config.num_labels}
+    ids = torch.randint(5, 128, (ROWS, size or TOKENS), generator=generator)
     return {"input_ids": ids, "labels": ids.clone()}

@@ -7,7 +7,7 @@ necessary there is necessary here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from remat.allocator.fitting import has_expandable_segments
@@ -16,6 +16,7 @@ from remat.budget import Budget
 from remat.costs.scaling import at_other_sizes
 from remat.documents.trace import Trace
 from remat.frontend.entries import Entry
+from remat.frontend.runtime.guards import Signature
 from remat.passes.outline import outline
 from remat.plan import Plan
 from remat.schedule import Schedule
@@ -100,6 +101,22 @@ class Known:
     def _baseline_bytes(self) -> int:
         graph = self.trace.graph()
         return simulate(graph, Schedule.keep_all(graph)).peak_bytes
+
+
+def outgrown(entry: Entry, entries: Mapping[Signature, Entry]) -> list[Signature]:
+    """The plans for smaller sizes that recompute, and may take more now that there is this one."""
+    if not isinstance(entry.plan, Plan):
+        return []
+    allowed_bytes = _asked_bytes(entry.plan)
+    return [
+        key
+        for key, other in entries.items()
+        if isinstance(other.plan, Plan)
+        and other.outline == entry.outline
+        and other.plan.overhead > 0
+        and other.plan.baseline_peak_bytes < entry.plan.baseline_peak_bytes
+        and _asked_bytes(other.plan) < allowed_bytes
+    ]
 
 
 def _asked_bytes(plan: Plan) -> int:

@@ -27,7 +27,7 @@ from remat.frontend.captures import Captures
 from remat.frontend.costs.measure import measure
 from remat.frontend.device_memory import available
 from remat.frontend.entries import Entry, Kept
-from remat.frontend.known import Known
+from remat.frontend.known import Known, outgrown
 from remat.frontend.operators import check_allowed
 from remat.frontend.options import ELSEWHERE, OptimizeOptions
 from remat.frontend.reserve import reserved
@@ -229,6 +229,10 @@ class Planner:
         self.timings_s[phase] = time.perf_counter() - start
 
     def _keep(self, key: Signature, entry: Entry) -> None:
+        budget = self.options.budget
+        if budget is not None and budget.size_bytes is None:  # else all sizes had the same
+            for old in outgrown(entry, self._entries):
+                del self._entries[old]
         self._entries[key] = entry
         solved = [key for key, entry in self._entries.items() if not entry.reused]
         if len(solved) > self.options.max_plans:

@@ -1,0 +1,58 @@
+"""One architecture in several sizes: whether one capture serves all of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+import remat
+from benchmarks.coverage.compared import FAILED, HUNG, NOT_EAGER, REFUSED, Row, row_of
+from benchmarks.coverage.small import batch_of, made
+from remat.frontend.captures import Captures
+from remat.frontend.options import OptimizeOptions
+from remat.frontend.runtime.guards import Call, Watch, signature
+from remat.passes.outline import is_same_step
+
+ONE, EACH, OTHER = "one capture", "each by itself", "another step"
+OUTCOMES = {
+    ONE: "captured twice for four sizes; each step is the one that a capture in its size gives",
+    EACH: "each size is captured by itself",
+    OTHER: "in some size, the step is another one than a capture there gives",
+    REFUSED: "it is not captured as a whole",
+    FAILED: "another error",
+    HUNG: "not done in time, or its process died",
+    NOT_EAGER: "it could not be made small, or does not run in eager mode: not counted",
+}
+SIZES = {"image": (2, 3, 5, 4)}
+"""Rows of images."""
+
+TOKENS = (24, 32, 40, 17)
+
+
+def sized(kind: str, name: str) -> Row:
+    """The outcome for one architecture, and why."""
+    batches = SIZES.get(kind, TOKENS)
+    try:
+        model, batch = made(kind, name)
+        model(**batch)
+    except Exception as error:
+        return row_of(NOT_EAGER, error)
+    captures = Captures(OptimizeOptions(budget=None))
+    try:
+        equal = [_is_what_a_capture_gives(captures, kind, model, size) for size in batches]
+    except remat.RematError as error:
+        return row_of(REFUSED, error)
+    except Exception as error:
+        return row_of(FAILED, error)
+    outcome = OTHER if not all(equal) else ONE if captures.count == 2 else EACH
+    return {"outcome": outcome, "why": "", "captures": captures.count, "sizes": batches}
+
+
+def _is_what_a_capture_gives(captures: Captures, kind: str, model: nn.Module, size: int) -> bool:
+    batch: dict[str, Any] = batch_of(kind, model, size)
+    call = Call.of((), batch, "the batch ")
+    with torch.enable_grad():
+        found = captures.trace(model, call, signature(Watch(model), call.structure, call.leaves))
+    return is_same_step(found, remat.trace(model, (), batch))
