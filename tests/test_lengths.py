@@ -155,7 +155,7 @@ class Constants(nn.Module):
         self.layer = nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        places = torch.arange(x.shape[0])
+        places = torch.arange(100)[: x.shape[0]]
         if bool(places.sum() % 2 == 0):
             return torch.tanh(self.layer(x)).sum()
         return torch.sigmoid(self.layer(x)).sum()

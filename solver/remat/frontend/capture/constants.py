@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
+from remat.errors import TraceError
 from remat.frontend.capture.sizes import Sizes, hint
 
 MAX_ELEMENTS = 1 << 22
@@ -94,8 +95,8 @@ class ConstantFolding(TorchFunctionMode):
                 real = func(*self._real(args), **self._real(kwargs))
         except Exception:
             return  # then the value is simply not known
-        given = tree_map(self._recipe, (args, kwargs))
-        is_sized = any(isinstance(x, (Made, torch.SymInt)) for x in tree_leaves(given))
+        given = _mapped(self._recipe, (args, kwargs))
+        is_sized = any(map(_is_of_sizes, tree_leaves(given)))
         for number, (tensor, value) in enumerate(
             zip(_tensors(result), _tensors(real), strict=False)
         ):
@@ -111,7 +112,7 @@ class ConstantFolding(TorchFunctionMode):
         return item
 
     def _real(self, tree: Any) -> Any:
-        return tree_map(self._real_one, tree)
+        return _mapped(self._real_one, tree)
 
     def _real_one(self, item: Any) -> Any:
         if isinstance(item, torch.Tensor):
@@ -131,8 +132,11 @@ class Made:
     def again(self, sizes: Sizes, known: dict[Made, torch.Tensor]) -> torch.Tensor:
         """The tensor in other sizes."""
         if self not in known:
-            args, kwargs = tree_map(lambda x: _in(x, sizes, known), self.given)
-            known[self] = _tensors(self.func(*args, **kwargs))[self.number]
+            args, kwargs = _mapped(lambda x: _in(x, sizes, known), self.given)
+            found = _tensors(self.func(*args, **kwargs))[self.number]
+            if found.numel() > MAX_ELEMENTS:
+                raise TraceError("a capture in this size would not follow what it asks of")
+            known[self] = found
         return known[self]
 
 
@@ -146,8 +150,28 @@ class Question:
 
     def has_same_answer(self, sizes: Sizes) -> bool:
         """In other sizes. Needs to run outside of a capture."""
-        with torch.no_grad():
-            return bool(self.func(self.of.again(sizes, {})) == self.answer)
+        try:
+            with torch.no_grad():
+                return bool(self.func(self.of.again(sizes, {})) == self.answer)
+        except TraceError:
+            return False
+
+
+def _mapped(function: Callable[[Any], Any], tree: Any) -> Any:
+    """As `tree_map`, which takes a slice for a leaf."""
+
+    def of(item: Any) -> Any:
+        if isinstance(item, slice):
+            return slice(function(item.start), function(item.stop), function(item.step))
+        return function(item)
+
+    return tree_map(of, tree)
+
+
+def _is_of_sizes(item: Any) -> bool:
+    if isinstance(item, slice):
+        return any(map(_is_of_sizes, (item.start, item.stop, item.step)))
+    return isinstance(item, (Made, torch.SymInt))
 
 
 def _in(item: Any, sizes: Sizes, known: dict[Made, torch.Tensor]) -> Any:

@@ -1,0 +1,114 @@
+"""Lightning's `Trainer`, with the model inside of its module enabled: the same run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.models import gpt2
+
+import remat
+
+lightning: Any = pytest.importorskip("pytorch_lightning")
+
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+
+STEPS, ROWS, TOKENS = 20, 4, 48
+
+
+class Module(lightning.LightningModule):
+    """Trains a language model; `seen` are its losses."""
+
+    def __init__(self, budget: str = "", scope: str = "model") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = gpt2().model
+        self.seen: list[float] = []
+        if budget:
+            remat.enable(
+                self.model, budget, scope=scope, outputs="dropped", strategy=remat.Auto(gap=0.05)
+            )
+
+    def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
+        loss = self.model(input_ids=batch, labels=batch).loss
+        self.seen.append(loss.item())
+        return loss
+
+    def validation_step(self, batch: torch.Tensor, _: int) -> None:
+        self.log("validation", self.model(input_ids=batch, labels=batch).loss)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), 1e-3)
+
+
+def trained(module: Module, folder: Path, **options: Any) -> Any:
+    lightning.seed_everything(7, verbose=False)
+    draw = torch.Generator().manual_seed(1)
+    texts = torch.randint(0, 120, (8 * ROWS, TOKENS), generator=draw)
+    loader = torch.utils.data.DataLoader(texts, batch_size=ROWS)
+    trainer = lightning.Trainer(
+        max_steps=options.pop("max_steps", STEPS),
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        **options,
+    )
+    trainer.fit(module, loader, loader, ckpt_path=_checkpoint(folder))
+    return trainer
+
+
+def _checkpoint(folder: Path) -> Path | None:
+    found = folder / "half.ckpt"
+    return found if found.exists() else None
+
+
+def assert_same_weights(one: torch.nn.Module, other: torch.nn.Module) -> None:
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    assert all(torch.equal(p, q) for p, q in pairs)
+
+
+@pytest.mark.parametrize(
+    ("options", "scope"),
+    [
+        ({"gradient_clip_val": 1.0}, "model"),
+        pytest.param({"accumulate_grad_batches": 2}, "model", marks=pytest.mark.slow),
+        pytest.param({"precision": "bf16-mixed"}, "model", marks=pytest.mark.slow),
+        pytest.param({}, "blocks", marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_is_the_same(options: dict[str, Any], scope: str, tmp_path: Path) -> None:
+    eager, ours = Module(), Module("70%", scope)
+    for number, module in enumerate((eager, ours)):
+        trained(module, tmp_path / str(number), **options).save_checkpoint(tmp_path / "last.ckpt")
+    assert ours.seen == eager.seen
+    assert len(ours.seen) == STEPS * options.get("accumulate_grad_batches", 1)
+    assert_same_weights(ours, eager)
+    for plan in remat.plans(ours.model):
+        assert plan.peak_bytes <= plan.budget_bytes
+        assert plan.time_s > plan.baseline_time_s
+    saved = Module.load_from_checkpoint(tmp_path / "last.ckpt", weights_only=False)
+    assert_same_weights(saved, ours)
+
+
+@pytest.mark.slow
+def test_a_run_is_resumed(tmp_path: Path) -> None:
+    runs = []
+    for name, budget in (("eager", ""), ("ours", "70%")):
+        folder = tmp_path / name
+        half = trained(Module(budget), folder, max_steps=STEPS // 2)
+        half.save_checkpoint(folder / "half.ckpt")
+        module = Module(budget)
+        trained(module, folder)
+        runs.append(module)
+    assert runs[1].seen == runs[0].seen
+    assert len(runs[1].seen) == STEPS // 2
+    assert_same_weights(*runs)
