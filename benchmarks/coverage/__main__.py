@@ -10,7 +10,7 @@ planned as a whole or by blocks; or what was raised: an error of remat's own, or
 
     python -m benchmarks.coverage --sizes
 
-asks instead of each architecture that is captured whole, whether two captures serve four lengths of
+asks instead of each architecture that is captured whole, whether two captures serve three lengths of
 text (or numbers of images), and whether what they give is what a capture in each size gives.
 """
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 
 from coverage_results import coverage, coverage_left
 from docutils import nodes
+from length_results import lengths
 from measured import Table, load, newest
 from run_results import compiled, overhead, peers, service, steps
 from solver_results import baselines, published, random, search, table2, traced
@@ -35,6 +36,7 @@ TABLES: dict[str, Callable[[], Table]] = {
         service,
         coverage,
         coverage_left,
+        lengths,
     )
 }
 

@@ -1,0 +1,30 @@
+"""Tables of steps in many sizes."""
+
+from __future__ import annotations
+
+from measured import Table, load, percent, seconds
+
+from remat.budget import format_bytes
+
+
+def lengths() -> Table:
+    """By budget and length, what a step takes beside one that is planned for that length alone."""
+    rows = [
+        (
+            budget,
+            str(row["length"]),
+            seconds(row["first_s"]),
+            format_bytes(row["budget_bytes"]),
+            format_bytes(row["peak_bytes"]),
+            percent(row["overhead"]),
+            f"{row['time_to_eager']:.2f}",
+            f"{row['time_to_fixed']:.2f}",
+        )
+        for budget, found in load("lengths-cpu")["budgets"].items()
+        for row in found["rows"]
+    ]
+    header = (
+        "budget", "tokens", "first step", "allowed", "peak, measured", "extra time, planned",
+        "time / eager", "time / planned for it alone",
+    )  # fmt: skip
+    return Table(("lengths-cpu",), header, tuple(rows))
