@@ -10,8 +10,8 @@ planned as a whole or by blocks; or what was raised: an error of remat's own, or
 
     python -m benchmarks.coverage --sizes
 
-asks instead of each architecture that is captured whole, whether two captures serve three lengths of
-text (or numbers of images), and whether what they give is what a capture in each size gives.
+asks instead of each architecture that is captured whole, whether two captures serve three lengths
+of text (or numbers of images), and whether what they give is what a capture in each size gives.
 """
 
 from __future__ import annotations
