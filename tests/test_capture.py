@@ -259,3 +259,26 @@ def test_a_large_constant_is_refused() -> None:
 
     with pytest.raises(remat.TraceError, match=r"register it as a buffer"):
         remat.trace(Holds(), torch.randn(2, 600))
+
+
+def test_a_model_is_as_it_was_after_a_capture_that_failed() -> None:
+    """What it keeps for its next call is not what the capture computed with."""
+
+    class Caching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+            self.mask = torch.ones(2, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.mask.shape[0] < x.shape[0]:
+                self.mask = torch.tril(torch.ones(x.shape[0], x.shape[0]))
+            return self.layer(self.mask[: x.shape[0], : x.shape[0]] @ x)
+
+    model = Caching()
+    before = model.mask
+    with pytest.raises(remat.TraceError):
+        remat.trace(model, (torch.randn(4, 8),))
+    assert model.mask is before
+    model(torch.randn(4, 8)).sum().backward()
+    assert type(model.mask) is torch.Tensor

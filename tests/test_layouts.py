@@ -42,6 +42,23 @@ CALLS: dict[Any, Kernel] = {
     aten.native_layer_norm_backward.default: lambda g, x: aten.native_layer_norm_backward(
         g, x, [3], x.mean(-1, True), x.std(-1, keepdim=True), None, None, [True, False, False]
     )[0],
+    aten.native_batch_norm.default: lambda g, x: aten.native_batch_norm(
+        x, None, None, None, None, True, 0.1, 1e-5
+    )[0],
+    aten._native_batch_norm_legit.default: lambda g, x: aten._native_batch_norm_legit(
+        x, None, None, torch.zeros(5), torch.ones(5), True, 0.1, 1e-5
+    )[0],
+    aten._native_batch_norm_legit.no_stats: lambda g, x: aten._native_batch_norm_legit.no_stats(
+        x, None, None, True, 0.1, 1e-5
+    )[0],
+    aten._native_batch_norm_legit_functional.default: (
+        lambda g, x: aten._native_batch_norm_legit_functional(
+            x, None, None, torch.zeros(5), torch.ones(5), True, 0.1, 1e-5
+        )[0]
+    ),
+    aten.native_batch_norm_backward.default: lambda g, x: aten.native_batch_norm_backward(
+        g, x, None, None, None, torch.zeros(5), torch.ones(5), True, 1e-5, [True, False, False]
+    )[0],
 }
 
 
@@ -86,3 +103,24 @@ def test_trains_as_eager(function: Callable[[torch.Tensor], torch.Tensor]) -> No
     eager = eager_step(case)
     gm = remat.optimize(copy.deepcopy(case.model), "100%", costs=remat.Roofline("cpu"))
     assert_same(run_step(gm, case), eager, tolerance=0.0)
+
+
+@pytest.mark.parametrize("of", ["statistics", "batch"])
+def test_batch_norm_of_what_was_turned(of: str) -> None:
+    """As between layers over time: the CPU's kernels return dense results."""
+
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 16)
+            self.norm = nn.BatchNorm1d(16, track_running_stats=of == "statistics")
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            turned = self.norm(self.first(x).transpose(1, 2))
+            return self.last(turned.transpose(1, 2).relu())
+
+    torch.manual_seed(0)
+    case = Case(Turned(), (torch.randn(4, 12, 16),), loss=lambda out: out.square().mean())
+    eager = eager_step(case)
+    model = remat.optimize(case.model, "100%", case.args, costs=remat.Roofline("cpu"))
+    assert_same(run_step(model, case), eager, tolerance=0.0)

@@ -161,6 +161,30 @@ class Constants(nn.Module):
         return torch.sigmoid(self.layer(x)).sum()
 
 
+class Remembering(nn.Module):
+    """What a forward leaves in the module, of sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.rows, self.most, self.seen = 0, 0, [0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.rows, self.seen = x.shape[0], [x.shape[0]]
+        self.most = max(self.most, x.shape[0])
+        return torch.tanh(self.layer(x)).sum() * self.most
+
+
+def test_what_a_forward_leaves_in_its_module() -> None:
+    torch.manual_seed(0)
+    model = Remembering()
+    remat.enable(model, "100%", **OPTIONS)
+    for rows in (8, 12, 16, 20, 25):  # each for the first time: a plan does not run the model
+        assert_trains_as_eager(Case(model, (torch.randn(rows, 8),), loss=lambda out: out))
+        assert (type(model.rows), model.rows, model.most, model.seen) == (int, rows, rows, [rows])
+    pickle.dumps(model)
+
+
 @pytest.mark.parametrize("make", [Branching, Padding, ByItsSize])
 def test_what_depends_on_a_size_is_captured_by_itself(make: type[nn.Module]) -> None:
     torch.manual_seed(0)

@@ -25,7 +25,7 @@ def outline(trace: Trace) -> tuple[object, ...]:
 
 
 def is_same_step(one: Trace, other: Trace) -> bool:
-    """Whether two traces are equal but for names."""
+    """Whether two traces are equal but for names, and labels of modules."""
     return all(a == b for a, b in zip_longest(_records(one), _records(other)))
 
 
@@ -53,6 +53,7 @@ def _records(trace: Trace) -> Iterator[object]:
         yield n.model_copy(
             update={
                 "name": "",
+                "module": "",
                 "args": tuple(map(arguments, n.args)),
                 "kwargs": {key: arguments(item) for key, item in n.kwargs.items()},
                 "results": tuple(r.model_copy(update={"name": name_of(r.name)}) for r in n.results),

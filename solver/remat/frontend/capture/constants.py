@@ -4,7 +4,7 @@ Hugging Face models ask "are these position ids packed sequences?" of a tensor t
 made with `arange`. Under fake tensors that question has no answer and the capture fails, or the
 model takes its tracing path, with other kernels than in eager mode. `ConstantFolding` keeps a real
 copy of every small tensor that depends on no input, parameter or random number, and answers
-`bool(t)`, `t.item()` and `t.tolist()` from it: the capture takes the branch that eager takes.
+`bool(t)`, `int(t)` and `t.item()` from it: the capture takes the branch that eager takes.
 
 Where sizes are symbols, such a tensor may have been made of them. The answer is then that of the
 call that is captured, and it is kept with how the tensor was made: for calls in other sizes, the
@@ -44,7 +44,7 @@ _FACTORIES = frozenset(
 )
 _QUESTIONS = frozenset(
     getattr(torch.Tensor, name)
-    for name in ("__bool__", "item", "tolist", "__int__", "__float__", "__index__")
+    for name in ("__bool__", "item", "__int__", "__float__", "__index__")
 )
 _RANDOM = ("rand", "dropout", "bernoulli", "normal", "multinomial", "empty", "uniform")
 

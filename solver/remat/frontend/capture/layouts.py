@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch._decomp import decomposition_table
-from torch._prims_common import compute_elementwise_output_strides
+from torch._prims_common import compute_elementwise_output_strides, suggest_memory_format
 from torch._subclasses import FakeTensorMode
 
 Layout = Callable[[torch.Tensor, tuple[Any, ...]], torch.Tensor]
@@ -37,6 +37,14 @@ def _like_input(made: torch.Tensor, args: tuple[Any, ...]) -> torch.Tensor:
     return torch.empty_like(args[1], dtype=made.dtype)
 
 
+def _batch_norm(made: torch.Tensor, args: tuple[Any, ...]) -> torch.Tensor:
+    """Of the CPU: channels last, or contiguous."""
+    of = next(a for a in args[1::-1] if isinstance(a, torch.Tensor) and a.shape == made.shape)
+    if made.device.type != "cpu":
+        return made
+    return torch.empty_like(made, memory_format=suggest_memory_format(of))
+
+
 _aten = torch.ops.aten
 
 LAYOUTS: dict[Any, Layout] = {
@@ -52,6 +60,11 @@ LAYOUTS: dict[Any, Layout] = {
     _aten.mse_loss_backward.default: _contiguous,
     _aten.smooth_l1_loss_backward.default: _contiguous,
     _aten.native_layer_norm_backward.default: _contiguous,
+    _aten.native_batch_norm.default: _batch_norm,
+    _aten._native_batch_norm_legit.default: _batch_norm,
+    _aten._native_batch_norm_legit.no_stats: _batch_norm,
+    _aten._native_batch_norm_legit_functional.default: _batch_norm,
+    _aten.native_batch_norm_backward.default: _batch_norm,
 }
 """Of the first result. Those of weights have one dimension."""
 

@@ -9,6 +9,9 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.utils._pytree import tree_leaves
 
 from remat.documents.records import Environment
 from remat.frontend.capture.cuda_autocast import autocast_dtype
@@ -103,6 +106,36 @@ def restored(model: nn.Module) -> Iterator[None]:
         for table, before in held:
             table.clear()
             table.update(before)
+
+
+@contextmanager
+def attributes_of(model: nn.Module) -> Iterator[dict[str, str]]:
+    """What a forward assigns to modules stays, as in eager mode, but for what means nothing outside
+    of a capture (fake tensors, symbols), in whose place is what was there before. In the dictionary
+    are afterwards the names of attributes that changed, and of the classes of their modules."""
+    before = [(module, dict(module.__dict__)) for module in model.modules()]
+    changed: dict[str, str] = {}
+    try:
+        yield changed
+    finally:
+        for module, were in before:
+            for name, now in list(module.__dict__.items()):
+                was = were.get(name, _ABSENT)
+                if now is was or (
+                    isinstance(now, _PLAIN) and type(now) is type(was) and now == was
+                ):
+                    continue
+                changed[name] = type(module).__name__
+                if not any(isinstance(leaf, _OF_CAPTURES) for leaf in tree_leaves(now)):
+                    continue
+                del module.__dict__[name]
+                if was is not _ABSENT:
+                    module.__dict__[name] = was
+
+
+_ABSENT = object()
+_PLAIN = (bool, int, float, str, tuple)
+_OF_CAPTURES = (FakeTensor, FunctionalTensor, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def buffers_by_module(model: nn.Module) -> dict[tuple[nn.Module, str], torch.Tensor | None]:

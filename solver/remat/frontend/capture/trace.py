@@ -31,7 +31,12 @@ from remat.frontend.capture.hooks import own_hooks_away, watched
 from remat.frontend.capture.joint import Joint
 from remat.frontend.capture.layouts import kernels_layouts
 from remat.frontend.capture.meta import placed
-from remat.frontend.capture.surroundings import checkpointing_disabled, observe, restored
+from remat.frontend.capture.surroundings import (
+    attributes_of,
+    checkpointing_disabled,
+    observe,
+    restored,
+)
 from remat.frontend.frames import is_machinery
 from remat.frontend.pytree import flatten
 from remat.frontend.target import Target, device_here, find_target
@@ -99,7 +104,7 @@ def joint_of(
     """The joint graph of a step with these tensors, real or fake, as the arguments' leaves. Where
     some of their sizes are `symbolic`, it was captured before, and its hooks were told of."""
     environment = observe(model, target)
-    with _ALONE, contextlib.ExitStack() as stack:
+    with _ALONE, attributes_of(model) as changed, contextlib.ExitStack() as stack:
         flat = Flat(model, inputs, differentiate)
         stack.enter_context(torch.enable_grad())
         stack.enter_context(restored(model))
@@ -111,6 +116,9 @@ def joint_of(
         stack.enter_context(kernels_layouts())
         module, questions = _joint(stack, flat, leaves)
         joint = Joint(module, flat, inputs, environment, target, questions)
+    if symbolic and changed:
+        name, owner = next(iter(changed.items()))
+        raise TraceError(f"{owner} changes its attribute {name!r} in the forward")
     if not symbolic:
         hooks.tell()
     return joint
