@@ -257,11 +257,13 @@ def _trainer(
             baton.pass_on(number)
 
     class Metered(Trainer):
-        def training_step(self, model: Any, inputs: Any, *args: Any) -> torch.Tensor:
+        def training_step(
+            self, model: Any, inputs: Any, num_items_in_batch: Any = None
+        ) -> torch.Tensor:
             found: list[torch.Tensor] = []
 
             def step() -> None:
-                found.append(Trainer.training_step(self, model, inputs, *args))
+                found.append(Trainer.training_step(self, model, inputs, num_items_in_batch))
 
             if self.state.global_step == METERED:
                 held = [*model.parameters(), *model.buffers(), *inputs.values()]

@@ -224,6 +224,7 @@ def test_what_is_reserved_is_left_of_the_budget() -> None:
     assert "nothing to reserve of it" in ended.error
 
 
+@pytest.mark.slow
 def test_the_demo_is_a_run() -> None:
     """What `make demo` says to the shell, with a smaller model: the plan, then both."""
     printed = subprocess.run(

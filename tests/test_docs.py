@@ -88,9 +88,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield running
 
 
-# The first starts six processes that import torch; tests/test_distributed.py does what it shows, as
-# tests/test_cli_models.py and tests/test_estimate.py do for the others.
-SLOW_PAGES = {"docs/how-to/distributed.md", "docs/how-to/cli.md", "docs/how-to/estimate.md"}
+# What these show is what other tests do: distributed, cli_models, estimate, service.
+SLOW_PAGES = {f"docs/how-to/{name}.md" for name in ("cli", "distributed", "estimate", "service")}
 
 
 @pytest.mark.parametrize(

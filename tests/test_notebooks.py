@@ -27,7 +27,7 @@ pytestmark = [
 LIMIT_S = 90.0
 LIMIT_BYTES = 1_000_000
 NAMES = [path.stem for path in sources()]
-SLOW = ("02", "03", "05")
+SLOW = ("01", "02", "03", "05")
 """Their models, sweeps and services are those of other tests, and of pages that are run."""
 
 _PLACES = re.compile(r"/home/|/root/|/Users/|/tmp/|/var/folders/|[A-Z]:\\\\|site-packages")

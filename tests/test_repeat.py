@@ -170,7 +170,7 @@ def test_what_a_tied_program_finds_fits(groups: int, share: float) -> None:
     group = (0, *(1 + i * groups // inner for i in range(inner)), groups + 1)
     ties = ties_of(graph, found, group)
     budget_bytes = budget_of(graph, share)
-    schedule = programs(graph).solve_tied(ties, budget_bytes, None, 2.0, lambda _: False, 1e-3)
+    schedule = programs(graph).solve_tied(ties, budget_bytes, None, 8.0, lambda _: False, 1e-3)
     assert schedule is not None
     assert simulate(graph, schedule).peak_bytes <= budget_bytes
     used = set(ties.slots.locate(schedule) or ())

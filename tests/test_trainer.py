@@ -260,7 +260,7 @@ def test_texts_of_any_length(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "scope"),
     [
-        ({"gradient_accumulation_steps": 2}, "model"),
+        pytest.param({"gradient_accumulation_steps": 2}, "model", marks=slow),
         pytest.param({"mixed_precision": "bf16"}, "model", marks=slow),
         pytest.param({"gradient_accumulation_steps": 2}, "blocks", marks=slow),
     ],
