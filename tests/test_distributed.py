@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -18,9 +20,22 @@ from torch.nn.parallel import DistributedDataParallel
 import remat
 
 
-def _worker(rank: int, store: str, report: str) -> None:
+@contextmanager
+def _group(rank: int, store: str) -> Iterator[None]:
+    """One of two processes."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _gradients(module: torch.nn.Module) -> list[torch.Tensor]:
+    return [p.grad for p in module.parameters() if p.grad is not None]
+
+
+def _worker(rank: int, store: str, report: str) -> None:
+    with _group(rank, store):
         torch.manual_seed(0)
         case = FAMILIES["bert"]()
         eager = copy.deepcopy(case.model)
@@ -31,15 +46,13 @@ def _worker(rank: int, store: str, report: str) -> None:
         kwargs = {**case.kwargs, "input_ids": batch, "labels": batch}
         gradients = []
         for module in (eager, gm):
-            wrapped = torch.nn.parallel.DistributedDataParallel(module)
+            wrapped = DistributedDataParallel(module)
             for _ in range(2):  # the second step accumulates into what the first left
                 torch.manual_seed(7)
                 wrapped(**kwargs).loss.backward()
-            gradients.append([p.grad for p in module.parameters() if p.grad is not None])
+            gradients.append(_gradients(module))
         equal = all(torch.allclose(a, b) for a, b in zip(*gradients, strict=True))
         Path(f"{report}.{rank}").write_text(f"{equal} {len(gradients[0])}")
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.slow
@@ -56,8 +69,7 @@ def hash_of(program: remat.Program) -> str:
 
 
 def _planned_once(rank: int, store: str, report: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    try:
+    with _group(rank, store):
         torch.manual_seed(0)
         case = FAMILIES["bert"]()
         eager = copy.deepcopy(case.model)
@@ -71,15 +83,13 @@ def _planned_once(rank: int, store: str, report: str) -> None:
         gm = remat.lower(remat.Program.from_json(text[0]), case.model)
         gradients = []
         for module in (eager, gm):
-            wrapped = torch.nn.parallel.DistributedDataParallel(module)
+            wrapped = DistributedDataParallel(module)
             torch.manual_seed(7 + rank)
             wrapped(**case.kwargs).loss.backward()
-            gradients.append([p.grad for p in module.parameters() if p.grad is not None])
+            gradients.append(_gradients(module))
         equal = all(torch.allclose(a, b) for a, b in zip(*gradients, strict=True))
         assert gm.program is not None
         Path(f"{report}.{rank}").write_text(f"{equal} {hash_of(gm.program)}")
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.slow
@@ -91,8 +101,7 @@ def test_one_plan_for_all_ranks(tmp_path: Path) -> None:
 
 
 def _block_by_block(rank: int, store: str, report: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    try:
+    with _group(rank, store):
         torch.manual_seed(0)
         model = Net([Block(32) for _ in range(4)])
         eager = copy.deepcopy(model)
@@ -119,13 +128,11 @@ def _block_by_block(rank: int, store: str, report: str) -> None:
                 wrapped.zero_grad(set_to_none=True)
                 torch.manual_seed(seed)
                 wrapped(ids).loss.backward()
-            gradients.append([p.grad for p in module.parameters() if p.grad is not None])
+            gradients.append(_gradients(module))
         equal = all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
         (plan,) = remat.plans(model)
         within = plan.peak_bytes <= plan.budget_bytes
         Path(f"{report}.{rank}").write_text(f"{equal} {within} {','.join(log)}")
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.slow

@@ -246,6 +246,18 @@ def test_new_shapes_are_planned_anew_and_it_is_said(caplog: pytest.LogCaptureFix
     assert "planned anew" in caplog.text
 
 
+def test_a_module_that_was_exchanged_is_planned_for() -> None:
+    """In sizes that are known, and in others."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    gm = optimized(model, "100%")
+    for part in (nn.ReLU(), nn.Tanh(), nn.GELU()):
+        model[1] = part
+        for rows in (4, 6, 9):
+            case = Case(model, (torch.randn(rows, 8),), loss=lambda out: out.square().sum())
+            assert_same(run_step(gm, case), eager_step(case), tolerance=0.0)
+
+
 def test_other_sizes_use_the_plan_again(caplog: pytest.LogCaptureFixture) -> None:
     model = Mlp(dropout=0.0)
     gm = optimized(model, "95%", (torch.randn(64, 32),))

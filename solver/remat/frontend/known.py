@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from remat.allocator.fitting import has_expandable_segments
 from remat.allocator.prediction import is_on_cuda, predict, with_prediction
@@ -97,7 +98,7 @@ class Known:
     def _stats(self, why: str) -> Stats:
         return {"strategy": why, "cost_source": self.trace.cost_source}
 
-    @property
+    @cached_property
     def _baseline_bytes(self) -> int:
         graph = self.trace.graph()
         return simulate(graph, Schedule.keep_all(graph)).peak_bytes

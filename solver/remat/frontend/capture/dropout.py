@@ -90,7 +90,8 @@ def _scaled(x: Tensor, mask: Tensor, scale: float) -> Tensor:
 
 def _order(*tensors: Tensor) -> list[int]:
     """The dimensions in the order in which an operation on all of these, element by element, lays
-    its result out in memory."""
+    its result out in memory. It is the same whatever numbers symbols stand for, which are 2 at
+    least."""
     with _disable_current_modes():
         layouts = [([*map(hint, t.shape)], [*map(hint, t.stride())]) for t in tensors]
         alike = [torch.empty_strided(*layout, device="meta") for layout in layouts]

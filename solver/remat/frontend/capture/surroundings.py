@@ -121,9 +121,7 @@ def attributes_of(model: nn.Module) -> Iterator[dict[str, str]]:
         for module, were in before:
             for name, now in list(module.__dict__.items()):
                 was = were.get(name, _ABSENT)
-                if now is was or (
-                    isinstance(now, _PLAIN) and type(now) is type(was) and now == was
-                ):
+                if now is was or _is_same_value(now, was):
                     continue
                 changed[name] = type(module).__name__
                 if not any(isinstance(leaf, _OF_CAPTURES) for leaf in tree_leaves(now)):
@@ -133,8 +131,11 @@ def attributes_of(model: nn.Module) -> Iterator[dict[str, str]]:
                     module.__dict__[name] = was
 
 
+def _is_same_value(one: object, other: object) -> bool:
+    return isinstance(one, (bool, int, float, str)) and type(one) is type(other) and one == other
+
+
 _ABSENT = object()
-_PLAIN = (bool, int, float, str, tuple)
 _OF_CAPTURES = (FakeTensor, FunctionalTensor, torch.SymInt, torch.SymFloat, torch.SymBool)
 
 

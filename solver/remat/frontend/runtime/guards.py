@@ -39,6 +39,7 @@ class Signature(NamedTuple):
     structure: Structure
     inputs: tuple[TensorKey, ...]
     parameters: tuple[TensorKey, ...]
+    modules: tuple[str, ...]
     training: bool
     training_exceptions: tuple[str, ...]
     autocast: tuple[str, ...]
@@ -82,6 +83,8 @@ class Watch:
         modules = dict(self.model.named_modules())
         self._names, self._modules = list(modules), list(modules.values())
         self.parameters = list(self.model.parameters())
+        kinds = map(type, self._modules)  # by name: not all classes can be pickled
+        self.kinds = tuple(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds)
         self._parts = self._found_parts()
         self._kept: tuple[object, ...] = ()
         self._keys: tuple[TensorKey, ...] = ()
@@ -138,6 +141,7 @@ def signature(watch: Watch, structure: Structure, leaves: Sequence[torch.Tensor]
         structure=structure,
         inputs=tuple(tensor_key(t) for t in leaves),
         parameters=watch.parameter_keys(),
+        modules=watch.kinds,
         training=watch.model.training,
         training_exceptions=watch.training_exceptions(),
         autocast=autocast_modes(),
