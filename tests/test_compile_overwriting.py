@@ -53,7 +53,7 @@ def test_inductor_does_what_was_foreseen(
     options = {"budget": "90%", "time_limit": 5.0}
     (compiled,) = plans_of({"backend": "remat", "options": options}, make())
     ours = {each for each in foreseen if each[0] in graphs}
-    assert len({graph for graph, _, _ in ours}) == 2  # forward and backward
+    assert len({graph for graph, _, _ in ours}) >= 2  # forward and backward, of each round
     assert ours <= done
     operations = compiled.plan.graph.operations
     assert not any(o.overwrites for o in operations if o.recomputable or not o.backward)

@@ -59,7 +59,7 @@ def test_planning_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert plan.title == title
     begun, found, solved = caplog.messages
     assert begun.startswith(f"{title}: planning ")
-    assert begun.endswith(" nodes within min")
+    assert begun.endswith(" operations within min")
     assert f"{title}: " in found
     assert " operations in forward, " in found
     assert f"{title}: solved in " in solved

@@ -22,7 +22,7 @@ from remat.frontend.compile.naming import compiled_now, number_now
 from remat.frontend.compile.options import NO_MODEL, CompileOptions, read_options
 from remat.frontend.compile.outside import ModelBytes
 from remat.frontend.compile.partition import Partitioner
-from remat.frontend.compile.plans import compiled_plans, remember
+from remat.frontend.compile.plans import NOTHING, Lesson, compiled_plans, remember
 from remat.frontend.compile.verify import OverBudget
 from remat.frontend.compile.versions import (
     backward_at_once,
@@ -151,7 +151,7 @@ def _with_inductor(asked: _Asked) -> Any:
     key = kept.key_of(asked.gm, asked.inputs, uuid)
     known = kept.find(key)
     before = kept.hits()
-    code, partitioner = _in_rounds(asked, known.less_bytes if known else 0)
+    code, partitioner = _in_rounds(asked, known.lesson if known else NOTHING)
     if partitioner.made is None and kept.hits() > before:
         if known is not None:
             if known.compiled is not None:
@@ -161,13 +161,13 @@ def _with_inductor(asked: _Asked) -> Any:
             return code
         with kept.nothing_kept():  # the plan's file is gone
             code, partitioner = _in_rounds(asked)
-    kept.keep(key, kept.Kept(partitioner.made, partitioner.less_bytes))
+    kept.keep(key, kept.Kept(partitioner.made, partitioner.lesson))
     return code
 
 
-def _in_rounds(asked: _Asked, less_bytes: int = 0) -> tuple[Any, Partitioner]:
-    """Plans, and plans again for so much less as Inductor's kernels take too much. The code, and
-    who made the plan, if one was made."""
+def _in_rounds(asked: _Asked, lesson: Lesson = NOTHING) -> tuple[Any, Partitioner]:
+    """Plans, and plans again with what Inductor's kernels show, where they take too much. The code,
+    and who made the plan, if one was made."""
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.virtualized import V
 
@@ -177,7 +177,7 @@ def _in_rounds(asked: _Asked, less_bytes: int = 0) -> tuple[Any, Partitioner]:
 
     over, made = None, 0
     while made < _ROUNDS:
-        partitioner = Partitioner.of_backend(asked.options, asked.group, less_bytes, made + 1)
+        partitioner = Partitioner.of_backend(asked.options, asked.group, lesson, made + 1)
         try:
             with backward_at_once(), several_to_a_file():
                 code = compile_fx(
@@ -198,13 +198,20 @@ def _in_rounds(asked: _Asked, less_bytes: int = 0) -> tuple[Any, Partitioner]:
             if over is None:
                 raise
             made += 1
-            # The next plan's kernels take a little more or less again.
-            less_bytes += over.excess_bytes + over.excess_bytes // 16
-            logger.info("planned again for so much less: %s", over)
+            lesson = _learned(lesson, over)
+            logger.info("planned again: %s", over)
         else:
             return code, partitioner
     assert over is not None
     raise _too_small(over, made, asked.options)
+
+
+def _learned(before: Lesson, over: OverBudget) -> Lesson:
+    """What to plan again with: first what is not in place, which says which schedules take more;
+    then a budget so much smaller, and a little more, as the next kernels are others again."""
+    if not over.apart <= before.apart:
+        return before._replace(apart=before.apart | over.apart)
+    return before._replace(less_bytes=before.less_bytes + over.excess_bytes * 17 // 16)
 
 
 def _too_small(over: OverBudget, rounds: int, options: CompileOptions) -> InfeasibleBudget:
@@ -214,7 +221,7 @@ def _too_small(over: OverBudget, rounds: int, options: CompileOptions) -> Infeas
     beside = f", with {format_bytes(beside_bytes)} beside this graph" if beside_bytes else ""
     held = held_at_peak(compiled.plan.graph, compiled.plan.schedule)
     return InfeasibleBudget(
-        f"{compiled.title}: {over}, after {rounds} plans, each for less; raise the budget to "
+        f"{compiled.title}: {over}, after {rounds} plans; raise the budget to "
         f"{peak_bytes:,} bytes{beside}. As planned, {held}.",
         min_feasible_bytes=peak_bytes,
     )

@@ -7,7 +7,7 @@ one such input is named, that most surely dies there; whether it does is up to t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from remat.graph import Graph
@@ -30,6 +30,17 @@ def with_overwrites(graph: Graph, over: Mapping[int, Sequence[int]]) -> Graph:
                 free.remove(first)
                 chosen.append(first)
         operations[op] = replace(operation, overwrites=tuple(sorted(chosen)))
+    return replace(graph, operations=tuple(operations))
+
+
+def without_overwrites(graph: Graph, apart: Collection[str]) -> Graph:
+    """The graph in which operations with an output `apart`, by name, write over nothing."""
+    operations = (
+        replace(operation, overwrites=())
+        if any(graph.values[made].name in apart for made in operation.outputs)
+        else operation
+        for operation in graph.operations
+    )
     return replace(graph, operations=tuple(operations))
 
 

@@ -25,23 +25,23 @@ from torch._dynamo.utils import counters
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from remat.errors import RematError
-from remat.frontend.compile.plans import CompiledPlan
+from remat.frontend.compile.plans import NOTHING, CompiledPlan, Lesson
 from remat.plan import Plan
 
-_FORMAT = 1
-_APART = ("plan", "held_names", "module", "compile_id", "group", "number")
+_FORMAT = 2
+_OTHERWISE = ("plan", "held_names", "module", "compile_id", "group", "number")
 """Fields that are written otherwise, or that belong to one process."""
 
-_FIELDS = [field.name for field in fields(CompiledPlan) if field.name not in _APART]
+_FIELDS = [field.name for field in fields(CompiledPlan) if field.name not in _OTHERWISE]
 
 
 @dataclass(frozen=True)
 class Kept:
-    """What a compilation made: a plan for a budget less so many bytes, or None for a graph that
-    needs none."""
+    """What a compilation made: a plan, with what it took to make one that fits, or None for a graph
+    that needs none."""
 
     compiled: CompiledPlan | None
-    less_bytes: int = 0
+    lesson: Lesson = NOTHING
 
 
 def key_of(gm: fx.GraphModule, inputs: Sequence[object], uuid: str) -> str:
@@ -70,7 +70,8 @@ def find(key: str) -> Kept | None:
         own = {name: found[name] for name in _FIELDS}
         names = frozenset(map(str, found["held_names"]))
         plan = Plan.from_json(found["plan"])
-        return Kept(CompiledPlan(plan, held_names=names, **own), int(data["less_bytes"]))
+        lesson = Lesson(int(data["less_bytes"]), frozenset(map(str, data["apart"])))
+        return Kept(CompiledPlan(plan, held_names=names, **own), lesson)
     except (OSError, ValueError, KeyError, TypeError, RematError):
         return None
 
@@ -78,7 +79,8 @@ def find(key: str) -> Kept | None:
 def keep(key: str, kept: Kept) -> None:
     """Write it. Where that fails, a later process plans again."""
     compiled = kept.compiled
-    data: dict[str, Any] = {"compiled": None, "less_bytes": kept.less_bytes}
+    less_bytes, apart = kept.lesson
+    data: dict[str, Any] = {"compiled": None, "less_bytes": less_bytes, "apart": sorted(apart)}
     if compiled is not None:
         data["compiled"] = {name: getattr(compiled, name) for name in _FIELDS} | {
             "plan": compiled.plan.to_json(),

@@ -20,6 +20,7 @@ from remat.frontend.compile import progress
 from remat.frontend.compile.costs import Prices
 from remat.frontend.compile.explained import explained
 from remat.frontend.compile.graph import Step, leaving_room, read
+from remat.frontend.compile.in_place import without_overwrites
 from remat.frontend.compile.inlined import inlined
 from remat.frontend.compile.joint import Joint, rejoined
 from remat.frontend.compile.kernels import Holding
@@ -27,7 +28,15 @@ from remat.frontend.compile.naming import compiled_now, number_now
 from remat.frontend.compile.nodes import node_bytes, source
 from remat.frontend.compile.options import CompileOptions, read_options
 from remat.frontend.compile.outside import allocated_share, outside_bytes
-from remat.frontend.compile.plans import CompiledPlan, forget, held_by_others, remember, titled
+from remat.frontend.compile.plans import (
+    NOTHING,
+    CompiledPlan,
+    Lesson,
+    forget,
+    held_by_others,
+    remember,
+    titled,
+)
 from remat.frontend.compile.progress import Listening
 from remat.frontend.compile.regions import Region, find_regions
 from remat.frontend.compile.sizes import bound, bound_by_call
@@ -68,11 +77,15 @@ class Partitioner(CustomPartitionerFn):
         self._set(own)
 
     def _set(
-        self, options: CompileOptions, group: object = None, less_bytes: int = 0, rounds: int = 1
+        self,
+        options: CompileOptions,
+        group: object = None,
+        lesson: Lesson = NOTHING,
+        rounds: int = 1,
     ) -> None:
         self.options = options
         self.group = group
-        self.less_bytes = less_bytes
+        self.lesson = lesson
         self.rounds = rounds
         self.module = self.compile_id = ""
         self._began = 0.0
@@ -81,11 +94,11 @@ class Partitioner(CustomPartitionerFn):
 
     @classmethod
     def of_backend(
-        cls, options: CompileOptions, group: object, less_bytes: int = 0, rounds: int = 1
+        cls, options: CompileOptions, group: object, lesson: Lesson = NOTHING, rounds: int = 1
     ) -> Partitioner:
-        """For a budget less so many bytes; graphs of one `group` share it."""
+        """For a budget that the graphs of one `group` share."""
         found = cls.__new__(cls)
-        found._set(options, group, less_bytes, rounds)
+        found._set(options, group, lesson, rounds)
         return found
 
     def settings(self) -> dict[str, Any]:
@@ -135,7 +148,8 @@ class Partitioner(CustomPartitionerFn):
         began = self._began = time.perf_counter()
         self.module, self.compile_id = compiled_now(), number_now()
         title = titled(self.module, self.compile_id)
-        progress.begun(title, len(gm.graph.nodes), self.options, self.less_bytes)
+        operations = sum(node.op == "call_function" for node in gm.graph.nodes)
+        progress.begun(title, operations, self.options, self.lesson)
         is_held = self.options.inductor
         is_bounded = bound(gm.graph.find_nodes(op="placeholder"))
         joint = rejoined(gm, joint_inputs, num_fwd_outputs, static, inductor=is_held)
@@ -145,6 +159,7 @@ class Partitioner(CustomPartitionerFn):
         step, compiled = self._solved(joint, regions, prices, is_bounded)
         progress.solved(compiled)
         halves = write(step, compiled, num_fwd_outputs, static or (), held=is_held)
+        compiled.operations = operations
         compiled.planned_s = time.perf_counter() - began
         remember(compiled)
         self.made = compiled
@@ -163,8 +178,8 @@ class Partitioner(CustomPartitionerFn):
             return step, self._solution(step)
 
     def _solution(self, step: Step) -> CompiledPlan:
-        graph, joint = step.graph, step.joint
-        keep_all = simulate(graph, Schedule.keep_all(graph))
+        joint = step.joint
+        keep_all = simulate(step.graph, Schedule.keep_all(step.graph))
         # Of small graphs that of our order may be the larger one.
         baseline_bytes = max(_as_inductor_runs(step), keep_all.peak_bytes)
         kept = step.held.union(map(source, joint.saved))
@@ -174,6 +189,8 @@ class Partitioner(CustomPartitionerFn):
         if self.options.budget.size_bytes is not None:
             beside_bytes += outside_bytes(step, self.options.model, others.held_bytes)
         saved_bytes = sum(map(node_bytes, kept))
+        graph = without_overwrites(step.graph, self.lesson.apart)
+        step = replace(step, graph=graph)
         plan = None
         if asked_bytes is not None and self.options.budget.size_bytes is None:
             share_bytes = asked_bytes * saved_bytes // (baseline_bytes + others.baseline_bytes)
@@ -197,7 +214,7 @@ class Partitioner(CustomPartitionerFn):
     def _plan(self, graph: Graph, asked_bytes: int | None, beside_bytes: int) -> Plan:
         if asked_bytes is None:
             return self._solve(graph, "min")
-        left_bytes = asked_bytes - beside_bytes - self.less_bytes
+        left_bytes = asked_bytes - beside_bytes - self.lesson.less_bytes
         beside_bytes += self.options.reserve_bytes  # which `asked_bytes` are without
         if left_bytes <= 0:
             raise InfeasibleBudget(
@@ -232,7 +249,8 @@ class Partitioner(CustomPartitionerFn):
     def uuid(self) -> str:
         """For torch's caches: all that decides a plan."""
         others = held_by_others(self.group)
-        own = (self.options, self.less_bytes, others, self.group is None)
+        lesson = (self.lesson.less_bytes, *sorted(self.lesson.apart))
+        own = (self.options, *lesson, others, self.group is None)
         return f"remat {VERSION} {own!r} {allocated_share(self.options.budget.size_bytes)}"
 
 

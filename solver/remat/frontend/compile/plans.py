@@ -21,7 +21,8 @@ class CompiledPlan:
 
     `module` is what was compiled: the class of the module, or the name of the function; with the
     line from which on, after a graph break; "" where torch does not tell. `compile_id` is the
-    number of the compilation in torch's own logs.
+    number of the compilation in torch's own logs, `operations` what torch traced, before kernels
+    were made of it.
     `budget_bytes` is what was asked for less the `others_bytes` that other graphs of the step hold
     meanwhile, None for "min"; `plan` is for so much less as the kernels that Inductor made of
     earlier ones took more (`rounds`). `verified_bytes` is the peak of its own kernels and buffers,
@@ -49,6 +50,7 @@ class CompiledPlan:
     baseline_saved_bytes: int = 0
     group: object = None
     rounds: int = 1
+    operations: int = 0
     planned_s: float = 0.0
     verified: dict[str, int] = field(default_factory=dict[str, int])
     number: int = field(default_factory=lambda: next(_NUMBERS))
@@ -75,6 +77,18 @@ class CompiledPlan:
 def titled(module: str, compile_id: str) -> str:
     """A name for both, also where torch tells none."""
     return f"{module or 'a graph'} [{compile_id}]" if compile_id else module or "a graph"
+
+
+class Lesson(NamedTuple):
+    """What Inductor's kernels of earlier plans showed: plan for so many bytes less, and with memory
+    of their own for the tensors `apart`, named by their nodes: no kernel wrote these over what it
+    read, as was planned."""
+
+    less_bytes: int = 0
+    apart: frozenset[str] = frozenset()
+
+
+NOTHING = Lesson()
 
 
 class Others(NamedTuple):

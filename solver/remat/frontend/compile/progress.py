@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from remat.budget import format_bytes, format_seconds
-from remat.frontend.compile.plans import CompiledPlan
+from remat.frontend.compile.plans import CompiledPlan, Lesson
 from remat.progress import Progress, ProgressCallback
 from remat.report.standing import standing
 
@@ -30,10 +30,14 @@ logger = logging.getLogger("remat")
 _ERASE = "\r\x1b[2K"
 
 
-def begun(title: str, nodes: int, options: CompileOptions, less_bytes: int) -> None:
+def begun(title: str, operations: int, options: CompileOptions, lesson: Lesson) -> None:
     """Planning starts."""
-    less = f" less {format_bytes(less_bytes)}" if less_bytes else ""
-    logger.info("%s: planning %d nodes within %s%s", title, nodes, options.budget.given, less)
+    less = f" less {format_bytes(lesson.less_bytes)}" if lesson.less_bytes else ""
+    if lesson.apart:
+        less += f", {len(lesson.apart)} in place no more"
+    logger.info(
+        "%s: planning %d operations within %s%s", title, operations, options.budget.given, less
+    )
 
 
 def found(title: str, joint: Joint, regions: Sequence[Region], took_s: float) -> None:

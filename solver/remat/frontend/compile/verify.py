@@ -8,7 +8,8 @@ generated: what a kernel reads and what it writes are there while it runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -37,7 +38,9 @@ from remat.frontend.compile.versions import SchedulerPass
 class OverBudget(Exception):
     """The kernels of a plan take more than was asked for."""
 
-    def __init__(self, compiled: CompiledPlan, peak_bytes: int, budget_bytes: int) -> None:
+    def __init__(
+        self, compiled: CompiledPlan, peak_bytes: int, budget_bytes: int, apart: Collection[str]
+    ) -> None:
         super().__init__(
             f"Inductor's kernels take {format_bytes(peak_bytes)} where "
             f"{format_bytes(budget_bytes)} were asked for "
@@ -45,6 +48,7 @@ class OverBudget(Exception):
         )
         self.compiled = compiled
         self.excess_bytes = peak_bytes - budget_bytes
+        self.apart = frozenset(apart)
 
 
 class Verifier(SchedulerPass):
@@ -71,12 +75,27 @@ class Verifier(SchedulerPass):
         progress.verified(compiled, half)
         budget_bytes = compiled.budget_bytes
         if budget_bytes is not None and peak_bytes > budget_bytes:
-            raise OverBudget(compiled, peak_bytes, budget_bytes)
+            raise OverBudget(compiled, peak_bytes, budget_bytes, _apart(nodes, compiled, held))
         return nodes
 
     def uuid(self) -> str:
         """For Inductor's cache: code that comes from there is not verified again."""
         return self._of
+
+
+def _apart(nodes: Sequence[Any], compiled: CompiledPlan, held: Collection[str]) -> set[str]:
+    """What was planned to be written over what it is made of, and is not."""
+    over = overwritten(nodes, donated().difference(held))
+    graph, runs = compiled.plan.graph, compiled.plan.schedule.runs
+    planned: Counter[int] = Counter()
+    for node in nodes:
+        in_place = sum(buffer.get_name() in over for buffer in node.get_outputs())
+        for number, run in runs_of(node):
+            if number == compiled.number:
+                planned[runs[run]] += in_place
+    operations = ((graph.operations[op], found) for op, found in planned.items())
+    missed = (o for o, found in operations if found < len(o.overwrites))
+    return {graph.values[v].name for operation in missed for v in operation.outputs}
 
 
 def live_peak_bytes(
