@@ -45,6 +45,22 @@ def test_views_and_in_place_operations_take_nothing() -> None:
         assert len(views) == 7
 
 
+def test_storages_that_are_resized_by_hand_are_followed() -> None:
+    """As FSDP2 frees and fills what it gathers, also of what was there before."""
+    before = torch.zeros(64)
+    with LiveStorageMeter() as meter:
+        made = torch.zeros(128)
+        made.untyped_storage().resize_(0)
+        assert (meter.live_bytes, meter.peak_bytes) == (0, 512)
+        made.untyped_storage().resize_(512)
+        before.untyped_storage().resize_(0)
+        assert meter.live_bytes == 512 - 256
+        del made
+        assert meter.live_bytes == -256
+    before.untyped_storage().resize_(256)
+    assert meter.live_bytes == -256
+
+
 def test_tuples_resizes_and_reuse_of_addresses() -> None:
     with LiveStorageMeter() as meter:
         values, indices = torch.zeros(256).max(dim=0, keepdim=True)

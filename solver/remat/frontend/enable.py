@@ -21,6 +21,7 @@ from remat.budget import Budget, format_bytes, is_auto
 from remat.costs.roofline import Roofline
 from remat.errors import InfeasibleBudget, TraceError, nearest
 from remat.frontend.blocks.planner import AUTO, BLOCKS, MODEL, SCOPES, ScopedPlanner
+from remat.frontend.blocks.sharded import check_whole, here, is_sharded
 from remat.frontend.capture.trace import check_differentiable, normalise_inputs
 from remat.frontend.costs.cache import CostCache
 from remat.frontend.entries import Entry, Kept
@@ -75,8 +76,9 @@ def enable(
     Raises `TraceError` where the model is enabled, optimised, compiled or sharded already,
     `InfeasibleBudget` where its parameters alone do not fit, and what `remat.optimize` raises.
     """
-    _refuse(model)
-    _check_scope(options.get("scope", MODEL))
+    scope = options.get("scope", MODEL)
+    _check_scope(scope)
+    _refuse(model, scope)
     if unknown := sorted(options.keys() - Options.__annotations__.keys()):
         known = ", ".join(Options.__annotations__)
         raise TypeError(f"enable() got an unexpected option {unknown[0]!r}; there are {known}")
@@ -198,7 +200,7 @@ def _planned(model: nn.Module) -> PlannedForward:
     return planned
 
 
-def _refuse(model: object) -> None:
+def _refuse(model: object, scope: str) -> None:
     if not isinstance(model, nn.Module):
         raise TraceError(f"expected a torch.nn.Module, got {type(model).__name__}")
     if _PLACE in model.__dict__:
@@ -213,11 +215,8 @@ def _refuse(model: object) -> None:
             "this model was compiled by torch.compile; pass the module inside (model._orig_mod), "
             'or compile it within the budget: torch.compile(model, backend="remat")'
         )
-    if any(type(p).__name__ == "DTensor" for p in model.parameters()):
-        raise TraceError(
-            f"the parameters of this {type(model).__name__} are sharded already, and a plan needs "
-            "whole ones; enable remat before sharding, block by block"
-        )
+    if scope == MODEL or not is_sharded(model):
+        check_whole(model)
 
 
 def _check_scope(scope: object) -> None:
@@ -233,8 +232,8 @@ def _refuse_less_than_parameters(model: nn.Module, budget: int | str) -> None:
     asked = None if is_auto(budget) else Budget.parse(budget).size_bytes
     if asked is None:
         return
-    held_bytes = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
-    held_bytes += sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    held_bytes = sum(here(t).nbytes for t in (*model.parameters(), *model.buffers()))
+    held_bytes += sum(here(p).nbytes for p in model.parameters() if p.requires_grad)
     if asked < held_bytes:
         raise InfeasibleBudget(
             f"a budget of {format_bytes(asked)} is less than the parameters, their gradients and "

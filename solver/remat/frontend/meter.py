@@ -8,9 +8,10 @@ kernel allocates and frees inside itself.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.profiler
@@ -51,7 +52,13 @@ class LiveStorageMeter(TorchDispatchMode):
 
     def __enter__(self) -> Self:
         super().__enter__()
+        self._resized = _following(self)
+        self._resized.__enter__()
         return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._resized.__exit__(*error)
+        super().__exit__(*error)
 
     def reset_peak(self) -> None:
         """Let the peak be what is live now."""
@@ -92,11 +99,36 @@ class LiveStorageMeter(TorchDispatchMode):
 
         self._watchers[address] = weakref.ref(storage, died)
 
+    def resized(self, change_bytes: int, storage: torch.UntypedStorage) -> None:
+        """A storage was resized, by no operation."""
+        if storage._cdata in self._sizes:
+            self._sizes[storage._cdata] += change_bytes
+        self.live_bytes += change_bytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
     def _resize(self, storage: torch.UntypedStorage) -> None:
         """`resize_` grows a storage in place."""
         change = storage.nbytes() - self._sizes[storage._cdata]
         self._sizes[storage._cdata] += change
         self.live_bytes += change
+
+
+@contextmanager
+def _following(meter: LiveStorageMeter) -> Iterator[None]:
+    """Storages that are resized by hand are followed: so FSDP2 frees what it has gathered."""
+    own = torch.UntypedStorage.resize_
+
+    def resize_(storage: torch.UntypedStorage, size_bytes: int) -> Any:
+        before = storage.nbytes()
+        done = own(storage, size_bytes)
+        meter.resized(storage.nbytes() - before, storage)
+        return done
+
+    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = own  # type: ignore[method-assign]
 
 
 def unique_bytes(tensors: Iterable[torch.Tensor]) -> int:

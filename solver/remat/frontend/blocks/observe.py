@@ -23,10 +23,18 @@ from remat.blockwise.step import Event, Way
 from remat.errors import TraceError, one_line
 from remat.frontend.blocks.gauge import Gauge, gauge
 from remat.frontend.blocks.measured import gets_gradient, measured_ways
+from remat.frontend.blocks.sharded import (
+    begin_forward,
+    end_forward,
+    here,
+    is_sharded,
+    sharded_parameters,
+)
 from remat.frontend.blocks.sites import Site, trained
 from remat.frontend.blocks.swapped import replaced
 from remat.frontend.capture.flat import differentiated
 from remat.frontend.capture.surroundings import restored
+from remat.frontend.meter import unique_bytes
 from remat.frontend.pytree import flatten
 from remat.frontend.runtime.guards import Call, Signature, Watch, signature
 
@@ -76,9 +84,12 @@ def observe(
             stack.enter_context(gauge(device)),
             _constant_bytes(model, call),
             {id(s.module) for s in measured},
+            is_sharded(model),
         )
+        if found.is_sharded:
+            stack.enter_context(_as_in_a_forward(model, call))
         with replaced({s.module: found.wrapped(s) for s in sites}):
-            outputs = [model.forward(*call.args, **call.kwargs)]
+            outputs = [end_forward(model, call.args, model.forward(*call.args, **call.kwargs))]
         if not found.calls:
             raise TraceError(
                 f"no block of this {type(model).__name__} is called in its forward, of "
@@ -93,6 +104,8 @@ class _Step:
     gauge: Gauge
     constant_bytes: int
     measured: set[int]
+    is_sharded: bool = False
+    """Then the gradients of blocks are there as well, of zeros: FSDP2 reduces them."""
     calls: list[SeenCall] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     held: set[StorageWeakRef] = field(default_factory=set)
@@ -115,6 +128,7 @@ class _Step:
             self._event("forward", number, self.gauge.live())
             given, shape = tree_flatten((args, kwargs))
             anchor = torch.zeros((), requires_grad=True, device=_device(given))
+            parameters = trained([site]) if self.is_sharded else []
             made: list[Any] = []
 
             def run(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -126,7 +140,9 @@ class _Step:
                 return tuple(x for x in leaves if isinstance(x, torch.Tensor))
 
             tensors = [x for x in given if isinstance(x, torch.Tensor)]
-            results = iter(_Passing.apply(self, number, run, anchor, *tensors))
+            results = iter(
+                _Passing.apply(self, number, run, len(tensors), anchor, *tensors, *parameters)
+            )
             leaves, outer = made
             self.gauge.peak()
             whole = [next(results) if isinstance(x, torch.Tensor) else x for x in leaves]
@@ -173,6 +189,10 @@ class _Step:
         self.held = {ref for ref in seen if not ref.expired()}
         tangents = [torch.ones_like(t) for t in ends]
         self._outside()
+        if self.is_sharded:
+            torch.autograd.backward(ends, tangents)
+            self._outside()
+            return
         # Nobody gets these gradients: they are there to the end, as those in `.grad` are.
         anchors = [*outside, *self.anchors]
         found = torch.autograd.grad(ends, anchors, tangents, allow_unused=True)
@@ -190,6 +210,8 @@ class _Step:
         # What nobody else holds is counted in the block, until it has read it.
         own_bytes = sum(size for ref, size in sizes.items() if ref.expired())
         self._event("backward", number, live_bytes - own_bytes)
+        if self.is_sharded:
+            return
         own = [p for p in trained([self.calls[number].site]) if p.grad is None]
         # Autograd adds two gradients up to a third.
         self._adding_bytes = 2 * sum(p.nbytes for p in own if id(p) in self._gradients)
@@ -214,13 +236,20 @@ class _Passing(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, step: _Step, number: int, run: Callable[..., Any], anchor: Any, *tensors: Any
+        ctx: Any,
+        step: _Step,
+        number: int,
+        run: Callable[..., Any],
+        count: int,
+        anchor: Any,
+        *tensors: Any,
     ) -> Any:
+        """The first `count` tensors are the block's inputs, the others its parameters."""
         ctx.set_materialize_grads(False)
         ctx.step, ctx.number = step, number
         ctx.given = [(t.shape, t.dtype, t.device) if gets_gradient(t) else None for t in tensors]
         step.anchors.append(anchor)
-        results = run(*tensors)
+        results = run(*tensors[:count])
         whole = (t for t in results if not t.is_floating_point() and not t.is_complex())
         ctx.mark_non_differentiable(*whole)
         return results
@@ -235,7 +264,7 @@ class _Passing(torch.autograd.Function):
             for given in ctx.given
         ]
         ctx.step.gauge.peak()
-        return None, None, None, None, *zeros
+        return None, None, None, None, None, *zeros
 
 
 def _ends(outputs: Any, differentiate: str | Sequence[str]) -> list[torch.Tensor]:
@@ -262,7 +291,24 @@ def _constant_bytes(model: nn.Module, call: Call) -> int:
     """Parameters, buffers, batch, and the gradients that are there already."""
     own = [*model.parameters(), *model.buffers(), *call.leaves]
     own += [p.grad for p in model.parameters() if p.grad is not None]
-    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in own}.values())
+    return unique_bytes(map(here, (*own, *sharded_parameters(model))))
+
+
+@contextmanager
+def _as_in_a_forward(model: nn.Module, call: Call) -> Iterator[None]:
+    """Within the forward of a model that FSDP2 has sharded, and afterwards still so: a backward
+    inside of it ends what a forward begins. Gradients are as before afterwards."""
+    own = {id(p): p for p in (*sharded_parameters(model), *model.parameters())}
+    before = [(p, p.grad) for p in own.values()]
+    for parameter, _ in before:
+        parameter.grad = None
+    begin_forward(model, call.args, call.kwargs)
+    try:
+        yield
+    finally:
+        for parameter, gradient in before:
+            parameter.grad = gradient
+        begin_forward(model, call.args, call.kwargs)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from remat.errors import DocumentError, TraceError
 from remat.frontend.blocks.observe import Observation, SeenCall
 from remat.frontend.blocks.running import PlannedCall, ReadyBlocks
 from remat.frontend.blocks.settled import settled
+from remat.frontend.blocks.sharded import check_whole, here, is_sharded
 from remat.frontend.blocks.swapped import checkpointing_off
 from remat.frontend.blocks.ways import PlannedWay, Ways, reason
 from remat.frontend.device_memory import left_on
@@ -125,7 +126,8 @@ def _budget_bytes(options: OptimizeOptions, baseline_bytes: int, model: nn.Modul
         device = next(p.device for p in model.parameters())
         own = [*model.parameters(), *model.buffers()]
         own += [p.grad for p in model.parameters() if p.grad is not None]
-        return left_on(device, unique_bytes(own), missing_bytes=left.missing_bytes).budget_bytes
+        own_bytes = unique_bytes(map(here, own))
+        return left_on(device, own_bytes, missing_bytes=left.missing_bytes).budget_bytes
     budget = options.budget
     if left.total_bytes:
         budget = Budget.parse(less_reserve(budget, left.total_bytes))
@@ -163,7 +165,10 @@ class ScopedPlanner(Planner):
 
     def _plan(self, model: nn.Module, call: Call, key: Signature) -> Entry:
         why = ""
-        if self.options.scope != BLOCKS:
+        if self.options.scope == AUTO and is_sharded(model):
+            why = "its parameters are sharded"
+        elif self.options.scope != BLOCKS:
+            check_whole(model)
             try:
                 return super()._plan(model, call, key)
             except (TraceError, DocumentError) as error:

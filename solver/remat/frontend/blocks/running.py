@@ -57,31 +57,37 @@ class _Block:
         self._path = path
         self._module = module
         self._watch = Watch(module)
-        self._calls: list[tuple[PlannedCall, Ready | None]] = []
+        self._calls: list[PlannedCall] = []
+        self._ready: dict[int, Ready] = {}
         self._told = False
 
     def add(self, call: PlannedCall) -> None:
         """The next of its calls in a step."""
-        ready = None
-        if call.compiled is not None:
-            ready = Ready(call.compiled, self._module, call.plan)
-        self._calls.append((call, ready))
+        self._calls.append(call)
+
+    def _bound(self, number: int, call: PlannedCall) -> Ready:
+        """What runs as it. Made at the call: FSDP2 gathers the block's parameters just before, in
+        another type maybe."""
+        if number not in self._ready:
+            assert call.compiled is not None
+            self._ready[number] = Ready(call.compiled, self._module, call.plan)
+        return self._ready[number]
 
     def begun(self) -> Callable[..., Any]:
         """Its forward, for one step."""
-        calls = iter(self._calls)
+        calls = enumerate(self._calls)
         own = self._module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return own(*args, **kwargs)
-            planned, ready = next(calls, (None, None))
+            number, planned = next(calls, (0, None))
             if planned is not None and planned.how == AS_IT_IS:
                 return own(*args, **kwargs)
-            if ready is not None and planned is not None:
+            if planned is not None and planned.compiled is not None:
                 found = self._fitting(planned, args, kwargs)
                 if found is not None:
-                    return ready(found.leaves)
+                    return self._bound(number, planned)(found.leaves)
             if planned is None or planned.how != CHECKPOINTED:
                 self._tell()
             run = torch.utils.checkpoint.checkpoint

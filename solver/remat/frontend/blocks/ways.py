@@ -12,6 +12,7 @@ from remat.blockwise.step import Way
 from remat.documents.trace import Trace
 from remat.errors import DocumentError, RematError, TraceError
 from remat.frontend.blocks.observe import SeenCall
+from remat.frontend.blocks.sharded import gathered
 from remat.frontend.capture.trace import trace as capture
 from remat.frontend.costs.measure import measure
 from remat.frontend.operators import check_allowed
@@ -76,7 +77,8 @@ class Ways:
         ]
         args, kwargs = unflatten(key.structure, leaves)
         try:
-            traced = capture(call.site.module, args, kwargs, differentiate="all", outputs=DROPPED)
+            with gathered(module := call.site.module):
+                traced = capture(module, args, kwargs, differentiate="all", outputs=DROPPED)
             check_allowed((n.target for n in traced.nodes), self.options.namespaces)
         except (TraceError, DocumentError) as error:
             return reason(error)
