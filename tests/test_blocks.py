@@ -193,6 +193,40 @@ def test_batch_norms_count_each_step_once() -> None:
     assert peak_of(model, images) <= plan_of(model).peak_bytes
 
 
+class Normed(nn.Module):
+    """Batch norm where no capture sees it; what it returns depends on its mean if it `is_mixed`."""
+
+    def __init__(self, width: int, is_mixed: bool) -> None:
+        super().__init__()
+        self.is_mixed, self.scale = is_mixed, nn.Parameter(torch.ones(width))
+        self.register_buffer("mean", torch.zeros(width))
+        self.register_buffer("var", torch.ones(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = F.batch_norm(x, self.mean, self.var, self.scale, training=self.training)
+        if self.is_mixed:
+            made = made + self.mean.clone()
+        return x + (F.gelu(F.gelu(made)) if x.sum() < 1e9 else made)
+
+
+@pytest.mark.parametrize("is_mixed", [False, True])
+def test_what_changes_itself_and_cannot_be_captured_is_run_again_only_if_that_is_the_same(
+    is_mixed: bool,
+) -> None:
+    torch.manual_seed(0)
+    model = Net([Normed(32, is_mixed) for _ in range(4)])
+    ids = torch.randint(0, 50, (256,))
+    other = copy.deepcopy(model)
+    wanted = [step(other, ids, seed) for seed in (1, 2)]
+    enabled(model, "min", "auto")
+    for seed, each in zip((1, 2), wanted, strict=True):
+        assert_same(step(model, ids, seed), each)
+    assert ("checkpointed" in {c.how for c in plan_of(model).calls}) is not is_mixed
+    for name, buffer in other.named_buffers():
+        assert torch.equal(model.get_buffer(name), buffer), name
+    assert peak_of(model, ids) <= plan_of(model).peak_bytes
+
+
 def test_what_no_capture_sees_is_left_to_eager_mode_and_named(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -432,6 +466,20 @@ def test_calls_that_are_not_as_planned_are_checkpointed(caplog: pytest.LogCaptur
     with caplog.at_level(logging.WARNING, "remat"):
         assert_same(step(model, ids, 1), wanted)
     assert caplog.text.count("called otherwise than when the step was planned") == 3
+
+
+def test_batch_norms_of_calls_that_are_not_as_planned_count_each_step_once() -> None:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.GELU()) for _ in range(3)]
+    model, batch = nn.Sequential(*blocks), torch.randn(64, 32)
+    other = copy.deepcopy(model)
+    remat.enable(model, "min", (batch,), scope="blocks", costs=remat.Roofline("cpu"))
+    for each in (*model.children(), *other.children()):
+        setattr(each, "2", nn.SiLU())  # no longer what was captured
+    for each in (model, other):
+        each(batch).square().mean().backward()
+    for name, buffer in other.named_buffers():
+        assert torch.equal(model.get_buffer(name), buffer), name
 
 
 def test_identical_blocks_share_their_programs() -> None:

@@ -81,6 +81,26 @@ def test_the_cheapest_ways_that_fit_are_chosen(step: BlockStep, budget_bytes: in
 
 
 @settings(max_examples=30, deadline=None)
+@given(steps(), st.integers(0, 150))
+def test_calls_that_are_tied_run_in_one_way(step: BlockStep, budget_bytes: int) -> None:
+    count = min((len(options) for options in step.calls), default=0)
+    step = BlockStep(tuple(options[:count] for options in step.calls), step.events)
+    tied = [max(0, call - 2) for call in range(len(step.calls))]  # 0, 0, 0, 1
+    every = itertools.product(*(range(count) for _ in step.calls))
+    allowed = [c for c in every if all(c[i] == c[other] for i, other in enumerate(tied))]
+    found = [(peak_by_hand(step, chosen), step.time_s(chosen)) for chosen in allowed]
+    fitting = [time_s for peak, time_s in found if peak <= budget_bytes]
+    if not fitting:
+        with pytest.raises(InfeasibleBudget):
+            choose(step, budget_bytes, tied=tied)
+        return
+    chosen = choose(step, budget_bytes, tied=tied).ways
+    assert chosen in allowed
+    assert step.peak_bytes(chosen) <= budget_bytes
+    assert step.time_s(chosen) == pytest.approx(min(fitting), rel=2e-3)
+
+
+@settings(max_examples=30, deadline=None)
 @given(steps())
 def test_without_a_budget_the_peak_is_the_smallest(step: BlockStep) -> None:
     least_bytes = min(peak for peak, _ in brute(step))

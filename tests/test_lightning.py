@@ -112,3 +112,25 @@ def test_a_run_is_resumed(tmp_path: Path) -> None:
     assert runs[1].seen == runs[0].seen
     assert len(runs[1].seen) == STEPS // 2
     assert_same_weights(*runs)
+
+
+def test_a_callback_enables_the_module_for_a_fit(tmp_path: Path) -> None:
+    from remat.integrations.lightning import RematCallback
+
+    found: list[remat.Plan | remat.BlocksPlan] = []
+
+    class Looking(lightning.Callback):
+        def on_train_end(self, _: Any, module: Any) -> None:
+            found[:] = remat.plans(module.model)
+
+    eager, ours = Module(), Module()
+    trained(eager, tmp_path, max_steps=3)
+    callback = RematCallback("70%", "model", outputs="dropped", strategy=remat.Auto(gap=0.05))
+    trained(ours, tmp_path, max_steps=3, callbacks=[callback, Looking()])
+    assert ours.seen == eager.seen
+    assert all(plan.time_s > plan.baseline_time_s for plan in found)
+    assert len(found) > 0
+    with pytest.raises(remat.TraceError, match="not enabled"):
+        remat.plans(ours.model)
+    with pytest.raises(remat.TraceError, match="has no module 'models'; it has model"):
+        trained(Module(), tmp_path, max_steps=3, callbacks=[RematCallback("70%", "models")])

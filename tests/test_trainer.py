@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
 import remat
@@ -25,10 +27,13 @@ from transformers import (
     MixtralForCausalLM,
     PreTrainedModel,
     Trainer,
+    TrainerCallback,
     TrainingArguments,
     ViTConfig,
     ViTForImageClassification,
 )
+
+from remat.integrations.transformers import RematCallback
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore::UserWarning:transformers")]
 
@@ -138,6 +143,44 @@ def recomputes(plan: remat.Plan | remat.BlocksPlan) -> bool:
 
 
 slow = pytest.mark.slow
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing. is deprecated:FutureWarning")
+def test_a_callback_enables_the_model_for_a_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With room for the optimizer, whose state is there after the first step."""
+    eager = trainer(made(gpt2), tmp_path / "eager", 3, gradient_checkpointing=True)
+    eager.train()
+    model = made(gpt2)
+    callback = RematCallback("4MB", strategy=NEAR, costs=remat.Roofline("cpu"))
+    ours = trainer(model, tmp_path / "ours", 3, gradient_checkpointing=True)
+    ours.add_callback(callback)
+    found: list[remat.Plan | remat.BlocksPlan] = []
+    ours.add_callback(_Looking(found))
+    with caplog.at_level("WARNING", "remat"):
+        ours.train()
+    assert ours.seen == eager.seen
+    assert "gradient checkpointing is on in this GPT2LMHeadModel and does nothing" in caplog.text
+    state_bytes = 2 * sum(p.nbytes for p in model.parameters())
+    left_bytes = 4_000_000 - found[0].budget_bytes
+    assert state_bytes <= left_bytes <= 1.1 * state_bytes  # blocks of the allocator, and counts
+    with pytest.raises(remat.TraceError, match="not enabled"):
+        remat.plans(model)
+    ours.train()  # once more, from where it was
+    enabled = remat.enable(made(gpt2), "70%")
+    again = trainer(enabled, tmp_path / "again", 1)
+    again.add_callback(RematCallback("1KB"))
+    again.train()
+    assert len(remat.plans(enabled)) == 1
+
+
+class _Looking(TrainerCallback):
+    def __init__(self, found: list[Any]) -> None:
+        self.found = found
+
+    def on_step_end(self, *_: Any, model: Any = None, **__: Any) -> None:
+        self.found[:] = remat.plans(model)
 
 
 @pytest.mark.parametrize(
@@ -299,6 +342,30 @@ def test_a_loop_of_accelerate(options: dict[str, Any], scope: str) -> None:
     assert losses(model) == losses(eager)
     assert_same_weights(model, eager)
     assert all(recomputes(plan) for plan in remat.plans(model))
+
+
+def test_what_accelerate_compiles_is_within_the_budget() -> None:
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    from remat.integrations.accelerate import dynamo_plugin
+
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(3)]
+    model, x = nn.Sequential(*blocks), torch.randn(256, 32)
+    eager = copy.deepcopy(model)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    plugin = dynamo_plugin("60%", time_limit=2)
+    accelerator = Accelerator(cpu=True, dynamo_plugin=plugin)
+    prepared = accelerator.prepare(model)
+    before = len(remat.compiled_plans())
+    for module in (eager, prepared):
+        accelerator.backward(module(x).square().mean())
+    (made_plan,) = remat.compiled_plans()[before:]
+    assert made_plan.verified_bytes is not None
+    assert made_plan.verified_bytes <= made_plan.plan.budget_bytes
+    for mine, other in zip(model.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-5, atol=1e-8)
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from remat.batch import MaxBatch
 from remat.blockwise.plan import BlockCall, BlocksPlan
+from remat.blockwise.policies import BlockPolicy, Policies
 from remat.compare import Comparison, compare
 from remat.costs.roofline import Roofline
 from remat.documents.program import Program
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
     from remat.frontend.compile.plans import CompiledPlan, compiled_plans
     from remat.frontend.costs.cache import CostCache
     from remat.frontend.costs.measure import measure
+    from remat.frontend.emit.emit import emit
     from remat.frontend.enable import disable, enable, plans
     from remat.frontend.estimate import estimate
     from remat.frontend.max_batch import max_batch
@@ -86,6 +88,7 @@ _TORCH_SIDE = {
     "lower": "runtime.module",
     "measure": "costs.measure",
     "disable": "enable",
+    "emit": "emit.emit",
     "enable": "enable",
     "optimize": "optimize",
     "plans": "enable",
@@ -96,6 +99,7 @@ __all__ = [
     "ArticulationPoints",
     "Auto",
     "BlockCall",
+    "BlockPolicy",
     "BlocksPlan",
     "BudgetError",
     "CheckmateMilp",
@@ -123,6 +127,7 @@ __all__ = [
     "Partitioner",
     "PerBlock",
     "Plan",
+    "Policies",
     "Program",
     "Progress",
     "RecomputeAll",
@@ -146,6 +151,7 @@ __all__ = [
     "compile",
     "compiled_plans",
     "disable",
+    "emit",
     "enable",
     "estimate",
     "lower",

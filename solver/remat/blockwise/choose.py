@@ -36,13 +36,18 @@ class Choice:
     bound_s: float
 
 
-def choose(step: BlockStep, budget_bytes: int | None, threads: int = 2) -> Choice:
+def choose(
+    step: BlockStep,
+    budget_bytes: int | None,
+    threads: int = 2,
+    tied: Sequence[int] | None = None,
+) -> Choice:
     """The cheapest choice with a peak of at most `budget_bytes`; without a budget, of at most one
-    per cent above the smallest peak.
+    per cent above the smallest peak. Call c runs in the way of call `tied[c]`, if that is said.
 
     Raises `InfeasibleBudget` with the smallest peak where no choice fits.
     """
-    least_bytes = step.peak_bytes(_cheapest(step, None, threads).ways)
+    least_bytes = step.peak_bytes(_cheapest(step, None, threads, tied).ways)
     if budget_bytes is None:
         budget_bytes = int(_NEAR_MIN * least_bytes)
     if budget_bytes < least_bytes:
@@ -51,7 +56,7 @@ def choose(step: BlockStep, budget_bytes: int | None, threads: int = 2) -> Choic
             f"least, and the budget is {format_bytes(budget_bytes)}",
             min_feasible_bytes=least_bytes,
         )
-    return _cheapest(step, budget_bytes, threads)
+    return _cheapest(step, budget_bytes, threads, tied)
 
 
 def fastest(step: BlockStep) -> tuple[int, ...]:
@@ -59,20 +64,30 @@ def fastest(step: BlockStep) -> tuple[int, ...]:
     return tuple(min(range(len(o)), key=lambda w: o[w].time_s) for o in step.calls)
 
 
-def _cheapest(step: BlockStep, budget_bytes: int | None, threads: int) -> Choice:
+def _cheapest(
+    step: BlockStep, budget_bytes: int | None, threads: int, tied: Sequence[int] | None
+) -> Choice:
     """The cheapest choice for a budget that fits some; without one, that with the least peak."""
-    if budget_bytes is not None and step.peak_bytes(quick := fastest(step)) <= budget_bytes:
+    quick = fastest(step)
+    agree = all(quick[call] == quick[other] for call, other in enumerate(tied or ()))
+    if budget_bytes is not None and agree and step.peak_bytes(quick) <= budget_bytes:
         return Choice(quick, step.time_s(quick))
-    found = _solved(step, budget_bytes, 0.0, threads)
+    found = _solved(step, budget_bytes, 0.0, threads, tied)
     if budget_bytes is not None and step.peak_bytes(found.ways) > budget_bytes:
-        found = _solved(step, budget_bytes, _TOLERANCE, threads)
+        found = _solved(step, budget_bytes, _TOLERANCE, threads, tied)
     if budget_bytes is not None and step.peak_bytes(found.ways) > budget_bytes:
-        return Choice(_cheapest(step, None, threads).ways, 0.0)  # too tight for a solver
+        return Choice(_cheapest(step, None, threads, tied).ways, 0.0)  # too tight for a solver
     return found
 
 
-def _solved(step: BlockStep, budget_bytes: int | None, less: float, threads: int) -> Choice:
-    program = _Program(step, budget_bytes, less)
+def _solved(
+    step: BlockStep,
+    budget_bytes: int | None,
+    less: float,
+    threads: int,
+    tied: Sequence[int] | None,
+) -> Choice:
+    program = _Program(step, budget_bytes, less, tied or range(len(step.calls)))
     run = BulkHiGHS(gap=_GAP, time_limit=_TIME_LIMIT_S, threads=threads)
     found = run.solve(pulp_versions.read(program.problem))
     return Choice(program.chosen(), (found.bound or 0.0) * program.unit_s)
@@ -82,7 +97,9 @@ class _Program:
     """In units of the largest number of its kind, which solvers like better than bytes. The budget
     is by so many of them less than was asked for."""
 
-    def __init__(self, step: BlockStep, budget_bytes: int | None, less: float) -> None:
+    def __init__(
+        self, step: BlockStep, budget_bytes: int | None, less: float, tied: Sequence[int]
+    ) -> None:
         self.step = step
         self.unit_s = max((w.time_s for o in step.calls for w in o), default=0.0) or 1.0
         held_bytes = max((e.held_bytes for e in step.events), default=0)
@@ -98,6 +115,11 @@ class _Program:
             (f"one{c}", dict.fromkeys(runs, 1.0), pulp.LpConstraintEQ, 1.0)
             for c, runs in enumerate(self._runs)
         ]
+        for call, other in enumerate(tied):
+            pairs = zip(self._runs[call], self._runs[other], strict=True)
+            for way, (x, y) in enumerate(pairs if call != other else ()):
+                row = (f"tied{call}_{way}", {x: 1.0, y: -1.0}, pulp.LpConstraintEQ, 0.0)
+                rows.append(row)
         limit = (budget_bytes or 0) / self._unit_bytes - less
         held: dict[int, None] = {}
         for number, event in enumerate(step.events):

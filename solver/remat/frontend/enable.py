@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MethodType
@@ -34,6 +35,8 @@ from remat.frontend.runtime.step import left_alone
 from remat.plan import Plan
 from remat.progress import Progress
 from remat.strategies import Strategy
+
+logger = logging.getLogger("remat")
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -106,6 +109,11 @@ def disable(model: Model) -> Model:
     return model
 
 
+def is_enabled(model: nn.Module) -> bool:
+    """Whether `enable` was called for it, and `disable` not since."""
+    return _PLACE in model.__dict__
+
+
 def plans(model: nn.Module) -> list[Plan | BlocksPlan]:
     """The plans of an enabled model, the one that ran last at the end: a `Plan` of the whole, or a
     `BlocksPlan`. Raises `TraceError`."""
@@ -170,8 +178,19 @@ class _InPlace(ScopedPlanner):
     """Captures the model as it was."""
 
     def _plan(self, model: nn.Module, call: Call, key: Signature) -> Entry:
+        if not self.entries:
+            _tell_of_checkpointing(model)
         with _as_it_was(model):
             return super()._plan(model, call, key)
+
+
+def _tell_of_checkpointing(model: nn.Module) -> None:
+    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        logger.warning(
+            "gradient checkpointing is on in this %s and does nothing: what is computed again is "
+            "what remat plans",
+            type(model).__name__,
+        )
 
 
 @contextmanager

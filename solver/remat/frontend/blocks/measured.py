@@ -7,31 +7,58 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from remat.blockwise.step import Way
 from remat.frontend.blocks.gauge import Gauge
+from remat.frontend.blocks.sites import Site, trained
+from remat.frontend.blocks.state import Buffers
+from remat.frontend.capture.surroundings import random_numbers_restored
 
 
 def measured_ways(
     gauge: Gauge,
+    site: Site,
     run: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    parameters: Sequence[torch.Tensor],
-) -> tuple[Way, Way]:
-    """As it is, and checkpointed. Random numbers are as before afterwards."""
+) -> tuple[Way, ...]:
+    """As it is, and checkpointed, but for what does something else when it is run again, by what it
+    has changed in its buffers. Random numbers and buffers are as before afterwards."""
+    before = Buffers(site.module)
+    kept, forward_s = measured(gauge, site, run, args, kwargs)
+    if before.changed():
+        then = _outputs(run, args, kwargs)
+        before.restore()
+        now = _outputs(run, args, kwargs)
+        before.restore()
+        if not all(map(torch.equal, now, then)):
+            return (kept,)
+        gauge.peak()
+    backward_bytes = max(kept.forward_bytes, kept.backward_bytes)
+    return kept, Way(kept.time_s + forward_s, 0, kept.forward_bytes, backward_bytes)
+
+
+def measured(
+    gauge: Gauge,
+    site: Site,
+    run: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[Way, float]:
+    """How `run` runs in the place of the site's forward, and the seconds of its forward alone.
+    Random numbers are as before afterwards."""
     leaves, shape = tree_flatten((args, kwargs))
     own_leaves = [_alone(x) for x in leaves]
     own_args, own_kwargs = tree_unflatten(own_leaves, shape)
-    inputs = [t for t in (*own_leaves, *parameters) if gets_gradient(t)]
-    with torch.random.fork_rng(devices=[]):
+    inputs = [t for t in (*own_leaves, *trained([site])) if gets_gradient(t)]
+    with random_numbers_restored():
         return _measured(gauge, lambda: run(*own_args, **own_kwargs), inputs)
 
 
 def _measured(
     gauge: Gauge, run: Callable[[], Any], inputs: Sequence[torch.Tensor]
-) -> tuple[Way, Way]:
+) -> tuple[Way, float]:
     gauge.peak()
     before = gauge.live()
     began = _now_s(inputs)
@@ -50,10 +77,14 @@ def _measured(
     backward_s = _now_s(inputs) - began
     backward_bytes = gauge.peak() - before
     del found, ends, outputs
-    return (
-        Way(forward_s + backward_s, saved_bytes, forward_bytes, backward_bytes),
-        Way(2 * forward_s + backward_s, 0, forward_bytes, max(forward_bytes, backward_bytes)),
-    )
+    return Way(forward_s + backward_s, saved_bytes, forward_bytes, backward_bytes), forward_s
+
+
+def _outputs(
+    run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[torch.Tensor]:
+    with random_numbers_restored(), torch.no_grad():
+        return [t for t in tree_leaves(run(*args, **kwargs)) if isinstance(t, torch.Tensor)]
 
 
 def _now_s(tensors: Sequence[torch.Tensor]) -> float:

@@ -38,6 +38,9 @@ from remat.frontend.meter import unique_bytes
 from remat.frontend.pytree import flatten
 from remat.frontend.runtime.guards import Call, Signature, Watch, signature
 
+Look = Callable[[Gauge, Site, Callable[..., Any], tuple[Any, ...], dict[str, Any]], tuple[Way, ...]]
+"""What tells the ways of a call, given the site's own forward and its arguments."""
+
 
 @dataclass(frozen=True)
 class SeenCall:
@@ -50,7 +53,7 @@ class SeenCall:
     sizes_bytes: tuple[int, ...]
     why: str = ""
     measured: tuple[Way, ...] = ()
-    """As it is, and checkpointed, where that was asked for."""
+    """What `look` told, where that was asked for: by default as it is, and checkpointed."""
 
 
 @dataclass(frozen=True)
@@ -69,10 +72,11 @@ def observe(
     sites: Sequence[Site],
     *,
     measured: Iterable[Site] = (),
+    look: Look = measured_ways,
     differentiate: str | Sequence[str] = "auto",
     dropped: bool = False,
 ) -> Observation:
-    """One step. Sites `measured` are also run by themselves, with a graph.
+    """One step. Sites `measured` are also run by themselves, with a graph: `look` tells their ways.
 
     Raises `TraceError` where no block is called.
     """
@@ -84,6 +88,7 @@ def observe(
             stack.enter_context(gauge(device)),
             _constant_bytes(model, call),
             {id(s.module) for s in measured},
+            look,
             is_sharded(model),
         )
         if found.is_sharded:
@@ -104,6 +109,7 @@ class _Step:
     gauge: Gauge
     constant_bytes: int
     measured: set[int]
+    look: Look
     is_sharded: bool = False
     """Then the gradients of blocks are there as well, of zeros: FSDP2 reduces them."""
     calls: list[SeenCall] = field(default_factory=list)
@@ -169,7 +175,7 @@ class _Step:
     ) -> tuple[Way, ...]:
         if id(site.module) not in self.measured:
             return ()
-        found = measured_ways(self.gauge, own, args, kwargs, trained([site]))
+        found = self.look(self.gauge, site, own, args, kwargs)
         self.gauge.peak()
         return found
 

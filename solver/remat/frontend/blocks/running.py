@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 from torch import nn
 
 from remat.blockwise.plan import AS_IT_IS, CHECKPOINTED
 from remat.errors import TraceError
+from remat.frontend.blocks.state import checkpointed
 from remat.frontend.blocks.swapped import checkpointing_off, replaced
 from remat.frontend.runtime.guards import Call, Signature, Watch, signature
 from remat.frontend.runtime.lower import Compiled
@@ -90,8 +90,7 @@ class _Block:
                     return self._bound(number, planned)(found.leaves)
             if planned is None or planned.how != CHECKPOINTED:
                 self._tell()
-            run = torch.utils.checkpoint.checkpoint
-            return run(own, *args, use_reentrant=False, **kwargs)
+            return checkpointed(self._module, own, args, kwargs)
 
         return forward
 

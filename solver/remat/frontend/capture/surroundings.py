@@ -89,6 +89,14 @@ def checkpointing_disabled() -> Iterator[None]:
 
 
 @contextmanager
+def random_numbers_restored() -> Iterator[None]:
+    """Leave the random generators of all devices as they were."""
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices):
+        yield
+
+
+@contextmanager
 def restored(model: nn.Module) -> Iterator[None]:
     """Leave parameters, buffers and random generators as they were: a capture computes on fake
     tensors, but the model's own code may assign to buffers or draw a seed, and torch forgets to
@@ -98,9 +106,8 @@ def restored(model: nn.Module) -> Iterator[None]:
         for module in model.modules()
         for table in (module._parameters, module._buffers)
     ]
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     try:
-        with torch.random.fork_rng(devices=devices):
+        with random_numbers_restored():
             yield
     finally:
         for table, before in held:

@@ -1,0 +1,1 @@
+"""Plans for executors other than remat, under their own rules."""

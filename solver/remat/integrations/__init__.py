@@ -1,0 +1,1 @@
+"""remat where training happens: one file for each package, imported by nobody else."""

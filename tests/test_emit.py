@@ -1,0 +1,333 @@
+"""`remat.emit`: policies that torch, Transformers and torch_remat run."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import remat
+from remat import BlockPolicy
+from remat.errors import InfeasibleBudget, RematError, TraceError
+from remat.frontend.emit import operators, recorded
+from remat.frontend.emit.recorded import Ran
+from remat.frontend.meter import measure_step
+from remat.integrations import checkpoint as by_torch
+from remat.integrations import torch_remat as by_torch_remat
+from remat.integrations import transformers as by_transformers
+
+pytestmark = pytest.mark.torch
+
+APPLY: dict[str, Callable[..., Any]] = {
+    "operators": by_torch.apply,
+    "regions": by_torch_remat.apply,
+}
+
+
+class Block(nn.Module):
+    """Random numbers twice: drawn into a new tensor, and (by dropout on CPUs) in place."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = self.narrow(F.gelu(self.wide(self.norm(x)))).mul_(1.01)
+        made = made * torch.rand_like(made)
+        made = self.drop(made) * torch.rand_like(made)
+        return (x + made) * (1 + torch.rand_like(made))
+
+
+class Net(nn.Module):
+    def __init__(self, blocks: list[nn.Module], width: int = 32, classes: int = 50) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(classes, width)
+        self.blocks = nn.ModuleList(blocks)
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x), ids)
+
+
+def net(count: int = 4) -> tuple[Net, torch.Tensor]:
+    torch.manual_seed(0)
+    return Net([Block(32) for _ in range(count)]), torch.randint(0, 50, (256,))
+
+
+def loss_of(model: nn.Module, *batch: Any, **named: Any) -> torch.Tensor:
+    result = model(*batch, **named)
+    return result if isinstance(result, torch.Tensor) else result[0]
+
+
+def step(model: nn.Module, *batch: Any, **named: Any) -> list[torch.Tensor]:
+    """The loss, and the gradients."""
+    torch.manual_seed(7)
+    loss = loss_of(model, *batch, **named)
+    loss.backward()
+    found = [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def assert_same(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
+    assert len(found) == len(wanted)
+    assert all(map(torch.equal, found, wanted))
+
+
+def peak_of(model: nn.Module, *batch: torch.Tensor, **named: Any) -> int:
+    tensors = [t for t in (*batch, *named.values()) if isinstance(t, torch.Tensor)]
+    constants = {id(t): t for t in (*model.parameters(), *model.buffers(), *tensors)}
+
+    def one() -> None:
+        loss_of(model, *batch, **named).backward()
+
+    found = measure_step(one, list(constants.values())).peak_bytes
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def emitted(model: nn.Module, budget: int | str, *batch: Any, **more: Any) -> remat.Policies:
+    options: dict[str, Any] = {"compare": False, "outputs": "dropped", **more}
+    return remat.emit(model, budget, batch or None, **options)
+
+
+@pytest.mark.parametrize("rules", ["operators", "regions"])
+@pytest.mark.parametrize("budget", ["80%", "65%", "min"])
+def test_gradients_are_the_same_and_the_peak_is_as_planned(budget: str, rules: str) -> None:
+    model, ids = net()
+    wanted = step(model, ids)
+    policies = emitted(model, budget, ids, rules=rules)
+    assert policies.rules == rules
+    assert policies.time_s > policies.baseline_time_s
+    assert peak_of(model, ids) == pytest.approx(policies.baseline_bytes, rel=0.01)
+    applied = APPLY[rules](model, policies)
+    assert_same(step(model, ids), wanted)
+    assert_same(step(model, ids), wanted)
+    measured_bytes = peak_of(model, ids)
+    assert 0.95 * policies.peak_bytes <= measured_bytes <= policies.peak_bytes
+    assert policies.peak_bytes <= policies.budget_bytes
+    with torch.no_grad():
+        model(ids)
+    applied.remove()
+    assert all("forward" not in m.__dict__ for m in model.modules())
+    assert_same(step(model, ids), wanted)
+
+
+class Run(nn.Module):
+    """A block by a policy, and a loss."""
+
+    def __init__(self, inner: nn.Module, policy: BlockPolicy) -> None:
+        super().__init__()
+        self.inner, self.policy = inner, policy
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return operators.run(self.policy, self.inner, self.inner.forward, x).square().mean()
+
+
+def test_every_policy_that_is_tried_gives_the_same_gradients() -> None:
+    """Random numbers are replayed from a block's beginning: a saved one shifts those behind it."""
+    torch.manual_seed(0)
+    block, x = Block(32), torch.randn(64, 32, requires_grad=True)
+    plain = BlockPolicy(block="block", how="as it is")
+    wanted = step(Run(copy.deepcopy(block), plain), x)
+    tried = operators.choices("block", block, lambda: block(x))
+    assert len(tried) > 4
+    assert any("aten.rand_like.default" in policy.operators for policy, _ in tried)
+    for policy, share in tried:
+        assert 0 <= share <= 1.01
+        assert_same(step(Run(copy.deepcopy(block), policy), x), wanted)
+
+
+def test_random_numbers_are_saved_from_the_end_only() -> None:
+    def ran(name: str, fixed: bool = False) -> Ran:
+        return Ran(name, 0, 1.0, 8, fixed, name != "mm")
+
+    kinds = [ran("a"), ran("mm"), ran("b", fixed=True), ran("c"), ran("mm"), ran("d")]
+    found, places = recorded.candidates(kinds)
+    assert places == [1, 3, 4, 5]  # not what is drawn before b, which is drawn again
+    assert [c.needs for c in found] == [(), (3,), (), ()]
+
+
+def test_what_is_written_to_later_is_not_saved() -> None:
+    weight = torch.randn(8, 8, requires_grad=True)
+
+    def forward() -> torch.Tensor:
+        made = weight.mm(weight)
+        other = weight.mm(made).tanh()
+        made.mul_(2)
+        return other.exp()
+
+    found, _ = recorded.recorded(lambda: forward().exp())
+    by_name = {(r.name, r.number): r.fixed for r in found}
+    assert by_name["aten.mm.default", 0]
+    assert not by_name["aten.mm.default", 1]
+    assert by_name["aten.mul_.Tensor", 0]
+
+
+class _Checkpointing(Net):
+    """Its own code checkpoints, as that of many projects does."""
+
+    policies: remat.Policies
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for number, block in enumerate(self.blocks):
+            contexts = by_torch.context_fn(self.policies, f"blocks.{number}")
+            if contexts is None:
+                x = block(x)
+            else:
+                x = checkpoint(block, x, use_reentrant=False, context_fn=contexts)  # type: ignore[assignment]
+        return F.cross_entropy(self.head(x), ids)
+
+
+def test_policies_in_code_that_checkpoints_by_itself() -> None:
+    model, ids = net()
+    wanted = step(model, ids)
+    policies = remat.Policies.from_json(emitted(model, "65%", ids).to_json())
+    other = _Checkpointing(list(model.blocks))
+    other.load_state_dict(model.state_dict())
+    other.policies = policies
+    found = step(other, ids)
+    assert torch.equal(found[0], wanted[0])
+    assert peak_of(other, ids) <= policies.peak_bytes
+    with pytest.raises(RematError, match=r"no policy for a block 'blocks.9'"):
+        by_torch.context_fn(policies, "blocks.9")
+
+
+def test_copies_and_pickles_have_forwards_of_their_own() -> None:
+    model, ids = net()
+    wanted = step(model, ids)
+    by_torch.apply(model, emitted(model, "65%", ids))
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), loaded):
+        with torch.no_grad():
+            model.blocks[0].wide.weight.zero_()
+        assert_same(step(other, ids), wanted)
+        assert peak_of(other, ids) < 0.7 * peak_of(Net(list(net()[0].blocks)), ids)
+        model.load_state_dict(net()[0].state_dict())
+
+
+def test_a_block_that_is_called_twice_has_one_policy() -> None:
+    model, ids = net(2)
+    model.blocks = nn.ModuleList([*model.blocks, *model.blocks, *model.blocks])
+    wanted = step(model, ids)
+    policies = emitted(model, "60%", ids)
+    assert [p.block for p in policies.blocks] == ["blocks.0", "blocks.1"]
+    by_torch.apply(model, policies)
+    found = step(model, ids)
+    for mine, other in zip(found, wanted, strict=True):  # sums of three, in another order
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-7)
+    assert peak_of(model, ids) <= policies.peak_bytes
+
+
+def test_what_changes_itself_is_left_as_it_is() -> None:
+    torch.manual_seed(0)
+    blocks: list[nn.Module] = [
+        nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.GELU()) for _ in range(2)
+    ]
+    model = Net([*blocks, Block(32), Block(32)])
+    ids = torch.randint(0, 50, (256,))
+    other = copy.deepcopy(model)
+    wanted = step(other, ids)
+    policies = emitted(model, "min", ids)
+    assert [p.how for p in policies.blocks[:2]] == ["as it is"] * 2
+    assert policies.blocks[2].how != "as it is"
+    by_torch.apply(model, policies)
+    assert_same(step(model, ids), wanted)
+    for name, buffer in other.named_buffers():
+        assert torch.equal(model.get_buffer(name), buffer), name
+
+
+def test_the_report_says_what_a_free_plan_takes() -> None:
+    model, ids = net()
+    policies = emitted(model, "65%", ids, compare=True, costs=remat.Roofline("cpu"))
+    assert policies.optimum_overhead is not None
+    assert "if planned freely, run by remat" in str(policies)
+
+
+def test_bad_use_is_told() -> None:
+    model, ids = net(2)
+    policies = emitted(model, "80%", ids)
+    with pytest.raises(ValueError, match="near are regions; they are by operators or regions"):
+        emitted(model, "80%", ids, rules="region")
+    with pytest.raises(TraceError, match="has no repeated blocks"):
+        emitted(nn.Linear(4, 4), "80%", torch.randn(3, 4))
+    with pytest.raises(InfeasibleBudget, match=r"takes .* at least"):
+        emitted(model, "5%", ids)
+    with pytest.raises(RematError, match=r"rules='regions'"):
+        by_torch_remat.save_regions(policies)
+    with pytest.raises(TraceError, match=r"has not$"):
+        by_torch.apply(Net([]), policies)
+    with pytest.raises(TraceError, match="has no gradient checkpointing of Transformers"):
+        by_transformers.apply(model, policies)
+    applied = by_torch.apply(model, policies)
+    with pytest.raises(TraceError, match="has a policy already"):
+        by_torch.apply(model, policies)
+    applied.remove()
+    by_torch.apply(model, policies)
+
+
+def test_regions_need_their_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = net(2)
+    policies = emitted(model, "80%", ids, rules="regions")
+    assert by_torch_remat.save_regions(policies).keys() <= {"blocks.0", "blocks.1"}
+    monkeypatch.setitem(sys.modules, "torch_remat", None)
+    with pytest.raises(RematError, match=r"pip install 'remat\[torch-remat\]'"):
+        emitted(model, "80%", ids, rules="regions")
+    with pytest.raises(RematError, match=r"pip install 'remat\[torch-remat\]'"):
+        by_torch_remat.apply(model, policies)
+
+
+def _language_model(kind: str) -> tuple[Any, dict[str, torch.Tensor]]:
+    import transformers
+
+    size = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 4}
+    torch.manual_seed(0)
+    ids = torch.randint(0, 128, (2, 64))
+    if kind == "gpt2":
+        config = transformers.GPT2Config(n_layer=4, n_embd=64, n_head=4, vocab_size=128)
+        config.bos_token_id = config.eos_token_id = 0
+        model: Any = transformers.GPT2LMHeadModel(config)
+    elif kind == "bert":
+        own = transformers.BertConfig(**size, intermediate_size=256, vocab_size=128)
+        model = transformers.BertForMaskedLM(own)
+    else:
+        llama = transformers.LlamaConfig(**size, intermediate_size=128, vocab_size=128)
+        model = transformers.LlamaForCausalLM(llama)
+    return model, {"input_ids": ids, "labels": ids}
+
+
+@pytest.mark.parametrize(
+    "kind", ["gpt2", *(pytest.param(k, marks=pytest.mark.slow) for k in ("bert", "llama"))]
+)
+def test_layers_of_transformers_checkpoint_by_their_policies(kind: str) -> None:
+    model, batch = _language_model(kind)
+    wanted = step(model, **batch, **({} if kind == "bert" else {"use_cache": False}))
+    policies = remat.emit(model, "70%", example_kwargs=batch, outputs="dropped", compare=False)
+    assert len(policies.blocks) == 4
+    assert not any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
+    assert by_transformers.apply(model, policies) is model
+    assert_same(step(model, **batch), wanted)
+    measured_bytes = peak_of(model, **batch)
+    assert 0.95 * policies.peak_bytes <= measured_bytes <= policies.peak_bytes
+    model.activation_checkpointing_disable()
+    assert peak_of(model, **batch) > policies.peak_bytes
+    by_torch.apply(model, policies)  # the same by torch alone: no cache then, either
+    assert_same(step(model, **batch), wanted)
