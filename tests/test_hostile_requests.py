@@ -537,6 +537,8 @@ OPTIONS: list[dict[str, Any]] = [
     {"name": "knapsack", "pieces": 10**12},
     {"name": "knapsack", "choices": 0},
     {"name": "knapsack", "choices": 10**9},
+    {"name": "selective", "choices": 0},
+    {"name": "selective", "time_limit": 0},
     {"name": "revolve", "checkpoints": -1},
     {"name": "chen_greedy", "parameter_bytes": -1},
     {"name": "chen_greedy", "parameter_bytes": 2**70},
@@ -575,6 +577,7 @@ def test_small_and_large_options(server: Server, data: st.DataObject) -> None:
         "revolve": ["checkpoints"],
         "rotor": ["slots"],
         "knapsack": ["pieces", "choices"],
+        "selective": ["choices", "threads"],
         "chen_greedy": ["parameter_bytes"],
         "lp_rounding": ["samples", "max_operations"],
         "checkmate": ["max_operations"],
@@ -583,7 +586,7 @@ def test_small_and_large_options(server: Server, data: st.DataObject) -> None:
     option = data.draw(st.sampled_from(names[name]), "option")
     values = [None, -1, 0, 1, 2, 3, 7, 100, 1_000, 10_000, 10_001, 10**6, 10**7, 2**31, "1", 1.5]
     strategy = {"name": name, option: data.draw(st.sampled_from(values), "value")}
-    if name in ("auto", "lp_rounding", "checkmate"):
+    if name in ("auto", "selective", "lp_rounding", "checkmate"):
         strategy["time_limit"] = 2.0
     with server.http() as http:
         judged(http, request_with(options={"strategy": strategy}, budget="60%"))

@@ -10,6 +10,17 @@ from measured import Table, load, seconds
 
 _MODELS = {"gpt2": "GPT-2, 12 layers", "resnet50": "ResNet-50", "unet2d": "UNet2D"}
 
+_FAMILIES = {
+    "gpt2": "GPT-2",
+    "llama": "Llama",
+    "qwen3_moe": "Qwen3-MoE",
+    "bert": "BERT",
+    "t5": "T5",
+    "vit": "ViT",
+    "resnet": "ResNet",
+    "unet2d": "UNet2D",
+}
+
 
 def overhead() -> Table:
     """One real step at the peak of per-block checkpointing."""
@@ -85,6 +96,30 @@ def compiled() -> Table:
         "gradients off by", "compiled in",
     )  # fmt: skip
     return Table(("compiled-cpu",), header, tuple(rows))
+
+
+def compile_time() -> Table:
+    """The first step under torch.compile, and what plans add to it."""
+    rows: list[tuple[str, ...]] = []
+    for name, methods in load("compile-time-cpu")["models"].items():
+        plain = methods[0]
+        for row in methods[1:]:
+            rows.append(
+                (
+                    _FAMILIES[name],
+                    str(sum(plan["operations"] for plan in row["plans"])),
+                    row["method"],
+                    seconds(plain["total_s"]),
+                    f"{row['extra_s']:+.1f} s",
+                    seconds(sum(plan["planned_s"] for plan in row["plans"])),
+                    f"{seconds(row['warm_s'])}, {row['warm_rounds']} planned",
+                )
+            )
+    header = (
+        "model", "operations", "budget", "first step with plain Inductor", "with remat",
+        "planning", "second process",
+    )  # fmt: skip
+    return Table(("compile-time-cpu",), header, tuple(rows))
 
 
 def _compiled_cells(row: dict[str, Any]) -> tuple[str, ...]:

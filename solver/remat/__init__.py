@@ -57,6 +57,7 @@ from remat.strategies import (
     RecomputeAll,
     Revolve,
     Rotor,
+    Selective,
 )
 from remat.version import VERSION
 
@@ -137,6 +138,7 @@ __all__ = [
     "Roofline",
     "Rotor",
     "Schedule",
+    "Selective",
     "ServiceError",
     "SolverError",
     "SolverTimeout",

@@ -15,6 +15,7 @@ from remat.strategies.baselines.per_block import PerBlock
 from remat.strategies.baselines.recompute_all import RecomputeAll
 from remat.strategies.baselines.revolve import Revolve
 from remat.strategies.baselines.rotor import Rotor
+from remat.strategies.baselines.selective import Selective
 from remat.strategies.exact import Exact
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "RecomputeAll",
     "Revolve",
     "Rotor",
+    "Selective",
     "Solution",
     "Strategy",
     "Task",

@@ -23,6 +23,7 @@ from remat.strategies.baselines.per_block import PerBlock
 from remat.strategies.baselines.recompute_all import RecomputeAll
 from remat.strategies.baselines.revolve import Revolve
 from remat.strategies.baselines.rotor import Rotor
+from remat.strategies.baselines.selective import Selective
 from remat.strategies.exact import Exact
 from remat.strategies.options import schema, words
 
@@ -36,6 +37,7 @@ STRATEGIES: dict[str, type[Any]] = {
     "chen_greedy": ChenGreedy,
     "articulation_points": ArticulationPoints,
     "knapsack": Knapsack,
+    "selective": Selective,
     "revolve": Revolve,
     "rotor": Rotor,
     "recompute_all": RecomputeAll,

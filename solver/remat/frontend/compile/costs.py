@@ -110,7 +110,7 @@ class Prices:
         for node in self._joint.calls:
             if _may_be_measured(node) and not self._joint.is_fused(node):
                 try:
-                    nodes.append(_record(node, metas, backward=self._joint.is_backward(node)))
+                    nodes.append(record_of(node, metas, backward=self._joint.is_backward(node)))
                 except (TraceError, ValueError):
                     continue  # it has an argument or a tensor that is no data: counted as a copy
         return self._measured(nodes, metas)
@@ -174,7 +174,7 @@ def _may_be_measured(node: fx.Node) -> bool:
     return target.namespace in _MEASURED and not target._schema.is_mutable
 
 
-def _record(node: fx.Node, metas: dict[str, TensorMeta], *, backward: bool) -> Node:
+def record_of(node: fx.Node, metas: dict[str, TensorMeta], *, backward: bool) -> Node:
     """A call as data; what its tensors are goes to `metas`."""
 
     def reference(item: object) -> Argument:
