@@ -30,6 +30,7 @@ from benchmarks.workloads import Workload
 from remat.budget import format_bytes
 from remat.frontend.allocated import allocated_peak
 from remat.frontend.meter import measure_step, unique_bytes
+from remat.integrations import transformers as in_transformers
 
 RESULTS = Path(__file__).parent / "results"
 CPU = torch.device("cpu")
@@ -52,9 +53,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         "the optimizer's state",
         "steps": options.steps,
         "machine": machine.describe(CPU),
-        "models": {name: _compared(name, options) for name in options.models},
+        "models": {},
     }
-    print("written:", report.write(Path(options.out), "training-cpu", result))
+    for name in options.models:
+        result["models"][name] = _compared(name, options)
+        print("written:", report.write(Path(options.out), "training-cpu", result), flush=True)
     return 0
 
 
@@ -75,7 +78,9 @@ class Run:
     failure: str = ""
 
 
-def _methods(checkpointed_bytes: int | None, options: argparse.Namespace) -> list[Run]:
+def _methods(
+    checkpointed_bytes: int | None, options: argparse.Namespace, workload: Workload
+) -> list[Run]:
     checkpointing = {"gradient_checkpointing": True}
     kwargs = {"gradient_checkpointing_kwargs": {"use_reentrant": False}}
     found = [
@@ -89,6 +94,7 @@ def _methods(checkpointed_bytes: int | None, options: argparse.Namespace) -> lis
         at = "60%" if budget == "60%" else "its peak"
         for scope in ("model", "blocks"):
             found.append(Run(f"remat, {scope}, {at}", _enabled(budget, scope)))
+    found.append(Run("checkpointing by remat.emit, 60%", _by_policies("60%", workload)))
     if options.compile:
         found.append(Run("torch.compile", _compiled("inductor"), is_compiled=True))
         wanted = {"budget": "60%", "outputs": "dropped"}
@@ -98,6 +104,16 @@ def _methods(checkpointed_bytes: int | None, options: argparse.Namespace) -> lis
 
 def _enabled(budget: int | str, scope: str) -> Callable[[Any], Any]:
     return lambda model: remat.enable(model, budget, scope=scope, outputs="dropped")
+
+
+def _by_policies(budget: str, workload: Workload) -> Callable[[Any], Any]:
+    def prepare(model: Any) -> Any:
+        policies = remat.emit(
+            model, budget, example_kwargs=workload.batch, outputs="dropped", compare=False
+        )
+        return in_transformers.apply(model, policies)
+
+    return prepare
 
 
 def _every_second(model: Any) -> Any:
@@ -122,11 +138,11 @@ def _compiled(backend: str, wanted: Row | None = None) -> Callable[[Any], Any]:
 
 def _compared(name: str, options: argparse.Namespace) -> Row:
     workload = _workload(name)
-    (probe,) = _methods(None, options)
+    (probe,) = _methods(None, options, workload)
     _train([probe], name, METERED + 1)
     if probe.failure:
         raise RuntimeError(f"{name} does not train with checkpoints: {probe.failure}")
-    runs = _methods(probe.peak_bytes, options)
+    runs = _methods(probe.peak_bytes, options, workload)
     _train(runs, name, options.steps)
     eager = runs[0]
     rows = [_row(run, eager, workload) for run in runs]
