@@ -358,6 +358,43 @@ def test_blocks_that_are_called_twice_and_share_parameters() -> None:
     assert peak_of(model, ids) <= plan_of(model).peak_bytes
 
 
+@pytest.mark.parametrize("in_flight", [2, 4])
+def test_batches_in_flight_are_part_of_the_plan(in_flight: int) -> None:
+    """As in a stage of a pipeline: so many forwards, then a backward and a forward in turn."""
+    model, ids = net()
+    other = copy.deepcopy(model)
+
+    def stage(module: nn.Module) -> None:
+        torch.manual_seed(3)
+        flying: list[torch.Tensor] = []
+        for _ in range(in_flight + 2):
+            flying.append(loss_of(module(ids)))
+            if len(flying) == in_flight:
+                flying.pop(0).backward()
+        while flying:
+            flying.pop(0).backward()
+
+    stage(other)
+    enabled(model, "60%", in_flight=in_flight)
+    stage(model)
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)  # type: ignore[arg-type]
+    constants = [*model.parameters(), *model.buffers(), ids]
+    plan = plan_of(model)
+    assert plan.time_s > plan.baseline_time_s
+    model.zero_grad(set_to_none=True)
+    measured = measure_step(lambda: stage(model), constants).peak_bytes
+    assert 0.98 * plan.peak_bytes <= measured <= plan.peak_bytes
+
+
+def test_batches_in_flight_need_blocks() -> None:
+    model, _ = net()
+    with pytest.raises(ValueError, match="in_flight=2 needs scope='blocks'"):
+        enabled(model, "60%", "model", in_flight=2)
+    with pytest.raises(ValueError, match="in_flight is 0; it is a number of batches"):
+        enabled(model, "60%", in_flight=0)
+
+
 def test_gradients_that_are_there_are_added_to() -> None:
     model, ids = net()
     other = copy.deepcopy(model)

@@ -121,20 +121,25 @@ class _Program:
                 row = (f"tied{call}_{way}", {x: 1.0, y: -1.0}, pulp.LpConstraintEQ, 0.0)
                 rows.append(row)
         limit = (budget_bytes or 0) / self._unit_bytes - less
-        held: dict[int, None] = {}
+        held: set[int] = set()
         for number, event in enumerate(step.events):
-            held.pop(event.call, None)
-            terms = {x: b for call in held for x, b in self._bytes(call, "saved_bytes")}
+            held.discard(event.call)
+            terms: dict[pulp.LpVariable, float] = {}
+            for call in range(len(step.calls)):
+                batches = step.in_flight - (call not in held)
+                for x, share in self._bytes(call, "saved_bytes") if batches else ():
+                    terms[x] = batches * share
             if event.kind != "outside":
-                terms |= dict(self._bytes(event.call, f"{event.kind}_bytes"))
-            room = -event.held_bytes / self._unit_bytes
+                for x, share in self._bytes(event.call, f"{event.kind}_bytes"):
+                    terms[x] = terms.get(x, 0.0) + share
+            room = -(event.held_bytes + step.others_bytes) / self._unit_bytes
             if budget_bytes is None:
                 terms[peak] = -1.0
             else:
                 room += limit
             rows.append((f"at{number}", terms, pulp.LpConstraintLE, room))
             if event.kind == "forward":
-                held[event.call] = None
+                held.add(event.call)
         pulp_versions.add_rows(self.problem, rows)
         costs = {
             x: way.time_s / self.unit_s

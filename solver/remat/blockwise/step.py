@@ -40,15 +40,20 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class BlockStep:
-    """The ways of each call, and the events of the step."""
+    """The ways of each call, and the events of the step. Meanwhile `in_flight` - 1 other batches
+    have had their forward, but not their backward: of each, what blocks saved is held, and
+    `outside_bytes`."""
 
     calls: tuple[tuple[Way, ...], ...]
     events: tuple[Event, ...]
+    in_flight: int = 1
+    outside_bytes: int = 0
 
     def peak_bytes(self, chosen: Sequence[int]) -> int:
         """The peak where call c runs in its way `chosen[c]`."""
         ways = [options[way] for options, way in zip(self.calls, chosen, strict=True)]
-        saved_bytes = peak_bytes = 0
+        peak_bytes = 0
+        saved_bytes = self.others_bytes + (self.in_flight - 1) * sum(w.saved_bytes for w in ways)
         for event in self.events:
             own_bytes = 0
             if event.kind == "forward":
@@ -60,6 +65,11 @@ class BlockStep:
             if event.kind == "forward":
                 saved_bytes += ways[event.call].saved_bytes
         return peak_bytes
+
+    @property
+    def others_bytes(self) -> int:
+        """Of the other batches in flight, outside of blocks."""
+        return (self.in_flight - 1) * self.outside_bytes
 
     def time_s(self, chosen: Sequence[int]) -> float:
         """The time of all calls."""

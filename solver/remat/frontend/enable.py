@@ -58,6 +58,7 @@ class Options(TypedDict, total=False):
     cuda_graphs: bool
     outputs: str
     scope: str
+    in_flight: int
 
 
 def enable(
@@ -74,13 +75,16 @@ def enable(
     pickles and `torch.save` keep it enabled, with their plans. `**options` are those of
     `remat.optimize` and `scope`: what is planned is the whole "model" (the default), its repeated
     "blocks" one by one, against one budget for the step, or "auto": the whole if it can be
-    captured, else its blocks, with the rest left to eager mode.
+    captured, else its blocks, with the rest left to eager mode. With `in_flight` (and "blocks"), so
+    many batches have had their forward before the first has its backward, as in the stages of a
+    pipeline: 1F1B has as many as there are stages from this one on.
 
     Raises `TraceError` where the model is enabled, optimised, compiled or sharded already,
     `InfeasibleBudget` where its parameters alone do not fit, and what `remat.optimize` raises.
     """
     scope = options.get("scope", MODEL)
     _check_scope(scope)
+    _check_in_flight(options.get("in_flight", 1), scope)
     _refuse(model, scope)
     if unknown := sorted(options.keys() - Options.__annotations__.keys()):
         known = ", ".join(Options.__annotations__)
@@ -244,6 +248,16 @@ def _check_scope(scope: object) -> None:
         raise ValueError(
             f"scope is {scope!r}{near}; what is planned is the whole {MODEL!r}, its repeated "
             f"{BLOCKS!r} one by one, or {AUTO!r}: the whole if that can be captured, else blocks"
+        )
+
+
+def _check_in_flight(in_flight: object, scope: str) -> None:
+    if isinstance(in_flight, bool) or not isinstance(in_flight, int) or in_flight < 1:
+        raise ValueError(f"in_flight is {in_flight!r}; it is a number of batches, 1 or more")
+    if in_flight > 1 and scope != BLOCKS:
+        raise ValueError(
+            f"in_flight={in_flight} needs scope={BLOCKS!r}: what each block saves is then held so "
+            "many times"
         )
 
 

@@ -41,3 +41,4 @@ class OptimizeOptions:
     cuda_graphs: bool = False
     outputs: str = HELD
     scope: str = "model"
+    in_flight: int = 1

@@ -58,12 +58,14 @@ class SeenCall:
 
 @dataclass(frozen=True)
 class Observation:
-    """The calls in the order of the forward, the events of the step, with constant memory, and the
-    storages that something outside of blocks held when the backward began."""
+    """The calls in the order of the forward, the events of the step, with constant memory, the
+    storages that something outside of blocks held when the backward began, and their bytes with all
+    that was held then beside constant memory."""
 
     calls: tuple[SeenCall, ...]
     events: tuple[Event, ...]
     held: frozenset[StorageWeakRef]
+    outside_bytes: int = 0
 
 
 def observe(
@@ -75,8 +77,10 @@ def observe(
     look: Look = measured_ways,
     differentiate: str | Sequence[str] = "auto",
     dropped: bool = False,
+    gradients_stay: bool = False,
 ) -> Observation:
     """One step. Sites `measured` are also run by themselves, with a graph: `look` tells their ways.
+    Where `gradients_stay` those of blocks count from the beginning.
 
     Raises `TraceError` where no block is called.
     """
@@ -91,6 +95,9 @@ def observe(
             look,
             is_sharded(model),
         )
+        if gradients_stay:
+            missing = [p for p in trained(sites) if p.grad is None]
+            found.count(missing)
         if found.is_sharded:
             stack.enter_context(_as_in_a_forward(model, call))
         with replaced({s.module: found.wrapped(s) for s in sites}):
@@ -101,7 +108,8 @@ def observe(
                 f"{len(sites)} that were found"
             )
         found.backward(_outside(model, sites, call), outputs, differentiate, dropped)
-    return Observation(tuple(found.calls), tuple(found.events), frozenset(found.held))
+    calls, events, held = tuple(found.calls), tuple(found.events), frozenset(found.held)
+    return Observation(calls, events, held, found.outside_bytes)
 
 
 @dataclass
@@ -118,9 +126,17 @@ class _Step:
     anchors: list[torch.Tensor] = field(default_factory=list)
     """Each call has one, so that its backward runs even where nothing before it has a gradient."""
     _watches: dict[int, Watch] = field(default_factory=dict)
+    outside_bytes: int = 0
+    """Held when the backward began, beside constant memory."""
     _gradients: dict[int, int] = field(default_factory=dict)
     """By parameter of a block: the bytes of its gradient, once the block's backward has run."""
+    _counted: set[int] = field(default_factory=set)
     _adding_bytes: int = 0
+
+    def count(self, parameters: Iterable[nn.Parameter]) -> None:
+        """As if their gradients were there."""
+        self._gradients |= {id(p): p.nbytes for p in parameters}
+        self._counted |= self._gradients.keys()
 
     def wrapped(self, site: Site) -> Callable[..., Any]:
         own = site.module.forward
@@ -193,6 +209,7 @@ class _Step:
         # What is still there of what blocks were given is held by something else.
         seen = {ref for call in self.calls for ref in call.storages}
         self.held = {ref for ref in seen if not ref.expired()}
+        self.outside_bytes = self.gauge.live()
         tangents = [torch.ones_like(t) for t in ends]
         self._outside()
         if self.is_sharded:
@@ -218,7 +235,8 @@ class _Step:
         self._event("backward", number, live_bytes - own_bytes)
         if self.is_sharded:
             return
-        own = [p for p in trained([self.calls[number].site]) if p.grad is None]
+        own = trained([self.calls[number].site])
+        own = [p for p in own if p.grad is None and id(p) not in self._counted]
         # Autograd adds two gradients up to a third.
         self._adding_bytes = 2 * sum(p.nbytes for p in own if id(p) in self._gradients)
         self._gradients |= {id(p): p.nbytes for p in own}

@@ -41,7 +41,9 @@ def block_plan(
     planned = [() if seen.measured else tuple(ways.of(seen)) for seen in observation.calls]
     pairs = zip(observation.calls, planned, strict=True)
     offers = with_inputs([_offer(seen, own, ways, whys) for seen, own in pairs], observation)
-    step = BlockStep(tuple(o.ways for o in offers), observation.events)
+    calls_ways = tuple(o.ways for o in offers)
+    outside_bytes = observation.outside_bytes
+    step = BlockStep(calls_ways, observation.events, options.in_flight, outside_bytes)
     baseline_bytes = step.peak_bytes([0] * len(offers))
     budget_bytes = budget_of(options, baseline_bytes, model)
     choice = choose(step, budget_bytes)

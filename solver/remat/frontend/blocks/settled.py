@@ -105,4 +105,5 @@ def _observed(
         measured=measured,
         differentiate=options.differentiate,
         dropped=are_dropped(options.outputs),
+        gradients_stay=options.in_flight > 1,
     )
