@@ -120,10 +120,11 @@ def _tangents(compiled: Compiled, grads: list[torch.Tensor | None]) -> list[torc
         grads[index] = None
         if not output.tangent:
             if grad is not None:
+                path = program.result.path_of(index)
                 raise GuardError(
-                    f"a gradient arrived at the output {program.result.path_of(index)!r}, but the "
-                    "plan differentiates only the loss. Plan with "
-                    'optimize(..., differentiate="all") to use the gradient of every output'
+                    f"a gradient arrived at the output {path!r}, but the plan differentiates other "
+                    f'outputs only. Pass differentiate={path!r}, or "all", to what plans: '
+                    "remat.enable, remat.optimize"
                 )
             continue
         tangents.append(_as_planned(grad, compiled.tangents[output.tangent]))
