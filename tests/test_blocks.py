@@ -16,6 +16,7 @@ from torch import nn
 
 import remat
 from remat.errors import InfeasibleBudget
+from remat.frontend.blocks.menus import AGAIN
 from remat.frontend.meter import measure_step
 
 Gradients = dict[str, torch.Tensor]
@@ -430,6 +431,29 @@ def test_other_lengths_are_planned_and_evaluation_is_not() -> None:
     with torch.no_grad():
         assert model.eval()(ids[:7]).logits.shape == (7, 50)
     assert len(remat.plans(model)) == 2
+
+
+@pytest.mark.parametrize("budget", ["70%", "min"])
+def test_lengths_are_planned_from_what_was_solved_for_others(budget: str) -> None:
+    model, _ = net()
+    other = copy.deepcopy(model)
+    enabled(model, budget)
+    most_bytes = 0
+    for number, length in enumerate((128, 256, 96, 40, 200, 300)):
+        ids = torch.randint(0, 50, (length,))
+        assert_same(step(model, ids, number), step(other, ids, number))
+        plan = plan_of(model)
+        again = {c.plan.stats["strategy"] == AGAIN for c in plan.calls if c.plan is not None}
+        assert again == {number > 0}
+        assert plan.budget_bytes >= most_bytes  # what a longer one was given
+        most_bytes = plan.budget_bytes
+        assert (plan.time_s > plan.baseline_time_s) is (length in (128, 256, 200, 300))
+        assert 0.98 * plan.peak_bytes <= peak_of(model, ids) <= plan.peak_bytes
+    assert len(remat.plans(model)) == 6
+    ids = torch.randint(0, 50, (256 * 40,))  # too far away
+    step(model, ids, 1)
+    strategies = {c.plan.stats["strategy"] for c in plan_of(model).calls if c.plan is not None}
+    assert AGAIN not in strategies
 
 
 def test_copies_and_pickles_are_enabled_with_their_plans() -> None:

@@ -10,7 +10,15 @@ from coverage_results import coverage, coverage_left
 from docutils import nodes
 from length_results import lengths
 from measured import Table, load, newest
-from run_results import compile_time, compiled, overhead, peers, service, steps
+from run_results import (
+    compile_time,
+    compiled,
+    overhead,
+    peers,
+    service,
+    steps,
+    training,
+)
 from solver_results import baselines, published, random, search, table2, traced
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
@@ -38,6 +46,7 @@ TABLES: dict[str, Callable[[], Table]] = {
         coverage,
         coverage_left,
         lengths,
+        training,
     )
 }
 

@@ -122,6 +122,36 @@ def compile_time() -> Table:
     return Table(("compile-time-cpu",), header, tuple(rows))
 
 
+def training() -> Table:
+    """Fifty steps of the Trainer, method by method."""
+    rows: list[tuple[str, ...]] = []
+    for found in load("training-cpu")["models"].values():
+        model = found["size"].partition(",")[0] + (
+            ", LoRA" if "LoRA" in found["size"] else ""
+        )
+        for row in found["methods"]:
+            error = row["loss_error"]
+            rows.append(
+                (
+                    model,
+                    row["method"],
+                    f"{row['peak_bytes'] / 2**20:.0f} MiB, {row['peak_to_eager']:.2f}",
+                    f"{row['time_to_eager']:.2f}",
+                    f"{row['per_s']:,.0f} {row['unit']}",
+                    "equal" if error == 0 else f"within {error:.0e}",
+                )
+            )
+    header = (
+        "model",
+        "method",
+        "peak, of eager's",
+        "time / eager",
+        "a second",
+        "losses",
+    )
+    return Table(("training-cpu",), header, tuple(rows))
+
+
 def _compiled_cells(row: dict[str, Any]) -> tuple[str, ...]:
     if row["failure"]:
         found = re.search(

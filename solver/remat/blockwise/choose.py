@@ -59,6 +59,11 @@ def choose(
     return _cheapest(step, budget_bytes, threads, tied)
 
 
+def least_peak_bytes(step: BlockStep, threads: int = 2) -> int:
+    """The smallest peak of all choices."""
+    return step.peak_bytes(_cheapest(step, None, threads, None).ways)
+
+
 def fastest(step: BlockStep) -> tuple[int, ...]:
     """The fastest way of each call, whatever it holds."""
     return tuple(min(range(len(o)), key=lambda w: o[w].time_s) for o in step.calls)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import nn
 
-from remat.blockwise.choose import choose
+from remat.blockwise.choose import choose, least_peak_bytes
 from remat.blockwise.plan import AS_IT_IS, CHECKPOINTED, PLANNED, BlockCall, BlocksPlan
 from remat.blockwise.step import BlockStep
-from remat.errors import DocumentError, TraceError
+from remat.errors import DocumentError, InfeasibleBudget, TraceError
+from remat.frontend.blocks.menus import Menus
 from remat.frontend.blocks.observe import SeenCall
 from remat.frontend.blocks.offers import Offer, budget_of, with_inputs
 from remat.frontend.blocks.running import PlannedCall, ReadyBlocks
@@ -29,14 +31,31 @@ MODEL, BLOCKS, AUTO = SCOPES = ("model", "blocks", "auto")
 """What is planned: the whole model, its repeated blocks, or what can be of these."""
 
 
+@dataclass(frozen=True)
+class BlockPlanned:
+    """The plan of a step, what runs, and whether everything in it was solved before, at other
+    sizes."""
+
+    plan: BlocksPlan
+    calls: tuple[PlannedCall, ...]
+    reused: bool
+
+
 def block_plan(
-    model: nn.Module, call: Call, options: OptimizeOptions, why: str = ""
-) -> tuple[BlocksPlan, list[PlannedCall]]:
-    """The plan of a step, block by block, and what runs.
+    model: nn.Module,
+    call: Call,
+    options: OptimizeOptions,
+    why: str = "",
+    menus: Menus | None = None,
+    allowed_bytes: int = 0,
+) -> BlockPlanned:
+    """A step planned block by block. What was solved for blocks goes to `menus`, and is used again.
+    It may take `allowed_bytes` in any case.
 
     Raises `TraceError` where the model has no blocks, `InfeasibleBudget`.
     """
-    ways = Ways(options, lambda text: logger.info("planning by blocks: %s", text))
+    menus = menus or Menus()
+    ways = Ways(options, lambda text: logger.info("planning by blocks: %s", text), menus)
     observation, whys = settled(model, call, options, ways)
     planned = [() if seen.measured else tuple(ways.of(seen)) for seen in observation.calls]
     pairs = zip(observation.calls, planned, strict=True)
@@ -46,6 +65,8 @@ def block_plan(
     step = BlockStep(calls_ways, observation.events, options.in_flight, outside_bytes)
     baseline_bytes = step.peak_bytes([0] * len(offers))
     budget_bytes = budget_of(options, baseline_bytes, model)
+    if allowed_bytes and (budget_bytes is not None or least_peak_bytes(step) <= allowed_bytes):
+        budget_bytes = max(budget_bytes or 0, allowed_bytes)
     choice = choose(step, budget_bytes)
     peak_bytes = step.peak_bytes(choice.ways)
     calls: list[BlockCall] = []
@@ -67,7 +88,7 @@ def block_plan(
         cost_source=ways.cost_source,
         why=why,
     )
-    return plan, parts
+    return BlockPlanned(plan, tuple(parts), ways.reused)
 
 
 def _offer(
@@ -90,7 +111,7 @@ class BlocksEntry(Entry):
     def kept(self) -> KeptBlocks:
         """Without the model."""
         assert isinstance(self.plan, BlocksPlan)
-        return KeptBlocks(self.plan, self.calls, self.ready.training)
+        return KeptBlocks(self.plan, self.calls, self.ready.training, self.reused)
 
 
 @dataclass(frozen=True)
@@ -100,15 +121,20 @@ class KeptBlocks:
     plan: BlocksPlan
     calls: tuple[PlannedCall, ...]
     training: bool
+    reused: bool = False
 
     def bound(self, model: nn.Module) -> BlocksEntry:
         """For this model."""
         ready = ReadyBlocks(model, self.calls, self.training)
-        return BlocksEntry(ready, None, self.plan, calls=self.calls)
+        return BlocksEntry(ready, None, self.plan, reused=self.reused, calls=self.calls)
 
 
 class ScopedPlanner(Planner):
     """Plans a step as `options.scope` says."""
+
+    @cached_property
+    def _menus(self) -> Menus:
+        return Menus()
 
     def _plan(self, model: nn.Module, call: Call, key: Signature) -> Entry:
         why = ""
@@ -124,9 +150,27 @@ class ScopedPlanner(Planner):
                 why = reason(error)
         self.timings_s = {}
         with self._timed("blocks"), checkpointing_off(model):
-            plan, calls = block_plan(model, call, self.options, why)
-        if plan.unplanned or why:
-            logger.warning("planned block by block:\n%s", plan)
-        else:
-            logger.info("planned block by block:\n%s", plan)
-        return KeptBlocks(plan, tuple(calls), model.training).bound(model)
+            found = self._block_plan(model, call, why)
+        is_news = not found.reused and (found.plan.unplanned or why)
+        level = logging.WARNING if is_news else logging.INFO
+        logger.log(level, "planned block by block:\n%s", found.plan)
+        return KeptBlocks(found.plan, found.calls, model.training, found.reused).bound(model)
+
+    def _block_plan(self, model: nn.Module, call: Call, why: str) -> BlockPlanned:
+        """With what is known of other sizes; without it where nothing of that fits."""
+        most_bytes = self._most_bytes()
+        if self._menus.is_empty:
+            return block_plan(model, call, self.options, why, self._menus, most_bytes)
+        try:
+            return block_plan(model, call, self.options, why, self._menus, most_bytes)
+        except InfeasibleBudget:
+            return block_plan(model, call, self.options, why, None, most_bytes)
+
+    def _most_bytes(self) -> int:
+        """A share is of the largest step that there was, and "min" is what that one needs: smaller
+        ones may take it, too."""
+        asked = self.options.budget
+        if asked is None or asked.size_bytes is not None:
+            return 0
+        plans = [entry.plan for entry in self.entries]
+        return max((p.budget_bytes for p in plans if isinstance(p, BlocksPlan)), default=0)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
 from remat.blockwise.menu import menu
 from remat.blockwise.step import Way
+from remat.documents.program import Program
 from remat.documents.trace import Trace
 from remat.errors import DocumentError, RematError, TraceError
+from remat.frontend.blocks.menus import Menus
 from remat.frontend.blocks.observe import SeenCall
 from remat.frontend.blocks.sharded import gathered
 from remat.frontend.capture.trace import trace as capture
@@ -33,12 +36,28 @@ _LONGEST_REASON = 300
 
 @dataclass(frozen=True)
 class PlannedWay:
-    """A way with its plan, its program, and the numbers of those inputs that it saves."""
+    """A way with its plan, and its program once somebody asks for it."""
 
     way: Way
     plan: Plan
-    compiled: Compiled
-    inputs: frozenset[int]
+    trace: Trace
+    namespaces: frozenset[str]
+
+    @cached_property
+    def program(self) -> Program:
+        """As data."""
+        return rewrite(self.trace, self.plan.schedule)
+
+    @cached_property
+    def inputs(self) -> frozenset[int]:
+        """The numbers of those inputs that it saves."""
+        inputs = {p.name: int(p.target) for p in self.trace.placeholders if p.kind == "input"}
+        return frozenset(inputs[name] for name in self.program.saved if name in inputs)
+
+    @cached_property
+    def compiled(self) -> Compiled:
+        """What runs."""
+        return compile_program(self.program, self.namespaces)
 
 
 @dataclass
@@ -47,7 +66,10 @@ class Ways:
 
     options: OptimizeOptions
     note: Callable[[str], None]
+    menus: Menus = field(default_factory=Menus)
     cost_source: str = "run once"
+    reused: bool = True
+    """Whether nothing had to be solved."""
     _traces: dict[tuple[int, Signature], Trace | str] = field(default_factory=dict)
     _whys: dict[tuple[type, object], str] = field(default_factory=dict)
     _kinds: list[Trace] = field(default_factory=list)
@@ -105,17 +127,17 @@ class Ways:
 
     def _solved(self, traced: Trace, within_s: float) -> list[PlannedWay]:
         options = self.options
-        costs = options.costs or traced.device.split(":")[0]
-        priced = measure(traced, device=costs, cache=options.cache)
+        known = self.menus.find(traced)
+        if known is None:
+            self.reused = False
+            costs = options.costs or traced.device.split(":")[0]
+            priced = measure(traced, device=costs, cache=options.cache)
+            found = menu(priced.graph(), within_s, options.strategy, options.progress)
+            self.menus.add(traced, priced, tuple(plan for _, plan in found))
+        else:
+            priced, found = known
         self.cost_source = priced.cost_source
-        number_of = {p.name: int(p.target) for p in traced.placeholders if p.kind == "input"}
-        found: list[PlannedWay] = []
-        for way, plan in menu(priced.graph(), within_s, options.strategy, options.progress):
-            program = rewrite(priced, plan.schedule)
-            inputs = frozenset(number_of[n] for n in program.saved if n in number_of)
-            compiled = compile_program(program, options.namespaces)
-            found.append(PlannedWay(way, plan, compiled, inputs))
-        return found
+        return [PlannedWay(way, plan, priced, options.namespaces) for way, plan in found]
 
 
 def reason(error: RematError) -> str:

@@ -232,7 +232,7 @@ def _optimum(
     free = replace(options, budget=Budget.parse(peak_bytes), reserve=None)
     try:
         with called_to_checkpoint(model):
-            return block_plan(model, call, free)[0].overhead
+            return block_plan(model, call, free).plan.overhead
     except RematError as error:
         logger.info("blocks are not planned freely, for comparison: %s", error)
         return None
