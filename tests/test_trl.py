@@ -34,8 +34,8 @@ def tokenizer() -> Any:
 
 
 def trained(folder: Path, callbacks: list[Any], adapters: bool, **options: Any) -> list[Any]:
-    import pyarrow
-    from datasets import Dataset
+    import pyarrow  # pyright: ignore[reportMissingImports]
+    from datasets import Dataset  # pyright: ignore[reportMissingImports]
     from peft import LoraConfig
     from transformers import LlamaConfig, LlamaForCausalLM
 

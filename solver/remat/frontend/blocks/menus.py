@@ -15,7 +15,7 @@ from remat.documents.trace import Trace
 from remat.passes.outline import outline
 from remat.plan import Plan
 from remat.simulate import simulate
-from remat.solution import Solution
+from remat.solution import Solution, Stats
 
 AGAIN = "a schedule that was solved for other sizes"
 
@@ -64,7 +64,7 @@ class Menus:
                 for plan in known.plans:
                     schedule = plan.schedule
                     peak_bytes = simulate(graph, schedule).peak_bytes
-                    stats = {"strategy": AGAIN, "cost_source": priced.cost_source}
+                    stats: Stats = {"strategy": AGAIN, "cost_source": priced.cost_source}
                     again = Plan.of(graph, peak_bytes, Solution(schedule), stats)
                     found.append((way_of(graph, schedule), again))
                 return priced, efficient(found)
