@@ -138,6 +138,23 @@ class Run(nn.Module):
         return operators.run(self.policy, self.inner, self.inner.forward, x).square().mean()
 
 
+@pytest.mark.parametrize("rules", ["operators", "regions"])
+def test_random_numbers_go_on_from_step_to_step(rules: str) -> None:
+    model, ids = net()
+    other = copy.deepcopy(model)
+    APPLY[rules](model, emitted(model, "min", ids, rules=rules))
+    states = []
+    for each in (model, other):
+        torch.manual_seed(7)
+        losses = []
+        for _ in range(3):
+            loss = loss_of(each, ids)
+            loss.backward()
+            losses.append(loss.item())
+        states.append((losses, torch.get_rng_state().tolist()))
+    assert states[0] == states[1]
+
+
 def test_every_policy_that_is_tried_gives_the_same_gradients() -> None:
     """Random numbers are replayed from a block's beginning: a saved one shifts those behind it."""
     torch.manual_seed(0)
@@ -277,6 +294,9 @@ def test_bad_use_is_told() -> None:
         by_torch.apply(Net([]), policies)
     with pytest.raises(TraceError, match="has no gradient checkpointing of Transformers"):
         by_transformers.apply(model, policies)
+    enabled = remat.enable(net(2)[0], "80%", scope="blocks")
+    with pytest.raises(TraceError, match="remat is enabled for this Net already"):
+        emitted(enabled, "80%", ids)
     applied = by_torch.apply(model, policies)
     with pytest.raises(TraceError, match="has a policy already"):
         by_torch.apply(model, policies)

@@ -85,7 +85,7 @@ def enable(
     scope = options.get("scope", MODEL)
     _check_scope(scope)
     _check_in_flight(options.get("in_flight", 1), scope)
-    _refuse(model, scope)
+    check_plain(model, scope)
     if unknown := sorted(options.keys() - Options.__annotations__.keys()):
         known = ", ".join(Options.__annotations__)
         raise TypeError(f"enable() got an unexpected option {unknown[0]!r}; there are {known}")
@@ -223,7 +223,8 @@ def _planned(model: nn.Module) -> PlannedForward:
     return planned
 
 
-def _refuse(model: object, scope: str) -> None:
+def check_plain(model: object, scope: str = MODEL) -> None:
+    """Raises `TraceError` for what is enabled, optimised, compiled or sharded already."""
     if not isinstance(model, nn.Module):
         raise TraceError(f"expected a torch.nn.Module, got {type(model).__name__}")
     if _PLACE in model.__dict__:

@@ -33,6 +33,7 @@ from remat.frontend.costs.cache import CostCache
 from remat.frontend.emit import operators, regions
 from remat.frontend.emit.layers import called_to_checkpoint, layers_of
 from remat.frontend.emit.recorded import fingerprint
+from remat.frontend.enable import check_plain
 from remat.frontend.optimize import options_of
 from remat.frontend.options import OptimizeOptions
 from remat.frontend.reserve import Reserve
@@ -72,11 +73,11 @@ def emit(
     free plan of the same blocks takes within the same peak; `strategy`, `costs` and `cache` are of
     that plan. The executors are in `remat.integrations`.
 
-    Raises `TraceError` where the model has no repeated blocks, `InfeasibleBudget`, `BudgetError`,
-    and `RematError` where the package whose rules they are is missing.
+    Raises `TraceError` where the model has no repeated blocks, or is enabled, optimised, compiled
+    or sharded already, `InfeasibleBudget`, `BudgetError`, and `RematError` where the package whose
+    rules they are is missing.
     """
-    if not isinstance(model, nn.Module):
-        raise TraceError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    check_plain(model)
     if rules not in RULES:
         raise ValueError(
             f"rules is {rules!r}{nearest(rules, RULES)}; they are by {' or '.join(RULES)}"
@@ -190,13 +191,15 @@ class _Trials:
     ) -> tuple[tuple[Way, ...], tuple[BlockPolicy, ...]]:
         """What changes the block itself cannot be run `again`."""
         name, run = "block", self.executor.run
-        with random_numbers_restored():
-            found = self.executor.choices(name, site.module, lambda: own(*args, **kwargs))
+        found: list[tuple[BlockPolicy, float]] = []
+        if again:
+            with random_numbers_restored():
+                found = self.executor.choices(name, site.module, lambda: own(*args, **kwargs))
         rounds = [measured(gauge, site, own, args, kwargs) for _ in range(_ROUNDS)]
         kept = min((way for way, _ in rounds), key=lambda way: way.time_s)
         forward_s = min(seconds for _, seconds in rounds)
         ways, policies = [kept], [BlockPolicy(block=name, how=AS_IT_IS)]
-        for policy, left in found if again else []:
+        for policy, left in found:
 
             def checkpointed(*given: Any, _policy: BlockPolicy = policy, **named: Any) -> Any:
                 return run(_policy, site.module, own, *given, **named)
