@@ -272,6 +272,97 @@ def test_what_changes_itself_is_left_as_it_is() -> None:
         assert torch.equal(model.get_buffer(name), buffer), name
 
 
+@pytest.mark.parametrize("rules", ["operators", "regions"])
+@pytest.mark.parametrize("frozen", [1, 2])
+def test_blocks_that_are_frozen_are_tried_by_themselves(frozen: int, rules: str) -> None:
+    """With what is before them, or not: then they save nothing, and are outside."""
+    model, ids = net()
+    for block in model.blocks[:frozen]:
+        block.requires_grad_(False)
+    if frozen == 2:
+        model.embed.requires_grad_(False)
+    wanted = step(model, ids)
+    policies = emitted(model, "75%", ids, rules=rules)
+    assert peak_of(model, ids) == pytest.approx(policies.baseline_bytes, rel=0.03)
+    assert len(policies.blocks) == (2 if frozen == 2 else 4)
+    APPLY[rules](model, policies)
+    assert_same(step(model, ids), wanted)
+    assert 0.93 * policies.peak_bytes <= peak_of(model, ids) <= policies.peak_bytes
+
+
+class _Counts(Block):
+    """What it returns depends on how often it ran."""
+
+    runs = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.runs += 1
+        return super().forward(x) * self.runs
+
+
+class _Writes(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mul_(0.5).add_(super().forward(x.clone()))
+
+
+def test_blocks_that_cannot_be_run_again_say_so() -> None:
+    torch.manual_seed(0)
+    ids = torch.randint(0, 50, (256,))
+    model = Net([_Counts(32) for _ in range(3)])
+    with pytest.raises(
+        InfeasibleBudget, match=r"something else when it runs again"
+    ):
+        emitted(model, "60%", ids)
+    with pytest.raises(TraceError, match=r"blocks\.0 cannot be run by itself: .*in-place"):
+        emitted(Net([_Writes(32) for _ in range(3)]), "60%", ids)
+
+
+def test_what_draws_later_than_when_its_policy_was_made_is_saved_too() -> None:
+    class More(Block):
+        more = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            made = super().forward(x)
+            if not self.more:
+                return made
+            made = made.exp() * torch.rand_like(made)
+            return F.dropout(made, 0.5) if self.more == "in place" else made
+
+    torch.manual_seed(0)
+    block, x = More(32), torch.randn(64, 32, requires_grad=True)
+    tried = [p for p, _ in operators.choices("block", block, lambda: block(x))]
+    drawing = [p for p in tried if "aten.rand_like.default" in p.operators]
+    assert drawing
+    plain = BlockPolicy(block="block", how="as it is")
+    block.more = True
+    wanted = step(Run(copy.deepcopy(block), plain), x)
+    for policy in drawing:
+        assert_same(step(Run(copy.deepcopy(block), policy), x), wanted)
+    block.more = "in place"  # type: ignore[assignment]
+    with pytest.raises(RematError, match="draws random numbers behind others that are saved"):
+        step(Run(copy.deepcopy(block), drawing[0]), x)
+
+
+def test_under_autocast_the_peak_is_as_planned() -> None:
+    model, ids = net()
+
+    class Lower(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return self.inner(ids)
+
+    lower = Lower(model)
+    wanted = step(lower, ids)
+    policies = emitted(lower, "min", ids)
+    by_torch.apply(lower, policies)
+    assert_same(step(lower, ids), wanted)
+    assert peak_of(lower, ids) <= policies.peak_bytes
+
+
 def test_the_report_says_what_a_free_plan_takes() -> None:
     model, ids = net()
     policies = emitted(model, "65%", ids, compare=True, costs=remat.Roofline("cpu"))
@@ -300,6 +391,10 @@ def test_bad_use_is_told() -> None:
     applied = by_torch.apply(model, policies)
     with pytest.raises(TraceError, match="has a policy already"):
         by_torch.apply(model, policies)
+    with pytest.raises(TraceError, match="has a policy already"):
+        emitted(model, "80%", ids)
+    with pytest.raises(RematError, match="expected what"):
+        by_torch.apply(model, None)  # type: ignore[arg-type]
     applied.remove()
     by_torch.apply(model, policies)
 

@@ -48,6 +48,7 @@ def measured(
 ) -> tuple[Way, float]:
     """How `run` runs in the place of the site's forward, and the seconds of its forward alone.
     Random numbers are as before afterwards."""
+    torch.clear_autocast_cache()  # weights in lower precision are held from the first run on
     leaves, shape = tree_flatten((args, kwargs))
     own_leaves = [_alone(x) for x in leaves]
     own_args, own_kwargs = tree_unflatten(own_leaves, shape)

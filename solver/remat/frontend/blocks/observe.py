@@ -77,10 +77,8 @@ def observe(
     look: Look = measured_ways,
     differentiate: str | Sequence[str] = "auto",
     dropped: bool = False,
-    gradients_stay: bool = False,
 ) -> Observation:
     """One step. Sites `measured` are also run by themselves, with a graph: `look` tells their ways.
-    Where `gradients_stay` those of blocks count from the beginning.
 
     Raises `TraceError` where no block is called.
     """
@@ -95,9 +93,6 @@ def observe(
             look,
             is_sharded(model),
         )
-        if gradients_stay:
-            missing = [p for p in trained(sites) if p.grad is None]
-            found.count(missing)
         if found.is_sharded:
             stack.enter_context(_as_in_a_forward(model, call))
         with replaced({s.module: found.wrapped(s) for s in sites}):
@@ -130,25 +125,20 @@ class _Step:
     """Held when the backward began, beside constant memory."""
     _gradients: dict[int, int] = field(default_factory=dict)
     """By parameter of a block: the bytes of its gradient, once the block's backward has run."""
-    _counted: set[int] = field(default_factory=set)
     _adding_bytes: int = 0
-
-    def count(self, parameters: Iterable[nn.Parameter]) -> None:
-        """As if their gradients were there."""
-        self._gradients |= {id(p): p.nbytes for p in parameters}
-        self._counted |= self._gradients.keys()
 
     def wrapped(self, site: Site) -> Callable[..., Any]:
         own = site.module.forward
+        own_trained = bool(trained([site]))
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if not torch.is_grad_enabled():
-                return own(*args, **kwargs)
+            given, shape = tree_flatten((args, kwargs))
+            if not torch.is_grad_enabled() or not (any(map(gets_gradient, given)) or own_trained):
+                return own(*args, **kwargs)  # without a backward it saves nothing
             number = len(self.calls)
             self._outside()
             self.calls.append(self._seen(site, own, args, kwargs))
             self._event("forward", number, self.gauge.live())
-            given, shape = tree_flatten((args, kwargs))
             anchor = torch.zeros((), requires_grad=True, device=_device(given))
             parameters = trained([site]) if self.is_sharded else []
             made: list[Any] = []
@@ -235,8 +225,7 @@ class _Step:
         self._event("backward", number, live_bytes - own_bytes)
         if self.is_sharded:
             return
-        own = trained([self.calls[number].site])
-        own = [p for p in own if p.grad is None and id(p) not in self._counted]
+        own = [p for p in trained([self.calls[number].site]) if p.grad is None]
         # Autograd adds two gradients up to a third.
         self._adding_bytes = 2 * sum(p.nbytes for p in own if id(p) in self._gradients)
         self._gradients |= {id(p): p.nbytes for p in own}

@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
 from torch import nn
 
 from remat.blockwise.choose import choose, least_peak_bytes
@@ -23,7 +24,8 @@ from remat.frontend.blocks.ways import PlannedWay, Ways, reason
 from remat.frontend.entries import Entry
 from remat.frontend.options import OptimizeOptions
 from remat.frontend.planner import Planner
-from remat.frontend.runtime.guards import Call, Signature
+from remat.frontend.runtime.guards import Call, Signature, Watch
+from remat.frontend.runtime.module import Runnable
 
 logger = logging.getLogger("remat")
 
@@ -131,6 +133,15 @@ class KeptBlocks:
 
 class ScopedPlanner(Planner):
     """Plans a step as `options.scope` says."""
+
+    def ready(self, watch: Watch, call: Call) -> Runnable:
+        """As it is; of batches in flight the first has gradients to add to as well, so that there
+        is one plan for all of them."""
+        if self.options.in_flight > 1:
+            for parameter in watch.model.parameters():
+                if parameter.requires_grad and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+        return super().ready(watch, call)
 
     @cached_property
     def _menus(self) -> Menus:

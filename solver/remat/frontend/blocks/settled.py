@@ -105,5 +105,4 @@ def _observed(
         measured=measured,
         differentiate=options.differentiate,
         dropped=are_dropped(options.outputs),
-        gradients_stay=options.in_flight > 1,
     )

@@ -24,12 +24,7 @@ class Applied:
         self.policies = policies
         self._forwards: list[_Forward] = []
         found = list(blocks_of_policies(model, policies))
-        for module, _ in found:
-            if isinstance(module.__dict__.get("forward"), _Forward):
-                raise TraceError(
-                    f"a {type(module).__name__} of this {type(model).__name__} has a policy "
-                    "already; call remove() of what the first apply() returned"
-                )
+        check_not_applied(model)
         for module, policy in found:
             forward = _Forward(module, module.__dict__.get("forward"), policy, run)
             module.__dict__["forward"] = forward
@@ -69,6 +64,16 @@ class _Forward:
                 self.module.__dict__["forward"] = self.own
 
 
+def check_not_applied(model: nn.Module) -> None:
+    """Raises `TraceError` where a block has a policy."""
+    for module in model.modules():
+        if isinstance(module.__dict__.get("forward"), _Forward):
+            raise TraceError(
+                f"a {type(module).__name__} of this {type(model).__name__} has a policy already; "
+                "call remove() of what the first apply() returned"
+            )
+
+
 def blocks_of_policies(
     model: nn.Module, policies: Policies
 ) -> Iterator[tuple[nn.Module, BlockPolicy]]:
@@ -84,7 +89,12 @@ def blocks_of_policies(
 
 
 def check_rules(policies: Policies, rules: str) -> None:
-    """Raises `RematError` where they are not those."""
+    """Raises `RematError` where they are not those, or nothing that `emit` made."""
+    if not isinstance(policies, Policies):
+        raise RematError(
+            f"expected what remat.emit returns, or Policies.load reads, got "
+            f"{type(policies).__name__}"
+        )
     if policies.rules != rules:
         raise RematError(
             f"these policies are by {policies.rules}, and this executor needs {rules}: "

@@ -8,21 +8,23 @@ the step, as where remat plans blocks itself (`remat.enable(..., scope="blocks")
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any
 
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from remat.blockwise.choose import choose
 from remat.blockwise.policies import AS_IT_IS, OPERATORS, REGIONS, RULES, BlockPolicy, Policies
 from remat.blockwise.step import BlockStep, Way
 from remat.budget import Budget
 from remat.costs.roofline import Roofline
-from remat.errors import RematError, TraceError, nearest
+from remat.errors import InfeasibleBudget, RematError, TraceError, nearest, one_line
 from remat.frontend.blocks.gauge import Gauge
-from remat.frontend.blocks.measured import measured
+from remat.frontend.blocks.measured import gets_gradient, measured
 from remat.frontend.blocks.observe import observe
 from remat.frontend.blocks.offers import Offer, budget_of, with_inputs
 from remat.frontend.blocks.planner import block_plan
@@ -31,6 +33,7 @@ from remat.frontend.capture.surroundings import random_numbers_restored
 from remat.frontend.capture.trace import check_differentiable, normalise_inputs
 from remat.frontend.costs.cache import CostCache
 from remat.frontend.emit import operators, regions
+from remat.frontend.emit.applied import check_not_applied
 from remat.frontend.emit.layers import called_to_checkpoint, layers_of
 from remat.frontend.emit.recorded import fingerprint
 from remat.frontend.enable import check_plain
@@ -39,6 +42,7 @@ from remat.frontend.options import OptimizeOptions
 from remat.frontend.reserve import Reserve
 from remat.frontend.runtime.guards import Call
 from remat.outputs import HELD, are_dropped
+from remat.report.tables import starred
 from remat.strategies import Strategy
 
 logger = logging.getLogger("remat")
@@ -78,6 +82,7 @@ def emit(
     rules they are is missing.
     """
     check_plain(model)
+    check_not_applied(model)
     if rules not in RULES:
         raise ValueError(
             f"rules is {rules!r}{nearest(rules, RULES)}; they are by {' or '.join(RULES)}"
@@ -133,7 +138,8 @@ def _chosen(
     baseline_bytes = step.peak_bytes(kept)
     budget_bytes = budget_of(options, baseline_bytes, model)
     modules = [id(each.site.module) for each in seen.calls]
-    chosen = choose(step, budget_bytes, tied=[modules.index(m) for m in modules]).ways
+    with _telling(trials.whys):
+        chosen = choose(step, budget_bytes, tied=[modules.index(m) for m in modules]).ways
     peak_bytes = step.peak_bytes(chosen)
     named = {
         each.site.path: own[way].model_copy(update={"block": each.site.path})
@@ -151,6 +157,20 @@ def _chosen(
     )
 
 
+@contextmanager
+def _telling(whys: Mapping[str, str]) -> Iterator[None]:
+    """Within it, a budget that is too small says which blocks could not be checkpointed."""
+    try:
+        yield
+    except InfeasibleBudget as error:
+        if not whys:
+            raise
+        told = "; ".join(f"{name}: {why}" for name, why in whys.items())
+        raise InfeasibleBudget(
+            f"{error}. Left as they are: {told}", min_feasible_bytes=error.min_feasible_bytes
+        ) from None
+
+
 @dataclass
 class _Trials:
     """Looks at each call of a block, and tells its ways. Blocks that run the same operators have
@@ -158,6 +178,8 @@ class _Trials:
 
     executor: ModuleType
     policies: list[tuple[BlockPolicy, ...]] = field(default_factory=list)
+    whys: dict[str, str] = field(default_factory=dict)
+    """Of the blocks that can only be left as they are."""
     _known: dict[object, tuple[tuple[Way, ...], tuple[BlockPolicy, ...]]] = field(
         default_factory=dict
     )
@@ -170,13 +192,16 @@ class _Trials:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> tuple[Way, ...]:
-        with random_numbers_restored():
-            kind = fingerprint(site.module, lambda: own(*args, **kwargs))
-        key = (type(site.module), kind)
-        if kind is None or key not in self._known:
+        kind, why = fingerprint(site.module, lambda: own(*args, **kwargs))
+        given = tree_leaves((args, kwargs))
+        key = (kind, tuple(map(gets_gradient, given)))
+        if key not in self._known:
             logger.info("trying ways to checkpoint %s", site.path)
-            self._known[key] = self._tried(gauge, site, own, args, kwargs, again=kind is not None)
+            self._known[key] = self._tried(gauge, site, own, args, kwargs, again=not why)
         ways, policies = self._known[key]
+        if len(ways) == 1:
+            name = starred(site.path)
+            self.whys[name] = why or self.whys.get(name, "its executor refuses each policy")
         self.policies.append(policies)
         return ways
 
@@ -195,7 +220,10 @@ class _Trials:
         if again:
             with random_numbers_restored():
                 found = self.executor.choices(name, site.module, lambda: own(*args, **kwargs))
-        rounds = [measured(gauge, site, own, args, kwargs) for _ in range(_ROUNDS)]
+        try:
+            rounds = [measured(gauge, site, own, args, kwargs) for _ in range(_ROUNDS)]
+        except RuntimeError as error:
+            raise TraceError(f"{site.path} cannot be run by itself: {one_line(error)}") from None
         kept = min((way for way, _ in rounds), key=lambda way: way.time_s)
         forward_s = min(seconds for _, seconds in rounds)
         ways, policies = [kept], [BlockPolicy(block=name, how=AS_IT_IS)]
@@ -208,6 +236,7 @@ class _Trials:
                 way, _ = measured(gauge, site, checkpointed, args, kwargs)
             except RuntimeError as error:  # the executor's, which has rules that we do not know
                 logger.info("%s cannot run like this: %s: %s", site.path, policy.saved, error)
+                self.whys[starred(site.path)] = one_line(error)
                 continue
             ways.append(replace(way, time_s=kept.time_s + left * forward_s))
             policies.append(policy)

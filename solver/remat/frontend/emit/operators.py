@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -20,6 +21,7 @@ from torch.utils.checkpoint import (
 
 from remat.blockwise.policies import AS_IT_IS, CHECKPOINTED, SELECTIVE, BlockPolicy
 from remat.blockwise.saving import selections
+from remat.errors import RematError
 from remat.frontend.emit.recorded import candidates, recorded, saved_calls
 
 ContextFn = Callable[[], tuple[Any, Any]]
@@ -65,11 +67,16 @@ def _contexts(saved: Mapping[str, frozenset[int]]) -> tuple[Any, Any]:
 
 
 class _Counting:
-    """The policy function of one call of a block. torch 2.11 also asks it in the backward."""
+    """The policy function of one call of a block. torch 2.11 also asks it in the backward.
+
+    Random numbers are replayed from the block's beginning: once one that was drawn is saved, all
+    later ones are, also such as were not there when the policy was made.
+    """
 
     def __init__(self, saved: Mapping[str, frozenset[int]]) -> None:
         self._saved = saved
         self._counts: tuple[Counter[Any], Counter[Any]] = Counter(), Counter()
+        self._has_drawn = [False, False]
 
     def __call__(
         self, ctx: SelectiveCheckpointContext, func: Any, *args: Any, **kwargs: Any
@@ -77,6 +84,14 @@ class _Counting:
         counts = self._counts[ctx.is_recompute]
         number = counts[func]
         counts[func] += 1
-        if number in self._saved.get(str(func), ()):
-            return CheckpointPolicy.MUST_SAVE
-        return CheckpointPolicy.PREFER_RECOMPUTE
+        is_saved = number in self._saved.get(str(func), ())
+        if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
+            if self._has_drawn[ctx.is_recompute] and not is_saved:
+                if func._schema.is_mutable:
+                    raise RematError(
+                        f"{func} draws random numbers behind others that are saved, and did not "
+                        "when this policy was made: emit policies for the model as it runs now"
+                    )
+                is_saved = True
+            self._has_drawn[ctx.is_recompute] |= is_saved
+        return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 from remat.blockwise.saving import Candidate
 from remat.frontend.blocks.state import Buffers
+from remat.frontend.capture.surroundings import random_numbers_restored
 
 _ROUNDS = 3
 
@@ -52,15 +53,29 @@ def recorded(run: Callable[[], Any]) -> tuple[tuple[Ran, ...], float]:
     return found[:needed], math.fsum(ran.time_s for ran in found)
 
 
-def fingerprint(module: nn.Module, run: Callable[[], Any]) -> object:
-    """Equal for blocks that run the same operators on the same sizes; None where the block changes
-    itself (as batch norm does), so that it must not be run twice."""
+def fingerprint(module: nn.Module, run: Callable[[], Any]) -> tuple[object, str]:
+    """Equal for blocks that run the same operators on the same sizes, with gradients for the same;
+    and why such a block must not be run twice, if it must not."""
     before = Buffers(module)
-    found = tuple(_kind(ran) for ran in _recorded(run)[0])
-    if not before.changed():
-        return found
+    outputs: list[list[torch.Tensor]] = []
+
+    def kept() -> None:
+        found = [t for t in tree_leaves(run()) if isinstance(t, torch.Tensor)]
+        outputs.append([t.detach() for t in found])
+
+    with random_numbers_restored():
+        kinds = tuple(_kind(ran) for ran in _recorded(kept)[0])
+    changes = before.changed()
     before.restore()
-    return None
+    with random_numbers_restored():
+        kept()
+    before.restore()
+    why = "it changes its buffers when it runs" if changes else ""
+    first, second = outputs
+    if len(first) != len(second) or not all(map(torch.equal, first, second)):
+        why = why or "it returns something else when it runs again"
+    trained = tuple(p.requires_grad for p in module.parameters())
+    return (type(module), kinds, trained), why
 
 
 def candidates(operators: Sequence[Ran]) -> tuple[list[Candidate], list[int]]:
