@@ -359,7 +359,7 @@ def test_blocks_that_are_called_twice_and_share_parameters() -> None:
     assert peak_of(model, ids) <= plan_of(model).peak_bytes
 
 
-@pytest.mark.parametrize("in_flight", [2, 4])
+@pytest.mark.parametrize("in_flight", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_batches_in_flight_are_part_of_the_plan(in_flight: int) -> None:
     """As in a stage of a pipeline: so many forwards, then a backward and a forward in turn."""
     model, ids = net()
@@ -433,7 +433,7 @@ def test_other_lengths_are_planned_and_evaluation_is_not() -> None:
     assert len(remat.plans(model)) == 2
 
 
-@pytest.mark.parametrize("budget", ["70%", "min"])
+@pytest.mark.parametrize("budget", ["70%", pytest.param("min", marks=pytest.mark.slow)])
 def test_lengths_are_planned_from_what_was_solved_for_others(budget: str) -> None:
     model, _ = net()
     other = copy.deepcopy(model)

@@ -106,7 +106,7 @@ def emitted(model: nn.Module, budget: int | str, *batch: Any, **more: Any) -> re
 
 
 @pytest.mark.parametrize("rules", ["operators", "regions"])
-@pytest.mark.parametrize("budget", ["80%", "65%", "min"])
+@pytest.mark.parametrize("budget", [pytest.param("80%", marks=pytest.mark.slow), "65%", "min"])
 def test_gradients_are_the_same_and_the_peak_is_as_planned(budget: str, rules: str) -> None:
     model, ids = net()
     wanted = step(model, ids)
@@ -309,9 +309,7 @@ def test_blocks_that_cannot_be_run_again_say_so() -> None:
     torch.manual_seed(0)
     ids = torch.randint(0, 50, (256,))
     model = Net([_Counts(32) for _ in range(3)])
-    with pytest.raises(
-        InfeasibleBudget, match=r"something else when it runs again"
-    ):
+    with pytest.raises(InfeasibleBudget, match=r"something else when it runs again"):
         emitted(model, "60%", ids)
     with pytest.raises(TraceError, match=r"blocks\.0 cannot be run by itself: .*in-place"):
         emitted(Net([_Writes(32) for _ in range(3)]), "60%", ids)

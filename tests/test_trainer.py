@@ -150,11 +150,11 @@ def test_a_callback_enables_the_model_for_a_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With room for the optimizer, whose state is there after the first step."""
-    eager = trainer(made(gpt2), tmp_path / "eager", 3, gradient_checkpointing=True)
+    eager = trainer(made(gpt2), tmp_path / "eager", 2, gradient_checkpointing=True)
     eager.train()
     model = made(gpt2)
     callback = RematCallback("4MB", strategy=NEAR, costs=remat.Roofline("cpu"))
-    ours = trainer(model, tmp_path / "ours", 3, gradient_checkpointing=True)
+    ours = trainer(model, tmp_path / "ours", 2, gradient_checkpointing=True)
     ours.add_callback(callback)
     found: list[remat.Plan | remat.BlocksPlan] = []
     ours.add_callback(_Looking(found))
@@ -167,7 +167,6 @@ def test_a_callback_enables_the_model_for_a_run(
     assert state_bytes <= left_bytes <= 1.1 * state_bytes  # blocks of the allocator, and counts
     with pytest.raises(remat.TraceError, match="not enabled"):
         remat.plans(model)
-    ours.train()  # once more, from where it was
     enabled = remat.enable(made(gpt2), "70%")
     again = trainer(enabled, tmp_path / "again", 1)
     again.add_callback(RematCallback("1KB"))
@@ -358,10 +357,10 @@ def test_what_accelerate_compiles_is_within_the_budget() -> None:
     plugin = dynamo_plugin("60%", time_limit=2)
     accelerator = Accelerator(cpu=True, dynamo_plugin=plugin)
     prepared = accelerator.prepare(model)
-    before = len(remat.compiled_plans())
+    before = {id(each) for each in remat.compiled_plans()}
     for module in (eager, prepared):
         accelerator.backward(module(x).square().mean())
-    (made_plan,) = remat.compiled_plans()[before:]
+    (made_plan,) = (each for each in remat.compiled_plans() if id(each) not in before)
     assert made_plan.verified_bytes is not None
     assert made_plan.verified_bytes <= made_plan.plan.budget_bytes
     for mine, other in zip(model.parameters(), eager.parameters(), strict=True):

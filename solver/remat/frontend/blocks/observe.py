@@ -123,6 +123,8 @@ class _Step:
     _watches: dict[int, Watch] = field(default_factory=dict)
     outside_bytes: int = 0
     """Held when the backward began, beside constant memory."""
+    differentiable: dict[object, tuple[bool, ...]] = field(default_factory=dict)
+    """For each kind of call, which of its results have a gradient."""
     _gradients: dict[int, int] = field(default_factory=dict)
     """By parameter of a block: the bytes of its gradient, once the block's backward has run."""
     _adding_bytes: int = 0
@@ -148,12 +150,14 @@ class _Step:
                 leaves = [next(again) if isinstance(x, torch.Tensor) else x for x in given]
                 own_args, own_kwargs = tree_unflatten(leaves, shape)
                 leaves, outer = tree_flatten(own(*own_args, **own_kwargs))
-                made[:] = [leaves, outer]
+                made[:] = [[x.detach() if gets_gradient(x) else x for x in leaves], outer]
                 return tuple(x for x in leaves if isinstance(x, torch.Tensor))
+
+            kind = type(site.module), self.calls[-1].key and self.calls[-1].key.inputs
 
             tensors = [x for x in given if isinstance(x, torch.Tensor)]
             results = iter(
-                _Passing.apply(self, number, run, len(tensors), anchor, *tensors, *parameters)
+                _Passing.apply(self, number, kind, run, len(tensors), anchor, *tensors, *parameters)
             )
             leaves, outer = made
             self.gauge.peak()
@@ -252,6 +256,7 @@ class _Passing(torch.autograd.Function):
         ctx: Any,
         step: _Step,
         number: int,
+        kind: object,
         run: Callable[..., Any],
         count: int,
         anchor: Any,
@@ -262,9 +267,17 @@ class _Passing(torch.autograd.Function):
         ctx.step, ctx.number = step, number
         ctx.given = [(t.shape, t.dtype, t.device) if gets_gradient(t) else None for t in tensors]
         step.anchors.append(anchor)
-        results = run(*tensors[:count])
-        whole = (t for t in results if not t.is_floating_point() and not t.is_complex())
-        ctx.mark_non_differentiable(*whole)
+        given = tensors[:count]
+        if kind in step.differentiable:
+            results = run(*given)
+        else:  # once with a graph, which tells what of its results has a gradient
+            with torch.enable_grad():
+                found = run(*(t.clone() if gets_gradient(t) else t for t in map(_leaf, given)))
+            step.differentiable[kind] = tuple(t.requires_grad for t in found)
+            results = tuple(t.detach() for t in found)
+            del found
+        has = step.differentiable[kind]
+        ctx.mark_non_differentiable(*(t for t, yes in zip(results, has, strict=True) if not yes))
         return results
 
     @staticmethod
@@ -277,7 +290,11 @@ class _Passing(torch.autograd.Function):
             for given in ctx.given
         ]
         ctx.step.gauge.peak()
-        return None, None, None, None, None, *zeros
+        return None, None, None, None, None, None, *zeros
+
+
+def _leaf(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def _ends(outputs: Any, differentiate: str | Sequence[str]) -> list[torch.Tensor]:
