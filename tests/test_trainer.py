@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.compilers import needs_compiler
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
@@ -343,6 +344,9 @@ def test_a_loop_of_accelerate(options: dict[str, Any], scope: str) -> None:
     assert all(recomputes(plan) for plan in remat.plans(model))
 
 
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.usefixtures("compiled_anew")
 def test_what_accelerate_compiles_is_within_the_budget() -> None:
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
