@@ -39,6 +39,7 @@ def test_a_model_becomes_a_measured_trace(tmp_path: Path) -> None:
     assert remat.Trace.load(measured).measured
 
 
+@pytest.mark.slow
 def test_a_step_beside_the_models_own(tmp_path: Path) -> None:
     program = tmp_path / "program.json.gz"
     ended = quick("run", *GPT2, "--budget", "80%", "--time-limit", "5", "--rounds", "1",
@@ -55,6 +56,7 @@ def test_a_step_beside_the_models_own(tmp_path: Path) -> None:
     assert made.predicted_peak_bytes == told["plan"]["peak_bytes"]
 
 
+@pytest.mark.slow
 def test_outputs_that_are_dropped(tmp_path: Path) -> None:
     """Of a model whose logits are most of the memory: counted, planned and measured without."""
     wide = (*GPT2[:5], "--set", "n_layer=1", "--set", "n_embd=16", "--set", "n_head=2", "--set",

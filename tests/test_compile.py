@@ -193,7 +193,7 @@ def measured_peak(case: Case, run: Any) -> int:
 @pytest.mark.parametrize(
     ("make", "percent"),
     [
-        (dropping, 80),
+        pytest.param(dropping, 80, marks=pytest.mark.slow),
         pytest.param(blocks, 60, marks=pytest.mark.slow),
         pytest.param(convolutions, 75, marks=pytest.mark.slow),
     ],

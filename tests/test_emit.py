@@ -272,7 +272,7 @@ def test_what_changes_itself_is_left_as_it_is() -> None:
         assert torch.equal(model.get_buffer(name), buffer), name
 
 
-@pytest.mark.parametrize("rules", ["operators", "regions"])
+@pytest.mark.parametrize("rules", ["operators", pytest.param("regions", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("frozen", [1, 2])
 def test_blocks_that_are_frozen_are_tried_by_themselves(frozen: int, rules: str) -> None:
     """With what is before them, or not: then they save nothing, and are outside."""

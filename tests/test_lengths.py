@@ -77,7 +77,7 @@ def test_ten_lengths_are_captured_twice() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", *(pytest.param(n, marks=pytest.mark.slow) for n in ("bert", "t5"))]
+    "name", [pytest.param(n, marks=pytest.mark.slow) for n in ("llama", "bert", "t5")]
 )
 def test_symbols_stand_for_what_would_be_captured(name: str) -> None:
     """Rows and lengths vary; to the last argument, stride and size of a storage."""

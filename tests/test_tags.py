@@ -72,7 +72,7 @@ def ran(gm: fx.GraphModule, given: list[torch.Tensor]) -> tuple[list[torch.Tenso
 
 
 @pytest.mark.parametrize("drop", [0.0, 0.1])
-@pytest.mark.parametrize("share", ["80%", "60%"])
+@pytest.mark.parametrize("share", [pytest.param("80%", marks=pytest.mark.slow), "60%"])
 def test_what_torch_makes_of_the_tags_takes_what_the_plan_says(share: str, drop: float) -> None:
     gm, given = step_of(drop)
     wanted, most_bytes = ran(gm, given)

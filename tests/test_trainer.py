@@ -146,6 +146,7 @@ def recomputes(plan: remat.Plan | remat.BlocksPlan) -> bool:
 slow = pytest.mark.slow
 
 
+@slow
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing. is deprecated:FutureWarning")
 def test_a_callback_enables_the_model_for_a_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
