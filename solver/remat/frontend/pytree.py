@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from remat.documents.structure import Structure
 from remat.errors import DocumentError, TraceError
@@ -83,6 +84,11 @@ class _Walker:
         kept = [n for n in names if getattr(node, n) is not None]
         children = tuple(self.walk(getattr(node, n), f"{path}.{n}") for n in kept)
         return Structure(kind="object", type=_type_name(node), keys=tuple(kept), children=children)
+
+
+def tensors_in(tree: object) -> list[torch.Tensor]:
+    """The tensors anywhere in it, whatever else is there."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def unflatten(structure: Structure, leaves: Sequence[object]) -> Any:

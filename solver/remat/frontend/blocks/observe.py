@@ -1,10 +1,10 @@
 """One step of the model without its blocks' memory: what is outside of them, and how they are
 called.
 
-The model runs as it is, with real data, but each block computes without a graph and saves nothing;
-in the backward it gives back zeros. So the step takes little more than what is outside of blocks,
-whatever the model; what it finds is where in time each block runs, and how much is there then.
-Random numbers and buffers are as before afterwards.
+The model runs as it is, with real data, but each block drops its graph once it has run, and gives
+back zeros in the backward. So the step takes little more than what is outside of blocks and one
+block, whatever the model; what it finds is where in time each block runs, and how much is there
+then. Random numbers and buffers are as before afterwards.
 """
 
 from __future__ import annotations
@@ -22,24 +22,26 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from remat.blockwise.step import Event, Way
 from remat.errors import TraceError, one_line
 from remat.frontend.blocks.gauge import Gauge, gauge
-from remat.frontend.blocks.measured import gets_gradient, measured_ways
+from remat.frontend.blocks.measured import Invocation, gets_gradient, measured_ways
+from remat.frontend.blocks.passing import Passing
 from remat.frontend.blocks.sharded import (
-    begin_forward,
     end_forward,
     here,
+    in_a_forward,
     is_sharded,
     sharded_parameters,
 )
 from remat.frontend.blocks.sites import Site, trained
+from remat.frontend.blocks.state import Buffers
 from remat.frontend.blocks.swapped import replaced
 from remat.frontend.capture.flat import differentiated
 from remat.frontend.capture.surroundings import restored
 from remat.frontend.meter import unique_bytes
-from remat.frontend.pytree import flatten
+from remat.frontend.pytree import flatten, tensors_in
 from remat.frontend.runtime.guards import Call, Signature, Watch, signature
 
-Look = Callable[[Gauge, Site, Callable[..., Any], tuple[Any, ...], dict[str, Any]], tuple[Way, ...]]
-"""What tells the ways of a call, given the site's own forward and its arguments."""
+Look = Callable[[Gauge, Invocation], tuple[Way, ...]]
+"""What tells the ways of a call of the module's own forward."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ def observe(
             is_sharded(model),
         )
         if found.is_sharded:
-            stack.enter_context(_as_in_a_forward(model, call))
+            stack.enter_context(in_a_forward(model, call.args, call.kwargs))
         with replaced({s.module: found.wrapped(s) for s in sites}):
             outputs = [end_forward(model, call.args, model.forward(*call.args, **call.kwargs))]
         if not found.calls:
@@ -123,8 +125,6 @@ class _Step:
     _watches: dict[int, Watch] = field(default_factory=dict)
     outside_bytes: int = 0
     """Held when the backward began, beside constant memory."""
-    differentiable: dict[object, tuple[bool, ...]] = field(default_factory=dict)
-    """For each kind of call, which of its results have a gradient."""
     _gradients: dict[int, int] = field(default_factory=dict)
     """By parameter of a block: the bytes of its gradient, once the block's backward has run."""
     _adding_bytes: int = 0
@@ -139,7 +139,7 @@ class _Step:
                 return own(*args, **kwargs)  # without a backward it saves nothing
             number = len(self.calls)
             self._outside()
-            self.calls.append(self._seen(site, own, args, kwargs))
+            self.calls.append(self._seen(Invocation(site, own, args, kwargs)))
             self._event("forward", number, self.gauge.live())
             anchor = torch.zeros((), requires_grad=True, device=_device(given))
             parameters = trained([site]) if self.is_sharded else []
@@ -153,11 +153,9 @@ class _Step:
                 made[:] = [[x.detach() if gets_gradient(x) else x for x in leaves], outer]
                 return tuple(x for x in leaves if isinstance(x, torch.Tensor))
 
-            kind = type(site.module), self.calls[-1].key and self.calls[-1].key.inputs
-
             tensors = [x for x in given if isinstance(x, torch.Tensor)]
             results = iter(
-                _Passing.apply(self, number, kind, run, len(tensors), anchor, *tensors, *parameters)
+                Passing.apply(self, number, run, len(tensors), anchor, *tensors, *parameters)
             )
             leaves, outer = made
             self.gauge.peak()
@@ -166,26 +164,22 @@ class _Step:
 
         return forward
 
-    def _seen(
-        self, site: Site, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> SeenCall:
+    def _seen(self, called: Invocation) -> SeenCall:
+        site = called.site
+        ways = self._ways(called)
         try:
-            call = Call.of(args, kwargs, f"an argument of {site.path} ")
+            call = Call.of(called.args, called.kwargs, f"an argument of {site.path} ")
         except TraceError as error:
-            tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)]
-            ways = self._run(site, own, args, kwargs)
+            tensors = tensors_in((called.args, called.kwargs))
             return SeenCall(site, None, *_storages(tensors), one_line(error), ways)
         watch = self._watches.setdefault(id(site.module), Watch(site.module))
         key = signature(watch, call.structure, call.leaves)
-        ways = self._run(site, own, args, kwargs)
         return SeenCall(site, key, *_storages(call.leaves), "", ways)
 
-    def _run(
-        self, site: Site, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Way, ...]:
-        if id(site.module) not in self.measured:
+    def _ways(self, called: Invocation) -> tuple[Way, ...]:
+        if id(called.site.module) not in self.measured:
             return ()
-        found = self.look(self.gauge, site, own, args, kwargs)
+        found = self.look(self.gauge, called)
         self.gauge.peak()
         return found
 
@@ -246,57 +240,6 @@ class _Step:
         return self.constant_bytes + own_bytes + sum(self._gradients.values())
 
 
-class _Passing(torch.autograd.Function):
-    """A block that saves nothing, and passes zeros back."""
-
-    boxed_grads_call = True  # as that of `runtime.step`, which lets go of them like this
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        step: _Step,
-        number: int,
-        kind: object,
-        run: Callable[..., Any],
-        count: int,
-        anchor: Any,
-        *tensors: Any,
-    ) -> Any:
-        """The first `count` tensors are the block's inputs, the others its parameters."""
-        ctx.set_materialize_grads(False)
-        ctx.step, ctx.number = step, number
-        ctx.given = [(t.shape, t.dtype, t.device) if gets_gradient(t) else None for t in tensors]
-        step.anchors.append(anchor)
-        given = tensors[:count]
-        if kind in step.differentiable:
-            results = run(*given)
-        else:  # once with a graph, which tells what of its results has a gradient
-            with torch.enable_grad():
-                found = run(*(t.clone() if gets_gradient(t) else t for t in map(_leaf, given)))
-            step.differentiable[kind] = tuple(t.requires_grad for t in found)
-            results = tuple(t.detach() for t in found)
-            del found
-        has = step.differentiable[kind]
-        ctx.mark_non_differentiable(*(t for t, yes in zip(results, has, strict=True) if not yes))
-        return results
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        boxed = grads[0] if isinstance(grads[0], list) else list(grads)
-        del grads
-        ctx.step.backward_of(ctx.number, boxed)
-        zeros = [
-            None if given is None else torch.zeros(given[0], dtype=given[1], device=given[2])
-            for given in ctx.given
-        ]
-        ctx.step.gauge.peak()
-        return None, None, None, None, None, None, *zeros
-
-
-def _leaf(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().requires_grad_(tensor.requires_grad)
-
-
 def _ends(outputs: Any, differentiate: str | Sequence[str]) -> list[torch.Tensor]:
     """The outputs that gradients come from. Of what cannot be described (a cache of keys among
     the outputs) the loss, or whatever has a gradient."""
@@ -325,34 +268,15 @@ def _constant_bytes(model: nn.Module, call: Call) -> int:
 
 
 @contextmanager
-def _as_in_a_forward(model: nn.Module, call: Call) -> Iterator[None]:
-    """Within the forward of a model that FSDP2 has sharded, and afterwards still so: a backward
-    inside of it ends what a forward begins. Gradients are as before afterwards."""
-    own = {id(p): p for p in (*sharded_parameters(model), *model.parameters())}
-    before = [(p, p.grad) for p in own.values()]
-    for parameter, _ in before:
-        parameter.grad = None
-    begin_forward(model, call.args, call.kwargs)
-    try:
-        yield
-    finally:
-        for parameter, gradient in before:
-            parameter.grad = gradient
-        begin_forward(model, call.args, call.kwargs)
-
-
-@contextmanager
 def _data_restored(model: nn.Module) -> Iterator[None]:
     """Parameters and buffers are the same objects with the same numbers afterwards."""
-    kept = [(b, b.detach().clone()) for b in model.buffers()]
+    kept = Buffers(model)
     try:
         with restored(model):
             yield
     finally:
-        with torch.no_grad():
-            for buffer, before in kept:
-                if not torch.equal(buffer, before):
-                    buffer.copy_(before)
+        if kept.changed():
+            kept.restore()
 
 
 def _storages(

@@ -48,14 +48,26 @@ def sharded_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [p.sharded_param for group in groups for p in group.fsdp_params]
 
 
-def begin_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """What FSDP2 does before a forward of the whole model: gathers what is outside of blocks."""
-    if (state := _state(model)) is not None:
-        state._pre_forward(model, args, kwargs)
+@contextmanager
+def in_a_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+    """Within the forward of a model that FSDP2 has sharded, and afterwards still so: a backward
+    inside of it ends what a forward begins. Gradients are as before afterwards."""
+    own = {id(p): p for p in (*sharded_parameters(model), *model.parameters())}
+    before = [(p, p.grad) for p in own.values()]
+    for parameter, _ in before:
+        parameter.grad = None
+    _begin_forward(model, args, kwargs)
+    try:
+        yield
+    finally:
+        for parameter, gradient in before:
+            parameter.grad = gradient
+        _begin_forward(model, args, kwargs)
 
 
 def end_forward(model: nn.Module, args: tuple[Any, ...], outputs: Any) -> Any:
-    """And after it: sees to it that its backward is noticed."""
+    """What FSDP2 does behind a forward of the whole model: sees to it that its backward is
+    noticed."""
     state = _state(model)
     return outputs if state is None else state._post_forward(model, args, outputs)
 
@@ -76,6 +88,12 @@ def gathered(module: nn.Module) -> Iterator[None]:
     finally:
         for part in parts:
             part.reshard()
+
+
+def _begin_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """What FSDP2 does before it: gathers what is outside of blocks."""
+    if (state := _state(model)) is not None:
+        state._pre_forward(model, args, kwargs)
 
 
 def _state(module: nn.Module) -> Any:

@@ -8,9 +8,10 @@ the step, as where remat plans blocks itself (`remat.enable(..., scope="blocks")
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -24,7 +25,7 @@ from remat.budget import Budget
 from remat.costs.roofline import Roofline
 from remat.errors import InfeasibleBudget, RematError, TraceError, nearest, one_line
 from remat.frontend.blocks.gauge import Gauge
-from remat.frontend.blocks.measured import gets_gradient, measured
+from remat.frontend.blocks.measured import Invocation, gets_gradient, measured
 from remat.frontend.blocks.observe import observe
 from remat.frontend.blocks.offers import Offer, budget_of, with_inputs
 from remat.frontend.blocks.planner import block_plan
@@ -184,56 +185,39 @@ class _Trials:
         default_factory=dict
     )
 
-    def __call__(
-        self,
-        gauge: Gauge,
-        site: Site,
-        own: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> tuple[Way, ...]:
-        kind, why = fingerprint(site.module, lambda: own(*args, **kwargs))
-        given = tree_leaves((args, kwargs))
-        key = (kind, tuple(map(gets_gradient, given)))
+    def __call__(self, gauge: Gauge, call: Invocation) -> tuple[Way, ...]:
+        kind, why = fingerprint(call.site.module, call.run)
+        key = (kind, tuple(map(gets_gradient, tree_leaves((call.args, call.kwargs)))))
         if key not in self._known:
-            logger.info("trying ways to checkpoint %s", site.path)
-            self._known[key] = self._tried(gauge, site, own, args, kwargs, again=not why)
+            logger.info("trying ways to checkpoint %s", call.site.path)
+            self._known[key] = self._tried(gauge, call, again=not why)
         ways, policies = self._known[key]
         if len(ways) == 1:
-            name = starred(site.path)
+            name = starred(call.site.path)
             self.whys[name] = why or self.whys.get(name, "its executor refuses each policy")
         self.policies.append(policies)
         return ways
 
     def _tried(
-        self,
-        gauge: Gauge,
-        site: Site,
-        own: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        again: bool,
+        self, gauge: Gauge, call: Invocation, *, again: bool
     ) -> tuple[tuple[Way, ...], tuple[BlockPolicy, ...]]:
-        """What changes the block itself cannot be run `again`."""
-        name, run = "block", self.executor.run
+        """As it is, and, of what may be run `again`, by each policy that is worth a try."""
+        name, site = "block", call.site
         found: list[tuple[BlockPolicy, float]] = []
         if again:
             with random_numbers_restored():
-                found = self.executor.choices(name, site.module, lambda: own(*args, **kwargs))
+                found = self.executor.choices(name, site.module, call.run)
         try:
-            rounds = [measured(gauge, site, own, args, kwargs) for _ in range(_ROUNDS)]
+            rounds = [measured(gauge, call) for _ in range(_ROUNDS)]
         except RuntimeError as error:
             raise TraceError(f"{site.path} cannot be run by itself: {one_line(error)}") from None
         kept = min((way for way, _ in rounds), key=lambda way: way.time_s)
         forward_s = min(seconds for _, seconds in rounds)
         ways, policies = [kept], [BlockPolicy(block=name, how=AS_IT_IS)]
         for policy, left in found:
-
-            def checkpointed(*given: Any, _policy: BlockPolicy = policy, **named: Any) -> Any:
-                return run(_policy, site.module, own, *given, **named)
-
+            by_policy = partial(self.executor.run, policy, site.module, call.forward)
             try:
-                way, _ = measured(gauge, site, checkpointed, args, kwargs)
+                way, _ = measured(gauge, call.by(by_policy))
             except RuntimeError as error:  # the executor's, which has rules that we do not know
                 logger.info("%s cannot run like this: %s: %s", site.path, policy.saved, error)
                 self.whys[starred(site.path)] = one_line(error)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,12 +11,13 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 from remat.blockwise.saving import Candidate
+from remat.frontend.blocks.measured import now_s
 from remat.frontend.blocks.state import Buffers
 from remat.frontend.capture.surroundings import random_numbers_restored
+from remat.frontend.pytree import tensors_in
 
 _ROUNDS = 3
 
@@ -60,8 +60,7 @@ def fingerprint(module: nn.Module, run: Callable[[], Any]) -> tuple[object, str]
     outputs: list[list[torch.Tensor]] = []
 
     def kept() -> None:
-        found = [t for t in tree_leaves(run()) if isinstance(t, torch.Tensor)]
-        outputs.append([t.detach() for t in found])
+        outputs.append([t.detach() for t in tensors_in(run())])
 
     with random_numbers_restored():
         kinds = tuple(_kind(ran) for ran in _recorded(kept)[0])
@@ -147,13 +146,11 @@ class _Recording(TorchDispatchMode):
         given = {} if kwargs is None else kwargs
         if func in SAC_IGNORED_OPS:
             return func(*args, **given)
-        _wait(args)
-        began = time.perf_counter()
+        began = now_s(args)
         outputs = func(*args, **given)
-        _wait(outputs)
-        time_s = time.perf_counter() - began
-        before = {_ref(t) for t in tree_leaves((args, given)) if isinstance(t, torch.Tensor)}
-        made = {_ref(t): t for t in tree_leaves(outputs) if isinstance(t, torch.Tensor)}
+        time_s = now_s(outputs) - began
+        before = {_ref(t) for t in tensors_in((args, given))}
+        made = {_ref(t): t for t in tensors_in(outputs)}
         new_bytes = sum(t.untyped_storage().nbytes() for r, t in made.items() if r not in before)
         name = str(func)
         number = self._counts.get(name, 0)
@@ -174,16 +171,9 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> lis
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         given = args[number] if number < len(args) else kwargs.get(argument.name)
-        found += [_ref(t) for t in tree_leaves(given) if isinstance(t, torch.Tensor)]
+        found += map(_ref, tensors_in(given))
     return found
 
 
 def _ref(tensor: torch.Tensor) -> StorageWeakRef:
     return StorageWeakRef(tensor.untyped_storage())
-
-
-def _wait(items: Any) -> None:
-    for device in {
-        t.device for t in tree_leaves(items) if isinstance(t, torch.Tensor) and t.is_cuda
-    }:
-        torch.cuda.synchronize(device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,7 +15,9 @@ from torch.utils._pytree import tree_leaves
 from remat.blockwise.policies import AS_IT_IS, CHECKPOINTED, SELECTIVE, BlockPolicy
 from remat.blockwise.saving import Candidate, selections
 from remat.errors import RematError
+from remat.frontend.blocks.measured import now_s
 from remat.frontend.blocks.swapped import replaced
+from remat.frontend.pytree import tensors_in
 
 _ROUNDS = 3
 
@@ -69,8 +70,7 @@ def _saving(package: Any, name: str, module: nn.Module) -> Callable[..., Any]:
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         outputs = own(*args, **kwargs)
-        tensors = [t for t in tree_leaves(outputs) if isinstance(t, torch.Tensor)]
-        package.recompute_needs_tensor(*tensors)  # whoever reads them is run again
+        package.recompute_needs_tensor(*tensors_in(outputs))  # whoever reads them is run again
         return outputs
 
     return forward
@@ -131,8 +131,8 @@ def _profiled(module: nn.Module, forward: Callable[[], Any]) -> tuple[_Part, dic
                 outputs = run_own(*args, **kwargs)
             active.pop()
             part.can_be_saved &= _is_flat(outputs)
-            given = {StorageWeakRef(t.untyped_storage()) for t in _tensors((args, kwargs))}
-            for tensor in _tensors(outputs):
+            given = {StorageWeakRef(t.untyped_storage()) for t in tensors_in((args, kwargs))}
+            for tensor in tensors_in(outputs):
                 part.outputs.append((tensor.detach(), tensor._version))
                 storage = tensor.untyped_storage()
                 part.saved.setdefault(StorageWeakRef(storage), storage.nbytes())
@@ -158,14 +158,9 @@ def _profiled(module: nn.Module, forward: Callable[[], Any]) -> tuple[_Part, dic
 
 @contextmanager
 def _timing(part: _Part, given: Any) -> Iterator[None]:
-    devices = {t.device for t in _tensors(given) if t.is_cuda}
-    for device in devices:
-        torch.cuda.synchronize(device)
-    began = time.perf_counter()
+    began = now_s(given)
     yield
-    for device in devices:
-        torch.cuda.synchronize(device)
-    part.time_s += time.perf_counter() - began
+    part.time_s += now_s(given) - began
 
 
 def _is_flat(outputs: Any) -> bool:
@@ -178,10 +173,6 @@ def _is_flat(outputs: Any) -> bool:
 
 def _state(module: nn.Module) -> list[torch.Tensor]:
     return [*module.parameters(), *module.buffers()]
-
-
-def _tensors(items: Any) -> list[torch.Tensor]:
-    return [t for t in tree_leaves(items) if isinstance(t, torch.Tensor)]
 
 
 def torch_remat() -> Any:

@@ -8,6 +8,7 @@ what was saved or ran again itself, and once. What is random never does.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -64,7 +65,7 @@ def tag(
     step = _Step(gm, calls, begin)
     graph = step.graph(_seconds(calls, begin, costs, cache))
     plan = solve(graph, budget, strategy or Selective())
-    again = {calls[op] for op in range(len(graph)) if plan.schedule.runs.count(op) > 1}
+    again = {calls[op] for op, runs in Counter(plan.schedule.runs).items() if runs > 1}
     _write(gm, again, calls[begin])
     return plan
 

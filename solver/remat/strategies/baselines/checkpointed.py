@@ -34,6 +34,18 @@ def forward_count(graph: Graph) -> int | None:
     return next(flagged, 0) or None
 
 
+def saving_count(graph: Graph, name: str) -> int:
+    """As `forward_count`, for a strategy that decides what is saved. Raises `RematError` where no
+    backward pass is marked."""
+    count = forward_count(graph)
+    if count is None:
+        raise RematError(
+            f"{name} saves values for a backward pass, and no operation is marked `backward`: mark "
+            "them, or use ChenSqrt"
+        )
+    return count
+
+
 def checkpointed_count(graph: Graph) -> int:
     """How many operations segments are made of: the forward pass, or all where none is marked."""
     return forward_count(graph) or len(graph)

@@ -15,12 +15,11 @@ from typing import Annotated
 import numpy as np
 import numpy.typing as npt
 
-from remat.errors import RematError
 from remat.graph import Graph
 from remat.schedule import Schedule
 from remat.solution import Solution
 from remat.strategies.base import Task
-from remat.strategies.baselines.checkpointed import Builder, cheapest, forward_count
+from remat.strategies.baselines.checkpointed import Builder, cheapest, saving_count
 from remat.strategies.options import Checked, between
 
 
@@ -40,12 +39,7 @@ class Knapsack(Checked):
     def run(self, task: Task) -> Solution:
         """The cheapest fitting choice. Raises `RematError` without a backward pass, and
         `InfeasibleBudget` where no choice fits."""
-        count = forward_count(task.graph)
-        if count is None:
-            raise RematError(
-                f"{self.name} saves values for a backward pass, and no operation is marked "
-                "`backward`: mark them, or use ChenSqrt"
-            )
+        count = saving_count(task.graph, self.name)
         candidates = self._candidates(task.graph, count)
         return cheapest(task, candidates, name=self.name)
 

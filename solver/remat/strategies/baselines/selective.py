@@ -20,7 +20,6 @@ from typing import Annotated
 import pulp
 
 from remat.budget import format_bytes
-from remat.errors import RematError
 from remat.graph import Graph
 from remat.milp.solvers import pulp_versions
 from remat.milp.solvers.highs import BulkHiGHS
@@ -30,7 +29,7 @@ from remat.schedule import Schedule
 from remat.simulate import peak_and_time, simulate
 from remat.solution import Solution
 from remat.strategies.base import Task
-from remat.strategies.baselines.checkpointed import Builder, cheapest, forward_count
+from remat.strategies.baselines.checkpointed import Builder, cheapest, forward_count, saving_count
 from remat.strategies.options import Checked, Seconds, Threads, between
 
 _GAP = 1e-3
@@ -55,12 +54,7 @@ class Selective(Checked):
     def run(self, task: Task) -> Solution:
         """The cheapest fitting choice. Raises `RematError` without a backward pass, and
         `InfeasibleBudget` where no choice fits."""
-        count = forward_count(task.graph)
-        if count is None:
-            raise RematError(
-                f"{self.name} saves values for a backward pass, and no operation is marked "
-                "`backward`: mark them, or use ChenSqrt"
-            )
+        count = saving_count(task.graph, self.name)
         return cheapest(task, self._candidates(task, count), name=self.name)
 
     def _candidates(self, task: Task, count: int) -> Iterator[tuple[str, Schedule]]:
