@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -233,6 +235,19 @@ def test_a_probe_that_dies_or_hangs_spoils_no_other(
     assert facts["Gurobi"].usable, "its command is"
     assert not facts["COPT"].usable
     assert "did not answer" in facts["COPT"].reason
+
+
+def test_the_first_solve_of_a_process_says_nothing() -> None:
+    code = (
+        "from remat.milp.solvers import pulp_versions\n"
+        "from remat.milp.solvers.highs import BulkHiGHS\n"
+        "from tests.test_pulp_versions import small\n"
+        "program = pulp_versions.read(small())\n"
+        "run = BulkHiGHS(gap=0.0, time_limit=9.0, threads=1).solve(program)\n"
+        "assert program.variables[0].varValue is not None"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_threads_may_change_from_solve_to_solve() -> None:

@@ -328,6 +328,7 @@ def test_a_budget_that_is_too_small_names_the_smallest() -> None:
         step(model, ids, 1)
     found = raised.value.min_feasible_bytes
     assert found is not None
+    assert f'pass at least {found:,} bytes, or "min"' in str(raised.value)
     assert least_bytes * 9 // 10 < found <= 1.05 * least_bytes
     remat.disable(model)
     enabled(model, int(1.05 * found))

@@ -365,7 +365,7 @@ def test_the_report_says_what_a_free_plan_takes() -> None:
     model, ids = net()
     policies = emitted(model, "65%", ids, compare=True, costs=remat.Roofline("cpu"))
     assert policies.optimum_overhead is not None
-    assert "if planned freely, run by remat" in str(policies)
+    assert "within that peak, planned and run by remat" in str(policies)
 
 
 def test_bad_use_is_told() -> None:

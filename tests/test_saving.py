@@ -79,7 +79,7 @@ def test_policies_travel_as_json_and_print_a_table(tmp_path: object) -> None:
     assert Policies.from_json(found.to_json()) == found
     text = str(found)
     assert "50.0% of 160 B without recomputation" in text
-    assert "+50% over 1 s; +25% if planned freely" in text
+    assert "+50% over 1 s (timed as they ran)\nfreely  +25% within that peak" in text
     assert "l.0 to l.1  selective  mm 0+2" in text
     assert found.of("l.2") == found.blocks[2]
     assert found.of("l.3") is None

@@ -351,10 +351,18 @@ def test_what_few_slots_do_not_hold_is_not_proved_infeasible() -> None:
 
 
 def test_a_peak_within_its_gap_excludes_no_smaller_one() -> None:
-    """48 bytes can be reached; a program that may be off by half of it ends before."""
-    with pytest.raises(InfeasibleBudget, match="no proof that there is none") as error:
-        reached(STAGES, Offers(), 48, replace(EXACT, peak_gap=0.5))
-    assert not error.value.is_proved
+    """These peaks can be reached; a program that may be off by half of it often ends before."""
+    refused = []
+    for seed, least_bytes in ((1, 54), (3, 70), (6, 62), (7, 50), (9, 61)):
+        graph = uneven_stages(seed, 12)
+        try:
+            schedule = reached(graph, Offers(), least_bytes, replace(EXACT, peak_gap=0.5))
+            assert peak(graph, schedule) == least_bytes
+        except InfeasibleBudget as error:
+            refused.append(error)
+    assert refused, "some solvers find more of them than others"
+    assert all("no proof that there is none" in str(error) for error in refused)
+    assert not any(error.is_proved for error in refused)
 
 
 def test_what_there_was_no_time_for_is_not_proved_infeasible() -> None:

@@ -53,7 +53,8 @@ def choose(
     if budget_bytes < least_bytes:
         raise InfeasibleBudget(
             f"with its blocks planned one by one, the step takes {format_bytes(least_bytes)} at "
-            f"least, and the budget is {format_bytes(budget_bytes)}",
+            f"least, and the budget is {format_bytes(budget_bytes)}; pass at least "
+            f'{least_bytes:,} bytes, or "min"',
             min_feasible_bytes=least_bytes,
         )
     return _cheapest(step, budget_bytes, threads, tied)

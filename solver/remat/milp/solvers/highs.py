@@ -46,7 +46,7 @@ class BulkHiGHS:
         HiGHS refuses to run, or ends without an answer."""
         if not program.variables:
             return _without_columns(program)
-        highs = highspy.Highs()
+        highs = _Silent()
         self._set_options(highs)
         load(highs, program)
         if self.start:
@@ -70,7 +70,6 @@ class BulkHiGHS:
 
     def _set_options(self, highs: highspy.Highs) -> None:
         options: dict[str, str | int | float | bool] = {
-            "output_flag": False,
             "mip_rel_gap": self.gap,
             "mip_abs_gap": 1e-9,
             "time_limit": max(0.0, self.time_limit),
@@ -100,6 +99,15 @@ class BulkHiGHS:
         if self.report is not None:
             highs.cbMipLogging.subscribe(tell)
             highs.cbMipImprovingSolution.subscribe(tell)
+
+
+class _Silent(highspy.Highs):
+    """Says nothing. From 1.16 on the first of a process names itself on stdout as it enables its
+    callbacks, which it does when it is made; only an option set before hushes that."""
+
+    def enableCallbacks(self) -> None:
+        self.setOptionValue("output_flag", False)
+        super().enableCallbacks()
 
 
 def load(highs: highspy.Highs, program: Arrays) -> None:
