@@ -371,7 +371,7 @@ def test_the_report_says_what_a_free_plan_takes() -> None:
 def test_bad_use_is_told() -> None:
     model, ids = net(2)
     policies = emitted(model, "80%", ids)
-    with pytest.raises(ValueError, match="near are regions; they are by operators or regions"):
+    with pytest.raises(ValueError, match="near are regions; they are by operators"):
         emitted(model, "80%", ids, rules="region")
     with pytest.raises(TraceError, match="has no repeated blocks"):
         emitted(nn.Linear(4, 4), "80%", torch.randn(3, 4))

@@ -88,7 +88,7 @@ def test_policies_travel_as_json_and_print_a_table(tmp_path: object) -> None:
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [
-        ('"rules":"regions"', "l.0 saves operators, which its policy rules out"),
+        ('"rules":"regions"', "l.0 has what rules of operators say, which its policy rules out"),
         ('"rules":"everything"', "rules"),
         ('"peak_bytes":-1', "peak_bytes"),
     ],

@@ -24,7 +24,7 @@ _TIME_LIMIT_S = 10.0
 _TOLERANCE = 2e-6
 """By how much of its unit a solver may miss a row."""
 
-_NEAR_MIN = 1.01
+NEAR_MIN = 1.01
 """A step at the very smallest peak costs far more than one a per cent above it."""
 
 
@@ -49,7 +49,13 @@ def choose(
     """
     least_bytes = step.peak_bytes(_cheapest(step, None, threads, tied).ways)
     if budget_bytes is None:
-        budget_bytes = int(_NEAR_MIN * least_bytes)
+        budget_bytes = int(NEAR_MIN * least_bytes)
+    check_feasible(least_bytes, budget_bytes)
+    return _cheapest(step, budget_bytes, threads, tied)
+
+
+def check_feasible(least_bytes: int, budget_bytes: int) -> None:
+    """Raises `InfeasibleBudget` for a budget below the smallest peak."""
     if budget_bytes < least_bytes:
         raise InfeasibleBudget(
             f"with its blocks planned one by one, the step takes {format_bytes(least_bytes)} at "
@@ -57,7 +63,6 @@ def choose(
             f'{least_bytes:,} bytes, or "min"',
             min_feasible_bytes=least_bytes,
         )
-    return _cheapest(step, budget_bytes, threads, tied)
 
 
 def least_peak_bytes(step: BlockStep, threads: int = 2) -> int:

@@ -14,12 +14,16 @@ from remat.report.tables import aligned, starred
 
 OPERATORS = "operators"
 REGIONS = "regions"
-RULES = (OPERATORS, REGIONS)
-"""What an executor decides on: the output of each operator, or what whole modules save."""
+MEGATRON = "megatron"
+RULES = (OPERATORS, REGIONS, MEGATRON)
+"""What an executor decides on: the output of each operator, what whole modules save, or which
+modules of Megatron's layers run again."""
 
 AS_IT_IS = "as it is"
 CHECKPOINTED = "checkpointed"
 SELECTIVE = "selective"
+
+_HEADS = {MEGATRON: "run again"}
 
 _Number = Annotated[int, Field(ge=0, le=1_000_000)]
 _Name = Annotated[str, Field(min_length=1, max_length=200)]
@@ -30,22 +34,24 @@ class BlockPolicy(Record):
     "selective": run again but for what it saves.
 
     `operators` has the numbers of the calls of each operator, counted in the block, whose outputs
-    are saved; `regions` the modules inside of the block that save what they need.
+    are saved; `regions` the modules inside of the block that save what they need; `modules` those
+    that run again, by Megatron's names for them, where everything else is saved.
     """
 
     block: Path_
     how: Literal["as it is", "checkpointed", "selective"]
     operators: dict[_Name, tuple[_Number, ...]] = Field(default_factory=dict)
     regions: tuple[Path_, ...] = ()
+    modules: tuple[_Name, ...] = ()
 
     @property
     def saved(self) -> str:
-        """What it saves, in a line."""
+        """What it saves, in a line, or, where all else is saved, what it runs again."""
         calls = [
             _short(name) if numbers == (0,) else f"{_short(name)} {'+'.join(map(str, numbers))}"
             for name, numbers in self.operators.items()
         ]
-        return ", ".join((*calls, *self.regions))
+        return ", ".join((*calls, *self.regions, *self.modules))
 
 
 class Policies(Document):
@@ -57,7 +63,7 @@ class Policies(Document):
     VERSION: ClassVar[int] = 1
 
     model: Annotated[Path_, Field(max_length=500)] = ""
-    rules: Literal["operators", "regions"] = OPERATORS
+    rules: Literal["operators", "regions", "megatron"] = OPERATORS
     blocks: tuple[BlockPolicy, ...]
     budget_bytes: int = Field(ge=0)
     peak_bytes: int = Field(ge=0)
@@ -71,10 +77,16 @@ class Policies(Document):
         if len({policy.block for policy in self.blocks}) < len(self.blocks):
             raise ValueError("two policies are for the same block")
         for policy in self.blocks:
-            saved = {OPERATORS: policy.operators, REGIONS: policy.regions}
+            named = {
+                OPERATORS: policy.operators,
+                REGIONS: policy.regions,
+                MEGATRON: policy.modules,
+            }
             for rules in RULES:
-                if saved[rules] and (policy.how != SELECTIVE or rules != self.rules):
-                    raise ValueError(f"{policy.block} saves {rules}, which its policy rules out")
+                if named[rules] and (policy.how != SELECTIVE or rules != self.rules):
+                    raise ValueError(
+                        f"{policy.block} has what rules of {rules} say, which its policy rules out"
+                    )
         return self
 
     def of(self, block: str) -> BlockPolicy | None:
@@ -103,7 +115,7 @@ class Policies(Document):
             f"{format_seconds(self.baseline_time_s)} (timed as they ran)",
             *optimum,
             "",
-            *aligned([("blocks", "", "saved"), *self._rows()], left=3),
+            *aligned([("blocks", "", _HEADS.get(self.rules, "saved")), *self._rows()], left=3),
         ]
         return "\n".join(lines)
 

@@ -17,6 +17,12 @@ from remat.frontend.blocks.state import Buffers
 from remat.frontend.capture.surroundings import random_numbers_restored
 from remat.frontend.pytree import tensors_in
 
+Gradients = Callable[
+    [Sequence[torch.Tensor], Sequence[torch.Tensor], Sequence[torch.Tensor]],
+    Sequence[torch.Tensor | None],
+]
+"""Given the ends of a graph, its inputs, and the gradients of the ends: those of the inputs."""
+
 
 @dataclass(frozen=True)
 class Invocation:
@@ -59,7 +65,14 @@ def measured_ways(gauge: Gauge, call: Invocation) -> tuple[Way, ...]:
     return kept, Way(kept.time_s + forward_s, 0, kept.forward_bytes, backward_bytes)
 
 
-def measured(gauge: Gauge, call: Invocation) -> tuple[Way, float]:
+def by_grad(
+    ends: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor]
+) -> Sequence[torch.Tensor | None]:
+    """The gradients, which go nowhere else."""
+    return torch.autograd.grad(ends, inputs, tangents, allow_unused=True)
+
+
+def measured(gauge: Gauge, call: Invocation, gradients: Gradients = by_grad) -> tuple[Way, float]:
     """What it takes with a graph, and the seconds of the forward alone. Random numbers are as
     before afterwards."""
     torch.clear_autocast_cache()  # weights in lower precision are held from the first run on
@@ -67,11 +80,11 @@ def measured(gauge: Gauge, call: Invocation) -> tuple[Way, float]:
     given = tensors_in((own.args, own.kwargs))
     inputs = [t for t in (*given, *trained([call.site])) if gets_gradient(t)]
     with random_numbers_restored():
-        return _measured(gauge, own.run, inputs)
+        return _measured(gauge, own.run, inputs, gradients)
 
 
 def _measured(
-    gauge: Gauge, run: Callable[[], Any], inputs: Sequence[torch.Tensor]
+    gauge: Gauge, run: Callable[[], Any], inputs: Sequence[torch.Tensor], gradients: Gradients
 ) -> tuple[Way, float]:
     gauge.peak()
     before = gauge.live()
@@ -86,7 +99,7 @@ def _measured(
     found: object = None
     if ends and inputs:
         tangents = [torch.ones_like(t) for t in ends]
-        found = torch.autograd.grad(ends, inputs, tangents, allow_unused=True)
+        found = gradients(ends, inputs, tangents)
         del tangents
     backward_s = now_s(inputs) - began
     backward_bytes = gauge.peak() - before

@@ -10,47 +10,37 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from functools import partial
-from types import ModuleType
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from remat.blockwise.choose import choose
-from remat.blockwise.policies import AS_IT_IS, OPERATORS, REGIONS, RULES, BlockPolicy, Policies
-from remat.blockwise.step import BlockStep, Way
+from remat.blockwise.policies import OPERATORS, RULES, BlockPolicy, Policies
+from remat.blockwise.settings import cheapest_setting
+from remat.blockwise.step import BlockStep
 from remat.budget import Budget
 from remat.costs.roofline import Roofline
-from remat.errors import InfeasibleBudget, RematError, TraceError, nearest, one_line
-from remat.frontend.blocks.gauge import Gauge
-from remat.frontend.blocks.measured import Invocation, gets_gradient, measured
+from remat.errors import InfeasibleBudget, RematError, TraceError, nearest
 from remat.frontend.blocks.observe import observe
 from remat.frontend.blocks.offers import Offer, budget_of, with_inputs
 from remat.frontend.blocks.planner import block_plan
 from remat.frontend.blocks.sites import Site, blocks_of
-from remat.frontend.capture.surroundings import random_numbers_restored
 from remat.frontend.capture.trace import check_differentiable, normalise_inputs
 from remat.frontend.costs.cache import CostCache
-from remat.frontend.emit import operators, regions
 from remat.frontend.emit.applied import check_not_applied
+from remat.frontend.emit.executors import EXECUTORS
 from remat.frontend.emit.layers import called_to_checkpoint, layers_of
-from remat.frontend.emit.recorded import fingerprint
+from remat.frontend.emit.trials import Trials
 from remat.frontend.enable import check_plain
 from remat.frontend.optimize import options_of
 from remat.frontend.options import OptimizeOptions
 from remat.frontend.reserve import Reserve
 from remat.frontend.runtime.guards import Call
 from remat.outputs import HELD, are_dropped
-from remat.report.tables import starred
 from remat.strategies import Strategy
 
 logger = logging.getLogger("remat")
-
-_EXECUTORS: dict[str, ModuleType] = {OPERATORS: operators, REGIONS: regions}
-
-_ROUNDS = 3
 
 
 def emit(
@@ -73,7 +63,8 @@ def emit(
 
     `rules` are those of who will run it: "operators" for selective checkpointing by torch, alone or
     through Transformers, where each operator's output is saved or computed again; "regions" for
-    torch_remat, where modules inside of a block save what they need, or do not. The model runs a
+    torch_remat, where modules inside of a block save what they need, or do not; "megatron" for the
+    options of Megatron-core, which are the same for all of its layers. The model runs a
     few times with the example inputs, which are real data. With `compare` the report says what a
     free plan of the same blocks takes within the same peak; `strategy`, `costs` and `cache` are of
     that plan. The executors are in `remat.integrations`.
@@ -86,8 +77,9 @@ def emit(
     check_not_applied(model)
     if rules not in RULES:
         raise ValueError(
-            f"rules is {rules!r}{nearest(rules, RULES)}; they are by {' or '.join(RULES)}"
+            f"rules is {rules!r}{nearest(rules, RULES)}; they are by {', '.join(RULES)}"
         )
+    EXECUTORS[rules].check(model)
     options = options_of(
         budget,
         strategy=strategy,
@@ -117,7 +109,8 @@ def emit(
 def _chosen(
     model: nn.Module, call: Call, sites: Sequence[Site], options: OptimizeOptions, rules: str
 ) -> Policies:
-    trials = _Trials(_EXECUTORS[rules])
+    executor = EXECUTORS[rules]
+    trials = Trials(executor)
     with called_to_checkpoint(model):
         seen = observe(
             model,
@@ -140,7 +133,11 @@ def _chosen(
     budget_bytes = budget_of(options, baseline_bytes, model)
     modules = [id(each.site.module) for each in seen.calls]
     with _telling(trials.whys):
-        chosen = choose(step, budget_bytes, tied=[modules.index(m) for m in modules]).ways
+        if executor.settings is None:
+            chosen = choose(step, budget_bytes, tied=[modules.index(m) for m in modules]).ways
+        else:
+            settings = executor.settings([each.site.path for each in seen.calls], tried)
+            chosen = cheapest_setting(step, list(settings), budget_bytes)
     peak_bytes = step.peak_bytes(chosen)
     named = {
         each.site.path: own[way].model_copy(update={"block": each.site.path})
@@ -170,61 +167,6 @@ def _telling(whys: Mapping[str, str]) -> Iterator[None]:
         raise InfeasibleBudget(
             f"{error}. Left as they are: {told}", min_feasible_bytes=error.min_feasible_bytes
         ) from None
-
-
-@dataclass
-class _Trials:
-    """Looks at each call of a block, and tells its ways. Blocks that run the same operators have
-    the same ones, tried once. `policies` has what the ways of each call are."""
-
-    executor: ModuleType
-    policies: list[tuple[BlockPolicy, ...]] = field(default_factory=list)
-    whys: dict[str, str] = field(default_factory=dict)
-    """Of the blocks that can only be left as they are."""
-    _known: dict[object, tuple[tuple[Way, ...], tuple[BlockPolicy, ...]]] = field(
-        default_factory=dict
-    )
-
-    def __call__(self, gauge: Gauge, call: Invocation) -> tuple[Way, ...]:
-        kind, why = fingerprint(call.site.module, call.run)
-        key = (kind, tuple(map(gets_gradient, tree_leaves((call.args, call.kwargs)))))
-        if key not in self._known:
-            logger.info("trying ways to checkpoint %s", call.site.path)
-            self._known[key] = self._tried(gauge, call, again=not why)
-        ways, policies = self._known[key]
-        if len(ways) == 1:
-            name = starred(call.site.path)
-            self.whys[name] = why or self.whys.get(name, "its executor refuses each policy")
-        self.policies.append(policies)
-        return ways
-
-    def _tried(
-        self, gauge: Gauge, call: Invocation, *, again: bool
-    ) -> tuple[tuple[Way, ...], tuple[BlockPolicy, ...]]:
-        """As it is, and, of what may be run `again`, by each policy that is worth a try."""
-        name, site = "block", call.site
-        found: list[tuple[BlockPolicy, float]] = []
-        if again:
-            with random_numbers_restored():
-                found = self.executor.choices(name, site.module, call.run)
-        try:
-            rounds = [measured(gauge, call) for _ in range(_ROUNDS)]
-        except RuntimeError as error:
-            raise TraceError(f"{site.path} cannot be run by itself: {one_line(error)}") from None
-        kept = min((way for way, _ in rounds), key=lambda way: way.time_s)
-        forward_s = min(seconds for _, seconds in rounds)
-        ways, policies = [kept], [BlockPolicy(block=name, how=AS_IT_IS)]
-        for policy, left in found:
-            by_policy = partial(self.executor.run, policy, site.module, call.forward)
-            try:
-                way, _ = measured(gauge, call.by(by_policy))
-            except RuntimeError as error:  # the executor's, which has rules that we do not know
-                logger.info("%s cannot run like this: %s: %s", site.path, policy.saved, error)
-                self.whys[starred(site.path)] = one_line(error)
-                continue
-            ways.append(replace(way, time_s=kept.time_s + left * forward_s))
-            policies.append(policy)
-        return tuple(ways), tuple(policies)
 
 
 def _agreed(
