@@ -89,7 +89,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 # What these show is what other tests do: distributed, cli_models, estimate, service.
-SLOW_PAGES = {f"docs/how-to/{name}.md" for name in ("cli", "distributed", "estimate", "service")}
+SLOW_PAGES = {
+    f"docs/how-to/{name}.md"
+    for name in ("cli", "distributed", "estimate", "service", "training-loops")
+}
 
 
 @pytest.mark.parametrize(

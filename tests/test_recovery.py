@@ -319,6 +319,7 @@ def test_a_worker_without_its_store_says_so_in_the_log(tmp_path: Path) -> None:
     assert "secret" not in ended.stderr
 
 
+@pytest.mark.slow
 def test_a_client_waits_while_the_service_starts_again(tmp_path: Path) -> None:
     """And while whatever stands in front of it says that nobody is there."""
     told: list[remat.Progress] = []
