@@ -290,6 +290,36 @@ def test_blocks_that_are_frozen_are_tried_by_themselves(frozen: int, rules: str)
     assert 0.93 * policies.peak_bytes <= peak_of(model, ids) <= policies.peak_bytes
 
 
+class _Passes(Block):
+    """Returns one of its inputs as it is, as blocks of T5 do with the bias of their attention."""
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return super().forward(x + bias), bias
+
+
+class _Biased(Net):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        bias = x.sin() + 1
+        for block in self.blocks:
+            x, bias = block(x, bias)
+        return F.cross_entropy(self.head(x), ids)
+
+
+@pytest.mark.parametrize("rules", ["operators", "regions"])
+@pytest.mark.parametrize("budget", ["85%", pytest.param("min", marks=pytest.mark.slow)])
+def test_what_a_block_returns_of_its_inputs_it_has_not_made(budget: str, rules: str) -> None:
+    torch.manual_seed(0)
+    model = _Biased([_Passes(32) for _ in range(4)])
+    ids = torch.randint(0, 50, (256,))
+    wanted = step(model, ids)
+    policies = emitted(model, budget, ids, rules=rules)
+    assert 0.92 * policies.baseline_bytes <= peak_of(model, ids) <= policies.baseline_bytes
+    APPLY[rules](model, policies)
+    assert_same(step(model, ids), wanted)
+    assert 0.9 * policies.peak_bytes <= peak_of(model, ids) <= policies.peak_bytes
+
+
 class _Counts(Block):
     """What it returns depends on how often it ran."""
 
@@ -421,6 +451,12 @@ def _language_model(kind: str) -> tuple[Any, dict[str, torch.Tensor]]:
     elif kind == "bert":
         own = transformers.BertConfig(**size, intermediate_size=256, vocab_size=128)
         model = transformers.BertForMaskedLM(own)
+    elif kind == "t5":
+        t5 = transformers.T5Config(
+            d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4, vocab_size=128,
+            decoder_start_token_id=0, use_cache=False,
+        )  # fmt: skip
+        model = transformers.T5ForConditionalGeneration(t5)
     else:
         llama = transformers.LlamaConfig(**size, intermediate_size=128, vocab_size=128)
         model = transformers.LlamaForCausalLM(llama)
@@ -428,7 +464,7 @@ def _language_model(kind: str) -> tuple[Any, dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize(
-    "kind", ["gpt2", *(pytest.param(k, marks=pytest.mark.slow) for k in ("bert", "llama"))]
+    "kind", ["gpt2", *(pytest.param(k, marks=pytest.mark.slow) for k in ("bert", "llama", "t5"))]
 )
 def test_layers_of_transformers_checkpoint_by_their_policies(kind: str) -> None:
     model, batch = _language_model(kind)

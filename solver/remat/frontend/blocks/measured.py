@@ -80,12 +80,17 @@ def measured(gauge: Gauge, call: Invocation, gradients: Gradients = by_grad) -> 
     given = tensors_in((own.args, own.kwargs))
     inputs = [t for t in (*given, *trained([call.site])) if gets_gradient(t)]
     with random_numbers_restored():
-        return _measured(gauge, own.run, inputs, gradients)
+        return _measured(gauge, own.run, given, inputs, gradients)
 
 
 def _measured(
-    gauge: Gauge, run: Callable[[], Any], inputs: Sequence[torch.Tensor], gradients: Gradients
+    gauge: Gauge,
+    run: Callable[[], Any],
+    given: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    gradients: Gradients,
 ) -> tuple[Way, float]:
+    were_there = {t.untyped_storage()._cdata for t in given}
     gauge.peak()
     before = gauge.live()
     began = now_s(inputs)
@@ -93,7 +98,8 @@ def _measured(
     forward_s = now_s(inputs) - began
     forward_bytes = gauge.peak() - before
     made = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in outputs}
-    saved_bytes = max(0, gauge.live() - before - sum(made.values()))
+    made_bytes = sum(size for key, size in made.items() if key not in were_there)
+    saved_bytes = max(0, gauge.live() - before - made_bytes)
     ends = [t for t in outputs if t.requires_grad]
     began = now_s(inputs)
     found: object = None
