@@ -266,6 +266,70 @@ def test_experts_that_get_other_rows_each_time_are_left_to_eager_mode(
     assert len(remat.plans(model)) == 1
 
 
+class _Product(torch.autograd.Function):
+    """Keeps its input where nothing sees it, as kernels of quantized weights do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.weight, ctx.kept = weight, x * 2
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad @ ctx.weight.t(), ctx.kept.t() @ grad / 2
+
+
+class Opaque(nn.Module):
+    """A linear layer that asks for a number: no capture sees that."""
+
+    def __init__(self, width: int, hides: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, width) / width**0.5)
+        self.hides = hides
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert x.detach().sum().item() < 1e9
+        return _Product.apply(x, self.weight) if self.hides else x @ self.weight
+
+
+class Sealed(nn.Module):
+    """Of such layers, with what can be captured between them."""
+
+    def __init__(self, width: int, hides: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Opaque(width, hides) for _ in range(3))
+        self.gradient_checkpointing = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert not self.gradient_checkpointing
+        made = x
+        for layer in self.layers:
+            made = F.dropout(F.gelu(layer(made)), 0.1, self.training)
+        return x + made
+
+
+@pytest.mark.parametrize("hides", [False, True])
+@pytest.mark.parametrize("budget", ["min", pytest.param("75%", marks=pytest.mark.slow)])
+def test_blocks_whose_parts_no_capture_sees_are_run_again_as_a_whole(
+    budget: str, hides: bool
+) -> None:
+    torch.manual_seed(0)
+    model, ids = Net([Sealed(32, hides) for _ in range(4)]), torch.randint(0, 50, (256,))
+    wanted, eager_bytes = step(model, ids, 1), peak_of(model, ids)
+    for block in model.blocks:
+        block.gradient_checkpointing = True  # off when it runs again, too
+    enabled(model, budget)
+    assert_same(step(model, ids, 1), wanted)
+    plan = plan_of(model)
+    assert {call.name.count(".") for call in plan.calls} == {1}, "blocks, not layers"
+    assert "checkpointed" in {call.how for call in plan.calls}
+    assert 0.9 * plan.peak_bytes <= peak_of(model, ids) <= plan.peak_bytes
+    share = 0.8 if budget == "75%" else 0.85 if hides else 0.6
+    assert plan.peak_bytes < share * eager_bytes
+    saved = {call.way.saved_bytes > 2 * 256 * 32 * 4 for call in plan.calls[:1]}
+    assert saved == {hides} or budget != "min", "what is hidden stays"
+
+
 class Cache:
     """Keeps what it is given, as a cache of keys does."""
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import CheckpointError
 
 from remat.blockwise.step import Way
 from remat.frontend.blocks.gauge import Gauge
 from remat.frontend.blocks.sites import Site, trained
-from remat.frontend.blocks.state import Buffers
+from remat.frontend.blocks.state import Buffers, checkpointed
 from remat.frontend.capture.surroundings import random_numbers_restored
 from remat.frontend.pytree import tensors_in
 
@@ -50,7 +52,9 @@ class Invocation:
 
 def measured_ways(gauge: Gauge, call: Invocation) -> tuple[Way, ...]:
     """As it is, and checkpointed, but for what does something else when it is run again, by what it
-    has changed in its buffers. Random numbers and buffers are as before afterwards."""
+    has changed in its buffers, or by what torch sees. That need not let go of all: what a function
+    of autograd keeps without `save_for_backward` stays. Random numbers and buffers are as before
+    afterwards."""
     before = Buffers(call.site.module)
     kept, forward_s = measured(gauge, call)
     if before.changed():
@@ -61,8 +65,17 @@ def measured_ways(gauge: Gauge, call: Invocation) -> tuple[Way, ...]:
         if not all(map(torch.equal, now, then)):
             return (kept,)
         gauge.peak()
-    backward_bytes = max(kept.forward_bytes, kept.backward_bytes)
-    return kept, Way(kept.time_s + forward_s, 0, kept.forward_bytes, backward_bytes)
+    try:
+        again, _ = measured(gauge, call.by(partial(_checkpointed, call)))
+    except CheckpointError:
+        return (kept,)
+    finally:
+        before.restore()
+    return kept, replace(again, time_s=kept.time_s + forward_s)
+
+
+def _checkpointed(call: Invocation, *args: Any, **kwargs: Any) -> Any:
+    return checkpointed(call.site.module, call.forward, args, kwargs)
 
 
 def by_grad(

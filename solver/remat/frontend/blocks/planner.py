@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from remat.blockwise.choose import choose, least_peak_bytes
+from remat.blockwise.choose import NEAR_MIN, choose, least_peak_bytes
 from remat.blockwise.plan import AS_IT_IS, CHECKPOINTED, PLANNED, BlockCall, BlocksPlan
 from remat.blockwise.step import BlockStep
 from remat.errors import DocumentError, InfeasibleBudget, TraceError
@@ -32,6 +32,10 @@ logger = logging.getLogger("remat")
 MODEL, BLOCKS, AUTO = SCOPES = ("model", "blocks", "auto")
 """What is planned: the whole model, its repeated blocks, or what can be of these."""
 
+_CLEARLY = 0.8
+"""Times of what is planned and of what is run once are not measured alike: only a smaller share of
+the extra time counts as less."""
+
 
 @dataclass(frozen=True)
 class BlockPlanned:
@@ -52,13 +56,41 @@ def block_plan(
     allowed_bytes: int = 0,
 ) -> BlockPlanned:
     """A step planned block by block. What was solved for blocks goes to `menus`, and is used again.
-    It may take `allowed_bytes` in any case.
+    It may take `allowed_bytes` in any case. Where blocks cannot be captured, planning their parts
+    is one way, and running them again as a whole another: the better one is taken.
 
     Raises `TraceError` where the model has no blocks, `InfeasibleBudget`.
     """
     menus = menus or Menus()
     ways = Ways(options, lambda text: logger.info("planning by blocks: %s", text), menus)
-    observation, whys = settled(model, call, options, ways)
+    found: list[BlockPlanned] = []
+    refused: list[InfeasibleBudget] = []
+    for whole in (False, True):
+        try:
+            found.append(_planned(model, call, options, why, ways, allowed_bytes, whole))
+        except InfeasibleBudget as error:
+            refused.append(error)
+        if found and not found[0].plan.unplanned:
+            break
+    if not found:
+        raise min(refused, key=lambda error: error.min_feasible_bytes or 0)
+    if options.budget is not None and options.budget.is_min:
+        least_bytes = min(f.plan.peak_bytes for f in found)
+        found = [f for f in found if f.plan.peak_bytes <= NEAR_MIN * least_bytes]
+    extra_s = [f.plan.time_s - f.plan.baseline_time_s for f in found]
+    return found[-1 if extra_s[-1] < _CLEARLY * extra_s[0] else 0]
+
+
+def _planned(
+    model: nn.Module,
+    call: Call,
+    options: OptimizeOptions,
+    why: str,
+    ways: Ways,
+    allowed_bytes: int,
+    whole: bool,
+) -> BlockPlanned:
+    observation, whys = settled(model, call, options, ways, whole=whole)
     planned = [() if seen.measured else tuple(ways.of(seen)) for seen in observation.calls]
     pairs = zip(observation.calls, planned, strict=True)
     offers = with_inputs([_offer(seen, own, ways, whys) for seen, own in pairs], observation)

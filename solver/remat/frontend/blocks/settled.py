@@ -19,11 +19,11 @@ _ROUTED = "data decide on how it is called"
 
 
 def settled(
-    model: nn.Module, call: Call, options: OptimizeOptions, ways: Ways
+    model: nn.Module, call: Call, options: OptimizeOptions, ways: Ways, *, whole: bool = False
 ) -> tuple[Observation, dict[int, str]]:
     """Blocks that cannot be captured give way to their parts, until what is left is captured, or is
-    run once to see what it takes: what has no parts, and what data decide on. Also, why blocks
-    could not be captured."""
+    run once to see what it takes: what has no parts, and what data decide on. `whole` ones do not:
+    they are run once themselves. Also, why blocks could not be captured."""
     sites = blocks_of(model) or parts_of(Site("", model))
     if not sites:
         raise TraceError(f"this {type(model).__name__} has no modules that could be planned")
@@ -46,6 +46,9 @@ def settled(
             return seen, whys
         eager |= routed
         whys |= dict.fromkeys(routed, _ROUTED)
+        if whole:
+            eager |= {id(s.module): s for s in sites if id(s.module) in failed - opaque}
+            failed &= opaque
         sites = [part for site in sites for part in _instead(site, failed, opaque, parts, eager)]
 
 

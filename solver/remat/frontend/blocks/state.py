@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from remat.frontend.blocks.swapped import checkpointing_off
+
 
 class Buffers:
     """Those of a module with what is in them now."""
@@ -33,7 +35,8 @@ def checkpointed(
     module: nn.Module, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """The module's forward `own`, saving nothing but its inputs. When it runs again, its buffers
-    stay as they are: a batch is counted once."""
+    stay as they are: a batch is counted once. Layers of Transformers look whether to checkpoint
+    themselves when they run: not then, either."""
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         return nullcontext(), _unchanged(module)
@@ -45,6 +48,7 @@ def checkpointed(
 def _unchanged(module: nn.Module) -> Iterator[None]:
     kept = Buffers(module)
     try:
-        yield
+        with checkpointing_off(module):
+            yield
     finally:
         kept.restore()
