@@ -275,7 +275,8 @@ class _Product(torch.autograd.Function):
         return x @ weight
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,) = grads
         return grad @ ctx.weight.t(), ctx.kept.t() @ grad / 2
 
 
