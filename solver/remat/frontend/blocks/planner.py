@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from remat.blockwise.choose import NEAR_MIN, choose, least_peak_bytes
+from remat.blockwise.choose import NEAR_MIN, Choice, choose, least_peak_bytes
 from remat.blockwise.plan import AS_IT_IS, CHECKPOINTED, PLANNED, BlockCall, BlocksPlan
 from remat.blockwise.step import BlockStep
 from remat.errors import DocumentError, InfeasibleBudget, TraceError
@@ -63,49 +63,66 @@ def block_plan(
     """
     menus = menus or Menus()
     ways = Ways(options, lambda text: logger.info("planning by blocks: %s", text), menus)
-    found: list[BlockPlanned] = []
+    sides = [_side(model, call, options, ways, whole=False)]
+    if any(PLANNED not in offer.how for offer in sides[0].offers):
+        sides.append(_side(model, call, options, ways, whole=True))
+    # What parts save together is never less than what their block saves: it may be more.
+    baseline_bytes = min(side.step.peak_bytes([0] * len(side.offers)) for side in sides)
+    budget_bytes = budget_of(options, baseline_bytes, model)
+    least_bytes = min(least_peak_bytes(side.step) for side in sides) if allowed_bytes else 0
+    if allowed_bytes and (budget_bytes is not None or least_bytes <= allowed_bytes):
+        budget_bytes = max(budget_bytes or 0, allowed_bytes)
+    plans: list[BlockPlanned] = []
     refused: list[InfeasibleBudget] = []
-    for whole in (False, True):
+    for side in sides:
         try:
-            found.append(_planned(model, call, options, why, ways, allowed_bytes, whole))
+            found = choose(side.step, budget_bytes)
         except InfeasibleBudget as error:
             refused.append(error)
-        if found and not found[0].plan.unplanned:
-            break
-    if not found:
+        else:
+            plans.append(_planned(side, found, budget_bytes, baseline_bytes, ways, why))
+    if not plans:
         raise min(refused, key=lambda error: error.min_feasible_bytes or 0)
-    if options.budget is not None and options.budget.is_min:
-        least_bytes = min(f.plan.peak_bytes for f in found)
-        found = [f for f in found if f.plan.peak_bytes <= NEAR_MIN * least_bytes]
-    extra_s = [f.plan.time_s - f.plan.baseline_time_s for f in found]
-    return found[-1 if extra_s[-1] < _CLEARLY * extra_s[0] else 0]
+    if budget_bytes is None:
+        smallest_bytes = min(each.plan.peak_bytes for each in plans)
+        plans = [p for p in plans if p.plan.peak_bytes <= NEAR_MIN * smallest_bytes]
+    extra_s = [each.plan.time_s - each.plan.baseline_time_s for each in plans]
+    return plans[-1 if extra_s[-1] < _CLEARLY * extra_s[0] else 0]
+
+
+@dataclass(frozen=True)
+class _Side:
+    """A step as it can be chosen for: what each call may run as."""
+
+    step: BlockStep
+    offers: list[Offer]
+    planned: list[tuple[PlannedWay, ...]]
+
+
+def _side(
+    model: nn.Module, call: Call, options: OptimizeOptions, ways: Ways, *, whole: bool
+) -> _Side:
+    seen, whys = settled(model, call, options, ways, whole=whole)
+    planned = [() if each.measured else tuple(ways.of(each)) for each in seen.calls]
+    pairs = zip(seen.calls, planned, strict=True)
+    offers = with_inputs([_offer(each, own, ways, whys) for each, own in pairs], seen)
+    calls = tuple(offer.ways for offer in offers)
+    step = BlockStep(calls, seen.events, options.in_flight, seen.outside_bytes)
+    return _Side(step, offers, planned)
 
 
 def _planned(
-    model: nn.Module,
-    call: Call,
-    options: OptimizeOptions,
-    why: str,
+    side: _Side,
+    choice: Choice,
+    budget_bytes: int | None,
+    baseline_bytes: int,
     ways: Ways,
-    allowed_bytes: int,
-    whole: bool,
+    why: str,
 ) -> BlockPlanned:
-    observation, whys = settled(model, call, options, ways, whole=whole)
-    planned = [() if seen.measured else tuple(ways.of(seen)) for seen in observation.calls]
-    pairs = zip(observation.calls, planned, strict=True)
-    offers = with_inputs([_offer(seen, own, ways, whys) for seen, own in pairs], observation)
-    calls_ways = tuple(o.ways for o in offers)
-    outside_bytes = observation.outside_bytes
-    step = BlockStep(calls_ways, observation.events, options.in_flight, outside_bytes)
-    baseline_bytes = step.peak_bytes([0] * len(offers))
-    budget_bytes = budget_of(options, baseline_bytes, model)
-    if allowed_bytes and (budget_bytes is not None or least_peak_bytes(step) <= allowed_bytes):
-        budget_bytes = max(budget_bytes or 0, allowed_bytes)
-    choice = choose(step, budget_bytes)
-    peak_bytes = step.peak_bytes(choice.ways)
+    peak_bytes = side.step.peak_bytes(choice.ways)
     calls: list[BlockCall] = []
     parts: list[PlannedCall] = []
-    for offer, own, number in zip(offers, planned, choice.ways, strict=True):
+    for offer, own, number in zip(side.offers, side.planned, choice.ways, strict=True):
         site, how = offer.call.site, offer.how[number]
         chosen = own[number] if own else None
         plan = None if chosen is None else chosen.plan
