@@ -7,6 +7,7 @@ import io
 import itertools
 import logging
 import pickle
+import random
 from typing import Any, NamedTuple
 
 import pytest
@@ -636,3 +637,105 @@ def test_a_table_says_what_is_planned() -> None:
     assert "blocks.*  Block, planned" in text
     assert f"{plan.peak_bytes / plan.baseline_bytes:.1%} of" in text
     assert "not planned" not in text
+
+
+class _Stateful(Sealed):
+    """With a state that its output depends on, of one kind or another."""
+
+    def __init__(self, width: int, kind: str) -> None:
+        super().__init__(width)
+        self.kind = kind
+        self.number, self.plain = 1.0, torch.ones(width)
+        self.draws = torch.Generator().manual_seed(0)
+        self.register_buffer("mean", torch.ones(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            if self.kind == "number":
+                self.number += float(x.mean())
+                scale: Any = self.number
+            elif self.kind == "plain":
+                self.plain *= 1 + x.mean(0)
+                scale = self.plain.clone()
+            elif self.kind == "draws":
+                scale = torch.rand(x.shape, generator=self.draws)
+            elif self.kind == "python":
+                scale = random.random()
+            else:
+                self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+                scale = self.mean
+        return super().forward(x) * scale
+
+
+@pytest.mark.parametrize("kind", ["number", "plain", "draws", "python", "mean"])
+def test_what_depends_on_a_state_of_its_own_is_not_run_again_and_planning_leaves_it(
+    kind: str,
+) -> None:
+    torch.manual_seed(0)
+    model = Net([_Stateful(32, kind) for _ in range(2)] + [Sealed(32) for _ in range(2)])
+    other, ids = copy.deepcopy(model), torch.randint(0, 50, (256,))
+    random.seed(3)
+    wanted = [step(other, ids, seed) for seed in (1, 2)]
+    enabled(model, "85%")
+    random.seed(3)
+    for seed, each in zip((1, 2), wanted, strict=True):
+        assert_same(step(model, ids, seed), each)
+    for name, buffer in other.named_buffers():
+        assert torch.equal(model.get_buffer(name), buffer), name
+    hows = {c.name: c.how for c in plan_of(model).calls if c.name.count(".") == 1}
+    assert [hows[f"blocks.{number}"] for number in range(2)] == ["as it is"] * 2
+    assert "checkpointed" in hows.values()
+
+
+class _Noting(Block):
+    """Keeps what it made in a list that all of them are given."""
+
+    def forward(self, x: torch.Tensor, notes: Any = None) -> torch.Tensor:  # type: ignore[override]
+        notes.append(x)
+        return super().forward(torch.stack(notes).mean(0))
+
+
+class _Noted(Net):
+    def forward(self, ids: torch.Tensor) -> Any:
+        x, notes = self.embed(ids), []
+        for block in self.blocks:
+            x = block(x, notes)
+        return F.cross_entropy(self.head(x), ids)
+
+
+def test_blocks_that_change_a_list_they_are_given_are_not_planned() -> None:
+    torch.manual_seed(0)
+    model, ids = _Noted([_Noting(32) for _ in range(3)]), torch.randint(0, 50, (256,))
+    wanted = step(model, ids, 1)
+    enabled(model, "min")
+    assert_same(step(model, ids, 1), wanted)
+    assert not any(call.name.count(".") == 1 for call in plan_of(model).calls)
+
+
+def test_a_graph_of_checkpointed_blocks_can_be_used_twice() -> None:
+    torch.manual_seed(0)
+    model, ids = Net([Sealed(32) for _ in range(4)]), torch.randint(0, 50, (256,))
+    enabled(model, "min")
+    step(model, ids, 1)
+    assert "checkpointed" in {call.how for call in plan_of(model).calls}
+    loss = loss_of(model(ids))
+    weight = model.get_parameter("embed.weight")
+    (first,) = torch.autograd.grad(loss, weight, retain_graph=True)
+    (second,) = torch.autograd.grad(loss, weight)
+    assert torch.equal(first, second)
+
+
+def test_under_autocast_that_holds_its_casts_the_peak_is_as_planned() -> None:
+    torch.manual_seed(0)
+    model, ids = Net([Sealed(32) for _ in range(4)]), torch.randint(0, 50, (256,))
+
+    def one() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss_of(model(ids))
+        loss.backward()
+        model.zero_grad(set_to_none=True)
+
+    enabled(model, "60%")
+    one()
+    measured = measure_step(one, [*model.parameters(), ids]).peak_bytes
+    assert measured <= plan_of(model).peak_bytes

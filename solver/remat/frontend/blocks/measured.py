@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -10,14 +12,16 @@ from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
-from torch.utils.checkpoint import CheckpointError
 
 from remat.blockwise.step import Way
+from remat.errors import one_line
 from remat.frontend.blocks.gauge import Gauge
 from remat.frontend.blocks.sites import Site, trained
 from remat.frontend.blocks.state import Buffers, checkpointed
 from remat.frontend.capture.surroundings import random_numbers_restored
 from remat.frontend.pytree import tensors_in
+
+logger = logging.getLogger("remat")
 
 Gradients = Callable[
     [Sequence[torch.Tensor], Sequence[torch.Tensor], Sequence[torch.Tensor]],
@@ -49,28 +53,38 @@ class Invocation:
         args, kwargs = tree_unflatten([_alone(leaf) for leaf in leaves], shape)
         return replace(self, args=args, kwargs=kwargs)
 
+    def made(self) -> Invocation:
+        """Given such tensors as if an operation had made them: a block may write to its inputs."""
+        leaves, shape = tree_flatten((self.args, self.kwargs))
+        args, kwargs = tree_unflatten([_made(leaf) for leaf in leaves], shape)
+        return replace(self, args=args, kwargs=kwargs)
+
 
 def measured_ways(gauge: Gauge, call: Invocation) -> tuple[Way, ...]:
-    """As it is, and checkpointed, but for what does something else when it is run again, by what it
-    has changed in its buffers, or by what torch sees. That need not let go of all: what a function
-    of autograd keeps without `save_for_backward` stays. Random numbers and buffers are as before
-    afterwards."""
+    """As it is, and checkpointed, but for what does something else when it is run again, or cannot
+    be. That need not let go of all: what a function of autograd keeps without `save_for_backward`
+    stays. Random numbers and buffers are as before afterwards."""
     before = Buffers(call.site.module)
     kept, forward_s = measured(gauge, call)
-    if before.changed():
-        then = _outputs(call)
-        before.restore()
-        now = _outputs(call)
-        before.restore()
-        if not all(map(torch.equal, now, then)):
-            return (kept,)
-        gauge.peak()
+    then = _outputs(call)
+    before.restore()
+    now = _outputs(call)
+    before.restore()
+    if len(now) != len(then) or not all(map(_same, now, then)):
+        return (kept,)
+    del now, then
+    gauge.peak()
+    again: Way | None = None
     try:
         again, _ = measured(gauge, call.by(partial(_checkpointed, call)))
-    except CheckpointError:
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:  # it writes to what it reads again, say
+        logger.info("%s cannot be checkpointed: %s", call.site.path, one_line(error))
+    before.restore()
+    if again is None:
+        gc.collect()  # frames of what failed hold its graph
         return (kept,)
-    finally:
-        before.restore()
     return kept, replace(again, time_s=kept.time_s + forward_s)
 
 
@@ -93,7 +107,7 @@ def measured(gauge: Gauge, call: Invocation, gradients: Gradients = by_grad) -> 
     given = tensors_in((own.args, own.kwargs))
     inputs = [t for t in (*given, *trained([call.site])) if gets_gradient(t)]
     with random_numbers_restored():
-        return _measured(gauge, own.run, given, inputs, gradients)
+        return _measured(gauge, lambda: own.made().run(), given, inputs, gradients)
 
 
 def _measured(
@@ -128,7 +142,14 @@ def _measured(
 
 def _outputs(call: Invocation) -> list[torch.Tensor]:
     with random_numbers_restored(), torch.no_grad():
-        return tensors_in(call.run())
+        return tensors_in(call.alone().run())
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Of kernels of a GPU that add in any order, but for that."""
+    if one.shape != other.shape or not one.is_cuda:
+        return torch.equal(one, other)
+    return torch.allclose(one, other, rtol=1e-3, atol=1e-5, equal_nan=True)
 
 
 def now_s(items: object) -> float:
@@ -141,7 +162,26 @@ def now_s(items: object) -> float:
 def _alone(item: Any) -> Any:
     if not isinstance(item, torch.Tensor):
         return item
-    return item.detach().requires_grad_(item.requires_grad)
+    return item.detach().clone().requires_grad_(item.requires_grad)
+
+
+def _made(item: Any) -> Any:
+    return Made.apply(item) if gets_gradient(item) else item
+
+
+class Made(torch.autograd.Function):
+    """The same numbers in the same storage, as if an operation had made them: unlike a leaf, a
+    block may write to its input."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        shape, stride = tensor.shape, tensor.stride()
+        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return empty.set_(tensor.untyped_storage(), tensor.storage_offset(), shape, stride)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads
 
 
 def gets_gradient(item: Any) -> bool:

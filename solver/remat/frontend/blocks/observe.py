@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -23,7 +23,7 @@ from remat.blockwise.step import Event, Way
 from remat.errors import TraceError, one_line
 from remat.frontend.blocks.gauge import Gauge, gauge
 from remat.frontend.blocks.measured import Invocation, gets_gradient, measured_ways
-from remat.frontend.blocks.passing import Passing
+from remat.frontend.blocks.passing import Passing, handed_back
 from remat.frontend.blocks.sharded import (
     end_forward,
     here,
@@ -32,7 +32,7 @@ from remat.frontend.blocks.sharded import (
     sharded_parameters,
 )
 from remat.frontend.blocks.sites import Site, trained
-from remat.frontend.blocks.state import Buffers
+from remat.frontend.blocks.state import Buffers, python_restored
 from remat.frontend.blocks.swapped import replaced
 from remat.frontend.capture.flat import differentiated
 from remat.frontend.capture.surroundings import restored
@@ -42,6 +42,9 @@ from remat.frontend.runtime.guards import Call, Signature, Watch, signature
 
 Look = Callable[[Gauge, Invocation], tuple[Way, ...]]
 """What tells the ways of a call of the module's own forward."""
+
+
+_CHANGED = "it changes a list or a dict that it is given"
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,7 @@ def observe(
     Raises `TraceError` where no block is called.
     """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    torch.clear_autocast_cache()  # it would hold weights in lower precision already
     with ExitStack() as stack:
         stack.enter_context(_data_restored(model))
         stack.enter_context(torch.enable_grad())
@@ -149,7 +153,10 @@ class _Step:
                 again = iter(tensors)
                 leaves = [next(again) if isinstance(x, torch.Tensor) else x for x in given]
                 own_args, own_kwargs = tree_unflatten(leaves, shape)
-                leaves, outer = tree_flatten(own(*own_args, **own_kwargs))
+                result = own(*own_args, **own_kwargs)
+                if handed_back((args, kwargs), (own_args, own_kwargs), leaves, shape):
+                    self.calls[number] = replace(self.calls[number], key=None, why=_CHANGED)
+                leaves, outer = tree_flatten(result)
                 made[:] = [[x.detach() if gets_gradient(x) else x for x in leaves], outer]
                 return tuple(x for x in leaves if isinstance(x, torch.Tensor))
 
@@ -269,10 +276,11 @@ def _constant_bytes(model: nn.Module, call: Call) -> int:
 
 @contextmanager
 def _data_restored(model: nn.Module) -> Iterator[None]:
-    """Parameters and buffers are the same objects with the same numbers afterwards."""
+    """Parameters and buffers are the same objects with the same numbers afterwards, and numbers in
+    attributes and whatever draws random ones are as before."""
     kept = Buffers(model)
     try:
-        with restored(model):
+        with restored(model), python_restored(model):
             yield
     finally:
         if kept.changed():

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 from remat.frontend.blocks.gauge import Gauge
-from remat.frontend.blocks.measured import gets_gradient
+from remat.frontend.blocks.measured import Made, gets_gradient
 
 
 class Watcher(Protocol):
@@ -65,20 +68,32 @@ class Passing(torch.autograd.Function):
         return None, None, None, None, None, *zeros
 
 
-class _Made(torch.autograd.Function):
-    """The same numbers in the same storage, as if an operation had made them: unlike a leaf, a
-    block may write to its input."""
+def handed_back(outer: Any, inner: Any, leaves: Sequence[object], shape: object) -> bool:
+    """Whether a block has changed lists or dicts of `inner`, its arguments, which were made of
+    these leaves in that shape. Those of `outer` then have the same in them, without a graph."""
+    now, shape_now = tree_flatten(inner)
+    if shape_now == shape and all(map(operator.is_, now, leaves)):
+        return False
+    _hand_back(outer, inner)
+    return True
 
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        shape, stride = tensor.shape, tensor.stride()
-        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        return empty.set_(tensor.untyped_storage(), tensor.storage_offset(), shape, stride)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads
+def _hand_back(outer: Any, inner: Any) -> None:
+    bare = partial(tree_map_only, torch.Tensor, torch.Tensor.detach)
+    if isinstance(outer, list) and isinstance(inner, list):
+        outer[:] = map(bare, inner)
+    elif isinstance(outer, dict):
+        items = {name: bare(item) for name, item in inner.items()}
+        for name in outer.keys() & items.keys():
+            if isinstance(outer[name], list | dict | tuple):
+                _hand_back(outer[name], inner[name])
+                items[name] = outer[name]
+        outer.clear()
+        outer.update(items)
+    elif isinstance(outer, tuple):
+        for before, now in zip(outer, inner, strict=True):
+            _hand_back(before, now)
 
 
 def _made(tensor: torch.Tensor) -> torch.Tensor:
-    return _Made.apply(tensor.detach().requires_grad_()) if gets_gradient(tensor) else tensor
+    return Made.apply(tensor.detach().requires_grad_()) if gets_gradient(tensor) else tensor

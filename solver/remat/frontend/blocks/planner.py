@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -19,6 +21,7 @@ from remat.frontend.blocks.offers import Offer, budget_of, with_inputs
 from remat.frontend.blocks.running import PlannedCall, ReadyBlocks
 from remat.frontend.blocks.settled import settled
 from remat.frontend.blocks.sharded import check_whole, is_sharded
+from remat.frontend.blocks.state import python_restored
 from remat.frontend.blocks.swapped import checkpointing_off
 from remat.frontend.blocks.ways import PlannedWay, Ways, reason
 from remat.frontend.entries import Entry
@@ -63,9 +66,12 @@ def block_plan(
     """
     menus = menus or Menus()
     ways = Ways(options, lambda text: logger.info("planning by blocks: %s", text), menus)
-    sides = [_side(model, call, options, ways, whole=False)]
-    if any(PLANNED not in offer.how for offer in sides[0].offers):
-        sides.append(_side(model, call, options, ways, whole=True))
+    sides: list[_Side] = []
+    with python_restored(model):
+        with suppress(TraceError):  # of blocks that call none of their parts
+            sides.append(_side(model, call, options, ways, whole=False))
+        if not sides or any(PLANNED not in offer.how for offer in sides[0].offers):
+            sides.append(_side(model, call, options, ways, whole=True))
     # What parts save together is never less than what their block saves: it may be more.
     baseline_bytes = min(side.step.peak_bytes([0] * len(side.offers)) for side in sides)
     budget_bytes = budget_of(options, baseline_bytes, model)
@@ -105,9 +111,15 @@ def _side(
     seen, whys = settled(model, call, options, ways, whole=whole)
     planned = [() if each.measured else tuple(ways.of(each)) for each in seen.calls]
     pairs = zip(seen.calls, planned, strict=True)
-    offers = with_inputs([_offer(each, own, ways, whys) for each, own in pairs], seen)
-    calls = tuple(offer.ways for offer in offers)
-    step = BlockStep(calls, seen.events, options.in_flight, seen.outside_bytes)
+    calls = Counter(id(each.site.module) for each in seen.calls)
+    offers = [_offer(each, own, ways, whys) for each, own in pairs]
+    for number, offer in enumerate(offers):
+        module = offer.call.site.module
+        if calls[id(module)] * options.in_flight > 1 and any(True for _ in module.buffers()):
+            offers[number] = _once(offer)
+    offers = with_inputs(offers, seen)
+    found = tuple(offer.ways for offer in offers)
+    step = BlockStep(found, seen.events, options.in_flight, seen.outside_bytes)
     return _Side(step, offers, planned)
 
 
@@ -129,7 +141,8 @@ def _planned(
         way, kept = offer.ways[number], offer.ways[0]
         calls.append(BlockCall(site.path, site.kind, how, way, kept, plan, offer.why))
         compiled = None if chosen is None else chosen.compiled
-        parts.append(PlannedCall(site.path, how, offer.call.key, compiled, plan))
+        again = bool(own) or CHECKPOINTED in offer.how
+        parts.append(PlannedCall(site.path, how, offer.call.key, compiled, plan, again))
     plan = BlocksPlan(
         budget_bytes=peak_bytes if budget_bytes is None else budget_bytes,
         peak_bytes=peak_bytes,
@@ -140,6 +153,13 @@ def _planned(
         why=why,
     )
     return BlockPlanned(plan, tuple(parts), ways.reused)
+
+
+def _once(offer: Offer) -> Offer:
+    """Not checkpointed: other calls may have changed its buffers before it runs again."""
+    if PLANNED in offer.how:
+        return offer
+    return replace(offer, ways=offer.ways[:1], how=offer.how[:1])
 
 
 def _offer(

@@ -24,13 +24,15 @@ logger = logging.getLogger("remat")
 
 @dataclass(frozen=True)
 class PlannedCall:
-    """One call of the block at `path`: by its program, or (without one) `how` says."""
+    """One call of the block at `path`: by its program, or (without one) `how` says. One that may
+    not run again would do something else then."""
 
     path: str
     how: str
     key: Signature | None = None
     compiled: Compiled | None = None
     plan: Plan | None = None
+    may_run_again: bool = True
 
 
 class ReadyBlocks:
@@ -90,6 +92,8 @@ class _Block:
                     return self._bound(number, planned)(found.leaves)
             if planned is None or planned.how != CHECKPOINTED:
                 self._tell()
+            if not all(each.may_run_again for each in self._calls):
+                return own(*args, **kwargs)
             return checkpointed(self._module, own, args, kwargs)
 
         return forward
@@ -110,6 +114,6 @@ class _Block:
             self._told = True
             logger.warning(
                 "%s is called otherwise than when the step was planned, with the same inputs of the"
-                " model: such calls are checkpointed, and the peak may be another one",
+                " model: such calls are not planned, and the peak may be another one",
                 self._path,
             )

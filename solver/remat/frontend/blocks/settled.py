@@ -50,6 +50,11 @@ def settled(
             eager |= {id(s.module): s for s in sites if id(s.module) in failed - opaque}
             failed &= opaque
         sites = [part for site in sites for part in _instead(site, failed, opaque, parts, eager)]
+        if not sites:
+            raise TraceError(
+                f"nothing of this {type(model).__name__} can be planned: "
+                f"{next(iter(whys.values()))}"
+            )
 
 
 def _instead(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -17,15 +19,21 @@ class Buffers:
     """Those of a module with what is in them now."""
 
     def __init__(self, module: nn.Module) -> None:
+        self._tables = [(m._buffers, dict(m._buffers)) for m in module.modules()]
         self._kept = [(b, b.detach().clone()) for b in module.buffers()]
 
     def changed(self) -> bool:
-        """Whether other numbers are in them."""
-        return not all(torch.equal(own, kept) for own, kept in self._kept)
+        """Whether other numbers are in them, or others have their names."""
+        return any(map(_differ, self._tables)) or not all(
+            torch.equal(own, kept) for own, kept in self._kept
+        )
 
     def restore(self) -> None:
         """The numbers as they were. Whoever has saved a buffer for a backward need not mind: they
         are those of its forward."""
+        for table, before in filter(_differ, self._tables):
+            table.clear()
+            table.update(before)
         for own, kept in self._kept:
             with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(own):
                 own.copy_(kept)
@@ -39,16 +47,69 @@ def checkpointed(
     themselves when they run: not then, either."""
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return nullcontext(), _unchanged(module)
+        return nullcontext(), _Unchanged(module)
 
     return checkpoint(own, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
+class _Unchanged(AbstractContextManager[None]):
+    """Within it, each time: afterwards the buffers are as before."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._stack = ExitStack()
+
+    def __enter__(self) -> None:
+        self._stack.callback(Buffers(self._module).restore)
+        self._stack.enter_context(checkpointing_off(self._module))
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+
+def _differ(pair: tuple[dict[str, Any], dict[str, Any]]) -> bool:
+    now, before = pair
+    return now.keys() != before.keys() or any(now[name] is not before[name] for name in now)
+
+
+class Attributes:
+    """What a module and those inside of it have in attributes: numbers, tensors, generators."""
+
+    def __init__(self, module: nn.Module) -> None:
+        tables = [m.__dict__ for m in module.modules()]
+        self._numbers = [
+            (table, name, item)
+            for table in tables
+            for name, item in table.items()
+            if isinstance(item, int | float | torch.Tensor) and not isinstance(item, bool)
+        ]
+        tensors = [item for _, _, item in self._numbers if isinstance(item, torch.Tensor)]
+        self._kept = [(tensor, tensor.detach().clone()) for tensor in tensors]
+        generators = {
+            id(g): g for t in tables for g in t.values() if isinstance(g, torch.Generator)
+        }
+        self._states = [(generator, generator.get_state()) for generator in generators.values()]
+
+    def restore(self) -> None:
+        """What was there."""
+        for table, name, item in self._numbers:
+            if table.get(name) is not item:
+                table[name] = item
+        for own, kept in self._kept:
+            if not torch.equal(own, kept):
+                own.detach().copy_(kept)
+        for generator, state in self._states:
+            generator.set_state(state)
+
+
 @contextmanager
-def _unchanged(module: nn.Module) -> Iterator[None]:
-    kept = Buffers(module)
+def python_restored(model: nn.Module) -> Iterator[None]:
+    """Numbers in its attributes, and whatever draws random ones in Python, are as before then."""
+    attributes = Attributes(model)
+    drawn, drawn_by_numpy = random.getstate(), np.random.get_state()
     try:
-        with checkpointing_off(module):
-            yield
+        yield
     finally:
-        kept.restore()
+        attributes.restore()
+        random.setstate(drawn)
+        np.random.set_state(drawn_by_numpy)
