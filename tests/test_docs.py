@@ -88,10 +88,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield running
 
 
-# What these show is what other tests do: distributed, cli_models, estimate, service.
+# What these show is what other tests do: distributed, cli_models, estimate, service, emit, trainer.
 SLOW_PAGES = {
     f"docs/how-to/{name}.md"
-    for name in ("cli", "distributed", "estimate", "service", "training-loops")
+    for name in ("cli", "distributed", "estimate", "policies", "service", "training-loops")
 }
 
 

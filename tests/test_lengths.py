@@ -281,6 +281,7 @@ def test_more_than_fits_is_told_before_it_runs() -> None:
     assert_trains_as_eager(cut(case, 4, 28))
 
 
+@pytest.mark.slow
 def test_copies_go_on() -> None:
     torch.manual_seed(0)
     case = gpt2(layers=1)

@@ -132,7 +132,7 @@ def emitted(model: nn.Module, budget: int | str, **more: Any) -> remat.Policies:
         ("gpt", "min"),
         pytest.param("gpt", "75%", marks=pytest.mark.slow),
         pytest.param("experts", "90%", marks=pytest.mark.slow),
-        ("experts", "min"),
+        pytest.param("experts", "min", marks=pytest.mark.slow),
     ],
 )
 def test_a_model_made_with_the_options_does_what_was_foreseen(

@@ -362,6 +362,7 @@ def busy(port: int, times: int) -> list[str]:
     return asked
 
 
+@pytest.mark.slow
 def test_a_store_that_is_gone_for_a_while_costs_nothing(tmp_path: Path, postgres_url: str) -> None:
     """The solve goes on, and whoever waits for it is answered once the store is back."""
     told: list[remat.Progress] = []
