@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -66,14 +67,19 @@ def _how(plan: remat.Plan | remat.BlocksPlan) -> Row:
     if isinstance(plan, remat.Plan):
         return {"planned": "whole", "recomputed": len(plan.schedule) - len(plan.graph)}
     own = [c.plan for c in plan.calls if c.plan is not None]
-    reasons = sorted({f"{c.kind}: {c.why}"[:300] for c in plan.unplanned if c.why})
+    reasons = sorted({f"{c.kind}: {_anywhere(c.why)}"[:300] for c in plan.unplanned if c.why})
     return {
         "planned": "blocks" if own else "nothing",
         "recomputed": sum(len(p.schedule) - len(p.graph) for p in own),
         "left": sorted({c.kind for c in plan.unplanned}),
-        "because": plan.why,
+        "because": _anywhere(plan.why),
         "reasons": reasons,
     }
+
+
+def _anywhere(why: str) -> str:
+    """Without the folders of this machine."""
+    return re.sub(r"\S*/site-packages/", "", why)
 
 
 def row_of(outcome: str, error: Exception) -> Row:
