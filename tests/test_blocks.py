@@ -328,8 +328,10 @@ def test_blocks_whose_parts_no_capture_sees_are_run_again_as_a_whole(
     assert 0.9 * plan.peak_bytes <= peak_of(model, ids) <= plan.peak_bytes
     share = 0.8 if budget == "75%" else 0.85 if hides else 0.6
     assert plan.peak_bytes < share * eager_bytes
-    saved = {call.way.saved_bytes > 2 * 256 * 32 * 4 for call in plan.calls[:1]}
-    assert saved == {hides} or budget != "min", "what is hidden stays"
+    again = [call.way for call in plan.calls if call.how == "checkpointed"]
+    hidden_bytes = 3 * 256 * 32 * 4 if hides else 0
+    assert all(way.saved_bytes >= hidden_bytes for way in again), "what is hidden stays"
+    assert all(way.saved_bytes <= hidden_bytes + 2 * 256 * 32 * 4 for way in again)
 
 
 class Cache:

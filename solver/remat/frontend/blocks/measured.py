@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -61,31 +60,45 @@ class Invocation:
 
 
 def measured_ways(gauge: Gauge, call: Invocation) -> tuple[Way, ...]:
-    """As it is, and checkpointed, but for what does something else when it is run again, or cannot
-    be. That need not let go of all: what a function of autograd keeps without `save_for_backward`
-    stays. Random numbers and buffers are as before afterwards."""
+    """As it is, and checkpointed, but for what must not be, or cannot be. That need not let go of
+    all: what a function of autograd keeps without `save_for_backward` stays. Random numbers and
+    buffers are as before afterwards."""
     before = Buffers(call.site.module)
     kept, forward_s = measured(gauge, call)
-    then = _outputs(call)
     before.restore()
-    now = _outputs(call)
-    before.restore()
-    if len(now) != len(then) or not all(map(_same, now, then)):
-        return (kept,)
-    del now, then
+    why = why_not_again(call)
     gauge.peak()
     again: Way | None = None
-    try:
-        again, _ = measured(gauge, call.by(partial(_checkpointed, call)))
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:  # it writes to what it reads again, say
-        logger.info("%s cannot be checkpointed: %s", call.site.path, one_line(error))
-    before.restore()
+    if not why:
+        try:
+            again, _ = measured(gauge, call.by(partial(_checkpointed, call)))
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # torch sees that it saves something else, say
+            why = one_line(error)
+        before.restore()
     if again is None:
-        gc.collect()  # frames of what failed hold its graph
+        logger.info("%s is not run again: %s", call.site.path, why)
         return (kept,)
     return kept, replace(again, time_s=kept.time_s + forward_s)
+
+
+def why_not_again(call: Invocation) -> str:
+    """Why the block must not be run twice, or "". Random numbers and buffers are as before."""
+    before = Buffers(call.site.module)
+    own = call.alone()
+    given = tensors_in((own.args, own.kwargs))
+    versions = [tensor._version for tensor in given]
+    first = _outputs(own)
+    # Checkpointing such a block would also be a cycle that torch never lets go of.
+    if versions != [tensor._version for tensor in given]:
+        before.restore()
+        return "it writes to what it is given"
+    second = _outputs(own)  # with whatever the first has changed
+    before.restore()
+    if len(first) != len(second) or not all(map(_same, first, second)):
+        return "it returns something else when it runs again"
+    return ""
 
 
 def _checkpointed(call: Invocation, *args: Any, **kwargs: Any) -> Any:
@@ -142,7 +155,7 @@ def _measured(
 
 def _outputs(call: Invocation) -> list[torch.Tensor]:
     with random_numbers_restored(), torch.no_grad():
-        return tensors_in(call.alone().run())
+        return tensors_in(call.run())
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:

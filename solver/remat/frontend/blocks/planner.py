@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -110,13 +110,11 @@ def _side(
 ) -> _Side:
     seen, whys = settled(model, call, options, ways, whole=whole)
     planned = [() if each.measured else tuple(ways.of(each)) for each in seen.calls]
-    pairs = zip(seen.calls, planned, strict=True)
     calls = Counter(id(each.site.module) for each in seen.calls)
-    offers = [_offer(each, own, ways, whys) for each, own in pairs]
-    for number, offer in enumerate(offers):
-        module = offer.call.site.module
-        if calls[id(module)] * options.in_flight > 1 and any(True for _ in module.buffers()):
-            offers[number] = _once(offer)
+    offers: list[Offer] = []
+    for each, own in zip(seen.calls, planned, strict=True):
+        runs = calls[id(each.site.module)] * options.in_flight
+        offers.append(_offer(each, own, ways, whys, runs))
     offers = with_inputs(offers, seen)
     found = tuple(offer.ways for offer in offers)
     step = BlockStep(found, seen.events, options.in_flight, seen.outside_bytes)
@@ -155,20 +153,16 @@ def _planned(
     return BlockPlanned(plan, tuple(parts), ways.reused)
 
 
-def _once(offer: Offer) -> Offer:
-    """Not checkpointed: other calls may have changed its buffers before it runs again."""
-    if PLANNED in offer.how:
-        return offer
-    return replace(offer, ways=offer.ways[:1], how=offer.how[:1])
-
-
 def _offer(
-    seen: SeenCall, planned: tuple[PlannedWay, ...], ways: Ways, whys: dict[int, str]
+    seen: SeenCall, planned: tuple[PlannedWay, ...], ways: Ways, whys: dict[int, str], runs: int
 ) -> Offer:
+    """Of a call of what `runs` so often before it could be run again: other runs change buffers."""
     if not planned:
-        why = whys.get(id(seen.site.module)) or ways.why(seen)
-        how = (AS_IT_IS, CHECKPOINTED)[: len(seen.measured)]
-        return Offer(seen, seen.measured, how, why=why)
+        module = seen.site.module
+        has_buffers = any(True for _ in module.buffers())
+        found = seen.measured[:1] if runs > 1 and has_buffers else seen.measured
+        why = whys.get(id(module)) or ways.why(seen)
+        return Offer(seen, found, (AS_IT_IS, CHECKPOINTED)[: len(found)], why=why)
     own = tuple(w.way for w in planned)
     return Offer(seen, own, (PLANNED,) * len(own), tuple(w.inputs for w in planned))
 

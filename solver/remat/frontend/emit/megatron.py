@@ -34,6 +34,12 @@ _SWITCHES: dict[str, tuple[tuple[str, str], ...]] = {
 """By the names that Megatron has for them: the attributes that have a layer run them again, and
 the modules that these are of (megatron-core 0.16, `TransformerConfig.recompute_modules`)."""
 
+_NORMS = {
+    "recompute_input_layernorm": "input_layernorm",
+    "recompute_pre_mlp_layernorm": "pre_mlp_layernorm",
+}
+"""What a switch lets go of: nothing that only passes its input on, where norms are fused."""
+
 
 def check(model: nn.Module) -> None:
     """Raises `RematError` where Megatron-core is missing, and `TraceError` for models without its
@@ -81,7 +87,7 @@ def choices(
     """As those of `operators`; only a trial tells how long modules inside of the layer take."""
     if not isinstance(module, _layer_class()):
         return []
-    names = [name for name in _SWITCHES if _has(module, name)]
+    names = [name for name in _SWITCHES if any(True for _ in _places(module, name))]
     several = chain.from_iterable(combinations(names, n + 1) for n in range(len(names)))
     return [
         (BlockPolicy(block=block, how=CHECKPOINTED), 1.0),
@@ -141,32 +147,25 @@ def _numbers(paths: Sequence[str]) -> list[int]:
     return [stacks[path.rpartition(".")[0]].index(path) for path in paths]
 
 
-def _has(layer: nn.Module, name: str) -> bool:
-    """Whether that of a layer can be run again."""
-    is_moe = bool(getattr(layer, "is_moe_layer", False))
-    config: Any = getattr(layer, "config", None)
-    if name == "layernorm":
-        kinds = (
-            type(getattr(layer, n, None)).__name__ for n in ("input_layernorm", "pre_mlp_layernorm")
-        )
-        if not set(kinds) - {"IdentityOp", "NoneType"}:
-            return False
-    if name == "mlp" and (is_moe or config.add_bias_linear):
-        return False  # its backward never ends where the module returns its own bias
-    if name == "moe" and not is_moe:
-        return False
-    if name == "shared_experts" and not getattr(
-        config, "moe_shared_expert_intermediate_size", None
-    ):
-        return False
-    return any(True for _ in _places(layer, name))
-
-
 def _places(layer: nn.Module, name: str) -> Iterator[tuple[nn.Module, str]]:
+    """Of the switches for those modules the ones that this layer has, with whose they are."""
+    config: Any = getattr(layer, "config", None)
+    is_moe = bool(getattr(layer, "is_moe_layer", False))
+    absent = {
+        # Megatron's checkpoint of a module that returns its own bias has no end.
+        "mlp": is_moe or config.add_bias_linear,
+        "moe": not is_moe,
+        "shared_experts": not getattr(config, "moe_shared_expert_intermediate_size", None),
+    }
+    if absent.get(name):
+        return
     for path, attribute in _SWITCHES[name]:
         try:
             module = layer.get_submodule(path)
         except AttributeError:
+            continue
+        norm = _NORMS.get(attribute)
+        if norm and type(getattr(layer, norm, None)).__name__ == "IdentityOp":
             continue
         if isinstance(getattr(module, attribute, None), bool):
             yield module, attribute
@@ -178,7 +177,6 @@ def _switched(layer: nn.Module, modules: Sequence[str]) -> Iterator[None]:
     before = [
         (module, attribute, getattr(module, attribute), name in modules)
         for name in _SWITCHES
-        if _has(layer, name)
         for module, attribute in _places(layer, name)
     ]
     for module, attribute, _, is_on in before:

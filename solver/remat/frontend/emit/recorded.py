@@ -8,13 +8,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 from remat.blockwise.saving import Candidate
-from remat.frontend.blocks.measured import now_s
+from remat.frontend.blocks.measured import Invocation, now_s, why_not_again
 from remat.frontend.blocks.state import Buffers
 from remat.frontend.capture.surroundings import random_numbers_restored
 from remat.frontend.pytree import tensors_in
@@ -53,26 +52,16 @@ def recorded(run: Callable[[], Any]) -> tuple[tuple[Ran, ...], float]:
     return found[:needed], math.fsum(ran.time_s for ran in found)
 
 
-def fingerprint(module: nn.Module, run: Callable[[], Any]) -> tuple[object, str]:
+def fingerprint(call: Invocation) -> tuple[object, str]:
     """Equal for blocks that run the same operators on the same sizes, with gradients for the same;
     and why such a block must not be run twice, if it must not."""
+    module = call.site.module
     before = Buffers(module)
-    outputs: list[list[torch.Tensor]] = []
-
-    def kept() -> None:
-        outputs.append([t.detach() for t in tensors_in(run())])
-
     with random_numbers_restored():
-        kinds = tuple(_kind(ran) for ran in _recorded(kept)[0])
+        kinds = tuple(_kind(ran) for ran in _recorded(call.alone().made().run)[0])
     changes = before.changed()
     before.restore()
-    with random_numbers_restored():
-        kept()
-    before.restore()
-    why = "it changes its buffers when it runs" if changes else ""
-    first, second = outputs
-    if len(first) != len(second) or not all(map(torch.equal, first, second)):
-        why = why or "it returns something else when it runs again"
+    why = "it changes its buffers when it runs" if changes else why_not_again(call)
     trained = tuple(p.requires_grad for p in module.parameters())
     return (type(module), kinds, trained), why
 

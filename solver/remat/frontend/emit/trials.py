@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -44,7 +43,7 @@ class Trials:
     _known: dict[object, _Tried] = field(default_factory=dict)
 
     def __call__(self, gauge: Gauge, call: Invocation) -> tuple[Way, ...]:
-        kind, why = fingerprint(call.site.module, call.run)
+        kind, why = fingerprint(call)
         key = (kind, tuple(map(gets_gradient, tree_leaves((call.args, call.kwargs)))))
         if key not in self._known:
             logger.info("trying ways to checkpoint %s", call.site.path)
@@ -73,17 +72,10 @@ class Trials:
             try:
                 way, _ = self._measured(gauge, call, policy, _ROUNDS if left is None else 1)
             except Exception as error:  # the executor's, which has rules that we do not know
-                if "inplace operation" in str(error):
-                    raise TraceError(
-                        f"{site.path} writes to what it is given, so that it cannot be run again: "
-                        f"{one_line(error)}"
-                    ) from None
                 why = one_line(error)  # whoever keeps the error keeps its frames, and their graph
                 logger.info("%s cannot run like this: %s: %s", site.path, policy.saved, why)
             else:
                 tried.append((policy, left, way))
-                continue
-            gc.collect()  # frames of what failed hold its graph
         if any(left is None for _, left, _ in tried):  # what is compared is to be as warm
             warm, warm_s = self._measured(gauge, call, as_it_is, _ROUNDS)
             kept = replace(kept, time_s=min(kept.time_s, warm.time_s))
