@@ -3,6 +3,7 @@ checkpoints by hand.
 
     python -m benchmarks.compiled                       # all models, on CUDA where there is one
     python -m benchmarks.compiled --models gpt2 --quick --rounds 3
+    python -m benchmarks.compiled --at-peaks            # remat with the bytes torch's budget takes
 
 All methods share one set of parameters and run interleaved in one process. Peaks are what the
 allocator gave out, with parameters, buffers, gradients and batch. Loss, gradients and buffers of
@@ -14,8 +15,9 @@ from __future__ import annotations
 
 import argparse
 import gc
+import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +35,8 @@ from remat.budget import format_bytes
 from remat.report.tables import aligned
 
 INDUCTOR = "inductor"
+AT_PEAK = "remat, at the peak of "
+Maker = tuple[str, Callable[[], Method]]
 _SEED = 3
 _STEPS = 3
 
@@ -52,28 +56,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         torch._functorch.config.patch(enable_autograd_cache=False),
         torch._inductor.config.patch(fx_graph_cache=False),
     ):
-        return run_models("compiled", options, {"units": units}, FAMILIES, one)
+        name = "compiled-at-peaks" if options.at_peaks else "compiled"
+        return run_models(name, options, {"units": units}, FAMILIES, one)
 
 
 def run(workload: Workload, device: torch.device, options: argparse.Namespace) -> list[report.Row]:
     """One row for each method."""
-    makers: list[tuple[str, Callable[[], Method]]] = [
-        ("eager", lambda: eager(workload)),
-        ("per-block checkpoint", lambda: per_block(workload)),
-        (INDUCTOR, lambda: _compiled(workload, INDUCTOR, twin(workload.model))),
-        ("inductor, per-block checkpoint", lambda: _checkpointed(workload)),
-    ]
-    for share in options.torch_budgets:
-        makers.append((f"torch budget {share:g}", _torch_budget(workload, share)))
-    for budget in options.budgets:
-        makers.append((f"remat {budget}", _remat(workload, budget, options.time_limit)))
-    if options.operations:
-        makers.append(_by_operations(workload, options))
-    methods: list[Method] = []
     rows: dict[str, report.Row] = {}
+    methods: list[Method] = []
     wanted: Steps = []
     buffers = {n: b.clone() for n, b in workload.model.named_buffers()}
-    for name, make in makers:
+    for name, make in _makers(workload, rows, options):
         method = attempt(name, make)
         rows[name] = {
             "method": name, "failure": method.failure, "setup_s": method.setup_s, **method.facts,
@@ -100,11 +93,41 @@ def run(workload: Workload, device: torch.device, options: argparse.Namespace) -
         row = rows[method.name]
         row |= summary(times, method.name)
         if INDUCTOR in times:
-            pairs = zip(times[method.name], times[INDUCTOR], strict=True)
-            ratios = sorted(a / b for a, b in pairs)
-            row["time_to_inductor"] = ratios[len(ratios) // 2]
+            row["time_to_inductor"] = _ratio(times, method.name, INDUCTOR)
             row["peak_to_inductor"] = row["peak_bytes"] / rows[INDUCTOR]["peak_bytes"]
+        other = method.name.removeprefix(AT_PEAK)
+        if other != method.name and other in times:
+            row["time_to_torch"] = _ratio(times, method.name, other)
     return list(rows.values())
+
+
+def _makers(
+    workload: Workload, rows: Mapping[str, report.Row], options: argparse.Namespace
+) -> Iterator[Maker]:
+    """Methods by name. `rows` has what was found of those before."""
+    yield "eager", lambda: eager(workload)
+    if not options.at_peaks:
+        yield "per-block checkpoint", lambda: per_block(workload)
+    yield INDUCTOR, lambda: _compiled(workload, INDUCTOR, twin(workload.model))
+    if not options.at_peaks:
+        yield "inductor, per-block checkpoint", lambda: _checkpointed(workload)
+    for share in options.torch_budgets:
+        name = f"torch budget {share:g}"
+        yield name, _torch_budget(workload, name, share)
+        if options.at_peaks and not rows[name]["failure"]:
+            taken_bytes = rows[name]["peak_bytes"]
+            yield AT_PEAK + name, _remat(workload, AT_PEAK + name, taken_bytes, options)
+    if not options.at_peaks:
+        for budget in options.budgets:
+            yield f"remat {budget}", _remat(workload, f"remat {budget}", budget, options)
+        if options.operations:
+            name = f"remat {options.operations}, costs of operations"
+            yield name, _remat(workload, name, options.operations, options, costs="operations")
+
+
+def _ratio(times: Mapping[str, list[float]], one: str, other: str) -> float:
+    """Of their steps of the same round, the median."""
+    return statistics.median(a / b for a, b in zip(times[one], times[other], strict=True))
 
 
 def show(title: str, rows: list[report.Row]) -> None:
@@ -168,7 +191,7 @@ def _checkpointed(workload: Workload) -> Method:
     return _compiled(workload, name, module)
 
 
-def _torch_budget(workload: Workload, share: float) -> Callable[[], Method]:
+def _torch_budget(workload: Workload, name: str, share: float) -> Callable[[], Method]:
     def backend(gm: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
         from torch._inductor.compile_fx import compile_fx
 
@@ -176,34 +199,17 @@ def _torch_budget(workload: Workload, share: float) -> Callable[[], Method]:
             return compile_fx(gm, inputs)
 
     # A backend of its own: dynamo would run what it compiled for another budget.
-    name = f"torch budget {share:g}"
     return lambda: _compiled(workload, name, twin(workload.model), backend)
 
 
-def _remat(workload: Workload, budget: str, time_limit_s: float) -> Callable[[], Method]:
-    options = {"budget": budget, "time_limit": time_limit_s, "outputs": "dropped"}
-
-    def make() -> Method:
-        model = twin(workload.model)
-        return _compiled(workload, f"remat {budget}", model, "remat", options=options)
-
-    return make
+def _remat(
+    workload: Workload, name: str, budget: int | str, options: argparse.Namespace, **more: str
+) -> Callable[[], Method]:
+    asked = {"budget": budget, "time_limit": options.time_limit, "outputs": "dropped", **more}
+    return lambda: _compiled(workload, name, twin(workload.model), "remat", options=asked)
 
 
 Steps = list[dict[str, dict[str, torch.Tensor]]]
-
-
-def _by_operations(
-    workload: Workload, options: argparse.Namespace
-) -> tuple[str, Callable[[], Method]]:
-    """What it changes that costs are those of fused kernels."""
-    budget = options.operations
-    name = f"remat {budget}, costs of operations"
-    settings = {
-        "budget": budget, "time_limit": options.time_limit, "outputs": "dropped",
-        "costs": "operations",
-    }  # fmt: skip
-    return name, lambda: _compiled(workload, name, twin(workload.model), "remat", options=settings)
 
 
 def _steps(method: Method, workload: Workload, buffers: Mapping[str, torch.Tensor]) -> Steps:
@@ -251,6 +257,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--rounds", type=int, default=7)
     add("--threads", type=int, default=0)
     add("--time-limit", type=float, default=10.0)
+    add("--at-peaks", action="store_true", help="torch's budgets, and remat with their peaks, only")
     add("--operations", metavar="BUDGET", default="50%", help="also with costs of operations")
     add("--quick", action="store_true", help="small models; writes only where --out says")
     add("--out", help="a folder for the results")

@@ -220,6 +220,7 @@ def test_what_inductor_runs_is_within_the_budget(make: Any, percent: int) -> Non
     assert measured <= plan.budget_bytes
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_all_of_the_memory_is_what_torch_compile_does() -> None:
     case, state = made(dropping())

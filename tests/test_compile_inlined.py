@@ -9,7 +9,14 @@ import torch
 import torch._dynamo
 from tests.compilers import needs_compiler
 from tests.harness import Case
-from tests.test_compile import assert_same, made, measured_peak, plans_of, step, two_steps
+from tests.test_compile import (
+    assert_same,
+    made,
+    measured_peak,
+    plans_of,
+    step,
+    two_steps,
+)
 from torch import nn
 
 import remat
@@ -153,3 +160,28 @@ def test_what_a_sum_is_made_of_is_not_written() -> None:
     assert len(sums) == 3
     # Of the first, the gradient that comes in is the output's, which it makes by itself.
     assert [len(large.intersection(operation.inputs)) for operation in sums] == [1, 2, 2]
+
+
+def test_the_last_convolution_has_the_layout_that_inductor_chose() -> None:
+    """What only passes its result on would have another, after a copy of it."""
+    torch.manual_seed(0)
+    layers = [
+        nn.Sequential(nn.Conv2d(a, b, 3, s, 1, bias=False), nn.BatchNorm2d(b), nn.ReLU())
+        for a, b, s in ((3, 16, 1), (16, 16, 1), (16, 32, 2), (32, 32, 1))
+    ]
+    images = torch.randn(4, 3, 48, 48)
+    case = Case(nn.Sequential(*layers), (images,), loss=lambda out: out.mean((2, 3)).square().sum())
+    case, state = made(case)
+    strides: list[tuple[int, ...]] = []
+
+    def saved(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.shape == (4, 32, 24, 24) and tensor.dtype == torch.float32:
+            strides.append(tensor.stride())
+        return tensor
+
+    wanted = two_steps(case, state)
+    with torch.autograd.graph.saved_tensors_hooks(saved, lambda tensor: tensor):
+        found = two_steps(case, state, backend="remat", options={"budget": "80%"})
+    assert_same(found, wanted, 1e-5)
+    assert strides
+    assert set(strides) == {(32 * 24 * 24, 1, 32 * 24, 32)}

@@ -23,7 +23,8 @@ from remat.simulate import simulate
 pytestmark = [needs_compiler, pytest.mark.usefixtures("compiled_anew")]
 
 
-@pytest.mark.parametrize("make", [blocks, pytest.param(convolutions, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [blocks, convolutions])
 def test_inductor_does_what_was_foreseen(
     make: Callable[[], Case], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ from docutils import nodes
 from length_results import lengths
 from measured import Table, load, newest
 from run_results import (
+    at_peaks,
     compile_time,
     compiled,
     overhead,
@@ -37,6 +38,7 @@ TABLES: dict[str, Callable[[], Table]] = {
         search,
         peers,
         compiled,
+        at_peaks,
         compile_time,
         published,
         random,

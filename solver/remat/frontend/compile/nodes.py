@@ -169,6 +169,14 @@ def is_joined(node: fx.Node) -> bool:
     )
 
 
+def is_written_anyway(node: fx.Node) -> bool:
+    """Whether Inductor calls one kernel of a library for it, which writes its result: a
+    convolution, but that a GPU adds its bias apart."""
+    if node.target is not torch.ops.aten.convolution.default:
+        return False
+    return node.args[2] is None or node.meta["val"].device.type == "cpu"
+
+
 def is_product(node: fx.Node) -> bool:
     """Whether it multiplies matrices."""
     return str(node.target) in _PRODUCTS

@@ -20,6 +20,7 @@ from remat.frontend.compile.nodes import (
     is_item,
     is_joined,
     is_number,
+    is_written_anyway,
     maker,
     node_bytes,
     source,
@@ -147,9 +148,10 @@ class _Writer:
         for copy in (*local.values(), *steps):
             copy.meta[RUN] = (self.compiled.number, number)
         for node in region.written:
-            made = local[node]
-            if self.held:
-                made = self._materialized(made, number, apart=is_joined(node))
+            made, apart = local[node], is_joined(node)
+            # Inductor says which layout a convolution is to have, not what only passes it on.
+            if self.held and (apart or not is_written_anyway(node)):
+                made = self._materialized(made, number, apart=apart)
             self.current[node] = made
 
     def _anew(
