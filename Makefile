@@ -43,7 +43,10 @@ demo: $(STAMP)  ## Train a small model within a budget, and see what it costs
 		--option stall=6 --device "$$($(BIN)/python -c \
 		'import torch; print("cuda" if torch.cuda.is_available() else "cpu")')"
 
-test: lint types system-packages pytest pytest-gpu  ## Format, lint, import contracts, types, tests
+# What needs one core or none goes side by side first.
+test: $(STAMP)  ## Format, lint, import contracts, types, tests
+	@$(MAKE) --no-print-directory --jobs=3 --output-sync=target lint types system-packages
+	@$(MAKE) --no-print-directory MARKS='$(MARKS)' pytest pytest-gpu
 
 test-all: MARKS := not gpu
 test-all: export REMAT_EXAMPLES := 50

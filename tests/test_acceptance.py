@@ -29,8 +29,7 @@ from scripts import gpu_wheels
 ROOT = Path(__file__).parents[1]
 BY_KEY = {part.key: part for part in PARTS}
 QUICK = {
-    "01-gpt2-bf16-mask", "02-products", "03-resnet50-expandable", "04-resnet50-default",
-    "05-gpt2-dropout", "06-gpt2-1x64", "07-resnet50-bf16", "09-gpt2-dropout-0.1",
+    "01-gpt2-bf16-mask", "02-products", "03-resnet50-expandable", "09-gpt2-dropout-0.1",
     "10-b-second-process",
 }  # fmt: skip
 SAME_ON_A_CPU = (1, 3, 4, 5, 9, 10)

@@ -134,6 +134,7 @@ def test_a_compiled_step_in_words(tmp_path: Path) -> None:
     assert "Pass a budget of at least" in ended.error
 
 
+@pytest.mark.slow
 def test_what_does_not_go_with_a_compiled_step(tmp_path: Path) -> None:
     program = tmp_path / "program.json"
     ended = quick("run", *GPT2, "-b", "80%", "--compile", "--program", program)
@@ -201,6 +202,7 @@ def test_doctor() -> None:
     assert states["torch"] == "ok"
 
 
+@pytest.mark.slow
 def test_what_is_reserved_is_left_of_the_budget() -> None:
     sizes = (
         "hf:gpt2",

@@ -237,6 +237,7 @@ def test_options_and_arguments() -> None:
         policies_of(BlockPolicy(block="l.0", **again), rules="regions")
 
 
+@pytest.mark.slow
 def test_without_megatron_the_error_says_what_to_install() -> None:
     code = (
         "import sys; sys.modules['megatron'] = None\n"

@@ -73,6 +73,7 @@ def test_kill_of_server_and_worker_loses_nothing(tmp_path: Path, plan: remat.Pla
         server.process.wait()
 
 
+@pytest.mark.slow
 def test_a_lease_is_renewed_for_as_long_as_the_solve_goes_on(tmp_path: Path) -> None:
     """Else the worker's free slot would take the job again."""
     lease_s = 6.0  # renewed each 2 s: a machine may be as busy as to forget it for 4

@@ -174,6 +174,10 @@ def test_a_callback_enables_the_model_for_a_run(
     again.add_callback(RematCallback("1KB"))
     again.train()
     assert len(remat.plans(enabled)) == 1
+    with pytest.raises(remat.BudgetError, match="'abc' is not a quantity"):  # not in an hour
+        RematCallback("abc")
+    with pytest.raises(TypeError, match="there is no option 'output'; near are outputs"):
+        RematCallback("8GiB", output="dropped")
 
 
 class _Looking(TrainerCallback):
