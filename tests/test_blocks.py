@@ -623,6 +623,27 @@ def test_identical_blocks_share_their_programs() -> None:
     assert len(graphs) == 1
 
 
+class Branching(nn.Module):
+    """Decides by its numbers. Without modules inside nothing of it can be planned."""
+
+    def __init__(self, has_modules: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(32, 32) if has_modules else nn.Parameter(torch.eye(32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x) if isinstance(self.first, nn.Linear) else x @ self.first
+        return (x * 2 if x.sum() > 0 else x).sum()
+
+
+@pytest.mark.parametrize("has_modules", [True, False])
+def test_where_blocks_do_not_help_the_error_says_how_to_plan_the_whole(has_modules: bool) -> None:
+    model = remat.enable(Branching(has_modules), "10%", costs=remat.Roofline("cpu"))
+    own = InfeasibleBudget if has_modules else remat.TraceError
+    why = r"planned by blocks, as it cannot be as a whole: .* Remedy: .*torch\.where"
+    with pytest.raises(own, match=why):
+        model(torch.ones(8, 32))
+
+
 def test_a_wrong_scope_is_told() -> None:
     model, _ = net()
     with pytest.raises(ValueError, match="scope is 'block'; near are blocks"):

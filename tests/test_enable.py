@@ -203,8 +203,10 @@ def test_bad_use_is_told() -> None:
         remat.enable(remat.optimize(net(), "40%"), "40%")
     with pytest.raises(TraceError, match=r"compiled by torch\.compile; pass the module inside"):
         remat.enable(torch.compile(net()), "40%")  # type: ignore[type-var]
-    with pytest.raises(TypeError, match="unexpected option 'strateg'; there are strategy, costs"):
+    with pytest.raises(TypeError, match="no option 'strateg'; near are strategy; there are"):
         remat.enable(net(), "40%", strateg=None)
+    with pytest.raises(InfeasibleBudget, match=r'for 60% of the peak .* pass "60%"'):
+        remat.enable(net(), "60")
     with pytest.raises(InfeasibleBudget, match="less than the parameters, their gradients") as told:
         remat.enable(net(), "1KiB")
     assert told.value.min_feasible_bytes is not None

@@ -230,6 +230,7 @@ def test_inputs_that_are_not_dense() -> None:
             assert_same(run_step(model, case), eager_step_of(case), tolerance=0.0)
 
 
+@pytest.mark.slow
 def test_smaller_sizes_may_take_what_the_largest_takes() -> None:
     """A share, and "min", are of the largest step that there was."""
     torch.manual_seed(0)

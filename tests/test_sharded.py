@@ -149,13 +149,13 @@ def test_alone_and_what_is_refused(tmp_path: Path) -> None:
         model = Net([Block(32) for _ in range(3)])
         eager = copy.deepcopy(model)
         _shard(model, "sharded first")
-        whole = remat.enable(Net([Block(32)]), "70%")
+        whole = remat.enable(Net([Block(32)]), "70%", scope="model")
         _shard(whole, "sharded first")
         with pytest.raises(remat.TraceError, match=r"sharded already.*scope=\"blocks\""):
             whole(torch.randint(0, 50, (8,)))
         with pytest.raises(remat.TraceError, match=r"sharded already.*scope=\"blocks\""):
-            remat.enable(model, "70%")
-        remat.enable(model, "70%", scope="auto", costs=remat.Roofline("cpu"))
+            remat.enable(model, "70%", scope="model")
+        remat.enable(model, "70%", costs=remat.Roofline("cpu"))
         ids = torch.randint(0, 50, (512,))
         for module in (eager, model):
             torch.manual_seed(1)

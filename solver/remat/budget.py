@@ -106,6 +106,14 @@ class Budget:
         return _positive(share_bytes and library_bytes + share_bytes, self.given)
 
 
+def perhaps_a_share(size_bytes: int, held_bytes: int) -> str:
+    """The end of a sentence about a budget that is too small, where it looks like a percentage
+    without its sign; else ""."""
+    if size_bytes > 100 or held_bytes < 10_000:
+        return ""
+    return f'; for {size_bytes}% of the peak without recomputation pass "{size_bytes}%"'
+
+
 def is_auto(given: object) -> bool:
     """Whether it is "auto", what the device has free: no `Budget`, but a request to find one."""
     return isinstance(given, str) and given.strip().lower() == "auto"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import pulp
 
 from remat.blockwise.step import BlockStep
-from remat.budget import format_bytes
+from remat.budget import format_bytes, perhaps_a_share
 from remat.errors import InfeasibleBudget
 from remat.milp.solvers import pulp_versions
 from remat.milp.solvers.highs import BulkHiGHS
@@ -60,7 +60,7 @@ def check_feasible(least_bytes: int, budget_bytes: int) -> None:
         raise InfeasibleBudget(
             f"with its blocks planned one by one, the step takes {format_bytes(least_bytes)} at "
             f"least, and the budget is {format_bytes(budget_bytes)}; pass at least "
-            f'{least_bytes:,} bytes, or "min"',
+            f'{least_bytes:,} bytes, or "min"{perhaps_a_share(budget_bytes, least_bytes)}',
             min_feasible_bytes=least_bytes,
         )
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from remat.blockwise.plan import BlocksPlan
-from remat.budget import Budget, format_bytes, is_auto
+from remat.budget import Budget, format_bytes, is_auto, perhaps_a_share
 from remat.costs.roofline import Roofline
 from remat.errors import InfeasibleBudget, TraceError, nearest
 from remat.frontend.blocks.planner import AUTO, BLOCKS, MODEL, SCOPES, ScopedPlanner
@@ -73,22 +73,18 @@ def enable(
     It stays the same object, and is returned. With example inputs the step is planned now, else at
     the first call. Hooks of the model itself run as ever, outside of what is planned. Copies,
     pickles and `torch.save` keep it enabled, with their plans. `**options` are those of
-    `remat.optimize` and `scope`: what is planned is the whole "model" (the default), its repeated
-    "blocks" one by one, against one budget for the step, or "auto": the whole if it can be
-    captured, else its blocks, with the rest left to eager mode. With `in_flight` (and "blocks"), so
-    many batches have had their forward before the first has its backward, as in the stages of a
-    pipeline: 1F1B has as many as there are stages from this one on.
+    `remat.optimize` and `scope`: what is planned is the whole "model", its repeated "blocks" one by
+    one, against one budget for the step, or "auto" (the default): the whole if it can be captured,
+    else its blocks, with the rest left to eager mode, which a warning tells with a table. With
+    `in_flight` (and "blocks"), so many batches have had their forward before the first has its
+    backward, as in the stages of a pipeline: 1F1B has as many as there are stages from this one on.
 
-    Raises `TraceError` where the model is enabled, optimised, compiled or sharded already,
+    Raises `TraceError` where the model is enabled, optimised or compiled already,
     `InfeasibleBudget` where its parameters alone do not fit, and what `remat.optimize` raises.
     """
-    scope = options.get("scope", MODEL)
-    _check_scope(scope)
-    _check_in_flight(options.get("in_flight", 1), scope)
-    check_plain(model, scope)
-    if unknown := sorted(options.keys() - Options.__annotations__.keys()):
-        known = ", ".join(Options.__annotations__)
-        raise TypeError(f"enable() got an unexpected option {unknown[0]!r}; there are {known}")
+    options.setdefault("scope", AUTO)
+    check_asked(budget, options)
+    check_plain(model, options.get("scope", AUTO))
     _refuse_less_than_parameters(model, budget)
     planner = _InPlace(options_of(budget, **options))
     forward = PlannedForward(model, model.__dict__.get("forward"), planner)
@@ -243,6 +239,20 @@ def check_plain(model: object, scope: str = MODEL) -> None:
         check_whole(model)
 
 
+def check_asked(budget: int | str, options: Options) -> None:
+    """Raises for what no model could be enabled with, as `enable` would: an integration that does
+    so later tells at once."""
+    if unknown := sorted(options.keys() - Options.__annotations__.keys()):
+        near = nearest(unknown[0], Options.__annotations__)
+        known = ", ".join(Options.__annotations__)
+        raise TypeError(f"there is no option {unknown[0]!r}{near}; there are {known}")
+    scope = options.get("scope", AUTO)
+    _check_scope(scope)
+    _check_in_flight(options.get("in_flight", 1), scope)
+    if not is_auto(budget):
+        Budget.parse(budget)
+
+
 def _check_scope(scope: object) -> None:
     if scope not in SCOPES:
         near = nearest(scope, SCOPES) if isinstance(scope, str) else ""
@@ -272,6 +282,6 @@ def _refuse_less_than_parameters(model: nn.Module, budget: int | str) -> None:
         raise InfeasibleBudget(
             f"a budget of {format_bytes(asked)} is less than the parameters, their gradients and "
             f"the buffers of this {type(model).__name__} take ({format_bytes(held_bytes)}), which "
-            "no plan changes",
+            f"no plan changes{perhaps_a_share(asked, held_bytes)}",
             min_feasible_bytes=held_bytes,
         )

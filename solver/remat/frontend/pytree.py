@@ -10,10 +10,11 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from remat.documents.structure import Structure
 from remat.errors import DocumentError, TraceError
@@ -86,9 +87,69 @@ class _Walker:
         return Structure(kind="object", type=_type_name(node), keys=tuple(kept), children=children)
 
 
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """What `split` took the leaves out of: containers that torch knows, and in their places,
+    dataclasses with tensors in them that it does not."""
+
+    spec: TreeSpec
+    objects: tuple[tuple[type, tuple[str, ...], Shape] | None, ...]
+
+    @property
+    def count(self) -> int:
+        """Of leaves."""
+        return sum(1 if found is None else found[2].count for found in self.objects)
+
+
+def split(tree: object) -> tuple[list[Any], Shape]:
+    """Whatever is in lists, tuples, dicts and dataclasses, and the shape of these: unlike
+    `flatten`, of any objects, each as often as it is there."""
+    return _split(tree, ())
+
+
+def _split(tree: object, inside_of: tuple[object, ...]) -> tuple[list[Any], Shape]:
+    outer, spec = tree_flatten(tree)
+    leaves: list[Any] = []
+    objects: list[tuple[type, tuple[str, ...], Shape] | None] = []
+    for leaf in outer:
+        names = () if any(leaf is each for each in inside_of) else _names(leaf)
+        found = _split([getattr(leaf, name) for name in names], (*inside_of, leaf))
+        if names and any(isinstance(item, torch.Tensor) for item in found[0]):
+            leaves += found[0]
+            objects.append((type(leaf), names, found[1]))
+        else:
+            leaves.append(leaf)
+            objects.append(None)
+    return leaves, Shape(spec, tuple(objects))
+
+
+def _names(item: object) -> tuple[str, ...]:
+    """What is set in a dataclass."""
+    if not dataclasses.is_dataclass(item) or isinstance(item, type | torch.nn.Module):
+        return ()
+    fields = [f.name for f in dataclasses.fields(item) if hasattr(item, f.name)]
+    return tuple(dict.fromkeys([*fields, *getattr(item, "__dict__", ())]))
+
+
+def joined(leaves: Sequence[Any], shape: Shape) -> Any:
+    """The inverse of `split`."""
+    rest = iter(leaves)
+    outer: list[Any] = []
+    for found in shape.objects:
+        if found is None:
+            outer.append(next(rest))
+            continue
+        cls, names, inner = found
+        made = object.__new__(cls)
+        for name, item in zip(names, joined(list(islice(rest, inner.count)), inner), strict=True):
+            object.__setattr__(made, name, item)  # frozen ones as well
+        outer.append(made)
+    return tree_unflatten(outer, shape.spec)
+
+
 def tensors_in(tree: object) -> list[torch.Tensor]:
     """The tensors anywhere in it, whatever else is there."""
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in split(tree)[0] if isinstance(leaf, torch.Tensor)]
 
 
 def unflatten(structure: Structure, leaves: Sequence[object]) -> Any:

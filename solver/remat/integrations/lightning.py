@@ -13,7 +13,7 @@ from typing import Any, Unpack
 from torch import nn
 
 from remat.errors import RematError, TraceError
-from remat.frontend.enable import Options, disable, enable, is_enabled
+from remat.frontend.enable import Options, check_asked, disable, enable, is_enabled
 
 __all__ = ["RematCallback"]
 
@@ -35,6 +35,7 @@ class RematCallback(_callback()):
     """
 
     def __init__(self, budget: int | str, module: str = "", **options: Unpack[Options]) -> None:
+        check_asked(budget, options)
         self.budget = budget
         self.module = module
         self.options = options

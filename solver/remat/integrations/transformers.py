@@ -24,7 +24,7 @@ from remat.errors import RematError, TraceError
 from remat.frontend.emit import operators
 from remat.frontend.emit.applied import blocks_of_policies, check_rules
 from remat.frontend.emit.layers import module_of
-from remat.frontend.enable import Options, disable, enable, is_enabled
+from remat.frontend.enable import Options, check_asked, disable, enable, is_enabled
 
 try:
     from transformers import TrainerCallback
@@ -45,6 +45,7 @@ class RematCallback(TrainerCallback):
     """
 
     def __init__(self, budget: int | str, **options: Unpack[Options]) -> None:
+        check_asked(budget, options)
         self.budget = budget
         self.options = options
         self._enabled: nn.Module | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from remat.budget import format_bytes
+from remat.budget import format_bytes, perhaps_a_share
 from remat.errors import InfeasibleBudget
 from remat.graph import Graph
 from remat.schedule import Schedule
@@ -14,13 +14,14 @@ def infeasible(
 ) -> InfeasibleBudget:
     """What to raise; `proved` says that no schedule fits, `reason` why."""
     baseline_bytes = simulate(graph, Schedule.keep_all(graph)).peak_bytes
+    share = perhaps_a_share(budget_bytes, baseline_bytes)
     verdict = "is proved infeasible" if proved else "seems to be too small"
     return InfeasibleBudget(
         f"a budget of {format_bytes(budget_bytes)} ({budget_bytes:,} bytes) {verdict}: {reason}; "
         f"the smallest peak found is {format_bytes(smallest_bytes)} ({smallest_bytes:,} bytes), "
         f"without recomputation it is {format_bytes(baseline_bytes)} "
         f"({baseline_bytes:,} bytes). Pass a budget of at least {smallest_bytes:,} bytes "
-        f"or budget='min', or make the batch smaller.",
+        f"or budget='min', or make the batch smaller{share}.",
         min_feasible_bytes=smallest_bytes,
         is_proved=proved,
     )

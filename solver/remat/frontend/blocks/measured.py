@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from remat.blockwise.step import Way
 from remat.errors import one_line
@@ -18,7 +17,7 @@ from remat.frontend.blocks.gauge import Gauge
 from remat.frontend.blocks.sites import Site, trained
 from remat.frontend.blocks.state import Buffers, checkpointed
 from remat.frontend.capture.surroundings import random_numbers_restored
-from remat.frontend.pytree import tensors_in
+from remat.frontend.pytree import joined, split, tensors_in
 
 logger = logging.getLogger("remat")
 
@@ -48,14 +47,14 @@ class Invocation:
 
     def alone(self) -> Invocation:
         """Given tensors that nothing made: a backward ends at them."""
-        leaves, shape = tree_flatten((self.args, self.kwargs))
-        args, kwargs = tree_unflatten([_alone(leaf) for leaf in leaves], shape)
+        leaves, shape = split((self.args, self.kwargs))
+        args, kwargs = joined([_alone(leaf) for leaf in leaves], shape)
         return replace(self, args=args, kwargs=kwargs)
 
     def made(self) -> Invocation:
         """Given such tensors as if an operation had made them: a block may write to its inputs."""
-        leaves, shape = tree_flatten((self.args, self.kwargs))
-        args, kwargs = tree_unflatten([_made(leaf) for leaf in leaves], shape)
+        leaves, shape = split((self.args, self.kwargs))
+        args, kwargs = joined([_made(leaf) for leaf in leaves], shape)
         return replace(self, args=args, kwargs=kwargs)
 
 

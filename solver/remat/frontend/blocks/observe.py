@@ -17,7 +17,6 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from remat.blockwise.step import Event, Way
 from remat.errors import TraceError, one_line
@@ -37,7 +36,7 @@ from remat.frontend.blocks.swapped import replaced
 from remat.frontend.capture.flat import differentiated
 from remat.frontend.capture.surroundings import restored
 from remat.frontend.meter import unique_bytes
-from remat.frontend.pytree import flatten, tensors_in
+from remat.frontend.pytree import flatten, joined, split, tensors_in
 from remat.frontend.runtime.guards import Call, Signature, Watch, signature
 
 Look = Callable[[Gauge, Invocation], tuple[Way, ...]]
@@ -138,7 +137,7 @@ class _Step:
         own_trained = bool(trained([site]))
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            given, shape = tree_flatten((args, kwargs))
+            given, shape = split((args, kwargs))
             if not torch.is_grad_enabled() or not (any(map(gets_gradient, given)) or own_trained):
                 return own(*args, **kwargs)  # without a backward it saves nothing
             number = len(self.calls)
@@ -152,11 +151,11 @@ class _Step:
             def run(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
                 again = iter(tensors)
                 leaves = [next(again) if isinstance(x, torch.Tensor) else x for x in given]
-                own_args, own_kwargs = tree_unflatten(leaves, shape)
+                own_args, own_kwargs = joined(leaves, shape)
                 result = own(*own_args, **own_kwargs)
                 if handed_back((args, kwargs), (own_args, own_kwargs), leaves, shape):
                     self.calls[number] = replace(self.calls[number], key=None, why=_CHANGED)
-                leaves, outer = tree_flatten(result)
+                leaves, outer = split(result)
                 made[:] = [[x.detach() if gets_gradient(x) else x for x in leaves], outer]
                 return tuple(x for x in leaves if isinstance(x, torch.Tensor))
 
@@ -167,7 +166,7 @@ class _Step:
             leaves, outer = made
             self.gauge.peak()
             whole = [next(results) if isinstance(x, torch.Tensor) else x for x in leaves]
-            return tree_unflatten(whole, outer)
+            return joined(whole, outer)
 
         return forward
 
@@ -254,7 +253,7 @@ def _ends(outputs: Any, differentiate: str | Sequence[str]) -> list[torch.Tensor
         tensors, structure = flatten(outputs, "the model's output")
     except TraceError:
         loss = getattr(outputs, "loss", None)
-        found = [loss] if isinstance(loss, torch.Tensor) else tree_flatten(outputs)[0]
+        found = [loss] if isinstance(loss, torch.Tensor) else tensors_in(outputs)
         return [t for t in found if gets_gradient(t)]
     wanted = differentiated(structure, tensors, differentiate)
     return [t for t, is_wanted in zip(tensors, wanted, strict=True) if is_wanted]

@@ -8,10 +8,11 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from remat.frontend.blocks.gauge import Gauge
 from remat.frontend.blocks.measured import Made, gets_gradient
+from remat.frontend.pytree import Shape, split
 
 
 class Watcher(Protocol):
@@ -68,10 +69,10 @@ class Passing(torch.autograd.Function):
         return None, None, None, None, None, *zeros
 
 
-def handed_back(outer: Any, inner: Any, leaves: Sequence[object], shape: object) -> bool:
+def handed_back(outer: Any, inner: Any, leaves: Sequence[object], shape: Shape) -> bool:
     """Whether a block has changed lists or dicts of `inner`, its arguments, which were made of
     these leaves in that shape. Those of `outer` then have the same in them, without a graph."""
-    now, shape_now = tree_flatten(inner)
+    now, shape_now = split(inner)
     if shape_now == shape and all(map(operator.is_, now, leaves)):
         return False
     _hand_back(outer, inner)

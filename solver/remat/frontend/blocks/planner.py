@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -24,6 +25,7 @@ from remat.frontend.blocks.sharded import check_whole, is_sharded
 from remat.frontend.blocks.state import python_restored
 from remat.frontend.blocks.swapped import checkpointing_off
 from remat.frontend.blocks.ways import PlannedWay, Ways, reason
+from remat.frontend.capture.checkpoints import checkpointing_disabled
 from remat.frontend.entries import Entry
 from remat.frontend.options import OptimizeOptions
 from remat.frontend.planner import Planner
@@ -67,7 +69,7 @@ def block_plan(
     menus = menus or Menus()
     ways = Ways(options, lambda text: logger.info("planning by blocks: %s", text), menus)
     sides: list[_Side] = []
-    with python_restored(model):
+    with python_restored(model), checkpointing_disabled():
         with suppress(TraceError):  # of blocks that call none of their parts
             sides.append(_side(model, call, options, ways, whole=False))
         if not sides or any(PLANNED not in offer.how for offer in sides[0].offers):
@@ -179,6 +181,21 @@ class BlocksEntry(Entry):
         return KeptBlocks(self.plan, self.calls, self.ready.training, self.reused)
 
 
+@contextmanager
+def _telling(why: str, remedy: str) -> Iterator[None]:
+    """Within it, errors tell `why` the model is planned by blocks, if nobody asked for that, and
+    how it could be planned as a whole."""
+    try:
+        yield
+    except (TraceError, InfeasibleBudget) as error:
+        if not why:
+            raise
+        text = f"{error}. It is planned by blocks, as it cannot be as a whole: {why}{remedy}"
+        if isinstance(error, TraceError):
+            raise TraceError(text) from error
+        raise InfeasibleBudget(text, min_feasible_bytes=error.min_feasible_bytes) from error
+
+
 @dataclass(frozen=True)
 class KeptBlocks:
     """A step planned block by block, without its model."""
@@ -211,7 +228,7 @@ class ScopedPlanner(Planner):
         return Menus()
 
     def _plan(self, model: nn.Module, call: Call, key: Signature) -> Entry:
-        why = ""
+        why = remedy = ""
         if self.options.scope == AUTO and is_sharded(model):
             why = "its parameters are sharded"
         elif self.options.scope != BLOCKS:
@@ -221,9 +238,9 @@ class ScopedPlanner(Planner):
             except (TraceError, DocumentError) as error:
                 if self.options.scope != AUTO:
                     raise
-                why = reason(error)
+                why, remedy = reason(error), "".join(str(error).partition(" Remedy:")[1:])
         self.timings_s = {}
-        with self._timed("blocks"), checkpointing_off(model):
+        with self._timed("blocks"), checkpointing_off(model), _telling(why, remedy):
             found = self._block_plan(model, call, why)
         is_news = not found.reused and (found.plan.unplanned or why)
         level = logging.WARNING if is_news else logging.INFO

@@ -14,6 +14,7 @@ from remat.blockwise.plan import AS_IT_IS, CHECKPOINTED
 from remat.errors import TraceError
 from remat.frontend.blocks.state import checkpointed
 from remat.frontend.blocks.swapped import checkpointing_off, replaced
+from remat.frontend.capture.checkpoints import checkpointing_disabled
 from remat.frontend.runtime.guards import Call, Signature, Watch, signature
 from remat.frontend.runtime.lower import Compiled
 from remat.frontend.runtime.module import Ready
@@ -50,7 +51,7 @@ class ReadyBlocks:
     def run(self, call: Call, own: Callable[..., Any]) -> Any:
         """One call of the model."""
         forwards = {module: block.begun() for module, block in self._blocks.items()}
-        with checkpointing_off(self._model), replaced(forwards):
+        with checkpointing_off(self._model), checkpointing_disabled(), replaced(forwards):
             return own(*call.args, **call.kwargs)
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from remat.frontend.blocks.swapped import checkpointing_off
+from remat.frontend.capture.checkpoints import checkpointing_disabled, checkpointing_enabled
 
 
 class Buffers:
@@ -43,13 +44,18 @@ def checkpointed(
     module: nn.Module, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """The module's forward `own`, saving nothing but its inputs. When it runs again, its buffers
-    stay as they are: a batch is counted once. Layers of Transformers look whether to checkpoint
-    themselves when they run: not then, either."""
+    stay as they are: a batch is counted once. What it checkpoints itself it does not then, either:
+    layers of Transformers look whether to when they run."""
+
+    def plain(*args: Any, **kwargs: Any) -> Any:
+        with checkpointing_disabled():
+            return own(*args, **kwargs)
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         return nullcontext(), _Unchanged(module)
 
-    return checkpoint(own, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+    with checkpointing_enabled():
+        return checkpoint(plain, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
 class _Unchanged(AbstractContextManager[None]):

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
@@ -62,30 +61,6 @@ def without_autocast() -> Iterator[None]:
     finally:
         for device in enabled:
             torch.set_autocast_enabled(device, True)
-
-
-@contextmanager
-def checkpointing_disabled() -> Iterator[None]:
-    """Look through `torch.utils.checkpoint` in the model's own code: what to recompute is remat's
-    decision, and a checkpoint that stays in the graph would fix a worse one."""
-    module = torch.utils.checkpoint
-    originals = module._checkpoint_without_reentrant_generator, module.CheckpointFunction.apply
-
-    def plain_generator(
-        fn: object, preserve: object, context_fn: object, *rest: object, **kwargs: object
-    ) -> Iterator[None]:
-        yield
-
-    def plain_apply(run: object, preserve: bool, *args: object) -> object:
-        return run(*args)  # type: ignore[operator]
-
-    module._checkpoint_without_reentrant_generator = plain_generator  # type: ignore[assignment]
-    module.CheckpointFunction.apply = plain_apply  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        module._checkpoint_without_reentrant_generator = originals[0]
-        module.CheckpointFunction.apply = originals[1]  # type: ignore[method-assign]
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from remat.documents.structure import Structure
 from remat.documents.trace import Trace
 from remat.errors import RematError, TraceError
 from remat.frontend.capture.as_eager import as_eager
+from remat.frontend.capture.checkpoints import checkpointing_disabled
 from remat.frontend.capture.compiled import looked_through, uncompiled
 from remat.frontend.capture.constants import ConstantFolding, Question
 from remat.frontend.capture.flat import Flat
@@ -33,7 +34,6 @@ from remat.frontend.capture.layouts import kernels_layouts
 from remat.frontend.capture.meta import placed
 from remat.frontend.capture.surroundings import (
     attributes_of,
-    checkpointing_disabled,
     observe,
     restored,
 )
