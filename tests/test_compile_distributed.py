@@ -234,7 +234,8 @@ def _sharded_blocks(inductor: bool) -> None:
         dist.all_reduce(gradient)
         gradient /= 2
     plain = _sharded(backend="inductor" if inductor else EAGER)
-    options = {"budget": "75%", "time_limit": 2.0, "inductor": inductor}
+    budget = "65%" if inductor else "75%"  # in kernels much is made again without a run of its own
+    options = {"budget": budget, "time_limit": 2.0, "inductor": inductor}
     model = _sharded(backend="remat", options=options)
     for _ in range(2):
         assert_equal(gradients(model, x), wanted)
@@ -271,7 +272,7 @@ def _tensor_parallel() -> None:
     for up, down in zip(model.block.up, model.block.down, strict=True):
         parallelize_module(up, mesh, ColwiseParallel())
         parallelize_module(down, mesh, RowwiseParallel())
-    run = torch.compile(model, backend="remat", options={"budget": "70%", "time_limit": 2.0})
+    run = torch.compile(model, backend="remat", options={"budget": "65%", "time_limit": 2.0})
     wanted = gradients(eager, x)
     for _ in range(2):
         assert_equal(gradients(run, x), wanted)

@@ -2,7 +2,7 @@
 
 A kernel that a compiler makes reads and writes its tensors once, so it costs what a copy of as many
 bytes does on this device, which is measured at a few sizes; or, on CPUs, its arithmetic, where that
-takes longer: exponentials and their kin are measured, and random numbers are drawn one by one.
+takes longer: exponentials and their kin are measured, random numbers and truth values are counted.
 Calls of libraries (matrix products, convolutions, attention) are measured, each distinct one once.
 All measurements are kept in the cost cache.
 """
@@ -21,9 +21,18 @@ from remat.costs.pricing import Priced
 from remat.documents.arguments import Argument, Ref
 from remat.documents.records import Node, Result, TensorMeta
 from remat.errors import TraceError
+from remat.frontend.compile.inlined import ends_of
 from remat.frontend.compile.joint import Joint
-from remat.frontend.compile.nodes import FUNCTIONS, elements, is_work, node_bytes, tensors
+from remat.frontend.compile.nodes import (
+    FUNCTIONS,
+    elements,
+    is_draw,
+    is_work,
+    node_bytes,
+    tensors,
+)
 from remat.frontend.compile.regions import Region
+from remat.frontend.compile.scalars import counted_s, scalars_s
 from remat.frontend.compile.sizes import largest
 from remat.frontend.costs.cache import CostCache
 from remat.frontend.costs.operations import measure_operations
@@ -34,11 +43,6 @@ MEASURE_S = 5.0
 
 _MEASURED = frozenset({"aten", "prims"})
 """Namespaces of operations that may run on made-up tensors."""
-
-_DRAWS = frozenset({"prims.inductor_random.default", "prims.inductor_randint.default"})
-
-_DRAW_S = 20e-9
-"""One core, one random number: Philox in scalar code (measured on x86-64 with AVX-512, 2026)."""
 
 _FUNCTION_BYTES = 1 << 18
 """Of a tensor in cache."""
@@ -71,25 +75,31 @@ class Prices:
         others = [n for n in region.all_nodes if is_work(n) and n.name not in self._called]
         cost_s = sum(priced.cost_s for priced in calls)
         if others and self._fused:
-            cost_s += max(self._copy_s(moved_bytes), sum(map(self._arithmetic_s, others)))
+            work_s = sum(map(self._arithmetic_s, others)) + self._shared(scalars_s(region))
+            cost_s += max(self._copy_s(moved_bytes), work_s)
         else:
             cost_s += sum(map(self._alone_s, others))
         held = [self._scratch.get(n, self._called[n.name].workspace_bytes) for n in called]
         held += [self._scratch.get(n, 0) for n in region.written if n.name not in self._called]
-        return Price(cost_s, max(held, default=0))
+        # What a sum reads is drawn by a loop of its own, and written.
+        drawn = (n for n in region.nodes if is_draw(n) and ends_of(n, region))
+        return Price(cost_s, max(held, default=0) + sum(map(node_bytes, drawn)))
 
     def _alone_s(self, node: fx.Node) -> float:
         moved_bytes = node_bytes(node) + sum(map(node_bytes, node.all_input_nodes))
-        return max(self._copy_s(moved_bytes), self._arithmetic_s(node))
+        work_s = self._shared(counted_s([node], [node], node.all_input_nodes))
+        return max(self._copy_s(moved_bytes), self._arithmetic_s(node) + work_s)
 
     def _arithmetic_s(self, node: fx.Node) -> float:
         """Of an operation in a kernel, on CPUs; on GPUs it hides behind the memory."""
         if self._device.type != "cpu" or self._joint.kernels is None:
             return 0.0
         target, made = str(node.target), sum(map(elements, tensors(node)))
-        if target in _DRAWS:
-            return made * _DRAW_S / torch.get_num_threads()
         return made * self._function_s(target) if target in FUNCTIONS else 0.0
+
+    def _shared(self, core_s: float) -> float:
+        """Of one core's time in Inductor's code, what all of them take."""
+        return core_s / torch.get_num_threads() if self._joint.kernels is not None else 0.0
 
     def _function_s(self, target: str) -> float:
         """Seconds for a number, beside reading and writing it."""

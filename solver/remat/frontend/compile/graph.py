@@ -15,7 +15,7 @@ from torch import fx
 from remat.costs.pricing import FLOOR_S
 from remat.documents.trace import BOUNDARY
 from remat.frontend.compile.costs import Price
-from remat.frontend.compile.in_place import with_overwrites
+from remat.frontend.compile.in_place import read_before_draws, with_overwrites
 from remat.frontend.compile.joint import Joint
 from remat.frontend.compile.nodes import (
     elements,
@@ -113,10 +113,13 @@ def read(
     )
     over: dict[int, list[int]] = {}
     not_ours = joint.results.union(joint.tangents)
-    instead = {node: region.instead for region in regions for node in region.written}
+    writer = {node: region for region in regions for node in region.written}
     for made, before in (pair for kernel in joint.kernels or () for pair in kernel.over):
-        for read_now in (before, *instead.get(made, {}).get(before, ())):
-            if made in number and read_now in number and read_now not in not_ours:
+        if made not in writer:
+            continue
+        first = read_before_draws(made, writer[made])
+        for read_now in (before, *writer[made].instead.get(before, ())):
+            if read_now in number and read_now not in not_ours and read_now in first:
                 over.setdefault(number[made], []).append(number[read_now])
     return Step(with_overwrites(graph, over), joint, tuple(of), held)
 

@@ -10,6 +10,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
+from torch import fx
+
+from remat.frontend.compile.nodes import is_draw, is_sum, maker, node_bytes, source
+from remat.frontend.compile.regions import Region, reads_of
 from remat.graph import Graph
 
 
@@ -42,6 +46,32 @@ def without_overwrites(graph: Graph, apart: Collection[str]) -> Graph:
         for operation in graph.operations
     )
     return replace(graph, operations=tuple(operations))
+
+
+def read_before_draws(made: fx.Node, region: Region) -> set[fx.Node]:
+    """What may be written over by this. Inductor takes what is read first, and random numbers that
+    a kernel draws count as read: their memory is there for nothing else. Without such, all that
+    the kernel reads."""
+    inside = set(region.nodes)
+    if not any(is_draw(n) and node_bytes(n) == node_bytes(made) for n in inside):
+        return reads_of(region)
+    found: set[fx.Node] = set()
+    seen: set[fx.Node] = set()
+    waiting = [made]
+    while waiting:
+        node = source(waiting.pop())
+        if node in seen:
+            continue
+        seen.add(node)
+        read = region.anew.get(node, node)
+        call = maker(read)
+        if call not in inside:
+            found.add(read)
+        elif is_draw(call) and node_bytes(call) == node_bytes(made):
+            break
+        elif not is_sum(call):  # what sums read, another loop does
+            waiting += reversed(call.all_input_nodes)
+    return found
 
 
 def _last(graph: Graph, value: int) -> int:

@@ -18,10 +18,12 @@ from remat.frontend.compile.joint import Joint
 from remat.frontend.compile.nodes import (
     FUNCTIONS,
     elements,
+    is_draw,
     is_elementwise,
     is_gather,
     is_number,
     is_product,
+    is_seed,
     is_sum,
     maker,
     node_bytes,
@@ -30,6 +32,7 @@ from remat.frontend.compile.nodes import (
     tensors,
 )
 from remat.frontend.compile.regions import Region, made_of, moved_bytes, reads_of
+from remat.frontend.compile.scalars import scalars_s
 
 _SHARE = 8
 """For what another still reads, a reader may need an eighth more: indices, means."""
@@ -40,15 +43,17 @@ _MOST_READS, _MOST_STEPS = 8, 24
 elementwise it makes in one loop with its reader."""
 
 
-def inlined(joint: Joint, regions: list[Region]) -> list[Region]:
+def inlined(joint: Joint, regions: list[Region], *, draws: bool = False) -> list[Region]:
     """The same regions, but that kernels make again what moves no more bytes than to read it; what
-    nobody reads then is no longer written."""
-    return _Inlining(joint, regions).done()
+    nobody reads then is no longer written. With `draws`, random numbers too, on CPUs, where masks
+    take longer to write and to read."""
+    return _Inlining(joint, regions, draws).done()
 
 
 class _Inlining:
-    def __init__(self, joint: Joint, regions: list[Region]) -> None:
+    def __init__(self, joint: Joint, regions: list[Region], draws: bool) -> None:
         self.joint = joint
+        self.draws = draws
         self.regions = list(regions)
         self.given = set(joint.given)
         self.returned = {source(n) for n in joint.returned}
@@ -61,7 +66,10 @@ class _Inlining:
         """What each makes again."""
 
     def done(self) -> list[Region]:
-        candidates = [n for n, i in self.writer.items() if self.regions[i].is_kernel]
+        anew = {n for region in self.regions for n in region.anew.values()}
+        candidates = [
+            n for n, i in self.writer.items() if self.regions[i].is_kernel and n not in anew
+        ]
         for node in sorted(candidates, key=node_bytes, reverse=True):  # equal ones in their order
             if not self._everywhere(node):
                 self._where_it_is_small(node)
@@ -87,6 +95,9 @@ class _Inlining:
         before_bytes = sum(moved_bytes(self.regions[number]) for number in trials)
         if sum(map(moved_bytes, trials.values())) > before_bytes:
             return False
+        before_s = sum(scalars_s(self.regions[number]) for number in trials)
+        if sum(map(scalars_s, trials.values())) > before_s:
+            return False
         for number, region in trials.items():
             self._put(number, region)
             if number != own:
@@ -100,7 +111,9 @@ class _Inlining:
                 continue
             region, more = trial
             is_small = _SHARE * sum(map(node_bytes, more)) <= node_bytes(node)
-            if is_small and moved_bytes(region) <= moved_bytes(self.regions[number]):
+            before = self.regions[number]
+            is_cheap = scalars_s(region) <= scalars_s(before)
+            if is_small and is_cheap and moved_bytes(region) <= moved_bytes(before):
                 self._put(number, region)
                 self.without[number].add(node)
 
@@ -115,9 +128,9 @@ class _Inlining:
         at_hand = own | self.given
         if not self.joint.mutated.isdisjoint(read):
             return None
-        if not all(_is_made_by_itself(n, at_hand) for n in chain):
+        if not all(self._is_drawn(n) or _is_made_by_itself(n, at_hand) for n in chain):
             return None
-        ends = _ends(node, region)
+        ends = ends_of(node, region)
         if ends and not _is_summed_up(node, chain, region, ends):
             return None
         more = read.difference(chain, at_hand)
@@ -130,6 +143,11 @@ class _Inlining:
             alone=region.alone | ends,
         )
         return larger, more
+
+    def _is_drawn(self, call: fx.Node) -> bool:
+        """Whether it is a random number that may be drawn again, or its seed."""
+        on_cpu = all(tensor.device.type == "cpu" for tensor in tensors(call))
+        return self.draws and on_cpu and (is_draw(call) or is_seed(call))
 
     def _not_writing(self, node: fx.Node, region: Region) -> Region:
         written = [n for n in region.written if n is not node]
@@ -146,7 +164,7 @@ class _Inlining:
         self.regions[number] = region
 
 
-def _ends(node: fx.Node, region: Region) -> set[fx.Node]:
+def ends_of(node: fx.Node, region: Region) -> set[fx.Node]:
     """The operations of a kernel that are not elementwise and are made of it."""
     inside = set(region.nodes)
     found: set[fx.Node] = set()

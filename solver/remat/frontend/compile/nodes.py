@@ -38,6 +38,10 @@ FUNCTIONS = frozenset(
 """What takes longer than moving a number. Inductor's code on CPUs calls the same vector functions
 as eager mode does."""
 
+_DRAWS = frozenset({"prims.inductor_random.default", "prims.inductor_randint.default"})
+
+_SEED_OF = "prims.inductor_lookup_seed.default"
+
 _PRODUCTS = frozenset({"aten.mm.default", "aten.bmm.default"})
 
 
@@ -149,6 +153,16 @@ def is_elementwise(node: fx.Node) -> bool:
     if not isinstance(target, OpOverload) or not is_work(node) or not may_run_again(node):
         return False
     return torch.Tag.pointwise in target.tags or str(target) in _ELEMENTWISE
+
+
+def is_draw(node: fx.Node) -> bool:
+    """Whether it makes random numbers of a seed: the same each time."""
+    return str(node.target) in _DRAWS
+
+
+def is_seed(node: fx.Node) -> bool:
+    """Whether it takes one seed of several."""
+    return str(node.target) == _SEED_OF
 
 
 def is_sum(node: fx.Node) -> bool:

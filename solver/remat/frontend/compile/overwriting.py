@@ -79,7 +79,7 @@ def may_overwrite(node: Any, readers: Readers) -> Iterator[tuple[str, str, Any]]
             if buffer.get_name() in inside:
                 continue
             for read in part.read_writes.reads:
-                before = None if read.name in inside else _tensor(read.name)
+                before = _tensor(read.name)
                 here = [r for r in readers[read.name] if r.get_name() in own]
                 if (
                     before is not None
@@ -90,6 +90,8 @@ def may_overwrite(node: Any, readers: Readers) -> Iterator[tuple[str, str, Any]]
                     and can_match_buffer_size(made, before)  # to the byte
                     and _is_read_alike(read, here)
                 ):
+                    if read.name in inside:
+                        break  # its memory is taken, which it has for this: nothing is gained
                     yield buffer.get_name(), read.name, part
 
 

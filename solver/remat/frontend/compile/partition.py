@@ -21,8 +21,7 @@ from remat.frontend.compile.costs import Prices
 from remat.frontend.compile.explained import explained
 from remat.frontend.compile.graph import Step, leaving_room, read
 from remat.frontend.compile.in_place import without_overwrites
-from remat.frontend.compile.inlined import inlined
-from remat.frontend.compile.joint import Joint, rejoined
+from remat.frontend.compile.joint import rejoined
 from remat.frontend.compile.kernels import Holding
 from remat.frontend.compile.naming import compiled_now, number_now
 from remat.frontend.compile.nodes import node_bytes, source
@@ -38,10 +37,10 @@ from remat.frontend.compile.plans import (
     titled,
 )
 from remat.frontend.compile.progress import Listening
-from remat.frontend.compile.regions import Region, find_regions
 from remat.frontend.compile.sizes import bound, bound_by_call
 from remat.frontend.compile.verify import Verifier
 from remat.frontend.compile.versions import min_cut
+from remat.frontend.compile.ways import Way, badness, least, ways_of
 from remat.frontend.compile.write import write
 from remat.graph import Graph
 from remat.plan import Plan
@@ -89,6 +88,7 @@ class Partitioner(CustomPartitionerFn):
         self.rounds = rounds
         self.module = self.compile_id = ""
         self._began = 0.0
+        self._ways_left = 1
         self.made: CompiledPlan | None = None
         """The last plan."""
 
@@ -154,9 +154,10 @@ class Partitioner(CustomPartitionerFn):
         is_bounded = bound(gm.graph.find_nodes(op="placeholder"))
         joint = rejoined(gm, joint_inputs, num_fwd_outputs, static, inductor=is_held)
         prices = Prices(joint, fused=self.options.costs == "kernels")
-        regions = inlined(joint, find_regions(joint))
-        progress.found(title, joint, regions, time.perf_counter() - began)
-        step, compiled = self._solved(joint, regions, prices, is_bounded)
+        # What was planned twice and does not fit is planned on the kernels that were seen.
+        ways = ways_of(joint, sturdy=self.rounds > 2)
+        progress.found(title, *ways[0], time.perf_counter() - began)
+        step, compiled = self._solved(ways, prices, is_bounded)
         progress.solved(compiled)
         halves = write(step, compiled, num_fwd_outputs, static or (), held=is_held)
         compiled.operations = operations
@@ -166,18 +167,23 @@ class Partitioner(CustomPartitionerFn):
         return halves
 
     def _solved(
-        self, joint: Joint, regions: list[Region], prices: Prices, is_bounded: bool
+        self, ways: list[Way], prices: Prices, is_bounded: bool
     ) -> tuple[Step, CompiledPlan]:
+        def steps() -> list[Step]:
+            return [read(joint, regions, prices, self.options.outputs) for joint, regions in ways]
+
         if is_bounded and self.options.budget.size_bytes is not None:
             with suppress(InfeasibleBudget):
-                step = read(joint, regions, prices, self.options.outputs)
-                return step, self._solution(step)
-            bound_by_call(joint.placeholders)  # what does not fit at twice the size may fit at this
-        step = read(joint, regions, prices, self.options.outputs)
-        with explained(step.graph, titled(self.module, self.compile_id)):
-            return step, self._solution(step)
+                return self._solution(steps())
+            # What does not fit at twice the size may fit at this.
+            bound_by_call(ways[0][0].placeholders)
+        found = steps()
+        with explained(found[0].graph, titled(self.module, self.compile_id)):
+            return self._solution(found)
 
-    def _solution(self, step: Step) -> CompiledPlan:
+    def _solution(self, steps: Sequence[Step]) -> tuple[Step, CompiledPlan]:
+        """The first of the steps is as torch.compile would run it."""
+        step = steps[0]
         joint = step.joint
         keep_all = simulate(step.graph, Schedule.keep_all(step.graph))
         # Of small graphs that of our order may be the larger one.
@@ -189,17 +195,12 @@ class Partitioner(CustomPartitionerFn):
         if self.options.budget.size_bytes is not None:
             beside_bytes += outside_bytes(step, self.options.model, others.held_bytes)
         saved_bytes = sum(map(node_bytes, kept))
-        graph = without_overwrites(step.graph, self.lesson.apart)
-        step = replace(step, graph=graph)
-        plan = None
+        share_bytes = None
         if asked_bytes is not None and self.options.budget.size_bytes is None:
             share_bytes = asked_bytes * saved_bytes // (baseline_bytes + others.baseline_bytes)
-            roomy = leaving_room(step, asked_bytes - beside_bytes, share_bytes)
-            if roomy is not graph:
-                with suppress(InfeasibleBudget, SolverTimeout):
-                    plan = self._plan(roomy, asked_bytes, beside_bytes)
-        return CompiledPlan(
-            plan=plan or self._plan(graph, asked_bytes, beside_bytes),
+        step, plan = self._best(steps, asked_bytes, beside_bytes, share_bytes)
+        return step, CompiledPlan(
+            plan=plan,
             budget_bytes=None if asked_bytes is None else asked_bytes - beside_bytes,
             module=self.module,
             compile_id=self.compile_id,
@@ -210,6 +211,40 @@ class Partitioner(CustomPartitionerFn):
             rounds=self.rounds,
             baseline_saved_bytes=saved_bytes,
         )
+
+    def _best(
+        self,
+        steps: Sequence[Step],
+        asked_bytes: int | None,
+        beside_bytes: int,
+        share_bytes: int | None,
+    ) -> tuple[Step, Plan]:
+        """The quickest plan, with nothing run again where that is one; for "min" the smallest."""
+        found: list[tuple[Step, Plan]] = []
+        failed: list[InfeasibleBudget | SolverTimeout] = []
+        for number, step in enumerate(steps):
+            self._ways_left = len(steps) - number
+            try:
+                found.append((step, self._roomy(step, asked_bytes, beside_bytes, share_bytes)))
+            except (InfeasibleBudget, SolverTimeout) as error:
+                failed.append(error)
+        if not found:
+            raise least(failed)
+        return min(found, key=lambda each: badness(each[1], is_smallest=asked_bytes is None))
+
+    def _roomy(
+        self, step: Step, asked_bytes: int | None, beside_bytes: int, share_bytes: int | None
+    ) -> Plan:
+        """A plan; with room for other graphs of the step where there is one."""
+        graph = without_overwrites(step.graph, self.lesson.apart)
+        if asked_bytes is not None and share_bytes is not None:
+            roomy = leaving_room(
+                replace(step, graph=graph), asked_bytes - beside_bytes, share_bytes
+            )
+            if roomy is not graph:
+                with suppress(InfeasibleBudget, SolverTimeout):
+                    return self._plan(roomy, asked_bytes, beside_bytes)
+        return self._plan(graph, asked_bytes, beside_bytes)
 
     def _plan(self, graph: Graph, asked_bytes: int | None, beside_bytes: int) -> Plan:
         if asked_bytes is None:
@@ -228,7 +263,7 @@ class Partitioner(CustomPartitionerFn):
         whole_s = self.options.within_s
         if whole_s is None:
             return self._within(None, graph, budget)
-        left_s = max(_LEAST_S, whole_s - (time.perf_counter() - self._began))
+        left_s = max(_LEAST_S, (whole_s - (time.perf_counter() - self._began)) / self._ways_left)
         try:
             return self._within(left_s, graph, budget)
         except SolverTimeout:  # reading a large graph took most of it: better late than never

@@ -37,7 +37,7 @@ class Region:
     run alone. `is_kernel` where a compiler makes it, not a library. `needs` are the numbers of
     regions that must have run. `instead` has what is made again instead of being read
     (`inlined.py`), and what is read instead at the same places; sums of it make it `alone`, each
-    for itself."""
+    for itself. `anew` has tensors of which it reads another that is the same (`beside.py`)."""
 
     nodes: list[fx.Node]
     written: list[fx.Node]
@@ -47,6 +47,7 @@ class Region:
     needs: set[int] = field(default_factory=set[int])
     instead: dict[fx.Node, list[fx.Node]] = field(default_factory=dict[fx.Node, list[fx.Node]])
     alone: frozenset[fx.Node] = frozenset()
+    anew: dict[fx.Node, fx.Node] = field(default_factory=dict[fx.Node, fx.Node])
 
     @property
     def all_nodes(self) -> list[fx.Node]:
@@ -57,11 +58,9 @@ class Region:
 def find_regions(joint: Joint) -> list[Region]:
     """All regions, in an order in which they can run: that of the kernels, else of the graph."""
     groups = _groups(joint)
-    kernel = _kernel_of(joint)
     while True:
         regions = _regions(joint, groups)
-        last = [_last(joint, region) for region in regions]
-        order, stuck = _ordered(regions, [_rank(region, kernel) for region in regions], last)
+        order, stuck = _sorted(joint, regions)
         if not stuck:
             return order
         # What one kernel writes may need what another does and the other way round, where Inductor
@@ -73,6 +72,20 @@ def find_regions(joint: Joint) -> list[Region]:
         ]
         if len(groups) == len(regions):
             raise TraceError("the operations of this step need each other in a circle")
+
+
+def in_order(joint: Joint, regions: Sequence[Region]) -> list[Region]:
+    """The same, each after those that it needs now."""
+    connect(joint, regions)
+    order, stuck = _sorted(joint, regions)
+    assert not stuck
+    return order
+
+
+def _sorted(joint: Joint, regions: Sequence[Region]) -> tuple[list[Region], set[int]]:
+    kernel = _kernel_of(joint)
+    ranks = [_rank(region, kernel) for region in regions]
+    return _ordered(regions, ranks, [_last(joint, region) for region in regions])
 
 
 def _apart(group: Group) -> list[Group]:
@@ -112,7 +125,7 @@ def _regions(joint: Joint, groups: list[Group]) -> list[Region]:
         own = maker(written[0]) if written else changing[0]
         is_kernel = bool(written) and joint.is_fused(own)
         regions.append(Region(nodes, written, effects, joint.is_backward(own), is_kernel))
-    _connect(joint, regions)
+    connect(joint, regions)
     return regions
 
 
@@ -171,7 +184,8 @@ def made_of(last: Iterable[fx.Node], kept: set[fx.Node], joint: Joint) -> list[f
 def reads_of(region: Region) -> set[fx.Node]:
     """The tensors whose storage it reads, but for what it makes itself."""
     own = set(region.all_nodes)
-    return {n for n in read_by(own) if n.op == "placeholder" or maker(n) not in own}
+    read = {region.anew.get(n, n) for n in read_by(own)}
+    return {n for n in read if n.op == "placeholder" or maker(n) not in own}
 
 
 def moved_bytes(region: Region) -> int:
@@ -179,9 +193,9 @@ def moved_bytes(region: Region) -> int:
     return sum(map(node_bytes, (*region.written, *reads_of(region))))
 
 
-def _connect(joint: Joint, regions: Sequence[Region]) -> None:
-    """What must have run before each: who writes what it reads, and, where an operation writes into
-    a tensor, those who read that before."""
+def connect(joint: Joint, regions: Sequence[Region]) -> None:
+    """Set what must have run before each: who writes what it reads, and, where an operation writes
+    into a tensor, those who read that before."""
     writer = {node: number for number, region in enumerate(regions) for node in region.written}
     for region in regions:
         region.needs = {writer[n] for n in reads_of(region) if n in writer}

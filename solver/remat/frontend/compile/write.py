@@ -7,7 +7,7 @@ is held to it (`kernels.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -57,6 +57,8 @@ class _Writer:
         self.outputs: set[fx.Node] = set()
         """Of what the forward returns, what its caller holds during the backward."""
         self.ran: set[int] = set()
+        self.anew: Mapping[fx.Node, fx.Node] = {}
+        """What the region that is written reads instead of others."""
 
     def write(self, schedule: Schedule) -> None:
         joint = self.step.joint
@@ -132,6 +134,7 @@ class _Writer:
         local: dict[fx.Node, fx.Node] = {}
         again = id(region) in self.ran
         self.ran.add(id(region))
+        self.anew = region.anew
         place = self.step.joint.place
         nodes = region.nodes if again else sorted(region.all_nodes, key=place.__getitem__)
         inside = set(nodes)
@@ -153,6 +156,7 @@ class _Writer:
             if self.held and (apart or not is_written_anyway(node)):
                 made = self._materialized(made, number, apart=apart)
             self.current[node] = made
+        self.anew = {}
 
     def _anew(
         self,
@@ -179,6 +183,7 @@ class _Writer:
 
     def _find(self, node: fx.Node, local: dict[fx.Node, fx.Node]) -> fx.Node:
         """What an argument is now; views of it are written here."""
+        node = self.anew.get(node, node)
         if node in local:
             return local[node]
         if node.op in ("placeholder", "get_attr") or is_number(node):

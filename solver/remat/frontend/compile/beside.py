@@ -1,0 +1,166 @@
+"""What a kernel of the backward makes again beside its own, so that nobody keeps it until then.
+
+The gradient of a product's weights reads what the product read: a softmax after dropout, an
+activation. The kernel that goes back through that reads what it was made of. So it can write it
+again in the same loop, for one more tensor written: nothing more is read, no random number is drawn
+twice. A run of its own would read it all once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence, Set
+from dataclasses import replace
+
+from torch import fx
+
+from remat.frontend.compile.joint import Joint
+from remat.frontend.compile.nodes import (
+    FUNCTIONS,
+    is_elementwise,
+    maker,
+    node_bytes,
+    read_by,
+    source,
+    tensors,
+)
+from remat.frontend.compile.regions import Region, connect, in_order, made_of, reads_of
+
+_SHARE = 256
+"""What takes less than this part of all that is kept is not worth a change."""
+
+
+def made_beside(joint: Joint, regions: Sequence[Region]) -> tuple[Joint, list[Region]] | None:
+    """The same step with less kept for the backward, where kernels there can make it again; else
+    None. The given joint and regions stay as they are."""
+    work = _Beside(joint, regions)
+    kept = sorted(work.writer, key=node_bytes, reverse=True)  # equal ones in their order
+    least_bytes = sum(map(node_bytes, joint.saved)) / _SHARE
+    made = [work.move(node) for node in kept if node_bytes(node) >= least_bytes]
+    if not any(made):
+        return None
+    calls = (*joint.calls[: joint.forward], *work.copies, *joint.calls[joint.forward :])
+    joint = replace(joint, calls=calls)
+    return joint, in_order(joint, work.regions)
+
+
+class _Beside:
+    def __init__(self, joint: Joint, regions: Sequence[Region]) -> None:
+        self.joint = joint
+        self.regions = [replace(region) for region in regions]
+        connect(joint, self.regions)
+        self.reads = [reads_of(region) for region in self.regions]
+        self.copies: list[fx.Node] = []
+        self.returned = {source(n) for n in joint.returned}
+        self.given = set(joint.given)
+        self.kept = {n for region in regions for n in region.written}
+        """All that is written."""
+        self.writer = {
+            n: i
+            for i, region in enumerate(regions)
+            if region.is_kernel and not region.is_backward
+            for n in region.written
+        }
+
+    def move(self, node: fx.Node) -> bool:
+        """Have a kernel of the backward make it for those who read it there, if one can."""
+        later = self._later(node)
+        chain = made_of([maker(node)], self.kept - {node}, self.joint)
+        if node in self.returned or not later or not all(map(is_elementwise, chain)):
+            return False
+        read = read_by(chain).difference(chain)
+        if not self.joint.mutated.isdisjoint(read):
+            return False
+        for number, region in enumerate(self.regions):
+            others = [i for i in later if i != number]
+            if (
+                region.is_backward
+                and region.is_kernel
+                and others
+                and self._has(number, node, chain, read)
+                and self._is_before(number, others)
+            ):
+                self._put(node, chain, number, later)
+                return True
+        return False
+
+    def _later(self, node: fx.Node) -> list[int]:
+        """The regions of the backward that read it."""
+        return [i for i, r in enumerate(self.regions) if r.is_backward and node in self.reads[i]]
+
+    def _has(self, number: int, node: fx.Node, chain: list[fx.Node], read: Set[fx.Node]) -> bool:
+        """Whether a kernel reads what makes it, or may read it instead of what it reads now, and
+        works out what takes long anyway."""
+        own = self.reads[number]
+        if not (read - self.given) & own:
+            return False
+        more = {n for n in read - own - self.given if not self._later(n)}
+        instead = {node}
+        if more:
+            instead |= {n for n in own if self._is_made_of(n, read | own, number)}
+        if sum(map(node_bytes, more)) >= sum(map(node_bytes, instead)):
+            return False
+        long = [n for n in chain if str(n.target) in FUNCTIONS and _is_on_cpu(n)]
+        if not long:
+            return True
+        region = self.regions[number]
+        inside = set(region.all_nodes) | set(chain)
+        there = {_key(n, inside) for n in region.all_nodes if str(n.target) in FUNCTIONS}
+        return all(_key(n, inside) in there for n in long)
+
+    def _is_made_of(self, node: fx.Node, read: Set[fx.Node], number: int) -> bool:
+        """Whether a tensor that only this kernel reads in the backward is made of these alone."""
+        if node not in self.writer or node in self.returned or self._later(node) != [number]:
+            return False
+        chain = made_of([maker(node)], self.kept - {node}, self.joint)
+        is_quick = all(
+            is_elementwise(n) and not (str(n.target) in FUNCTIONS and _is_on_cpu(n)) for n in chain
+        )
+        return is_quick and read_by(chain).difference(chain) <= read | self.given
+
+    def _is_before(self, number: int, others: Iterable[int]) -> bool:
+        """Whether it can run before these."""
+        needed: set[int] = set()
+        waiting = [number]
+        while waiting:
+            for need in self.regions[waiting.pop()].needs - needed:
+                needed.add(need)
+                waiting.append(need)
+        return needed.isdisjoint(others)
+
+    def _put(self, node: fx.Node, chain: list[fx.Node], number: int, later: list[int]) -> None:
+        copy = node.graph.node_copy(node, lambda n: n)
+        copy.meta = dict(node.meta)
+        self.copies.append(copy)
+        before = self.regions[number]
+        nodes = dict.fromkeys((*chain, *before.nodes))
+        if node not in before.nodes:
+            del nodes[node]
+        self.regions[number] = replace(
+            before, nodes=[*nodes, copy], written=[*before.written, copy]
+        )
+        for i in later:
+            region = self.regions[i]
+            needs = region.needs | ({number} if i != number else set())
+            anew = {**region.anew, node: copy}
+            self.regions[i] = replace(region, needs=needs, anew=anew)
+        for i in {number, *later}:
+            self.reads[i] = reads_of(self.regions[i])
+
+
+def _is_on_cpu(node: fx.Node) -> bool:
+    return any(tensor.device.type == "cpu" for tensor in tensors(node))
+
+
+def _key(node: fx.Node, inside: Set[fx.Node]) -> Hashable:
+    """Equal for operations of a kernel that work out the same."""
+
+    def described(item: object) -> Hashable:
+        if isinstance(item, fx.Node):
+            return _key(item, inside) if maker(item) in inside else source(item).name
+        if isinstance(item, (list, tuple)):
+            return tuple(map(described, item))
+        return repr(item)
+
+    if maker(node) not in inside:
+        return source(node).name
+    return (str(node.target), *map(described, (*node.args, *sorted(node.kwargs.items()))))
