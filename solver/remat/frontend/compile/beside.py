@@ -28,6 +28,9 @@ from remat.frontend.compile.regions import Region, connect, in_order, made_of, r
 _SHARE = 256
 """What takes less than this part of all that is kept is not worth a change."""
 
+_MOST_STEPS = 200
+"""Of a kernel, where its functions are compared."""
+
 
 def made_beside(joint: Joint, regions: Sequence[Region]) -> tuple[Joint, list[Region]] | None:
     """The same step with less kept for the backward, where kernels there can make it again; else
@@ -103,9 +106,12 @@ class _Beside:
         if not long:
             return True
         region = self.regions[number]
-        inside = set(region.all_nodes) | set(chain)
-        there = {_key(n, inside) for n in region.all_nodes if str(n.target) in FUNCTIONS}
-        return all(_key(n, inside) in there for n in long)
+        inside = {*region.all_nodes, *chain}
+        if len(inside) > _MOST_STEPS:
+            return False
+        same = _Alike(inside)
+        there = {same.number(n) for n in region.all_nodes if str(n.target) in FUNCTIONS}
+        return all(same.number(n) in there for n in long)
 
     def _is_made_of(self, node: fx.Node, read: Set[fx.Node], number: int) -> bool:
         """Whether a tensor that only this kernel reads in the backward is made of these alone."""
@@ -151,16 +157,27 @@ def _is_on_cpu(node: fx.Node) -> bool:
     return any(tensor.device.type == "cpu" for tensor in tensors(node))
 
 
-def _key(node: fx.Node, inside: Set[fx.Node]) -> Hashable:
-    """Equal for operations of a kernel that work out the same."""
+class _Alike:
+    """Operations of a kernel by what they work out: the same number for the same."""
 
-    def described(item: object) -> Hashable:
+    def __init__(self, inside: Set[fx.Node]) -> None:
+        self.inside = inside
+        self.known: dict[fx.Node, int] = {}
+        self.numbers: dict[Hashable, int] = {}
+
+    def number(self, node: fx.Node) -> int:
+        """Of what a node makes; what is read from memory is only like itself."""
+        if node not in self.known:
+            own: Hashable = node.name
+            if maker(node) in self.inside or source(node) is not node:
+                given = (*node.args, *sorted(node.kwargs.items()))
+                own = (str(node.target), self._described(given))
+            self.known[node] = self.numbers.setdefault(own, len(self.numbers))
+        return self.known[node]
+
+    def _described(self, item: object) -> Hashable:
         if isinstance(item, fx.Node):
-            return _key(item, inside) if maker(item) in inside else source(item).name
+            return self.number(item)
         if isinstance(item, (list, tuple)):
-            return tuple(map(described, item))
+            return tuple(map(self._described, item))
         return repr(item)
-
-    if maker(node) not in inside:
-        return source(node).name
-    return (str(node.target), *map(described, (*node.args, *sorted(node.kwargs.items()))))

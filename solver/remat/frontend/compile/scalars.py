@@ -17,7 +17,7 @@ from remat.frontend.compile.regions import Region, reads_of
 
 _DRAWN_S, _WRITTEN_S, _READ_S = 7.5e-9, 8e-9, 2.8e-9
 """One core, one random number, one truth value (measured with torch 2.13 on x86-64 with AVX-512,
-2026; `docs/decisions/0036`)."""
+2026; `docs/decisions/0038`)."""
 
 
 def scalars_s(region: Region) -> float:
