@@ -15,13 +15,12 @@ from torch import fx
 
 from remat.frontend.compile.joint import Joint
 from remat.frontend.compile.nodes import (
-    FUNCTIONS,
     is_elementwise,
     maker,
     node_bytes,
     read_by,
     source,
-    tensors,
+    takes_long,
 )
 from remat.frontend.compile.regions import Region, connect, in_order, made_of, reads_of
 
@@ -102,7 +101,7 @@ class _Beside:
             instead |= {n for n in own if self._is_made_of(n, read | own, number)}
         if sum(map(node_bytes, more)) >= sum(map(node_bytes, instead)):
             return False
-        long = [n for n in chain if str(n.target) in FUNCTIONS and _is_on_cpu(n)]
+        long = list(filter(takes_long, chain))
         if not long:
             return True
         region = self.regions[number]
@@ -110,7 +109,7 @@ class _Beside:
         if len(inside) > _MOST_STEPS:
             return False
         same = _Alike(inside)
-        there = {same.number(n) for n in region.all_nodes if str(n.target) in FUNCTIONS}
+        there = {same.number(n) for n in region.all_nodes if takes_long(n)}
         return all(same.number(n) in there for n in long)
 
     def _is_made_of(self, node: fx.Node, read: Set[fx.Node], number: int) -> bool:
@@ -118,9 +117,7 @@ class _Beside:
         if node not in self.writer or node in self.returned or self._later(node) != [number]:
             return False
         chain = made_of([maker(node)], self.kept - {node}, self.joint)
-        is_quick = all(
-            is_elementwise(n) and not (str(n.target) in FUNCTIONS and _is_on_cpu(n)) for n in chain
-        )
+        is_quick = all(is_elementwise(n) and not takes_long(n) for n in chain)
         return is_quick and read_by(chain).difference(chain) <= read | self.given
 
     def _is_before(self, number: int, others: Iterable[int]) -> bool:
@@ -151,10 +148,6 @@ class _Beside:
             self.regions[i] = replace(region, needs=needs, anew=anew)
         for i in {number, *later}:
             self.reads[i] = reads_of(self.regions[i])
-
-
-def _is_on_cpu(node: fx.Node) -> bool:
-    return any(tensor.device.type == "cpu" for tensor in tensors(node))
 
 
 class _Alike:

@@ -163,6 +163,20 @@ def leaving_room(step: Step, budget_bytes: int, saved_bytes: int) -> Graph:
     return replace(graph, operations=(*before, start, *after))
 
 
+def peak_as_inductor_runs(step: Step) -> int:
+    """The peak without recomputation, by Inductor's own kernels; 0 where it was not asked."""
+    joint = step.joint
+    if not joint.observed:
+        return 0
+    forward, backward = joint.observed
+    held = step.held.difference(joint.saved)
+    held |= {n for n in joint.tangents if n not in joint.passing}
+    held_bytes = sum(map(node_bytes, held))
+    return joint.given_bytes + max(
+        forward.live_bytes, held_bytes + forward.copied_bytes + backward.live_bytes
+    )
+
+
 def _module(node: fx.Node) -> str:
     """The path of the module that it belongs to, as far as torch tells."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")

@@ -29,6 +29,7 @@ from remat.frontend.compile.nodes import (
     node_bytes,
     read_by,
     source,
+    takes_long,
     tensors,
 )
 from remat.frontend.compile.regions import Region, made_of, moved_bytes, reads_of
@@ -224,8 +225,8 @@ def _is_made_by_itself(call: fx.Node, at_hand: Set[fx.Node]) -> bool:
     is at hand."""
     if not is_elementwise(call):
         return False
-    if str(call.target) in FUNCTIONS and any(t.device.type == "cpu" for t in tensors(call)):
-        return False  # it takes longer than to read it
+    if takes_long(call):
+        return False
     made = sum(map(elements, tensors(call)))
     others = (n for n in call.all_input_nodes if source(n) not in at_hand)
     return all(sum(map(elements, tensors(n))) <= made for n in others)

@@ -155,6 +155,12 @@ def is_elementwise(node: fx.Node) -> bool:
     return torch.Tag.pointwise in target.tags or str(target) in _ELEMENTWISE
 
 
+def takes_long(node: fx.Node) -> bool:
+    """Whether it takes longer to make again than to read: exponentials and their kin, on CPUs."""
+    on_cpu = any(tensor.device.type == "cpu" for tensor in tensors(node))
+    return on_cpu and str(node.target) in FUNCTIONS
+
+
 def is_draw(node: fx.Node) -> bool:
     """Whether it makes random numbers of a seed: the same each time."""
     return str(node.target) in _DRAWS

@@ -19,7 +19,7 @@ from remat.errors import InfeasibleBudget, RematError, SolverTimeout, TraceError
 from remat.frontend.compile import progress
 from remat.frontend.compile.costs import Prices
 from remat.frontend.compile.explained import explained
-from remat.frontend.compile.graph import Step, leaving_room, read
+from remat.frontend.compile.graph import Step, leaving_room, peak_as_inductor_runs, read
 from remat.frontend.compile.in_place import without_overwrites
 from remat.frontend.compile.joint import rejoined
 from remat.frontend.compile.kernels import Holding
@@ -89,6 +89,7 @@ class Partitioner(CustomPartitionerFn):
         self.module = self.compile_id = ""
         self._began = 0.0
         self._ways_left = 1
+        """To be solved in the time that is left: each has its share."""
         self.made: CompiledPlan | None = None
         """The last plan."""
 
@@ -187,7 +188,7 @@ class Partitioner(CustomPartitionerFn):
         joint = step.joint
         keep_all = simulate(step.graph, Schedule.keep_all(step.graph))
         # Of small graphs that of our order may be the larger one.
-        baseline_bytes = max(_as_inductor_runs(step), keep_all.peak_bytes)
+        baseline_bytes = max(peak_as_inductor_runs(step), keep_all.peak_bytes)
         kept = step.held.union(map(source, joint.saved))
         others = held_by_others(self.group)
         asked_bytes = self.options.budget_bytes(baseline_bytes + others.baseline_bytes)
@@ -299,17 +300,3 @@ def _solved(
     with listening.heard() as told:
         plan = solve(graph, budget, strategy, progress=told)
     return replace(plan, stats={**plan.stats, "cost_source": cost_source})
-
-
-def _as_inductor_runs(step: Step) -> int:
-    """The peak without recomputation, by Inductor's own kernels; 0 where it was not asked."""
-    joint = step.joint
-    if not joint.observed:
-        return 0
-    forward, backward = joint.observed
-    held = step.held.difference(joint.saved)
-    held |= {n for n in joint.tangents if n not in joint.passing}
-    held_bytes = sum(map(node_bytes, held))
-    return joint.given_bytes + max(
-        forward.live_bytes, held_bytes + forward.copied_bytes + backward.live_bytes
-    )
