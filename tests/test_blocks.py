@@ -644,6 +644,34 @@ def test_where_blocks_do_not_help_the_error_says_how_to_plan_the_whole(has_modul
         model(torch.ones(8, 32))
 
 
+class _Cache:
+    """What no capture sees."""
+
+
+class _Caching(Block):
+    def forward(self, x: torch.Tensor, scale: Any = None) -> torch.Tensor:
+        scale.last = x.detach()
+        return super().forward(x)
+
+
+class _Cached(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Caching(16) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        cache = _Cache()
+        for block in self.blocks:
+            x = block(x, cache)
+        return x.square().mean()
+
+
+def test_a_budget_that_is_too_small_names_what_could_not_be_captured() -> None:
+    model = remat.enable(_Cached(), "10%", scope="blocks", costs=remat.Roofline("cpu"))
+    with pytest.raises(InfeasibleBudget, match=r"an argument of blocks\.0: \[0\]\[1\] is a _Cache"):
+        model(torch.randn(64, 16)).backward()
+
+
 def test_a_wrong_scope_is_told() -> None:
     model, _ = net()
     with pytest.raises(ValueError, match="scope is 'block'; near are blocks"):

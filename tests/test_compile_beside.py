@@ -20,11 +20,12 @@ pytestmark = [needs_compiler, pytest.mark.usefixtures("compiled_anew")]
 def rectified() -> Case:
     """Inductor keeps where a ReLU was zero and what was dropped, as truth values."""
     torch.manual_seed(0)
-    made_of = [nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.1)) for _ in range(4)]
+    made_of = [nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.1)) for _ in range(8)]
     return Case(nn.Sequential(*made_of), (torch.randn(512, 64),), loss=lambda out: out.sum())
 
 
-@pytest.mark.parametrize(("make", "share"), [(dropping, 0.75), (rectified, 0.95)])
+# 0.75 would do for what drops, but torch 2.11 holds the gradient of the output to the end.
+@pytest.mark.parametrize(("make", "share"), [(dropping, 0.8), (rectified, 0.95)])
 def test_memory_is_saved_with_nothing_run_again(make: Callable[[], Case], share: float) -> None:
     case, state = made(make())
     wanted = two_steps(case, state)

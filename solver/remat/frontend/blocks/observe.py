@@ -19,7 +19,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from remat.blockwise.step import Event, Way
-from remat.errors import TraceError, one_line
+from remat.errors import TraceError
 from remat.frontend.blocks.gauge import Gauge, gauge
 from remat.frontend.blocks.measured import Invocation, gets_gradient, measured_ways
 from remat.frontend.blocks.passing import Passing, handed_back
@@ -174,10 +174,10 @@ class _Step:
         site = called.site
         ways = self._ways(called)
         try:
-            call = Call.of(called.args, called.kwargs, f"an argument of {site.path} ")
+            call = Call.of(called.args, called.kwargs, f"an argument of {site.path}: ")
         except TraceError as error:
             tensors = tensors_in((called.args, called.kwargs))
-            return SeenCall(site, None, *_storages(tensors), one_line(error), ways)
+            return SeenCall(site, None, *_storages(tensors), str(error), ways)
         watch = self._watches.setdefault(id(site.module), Watch(site.module))
         key = signature(watch, call.structure, call.leaves)
         return SeenCall(site, key, *_storages(call.leaves), "", ways)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -90,7 +90,7 @@ def block_plan(
         else:
             plans.append(_planned(side, found, budget_bytes, baseline_bytes, ways, why))
     if not plans:
-        raise min(refused, key=lambda error: error.min_feasible_bytes or 0)
+        raise _infeasible(refused, () if why else sides[0].whys)
     if budget_bytes is None:
         smallest_bytes = min(each.plan.peak_bytes for each in plans)
         plans = [p for p in plans if p.plan.peak_bytes <= NEAR_MIN * smallest_bytes]
@@ -105,6 +105,8 @@ class _Side:
     step: BlockStep
     offers: list[Offer]
     planned: list[tuple[PlannedWay, ...]]
+    whys: tuple[str, ...]
+    """Why blocks could not be captured, and parts of these: a line for each."""
 
 
 def _side(
@@ -120,7 +122,19 @@ def _side(
     offers = with_inputs(offers, seen)
     found = tuple(offer.ways for offer in offers)
     step = BlockStep(found, seen.events, options.in_flight, seen.outside_bytes)
-    return _Side(step, offers, planned)
+    return _Side(step, offers, planned, tuple(whys.values()))
+
+
+def _infeasible(refused: Sequence[InfeasibleBudget], whys: Sequence[str]) -> InfeasibleBudget:
+    """The error with the smallest peak, and what stands in the way of a smaller one."""
+    least = min(refused, key=lambda error: error.min_feasible_bytes or 0)
+    if not whys:
+        return least
+    return InfeasibleBudget(
+        f"{least}. Modules in it that could not be captured: {len(whys)}, the first because "
+        f"{whys[0]}",
+        min_feasible_bytes=least.min_feasible_bytes,
+    )
 
 
 def _planned(
