@@ -126,6 +126,16 @@ def test_what_needs_no_plan() -> None:
         assert len(remat.compiled_plans()) == before
 
 
+@pytest.mark.filterwarnings("ignore:the budget")
+def test_an_evaluation_does_not_take_the_place_of_a_plan() -> None:
+    """Of the same graph, at the same budget."""
+    planned, _ = first_step("85%")
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(Halves(), backend="remat", options={"budget": "85%"})(torch.ones(512, 32))
+    assert [figures(p) for p in first_step("85%")[0]] == [figures(p) for p in planned]
+
+
 def child() -> None:
     """One training process: prints what it planned, and its gradients' sums."""
     lines: list[str] = []

@@ -93,7 +93,7 @@ def compile(
     `budget` is the peak of bytes during forward and backward, parameters, gradients and batch
     included: bytes, "8GiB", "60%" of what the same step takes under plain torch.compile, or "min".
     The same as `torch.compile(model, backend="remat", options={"budget": budget, ...})`; other
-    options are `strategy` or its `gap`, `time_limit` (10 s by default), `threads`, `solver` and
+    options are `strategy` or its `gap`, `time_limit` (8 s by default), `threads`, `solver` and
     `seed`; `reserve`, bytes to leave of the budget; `inductor=False`, which plans the same way and
     runs the graphs as they are; `fallback`; and any option of Inductor. Errors in options are
     raised at once, all others when the model is first called.
@@ -112,7 +112,7 @@ def compile(
 class _Group:
     """The graphs of one step: torch.compile hands the same options to all of them. Each is a frame,
     or, under DDP, a part of one. A frame that is compiled again, for other inputs, begins another
-    step."""
+    step, in which the frames before it are as they were until they are compiled again, too."""
 
     options: object
     frames: dict[int, object] = field(default_factory=dict[int, object])
@@ -126,10 +126,25 @@ def _group_of(options: object) -> _Group:
     global _last
     compiling = CompileContext.try_get()  # the object: its number begins anew after a reset
     frame = getattr(compiling and compiling.compile_id, "frame_id", None) or 0
-    if _last.options is not options or _last.frames.get(frame, compiling) is not compiling:
+    if not torch.is_grad_enabled():
+        return _Group(options)  # no step of a training
+    if _last.options is not options:
         _last = _Group(options)
+    elif _last.frames.get(frame, compiling) is not compiling:
+        _last = _since(_last, frame)
     _last.frames[frame] = compiling
     return _last
+
+
+def _since(before: _Group, frame: int) -> _Group:
+    """Another step, with the same graphs as far as this frame."""
+    frames = list(before.frames)
+    same = frames[: frames.index(frame)]
+    found = _Group(before.options, {number: before.frames[number] for number in same})
+    for plan in compiled_plans():
+        if plan.group is before and plan.frame in same:
+            plan.group = found
+    return found
 
 
 @dataclass(frozen=True, eq=False)

@@ -52,6 +52,8 @@ class _Beside:
         connect(joint, self.regions)
         self.reads = [reads_of(region) for region in self.regions]
         self.copies: list[fx.Node] = []
+        self.makes_of: list[set[fx.Node]] = [set() for _ in regions]
+        """What each reads for these: if it made that anew, too, it would have to come first."""
         self.returned = {source(n) for n in joint.returned}
         self.given = set(joint.given)
         self.kept = {n for region in regions for n in region.written}
@@ -78,6 +80,7 @@ class _Beside:
                 region.is_backward
                 and region.is_kernel
                 and others
+                and node not in self.makes_of[number]
                 and self._has(number, node, chain, read)
                 and self._is_before(number, others)
             ):
@@ -134,10 +137,11 @@ class _Beside:
         copy = node.graph.node_copy(node, lambda n: n)
         copy.meta = dict(node.meta)
         self.copies.append(copy)
+        self.makes_of[number] |= read_by(chain)
         before = self.regions[number]
         nodes = dict.fromkeys((*chain, *before.nodes))
         if node not in before.nodes:
-            del nodes[node]
+            nodes.pop(node, None)
         self.regions[number] = replace(
             before, nodes=[*nodes, copy], written=[*before.written, copy]
         )

@@ -96,6 +96,7 @@ def read(
                 backward=region.is_backward,
                 recomputable=again and bool(made) and not region.is_backward,
                 module=_module(region.all_nodes[-1]),
+                sequenced=not joint.mutated.isdisjoint(read_by(region.all_nodes)),
             )
         )
         of.append(region)

@@ -129,6 +129,8 @@ class _Inlining:
         at_hand = own | self.given
         if not self.joint.mutated.isdisjoint(read):
             return None
+        if any(region.anew.get(n) in region.written for n in read):
+            return None  # it would need its own result before that is made
         if not all(self._is_drawn(n) or _is_made_by_itself(n, at_hand) for n in chain):
             return None
         ends = ends_of(node, region)

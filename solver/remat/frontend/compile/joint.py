@@ -19,7 +19,10 @@ from remat.frontend.compile.nodes import (
     changes,
     elements,
     is_fusible,
+    is_number,
     is_product,
+    makes_several,
+    may_run_again,
     node_bytes,
     source,
     tensors,
@@ -75,7 +78,7 @@ class Joint:
     def results(self) -> set[fx.Node]:
         """What the forward makes and returns."""
         found = {source(n) for n in self.outputs if isinstance(n, fx.Node)}
-        return {n for n in found if n in self.place}
+        return {n for n in found if n in self.place and not is_number(n)}
 
     def held(self, outputs: str) -> frozenset[fx.Node]:
         """Of what the forward makes, what its caller holds until the backward ends. The loss is
@@ -119,7 +122,9 @@ class Joint:
     def is_fused(self, call: fx.Node) -> bool:
         """Whether the compiler makes kernels of an operation and its neighbours: it is no call of a
         library."""
-        return self.kernels is not None and (is_fusible(call) or call in self._made)
+        if self.kernels is None or (makes_several(call) and not may_run_again(call)):
+            return False
+        return is_fusible(call) or call in self._made
 
     @cached_property
     def _made(self) -> set[fx.Node]:

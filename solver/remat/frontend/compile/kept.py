@@ -47,8 +47,16 @@ class Kept:
 def key_of(gm: fx.GraphModule, inputs: Sequence[object], uuid: str) -> str:
     """Of a graph, as torch.compile hands it to a backend, and what else decides its plan."""
     code = [m.code for m in gm.modules() if isinstance(m, fx.GraphModule)]
-    known = (_FORMAT, torch.__version__, uuid, code, [_described(each) for each in inputs])
+    given = [_described(each) for each in inputs]
+    known = (_FORMAT, torch.__version__, uuid, _modes(), code, given)
     return hashlib.sha256(repr(known).encode()).hexdigest()
+
+
+def _modes() -> tuple[object, ...]:
+    """Gradients and autocast, on or off: torch keeps other code for them."""
+    kinds = ("cpu", "cuda")
+    casts = [(torch.is_autocast_enabled(k), str(torch.get_autocast_dtype(k))) for k in kinds]
+    return (torch.is_grad_enabled(), *casts)
 
 
 def _described(given: object) -> object:

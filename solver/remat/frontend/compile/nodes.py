@@ -42,6 +42,8 @@ _DRAWS = frozenset({"prims.inductor_random.default", "prims.inductor_randint.def
 
 _SEED_OF = "prims.inductor_lookup_seed.default"
 
+_CHECKS = ("aten._assert_async.", "aten._assert_scalar.", "aten._assert_tensor_metadata.")
+
 _PRODUCTS = frozenset({"aten.mm.default", "aten.bmm.default"})
 
 
@@ -77,6 +79,11 @@ def node_bytes(node: fx.Node) -> int:
 def is_item(node: fx.Node) -> bool:
     """Whether it takes one result of several."""
     return node.target is operator.getitem
+
+
+def makes_several(node: fx.Node) -> bool:
+    """Whether it has several results, which others take one by one."""
+    return isinstance(node.meta.get("val"), (tuple, list))
 
 
 def is_view(node: fx.Node) -> bool:
@@ -128,6 +135,21 @@ def changes(node: fx.Node) -> list[fx.Node]:
             items = given if isinstance(given, (list, tuple)) else (given,)
             found += [item for item in items if isinstance(item, fx.Node)]
     return found
+
+
+def is_check(node: fx.Node) -> bool:
+    """Whether it makes nothing, and raises where something does not hold: `assert` of the user."""
+    return is_number(node) and str(node.target).startswith(_CHECKS)
+
+
+def has_effect(node: fx.Node) -> bool:
+    """Whether it runs also where nobody reads what it makes."""
+    return is_check(node) or bool(changes(node))
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Whether other processes take part."""
+    return isinstance(node.target, OpOverload) and "c10d" in node.target.namespace
 
 
 def may_run_again(node: fx.Node) -> bool:

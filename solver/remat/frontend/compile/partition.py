@@ -37,7 +37,7 @@ from remat.frontend.compile.plans import (
     titled,
 )
 from remat.frontend.compile.progress import Listening
-from remat.frontend.compile.sizes import bound, bound_by_call
+from remat.frontend.compile.sizes import Symbol, bound, bound_by_call
 from remat.frontend.compile.verify import Verifier
 from remat.frontend.compile.versions import min_cut
 from remat.frontend.compile.ways import Way, badness, least, ways_of
@@ -152,13 +152,13 @@ class Partitioner(CustomPartitionerFn):
         operations = sum(node.op == "call_function" for node in gm.graph.nodes)
         progress.begun(title, operations, self.options, self.lesson)
         is_held = self.options.inductor
-        is_bounded = bound(gm.graph.find_nodes(op="placeholder"))
+        bounded = bound(gm.graph.find_nodes(op="placeholder"))
         joint = rejoined(gm, joint_inputs, num_fwd_outputs, static, inductor=is_held)
         prices = Prices(joint, fused=self.options.costs == "kernels")
         # What was planned twice and does not fit is planned on the kernels that were seen.
         ways = ways_of(joint, sturdy=self.rounds > 2)
         progress.found(title, *ways[0], time.perf_counter() - began)
-        step, compiled = self._solved(ways, prices, is_bounded)
+        step, compiled = self._solved(ways, prices, bounded)
         progress.solved(compiled)
         halves = write(step, compiled, num_fwd_outputs, static or (), held=is_held)
         compiled.operations = operations
@@ -168,16 +168,16 @@ class Partitioner(CustomPartitionerFn):
         return halves
 
     def _solved(
-        self, ways: list[Way], prices: Prices, is_bounded: bool
+        self, ways: list[Way], prices: Prices, bounded: Sequence[Symbol]
     ) -> tuple[Step, CompiledPlan]:
         def steps() -> list[Step]:
             return [read(joint, regions, prices, self.options.outputs) for joint, regions in ways]
 
-        if is_bounded and self.options.budget.size_bytes is not None:
+        if bounded and self.options.budget.size_bytes is not None:
             with suppress(InfeasibleBudget):
                 return self._solution(steps())
             # What does not fit at twice the size may fit at this.
-            bound_by_call(ways[0][0].placeholders)
+            bound_by_call(bounded)
         found = steps()
         with explained(found[0].graph, titled(self.module, self.compile_id)):
             return self._solution(found)

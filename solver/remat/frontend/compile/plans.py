@@ -61,6 +61,12 @@ class CompiledPlan:
         return max(self.verified.values(), default=None)
 
     @property
+    def frame(self) -> int | None:
+        """The number of the frame in torch's logs: "1/0" is of frame 1."""
+        number = self.compile_id.rpartition("!")[-1].partition("/")[0]
+        return int(number) if number.isdecimal() else None
+
+    @property
     def title(self) -> str:
         """What was compiled, as log lines name it."""
         return titled(self.module, self.compile_id)

@@ -18,9 +18,11 @@ from remat.errors import TraceError
 from remat.frontend.compile.joint import Joint
 from remat.frontend.compile.nodes import (
     changes,
+    has_effect,
     is_item,
     is_work,
     maker,
+    may_run_again,
     node_bytes,
     read_by,
     source,
@@ -125,8 +127,20 @@ def _regions(joint: Joint, groups: list[Group]) -> list[Region]:
         own = maker(written[0]) if written else changing[0]
         is_kernel = bool(written) and joint.is_fused(own)
         regions.append(Region(nodes, written, effects, joint.is_backward(own), is_kernel))
+    _check_once(regions)
     connect(joint, regions)
     return regions
+
+
+def _check_once(regions: Iterable[Region]) -> None:
+    """Kernels make again what each of them needs, but not what gives another thing then."""
+    seen: set[fx.Node] = set()
+    for region in regions:
+        once = {n for n in region.all_nodes if not may_run_again(n)}
+        if twice := seen & once:
+            names = ", ".join(sorted(str(n.target) for n in twice))
+            raise TraceError(f"two kernels need what {names} makes, which must not run twice")
+        seen |= once
 
 
 def _groups(joint: Joint) -> list[Group]:
@@ -142,7 +156,7 @@ def _groups(joint: Joint) -> list[Group]:
         own = [source(n) for n in kernel.written] + [n for n in parts if n not in named]
         new = [n for n in dict.fromkeys(own) if n not in seen and n in joint.place]
         fused = [n for n in new if n in wanted and joint.is_fused(maker(n))]
-        changing = [n for n in new if changes(n)]
+        changing = [n for n in new if has_effect(n)]
         seen.update(fused, changing)
         if fused or changing:
             groups.append((fused, changing))
@@ -150,7 +164,7 @@ def _groups(joint: Joint) -> list[Group]:
     for node in sorted(wanted - seen, key=joint.place.__getitem__):
         alone.setdefault(maker(node), []).append(node)
     groups += [(written, []) for written in alone.values()]
-    return groups + [([], [n]) for n in joint.calls if changes(n) and n not in seen]
+    return groups + [([], [n]) for n in joint.calls if has_effect(n) and n not in seen]
 
 
 def _written(joint: Joint) -> set[fx.Node]:

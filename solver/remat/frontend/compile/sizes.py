@@ -41,19 +41,22 @@ def upper_bound(expression: sympy.Expr | int, env: ShapeEnv) -> int | None:
     return int(upper) if is_known else None
 
 
-def bound(placeholders: Iterable[fx.Node]) -> bool:
-    """Give a bound to each symbol of these that has none; whether there was one."""
+Symbol = tuple[sympy.Symbol, ShapeEnv]
+
+
+def bound(placeholders: Iterable[fx.Node]) -> list[Symbol]:
+    """Give a bound to each symbol of these that has none. Those that had none."""
     every = list(_symbols(placeholders))
     found = [(symbol, env) for symbol, env in every if upper_bound(symbol, env) is None]
     for symbol, env in found:
         most = GROWTH * int(env.backed_var_to_val[symbol])
         _guard(symbol, env, 1 << (most - 1).bit_length())
-    return bool(found)
+    return found
 
 
-def bound_by_call(placeholders: Iterable[fx.Node]) -> None:
-    """No call may be larger than this one."""
-    for symbol, env in _symbols(placeholders):
+def bound_by_call(symbols: Iterable[Symbol]) -> None:
+    """In these no call may be larger than this one."""
+    for symbol, env in symbols:
         _guard(symbol, env, int(env.backed_var_to_val[symbol]))
 
 
@@ -70,7 +73,7 @@ def _guard(symbol: sympy.Symbol, env: ShapeEnv, limit: int) -> None:
     env.evaluate_expr(sympy.Le(symbol, limit))
 
 
-def _symbols(placeholders: Iterable[fx.Node]) -> Iterator[tuple[sympy.Symbol, ShapeEnv]]:
+def _symbols(placeholders: Iterable[fx.Node]) -> Iterator[Symbol]:
     """Of the sizes of placeholders, those that a first call has given a value."""
     seen: set[sympy.Symbol] = set()
     for node in placeholders:

@@ -14,6 +14,7 @@ from remat.errors import InfeasibleBudget, RematError
 from remat.frontend.compile.beside import made_beside
 from remat.frontend.compile.inlined import inlined
 from remat.frontend.compile.joint import Joint
+from remat.frontend.compile.nodes import is_collective
 from remat.frontend.compile.regions import Region, find_regions
 from remat.plan import Plan
 
@@ -28,13 +29,19 @@ def ways_of(joint: Joint, *, sturdy: bool) -> list[Way]:
     if joint.kernels is not None and not sturdy:
         joint, regions = made_beside(joint, regions) or (joint, regions)
         less = inlined(joint, regions, draws=True)
-        if _outline(less) != _outline(ways[0][1]):
+        other = _outline(less) != _outline(ways[0][1])
+        # Processes choose between ways by their own clocks: all need the same order.
+        if other and _collectives(less) == _collectives(ways[0][1]):
             ways.append((joint, less))
     return ways
 
 
 def _outline(regions: Sequence[Region]) -> list[list[fx.Node]]:
     return [region.written for region in regions]
+
+
+def _collectives(regions: Sequence[Region]) -> list[fx.Node]:
+    return [n for region in regions for n in region.all_nodes if is_collective(n)]
 
 
 def badness(plan: Plan, *, is_smallest: bool) -> tuple[float, float]:

@@ -151,9 +151,11 @@ class _Writer:
         for copy in (*local.values(), *steps):
             copy.meta[RUN] = (self.compiled.number, number)
         for node in region.written:
+            if again and node in self.step.held:
+                continue  # its first copy lives as long as any reader
             made, apart = local[node], is_joined(node)
             # Inductor says which layout a convolution is to have, not what only passes it on.
-            if self.held and (apart or not is_written_anyway(node)):
+            if self.held and node_bytes(node) and (apart or not is_written_anyway(node)):
                 made = self._materialized(made, number, apart=apart)
             self.current[node] = made
         self.anew = {}

@@ -1,0 +1,190 @@
+"""Graphs that plain torch.compile takes, and that are at the edges of what a plan knows: what runs
+once, what must not change places, what makes no tensor, what a second compilation finds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.compilers import needs_compiler
+from torch import nn
+
+import remat
+
+pytestmark = [
+    needs_compiler,
+    pytest.mark.usefixtures("compiled_anew"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+]
+
+BOTH = pytest.mark.parametrize("inductor", [True, False])
+
+
+def options(budget: str = "100%", **more: object) -> dict[str, Any]:
+    return {"backend": "remat", "options": {"budget": budget, **more}}
+
+
+def planned(before: int) -> list[remat.CompiledPlan]:
+    return remat.compiled_plans()[before:]
+
+
+def test_what_draws_without_a_seed_runs_once() -> None:
+    """Eager mode's own dropout, under Inductor: output and mask are of one draw."""
+
+    def dropped(x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(x.sin(), 0.5) * 2
+
+    x = torch.rand(256, 64).add_(0.1).requires_grad_()
+    made = torch.compile(dropped, **options("300%", fallback_random=True))(x)
+    made.sum().backward()
+    assert x.grad is not None
+    assert torch.equal(made != 0, x.grad != 0)
+    assert 0.4 < (made != 0).double().mean() < 0.6
+
+
+class Averaging(nn.Module):
+    """Reads a buffer, and then writes there what takes much memory to make: "min" would have that
+    first."""
+
+    average: torch.Tensor
+    weight: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(512))
+        self.register_buffer("weight", torch.randn(512, 512))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = x + self.average
+        average = (x.detach() @ self.weight).mean(0)
+        self.average.copy_(average)
+        return y, average
+
+
+@pytest.mark.parametrize("more", [{}, {"strategy": remat.Auto(order="on")}, {"inductor": False}])
+def test_what_is_read_is_not_written_before(more: dict[str, Any]) -> None:
+    model, x = Averaging(), torch.randn(1024, 512, requires_grad=True)
+    y, average = torch.compile(model, **options("min", **more))(x)
+    assert torch.equal(y, x)
+    assert torch.equal(model.average, average)
+
+
+class Asserting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch._assert_async((x > 0).all(), "must be positive")  # what dynamo makes of an `assert`
+        return self.layer(x).tanh().sum()
+
+
+@BOTH
+def test_assertions_stay(inductor: bool) -> None:
+    run = torch.compile(Asserting(), **options(inductor=inductor))
+    run(torch.ones(4, 8)).backward()
+    with pytest.raises(RuntimeError, match="must be positive"):
+        run(-torch.ones(4, 8))
+
+
+class Inverting(nn.Module):
+    """torch orders the check of its result by a token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.layer(x)
+        return torch.linalg.inv(h.mT @ h + torch.eye(8)).tanh().sum()
+
+
+@BOTH
+def test_tokens_of_effects(inductor: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Inverting(), torch.randn(32, 8)
+    model(x).backward()
+    wanted = [p.grad for p in model.parameters()]
+    model.zero_grad(set_to_none=True)
+    torch.compile(model, **options(inductor=inductor))(x).backward()
+    for parameter, gradient in zip(model.parameters(), wanted, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-5, atol=1e-6)
+
+
+class Reshaping(nn.Module):
+    """Hands a size over a graph break."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        size = x.shape[0] * 4
+        h = self.layer(x).tanh()
+        torch._dynamo.graph_break()
+        return h.reshape(size).square().mean()
+
+
+@BOTH
+def test_sizes_that_are_returned(inductor: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Reshaping(), torch.randn(6, 4)
+    run = torch.compile(model, dynamic=True, **options(inductor=inductor))
+    torch.testing.assert_close(run(x), model(x))
+    run(x).backward()
+    before = len(remat.compiled_plans())
+    torch.testing.assert_close(run(x[:5]), model(x[:5]))
+    assert not planned(before)
+
+
+class Two(nn.Module):
+    """Two stacks, with sizes of their own."""
+
+    def __init__(self, width: int, depth: int, breaks: bool) -> None:
+        super().__init__()
+        self.first, self.second = (
+            nn.Sequential(*(m for _ in range(depth) for m in (nn.Linear(width, width), nn.Tanh())))
+            for _ in range(2)
+        )
+        self.breaks = breaks
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return self.second(y).square().mean() + h.square().mean()
+
+
+def test_the_sizes_that_a_user_has_bounded_stay_so() -> None:
+    """Of others less is planned for, where the budget asks for it."""
+    at_call, at_twice = 2_000, 4_096
+    largest = {}
+    for rows in (at_call, at_twice):
+        torch._dynamo.reset()
+        x, y = torch.randn(64, 8), torch.randn(rows, 8)
+        torch.compile(Two(8, 2, False), dynamic=False, **options("min", inductor=False))(x, y)
+        largest[rows] = remat.compiled_plans()[-1].plan.peak_bytes
+    budget = (largest[at_call] + largest[at_twice]) // 2
+    torch._dynamo.reset()
+    x, y = torch.randn(20, 8), torch.randn(at_call, 8)
+    torch._dynamo.mark_dynamic(x, 0, min=2, max=64)
+    torch._dynamo.mark_dynamic(y, 0)
+    run = torch.compile(Two(8, 2, False), **options(str(budget), inductor=False))
+    run(x, y).backward()
+    before = len(remat.compiled_plans())
+    run(torch.randn(50, 8), y).backward()
+    assert not planned(before)
+
+
+def test_a_later_graph_that_is_compiled_again_leaves_room_for_the_earlier() -> None:
+    run = torch.compile(Two(64, 4, True), dynamic=False, **options(str(4 << 20), inductor=False))
+    x = torch.randn(512, 64)
+    before = len(remat.compiled_plans())
+    for rows in (512, 1024):
+        run(x, torch.randn(rows, 64)).backward()
+    first, *later = planned(before)
+    assert len(later) == 2
+    for plan in later:
+        assert plan.others_bytes >= first.saved_bytes > 0
