@@ -188,3 +188,7 @@ def test_a_later_graph_that_is_compiled_again_leaves_room_for_the_earlier() -> N
     assert len(later) == 2
     for plan in later:
         assert plan.others_bytes >= first.saved_bytes > 0
+    other = nn.Sequential(nn.Linear(8, 8), nn.Tanh())  # with a budget of its own
+    torch.compile(other, **options("300%", inductor=False))(torch.randn(4, 8)).sum().backward()
+    run(x, torch.randn(256, 64)).backward()
+    assert planned(before)[-1].others_bytes >= first.saved_bytes

@@ -79,7 +79,7 @@ def decode(data: object, depth: int = 0) -> Argument:
             raise ValueError(f"a text of {len(data):,} characters is no argument of an operation")
         return data
     if isinstance(data, int):
-        if abs(data) >= 2**63:
+        if not -(2**63) <= data < 2**63:
             raise ValueError(f"integer {str(data)[:40]} does not fit into 64 bits")
         return data
     raise ValueError(f"{reprlib.repr(data)[:80]} is no argument of an operation")

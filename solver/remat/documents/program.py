@@ -21,7 +21,7 @@ class Bound(Record):
     """A variable bound to what a statement returns, or to element `position` of it."""
 
     name: Identifier
-    position: int = Field(default=-1, ge=-1, le=1000)
+    position: int = Field(default=-1, ge=-1, le=1_000_000)
 
 
 class Statement(Record):

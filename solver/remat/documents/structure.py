@@ -40,6 +40,12 @@ class Structure(Record):
             raise ValueError(f"nested more than {MAX_DEPTH} deep")
         return self
 
+    def __eq__(self, other: object) -> bool:
+        """With Python's values told apart by type and sign: 1, True and 1.0 are not the same."""
+        return super().__eq__(other) and repr(self.value) == repr(getattr(other, "value", None))
+
+    __hash__ = Record.__hash__
+
     def depth(self) -> int:
         """Levels below and including this one."""
         return 1 + max((child.depth() for child in self.children), default=0)

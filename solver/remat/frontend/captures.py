@@ -29,13 +29,15 @@ from remat.passes.outline import is_same_step
 logger = logging.getLogger("remat")
 
 Shapes = tuple[tuple[int, ...], ...]
+Layout = tuple[tuple[int, ...], tuple[int, ...], int]
+"""Sizes, strides and the bytes of the storage, of what is not dense."""
 
 
 class _Kind(NamedTuple):
     """What calls have in common that differ in sizes only."""
 
     signature: Signature
-    inputs: tuple[tuple[int, torch.dtype, torch.device, bool, bool], ...]
+    inputs: tuple[tuple[int, torch.dtype, torch.device, bool, Layout | None], ...]
 
 
 @dataclass
@@ -128,7 +130,7 @@ class Captures:
 
 
 def _kind(leaves: Sequence[torch.Tensor], key: Signature) -> _Kind:
-    inputs = ((t.dim(), t.dtype, t.device, t.requires_grad, _is_dense(t)) for t in leaves)
+    inputs = ((t.dim(), t.dtype, t.device, t.requires_grad, _layout(t)) for t in leaves)
     # Gradients that are there already change nothing of a capture.
     return _Kind(key._replace(inputs=(), accumulating=False), tuple(inputs))
 
@@ -138,6 +140,12 @@ def _differing(one: Shapes, other: Shapes) -> Iterator[Dimension]:
         for dimension, (a, b) in enumerate(zip(before, now, strict=True)):
             if a != b:
                 yield number, dimension
+
+
+def _layout(tensor: torch.Tensor) -> Layout | None:
+    if _is_dense(tensor):
+        return None
+    return tuple(tensor.shape), tensor.stride(), tensor.untyped_storage().nbytes()
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

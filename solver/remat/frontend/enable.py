@@ -26,6 +26,7 @@ from remat.frontend.blocks.sharded import check_whole, here, is_sharded
 from remat.frontend.capture.trace import check_differentiable, normalise_inputs
 from remat.frontend.costs.cache import CostCache
 from remat.frontend.entries import Entry, Kept
+from remat.frontend.inside import PLACE, check_none_inside
 from remat.frontend.optimize import options_of
 from remat.frontend.planner import Planner
 from remat.frontend.reserve import Reserve
@@ -40,7 +41,6 @@ logger = logging.getLogger("remat")
 
 Model = TypeVar("Model", bound=nn.Module)
 
-_PLACE = "_remat_forward"
 """Among a model's attributes: what its `forward` was made, also where others have wrapped it."""
 
 
@@ -93,7 +93,7 @@ def enable(
         args, kwargs = normalise_inputs(model, given, example_kwargs)
         check_differentiable(model, args, kwargs)
         planner.ready(Watch(model), Call.of(args, kwargs, "the example inputs "))
-    model.__dict__[_PLACE] = model.__dict__["forward"] = forward
+    model.__dict__[PLACE] = model.__dict__["forward"] = forward
     return model
 
 
@@ -105,13 +105,13 @@ def disable(model: Model) -> Model:
         del model.__dict__["forward"]
         if planned.own is not None:
             model.__dict__["forward"] = planned.own
-    del model.__dict__[_PLACE]
+    del model.__dict__[PLACE]
     return model
 
 
 def is_enabled(model: nn.Module) -> bool:
     """Whether `enable` was called for it, and `disable` not since."""
-    return _PLACE in model.__dict__
+    return PLACE in model.__dict__
 
 
 def plans(model: nn.Module) -> list[Plan | BlocksPlan]:
@@ -197,7 +197,7 @@ def _tell_of_checkpointing(model: nn.Module) -> None:
 def _as_it_was(model: nn.Module) -> Iterator[None]:
     """With its own forward."""
     state = model.__dict__
-    planned = state.get(_PLACE)
+    planned = state.get(PLACE)
     forward = state.pop("forward", None)
     if planned is not None and planned.own is not None:
         state["forward"] = planned.own
@@ -210,7 +210,7 @@ def _as_it_was(model: nn.Module) -> Iterator[None]:
 
 
 def _planned(model: nn.Module) -> PlannedForward:
-    planned = model.__dict__.get(_PLACE) if isinstance(model, nn.Module) else None
+    planned = model.__dict__.get(PLACE) if isinstance(model, nn.Module) else None
     if planned is None:
         raise TraceError(
             f"remat is not enabled for this {type(model).__name__}; remat.enable(model, budget) "
@@ -223,13 +223,14 @@ def check_plain(model: object, scope: str = MODEL) -> None:
     """Raises `TraceError` for what is enabled, optimised, compiled or sharded already."""
     if not isinstance(model, nn.Module):
         raise TraceError(f"expected a torch.nn.Module, got {type(model).__name__}")
-    if _PLACE in model.__dict__:
+    if PLACE in model.__dict__:
         raise TraceError(
             f"remat is enabled for this {type(model).__name__} already; call remat.disable(model) "
             "before enabling it for another budget"
         )
     if isinstance(model, RematModule):
         raise TraceError("this model is optimised already; pass the original one")
+    check_none_inside(model)
     if "_orig_mod" in model._modules:
         raise TraceError(
             "this model was compiled by torch.compile; pass the module inside (model._orig_mod), "

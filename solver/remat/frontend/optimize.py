@@ -13,6 +13,7 @@ from remat.errors import TraceError
 from remat.frontend.capture.compiled import uncompiled
 from remat.frontend.capture.trace import check_differentiable, normalise_inputs
 from remat.frontend.costs.cache import CostCache
+from remat.frontend.inside import check_none_inside
 from remat.frontend.operators import NAMESPACES
 from remat.frontend.options import OptimizeOptions, Service
 from remat.frontend.planner import Planner
@@ -69,6 +70,7 @@ def optimize(
     model = uncompiled(model)
     if isinstance(model, RematModule):
         raise TraceError("this model is optimised already; pass the original one")
+    check_none_inside(model)
     planner = Planner(
         options_of(
             budget,

@@ -22,7 +22,7 @@ from remat.budget import Budget
 from remat.costs.pricing import Priced, with_costs
 from remat.documents.program import Program
 from remat.documents.trace import Trace
-from remat.errors import InfeasibleBudget, SolverTimeout
+from remat.errors import GuardError, InfeasibleBudget, SolverTimeout
 from remat.frontend.captures import Captures
 from remat.frontend.costs.measure import measure
 from remat.frontend.device_memory import available
@@ -98,6 +98,16 @@ class Planner:
     def rebind(self, model: nn.Module) -> Source:
         """As `of`."""
         return type(self).of(self.kept(), model)
+
+    def follow(self, model: nn.Module) -> None:
+        """The model is made of other modules now: plans that fit run with those."""
+        for key, entry in list(self._entries.items()):
+            try:
+                self._entries[key] = entry.kept().bound(model)
+            except (GuardError, AttributeError):  # of a module that is gone
+                del self._entries[key]
+                self.captures = Captures(self.options)
+        self._last_key = None
 
     def ready(self, watch: Watch, call: Call) -> Runnable:
         """The program for a call; planned now where the call is of a new kind."""

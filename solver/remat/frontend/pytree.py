@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import Any
@@ -50,13 +51,13 @@ class _Walker:
                 self.leaves.append(node)
             return Structure(kind="leaf", leaf=self._seen[id(node)])
         if node is None or isinstance(node, (bool, int, float, str, complex)):
-            return Structure(kind="value", value=node)
+            return Structure(kind="value", value=_plain(node))
         if isinstance(node, tuple) and hasattr(node, "_fields"):
             return Structure(
                 kind="namedtuple", type=_type_name(node), children=self._items(node, path)
             )
         if dataclasses.is_dataclass(node) and not isinstance(node, type):
-            return self._object(node, [f.name for f in dataclasses.fields(node)], path)
+            return self._object(node, path)
         if isinstance(node, (list, tuple)) and type(node) in (list, tuple, torch.Size):
             kind = "list" if isinstance(node, list) else "tuple"
             return Structure(kind=kind, children=self._items(node, path))
@@ -66,7 +67,7 @@ class _Walker:
                     f"{self._what}{path}: only strings and integers can be keys of a dict"
                 )
             children = tuple(self.walk(item, f"{path}[{key!r}]") for key, item in node.items())
-            kind = "" if type(node) is dict else _type_name(node)
+            kind = "" if type(node) in (dict, defaultdict) else _type_name(node)
             return Structure(kind="dict", type=kind, keys=tuple(node), children=children)
         remedy = (
             CACHE_REMEDY
@@ -80,9 +81,12 @@ class _Walker:
     def _items(self, node: Sequence[object], path: str) -> tuple[Structure, ...]:
         return tuple(self.walk(item, f"{path}[{i}]") for i, item in enumerate(node))
 
-    def _object(self, node: object, names: Sequence[str], path: str) -> Structure:
+    def _object(self, node: Any, path: str) -> Structure:
         # Hugging Face's ModelOutput leaves absent fields None: leave them out, as it does itself.
-        kept = [n for n in names if getattr(node, n) is not None]
+        fields = [f for f in dataclasses.fields(node) if f.init]
+        kept = [
+            f.name for f in fields if getattr(node, f.name) is not None or f.default is not None
+        ]
         children = tuple(self.walk(getattr(node, n), f"{path}.{n}") for n in kept)
         return Structure(kind="object", type=_type_name(node), keys=tuple(kept), children=children)
 
@@ -186,6 +190,13 @@ def builder(structure: Structure) -> Callable[[Sequence[object]], Any]:
             return lambda leaves: make(
                 {k: part(leaves) for k, part in zip(keys, parts, strict=True)}
             )
+
+
+def _plain(value: Any) -> Any:
+    """Without a class of its own: NumPy's floats are floats."""
+    kinds: tuple[Any, ...] = (float, complex, str)
+    kind = next((k for k in kinds if isinstance(value, k)), None)
+    return value if kind is None or type(value) is kind else kind(value)
 
 
 def _type_name(node: object) -> str:

@@ -31,7 +31,7 @@ from remat.frontend.blocks.sharded import (
     sharded_parameters,
 )
 from remat.frontend.blocks.sites import Site, trained
-from remat.frontend.blocks.state import Buffers, python_restored
+from remat.frontend.blocks.state import Buffers, python_restored, tensors_left
 from remat.frontend.blocks.swapped import replaced
 from remat.frontend.capture.flat import differentiated
 from remat.frontend.capture.surroundings import restored
@@ -152,7 +152,11 @@ class _Step:
                 again = iter(tensors)
                 leaves = [next(again) if isinstance(x, torch.Tensor) else x for x in given]
                 own_args, own_kwargs = joined(leaves, shape)
+                before = tensors_left(site.module)
                 result = own(*own_args, **own_kwargs)
+                if left := tensors_left(site.module).keys() - before.keys():
+                    why = f"it leaves a tensor in its attribute {min(n for _, n, _ in left)!r}"
+                    self.calls[number] = replace(self.calls[number], key=None, why=why)
                 if handed_back((args, kwargs), (own_args, own_kwargs), leaves, shape):
                     self.calls[number] = replace(self.calls[number], key=None, why=_CHANGED)
                 leaves, outer = split(result)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,12 +47,26 @@ class ReadyBlocks:
             module = model.get_submodule(call.path)
             block = self._blocks.setdefault(module, _Block(call.path, module))
             block.add(call)
+        for call in calls:
+            if call.compiled is not None:
+                for path, module in _siblings(model, call.path):
+                    self._blocks.setdefault(module, _Block(path, module))
 
     def run(self, call: Call, own: Callable[..., Any]) -> Any:
         """One call of the model."""
         forwards = {module: block.begun() for module, block in self._blocks.items()}
         with checkpointing_off(self._model), checkpointing_disabled(), replaced(forwards):
             return own(*call.args, **call.kwargs)
+
+
+def _siblings(model: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    """The blocks in the same list, of the same class: other steps may call those, too."""
+    outer, _, _ = path.rpartition(".")
+    parent, own = model.get_submodule(outer), model.get_submodule(path)
+    if isinstance(parent, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+        for name, child in parent.named_children():
+            if type(child) is type(own):
+                yield f"{outer}.{name}" if outer else name, child
 
 
 class _Block:
@@ -107,7 +121,8 @@ class _Block:
             call = Call.of(args, dict(kwargs), "the arguments ")
         except TraceError:
             return None
-        self._watch.look()
+        if self._watch.look():
+            self._ready.clear()
         return call if signature(self._watch, call.structure, call.leaves) == planned.key else None
 
     def _tell(self) -> None:

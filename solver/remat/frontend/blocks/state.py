@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from remat.frontend.blocks.swapped import checkpointing_off
 from remat.frontend.capture.checkpoints import checkpointing_disabled, checkpointing_enabled
+from remat.frontend.pytree import tensors_in
 
 
 class Buffers:
@@ -47,7 +48,14 @@ def checkpointed(
     stay as they are: a batch is counted once. What it checkpoints itself it does not then, either:
     layers of Transformers look whether to when they run."""
 
+    given = [(t, t._version) for t in tensors_in((args, kwargs)) if not t.is_inference()]
+
     def plain(*args: Any, **kwargs: Any) -> Any:
+        if any(tensor._version != version for tensor, version in given):
+            raise RuntimeError(
+                f"a tensor that this {type(module).__name__} was given was changed in place since, "
+                "and the block runs again in the backward: give it a copy, or change a copy"
+            )
         with checkpointing_disabled():
             return own(*args, **kwargs)
 
@@ -106,6 +114,19 @@ class Attributes:
                 own.detach().copy_(kept)
         for generator, state in self._states:
             generator.set_state(state)
+
+
+def tensors_left(module: nn.Module) -> dict[tuple[int, str, int], torch.Tensor]:
+    """What it and those inside of it have in attributes that has a gradient: whoever reads that
+    later reads what this call made, which a capture would not make again."""
+    return {
+        (id(m), name, id(item)): item
+        for m in module.modules()
+        for name, held in m.__dict__.items()
+        if not name.startswith("_")
+        for item in (held if isinstance(held, list | tuple) else (held,))
+        if isinstance(item, torch.Tensor) and item.requires_grad
+    }
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from remat.errors import DocumentError, RematError, TraceError
 from remat.frontend.blocks.menus import Menus
 from remat.frontend.blocks.observe import SeenCall
 from remat.frontend.blocks.sharded import gathered
+from remat.frontend.capture.surroundings import autocast_as
 from remat.frontend.capture.trace import trace as capture
 from remat.frontend.costs.measure import measure
 from remat.frontend.operators import check_allowed
@@ -97,9 +98,9 @@ class Ways:
             )
             for t in key.inputs
         ]
-        args, kwargs = unflatten(key.structure, leaves)
         try:
-            with gathered(module := call.site.module):
+            args, kwargs = unflatten(key.structure, leaves)
+            with gathered(module := call.site.module), autocast_as(key.autocast):
                 traced = capture(module, args, kwargs, differentiate="all", outputs=DROPPED)
             check_allowed((n.target for n in traced.nodes), self.options.namespaces)
         except (TraceError, DocumentError) as error:

@@ -46,6 +46,14 @@ _QUESTIONS = frozenset(
     getattr(torch.Tensor, name)
     for name in ("__bool__", "item", "__int__", "__float__", "__index__")
 )
+_MUTATING = (
+    frozenset({"__setitem__"})
+    | {
+        f"__i{name}__"
+        for name in ("or", "and", "xor", "lshift", "rshift", "add", "sub", "mul", "pow", "mod")
+    }
+    | {"__ifloordiv__", "__itruediv__", "__idiv__"}
+)
 _RANDOM = ("rand", "dropout", "bernoulli", "normal", "multinomial", "empty", "uniform")
 
 
@@ -76,7 +84,7 @@ class ConstantFolding(TorchFunctionMode):
                 self.questions.append(Question(func, made, answer))
             return answer
         result = func(*args, **kwargs)
-        if _mutates(func) or "out" in kwargs:
+        if _mutates(func) or "out" in kwargs or kwargs.get("inplace"):
             # What was written may be a view of anything known: forget it all, rather than guess.
             self._known.clear()
             self._made.clear()
@@ -190,7 +198,7 @@ def _name(func: Callable[..., Any]) -> str:
 
 def _mutates(func: Callable[..., Any]) -> bool:
     name = _name(func)
-    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+    return name in _MUTATING or (name.endswith("_") and not name.endswith("__"))
 
 
 def _is_random(func: Callable[..., Any]) -> bool:

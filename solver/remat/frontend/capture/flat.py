@@ -127,10 +127,20 @@ def _own(tensor: torch.Tensor, owned: set[int]) -> torch.Tensor:
 def _write_back_buffers(
     model: nn.Module, before: dict[tuple[nn.Module, str], torch.Tensor | None]
 ) -> None:
-    for (module, name), old in before.items():
+    changed = {
+        (module, name): old
+        for (module, name), old in before.items()
+        if module._buffers.get(name) is not old
+    }
+    written = {_storage(old) for old in changed.values() if old is not None}
+    assigned: dict[tuple[nn.Module, str], torch.Tensor | None] = {}
+    for module, name in changed:
         new = module._buffers.get(name)
-        if new is old:
-            continue
+        if new is not None and _storage(new) in written:
+            new = new.detach().clone()  # what another buffer was: that is written, too
+        assigned[module, name] = new
+    for (module, name), old in changed.items():
+        new = assigned[module, name]
         if old is None or new is None or old.shape != new.shape or old.dtype != new.dtype:
             raise TraceError(
                 f"{type(module).__name__} replaces its buffer {name!r} by one of another shape or "

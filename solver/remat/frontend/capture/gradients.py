@@ -23,13 +23,19 @@ def own_gradients(draft: Draft, found: Sequence[tuple[Placeholder, str]]) -> Non
     names_of: dict[str, list[str]] = {}
     for owner, name in found:
         names_of.setdefault(owner.name, []).append(name)
+
+    def elsewhere(owner: str) -> list[str]:
+        return [name for other, names in names_of.items() if other != owner for name in names]
+
     for owner in draft.placeholders:
         if owner.name not in names_of:
             continue
         name, *others = sorted(names_of[owner.name], key=lambda n: made_at.get(n, -1))
         stride = _expected_stride(owner.tensor)
         meta = draft.meta_of[name]
-        if draft.storage_of[name] in taken or not same_layout(meta.shape, meta.stride, stride):
+        is_shared = others and _is_read_otherwise(draft, name, [*others, *elsewhere(owner.name)])
+        fits = same_layout(meta.shape, meta.stride, stride)
+        if draft.storage_of[name] in taken or is_shared or not fits:
             name = _copy(draft, name, owner, stride)
         taken.add(draft.storage_of[name])
         for number, other in enumerate(others):
@@ -42,6 +48,20 @@ def own_gradients(draft: Draft, found: Sequence[tuple[Placeholder, str]]) -> Non
             )
             _insert(draft, total)
         draft.gradients.append(Gradient(placeholder=owner.name, name=name))
+
+
+def _is_read_otherwise(draft: Draft, name: str, gradients: Sequence[str]) -> bool:
+    """Whether an operation reads this memory, or one of these gradients is there, too: then nothing
+    may be added to it in place."""
+    storage = draft.storage_of[name]
+    if any(draft.storage_of[other] == storage for other in gradients):
+        return True
+    made = {r.storage for n in draft.nodes for r in n.results} - {storage}
+    return any(
+        any(draft.storage_of.get(read) == storage for read in (*refs(n.args), *refs(n.kwargs)))
+        and (not n.results or any(r.storage in made for r in n.results))
+        for n in draft.nodes
+    )
 
 
 def _copy(draft: Draft, name: str, owner: Placeholder, stride: tuple[int, ...]) -> str:

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from remat.errors import HookWarning, TraceError
 
 _FORWARD, _BEFORE = "_forward_hooks", "_forward_pre_hooks"
-_KINDS = {
+HOOK_KINDS = {
     _FORWARD: "forward hook",
     _BEFORE: "forward pre-hook",
     "_backward_hooks": "backward hook",
@@ -78,7 +78,7 @@ def own_hooks_away(model: nn.Module) -> Iterator[None]:
                 "put it into another module, as nn.Sequential(model), or use "
                 "torch.nn.utils.parametrizations"
             )
-    before = {kind: model.__dict__[kind] for kind in _KINDS if kind in model.__dict__}
+    before = {kind: model.__dict__[kind] for kind in HOOK_KINDS if kind in model.__dict__}
     model.__dict__.update({kind: OrderedDict() for kind in before})
     try:
         yield
@@ -102,11 +102,16 @@ def watched(model: nn.Module) -> Iterator[Seen]:
                 table[place.key] = place.hook
 
 
+def is_part(hook: Hook) -> bool:
+    """Whether what it does is part of what is planned."""
+    return getattr(hook, "__name__", None) not in _EXPECTED
+
+
 def _hooks_inside(model: nn.Module) -> Iterator[_Place]:
     for name, module in model.named_modules():
-        for kind in _KINDS:
+        for kind in HOOK_KINDS:
             for key, hook in getattr(module, kind).items() if name else ():
-                if getattr(hook, "__name__", None) not in _EXPECTED:
+                if is_part(hook):
                     yield _Place(name, module, kind, key, hook)
 
 
@@ -153,7 +158,7 @@ def _message(model: nn.Module, looking: list[_Place]) -> str:
     places: dict[str, list[str]] = {}
     for place in looking:
         hook = getattr(place.hook, "__qualname__", type(place.hook).__name__)
-        places.setdefault(f"the {_KINDS[place.kind]} {hook}", []).append(place.name)
+        places.setdefault(f"the {HOOK_KINDS[place.kind]} {hook}", []).append(place.name)
     what = "; ".join(f"{hook} of {_listed(names)}" for hook, names in places.items())
     return (
         f"hooks inside of {type(model).__name__} change nothing that they are given, so that they "

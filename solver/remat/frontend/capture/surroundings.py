@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import random
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -13,6 +16,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._pytree import tree_leaves
 
 from remat.documents.records import Environment
+from remat.errors import TraceError
 from remat.frontend.capture.cuda_autocast import autocast_dtype
 from remat.frontend.target import Target
 
@@ -51,6 +55,20 @@ def autocast_modes() -> tuple[str, ...]:
 
 
 @contextmanager
+def autocast_as(modes: Sequence[str]) -> Iterator[None]:
+    """With these modes on, as `autocast_modes` names them, and no others."""
+    known = dict(mode.split(":") for mode in modes)
+    with ExitStack() as stack:
+        for device in AUTOCAST_DEVICES:
+            if device in known:
+                dtype = getattr(torch, known[device])
+                stack.enter_context(torch.autocast(device, dtype, enabled=True))
+            elif torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
+@contextmanager
 def without_autocast() -> Iterator[None]:
     """Run a captured graph: its casts are in the graph already."""
     enabled = [d for d in AUTOCAST_DEVICES if torch.is_autocast_enabled(d)]
@@ -69,6 +87,42 @@ def random_numbers_restored() -> Iterator[None]:
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=devices):
         yield
+
+
+@contextmanager
+def nothing_drawn_in_python(model: nn.Module) -> Iterator[None]:
+    """Raises `TraceError` where Python's or NumPy's random numbers are drawn, or torch's generator
+    is seeded: a plan would do once what each step is to do. They are left as they were."""
+    drawn, by_numpy, seed = random.getstate(), np.random.get_state(), torch.manual_seed
+    here = threading.get_ident()
+
+    def refused(number: int) -> torch.Generator:
+        if threading.get_ident() != here:
+            return seed(number)
+        raise TraceError(_drawn(model, "seeds torch's random numbers"))
+
+    torch.manual_seed = torch.random.manual_seed = refused
+    what = ""
+    try:
+        yield
+        if random.getstate() != drawn:
+            what = "draws Python's random numbers"
+        if not all(map(np.array_equal, np.random.get_state(), by_numpy)):
+            what = "draws NumPy's random numbers"
+    finally:
+        torch.manual_seed = torch.random.manual_seed = seed
+        random.setstate(drawn)
+        np.random.set_state(by_numpy)
+    if what:
+        raise TraceError(_drawn(model, what))
+
+
+def _drawn(model: nn.Module, what: str) -> str:
+    return (
+        f"the forward of {type(model).__name__} {what}, which a plan would do once for all steps. "
+        "Remedy: do so outside, and pass what follows from it as an argument; or use torch.rand "
+        'and torch.where; or plan the blocks inside (scope="blocks")'
+    )
 
 
 @contextmanager

@@ -34,6 +34,7 @@ from remat.frontend.capture.layouts import kernels_layouts
 from remat.frontend.capture.meta import placed
 from remat.frontend.capture.surroundings import (
     attributes_of,
+    nothing_drawn_in_python,
     observe,
     restored,
 )
@@ -108,6 +109,7 @@ def joint_of(
         flat = Flat(model, inputs, differentiate)
         stack.enter_context(torch.enable_grad())
         stack.enter_context(restored(model))
+        stack.enter_context(nothing_drawn_in_python(model))
         stack.enter_context(checkpointing_disabled())
         stack.enter_context(looked_through())
         stack.enter_context(own_hooks_away(model))

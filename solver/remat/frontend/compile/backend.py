@@ -23,6 +23,7 @@ from remat.frontend.compile.options import NO_MODEL, CompileOptions, read_option
 from remat.frontend.compile.outside import ModelBytes
 from remat.frontend.compile.partition import Partitioner
 from remat.frontend.compile.plans import NOTHING, Lesson, compiled_plans, remember
+from remat.frontend.compile.sizes import Symbol
 from remat.frontend.compile.verify import OverBudget
 from remat.frontend.compile.versions import (
     backward_at_once,
@@ -119,21 +120,23 @@ class _Group:
     """The compilation of each frame."""
 
 
-_last = _Group(None)
+_MOST_STEPS = 64
+_steps: list[_Group] = []
+"""The latest step of each set of options, that of the latest compilation at the end."""
 
 
 def _group_of(options: object) -> _Group:
-    global _last
     compiling = CompileContext.try_get()  # the object: its number begins anew after a reset
     frame = getattr(compiling and compiling.compile_id, "frame_id", None) or 0
     if not torch.is_grad_enabled():
         return _Group(options)  # no step of a training
-    if _last.options is not options:
-        _last = _Group(options)
-    elif _last.frames.get(frame, compiling) is not compiling:
-        _last = _since(_last, frame)
-    _last.frames[frame] = compiling
-    return _last
+    step = next((s for s in _steps if s.options is options), None) or _Group(options)
+    others = [s for s in _steps if s is not step]
+    if step.frames.get(frame, compiling) is not compiling:
+        step = _since(step, frame)
+    step.frames[frame] = compiling
+    _steps[:] = [*others[1 - _MOST_STEPS :], step]
+    return step
 
 
 def _since(before: _Group, frame: int) -> _Group:
@@ -163,7 +166,7 @@ def _with_inductor(asked: _Asked) -> Any:
     if not kept.torch_keeps():
         return _in_rounds(asked)[0]
     uuid = Partitioner.of_backend(asked.options, asked.group).uuid()
-    key = kept.key_of(asked.gm, asked.inputs, uuid)
+    key = kept.key_of(asked.gm, asked.inputs, f"{uuid} {sorted(asked.patches.items())!r}")
     known = kept.find(key)
     before = kept.hits()
     code, partitioner = _in_rounds(asked, known.lesson if known else NOTHING)
@@ -191,8 +194,10 @@ def _in_rounds(asked: _Asked, lesson: Lesson = NOTHING) -> tuple[Any, Partitione
             return compile_fx_inner(*args, **kwargs)
 
     over, made = None, 0
+    bounded: list[Symbol] = []
     while made < _ROUNDS:
         partitioner = Partitioner.of_backend(asked.options, asked.group, lesson, made + 1)
+        partitioner.bounded = bounded  # by the first round
         try:
             with backward_at_once(), several_to_a_file():
                 code = compile_fx(

@@ -149,7 +149,10 @@ def has_effect(node: fx.Node) -> bool:
 
 def is_collective(node: fx.Node) -> bool:
     """Whether other processes take part."""
-    return isinstance(node.target, OpOverload) and "c10d" in node.target.namespace
+    target = node.target
+    return isinstance(target, OpOverload) and (
+        "c10d" in target.namespace or target.namespace == "_dtensor"
+    )
 
 
 def may_run_again(node: fx.Node) -> bool:

@@ -90,6 +90,8 @@ class Partitioner(CustomPartitionerFn):
         self._began = 0.0
         self._ways_left = 1
         """To be solved in the time that is left: each has its share."""
+        self.bounded: list[Symbol] | None = None
+        """Sizes of the graph that had no bound before the first round; None for one round."""
         self.made: CompiledPlan | None = None
         """The last plan."""
 
@@ -101,6 +103,9 @@ class Partitioner(CustomPartitionerFn):
         found = cls.__new__(cls)
         found._set(options, group, lesson, rounds)
         return found
+
+    def __deepcopy__(self, _: object) -> Partitioner:
+        return self  # Inductor copies its options to write them down; torch's symbols are here
 
     def settings(self) -> dict[str, Any]:
         """Inductor's options: this partitioner, and what holds Inductor to its plans."""
@@ -153,6 +158,9 @@ class Partitioner(CustomPartitionerFn):
         progress.begun(title, operations, self.options, self.lesson)
         is_held = self.options.inductor
         bounded = bound(gm.graph.find_nodes(op="placeholder"))
+        if self.bounded is not None:
+            self.bounded += bounded
+            bounded = self.bounded
         joint = rejoined(gm, joint_inputs, num_fwd_outputs, static, inductor=is_held)
         prices = Prices(joint, fused=self.options.costs == "kernels")
         # What was planned twice and does not fit is planned on the kernels that were seen.

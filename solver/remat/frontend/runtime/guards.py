@@ -19,6 +19,7 @@ from remat.documents.program import Program
 from remat.documents.records import Placeholder
 from remat.documents.structure import Structure
 from remat.errors import GuardError
+from remat.frontend.capture.hooks import HOOK_KINDS, is_part
 from remat.frontend.capture.surroundings import autocast_modes
 from remat.frontend.pytree import flatten
 
@@ -44,6 +45,8 @@ class Signature(NamedTuple):
     training_exceptions: tuple[str, ...]
     autocast: tuple[str, ...]
     accumulating: bool
+    buffers: tuple[TensorKey | None, ...] = ()
+    hooks: tuple[int, ...] = ()
 
 
 class Call(NamedTuple):
@@ -68,7 +71,8 @@ def tensor_key(tensor: torch.Tensor) -> TensorKey:
 
 
 class Watch:
-    """A model's modules and parameters in lists, and what they were like when last looked at.
+    """A model's modules, parameters, buffers and hooks in lists, and what they were like when last
+    looked at.
 
     Walking a model of 150 parameters takes longer than launching a quarter of its forward. Here it
     is walked once; later calls compare lists, and walk again where a module or a parameter is
@@ -86,6 +90,15 @@ class Watch:
         kinds = map(type, self._modules)  # by name: not all classes can be pickled
         self.kinds = tuple(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds)
         self._parts = self._found_parts()
+        self._tables = [m._parameters for m in self._modules]
+        self._slots = self._found_slots()
+        self._buffers = [m._buffers for m in self._modules]
+        inside = self._modules[1:]  # those of the model itself run around the plan
+        self._hooks = [getattr(m, kind) for m in inside for kind in HOOK_KINDS]
+        self._hook_keys: list[int] = []
+        self._hooks_told: tuple[int, ...] = ()
+        self._kept_buffers: list[object] = []
+        self._buffer_keys: tuple[TensorKey | None, ...] = ()
         self._kept: tuple[object, ...] = ()
         self._keys: tuple[TensorKey, ...] = ()
         self._flags: list[bool] = []
@@ -95,11 +108,22 @@ class Watch:
         tables = [m._modules for m in self._modules], [m._parameters for m in self._modules]
         return [*chain.from_iterable(table.values() for table in chain(*tables))]
 
-    def look(self) -> None:
-        """Walk the model again if it is made of other parts now."""
+    def _found_slots(self) -> list[tuple[str, int]]:
+        """The names of parameters, and which of them are one tensor."""
+        first: dict[int, int] = {}
+        slots = ((name, id(p)) for table in self._tables for name, p in table.items())
+        return [(name, first.setdefault(own, i)) for i, (name, own) in enumerate(slots)]
+
+    def look(self) -> bool:
+        """Walk the model again if it is made of other parts now. Whether what was bound to it has
+        to be again: a module is another one, a parameter has another name, or is tied otherwise."""
         parts = self._found_parts()
-        if len(parts) != len(self._parts) or not all(map(is_, parts, self._parts)):
-            self._walk()
+        if len(parts) == len(self._parts) and all(map(is_, parts, self._parts)):
+            return False
+        modules, slots = self._modules, self._slots
+        self._walk()
+        same = len(modules) == len(self._modules) and all(map(is_, modules, self._modules))
+        return not same or slots != self._slots
 
     def parameter_keys(self) -> tuple[TensorKey, ...]:
         """Keys of all parameters: the same object as long as nothing has changed."""
@@ -115,6 +139,27 @@ class Watch:
             self._kept = now
             self._keys = tuple(tensor_key(p) for p in found)
         return self._keys
+
+    def buffer_keys(self) -> tuple[TensorKey | None, ...]:
+        """Keys of all buffers, likewise; None for one that is not there."""
+        found = [b for table in self._buffers for b in table.values()]
+        now: list[object] = [
+            None if b is None else (b.dtype, b.shape, b.stride(), b.device) for b in found
+        ]
+        if now != self._kept_buffers:
+            self._kept_buffers = now
+            self._buffer_keys = tuple(None if b is None else tensor_key(b) for b in found)
+        return self._buffer_keys
+
+    def hook_keys(self) -> tuple[int, ...]:
+        """The numbers of the hooks of modules inside, which no other hook has ever had."""
+        now = [*chain.from_iterable(self._hooks)]
+        if now != self._hook_keys:
+            self._hook_keys = now
+            self._hooks_told = tuple(
+                key for table in self._hooks for key, hook in table.items() if is_part(hook)
+            )
+        return self._hooks_told
 
     def training_exceptions(self) -> tuple[str, ...]:
         """As `surroundings.training_exceptions`."""
@@ -146,6 +191,8 @@ def signature(watch: Watch, structure: Structure, leaves: Sequence[torch.Tensor]
         training_exceptions=watch.training_exceptions(),
         autocast=autocast_modes(),
         accumulating=watch.accumulates,
+        buffers=watch.buffer_keys(),
+        hooks=watch.hook_keys(),
     )
 
 

@@ -81,6 +81,10 @@ class Source(Protocol):
 
     def rebind(self, model: nn.Module) -> Source: ...
 
+    def follow(self, model: nn.Module) -> None:
+        """The model is made of other modules now."""
+        ...
+
 
 class FixedSource:
     """One program, made elsewhere: a call that differs from it is an error."""
@@ -100,6 +104,10 @@ class FixedSource:
 
     def current(self) -> Ready | None:
         return self._ready
+
+    def follow(self, model: nn.Module) -> None:
+        self._ready = Ready(self._ready.compiled, model, self._ready.plan)
+        self._checked = None
 
     def rebind(self, model: nn.Module) -> Source:
         return FixedSource(self._program, model, self._ready.compiled, self._ready.plan)
@@ -125,12 +133,13 @@ class Step:
     @left_alone
     def _trained(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         model = self.model
-        call = Call.of(args, kwargs, "the arguments ")
         current = self.source.current()
         planned_training = current is None or current.training
         if not model.training and planned_training:
             return self._own(*args, **kwargs)
-        self._watch.look()
+        call = Call.of(args, kwargs, "the arguments ")
+        if self._watch.look():
+            self.source.follow(model)
         if not self._watch.trains and not any(t.requires_grad for t in call.leaves):
             return self._own(*args, **kwargs)
         return self.source.ready(self._watch, call).run(call, self._own)

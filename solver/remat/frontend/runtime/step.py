@@ -57,7 +57,7 @@ class _Step(torch.autograd.Function):
         with without_autocast():
             results = compiled.launch_forward(boxed)
         program = compiled.program
-        outputs = tuple(results[: len(program.outputs)])
+        outputs = tuple(map(_writable, results[: len(program.outputs)]))
         ctx.noted = returned.note(outputs)
         last = len(results) - len(program.states)
         ctx.states = results[last:]
@@ -100,6 +100,11 @@ class _Step(torch.autograd.Function):
         gradients = [None if i is None else found[i] for i in compiled.gradients]
         found.clear()
         return None, None, *gradients
+
+
+def _writable(output: torch.Tensor) -> torch.Tensor:
+    """No view for autograd, which would not let anybody write into it."""
+    return output.detach() if output is not None and output._is_view() else output
 
 
 def _base(tensor: torch.Tensor, outputs: Container[int]) -> torch.Tensor:
