@@ -168,6 +168,9 @@ def _compiled(
     setup_s = {"total": time.perf_counter() - began}
     plans = remat.compiled_plans()[before:]
     facts: dict[str, Any] = {"backend": str(backend)}
+    asked = options.get("options", {}).get("budget")
+    if isinstance(asked, int):  # as many bytes as another row had: that one's code runs
+        facts["budget_bytes"] = asked
     if plans:
         limits = [p.budget_bytes + p.others_bytes for p in plans if p.budget_bytes is not None]
         facts["budget_bytes"] = max(limits, default=None)

@@ -76,6 +76,36 @@ def test_autocast_that_the_model_itself_turns_off() -> None:
     assert_same_steps(model, other, torch.randn(64, 16), autocast=True)
 
 
+class Measuring(nn.Module):
+    """Returns what no loss reads: statistics, whose derivative may be infinite, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(16, 16), nn.Linear(16, 1)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        h = self.layer(x).relu()
+        return {"out": x + h, "norm": h.sqrt().mean(), "head": self.head(x)}
+
+
+class Picking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Measuring() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)["out"]
+        return x.square().mean()
+
+
+def test_outputs_that_no_loss_reads_have_no_gradient() -> None:
+    torch.manual_seed(0)
+    model, other = enabled(Picking())
+    assert_same_steps(model, other, torch.randn(64, 16))
+    assert all(call.plan is not None for call in remat.plans(model)[0].calls)
+
+
 class Auxiliary(nn.Module):
     """Leaves a part of the loss in an attribute."""
 

@@ -23,6 +23,7 @@ import pytest
 from benchmarks.service import jobs
 from benchmarks.service.kill import worker_of
 from sqlalchemy import select, update
+from sqlalchemy.exc import OperationalError
 from tests import postgres
 from tests import server as servers
 from tests.killing import at_once, killing
@@ -32,13 +33,14 @@ from tests.test_baselines import uneven_stages
 
 import remat
 from remat.documents.plan import GraphRecord
+from remat.service.wire import ProgressRecord
 from remat_server.settings import Settings
 from remat_server.store import leases
 from remat_server.store.database import Database, now
 from remat_server.store.tables import jobs as jobs_table
 from remat_server.work import worker as workers
-from remat_server.work.messages import Task
-from remat_server.work.placements.port import Said
+from remat_server.work.messages import Advanced, Answered, Task
+from remat_server.work.placements.port import Lost, Said
 
 
 @pytest.fixture(scope="module")
@@ -275,6 +277,31 @@ def test_a_solve_that_has_used_up_its_memory_for_long_is_ended(
     assert look(110.0) == look(119.9) == ["", ""]
     assert look(120.1) == ["memory", ""]
     assert (full.is_killed, roomy.is_killed) == (True, False)
+
+
+@dataclasses.dataclass
+class Ending(Holding):
+    """It tells how far it is and its answer at once, and then it is gone."""
+
+    has_told: bool = False
+
+    def messages(self) -> list[Said]:
+        if self.has_told:
+            raise Lost("ended with code 0")
+        self.has_told = True
+        progress = ProgressRecord(phase="solve", elapsed_s=1.0)
+        answer = Answered(summary=())
+        return [Advanced(progress=progress, is_incumbent=False), (answer, b"the answer")]
+
+
+def test_an_answer_that_comes_while_the_store_is_away_is_kept(tmp_path: Path) -> None:
+    settings = Settings(database_url=f"sqlite:///{tmp_path}/jobs.sqlite")
+    worker = workers.Worker(settings, Database(settings.store_url), SimpleNamespace())
+    active = workers.Active(leases.Claimed("id", "solve", b"", "", 1, ""), Ending(0))
+    with pytest.raises(OperationalError):  # there is no table of jobs
+        worker._hear(active)
+    assert isinstance(active.outcome, tuple)
+    assert active.outcome[1] == b"the answer"
 
 
 @pytest.mark.slow

@@ -100,7 +100,8 @@ def add_key(
 
     with _store(database_url) as database, database.write() as connection:
         id, key = keys.add(connection, name)
-    Console(stderr=True).print(f"key {id} for {name!r}; this is the only time it is shown:")
+    told = f"key {id} for {name!r}; this is the only time it is shown:"
+    Console(stderr=True).print(told, markup=False)
     print(key)
 
 
@@ -108,6 +109,7 @@ def add_key(
 def list_keys(database_url: DatabaseUrl = None) -> None:
     """List the keys, without the keys themselves."""
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     from remat_server.store import keys
@@ -115,7 +117,7 @@ def list_keys(database_url: DatabaseUrl = None) -> None:
     table = Table("id", "name", "made", "revoked")
     with _store(database_url) as database, database.read() as connection:
         for key in keys.listed(connection):
-            table.add_row(key.id, key.name, _when(key.created_at), _when(key.revoked_at))
+            table.add_row(key.id, escape(key.name), _when(key.created_at), _when(key.revoked_at))
     Console().print(table)
 
 

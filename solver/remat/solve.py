@@ -184,7 +184,7 @@ def _near(peak_bytes: int, smallest: Solution, strategy: Strategy) -> int:
     tolerance = getattr(strategy, "peak_gap", 0.0)
     if smallest.proved or not isinstance(tolerance, int | float):
         return peak_bytes
-    return int(peak_bytes * (1 + tolerance))
+    return max(peak_bytes, int(peak_bytes * (1 + tolerance)))  # of sizes that no float has
 
 
 def _with_what_is_left(strategy: Strategy, spent_s: float) -> Strategy:

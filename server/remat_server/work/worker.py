@@ -164,11 +164,12 @@ class Worker:
                 problem = self._why_lost(active, lost)
                 active.outcome = Failed(status="failed", problem=problem)
                 said = []
+            for message in said:  # the answer first: the store may be gone for the rest
+                if not isinstance(message, Advanced):
+                    active.outcome = message
             for message in said:
                 if isinstance(message, Advanced):
                     self._report(active, message)
-                else:
-                    active.outcome = message
         if active.outcome is not None:
             self._finish(active, active.outcome)
 

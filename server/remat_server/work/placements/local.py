@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from typing import cast
 
@@ -22,15 +23,22 @@ class LocalRun:
     """A process, and the connection to it."""
 
     def __init__(self) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self.process = subprocess.Popen(
-                [*_COMMAND, str(theirs.fileno()), str(os.getpid())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-        self.connection = Connection(ours.detach())
+        """Raises `Lost` where the machine has no room for another process."""
+        try:
+            ours, theirs = socket.socketpair()
+        except OSError as error:
+            raise Lost(f"no connection can be made: {error}") from None
+        with ours, theirs:
+            try:
+                self.process = subprocess.Popen(
+                    [*_COMMAND, str(theirs.fileno()), str(os.getpid())],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise Lost(f"no process can be started: {error}") from None
+            self.connection = Connection(ours.detach())
 
     def send(self, task: Task, request: bytes) -> None:
         """Hand the task over. Raises `Lost`."""
@@ -85,7 +93,8 @@ class LocalPlacement:
             run.kill()
             run = LocalRun()
             run.send(task, request)
-        self._spare = LocalRun()
+        with suppress(Lost):  # the next start tries again
+            self._spare = LocalRun()
         return run
 
     def wait(self, runs: list[Run], timeout_s: float) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import compress
 from typing import Any, Literal
 
 import torch
@@ -58,6 +59,8 @@ class SeenCall:
     why: str = ""
     measured: tuple[Way, ...] = ()
     """What `look` told, where that was asked for: by default as it is, and checkpointed."""
+    used: frozenset[str] = frozenset()
+    """The paths of those results that got a gradient; none where nobody knows."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +131,8 @@ class _Step:
     _watches: dict[int, Watch] = field(default_factory=dict)
     outside_bytes: int = 0
     """Held when the backward began, beside constant memory."""
+    _paths: dict[int, list[str]] = field(default_factory=dict)
+    """Of the tensors that a call returned, once each, until its backward."""
     _gradients: dict[int, int] = field(default_factory=dict)
     """By parameter of a block: the bytes of its gradient, once the block's backward has run."""
     _adding_bytes: int = 0
@@ -159,6 +164,7 @@ class _Step:
                     self.calls[number] = replace(self.calls[number], key=None, why=why)
                 if handed_back((args, kwargs), (own_args, own_kwargs), leaves, shape):
                     self.calls[number] = replace(self.calls[number], key=None, why=_CHANGED)
+                self._paths[number] = _paths(result)
                 leaves, outer = split(result)
                 made[:] = [[x.detach() if gets_gradient(x) else x for x in leaves], outer]
                 return tuple(x for x in leaves if isinstance(x, torch.Tensor))
@@ -222,6 +228,11 @@ class _Step:
 
     def backward_of(self, number: int, tangents: list[torch.Tensor | None]) -> None:
         """It begins with these, and empties the list."""
+        paths = self._paths.pop(number, ())
+        if len(paths) == len(tangents):
+            has = [tangent is not None for tangent in tangents]  # a zip would hold the last one
+            used = frozenset(compress(paths, has))
+            self.calls[number] = replace(self.calls[number], used=used)
         self._outside()
         live_bytes = self.gauge.live()
         storages = [t.untyped_storage() for t in tangents if t is not None]
@@ -248,6 +259,17 @@ class _Step:
 
     def _there(self, own_bytes: int) -> int:
         return self.constant_bytes + own_bytes + sum(self._gradients.values())
+
+
+def _paths(result: object) -> list[str]:
+    """Where each tensor of a result is; nothing of one that cannot be described."""
+    try:
+        leaves, structure = flatten(result, "the result ")
+    except TraceError:
+        return []
+    path = {id(leaf): structure.path_of(number) for number, leaf in enumerate(leaves)}
+    found = [path.get(id(tensor), "") for tensor in tensors_in(result)]
+    return found if all(found) else []
 
 
 def _ends(outputs: Any, differentiate: str | Sequence[str]) -> list[torch.Tensor]:

@@ -71,7 +71,7 @@ class Ways:
     cost_source: str = "run once"
     reused: bool = True
     """Whether nothing had to be solved."""
-    _traces: dict[tuple[int, Signature], Trace | str] = field(default_factory=dict)
+    _traces: dict[tuple[int, Signature, frozenset[str]], Trace | str] = field(default_factory=dict)
     _whys: dict[tuple[type, object], str] = field(default_factory=dict)
     _kinds: list[Trace] = field(default_factory=list)
     """Those of the traces that differ."""
@@ -82,7 +82,7 @@ class Ways:
         """The block as it is called there, or why it cannot be captured."""
         if call.key is None:
             return call.why
-        key = id(call.site.module), call.key
+        key = id(call.site.module), call.key, call.used
         if key not in self._traces:
             found = self._captured(call, call.key)
             if isinstance(found, Trace) and found not in self._kinds:
@@ -98,10 +98,12 @@ class Ways:
             )
             for t in key.inputs
         ]
+        # A gradient of zeros is not the same as none: parameters would get zeros, or NaN.
+        used = sorted(call.used) or "all"
         try:
             args, kwargs = unflatten(key.structure, leaves)
             with gathered(module := call.site.module), autocast_as(key.autocast):
-                traced = capture(module, args, kwargs, differentiate="all", outputs=DROPPED)
+                traced = capture(module, args, kwargs, differentiate=used, outputs=DROPPED)
             check_allowed((n.target for n in traced.nodes), self.options.namespaces)
         except (TraceError, DocumentError) as error:
             return reason(error)

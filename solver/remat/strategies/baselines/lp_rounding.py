@@ -84,6 +84,7 @@ class LpRounding(Checked):
         self, graph: Graph, budget_bytes: int, until: float, cancel: Cancel | None
     ) -> Solution:
         bound_s: float | None = None
+        is_proved = False
         failures: list[SolverError] = []
         peaks_bytes: list[int] = []
 
@@ -103,11 +104,14 @@ class LpRounding(Checked):
                 failures.append(error)
                 break
             if relaxed is None:
+                is_proved = bound_s is None and allowance == 0
                 break
-            bound_s = least_s if bound_s is None else bound_s
+            if allowance == 0:  # of less room than was given it bounds nothing
+                bound_s = least_s
             found = best_of(self._roundings(graph, relaxed, f"allowance {allowance:.0%}"))
             if found is not None:
-                is_best = peak_and_time(graph, found.schedule)[1] <= bound_s * (1 + 1e-9)
+                time_s = peak_and_time(graph, found.schedule)[1]
+                is_best = bound_s is not None and time_s <= bound_s * (1 + 1e-9)
                 return Solution(found.schedule, bound_s, "order", is_best, found.stats)
         # A rounding of the least relaxed peak may fit where none of the above did.
         found = best_of(self._least(graph, until, cancel, failures))
@@ -117,9 +121,8 @@ class LpRounding(Checked):
         if failures:
             raise failures[0]
         reason = "no rounding of the relaxation fits, whatever the allowance"
-        if bound_s is None:
+        if is_proved:
             reason = "even the relaxation has no solution"
-        is_proved = bound_s is None
         raise infeasible(graph, budget_bytes, min(peaks_bytes), reason, proved=is_proved)
 
     def _least(

@@ -42,7 +42,9 @@ class Revolve(Checked):
 
     def _candidates(self, chain: Chain) -> Iterator[tuple[str, Schedule]]:
         length = len(chain.stages)
-        wanted = range(length, 0, -1) if self.checkpoints is None else [self.checkpoints]
+        wanted = (
+            range(length, 0, -1) if self.checkpoints is None else [min(self.checkpoints, length)]
+        )
         splits = _splits(length, max(wanted))
         for checkpoints in wanted:
             sweep = Sweep(chain)

@@ -24,7 +24,7 @@ def anneal(known: Known, clock: Clock) -> None:
         graph,
         known.budget_bytes,
         known.best if known.rated else Schedule.keep_all(graph),
-        effort=min(_MOVES_PER_OPERATION * len(graph), int(clock.left_s * _MOVES_PER_S)),
+        effort=int(min(float(_MOVES_PER_OPERATION * len(graph)), clock.left_s * _MOVES_PER_S)),
         seed=known.options.seed,
         stop=clock.is_over,
     )

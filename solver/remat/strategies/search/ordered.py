@@ -106,4 +106,4 @@ def least_peak(task: Task, solve: Solve, *, time_limit: float, seed: int) -> Sol
 def _effort(graph: Graph, time_limit: float) -> int:
     count = len(graph)
     by_size = min(_MOVES_PER_OPERATION * count, _MOVES_PER_PAIR * count**2)
-    return min(by_size, int(_SHARE * time_limit * _MOVES_PER_S))
+    return int(min(float(by_size), _SHARE * time_limit * _MOVES_PER_S))  # a limit may be infinite
