@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 import time
 
+import networkx as nx
 from tests.graphs import chain
 
 import remat
 from remat.graph import Graph, Operation, Value
 from remat.plan import Status
-from remat.strategies import Auto, KeepAll, LpRounding, Revolve
+from remat.schedule import Schedule
+from remat.simulate import simulate
+from remat.strategies import Auto, Exact, KeepAll, LpRounding, Revolve
 
 
 def inference() -> Graph:
@@ -45,3 +48,32 @@ def test_more_checkpoints_than_stages() -> None:
     many = remat.solve(chain(20), "100%", Revolve(1_000_000))
     assert many.schedule == remat.solve(chain(20), "100%", Revolve(20)).schedule
     assert time.monotonic() - began < 60  # seconds of work were days
+
+
+def adversary() -> Graph:
+    """`a`, `g` and what is made of them are too large to be there together; `z` is dear to make."""
+    graph: nx.DiGraph[str] = nx.DiGraph()
+    sizes = {"a": 10, "u": 4, "g": 10, "h": 1, "w": 4, "z": 4, "M": 0, "T": 1}
+    for name, size in sizes.items():
+        cost, workspace = (100 if name == "z" else 1), (19 if name == "M" else 0)
+        graph.add_node(
+            name,
+            size=size,
+            cost=cost,
+            workspace=workspace,
+            result=name == "T",
+            backward=name in "MT",
+        )
+    pairs = ("au", "gh", "aw", "hw", "uT", "wT", "zT")
+    graph.add_edges_from((one, other) for one, other in pairs)
+    return Graph.from_networkx(graph, order=list(sizes))
+
+
+def test_what_of_the_order_means() -> None:
+    """Checkmate's space: decision 39. Outside of it, made again in another order, it is cheaper."""
+    graph = adversary()
+    outside = Schedule.of([0, 1, 2, 3, 4, 5, 6, 2, 3, 0, 1, 4, 7])
+    found = simulate(graph, outside)
+    assert (found.peak_bytes, found.time_s) == (23, 112)
+    plan = remat.solve(graph, 23, Exact())
+    assert (plan.status, plan.bound_scope, plan.time_s) == (Status.OPTIMAL, "order", 209)

@@ -25,8 +25,8 @@ class InfeasibleBudget(RematError):
     """No schedule fits the budget.
 
     `min_feasible_bytes` is the smallest peak for which a schedule was found, in the graph's size
-    unit (bytes for traced models). `is_proved` says whether no schedule at all can fit, or merely
-    none was found.
+    unit (bytes for traced models). `is_proved` says whether no schedule of the graph's order can
+    fit (`BoundScope` says what that is), or merely none was found.
     """
 
     def __init__(

@@ -25,7 +25,8 @@ STEP_FACTS = ("s", "cost", "bound", "bytes", "bound_bytes")
 BoundScope = Literal["slots", "order", "all orders"]
 """For which space a bound is proved: the slots offered (with small values kept throughout, where
 `stats` names `reserve_bytes` for them), every schedule of the graph's order, or every schedule at
-all."""
+all. A schedule of the order is one of Checkmate's: between two first runs, each operation runs at
+most once, and those that do run in the order (`docs/decisions/0039`)."""
 
 
 def steps_of(stats: Mapping[str, str | int | float]) -> list[str]:

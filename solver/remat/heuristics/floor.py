@@ -1,4 +1,4 @@
-"""Lower bounds on the peak that need no solver, and hold for every schedule in any order."""
+"""Lower bounds on the peak that need no solver: of schedules of the order, and of any order."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from remat.graph import Graph
 
 
 def least_peak_bytes(graph: Graph) -> int:
-    """Bytes that some operation needs whatever is recomputed, constant memory included.
+    """Bytes that some operation needs whatever is recomputed, constant memory included, in this
+    order: in another one, fewer results may be there when it first runs.
 
     When an operation first runs, its inputs and outputs are there, every result made before (those
     are never dropped), and every earlier output of an operation that runs only once and that is
