@@ -14,8 +14,9 @@ Setting = tuple[int, ...]
 def cheapest_setting(
     step: BlockStep, settings: Sequence[Setting], budget_bytes: int | None
 ) -> Setting:
-    """The cheapest with a peak of at most `budget_bytes`, and of these the one with the smallest
-    peak; without a budget, of those at most one per cent above the smallest.
+    """The cheapest with a peak of at most `budget_bytes`, and of these the first: a clock that sees
+    no difference is no reason to run anything again. Without a budget, of those at most one per
+    cent above the smallest.
 
     Raises `InfeasibleBudget` with the smallest peak where none fits.
     """
@@ -25,4 +26,4 @@ def cheapest_setting(
         budget_bytes = int(NEAR_MIN * least_bytes)
     check_feasible(least_bytes, budget_bytes)
     fitting = [setting for setting, peak_bytes in peaks.items() if peak_bytes <= budget_bytes]
-    return min(fitting, key=lambda setting: (step.time_s(setting), peaks[setting]))
+    return min(fitting, key=step.time_s)
