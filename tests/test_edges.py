@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 import remat
+from remat.documents.structure import Structure
 from remat.errors import TraceError
 
 COSTS = remat.Roofline("cpu")
@@ -259,6 +260,13 @@ def test_python_values_that_are_equal_and_not_the_same() -> None:
     for index in (1, True, 1.0, 0, False, 1):
         assert_same_step(model, copy.deepcopy(model), run, x, index)
     assert_same_step(model, copy.deepcopy(model), run, x, np.float64(0.5))
+
+
+def test_a_structure_is_like_no_other_thing() -> None:
+    for value in (None, 1):
+        assert Structure(kind="value", value=value) != value
+    assert Structure(kind="value", value=1) != Structure(kind="value", value=True)
+    assert Structure(kind="value", value=1) == Structure(kind="value", value=1)
 
 
 def test_inputs_that_are_laid_out_otherwise() -> None:

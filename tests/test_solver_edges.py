@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 
 import networkx as nx
 from tests.graphs import chain
@@ -44,10 +43,8 @@ def test_a_relaxation_of_less_room_bounds_nothing() -> None:
 
 
 def test_more_checkpoints_than_stages() -> None:
-    began = time.monotonic()
     many = remat.solve(chain(20), "100%", Revolve(1_000_000))
     assert many.schedule == remat.solve(chain(20), "100%", Revolve(20)).schedule
-    assert time.monotonic() - began < 60  # seconds of work were days
 
 
 def adversary() -> Graph:

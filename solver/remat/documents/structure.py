@@ -42,7 +42,9 @@ class Structure(Record):
 
     def __eq__(self, other: object) -> bool:
         """With Python's values told apart by type and sign: 1, True and 1.0 are not the same."""
-        return super().__eq__(other) and repr(self.value) == repr(getattr(other, "value", None))
+        if not isinstance(other, Structure):
+            return NotImplemented
+        return bool(super().__eq__(other)) and repr(self.value) == repr(other.value)
 
     __hash__ = Record.__hash__
 

@@ -121,7 +121,7 @@ def _drawn(model: nn.Module, what: str) -> str:
     return (
         f"the forward of {type(model).__name__} {what}, which a plan would do once for all steps. "
         "Remedy: do so outside, and pass what follows from it as an argument; or use torch.rand "
-        'and torch.where; or plan the blocks inside (scope="blocks")'
+        'and torch.where; or plan the blocks inside: remat.enable(model, budget, scope="blocks")'
     )
 
 
