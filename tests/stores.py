@@ -77,12 +77,14 @@ def finish(
     id: str,
     status: str = "succeeded",
     problem: dict[str, Any] | None = None,
+    body: bytes = b"body",
+    is_shared: bool = True,
 ) -> bool:
-    body, summary = (b"body", [SUMMARY]) if status == "succeeded" else (None, [])
+    told: dict[str, Any] = {"problem": problem}
+    if status == "succeeded":
+        told |= {"body": body, "summary": [SUMMARY], "is_shared": is_shared}
     with database.write() as connection:
-        return leases.finish(
-            connection, worker, id, status, body=body, summary=summary, problem=problem, seconds=1.0
-        )
+        return leases.finish(connection, worker, id, status, seconds=1.0, **told)
 
 
 def report(database: Database, worker: str, id: str) -> None:

@@ -290,7 +290,7 @@ class Ending(Holding):
             raise Lost("ended with code 0")
         self.has_told = True
         progress = ProgressRecord(phase="solve", elapsed_s=1.0)
-        answer = Answered(summary=())
+        answer = Answered(summary=(), is_shared=True)
         return [Advanced(progress=progress, is_incumbent=False), (answer, b"the answer")]
 
 

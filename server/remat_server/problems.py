@@ -21,6 +21,7 @@ _TITLES = {
     404: ("not-found", "There is no such thing"),
     405: ("method-not-allowed", "This method is not offered here"),
     406: ("not-acceptable", "No such form of the result"),
+    408: ("too-slow", "The request took too long to come"),
     409: ("not-ready", "The job has no result"),
     411: ("length-required", "The length of the body is needed"),
     413: ("too-large", "The request is too large"),

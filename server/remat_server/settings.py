@@ -38,7 +38,8 @@ class Settings(BaseSettings):
     allow_anonymous: bool = False
     """Serve other machines without API keys."""
     allowed_hosts: Annotated[tuple[str, ...], NoDecode] = ()
-    """Host names that requests may name, besides localhost; without keys, no others may."""
+    """Host names that requests may name, besides localhost, or `*`. By default, on other addresses,
+    any where keys are needed, and addresses and names without a dot where they are not."""
     data_dir: Path = Field(default_factory=_data_dir)
     database_url: str = ""
     """SQLAlchemy's form; by default SQLite in `data_dir`."""

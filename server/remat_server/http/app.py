@@ -31,6 +31,7 @@ from remat.service.wire import (
 from remat_server import logs
 from remat_server.http import answers, metrics
 from remat_server.http.auth import Gate
+from remat_server.http.bodies import Bodies
 from remat_server.http.intake import Intake
 from remat_server.http.middleware import Surround
 from remat_server.http.routes import health, jobs, results, solve
@@ -78,6 +79,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     )
     app.state.settings, app.state.database, app.state.gate = settings, database, gate
     app.state.intake = Intake(settings, database)
+    app.state.bodies = Bodies(settings.body_bytes)
     app.state.requests = requests
     app.state.draining = threading.Event()
     answers.install(app)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 import time
+from ipaddress import ip_address
 
 import structlog
 from prometheus_client import Histogram
@@ -40,9 +41,10 @@ class Surround:
     def __init__(self, app: ASGIApp, settings: Settings, gate: Gate, requests: Histogram) -> None:
         self._app, self._gate, self._requests = app, gate, requests
         self._hosts = _LOCAL | {host.lower() for host in settings.allowed_hosts}
-        self._is_open = "*" in settings.allowed_hosts or (
-            not settings.is_loopback and not settings.allowed_hosts
-        )
+        names = settings.allowed_hosts
+        reachable = not settings.is_loopback and not names
+        self._is_open = "*" in names or (reachable and not settings.allow_anonymous)
+        self._takes_plain = reachable
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -94,8 +96,23 @@ class Surround:
 
     def _is_known_host(self, host: str) -> bool:
         """Without keys, a page of another site could reach the service by a name of its own that
-        it lets point here (DNS rebinding); so names are checked."""
+        it lets point here (DNS rebinding); so names are checked.
+
+        Addresses are no names, and names without a dot are of the network's own: where everybody
+        on it may use the service, these are known.
+        """
         if self._is_open:
             return True
         name = host.lower() if host.endswith("]") else host.lower().rpartition(":")[0]
-        return (name or host.lower()) in self._hosts
+        name = name or host.lower()
+        return name in self._hosts or (self._takes_plain and _is_plain(name))
+
+
+def _is_plain(name: str) -> bool:
+    if "." not in name and ":" not in name:
+        return bool(name)
+    try:
+        ip_address(name.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        return False
+    return True

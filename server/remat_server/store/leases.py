@@ -15,7 +15,7 @@ from sqlalchemy import Connection, Select, and_, delete, exists, func, or_, sele
 
 from remat_server.store.database import insert_or, now
 from remat_server.store.events import append
-from remat_server.store.jobs import end, is_answered
+from remat_server.store.jobs import end, is_answered, own_content
 from remat_server.store.tables import answers, jobs, workers
 from remat_server.store.tallies import GAPS, SECONDS, count, observe
 
@@ -139,17 +139,23 @@ def finish(
     *,
     body: bytes | None = None,
     summary: Sequence[dict[str, Any]] = (),
+    is_shared: bool = True,
     problem: dict[str, Any] | None = None,
     seconds: float,
 ) -> bool:
-    """End a job with its answer or its problem. False where it is no longer this worker's."""
+    """End a job with its answer or its problem. False where it is no longer this worker's.
+
+    An answer that is not shared is this job's only: whoever asks the same is solved for again.
+    """
     query = select(jobs.c.content, jobs.c.kind).where(jobs.c.id == id, jobs.c.worker == worker)
     held = connection.execute(query.with_for_update()).first()
     if held is None:
         return False
     if body is not None:
+        content = held.content if is_shared else own_content(held.content, id)
+        connection.execute(update(jobs).where(jobs.c.id == id).values(content=content))
         made = insert_or(connection, answers).values(
-            content=held.content, body=body, summary=list(summary), used_at=now()
+            content=content, body=body, summary=list(summary), used_at=now()
         )
         connection.execute(made.on_conflict_do_nothing(index_elements=["content"]))
     end(connection, id, status, problem)

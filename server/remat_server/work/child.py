@@ -52,7 +52,7 @@ def _serve(connection: Connection) -> None:
     task = Task.model_validate_json(connection.recv_bytes())
     request = gzip.decompress(connection.recv_bytes())
     os.nice(task.niceness)
-    if not task.device:  # CUDA reserves far more than it uses
+    if task.device != "cuda":  # which reserves far more than it uses
         _limit_memory(task.memory_bytes)
     try:
         found = perform(

@@ -44,6 +44,9 @@ class Answered(Record):
 
     message: Literal["answer"] = "answer"
     summary: tuple[Summary, ...]
+    is_shared: bool
+    """Whether it is the answer for everybody who asks the same: not where costs were measured, as
+    another worker's device has others, nor where the solver failed."""
 
 
 class Failed(Record):

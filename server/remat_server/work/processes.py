@@ -91,8 +91,15 @@ class KeptWorker:
             assert self._process is not None
             code = await self._process.wait()
             log.error("the worker ended and is started again", code=code)
+            self._process = await self._spawn_again()
+
+    async def _spawn_again(self) -> asyncio.subprocess.Process:
+        while True:
             await asyncio.sleep(_RESTART_S)
-            self._process = await self._spawn()
+            try:
+                return await self._spawn()
+            except OSError as error:  # no memory, no process left: for now
+                log.error("the worker cannot be started; it is tried again", error=str(error))
 
 
 def main() -> int:

@@ -20,6 +20,7 @@ from remat.plan import Plan
 from remat.progress import Progress, ProgressCallback
 from remat.rewrite import rewrite
 from remat.service import wire
+from remat.solution import FAILURES
 from remat.solve import solve, sweep
 from remat.strategies.base import Strategy
 from remat_server.problems import of_error, problem
@@ -73,7 +74,9 @@ def perform(
     except RecursionError:
         return Failed(status="failed", problem=problem(422, "the graph is nested too deeply"))
     zipped = gzip.compress(answer.encode(), compresslevel=5, mtime=0)
-    return Answered(summary=tuple(map(summarise, plans))), zipped
+    has_failed = any(failure in plan.stats for plan in plans for failure in FAILURES)
+    is_shared = not (request.is_measured_here or has_failed)
+    return Answered(summary=tuple(map(summarise, plans)), is_shared=is_shared), zipped
 
 
 def with_threads(strategy: Strategy, threads: int) -> Strategy:

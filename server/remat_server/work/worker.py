@@ -187,6 +187,7 @@ class Worker:
             told: dict[str, Any] = {
                 "body": body,
                 "summary": [each.model_dump() for each in answered.summary],
+                "is_shared": answered.is_shared,
             }
         else:
             status = said.status

@@ -177,7 +177,7 @@ class Client:
 
     def cancel(self, id: str) -> None:
         """Cancel a job, or forget one that has ended."""
-        self._service.call("DELETE", f"/jobs/{id}")
+        self._service.cancel(id)
 
     def finish(
         self, id: str, progress: ProgressCallback | None = None, cancel: Cancel | None = None

@@ -21,9 +21,15 @@ _BUSY = (429, 503)
 """What a service says that is to be asked again."""
 _PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 5.0
-_SILENCE_S = 2.0
-"""How often a wait without news looks whether it was cancelled."""
+_SILENCE_S = 40.0
+"""After how long without a word, of which it sends one in 15 s, a service is taken for gone."""
+_CANCEL_S = 2.0
+"""How often a wait that can be cancelled looks whether it was."""
 _COMPRESSION = 6
+
+
+class NotThere(ServiceError):
+    """The service knows of no such thing."""
 
 
 class Connection:
@@ -59,7 +65,8 @@ class Connection:
         gone_since: float | None = None
         while True:
             try:
-                for kind, data, number in self._events(id, last):
+                silence_s = _SILENCE_S if cancel is None else _CANCEL_S
+                for kind, data, number in self._events(id, last, silence_s):
                     last, gone_since = number, None
                     if cancel is not None and cancel.is_set():
                         raise RematError("cancelled before the service had an answer")
@@ -80,10 +87,10 @@ class Connection:
             if gone_since is not None:
                 time.sleep(_PAUSE_S)
 
-    def _events(self, id: str, last: str) -> Iterator[tuple[str, str, str]]:
+    def _events(self, id: str, last: str, silence_s: float) -> Iterator[tuple[str, str, str]]:
         headers = {"Last-Event-ID": last}
         path = f"/jobs/{id}/events"
-        with self._http.sse(path, headers=headers, timeout=_SILENCE_S) as source:
+        with self._http.sse(path, headers=headers, timeout=silence_s) as source:
             if source.response.status_code != 200:
                 source.response.read()
                 if source.response.status_code in _BUSY:
@@ -130,6 +137,33 @@ class Connection:
             "it running (remat serve), and is the address right?"
         )
 
+    def cancel(self, id: str) -> None:
+        """Cancel a job, or forget one that has ended. A request whose answer was lost is sent again
+        only where it did nothing: a second one would forget what the first cancelled."""
+        had_ended = self.job(id).status in wire.ENDED
+        until = time.monotonic() + PATIENCE_S
+        while True:
+            try:
+                response = self._http.request("DELETE", f"/jobs/{id}")
+            except self._unreachable as error:
+                if time.monotonic() > until:
+                    raise self._lost(error) from None
+                time.sleep(_PAUSE_S)
+                if self._is_done(id, had_ended=had_ended):
+                    return
+                continue
+            if response.status_code not in _BUSY or time.monotonic() > until:
+                break
+            time.sleep(_PAUSE_S)
+        if response.status_code >= 400:
+            raise _problem(response)
+
+    def _is_done(self, id: str, *, had_ended: bool) -> bool:
+        try:
+            return self.job(id).status in wire.ENDED and not had_ended
+        except NotThere:  # forgotten
+            return True
+
     def cancel_quietly(self, id: str) -> None:
         """Cancel a job whose wait was interrupted; a service that is gone needs no telling."""
         with suppress(self._unreachable):
@@ -153,7 +187,8 @@ def _progress(data: str) -> Progress:
 
 def _problem(response: Any) -> RematError:
     try:
-        return validated(wire.Problem, response.content, "problem").exception()
+        problem = validated(wire.Problem, response.content, "problem")
+        return NotThere(problem.detail) if response.status_code == 404 else problem.exception()
     except DocumentError:
         return ServiceError(
             f"the service answered {response.status_code}: {response.text[:200]!r}; is this the "

@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
-from anyio import sleep
+from anyio import CapacityLimiter, WouldBlock, sleep
 from anyio.to_thread import run_sync
 from fastapi import APIRouter, Depends, Header, Query, Request
 from fastapi.responses import JSONResponse, Response
@@ -15,6 +15,7 @@ from fastapi.sse import EventSourceResponse, ServerSentEvent
 from remat.service.wire import JobPage, JobView, State
 from remat_server.http.auth import Owner
 from remat_server.http.routes.common import JobId, Store, no_job, problems, reference
+from remat_server.problems import ServiceProblem
 from remat_server.store import events, jobs
 from remat_server.store.database import Database
 from remat_server.store.events import Event
@@ -26,6 +27,10 @@ _FIRST_LOOKS_S = 0.05
 """For the first seconds: most jobs are short, and nobody likes to wait."""
 _SHORT_S = 3.0
 _ALIVE_S = 15.0
+_streams = CapacityLimiter(200)
+"""Clients that watch at a time."""
+_looking = CapacityLimiter(4)
+"""Threads that look for them, so that other requests do not wait for their looks."""
 _UNMODIFIED: dict[int | str, dict[str, Any]] = {304: {"description": "As it was (`If-None-Match`)"}}
 
 
@@ -93,12 +98,25 @@ def delete_job(owner: Owner, store: Store, id: JobId) -> Response:
     return JSONResponse(found[0].model_dump(), 202)
 
 
-def _job_to_watch(owner: Owner, store: Store, id: JobId) -> str:
-    """Decides about 404 before the stream begins."""
+async def _job_to_watch(owner: Owner, store: Store, id: JobId) -> AsyncIterator[str]:
+    """Decides about 404 and 503 before the stream begins."""
+    await run_sync(_require, store, owner, id)
+    stream = object()
+    try:
+        _streams.acquire_on_behalf_of_nowait(stream)
+    except WouldBlock:
+        text = f"{_streams.total_tokens:g} clients watch jobs now, the most that may; try again"
+        raise ServiceProblem(503, text, headers={"Retry-After": "5"}) from None
+    try:
+        yield id
+    finally:
+        _streams.release_on_behalf_of(stream)
+
+
+def _require(store: Database, owner: str, id: str) -> None:
     with store.read() as connection:
         if jobs.view(connection, owner, id) is None:
             raise no_job(id)
-    return id
 
 
 @router.get("/jobs/{id}/events", response_class=EventSourceResponse, responses=problems(404))
@@ -115,7 +133,8 @@ async def watch_job(
     last = int(last_event_id) if last_event_id and last_event_id.isdecimal() else 0
     began = spoke = time.monotonic()
     while not request.app.state.draining.is_set():
-        found, is_over = await run_sync(_after, store, id, min(last, 2**31 - 1))
+        last = min(last, 2**31 - 1)
+        found, is_over = await run_sync(_after, store, id, last, limiter=_looking)
         if is_over:
             return
         for event in found:

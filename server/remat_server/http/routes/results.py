@@ -6,6 +6,8 @@ import gzip
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
+from anyio import CapacityLimiter
+from anyio.to_thread import run_sync
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
 
@@ -36,6 +38,8 @@ _MEDIA: dict[Form, str] = {
     "plan": "application/json",
     "program": "application/json",
 }
+_rendering = CapacityLimiter(2)
+"""A picture of a large plan takes seconds and hundreds of megabytes, so few are made at a time."""
 _PICTURES = frozenset[Form]({"svg", "schedule", "modules"})
 _SCHEMAS: dict[Form, dict[str, Any]] = {
     "json": {
@@ -60,7 +64,7 @@ _FRAME = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; sandbox"
         **problems(404, 406, 409),
     },
 )
-def get_result(
+async def get_result(
     request: Request,
     owner: Owner,
     id: JobId,
@@ -72,7 +76,9 @@ def get_result(
     `modules` what is recomputed where; `plan` and `program` are the parts of the JSON answer, as
     `remat.Plan.load` and `remat.Program.load` read them.
     """
-    return result_response(request, owner, id, format or _accepted(request))
+    form = format or _accepted(request)
+    limiter = None if form == "json" else _rendering
+    return await run_sync(result_response, request, owner, id, form, limiter=limiter)
 
 
 def result_response(

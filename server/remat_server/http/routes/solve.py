@@ -13,7 +13,6 @@ from fastapi.responses import JSONResponse, Response
 
 from remat.service import wire
 from remat_server.http.auth import Owner
-from remat_server.http.bodies import read_body
 from remat_server.http.routes.common import LINKS, problems, reference
 from remat_server.http.routes.results import result_response
 from remat_server.problems import ServiceProblem
@@ -94,7 +93,7 @@ def _documented(
                 "headers": {"Location": {"schema": {"type": "string"}}},
                 "links": LINKS,
             },
-            **problems(413, 415),
+            **problems(408, 413, 415),
         },
     }
 
@@ -129,15 +128,9 @@ async def _accept(posted: Posted, kind: wire.Kind) -> Response:
         raise ServiceProblem(
             503, "the service is being stopped; try again", headers={"Retry-After": "10"}
         )
-    body = await read_body(request, state.settings.body_bytes)
-    if posted.dry_run:
-        sizes: wire.Sizes = await run_sync(state.intake.sizes, kind, body, limiter=_validating)
-        return JSONResponse(sizes.model_dump())
-    request_id: str = request.scope["state"]["request_id"]
-    key = posted.idempotency_key
-    job: wire.JobView = await run_sync(
-        state.intake.accept, kind, body, owner, key, request_id, limiter=_validating
-    )
+    job = await _take(posted, kind)
+    if isinstance(job, wire.Sizes):
+        return JSONResponse(job.model_dump())
     where = f"/jobs/{job.id}" if kind == "solve" else f"/sweeps/{job.id}"
     headers = {"Location": where}
     asked = _WAIT.search(posted.prefer or "")
@@ -155,6 +148,19 @@ async def _accept(posted: Posted, kind: wire.Kind) -> Response:
     if job.status != "succeeded":
         return JSONResponse(job.model_dump(), 200, headers)
     return await run_sync(result_response, request, owner, job.id, "json", headers)
+
+
+async def _take(posted: Posted, kind: wire.Kind) -> wire.JobView | wire.Sizes:
+    """What became of a body, which is let go of before anybody waits for the job."""
+    state = posted.request.app.state
+    async with state.bodies.read(posted.request) as body:
+        if posted.dry_run:
+            return await run_sync(state.intake.sizes, kind, body, limiter=_validating)
+        request_id: str = posted.request.scope["state"]["request_id"]
+        key = posted.idempotency_key
+        return await run_sync(
+            state.intake.accept, kind, body, posted.owner, key, request_id, limiter=_validating
+        )
 
 
 def _look(database: Any, owner: str, job: wire.JobView) -> wire.JobView:
