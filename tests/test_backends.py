@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pulp
 import pytest
@@ -185,6 +186,20 @@ def test_a_fractional_solution_is_none() -> None:
         assert highs.solve(arrays).outcome is Outcome.OPTIMAL
         values = {v: float(v.varValue or 0.0) for v in arrays.variables}
         assert is_solution(program, values) == expected
+
+
+@pytest.mark.parametrize("where", ["report", "cancelled"])
+def test_an_interrupt_inside_of_highs_is_raised(where: str) -> None:
+    """Ctrl-C, where Python notices it: in what HiGHS calls, of which it makes its own error."""
+
+    def interrupted(*_: object) -> bool:
+        raise KeyboardInterrupt
+
+    graph = uneven(8)
+    program = model.build(graph, slots.complete(graph), budget_bytes(graph, 0.6))
+    calls: dict[str, Any] = {where: interrupted}
+    with pytest.raises(KeyboardInterrupt):
+        BulkHiGHS(gap=0.0, time_limit=60.0, threads=1, **calls).solve(program.arrays)
 
 
 @pytest.mark.parametrize("budget", [0.55, 0.7, 0.9, None])

@@ -125,7 +125,7 @@ def test_what_fits_as_it_is_needs_no_program() -> None:
 
 def test_less_than_some_operation_needs_is_proved_infeasible() -> None:
     offers = Offers()
-    with pytest.raises(InfeasibleBudget, match="one operation alone needs 3 bytes") as error:
+    with pytest.raises(InfeasibleBudget, match="one operation needs 3 bytes with what") as error:
         least_cost(CHAIN, offers, 2)
     assert error.value.is_proved
     assert error.value.min_feasible_bytes == 3

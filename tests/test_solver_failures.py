@@ -18,6 +18,7 @@ from tests.test_baselines import uneven_stages
 
 from remat.errors import InfeasibleBudget, RematError, SolverError, SolverWarning
 from remat.plan import Plan, Status
+from remat.progress import Progress
 from remat.schedule import Schedule
 from remat.simulate import peak_and_time, simulate
 from remat.solve import solve, sweep
@@ -286,3 +287,23 @@ def test_highs_fails_where_no_schedule_is_known() -> None:
     with pytest.raises(RematError, match=r"HiGHS refused.*No schedule within 64 B") as error:
         solve(LONG, TIGHT_BYTES, Exact())
     assert isinstance(error.value, SolverError)
+
+
+# -- a caller that raises -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_what_progress_raises_ends_the_solve_and_is_raised(times: int) -> None:
+    told: list[Progress] = []
+
+    def progress(now: Progress) -> None:
+        told.append(now)
+        if len(told) >= times:
+            raise LookupError("the caller's own")
+
+    with pytest.raises(LookupError, match="the caller's own"):
+        solve(LONG, "60%", Exact(), progress=progress)
+    assert len(told) == times
+    with pytest.raises(LookupError, match="the caller's own"):
+        sweep(LONG, ["60%", "70%"], Exact(), progress=progress)
+    assert len(told) == times + 1

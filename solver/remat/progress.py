@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -34,3 +36,40 @@ class Cancel(Protocol):
     def is_set(self) -> bool:
         """Whether the solve shall end now with the best it has."""
         ...
+
+
+@contextmanager
+def heard(
+    progress: ProgressCallback | None, cancel: Cancel | None
+) -> Iterator[tuple[ProgressCallback | None, Cancel | None]]:
+    """The two for a solve that the first error of `progress` ends, and that then raises it.
+
+    Solvers call back from code of their own, and what is raised there counts as their failure.
+    """
+    if progress is None:
+        yield None, cancel
+        return
+    caller = _Caller(progress, cancel)
+    try:
+        yield caller.tell, caller
+    finally:
+        if caller.error is not None:
+            raise caller.error
+
+
+class _Caller:
+    def __init__(self, progress: ProgressCallback, cancel: Cancel | None) -> None:
+        self._progress, self._cancel = progress, cancel
+        self._lock = threading.Lock()
+        self.error: BaseException | None = None
+
+    def tell(self, progress: Progress) -> None:
+        with self._lock:  # steps beside each other tell, too
+            if self.error is None:
+                try:
+                    self._progress(progress)
+                except BaseException as error:
+                    self.error = error
+
+    def is_set(self) -> bool:
+        return self.error is not None or (self._cancel is not None and self._cancel.is_set())

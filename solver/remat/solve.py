@@ -14,7 +14,7 @@ from remat.documents.trace import Trace
 from remat.errors import InfeasibleBudget, SolverError, SolverWarning
 from remat.graph import Graph
 from remat.plan import Plan
-from remat.progress import Cancel, ProgressCallback
+from remat.progress import Cancel, ProgressCallback, heard
 from remat.schedule import Schedule
 from remat.simulate import peak_and_time, simulate
 from remat.solution import Solution, Stats, joined
@@ -53,7 +53,8 @@ def solve(
     "min": the smallest peak that the strategy finds, and then the cheapest schedule at that (or,
     where a smaller one is not excluded, within `peak_gap` of it), both within its time limit.
     `strategy` is `Auto()` by default. `progress` is called with a `Progress` now and then; `cancel`
-    (an Event) ends the solve early with the best plan so far.
+    (an Event) ends the solve early with the best plan so far. What `progress` raises ends it, too,
+    and is raised.
 
     A solver backend that fails on the way does not take the plan with it: the best schedule known
     is returned, with a `SolverWarning`, and the reason in `plan.stats["solver_error"]`.
@@ -65,7 +66,8 @@ def solve(
     stats: Stats = {} if isinstance(graph, Graph) else {"cost_source": graph.cost_source}
     traced, graph = graph, graph if isinstance(graph, Graph) else graph.graph()
     budget_bytes = Budget.parse(budget).in_bytes(_baseline_bytes(graph), graph.library_bytes)
-    plan = _solve(graph, budget_bytes, strategy or Auto(), None, progress, cancel, stats)
+    with heard(progress, cancel) as (progress, cancel):
+        plan = _solve(graph, budget_bytes, strategy or Auto(), None, progress, cancel, stats)
     return _told(plan, traced)
 
 
@@ -92,19 +94,20 @@ def sweep(
     wanted = map(Budget.parse, SWEEP if budgets is None else budgets)
     sizes = {budget.in_bytes(baseline_bytes, graph.library_bytes) for budget in wanted}
     plans: list[Plan] = []
-    for size in sorted(sizes, key=lambda size: size or 0):  # "min" is None, and the smallest
-        if plans and size is not None and size < plans[0].budget_bytes:
-            continue
-        if plans and cancel is not None and cancel.is_set():
-            break
-        start = plans[-1].schedule if plans else None
-        try:
-            plan = _solve(graph, size, strategy, start, progress, cancel, stats)
-            plans.append(_told(plan, traced))
-        except InfeasibleBudget:
-            continue
-        if told is not None:
-            told(plans[-1])
+    with heard(progress, cancel) as (progress, cancel):
+        for size in sorted(sizes, key=lambda size: size or 0):  # "min" is None, and the smallest
+            if plans and size is not None and size < plans[0].budget_bytes:
+                continue
+            if plans and cancel is not None and cancel.is_set():
+                break
+            start = plans[-1].schedule if plans else None
+            try:
+                plan = _solve(graph, size, strategy, start, progress, cancel, stats)
+                plans.append(_told(plan, traced))
+            except InfeasibleBudget:
+                continue
+            if told is not None:
+                told(plans[-1])
     return plans
 
 

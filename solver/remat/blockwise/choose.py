@@ -50,6 +50,10 @@ def choose(
     least_bytes = step.peak_bytes(_cheapest(step, None, threads, tied).ways)
     if budget_bytes is None:
         budget_bytes = int(NEAR_MIN * least_bytes)
+    if budget_bytes < least_bytes:  # which is the smallest but for the solver's gap
+        found = _solved(step, budget_bytes, 0.0, threads, tied)
+        if step.peak_bytes(found.ways) <= budget_bytes:
+            return found
     check_feasible(least_bytes, budget_bytes)
     return _cheapest(step, budget_bytes, threads, tied)
 
@@ -98,10 +102,21 @@ def _solved(
     threads: int,
     tied: Sequence[int] | None,
 ) -> Choice:
-    program = _Program(step, budget_bytes, less, tied or range(len(step.calls)))
+    tied = tied or range(len(step.calls))
+    program = _Program(step, budget_bytes, less, tied)
     run = BulkHiGHS(gap=_GAP, time_limit=_TIME_LIMIT_S, threads=threads)
     found = run.solve(pulp_versions.read(program.problem))
-    return Choice(program.chosen(), (found.bound or 0.0) * program.unit_s)
+    ways = _smallest(step, tied) if found.objective is None else program.chosen()
+    return Choice(ways, (found.bound or 0.0) * program.unit_s)
+
+
+def _smallest(step: BlockStep, tied: Sequence[int]) -> tuple[int, ...]:
+    """The way of each call that saves least, for where a solver finds nothing in its time."""
+    least = [
+        min(range(len(o)), key=lambda w: (o[w].saved_bytes, o[w].backward_bytes))
+        for o in step.calls
+    ]
+    return tuple(least[other] for other in tied)
 
 
 class _Program:

@@ -50,7 +50,9 @@ def polish(graph: Graph, schedule: Schedule, budget_bytes: int) -> Schedule:
 def _with_more_kept(graph: Graph, schedule: Schedule, budget_bytes: int) -> Schedule:
     """One look at each recomputation. What its inputs no longer take is room for the next look."""
     timeline = simulate(graph, schedule)
-    room_bytes = budget_bytes - np.array(timeline.during_bytes, dtype=np.int64)
+    is_small = max(budget_bytes, timeline.peak_bytes) < 2**62
+    during_bytes = np.array(timeline.during_bytes, dtype=np.int64 if is_small else object)
+    room_bytes = budget_bytes - during_bytes
     end = [copy.end for copy in timeline.copies]
     before: list[int] = []
     """The copy before each copy of the same value, -1 for the first."""

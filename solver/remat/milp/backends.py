@@ -25,7 +25,7 @@ from remat.errors import SolverError
 from remat.milp.model import Model
 from remat.milp.solvers import pulp_solvers, pulp_versions
 from remat.milp.solvers.commands import ended_once
-from remat.milp.solvers.highs import BulkHiGHS, Report
+from remat.milp.solvers.highs import EXACT, BulkHiGHS, Report
 from remat.milp.solvers.outcome import Outcome, SolverRun
 from remat.milp.start import Values, is_solution, start_values
 from remat.schedule import Schedule
@@ -47,14 +47,16 @@ def run(
     seed: int = 0,
     incumbent: Schedule | None = None,
     target: float | None = None,
+    exact: bool = False,
     report: Report | None = None,
     cancelled: Callable[[], bool] | None = None,
 ) -> SolverRun:
     """Solve `model` to `gap` (relative) within `time_limit` seconds.
 
     `incumbent` is used where the slots can express it; `target` ends the solve at the first
-    solution that good (HiGHS only, as are `seed` and `report`). Once `cancelled`, the best solution
-    so far is the answer. Raises `SolverError` if the solver is missing, unlicensed or fails.
+    solution that good; `exact` asks for the smallest tolerances of rows (HiGHS only, as are `seed`
+    and `report`). Once `cancelled`, the best solution so far is the answer. Raises `SolverError` if
+    the solver is missing, unlicensed or fails.
     """
     start = None if incumbent is None else start_values(model, incumbent)
     if not pulp_solvers.is_highs(solver):
@@ -68,6 +70,7 @@ def run(
         target=target,
         report=report,
         cancelled=cancelled,
+        options=EXACT if exact else None,
     )
     answer = highs.solve(model.arrays)
     return answer if answer.objective is None else replace(answer, schedule=_schedule(model))

@@ -23,6 +23,11 @@ Report = Callable[[float | None, float | None], None]
 """Called with (incumbent objective, dual bound); None where there is none."""
 
 
+EXACT = {"mip_feasibility_tolerance": 1e-10, "primal_feasibility_tolerance": 1e-10}
+"""HiGHS's smallest tolerances: a budget of 10 GB may be missed by bytes, where it usually may by
+kilobytes."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class BulkHiGHS:
     """How to solve a program.
@@ -57,15 +62,19 @@ class BulkHiGHS:
                 np.array([i for i, _ in known], dtype=np.int32),
                 np.array([x for _, x in known], dtype=np.float64),
             )
-        self._listen(highs)
-        if highs.run() == highspy.HighsStatus.kError:
+        raised = self._listen(highs)
+        status = highs.run()
+        if status == highspy.HighsStatus.kError and not raised:
             # A process has one pool of HiGHS threads, and another solve has sized it differently.
             highs.setOptionValue("threads", 0)
-            if highs.run() == highspy.HighsStatus.kError:
-                raise SolverError(
-                    "HiGHS refused to run the program; most likely the graph's sizes are too far "
-                    "from its budget, or its costs from each other"
-                )
+            status = highs.run()
+        if raised:
+            raise raised[0]
+        if status == highspy.HighsStatus.kError:
+            raise SolverError(
+                "HiGHS refused to run the program; most likely the graph's sizes are too far "
+                "from its budget, or its costs from each other"
+            )
         return _read(highs, program)
 
     def _set_options(self, highs: highspy.Highs) -> None:
@@ -82,23 +91,35 @@ class BulkHiGHS:
         for name, value in options.items():
             highs.setOptionValue(name, value)
 
-    def _listen(self, highs: highspy.Highs) -> None:
+    def _listen(self, highs: highspy.Highs) -> list[BaseException]:
+        """Subscribe to what HiGHS tells. What is raised then ends the run, and is put into the
+        list, as HiGHS 1.16 takes it for an error of its own."""
+        raised: list[BaseException] = []
+
         def poll(event: highspy.HighsCallbackEvent) -> None:
-            if self.cancelled is not None and self.cancelled():
+            try:
+                if raised or (self.cancelled is not None and self.cancelled()):
+                    event.interrupt()
+            except BaseException as error:
+                raised.append(error)
                 event.interrupt()
 
         def tell(event: highspy.HighsCallbackEvent) -> None:
-            if self.report is not None:
-                data = event.data_out
-                self.report(_finite(data.mip_primal_bound), _finite(data.mip_dual_bound))
+            data = event.data_out
+            try:
+                if self.report is not None and not raised:
+                    self.report(_finite(data.mip_primal_bound), _finite(data.mip_dual_bound))
+            except BaseException as error:
+                raised.append(error)
 
-        if self.cancelled is not None:
+        if self.cancelled is not None or self.report is not None:
             highs.cbSimplexInterrupt.subscribe(poll)
             highs.cbIpmInterrupt.subscribe(poll)
             highs.cbMipInterrupt.subscribe(poll)
         if self.report is not None:
             highs.cbMipLogging.subscribe(tell)
             highs.cbMipImprovingSolution.subscribe(tell)
+        return raised
 
 
 class _Silent(highspy.Highs):

@@ -67,7 +67,7 @@ class MilpRunner:
         """
         bound: float | None = None
         budget_now = budget_bytes
-        for _ in range(_TIGHTENINGS):
+        for attempt in range(_TIGHTENINGS):
             began = time.monotonic()
             if self.is_over() or self._overhead_s(slots) > self.clock.left_s:
                 break
@@ -83,6 +83,7 @@ class MilpRunner:
                 gap=self.options.gap if gap is None else gap,
                 time_limit=min(time_limit, self.clock.left_s),
                 incumbent=incumbent,
+                exact=attempt > 0,
                 report=stall.report,
                 done=stall.is_over,
             )
@@ -97,8 +98,8 @@ class MilpRunner:
             if excess <= 0:
                 best = min(schedule, incumbent, key=self.time)
                 return replace(answer, schedule=best), bound
-            # The solver's tolerance let a row slip by this much; ask for that much less.
-            budget_now -= excess
+            # The solver's tolerance let a row slip: it gets a smaller one, then a smaller budget.
+            budget_now -= excess if attempt else 0
         return self.kept(incumbent, bound)
 
     @staticmethod
@@ -198,6 +199,7 @@ class MilpRunner:
         report: Report,
         done: Callable[[], bool],
         target: float | None = None,
+        exact: bool = False,
     ) -> SolverRun:
         began = time.monotonic()
         try:
@@ -210,6 +212,7 @@ class MilpRunner:
                 seed=self.options.seed,
                 incumbent=incumbent,
                 target=target,
+                exact=exact,
                 report=report,
                 cancelled=lambda: done() or self.clock.is_cancelled(),
             )

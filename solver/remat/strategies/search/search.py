@@ -38,7 +38,7 @@ def _least_cost(known: Known, steps: Pipeline) -> Solution:
     if peak_and_time(graph, keep_all)[0] <= budget_bytes:
         return Solution(keep_all, graph.total_cost_s, "all orders", True, known.stats)
     if known.floor_bytes > budget_bytes:
-        need = f"one operation alone needs {known.floor_bytes:,} bytes"
+        need = f"one operation needs {known.floor_bytes:,} bytes with what must be there by then"
         raise refusal(known, steps.nearest, need)
     run(steps.cost, known)
     return _judged(known)
