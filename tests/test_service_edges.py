@@ -63,6 +63,7 @@ def test_what_is_measured_is_measured_again_within_its_memory(tmp_path: Path) ->
     with servers.running(tmp_path, **settings) as server, server.http() as http:
         for _ in range(2):
             job = wait_for(lambda: accepted(http, body))
+            assert job is not None
             assert job["status"] == "queued"
             assert wait_for(lambda: limits_of_solves(tmp_path)) == [limit]
             assert finished(http, job["id"])["status"] == "succeeded"
