@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.compilers import needs_compiler
+from torch._inductor import codecache, config
 from torch._inductor.async_compile import AsyncCompile
 
 from remat.frontend.compile.cpp_files import several_to_a_file
@@ -80,3 +82,15 @@ def test_what_cannot_share_is_compiled_by_itself() -> None:
     assert scaled(triple) == [3, 6]
     assert y.item() == 1.5
     assert file_of(triple) != file_of(fill)
+
+
+def test_files_are_compiled_by_one_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine with one core, where nothing is compiled beside."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(codecache, "LOCK_TIMEOUT", 120)  # for which a kernel would wait for itself
+    with config.patch(compile_threads=1):
+        seven, nine = (SCALE.replace("FACTOR", factor) for factor in "79")
+        by_seven, by_nine = compiled((POINTERS, seven), (POINTERS, nine))
+    assert scaled(by_seven) == [7, 14]
+    assert scaled(by_nine) == [9, 18]
+    assert file_of(by_seven) == file_of(by_nine)

@@ -12,6 +12,11 @@ planned as a whole or by blocks; or what was raised: an error of remat's own, or
 
 asks instead of each architecture that is captured whole, whether two captures serve three lengths
 of text (or numbers of images), and whether what they give is what a capture in each size gives.
+
+    python -m benchmarks.coverage --compiled
+
+asks whether each trains under `torch.compile(model, backend="remat")` at "min", with the gradients
+of plain torch.compile, in no more memory than was verified.
 """
 
 from __future__ import annotations
@@ -27,11 +32,17 @@ from pathlib import Path
 import torch
 
 from benchmarks import machine, report
-from benchmarks.coverage import compared, sizes
+from benchmarks.coverage import compared, compiled, sizes
 from benchmarks.coverage.compared import CLOSE, EQUAL, HUNG, NOT_EAGER, REFUSED, Row, tell
 from benchmarks.coverage.small import KINDS, architectures
 
 RESULTS = Path(__file__).parents[1] / "results"
+_WAYS = {
+    "": (compared.compared, compared.OUTCOMES),
+    "sizes": (sizes.sized, sizes.OUTCOMES),
+    "compiled": (compiled.compiled, compiled.OUTCOMES),
+}
+"""What is asked of each architecture, and what comes of it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,24 +52,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     asked = [(k, name) for k, name in asked if not options.only or name in options.only]
     with ThreadPoolExecutor(options.jobs) as pool:  # a thread for each process that runs
         rows = list(pool.map(lambda each: _in_a_process(options, each[0], each[1]), asked))
-    counted = [row for row in rows if row["outcome"] != NOT_EAGER]
-    name = "coverage-sizes" if options.sizes else "coverage"
+    counted = [row for row in rows if row["outcome"] not in (NOT_EAGER, compiled.NOT_COMPILED)]
+    name = f"coverage-{options.way}" if options.way else "coverage"
     result = {
         "benchmark": name,
         "units": "relative errors",
         "machine": machine.describe(torch.device("cpu")),
         "transformers": _version(),
-        "outcomes": sizes.OUTCOMES if options.sizes else compared.OUTCOMES,
+        "outcomes": _WAYS[options.way][1],
         "counts": {kind: _counts(rows, kind) for kind in options.kinds},
         "planned": dict(Counter(row["planned"] for row in rows if "planned" in row)),
         "rows": rows,
     }
     good = sum(row["outcome"] in (EQUAL, CLOSE, sizes.ONE) for row in counted)
-    if options.sizes:
+    if options.way == "sizes":
         whole = sum(row["outcome"] != REFUSED for row in counted)
         print(f"{good} of {whole} that are captured whole need one capture for all sizes")
     else:
-        print(f"{good} of {len(counted)} that train in eager mode train with its gradients")
+        mode = "plain torch.compile" if options.way else "eager mode"
+        print(f"{good} of {len(counted)} that train in {mode} train with its gradients")
     if options.out or not options.only:
         folder = Path(options.out or RESULTS)
         print("written:", report.write(folder, f"{name}-cpu", result))
@@ -77,7 +89,7 @@ def _version() -> str:
 
 def _in_a_process(options: argparse.Namespace, kind: str, name: str) -> Row:
     timeout_s = options.timeout_s
-    ask = sizes.sized if options.sizes else compared.compared
+    ask = _WAYS[options.way][0]
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["remat", "transformers"])
     receiver, sender = context.Pipe(duplex=False)
@@ -106,7 +118,11 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
     add("--only", nargs="+", metavar="MODEL", help="types of model; writes only where --out says")
-    add("--sizes", action="store_true", help="captures of several sizes instead of gradients")
+    way = parser.add_mutually_exclusive_group()
+    for name, what in (("sizes", "captures of several sizes"), ("compiled", "torch.compile")):
+        way.add_argument(
+            f"--{name}", dest="way", action="store_const", const=name, default="", help=what
+        )
     add("--jobs", type=int, default=2, help="processes at once")
     add("--timeout-s", type=float, default=180.0)
     add("--out", help="a folder for the results")

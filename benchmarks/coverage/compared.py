@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 import remat
 from benchmarks.coverage.small import made
@@ -25,7 +26,7 @@ OUTCOMES = {
     HUNG: "not done in time, or its process died",
     NOT_EAGER: "it could not be made small, or does not train in eager mode: not counted",
 }
-_TOLERANCE = 1e-5
+TOLERANCE = 1e-5
 
 Row = dict[str, Any]
 
@@ -42,7 +43,8 @@ def compared(kind: str, name: str) -> Row:
     try:
         model, batch = made(kind, name)
         model(**batch)  # some make parts of themselves in their first call, from random numbers
-        wanted = _gradients(copy.deepcopy(model), batch)
+        eager = copy.deepcopy(model)
+        wanted = gradients(eager, eager, batch)
         if not wanted:
             raise ValueError("no gradient")
     except Exception as error:
@@ -51,14 +53,14 @@ def compared(kind: str, name: str) -> Row:
         strategy = remat.Auto(time_limit=5.0, gap=0.1)
         costs = remat.Roofline("cpu")
         remat.enable(model, "min", scope="auto", costs=costs, strategy=strategy)
-        found = _gradients(model, batch)
+        found = gradients(model, model, batch)
     except remat.RematError as error:
         return row_of(REFUSED, error)
     except Exception as error:
         return row_of(FAILED, error)
     plan = remat.plans(model)[-1]
-    error = _error(wanted, found)
-    outcome = EQUAL if error == 0.0 else CLOSE if error <= _TOLERANCE else WRONG
+    error = error_of(wanted, found)
+    outcome = EQUAL if error == 0.0 else CLOSE if error <= TOLERANCE else WRONG
     return {"outcome": outcome, "why": "", "error": error, **_how(plan)}
 
 
@@ -88,13 +90,16 @@ def row_of(outcome: str, error: Exception) -> Row:
     return {"outcome": outcome, "why": f"{type(error).__name__}: {first}"[:500]}
 
 
-def _gradients(model: Any, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def gradients(
+    run: Callable[..., Any], model: nn.Module, batch: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Of one step of `run`, by the names of the model's parameters."""
     torch.manual_seed(2)
-    model(**batch).loss.backward()
+    run(**batch).loss.backward()
     return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-def _error(wanted: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> float:
+def error_of(wanted: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]) -> float:
     """The largest difference, relative to the largest number of a gradient or, where all of it is
     rounding (the bias of a key before a softmax), to a hundredth of the largest of all."""
     if wanted.keys() != found.keys():

@@ -129,10 +129,11 @@ def _compiled(kernels: Sequence[_Kernel]) -> list[Any]:
     in_each = min(_MOST, max(_LEAST, -(-len(kernels) // threads)))
     files = -(-len(kernels) // in_each)
     parts = [kernels[number::files] for number in range(files)]
-    # All begin before one is waited for.
+    # All begin before one is waited for, unless each would begin and end at once: torch submits
+    # what it holds the lock of, which compiling waits for.
+    begin = AsyncCompile.submit if threads > 1 else None
     loads: list[Any] = [
-        CppPythonBindingsCodeCache.load_async(file_of(part), submit_fn=AsyncCompile.submit)
-        for part in parts
+        CppPythonBindingsCodeCache.load_async(file_of(part), submit_fn=begin) for part in parts
     ]
     made: dict[_Kernel, Any] = {}
     for part, load in zip(parts, loads, strict=True):
