@@ -95,7 +95,7 @@ def _judged(error: float, peak_bytes: int, plain_bytes: int) -> Row:
 def _step(
     run: Compiled, model: nn.Module, batch: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, torch.Tensor], int]:
-    """Gradients of a first step, and the peak bytes of another, without what takes no part in it."""
+    """Gradients of a first step, and the peak bytes of another, of what takes part in it."""
     found = {n: g.clone() for n, g in gradients(run, model, batch).items()}
     used = [p for name, p in model.named_parameters() if name in found]
     model.zero_grad(set_to_none=True)
