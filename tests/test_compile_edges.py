@@ -12,6 +12,7 @@ from tests.compilers import needs_compiler
 from torch import nn
 
 import remat
+from remat.frontend.allocated import allocated_peak
 
 pytestmark = [
     needs_compiler,
@@ -42,6 +43,33 @@ def test_what_draws_without_a_seed_runs_once() -> None:
     assert x.grad is not None
     assert torch.equal(made != 0, x.grad != 0)
     assert 0.4 < (made != 0).double().mean() < 0.6
+
+
+def test_eager_mode_s_own_draws_are_drawn_once_within_the_budget() -> None:
+    """torch leaves those in the backward whose inputs are there, too: they take memory, and numbers
+    that belong to the next step."""
+    torch.manual_seed(0)
+    parts = (nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.3), nn.Linear(64, 16)),) * 3
+    model, x = nn.Sequential(*parts), torch.randn(256, 16)
+    fast = torch.compile(model, **options(fallback_random=True))
+
+    def step(run: Any) -> tuple[list[torch.Tensor], torch.Tensor]:
+        model.zero_grad(set_to_none=True)
+        torch.manual_seed(1)
+        run(x).square().mean().backward()
+        made = [p.grad for p in model.parameters() if p.grad is not None]
+        return made, torch.get_rng_state()
+
+    wanted, state = step(model)
+    before = len(remat.compiled_plans())
+    found, own_state = step(fast)
+    torch.testing.assert_close(found, wanted)
+    assert torch.equal(own_state, state)
+    (compiled,) = planned(before)
+    assert compiled.verified_bytes is not None
+    assert compiled.budget_bytes is not None
+    there = sum(t.nbytes for t in (x, *model.parameters()))
+    assert allocated_peak(lambda: step(fast)) + there <= compiled.budget_bytes
 
 
 class Averaging(nn.Module):

@@ -66,6 +66,9 @@ def extract(
         static_lifetime_input_nodes=OrderedSet(static),
         **more,
     )
+    # With `fallback_random` torch leaves draws of the forward there, too, where nobody reads them.
+    backward.graph.eliminate_dead_code(lambda node: node.is_impure(impure_random=False))
+    backward.recompile()
     return _finished(forward, is_backward=False), _finished(backward, is_backward=True)
 
 
