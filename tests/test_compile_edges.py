@@ -72,6 +72,26 @@ def test_eager_mode_s_own_draws_are_drawn_once_within_the_budget() -> None:
     assert allocated_peak(lambda: step(fast)) + there <= compiled.budget_bytes
 
 
+def test_products_in_bfloat16_hold_memory_of_their_own() -> None:
+    """On CPUs, and of torch's allocator: eager mode sums in float32."""
+    torch.manual_seed(0)
+    parts = [nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(4)]
+    model, x = nn.Sequential(*parts).bfloat16(), torch.randn(128, 32, dtype=torch.bfloat16)
+    fast = torch.compile(lambda x: model(x).float().square().mean(), **options("min"))
+    before = len(remat.compiled_plans())
+
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        fast(x).backward()
+
+    step()
+    (compiled,) = planned(before)
+    model.zero_grad(set_to_none=True)
+    peak_bytes = allocated_peak(step) + sum(t.nbytes for t in (x, *model.parameters()))
+    assert compiled.verified_bytes is not None
+    assert peak_bytes <= compiled.verified_bytes
+
+
 class Averaging(nn.Module):
     """Reads a buffer, and then writes there what takes much memory to make: "min" would have that
     first."""

@@ -8,10 +8,10 @@ in one layout and not in another. So each distinct call is run once, on zeros.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch._inductor.ir import FallbackKernel, IRNode
+from torch._inductor.ir import ExternKernelOut, FallbackKernel, IRNode
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -26,19 +26,42 @@ def scratch_bytes(kernel: object) -> int | None:
     """Of a call in Inductor's schedule: what the allocator gives out meanwhile, beyond its results.
     None where it cannot be run by itself: it changes something, its sizes are symbols, the memory
     is not there."""
-    operator = getattr(kernel, "op_overload", None)
-    if not isinstance(kernel, FallbackKernel) or not isinstance(operator, OpOverload):
-        return None
-    if operator.namespace != "aten" or operator._schema.is_mutable:
-        return None
     try:
-        args, kwargs = kernel.unflatten_args(kernel.inputs, kernel.constant_args)
-        key = repr((str(operator), tree_map(_described, (args, kwargs))))
+        call = _call_of(kernel)
+        if call is None:
+            return None
+        key = repr((str(call.operator), tree_map(_described, (call.args, call.kwargs))))
         if key not in _known:
-            _known[key] = _measured(operator, args, kwargs)
+            _known[key] = _measured(call)
         return _known[key]
     except Exception:  # whatever a call raises that is made up, the planned workspace counts
         return None
+
+
+class _Call(NamedTuple):
+    operator: OpOverload
+    args: Any
+    kwargs: dict[str, Any]
+
+
+def _call_of(kernel: object) -> _Call | None:
+    operator = getattr(kernel, "op_overload", None)
+    if not isinstance(operator, OpOverload) or operator.namespace != "aten":
+        return None
+    if isinstance(kernel, FallbackKernel) and not operator._schema.is_mutable:
+        args, kwargs = kernel.unflatten_args(kernel.inputs, kernel.constant_args)
+        return _Call(operator, args, dict(kwargs))
+    # In float32, products take nothing from torch's allocator; on GPUs, what was measured counts.
+    if isinstance(kernel, ExternKernelOut) and _is_short_on_cpu(kernel):
+        args = (*kernel.inputs, *kernel.constant_args)
+        return _Call(operator, args, {**kernel.kwargs, "out": kernel})
+    return None
+
+
+def _is_short_on_cpu(kernel: ExternKernelOut) -> bool:
+    device = kernel.get_device()
+    short = (torch.bfloat16, torch.float16)
+    return device is not None and device.type == "cpu" and kernel.get_dtype() in short
 
 
 def _described(item: object) -> object:
@@ -59,13 +82,14 @@ def _made(item: object) -> object:
     return made.zero_()
 
 
-def _measured(operator: OpOverload, args: Any, kwargs: Any) -> int:
-    device = next(x.get_device() for x in tree_leaves((args, kwargs)) if isinstance(x, IRNode))
+def _measured(call: _Call) -> int:
+    items = tree_leaves((call.args, call.kwargs))
+    device = next(x.get_device() for x in items if isinstance(x, IRNode))
     assert device is not None
     with alone(device):
-        own_args, own_kwargs = tree_map(_made, (args, kwargs))
-        run: Callable[[], object] = lambda: operator(*own_args, **own_kwargs)  # noqa: E731
-        sizes = output_bytes(run())
+        args, kwargs = tree_map(_made, (call.args, call.kwargs))
+        run: Callable[[], object] = lambda: call.operator(*args, **kwargs)  # noqa: E731
+        sizes = [] if "out" in kwargs else output_bytes(run())
         if device.type == "cuda":
             before = torch.cuda.memory_allocated(device)
             peak = cuda_peak(run, device) - before
