@@ -30,9 +30,10 @@ class _Plugin(TorchDynamoPlugin):
 def dynamo_plugin(
     budget: int | str, *, dynamic: bool | None = None, regional: bool = False, **options: Any
 ) -> TorchDynamoPlugin:
-    """A plugin for the backend "remat". `**options` are those of `remat.compile`; errors in them are
-    raised at once. With `regional`, repeated blocks are compiled one by one, and all other modules,
-    too: pass "min" or bytes, as an embedding alone has nothing to run again, and so no percentage.
+    """A plugin for the backend "remat". `**options` are those of `remat.compile`; errors in them
+    are raised at once. With `regional`, repeated blocks are compiled one by one, and all other
+    modules, too: pass "min" or bytes, as an embedding alone has nothing to run again, and so no
+    percentage.
     """
     options = {"budget": budget, **options}
     read_options(options)
