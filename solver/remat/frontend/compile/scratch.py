@@ -52,13 +52,13 @@ def _call_of(kernel: object) -> _Call | None:
         args, kwargs = kernel.unflatten_args(kernel.inputs, kernel.constant_args)
         return _Call(operator, args, dict(kwargs))
     # In float32, products take nothing from torch's allocator; on GPUs, what was measured counts.
-    if isinstance(kernel, ExternKernelOut) and _is_short_on_cpu(kernel):
-        args = (*kernel.inputs, *kernel.constant_args)
-        return _Call(operator, args, {**kernel.kwargs, "out": kernel})
+    out: Any = kernel
+    if isinstance(out, ExternKernelOut) and _is_short_on_cpu(out):
+        return _Call(operator, (*out.inputs, *out.constant_args), {**out.kwargs, "out": out})
     return None
 
 
-def _is_short_on_cpu(kernel: ExternKernelOut) -> bool:
+def _is_short_on_cpu(kernel: Any) -> bool:
     device = kernel.get_device()
     short = (torch.bfloat16, torch.float16)
     return device is not None and device.type == "cpu" and kernel.get_dtype() in short
