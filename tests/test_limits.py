@@ -243,8 +243,11 @@ def test_other_machines_need_a_key_or_permission(tmp_path: Path) -> None:
         servers.running(tmp_path, *serve, REMAT_ALLOW_ANONYMOUS="true") as server,
         server.http() as http,
     ):
-        for host in ("localhost", "gpu7.example.org:8000"):
+        for host in ("localhost", "gpu7:8000"):
             assert http.get("/jobs", headers={"Host": host}).status_code == 200
+        refused = http.get("/jobs", headers={"Host": "gpu7.example.org:8000"})
+        assert refused.status_code == 400, "a page of that name could let it point here"
+        assert "REMAT_ALLOWED_HOSTS" in refused.json()["detail"]
         key = server.add_key("ann")
     with servers.running(tmp_path, *serve) as server, server.http() as http:
         assert http.get("/jobs", headers={"Host": "gpu7.example.org"}).status_code == 401
