@@ -31,7 +31,7 @@ from benchmarks.measuring import interleaved, keep_freed_memory, summary, use_of
 from benchmarks.methods import Method, attempt, eager, per_block, step, twin
 from benchmarks.models import run_models
 from benchmarks.workloads import Workload
-from remat.budget import format_bytes
+from remat.limits.budget import format_bytes
 from remat.report.tables import aligned
 
 INDUCTOR = "inductor"

@@ -27,9 +27,9 @@ from torch import nn
 import remat
 from benchmarks import machine, report
 from benchmarks.measuring import keep_freed_memory
-from remat.budget import format_bytes
-from remat.frontend.meter import measure_step, unique_bytes
-from remat.frontend.planner import Planner
+from remat.frontend.memory.meter import measure_step, unique_bytes
+from remat.frontend.planning.planner import Planner
+from remat.limits.budget import format_bytes
 
 RESULTS = Path(__file__).parent / "results"
 LENGTHS = (64, 96, 128, 160, 208, 256, 304, 368, 448, 512)

@@ -13,8 +13,8 @@ import torch
 from benchmarks.methods import Method, step
 from benchmarks.workloads import Workload
 from remat.documents.trace import CUDA_ALIGNMENT_BYTES
-from remat.frontend.allocated import allocated_peak, cuda_peak
-from remat.frontend.meter import measure_step, unique_bytes
+from remat.frontend.memory.allocator_peak import allocated_peak, cuda_peak
+from remat.frontend.memory.meter import measure_step, unique_bytes
 
 
 @dataclass(frozen=True)

@@ -27,10 +27,10 @@ import remat
 from benchmarks import families, machine, report
 from benchmarks.measuring import keep_freed_memory
 from benchmarks.workloads import Workload
-from remat.budget import format_bytes
-from remat.frontend.allocated import allocated_peak
-from remat.frontend.meter import measure_step, unique_bytes
+from remat.frontend.memory.allocator_peak import allocated_peak
+from remat.frontend.memory.meter import measure_step, unique_bytes
 from remat.integrations import transformers as in_transformers
+from remat.limits.budget import format_bytes
 
 RESULTS = Path(__file__).parent / "results"
 CPU = torch.device("cpu")

@@ -24,9 +24,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import remat
-from remat.budget import format_bytes
-from remat.frontend.allocated import cuda_peak
-from remat.frontend.meter import measure_step, unique_bytes
+from remat.frontend.memory.allocator_peak import cuda_peak
+from remat.frontend.memory.meter import measure_step, unique_bytes
+from remat.limits.budget import format_bytes
 from remat.view import modules_svg
 
 device = "cuda" if torch.cuda.is_available() else "cpu"

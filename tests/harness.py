@@ -15,8 +15,8 @@ from tests.random_modules import lean_schedule
 from torch import nn
 
 import remat
-from remat.frontend.meter import LiveStorageMeter
-from remat.frontend.pytree import flatten
+from remat.frontend.common.pytree import flatten
+from remat.frontend.memory.meter import LiveStorageMeter
 
 RELATIVE_ERROR = 1e-5
 

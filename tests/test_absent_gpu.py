@@ -22,19 +22,19 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import remat
-from remat.commands.figures import describe_trace
+from remat.commands.common.figures import describe_trace
 from remat.costs.pricing import _tell, differences
 from remat.documents.arguments import Literal, Ref
 from remat.documents.trace import Trace
-from remat.frontend.capture import cuda_autocast
-from remat.frontend.capture.as_eager import as_eager
-from remat.frontend.capture.attention import Call, kernel
-from remat.frontend.capture.casts import Casts
-from remat.frontend.capture.cuda_kernels import HERE, elsewhere
+from remat.frontend.capture.absent_gpu import cuda_autocast
+from remat.frontend.capture.absent_gpu.attention import Call, kernel
+from remat.frontend.capture.absent_gpu.cuda_kernels import HERE, elsewhere
+from remat.frontend.capture.eager_kernels.autocast_cache import Casts
+from remat.frontend.capture.eager_kernels.overrides import as_eager
 from remat.frontend.capture.trace import _refuse_several_gpus
-from remat.frontend.memory import keeps_workspaces
-from remat.frontend.runtime.home import at_home
-from remat.frontend.target import Target, find_target
+from remat.frontend.common.target import Target, find_target
+from remat.frontend.memory.device_memory import keeps_workspaces
+from remat.frontend.runtime.relocation import at_home
 from remat.passes.relocate import relocated, relocated_program
 from remat.rewrite import BATCH_NORM, BATCH_NORM_OF_CUDA
 

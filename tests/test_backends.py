@@ -35,7 +35,7 @@ from remat.schedule import Schedule
 from remat.simulate import simulate
 from remat.solve import solve
 from remat.strategies import Exact
-from remat.strategies.search.clock import Clock
+from remat.strategies.search.deadline import Clock
 from remat.strategies.search.runner import MilpRunner
 
 FACTS = {fact.name: fact for fact in usable_backends()}

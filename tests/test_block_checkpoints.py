@@ -23,7 +23,7 @@ from tests.test_blocks import (
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from remat.frontend.capture.checkpoints import checkpointing_disabled, checkpointing_enabled
+from remat.frontend.capture.model.checkpoints import checkpointing_disabled, checkpointing_enabled
 
 
 class Inside(Routed):

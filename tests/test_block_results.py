@@ -20,7 +20,7 @@ from tests.test_blocks import (
 )
 from torch import nn
 
-from remat.frontend.pytree import joined, split, tensors_in
+from remat.frontend.common.pytree import joined, split, tensors_in
 
 
 @dataclass(frozen=True)

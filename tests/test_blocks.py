@@ -18,7 +18,7 @@ from torch import nn
 import remat
 from remat.errors import InfeasibleBudget
 from remat.frontend.blocks.menus import AGAIN
-from remat.frontend.meter import measure_step
+from remat.frontend.memory.meter import measure_step
 
 Gradients = dict[str, torch.Tensor]
 

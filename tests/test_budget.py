@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from remat.budget import Budget, format_bytes, format_seconds, is_auto
 from remat.errors import BudgetError
+from remat.limits.budget import Budget, format_bytes, format_seconds, is_auto
 
 BASELINE = 1_000_000
 UNITS = {"B": 1, "kB": 10**3, "GB": 10**9, "KiB": 2**10, "TiB": 2**40}

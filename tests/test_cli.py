@@ -16,7 +16,7 @@ from tests.command_line import Documents, command, quick, run, trace, write_docu
 from tests.graphs import chain
 
 import remat
-from remat.commands.drawings import DRAWINGS, Subject
+from remat.commands.common.drawings import DRAWINGS, Subject
 from remat.documents.program import Program
 from remat.documents.sweep import SweepDocument
 from remat.graph import Graph, Operation, Value

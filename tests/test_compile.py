@@ -22,10 +22,11 @@ from torch._inductor.virtualized import V
 
 import remat
 from remat.errors import BudgetError, InfeasibleBudget, SolverTimeout
-from remat.frontend.allocated import allocated_peak
-from remat.frontend.compile import observe, partition, verify
+from remat.frontend.compile import partitioner as partitioner_module
+from remat.frontend.compile.inductor import peak_check, probe
 from remat.frontend.compile.options import read_options
-from remat.frontend.compile.plans import CompiledPlan
+from remat.frontend.compile.registry import CompiledPlan
+from remat.frontend.memory.allocator_peak import allocated_peak
 from remat.heuristics.floor import least_peak_bytes
 
 EAGER = "aot_eager_decomp_partition"
@@ -275,14 +276,14 @@ def test_kernels_that_take_more_are_planned_again(
     """For so much less; three times at most, while there are plans, and then it is an error."""
     case, state = made(layers())
     wanted = [step(case, case.model, seed) for seed in (1, 2)]
-    read, halves = verify.live_peak_bytes, itertools.count()
-    assert observe.live_peak_bytes is read  # what is observed stays as it is
+    read, halves = peak_check.live_peak_bytes, itertools.count()
+    assert probe.live_peak_bytes is read  # what is observed stays as it is
 
     def larger(*given: Any, **named: Any) -> int:
         number = next(halves) if V.graph.is_backward else times
         return round(read(*given, **named) * (1 + (0.4 * (number + 1) if number < times else 0)))
 
-    monkeypatch.setattr(verify, "live_peak_bytes", larger)
+    monkeypatch.setattr(peak_check, "live_peak_bytes", larger)
     before = remat.compiled_plans()
     if times > 3:
         with pytest.raises(Exception, match=r"after [123] plans; raise the budget to"):
@@ -438,7 +439,7 @@ def test_options_of_inductor_are_left_to_it() -> None:
 
 def test_reading_a_large_graph_takes_no_plan_away(monkeypatch: pytest.MonkeyPatch) -> None:
     """When the kernels were known, no time was left to find a schedule as small as any."""
-    monkeypatch.setattr(partition, "_LEAST_S", 1e-9)
+    monkeypatch.setattr(partitioner_module, "_LEAST_S", 1e-9)
     numbers = random.Random(2)
     graph = chain(40)
     sized = tuple(replace(v, size_bytes=numbers.randint(1, 1000)) for v in graph.values)

@@ -27,8 +27,8 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 import remat
-from remat.frontend.allocated import allocated_peak
-from remat.frontend.compile.plans import CompiledPlan
+from remat.frontend.compile.registry import CompiledPlan
+from remat.frontend.memory.allocator_peak import allocated_peak
 
 pytestmark = pytest.mark.usefixtures("compiled_anew")
 

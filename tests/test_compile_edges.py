@@ -12,7 +12,7 @@ from tests.compilers import needs_compiler
 from torch import nn
 
 import remat
-from remat.frontend.allocated import allocated_peak
+from remat.frontend.memory.allocator_peak import allocated_peak
 
 pytestmark = [
     needs_compiler,

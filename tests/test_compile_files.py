@@ -11,7 +11,7 @@ from tests.compilers import needs_compiler
 from torch._inductor import codecache, config
 from torch._inductor.async_compile import AsyncCompile
 
-from remat.frontend.compile.cpp_files import several_to_a_file
+from remat.frontend.compile.inductor.cpp_batching import several_to_a_file
 
 pytestmark = needs_compiler
 

@@ -15,7 +15,7 @@ from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 from torch._inductor.virtualized import V
 
 import remat
-from remat.frontend.compile import verify
+from remat.frontend.compile.inductor import peak_check
 from remat.graph import Graph, Operation, Value
 from remat.schedule import Schedule
 from remat.simulate import simulate
@@ -31,7 +31,7 @@ def test_inductor_does_what_was_foreseen(
     foreseen: set[tuple[int, str, str]] = set()
     done: set[tuple[int, str, str]] = set()
     graphs: dict[int, Any] = {}  # those that code was generated for, not the observed ones
-    ask, write = verify.overwritten, PythonWrapperCodegen.codegen_inplace_reuse
+    ask, write = peak_check.overwritten, PythonWrapperCodegen.codegen_inplace_reuse
     generate = PythonWrapperCodegen.generate
 
     def asked(nodes: Any, given: Any) -> dict[str, str]:
@@ -48,7 +48,7 @@ def test_inductor_does_what_was_foreseen(
         graphs[id(V.graph)] = V.graph
         return generate(self, is_inference)
 
-    monkeypatch.setattr(verify, "overwritten", asked)
+    monkeypatch.setattr(peak_check, "overwritten", asked)
     monkeypatch.setattr(PythonWrapperCodegen, "codegen_inplace_reuse", written)
     monkeypatch.setattr(PythonWrapperCodegen, "generate", generated)
     options = {"budget": "90%", "time_limit": 5.0}

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import remat
 from remat.errors import InfeasibleBudget
-from remat.frontend.compile.versions import raised_inside
+from remat.frontend.compile.inductor.compat import raised_inside
 
 pytestmark = [needs_compiler, pytest.mark.slow, pytest.mark.usefixtures("compiled_anew")]
 

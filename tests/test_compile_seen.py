@@ -25,9 +25,9 @@ from torch import nn
 import remat
 from remat import view
 from remat.errors import InfeasibleBudget, TraceError
-from remat.frontend.compile import partition
-from remat.frontend.compile.plans import forget, remember
-from remat.frontend.compile.versions import raised_inside
+from remat.frontend.compile import partitioner
+from remat.frontend.compile.inductor.compat import raised_inside
+from remat.frontend.compile.registry import forget, remember
 from remat.plan import Plan
 from remat.solution import Solution
 from remat.strategies.base import Task
@@ -63,7 +63,7 @@ def test_planning_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert f"{title}: " in found
     assert " operations in forward, " in found
     assert f"{title}: solved in " in solved
-    assert remat.budget.format_bytes(plan.plan.peak_bytes) in solved
+    assert remat.limits.budget.format_bytes(plan.plan.peak_bytes) in solved
     assert f"{len(plan.plan.schedule) - len(plan.plan.graph)} runs again" in solved
 
 
@@ -75,7 +75,7 @@ def test_what_inductor_makes_is_logged(caplog: pytest.LogCaptureFixture) -> None
     with caplog.at_level(logging.INFO, "remat"):
         (plan,) = run(case, "95%", inductor=True)
     assert " of Inductor's kernels in forward, " in caplog.messages[1]
-    size = remat.budget.format_bytes
+    size = remat.limits.budget.format_bytes
     assert caplog.messages[3:] == [
         f"Sequential [0/0]: verified: the {half}'s kernels take {size(plan.verified[half])} of "
         f"{size(plan.budget_bytes or 0)}"
@@ -129,7 +129,7 @@ def test_a_module_has_its_name() -> None:
 
 
 def test_progress_is_told() -> None:
-    partition._solved.cache_clear()  # another test may have planned the same
+    partitioner._solved.cache_clear()  # another test may have planned the same
     told: list[remat.Progress] = []
     (plan,) = run(checkpointed(), progress=told.append)
     assert told

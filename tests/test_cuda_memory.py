@@ -21,10 +21,10 @@ from torch import Tensor, nn
 import remat
 from remat.allocator.fitting import has_expandable_segments, solve_within
 from remat.allocator.prediction import Prediction, predict, uses_cublas
-from remat.budget import Budget, share_of_baseline
 from remat.errors import BudgetError
-from remat.frontend import device_memory, memory
-from remat.frontend.reserve import Reserved, reserved
+from remat.frontend.memory import auto_budget, device_memory
+from remat.frontend.memory.reserve import Reserved, reserved
+from remat.limits.budget import Budget, share_of_baseline
 from remat.strategies import Solution
 
 HOPPER_BYTES = 64 << 20
@@ -106,16 +106,18 @@ def test_the_graph_knows_what_libraries_hold():
 )
 def test_workspaces_are_configured_as_torch_reads_it(configuration: str, expected: int | None):
     """What `torch.backends.cuda.cublas_workspace_size()` of 2.15 said under each of them."""
-    assert memory.configured_workspace_bytes(configuration) == expected
-    assert [memory.default_workspace_bytes(major) for major in (7, 8, 9, 10, 12)] == [
+    assert device_memory.configured_workspace_bytes(configuration) == expected
+    assert [device_memory.default_workspace_bytes(major) for major in (7, 8, 9, 10, 12)] == [
         *(8519680,) * 2,
         *(33554432,) * 3,
     ]
 
 
 def test_libraries_hold_nothing_without_products_or_without_cuda():
-    assert memory.library_bytes("cpu", ["aten.mm.default"]) == 0
-    assert memory.library_bytes("cuda", ["aten.relu.default", "aten.convolution.default"]) == 0
+    assert device_memory.library_bytes("cpu", ["aten.mm.default"]) == 0
+    assert (
+        device_memory.library_bytes("cuda", ["aten.relu.default", "aten.convolution.default"]) == 0
+    )
     assert [t for t in ("aten.mm.default", "aten.mul.Tensor", "aten.bmm.default") if uses_cublas(t)]
     assert not uses_cublas("aten.mul.Tensor")
 
@@ -334,7 +336,7 @@ def test_auto_counts_the_model_once(monkeypatch: pytest.MonkeyPatch):
     found = remat.max_batch(make, "auto", costs=costs, strategy=strategy)
     assert alive == [True]
     held = sum(p.numel() * 4 for p in Wide().parameters()) + 8 * 64 * 4
-    assert found.budget_bytes == int(1_000_000 * (1 - device_memory.MARGIN)) + held
+    assert found.budget_bytes == int(1_000_000 * (1 - auto_budget.MARGIN)) + held
     less = remat.max_batch(make, "auto", costs=costs, strategy=strategy, reserve=optimizer)
     assert found.budget_bytes - less.budget_bytes == reserved(optimizer).missing_bytes > 0
 

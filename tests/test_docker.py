@@ -26,7 +26,7 @@ from tests.models import gpt2
 from tests.server import Server, finished, post
 
 import remat
-from remat.budget import Budget
+from remat.limits.budget import Budget
 from remat_server.settings import Settings
 
 ROOT = Path(__file__).parent.parent

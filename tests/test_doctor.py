@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import remat
-from remat.commands import examine as doctor
-from remat.commands.examine import Check, examine
+from remat.commands import diagnosis as doctor
+from remat.commands.diagnosis import Check, examine
 from remat.commands.requirements import Requirement
 from remat.frontend.costs.cache import Cost, CostCache, default_cache_path
 from remat.milp.solvers.pulp_versions import IS_4
@@ -103,7 +103,7 @@ def test_a_cost_cache_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 def in_surroundings(directory: Path) -> dict[str, Check]:
     """The report of a process that finds the modules of this directory before all others."""
-    code = "from remat.commands.examine import examine\nfor c in examine(): print(repr(c))"
+    code = "from remat.commands.diagnosis import examine\nfor c in examine(): print(repr(c))"
     root = Path(remat.__file__).parents[1]
     path = os.pathsep.join([str(directory), str(root)])
     ended = subprocess.run(

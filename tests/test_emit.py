@@ -20,7 +20,7 @@ from remat import BlockPolicy
 from remat.errors import InfeasibleBudget, RematError, TraceError
 from remat.frontend.emit import operators, recorded
 from remat.frontend.emit.recorded import Ran
-from remat.frontend.meter import measure_step
+from remat.frontend.memory.meter import measure_step
 from remat.integrations import checkpoint as by_torch
 from remat.integrations import torch_remat as by_torch_remat
 from remat.integrations import transformers as by_transformers

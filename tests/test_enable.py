@@ -15,7 +15,7 @@ from torch import nn
 
 import remat
 from remat.errors import InfeasibleBudget, TraceError
-from remat.frontend.allocated import allocated_peak
+from remat.frontend.memory.allocator_peak import allocated_peak
 
 pytestmark = pytest.mark.torch
 

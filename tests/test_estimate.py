@@ -10,7 +10,7 @@ from torch import nn
 
 import remat
 from remat.costs.pricing import by_roofline
-from remat.frontend.estimate import data_sheet
+from remat.frontend.api.estimate import data_sheet
 
 
 def _estimate(case: Case) -> remat.Estimate:

@@ -31,7 +31,7 @@ from remat.view import (
     timeline_figure,
     timeline_svg,
 )
-from remat.view.svg import colour
+from remat.view.drawing.svg import colour
 
 Draw = Callable[[Plan], Figure]
 

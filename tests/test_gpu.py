@@ -12,7 +12,7 @@ from tests.models import FAMILIES, Case
 import remat
 from remat.allocator.fitting import has_expandable_segments
 from remat.allocator.prediction import Prediction
-from remat.frontend.allocated import cuda_peak
+from remat.frontend.memory.allocator_peak import cuda_peak
 
 pytestmark = pytest.mark.gpu
 

@@ -12,7 +12,7 @@ from torch import nn
 import remat
 from remat.documents.program import Program
 from remat.errors import GuardError
-from remat.frontend.pytree import flatten
+from remat.frontend.common.pytree import flatten
 from remat.frontend.runtime.guards import Binding, Watch, check_call
 
 X, Y = torch.rand(4, 6), torch.rand(4, 6)

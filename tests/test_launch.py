@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import remat
 from remat.errors import GuardError
-from remat.frontend.operators import resolve
-from remat.frontend.pytree import flatten
+from remat.frontend.common.operators import resolve
+from remat.frontend.common.pytree import flatten
 from remat.frontend.runtime.guards import Watch, signature
 from remat.frontend.runtime.launch import BINDINGS, launcher
 

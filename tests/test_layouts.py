@@ -16,7 +16,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 import remat
-from remat.frontend.capture.layouts import LAYOUTS, kernels_layouts
+from remat.frontend.capture.eager_kernels.fake_layouts import LAYOUTS, kernels_layouts
 
 Kernel = Callable[[torch.Tensor, torch.Tensor], Any]
 aten = torch.ops.aten

@@ -15,9 +15,9 @@ from tests.models import FAMILIES, Case, Mlp, gpt2
 from torch import nn
 
 import remat
-from remat.frontend.capture.family import family
-from remat.frontend.planner import Planner
-from remat.frontend.pytree import flatten
+from remat.frontend.capture.symbolic_capture import family
+from remat.frontend.common.pytree import flatten
+from remat.frontend.planning.planner import Planner
 from remat.passes.outline import is_same_step, outline
 
 OPTIONS: dict[str, Any] = {

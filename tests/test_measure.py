@@ -24,7 +24,7 @@ from remat.documents.records import Environment, Node, Output, Placeholder, Resu
 from remat.documents.structure import Structure
 from remat.documents.trace import Trace
 from remat.errors import RematError
-from remat.frontend import operators
+from remat.frontend.common import operators
 from remat.frontend.costs import bench as benches
 from remat.frontend.costs import key as cost_key
 from remat.frontend.costs import operations as pricing

@@ -23,7 +23,7 @@ from remat.blockwise.settings import cheapest_setting
 from remat.blockwise.step import BlockStep, Event, Way
 from remat.errors import InfeasibleBudget, RematError, TraceError
 from remat.frontend.emit.megatron import settings
-from remat.frontend.meter import measure_step
+from remat.frontend.memory.meter import measure_step
 from remat.integrations import megatron
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore")]

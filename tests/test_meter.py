@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from remat.frontend.allocated import cuda_peak
-from remat.frontend.meter import LiveStorageMeter, measure_step, unique_bytes
+from remat.frontend.memory.allocator_peak import cuda_peak
+from remat.frontend.memory.meter import LiveStorageMeter, measure_step, unique_bytes
 
 KIB = 1024
 

@@ -16,10 +16,10 @@ from remat.milp.backends import Outcome
 from remat.schedule import Schedule
 from remat.solution import Solution, steps_of
 from remat.strategies.base import Task
-from remat.strategies.search.clock import Clock
-from remat.strategies.search.known import Known, OverSlots
+from remat.strategies.search.deadline import Clock
 from remat.strategies.search.pipeline import near
 from remat.strategies.search.runner import MilpRunner
+from remat.strategies.search.state import Known, OverSlots
 
 GRAPH = layered(14, seed=3)
 STEPS = {step.name: step for step in near(GRAPH).cost}

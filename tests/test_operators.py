@@ -9,8 +9,8 @@ from torch._ops import OpOverload
 from remat.documents import arguments
 from remat.documents.arguments import Literal, Ref
 from remat.errors import DocumentError, TraceError
-from remat.frontend import operators
-from remat.frontend.operators import decode_argument, encode_argument, register, resolve
+from remat.frontend.common import operators
+from remat.frontend.common.operators import decode_argument, encode_argument, register, resolve
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from torch import nn
 
 import remat
 from remat.documents.trace import BOUNDARY, Trace
-from remat.frontend.allocated import allocated_peak
+from remat.frontend.memory.allocator_peak import allocated_peak
 
 WORDS = 700
 COSTS = remat.Roofline("cpu")

@@ -11,7 +11,7 @@ from tests.graphs import chain
 
 from remat.errors import DocumentError, RematError
 from remat.plan import Plan, Status
-from remat.reserve import with_reserve
+from remat.planned import with_reserve
 from remat.schedule import Schedule
 from remat.simulate import simulate
 from remat.solution import BoundScope, Solution

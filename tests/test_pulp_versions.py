@@ -20,7 +20,7 @@ from remat.milp.solvers import pulp_solvers, pulp_versions
 from remat.milp.solvers.highs import BulkHiGHS
 from remat.milp.solvers.outcome import Outcome
 from remat.milp.solvers.pulp_versions import Arrays
-from remat.strategies.baselines.checkmate_program import CheckmateModel
+from remat.strategies.baselines.published_milp.checkmate_program import CheckmateModel
 
 BUDGET = 2_400
 

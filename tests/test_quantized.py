@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import remat
-from remat.frontend.meter import measure_step
+from remat.frontend.memory.meter import measure_step
 
 pytest.importorskip("bitsandbytes")
 

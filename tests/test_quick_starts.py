@@ -17,7 +17,7 @@ from remat.schedule import Schedule
 from remat.simulate import peak_and_time, simulate
 from remat.solve import solve
 from remat.strategies import Auto, EveryK, Task
-from remat.strategies.search.quick import QUICK, quick_schedules
+from remat.strategies.search.steps.baselines import QUICK, quick_schedules
 
 LAWS = settings(
     derandomize=True,

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import remat
-from remat.frontend.runtime import random as states
-from remat.frontend.runtime.random import generator_state, replay
+from remat.frontend.runtime import rng_state as states
+from remat.frontend.runtime.rng_state import generator_state, replay
 
 
 class Philox:

@@ -10,8 +10,8 @@ import pytest
 from tests.graphs import chain
 
 import remat
-from remat.commands.exits import UsageError
-from remat.commands.options import (
+from remat.commands.common.exits import UsageError
+from remat.commands.common.options import (
     compared,
     complete_strategies,
     complete_strategy,

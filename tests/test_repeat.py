@@ -18,9 +18,9 @@ from remat.schedule import Schedule
 from remat.simulate import peak_and_time, simulate
 from remat.solve import solve
 from remat.strategies import Auto, PerBlock, Task
-from remat.strategies.search import tied
-from remat.strategies.search.clock import Clock
+from remat.strategies.search.deadline import Clock
 from remat.strategies.search.runner import MilpRunner
+from remat.strategies.search.steps import identical_blocks
 
 LAWS = settings(
     derandomize=True,
@@ -118,7 +118,7 @@ def test_graphs_without_repeats_have_none() -> None:
     uneven = tuple(replace(o, cost_s=o.cost_s + i) for i, o in enumerate(graph.operations))
     assert find(replace(graph, operations=uneven), 8) is None
     assert find(graph, 21) is None
-    assert tied.blocks_to_tie(graph) is None, "too small to be worth it"
+    assert identical_blocks.blocks_to_tie(graph) is None, "too small to be worth it"
 
 
 @LAWS
@@ -194,7 +194,7 @@ def test_it_is_no_worse_than_checkpointing_each_block() -> None:
     graph, found = blocks(24)
     per_block = PerBlock().run(Task(graph)).schedule
     peak_bytes, time_s = peak_and_time(graph, per_block)
-    schedule = tied.tied_schedule(
+    schedule = identical_blocks.tied_schedule(
         programs(graph), found, peak_bytes, Clock.of(2.0), lambda _: False
     )
     assert schedule is not None
@@ -210,7 +210,7 @@ def test_it_heeds_a_cancel_and_a_time_limit() -> None:
     for clock in (Clock.of(60.0, cancel), Clock.of(0.0)):
         began = time.monotonic()
         run = programs(graph)
-        tied.tied_schedule(run, found, budget_bytes, clock, lambda _: False)
+        identical_blocks.tied_schedule(run, found, budget_bytes, clock, lambda _: False)
         assert time.monotonic() - began < 2
         assert run.stats["rows"] == 0, "no program was run"
 
@@ -221,7 +221,7 @@ def test_auto_is_no_worse_with_it(share: float, monkeypatch: pytest.MonkeyPatch)
     auto = Auto(time_limit=5.0, gap=0.002, complete_slots=100)
     budget_bytes = budget_of(graph, share)
     without = solve(graph, budget_bytes, auto)
-    monkeypatch.setattr(tied, "_LARGE", 10)
+    monkeypatch.setattr(identical_blocks, "_LARGE", 10)
     with_blocks = solve(graph, budget_bytes, auto)
     assert with_blocks.peak_bytes <= budget_bytes
     # Both may end with the time, on whatever machine this is.

@@ -16,7 +16,7 @@ from remat.documents.arguments import Ref, refs
 from remat.documents.program import Program, Statement
 from remat.documents.trace import ACCUMULATE, ADD_INTO, COPY, Trace
 from remat.errors import GraphError
-from remat.frontend.operators import resolve
+from remat.frontend.common.operators import resolve
 from remat.passes.accumulation import with_accumulation
 from remat.rewrite import BATCH_NORM, BATCH_NORM_AGAIN, RERUNS
 

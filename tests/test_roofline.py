@@ -14,7 +14,7 @@ from remat.costs.flops import count_flops
 from remat.costs.roofline import Roofline, flops, seconds_of, touched_bytes, traffic_bytes
 from remat.documents.arguments import Ref
 from remat.documents.records import Node, Result, TensorMeta
-from remat.frontend.operators import resolve
+from remat.frontend.common.operators import resolve
 
 
 def meta(*shape: int, dtype: str = "float32", stride: tuple[int, ...] | None = None) -> TensorMeta:

@@ -26,14 +26,15 @@ from remat.schedule import Schedule
 from remat.simulate import simulate
 from remat.solution import Solution
 from remat.strategies import Auto, Task
-from remat.strategies.search import clock as clocks
-from remat.strategies.search import evict, pipeline
-from remat.strategies.search.clock import Clock
-from remat.strategies.search.known import Known, OverSlots
-from remat.strategies.search.reach import reach
+from remat.strategies.search import deadline as clocks
+from remat.strategies.search import pipeline
+from remat.strategies.search.deadline import Clock
 from remat.strategies.search.runner import MilpRunner
 from remat.strategies.search.search import search
-from remat.strategies.search.steps import run
+from remat.strategies.search.state import Known, OverSlots
+from remat.strategies.search.step import run
+from remat.strategies.search.steps import eviction
+from remat.strategies.search.steps.feasibility import reach
 
 EXACT = Auto(threads=1, gap=0.0, peak_gap=0.0, stall=math.inf, time_limit=300.0)
 CHAIN = chain(8)
@@ -232,7 +233,7 @@ def test_where_eviction_fails_what_is_known_and_fits_is_the_answer(
 ) -> None:
     small = least_cost(CHAIN, Offers(), 3).schedule
     large = least_cost(CHAIN, Offers(), 8).schedule
-    monkeypatch.setattr(evict, "fitting", failing)
+    monkeypatch.setattr(eviction, "fitting", failing)
     offers = Offers()
     with pytest.warns(SolverWarning, match="eviction"):
         least_cost(CHAIN, offers, 4, start=small)
@@ -421,9 +422,9 @@ def test_eviction_goes_on_for_a_while_where_the_gap_is_reached(
             answers.append(enough(time_s))
         return []
 
-    monkeypatch.setattr(evict, "fitting", fitting)
+    monkeypatch.setattr(eviction, "fitting", fitting)
     clock.at = 500.0
-    evict.evict(at_work, at_work.clock.share(0.5))
+    eviction.evict(at_work, at_work.clock.share(0.5))
     assert answers == [False, True, True, False]
 
 

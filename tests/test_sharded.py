@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import remat
-from remat.frontend.allocated import allocated_peak
-from remat.frontend.meter import measure_step
+from remat.frontend.memory.allocator_peak import allocated_peak
+from remat.frontend.memory.meter import measure_step
 
 KINDS: dict[str, dict[str, Any]] = {
     "enabled first": {},

@@ -23,10 +23,10 @@ from remat.schedule import Schedule
 from remat.simulate import peak_and_time, simulate
 from remat.solve import solve, sweep
 from remat.strategies import Auto, CheckmateMilp, Exact, LpRounding, Solution, Strategy, Task, auto
-from remat.strategies.search import ordered
-from remat.strategies.search.known import Known
 from remat.strategies.search.pipeline import Pipeline
 from remat.strategies.search.search import search
+from remat.strategies.search.state import Known
+from remat.strategies.search.steps import order
 
 LONG = uneven_stages(2, 14)
 """CBC takes minutes for the cost at 60%, and for the smallest peak."""
@@ -194,8 +194,8 @@ def test_a_solver_missing_from_the_start_is_an_error_at_once(
     def too_late(*_: object, **__: object) -> Schedule:
         raise AssertionError("it has searched before it has looked for the solver")
 
-    monkeypatch.setattr(ordered, "search_schedule", too_late)
-    monkeypatch.setattr(ordered, "least_peak_order", too_late)
+    monkeypatch.setattr(order, "search_schedule", too_late)
+    monkeypatch.setattr(order, "least_peak_order", too_late)
     for budget in ("100%", "60%", "min"):
         for strategy in (Exact(solver="MIPCL_CMD"), Auto(solver="MIPCL_CMD", order="on")):
             with pytest.raises(SolverError, match="not available here"):

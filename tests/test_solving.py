@@ -9,7 +9,7 @@ import pytest
 from tests.graphs import chain
 from tests.test_baselines import uneven_stages
 
-from remat.budget import format_bytes, format_seconds
+from remat.limits.budget import format_bytes, format_seconds
 from remat.plan import Plan
 from remat.report.solving import describe_steps, steps
 from remat.solution import steps_of

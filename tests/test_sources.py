@@ -15,7 +15,7 @@ import remat
 from remat.commands.models.batches import Sizes
 from remat.commands.models.sources import Step, load_step
 from remat.errors import TraceError
-from remat.frontend.sides import loss_of
+from remat.frontend.api.comparison import loss_of
 
 TINY = {
     "gpt2": ["n_layer=1", "n_embd=16", "n_head=2", "vocab_size=50"],

@@ -14,7 +14,7 @@ from tests.test_rewrite import again, keep_all, traced
 from torch import nn
 
 import remat
-from remat.frontend.runtime.step import _base, _Step
+from remat.frontend.runtime.autograd_function import _base, _Step
 
 X = torch.rand(4, 6)
 COSTS = remat.Roofline("cpu")

@@ -18,10 +18,10 @@ from remat.milp.backends import Outcome
 from remat.schedule import Schedule
 from remat.simulate import peak_and_time
 from remat.solution import Solution, Stats, joined, steps_of
-from remat.strategies.search import clock as clocks
-from remat.strategies.search.clock import Clock
-from remat.strategies.search.known import Known, OverSlots
-from remat.strategies.search.steps import Step, run
+from remat.strategies.search import deadline as clocks
+from remat.strategies.search.deadline import Clock
+from remat.strategies.search.state import Known, OverSlots
+from remat.strategies.search.step import Step, run
 
 KEEP_ALL = Schedule.keep_all(CHAIN)
 BUDGET_BYTES = 5

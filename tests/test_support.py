@@ -20,11 +20,11 @@ from remat.milp.support import support
 from remat.schedule import Schedule
 from remat.simulate import peak_and_time, simulate
 from remat.strategies.base import Task
-from remat.strategies.search.clock import Clock
-from remat.strategies.search.evict import evict
-from remat.strategies.search.known import Known
-from remat.strategies.search.moments import relax
-from remat.strategies.search.sift import sift
+from remat.strategies.search.deadline import Clock
+from remat.strategies.search.state import Known
+from remat.strategies.search.steps.eviction import evict
+from remat.strategies.search.steps.moments import relax
+from remat.strategies.search.steps.slots import sift
 
 LAWS = settings(
     max_examples=40,

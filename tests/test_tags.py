@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 import remat
 from remat.errors import InfeasibleBudget, TraceError
-from remat.frontend.meter import LiveStorageMeter
+from remat.frontend.memory.meter import LiveStorageMeter
 from remat.integrations.torchtitan import memory_policy
 
 pytestmark = pytest.mark.torch

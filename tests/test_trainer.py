@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
 import remat
-from remat.frontend.allocated import allocated_peak
+from remat.frontend.memory.allocator_peak import allocated_peak
 
 pytest.importorskip("accelerate")
 

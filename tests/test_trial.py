@@ -15,8 +15,8 @@ from torch import nn
 
 import remat
 from remat.errors import TraceError
-from remat.frontend.sides import loss_of
-from remat.frontend.trial import Trial, trial
+from remat.frontend.api.comparison import loss_of
+from remat.frontend.api.trial import Trial, trial
 
 QUICK = remat.Auto(gap=0.05, time_limit=3.0)
 

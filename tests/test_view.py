@@ -33,12 +33,12 @@ from remat.view import (
     schedule_svg,
     timeline_svg,
 )
-from remat.view.axes import Unit, byte_unit, decimal_ticks, second_unit
+from remat.view.drawing.axes import Unit, byte_unit, decimal_ticks, second_unit
+from remat.view.drawing.occupancy import backward_run, occupancy, reruns
+from remat.view.drawing.svg import number
+from remat.view.drawing.text import escape, plain, shorten
 from remat.view.frontier import frontier
 from remat.view.modules import MAX_BARS, shares
-from remat.view.occupancy import backward_run, occupancy, reruns
-from remat.view.svg import number
-from remat.view.text import escape, plain, shorten
 from remat.view.timeline import MAX_COLUMNS, peaks
 
 SVG = "{http://www.w3.org/2000/svg}"

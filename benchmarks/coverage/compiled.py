@@ -27,8 +27,8 @@ from benchmarks.coverage.compared import (
 )
 from benchmarks.coverage.small import made
 from benchmarks.measuring import keep_freed_memory
-from remat.frontend.allocated import allocated_peak
-from remat.frontend.meter import unique_bytes
+from remat.frontend.memory.allocator_peak import allocated_peak
+from remat.frontend.memory.meter import unique_bytes
 
 OVER, NOT_COMPILED = "over", "not compiled"
 OUTCOMES = {

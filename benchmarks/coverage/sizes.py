@@ -10,8 +10,8 @@ from torch import nn
 import remat
 from benchmarks.coverage.compared import FAILED, HUNG, NOT_EAGER, REFUSED, Row, row_of
 from benchmarks.coverage.small import batch_of, made
-from remat.frontend.captures import Captures
-from remat.frontend.options import OptimizeOptions
+from remat.frontend.planning.options import OptimizeOptions
+from remat.frontend.planning.trace_cache import Captures
 from remat.frontend.runtime.guards import Call, Watch, signature
 from remat.passes.outline import is_same_step
 

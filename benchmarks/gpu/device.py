@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from remat.frontend.meter import measure_step
+from remat.frontend.memory.meter import measure_step
 
 Step = Callable[[], object]
 

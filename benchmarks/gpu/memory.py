@@ -15,9 +15,9 @@ from benchmarks.gpu.setting import Setting
 from benchmarks.measuring import resident
 from benchmarks.methods import step
 from benchmarks.workloads import Workload
-from remat.budget import format_bytes
 from remat.documents.trace import CUDA_ALIGNMENT_BYTES
-from remat.frontend.memory import keeps_workspaces, library_bytes
+from remat.frontend.memory.device_memory import keeps_workspaces, library_bytes
+from remat.limits.budget import format_bytes
 
 TOLERANCE_BYTES = 2 << 20
 

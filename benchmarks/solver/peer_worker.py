@@ -23,7 +23,7 @@ import remat
 from benchmarks.methods import twin
 from benchmarks.solver.peer_models import Gpt, ResNet
 from remat.costs.flops import count_flops
-from remat.frontend.meter import measure_step, unique_bytes
+from remat.frontend.memory.meter import measure_step, unique_bytes
 from remat.passes.accumulation import with_accumulation
 
 FLOPS_ONLY = remat.Roofline.custom("FLOPs", fp32_flops_per_s=1e12, bytes_per_s=1e18, launch_s=1e-12)

@@ -15,7 +15,7 @@ from typing import Any
 
 import remat
 from benchmarks.instances import load
-from remat.budget import Budget
+from remat.limits.budget import Budget
 from remat.progress import Progress
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from remat.budget import Budget
+from remat.limits.budget import Budget
 
 Bytes = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0)]

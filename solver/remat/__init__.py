@@ -62,37 +62,37 @@ from remat.strategies import (
 from remat.version import VERSION
 
 if TYPE_CHECKING:
+    from remat.frontend.api.enable import disable, enable, plans
+    from remat.frontend.api.estimate import estimate
+    from remat.frontend.api.max_batch import max_batch
+    from remat.frontend.api.optimize import optimize
     from remat.frontend.capture.trace import trace
     from remat.frontend.compile.backend import compile
-    from remat.frontend.compile.partition import Partitioner
-    from remat.frontend.compile.plans import CompiledPlan, compiled_plans
+    from remat.frontend.compile.partitioner import Partitioner
+    from remat.frontend.compile.registry import CompiledPlan, compiled_plans
     from remat.frontend.costs.cache import CostCache
     from remat.frontend.costs.measure import measure
     from remat.frontend.emit.emit import emit
-    from remat.frontend.enable import disable, enable, plans
-    from remat.frontend.estimate import estimate
-    from remat.frontend.max_batch import max_batch
-    from remat.frontend.meter import LiveStorageMeter
-    from remat.frontend.optimize import optimize
+    from remat.frontend.memory.meter import LiveStorageMeter
     from remat.frontend.runtime.module import RematModule, lower
 
 _TORCH_SIDE = {
-    "CompiledPlan": "compile.plans",
-    "Partitioner": "compile.partition",
+    "CompiledPlan": "compile.registry",
+    "Partitioner": "compile.partitioner",
     "compile": "compile.backend",
-    "compiled_plans": "compile.plans",
+    "compiled_plans": "compile.registry",
     "CostCache": "costs.cache",
-    "LiveStorageMeter": "meter",
-    "estimate": "estimate",
-    "max_batch": "max_batch",
+    "LiveStorageMeter": "memory.meter",
+    "estimate": "api.estimate",
+    "max_batch": "api.max_batch",
     "RematModule": "runtime.module",
     "lower": "runtime.module",
     "measure": "costs.measure",
-    "disable": "enable",
+    "disable": "api.enable",
     "emit": "emit.emit",
-    "enable": "enable",
-    "optimize": "optimize",
-    "plans": "enable",
+    "enable": "api.enable",
+    "optimize": "api.optimize",
+    "plans": "api.enable",
     "trace": "capture.trace",
 }
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from remat.budget import format_bytes, format_seconds
 from remat.documents.trace import Trace
+from remat.limits.budget import format_bytes, format_seconds
 from remat.plan import Plan
 
 

@@ -21,11 +21,20 @@ except ImportError:
     sys.exit("the command line needs typer and rich: pip install 'remat[cli]'")
 
 import remat
+from remat.commands.common.exits import (
+    FAILED,
+    Leave,
+    Stopped,
+    code_of,
+    code_of_signal,
+    line_of,
+    say,
+    word,
+)
 from remat.commands.compare import compare
 from remat.commands.diff import diff
 from remat.commands.doctor import doctor
 from remat.commands.estimate import estimate
-from remat.commands.exits import FAILED, Leave, Stopped, code_of, code_of_signal, line_of, say, word
 from remat.commands.explain import explain
 from remat.commands.measure import measure
 from remat.commands.plot import plot
@@ -99,7 +108,7 @@ def common(
 
 
 def main() -> None:
-    """The entry point: every error is one line that says what to do; see `remat.commands.exits`."""
+    """Run the command line. An error is one line that says what to do: `commands.common.exits`."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a terminal that has not our letters

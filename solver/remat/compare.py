@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from remat.budget import Budget
 from remat.errors import InfeasibleBudget, RematError
 from remat.graph import Graph
+from remat.limits.budget import Budget
 from remat.plan import Plan
 from remat.progress import Cancel, ProgressCallback
 from remat.report.comparison import Compared, Row

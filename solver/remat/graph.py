@@ -74,7 +74,7 @@ class Graph:
     boundary: int | None = None
     library_bytes: int = 0
     """What of `constant_bytes` libraries hold on the device (cuBLAS workspaces). No budget changes
-    it, so percentages are of the rest: see `remat.budget`."""
+    it, so percentages are of the rest: see `remat.limits.budget`."""
 
     def __post_init__(self) -> None:
         _validate(self)

@@ -5,16 +5,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Self, TypeVar
 
-from remat.budget import format_bytes, share_of_baseline
 from remat.errors import RematError
 from remat.graph import Graph
+from remat.limits.budget import format_bytes, share_of_baseline
 from remat.schedule import Schedule
 from remat.simulate import Timeline, simulate
 from remat.solution import BoundScope, Solution, Stats
+
+RESERVED_STAT = "reserved_for_others_bytes"
+"""Key of `Planned.stats`: bytes of the requested budget that are reserved for other uses."""
 
 
 class Status(Enum):
@@ -118,3 +121,10 @@ P = TypeVar("P", bound=Planned)
 
 def _overhead(time_s: float, baseline_time_s: float) -> float:
     return time_s / baseline_time_s - 1 if baseline_time_s > 0 else 0.0
+
+
+def with_reserve(plan: P, reserve_bytes: int) -> P:
+    """Return the plan with `reserve_bytes` of its budget noted as reserved for other uses."""
+    if not reserve_bytes:
+        return plan
+    return replace(plan, stats={**plan.stats, RESERVED_STAT: reserve_bytes})

@@ -9,10 +9,10 @@ from dataclasses import is_dataclass, replace
 from typing import Protocol
 
 from remat.allocator.prediction import with_prediction
-from remat.budget import Budget
 from remat.documents.trace import Trace
 from remat.errors import InfeasibleBudget, SolverError, SolverWarning
 from remat.graph import Graph
+from remat.limits.budget import Budget
 from remat.plan import Plan
 from remat.progress import Cancel, ProgressCallback, heard
 from remat.schedule import Schedule
@@ -20,7 +20,7 @@ from remat.simulate import peak_and_time, simulate
 from remat.solution import Solution, Stats, joined
 from remat.strategies.auto import Auto
 from remat.strategies.base import Strategy, Task
-from remat.strategies.search.steps import tell
+from remat.strategies.search.step import tell
 
 _LEAST_S = 1.0
 SWEEP = ("min", *(f"{percent}%" for percent in range(5, 101, 5)))

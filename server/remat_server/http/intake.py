@@ -9,12 +9,12 @@ from dataclasses import dataclass, fields, is_dataclass
 from sqlalchemy.exc import IntegrityError
 
 import remat
-from remat.budget import Budget
 from remat.costs.pricing import by_roofline
 from remat.costs.roofline import Roofline
 from remat.documents.base import NAMESPACES, parse_plain_json
 from remat.documents.trace import Trace
 from remat.errors import DocumentError, SolverError
+from remat.limits.budget import Budget
 from remat.milp.solvers.pulp_solvers import is_highs
 from remat.schedule import Schedule
 from remat.service.wire import JobView, Kind, Sizes, SolveRequest, graph_of

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from remat.allocator.prediction import Prediction, is_on_cuda, with_prediction
-from remat.budget import Budget
 from remat.documents.trace import Trace
 from remat.errors import InfeasibleBudget, RematError, SolverTimeout
+from remat.limits.budget import Budget
 from remat.planned import P
 from remat.progress import Cancel
 

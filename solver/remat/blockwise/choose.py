@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import pulp
 
 from remat.blockwise.step import BlockStep
-from remat.budget import format_bytes, perhaps_a_share
 from remat.errors import InfeasibleBudget
+from remat.limits.budget import format_bytes, perhaps_a_share
 from remat.milp.solvers import pulp_versions
 from remat.milp.solvers.highs import BulkHiGHS
 from remat.milp.solvers.pulp_versions import expression

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from remat.blockwise.step import Way
-from remat.budget import format_bytes, format_seconds
+from remat.limits.budget import format_bytes, format_seconds
 from remat.plan import Plan
 from remat.report.tables import aligned, starred
 

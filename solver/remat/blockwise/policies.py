@@ -8,8 +8,8 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from remat.budget import format_bytes, format_seconds
 from remat.documents.base import Document, Path_, Record
+from remat.limits.budget import format_bytes, format_seconds
 from remat.report.tables import aligned, starred
 
 OPERATORS = "operators"

@@ -7,15 +7,15 @@ from typing import Annotated
 
 import typer
 
-from remat.budget import Budget
-from remat.commands import files, options
-from remat.commands.exits import UsageError
-from remat.commands.figures import Figures, csv_of, json_of, plan_figures
-from remat.commands.frontiers import PICTURES, Frontier
-from remat.commands.live import Line
-from remat.commands.solving import attended, finish
+from remat.commands.common import files, options
+from remat.commands.common.exits import UsageError
+from remat.commands.common.figures import Figures, csv_of, json_of, plan_figures
+from remat.commands.common.frontiers import PICTURES, Frontier
+from remat.commands.common.progress_line import Line
+from remat.commands.common.solving import attended, finish
 from remat.compare import BUDGETS, Comparison
 from remat.compare import compare as compare_all
+from remat.limits.budget import Budget
 from remat.plan import Plan
 from remat.progress import Cancel
 from remat.report.comparison import Row

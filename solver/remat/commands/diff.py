@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from remat.commands import files
-from remat.commands.figures import json_of, plan_figures
-from remat.commands.options import Json, PlanFile
+from remat.commands.common import files
+from remat.commands.common.figures import json_of, plan_figures
+from remat.commands.common.options import Json, PlanFile
 from remat.report.describe import recomputed_by_name
 
 

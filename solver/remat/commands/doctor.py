@@ -6,17 +6,17 @@ from dataclasses import asdict
 
 import typer
 
-from remat.commands import files
-from remat.commands.exits import FAILED
-from remat.commands.figures import json_of
-from remat.commands.options import Json
+from remat.commands.common import files
+from remat.commands.common.exits import FAILED
+from remat.commands.common.figures import json_of
+from remat.commands.common.options import Json
 
 _MARKS = {"ok": "ok", "untested": "??", "missing": "--", "wrong": "!!"}
 
 
 def doctor(as_json: Json = False) -> None:
     """Check versions, devices, solvers, the cost cache and optional packages."""
-    from remat.commands.examine import examine
+    from remat.commands.diagnosis import examine
 
     checks = examine()
     is_well = all(check.state != "wrong" for check in checks)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from remat.commands import files, options
-from remat.commands.figures import json_of
-from remat.reserve import parse_reserve
+from remat.commands.common import files, options
+from remat.commands.common.figures import json_of
+from remat.limits.reserve import parse_reserve
 
 
 def estimate(
@@ -33,10 +33,10 @@ def estimate(
         parse_reserve(reserve)
     from remat.commands.models.batches import Sizes
     from remat.commands.models.sources import load_step
-    from remat.frontend.autocast import autocast as casting
-    from remat.frontend.capture.meta import nominal_device
-    from remat.frontend.estimate import estimate as estimated
-    from remat.frontend.target import device_here, find_target
+    from remat.frontend.api.estimate import estimate as estimated
+    from remat.frontend.capture.model.meta_device import nominal_device
+    from remat.frontend.common.autocast import autocast as casting
+    from remat.frontend.common.target import device_here, find_target
 
     if find_target(device) is not None:
         kind = "cpu"  # where the tensors of such a capture are

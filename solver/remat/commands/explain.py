@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from remat.commands import files
-from remat.commands.figures import Figures, json_of, plan_figures
-from remat.commands.options import Json, PlanFile
+from remat.commands.common import files
+from remat.commands.common.figures import Figures, json_of, plan_figures
+from remat.commands.common.options import Json, PlanFile
 from remat.plan import Plan
 from remat.report.solving import describe_steps, steps
 

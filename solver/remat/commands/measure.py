@@ -6,12 +6,12 @@ from typing import Annotated
 
 import typer
 
-from remat.commands import files
-from remat.commands.exits import UsageError
-from remat.commands.figures import describe_costs, describe_trace
-from remat.commands.live import live
-from remat.commands.options import Json, Output, Roofline, TraceFile, check_here
-from remat.commands.solving import hint
+from remat.commands.common import files
+from remat.commands.common.exits import UsageError
+from remat.commands.common.figures import describe_costs, describe_trace
+from remat.commands.common.options import Json, Output, Roofline, TraceFile, check_here
+from remat.commands.common.progress_line import live
+from remat.commands.common.solving import hint
 from remat.costs.pricing import by_roofline
 from remat.costs.roofline import Roofline as Model
 from remat.documents.trace import Trace
@@ -55,7 +55,7 @@ def measure(
 
 def _check_there(traced: Trace) -> None:
     """Raises `RematError` where the trace's device is not here."""
-    from remat.frontend.target import device_here
+    from remat.frontend.common.target import device_here
 
     try:
         device_here(traced.device)

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from remat.commands import files
-from remat.commands.drawings import KINDS, Subject, drawing
-from remat.commands.options import PictureDevice, check_device
+from remat.commands.common import files
+from remat.commands.common.drawings import KINDS, Subject, drawing
+from remat.commands.common.options import PictureDevice, check_device
 
 
 def _complete_kind(incomplete: str) -> list[str]:

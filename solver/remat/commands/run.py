@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from remat.budget import format_bytes
-from remat.commands import files, options
-from remat.commands.exits import UsageError
-from remat.commands.figures import compiled_figures, json_of, plan_figures
-from remat.commands.live import live
-from remat.commands.solving import best_so_far, finish, solved
+from remat.commands.common import files, options
+from remat.commands.common.exits import UsageError
+from remat.commands.common.figures import compiled_figures, json_of, plan_figures
+from remat.commands.common.progress_line import live
+from remat.commands.common.solving import best_so_far, finish, solved
+from remat.limits.budget import format_bytes
+from remat.limits.reserve import telling
+from remat.planned import with_reserve
 from remat.report.estimate import eager_peak_bytes
-from remat.reserve import telling, with_reserve
 from remat.rewrite import rewrite
 from remat.strategies.base import Strategy
 
@@ -62,11 +63,11 @@ def run(
     files.check_outputs(program)
     from remat.commands.models.batches import Sizes
     from remat.commands.models.sources import load_step
-    from remat.frontend.autocast import autocast as casting
+    from remat.frontend.api.trial import trial
     from remat.frontend.capture.trace import trace as capture
+    from remat.frontend.common.autocast import autocast as casting
     from remat.frontend.costs.measure import measure
     from remat.frontend.runtime.module import lower
-    from remat.frontend.trial import trial
 
     sizes = Sizes(batch, tokens, image)
     step = load_step(
@@ -131,7 +132,7 @@ def _compiled(
     outputs: str,
 ) -> None:
     """Plain torch.compile and the backend, side by side."""
-    from remat.frontend.compiled_trial import compiled_trial
+    from remat.frontend.api.compiled_trial import compiled_trial
 
     with live("compiling") as line:
         found = compiled_trial(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from remat.commands import files, options
-from remat.commands.solving import best_so_far, finish, hint, solved
-from remat.reserve import telling, with_reserve
+from remat.commands.common import files, options
+from remat.commands.common.solving import best_so_far, finish, hint, solved
+from remat.limits.reserve import telling
+from remat.planned import with_reserve
 from remat.rewrite import rewrite
 
 

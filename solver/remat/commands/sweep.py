@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from remat.budget import Budget, format_bytes, format_seconds
-from remat.commands import files, options
-from remat.commands.exits import UsageError
-from remat.commands.figures import check_any, csv_of, frontier_table, json_of, plan_figures
-from remat.commands.frontiers import PICTURES, Frontier
-from remat.commands.live import Line
-from remat.commands.solving import attended, finish, hint
+from remat.commands.common import files, options
+from remat.commands.common.exits import UsageError
+from remat.commands.common.figures import check_any, csv_of, frontier_table, json_of, plan_figures
+from remat.commands.common.frontiers import PICTURES, Frontier
+from remat.commands.common.progress_line import Line
+from remat.commands.common.solving import attended, finish, hint
 from remat.documents.sweep import SweepDocument
+from remat.limits.budget import Budget, format_bytes, format_seconds
 from remat.plan import Plan
 from remat.progress import Cancel
 from remat.solve import SWEEP

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from remat.commands import files, options
-from remat.commands.figures import describe_trace
-from remat.commands.solving import hint
+from remat.commands.common import files, options
+from remat.commands.common.figures import describe_trace
+from remat.commands.common.solving import hint
 
 
 def trace(
@@ -30,9 +30,9 @@ def trace(
     files.check_outputs(output)
     from remat.commands.models.batches import Sizes
     from remat.commands.models.sources import load_step
-    from remat.frontend.autocast import autocast as casting
     from remat.frontend.capture.trace import trace as capture
-    from remat.frontend.target import find_target
+    from remat.frontend.common.autocast import autocast as casting
+    from remat.frontend.common.target import find_target
 
     absent = find_target(device) is not None
     place = "meta" if absent else device or "cpu"

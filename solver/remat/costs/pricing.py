@@ -95,7 +95,7 @@ def _only_on_cpu(node: Node) -> str:
     name = node.target.partition(".")[2]
     if any(word in name for word in _ONLY_ON_CPU):
         return name
-    # Dropout on the CPU: a mask that is drawn by itself, see `remat.frontend.capture.dropout`.
+    # Dropout on the CPU samples a separate mask: see `frontend.capture.eager_kernels.dropout`.
     if name == "bernoulli.p" and node.results[0].tensor.dtype == "bool":
         return name
     return ""

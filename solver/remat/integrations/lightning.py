@@ -13,7 +13,7 @@ from typing import Any, Unpack
 from torch import nn
 
 from remat.errors import RematError, TraceError
-from remat.frontend.enable import Options, check_asked, disable, enable, is_enabled
+from remat.frontend.api.enable import Options, check_asked, disable, enable, is_enabled
 
 __all__ = ["RematCallback"]
 

@@ -19,12 +19,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from remat.blockwise.policies import CHECKPOINTED, OPERATORS, BlockPolicy, Policies
-from remat.budget import Budget, is_auto
 from remat.errors import RematError, TraceError
+from remat.frontend.api.enable import Options, check_asked, disable, enable, is_enabled
 from remat.frontend.emit import operators
 from remat.frontend.emit.applied import blocks_of_policies, check_rules
 from remat.frontend.emit.layers import module_of
-from remat.frontend.enable import Options, check_asked, disable, enable, is_enabled
+from remat.limits.budget import Budget, is_auto
 
 try:
     from transformers import TrainerCallback

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic
 
-from remat.budget import format_bytes, format_seconds
+from remat.limits.budget import format_bytes, format_seconds
 from remat.planned import P
 from remat.report.tables import aligned
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 
 from remat.allocator.prediction import Prediction
-from remat.budget import format_bytes, format_seconds
-from remat.planned import Planned
+from remat.limits.budget import format_bytes, format_seconds
+from remat.planned import RESERVED_STAT, Planned
 from remat.report.solving import describe_steps
 from remat.report.tables import aligned, largest, starred
-from remat.reserve import LEFT_TO_OTHERS
 
 SCOPES = {
     "slots": "every schedule over the slots offered",
@@ -66,7 +65,7 @@ def _asked(plan: Planned) -> str:
 
 
 def _beside(plan: Planned) -> str:
-    reserved = plan.stats.get(LEFT_TO_OTHERS)
+    reserved = plan.stats.get(RESERVED_STAT)
     return f", beside {format_bytes(reserved)} reserved" if isinstance(reserved, int) else ""
 
 

@@ -9,19 +9,19 @@ from collections import defaultdict
 from dataclasses import dataclass
 from math import prod
 
-from remat.budget import Budget, format_bytes, format_seconds
 from remat.costs.roofline import item_bytes
 from remat.documents.arguments import Ref
 from remat.documents.trace import Trace, trained
 from remat.errors import BudgetError
 from remat.graph import Graph
+from remat.limits.budget import Budget, format_bytes, format_seconds
 from remat.report.tables import aligned, largest, starred
 from remat.schedule import Schedule
 from remat.simulate import Timeline, simulate
-from remat.strategies.search.quick import quick_schedules
+from remat.strategies.search.steps.baselines import quick_schedules
 
 _ROWS = 12
-_DROPOUT = "aten.native_dropout_backward.default"  # both ways; see remat.frontend.capture.dropout
+_DROPOUT = "aten.native_dropout_backward.default"  # both ways; see `capture.eager_kernels.dropout`
 
 
 @dataclass(frozen=True, slots=True)

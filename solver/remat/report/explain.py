@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from remat.budget import format_bytes, format_seconds
 from remat.errors import UnknownName, nearest
 from remat.graph import Graph
+from remat.limits.budget import format_bytes, format_seconds
 from remat.planned import Planned
 from remat.report.describe import SCOPES
 from remat.report.tables import aligned

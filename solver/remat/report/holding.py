@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from remat.budget import format_bytes
 from remat.graph import Graph
+from remat.limits.budget import format_bytes
 from remat.schedule import Schedule
 from remat.simulate import simulate
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from remat.budget import format_bytes, format_seconds
+from remat.limits.budget import format_bytes, format_seconds
 from remat.planned import Planned
 from remat.report.tables import aligned
 from remat.solution import STEP_FACTS, steps_of

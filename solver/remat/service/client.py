@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from remat.budget import Budget
 from remat.costs.roofline import Roofline
 from remat.documents.base import R
 from remat.documents.plan import GraphRecord
@@ -16,7 +15,8 @@ from remat.documents.program import Program
 from remat.documents.trace import Trace
 from remat.errors import InfeasibleBudget, RematError, ServiceError
 from remat.graph import Graph
-from remat.outputs import HELD
+from remat.limits.budget import Budget
+from remat.limits.outputs import HELD
 from remat.plan import Plan
 from remat.progress import Cancel, ProgressCallback
 from remat.service import wire
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from remat.frontend.costs.cache import CostCache
-    from remat.frontend.reserve import Reserve
+    from remat.frontend.memory.reserve import Reserve
     from remat.frontend.runtime.module import RematModule
 
 _BY_SERVICE = ("measure", "roofline:")
@@ -83,8 +83,8 @@ class Client:
         `costs="measure"` lets the service measure them on its own device; "roofline:h200" needs
         none. By default operations are timed here, on the model's own device.
         """
-        from remat.frontend.optimize import optimize
-        from remat.frontend.options import ELSEWHERE
+        from remat.frontend.api.optimize import optimize
+        from remat.frontend.planning.options import ELSEWHERE
 
         asked = costs if isinstance(costs, str) and costs.startswith(_BY_SERVICE) else None
 

@@ -19,7 +19,6 @@ from pydantic import (
 )
 
 from remat import errors
-from remat.budget import Budget
 from remat.costs.devices import DEVICES
 from remat.costs.roofline import Roofline
 from remat.documents.base import Record, check_header
@@ -27,6 +26,7 @@ from remat.documents.plan import GraphRecord, PlanDocument
 from remat.documents.program import Program
 from remat.documents.trace import Trace
 from remat.graph import Graph
+from remat.limits.budget import Budget
 from remat.strategies.auto import Auto
 from remat.strategies.base import Strategy
 from remat.strategies.registry import from_data, json_schema, to_data

@@ -15,10 +15,11 @@ from remat.schedule import Schedule
 from remat.solution import Solution
 from remat.strategies.base import Task
 from remat.strategies.options import MilpOptions, Seconds, Share, between
-from remat.strategies.search import ordered, pipeline
-from remat.strategies.search.known import Known
+from remat.strategies.search import pipeline
 from remat.strategies.search.pipeline import Pipeline
 from remat.strategies.search.search import search
+from remat.strategies.search.state import Known
+from remat.strategies.search.steps import order
 
 _REGION = 100
 """Slots of an operation further apart than this many operations are no group. One group for all
@@ -80,12 +81,10 @@ class Auto(MilpOptions):
             reserve = 0.0 if self._is_complete(task.graph) else _RESERVE * self.gap
             return search(Known(task, timed, self._offer, reserve=reserve), self.steps(task.graph))
 
-        is_wanted = self.order == "on" or (
-            self.order == "auto" and ordered.is_worthwhile(task.graph)
-        )
+        is_wanted = self.order == "on" or (self.order == "auto" and order.is_worthwhile(task.graph))
         if not is_wanted:
             return solve(task, self.time_limit)
-        in_any_order = ordered.least_peak if task.budget_bytes is None else ordered.least_cost
+        in_any_order = order.least_peak if task.budget_bytes is None else order.least_cost
         return in_any_order(task, solve, time_limit=self.time_limit, seed=self.seed)
 
     def steps(self, graph: Graph) -> Pipeline:

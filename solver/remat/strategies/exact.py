@@ -10,8 +10,8 @@ from remat.solution import Solution
 from remat.strategies.base import Task
 from remat.strategies.options import MilpOptions
 from remat.strategies.search import pipeline
-from remat.strategies.search.known import Known
 from remat.strategies.search.search import search
+from remat.strategies.search.state import Known
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from remat.budget import format_bytes, perhaps_a_share
 from remat.errors import InfeasibleBudget
 from remat.graph import Graph
+from remat.limits.budget import format_bytes, perhaps_a_share
 from remat.schedule import Schedule
 from remat.simulate import simulate
 

@@ -10,7 +10,7 @@ import json
 from collections import Counter
 
 from remat.planned import Planned
-from remat.view.occupancy import LAYERS, backward_run, occupancy, reruns, starts_s
+from remat.view.drawing.occupancy import LAYERS, backward_run, occupancy, reruns, starts_s
 
 _PID = 1
 _FORWARD, _BACKWARD = 1, 2

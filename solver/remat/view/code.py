@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container, Sequence
 
-from remat.budget import format_bytes, format_seconds
 from remat.documents.arguments import Argument, Literal, Ref
 from remat.documents.program import Program, Statement
 from remat.documents.trace import Trace
 from remat.graph import Graph
+from remat.limits.budget import format_bytes, format_seconds
 from remat.planned import Planned
-from remat.view.text import plain
+from remat.view.drawing.text import plain
 
 _COLUMN = 76
 """Where comments begin, if the code leaves room."""

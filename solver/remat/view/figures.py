@@ -9,18 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from remat.budget import format_bytes
 from remat.errors import RematError
+from remat.limits.budget import format_bytes
 from remat.planned import Planned
 from remat.report.comparison import Compared, Row
 from remat.view import frontier as frontiers
 from remat.view import modules, schedule, timeline
-from remat.view.axes import PERCENT, RUNS, Unit, byte_unit, second_unit
-from remat.view.cells import ROLES, Grid, strokes
-from remat.view.marks import marker, series
-from remat.view.occupancy import LAYERS, backward_run
-from remat.view.svg import colour
-from remat.view.text import plain, shorten
+from remat.view.drawing.axes import PERCENT, RUNS, Unit, byte_unit, second_unit
+from remat.view.drawing.cells import ROLES, Grid, strokes
+from remat.view.drawing.marks import marker, series
+from remat.view.drawing.occupancy import LAYERS, backward_run
+from remat.view.drawing.svg import colour
+from remat.view.drawing.text import plain, shorten
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist

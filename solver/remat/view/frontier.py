@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
-from remat.budget import format_bytes
 from remat.costs.devices import find_device
+from remat.limits.budget import format_bytes
 from remat.planned import P, Planned
 from remat.report.comparison import Compared, Row
 from remat.strategies.auto import Auto
-from remat.view import svg
-from remat.view.axes import PERCENT, Axis, bottom_axis, byte_unit, left_axis
-from remat.view.marks import mark, ring, triangle
+from remat.view.drawing import svg
+from remat.view.drawing.axes import PERCENT, Axis, bottom_axis, byte_unit, left_axis
+from remat.view.drawing.marks import mark, ring, triangle
 from remat.view.timeline import EAGER
 
 TITLE = "Extra time against peak memory"

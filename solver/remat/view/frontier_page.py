@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 
 from remat.planned import Planned
 from remat.report.comparison import Row
+from remat.view.drawing.text import escape_lines
 from remat.view.frontier import frontier_svg
 from remat.view.html import page
-from remat.view.text import escape_lines
 
 
 def frontier_html(

@@ -7,16 +7,16 @@ as HTML, and light or dark as the reader's system is.
 from __future__ import annotations
 
 from remat.allocator.prediction import Prediction
-from remat.budget import format_bytes, format_seconds
 from remat.documents.program import Program
+from remat.limits.budget import format_bytes, format_seconds
 from remat.planned import Planned
 from remat.report.comparison import Compared
 from remat.report.describe import describe
 from remat.view.code import annotated_code
+from remat.view.drawing.text import escape, escape_lines, shorten
 from remat.view.frontier import comparison_svg
 from remat.view.modules import modules_svg
 from remat.view.schedule import schedule_svg
-from remat.view.text import escape, escape_lines, shorten
 from remat.view.timeline import timeline_svg
 
 _ROWS = 40

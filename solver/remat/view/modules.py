@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from remat.budget import format_bytes, format_seconds
+from remat.limits.budget import format_bytes, format_seconds
 from remat.planned import Planned
 from remat.report.tables import starred
-from remat.view import svg
-from remat.view.text import plain, shorten
+from remat.view.drawing import svg
+from remat.view.drawing.text import plain, shorten
 
 MAX_BARS = 24
 TITLE = "Recomputed time by module"

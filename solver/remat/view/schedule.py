@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from remat.budget import format_bytes, format_seconds
+from remat.limits.budget import format_bytes, format_seconds
 from remat.planned import Planned
-from remat.view import svg
-from remat.view.axes import RUNS, Axis, bottom_axis, decimal_ticks, passes
-from remat.view.cells import MAX_ROWS, ROLES, Grid, Stroke, sections, strokes
-from remat.view.occupancy import backward_run
-from remat.view.text import plain, shorten
+from remat.view.drawing import svg
+from remat.view.drawing.axes import RUNS, Axis, bottom_axis, decimal_ticks, passes
+from remat.view.drawing.cells import MAX_ROWS, ROLES, Grid, Stroke, sections, strokes
+from remat.view.drawing.occupancy import backward_run
+from remat.view.drawing.text import plain, shorten
 
 TITLE = "Schedule"
 NAMED = 46

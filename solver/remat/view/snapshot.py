@@ -16,8 +16,8 @@ from typing import Any
 
 from remat.documents.base import write_atomically
 from remat.planned import Planned
-from remat.view.occupancy import LAYERS, copy_kinds, is_overwritten, starts_s
-from remat.view.text import plain
+from remat.view.drawing.occupancy import LAYERS, copy_kinds, is_overwritten, starts_s
+from remat.view.drawing.text import plain
 
 _BASE = 0x7F0000000000
 """A plausible address of device memory, below 2**53: the viewer has JavaScript's numbers."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import csv
 import io
 
-from remat.budget import format_bytes, format_seconds
 from remat.graph import Graph
+from remat.limits.budget import format_bytes, format_seconds
 from remat.planned import Planned
-from remat.view.text import plain, shorten
+from remat.view.drawing.text import plain, shorten
 
 COLUMNS = (
     "index",

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
 
-from remat.budget import format_bytes, format_seconds
+from remat.limits.budget import format_bytes, format_seconds
 from remat.planned import Planned
 from remat.schedule import Schedule
 from remat.simulate import simulate
-from remat.view import svg
-from remat.view.axes import (
+from remat.view.drawing import svg
+from remat.view.drawing.axes import (
     RUNS,
     Axis,
     Unit,
@@ -27,8 +27,8 @@ from remat.view.axes import (
     passes,
     second_unit,
 )
-from remat.view.occupancy import LAYERS, Occupancy, backward_run, occupancy, starts_s
-from remat.view.text import plain, shorten
+from remat.view.drawing.occupancy import LAYERS, Occupancy, backward_run, occupancy, starts_s
+from remat.view.drawing.text import plain, shorten
 
 MAX_COLUMNS = 1500
 TITLE = "Memory over the step"

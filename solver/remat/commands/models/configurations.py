@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from remat.budget import format_bytes
 from remat.commands.models import diffusion
 from remat.commands.models.batches import SEQ_TO_SEQ, TASKS, Sizes, batch, special_tokens
 from remat.errors import TraceError, nearest, one_line
-from remat.frontend.memory import free_bytes
+from remat.frontend.memory.device_memory import free_bytes
+from remat.limits.budget import format_bytes
 
 Named = tuple[str, nn.Module, tuple[Any, ...], dict[str, Any]]
 Data = dict[str, Any]

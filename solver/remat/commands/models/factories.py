@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from remat.errors import RematError, TraceError, one_line
-from remat.frontend.frames import is_users
+from remat.frontend.common.frames import is_users
 
 Call = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 

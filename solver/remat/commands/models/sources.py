@@ -27,8 +27,8 @@ from remat.commands.models.configurations import from_file, from_name
 from remat.commands.models.factories import from_factory
 from remat.errors import RematError, TraceError, one_line
 from remat.frontend.capture.trace import normalise_inputs
-from remat.frontend.pytree import flatten, unflatten
-from remat.frontend.target import device_here
+from remat.frontend.common.pytree import flatten, unflatten
+from remat.frontend.common.target import device_here
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _HUGGING_FACE = "hf:"

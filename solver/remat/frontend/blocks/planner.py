@@ -16,19 +16,19 @@ from remat.blockwise.choose import NEAR_MIN, Choice, choose, least_peak_bytes
 from remat.blockwise.plan import AS_IT_IS, CHECKPOINTED, PLANNED, BlockCall, BlocksPlan
 from remat.blockwise.step import BlockStep
 from remat.errors import DocumentError, InfeasibleBudget, TraceError
+from remat.frontend.blocks.block_options import PlannedWay, Ways, reason
+from remat.frontend.blocks.candidates import Offer, budget_of, with_inputs
+from remat.frontend.blocks.dry_run import SeenCall
+from remat.frontend.blocks.fsdp2 import check_whole, is_sharded
 from remat.frontend.blocks.menus import Menus
-from remat.frontend.blocks.observe import SeenCall
-from remat.frontend.blocks.offers import Offer, budget_of, with_inputs
-from remat.frontend.blocks.running import PlannedCall, ReadyBlocks
-from remat.frontend.blocks.settled import settled
-from remat.frontend.blocks.sharded import check_whole, is_sharded
-from remat.frontend.blocks.state import python_restored
-from remat.frontend.blocks.swapped import checkpointing_off
-from remat.frontend.blocks.ways import PlannedWay, Ways, reason
-from remat.frontend.capture.checkpoints import checkpointing_disabled
-from remat.frontend.entries import Entry
-from remat.frontend.options import OptimizeOptions
-from remat.frontend.planner import Planner
+from remat.frontend.blocks.module_state import python_restored
+from remat.frontend.blocks.patching import checkpointing_off
+from remat.frontend.blocks.runtime import PlannedCall, ReadyBlocks
+from remat.frontend.blocks.selection import settled
+from remat.frontend.capture.model.checkpoints import checkpointing_disabled
+from remat.frontend.planning.options import OptimizeOptions
+from remat.frontend.planning.plan_cache import Entry
+from remat.frontend.planning.planner import Planner
 from remat.frontend.runtime.guards import Call, Signature, Watch
 from remat.frontend.runtime.module import Runnable
 

@@ -23,25 +23,25 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from remat.documents.structure import Structure
 from remat.documents.trace import Trace
 from remat.errors import RematError, TraceError
-from remat.frontend.capture.as_eager import as_eager
-from remat.frontend.capture.checkpoints import checkpointing_disabled
-from remat.frontend.capture.compiled import looked_through, uncompiled
-from remat.frontend.capture.constants import ConstantFolding, Question
-from remat.frontend.capture.flat import Flat
-from remat.frontend.capture.hooks import own_hooks_away, watched
-from remat.frontend.capture.joint import Joint
-from remat.frontend.capture.layouts import kernels_layouts
-from remat.frontend.capture.meta import placed
-from remat.frontend.capture.surroundings import (
+from remat.frontend.capture.eager_kernels.fake_layouts import kernels_layouts
+from remat.frontend.capture.eager_kernels.overrides import as_eager
+from remat.frontend.capture.model.checkpoints import checkpointing_disabled
+from remat.frontend.capture.model.compiled_modules import looked_through, uncompiled
+from remat.frontend.capture.model.context import (
     attributes_of,
     nothing_drawn_in_python,
     observe,
     restored,
 )
-from remat.frontend.frames import is_machinery
-from remat.frontend.pytree import flatten
-from remat.frontend.target import Target, device_here, find_target
-from remat.outputs import HELD, are_dropped
+from remat.frontend.capture.model.flat_model import Flat
+from remat.frontend.capture.model.hooks import own_hooks_away, watched
+from remat.frontend.capture.model.meta_device import placed
+from remat.frontend.capture.reading.constants import ConstantFolding, Question
+from remat.frontend.capture.reading.joint_graph import Joint
+from remat.frontend.common.frames import is_machinery
+from remat.frontend.common.pytree import flatten
+from remat.frontend.common.target import Target, device_here, find_target
+from remat.limits.outputs import HELD, are_dropped
 
 log = logging.getLogger("remat")
 

@@ -13,24 +13,24 @@ import torch
 from torch import fx
 from torch._guards import CompileContext
 
-from remat.budget import format_bytes
 from remat.errors import InfeasibleBudget
-from remat.frontend.compile import kept, progress
-from remat.frontend.compile.cpp_files import several_to_a_file
-from remat.frontend.compile.kernels import PlannedKernels
-from remat.frontend.compile.naming import compiled_now, number_now
-from remat.frontend.compile.options import NO_MODEL, CompileOptions, read_options
-from remat.frontend.compile.outside import ModelBytes
-from remat.frontend.compile.partition import Partitioner
-from remat.frontend.compile.plans import NOTHING, Lesson, compiled_plans, remember
-from remat.frontend.compile.sizes import Symbol
-from remat.frontend.compile.verify import OverBudget
-from remat.frontend.compile.versions import (
+from remat.frontend.compile import disk_cache, reporting
+from remat.frontend.compile.external_memory import ModelBytes
+from remat.frontend.compile.inductor.compat import (
     backward_at_once,
     kernel_by_kernel,
     raised_inside,
     reused_at_once,
 )
+from remat.frontend.compile.inductor.cpp_batching import several_to_a_file
+from remat.frontend.compile.inductor.fusion_control import PlannedKernels
+from remat.frontend.compile.inductor.peak_check import OverBudget
+from remat.frontend.compile.joint.symbolic_sizes import Symbol
+from remat.frontend.compile.naming import compiled_now, number_now
+from remat.frontend.compile.options import NO_MODEL, CompileOptions, read_options
+from remat.frontend.compile.partitioner import Partitioner
+from remat.frontend.compile.registry import NOTHING, Lesson, compiled_plans, remember
+from remat.limits.budget import format_bytes
 from remat.report.holding import held_at_peak
 
 logger = logging.getLogger("remat")
@@ -163,23 +163,23 @@ class _Asked:
 
 def _with_inductor(asked: _Asked) -> Any:
     """Plans, unless torch has the code of it on disk: then the plan is there as well."""
-    if not kept.torch_keeps():
+    if not disk_cache.torch_keeps():
         return _in_rounds(asked)[0]
     uuid = Partitioner.of_backend(asked.options, asked.group).uuid()
-    key = kept.key_of(asked.gm, asked.inputs, f"{uuid} {sorted(asked.patches.items())!r}")
-    known = kept.find(key)
-    before = kept.hits()
+    key = disk_cache.key_of(asked.gm, asked.inputs, f"{uuid} {sorted(asked.patches.items())!r}")
+    known = disk_cache.find(key)
+    before = disk_cache.hits()
     code, partitioner = _in_rounds(asked, known.lesson if known else NOTHING)
-    if partitioner.made is None and kept.hits() > before:
+    if partitioner.made is None and disk_cache.hits() > before:
         if known is not None:
             if known.compiled is not None:
                 named = {"module": compiled_now(), "compile_id": number_now()}
                 remember(found := replace(known.compiled, group=asked.group, **named))
-                progress.taken(found)
+                reporting.taken(found)
             return code
-        with kept.nothing_kept():  # the plan's file is gone
+        with disk_cache.nothing_kept():  # the plan's file is gone
             code, partitioner = _in_rounds(asked)
-    kept.keep(key, kept.Kept(partitioner.made, partitioner.lesson))
+    disk_cache.keep(key, disk_cache.Kept(partitioner.made, partitioner.lesson))
     return code
 
 

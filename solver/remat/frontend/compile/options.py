@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, cast
 
-from remat.budget import Budget
 from remat.errors import BudgetError, nearest
-from remat.frontend.compile.outside import ModelBytes
-from remat.outputs import HELD, are_dropped
+from remat.frontend.compile.external_memory import ModelBytes
+from remat.limits.budget import Budget
+from remat.limits.outputs import HELD, are_dropped
+from remat.limits.reserve import less_reserve, parse_reserve
 from remat.progress import ProgressCallback
-from remat.reserve import less_reserve, parse_reserve
 from remat.strategies import Auto, Strategy
 
 TIME_LIMIT_S = 8.0

@@ -9,12 +9,12 @@ import torch
 from remat.costs.roofline import traffic_bytes
 from remat.documents.records import Node, TensorMeta
 from remat.errors import RematError, one_line
+from remat.frontend.common.grad_mode import NEEDS_GRAD_MODE, with_grad_mode
+from remat.frontend.common.operators import resolve
 from remat.frontend.costs.cache import Cost
 from remat.frontend.costs.tensors import Operands, operand_bytes
 from remat.frontend.costs.timers import time_cpu, time_cuda
-from remat.frontend.grad_mode import NEEDS_GRAD_MODE, with_grad_mode
-from remat.frontend.memory import free_bytes
-from remat.frontend.operators import resolve
+from remat.frontend.memory.device_memory import free_bytes
 
 _COPY_BYTES = 64 << 20
 

@@ -19,7 +19,7 @@ from remat.errors import RematError
 from remat.frontend.costs.cache import CostCache
 from remat.frontend.costs.operations import measure_operations
 from remat.frontend.costs.progress import Progress, reporter
-from remat.frontend.memory import keeps_workspaces
+from remat.frontend.memory.device_memory import keeps_workspaces
 
 log = logging.getLogger("remat")
 

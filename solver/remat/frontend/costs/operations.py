@@ -15,7 +15,6 @@ from textwrap import shorten
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from remat.budget import format_bytes
 from remat.costs.pricing import FLOOR_S, Priced
 from remat.documents.records import Node, TensorMeta
 from remat.frontend.costs.bench import Bench
@@ -24,6 +23,7 @@ from remat.frontend.costs.calibration import Calibration
 from remat.frontend.costs.key import conditions, cost_key, device_name
 from remat.frontend.costs.progress import Progress
 from remat.frontend.costs.tensors import operand_bytes
+from remat.limits.budget import format_bytes
 
 log = logging.getLogger("remat")
 

@@ -18,8 +18,8 @@ from torch._ops import OpOverload
 from remat.documents.arguments import Argument, Literal, Ref, refs
 from remat.documents.records import Node, Result, TensorMeta
 from remat.errors import RematError
-from remat.frontend.grad_mode import NEEDS_GRAD_MODE, with_grad_mode
-from remat.frontend.operators import decode_literal, resolve
+from remat.frontend.common.grad_mode import NEEDS_GRAD_MODE, with_grad_mode
+from remat.frontend.common.operators import decode_literal, resolve
 
 _BLOCK = 1 << 16
 _ALIGNMENT = 64  # elements of an offset that are kept, so that kernels see the same alignment

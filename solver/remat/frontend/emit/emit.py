@@ -19,25 +19,25 @@ from remat.blockwise.choose import choose
 from remat.blockwise.policies import OPERATORS, RULES, BlockPolicy, Policies
 from remat.blockwise.settings import cheapest_setting
 from remat.blockwise.step import BlockStep
-from remat.budget import Budget
 from remat.costs.roofline import Roofline
 from remat.errors import InfeasibleBudget, RematError, TraceError, nearest
-from remat.frontend.blocks.observe import observe
-from remat.frontend.blocks.offers import Offer, budget_of, with_inputs
+from remat.frontend.api.enable import check_plain
+from remat.frontend.api.optimize import options_of
+from remat.frontend.blocks.candidates import Offer, budget_of, with_inputs
+from remat.frontend.blocks.discovery import Site, blocks_of
+from remat.frontend.blocks.dry_run import observe
 from remat.frontend.blocks.planner import block_plan
-from remat.frontend.blocks.sites import Site, blocks_of
 from remat.frontend.capture.trace import check_differentiable, normalise_inputs
 from remat.frontend.costs.cache import CostCache
 from remat.frontend.emit.applied import check_not_applied
 from remat.frontend.emit.executors import EXECUTORS
 from remat.frontend.emit.layers import called_to_checkpoint, layers_of
 from remat.frontend.emit.trials import Trials
-from remat.frontend.enable import check_plain
-from remat.frontend.optimize import options_of
-from remat.frontend.options import OptimizeOptions
-from remat.frontend.reserve import Reserve
+from remat.frontend.memory.reserve import Reserve
+from remat.frontend.planning.options import OptimizeOptions
 from remat.frontend.runtime.guards import Call
-from remat.outputs import HELD, are_dropped
+from remat.limits.budget import Budget
+from remat.limits.outputs import HELD, are_dropped
 from remat.strategies import Strategy
 
 logger = logging.getLogger("remat")

@@ -10,7 +10,7 @@ from torch import nn
 
 from remat.blockwise.policies import MEGATRON, OPERATORS, REGIONS, BlockPolicy
 from remat.blockwise.settings import Setting
-from remat.frontend.blocks.measured import Gradients, by_grad
+from remat.frontend.blocks.profile import Gradients, by_grad
 from remat.frontend.emit import megatron, operators, regions
 
 

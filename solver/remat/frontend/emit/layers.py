@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from remat.frontend.blocks.sites import Site
+from remat.frontend.blocks.discovery import Site
 
 _FUNC, _FLAG = "_gradient_checkpointing_func", "gradient_checkpointing"
 

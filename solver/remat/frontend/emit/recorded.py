@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 from remat.blockwise.saving import Candidate
-from remat.frontend.blocks.measured import Invocation, now_s, why_not_again
-from remat.frontend.blocks.state import Buffers
-from remat.frontend.capture.surroundings import random_numbers_restored
-from remat.frontend.pytree import tensors_in
+from remat.frontend.blocks.module_state import Buffers
+from remat.frontend.blocks.profile import Invocation, now_s, why_not_again
+from remat.frontend.capture.model.context import random_numbers_restored
+from remat.frontend.common.pytree import tensors_in
 
 _ROUNDS = 3
 

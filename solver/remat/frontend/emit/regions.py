@@ -15,9 +15,9 @@ from torch.utils._pytree import tree_leaves
 from remat.blockwise.policies import AS_IT_IS, CHECKPOINTED, SELECTIVE, BlockPolicy
 from remat.blockwise.saving import Candidate, selections
 from remat.errors import RematError
-from remat.frontend.blocks.measured import now_s
-from remat.frontend.blocks.swapped import replaced
-from remat.frontend.pytree import tensors_in
+from remat.frontend.blocks.patching import replaced
+from remat.frontend.blocks.profile import now_s
+from remat.frontend.common.pytree import tensors_in
 
 _ROUNDS = 3
 

@@ -19,8 +19,7 @@ from remat.costs.pricing import FLOOR_S
 from remat.costs.roofline import Roofline, seconds_of
 from remat.documents.records import Node, TensorMeta
 from remat.errors import TraceError
-from remat.frontend.compile.costs import record_of
-from remat.frontend.compile.nodes import (
+from remat.frontend.compile.joint.fx_utils import (
     changes,
     is_item,
     is_view,
@@ -30,6 +29,7 @@ from remat.frontend.compile.nodes import (
     storage_bytes,
     tensors,
 )
+from remat.frontend.compile.kernels.cost_model import record_of
 from remat.frontend.costs.cache import CostCache
 from remat.frontend.costs.operations import measure_operations
 from remat.graph import Graph, Operation, Value

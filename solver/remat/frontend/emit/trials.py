@@ -12,11 +12,11 @@ from torch.utils._pytree import tree_leaves
 from remat.blockwise.policies import AS_IT_IS, BlockPolicy
 from remat.blockwise.step import Way
 from remat.errors import TraceError, one_line
-from remat.frontend.blocks.gauge import Gauge
-from remat.frontend.blocks.measured import Invocation, gets_gradient, measured
-from remat.frontend.capture.surroundings import random_numbers_restored
+from remat.frontend.blocks.profile import Invocation, gets_gradient, measured
+from remat.frontend.capture.model.context import random_numbers_restored
 from remat.frontend.emit.executors import Executor
 from remat.frontend.emit.recorded import fingerprint
+from remat.frontend.memory.gauge import Gauge
 from remat.report.tables import starred
 
 logger = logging.getLogger("remat")

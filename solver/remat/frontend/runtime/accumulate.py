@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from remat.documents.trace import ADD_INTO
-from remat.frontend.operators import register
+from remat.frontend.common.operators import register
 
 
 def add_into(total: torch.Tensor, gradient: torch.Tensor) -> None:

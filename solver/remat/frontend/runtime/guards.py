@@ -19,9 +19,9 @@ from remat.documents.program import Program
 from remat.documents.records import Placeholder
 from remat.documents.structure import Structure
 from remat.errors import GuardError
-from remat.frontend.capture.hooks import HOOK_KINDS, is_part
-from remat.frontend.capture.surroundings import autocast_modes
-from remat.frontend.pytree import flatten
+from remat.frontend.capture.model.context import autocast_modes
+from remat.frontend.capture.model.hooks import HOOK_KINDS, is_part
+from remat.frontend.common.pytree import flatten
 
 
 class TensorKey(NamedTuple):

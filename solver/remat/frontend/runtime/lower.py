@@ -22,12 +22,12 @@ from remat.documents.program import Program, Statement
 from remat.documents.records import Placeholder, TensorMeta
 from remat.documents.trace import ACCUMULATE
 from remat.errors import DocumentError
-from remat.frontend.grad_mode import NEEDS_GRAD_MODE, with_grad_mode
-from remat.frontend.operators import NAMESPACES, decode_argument, decode_literal, resolve
-from remat.frontend.pytree import builder
+from remat.frontend.common.grad_mode import NEEDS_GRAD_MODE, with_grad_mode
+from remat.frontend.common.operators import NAMESPACES, decode_argument, decode_literal, resolve
+from remat.frontend.common.pytree import builder
 from remat.frontend.runtime.accumulate import accumulate
 from remat.frontend.runtime.launch import Launcher, launcher
-from remat.frontend.runtime.random import generator_state, replay
+from remat.frontend.runtime.rng_state import generator_state, replay
 
 
 @dataclass(frozen=True)

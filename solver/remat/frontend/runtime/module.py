@@ -18,13 +18,13 @@ import torch
 from torch import fx, nn
 
 from remat.documents.program import Program
-from remat.frontend.capture.compiled import uncompiled
-from remat.frontend.operators import NAMESPACES
+from remat.frontend.capture.model.compiled_modules import uncompiled
+from remat.frontend.common.operators import NAMESPACES
+from remat.frontend.runtime.autograd_function import left_alone, run_step
 from remat.frontend.runtime.guards import Binding, Call, Signature, Watch, check_call, signature
-from remat.frontend.runtime.home import at_home
 from remat.frontend.runtime.lower import Compiled, compile_program
-from remat.frontend.runtime.returned import ReturnedOutputs
-from remat.frontend.runtime.step import left_alone, run_step
+from remat.frontend.runtime.output_tracking import ReturnedOutputs
+from remat.frontend.runtime.relocation import at_home
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence

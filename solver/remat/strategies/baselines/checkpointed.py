@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-from remat.budget import format_bytes
 from remat.errors import RematError
 from remat.graph import Graph
+from remat.limits.budget import format_bytes
 from remat.schedule import Schedule
 from remat.simulate import peak_and_time
 from remat.solution import Solution

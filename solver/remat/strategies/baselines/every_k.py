@@ -8,7 +8,7 @@ from typing import Annotated
 from remat.graph import Graph
 from remat.solution import Solution
 from remat.strategies.base import Task
-from remat.strategies.baselines.chain import cut_points
+from remat.strategies.baselines.chains.chain import cut_points
 from remat.strategies.baselines.checkpointed import cheapest, checkpointed_count, segmented
 from remat.strategies.baselines.module_blocks import blocks, consecutive
 from remat.strategies.options import Checked, between

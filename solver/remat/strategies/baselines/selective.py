@@ -19,8 +19,8 @@ from typing import Annotated
 
 import pulp
 
-from remat.budget import format_bytes
 from remat.graph import Graph
+from remat.limits.budget import format_bytes
 from remat.milp.solvers import pulp_versions
 from remat.milp.solvers.highs import BulkHiGHS
 from remat.milp.solvers.outcome import Outcome

@@ -13,17 +13,17 @@ from functools import partial
 from typing import NamedTuple
 
 from remat.graph import Graph
-from remat.strategies.search.annealing import anneal
-from remat.strategies.search.evict import evict, shrink
-from remat.strategies.search.known import Known
-from remat.strategies.search.moments import more_moments, relax
-from remat.strategies.search.ordered import is_worthwhile
-from remat.strategies.search.quick import try_baselines
-from remat.strategies.search.reach import nothing_fits, reach
-from remat.strategies.search.sift import follow, prove, prove_smallest, sift
-from remat.strategies.search.steps import Step
-from remat.strategies.search.tied import blocks_to_tie, tie_blocks
-from remat.strategies.search.windows import is_unproved, refine
+from remat.strategies.search.state import Known
+from remat.strategies.search.step import Step
+from remat.strategies.search.steps.annealing import anneal
+from remat.strategies.search.steps.baselines import try_baselines
+from remat.strategies.search.steps.eviction import evict, shrink
+from remat.strategies.search.steps.feasibility import nothing_fits, reach
+from remat.strategies.search.steps.identical_blocks import blocks_to_tie, tie_blocks
+from remat.strategies.search.steps.moments import more_moments, relax
+from remat.strategies.search.steps.order import is_worthwhile
+from remat.strategies.search.steps.slots import follow, prove, prove_smallest, sift
+from remat.strategies.search.steps.windows import is_unproved, refine
 
 
 class Pipeline(NamedTuple):

@@ -21,7 +21,7 @@ from remat.schedule import Schedule
 from remat.simulate import peak_and_time
 from remat.solution import Stats
 from remat.strategies.options import MilpOptions
-from remat.strategies.search.clock import Clock
+from remat.strategies.search.deadline import Clock
 from remat.strategies.search.stall import Stall
 
 _TIGHTENINGS = 5

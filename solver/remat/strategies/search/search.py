@@ -10,10 +10,10 @@ from remat.milp.backends import Outcome
 from remat.schedule import Schedule
 from remat.simulate import peak_and_time
 from remat.solution import Solution
-from remat.strategies.search.known import Known
 from remat.strategies.search.pipeline import Pipeline
-from remat.strategies.search.reach import refusal
-from remat.strategies.search.steps import run
+from remat.strategies.search.state import Known
+from remat.strategies.search.step import run
+from remat.strategies.search.steps.feasibility import refusal
 
 _ROUNDING = 1e-6
 """Of a bound: what a solver's tolerances may have added to it."""

@@ -1,0 +1,44 @@
+"""What `remat.optimize` and `remat.enable` were asked for, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from remat.costs.roofline import Roofline
+from remat.documents.program import Program
+from remat.documents.trace import Trace
+from remat.frontend.common.operators import NAMESPACES
+from remat.frontend.costs.cache import CostCache
+from remat.frontend.memory.reserve import Reserve
+from remat.limits.budget import Budget
+from remat.limits.outputs import HELD
+from remat.plan import Plan
+from remat.progress import Progress
+from remat.strategies import Strategy
+
+ELSEWHERE = "elsewhere"
+"""In `OptimizeOptions.costs`: who solves also measures."""
+
+Service = Callable[[Trace, int | str], tuple[Plan, Program]]
+"""What solves in place of this process."""
+
+
+@dataclass(frozen=True)
+class OptimizeOptions:
+    """What `remat.optimize` was asked for. Without a `budget`, it is what the device has free."""
+
+    budget: Budget | None
+    strategy: Strategy | None = None
+    costs: str | Roofline | None = None
+    cache: str | CostCache | None = None
+    differentiate: str | tuple[str, ...] = "auto"
+    max_plans: int = 8
+    progress: Callable[[Progress], None] | None = None
+    namespaces: frozenset[str] = NAMESPACES
+    service: Service | None = None
+    reserve: Reserve | None = None
+    cuda_graphs: bool = False
+    outputs: str = HELD
+    scope: str = "model"
+    in_flight: int = 1

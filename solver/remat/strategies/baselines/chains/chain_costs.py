@@ -1,0 +1,127 @@
+"""What the links of a chain cost, for Rotor: times, sizes and the peaks within a stage.
+
+In the terms of Beaumont et al., `state_bytes` is a, `saved_bytes` a-bar, `held_bytes` omega-delta.
+Where they add overheads to sizes, the peaks within a stage are counted from its operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from remat.graph import Graph
+from remat.strategies.baselines.chains.chain import Chain, Stage
+from remat.strategies.baselines.checkpointed import Builder, checkpointed_count
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class ChainCosts:
+    """One entry a stage, in seconds and bytes; the state that a stage reads is never counted.
+
+    `advance_s` makes its state again, `tape_s` its tape, `both_s` both. `state_bytes` and
+    `saved_bytes` (tape and state) stay. `held_bytes` is there before the backward pass of a stage
+    begins: gradients, and results so far. `advance_bytes`, `tape_bytes` and `backward_bytes` are
+    peaks while a stage advances, is taped, and is reversed (that one includes `held_bytes`).
+    `reserved_bytes` are there all the time: constant memory, and what crosses beside the states.
+    """
+
+    advance_s: Floats
+    tape_s: Floats
+    both_s: Floats
+    state_bytes: Floats
+    saved_bytes: Floats
+    held_bytes: Floats
+    advance_bytes: Floats
+    tape_bytes: Floats
+    backward_bytes: Floats
+    reserved_bytes: int
+
+    @classmethod
+    def of(cls, chain: Chain) -> ChainCosts:
+        """Counted from the operations of each stage."""
+        graph = chain.graph
+        sizes = [value.size_bytes for value in graph.values]
+        free = set(chain.kept)
+        rows: list[tuple[float, ...]] = []
+        begin = checkpointed_count(graph)
+        borders = [0] * len(chain.stages)
+        for number in reversed(range(len(chain.stages))):
+            borders[number] = begin
+            begin += len(chain.stages[number].backward)
+        for number, stage in enumerate(chain.stages):
+            state = [] if stage.state is None else [stage.state]
+            saved = {*stage.tape, *state}
+            later = {op for after in chain.stages[number + 1 :] for op in after.forward}
+            held = _held(graph, borders[number], later)
+            pinned = {v for v in graph.results if graph.producer[v] in stage.forward}
+            rows.append(
+                (
+                    _again_s(chain, stage, state),
+                    _again_s(chain, stage, stage.tape),
+                    _again_s(chain, stage, saved),
+                    sum(sizes[v] for v in state),
+                    sum(sizes[v] for v in saved | pinned),
+                    sum(sizes[v] for v in held),
+                    _peak(graph, stage.forward, free, set(), {*state, *pinned}),
+                    _peak(graph, stage.forward, free, set(), saved | pinned),
+                    _peak(graph, stage.backward, free, held | set(stage.tape) | pinned, set()),
+                )
+            )
+        columns = [np.array(column, dtype=np.float64) for column in zip(*rows, strict=True)]
+        reserved_bytes = graph.constant_bytes + sum(sizes[v] for v in chain.kept)
+        return cls(*columns, reserved_bytes=reserved_bytes)
+
+
+def _held(graph: Graph, border: int, later: set[int]) -> set[int]:
+    """What the backward pass has made before operation `border` and still needs, and the results
+    of the forward operations `later`."""
+    begin = checkpointed_count(graph)
+    return {
+        v
+        for v, producer in enumerate(graph.producer)
+        if (
+            begin <= producer < border
+            and (v in graph.results or max(graph.consumers[v], default=-1) >= border)
+        )
+        or (producer in later and v in graph.results)
+    }
+
+
+def _again_s(chain: Chain, stage: Stage, wanted: Iterable[int]) -> float:
+    """The time to make values of a stage again from the state before it."""
+    builder = Builder(chain.graph)
+    for op in range(stage.forward[-1] + 1):
+        builder.run(op)
+    made = (v for op in stage.forward for v in chain.graph.operations[op].outputs)
+    builder.drop(v for v in made if v not in chain.kept)
+    return sum(chain.graph.operations[op].cost_s for op in builder.missing(wanted))
+
+
+def _peak(
+    graph: Graph, ops: tuple[int, ...], free: set[int], before: set[int], after: set[int]
+) -> int:
+    """The most that `ops` need at once, with the values `before` live at the start, and `after`
+    and results live to the end; `free` values do not count."""
+    last = {v: op for op in ops for v in graph.operations[op].inputs}
+    live = before - free
+    size = sum(graph.values[v].size_bytes for v in live)
+    peak = size
+    for op in ops:
+        operation = graph.operations[op]
+        made = {v for v in operation.outputs if v not in free}
+        size += sum(graph.values[v].size_bytes for v in made)
+        live |= made
+        peak = max(peak, size + operation.workspace_bytes)
+        for v in (*operation.outputs, *operation.inputs):
+            is_dead = last.get(v, -1) <= op and v not in after and v not in graph.results
+            outlives = v not in last and v in before
+            crosses = any(user > ops[-1] for user in graph.consumers[v]) and operation.backward
+            if v in live and is_dead and not outlives and not crosses:
+                live.remove(v)
+                size -= graph.values[v].size_bytes
+    return peak

@@ -1,0 +1,97 @@
+"""Binomial checkpointing of a chain.
+
+Griewank, Walther: Algorithm 799: revolve (ACM TOMS 26, 2000). With c checkpoints, the state before
+the first stage among them, a chain of l stages is reversed with
+
+    t(l, c) = r l - C(c + r, r - 1)        r the least with C(c + r, c) >= l
+
+runs of a stage that only advance the state; each stage runs once more to write its tape. No
+schedule with c checkpoints takes fewer, for stages of equal cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated
+
+from remat.schedule import Schedule
+from remat.solution import Solution
+from remat.strategies.base import Task
+from remat.strategies.baselines.chains.chain import Chain, Sweep
+from remat.strategies.baselines.checkpointed import cheapest
+from remat.strategies.options import Checked, between
+
+
+@dataclass(frozen=True)
+class Revolve(Checked):
+    """Binomial checkpointing with `checkpoints` states held, or the best number if that is None.
+
+    Optimal for stages of equal time and size whose tape is as small as a state, which those of
+    networks are not: see `Rotor`.
+    """
+
+    checkpoints: Annotated[int, between(1, 1_000_000)] | None = None
+    name = "revolve"
+
+    def run(self, task: Task) -> Solution:
+        """The cheapest fitting number of checkpoints. Raises `RematError` if the graph is no
+        chain, `InfeasibleBudget` where no number fits."""
+        chain = Chain.of(task.graph, name=self.name)
+        return cheapest(task, self._candidates(chain), name=self.name)
+
+    def _candidates(self, chain: Chain) -> Iterator[tuple[str, Schedule]]:
+        length = len(chain.stages)
+        wanted = (
+            range(length, 0, -1) if self.checkpoints is None else [min(self.checkpoints, length)]
+        )
+        splits = _splits(length, max(wanted))
+        for checkpoints in wanted:
+            sweep = Sweep(chain)
+            _reverse(sweep, splits, 0, length, checkpoints)
+            yield f"c={checkpoints}", sweep.schedule()
+
+
+def _splits(length: int, checkpoints: int) -> list[list[int]]:
+    """How far to advance before the next checkpoint: `[c][l]` with c checkpoints for l stages."""
+    advances = [[stages * (stages - 1) // 2 for stages in range(length + 1)]] * 2
+    splits = [[0] * (length + 1)] * 2
+    for c in range(2, checkpoints + 1):
+        fewest, split = [0, 0], [0, 0]
+        for stages in range(2, length + 1):
+            count, m = min(
+                (m + advances[c - 1][stages - m] + fewest[m], m) for m in range(1, stages)
+            )
+            fewest.append(count)
+            split.append(m)
+        advances.append(fewest)
+        splits.append(split)
+    return splits
+
+
+def _reverse(sweep: Sweep, splits: list[list[int]], first: int, end: int, checkpoints: int) -> None:
+    """Reverse the stages from `first` to before `end`; the state before `first` is held, and one
+    of the `checkpoints`."""
+    if end - first == 1:
+        sweep.tape(first, with_state=False)
+        sweep.backward(first)
+    elif checkpoints == 1:
+        for last in reversed(range(first, end)):
+            _advance(sweep, first, last)
+            sweep.tape(last, with_state=False)
+            sweep.backward(last)
+            if last > first:
+                sweep.drop(last - 1)
+    else:
+        middle = first + splits[checkpoints][end - first]
+        _advance(sweep, first, middle)
+        _reverse(sweep, splits, middle, end, checkpoints - 1)
+        sweep.drop(middle - 1)
+        _reverse(sweep, splits, first, middle, checkpoints)
+
+
+def _advance(sweep: Sweep, first: int, end: int) -> None:
+    for number in range(first, end):
+        sweep.advance(number)
+        if number > first:
+            sweep.drop(number - 1)
