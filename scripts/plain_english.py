@@ -48,7 +48,10 @@ class Offence:
     rule: Rule
 
     def __str__(self) -> str:
-        return f"{self.path}:{self.line}: {self.text!r} in {self.rule.where}; write {self.rule.instead}"
+        return (
+            f"{self.path}:{self.line}: {self.text!r} in {self.rule.where}; write "
+            f"{self.rule.instead}"
+        )
 
 
 @dataclass(frozen=True)
