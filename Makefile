@@ -57,10 +57,11 @@ test-versions:  ## The tests in every environment that remat promises, and the i
 	@scripts/system_packages.sh debootstrap
 	@export JOBS='$(JOBS)'; "$$(PYTHON='$(PYTHON)' scripts/find_python.sh)" -m scripts.versions $(ROWS)
 
-lint: $(STAMP)  ## ruff and the import contracts
+lint: $(STAMP)  ## ruff, the import contracts, and the words of docs/glossary.md
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
+	$(BIN)/python -m scripts.plain_english
 
 format: $(STAMP)  ## Let ruff format and fix what it can
 	$(BIN)/ruff format .
@@ -95,7 +96,7 @@ gpu-wheels:  ## What that needs beside torch, into build/gpu-wheels, for a machi
 bench: $(STAMP)  ## Benchmarks; results go to benchmarks/results
 	$(BIN)/python -m benchmarks
 
-notebooks: $(STAMP)  ## Run the notebooks and write their outputs anew
+notebooks: $(STAMP)  ## Run the notebooks and write their outputs
 	$(BIN)/python -m notebooks.refresh
 
 mutants: $(STAMP)  ## Small bugs put into a copy of the code, and whether tests notice: 20 minutes

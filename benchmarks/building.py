@@ -3,7 +3,7 @@
     python -m benchmarks.traced --models resnet152 --cache traces
     python -m benchmarks.building traces/resnet152.trace.json
 
-Needs no torch. To compare versions of PuLP, run it with each by turns: see docs/decisions/0016.
+Needs no torch. To compare versions of PuLP, run it with each by turns: see docs/decisions/0015.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from remat.graph import Graph
 from remat.heuristics import local_search as incumbent
 from remat.milp import model
 from remat.milp.slots import Slots
-from remat.milp.solvers.highs import load
-from remat.milp.start import start_values
+from remat.milp.solvers.highs import load_program
+from remat.milp.warm_start import start_values
 from remat.schedule import Schedule
 from remat.simulate import peak_and_time
 from remat.strategies import Auto
@@ -35,8 +35,8 @@ def offered(path: Path) -> tuple[Graph, Slots, int, Schedule]:
     """A trace's graph, the slots that `Auto` offers, a budget, and a schedule within it."""
     graph = Trace.load(path).graph()
     budget_bytes = peak_and_time(graph, Schedule.keep_all(graph))[0] // 2
-    known = incumbent.fitting(graph, budget_bytes, effort=1)[0].schedule
-    return graph, Auto()._offer(graph, [known], math.inf, 1), budget_bytes, known
+    known = incumbent.schedules_within_budget(graph, budget_bytes, max_runs=1)[0].schedule
+    return graph, Auto()._build_slots(graph, [known], math.inf, 1), budget_bytes, known
 
 
 def silent() -> highspy.Highs:
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             clock = [time.process_time()]
             program = model.build(graph, slots, budget_bytes)
             clock.append(time.process_time())
-            load(silent(), program.arrays)
+            load_program(silent(), program.arrays)
             clock.append(time.process_time())
             start_values(program, known)
             clock.append(time.process_time())

@@ -19,6 +19,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 import torch._functorch.config
@@ -31,7 +32,7 @@ from benchmarks.measuring import interleaved, keep_freed_memory, summary, use_of
 from benchmarks.methods import Method, attempt, eager, per_block, step, twin
 from benchmarks.models import run_models
 from benchmarks.workloads import Workload
-from remat.limits.budget import format_bytes
+from remat.limits.units import format_bytes
 from remat.report.tables import aligned
 
 INDUCTOR = "inductor"
@@ -122,7 +123,7 @@ def _makers(
             yield f"remat {budget}", _remat(workload, f"remat {budget}", budget, options)
         if options.operations:
             name = f"remat {options.operations}, costs of operations"
-            yield name, _remat(workload, name, options.operations, options, costs="operations")
+            yield name, _remat_with_operation_costs(workload, name, options)
 
 
 def _ratio(times: Mapping[str, list[float]], one: str, other: str) -> float:
@@ -172,7 +173,7 @@ def _compiled(
     if isinstance(asked, int):  # as many bytes as another row had: that one's code runs
         facts["budget_bytes"] = asked
     if plans:
-        limits = [p.budget_bytes + p.others_bytes for p in plans if p.budget_bytes is not None]
+        limits = [p.budget_bytes + p.external_bytes for p in plans if p.budget_bytes is not None]
         facts["budget_bytes"] = max(limits, default=None)
         facts["plans"] = [
             {
@@ -180,7 +181,7 @@ def _compiled(
                 "baseline_bytes": p.baseline_bytes, "planned_bytes": p.plan.peak_bytes,
                 "verified_bytes": p.verified_bytes, "overhead": p.plan.overhead,
                 "planned_s": p.planned_s, "solve_s": p.plan.stats.get("total_s"),
-                "rounds": p.rounds, "others_bytes": p.others_bytes,
+                "rounds": p.rounds, "external_bytes": p.external_bytes,
             }
             for p in plans
         ]  # fmt: skip
@@ -206,10 +207,23 @@ def _torch_budget(workload: Workload, name: str, share: float) -> Callable[[], M
 
 
 def _remat(
-    workload: Workload, name: str, budget: int | str, options: argparse.Namespace, **more: str
+    workload: Workload, name: str, budget: int | str, options: argparse.Namespace
 ) -> Callable[[], Method]:
-    asked = {"budget": budget, "time_limit": options.time_limit, "outputs": "dropped", **more}
+    asked = {"budget": budget, "time_limit": options.time_limit, "outputs": "dropped"}
     return lambda: _compiled(workload, name, twin(workload.model), "remat", options=asked)
+
+
+def _remat_with_operation_costs(
+    workload: Workload, name: str, options: argparse.Namespace
+) -> Callable[[], Method]:
+    """Return a method that plans as if each operation were a kernel of its own."""
+    compile_planned = _remat(workload, name, options.operations, options)
+
+    def compile_with_operation_costs() -> Method:
+        with mock.patch.object(remat.Partitioner, "_has_fused_costs", False):
+            return compile_planned()
+
+    return compile_with_operation_costs
 
 
 Steps = list[dict[str, dict[str, torch.Tensor]]]

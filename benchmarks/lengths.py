@@ -29,7 +29,7 @@ from benchmarks import machine, report
 from benchmarks.measuring import keep_freed_memory
 from remat.frontend.memory.meter import measure_step, unique_bytes
 from remat.frontend.planning.planner import Planner
-from remat.limits.budget import format_bytes
+from remat.limits.units import format_bytes
 
 RESULTS = Path(__file__).parent / "results"
 LENGTHS = (64, 96, 128, 160, 208, 256, 304, 368, 448, 512)
@@ -65,7 +65,7 @@ def _run(budget: str, options: argparse.Namespace) -> dict[str, Any]:
             firsts.setdefault(length, time.perf_counter() - began)
     rows = [_compared(length, model, enabled, firsts[length], options) for length in LENGTHS]
     found = {
-        "captures": _planner(enabled).captures.count,
+        "captures": _planner(enabled).trace_cache.capture_count,
         "batches": EPOCHS * len(LENGTHS),
         "solved": len({row["solved"] for row in rows} - {""}),
         "slowest": max(row["time_to_fixed"] for row in rows),

@@ -41,17 +41,20 @@ ROOT = Path(__file__).resolve().parent.parent
 EXPLAINED = Path(__file__).with_name("mutants_explained.toml")
 
 MODULES: dict[str, tuple[str, ...]] = {
-    "solver/remat/simulate.py": ("test_simulate", "test_graph"),
-    "solver/remat/rewrite.py": ("test_rewrite",),
-    "solver/remat/plan.py": ("test_plan",),
-    "solver/remat/documents/plan.py": ("test_plan",),
-    "solver/remat/strategies/search/state.py": ("test_search", "test_claims"),
-    "solver/remat/frontend/runtime/lower.py": ("test_lower",),
-    "solver/remat/frontend/runtime/autograd_function.py": ("test_step",),
-    "solver/remat/frontend/runtime/guards.py": ("test_guards",),
-    "solver/remat/frontend/costs/key.py": ("test_cost_key",),
-    "server/remat_server/http/auth.py": ("test_gate",),
-    "server/remat_server/store/leases.py": ("test_leases",),
+    "solver/remat/simulate.py": ("solver/test_simulate", "solver/test_graph"),
+    "solver/remat/rewrite.py": ("torch/documents/test_rewrite",),
+    "solver/remat/plan.py": ("solver/test_plan",),
+    "solver/remat/documents/plan.py": ("solver/test_plan",),
+    "solver/remat/strategies/search/state.py": (
+        "solver/strategies/search/test_search",
+        "solver/strategies/search/test_bound_scope",
+    ),
+    "solver/remat/frontend/runtime/lower.py": ("torch/runtime/test_lower",),
+    "solver/remat/frontend/runtime/autograd_function.py": ("torch/runtime/test_autograd_function",),
+    "solver/remat/frontend/runtime/guards.py": ("torch/runtime/test_guards",),
+    "solver/remat/frontend/costs/cost_key.py": ("torch/costs/test_key",),
+    "server/remat_server/http/auth.py": ("server/test_auth",),
+    "server/remat_server/store/leases.py": ("server/test_leases",),
 }
 """Each module, and the test files that are about it."""
 

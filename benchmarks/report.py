@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from remat.limits.budget import format_bytes
+from remat.limits.units import format_bytes
 
 Row = dict[str, Any]
 

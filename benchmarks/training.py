@@ -30,7 +30,7 @@ from benchmarks.workloads import Workload
 from remat.frontend.memory.allocator_peak import allocated_peak
 from remat.frontend.memory.meter import measure_step, unique_bytes
 from remat.integrations import transformers as in_transformers
-from remat.limits.budget import format_bytes
+from remat.limits.units import format_bytes
 
 RESULTS = Path(__file__).parent / "results"
 CPU = torch.device("cpu")

@@ -32,7 +32,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import remat
 from remat.frontend.memory.allocator_peak import cuda_peak
 from remat.frontend.memory.meter import measure_step, unique_bytes
-from remat.limits.budget import format_bytes
+from remat.limits.units import format_bytes
 
 transformers.logging.set_verbosity_error()
 device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 import remat
 from remat.frontend.memory.allocator_peak import cuda_peak
 from remat.frontend.memory.meter import measure_step, unique_bytes
-from remat.limits.budget import format_bytes
+from remat.limits.units import format_bytes
 from remat.view import modules_svg
 
 device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -27,7 +27,7 @@ from IPython.display import SVG
 from torch import nn
 
 import remat
-from remat.limits.budget import format_bytes, format_seconds
+from remat.limits.units import format_bytes, format_seconds
 from remat.view import frontier_svg
 
 # %% [markdown]

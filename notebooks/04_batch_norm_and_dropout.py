@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import remat
-from remat.limits.budget import format_bytes
+from remat.limits.units import format_bytes
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 torch.backends.cudnn.deterministic = True

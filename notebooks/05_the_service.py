@@ -36,7 +36,7 @@ from IPython.display import SVG
 from torch import nn
 
 import remat
-from remat.limits.budget import format_bytes
+from remat.limits.units import format_bytes
 from remat.service.wire import Options, SolveRequest
 
 # %% [markdown]

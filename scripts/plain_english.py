@@ -24,9 +24,18 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 GLOSSARY = ROOT / "docs" / "glossary.md"
 HEADING = "## Words that we do not use"
-EXCLUDED = ("docs/glossary.md", "CHANGELOG.md", "benchmarks/results/", "tests/data/", "LICENSE")
-ALLOWED = re.compile(r"(#|<!--) plain: \w")
+EXCLUDED = (
+    "docs/glossary.md",
+    "CHANGELOG.md",  # tells of what was there before
+    "benchmarks/results/2",
+    "tests/data/",
+    "tests/repo/test_plain_english.py",
+)
+SUFFIXES = (".py", ".md", ".c", ".html", ".js", ".sh", ".toml", ".yaml", "Makefile")
+ALLOWED = re.compile(r"(#|<!--|//) plain: \w")
 WHERE = ("names", "prose", "openings")
+FSTRING_TEXT = getattr(tokenize, "FSTRING_MIDDLE", None)
+"""The text of an f-string, which Python 3.12 and newer split into tokens."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +81,8 @@ def read_rules(page: str) -> list[Rule]:
         cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]]
         if len(cells) != 3 or cells[2] not in WHERE:
             raise ValueError(f"not a rule of the form | pattern | write | where |: {row}")
-        pattern = re.compile(cells[0].strip("`").replace("\\|", "|"), re.IGNORECASE)
+        text = cells[0].strip("`").replace("\\|", "|").replace(" ", r"[\s#]+")  # over line ends
+        pattern = re.compile(text, re.IGNORECASE)
         rules.append(Rule(pattern, cells[1], cells[2]))
     if not rules:
         raise ValueError(f"no rules after {HEADING!r}")
@@ -88,14 +98,13 @@ def python_fragments(source: str) -> Iterator[Fragment]:
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.NAME and before != ".":
             yield Fragment(token.start[0], "names", token.string)
-        elif token.type == tokenize.COMMENT:
+        elif token.type in (tokenize.COMMENT, FSTRING_TEXT):
             yield Fragment(token.start[0], "prose", token.string)
         elif token.type == tokenize.STRING:
             text = re.sub(r"^\w*(\"\"\"|'''|\"|')|(\"\"\"|'''|\"|')$", "", token.string)
             if at_start and '"""' in token.string:
                 yield Fragment(token.start[0], "openings", text)
-            for number, line in enumerate(text.splitlines()):
-                yield Fragment(token.start[0] + number, "prose", line)
+            yield Fragment(token.start[0], "prose", text)
         if token.type in (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT):
             at_start = True
         elif token.type not in (tokenize.NL, tokenize.COMMENT):
@@ -103,29 +112,25 @@ def python_fragments(source: str) -> Iterator[Fragment]:
         before = token.string
 
 
-def markdown_fragments(source: str) -> Iterator[Fragment]:
-    """Yield the lines of a page; blocks of code are prose, too: readers read them."""
-    for number, line in enumerate(source.splitlines(), 1):
-        yield Fragment(number, "prose", line)
-
-
 def offences(path: str, source: str, rules: Sequence[Rule]) -> Iterator[Offence]:
-    """Yield every place of a file that breaks a rule."""
+    """Yield every place of a file that breaks a rule. Files that are not Python are prose."""
     allowed = {n for n, line in enumerate(source.splitlines(), 1) if ALLOWED.search(line)}
-    fragments = python_fragments(source) if path.endswith(".py") else markdown_fragments(source)
+    is_python = path.endswith(".py")
+    fragments = python_fragments(source) if is_python else [Fragment(1, "prose", source)]
     for fragment in fragments:
-        if fragment.line in allowed:
-            continue
         for rule in rules:
             if rule.where != fragment.where:
                 continue
-            match = rule.pattern.match if rule.where == "openings" else rule.pattern.search
-            if hit := match(fragment.text):
-                yield Offence(path, fragment.line, hit[0] or fragment.text, rule)
+            for hit in rule.pattern.finditer(fragment.text):
+                if rule.where == "openings" and hit.start() > 0:
+                    break
+                line = fragment.line + fragment.text.count("\n", 0, hit.start())
+                if line not in allowed:
+                    yield Offence(path, line, hit[0] or fragment.text, rule)
 
 
 def tracked_files(paths: Sequence[str]) -> list[str]:
-    """Return the tracked Python files and pages below `paths`, relative to the repository."""
+    """Return the tracked code and pages below `paths`, relative to the repository."""
     listed = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard", "--", *paths],
         cwd=ROOT,
@@ -137,7 +142,7 @@ def tracked_files(paths: Sequence[str]) -> list[str]:
     return [
         f
         for f in files
-        if f.endswith((".py", ".md")) and not f.startswith(EXCLUDED) and (ROOT / f).is_file()
+        if f.endswith(SUFFIXES) and not f.startswith(EXCLUDED) and (ROOT / f).is_file()
     ]
 
 

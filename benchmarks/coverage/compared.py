@@ -69,12 +69,12 @@ def _how(plan: remat.Plan | remat.BlocksPlan) -> Row:
     if isinstance(plan, remat.Plan):
         return {"planned": "whole", "recomputed": len(plan.schedule) - len(plan.graph)}
     own = [c.plan for c in plan.calls if c.plan is not None]
-    reasons = sorted({f"{c.kind}: {_anywhere(c.why)}"[:300] for c in plan.unplanned if c.why})
+    reasons = sorted({f"{c.class_name}: {_anywhere(c.unplanned_reason)}"[:300] for c in plan.unplanned if c.unplanned_reason})
     return {
         "planned": "blocks" if own else "nothing",
         "recomputed": sum(len(p.schedule) - len(p.graph) for p in own),
-        "left": sorted({c.kind for c in plan.unplanned}),
-        "because": _anywhere(plan.why),
+        "left": sorted({c.class_name for c in plan.unplanned}),
+        "because": _anywhere(plan.not_whole_reason),
         "reasons": reasons,
     }
 

@@ -11,9 +11,9 @@ import remat
 from benchmarks.coverage.compared import FAILED, HUNG, NOT_EAGER, REFUSED, Row, row_of
 from benchmarks.coverage.small import batch_of, made
 from remat.frontend.planning.options import OptimizeOptions
-from remat.frontend.planning.trace_cache import Captures
-from remat.frontend.runtime.guards import Call, Watch, signature
-from remat.passes.outline import is_same_step
+from remat.frontend.planning.trace_cache import TraceCache
+from remat.frontend.runtime.guards import ModelCall, ModelTracker, call_signature
+from remat.passes.trace_equality import is_same_except_names
 
 ONE, EACH, OTHER = "one capture", "each by itself", "another step"
 OUTCOMES = {
@@ -37,20 +37,20 @@ def sized(kind: str, name: str) -> Row:
         model(**batch)
     except Exception as error:
         return row_of(NOT_EAGER, error)
-    captures = Captures(OptimizeOptions(budget=None))
+    trace_cache = TraceCache(OptimizeOptions(budget=None))
     try:
-        equal = [_is_what_a_capture_gives(captures, kind, model, size) for size in batches]
+        equal = [_is_what_a_capture_gives(trace_cache, kind, model, size) for size in batches]
     except remat.RematError as error:
         return row_of(REFUSED, error)
     except Exception as error:
         return row_of(FAILED, error)
-    outcome = OTHER if not all(equal) else ONE if captures.count == 2 else EACH
-    return {"outcome": outcome, "why": "", "captures": captures.count, "sizes": batches}
+    outcome = OTHER if not all(equal) else ONE if trace_cache.capture_count == 2 else EACH
+    return {"outcome": outcome, "why": "", "captures": trace_cache.capture_count, "sizes": batches}
 
 
-def _is_what_a_capture_gives(captures: Captures, kind: str, model: nn.Module, size: int) -> bool:
+def _is_what_a_capture_gives(trace_cache: TraceCache, kind: str, model: nn.Module, size: int) -> bool:
     batch: dict[str, Any] = batch_of(kind, model, size)
-    call = Call.of((), batch, "the batch ")
+    call = ModelCall.of((), batch, "the batch ")
     with torch.enable_grad():
-        found = captures.trace(model, call, signature(Watch(model), call.structure, call.leaves))
-    return is_same_step(found, remat.trace(model, (), batch))
+        found = trace_cache.trace(model, call, call_signature(ModelTracker(model), call.structure, call.leaves))
+    return is_same_except_names(found, remat.trace(model, (), batch))

@@ -19,7 +19,7 @@ _MARKED = re.compile(r"^(@|pytestmark = )pytest\.mark\.gpu$", re.MULTILINE)
 
 def files(folder: Path = ROOT / "tests") -> list[Path]:
     """Those with tests marked gpu. The others may import what is not installed beside a GPU."""
-    return [p for p in sorted(folder.glob("test_*.py")) if _MARKED.search(p.read_text())]
+    return [p for p in sorted(folder.rglob("test_*.py")) if _MARKED.search(p.read_text())]
 
 
 def tests(file: Path) -> Callable[[Setting, Report], None]:

@@ -17,7 +17,7 @@ from benchmarks.methods import step
 from benchmarks.workloads import Workload
 from remat.documents.trace import CUDA_ALIGNMENT_BYTES
 from remat.frontend.memory.device_memory import keeps_workspaces, library_bytes
-from remat.limits.budget import format_bytes
+from remat.limits.units import format_bytes
 
 TOLERANCE_BYTES = 2 << 20
 

@@ -18,7 +18,7 @@ from benchmarks.gpu.setting import Setting
 from benchmarks.measuring import resident
 from benchmarks.methods import Method, attempt, per_block, step, torch_budget
 from benchmarks.workloads import Workload
-from remat.limits.budget import format_bytes
+from remat.limits.units import format_bytes
 
 Make = Callable[[Setting], Workload]
 Times = dict[str, list[float]]

@@ -24,7 +24,7 @@ from benchmarks.methods import twin
 from benchmarks.solver.peer_models import Gpt, ResNet
 from remat.costs.flops import count_flops
 from remat.frontend.memory.meter import measure_step, unique_bytes
-from remat.passes.accumulation import with_accumulation
+from remat.passes.gradient_accumulation import with_gradient_accumulation
 
 FLOPS_ONLY = remat.Roofline.custom("FLOPs", fp32_flops_per_s=1e12, bytes_per_s=1e18, launch_s=1e-12)
 """Costs that are FLOPs: memory traffic and launches take next to nothing."""
@@ -102,7 +102,7 @@ def at(
     began = time.perf_counter()
     row: dict[str, Any] = {"method": "remat", "asked_bytes": peak_bytes}
     try:
-        traced = with_accumulation(remat.trace(model, (batch,)))
+        traced = with_gradient_accumulation(remat.trace(model, (batch,)))
         if costs == "flops":
             traced = in_flops(traced)
         else:

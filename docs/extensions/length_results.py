@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from measured import Table, load, percent, seconds
 
-from remat.limits.budget import format_bytes
+from remat.limits.units import format_bytes
 
 
 def lengths() -> Table:

@@ -7,7 +7,7 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 from tables import table
 
-from remat.limits.budget import format_bytes
+from remat.limits.units import format_bytes
 from remat_server.settings import Settings as ServiceSettings
 
 _OF_THIS_MACHINE = {

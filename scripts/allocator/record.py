@@ -1,7 +1,7 @@
 """Records what torch's own caching allocator does: with random sequences of allocations
 and frees, and with training steps by remat's plans.
 
-    python -m scripts.allocator.record tests/allocator --python PYTHON
+    python -m scripts.allocator.record tests/data/allocator --python PYTHON
 
 PYTHON has a CUDA build of torch, and what remat needs. No device is needed: torch runs against
 `no_device.c`, which is compiled here with `cc` and preloaded. Nothing is computed; the allocator is

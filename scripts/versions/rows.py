@@ -165,7 +165,7 @@ def without_pins(constraints: str, instead: Sequence[str]) -> str:
 
 def first_example() -> str:
     """The first Python of README.md."""
-    from tests.snippets import blocks
+    from tests.helpers.doc_snippets import blocks
 
     return next(block.text for block in blocks(ROOT / "README.md") if block.language == "python")
 

@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from remat.batch import MaxBatch
-from remat.blockwise.plan import BlockCall, BlocksPlan
+from remat.blockwise.blocks_plan import BlockCall, BlocksPlan
 from remat.blockwise.policies import BlockPolicy, Policies
 from remat.compare import Comparison, compare
 from remat.costs.roofline import Roofline
@@ -70,7 +70,7 @@ if TYPE_CHECKING:
     from remat.frontend.compile.backend import compile
     from remat.frontend.compile.partitioner import Partitioner
     from remat.frontend.compile.registry import CompiledPlan, compiled_plans
-    from remat.frontend.costs.cache import CostCache
+    from remat.frontend.costs.cost_cache import CostCache
     from remat.frontend.costs.measure import measure
     from remat.frontend.emit.emit import emit
     from remat.frontend.memory.meter import LiveStorageMeter
@@ -81,7 +81,7 @@ _TORCH_SIDE = {
     "Partitioner": "compile.partitioner",
     "compile": "compile.backend",
     "compiled_plans": "compile.registry",
-    "CostCache": "costs.cache",
+    "CostCache": "costs.cost_cache",
     "LiveStorageMeter": "memory.meter",
     "estimate": "api.estimate",
     "max_batch": "api.max_batch",

@@ -1,21 +1,21 @@
-"""`MaxBatch`: the largest batch that fits a budget, and how that was found."""
+"""`MaxBatch`: the largest batch that fits a budget, and the batches that were tried."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 from remat.documents.trace import Trace
-from remat.limits.budget import format_bytes, format_seconds
+from remat.limits.units import format_bytes, format_seconds
 from remat.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One batch that was solved for, only until it was known whether it fits.
+    """One batch that was tried; the solver stops as soon as it is clear whether the batch fits.
 
-    `is_proved` says that the answer is certain: a batch that fits has a plan, one that does not was
-    proved not to. `peak_bytes` and `overhead` are of the plan that was met, `least_bytes` is the
-    smallest peak that was found where none fits, `seconds` what the attempt took.
+    `is_proved` is True if the answer is certain: the batch has a plan, or it was proved not to fit.
+    `peak_bytes` and `overhead` are those of the first plan that fits. Where none fits,
+    `min_peak_bytes` is the smallest peak of any schedule. `seconds` is the time of the attempt.
     """
 
     batch: int
@@ -24,18 +24,18 @@ class Attempt:
     seconds: float
     peak_bytes: int | None = None
     overhead: float | None = None
-    least_bytes: int | None = None
+    min_peak_bytes: int | None = None
     out_of_memory: bool = False
-    """`model_fn` itself ran out of memory, before anything was planned."""
+    """True if `model_fn` ran out of memory, before anything was planned."""
 
     @property
-    def found_bytes(self) -> int | None:
-        """The peak of the plan, or the smallest that was found."""
-        return self.least_bytes if self.peak_bytes is None else self.peak_bytes
+    def smallest_peak_bytes(self) -> int | None:
+        """The peak of the plan, or the smallest peak of any schedule where none fits."""
+        return self.min_peak_bytes if self.peak_bytes is None else self.peak_bytes
 
     @property
-    def words(self) -> str:
-        """The outcome for people."""
+    def outcome(self) -> str:
+        """The outcome in words, for the table of `MaxBatch.describe`."""
         if self.fits:
             return "fits"
         if self.out_of_memory:
@@ -49,11 +49,11 @@ class Attempt:
 class MaxBatch:
     """The largest batch whose step fits, with its plan and trace.
 
-    Run it with `remat.lower(remat.rewrite(trace, plan.schedule), model)`. `is_proved` says that the
-    next batch is proved not to fit (or, where `is_most`, that the answer is as many as were asked
-    about: nothing larger was tried); else no plan for it was found within the strategy's time.
-    `eager_batch` is the largest without recomputation, 0 if there is none; `eager_time_s` is a
-    step's time at that batch.
+    Run it with `remat.lower(remat.rewrite(trace, plan.schedule), model)`. `is_proved` is True if
+    the next batch is proved not to fit; else no plan for it was found within the strategy's time
+    limit. It is also True if the answer is the largest batch that was allowed (`is_most`): no
+    larger batch was tried. `eager_batch` is the largest batch that fits without recomputation, 0 if there is
+    none; `eager_time_s` is the time of a step at that batch.
     """
 
     batch: int
@@ -78,14 +78,14 @@ class MaxBatch:
         return None if self.eager_time_s is None else self.eager_time_s / self.eager_batch
 
     def describe(self) -> str:
-        """The answer, what it costs, and a table of the batches that were tried."""
+        """Return the batch, its peak and time, and a table of the batches that were tried."""
         limit = "" if self.max_overhead is None else f", overhead at most {self.max_overhead:.1%}"
         if self.is_most:
-            certainty = f"as many as were asked about: nothing over most={self.batch} was tried"
+            certainty = f"the largest that was allowed: nothing over most={self.batch} was tried"
         elif self.is_proved:
             certainty = "proved: the next one does not fit"
         else:
-            certainty = "not proved: no plan was found for the next one in the time"
+            certainty = "not proved: no plan was found for the next one within the time limit"
         lines = [
             f"batch     {self.batch}, the largest within {format_bytes(self.budget_bytes)}{limit}",
             f"          {certainty}",
@@ -94,24 +94,28 @@ class MaxBatch:
             f"recomputation; {format_seconds(self.time_per_sample_s)} a sample",
             f"eager     {self._eager()}",
             "",
-            "tried, until it was known whether it fits (its peak, or the smallest found):",
+            "batches tried (the peak of the plan, or the smallest peak of any schedule):",
             f"{'batch':>7}  {'peak':>9}  {'overhead':>8}  {'took':>8}  outcome",
         ]
-        for a in self.attempts:
-            peak = "" if a.found_bytes is None else format_bytes(a.found_bytes)
-            overhead = "" if a.overhead is None else f"{a.overhead:.2%}"
-            took = format_seconds(a.seconds)
-            lines.append(f"{a.batch:>7}  {peak:>9}  {overhead:>8}  {took:>8}  {a.words}")
+        for attempt in self.attempts:
+            peak_bytes = attempt.smallest_peak_bytes
+            peak = "" if peak_bytes is None else format_bytes(peak_bytes)
+            overhead = "" if attempt.overhead is None else f"{attempt.overhead:.2%}"
+            took = format_seconds(attempt.seconds)
+            lines.append(
+                f"{attempt.batch:>7}  {peak:>9}  {overhead:>8}  {took:>8}  {attempt.outcome}"
+            )
         return "\n".join(lines)
 
     def _eager(self) -> str:
-        each = self.eager_time_per_sample_s
-        if each is None:
+        """Return the text about the largest batch without recomputation."""
+        sample_s = self.eager_time_per_sample_s
+        if sample_s is None:
             return "no batch fits without recomputation"
-        change = self.time_per_sample_s / each - 1 if each > 0 else 0.0
+        change = self.time_per_sample_s / sample_s - 1 if sample_s > 0 else 0.0
         return (
             f"batch {self.eager_batch} is the largest without recomputation; "
-            f"{format_seconds(each)} a sample, with the plan {change:+.2%}"
+            f"{format_seconds(sample_s)} a sample, with the plan {change:+.2%}"
         )
 
     def __str__(self) -> str:

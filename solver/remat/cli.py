@@ -42,7 +42,7 @@ from remat.commands.run import run
 from remat.commands.solve import solve
 from remat.commands.sweep import sweep
 from remat.commands.trace import trace
-from remat.milp.solvers.commands import kill_all
+from remat.milp.solvers.solver_processes import kill_child_processes
 
 _COMMANDS = {
     trace: "remat trace hf:gpt2 --set n_layer=4 -o trace.json.gz",
@@ -120,7 +120,7 @@ def main() -> None:
     except BrokenPipeError:  # whoever read our output has enough
         code = FAILED
     except Leave as leave:
-        kill_all()
+        kill_child_processes()
         os._exit(code_of_signal(leave.signum))
     except Stopped as stopped:
         say(word(stopped.signum))

@@ -73,7 +73,7 @@ def compare(
                     break
                 failed = None if row.is_applicable else row
             else:
-                row = replace(failed, budget=budget.given, seconds=0.0)
+                row = replace(failed, budget=budget.requested, seconds=0.0)
             if row.plan is None:
                 row = replace(row, budget_bytes=size)
             rows.append(row)
@@ -102,4 +102,4 @@ def _row(
         is_applicable = False
     spent_s = time.monotonic() - began
     budget_bytes = None if plan is None else plan.budget_bytes
-    return Row(strategy.name, budget.given, budget_bytes, plan, reason, spent_s, is_applicable)
+    return Row(strategy.name, budget.requested, budget_bytes, plan, reason, spent_s, is_applicable)

@@ -101,7 +101,7 @@ class Graph:
         return tuple(tuple(users) for users in consumers)
 
     @cached_property
-    def made_bytes(self) -> tuple[int, ...]:
+    def produced_bytes(self) -> tuple[int, ...]:
         """What each operation makes beside its inputs: outputs and workspace."""
         return tuple(
             sum(self.values[v].size_bytes for v in o.outputs) + o.workspace_bytes
@@ -109,11 +109,11 @@ class Graph:
         )
 
     @cached_property
-    def least_made_bytes(self) -> tuple[int, ...]:
+    def min_produced_bytes(self) -> tuple[int, ...]:
         """The same where all is overwritten that may be."""
         return tuple(
             made - sum(self.values[v].size_bytes for v in o.overwrites)
-            for made, o in zip(self.made_bytes, self.operations, strict=True)
+            for made, o in zip(self.produced_bytes, self.operations, strict=True)
         )
 
     @cached_property

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from remat.documents.plan import PlanDocument
-from remat.planned import Planned, Status
+from remat.plan_data import PlanData, Status
 from remat.report import describe, explain
 from remat.view.html import plan_fragment, plan_html
 from remat.view.timeline import timeline_svg
@@ -22,8 +22,8 @@ __all__ = ["Plan", "Status"]
 
 
 @dataclass(frozen=True, repr=False)
-class Plan(Planned):
-    """What to run, and what it costs; see `Planned` for what it holds."""
+class Plan(PlanData):
+    """What to run, and what it costs; see `PlanData` for what it holds."""
 
     def describe(self, solve: bool = False) -> str:
         """A table: budget, peak, time, bound, and what is recomputed, by module. With `solve`, also
@@ -38,7 +38,7 @@ class Plan(Planned):
         """
         return explain.explain(self, name)
 
-    def diff(self, other: Planned) -> str:
+    def diff(self, other: PlanData) -> str:
         """What `other` does differently: peak, time, and the operations recomputed in one only."""
         return describe.diff(self, other)
 

@@ -39,7 +39,7 @@ class Cancel(Protocol):
 
 
 @contextmanager
-def heard(
+def raise_progress_errors(
     progress: ProgressCallback | None, cancel: Cancel | None
 ) -> Iterator[tuple[ProgressCallback | None, Cancel | None]]:
     """The two for a solve that the first error of `progress` ends, and that then raises it.

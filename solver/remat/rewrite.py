@@ -14,7 +14,7 @@ from remat.documents.program import Bound, Program, Statement
 from remat.documents.records import Gradient, Node, Output
 from remat.documents.trace import ACCUMULATE, Trace, held_storages
 from remat.errors import GraphError
-from remat.passes.accumulation import accumulation_name
+from remat.passes.gradient_accumulation import accumulation_operation_name
 from remat.schedule import Schedule
 from remat.simulate import simulate
 
@@ -167,7 +167,7 @@ class _Writer:
         self._phase = self.statements["backward"]
 
     def _gradient_name(self, gradient: Gradient) -> str:
-        accumulated = accumulation_name(gradient.placeholder)
+        accumulated = accumulation_operation_name(gradient.placeholder)
         return accumulated if accumulated in self._defined else self._read(gradient.name)
 
     # -- variables --------------------------------------------------------------------------

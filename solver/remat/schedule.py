@@ -67,7 +67,7 @@ class Schedule:
         return {op: times[op] - 1 for op in range(len(graph)) if times[op] > 1}
 
 
-def missing(graph: Graph, values: Iterable[int], there: Container[int]) -> list[int]:
+def missing_operations(graph: Graph, values: Iterable[int], there: Container[int]) -> list[int]:
     """The operations to run, in the graph's order, so that `values` are in memory where those of
     `there` are."""
     found: set[int] = set()

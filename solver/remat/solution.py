@@ -1,4 +1,5 @@
-"""`Solution`: a schedule with what is proved about it, as a strategy answers."""
+"""`Solution`: a strategy's answer, a schedule with the bound that is proved for it; and the keys of
+its statistics."""
 
 from __future__ import annotations
 
@@ -9,35 +10,42 @@ from typing import Literal
 from remat.schedule import Schedule
 
 Stats = dict[str, str | int | float]
-"""Flat facts about a solve; keys that end in `_s` are seconds."""
+"""Flat statistics of a solve; keys that end in `_s` are seconds."""
 
 FAILURES = ("solver_error", "search_error")
-"""Of `Stats`: why a solver backend, and why a part of the search, failed on the way."""
+"""Keys of `Stats`: why a solver backend failed, and why a part of the search failed."""
 
 STEPS = "steps"
-"""Of `Stats`: the names of the steps of the solve in their order, with spaces between. A step has
-`NAME_s`, and what was known after it: `NAME_cost` and `NAME_bound`, shares of extra time, or, where
-the smallest peak was looked for, `NAME_bytes` and `NAME_bound_bytes`; and `NAME_beside`, where it
-ran beside those that follow."""
+"""Key of `Stats`: the names of the steps of a solve in order, separated by spaces.
 
-STEP_FACTS = ("s", "cost", "bound", "bytes", "bound_bytes")
+A step NAME has `NAME_s`, its seconds, and the state after it: `NAME_cost` and `NAME_bound`, as
+fractions of extra time, or, in a search for the smallest peak, `NAME_bytes` and `NAME_bound_bytes`.
+`NAME_concurrent` is set if it ran concurrently with the steps that follow.
+"""
+
+STEP_STAT_SUFFIXES = ("s", "cost", "bound", "bytes", "bound_bytes")
+"""Suffixes of a step's keys in `Stats`."""
 
 BoundScope = Literal["slots", "order", "all orders"]
-"""For which space a bound is proved: the slots offered (with small values kept throughout, where
-`stats` names `reserve_bytes` for them), every schedule of the graph's order, or every schedule at
-all. A schedule of the order is one of Checkmate's: between two first runs, each operation runs at
-most once, and those that do run in the order (`docs/decisions/0039`)."""
+"""The schedules that a bound is proved for: those over the slots, every schedule of the graph's
+order, or every schedule.
+
+With "slots", small values are always retained if `stats` has `small_values_bytes`. A schedule of
+the order is one of Checkmate's: between two first runs, each operation runs at most once, and in
+the order (`docs/decisions/0039`).
+"""
 
 
-def steps_of(stats: Mapping[str, str | int | float]) -> list[str]:
-    """The names of the steps that a solve took."""
+def step_names(stats: Mapping[str, str | int | float]) -> list[str]:
+    """Return the names of the steps that a solve ran."""
     return str(stats.get(STEPS, "")).split()
 
 
-def joined(before: Stats, after: Stats) -> Stats:
-    """The facts of two solves, the later ones where both have one, and the steps of both."""
+def merge_stats(before: Stats, after: Stats) -> Stats:
+    """Return the statistics of two solves: all steps of both, and the later value of any other
+    key."""
     both = {**before, **after}
-    if steps := [*steps_of(before), *steps_of(after)]:
+    if steps := [*step_names(before), *step_names(after)]:
         both[STEPS] = " ".join(dict.fromkeys(steps))
     return both
 
@@ -46,9 +54,9 @@ def joined(before: Stats, after: Stats) -> Stats:
 class Solution:
     """A schedule with what is proved about it.
 
-    `bound` is a lower bound on the total time, in the graph's cost unit, or on the peak, in
-    bytes, where the smallest peak was asked for; None if nothing is proved. `proved` says that
-    the schedule is within the gap asked for of `bound`; over slots, that makes no plan OPTIMAL.
+    `bound` is a lower bound on the total time, in the graph's cost unit, or on the peak in bytes,
+    if the smallest peak was asked for; None if nothing is proved. `proved` is true if the schedule
+    is within the requested gap of `bound`; with the scope "slots" that makes no plan OPTIMAL.
     """
 
     schedule: Schedule
@@ -58,12 +66,12 @@ class Solution:
     stats: Stats = field(default_factory=dict[str, str | int | float])
 
     @property
-    def steps(self) -> Stats:
-        """What `stats` say of each step."""
-        keys = [f"{name}_{fact}" for name in steps_of(self.stats) for fact in STEP_FACTS]
+    def step_stats(self) -> Stats:
+        """The statistics of the steps alone."""
+        keys = [f"{name}_{fact}" for name in step_names(self.stats) for fact in STEP_STAT_SUFFIXES]
         return {key: self.stats[key] for key in (STEPS, *keys) if key in self.stats}
 
     @property
-    def failure(self) -> Stats:
-        """What `stats` say of a solver, or a part of the search, that failed on the way."""
+    def failure_stats(self) -> Stats:
+        """The reasons in the statistics why a solver, or a part of the search, failed."""
         return {key: why for key, why in self.stats.items() if key in FAILURES}

@@ -14,13 +14,13 @@ from remat.errors import InfeasibleBudget, SolverError, SolverWarning
 from remat.graph import Graph
 from remat.limits.budget import Budget
 from remat.plan import Plan
-from remat.progress import Cancel, ProgressCallback, heard
+from remat.progress import Cancel, ProgressCallback, raise_progress_errors
 from remat.schedule import Schedule
 from remat.simulate import peak_and_time, simulate
-from remat.solution import Solution, Stats, joined
+from remat.solution import Solution, Stats, merge_stats
 from remat.strategies.auto import Auto
 from remat.strategies.base import Strategy, Task
-from remat.strategies.search.step import tell
+from remat.strategies.search.step import warn_of_failure
 
 _LEAST_S = 1.0
 SWEEP = ("min", *(f"{percent}%" for percent in range(5, 101, 5)))
@@ -61,12 +61,12 @@ def solve(
 
     Raises `InfeasibleBudget` with the smallest peak found, `BudgetError`, `SolverTimeout` (no
     schedule within the time limit), `SolverError` (a backend that is missing, or fails before any
-    schedule was known), and `RematError` if cancelled before any schedule was known.
+    schedule was known), and `RematError` if cancelled before any schedule was found.
     """
     stats: Stats = {} if isinstance(graph, Graph) else {"cost_source": graph.cost_source}
     traced, graph = graph, graph if isinstance(graph, Graph) else graph.graph()
     budget_bytes = Budget.parse(budget).in_bytes(_baseline_bytes(graph), graph.library_bytes)
-    with heard(progress, cancel) as (progress, cancel):
+    with raise_progress_errors(progress, cancel) as (progress, cancel):
         plan = _solve(graph, budget_bytes, strategy or Auto(), None, progress, cancel, stats)
     return _told(plan, traced)
 
@@ -94,7 +94,7 @@ def sweep(
     wanted = map(Budget.parse, SWEEP if budgets is None else budgets)
     sizes = {budget.in_bytes(baseline_bytes, graph.library_bytes) for budget in wanted}
     plans: list[Plan] = []
-    with heard(progress, cancel) as (progress, cancel):
+    with raise_progress_errors(progress, cancel) as (progress, cancel):
         for size in sorted(sizes, key=lambda size: size or 0):  # "min" is None, and the smallest
             if plans and size is not None and size < plans[0].budget_bytes:
                 continue
@@ -122,7 +122,7 @@ def _told(plan: Plan, graph: Graph | HasGraph) -> Plan:
     return with_prediction(plan, graph)
 
 
-def warn_of_failure(plan: Plan) -> None:
+def warn_of_solver_failure(plan: Plan) -> None:
     """A `SolverWarning` where a solver failed on the way to this plan; for the functions that make
     plans, which were called by the user."""
     if "solver_error" in plan.stats:
@@ -150,7 +150,7 @@ def _solve(
         start = smallest.schedule
         budget_bytes = _near(simulate(graph, start).peak_bytes, smallest, strategy)
         stats["peak_search_s"] = time.monotonic() - began
-        stats |= smallest.steps | smallest.failure
+        stats |= smallest.step_stats | smallest.failure_stats
         if smallest.bound is not None:
             stats["peak_bound_bytes"] = int(smallest.bound)
         strategy = _with_what_is_left(strategy, time.monotonic() - began)
@@ -165,11 +165,11 @@ def _solve(
         if isinstance(error, SolverError):
             stats["solver_error"] = str(error)
         elif cancel is None or not cancel.is_set():
-            tell(stats, strategy.name, error)
-    stats = joined(stats, solution.stats)
+            warn_of_failure(stats, strategy.name, error)
+    stats = merge_stats(stats, solution.stats)
     stats["total_s"] = time.monotonic() - began
     plan = Plan.of(graph, budget_bytes, solution, stats)
-    warn_of_failure(plan)
+    warn_of_solver_failure(plan)
     return plan
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from sqlalchemy.exc import IntegrityError
 
 import remat
-from remat.costs.pricing import by_roofline
+from remat.costs.trace_costs import with_roofline_costs
 from remat.costs.roofline import Roofline
 from remat.documents.base import NAMESPACES, parse_plain_json
 from remat.documents.trace import Trace
@@ -202,7 +202,7 @@ class Intake:
         else:
             costs = request.options.costs or ""
             if isinstance(found, Trace) and costs:
-                found = by_roofline(found, Roofline(costs.partition(":")[2]))
+                found = with_roofline_costs(found, Roofline(costs.partition(":")[2]))
             graph = found.graph() if isinstance(found, Trace) else found
             costs = found.cost_source if isinstance(found, Trace) else "as given"
             operations, values = len(graph), len(graph.values)

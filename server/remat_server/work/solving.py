@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from remat.costs.pricing import by_roofline
+from remat.costs.trace_costs import with_roofline_costs
 from remat.costs.roofline import Roofline
 from remat.documents.base import validated
 from remat.documents.plan import PlanDocument
@@ -116,7 +116,7 @@ def _priced(request: Request, device: str) -> tuple[Any, str]:
 
         graph = measure(graph, device=device)
     elif costs is not None:
-        graph = by_roofline(graph, Roofline(costs.partition(":")[2]))
+        graph = with_roofline_costs(graph, Roofline(costs.partition(":")[2]))
     return graph, graph.cost_source
 
 

@@ -1,3 +1,6 @@
-"""torch's caching allocator as pure data: a `replay` of it, what it makes of a plan (`prediction`),
-and plans that fit as it counts (`fitting`).
+"""torch's CUDA caching allocator as pure data, without torch.
+
+- `replay`: replays a sequence of allocations and frees with the allocator's rules.
+- `prediction`: predicts the allocated and reserved peaks of a plan by such a replay.
+- `budget_fitting`: solves for plans whose allocated peak is within the budget.
 """

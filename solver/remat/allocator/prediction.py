@@ -1,10 +1,10 @@
-"""What a step on a CUDA device asks torch's allocator for, in order, and what that then takes.
+"""Prediction of the peaks that torch's allocator will report for a plan on a CUDA device.
 
-The simulator counts bytes; the allocator counts blocks, and takes segments from the device. So a
-plan whose peak is its budget can be allocated a little more (the last mebibyte of a large block is
-not split off), and the device must have room for more still (fragments between blocks). `predict`
-replays the allocator (`remat.allocator.replay`) over two steps: the first begins with an empty
-allocator, the second with the segments that the first left.
+The simulator counts bytes; the allocator counts blocks, and reserves segments of the device's
+memory. So a plan whose peak equals its budget can have a slightly higher allocated peak (the last
+mebibyte of a large block is not split off), and a still higher reserved peak (fragments between
+blocks). `predict_allocator_peaks` replays the allocator (`remat.allocator.replay`) over two steps:
+the first starts with an empty allocator, the second with the segments of the first.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 
-from remat.allocator.replay import Event, replay
+from remat.allocator.replay import AllocationEvent, replay_events
 from remat.documents.trace import Trace, trained
-from remat.planned import P, Planned
+from remat.plan_data import P, PlanData
 from remat.schedule import Schedule
 from remat.simulate import simulate
 
 _STEPS = 2
+"""The number of replayed training steps."""
 
-_PRODUCTS = frozenset(
+_CUBLAS_OPERATIONS = frozenset(
     f"aten.{name}"
     for name in (
         *("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot", "linear"),
@@ -30,11 +31,14 @@ _PRODUCTS = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Prediction:
-    """Peaks of a step in bytes, what is there before it included. `requested_bytes` is what the
-    tensors need, `allocated_bytes` what `torch.cuda.max_memory_allocated` will say,
-    `reserved_bytes` what `max_memory_reserved` will: the room that the device must have. The last
-    two with torch's default segments and with `expandable_segments:True`."""
+class AllocatorPrediction:
+    """Predicted peaks in bytes of a training step, with the memory allocated before it.
+
+    `requested_bytes` is the peak of the tensors' sizes. `allocated_bytes` is the value that
+    `torch.cuda.max_memory_allocated` will report, and `reserved_bytes` that of
+    `max_memory_reserved`, which the device must have free. Both are for torch's default segments;
+    the fields `expandable_...` are for `expandable_segments:True`.
+    """
 
     requested_bytes: int
     allocated_bytes: int
@@ -43,96 +47,107 @@ class Prediction:
     expandable_reserved_bytes: int
 
     def allocated(self, *, is_expandable: bool) -> int:
-        """By the kind of segments."""
+        """Return the allocated peak in bytes with expandable or default segments."""
         return self.expandable_allocated_bytes if is_expandable else self.allocated_bytes
 
     def reserved(self, *, is_expandable: bool) -> int:
-        """By the kind of segments."""
+        """Return the reserved peak in bytes with expandable or default segments."""
         return self.expandable_reserved_bytes if is_expandable else self.reserved_bytes
 
     @classmethod
-    def of_plan(cls, plan: Planned) -> Prediction | None:
-        """What the plan's stats tell, None where they do not."""
-        found = {key: plan.stats.get(name) for key, name in _STATS.items()}
-        if all(isinstance(size, int) for size in found.values()):
-            return cls(**found)  # type: ignore[arg-type]  # all are int
+    def of_plan(cls, plan: PlanData) -> AllocatorPrediction | None:
+        """Return the prediction in a plan's stats, or None if it has none."""
+        peaks = {field: plan.stats.get(key) for field, key in _STATS_KEYS.items()}
+        if all(isinstance(peak, int) for peak in peaks.values()):
+            return cls(**peaks)  # type: ignore[arg-type]  # all are int
         return None
 
 
-_STATS = {f.name: f.name.replace("_bytes", "_peak_bytes") for f in fields(Prediction)}
-"""A prediction's fields in `Plan.stats`."""
+_STATS_KEYS = {f.name: f.name.replace("_bytes", "_peak_bytes") for f in fields(AllocatorPrediction)}
+"""The keys of a prediction's fields in `Plan.stats`, by field name."""
 
 
 def is_on_cuda(trace: Trace) -> bool:
-    """Whether torch's caching allocator serves the step."""
+    """True if the step runs on a CUDA device, so that torch's caching allocator serves it."""
     return trace.device.partition(":")[0] == "cuda"
 
 
 def uses_cublas(target: str) -> bool:
-    """Whether an operation is a matrix product, for which cuBLAS holds a workspace."""
-    return target.rpartition(".")[0] in _PRODUCTS
+    """True if an operation is a matrix product, for which cuBLAS retains a workspace."""
+    return target.rpartition(".")[0] in _CUBLAS_OPERATIONS
 
 
-def predict(trace: Trace, schedule: Schedule) -> Prediction:
-    """What two steps of a measured trace take. Raises `GraphError` for a schedule of another."""
-    events = list(step_events(trace, schedule))
-    blocks, expandable = replay(events), replay(events, is_expandable=True)
-    return Prediction(
-        blocks.requested_bytes,
-        blocks.allocated_bytes,
-        blocks.reserved_bytes,
+def predict_allocator_peaks(trace: Trace, schedule: Schedule) -> AllocatorPrediction:
+    """Return the predicted peaks of two steps of a measured trace under a schedule. Raises
+    `GraphError` for a schedule of another trace."""
+    events = list(step_allocation_events(trace, schedule))
+    default, expandable = replay_events(events), replay_events(events, is_expandable=True)
+    return AllocatorPrediction(
+        default.requested_bytes,
+        default.allocated_bytes,
+        default.reserved_bytes,
         expandable.allocated_bytes,
         expandable.reserved_bytes,
     )
 
 
 def with_prediction(plan: P, trace: Trace) -> P:
-    """The plan with the prediction in its stats; as it is where it is for no CUDA device."""
+    """Return the plan with the prediction in its stats; unchanged without a CUDA device."""
     if not is_on_cuda(trace):
         return plan
-    found = predict(trace, plan.schedule)
-    told: Mapping[str, int] = {name: getattr(found, key) for key, name in _STATS.items()}
-    return replace(plan, stats={**plan.stats, **told})
+    prediction = predict_allocator_peaks(trace, plan.schedule)
+    new_stats: Mapping[str, int] = {
+        key: getattr(prediction, field) for field, key in _STATS_KEYS.items()
+    }
+    return replace(plan, stats={**plan.stats, **new_stats})
 
 
-def step_events(trace: Trace, schedule: Schedule, steps: int = _STEPS) -> Iterator[Event]:
-    """Allocations and frees of `steps` training steps, in order, the first of them cold.
+def step_allocation_events(
+    trace: Trace, schedule: Schedule, steps: int = _STEPS
+) -> Iterator[AllocationEvent]:
+    """Yield the allocations and frees of `steps` training steps, in order, from a new process on.
 
-    Parameters, buffers and inputs come first, and with accumulation their `.grad`. Each run
-    allocates its outputs, then its workspace; that is freed first, then what nobody reads any
-    more. cuBLAS takes one half of `library_bytes` at the first matrix product of the forward and
-    one at that of the backward, which runs in another thread, and keeps them. At the end of a step
-    its outputs and gradients are freed (`zero_grad`).
+    Parameters, buffers and inputs come first, and with gradient accumulation the `.grad` of
+    parameters. Each run allocates its outputs, then its workspace; the workspace is freed first,
+    then the values of which this is the last use. cuBLAS allocates one half of the trace's
+    `library_bytes` at the first matrix product of the forward and the other at that of the
+    backward, which runs in another thread, and never frees them. At the end of a step its outputs
+    and gradients are freed (`zero_grad`).
     """
     sizes = trace.storages
     constants = {p.storage: None for p in trace.placeholders if p.kind != "tangent"}
     for storage in constants:
-        yield Event(("constant", storage), sizes[storage])
+        yield AllocationEvent(("constant", storage), sizes[storage])
     if trace.accumulating:
         for p in trained(trace):
-            yield Event(("grad", p.name), sizes[p.storage])
+            yield AllocationEvent(("grad", p.name), sizes[p.storage])
     graph = trace.graph()
     timeline = simulate(graph, schedule)
-    size_of = [sizes[trace.storage_of[value.name]] for value in graph.values]
-    made: list[list[int]] = [[] for _ in schedule.runs]
-    dead: list[list[int]] = [[] for _ in range(len(schedule) + 1)]
-    for number, copy in enumerate(timeline.copies):
-        made[copy.start].append(number)
-        dead[copy.end].append(number)
-    libraries = {False, True} if trace.library_bytes else set[bool]()
+    value_bytes = [sizes[trace.storage_of[value.name]] for value in graph.values]
+    produced: list[list[int]] = [[] for _ in schedule.runs]
+    freed: list[list[int]] = [[] for _ in range(len(schedule) + 1)]
+    for index, copy in enumerate(timeline.copies):
+        produced[copy.start].append(index)
+        freed[copy.end].append(index)
+    # True for the backward's cuBLAS workspace, False for the forward's.
+    pending_cublas_workspaces = {False, True} if trace.library_bytes else set[bool]()
     for step in range(steps):
         for run, op in enumerate(schedule.runs):
             node, operation = trace.operations[op], graph.operations[op]
             is_backward = operation.backward
-            for number in made[run]:
-                yield Event((step, number), size_of[timeline.copies[number].value])
-            if node is not None and is_backward in libraries and uses_cublas(node.target):
-                libraries.remove(is_backward)
-                yield Event(("library", is_backward), trace.library_bytes // 2)
+            for index in produced[run]:
+                yield AllocationEvent((step, index), value_bytes[timeline.copies[index].value])
+            if (
+                node is not None
+                and is_backward in pending_cublas_workspaces
+                and uses_cublas(node.target)
+            ):
+                pending_cublas_workspaces.remove(is_backward)
+                yield AllocationEvent(("cublas", is_backward), trace.library_bytes // 2)
             if operation.workspace_bytes:
-                yield Event("workspace", operation.workspace_bytes)
-                yield Event("workspace", None)
-            for number in dead[run]:
-                yield Event((step, number), None)
-        for number in dead[-1]:
-            yield Event((step, number), None)
+                yield AllocationEvent("workspace", operation.workspace_bytes)
+                yield AllocationEvent("workspace", None)
+            for index in freed[run]:
+                yield AllocationEvent((step, index), None)
+        for index in freed[-1]:
+            yield AllocationEvent((step, index), None)

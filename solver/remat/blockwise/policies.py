@@ -1,4 +1,4 @@
-"""`Policies`: what each block of a model saves for its backward, for executors other than remat."""
+"""`Policies`: the outputs that each block saves, for other checkpointing libraries to execute."""
 
 from __future__ import annotations
 
@@ -8,45 +8,42 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from remat.blockwise.block_step import SELECTIVE
 from remat.documents.base import Document, Path_, Record
-from remat.limits.budget import format_bytes, format_seconds
+from remat.limits.units import format_bytes, format_seconds
 from remat.report.tables import aligned, starred
 
 OPERATORS = "operators"
 REGIONS = "regions"
 MEGATRON = "megatron"
 RULES = (OPERATORS, REGIONS, MEGATRON)
-"""What an executor decides on: the output of each operator, what whole modules save, or which
-modules of Megatron's layers run again."""
+"""The granularity at which an executor saves or recomputes: outputs of single operators, all that
+chosen modules save, or modules of Megatron's layers that are recomputed."""
 
-AS_IT_IS = "as it is"
-CHECKPOINTED = "checkpointed"
-SELECTIVE = "selective"
+_COLUMN_TITLES = {MEGATRON: "recomputed"}
 
-_HEADS = {MEGATRON: "run again"}
-
-_Number = Annotated[int, Field(ge=0, le=1_000_000)]
+_CallNumber = Annotated[int, Field(ge=0, le=1_000_000)]
 _Name = Annotated[str, Field(min_length=1, max_length=200)]
 
 
 class BlockPolicy(Record):
-    """How the block at `block` runs: "as it is", "checkpointed" (run again as a whole), or
-    "selective": run again but for what it saves.
+    """How one block runs: "as it is", "checkpointed" (recomputed as a whole) or "selective".
 
-    `operators` has the numbers of the calls of each operator, counted in the block, whose outputs
-    are saved; `regions` the modules inside of the block that save what they need; `modules` those
-    that run again, by Megatron's names for them, where everything else is saved.
+    `block` is the module path of the block. A selective block is recomputed except for what it
+    saves. `operators` lists for each operator which of its calls in the block, counted from 0, save
+    their outputs; `regions` the submodules that save what their backward needs; `modules` the
+    submodules to recompute, by Megatron's names for them, where everything else is saved.
     """
 
     block: Path_
     how: Literal["as it is", "checkpointed", "selective"]
-    operators: dict[_Name, tuple[_Number, ...]] = Field(default_factory=dict)
+    operators: dict[_Name, tuple[_CallNumber, ...]] = Field(default_factory=dict)
     regions: tuple[Path_, ...] = ()
     modules: tuple[_Name, ...] = ()
 
     @property
     def saved(self) -> str:
-        """What it saves, in a line, or, where all else is saved, what it runs again."""
+        """A line that lists what the block saves; with Megatron's rules, what it recomputes."""
         calls = [
             _short(name) if numbers == (0,) else f"{_short(name)} {'+'.join(map(str, numbers))}"
             for name, numbers in self.operators.items()
@@ -55,9 +52,12 @@ class BlockPolicy(Record):
 
 
 class Policies(Document):
-    """The policies of a model's blocks with what was foreseen: bytes with parameters, gradients and
-    all that is outside of blocks, seconds of the blocks alone. `optimum_overhead` is the extra time
-    of the same blocks planned freely within the same peak, as a share, if that was looked for."""
+    """The policies of a model's blocks, with the predicted peak and time of a training step.
+
+    Bytes include parameters, gradients and everything outside of blocks; seconds are of the blocks
+    only. `optimum_overhead` is the overhead of a plan by remat of the same blocks within the same
+    peak, which may recompute single operations; None if it was not computed.
+    """
 
     FORMAT: ClassVar[str] = "remat.policies"
     VERSION: ClassVar[int] = 1
@@ -77,45 +77,49 @@ class Policies(Document):
         if len({policy.block for policy in self.blocks}) < len(self.blocks):
             raise ValueError("two policies are for the same block")
         for policy in self.blocks:
-            named = {
+            entries = {
                 OPERATORS: policy.operators,
                 REGIONS: policy.regions,
                 MEGATRON: policy.modules,
             }
             for rules in RULES:
-                if named[rules] and (policy.how != SELECTIVE or rules != self.rules):
+                if entries[rules] and (policy.how != SELECTIVE or rules != self.rules):
                     raise ValueError(
-                        f"{policy.block} has what rules of {rules} say, which its policy rules out"
+                        f"the policy of {policy.block} lists what rules={rules!r} with "
+                        f"how={SELECTIVE!r} may save or recompute, but it has "
+                        f"rules={self.rules!r}, how={policy.how!r}"
                     )
         return self
 
-    def of(self, block: str) -> BlockPolicy | None:
-        """The policy of the block at that path, if there is one."""
+    def for_block(self, block: str) -> BlockPolicy | None:
+        """Return the policy of the block at the module path `block`, or None."""
         return next((policy for policy in self.blocks if policy.block == block), None)
 
     @property
     def overhead(self) -> float:
-        """Extra time, as a share of the blocks' time without recomputation."""
+        """Extra time as a fraction of the blocks' time without recomputation."""
         return self.time_s / self.baseline_time_s - 1 if self.baseline_time_s else 0.0
 
     def describe(self) -> str:
-        """A table: budget, peak and time, that of a free plan, and what each block saves."""
+        """Return a table: budget, peak, time, overhead of a plan by remat, and the policies."""
         share = f"{self.peak_bytes / max(self.baseline_bytes, 1):.1%}"
         optimum: list[str] = []
         if self.optimum_overhead is not None:
             optimum = [
-                f"freely  {100 * self.optimum_overhead:+.3g}% within that peak, planned and run by "
-                "remat (its costs are by operation)"
+                f"remat   {100 * self.optimum_overhead:+.3g}% within that peak, if the blocks are "
+                "planned and run by remat (costs per operation)"
             ]
         lines = [
             f"budget  {format_bytes(self.budget_bytes)}",
             f"peak    {format_bytes(self.peak_bytes)}, {share} of "
             f"{format_bytes(self.baseline_bytes)} without recomputation",
             f"time    {format_seconds(self.time_s)} in blocks, {100 * self.overhead:+.3g}% over "
-            f"{format_seconds(self.baseline_time_s)} (timed as they ran)",
+            f"{format_seconds(self.baseline_time_s)} (measured by running the blocks)",
             *optimum,
             "",
-            *aligned([("blocks", "", _HEADS.get(self.rules, "saved")), *self._rows()], left=3),
+            *aligned(
+                [("blocks", "", _COLUMN_TITLES.get(self.rules, "saved")), *self._rows()], left=3
+            ),
         ]
         return "\n".join(lines)
 
@@ -123,11 +127,11 @@ class Policies(Document):
         return self.describe()
 
     def _rows(self) -> Iterator[tuple[str, ...]]:
-        def alike(policy: BlockPolicy) -> object:
+        def row_key(policy: BlockPolicy) -> object:
             return starred(policy.block), policy.how, policy.saved
 
-        for _, found in groupby(self.blocks, key=alike):
-            policies = list(found)
+        for _, group in groupby(self.blocks, key=row_key):
+            policies = list(group)
             first, last = policies[0].block, policies[-1].block
             name = first if first == last else f"{first} to {last}"
             yield name, policies[0].how, policies[0].saved

@@ -22,10 +22,10 @@ from pathlib import Path
 from remat.commands.requirements import Requirement, State, requirements, version_of
 from remat.costs.devices import match_device
 from remat.errors import one_line
-from remat.frontend.costs.cache import default_cache_path
-from remat.limits.budget import format_bytes
-from remat.milp.solvers.facts import usable_backends
-from remat.milp.solvers.pulp_solvers import family, is_highs
+from remat.frontend.costs.cost_cache import default_cache_path
+from remat.limits.units import format_bytes
+from remat.milp.solvers.availability import usable_backends
+from remat.milp.solvers.pulp_solvers import find_family, is_highs
 
 _GRAVEST: tuple[State, ...] = ("missing", "untested", "ok")
 
@@ -208,7 +208,7 @@ def _judged(needed: Requirement, version: str, text: str) -> Check:
 
 def _solvers() -> Iterator[Check]:
     for fact in usable_backends():
-        remedy = family(fact.name).remedy
+        remedy = find_family(fact.name).remedy
         name = f"solver {fact.name}"
         if fact.usable:
             role = "the default" if is_highs(fact.name) else ""

@@ -34,19 +34,19 @@ def estimate(
     from remat.commands.models.batches import Sizes
     from remat.commands.models.sources import load_step
     from remat.frontend.api.estimate import estimate as estimated
-    from remat.frontend.capture.model.meta_device import nominal_device
-    from remat.frontend.common.autocast import autocast as casting
-    from remat.frontend.common.target import device_here, find_target
+    from remat.frontend.capture.model.meta_device import default_capture_device
+    from remat.frontend.common.torch_modes import autocast_to
+    from remat.frontend.common.target_gpu import local_device, find_target_gpu
 
-    if find_target(device) is not None:
+    if find_target_gpu(device) is not None:
         kind = "cpu"  # where the tensors of such a capture are
     else:
-        kind = nominal_device().type if device is None else device_here(device).type
+        kind = default_capture_device().type if device is None else local_device(device).type
     sizes = Sizes(batch, tokens, image)
     step = load_step(
         source, sizes, overrides=overrides or (), device="meta", dtype=dtype, seed=seed
     )
-    with casting(kind, autocast):
+    with autocast_to(kind, autocast):
         found = estimated(
             step.model,
             step.args,

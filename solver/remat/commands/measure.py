@@ -12,7 +12,7 @@ from remat.commands.common.figures import describe_costs, describe_trace
 from remat.commands.common.options import Json, Output, Roofline, TraceFile, check_here
 from remat.commands.common.progress_line import live
 from remat.commands.common.solving import hint
-from remat.costs.pricing import by_roofline
+from remat.costs.trace_costs import with_roofline_costs
 from remat.costs.roofline import Roofline as Model
 from remat.documents.trace import Trace
 from remat.errors import RematError, TraceError
@@ -38,7 +38,7 @@ def measure(
     if device is None and roofline is None:
         _check_there(traced)
     if model is not None:
-        priced = by_roofline(traced, model)
+        priced = with_roofline_costs(traced, model)
     else:
         from remat.frontend.costs.measure import measure as run
 
@@ -55,10 +55,10 @@ def measure(
 
 def _check_there(traced: Trace) -> None:
     """Raises `RematError` where the trace's device is not here."""
-    from remat.frontend.common.target import device_here
+    from remat.frontend.common.target_gpu import local_device
 
     try:
-        device_here(traced.device)
+        local_device(traced.device)
     except TraceError as error:
         gpu = traced.gpu or "h200"
         raise RematError(

@@ -13,9 +13,8 @@ from remat.commands.common.exits import UsageError
 from remat.commands.common.figures import compiled_figures, json_of, plan_figures
 from remat.commands.common.progress_line import live
 from remat.commands.common.solving import best_so_far, finish, solved
-from remat.limits.budget import format_bytes
-from remat.limits.reserve import telling
-from remat.planned import with_reserve
+from remat.limits.units import format_bytes
+from remat.plan_data import with_reserve_stat
 from remat.report.estimate import eager_peak_bytes
 from remat.rewrite import rewrite
 from remat.strategies.base import Strategy
@@ -50,7 +49,7 @@ def run(
     drop_outputs: options.DropOutputs = False,
 ) -> None:
     """Train a step of a model as it is and with remat: the plan, peak, time, loss, gradients."""
-    asked, reserve_bytes = options.without(budget, reserve)
+    limits = options.limits_of(budget, reserve)
     options.check_here(device, "run", "remat trace SOURCE --device {name} plans for it")
     if compiled and time_limit is None and strategy == "auto" and not _limits(option):
         from remat.frontend.compile.options import TIME_LIMIT_S
@@ -63,9 +62,9 @@ def run(
     files.check_outputs(program)
     from remat.commands.models.batches import Sizes
     from remat.commands.models.sources import load_step
-    from remat.frontend.api.trial import trial
+    from remat.frontend.api.trial import run_eager_trial
     from remat.frontend.capture.trace import trace as capture
-    from remat.frontend.common.autocast import autocast as casting
+    from remat.frontend.common.torch_modes import autocast_to
     from remat.frontend.costs.measure import measure
     from remat.frontend.runtime.module import lower
 
@@ -75,17 +74,17 @@ def run(
     )
     outputs = options.outputs_of(drop_outputs)
     if compiled:
-        with casting(device, autocast):
+        with autocast_to(device, autocast):
             _compiled(step, budget, reserve, chosen, rounds, as_json, outputs)
         return
     began = time.perf_counter()
-    with casting(device, autocast):
+    with autocast_to(device, autocast):
         traced = capture(step.model, step.args, step.kwargs, outputs=outputs)
         with live("measuring", 1) as line:
             traced = measure(traced, progress=line.measuring)
-        with telling(reserve_bytes):
-            plan, signum = solved(traced, asked, chosen)
-        plan = with_reserve(plan, reserve_bytes)
+        with limits.infeasible_with_reserve():
+            plan, signum = solved(traced, limits.budget_after_reserve, chosen)
+        plan = with_reserve_stat(plan, limits.reserve_bytes)
         made = rewrite(traced, plan.schedule)
         if program is not None:
             files.write(program, made.to_json())
@@ -95,7 +94,7 @@ def run(
         module = lower(made, step.model, plan=plan)
         ready_s = time.perf_counter() - began
         with live("running"):
-            found = trial(
+            trial = run_eager_trial(
                 step.model,
                 module,
                 step.args,
@@ -104,16 +103,18 @@ def run(
                 predicted_eager_bytes=eager_peak_bytes(traced),
             )
     if as_json:
-        figures = {"model": step.name, **found.to_data(), "plan": plan_figures(plan)}
+        figures = {"model": step.name, **trial.to_data(), "plan": plan_figures(plan)}
         files.show_json(json_of(figures))
     else:
         budget = format_bytes(plan.budget_bytes)
-        beside = f", beside {format_bytes(reserve_bytes)} reserved" if reserve_bytes else ""
+        reserved = (
+            f" ({format_bytes(limits.reserve_bytes)} reserved)" if limits.reserve_bytes else ""
+        )
         parts = (
-            f"{step.name} within {budget}{beside}",
+            f"{step.name} within {budget}{reserved}",
             plan.describe(),
             f"ready after {ready_s:.1f} s",
-            found.describe(),
+            trial.describe(),
         )
         files.show("\n\n".join(parts))
 
@@ -132,10 +133,10 @@ def _compiled(
     outputs: str,
 ) -> None:
     """Plain torch.compile and the backend, side by side."""
-    from remat.frontend.api.compiled_trial import compiled_trial
+    from remat.frontend.api.trial import run_compiled_trial
 
     with live("compiling") as line:
-        found = compiled_trial(
+        trial = run_compiled_trial(
             step.model,
             budget,
             step.args,
@@ -147,9 +148,9 @@ def _compiled(
             progress=line.solving,
         )
     if as_json:
-        plans = [compiled_figures(plan) for plan in found.plans]
-        files.show_json(json_of({"model": step.name, **found.to_data(), "plans": plans}))
+        plans = [compiled_figures(plan) for plan in trial.compiled_plans]
+        files.show_json(json_of({"model": step.name, **trial.to_data(), "plans": plans}))
         return
-    again = [plan.plan for plan in found.plans if plan.plan.schedule.recomputed(plan.plan.graph)]
+    recomputing = [plan for plan in trial.plans if plan.schedule.recomputed(plan.graph)]
     title = f"{step.name} under torch.compile within {budget}"
-    files.show("\n\n".join((title, *(plan.describe() for plan in again), found.describe())))
+    files.show("\n\n".join((title, *(plan.describe() for plan in recomputing), trial.describe())))

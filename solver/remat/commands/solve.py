@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from remat.commands.common import files, options
 from remat.commands.common.solving import best_so_far, finish, hint, solved
-from remat.limits.reserve import telling
-from remat.planned import with_reserve
+from remat.plan_data import with_reserve_stat
 from remat.rewrite import rewrite
 
 
@@ -23,13 +22,13 @@ def solve(
     reserve: options.Reserve = None,
 ) -> None:
     """Find the schedule with the least extra time whose peak is within the budget."""
-    asked, reserve_bytes = options.without(budget, reserve)
+    limits = options.limits_of(budget, reserve)
     chosen = options.strategy_of(strategy, option, gap, time_limit, solver)
     files.check_outputs(output, program)
     traced = files.read_measured(trace)
-    with telling(reserve_bytes):
-        plan, signum = solved(traced, asked, chosen)
-    plan = with_reserve(plan, reserve_bytes)
+    with limits.infeasible_with_reserve():
+        plan, signum = solved(traced, limits.budget_after_reserve, chosen)
+    plan = with_reserve_stat(plan, limits.reserve_bytes)
     if output is not None:
         files.write(output, plan.to_json())
     if program is not None:

@@ -11,7 +11,8 @@ from remat.commands.common.frontiers import PICTURES, Frontier
 from remat.commands.common.progress_line import Line
 from remat.commands.common.solving import attended, finish, hint
 from remat.documents.sweep import SweepDocument
-from remat.limits.budget import Budget, format_bytes, format_seconds
+from remat.limits.budget import Budget
+from remat.limits.units import format_bytes, format_seconds
 from remat.plan import Plan
 from remat.progress import Cancel
 from remat.solve import SWEEP

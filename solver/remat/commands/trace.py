@@ -31,14 +31,14 @@ def trace(
     from remat.commands.models.batches import Sizes
     from remat.commands.models.sources import load_step
     from remat.frontend.capture.trace import trace as capture
-    from remat.frontend.common.autocast import autocast as casting
-    from remat.frontend.common.target import find_target
+    from remat.frontend.common.torch_modes import autocast_to
+    from remat.frontend.common.target_gpu import find_target_gpu
 
-    absent = find_target(device) is not None
+    absent = find_target_gpu(device) is not None
     place = "meta" if absent else device or "cpu"
     sizes = Sizes(batch, tokens, image)
     step = load_step(source, sizes, overrides=overrides or (), device=place, dtype=dtype, seed=seed)
-    with casting("cpu" if absent else device or "cpu", autocast):
+    with autocast_to("cpu" if absent else device or "cpu", autocast):
         found = capture(
             step.model,
             step.args,

@@ -1,3 +1,8 @@
-"""What operations take where nothing is run: data sheets (`devices`), the arithmetic of operations
-(`flops`), the `roofline` of both, and `pricing`, which puts costs into a trace. Without torch.
+"""Estimates of the time of operations, without running them and without torch.
+
+- `devices`: peak rates of known devices, from their data sheets.
+- `flops`: floating point operations of ATen operations.
+- `roofline`: the time of an operation on a device, from its FLOPs and memory traffic.
+- `trace_costs`: stores measured or estimated costs in a trace.
+- `scaling`: converts measured costs to other tensor sizes.
 """

@@ -1,7 +1,7 @@
-"""What known devices can do at best, from their makers' public data sheets.
+"""Peak rates of known devices, from the public data sheets of their manufacturers.
 
-Dense rates without sparsity. Tensor core rates stand under `half`, `tf32`; `fp32` and `fp64` are
-vector rates, which is what torch uses for matrix products by default (TF32 is opt-in).
+Dense rates without sparsity. `half` and `tf32` are the rates of tensor cores; `fp32` and `fp64` are
+vector rates, which apply to matrix products by default (TF32 is opt-in in torch).
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
-    """Peak rates of a device. `half` is float16 and bfloat16 with float32 accumulation."""
+class DeviceSpec:
+    """The data sheet of a device: its name, peak rates and memory. `half` is float16 and bfloat16
+    with float32 accumulation."""
 
     name: str
     half_flops_per_s: float
@@ -21,11 +22,11 @@ class Device:
     bytes_per_s: float
     memory_bytes: int
     launch_s: float = 4e-6
-    """Seconds until a kernel that does nothing is done: about 4 µs on CUDA when kernels follow each
-    other, as an eager step issues them."""
+    """Seconds that an empty kernel takes: about 4 µs on CUDA in a sequence of kernels, as eager
+    mode launches them."""
     capability: tuple[int, int] | None = None
-    """CUDA's compute capability, which decides what kernels torch runs; None where it is no CUDA
-    device."""
+    """The CUDA compute capability, which decides which kernels torch runs; None for a device
+    without CUDA."""
 
 
 _T = 1e12
@@ -42,52 +43,53 @@ _CAPABILITIES = {
     "h200": (9, 0),
     "b200": (10, 0),
 }
-"""From NVIDIA's list of CUDA GPUs (developer.nvidia.com/cuda-gpus)."""
+"""CUDA compute capabilities, from NVIDIA's list of CUDA GPUs (developer.nvidia.com/cuda-gpus)."""
 
-DEVICES: dict[str, Device] = {
+DEVICES: dict[str, DeviceSpec] = {
     device.name: replace(device, capability=_CAPABILITIES.get(device.name))
     for device in (
         # NVIDIA V100 SXM2 data sheet, January 2020. No bfloat16 units: torch emulates it.
-        Device("v100", 125 * _T, 15.7 * _T, 15.7 * _T, 7.8 * _T, 0.9 * _T, 32 * _GIB),
+        DeviceSpec("v100", 125 * _T, 15.7 * _T, 15.7 * _T, 7.8 * _T, 0.9 * _T, 32 * _GIB),
         # NVIDIA T4 data sheet, March 2019.
-        Device("t4", 65 * _T, 8.1 * _T, 8.1 * _T, 0.25 * _T, 0.32 * _T, 16 * _GIB),
+        DeviceSpec("t4", 65 * _T, 8.1 * _T, 8.1 * _T, 0.25 * _T, 0.32 * _T, 16 * _GIB),
         # NVIDIA A100 80GB SXM data sheet, June 2021; FP64 without tensor cores.
-        Device("a100", 312 * _T, 156 * _T, 19.5 * _T, 9.7 * _T, 2.039 * _T, 80 * _GIB),
+        DeviceSpec("a100", 312 * _T, 156 * _T, 19.5 * _T, 9.7 * _T, 2.039 * _T, 80 * _GIB),
         # NVIDIA L4 data sheet, 2023 (its tensor core rates are with sparsity: halved here).
-        Device("l4", 121 * _T, 60 * _T, 30.3 * _T, 0.47 * _T, 0.3 * _T, 24 * _GIB),
+        DeviceSpec("l4", 121 * _T, 60 * _T, 30.3 * _T, 0.47 * _T, 0.3 * _T, 24 * _GIB),
         # NVIDIA L40S data sheet, 2023.
-        Device("l40s", 362 * _T, 183 * _T, 91.6 * _T, 1.4 * _T, 0.864 * _T, 48 * _GIB),
+        DeviceSpec("l40s", 362 * _T, 183 * _T, 91.6 * _T, 1.4 * _T, 0.864 * _T, 48 * _GIB),
         # NVIDIA Ada GPU architecture white paper, appendix A: FP16 with FP32 accumulate.
-        Device("rtx4090", 165.2 * _T, 82.6 * _T, 82.6 * _T, 1.29 * _T, 1.008 * _T, 24 * _GIB),
+        DeviceSpec("rtx4090", 165.2 * _T, 82.6 * _T, 82.6 * _T, 1.29 * _T, 1.008 * _T, 24 * _GIB),
         # NVIDIA H100 SXM data sheet (tensor core rates there are with sparsity: halved here).
-        Device("h100", 989.4 * _T, 494.7 * _T, 67 * _T, 34 * _T, 3.35 * _T, 80 * _GIB),
+        DeviceSpec("h100", 989.4 * _T, 494.7 * _T, 67 * _T, 34 * _T, 3.35 * _T, 80 * _GIB),
         # NVIDIA H200 SXM data sheet: H100's rates, 141 GB at 4.8 TB/s.
-        Device("h200", 989.4 * _T, 494.7 * _T, 67 * _T, 34 * _T, 4.8 * _T, 141 * 10**9),
+        DeviceSpec("h200", 989.4 * _T, 494.7 * _T, 67 * _T, 34 * _T, 4.8 * _T, 141 * 10**9),
         # NVIDIA HGX B200 data sheet, per GPU, dense.
-        Device("b200", 2250 * _T, 1100 * _T, 75 * _T, 37 * _T, 8.0 * _T, 180 * 10**9),
+        DeviceSpec("b200", 2250 * _T, 1100 * _T, 75 * _T, 37 * _T, 8.0 * _T, 180 * 10**9),
         # AMD Instinct MI300X data sheet: vector rates for FP32 and FP64.
-        Device("mi300x", 1307.4 * _T, 653.7 * _T, 163.4 * _T, 81.7 * _T, 5.3 * _T, 192 * 10**9),
+        DeviceSpec("mi300x", 1307.4 * _T, 653.7 * _T, 163.4 * _T, 81.7 * _T, 5.3 * _T, 192 * 10**9),
         # No data sheet: eight cores with AVX2 at 2.5 GHz (8 x 32 FLOP a cycle), two DDR4 channels.
-        Device("cpu", 0.64 * _T, 0.64 * _T, 0.64 * _T, 0.32 * _T, 0.04 * _T, 32 * _GIB, 2e-6),
+        DeviceSpec("cpu", 0.64 * _T, 0.64 * _T, 0.64 * _T, 0.32 * _T, 0.04 * _T, 32 * _GIB, 2e-6),
     )
 }
 
 
-def find_device(name: str) -> Device:
-    """The device with this name, as written in `DEVICES` (case, spaces and dashes are ignored).
+def find_device(name: str) -> DeviceSpec:
+    """Return the data sheet with this name in `DEVICES` (case, spaces and dashes are ignored).
 
-    Raises ValueError that lists the known names.
+    Raises ValueError, with the names in `DEVICES`, for another name.
     """
     key = "".join(c for c in name.lower() if c.isalnum())
     if key not in DEVICES:
         raise ValueError(
-            f"unknown device {name!r}; known are {', '.join(DEVICES)}; for another one give its "
+            f"unknown device {name!r}; known are {', '.join(DEVICES)}; for another one pass its "
             "rates: remat.Roofline.custom('name', fp32_flops_per_s=..., bytes_per_s=...)"
         )
     return DEVICES[key]
 
 
-def match_device(description: str) -> Device | None:
-    """The known device that a driver's description names ("NVIDIA H100 80GB HBM3"), if any."""
+def match_device(description: str) -> DeviceSpec | None:
+    """Return the data sheet for a driver's description of a device ("NVIDIA H100 80GB HBM3"), or
+    None."""
     words = description.lower().replace("rtx ", "rtx").replace("geforce ", "").replace("-", " ")
     return next((DEVICES[word] for word in words.split() if word in DEVICES), None)

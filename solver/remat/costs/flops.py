@@ -1,8 +1,8 @@
-"""Floating point operations of ATen operations, from shapes alone (no torch).
+"""Floating point operations of ATen operations, from shapes only (without torch).
 
-Equal to `torch.utils.flop_counter` where that has a formula (a multiply-add counts as two, causal
-masks are not subtracted), and adds attention on CPU. A grouped convolution's weight gradient is
-counted as what it does, where torch's formula ignores the groups.
+The numbers equal those of `torch.utils.flop_counter` where it has a formula (a multiply-add counts
+as two, causal masks are not subtracted), plus attention on the CPU. One exception is the weight
+gradient of a grouped convolution: torch's formula ignores the groups, this one counts them.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import Protocol, runtime_checkable
 
 @runtime_checkable
 class Shaped(Protocol):
-    """A tensor or a description of one."""
+    """Any object with a `shape`: a tensor, or the metadata of one."""
 
     @property
     def shape(self) -> Sequence[int]: ...
 
 
 def count_flops(target: str, args: Sequence[object]) -> int:
-    """FLOPs of one call. Zero for operations without a formula, which memory bounds anyway.
+    """Return the FLOPs of one call. Zero for operations without a formula, which are memory-bound.
 
-    `args` are the positional arguments, tensors as anything with a `shape`.
+    `args` are the positional arguments, with any object with a `shape` for a tensor.
     """
     formula = _FORMULAS.get(target.rpartition(".")[0])
     return formula(args) if formula else 0
@@ -35,20 +35,20 @@ def _shape(argument: object) -> Sequence[int]:
     return argument.shape
 
 
-def _product(a: Sequence[int], b: Sequence[int]) -> int:
-    """a @ b, batched or not."""
+def _matmul_flops(a: Sequence[int], b: Sequence[int]) -> int:
+    """Return the FLOPs of `a @ b` for these shapes, batched or not."""
     return 2 * prod(a) * b[-1]
 
 
 def _mm(args: Sequence[object]) -> int:
-    return _product(_shape(args[0]), _shape(args[1]))
+    return _matmul_flops(_shape(args[0]), _shape(args[1]))
 
 
 def _addmm(args: Sequence[object]) -> int:
-    return _product(_shape(args[1]), _shape(args[2]))
+    return _matmul_flops(_shape(args[1]), _shape(args[2]))
 
 
-def _vector(args: Sequence[object]) -> int:
+def _matrix_vector(args: Sequence[object]) -> int:
     return 2 * prod(_shape(args[0]))
 
 
@@ -56,17 +56,18 @@ def _linear(args: Sequence[object]) -> int:
     return 2 * prod(_shape(args[0])) * _shape(args[1])[0]
 
 
-def _convolved(
+def _convolution_flops(
     x: Sequence[int], weight: Sequence[int], out: Sequence[int], transposed: bool
 ) -> int:
-    """`weight` is (out, in / groups, ...), or (in, out / groups, ...) where transposed."""
+    """Return the FLOPs of a convolution with these shapes; `weight` is (out, in / groups, ...), or
+    (in, out / groups, ...) if transposed."""
     return 2 * prod((x if transposed else out)[2:]) * x[0] * prod(weight)
 
 
-def _spatial(args: Sequence[object]) -> list[int]:
-    """Output shape of `aten.convolution` (its channels are left out: nobody asks)."""
+def _convolution_output_shape(args: Sequence[object]) -> list[int]:
+    """Return the output shape of `aten.convolution`, with 0 channels, which no formula reads."""
     x, weight = _shape(args[0]), _shape(args[1])
-    stride, padding, dilation = (_ints(args[i], len(x) - 2) for i in (3, 4, 5))
+    stride, padding, dilation = (_int_list(args[i], len(x) - 2) for i in (3, 4, 5))
     sizes = [
         (x[2 + i] + 2 * padding[i] - dilation[i] * (weight[2 + i] - 1) - 1) // stride[i] + 1
         for i in range(len(x) - 2)
@@ -74,41 +75,48 @@ def _spatial(args: Sequence[object]) -> list[int]:
     return [x[0], 0, *sizes]
 
 
-def _ints(argument: object, count: int) -> list[int]:
+def _int_list(argument: object, count: int) -> list[int]:
+    """Return an argument as `count` integers, of which one integer is a repetition."""
     items = list(argument) if isinstance(argument, (list, tuple)) else [argument]
-    numbers = [item for item in items if isinstance(item, int)]
-    return numbers if len(numbers) == count else numbers * count
+    integers = [item for item in items if isinstance(item, int)]
+    return integers if len(integers) == count else integers * count
 
 
 def _convolution(args: Sequence[object]) -> int:
     transposed = bool(args[6])
-    out = [] if transposed else _spatial(args)
-    return _convolved(_shape(args[0]), _shape(args[1]), out, transposed)
+    out = [] if transposed else _convolution_output_shape(args)
+    return _convolution_flops(_shape(args[0]), _shape(args[1]), out, transposed)
 
 
 def _convolution_backward(args: Sequence[object]) -> int:
-    """The gradients of input and weight cost as much as the forward, each."""
-    mask = args[10]
-    asked = sum(map(bool, mask[:2])) if isinstance(mask, (list, tuple)) else 2
-    forward = _convolved(_shape(args[1]), _shape(args[2]), _shape(args[0]), bool(args[7]))
-    return asked * forward
+    """Return the FLOPs of a convolution's backward: those of the forward for the gradient of the
+    input, and as many for that of the weight."""
+    output_mask = args[10]
+    gradient_count = 2
+    if isinstance(output_mask, (list, tuple)):
+        gradient_count = sum(map(bool, output_mask[:2]))
+    x, weight, out = _shape(args[1]), _shape(args[2]), _shape(args[0])
+    return gradient_count * _convolution_flops(x, weight, out, bool(args[7]))
 
 
 def _attention(args: Sequence[object], start: int = 0) -> int:
-    """Scores (query, key) and their product with the values."""
-    return sum(_attention_parts(args, start))
+    """Return the FLOPs of attention: query times key, and probabilities times value."""
+    return sum(_attention_matmuls(args, start))
 
 
 def _attention_backward(args: Sequence[object]) -> int:
-    """Scores again, then gradients of value, probabilities, query and key."""
-    scores, values = _attention_parts(args, 1)
-    return 3 * scores + 2 * values
+    """Return the FLOPs of attention's backward: the recomputed scores, and the gradients of value,
+    probabilities, query and key."""
+    score_flops, value_flops = _attention_matmuls(args, 1)
+    return 3 * score_flops + 2 * value_flops
 
 
-def _attention_parts(args: Sequence[object], start: int) -> tuple[int, int]:
+def _attention_matmuls(args: Sequence[object], start: int) -> tuple[int, int]:
+    """Return the FLOPs of query times key and of probabilities times value; query, key and value
+    are the arguments from `start` on."""
     query, key, value = (_shape(args[start + i]) for i in range(3))
-    pairs = 2 * prod(query[:-1]) * key[-2]
-    return pairs * query[-1], pairs * value[-1]
+    score_elements = prod(query[:-1]) * key[-2]
+    return 2 * score_elements * query[-1], 2 * score_elements * value[-1]
 
 
 _FORMULAS: dict[str, Callable[[Sequence[object]], int]] = {
@@ -117,20 +125,19 @@ _FORMULAS: dict[str, Callable[[Sequence[object]], int]] = {
     "aten.addmm": _addmm,
     "aten.baddbmm": _addmm,
     "aten._addmm_activation": _addmm,
-    "aten.mv": _vector,
-    "aten.dot": _vector,
+    "aten.mv": _matrix_vector,
+    "aten.dot": _matrix_vector,
     "aten.linear": _linear,
     "aten.convolution": _convolution,
     "aten._convolution": _convolution,
     "aten.convolution_backward": _convolution_backward,
 }
-for _kind in (
+for _target in (
     "aten._scaled_dot_product_flash_attention",
     "aten._scaled_dot_product_efficient_attention",
     "aten._scaled_dot_product_cudnn_attention",
     "aten._scaled_dot_product_flash_attention_for_cpu",
     "aten._scaled_dot_product_fused_attention_overrideable",
 ):
-    _FORMULAS[_kind] = _attention
-    _FORMULAS[f"{_kind}_backward"] = _attention_backward
-_FORMULAS["aten._scaled_dot_product_flash_attention_for_cpu_backward"] = _attention_backward
+    _FORMULAS[_target] = _attention
+    _FORMULAS[f"{_target}_backward"] = _attention_backward

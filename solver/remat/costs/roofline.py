@@ -2,9 +2,9 @@
 is longer, plus a launch.
 
 Williams, Waterman and Patterson, "Roofline: an insightful visual performance model for multicore
-architectures", CACM 52(4), 2009. It needs no device and no torch. It is good for choosing between
-schedules, not for promising times: attainable rates stand in for tiling, wave and cache effects,
-and the kernels' workspaces are unknown (zero).
+architectures", CACM 52(4), 2009. It needs no device and no torch. It is accurate enough to choose
+between schedules, not to predict times: attainable rates replace a model of tiling, wave and cache
+effects, and the kernels' workspaces are unknown (zero).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 
-from remat.costs.devices import Device, find_device
+from remat.costs.devices import DeviceSpec, find_device
 from remat.costs.flops import count_flops
 from remat.documents.arguments import Argument, Ref, refs
 from remat.documents.records import Node, TensorMeta
@@ -34,29 +34,30 @@ _ITEM_BYTES = {
 }
 
 _LOOKUPS = frozenset({"embedding", "index_select", "gather", "index", "_unsafe_index"})
-"""Operations that read of their first operand only what they return."""
+"""Operations that read only those elements of their first operand that they return."""
 
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """A device to price operations for: `Roofline("h200")`, or `Roofline.custom(...)`.
+    """A device to estimate operations for: `Roofline("h200")`, or `Roofline.custom(...)`.
 
-    `allow_tf32` is what `torch.backends.cuda.matmul.allow_tf32` will be. Raises ValueError for an
-    unknown name.
+    `allow_tf32` is the value that `torch.backends.cuda.matmul.allow_tf32` will have. The
+    efficiencies are the attainable fractions of the peak rates. Raises ValueError for a name
+    without a data sheet.
     """
 
     name: str
     allow_tf32: bool = False
     compute_efficiency: float = COMPUTE_EFFICIENCY
     bandwidth_efficiency: float = BANDWIDTH_EFFICIENCY
-    device: Device = None  # type: ignore[assignment]  # filled from the name
+    device: DeviceSpec = None  # type: ignore[assignment]  # filled from the name
 
     def __post_init__(self) -> None:
         if self.device is None:
             object.__setattr__(self, "device", find_device(self.name))
-        for share in (self.compute_efficiency, self.bandwidth_efficiency):
-            if not 0 < share <= 1:
-                raise ValueError(f"an efficiency is above 0 and at most 1, got {share}")
+        for efficiency in (self.compute_efficiency, self.bandwidth_efficiency):
+            if not 0 < efficiency <= 1:
+                raise ValueError(f"an efficiency is above 0 and at most 1, got {efficiency}")
 
     @classmethod
     def custom(
@@ -72,9 +73,9 @@ class Roofline:
         launch_s: float = 4e-6,
         allow_tf32: bool = False,
     ) -> Roofline:
-        """A device by its rates; those left out follow from `fp32_flops_per_s` (half precision and
-        TF32 as fast, double precision half as fast)."""
-        device = Device(
+        """Return a roofline for a device by its rates; omitted ones are derived from
+        `fp32_flops_per_s` (half precision and TF32 as fast, double precision half as fast)."""
+        device = DeviceSpec(
             name,
             half_flops_per_s=half_flops_per_s or fp32_flops_per_s,
             tf32_flops_per_s=tf32_flops_per_s or fp32_flops_per_s,
@@ -86,11 +87,11 @@ class Roofline:
         )
         rates = (device.fp32_flops_per_s, device.bytes_per_s, device.half_flops_per_s)
         if min(*rates, device.tf32_flops_per_s, device.fp64_flops_per_s) <= 0 or launch_s < 0:
-            raise ValueError(f"device {name!r}: rates are above zero")
+            raise ValueError(f"device {name!r}: rates must be above zero")
         return cls(name, allow_tf32=allow_tf32, device=device)
 
     def flops_per_s(self, dtype: str) -> float:
-        """Attainable arithmetic rate for matrix products in a dtype."""
+        """Return the attainable arithmetic rate for matrix products in a dtype."""
         device = self.device
         if dtype in ("float16", "bfloat16") or dtype.startswith("float8"):
             peak = device.half_flops_per_s
@@ -100,52 +101,55 @@ class Roofline:
             peak = device.tf32_flops_per_s if self.allow_tf32 else device.fp32_flops_per_s
         return peak * self.compute_efficiency
 
-    def seconds(self, flops: int, moved_bytes: int, dtype: str) -> float:
-        """Time of a kernel with this much arithmetic and traffic, launch included."""
-        memory_s = moved_bytes / (self.device.bytes_per_s * self.bandwidth_efficiency)
+    def seconds(self, flops: int, traffic_bytes: int, dtype: str) -> float:
+        """Return the time of a kernel with these FLOPs and this memory traffic, with its launch."""
+        memory_s = traffic_bytes / (self.device.bytes_per_s * self.bandwidth_efficiency)
         return self.device.launch_s + max(flops / self.flops_per_s(dtype), memory_s)
 
 
-def seconds_of(node: Node, metas: Mapping[str, TensorMeta], roofline: Roofline) -> float:
-    """Seconds that an operation takes; zero for a view. `metas` knows the tensors it reads."""
+def operation_seconds(node: Node, metas: Mapping[str, TensorMeta], roofline: Roofline) -> float:
+    """Return the seconds that an operation takes, zero for a view. `metas` has the metadata of the
+    tensors that it reads. Raises `DocumentError` for invalid arguments."""
     if node.view:
         return 0.0
     # The first result's dtype decides the rate: later ones may be statistics in float32.
     dtype = node.results[0].tensor.dtype if node.results else "float32"
     try:
-        arithmetic = flops(node, metas.__getitem__)
-        return roofline.seconds(arithmetic, traffic_bytes(node, metas), dtype)
+        flops = operation_flops(node, metas.__getitem__)
+        return roofline.seconds(flops, traffic_bytes(node, metas), dtype)
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:
         raise DocumentError(
             f"operation {node.name} has other arguments than {node.target} takes ({error})"
         ) from None
 
 
-def flops(node: Node, meta_of: Callable[[str], TensorMeta]) -> int:
-    """Floating point operations of a node, as `torch.utils.flop_counter` counts them."""
+def operation_flops(node: Node, meta_of: Callable[[str], TensorMeta]) -> int:
+    """Return the floating point operations of a node, as `torch.utils.flop_counter` counts them."""
 
-    def shaped(argument: Argument) -> object:
+    def with_metas(argument: Argument) -> object:
         if isinstance(argument, Ref):
             return meta_of(argument.name)
         if isinstance(argument, tuple):
-            return tuple(shaped(item) for item in argument)
+            return tuple(with_metas(item) for item in argument)
         return argument
 
-    return 0 if node.view else count_flops(node.target, [shaped(item) for item in node.args])
+    return 0 if node.view else count_flops(node.target, [with_metas(item) for item in node.args])
 
 
 def traffic_bytes(node: Node, metas: Mapping[str, TensorMeta]) -> int:
-    """Bytes that an operation must read and write: each operand once, each result once."""
-    written = sum(touched_bytes(result.tensor) for result in node.results)
-    reads = {name: touched_bytes(metas[name]) for name in (*refs(node.args), *refs(node.kwargs))}
+    """Return the bytes that an operation must read and write: each operand and result once."""
+    written_bytes = sum(tensor_traffic_bytes(result.tensor) for result in node.results)
+    read_bytes = {
+        name: tensor_traffic_bytes(metas[name]) for name in (*refs(node.args), *refs(node.kwargs))
+    }
     if node.target.split(".")[1] in _LOOKUPS and node.args and isinstance(node.args[0], Ref):
         table = node.args[0].name
-        reads[table] = min(reads[table], written)
-    return written + sum(reads.values())
+        read_bytes[table] = min(read_bytes[table], written_bytes)
+    return written_bytes + sum(read_bytes.values())
 
 
-def touched_bytes(meta: TensorMeta) -> int:
-    """Bytes behind a tensor; what an expanded dimension repeats counts once."""
+def tensor_traffic_bytes(meta: TensorMeta) -> int:
+    """Return the bytes of a tensor's distinct elements: an expanded dimension counts once."""
     elements = prod(
         1 if stride == 0 and size > 1 else size
         for size, stride in zip(meta.shape, meta.stride, strict=True)
@@ -154,5 +158,5 @@ def touched_bytes(meta: TensorMeta) -> int:
 
 
 def item_bytes(dtype: str) -> int:
-    """Bytes of one element (1 for bool, int8 and the 8-bit floats)."""
+    """Return the bytes of one element (1 for bool, int8 and the 8-bit floats)."""
     return _ITEM_BYTES.get(dtype, 1)

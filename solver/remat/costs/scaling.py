@@ -1,17 +1,17 @@
-"""Costs of a step at sizes at which it was not measured, from those at others.
+"""Costs of a step at tensor sizes that were not measured, scaled from measured sizes.
 
-Each operation takes as many times longer as a data sheet would say (for which only the ratio of
-arithmetic to memory matters); good enough to compare schedules and to describe a plan. Memory is
-counted so that it is not more: scratch of larger sizes grows as what grows most, and what was seen
-to be larger than it looks is so at all sizes.
+The time of each operation grows by the factor that a roofline predicts (for which only the ratio of
+arithmetic to memory rates matters); this is accurate enough to compare schedules and to describe a
+plan. Memory is never underestimated: workspaces grow like the storage that grows most, and a
+storage that was measured to be larger than its tensor is larger by the same factor at all sizes.
 """
 
 from __future__ import annotations
 
 import math
 
-from remat.costs.pricing import tensor_metas
-from remat.costs.roofline import Roofline, seconds_of
+from remat.costs.roofline import Roofline, operation_seconds
+from remat.costs.trace_costs import tensor_metas
 from remat.documents.records import Node
 from remat.documents.trace import Trace
 
@@ -20,39 +20,45 @@ SOURCE = "estimated: measured at other sizes"
 _TYPICAL = Roofline.custom(
     "typical", fp32_flops_per_s=1e11, bytes_per_s=1e10, half_flops_per_s=2e11, launch_s=1e-6
 )
-"""Ten operations for each byte."""
+"""A device with ten FLOPs per byte of memory traffic."""
 
 
-def at_other_sizes(trace: Trace, measured: Trace, nominal_bytes: tuple[int, ...]) -> Trace:
-    """`trace` with the costs of another one of the same operations, whose storages had
-    `nominal_bytes` before they were `measured`."""
-    pairs = list(zip(trace.storages, measured.storages, nominal_bytes, strict=True))
-    grown = max((now / then for now, _, then in pairs if then), default=1.0)
-    now, before = tensor_metas(trace), tensor_metas(measured)
+def with_scaled_costs(trace: Trace, measured: Trace, nominal_bytes: tuple[int, ...]) -> Trace:
+    """Return `trace` with the scaled costs of `measured`, a trace of the same operations.
 
-    def priced(node: Node, other: Node) -> Node:
-        cost_s = other.cost_s
+    `nominal_bytes` are the storage sizes of `measured` before its measurement enlarged them.
+    """
+    sizes = list(zip(trace.storages, measured.storages, nominal_bytes, strict=True))
+    max_growth = max((size / nominal for size, _, nominal in sizes if nominal), default=1.0)
+    metas, measured_metas = tensor_metas(trace), tensor_metas(measured)
+
+    def with_scaled_cost(node: Node, measured_node: Node) -> Node:
+        cost_s = measured_node.cost_s
         if cost_s:
-            cost_s *= seconds_of(node, now, _TYPICAL) / seconds_of(other, before, _TYPICAL)
+            cost_s *= operation_seconds(node, metas, _TYPICAL) / operation_seconds(
+                measured_node, measured_metas, _TYPICAL
+            )
+        workspace_bytes = measured_node.workspace_bytes
+        if workspace_bytes is not None:
+            workspace_bytes = math.ceil(workspace_bytes * max(1.0, max_growth))
         return node.model_copy(
             update={
                 "cost_s": cost_s,
-                "launch_s": other.launch_s,
-                "workspace_bytes": _scaled(other.workspace_bytes, max(1.0, grown)),
+                "launch_s": measured_node.launch_s,
+                "workspace_bytes": workspace_bytes,
                 "cost_source": SOURCE,
             }
         )
 
-    nodes = tuple(map(priced, trace.nodes, measured.nodes))
-    storages = tuple(_as_seen(*sizes) for sizes in pairs)
+    nodes = tuple(map(with_scaled_cost, trace.nodes, measured.nodes))
+    storages = tuple(_scaled_storage_bytes(*storage_sizes) for storage_sizes in sizes)
     return trace.replace(nodes=nodes, storages=storages)
 
 
-def _scaled(size_bytes: int | None, times: float) -> int | None:
-    return None if size_bytes is None else math.ceil(size_bytes * times)
-
-
-def _as_seen(now_bytes: int, seen_bytes: int, nominal_bytes: int) -> int:
-    if seen_bytes <= nominal_bytes:
-        return now_bytes
-    return math.ceil(now_bytes * (seen_bytes / nominal_bytes)) if nominal_bytes else seen_bytes
+def _scaled_storage_bytes(size_bytes: int, measured_bytes: int, nominal_bytes: int) -> int:
+    """Return the size of a storage, enlarged by the factor that the measurement showed."""
+    if measured_bytes <= nominal_bytes:
+        return size_bytes
+    if not nominal_bytes:
+        return measured_bytes
+    return math.ceil(size_bytes * (measured_bytes / nominal_bytes))

@@ -11,7 +11,7 @@ from pydantic import Field
 from remat.documents.base import Document, Record
 from remat.errors import DocumentError, RematError
 from remat.graph import Graph, Operation, Value
-from remat.planned import P, Planned, Status
+from remat.plan_data import P, PlanData, Status
 from remat.schedule import Schedule
 from remat.simulate import simulate
 from remat.solution import BoundScope
@@ -90,7 +90,7 @@ class PlanDocument(Document):
     graph: GraphRecord
 
     @classmethod
-    def of(cls, plan: Planned) -> PlanDocument:
+    def of(cls, plan: PlanData) -> PlanDocument:
         """The document of a plan."""
         return cls(
             **{name: getattr(plan, name) for name in _AS_THEY_ARE},
@@ -120,13 +120,13 @@ class PlanDocument(Document):
         return plan
 
 
-_AS_THEY_ARE = (PlanDocument.model_fields.keys() & {field.name for field in fields(Planned)}) - {
+_AS_THEY_ARE = (PlanDocument.model_fields.keys() & {field.name for field in fields(PlanData)}) - {
     *("status", "graph", "stats")
 }
 """The fields that a plan and its document share."""
 
 
-def _check(plan: Planned) -> None:
+def _check(plan: PlanData) -> None:
     timeline = plan.timeline()
     baseline = simulate(plan.graph, Schedule.keep_all(plan.graph))
     pairs = (

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from remat.documents.base import Document
 from remat.documents.plan import PlanDocument
-from remat.planned import P, Planned
+from remat.plan_data import P, PlanData
 
 
 class SweepDocument(Document):
@@ -19,7 +19,7 @@ class SweepDocument(Document):
     plans: tuple[PlanDocument, ...]
 
     @classmethod
-    def of(cls, plans: Iterable[Planned]) -> SweepDocument:
+    def of(cls, plans: Iterable[PlanData]) -> SweepDocument:
         """The document of some plans."""
         return cls(plans=tuple(PlanDocument.of(plan) for plan in plans))
 

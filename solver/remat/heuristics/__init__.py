@@ -1,1 +1,7 @@
-"""Schedules and bounds without a solver: eviction, local search, annealing, floors of the peak."""
+"""Schedules and bounds without a solver.
+
+- `eviction`: schedules by evicting values; `local_search`: many attempts of eviction.
+- `polish`: removes needless recomputations from a schedule.
+- `annealing`: simulated annealing over schedules and orders.
+- `peak_bounds`: lower bounds on the peak.
+"""

@@ -1,12 +1,13 @@
-"""Schedules for a budget by eviction: run on, throw out what can best be spared, make it again.
+"""Schedules for a budget by eviction: run the operations, evict values to make room, and recompute
+them when they are read.
 
 The operations run in the graph's order. Where the next one does not fit, values that it does not
-need are thrown out until it does; where an input is gone, the operations that make it run again,
-in order, under the same rule. The future is known, so what to throw out is a choice between three
-quantities: the bytes won, how long the value lies idle, and the cost of making it again from what
-is there then. Equivalent to Dynamic Tensor Rematerialization (Kirisame et al., ICLR 2021, h_DTR)
-with two differences: the idle time is the time to the next use instead of the last, as in Belady's
-rule, and a group of operations that runs again does so in the graph's order.
+read are evicted until it does; where an input was evicted, the operations that produce it are
+recomputed, in order, under the same rule. The future is known, so what to evict is a choice between
+three quantities: the bytes won, how long the value is idle, and the cost of recomputing it from
+what is live then. Equivalent to Dynamic Tensor Rematerialization (Kirisame et al., ICLR 2021,
+h_DTR) with two differences: the idle time is the time to the next use instead of the last, as in
+Belady's rule, and a group of operations is recomputed in the graph's order.
 
 Deterministic: every limit is a number of runs.
 """
@@ -20,285 +21,306 @@ from dataclasses import dataclass
 from remat.graph import Graph
 from remat.schedule import Schedule
 
-MAX_RUNS = 8
-LARGE, MAX_RUNS_LARGE = 2_000, 3
-"""An attempt is given up when it has run this many times the graph's operations, or this many on
-graphs of more than `LARGE` operations, where it takes seconds."""
+MAX_RUN_FACTOR = 8
+LARGE_GRAPH, MAX_RUN_FACTOR_LARGE = 2_000, 3
+"""An attempt is given up when it has run this many times the graph's operations; the second factor
+is for graphs of more than `LARGE_GRAPH` operations, where it takes seconds."""
 
 _INFINITE = float("inf")
 
-Advice = Sequence[tuple[int, Mapping[int, float]]]
-"""Up to which operation, and by what the scores of some values are multiplied until then."""
+EvictionAdvice = Sequence[tuple[int, Mapping[int, float]]]
+"""Pairs of an operation and factors by value: up to that operation, the values' eviction scores are
+multiplied by them."""
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
-    """What to throw out first: the largest size^a * idle^b / cost^c; what the backward pass makes
-    never, unless `backward`: it is made again from far more than what the forward makes."""
+class EvictionRule:
+    """Which value to evict first: the one with the largest size^a * idle^b / cost^c.
 
-    size: float = 1.0
-    idle: float = 1.0
-    cost: float = 1.0
-    backward: bool = True
+    Values of the backward pass are evicted only with `evicts_backward`: recomputing them takes far
+    more than recomputing the forward's.
+    """
+
+    size_exponent: float = 1.0
+    idle_exponent: float = 1.0
+    cost_exponent: float = 1.0
+    evicts_backward: bool = True
 
 
-RULES = (
-    Rule(),
-    Rule(idle=0.3),
-    Rule(cost=0.5),
-    Rule(cost=2.0),
-    Rule(idle=0.6),
-    Rule(idle=0.3, cost=2.0),
-    Rule(idle=0.0),
-    Rule(idle=0.3, cost=0.5),
-    Rule(size=0.5),
-    Rule(cost=0.0),
-    Rule(size=0.5, idle=0.3),
-    Rule(size=0.0, cost=0.0),
-    Rule(backward=False),
-    Rule(idle=0.3, backward=False),
-    Rule(cost=0.0, backward=False),
+EVICTION_RULES = (
+    EvictionRule(),
+    EvictionRule(idle_exponent=0.3),
+    EvictionRule(cost_exponent=0.5),
+    EvictionRule(cost_exponent=2.0),
+    EvictionRule(idle_exponent=0.6),
+    EvictionRule(idle_exponent=0.3, cost_exponent=2.0),
+    EvictionRule(idle_exponent=0.0),
+    EvictionRule(idle_exponent=0.3, cost_exponent=0.5),
+    EvictionRule(size_exponent=0.5),
+    EvictionRule(cost_exponent=0.0),
+    EvictionRule(size_exponent=0.5, idle_exponent=0.3),
+    EvictionRule(size_exponent=0.0, cost_exponent=0.0),
+    EvictionRule(evicts_backward=False),
+    EvictionRule(idle_exponent=0.3, evicts_backward=False),
+    EvictionRule(cost_exponent=0.0, evicts_backward=False),
 )
-"""Tried in this order; none is best on every graph."""
+"""Rules in the order in which they are tried; none is best on every graph."""
 
 
 def evict(
     graph: Graph,
     budget_bytes: int,
-    rule: Rule = RULES[0],
+    rule: EvictionRule = EVICTION_RULES[0],
     weights: Sequence[float] | None = None,
-    advice: Advice = (),
-    most_s: float = _INFINITE,
+    advice: EvictionAdvice = (),
+    max_time_s: float = _INFINITE,
     stop: Callable[[], bool] = lambda: False,
 ) -> Schedule | None:
-    """A schedule with a peak of at most `budget_bytes`, constant memory included, or None.
+    """Return a schedule with a peak of at most `budget_bytes`, constant memory included, or None.
 
-    `weights` multiply the scores of the values: a large one is thrown out sooner. The attempt is
-    given up when it takes more than `most_s`, or when `stop` says so: on a large graph the bad ones
-    take the longest, and even a good one seconds.
+    `weights` multiply the scores of the values: one with a large weight is evicted sooner. The
+    attempt is given up when it takes more than `max_time_s`, or when `stop` returns True: on a
+    large graph the bad attempts take the longest, and even a good one takes seconds.
     """
-    attempt = _Attempt(graph, budget_bytes - graph.constant_bytes, rule, weights, advice)
-    return Schedule.of(attempt.runs) if attempt.succeeds(most_s, stop) else None
+    attempt = _EvictionAttempt(graph, budget_bytes - graph.constant_bytes, rule, weights, advice)
+    return Schedule.of(attempt.runs) if attempt.run_to_end(max_time_s, stop) else None
 
 
-class _Attempt:
-    """One walk over the graph; the state is what is in memory now."""
+class _EvictionAttempt:
+    """One walk over the graph; its state is what is in memory at the current stage.
+
+    A *stage* is an operation's first run, with the recomputations before it.
+    """
 
     def __init__(
         self,
         graph: Graph,
-        room_bytes: int,
-        rule: Rule,
+        capacity_bytes: int,
+        rule: EvictionRule,
         weights: Sequence[float] | None,
-        advice: Advice,
+        advice: EvictionAdvice,
     ) -> None:
         self.graph = graph
         self.rule = rule
-        self.room = room_bytes
+        self.capacity_bytes = capacity_bytes
         self.size = [value.size_bytes for value in graph.values]
-        self.worth = [size**rule.size for size in self.size]
+        self.score_factor = [size**rule.size_exponent for size in self.size]
         self.is_backward = [graph.operations[op].backward for op in graph.producer]
-        if not rule.backward:
-            pairs = zip(self.worth, self.is_backward, strict=True)
-            self.worth = [0.0 if late else worth for worth, late in pairs]
+        if not rule.evicts_backward:
+            pairs = zip(self.score_factor, self.is_backward, strict=True)
+            self.score_factor = [0.0 if is_late else factor for factor, is_late in pairs]
         if weights is not None:
-            self.worth = [x * w for x, w in zip(self.worth, weights, strict=True)]
-        self.unadvised = self.worth
-        self.advice = sorted(advice, key=lambda piece: -piece[0])
-        self.until = -1
-        """The stage up to which the present advice holds."""
+            self.score_factor = [x * w for x, w in zip(self.score_factor, weights, strict=True)]
+        self.unadvised_factor = self.score_factor
+        self.advice = sorted(advice, key=lambda advice_item: -advice_item[0])
+        self.advice_end = -1
+        """The stage up to which the current advice holds."""
         self.is_result = [False] * len(self.size)
         for v in graph.results:
             self.is_result[v] = True
-        self.need = graph.made_bytes
-        self.floor = graph.total_cost_s / max(1, len(graph)) * 1e-2 or 1e-12
-        self.live = 0
+        self.required_bytes = graph.produced_bytes
+        self.min_cost_s = graph.total_cost_s / max(1, len(graph)) * 1e-2 or 1e-12
+        self.live_bytes = 0
         self.resident = [False] * len(self.size)
-        self.loose: set[int] = set()
+        self.evictable: set[int] = set()
         """Values in memory that are no results and have a size."""
-        self.locks = [0] * len(self.size)
-        self.waiting: list[float] = [_INFINITE] * len(self.size)
-        """When a value is next wanted to make again another that was thrown out."""
-        self.price: dict[int, float] = {}
-        self.watchers: dict[int, list[int]] = {}
+        self.pending_reads = [0] * len(self.size)
+        self.next_indirect_use: list[float] = [_INFINITE] * len(self.size)
+        """The stage at which a value is next needed to recompute one that was evicted."""
+        self.cached_cost_s: dict[int, float] = {}
+        self.cost_dependents: dict[int, list[int]] = {}
         self.runs: list[int] = []
 
-    def succeeds(self, most_s: float, stop: Callable[[], bool]) -> bool:
-        """Whether the walk came to its end; `runs` then holds the sequence."""
+    def run_to_end(self, max_time_s: float, stop: Callable[[], bool]) -> bool:
+        """Walk over all stages; True if that succeeds. `runs` then holds the sequence."""
         count = len(self.graph)
-        left_s = most_s - self.graph.total_cost_s
-        limit = (MAX_RUNS if count <= LARGE else MAX_RUNS_LARGE) * count + 100
+        remaining_s = max_time_s - self.graph.total_cost_s
+        limit = (MAX_RUN_FACTOR if count <= LARGE_GRAPH else MAX_RUN_FACTOR_LARGE) * count + 100
         for stage in range(count):
-            if stage > self.until:
-                self._take_advice()
-            is_done = is_anew = False
-            while not is_done:
-                plan = self._plan(stage)
-                if stop() or plan is None or len(self.runs) + len(plan) > limit:
+            if stage > self.advice_end:
+                self._apply_next_advice()
+            has_run = has_restarted = False
+            while not has_run:
+                operations = self._operations_to_run(stage)
+                if stop() or operations is None or len(self.runs) + len(operations) > limit:
                     return False
-                begun = len(self.runs)
-                is_done = self._run_all(plan, stage)
-                again = self.runs[begun:-1] if is_done else self.runs[begun:]
-                left_s -= sum(self.graph.operations[op].cost_s for op in again)
-                if left_s < 0 or (not is_done and (is_anew or self.rule.backward)):
+                first_run = len(self.runs)
+                has_run = self._run_all(operations, stage)
+                recomputations = self.runs[first_run:-1] if has_run else self.runs[first_run:]
+                remaining_s -= sum(self.graph.operations[op].cost_s for op in recomputations)
+                if remaining_s < 0 or (
+                    not has_run and (has_restarted or self.rule.evicts_backward)
+                ):
                     return False
-                if not is_done:
-                    self._throw_all_out(stage)
-                    is_anew = True
+                if not has_run:
+                    self._evict_all(stage)
+                    has_restarted = True
         return True
 
-    def _run_all(self, plan: Sequence[int], stage: int) -> bool:
-        """Run these operations in order, as far as there is room for them."""
-        for op in plan:
+    def _run_all(self, operations: Sequence[int], stage: int) -> bool:
+        """Run these operations in order, as long as they fit; True if all do."""
+        for op in operations:
             for v in self.graph.operations[op].inputs:
-                self.locks[v] += 1
-        is_done = all(self._run(op, stage) for op in plan)
-        if not is_done:
-            self.locks = [0] * len(self.locks)
-        return is_done
+                self.pending_reads[v] += 1
+        has_run = all(self._run(op, stage) for op in operations)
+        if not has_run:
+            self.pending_reads = [0] * len(self.pending_reads)
+        return has_run
 
-    def _throw_all_out(self, stage: int) -> None:
-        """Where a group of operations does not fit beside what it shall read in the end, it begins
-        anew with nothing: no plan of this kind needs more room than recomputing everything."""
-        for v in sorted(self.loose):
-            if not self.is_backward[v] and self._price(v) < _INFINITE:
-                self._throw_out(v, stage)
+    def _evict_all(self, stage: int) -> None:
+        """Evict everything that can be recomputed, because a group of operations does not fit next
+        to what the last of them reads. The group then restarts from nothing, so this needs no more
+        memory than recomputing everything."""
+        for v in sorted(self.evictable):
+            if not self.is_backward[v] and self._recompute_cost_s(v) < _INFINITE:
+                self._evict(v, stage)
 
-    def _take_advice(self) -> None:
-        """The next piece of advice, or none after the last."""
-        self.worth = self.unadvised
-        self.until = len(self.graph)
+    def _apply_next_advice(self) -> None:
+        """Apply the next piece of advice, or none after the last."""
+        self.score_factor = self.unadvised_factor
+        self.advice_end = len(self.graph)
         if self.advice:
-            self.until, factors = self.advice.pop()
-            self.worth = list(self.worth)
+            self.advice_end, factors = self.advice.pop()
+            self.score_factor = list(self.score_factor)
             for value, factor in factors.items():
-                self.worth[value] *= factor
+                self.score_factor[value] *= factor
 
-    def _plan(self, stage: int) -> list[int] | None:
-        """The operations to run, in order, so that `stage` can: itself last."""
+    def _operations_to_run(self, stage: int) -> list[int] | None:
+        """Return the operations to run, in order, for `stage`, which is the last of them; None if
+        one that may run only once would have to be repeated."""
         operations, producer = self.graph.operations, self.graph.producer
-        found = {stage}
+        required = {stage}
         stack = [stage]
         while stack:
             for v in operations[stack.pop()].inputs:
-                maker = producer[v]
-                if not self.resident[v] and maker not in found:
-                    if not operations[maker].recomputable:
+                producer_op = producer[v]
+                if not self.resident[v] and producer_op not in required:
+                    if not operations[producer_op].recomputable:
                         return None
-                    found.add(maker)
-                    stack.append(maker)
-        return sorted(found)
+                    required.add(producer_op)
+                    stack.append(producer_op)
+        return sorted(required)
 
     def _run(self, op: int, stage: int) -> bool:
+        """Run an operation and update the memory; False if it does not fit."""
         operation = self.graph.operations[op]
         for v in operation.outputs:
-            # A copy made before is replaced by the new one.
+            # An earlier copy is replaced by the new one.
             if self.resident[v] and not self.is_result[v]:
-                self._drop(v)
-        over = [v for v in operation.overwrites if self._may_go(v, stage)]
-        excess = self.live + self.need[op] - sum(self.size[v] for v in over) - self.room
+                self._free(v)
+        overwritten = [v for v in operation.overwrites if self._may_overwrite(v, stage)]
+        excess = (
+            self.live_bytes
+            + self.required_bytes[op]
+            - sum(self.size[v] for v in overwritten)
+            - self.capacity_bytes
+        )
         if excess > 0 and not self._make_room(excess, stage):
             return False
         self.runs.append(op)
         for v in operation.inputs:
-            self.locks[v] -= 1
+            self.pending_reads[v] -= 1
         for v in operation.outputs:
             if not self.resident[v]:
-                self._add(v)
-        for v in over:
-            self._throw_out(v, stage)
+                self._allocate(v)
+        for v in overwritten:
+            self._evict(v, stage)
         return True
 
-    def _may_go(self, v: int, stage: int) -> bool:
-        """Whether `stage` may write over `v`: nobody reads it later, but to make something again,
-        and then it can be made again itself."""
-        if self._direct(v, stage) < _INFINITE:
+    def _may_overwrite(self, v: int, stage: int) -> bool:
+        """True if `stage` may overwrite `v`: later runs read it only to recompute another value,
+        and then it can be recomputed, too."""
+        if self._next_direct_use(v, stage) < _INFINITE:
             return False
-        maker = self.graph.operations[self.graph.producer[v]]
-        return maker.recomputable or self._wanted(v, stage) == _INFINITE
+        producer = self.graph.operations[self.graph.producer[v]]
+        return producer.recomputable or self._next_use(v, stage) == _INFINITE
 
-    def _add(self, v: int) -> None:
+    def _allocate(self, v: int) -> None:
         self.resident[v] = True
-        self.live += self.size[v]
-        self.waiting[v] = _INFINITE
+        self.live_bytes += self.size[v]
+        self.next_indirect_use[v] = _INFINITE
         if self.size[v] and not self.is_result[v]:
-            self.loose.add(v)
-        self._forget(v)
+            self.evictable.add(v)
+        self._invalidate_costs(v)
 
-    def _drop(self, v: int) -> None:
+    def _free(self, v: int) -> None:
         self.resident[v] = False
-        self.live -= self.size[v]
-        self.loose.discard(v)
-        self._forget(v)
+        self.live_bytes -= self.size[v]
+        self.evictable.discard(v)
+        self._invalidate_costs(v)
 
-    def _forget(self, v: int) -> None:
-        for watcher in self.watchers.pop(v, ()):
-            self.price.pop(watcher, None)
+    def _invalidate_costs(self, v: int) -> None:
+        for dependent in self.cost_dependents.pop(v, ()):
+            self.cached_cost_s.pop(dependent, None)
 
     def _make_room(self, excess: int, stage: int) -> bool:
-        dead: list[int] = []
+        """Free or evict values of at least `excess` bytes; False if that is impossible."""
+        unused: list[int] = []
         ranked: list[tuple[float, int]] = []
         rule = self.rule
-        for v in self.loose:
-            if self.locks[v]:
+        for v in self.evictable:
+            if self.pending_reads[v]:
                 continue
-            wanted = self._wanted(v, stage)
-            if wanted == _INFINITE:
-                dead.append(v)
+            next_use = self._next_use(v, stage)
+            if next_use == _INFINITE:
+                unused.append(v)
                 continue
-            price = self._price(v)
-            if price == _INFINITE or not self.worth[v]:
+            cost_s = self._recompute_cost_s(v)
+            if cost_s == _INFINITE or not self.score_factor[v]:
                 continue
-            score = (wanted - stage + 1) ** rule.idle * self.worth[v]
-            ranked.append((-score / (price + self.floor) ** rule.cost, v))
-        for v in sorted(dead):
-            self._drop(v)
+            score = (next_use - stage + 1) ** rule.idle_exponent * self.score_factor[v]
+            ranked.append((-score / (cost_s + self.min_cost_s) ** rule.cost_exponent, v))
+        for v in sorted(unused):
+            self._free(v)
             excess -= self.size[v]
         ranked.sort()
         victims: list[int] = []
         for _, v in ranked:
             if excess <= 0:
                 break
-            # An earlier victim may have been what this one would be made from.
-            if self._price(v) == _INFINITE:
+            # An earlier victim may have been needed to recompute this one.
+            if self._recompute_cost_s(v) == _INFINITE:
                 continue
             victims.append(v)
             excess -= self.size[v]
-            self._throw_out(v, stage)
+            self._evict(v, stage)
         if excess > 0:
             return False
-        # The last victim may have been so large that some before it can stay.
+        # The last victim may have been so large that some before it can be retained.
         for v in reversed(victims):
             if excess + self.size[v] <= 0:
                 excess += self.size[v]
-                waiting = self.waiting[v]
-                self._add(v)
-                self.waiting[v] = waiting
+                indirect_use = self.next_indirect_use[v]
+                self._allocate(v)
+                self.next_indirect_use[v] = indirect_use
         return True
 
-    def _throw_out(self, v: int, stage: int) -> None:
-        wanted = self._wanted(v, stage)
-        self._drop(v)
+    def _evict(self, v: int, stage: int) -> None:
+        """Free `v`, and note when the values that it is recomputed from are needed for that."""
+        next_use = self._next_use(v, stage)
+        self._free(v)
         stack = [v]
         while stack:
             for u in self.graph.operations[self.graph.producer[stack.pop()]].inputs:
-                if wanted < self.waiting[u]:
-                    self.waiting[u] = wanted
+                if next_use < self.next_indirect_use[u]:
+                    self.next_indirect_use[u] = next_use
                     if not self.resident[u]:
                         stack.append(u)
 
-    def _wanted(self, v: int, stage: int) -> float:
-        """The stage at which `v` is next read, itself or to make another again."""
-        if self.waiting[v] < stage:
-            self.waiting[v] = min(self._indirect(v, stage), default=_INFINITE)
-        return min(self._direct(v, stage), self.waiting[v])
+    def _next_use(self, v: int, stage: int) -> float:
+        """Return the stage at which `v` is next read, directly or to recompute another value."""
+        if self.next_indirect_use[v] < stage:
+            self.next_indirect_use[v] = min(self._indirect_uses(v, stage), default=_INFINITE)
+        return min(self._next_direct_use(v, stage), self.next_indirect_use[v])
 
-    def _direct(self, v: int, stage: int) -> float:
+    def _next_direct_use(self, v: int, stage: int) -> float:
+        """Return the next operation that reads `v` at its first run; infinity if there is none."""
         users = self.graph.consumers[v]
         position = bisect_right(users, stage)
         return users[position] if position < len(users) else _INFINITE
 
-    def _indirect(self, v: int, stage: int) -> Iterator[float]:
+    def _indirect_uses(self, v: int, stage: int) -> Iterator[float]:
+        """Yield the stages that read evicted values which are recomputed from `v`."""
         seen = {v}
         stack = [v]
         while stack:
@@ -309,25 +331,26 @@ class _Attempt:
                     if not self.resident[w] and w not in seen:
                         seen.add(w)
                         stack.append(w)
-                        yield self._direct(w, stage)
+                        yield self._next_direct_use(w, stage)
 
-    def _price(self, v: int) -> float:
-        """The cost of making `v` again from what is in memory."""
-        known = self.price.get(v)
-        if known is not None:
-            return known
+    def _recompute_cost_s(self, v: int) -> float:
+        """Return the cost of recomputing `v` from what is in memory; infinity if that is
+        impossible."""
+        cached = self.cached_cost_s.get(v)
+        if cached is not None:
+            return cached
         operations, producer = self.graph.operations, self.graph.producer
-        price = 0.0
+        cost_s = 0.0
         seen = {producer[v]}
         stack = [producer[v]]
         while stack:
-            maker = stack.pop()
-            operation = operations[maker]
-            price += operation.cost_s if operation.recomputable else _INFINITE
+            producer_op = stack.pop()
+            operation = operations[producer_op]
+            cost_s += operation.cost_s if operation.recomputable else _INFINITE
             for u in operation.inputs:
-                self.watchers.setdefault(u, []).append(v)
+                self.cost_dependents.setdefault(u, []).append(v)
                 if not self.resident[u] and producer[u] not in seen:
                     seen.add(producer[u])
                     stack.append(producer[u])
-        self.price[v] = price
-        return price
+        self.cached_cost_s[v] = cost_s
+        return cost_s

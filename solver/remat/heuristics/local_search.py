@@ -1,12 +1,12 @@
-"""Schedules without a solver: to start one from, and to fall back on when it finds none in time.
+"""Schedules from many attempts of eviction: to start a solver from, and to fall back on when it
+finds none in time.
 
-Every schedule comes from `eviction`: first under the advice of `remat.milp.advice` where
-there is any, then under each of its rules, then under random weights around the best so far, a
-plain local search with the simulator as its judge. `polish` then takes back what turns out not to
-be needed.
+The attempts follow the advice of `remat.milp.retention_advice` if there is any, then each rule of
+`eviction`, then random weights around the best so far: a plain local search that evaluates
+schedules by simulation. `polish` then removes needless recomputations.
 
 Nothing here looks at a clock: work is counted in operations run or simulated, so the same call
-gives the same schedule on every machine.
+returns the same schedule on every machine.
 """
 
 from __future__ import annotations
@@ -20,190 +20,212 @@ import numpy as np
 from numpy.typing import NDArray
 
 from remat.graph import Graph
-from remat.heuristics.eviction import RULES, Advice, Rule, evict
+from remat.heuristics.eviction import EVICTION_RULES, EvictionAdvice, EvictionRule, evict
 from remat.heuristics.polish import polish, prune
 from remat.schedule import Schedule
 from remat.simulate import peak_and_time
 
-EFFORT = 10_000
-ATTEMPTS = 60
-EFFORT_PER_PAIR = 40
-"""Operations that one search may run, all attempts together: `EFFORT`, or `ATTEMPTS` times the
-graph's if that is more; on graphs of a dozen operations less, where attempts soon repeat
-themselves."""
+DEFAULT_MAX_RUNS = 10_000
+MAX_RUNS_PER_OPERATION = 60
+MAX_RUNS_PER_PAIR = 40
+"""Operations that one search may run, all attempts together: `DEFAULT_MAX_RUNS`, or
+`MAX_RUNS_PER_OPERATION` times the graph's if that is more. Graphs of a dozen operations have a
+limit per pair of operations, because attempts soon repeat themselves."""
 
-_MOST = 12
-"""Schedules that are returned."""
+_MAX_SCHEDULES = 12
+"""Schedules that are returned at most."""
 
-ADVISED = (Rule(), Rule(cost=2.0), Rule(idle=0.6))
-"""The rules that take advice best."""
+ADVICE_RULES = (EvictionRule(), EvictionRule(cost_exponent=2.0), EvictionRule(idle_exponent=0.6))
+"""The rules that work best with advice."""
 
-AT_LEAST = 3
-"""Attempts that are made whatever `stop` says, where nothing fits yet."""
+MIN_ATTEMPTS = 3
+"""Attempts that are made even if `stop` returns True, as long as nothing fits."""
 
-_SPREADS = (0.2, 0.5, 1.0)
-_STEP = 0.001
+_WEIGHT_SPREADS = (0.2, 0.5, 1.0)
+_PEAK_STEP = 0.001
 
-_SPARE = 0.1
-"""Of the best extra time: how much more an attempt may take, for pruning to win it back."""
+_TIME_ALLOWANCE = 0.1
+"""Share of the best extra time by which an attempt may exceed it, for pruning to win back."""
 
 
-def _never() -> bool:
+def _never_stop() -> bool:
     return False
 
 
-def _not_yet(_: float) -> bool:
+def _never_good_enough(_: float) -> bool:
     return False
 
 
-class Rated(NamedTuple):
-    """A schedule with its peak and time."""
+class EvaluatedSchedule(NamedTuple):
+    """A schedule with its simulated peak and time."""
 
     peak_bytes: int
     time_s: float
     schedule: Schedule
 
     @classmethod
-    def of(cls, graph: Graph, schedule: Schedule) -> Rated:
-        """Simulated."""
+    def of(cls, graph: Graph, schedule: Schedule) -> EvaluatedSchedule:
+        """Simulate the schedule."""
         return cls(*peak_and_time(graph, schedule), schedule)
 
 
-def smallest(
+def smallest_peak_schedule(
     graph: Graph,
     *,
     target_bytes: int,
     start: Schedule | None = None,
-    effort: int | None = None,
-    stop: Callable[[], bool] = _never,
-) -> Rated:
-    """The schedule with the smallest peak that the search finds.
+    max_runs: int | None = None,
+    stop: Callable[[], bool] = _never_stop,
+) -> EvaluatedSchedule:
+    """Return the schedule with the smallest peak that the search finds.
 
-    Ends at the first peak of at most `target_bytes`: a budget, or a bound that no peak is under.
-    `start` is a schedule to improve on.
+    Ends at the first peak of at most `target_bytes`: a budget, or a lower bound. `start` is a
+    schedule to improve on.
     """
-    best = Rated.of(graph, Schedule.keep_all(graph))
+    best = EvaluatedSchedule.of(graph, Schedule.keep_all(graph))
     if start is not None:
-        best = min(best, Rated.of(graph, start), key=lambda rated: rated.peak_bytes)
-    effort = _effort(graph) if effort is None else effort
+        best = min(
+            best, EvaluatedSchedule.of(graph, start), key=lambda candidate: candidate.peak_bytes
+        )
+    max_runs = _default_max_runs(graph) if max_runs is None else max_runs
     proposals = _Proposals(graph)
-    for turn, (rule, weights, _) in enumerate(proposals):
-        # A little less than now (but for the first rule); all there is to win; then halves.
-        low, attempt = target_bytes - 1, int(turn == 0)
+    for attempt_number, (rule, weights, _) in enumerate(proposals):
+        # First slightly less than the best peak (except for the first rule), then the target, then
+        # bisection.
+        low_bytes, attempt = target_bytes - 1, int(attempt_number == 0)
         while best.peak_bytes > target_bytes:
-            step = max(1, int(best.peak_bytes * _STEP))
-            if attempt and best.peak_bytes - low <= step:
+            step_bytes = max(1, int(best.peak_bytes * _PEAK_STEP))
+            if attempt and best.peak_bytes - low_bytes <= step_bytes:
                 break
-            if effort <= 0 or stop():
+            if max_runs <= 0 or stop():
                 return best
-            aim = (best.peak_bytes - step, target_bytes, (low + best.peak_bytes) // 2)
-            budget = max(target_bytes, aim[min(attempt, 2)])
-            schedule = evict(graph, budget, rule, weights, stop=stop)
-            effort -= len(graph) if schedule is None else len(schedule)
+            trial_bytes = (
+                best.peak_bytes - step_bytes,
+                target_bytes,
+                (low_bytes + best.peak_bytes) // 2,
+            )
+            budget_bytes = max(target_bytes, trial_bytes[min(attempt, 2)])
+            schedule = evict(graph, budget_bytes, rule, weights, stop=stop)
+            max_runs -= len(graph) if schedule is None else len(schedule)
             attempt += 1
             if schedule is not None:
-                best = Rated.of(graph, prune(graph, schedule))
+                best = EvaluatedSchedule.of(graph, prune(graph, schedule))
                 proposals.accept()
-            elif attempt == 1 and turn:
+            elif attempt == 1 and attempt_number:
                 break
             else:
-                low = budget
+                low_bytes = budget_bytes
         if best.peak_bytes <= target_bytes:
             break
     return best
 
 
-def fitting(
+def schedules_within_budget(
     graph: Graph,
     budget_bytes: int,
     *,
-    known: Sequence[Schedule] = (),
-    advice: Iterable[Advice] = (),
-    rules: Sequence[Rule] = ADVISED,
-    enough: Callable[[float], bool] = _not_yet,
-    effort: int | None = None,
-    stop: Callable[[], bool] = _never,
-) -> list[Rated]:
-    """Schedules with a peak of at most `budget_bytes`, polished, the cheapest first.
+    incumbents: Sequence[Schedule] = (),
+    advice: Iterable[EvictionAdvice] = (),
+    rules: Sequence[EvictionRule] = ADVICE_RULES,
+    is_good_enough: Callable[[float], bool] = _never_good_enough,
+    max_runs: int | None = None,
+    stop: Callable[[], bool] = _never_stop,
+) -> list[EvaluatedSchedule]:
+    """Return schedules with a peak of at most `budget_bytes`, polished, the cheapest first.
 
-    `known` are schedules to be judged with those that the search finds, `advice` is tried first,
-    each piece under these `rules`, `enough` says of a time in seconds that no better one is wanted.
-    `stop` is heeded once there is something to return, or after `AT_LEAST` attempts.
+    `incumbents` are schedules to return too if they are among the best. `advice` is tried first,
+    each piece under these `rules`. `is_good_enough` returns True for a time in seconds that need
+    not be improved. `stop` is called once there is something to return, or after `MIN_ATTEMPTS`
+    attempts.
     """
-    found = {schedule: Rated.of(graph, schedule) for schedule in known}
-    found = {s: rated for s, rated in found.items() if rated.peak_bytes <= budget_bytes}
-    best_s = min((rated.time_s for rated in found.values()), default=float("inf"))
-    effort = _effort(graph) if effort is None else effort
+    evaluated = {schedule: EvaluatedSchedule.of(graph, schedule) for schedule in incumbents}
+    evaluated = {
+        s: candidate for s, candidate in evaluated.items() if candidate.peak_bytes <= budget_bytes
+    }
+    best_time_s = min((candidate.time_s for candidate in evaluated.values()), default=float("inf"))
+    max_runs = _default_max_runs(graph) if max_runs is None else max_runs
     proposals = _Proposals(graph, advice, rules)
-    for turn, (rule, weights, piece) in enumerate(proposals):
-        heeded = stop if found or turn >= AT_LEAST else _never
-        if enough(best_s) or effort <= 0 or heeded():
+    for attempt_number, (rule, weights, advice_item) in enumerate(proposals):
+        stop_now = stop if evaluated or attempt_number >= MIN_ATTEMPTS else _never_stop
+        if is_good_enough(best_time_s) or max_runs <= 0 or stop_now():
             break
-        most_s = best_s + _SPARE * (best_s - graph.total_cost_s)
-        schedule = evict(graph, budget_bytes, rule, weights, piece, most_s, heeded)
-        effort -= len(graph) if schedule is None else len(schedule)
+        max_time_s = best_time_s + _TIME_ALLOWANCE * (best_time_s - graph.total_cost_s)
+        schedule = evict(graph, budget_bytes, rule, weights, advice_item, max_time_s, stop_now)
+        max_runs -= len(graph) if schedule is None else len(schedule)
         if schedule is None:
             continue
         schedule = polish(graph, schedule, budget_bytes)
-        rated = found[schedule] = Rated.of(graph, schedule)
-        if rated.time_s < best_s:
-            best_s = rated.time_s
+        candidate = evaluated[schedule] = EvaluatedSchedule.of(graph, schedule)
+        if candidate.time_s < best_time_s:
+            best_time_s = candidate.time_s
             proposals.accept()
-    return heapq.nsmallest(_MOST, found.values(), key=_by_cost)
+    return heapq.nsmallest(_MAX_SCHEDULES, evaluated.values(), key=_by_cost)
 
 
-Proposal = tuple[Rule, list[float] | None, Advice]
+Proposal = tuple[EvictionRule, list[float] | None, EvictionAdvice]
+"""The rule, weights and advice of one attempt."""
 
 
 class _Proposals:
-    """The first rule; all advice, and as often the other rules and then random weights around what
-    was last accepted; and these until the end."""
+    """Iterates over the attempts to make.
+
+    First the first rule; then all advice, and for each piece as many attempts without it; these are
+    the other rules, and then random weights around the proposal that was last accepted. Those go on
+    for ever.
+    """
 
     def __init__(
-        self, graph: Graph, advice: Iterable[Advice] = (), rules: Sequence[Rule] = ADVISED
+        self,
+        graph: Graph,
+        advice: Iterable[EvictionAdvice] = (),
+        rules: Sequence[EvictionRule] = ADVICE_RULES,
     ) -> None:
         self._advice = advice
         self._rules = rules
         self._random = np.random.default_rng(0)
         self._ones = np.ones(len(graph.values))
-        self._centre: tuple[Rule, NDArray[np.float64], Advice] = (RULES[0], self._ones, ())
-        self._last = self._centre
+        self._accepted: tuple[EvictionRule, NDArray[np.float64], EvictionAdvice] = (
+            EVICTION_RULES[0],
+            self._ones,
+            (),
+        )
+        self._latest = self._accepted
 
     def __iter__(self) -> Iterator[Proposal]:
-        unadvised = self._unadvised()
-        yield next(unadvised)
-        for piece in self._advice:
+        without_advice = self._without_advice()
+        yield next(without_advice)
+        for advice_item in self._advice:
             for rule in self._rules:
-                yield self._of(rule, piece)
-            # Advice may be bad: as many without it.
-            yield from islice(unadvised, len(self._rules))
-        yield from unadvised
+                yield self._proposal(rule, advice_item)
+            # Advice may be bad: make as many attempts without it.
+            yield from islice(without_advice, len(self._rules))
+        yield from without_advice
 
-    def _unadvised(self) -> Iterator[Proposal]:
-        for rule in RULES:
-            yield self._of(rule, ())
-        turn = 0
+    def _without_advice(self) -> Iterator[Proposal]:
+        for rule in EVICTION_RULES:
+            yield self._proposal(rule, ())
+        attempt_number = 0
         while True:
-            rule, weights, piece = self._centre
-            spread = _SPREADS[turn % len(_SPREADS)]
+            rule, weights, advice_item = self._accepted
+            spread = _WEIGHT_SPREADS[attempt_number % len(_WEIGHT_SPREADS)]
             weights = weights * np.exp(self._random.normal(0.0, spread, len(weights)))
-            self._last = (rule, weights, piece)
-            turn += 1
-            yield rule, weights.tolist(), piece
+            self._latest = (rule, weights, advice_item)
+            attempt_number += 1
+            yield rule, weights.tolist(), advice_item
 
-    def _of(self, rule: Rule, piece: Advice) -> Proposal:
-        self._last = (rule, self._ones, piece)
-        return rule, None, piece
+    def _proposal(self, rule: EvictionRule, advice_item: EvictionAdvice) -> Proposal:
+        self._latest = (rule, self._ones, advice_item)
+        return rule, None, advice_item
 
     def accept(self) -> None:
-        """The last proposal was an improvement."""
-        self._centre = self._last
+        """Accept the last proposal as an improvement, and continue around it."""
+        self._accepted = self._latest
 
 
-def _effort(graph: Graph) -> int:
+def _default_max_runs(graph: Graph) -> int:
     count = len(graph)
-    return max(ATTEMPTS * count, min(EFFORT, EFFORT_PER_PAIR * count**2))
+    return max(MAX_RUNS_PER_OPERATION * count, min(DEFAULT_MAX_RUNS, MAX_RUNS_PER_PAIR * count**2))
 
 
-def _by_cost(rated: Rated) -> tuple[float, int]:
-    return rated.time_s, rated.peak_bytes
+def _by_cost(candidate: EvaluatedSchedule) -> tuple[float, int]:
+    return candidate.time_s, candidate.peak_bytes

@@ -1,4 +1,5 @@
-"""What a schedule runs again for nothing, taken out: nobody reads it, or it could be kept."""
+"""Removing needless recomputations from a schedule: nothing reads them, or the value can be
+retained."""
 
 from __future__ import annotations
 
@@ -12,99 +13,101 @@ from remat.simulate import simulate
 
 
 def prune(graph: Graph, schedule: Schedule) -> Schedule:
-    """Without the recomputations whose outputs nobody reads, or whose copies before take no bytes;
-    never a larger peak or cost."""
-    times = Counter(schedule.runs)
-    wanted = [False] * len(graph.values)
-    kept: list[int] = []
+    """Return the schedule without the recomputations whose outputs nothing reads, or whose earlier
+    copies take no bytes. Neither peak nor cost rises."""
+    run_count = Counter(schedule.runs)
+    is_read_later = [False] * len(graph.values)
+    remaining: list[int] = []
     for op in reversed(schedule.runs):
         operation = graph.operations[op]
-        if times[op] > 1 and not any(
-            wanted[v] and v not in graph.results and graph.values[v].size_bytes > 0
+        if run_count[op] > 1 and not any(
+            is_read_later[v] and v not in graph.results and graph.values[v].size_bytes > 0
             for v in operation.outputs
         ):
-            times[op] -= 1
+            run_count[op] -= 1
             continue
-        times[op] -= 1
-        kept.append(op)
+        run_count[op] -= 1
+        remaining.append(op)
         for v in operation.outputs:
-            wanted[v] = False
+            is_read_later[v] = False
         for v in operation.inputs:
-            wanted[v] = True
-    kept.reverse()
-    return Schedule.of(kept)
+            is_read_later[v] = True
+    remaining.reverse()
+    return Schedule.of(remaining)
 
 
 def polish(graph: Graph, schedule: Schedule, budget_bytes: int) -> Schedule:
-    """Without the recomputations for which there is room to keep what they make, the dearest looked
-    at first: no operation of the answer that takes time runs again for nothing.
+    """Return the schedule without the recomputations whose values can be retained within the
+    budget.
 
-    The schedule fits `budget_bytes`, or comes back without what nobody reads, and no more.
+    The most expensive are tried first; no recomputation that takes time and could be avoided
+    remains. If the schedule does not fit `budget_bytes`, it is only pruned.
     """
     schedule = prune(graph, schedule)
-    while (kept := _with_more_kept(graph, schedule, budget_bytes)) != schedule:
-        schedule = prune(graph, kept)
+    while (improved := _with_more_retained(graph, schedule, budget_bytes)) != schedule:
+        schedule = prune(graph, improved)
     return schedule
 
 
-def _with_more_kept(graph: Graph, schedule: Schedule, budget_bytes: int) -> Schedule:
-    """One look at each recomputation. What its inputs no longer take is room for the next look."""
+def _with_more_retained(graph: Graph, schedule: Schedule, budget_bytes: int) -> Schedule:
+    """Try to remove each recomputation once. Memory that its inputs then no longer take is
+    available to the next."""
     timeline = simulate(graph, schedule)
     is_small = max(budget_bytes, timeline.peak_bytes) < 2**62
     during_bytes = np.array(timeline.during_bytes, dtype=np.int64 if is_small else object)
-    room_bytes = budget_bytes - during_bytes
+    free_bytes = budget_bytes - during_bytes
     end = [copy.end for copy in timeline.copies]
     before: list[int] = []
     """The copy before each copy of the same value, -1 for the first."""
     latest = [-1] * len(graph.values)
-    made: list[list[int]] = [[] for _ in schedule.runs]
-    for number, copy in enumerate(timeline.copies):
+    copies_of_run: list[list[int]] = [[] for _ in schedule.runs]
+    for copy_index, copy in enumerate(timeline.copies):
         before.append(latest[copy.value])
-        latest[copy.value] = number
-        made[copy.start].append(number)
-    gone: set[int] = set()
+        latest[copy.value] = copy_index
+        copies_of_run[copy.start].append(copy_index)
+    removed_runs: set[int] = set()
 
-    def earlier(number: int) -> int:
-        """The copy before that is still made."""
-        number = before[number]
-        while timeline.copies[number].start in gone:
-            number = before[number]
-        return number
+    def earlier_copy(copy_index: int) -> int:
+        """Return the copy before, not counting those whose runs are removed."""
+        copy_index = before[copy_index]
+        while timeline.copies[copy_index].start in removed_runs:
+            copy_index = before[copy_index]
+        return copy_index
 
-    for run in _again(graph, schedule):
-        # What is not read has not to be kept, and the first copy of a result is held anyway.
+    for run in _recomputations(graph, schedule):
+        # Unread copies need not be retained, and the first copy of a result is retained anyway.
         read = [
-            number
-            for number in made[run]
-            if end[number] > run and timeline.copies[number].value not in graph.results
+            copy_index
+            for copy_index in copies_of_run[run]
+            if end[copy_index] > run and timeline.copies[copy_index].value not in graph.results
         ]
-        taken: list[tuple[slice, int]] = []
-        for number in read:
-            value = timeline.copies[number].value
+        reserved: list[tuple[slice, int]] = []
+        for copy_index in read:
+            value = timeline.copies[copy_index].value
             size_bytes = graph.values[value].size_bytes
-            dead = end[earlier(number)]
-            # What is written over is not there beside what is: kept, it is.
-            is_over = value in graph.operations[schedule.runs[dead]].overwrites
-            idle = slice(dead + (not is_over), run + 1)
-            room_bytes[idle] -= size_bytes
-            taken.append((idle, size_bytes))
-        if all(room_bytes[idle].min(initial=0) >= 0 for idle, _ in taken):
-            gone.add(run)
-            for number in read:
-                end[earlier(number)] = end[number]
+            last_read = end[earlier_copy(copy_index)]
+            # An overwritten value takes no memory while it is overwritten; a retained one does.
+            is_overwritten = value in graph.operations[schedule.runs[last_read]].overwrites
+            idle = slice(last_read + (not is_overwritten), run + 1)
+            free_bytes[idle] -= size_bytes
+            reserved.append((idle, size_bytes))
+        if all(free_bytes[idle].min(initial=0) >= 0 for idle, _ in reserved):
+            removed_runs.add(run)
+            for copy_index in read:
+                end[earlier_copy(copy_index)] = end[copy_index]
         else:
-            for idle, size_bytes in taken:
-                room_bytes[idle] += size_bytes
-    return Schedule.of(op for run, op in enumerate(schedule.runs) if run not in gone)
+            for idle, size_bytes in reserved:
+                free_bytes[idle] += size_bytes
+    return Schedule.of(op for run, op in enumerate(schedule.runs) if run not in removed_runs)
 
 
-def _again(graph: Graph, schedule: Schedule) -> list[int]:
-    """Runs that are recomputations and take time, the dearest first."""
+def _recomputations(graph: Graph, schedule: Schedule) -> list[int]:
+    """Return the runs that are recomputations and take time, the most expensive first."""
     seen: set[int] = set()
-    found: list[tuple[float, int]] = []
+    recomputations: list[tuple[float, int]] = []
     for run, op in enumerate(schedule.runs):
         cost_s = graph.operations[op].cost_s
         if op in seen and cost_s > 0:
-            found.append((-cost_s, run))
+            recomputations.append((-cost_s, run))
         seen.add(op)
-    return [run for _, run in sorted(found)]
+    return [run for _, run in sorted(recomputations)]

@@ -1,4 +1,4 @@
-"""Accelerate compiles what it prepares, within a budget:
+"""A plugin with which Accelerate compiles the models that it prepares within a budget:
 
     accelerator = Accelerator(dynamo_plugin=dynamo_plugin("60%"))
 
@@ -20,8 +20,9 @@ except ImportError:
 __all__ = ["dynamo_plugin"]
 
 
-class _Plugin(TorchDynamoPlugin):
-    """Accelerate knows no other backends than its own, so it is told that this is Inductor."""
+class _RematDynamoPlugin(TorchDynamoPlugin):
+    """Plugin that declares the backend "inductor", because Accelerate accepts only the backends of
+    its own list, and passes "remat" to torch.compile."""
 
     def to_kwargs(self) -> dict[str, Any]:
         return {**super().to_kwargs(), "backend": "remat"}
@@ -30,14 +31,16 @@ class _Plugin(TorchDynamoPlugin):
 def dynamo_plugin(
     budget: int | str, *, dynamic: bool | None = None, regional: bool = False, **options: Any
 ) -> TorchDynamoPlugin:
-    """A plugin for the backend "remat". `**options` are those of `remat.compile`; errors in them
-    are raised at once. With `regional`, repeated blocks are compiled one by one, and all other
-    modules, too: pass "min" or bytes, as an embedding alone has nothing to run again, and so no
-    percentage.
+    """Return an Accelerate plugin that compiles with the backend "remat".
+
+    `**options` are those of `remat.compile`; errors in them are raised immediately. With
+    `regional`, each repeated block and each other module is compiled separately. Pass "min" or
+    bytes then: a percentage has no meaning for modules without anything to recompute, such as an
+    embedding.
     """
     options = {"budget": budget, **options}
     read_options(options)
-    return _Plugin(
+    return _RematDynamoPlugin(
         backend="inductor",  # type: ignore[arg-type]
         dynamic=dynamic,  # type: ignore[arg-type]
         use_regional_compilation=regional,

@@ -1,4 +1,4 @@
-"""Lightning's `Trainer`:
+"""A callback with which Lightning's `Trainer` trains a model within a budget:
 
     Trainer(callbacks=[RematCallback("8GiB", module="model")]).fit(training)
 
@@ -13,12 +13,13 @@ from typing import Any, Unpack
 from torch import nn
 
 from remat.errors import RematError, TraceError
-from remat.frontend.api.enable import Options, check_asked, disable, enable, is_enabled
+from remat.frontend.api.enable import Options, check_options, disable, enable, is_enabled
 
 __all__ = ["RematCallback"]
 
 
-def _callback() -> Any:
+def _callback_class() -> Any:
+    """Return the class `Callback` of the installed Lightning package."""
     for package in ("lightning.pytorch", "pytorch_lightning"):
         try:
             return import_module(package).Callback
@@ -27,34 +28,39 @@ def _callback() -> Any:
     raise RematError("this needs Lightning: pip install 'remat[lightning]'")
 
 
-class RematCallback(_callback()):
-    """Has `module`, an attribute of the `LightningModule` (or the path of one), train within
-    `budget`: it is enabled when fitting begins, and as it was when that ends. By default it is the
-    `LightningModule` itself, for one that trains by calling itself. `**options` are those of
-    `remat.enable`. A module that is enabled already stays so.
+class RematCallback(_callback_class()):
+    """Train `module` within `budget`: call `remat.enable` when fitting starts, and `remat.disable`
+    when it ends.
+
+    `module` is the path of a submodule of the `LightningModule`. The default "" is the
+    `LightningModule` itself, for one that calls itself in its training step. `**options` are those
+    of `remat.enable`. A module that is already enabled is left as it is.
     """
 
     def __init__(self, budget: int | str, module: str = "", **options: Unpack[Options]) -> None:
-        check_asked(budget, options)
+        check_options(budget, options)
         self.budget = budget
         self.module = module
         self.options = options
         self._enabled: nn.Module | None = None
 
     def on_fit_start(self, trainer: Any, pl_module: nn.Module) -> None:
-        """Called by Lightning. Raises `TraceError` where there is no such module."""
+        """Enable the module. Lightning calls this when fitting starts.
+
+        Raises `TraceError` if the `LightningModule` has no such submodule.
+        """
         try:
-            found = pl_module.get_submodule(self.module)
+            module = pl_module.get_submodule(self.module)
         except AttributeError:
             names = ", ".join(name for name, _ in pl_module.named_children())
             raise TraceError(
                 f"this {type(pl_module).__name__} has no module {self.module!r}; it has {names}"
             ) from None
-        if not is_enabled(found):
-            self._enabled = enable(found, self.budget, **self.options)
+        if not is_enabled(module):
+            self._enabled = enable(module, self.budget, **self.options)
 
     def on_fit_end(self, trainer: Any, pl_module: nn.Module) -> None:
-        """Called by Lightning."""
+        """Disable the module. Lightning calls this when fitting ends."""
         if self._enabled is not None:
             disable(self._enabled)
             self._enabled = None

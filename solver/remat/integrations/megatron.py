@@ -1,39 +1,39 @@
-"""`remat.Policies` as options of Megatron-core (`pip install megatron-core`), for its
-`TransformerConfig`::
+"""`remat.Policies` as recompute options of Megatron-core (`pip install megatron-core`)::
 
     policies = remat.emit(model, "60%", batch, rules="megatron")
     options = remat.integrations.megatron.options(policies)
 
-The model is one of Megatron-core without options of recomputation, as one process has it: whole, or
-a stage of a pipeline.
+The options are for `TransformerConfig`. The model is one of Megatron-core, built without recompute
+options, as one process has it: the whole model, or one pipeline stage.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from remat.blockwise.policies import CHECKPOINTED, MEGATRON, Policies
-from remat.frontend.emit.applied import check_rules
+from remat.blockwise.block_step import CHECKPOINTED
+from remat.blockwise.policies import MEGATRON, Policies
+from remat.frontend.emit.apply_policies import check_policy_rules
 
 __all__ = ["arguments", "options"]
 
 
 def options(policies: Policies) -> dict[str, Any]:
-    """What to give `TransformerConfig`; nothing where all is saved.
+    """Return the recompute options for `TransformerConfig`; empty if nothing is recomputed.
 
-    Raises `RematError` for policies under other rules.
+    Raises `RematError` for policies with other rules.
     """
-    check_rules(policies, MEGATRON)
-    stacks: dict[str, int] = {}
+    check_policy_rules(policies, MEGATRON)
+    checkpointed_layers: dict[str, int] = {}  # per stack of layers
     for policy in policies.blocks:
         if policy.how == CHECKPOINTED:
             stack = policy.block.rpartition(".")[0]
-            stacks[stack] = stacks.get(stack, 0) + 1
-    if stacks:
+            checkpointed_layers[stack] = checkpointed_layers.get(stack, 0) + 1
+    if checkpointed_layers:
         return {
             "recompute_granularity": "full",
             "recompute_method": "block",
-            "recompute_num_layers": max(stacks.values()),
+            "recompute_num_layers": max(checkpointed_layers.values()),
         }
     modules = sorted({name for policy in policies.blocks for name in policy.modules})
     if modules:
@@ -42,9 +42,9 @@ def options(policies: Policies) -> dict[str, Any]:
 
 
 def arguments(policies: Policies) -> list[str]:
-    """The same as arguments of Megatron-LM's command line."""
-    found: list[str] = []
+    """Return the recompute options as arguments of Megatron-LM's command line."""
+    words: list[str] = []
     for name, value in options(policies).items():
         values = value if isinstance(value, list) else [value]
-        found += [f"--{name.replace('_', '-')}", *map(str, values)]
-    return found
+        words += [f"--{name.replace('_', '-')}", *map(str, values)]
+    return words

@@ -1,36 +1,38 @@
-"""`remat.Policies` run by torch_remat (`pip install torch_remat`), as regions that are saved:
+"""`remat.Policies` run by torch_remat (`pip install torch_remat`), which saves chosen regions:
 
     policies = remat.emit(model, "60%", (batch,), rules="regions")
     remat.integrations.torch_remat.apply(model, policies)
 
-Names of regions are those of the modules; random numbers are the same when a block runs again.
+Regions are named by their module paths. A recomputed block samples the same random numbers.
 """
 
 from __future__ import annotations
 
 from torch import nn
 
+from remat.blockwise.block_step import AS_IT_IS
 from remat.blockwise.policies import REGIONS, Policies
 from remat.frontend.emit import regions
-from remat.frontend.emit.applied import Applied, check_rules
+from remat.frontend.emit.apply_policies import AppliedPolicies, check_policy_rules
 
 __all__ = ["apply", "save_regions"]
 
 
-def apply(model: nn.Module, policies: Policies) -> Applied:
-    """Have each block of `model` checkpointed by torch_remat, from its next call on, with the
-    modules of its policy as regions of `recompute=False`. `.remove()` of what is returned ends it.
+def apply(model: nn.Module, policies: Policies) -> AppliedPolicies:
+    """Checkpoint each block of `model` by torch_remat, from its next call on.
 
-    Raises `TraceError` where the model has not the blocks, `RematError` for policies under other
-    rules, and where torch_remat is missing.
+    The modules of its policy become regions with `recompute=False`. Call `.remove()` of the
+    returned object to undo it.
+
+    Raises `TraceError` if the model does not have the blocks, and `RematError` for policies with
+    other rules, or if torch_remat is not installed.
     """
-    check_rules(policies, REGIONS)
-    regions.torch_remat()
-    return Applied(model, policies, regions.run)
+    check_policy_rules(policies, REGIONS)
+    regions.import_torch_remat()
+    return AppliedPolicies(model, policies, regions.run_block)
 
 
 def save_regions(policies: Policies) -> dict[str, tuple[str, ...]]:
-    """For each block that is checkpointed, the modules inside of it to save, for those who mark
-    regions by hand."""
-    check_rules(policies, REGIONS)
-    return {p.block: p.regions for p in policies.blocks if p.how != regions.AS_IT_IS}
+    """Return the submodules to save for each checkpointed block, to mark the regions by hand."""
+    check_policy_rules(policies, REGIONS)
+    return {p.block: p.regions for p in policies.blocks if p.how != AS_IT_IS}

@@ -1,4 +1,5 @@
-"""torchtitan's graph trainer, which runs a step as one graph with tags on what is saved:
+"""A memory policy for torchtitan's graph trainer, which runs a step as one graph whose nodes are
+tagged as saved or recomputed:
 
     from torchtitan.experiments.graph_trainer.registry import register_memory_policy
 
@@ -22,8 +23,10 @@ def memory_policy(
     strategy: Selective | None = None,
     costs: Roofline | None = None,
 ) -> MemoryPolicy:
-    """A pass `(gm, *, config) -> gm` that tags forward nodes with MUST_SAVE or MUST_RECOMPUTE, so
-    that the step takes at most `budget`; bytes, or a percentage of the step that saves everything.
-    The plan of the last graph is its `plan`.
+    """Return a graph pass `(gm, *, config) -> gm` that tags forward nodes with MUST_SAVE or
+    MUST_RECOMPUTE, so that the peak of the step is at most `budget`.
+
+    `budget` is bytes, or a percentage of the peak of the step that saves everything. The attribute
+    `plan` of the pass is the plan of its last graph.
     """
     return MemoryPolicy(budget, strategy, costs)

@@ -1,13 +1,13 @@
-"""The Trainer of Transformers, and its models' own checkpointing.
+"""Transformers: a callback for its `Trainer`, and policies for its models' gradient checkpointing.
 
     Trainer(model, arguments, train_dataset=texts, callbacks=[RematCallback("8GiB")])
 
-trains within the budget, and
+trains within the budget.
 
     policies = remat.emit(model, "60%", example_kwargs=batch)
     remat.integrations.transformers.apply(model, policies)
 
-has each layer checkpoint itself by its policy.
+makes each layer checkpoint itself by its policy.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from typing import Any, Unpack
 from torch import nn
 from torch.optim import Optimizer
 
-from remat.blockwise.policies import CHECKPOINTED, OPERATORS, BlockPolicy, Policies
+from remat.blockwise.block_step import CHECKPOINTED
+from remat.blockwise.policies import OPERATORS, BlockPolicy, Policies
 from remat.errors import RematError, TraceError
-from remat.frontend.api.enable import Options, check_asked, disable, enable, is_enabled
+from remat.frontend.api.enable import Options, check_options, disable, enable, is_enabled
 from remat.frontend.emit import operators
-from remat.frontend.emit.applied import blocks_of_policies, check_rules
-from remat.frontend.emit.layers import module_of
+from remat.frontend.emit.apply_policies import blocks_with_policies, check_policy_rules
+from remat.frontend.emit.transformers_layers import checkpointed_layer
 from remat.limits.budget import Budget, is_auto
 
 try:
@@ -33,19 +34,19 @@ except ImportError:
 
 __all__ = ["RematCallback", "apply", "gradient_checkpointing_func"]
 
-_OTHERS = BlockPolicy(block="", how=CHECKPOINTED)
+_DEFAULT_POLICY = BlockPolicy(block="", how=CHECKPOINTED)
 
 
 class RematCallback(TrainerCallback):
-    """Has the Trainer's model train within `budget`: it is enabled when training begins, and as it
-    was when training ends. `**options` are those of `remat.enable`.
+    """Train the Trainer's model within `budget`: call `remat.enable` when training starts, and
+    `remat.disable` when it ends. `**options` are those of `remat.enable`.
 
-    Of a budget in bytes, or of what the device has free, room is left for the optimizer's state.
-    A model that is enabled already stays so.
+    If the budget is in bytes or "auto", the optimizer's state is reserved from it. A model that is
+    already enabled is left as it is.
     """
 
     def __init__(self, budget: int | str, **options: Unpack[Options]) -> None:
-        check_asked(budget, options)
+        check_options(budget, options)
         self.budget = budget
         self.options = options
         self._enabled: nn.Module | None = None
@@ -53,54 +54,56 @@ class RematCallback(TrainerCallback):
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, **others: Any
     ) -> None:
-        """Called by the Trainer, with all of its parts."""
+        """Enable the model. The Trainer calls this when training starts."""
         if model is None or is_enabled(model):
             return
         options: Any = dict(self.options)
         optimizer = getattr(others.get("optimizer"), "optimizer", others.get("optimizer"))
-        if isinstance(optimizer, Optimizer) and _is_of_bytes(self.budget):
+        if isinstance(optimizer, Optimizer) and _is_absolute(self.budget):
             options.setdefault("reserve", optimizer)
         self._enabled = enable(model, self.budget, **options)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """Called by the Trainer."""
+        """Disable the model. The Trainer calls this when training ends."""
         if self._enabled is not None:
             disable(self._enabled)
             self._enabled = None
 
 
-def _is_of_bytes(budget: int | str) -> bool:
+def _is_absolute(budget: int | str) -> bool:
+    """True if the budget is "auto" or in bytes, not a percentage of the step or "min"."""
     return is_auto(budget) or Budget.parse(budget).size_bytes is not None
 
 
 def apply(model: nn.Module, policies: Policies) -> nn.Module:
-    """Turn the model's gradient checkpointing on, with a policy for each layer, and return it.
-    `model.activation_checkpointing_disable()` ends it. With the `Trainer`, leave its own
-    `gradient_checkpointing` off, which would set another one.
+    """Enable the model's gradient checkpointing with a policy for each layer; return the model.
 
-    Raises `TraceError` where the model has not the blocks, or does not checkpoint.
+    `model.activation_checkpointing_disable()` undoes it. With the `Trainer`, leave its argument
+    `gradient_checkpointing` off: it would replace these policies.
+
+    Raises `TraceError` if the model does not have the blocks, or has no gradient checkpointing.
     """
-    set_to: Any = getattr(model, "_set_gradient_checkpointing", None)
-    if set_to is None:
+    set_checkpointing: Any = getattr(model, "_set_gradient_checkpointing", None)
+    if set_checkpointing is None:
         raise TraceError(
-            f"this {type(model).__name__} has no gradient checkpointing of Transformers; "
-            "remat.integrations.checkpoint is for any module"
+            f"this {type(model).__name__} has no gradient checkpointing of Transformers; use "
+            "remat.integrations.checkpoint.apply, which is for any module"
         )
     function = gradient_checkpointing_func(model, policies)
-    set_to(enable=True, gradient_checkpointing_func=function)
+    set_checkpointing(enable=True, gradient_checkpointing_func=function)
     return model
 
 
 def gradient_checkpointing_func(model: nn.Module, policies: Policies) -> Callable[..., Any]:
-    """What layers call in place of `torch.utils.checkpoint.checkpoint`. Layers without a policy are
-    checkpointed as a whole."""
-    check_rules(policies, OPERATORS)
-    by_layer = dict(blocks_of_policies(model, policies))
+    """Return the function that layers call in place of `torch.utils.checkpoint.checkpoint`. Layers
+    without a policy are checkpointed as a whole."""
+    check_policy_rules(policies, OPERATORS)
+    by_layer = dict(blocks_with_policies(model, policies))
 
     def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         kwargs.pop("use_reentrant", None)
-        layer = module_of(function)
-        policy = _OTHERS if layer is None else by_layer.get(layer, _OTHERS)
-        return operators.run(policy, model, function, *args, **kwargs)
+        layer = checkpointed_layer(function)
+        policy = _DEFAULT_POLICY if layer is None else by_layer.get(layer, _DEFAULT_POLICY)
+        return operators.run_block(policy, model, function, *args, **kwargs)
 
     return run

@@ -1,4 +1,4 @@
-"""Budgets as people write them: bytes, "8GiB", "7.5 GB", "60%", "min"."""
+"""`Budget`: the largest allowed peak, parsed from bytes, "8GiB", "7.5 GB", "60%" or "min"."""
 
 from __future__ import annotations
 
@@ -22,46 +22,48 @@ _UNITS = {
     "tib": 2**40,
 }
 _QUANTITY = re.compile(r"([+-]?\d+(?:\.\d*)?|[+-]?\.\d+)\s*([a-z]*|%)", re.IGNORECASE | re.ASCII)
-_LIMIT_BYTES = 10**100
-_LIMIT_SHARE = 10**80  # of a peak of up to 2**64 bytes, it is within that limit
-_LONGEST = 100
+_MAX_BYTES = 10**100
+_MAX_SHARE = 10**80  # of a peak of up to 2**64 bytes, this is less than _MAX_BYTES
+_MAX_LENGTH = 100
 _HINT = 'pass bytes as an int, or a string such as "8GiB", "7.5 GB", "512MiB", "60%" or "min"'
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """A number of bytes, a share, or (where both are None) "min": the smallest feasible budget.
+    """The largest allowed peak: `size_bytes`, a `share` of the baseline's peak (0.6 for "60%"), or
+    "min", the smallest feasible peak, where both are None.
 
-    A share is of what a plan can change: p% is what libraries hold on the device whatever is run
-    (cuBLAS workspaces, which are most of a small model's peak) + p% of the rest of the peak without
-    recomputation. `given` is what it was read from; budgets are equal where they mean the same.
+    A share applies to the memory that a plan can change: p% stands for the bytes that libraries
+    allocate whatever is run (cuBLAS workspaces, which are most of a small model's peak) + p% of the
+    rest of the peak without recomputation. `requested` is the value that the budget was parsed
+    from; budgets with the same meaning are equal.
     """
 
-    given: int | float | str = field(compare=False)
+    requested: int | float | str = field(compare=False)
     size_bytes: int | None = None
     share: Fraction | None = None
 
     @classmethod
-    def parse(cls, given: int | float | str | Budget) -> Budget:
-        """The budget as people write it; a `Budget` is one already. Fractions of a byte are rounded
-        down. "auto" is an error: who knows the device asks `is_auto` first.
+    def parse(cls, requested: int | float | str | Budget) -> Budget:
+        """Parse a budget as users write it; return a `Budget` unchanged. Rounds fractions of a byte
+        down. "auto" is an error, as it depends on a device: callers check `is_auto` first.
 
         Raises `BudgetError` for a wrong type, an unknown unit, NaN, infinity, zero and less.
         """
-        if isinstance(given, Budget):
-            return given
-        if isinstance(given, bool) or not isinstance(given, (int, float, str)):
-            raise BudgetError(f"the budget is a {type(given).__name__}, {given!r}; {_HINT}")
-        if isinstance(given, str):
-            return cls._parse_text(given)
-        if isinstance(given, float) and not math.isfinite(given):
-            raise BudgetError(f"the budget is {given}; {_HINT}")
-        if 0 < given < 1:
+        if isinstance(requested, Budget):
+            return requested
+        if isinstance(requested, bool) or not isinstance(requested, (int, float, str)):
+            raise BudgetError(f"the budget is a {type(requested).__name__}, {requested!r}; {_HINT}")
+        if isinstance(requested, str):
+            return cls._parse_text(requested)
+        if isinstance(requested, float) and not math.isfinite(requested):
+            raise BudgetError(f"the budget is {requested}; {_HINT}")
+        if 0 < requested < 1:
             raise BudgetError(
-                f"the budget is {given} bytes; for a fraction of the peak without recomputation "
-                f'pass "{given * 100:g}%"'
+                f"the budget is {requested} bytes; for a fraction of the peak without "
+                f'recomputation pass "{requested * 100:g}%"'
             )
-        return cls(given, _positive(math.floor(given), given))
+        return cls(requested, _check_size(math.floor(requested), requested))
 
     @classmethod
     def _parse_text(cls, text: str) -> Budget:
@@ -72,12 +74,12 @@ class Budget:
             )
         if text.strip().lower() == "min":
             return cls(text)
-        match = _QUANTITY.fullmatch(text.strip()) if len(text) <= _LONGEST else None
+        match = _QUANTITY.fullmatch(text.strip()) if len(text) <= _MAX_LENGTH else None
         if match is None:
-            raise BudgetError(f"the budget {text[:_LONGEST]!r} is not a quantity; {_HINT}")
+            raise BudgetError(f"the budget {text[:_MAX_LENGTH]!r} is not a quantity; {_HINT}")
         number, unit = Fraction(match[1]), match[2]
         if unit == "%":
-            if not 0 < number < 100 * _LIMIT_SHARE:
+            if not 0 < number < 100 * _MAX_SHARE:
                 raise BudgetError(
                     f"the budget {text!r} must be positive, and less than 1e80 peaks; {_HINT}"
                 )
@@ -87,76 +89,55 @@ class Budget:
                 f"the budget {text!r} has the unknown unit {unit!r}; "
                 "units are B, kB, MB, GB, TB, KiB, MiB, GiB, TiB and %"
             )
-        return cls(text, _positive(math.floor(number * _UNITS[unit.lower()]), text))
+        return cls(text, _check_size(math.floor(number * _UNITS[unit.lower()]), text))
 
     @property
     def is_min(self) -> bool:
-        """Whether the smallest feasible budget is asked for."""
+        """True if the smallest feasible peak is requested."""
         return self.size_bytes is None and self.share is None
 
     def in_bytes(self, baseline_bytes: int, library_bytes: int = 0) -> int | None:
-        """The bytes, None for "min". `baseline_bytes` is the peak without recomputation,
-        `library_bytes` what libraries hold of it. `share_of_baseline` is the way back.
+        """Return the budget in bytes; None for "min".
 
-        Raises `BudgetError` for a share of less than a byte.
+        `baseline_bytes` is the peak without recomputation, of which libraries allocate
+        `library_bytes`. `share_of_baseline` is the inverse. Raises `BudgetError` for a share of
+        less than a byte.
         """
         if self.share is None:
             return self.size_bytes
         share_bytes = math.floor(self.share * (baseline_bytes - library_bytes))
-        return _positive(share_bytes and library_bytes + share_bytes, self.given)
+        return _check_size(share_bytes and library_bytes + share_bytes, self.requested)
 
 
-def perhaps_a_share(size_bytes: int, held_bytes: int) -> str:
-    """The end of a sentence about a budget that is too small, where it looks like a percentage
-    without its sign; else ""."""
-    if size_bytes > 100 or held_bytes < 10_000:
+def missing_percent_sign_hint(budget_bytes: int, required_bytes: int) -> str:
+    """Return the end of an error about a budget that is too small: a hint to pass a percentage if
+    the budget is at most 100 bytes, and far below the `required_bytes`; else ""."""
+    if budget_bytes > 100 or required_bytes < 10_000:
         return ""
-    return f'; for {size_bytes}% of the peak without recomputation pass "{size_bytes}%"'
+    return f'; for {budget_bytes}% of the peak without recomputation pass "{budget_bytes}%"'
 
 
-def is_auto(given: object) -> bool:
-    """Whether it is "auto", what the device has free: no `Budget`, but a request to find one."""
-    return isinstance(given, str) and given.strip().lower() == "auto"
+def is_auto(requested: object) -> bool:
+    """True if the requested budget is "auto": the free memory of the step's device."""
+    return isinstance(requested, str) and requested.strip().lower() == "auto"
 
 
-def _positive(size_bytes: int, given: object) -> int:
+def _check_size(size_bytes: int, requested: object) -> int:
+    """Return the size. Raise `BudgetError` unless it is positive and less than 1e100 bytes."""
     if size_bytes <= 0:
         raise BudgetError(
-            f"the budget {str(given)[:80]!r} is {str(size_bytes)[:80]} bytes; it must be positive"
+            f"the budget {str(requested)[:80]!r} is {str(size_bytes)[:80]} bytes; it must be "
+            "positive"
         )
-    if size_bytes >= _LIMIT_BYTES:
+    if size_bytes >= _MAX_BYTES:
         raise BudgetError(
-            f"the budget {str(given)[:80]!r} is over 1e100 bytes, more than any memory; {_HINT}"
+            f"the budget {str(requested)[:80]!r} is over 1e100 bytes, more than any memory; {_HINT}"
         )
     return size_bytes
 
 
 def share_of_baseline(peak_bytes: int, *, baseline_bytes: int, library_bytes: int = 0) -> float:
-    """The percentage that a peak is, as a fraction; the inverse of `Budget.in_bytes`. 1 where
-    there is nothing to change."""
-    whole = baseline_bytes - library_bytes
-    return (peak_bytes - library_bytes) / whole if whole > 0 else 1.0
-
-
-def format_bytes(size_bytes: int | float) -> str:
-    """Bytes for people, in binary units with three or four digits: "7.45 GiB"."""
-    sign, size = ("-" if size_bytes < 0 else ""), abs(float(size_bytes))
-    if size < 1024:
-        return f"{sign}{size:.0f} B"
-    for unit in ("KiB", "MiB", "GiB", "TiB"):
-        size /= 1024
-        if size < 1024 or unit == "TiB":
-            break
-    decimals = 2 if size < 10 else 1 if size < 100 else 0
-    return f"{sign}{size:.{decimals}f} {unit}"
-
-
-def format_seconds(time_s: float) -> str:
-    """Seconds for people, with up to three digits: "12.3 ms", "1,234 s"."""
-    if abs(time_s) >= 999.5:
-        return f"{time_s:,.0f} s"
-    for unit, factor in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
-        text = f"{time_s * factor:.3g}"  # what is rounded up to 1,000 is 1 of the next unit
-        if abs(float(text)) >= 1:
-            return f"{text} {unit}"
-    return f"{time_s * 1e9:.3g} ns" if time_s else "0 s"
+    """Return a peak as a fraction of the baseline's peak, both without the memory of libraries; 1
+    where the baseline has no other memory. This is the inverse of `Budget.in_bytes`."""
+    changeable_bytes = baseline_bytes - library_bytes
+    return (peak_bytes - library_bytes) / changeable_bytes if changeable_bytes > 0 else 1.0

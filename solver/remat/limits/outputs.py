@@ -1,28 +1,30 @@
-"""What becomes of a step's outputs: whether somebody holds them while the backward runs.
+"""The option `outputs`: who still references a step's outputs during the backward.
 
-The logits of a language model are often its largest tensor. Most training loops use the loss and
-let go of them, so that a plan need not count them. The loss itself is always held.
+The logits of a language model are often its largest tensor. Most training loops only use the loss
+and release the logits before the backward, so that a plan need not count them. The loss itself is
+always in memory.
 """
 
 from __future__ import annotations
 
 from remat.errors import nearest
 
-HELD = "held"
-DROPPED = "dropped"
+OUTPUTS_HELD = "held"
+"""The caller references the outputs until the backward has ended."""
+
+OUTPUTS_DROPPED = "dropped"
+"""The caller releases all outputs but the loss before the backward."""
 
 
 def are_dropped(outputs: object) -> bool:
-    """Whether `outputs`, as people say it, are "dropped" before the backward, or "held" to its end.
-
-    Raises ValueError for anything else.
-    """
-    if outputs == DROPPED:
+    """True if the option `outputs` is "dropped", False if it is "held". Raises ValueError for any
+    other value."""
+    if outputs == OUTPUTS_DROPPED:
         return True
-    if outputs == HELD:
+    if outputs == OUTPUTS_HELD:
         return False
-    near = nearest(outputs, (HELD, DROPPED)) if isinstance(outputs, str) else ""
+    near = nearest(outputs, (OUTPUTS_HELD, OUTPUTS_DROPPED)) if isinstance(outputs, str) else ""
     raise ValueError(
-        f"outputs is {outputs!r}{near}; they are {HELD!r} while the backward runs, as by a variable"
-        f" that has the model's result, or {DROPPED!r} before it, as where only the loss is kept"
+        f"outputs is {outputs!r}{near}; they are {OUTPUTS_HELD!r} if a variable references them "
+        f"during the backward, or {OUTPUTS_DROPPED!r} if only the loss is referenced"
     )

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic
 
-from remat.limits.budget import format_bytes, format_seconds
-from remat.planned import P
+from remat.limits.units import format_bytes, format_seconds
+from remat.plan_data import P
 from remat.report.tables import aligned
 
 

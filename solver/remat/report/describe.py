@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from remat.allocator.prediction import Prediction
-from remat.limits.budget import format_bytes, format_seconds
-from remat.planned import RESERVED_STAT, Planned
+from remat.allocator.prediction import AllocatorPrediction
+from remat.limits.units import format_bytes, format_seconds
+from remat.plan_data import RESERVED_BYTES_STAT, PlanData
 from remat.report.solving import describe_steps
 from remat.report.tables import aligned, largest, starred
 
@@ -20,7 +20,7 @@ SCOPES = {
 _ROWS = 16
 
 
-def describe(plan: Planned, solve: bool = False) -> str:
+def describe(plan: PlanData, solve: bool = False) -> str:
     """A compact table of one plan; with `solve`, also of the steps that it was solved by."""
     graph = plan.graph
     again = plan.schedule.recomputed(graph)
@@ -50,13 +50,13 @@ def describe(plan: Planned, solve: bool = False) -> str:
     return "\n".join(lines)
 
 
-def _libraries(plan: Planned) -> str:
+def _libraries(plan: PlanData) -> str:
     """Percentages leave them out, which has to be said."""
     held = plan.graph.library_bytes
     return f", {format_bytes(held)} libraries' and in no percentage" if held else ""
 
 
-def _asked(plan: Planned) -> str:
+def _asked(plan: PlanData) -> str:
     asked = plan.stats.get("asked_budget_bytes")
     if not isinstance(asked, int):
         return ""
@@ -64,14 +64,14 @@ def _asked(plan: Planned) -> str:
     return f", {less} below the {format_bytes(asked)} asked for, so that blocks fit as well"
 
 
-def _beside(plan: Planned) -> str:
-    reserved = plan.stats.get(RESERVED_STAT)
+def _beside(plan: PlanData) -> str:
+    reserved = plan.stats.get(RESERVED_BYTES_STAT)
     return f", beside {format_bytes(reserved)} reserved" if isinstance(reserved, int) else ""
 
 
-def _allocator(plan: Planned) -> list[str]:
+def _allocator(plan: PlanData) -> list[str]:
     """What torch's allocator makes of the peak, where it is known."""
-    found = Prediction.of_plan(plan)
+    found = AllocatorPrediction.of_plan(plan)
     if found is None:
         return []
     return [
@@ -82,7 +82,7 @@ def _allocator(plan: Planned) -> list[str]:
     ]
 
 
-def diff(plan: Planned, other: Planned) -> str:
+def diff(plan: PlanData, other: PlanData) -> str:
     """What changes from `plan` to `other`."""
     mine, theirs = recomputed_by_name(plan), recomputed_by_name(other)
     lines = [
@@ -99,7 +99,7 @@ def diff(plan: Planned, other: Planned) -> str:
     return "\n".join(lines)
 
 
-def _launches(plan: Planned) -> list[str]:
+def _launches(plan: PlanData) -> list[str]:
     launch_s = plan.stats.get("launch_s")
     if not isinstance(launch_s, float) or launch_s <= plan.time_s:
         return []
@@ -109,7 +109,7 @@ def _launches(plan: Planned) -> list[str]:
     ]
 
 
-def _bound(plan: Planned) -> str:
+def _bound(plan: PlanData) -> str:
     if plan.lower_bound is None or plan.gap is None:
         return "none proved"
     scope = SCOPES[plan.bound_scope]
@@ -121,7 +121,7 @@ def _bound(plan: Planned) -> str:
     return told
 
 
-def _solver(plan: Planned) -> str:
+def _solver(plan: PlanData) -> str:
     stats = plan.stats
     facts = [str(stats[key]) for key in ("strategy", "solver") if key in stats]
     facts += [f"{stats[key]} {key}" for key in ("slots", "rows", "columns") if stats.get(key)]
@@ -131,7 +131,7 @@ def _solver(plan: Planned) -> str:
     return ", ".join(facts)
 
 
-def _modules(plan: Planned, again: dict[int, int]) -> list[str]:
+def _modules(plan: PlanData, again: dict[int, int]) -> list[str]:
     """One line a module: runs, seconds, and bytes made again; the dearest first. Layers of the same
     name but for their number share a line."""
     sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0, 0])
@@ -148,7 +148,7 @@ def _modules(plan: Planned, again: dict[int, int]) -> list[str]:
     return aligned([("module", "again", "time", "output"), *rows])
 
 
-def recomputed_by_name(plan: Planned) -> dict[str, int]:
+def recomputed_by_name(plan: PlanData) -> dict[str, int]:
     """How many extra times each operation runs, for those that run more than once."""
     again = plan.schedule.recomputed(plan.graph)
     return {plan.graph.operations[op].name: times for op, times in again.items()}

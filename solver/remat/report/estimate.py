@@ -14,11 +14,12 @@ from remat.documents.arguments import Ref
 from remat.documents.trace import Trace, trained
 from remat.errors import BudgetError
 from remat.graph import Graph
-from remat.limits.budget import Budget, format_bytes, format_seconds
+from remat.limits.budget import Budget
+from remat.limits.units import format_bytes, format_seconds
 from remat.report.tables import aligned, largest, starred
 from remat.schedule import Schedule
 from remat.simulate import Timeline, simulate
-from remat.strategies.search.steps.baselines import quick_schedules
+from remat.strategies.search.steps.baselines import quick_baseline_schedules
 
 _ROWS = 12
 _DROPOUT = "aten.native_dropout_backward.default"  # both ways; see `capture.eager_kernels.dropout`
@@ -94,7 +95,7 @@ class Estimate:
         baseline_bytes = simulate(captured, Schedule.keep_all(captured)).peak_bytes
         quick = [
             simulate(captured, schedule).peak_bytes
-            for schedule in quick_schedules(captured, None, lambda: False)
+            for schedule in quick_baseline_schedules(captured, None, lambda: False)
         ]
         eager = _with_eager_masks(trace)
         timeline = _kept(eager)

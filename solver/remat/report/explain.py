@@ -12,8 +12,8 @@ from itertools import pairwise
 
 from remat.errors import UnknownName, nearest
 from remat.graph import Graph
-from remat.limits.budget import format_bytes, format_seconds
-from remat.planned import Planned
+from remat.limits.units import format_bytes, format_seconds
+from remat.plan_data import PlanData
 from remat.report.describe import SCOPES
 from remat.report.tables import aligned
 from remat.schedule import Schedule
@@ -22,7 +22,7 @@ from remat.simulate import Timeline, simulate
 _ROWS = 60
 
 
-def explain(plan: Planned, name: str) -> str:
+def explain(plan: PlanData, name: str) -> str:
     """The answer for an operation by name, or for a module by path.
 
     Where a name is both, the operation comes first. Raises `UnknownName`.
@@ -78,7 +78,7 @@ class IdleSpan:
     end: int
 
 
-def longest_idle_span(plan: Planned, op: int, timeline: Timeline) -> IdleSpan | None:
+def longest_idle_span(plan: PlanData, op: int, timeline: Timeline) -> IdleSpan | None:
     """Where the operation's output waits for its next reader: at the peak if it does so there, else
     for the longest time. None where it never waits, or is held anyway because it is a result."""
     graph, runs = plan.graph, plan.schedule.runs
@@ -98,7 +98,7 @@ def longest_idle_span(plan: Planned, op: int, timeline: Timeline) -> IdleSpan | 
 # -- one operation ------------------------------------------------------------------------------
 
 
-def _operation(plan: Planned, op: int) -> list[str]:
+def _operation(plan: PlanData, op: int) -> list[str]:
     graph = plan.graph
     operation = graph.operations[op]
     size = sum(graph.values[v].size_bytes for v in operation.outputs)
@@ -123,7 +123,7 @@ def _operation(plan: Planned, op: int) -> list[str]:
     return lines + _copies(plan, op, timeline)
 
 
-def _why_recomputed(plan: Planned, op: int, timeline: Timeline) -> list[str]:
+def _why_recomputed(plan: PlanData, op: int, timeline: Timeline) -> list[str]:
     """What is gained and paid, and what the plan would be without it."""
     graph = plan.graph
     schedule, was = without_reruns(graph, plan.schedule, op)
@@ -150,7 +150,7 @@ def _why_recomputed(plan: Planned, op: int, timeline: Timeline) -> list[str]:
     return lines
 
 
-def _freed(plan: Planned, op: int, timeline: Timeline) -> list[str]:
+def _freed(plan: PlanData, op: int, timeline: Timeline) -> list[str]:
     """Between the copies of each output: bytes that are not held, and for how long."""
     graph = plan.graph
     lines: list[str] = []
@@ -169,7 +169,7 @@ def _freed(plan: Planned, op: int, timeline: Timeline) -> list[str]:
     return lines
 
 
-def _tolerance(plan: Planned, extra_s: float) -> str:
+def _tolerance(plan: PlanData, extra_s: float) -> str:
     if plan.gap is None:
         return " (its strategy proves nothing about how good a plan is)"
     if extra_s <= plan.gap * plan.time_s:
@@ -177,7 +177,7 @@ def _tolerance(plan: Planned, extra_s: float) -> str:
     return f" (its proof is for {SCOPES[plan.bound_scope]} only)"
 
 
-def _why_kept(plan: Planned, op: int, timeline: Timeline) -> list[str]:
+def _why_kept(plan: PlanData, op: int, timeline: Timeline) -> list[str]:
     """Why it cannot run again; or what that would save and cost."""
     graph = plan.graph
     operation = graph.operations[op]
@@ -237,7 +237,7 @@ def _fixed(graph: Graph, op: int) -> str:
     return ""
 
 
-def _copies(plan: Planned, op: int, timeline: Timeline) -> list[str]:
+def _copies(plan: PlanData, op: int, timeline: Timeline) -> list[str]:
     graph, lines = plan.graph, list[str]()
     for copy in timeline.copies:
         if copy.value not in graph.operations[op].outputs:
@@ -258,7 +258,7 @@ def _copies(plan: Planned, op: int, timeline: Timeline) -> list[str]:
 # -- a module -----------------------------------------------------------------------------------
 
 
-def _module(plan: Planned, path: str, within: Sequence[int]) -> list[str]:
+def _module(plan: PlanData, path: str, within: Sequence[int]) -> list[str]:
     """A table of its operations, in order; of many, those recomputed and the largest."""
     graph = plan.graph
     again = plan.schedule.recomputed(graph)
@@ -325,13 +325,13 @@ def _phase(graph: Graph, op: int) -> str:
     return "backward" if graph.operations[op].backward else "forward"
 
 
-def _of_step(plan: Planned, time_s: float) -> str:
+def _of_step(plan: PlanData, time_s: float) -> str:
     if plan.baseline_time_s <= 0:
         return ""
     return f", {time_s / plan.baseline_time_s:.3%} of the step without recomputation"
 
 
-def _time_between(plan: Planned, gap: IdleSpan) -> float:
+def _time_between(plan: PlanData, gap: IdleSpan) -> float:
     runs = plan.schedule.runs[gap.start + 1 : gap.end]
     return sum(plan.graph.operations[op].cost_s for op in runs)
 

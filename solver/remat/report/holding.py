@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from remat.graph import Graph
-from remat.limits.budget import format_bytes
+from remat.limits.units import format_bytes
 from remat.schedule import Schedule
 from remat.simulate import simulate
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from remat.limits.budget import format_bytes, format_seconds
-from remat.planned import Planned
+from remat.limits.units import format_bytes, format_seconds
+from remat.plan_data import PlanData
 from remat.report.tables import aligned
-from remat.solution import STEP_FACTS, steps_of
+from remat.solution import STEP_STAT_SUFFIXES, step_names
 
 Figures = dict[str, str | int | float]
 
@@ -13,20 +13,20 @@ _PEAK = ("smallest peak", "took", "peak", "at least")
 _COST = ("least time", "took", "extra time", "at least")
 
 
-def steps(plan: Planned) -> list[Figures]:
+def steps(plan: PlanData) -> list[Figures]:
     """For each step of the solve in its order: its name as `step`, `seconds_s`, and what was known
     after it: `cost` and `bound`, shares of extra time, or, where the smallest peak was looked for,
     `bytes` and `bound_bytes`; `note` where it ran beside others, or failed."""
     found: list[Figures] = []
-    for name in steps_of(plan.stats):
-        told = {fact: plan.stats.get(f"{name}_{fact}") for fact in STEP_FACTS}
+    for name in step_names(plan.stats):
+        told = {fact: plan.stats.get(f"{name}_{fact}") for fact in STEP_STAT_SUFFIXES}
         facts = {fact: figure for fact, figure in told.items() if isinstance(figure, int | float)}
         if "s" in facts:
             found.append({"step": name, "seconds_s": facts.pop("s"), **_note(plan, name), **facts})
     return found
 
 
-def describe_steps(plan: Planned) -> str:
+def describe_steps(plan: PlanData) -> str:
     """A line for each step of the solve: its seconds, and the best and the bound after it. Steps
     for the smallest peak, whose figures are bytes, are a table before that of the least time."""
     found = steps(plan)
@@ -42,14 +42,14 @@ def describe_steps(plan: Planned) -> str:
     return "\n".join(aligned(lines))
 
 
-def _note(plan: Planned, name: str) -> Figures:
+def _note(plan: PlanData, name: str) -> Figures:
     failed = f"{name}: " in str(plan.stats.get("search_error", ""))
-    notes = {"beside": f"{name}_beside" in plan.stats, "failed": failed}
+    notes = {"beside": f"{name}_concurrent" in plan.stats, "failed": failed}
     told = ", ".join(note for note, is_so in notes.items() if is_so)
     return {"note": told} if told else {}
 
 
-def _why_none(plan: Planned) -> str:
+def _why_none(plan: PlanData) -> str:
     if not plan.schedule.recomputed(plan.graph):
         return "no steps: all fits without recomputation, so nothing was searched for"
     strategy = plan.stats.get("strategy", "this strategy")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from remat.limits.budget import format_bytes
+from remat.limits.units import format_bytes
 from remat.progress import Progress
 
 

@@ -16,18 +16,18 @@ from remat.documents.trace import Trace
 from remat.errors import InfeasibleBudget, RematError, ServiceError
 from remat.graph import Graph
 from remat.limits.budget import Budget
-from remat.limits.outputs import HELD
+from remat.limits.outputs import OUTPUTS_HELD
 from remat.plan import Plan
 from remat.progress import Cancel, ProgressCallback
 from remat.service import wire
 from remat.service.connection import Connection
-from remat.solve import warn_of_failure
+from remat.solve import warn_of_solver_failure
 from remat.strategies import Auto, Strategy
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from remat.frontend.costs.cache import CostCache
+    from remat.frontend.costs.cost_cache import CostCache
     from remat.frontend.memory.reserve import Reserve
     from remat.frontend.runtime.module import RematModule
 
@@ -76,7 +76,7 @@ class Client:
         progress: ProgressCallback | None = None,
         reserve: Reserve | None = None,
         cuda_graphs: bool = False,
-        outputs: str = HELD,
+        outputs: str = OUTPUTS_HELD,
     ) -> RematModule:
         """As `remat.optimize`, with the plan made by the service.
 
@@ -223,7 +223,7 @@ class Client:
 
 
 def _told(plan: Plan) -> Plan:
-    warn_of_failure(plan)
+    warn_of_solver_failure(plan)
     return plan
 
 

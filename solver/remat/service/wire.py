@@ -93,7 +93,7 @@ _COSTS = {"enum": ["measure", *(f"roofline:{device}" for device in DEVICES)]}
 BudgetData = Annotated[
     Budget | int | float | str,  # as it may be passed; what is there is always a `Budget`
     PlainValidator(Budget.parse),
-    PlainSerializer(lambda budget: budget.given),
+    PlainSerializer(lambda budget: budget.requested),
     WithJsonSchema({"anyOf": [_NUMBER, _AMOUNT]}),
 ]
 StrategyData = Annotated[

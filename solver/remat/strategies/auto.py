@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from remat.graph import Graph
 from remat.milp import slots
 from remat.milp.slots import Slots
-from remat.milp.solvers.pulp_solvers import require
+from remat.milp.solvers.pulp_solvers import require_solver
 from remat.schedule import Schedule
 from remat.solution import Solution
 from remat.strategies.base import Task
@@ -18,8 +18,8 @@ from remat.strategies.options import MilpOptions, Seconds, Share, between
 from remat.strategies.search import pipeline
 from remat.strategies.search.pipeline import Pipeline
 from remat.strategies.search.search import search
-from remat.strategies.search.state import Known
-from remat.strategies.search.steps import order
+from remat.strategies.search.state import SearchState
+from remat.strategies.search.steps import order_search
 
 _REGION = 100
 """Slots of an operation further apart than this many operations are no group. One group for all
@@ -40,7 +40,7 @@ class Auto(MilpOptions):
     2. `blocks`, in networks of many identical blocks: a program in which they decide together.
     3. `eviction`: what to drop when memory is full, by the advice of the moments; `baselines`; and
        `annealing` in graphs that are no training step.
-    4. `reach`, where nothing fits by then: the smallest peak, by eviction and then by a program.
+    4. `feasibility`, where nothing fits by then: the smallest peak, by eviction and then by a program.
     5. `sifting`: a program over the slots that its relaxation uses; `following`: eviction by what
        that holds; `program`: one over all slots offered, for a proof; `windows`: what that leaves
        open, part by part. Beside these, `moments`: programs over more and more moments, for a
@@ -74,43 +74,43 @@ class Auto(MilpOptions):
         """The cheapest schedule within the budget, or the one with the smallest peak. Raises
         `SolverError` if the solver is missing and no schedule is known to begin from."""
         if task.start is None:
-            require(self.solver)
+            require_solver(self.solver)
 
         def solve(task: Task, time_limit: float) -> Solution:
             timed = replace(self, time_limit=time_limit)
             reserve = 0.0 if self._is_complete(task.graph) else _RESERVE * self.gap
-            return search(Known(task, timed, self._offer, reserve=reserve), self.steps(task.graph))
+            return search(SearchState(task, timed, self._build_slots, small_values_share=reserve), self.steps(task.graph))
 
-        is_wanted = self.order == "on" or (self.order == "auto" and order.is_worthwhile(task.graph))
-        if not is_wanted:
+        is_needed = self.order == "on" or (self.order == "auto" and order_search.may_reorder(task.graph))
+        if not is_needed:
             return solve(task, self.time_limit)
-        in_any_order = order.least_peak if task.budget_bytes is None else order.least_cost
+        in_any_order = order_search.minimize_peak_in_any_order if task.budget_bytes is None else order_search.minimize_cost_in_any_order
         return in_any_order(task, solve, time_limit=self.time_limit, seed=self.seed)
 
     def steps(self, graph: Graph) -> Pipeline:
         """The steps that this graph is solved by."""
-        return pipeline.near(graph)
+        return pipeline.auto_pipeline(graph)
 
     def _is_complete(self, graph: Graph) -> bool:
-        return slots.complete_count(graph) <= self.complete_slots
+        return slots.complete_slot_count(graph) <= self.complete_slots
 
-    def _offer(
-        self, graph: Graph, known: Sequence[Schedule], affordable_s: float, coarseness: int
+    def _build_slots(
+        self, graph: Graph, state: Sequence[Schedule], affordable_s: float, coarseness: int
     ) -> Slots:
         if self._is_complete(graph):
-            return slots.complete(graph, affordable_s)
+            return slots.build_complete_slots(graph, affordable_s)
         idle = max(8, len(graph) // 40)
         near = partial(
-            slots.near,
+            slots.build_idle_read_slots,
             graph,
-            back=_BACK,
-            idle=idle,
-            region=_REGION,
-            known=known,
+            max_distance=_BACK,
+            min_idle=idle,
+            group_span=_REGION,
+            schedules=state,
             affordable_s=affordable_s,
         )
         for every in _EVERY[:-1]:
-            offered = near(every=coarseness * every)
+            offered = near(stride=coarseness * every)
             if offered.optional_count <= self.near_slots:
                 return offered
-        return near(every=coarseness * _EVERY[-1])
+        return near(stride=coarseness * _EVERY[-1])

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from remat.milp import slots
-from remat.milp.solvers.pulp_solvers import require
+from remat.milp.solvers.pulp_solvers import require_solver
 from remat.solution import Solution
 from remat.strategies.base import Task
 from remat.strategies.options import MilpOptions
 from remat.strategies.search import pipeline
 from remat.strategies.search.search import search
-from remat.strategies.search.state import Known
+from remat.strategies.search.state import SearchState
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class Exact(MilpOptions):
         """The cheapest schedule within the budget, or the one with the smallest peak. Raises
         `SolverError` if the solver is missing and no schedule is known to begin from."""
         if task.start is None:
-            require(self.solver)
-        known = Known(
-            task, self, lambda graph, _, affordable_s, __: slots.complete(graph, affordable_s)
+            require_solver(self.solver)
+        state = SearchState(
+            task, self, lambda graph, _, affordable_s, __: slots.build_complete_slots(graph, affordable_s)
         )
-        return search(known, pipeline.exact())
+        return search(state, pipeline.exact_pipeline())

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from remat.errors import InfeasibleBudget
 from remat.graph import Graph
-from remat.limits.budget import format_bytes, perhaps_a_share
+from remat.limits.budget import missing_percent_sign_hint
+from remat.limits.units import format_bytes
 from remat.schedule import Schedule
 from remat.simulate import simulate
 
@@ -14,7 +15,7 @@ def infeasible(
 ) -> InfeasibleBudget:
     """What to raise; `proved` says that no schedule fits, `reason` why."""
     baseline_bytes = simulate(graph, Schedule.keep_all(graph)).peak_bytes
-    share = perhaps_a_share(budget_bytes, baseline_bytes)
+    share = missing_percent_sign_hint(budget_bytes, baseline_bytes)
     verdict = "is proved infeasible" if proved else "seems to be too small"
     return InfeasibleBudget(
         f"a budget of {format_bytes(budget_bytes)} ({budget_bytes:,} bytes) {verdict}: {reason}; "

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 
-from remat.planned import Planned
+from remat.plan_data import PlanData
 from remat.view.drawing.occupancy import LAYERS, backward_run, occupancy, reruns, starts_s
 
 _PID = 1
@@ -18,7 +18,7 @@ _FORWARD, _BACKWARD = 1, 2
 Event = dict[str, "str | int | float | dict[str, str | int | float]"]
 
 
-def chrome_trace(plan: Planned) -> str:
+def chrome_trace(plan: PlanData) -> str:
     """JSON text. Each run is a complete event (microseconds) on the track of its pass, in the
     category "run" or "recompute"; counters follow the memory by what holds it, in bytes."""
     graph = plan.graph

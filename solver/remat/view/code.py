@@ -12,8 +12,8 @@ from remat.documents.arguments import Argument, Literal, Ref
 from remat.documents.program import Program, Statement
 from remat.documents.trace import Trace
 from remat.graph import Graph
-from remat.limits.budget import format_bytes, format_seconds
-from remat.planned import Planned
+from remat.limits.units import format_bytes, format_seconds
+from remat.plan_data import PlanData
 from remat.view.drawing.text import plain
 
 _COLUMN = 76
@@ -23,7 +23,7 @@ _WIDTH = 100
 
 
 def annotated_code(
-    program: Program, plan: Planned | None = None, trace: Trace | None = None
+    program: Program, plan: PlanData | None = None, trace: Trace | None = None
 ) -> str:
     """Two functions, `forward` and `backward`; every line ends in a comment.
 
@@ -129,7 +129,7 @@ def _original(name: str, known: Container[str]) -> str:
     return head if name not in known and head and copy.isdigit() else name
 
 
-def _fits(notes: list[int | None], plan: Planned) -> bool:
+def _fits(notes: list[int | None], plan: PlanData) -> bool:
     """Whether the operations that are told come in the order of the plan's runs."""
     runs = iter(plan.schedule.runs)
     return all(op in runs for op in notes if op is not None)

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from remat.errors import RematError
-from remat.limits.budget import format_bytes
-from remat.planned import Planned
+from remat.limits.units import format_bytes
+from remat.plan_data import PlanData
 from remat.report.comparison import Compared, Row
 from remat.view import frontier as frontiers
 from remat.view import modules, schedule, timeline
@@ -43,7 +43,7 @@ _VECTORS = 20_000
 """With more strokes than this a schedule is an image inside a PDF."""
 
 
-def timeline_figure(plan: Planned, *, x: Literal["time", "runs"] = "time") -> Figure:
+def timeline_figure(plan: PlanData, *, x: Literal["time", "runs"] = "time") -> Figure:
     """Memory over the step, as `timeline_svg`. Raises `RematError` without matplotlib."""
     figure, axes = _figure(timeline.TITLE, timeline.summary(plan))
     shown = timeline.curves(plan, x)
@@ -82,7 +82,7 @@ def timeline_figure(plan: Planned, *, x: Literal["time", "runs"] = "time") -> Fi
     return figure
 
 
-def schedule_figure(plan: Planned) -> Figure:
+def schedule_figure(plan: PlanData) -> Figure:
     """What runs when and what is held when, as `schedule_svg`. Raises `RematError`."""
     grid = Grid(len(plan.graph), len(plan.schedule))
     tall = min(max(grid.rows * _ROW, 1.0), 6.0)
@@ -132,7 +132,7 @@ def schedule_figure(plan: Planned) -> Figure:
 
 
 def frontier_figure(
-    plans: Sequence[Planned],
+    plans: Sequence[PlanData],
     comparison: Compared | Iterable[Row] = (),
     capacity_bytes: int | None = None,
     *,
@@ -200,7 +200,7 @@ def frontier_figure(
     return figure
 
 
-def modules_figure(plan: Planned) -> Figure:
+def modules_figure(plan: PlanData) -> Figure:
     """Recomputed time by module, as `modules_svg`. Raises `RematError` without matplotlib."""
     found = modules.shares(plan)
     tall = max(len(found), 1) * _ROW * 1.35 + 0.9

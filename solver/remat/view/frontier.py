@@ -8,8 +8,8 @@ from itertools import pairwise
 from statistics import median
 
 from remat.costs.devices import find_device
-from remat.limits.budget import format_bytes
-from remat.planned import P, Planned
+from remat.limits.units import format_bytes
+from remat.plan_data import P, PlanData
 from remat.report.comparison import Compared, Row
 from remat.strategies.auto import Auto
 from remat.view.drawing import svg
@@ -45,7 +45,7 @@ class Point:
 class Frontier:
     """What the picture shows: the plans by peak, the baselines, and how far the axes reach."""
 
-    line: list[Planned]
+    line: list[PlanData]
     points: list[Point]
     eager_bytes: int | None
     capacity_bytes: int | None
@@ -95,7 +95,7 @@ class Frontier:
 
 
 def frontier(
-    plans: Sequence[Planned],
+    plans: Sequence[PlanData],
     comparison: Compared | Iterable[Row] = (),
     capacity_bytes: int | None = None,
     device: str | None = None,
@@ -142,7 +142,7 @@ def comparison_svg(comparison: Compared[P], *, device: str | None = None) -> str
 
 
 def frontier_svg(
-    plans: Sequence[Planned],
+    plans: Sequence[PlanData],
     comparison: Compared | Iterable[Row] = (),
     capacity_bytes: int | None = None,
     *,
@@ -220,7 +220,7 @@ def _low(least: float, most: float) -> float:
     return ticks[-1] if ticks else 0.0
 
 
-def _plans(line: list[Planned], across: Axis, up: Axis) -> list[str]:
+def _plans(line: list[PlanData], across: Axis, up: Axis) -> list[str]:
     parts: list[str] = []
     for plan in line:
         bound = f", at least {plan.lower_bound:+.2%}" if plan.lower_bound is not None else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from remat.planned import Planned
+from remat.plan_data import PlanData
 from remat.report.comparison import Row
 from remat.view.drawing.text import escape_lines
 from remat.view.frontier import frontier_svg
@@ -12,7 +12,7 @@ from remat.view.html import page
 
 
 def frontier_html(
-    plans: Sequence[Planned], rows: Iterable[Row] = (), *, text: str, device: str | None = None
+    plans: Sequence[PlanData], rows: Iterable[Row] = (), *, text: str, device: str | None = None
 ) -> str:
     """A self-contained page: the picture of `frontier_svg`, and a table as preformatted `text`."""
     parts = [

@@ -6,10 +6,10 @@ as HTML, and light or dark as the reader's system is.
 
 from __future__ import annotations
 
-from remat.allocator.prediction import Prediction
+from remat.allocator.prediction import AllocatorPrediction
 from remat.documents.program import Program
-from remat.limits.budget import format_bytes, format_seconds
-from remat.planned import Planned
+from remat.limits.units import format_bytes, format_seconds
+from remat.plan_data import PlanData
 from remat.report.comparison import Compared
 from remat.report.describe import describe
 from remat.view.code import annotated_code
@@ -55,7 +55,7 @@ _PAGE_STYLE = (
 )
 
 
-def plan_html(plan: Planned, program: Program | None = None) -> str:
+def plan_html(plan: PlanData, program: Program | None = None) -> str:
     """A self-contained page: figures, `describe()`, timeline, schedule, modules, the operations
     recomputed most and, with a `program` (as from `remat.rewrite`), its annotated code."""
     again = sum(plan.schedule.recomputed(plan.graph).values())
@@ -85,7 +85,7 @@ def page(title: str, body: str) -> str:
     )
 
 
-def plan_fragment(plan: Planned) -> str:
+def plan_fragment(plan: PlanData) -> str:
     """Figures and timeline, with the table of `describe()` to unfold: for notebooks."""
     return (
         f'<div class="remat-plan"><style>{_STYLE}</style>{_figures(plan)}{timeline_svg(plan)}'
@@ -103,9 +103,9 @@ def comparison_fragment(comparison: Compared) -> str:
     )
 
 
-def _reserved(plan: Planned) -> str:
+def _reserved(plan: PlanData) -> str:
     """What torch's allocator makes of the peak on CUDA."""
-    found = Prediction.of_plan(plan)
+    found = AllocatorPrediction.of_plan(plan)
     if found is None:
         return ""
     return (
@@ -114,7 +114,7 @@ def _reserved(plan: Planned) -> str:
     )
 
 
-def _figures(plan: Planned) -> str:
+def _figures(plan: PlanData) -> str:
     """Four figures, each with what it is relative to."""
     again = plan.schedule.recomputed(plan.graph)
     bound, gap = "none", "no bound is proved"
@@ -145,7 +145,7 @@ def _figures(plan: Planned) -> str:
     return f'<div class="remat-figures">{"".join(cells)}</div>'
 
 
-def _table(plan: Planned) -> str:
+def _table(plan: PlanData) -> str:
     """The operations on which recomputation spends the most time."""
     graph = plan.graph
     again = plan.schedule.recomputed(graph)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from remat.limits.budget import format_bytes, format_seconds
-from remat.planned import Planned
+from remat.limits.units import format_bytes, format_seconds
+from remat.plan_data import PlanData
 from remat.report.tables import starred
 from remat.view.drawing import svg
 from remat.view.drawing.text import plain, shorten
@@ -27,7 +27,7 @@ class Share:
     size_bytes: int = 0
 
 
-def modules_svg(plan: Planned) -> str:
+def modules_svg(plan: PlanData) -> str:
     """The picture as SVG text: one bar a module, in the order of the model; bars are seconds, or
     runs where recomputation takes no time."""
     found = shares(plan)
@@ -63,7 +63,7 @@ def cost(share: Share) -> str:
     return f"{format_seconds(share.time_s)}, {share.runs:,} run{'s' if share.runs != 1 else ''}"
 
 
-def shares(plan: Planned, limit: int = MAX_BARS) -> list[Share]:
+def shares(plan: PlanData, limit: int = MAX_BARS) -> list[Share]:
     """What is recomputed of each module, in the order of the graph; at most `limit` groups.
 
     Modules are grouped by the longest paths that give few enough groups: whole, without the
@@ -113,7 +113,7 @@ def _groupings(paths: dict[int, str]) -> list[dict[int, str]]:
     return found
 
 
-def summary(plan: Planned) -> str:
+def summary(plan: PlanData) -> str:
     """How much is recomputed in all."""
     again = plan.schedule.recomputed(plan.graph)
     if not again:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from remat.limits.budget import format_bytes, format_seconds
-from remat.planned import Planned
+from remat.limits.units import format_bytes, format_seconds
+from remat.plan_data import PlanData
 from remat.view.drawing import svg
 from remat.view.drawing.axes import RUNS, Axis, bottom_axis, decimal_ticks, passes
 from remat.view.drawing.cells import MAX_ROWS, ROLES, Grid, Stroke, sections, strokes
@@ -39,7 +39,7 @@ _LEAST = {
 picture, and is drawn no smaller than can be seen."""
 
 
-def schedule_svg(plan: Planned) -> str:
+def schedule_svg(plan: PlanData) -> str:
     """The picture as SVG text: runs from left to right, operations from top to bottom."""
     grid = Grid(len(plan.graph), len(plan.schedule))
     cell = max(1, min(_ROW, MAX_ROWS // max(grid.rows, 1)))
@@ -76,7 +76,7 @@ def schedule_svg(plan: Planned) -> str:
     return svg.document(_WIDTH, below, TITLE, summary(plan), [*body, *marks])
 
 
-def row_labels(plan: Planned, height: float, label: float) -> list[tuple[str, int, int]]:
+def row_labels(plan: PlanData, height: float, label: float) -> list[tuple[str, int, int]]:
     """(name, first operation, the one after the last): operations by name where there are few,
     else stretches of rows by module. An operation is `height` high, a label `label`."""
     operations = plan.graph.operations
@@ -95,7 +95,7 @@ def _shape(cells: list[Stroke], left: float, wide: float, least: float, cell: in
     return "".join(parts)
 
 
-def _tips(plan: Planned, left: float, cell: int) -> list[str]:
+def _tips(plan: PlanData, left: float, cell: int) -> list[str]:
     """Invisible rows that say what the operation is; in a binned picture there is no such row."""
     runs: dict[int, list[int]] = defaultdict(list)
     for run, op in enumerate(plan.schedule.runs):
@@ -114,7 +114,7 @@ def _tips(plan: Planned, left: float, cell: int) -> list[str]:
     return parts
 
 
-def summary(plan: Planned) -> str:
+def summary(plan: PlanData) -> str:
     """Runs, operations, and how much of it is recomputation."""
     again = plan.schedule.recomputed(plan.graph)
     return (

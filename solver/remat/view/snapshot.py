@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from remat.documents.base import write_atomically
-from remat.planned import Planned
+from remat.plan_data import PlanData
 from remat.view.drawing.occupancy import LAYERS, copy_kinds, is_overwritten, starts_s
 from remat.view.drawing.text import plain
 
@@ -25,7 +25,7 @@ _BASE = 0x7F0000000000
 Frames = list[dict[str, Any]]
 
 
-def memory_snapshot(plan: Planned) -> dict[str, Any]:
+def memory_snapshot(plan: PlanData) -> dict[str, Any]:
     """The snapshot as plain data: one device, one segment, one stream.
 
     Allocations carry frames: the operation (its module as the file, its run as the line), then the
@@ -71,7 +71,7 @@ def memory_snapshot(plan: Planned) -> dict[str, Any]:
     }
 
 
-def save_snapshot(plan: Planned, path: str | os.PathLike[str]) -> None:
+def save_snapshot(plan: PlanData, path: str | os.PathLike[str]) -> None:
     """Write the snapshot as torch does, pickled: text and numbers only. All or nothing."""
     # The viewer reads pickles of protocol 4 at most.
     write_atomically(Path(path), pickle.dumps(memory_snapshot(plan), protocol=4))

@@ -6,8 +6,8 @@ import csv
 import io
 
 from remat.graph import Graph
-from remat.limits.budget import format_bytes, format_seconds
-from remat.planned import Planned
+from remat.limits.units import format_bytes, format_seconds
+from remat.plan_data import PlanData
 from remat.view.drawing.text import plain, shorten
 
 COLUMNS = (
@@ -29,7 +29,7 @@ COLUMNS = (
 _FORMULA = ("=", "+", "-", "@")
 
 
-def operations_csv(plan: Planned) -> str:
+def operations_csv(plan: PlanData) -> str:
     """One line an operation, in the graph's order, with the columns `COLUMNS`.
 
     `cost_s` is one run, `extra_s` all but the first; `result` is 1 where an output is held to the
@@ -63,7 +63,7 @@ def operations_csv(plan: Planned) -> str:
     return text.getvalue()
 
 
-def graph_dot(graph: Graph, plan: Planned | None = None) -> str:
+def graph_dot(graph: Graph, plan: PlanData | None = None) -> str:
     """Graphviz text: a box an operation, an arrow a value. With a `plan` (of this graph), what it
     runs again is orange and says how often it runs."""
     again = {} if plan is None else plan.schedule.recomputed(graph)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
 
-from remat.limits.budget import format_bytes, format_seconds
-from remat.planned import Planned
+from remat.limits.units import format_bytes, format_seconds
+from remat.plan_data import PlanData
 from remat.schedule import Schedule
 from remat.simulate import simulate
 from remat.view.drawing import svg
@@ -86,7 +86,7 @@ class Curves:
         return found
 
 
-def curves(plan: Planned, x: Literal["time", "runs"] = "time") -> Curves:
+def curves(plan: PlanData, x: Literal["time", "runs"] = "time") -> Curves:
     """The memory of the plan, and that without recomputation over its own, shorter time."""
     held = occupancy(plan)
     during = held.timeline.during_bytes
@@ -106,7 +106,7 @@ def curves(plan: Planned, x: Literal["time", "runs"] = "time") -> Curves:
     )
 
 
-def timeline_svg(plan: Planned, *, x: Literal["time", "runs"] = "time") -> str:
+def timeline_svg(plan: PlanData, *, x: Literal["time", "runs"] = "time") -> str:
     """The picture as SVG text. `x` is what the horizontal axis counts: seconds, or runs (which it
     also counts where the plan takes no time)."""
     shown = curves(plan, x)
@@ -196,7 +196,7 @@ def _peak(
     return [svg.element("circle", tip, cx=x, cy=up.at(during[run]), r=3.5, class_="remat-mark")]
 
 
-def _budget(plan: Planned, up: Axis, fits: bool) -> list[str]:
+def _budget(plan: PlanData, up: Axis, fits: bool) -> list[str]:
     """The line with its label; only the label, at the top, where the budget is far above."""
     right = _WIDTH - _RIGHT
     words = f"budget {format_bytes(plan.budget_bytes)}"
@@ -211,7 +211,7 @@ def _budget(plan: Planned, up: Axis, fits: bool) -> list[str]:
     ]
 
 
-def _tips(plan: Planned, columns: Columns, during: Sequence[int], across: Axis) -> list[str]:
+def _tips(plan: PlanData, columns: Columns, during: Sequence[int], across: Axis) -> list[str]:
     """Invisible strips that say what runs under the pointer."""
     stride = -(-len(columns) // _MAX_TIPS)
     parts: list[str] = []
@@ -227,7 +227,7 @@ def _tips(plan: Planned, columns: Columns, during: Sequence[int], across: Axis) 
     return parts
 
 
-def summary(plan: Planned) -> str:
+def summary(plan: PlanData) -> str:
     """Peak and time, each with what it is relative to."""
     peak, baseline = format_bytes(plan.peak_bytes), format_bytes(plan.baseline_peak_bytes)
     return (

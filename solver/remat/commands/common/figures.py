@@ -8,13 +8,13 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
-from remat.costs.pricing import Priced, with_costs
+from remat.costs.trace_costs import OperationCost, with_costs
 from remat.documents.trace import Trace
 from remat.errors import RematError
 from remat.frontend.compile.registry import CompiledPlan
-from remat.limits.budget import format_bytes, format_seconds
+from remat.limits.units import format_bytes, format_seconds
 from remat.plan import Plan
-from remat.planned import RESERVED_STAT
+from remat.plan_data import RESERVED_BYTES_STAT
 from remat.report.tables import aligned, largest
 from remat.schedule import Schedule
 from remat.simulate import simulate
@@ -31,7 +31,7 @@ def plan_figures(plan: Plan) -> Figures:
         "status": plan.status.name,
         "strategy": plan.stats.get("strategy"),
         "budget_bytes": plan.budget_bytes,
-        "reserve_bytes": plan.stats.get(RESERVED_STAT, 0),
+        "reserve_bytes": plan.stats.get(RESERVED_BYTES_STAT, 0),
         "peak_bytes": plan.peak_bytes,
         "baseline_peak_bytes": plan.baseline_peak_bytes,
         "constant_bytes": plan.graph.constant_bytes,
@@ -60,7 +60,7 @@ def compiled_figures(compiled: CompiledPlan) -> Figures:
         "asked_bytes": compiled.budget_bytes,
         "verified_bytes": compiled.verified_bytes,
         "torch_compile_bytes": compiled.baseline_bytes,
-        "others_bytes": compiled.others_bytes,
+        "external_bytes": compiled.external_bytes,
         "rounds": compiled.rounds,
         "planned_in_s": compiled.planned_s,
     }
@@ -151,5 +151,5 @@ def check_any(plans: Sequence[Plan], budgets: Sequence[str] | None) -> None:
 
 def _free_of_charge(trace: Trace) -> Trace:
     """With costs of zero: sizes need no clock."""
-    free = Priced(0.0, 0, "none")
+    free = OperationCost(0.0, 0, "none")
     return with_costs(trace, {node.name: free for node in trace.nodes if not node.view})

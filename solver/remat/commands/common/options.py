@@ -12,8 +12,9 @@ import typer
 from remat.commands.common.exits import UsageError
 from remat.costs.devices import DEVICES, find_device
 from remat.limits.budget import Budget
-from remat.limits.outputs import DROPPED, HELD
-from remat.limits.reserve import less_reserve, parse_reserve
+from remat.limits.limits import Limits
+from remat.limits.outputs import OUTPUTS_DROPPED, OUTPUTS_HELD
+from remat.limits.reserve import parse_reserve
 from remat.strategies.base import Strategy
 from remat.strategies.registry import (
     COMPARED_AS,
@@ -179,15 +180,15 @@ DropOutputs = Annotated[
 
 def outputs_of(drop: bool) -> str:
     """What the library is told of `--drop-outputs`."""
-    return DROPPED if drop else HELD
+    return OUTPUTS_DROPPED if drop else OUTPUTS_HELD
 
 
-def without(budget: str, reserve: str | None) -> tuple[Budget, int]:
-    """The budget less what is reserved of it, and that in bytes. Raises `BudgetError`."""
-    asked, reserve_bytes = Budget.parse(budget), parse_reserve("0" if reserve is None else reserve)
-    if reserve_bytes:
-        asked = Budget.parse(less_reserve(asked, reserve_bytes))
-    return asked, reserve_bytes
+def limits_of(budget: str, reserve: str | None) -> Limits:
+    """Return the limits that `--budget` and `--reserve` ask for. Raises `BudgetError`."""
+    limits = Limits(Budget.parse(budget), parse_reserve(reserve or 0))
+    if limits.reserve_bytes:
+        limits.check_reserve()
+    return limits
 
 
 def check_autocast(dtype: str | None) -> None:

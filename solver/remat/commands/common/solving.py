@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import typer
 
-from remat.allocator.fitting import solve_within
+from remat.allocator.budget_fitting import solve_within_allocator_budget
 from remat.commands.common.exits import code_of_signal, say, word
 from remat.commands.common.interrupt import interruptible
 from remat.commands.common.progress_line import Line, live
@@ -30,7 +30,7 @@ def solved(trace: Trace, budget: Budget, strategy: Strategy) -> tuple[Plan, int 
     return attended(
         "solving",
         None,
-        lambda line, cancel: solve_within(
+        lambda line, cancel: solve_within_allocator_budget(
             trace,
             budget,
             lambda asked: solve(trace, asked, strategy, progress=line.solving, cancel=cancel),

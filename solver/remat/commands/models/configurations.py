@@ -18,7 +18,7 @@ from remat.commands.models import diffusion
 from remat.commands.models.batches import SEQ_TO_SEQ, TASKS, Sizes, batch, special_tokens
 from remat.errors import TraceError, nearest, one_line
 from remat.frontend.memory.device_memory import free_bytes
-from remat.limits.budget import format_bytes
+from remat.limits.units import format_bytes
 
 Named = tuple[str, nn.Module, tuple[Any, ...], dict[str, Any]]
 Data = dict[str, Any]

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from remat.errors import RematError, TraceError, one_line
-from remat.frontend.common.frames import is_users
+from remat.frontend.common.code_origin import is_user_code
 
 Call = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 
@@ -194,7 +194,7 @@ def _where(error: BaseException, file: Path | None = None) -> str:
     step = error.__traceback__
     while step is not None:
         path = Path(step.tb_frame.f_code.co_filename)
-        if path == file or is_users(path):
+        if path == file or is_user_code(path):
             found = f"{_shown(path)}:{step.tb_lineno}: "
         step = step.tb_next
     return found

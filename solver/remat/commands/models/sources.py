@@ -28,7 +28,7 @@ from remat.commands.models.factories import from_factory
 from remat.errors import RematError, TraceError, one_line
 from remat.frontend.capture.trace import normalise_inputs
 from remat.frontend.common.pytree import flatten, unflatten
-from remat.frontend.common.target import device_here
+from remat.frontend.common.target_gpu import local_device
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _HUGGING_FACE = "hf:"
@@ -101,7 +101,7 @@ def _load(
 
 
 def _device(name: str) -> torch.device:
-    return torch.device("meta") if name == "meta" else device_here(name)
+    return torch.device("meta") if name == "meta" else local_device(name)
 
 
 def _seed(seed: int) -> None:

@@ -1,7 +1,8 @@
-"""The search behind `max_batch`: what a batch takes, and which is the largest that fits.
+"""`BatchSearch`: search for the largest batch that fits a budget, for `max_batch`.
 
-The peak without recomputation, and roughly the smallest peak with it, is affine in the batch: a
-line through two captures guesses where it meets the budget, and the solver decides around there.
+The peak without recomputation, and roughly the smallest peak with it, is an affine function of the
+batch. A line through two captured batches predicts the batch at which the peak meets the budget;
+the solver decides for the batches near that one.
 """
 
 from __future__ import annotations
@@ -15,32 +16,32 @@ from typing import Any
 import torch
 from torch import nn
 
-from remat.allocator.fitting import solve_within
+from remat.allocator.budget_fitting import solve_within_allocator_budget
 from remat.batch import Attempt
 from remat.costs.roofline import Roofline
 from remat.documents.trace import Trace
 from remat.errors import InfeasibleBudget, SolverTimeout, TraceError
 from remat.frontend.capture.trace import trace as capture
-from remat.frontend.costs.cache import CostCache
+from remat.frontend.costs.cost_cache import CostCache
 from remat.frontend.costs.measure import measure
-from remat.frontend.memory.auto_budget import available
-from remat.frontend.memory.reserve import Reserved
+from remat.frontend.memory.auto_budget import auto_limits
+from remat.frontend.memory.reserve import ReserveSize
 from remat.limits.budget import Budget
-from remat.limits.reserve import less_reserve
+from remat.limits.limits import Limits
 from remat.plan import Plan
 from remat.progress import Progress
 from remat.schedule import Schedule
 from remat.simulate import simulate
 from remat.solve import solve
 from remat.strategies import Strategy
-from remat.strategies.search.steps.baselines import quick_schedules
+from remat.strategies.search.steps.baselines import quick_baseline_schedules
 
-_LEAP = 8
-"""How many times larger than those before a guess may be: `model_fn` makes real inputs, and where
-gradients are the peak of small batches, a line through those promises too much."""
+_MAX_GROWTH = 8
+"""Largest factor between a guessed batch and the batches before it. `model_fn` allocates real
+inputs; and where gradients are the peak of small batches, a line through these is too flat."""
 
-_LINES = 6
-"""Guesses by a line; after them, what is left is halved."""
+_MAX_LINE_GUESSES = 6
+"""Number of guesses by a line; after them, the search halves the interval."""
 
 Call = tuple[Any, ...]
 """(model, args), (model, kwargs) or (model, args, kwargs)."""
@@ -48,200 +49,224 @@ Call = tuple[Any, ...]
 
 @dataclass
 class BatchSearch:
+    """The state of one search: what `max_batch` was called with, captured batches and attempts.
+
+    A `budget` of None is "auto". `max_batch` is the largest batch that may be tried: it falls when
+    `model_fn` runs out of memory, which sets `is_out_of_memory`. `budget_bytes` is the budget after
+    the reserve; `segments_bytes` limits the segments of torch's allocator if the budget is "auto".
+    """
+
     model_fn: Callable[[int], Call]
     strategy: Strategy
     costs: str | Roofline | None
     cache: CostCache | str | None
     max_overhead: float | None
     progress: Callable[[Attempt], None] | None
-    most: int
+    max_batch: int
     device: str | torch.device | None
-    budget: Budget | None  # without, it is what the device has free
-    reserve: Reserved
+    budget: Budget | None
+    reserve: ReserveSize
     budget_bytes: int = 0
     attempts: list[Attempt] = field(default_factory=list)
     segments_bytes: int | None = None
-    is_full: bool = False
+    is_out_of_memory: bool = False
     _traces: dict[int, Trace] = field(default_factory=dict)
     _plans: dict[int, Plan] = field(default_factory=dict)
 
-    # -- what a batch takes -----------------------------------------------------------------
+    # -- peaks of a batch -------------------------------------------------------------------
 
-    def begin(self, start: int) -> None:
-        """Read the budget while the model and the first batch that can be made live."""
+    def read_budget(self, start: int) -> None:
+        """Set `budget_bytes`. The budget "auto" is read while the model and the first batch for
+        which there is memory, `start` or a smaller one, are allocated."""
         batch = start
         while batch:
             try:
-                call = self._call(batch)
+                call = self._call_model_fn(batch)
                 break
-            except _TooLarge:
+            except _BatchTooLargeError:
                 batch //= 2
         else:
             raise InfeasibleBudget("model_fn(1) ran out of memory: not even a batch of 1 fits")
         traced = self.trace(batch, call)
         if self.budget is None:
-            is_there = any(t.device.type != "meta" for t in call[0].parameters())
-            found = available(traced, missing_bytes=self.reserve.missing_bytes, is_there=is_there)
-            self.budget_bytes, self.segments_bytes = found.budget_bytes, found.reserved_bytes
-            return
-        self.budget_bytes = less_reserve(self.budget, self.reserve.total_bytes)
+            is_allocated = any(p.device.type != "meta" for p in call[0].parameters())
+            auto = auto_limits(traced, self.reserve, is_allocated=is_allocated)
+            limits, self.segments_bytes = auto.limits, auto.segments_bytes
+        else:
+            limits = Limits(self.budget, self.reserve.total_bytes)
+        budget_bytes = limits.budget_after_reserve.size_bytes
+        assert budget_bytes is not None  # `max_batch` takes no relative budget
+        self.budget_bytes = budget_bytes
 
-    def trace(self, batch: int, call: _Made | None = None) -> Trace:
-        """The step for a batch, captured once, with costs. Raises `_TooLarge`."""
+    def trace(self, batch: int, call: _ModelCall | None = None) -> Trace:
+        """Return the trace of a batch's step with costs; capture it the first time. Raises
+        `_BatchTooLargeError`."""
         if batch not in self._traces:
-            model, args, kwargs = call or self._call(batch)
+            model, args, kwargs = call or self._call_model_fn(batch)
             traced = capture(model, args, kwargs, device=self.device)
             costs = self.costs or traced.device.split(":")[0]
             self._traces[batch] = measure(traced, costs, cache=self.cache)
         return self._traces[batch]
 
-    def _call(self, batch: int) -> _Made:
-        """What `model_fn` makes. Raises `_TooLarge` where there is no memory for it."""
-        if batch > self.most:
-            raise _TooLarge
+    def _call_model_fn(self, batch: int) -> _ModelCall:
+        """Return the model and inputs for a batch. Raises `_BatchTooLargeError` where `model_fn`
+        runs out of memory."""
+        if batch > self.max_batch:
+            raise _BatchTooLargeError
         try:
-            return _call(self.model_fn(batch))
+            return _checked_call(self.model_fn(batch))
         except (RuntimeError, MemoryError) as error:
             if not _is_out_of_memory(error):
                 raise
-        # The error holds what was made; it has to be gone before the next batch.
-        self.most, self.is_full = batch - 1, True
-        raise _TooLarge
+        # The traceback references the tensors of this batch; free them before the next batch.
+        self.max_batch, self.is_out_of_memory = batch - 1, True
+        raise _BatchTooLargeError
 
-    def eager_bytes(self, batch: int) -> int:
-        """The peak without recomputation."""
+    def eager_peak_bytes(self, batch: int) -> int:
+        """Return the peak without recomputation."""
         graph = self.trace(batch).graph()
         return simulate(graph, Schedule.keep_all(graph)).peak_bytes
 
-    def quick_bytes(self, batch: int) -> int:
-        """The smallest peak that quick baselines reach."""
+    def quick_min_peak_bytes(self, batch: int) -> int:
+        """Return the smallest peak that fast baseline strategies reach."""
         graph = self.trace(batch).graph()
-        schedules = [Schedule.keep_all(graph), *quick_schedules(graph, None, lambda: False)]
+        schedules = [
+            Schedule.keep_all(graph),
+            *quick_baseline_schedules(graph, None, lambda: False),
+        ]
         return min(simulate(graph, schedule).peak_bytes for schedule in schedules)
 
     # -- searches ---------------------------------------------------------------------------
 
-    def largest_eager(self, start: int) -> int:
-        """The largest batch that fits without recomputation, 0 if none does."""
-        low, high = 0, self.most + 1
+    def largest_eager_batch(self, start: int) -> int:
+        """Return the largest batch that fits without recomputation, 0 if none does."""
+        fits, exceeds = 0, self.max_batch + 1
         points: list[tuple[int, int]] = []
         guess = start
-        while high - low > 1:
-            guess = min(max(guess, low + 1), high - 1)
+        while exceeds - fits > 1:
+            guess = min(max(guess, fits + 1), exceeds - 1)
             try:
-                points.append((guess, self.eager_bytes(guess)))
-            except _TooLarge:
-                high = guess
-                guess = (low + high) // 2
+                points.append((guess, self.eager_peak_bytes(guess)))
+            except _BatchTooLargeError:
+                exceeds = guess
+                guess = (fits + exceeds) // 2
                 continue
             if points[-1][1] <= self.budget_bytes:
-                low = guess
+                fits = guess
             else:
-                high = guess
+                exceeds = guess
             if len(points) == 1:
                 guess = 2 * guess
-            elif len(points) <= _LINES:
-                guess = min(self._meets(points[-2], points[-1]), _LEAP * max(points)[0])
+            elif len(points) <= _MAX_LINE_GUESSES:
+                guess = self._batch_at_budget(points[-2], points[-1])
+                guess = min(guess, _MAX_GROWTH * max(points)[0])
             else:
-                guess = (low + min(high, _LEAP * low)) // 2
-        return low
+                guess = (fits + min(exceeds, _MAX_GROWTH * fits)) // 2
+        return fits
 
-    def largest(self, low: int, start: int) -> tuple[int, Attempt | None]:
-        """The largest batch with a plan, 0 if there is none, and the attempt at the next one; None
-        if that is over `most`. `low` fits without recomputation."""
-        near = min(max(low, start), self.most)
-        other = 2 * near if 2 * near <= self.most else max(1, near // 2)
+    def largest_batch(self, eager_batch: int, start: int) -> tuple[int, Attempt | None]:
+        """Return the largest batch with a plan, 0 if there is none, and the attempt at the next
+        batch; None if that is more than `max_batch`. `eager_batch` fits without recomputation."""
+        fits = eager_batch
+        first = min(max(fits, start), self.max_batch)
+        second = 2 * first if 2 * first <= self.max_batch else max(1, first // 2)
+        first_point = first, self.quick_min_peak_bytes(first)
         try:
-            line = (near, self.quick_bytes(near)), (other, self.quick_bytes(other))
-        except _TooLarge:
-            line = (near, self.quick_bytes(near)), (near, self.quick_bytes(near))
-        if low == self.most:
-            return low, self._full(low + 1)
-        high, failed = self.most + 1, self._full(self.most + 1)
-        guess, floor_bytes = min(self._meets(*line), _LEAP * near), _intercept(*line)
-        step = max(1, near // 4)
-        sluggish = 0
-        while high - low > 1:
-            batch = min(max(guess, low + 1), high - 1)
-            width = high - low
+            line = first_point, (second, self.quick_min_peak_bytes(second))
+        except _BatchTooLargeError:
+            line = first_point, first_point
+        if fits == self.max_batch:
+            return fits, self._out_of_memory_attempt(fits + 1)
+        exceeds = self.max_batch + 1
+        failed = self._out_of_memory_attempt(exceeds)
+        guess = min(self._batch_at_budget(*line), _MAX_GROWTH * first)
+        bytes_at_zero = _bytes_at_zero(*line)
+        step = max(1, first // 4)
+        slow_rounds = 0  # successive rounds that did not halve the interval
+        while exceeds - fits > 1:
+            batch = min(max(guess, fits + 1), exceeds - 1)
+            width = exceeds - fits
             try:
-                attempt = self._attempt(batch)
-            except _TooLarge:
-                attempt = self._full(batch)
+                attempt = self._try_batch(batch)
+            except _BatchTooLargeError:
+                attempt = self._out_of_memory_attempt(batch)
                 assert attempt is not None
             if attempt.fits:
-                low = batch
+                fits = batch
             else:
-                high, failed = batch, attempt
-            sluggish = sluggish + 1 if high - low > width / 2 else 0
+                exceeds, failed = batch, attempt
+            slow_rounds = slow_rounds + 1 if exceeds - fits > width / 2 else 0
             if failed is None:
-                guess, step = low + step, 2 * step
-            elif sluggish > 1 or failed.least_bytes is None:
-                guess = (low + high) // 2
+                guess, step = fits + step, 2 * step
+            elif slow_rounds > 1 or failed.min_peak_bytes is None:
+                guess = (fits + exceeds) // 2
             else:
-                guess = self._meets((0, floor_bytes), (high, failed.least_bytes))
-        return low, failed
+                guess = self._batch_at_budget((0, bytes_at_zero), (exceeds, failed.min_peak_bytes))
+        return fits, failed
 
-    def _full(self, batch: int) -> Attempt | None:
-        """The attempt at a batch that cannot be made; None where none was refused."""
-        if not self.is_full:
+    def _out_of_memory_attempt(self, batch: int) -> Attempt | None:
+        """Record and return the attempt at a batch for which `model_fn` has no memory; None if it
+        never ran out of memory."""
+        if not self.is_out_of_memory:
             return None
-        return self._noted(
+        return self._record(
             Attempt(batch, fits=False, is_proved=False, seconds=0.0, out_of_memory=True)
         )
 
     def best_plan(self, batch: int) -> Plan:
-        """The plan at full effort, or the one that the search met, where that is better."""
-        known = self._plans.get(batch)
+        """Solve a batch until the strategy ends; return that plan, or the plan of the search where
+        that one is faster."""
+        search_plan = self._plans.get(batch)
         try:
             traced = self.trace(batch)
-            plan = solve_within(
+            plan = solve_within_allocator_budget(
                 traced,
                 Budget.parse(self.budget_bytes),
                 lambda budget: solve(traced, budget, self.strategy),
                 reserved_bytes=self.segments_bytes,
             )
         except (InfeasibleBudget, SolverTimeout):
-            if known is None:
+            if search_plan is None:
                 raise
-            return known
-        return plan if known is None or plan.time_s <= known.time_s else known
+            return search_plan
+        return plan if search_plan is None or plan.time_s <= search_plan.time_s else search_plan
 
-    def _meets(self, *points: tuple[int, int]) -> int:
-        """The last batch at which the line through two points of (batch, bytes) is within the
-        budget."""
+    def _batch_at_budget(self, *points: tuple[int, int]) -> int:
+        """Return the last batch at which the line through two points of (batch, bytes) is within
+        the budget."""
         (x, a), (y, b) = sorted(points)
-        return self.most if b <= a else x + (self.budget_bytes - a) * (y - x) // (b - a)
+        return self.max_batch if b <= a else x + (self.budget_bytes - a) * (y - x) // (b - a)
 
-    def _attempt(self, batch: int) -> Attempt:
-        began = time.monotonic()
+    def _try_batch(self, batch: int) -> Attempt:
+        """Solve a batch until it is clear whether it fits; record and return the attempt."""
+        start = time.monotonic()
         traced = self.trace(batch)
-        enough = _Enough(self.max_overhead)
-        found: dict[str, Any]
+        stop = _StopWhenDecided(self.max_overhead)
+        outcome: dict[str, Any]
         try:
-            plan = solve(
-                traced, self.budget_bytes, self.strategy, progress=enough, cancel=enough.event
-            )
+            plan = solve(traced, self.budget_bytes, self.strategy, progress=stop, cancel=stop.event)
         except InfeasibleBudget as error:
-            found = {
+            outcome = {
                 "fits": False,
                 "is_proved": error.is_proved,
-                "least_bytes": error.min_feasible_bytes,
+                "min_peak_bytes": error.min_feasible_bytes,
             }
         except SolverTimeout:
-            found = {"fits": False, "is_proved": False}
+            outcome = {"fits": False, "is_proved": False}
         else:
-            found = self._judged(plan)
+            outcome = self._outcome(plan)
             self._plans[batch] = plan
-        return self._noted(Attempt(batch=batch, seconds=time.monotonic() - began, **found))
+        return self._record(Attempt(batch=batch, seconds=time.monotonic() - start, **outcome))
 
-    def _noted(self, attempt: Attempt) -> Attempt:
+    def _record(self, attempt: Attempt) -> Attempt:
+        """Append the attempt, call `progress` with it, and return it."""
         self.attempts.append(attempt)
         if self.progress is not None:
             self.progress(attempt)
         return attempt
 
-    def _judged(self, plan: Plan) -> dict[str, Any]:
+    def _outcome(self, plan: Plan) -> dict[str, Any]:
+        """Return the fields of an attempt that has a plan: it fits unless it is too slow."""
         limit = self.max_overhead
         fits = limit is None or plan.overhead <= limit
         bound = plan.lower_bound
@@ -253,38 +278,42 @@ class BatchSearch:
         }
 
 
-class _Enough:
-    """Ends a solve once it is known whether the batch fits: the time is not wanted yet."""
+class _StopWhenDecided:
+    """Stops a solve as soon as it is clear whether the batch fits: a progress callback that sets
+    `event`, which cancels the solve. A faster plan is not needed then."""
 
     def __init__(self, max_overhead: float | None) -> None:
         self.event = threading.Event()
         self._limit = max_overhead
 
     def __call__(self, progress: Progress) -> None:
-        known, bound, limit = progress.incumbent, progress.bound, self._limit
-        if progress.phase != "cost" or known is None:
+        overhead, bound, limit = progress.incumbent, progress.bound, self._limit
+        if progress.phase != "cost" or overhead is None:
             return
-        if limit is None or known <= limit or (bound is not None and bound > limit):
+        if limit is None or overhead <= limit or (bound is not None and bound > limit):
             self.event.set()
 
 
-class _TooLarge(Exception):
+class _BatchTooLargeError(Exception):
     """`model_fn` has no memory for a batch."""
 
 
 def _is_out_of_memory(error: RuntimeError | MemoryError) -> bool:
-    said = str(error).lower()
+    """True if the error says that memory could not be allocated, on any device."""
+    message = str(error).lower()
     return (
         isinstance(error, (torch.OutOfMemoryError, MemoryError))
-        or "out of memory" in said
-        or "can't allocate memory" in said
+        or "out of memory" in message
+        or "can't allocate memory" in message
     )
 
 
-_Made = tuple[nn.Module, Any, Mapping[str, Any] | None]
+_ModelCall = tuple[nn.Module, Any, Mapping[str, Any] | None]
 
 
-def _call(returned: object) -> _Made:
+def _checked_call(returned: object) -> _ModelCall:
+    """Return the model, inputs and keyword inputs that `model_fn` returned. Raises `TraceError`
+    for any other value."""
     if isinstance(returned, tuple) and len(returned) in (2, 3):
         model, inputs, *rest = returned
         if isinstance(model, nn.Module) and all(isinstance(r, Mapping) for r in rest):
@@ -295,7 +324,7 @@ def _call(returned: object) -> _Made:
     )
 
 
-def _intercept(*points: tuple[int, int]) -> int:
-    """What a batch of none would take, by the line through two points of (batch, bytes)."""
+def _bytes_at_zero(*points: tuple[int, int]) -> int:
+    """Return the bytes of an empty batch, by the line through two points of (batch, bytes)."""
     (x, a), (y, b) = sorted(points)
     return a if x == y else max(0, a - (b - a) * x // (y - x))

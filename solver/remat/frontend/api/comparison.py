@@ -1,7 +1,7 @@
-"""Two ways to run the same training step, side by side: peak, time, loss, and how equal they are.
+"""Run a training step in two versions and compare their peak, time, loss and gradients.
 
-Both start from the same weights, buffers, batch and random numbers. One step each is compared, one
-measured for its peak, and some are timed in turns.
+Both versions start from the same weights, buffers, batch and seed. Of each, the results of one step
+are compared, one step is measured for its peak, and some steps are timed, in turns.
 """
 
 from __future__ import annotations
@@ -18,23 +18,26 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from remat.allocator.replay import rounded
+from remat.allocator.replay import round_size
 from remat.errors import TraceError, one_line
 from remat.frontend.common.pytree import flatten
 from remat.frontend.memory.allocator_peak import allocated_peak, cuda_peak
 from remat.frontend.memory.meter import LiveStorageMeter, unique_bytes
-from remat.limits.budget import format_bytes, format_seconds
-from remat.limits.outputs import HELD, are_dropped
+from remat.limits.outputs import OUTPUTS_HELD, are_dropped
+from remat.limits.units import format_bytes, format_seconds
 
 Tensors = Mapping[str, torch.Tensor]
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Measured:
-    """What one way to run the step took. `peak_bytes` include parameters, buffers and batch: live
-    storages on CPU, or what its allocator gave out where torch has compiled the step; what torch's
-    allocator holds on CUDA. `time_s` is the median of the rounds."""
+class StepMeasurement:
+    """The measured peak, time and loss of one version of a step.
+
+    `peak_bytes` include parameters, buffers and batch. They are live storages on the CPU, or what
+    its allocator handed out if torch compiled the step; on CUDA what torch's allocator has
+    allocated. `time_s` is the median of the rounds.
+    """
 
     peak_bytes: int
     time_s: float
@@ -43,11 +46,12 @@ class Measured:
 
 @dataclass(frozen=True)
 class Equality:
-    """How equal two ways are.
+    """How many gradients and buffers are equal after the same step in two versions.
 
-    `gradients` counts those of parameters and inputs, `equal_gradients` those equal bit for bit;
-    the differences are the largest of any gradient, absolute and relative to the gradient's largest
-    element (infinite where one is missing). `buffers` counts those that the step changes.
+    `gradients` counts those of parameters and inputs, `equal_gradients` those that are equal bit
+    for bit. The differences are the largest of any gradient, absolute and relative to the
+    gradient's largest element (infinite where one is missing). `buffers` counts those that the step
+    changes.
     """
 
     gradients: int
@@ -58,7 +62,7 @@ class Equality:
     equal_buffers: int
 
     def describe(self) -> list[str]:
-        """Sentences."""
+        """Return the counts and differences as sentences."""
         lines = [f"{self.equal_gradients} of {self.gradients} gradients are equal bit for bit."]
         if self.equal_gradients < self.gradients:
             lines.append(
@@ -72,37 +76,38 @@ class Equality:
         return lines
 
     def to_data(self) -> dict[str, Any]:
-        """For JSON: a difference that is not finite is null."""
-        found = dataclasses.asdict(self)
-        return {k: v if math.isfinite(v) else None for k, v in found.items()}
+        """Return the fields as data for JSON; null stands for a difference that is not finite."""
+        fields = dataclasses.asdict(self)
+        return {k: v if math.isfinite(v) else None for k, v in fields.items()}
 
 
-def row(label: str, *cells: str) -> str:
-    """A line of a table with a column for each way and one for the change."""
+def table_row(label: str, *cells: str) -> str:
+    """Return a table line with a label, a cell for each version of the step, and the change."""
     return f"  {label:<22}" + "".join(f"{cell:>16}" for cell in cells)
 
 
-def peak_row(before: Measured, after: Measured) -> str:
-    """Of the measured peaks."""
-    change = f"{after.peak_bytes / before.peak_bytes - 1:+.1%}"
-    cells = format_bytes(before.peak_bytes), format_bytes(after.peak_bytes), change
-    return row("peak, measured", *cells)
+def peak_row(reference: StepMeasurement, remat: StepMeasurement) -> str:
+    """Return the table line with the measured peaks."""
+    change = f"{remat.peak_bytes / reference.peak_bytes - 1:+.1%}"
+    cells = format_bytes(reference.peak_bytes), format_bytes(remat.peak_bytes), change
+    return table_row("peak, measured", *cells)
 
 
-def time_rows(before: Measured, after: Measured, rounds: int) -> list[str]:
-    """Of times and losses."""
-    change = f"{after.time_s / before.time_s - 1:+.1%}"
-    cells = format_seconds(before.time_s), format_seconds(after.time_s), change
+def time_rows(reference: StepMeasurement, remat: StepMeasurement, rounds: int) -> list[str]:
+    """Return the table lines with the measured times and with the losses."""
+    change = f"{remat.time_s / reference.time_s - 1:+.1%}"
+    cells = format_seconds(reference.time_s), format_seconds(remat.time_s), change
     return [
-        row(f"time, median of {rounds}", *cells),
-        row("loss", f"{before.loss:.6f}", f"{after.loss:.6f}"),
+        table_row(f"time, median of {rounds}", *cells),
+        table_row("loss", f"{reference.loss:.6f}", f"{remat.loss:.6f}"),
     ]
 
 
-def copied(model: nn.Module, given: T) -> tuple[nn.Module, T]:
-    """The model and its arguments once more. Raises `TraceError` where they cannot be copied."""
+def deep_copy(model: nn.Module, arguments: T) -> tuple[nn.Module, T]:
+    """Return a deep copy of the model and its arguments. Raises `TraceError` where they cannot be
+    copied."""
     try:
-        return copy.deepcopy((model, given))
+        return copy.deepcopy((model, arguments))
     except Exception as error:
         raise TraceError(
             f"{type(model).__name__} or its arguments cannot be copied, so there is nothing to "
@@ -111,45 +116,50 @@ def copied(model: nn.Module, given: T) -> tuple[nn.Module, T]:
 
 
 def check_rounds(rounds: int) -> None:
-    """Raises `TraceError` for none."""
+    """Raise `TraceError` unless at least one step is to be timed."""
     if rounds < 1:
         raise TraceError(f"rounds is {rounds}; at least one step must be timed")
 
 
-def run_both(one: Side, other: Side, rounds: int, seed: int) -> tuple[Measured, Measured, Equality]:
-    """Steps of both in turns, each from `seed`; gradients are cleared in the end. Raises
-    `TraceError` where the output has no loss, or a step does not fit the device."""
-    both = (one, other)
-    before = one.buffers()
-    # The other one first: where it cannot be planned, nobody waits for the one to be compiled.
-    losses = [side.first_step(seed) for side in (other, one)][::-1]
-    gradients = _compared(one.gradients(), other.gradients())
-    buffers = _compared(*(_changed(before, side.buffers()) for side in both))
-    peaks = [one.peak_bytes(seed, other), other.peak_bytes(seed, one)]
+def compare_steps(
+    reference: StepRunner, remat: StepRunner, rounds: int, seed: int
+) -> tuple[StepMeasurement, StepMeasurement, Equality]:
+    """Run steps of both versions in turns, each from `seed`; return the measurement of each, and
+    how equal their results are. Clears the gradients at the end. Raises `TraceError` where the
+    output has no loss, or a step does not fit the device."""
+    runners = (reference, remat)
+    buffers_before = reference.buffers()
+    # remat first: if it cannot plan, the reference is not compiled in vain.
+    losses = [runner.first_step(seed) for runner in (remat, reference)][::-1]
+    gradients = _differences(reference.gradients(), remat.gradients())
+    buffers = _differences(*(_changed(buffers_before, runner.buffers()) for runner in runners))
+    peaks = [reference.peak_bytes(seed, remat), remat.peak_bytes(seed, reference)]
     times: tuple[list[float], list[float]] = ([], [])
     for _ in range(rounds):
-        for side, found in zip(both, times, strict=True):
-            found.append(side.time_s(seed))
-    measured = [
-        Measured(peak, statistics.median(found), loss)
-        for peak, found, loss in zip(peaks, times, losses, strict=True)
+        for runner, times_s in zip(runners, times, strict=True):
+            times_s.append(runner.time_s(seed))
+    measurements = [
+        StepMeasurement(peak_bytes, statistics.median(times_s), loss)
+        for peak_bytes, times_s, loss in zip(peaks, times, losses, strict=True)
     ]
     equality = Equality(
         gradients=len(gradients),
-        equal_gradients=sum(found.equal for found in gradients),
-        largest_difference=max((found.difference for found in gradients), default=0.0),
-        largest_relative_difference=max((found.relative for found in gradients), default=0.0),
+        equal_gradients=sum(gradient.is_equal for gradient in gradients),
+        largest_difference=max((gradient.absolute for gradient in gradients), default=0.0),
+        largest_relative_difference=max((gradient.relative for gradient in gradients), default=0.0),
         buffers=len(buffers),
-        equal_buffers=sum(found.equal for found in buffers),
+        equal_buffers=sum(buffer.is_equal for buffer in buffers),
     )
-    return measured[0], measured[1], equality
+    return measurements[0], measurements[1], equality
 
 
-class Side:
-    """One way to run the step. `compiled` says that torch compiles it, in the first step, which
-    took `first_s`: what it allocates is then asked of the allocator, as no operation is seen. Of
-    what the model returns only the loss is held during the backward where `outputs` are
-    dropped."""
+class StepRunner:
+    """Runs the training step of one module on one batch, and measures it.
+
+    `name` is for errors. `is_compiled` says that torch compiles the module in its first step, which
+    took `first_s` seconds: no operation of a compiled step is visible, so its peak is read from the
+    allocator. If `outputs` are "dropped", only the loss is referenced during the backward.
+    """
 
     def __init__(
         self,
@@ -158,37 +168,38 @@ class Side:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         *,
-        compiled: bool = False,
-        outputs: str = HELD,
+        is_compiled: bool = False,
+        outputs: str = OUTPUTS_HELD,
     ) -> None:
         self.name = name
-        self._are_dropped = are_dropped(outputs)
-        self._module = module
-        self._compiled = compiled
         self.first_s = 0.0
+        self._module = module
         self._args = args
         self._kwargs = kwargs
+        self._is_compiled = is_compiled
+        self._outputs_dropped = are_dropped(outputs)
         self._inputs = flatten((args, kwargs), "the arguments ")[0]
         first = next(iter([*module.parameters(), *self._inputs]), None)
         self._device = torch.device("cpu") if first is None else first.device
 
     def first_step(self, seed: int) -> float:
-        """A step that is timed, whatever is made in it; the loss."""
-        began = time.perf_counter()
+        """Run a step, compilation and planning included, and store its time in `first_s`; return
+        the loss."""
+        start = time.perf_counter()
         loss = self.step(seed)
-        self.first_s = time.perf_counter() - began
+        self.first_s = time.perf_counter() - start
         return loss
 
     def step(self, seed: int) -> float:
-        """Forward and backward on cleared gradients; the loss."""
-        self.clear()
+        """Clear the gradients, run forward and backward, and return the loss."""
+        self.clear_gradients()
         torch.manual_seed(seed)
         try:
-            # The output lives until the step ends, as in many training loops, or is let go of:
-            # whichever the plan counts on.
+            # The output lives until the step ends, as in many training loops, or is dropped before
+            # the backward: as the plan assumes.
             output = self._module(*self._args, **self._kwargs)
             loss = loss_of(output)
-            if self._are_dropped:
+            if self._outputs_dropped:
                 del output
             # Autocast keeps its casts until the outermost context ends, which is the caller's.
             torch.clear_autocast_cache()
@@ -196,72 +207,72 @@ class Side:
                 loss.backward()
         except torch.OutOfMemoryError as error:
             raise TraceError(
-                f"{self.name} does not fit {self._device}, beside the other's weights; compare "
-                f"with a smaller batch ({one_line(error, 160)})"
+                f"{self.name} does not fit {self._device} together with the weights of the model "
+                f"that it is compared with; use a smaller batch ({one_line(error, 160)})"
             ) from error
         return float(loss.detach())
 
-    def clear(self) -> None:
-        """Drop all gradients."""
+    def clear_gradients(self) -> None:
+        """Set the gradients of parameters and inputs to None."""
         self._module.zero_grad(set_to_none=True)
         for tensor in self._inputs:
             tensor.grad = None
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Those of parameters, and of inputs that require one."""
+        """Return the gradients of parameters, and of inputs that require one, by name."""
         owners = dict(self._module.named_parameters())
         owners |= {f"input {number}": tensor for number, tensor in enumerate(self._inputs)}
         return {name: t.grad for name, t in owners.items() if t.grad is not None}
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """Copies of them."""
+        """Return copies of the module's buffers, by name."""
         return {name: b.detach().clone() for name, b in self._module.named_buffers()}
 
     def constants(self) -> list[torch.Tensor]:
-        """Parameters, buffers and batch on the device."""
+        """Return the parameters, buffers and inputs on the module's device."""
         tensors = [*self._module.parameters(), *self._module.buffers(), *self._inputs]
         return [t for t in tensors if t.layout == torch.strided and t.device == self._device]
 
-    def peak_bytes(self, seed: int, other: Side) -> int:
-        """Of a step without what the other side holds."""
-        self.clear()
-        other.clear()
+    def peak_bytes(self, seed: int, other: StepRunner) -> int:
+        """Run a step and return its peak, without the memory of the `other` version's model."""
+        self.clear_gradients()
+        other.clear_gradients()
         if self._device.type == "cuda":
             peak = cuda_peak(lambda: self.step(seed), self._device) - other.allocated_bytes()
-        elif self._compiled:
+        elif self._is_compiled:
             constant_bytes = unique_bytes(self.constants())
             peak = constant_bytes + allocated_peak(lambda: self.step(seed))
         else:
             with LiveStorageMeter(unique_bytes(self.constants())) as meter:
                 self.step(seed)
             peak = meter.peak_bytes
-        self.clear()
+        self.clear_gradients()
         return peak
 
     def allocated_bytes(self) -> int:
-        """Of the constants, as torch's CUDA allocator counts them."""
+        """Return the bytes of parameters, buffers and inputs as torch's CUDA allocator rounds
+        them."""
         storages = {
             s.data_ptr(): s.nbytes() for t in self.constants() if (s := t.untyped_storage())
         }
-        return sum(map(rounded, storages.values()))
+        return sum(map(round_size, storages.values()))
 
     def time_s(self, seed: int) -> float:
-        """Wall-clock seconds of a step."""
-        self.clear()
+        """Run a step and return its wall-clock seconds."""
+        self.clear_gradients()
         start = time.perf_counter()
         self.step(seed)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        spent = time.perf_counter() - start
-        self.clear()
-        return spent
+        elapsed_s = time.perf_counter() - start
+        self.clear_gradients()
+        return elapsed_s
 
 
 def loss_of(output: object) -> torch.Tensor:
-    """The scalar that a step goes backward from: the output's `loss`, the output itself, or the
+    """Return the scalar to call `backward()` on: the output's `loss`, the output itself, or the
     first scalar of a tuple or dict. Raises `TraceError` where there is none."""
-    named = getattr(output, "loss", None)
-    candidates: list[object] = [named, output]
+    candidates: list[object] = [getattr(output, "loss", None), output]
     if isinstance(output, Mapping):
         candidates += output.values()
     elif isinstance(output, (tuple, list)):
@@ -272,13 +283,14 @@ def loss_of(output: object) -> torch.Tensor:
                 break
             return item.reshape(())
     raise TraceError(
-        f"a step needs a loss, and the model returned {_what(output)}; return a scalar that "
-        "requires a gradient: by itself, as the attribute `loss`, or as the first scalar of a "
-        "tuple or dict (models of transformers return one where they are called with labels)"
+        f"a step needs a loss, and the model returned {_summary(output)}; return a scalar that "
+        "requires a gradient: as the only output, as the attribute `loss`, or as the first scalar "
+        "of a tuple or dict (models of transformers return one where they are called with labels)"
     )
 
 
-def _what(output: object) -> str:
+def _summary(output: object) -> str:
+    """Return the type of a model's output in a few words, for an error."""
     if isinstance(output, torch.Tensor):
         grad = "" if output.requires_grad else " without a gradient"
         return f"a tensor of shape {tuple(output.shape)}{grad}"
@@ -288,37 +300,40 @@ def _what(output: object) -> str:
 
 
 @dataclass(frozen=True)
-class _Alike:
-    """How far two tensors are from each other."""
+class _TensorDifference:
+    """The largest difference between the elements of two tensors, absolute and relative to the
+    largest element; infinite where one is missing or has another shape."""
 
-    equal: bool
-    difference: float
+    is_equal: bool
+    absolute: float
     relative: float
 
     @classmethod
-    def of(cls, a: torch.Tensor | None, b: torch.Tensor | None) -> _Alike:
+    def of(cls, a: torch.Tensor | None, b: torch.Tensor | None) -> _TensorDifference:
         if a is None or b is None or a.shape != b.shape:
             return cls(False, math.inf, math.inf)
         a, b = (t.to_dense() if t.layout != torch.strided else t for t in (a, b))
-        if _equal(a, b):
+        if _is_equal(a, b):
             return cls(True, 0.0, 0.0)
         wide = torch.complex128 if a.is_complex() else torch.float64
-        apart = (a.to(wide) - b.to(wide)).abs().nan_to_num(nan=math.inf, posinf=math.inf)
-        apart = apart.masked_fill(a.isnan() & b.isnan(), 0.0)
-        difference, scale = float(apart.max()), float(a.abs().nan_to_num(0.0).max())
-        return cls(False, difference, difference / scale if scale else math.inf)
+        distance = (a.to(wide) - b.to(wide)).abs().nan_to_num(nan=math.inf, posinf=math.inf)
+        distance = distance.masked_fill(a.isnan() & b.isnan(), 0.0)
+        absolute, scale = float(distance.max()), float(a.abs().nan_to_num(0.0).max())
+        return cls(False, absolute, absolute / scale if scale else math.inf)
 
 
-def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Bit for bit, but for the kinds of NaN."""
+def _is_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """True if the tensors are equal bit for bit, except for the bits of NaNs."""
     if a.dtype != b.dtype:
         return False
     return torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
-def _compared(a: Tensors, b: Tensors) -> list[_Alike]:
-    return [_Alike.of(a.get(name), b.get(name)) for name in dict.fromkeys((*a, *b))]
+def _differences(a: Tensors, b: Tensors) -> list[_TensorDifference]:
+    """Return the differences of the tensors that have the same name."""
+    return [_TensorDifference.of(a.get(name), b.get(name)) for name in dict.fromkeys((*a, *b))]
 
 
 def _changed(before: Tensors, after: Tensors) -> dict[str, torch.Tensor]:
-    return {k: t for k, t in after.items() if k not in before or not _equal(before[k], t)}
+    """Return the tensors of `after` that are not equal to those of the same name in `before`."""
+    return {k: t for k, t in after.items() if k not in before or not _is_equal(before[k], t)}

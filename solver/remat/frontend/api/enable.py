@@ -1,7 +1,7 @@
-"""`enable(model, budget)`: the model itself, with a training step within the budget.
+"""`enable(model, budget)`: plan a model's training step in place, as `nn.Module.compile` compiles.
 
-What `nn.Module.compile` is to torch.compile: the class, the signature, `state_dict` keys, hooks on
-the model and what others read of it stay as they are, because only its `forward` is another one.
+The model object stays the same: its class, signature, `state_dict` keys, attributes and hooks do
+not change, because only the instance attribute `forward` is replaced.
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ from typing import Any, TypedDict, TypeVar, Unpack
 import torch
 from torch import nn
 
-from remat.blockwise.plan import BlocksPlan
+from remat.blockwise.blocks_plan import BlocksPlan
 from remat.costs.roofline import Roofline
 from remat.errors import InfeasibleBudget, TraceError, nearest
-from remat.frontend.api.nested_plans import PLACE, check_none_inside
-from remat.frontend.api.optimize import options_of
-from remat.frontend.blocks.fsdp2 import check_whole, here, is_sharded
+from remat.frontend.api.nested_plans import FORWARD_ATTRIBUTE, check_no_planned_submodule
+from remat.frontend.api.optimize import optimize_options
+from remat.frontend.blocks.fsdp2 import check_unsharded, is_sharded, local_tensor
 from remat.frontend.blocks.planner import AUTO, BLOCKS, MODEL, SCOPES, ScopedPlanner
 from remat.frontend.capture.trace import check_differentiable, normalise_inputs
-from remat.frontend.costs.cache import CostCache
+from remat.frontend.costs.cost_cache import CostCache
 from remat.frontend.memory.reserve import Reserve
-from remat.frontend.planning.plan_cache import Entry, Kept
+from remat.frontend.planning.plan_cache import PlanEntry, PlannerState
 from remat.frontend.planning.planner import Planner
-from remat.frontend.runtime.autograd_function import left_alone
-from remat.frontend.runtime.guards import Call, Signature, Watch
-from remat.frontend.runtime.module import RematModule, Step
-from remat.limits.budget import Budget, format_bytes, is_auto, perhaps_a_share
+from remat.frontend.runtime.autograd_function import exclude_from_compile
+from remat.frontend.runtime.guards import CallSignature, ModelCall, ModelTracker
+from remat.frontend.runtime.module import RematModule, StepDispatcher
+from remat.limits.budget import Budget, is_auto, missing_percent_sign_hint
+from remat.limits.units import format_bytes
 from remat.plan import Plan
 from remat.progress import Progress
 from remat.strategies import Strategy
@@ -41,11 +42,9 @@ logger = logging.getLogger("remat")
 
 Model = TypeVar("Model", bound=nn.Module)
 
-"""Among a model's attributes: what its `forward` was made, also where others have wrapped it."""
-
 
 class Options(TypedDict, total=False):
-    """Of `enable`: as in `remat.optimize`, and what is planned."""
+    """The options of `enable`: those of `remat.optimize`, `scope` and `in_flight`."""
 
     strategy: Strategy | None
     costs: str | Roofline | None
@@ -68,185 +67,200 @@ def enable(
     example_kwargs: Mapping[str, Any] | None = None,
     **options: Unpack[Options],
 ) -> Model:
-    """Have `model` train within `budget` (bytes allocated at most, as in `remat.optimize`).
+    """Plan the training step of `model` within `budget`, in place, and return the model.
 
-    It stays the same object, and is returned. With example inputs the step is planned now, else at
-    the first call. Hooks of the model itself run as ever, outside of what is planned. Copies,
-    pickles and `torch.save` keep it enabled, with their plans. `**options` are those of
-    `remat.optimize` and `scope`: what is planned is the whole "model", its repeated "blocks" one by
-    one, against one budget for the step, or "auto" (the default): the whole if it can be captured,
-    else its blocks, with the rest left to eager mode, which a warning tells with a table. With
-    `in_flight` (and "blocks"), so many batches have had their forward before the first has its
-    backward, as in the stages of a pipeline: 1F1B has as many as there are stages from this one on.
+    `budget` is the largest peak of allocated bytes, as in `remat.optimize`. With example inputs the
+    step is planned in this call, else at the first call of the model. Hooks of the model run as
+    before, outside of the plan. Copies, pickles and `torch.save` keep the model enabled, with its
+    plans.
 
-    Raises `TraceError` where the model is enabled, optimised or compiled already,
-    `InfeasibleBudget` where its parameters alone do not fit, and what `remat.optimize` raises.
+    `**options` are those of `remat.optimize`, `scope` and `in_flight`. `scope` is "model" for a
+    plan of the whole model; "blocks" for plans of its repeated blocks, which share the budget; or
+    "auto" (the default): the whole model if it can be captured, else its blocks, with the rest in
+    eager mode and a warning with a table. `in_flight` (only with "blocks") is the number of batches
+    whose forward runs before the backward of the first, as in pipeline parallelism: with 1F1B it is
+    the number of stages from this one on.
+
+    Raises `TraceError` if the model is enabled, optimised or compiled already, `InfeasibleBudget`
+    if its parameters alone do not fit, and the errors of `remat.optimize`.
     """
     options.setdefault("scope", AUTO)
-    check_asked(budget, options)
-    check_plain(model, options.get("scope", AUTO))
-    _refuse_less_than_parameters(model, budget)
-    planner = _InPlace(options_of(budget, **options))
+    check_options(budget, options)
+    check_not_planned(model, options.get("scope", AUTO))
+    _check_parameters_fit(model, budget)
+    planner = _InPlacePlanner(optimize_options(budget, **options))
     forward = PlannedForward(model, model.__dict__.get("forward"), planner)
     if example_inputs is not None or example_kwargs is not None:
-        given = () if example_inputs is None else example_inputs
-        args, kwargs = normalise_inputs(model, given, example_kwargs)
+        args, kwargs = normalise_inputs(
+            model, () if example_inputs is None else example_inputs, example_kwargs
+        )
         check_differentiable(model, args, kwargs)
-        planner.ready(Watch(model), Call.of(args, kwargs, "the example inputs "))
-    model.__dict__[PLACE] = model.__dict__["forward"] = forward
+        planner.step_for(ModelTracker(model), ModelCall.of(args, kwargs, "the example inputs "))
+    model.__dict__[FORWARD_ATTRIBUTE] = model.__dict__["forward"] = forward
     return model
 
 
 def disable(model: Model) -> Model:
-    """Give the model its own forward back. Raises `TraceError` where remat is not enabled."""
-    planned = _planned(model)
-    planned.is_on = False  # others may have wrapped it since, and call it
+    """Restore the model's original forward. Raises `TraceError` if remat is not enabled."""
+    planned = _planned_forward(model)
+    planned.is_on = False  # a library may have wrapped it since, and still call it
     if model.__dict__.get("forward") is planned:
         del model.__dict__["forward"]
-        if planned.own is not None:
-            model.__dict__["forward"] = planned.own
-    del model.__dict__[PLACE]
+        if planned.instance_forward is not None:
+            model.__dict__["forward"] = planned.instance_forward
+    del model.__dict__[FORWARD_ATTRIBUTE]
     return model
 
 
 def is_enabled(model: nn.Module) -> bool:
-    """Whether `enable` was called for it, and `disable` not since."""
-    return PLACE in model.__dict__
+    """True if `enable` was called for the model, and `disable` was not called since."""
+    return FORWARD_ATTRIBUTE in model.__dict__
 
 
 def plans(model: nn.Module) -> list[Plan | BlocksPlan]:
-    """The plans of an enabled model, the one that ran last at the end: a `Plan` of the whole, or a
-    `BlocksPlan`. Raises `TraceError`."""
-    return [entry.plan for entry in _planned(model).planner.entries]
+    """Return the plans of an enabled model; the one that ran last is at the end. Each is a `Plan`
+    of the whole model, or a `BlocksPlan`. Raises `TraceError` if remat is not enabled."""
+    return [entry.plan for entry in _planned_forward(model).planner.entries]
 
 
 class PlannedForward:
-    """The `forward` of an enabled model. `own` is what the model had in its place, if anything."""
+    """The `forward` of an enabled model.
+
+    `instance_forward` is the instance attribute `forward` that the model had before, None if there
+    was only the method of its class. `is_on` is False once the model is disabled. `plans` is the
+    planner, or for a copy of the model the planner's state, until the copy needs its planner.
+    """
 
     def __init__(
         self,
         model: nn.Module,
-        own: Callable[..., Any] | None,
-        source: Planner | Kept,
+        instance_forward: Callable[..., Any] | None,
+        plans: Planner | PlannerState,
         is_on: bool = True,
     ) -> None:
         self.model = model
-        self.own = own
+        self.instance_forward = instance_forward
         self.is_on = is_on
-        self._source = source
-        self._step: Step | None = None
+        self._plans = plans
+        self._dispatcher: StepDispatcher | None = None
 
     @property
     def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self.unplanned)
+        return inspect.signature(self.original_forward)
 
     @property
-    def unplanned(self) -> Callable[..., Any]:
-        """The model's own forward."""
-        return MethodType(type(self.model).forward, self.model) if self.own is None else self.own
+    def original_forward(self) -> Callable[..., Any]:
+        """The forward that the model had before it was enabled."""
+        if self.instance_forward is not None:
+            return self.instance_forward
+        return MethodType(type(self.model).forward, self.model)
 
     @property
     def planner(self) -> Planner:
-        """The plans. Those of a copy become its own when they are first asked for: the model that
-        a copy belongs to is not whole when this is made."""
-        if isinstance(self._source, Kept):
-            self._source = _InPlace.of(self._source, self.model)
-        return self._source
+        """The model's planner. That of a copy is created when it is first needed: when this object
+        is copied or unpickled, the new model is not complete yet."""
+        if isinstance(self._plans, PlannerState):
+            self._plans = _InPlacePlanner.from_state(self._plans, self.model)
+        return self._plans
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.is_on or not torch.is_grad_enabled():  # torch.compile compiles this
-            if self.own is not None:
-                return self.own(*args, **kwargs)
+            if self.instance_forward is not None:
+                return self.instance_forward(*args, **kwargs)
             return type(self.model).forward(self.model, *args, **kwargs)
-        return self._trained(args, kwargs)
+        return self._run_training_step(args, kwargs)
 
-    @left_alone
-    def _trained(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._step is None:
-            self._step = Step(self.model, self.planner, self.unplanned)
-        return self._step.run(args, kwargs)
+    @exclude_from_compile
+    def _run_training_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._dispatcher is None:
+            self._dispatcher = StepDispatcher(self.model, self.planner, self.original_forward)
+        return self._dispatcher.run(args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PlannedForward:
-        model, own = copy.deepcopy((self.model, self.own), memo)
-        return PlannedForward(model, own, self.planner.kept(), self.is_on)
+        model, instance_forward = copy.deepcopy((self.model, self.instance_forward), memo)
+        return PlannedForward(model, instance_forward, self.planner.state(), self.is_on)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return PlannedForward, (self.model, self.own, self.planner.kept(), self.is_on)
+        arguments = self.model, self.instance_forward, self.planner.state(), self.is_on
+        return PlannedForward, arguments
 
 
-class _InPlace(ScopedPlanner):
-    """Captures the model as it was."""
+class _InPlacePlanner(ScopedPlanner):
+    """Plans a model that is enabled in place: captures it with its original forward."""
 
-    def _plan(self, model: nn.Module, call: Call, key: Signature) -> Entry:
+    def _plan(self, model: nn.Module, call: ModelCall, key: CallSignature) -> PlanEntry:
         if not self.entries:
-            _tell_of_checkpointing(model)
-        with _as_it_was(model):
+            _warn_of_gradient_checkpointing(model)
+        with _original_forward_restored(model):
             return super()._plan(model, call, key)
 
 
-def _tell_of_checkpointing(model: nn.Module) -> None:
+def _warn_of_gradient_checkpointing(model: nn.Module) -> None:
+    """Log a warning if the gradient checkpointing of transformers is on: remat ignores it."""
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         logger.warning(
-            "gradient checkpointing is on in this %s and does nothing: what is computed again is "
-            "what remat plans",
+            "gradient checkpointing is on in this %s and does nothing: remat's plan decides what "
+            "is recomputed",
             type(model).__name__,
         )
 
 
 @contextmanager
-def _as_it_was(model: nn.Module) -> Iterator[None]:
-    """With its own forward."""
-    state = model.__dict__
-    planned = state.get(PLACE)
-    forward = state.pop("forward", None)
-    if planned is not None and planned.own is not None:
-        state["forward"] = planned.own
+def _original_forward_restored(model: nn.Module) -> Iterator[None]:
+    """Give the model its original forward inside of this context."""
+    attributes = model.__dict__
+    planned = attributes.get(FORWARD_ATTRIBUTE)
+    forward = attributes.pop("forward", None)
+    if planned is not None and planned.instance_forward is not None:
+        attributes["forward"] = planned.instance_forward
     try:
         yield
     finally:
-        state.pop("forward", None)
+        attributes.pop("forward", None)
         if forward is not None:
-            state["forward"] = forward
+            attributes["forward"] = forward
 
 
-def _planned(model: nn.Module) -> PlannedForward:
-    planned = model.__dict__.get(PLACE) if isinstance(model, nn.Module) else None
+def _planned_forward(model: nn.Module) -> PlannedForward:
+    """Return the forward of an enabled model. Raises `TraceError` if remat is not enabled."""
+    planned = model.__dict__.get(FORWARD_ATTRIBUTE) if isinstance(model, nn.Module) else None
     if planned is None:
         raise TraceError(
-            f"remat is not enabled for this {type(model).__name__}; remat.enable(model, budget) "
-            "does that"
+            f"remat is not enabled for this {type(model).__name__}; call "
+            "remat.enable(model, budget) first"
         )
     return planned
 
 
-def check_plain(model: object, scope: str = MODEL) -> None:
-    """Raises `TraceError` for what is enabled, optimised, compiled or sharded already."""
+def check_not_planned(model: object, scope: str = MODEL) -> None:
+    """Raise `TraceError` if the model is enabled, optimised or compiled already, or if it is
+    sharded and `scope` asks for a plan of the whole model."""
     if not isinstance(model, nn.Module):
         raise TraceError(f"expected a torch.nn.Module, got {type(model).__name__}")
-    if PLACE in model.__dict__:
+    if FORWARD_ATTRIBUTE in model.__dict__:
         raise TraceError(
             f"remat is enabled for this {type(model).__name__} already; call remat.disable(model) "
             "before enabling it for another budget"
         )
     if isinstance(model, RematModule):
         raise TraceError("this model is optimised already; pass the original one")
-    check_none_inside(model)
+    check_no_planned_submodule(model)
     if "_orig_mod" in model._modules:
         raise TraceError(
             "this model was compiled by torch.compile; pass the module inside (model._orig_mod), "
             'or compile it within the budget: torch.compile(model, backend="remat")'
         )
     if scope == MODEL or not is_sharded(model):
-        check_whole(model)
+        check_unsharded(model)
 
 
-def check_asked(budget: int | str, options: Options) -> None:
-    """Raises for what no model could be enabled with, as `enable` would: an integration that does
-    so later tells at once."""
+def check_options(budget: int | str, options: Options) -> None:
+    """Raise the errors of `enable` for an invalid budget or option, whatever the model: for
+    integrations that enable a model later."""
     if unknown := sorted(options.keys() - Options.__annotations__.keys()):
         near = nearest(unknown[0], Options.__annotations__)
-        known = ", ".join(Options.__annotations__)
-        raise TypeError(f"there is no option {unknown[0]!r}{near}; there are {known}")
+        names = ", ".join(Options.__annotations__)
+        raise TypeError(f"there is no option {unknown[0]!r}{near}; there are {names}")
     scope = options.get("scope", AUTO)
     _check_scope(scope)
     _check_in_flight(options.get("in_flight", 1), scope)
@@ -258,8 +272,8 @@ def _check_scope(scope: object) -> None:
     if scope not in SCOPES:
         near = nearest(scope, SCOPES) if isinstance(scope, str) else ""
         raise ValueError(
-            f"scope is {scope!r}{near}; what is planned is the whole {MODEL!r}, its repeated "
-            f"{BLOCKS!r} one by one, or {AUTO!r}: the whole if that can be captured, else blocks"
+            f"scope is {scope!r}{near}; pass {MODEL!r} to plan the whole model, {BLOCKS!r} to plan "
+            f"its repeated blocks, or {AUTO!r}: the whole if that can be captured, else blocks"
         )
 
 
@@ -268,21 +282,24 @@ def _check_in_flight(in_flight: object, scope: str) -> None:
         raise ValueError(f"in_flight is {in_flight!r}; it is a number of batches, 1 or more")
     if in_flight > 1 and scope != BLOCKS:
         raise ValueError(
-            f"in_flight={in_flight} needs scope={BLOCKS!r}: what each block saves is then held so "
-            "many times"
+            f"in_flight={in_flight} needs scope={BLOCKS!r}: only a plan of blocks counts what "
+            "each block saves once for each batch in flight"
         )
 
 
-def _refuse_less_than_parameters(model: nn.Module, budget: int | str) -> None:
-    asked = None if is_auto(budget) else Budget.parse(budget).size_bytes
-    if asked is None:
+def _check_parameters_fit(model: nn.Module, budget: int | str) -> None:
+    """Raise `InfeasibleBudget` if a budget in bytes is less than parameters, gradients and buffers
+    use."""
+    budget_bytes = None if is_auto(budget) else Budget.parse(budget).size_bytes
+    if budget_bytes is None:
         return
-    held_bytes = sum(here(t).nbytes for t in (*model.parameters(), *model.buffers()))
-    held_bytes += sum(here(p).nbytes for p in model.parameters() if p.requires_grad)
-    if asked < held_bytes:
+    model_bytes = sum(local_tensor(t).nbytes for t in (*model.parameters(), *model.buffers()))
+    model_bytes += sum(local_tensor(p).nbytes for p in model.parameters() if p.requires_grad)
+    if budget_bytes < model_bytes:
         raise InfeasibleBudget(
-            f"a budget of {format_bytes(asked)} is less than the parameters, their gradients and "
-            f"the buffers of this {type(model).__name__} take ({format_bytes(held_bytes)}), which "
-            f"no plan changes{perhaps_a_share(asked, held_bytes)}",
-            min_feasible_bytes=held_bytes,
+            f"a budget of {format_bytes(budget_bytes)} is less than the parameters, their "
+            f"gradients and the buffers of this {type(model).__name__} use "
+            f"({format_bytes(model_bytes)}), which no plan changes"
+            f"{missing_percent_sign_hint(budget_bytes, model_bytes)}",
+            min_feasible_bytes=model_bytes,
         )

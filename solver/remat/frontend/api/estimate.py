@@ -1,4 +1,4 @@
-"""`estimate`: the peak of a training step and its parts, before anything runs."""
+"""`estimate`: predict the peak of a training step and its parts, without running it."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from remat.costs.pricing import by_roofline
 from remat.costs.roofline import Roofline
+from remat.costs.trace_costs import with_roofline_costs
 from remat.documents.trace import Trace
 from remat.frontend.capture.trace import trace as capture
-from remat.frontend.common.target import ANY
-from remat.frontend.memory.reserve import Reserve, reserved
-from remat.limits.outputs import HELD
+from remat.frontend.common.target_gpu import DEFAULT_GPU
+from remat.frontend.memory.reserve import Reserve, reserve_size
+from remat.limits.outputs import OUTPUTS_HELD
 from remat.report.estimate import Estimate
 
 
@@ -27,14 +27,14 @@ def estimate(
     differentiate: str | Sequence[str] = "auto",
     device: str | torch.device | None = None,
     reserve: Reserve | None = None,
-    outputs: str = HELD,
+    outputs: str = OUTPUTS_HELD,
 ) -> Estimate:
-    """What one training step of `model` on inputs like these takes in eager mode, and what of it.
+    """Estimate the peak of one training step of `model` in eager mode, and the parts of the peak.
 
-    Arguments are those of `remat.trace`. `reserve` is what else needs memory, as in
+    Arguments are those of `remat.trace`. `reserve` is memory for other uses, as in
     `remat.optimize`: `Estimate.fits` leaves it free. Nothing is computed or allocated: the model
     may be on the "meta" device, and far too large for this machine; `device="h100"` estimates the
-    step on a GPU that is not here. What is not counted is in `Estimate`'s own description. Raises
+    step on a GPU that this machine does not have. `Estimate` documents what is not counted. Raises
     `TraceError` where the model cannot be captured.
     """
     traced = capture(
@@ -45,12 +45,12 @@ def estimate(
         device=device,
         outputs=outputs,
     )
-    found = Estimate.of(by_roofline(traced, data_sheet(traced)))
-    return dataclasses.replace(found, reserve_bytes=reserved(reserve).total_bytes)
+    estimated = Estimate.of(with_roofline_costs(traced, roofline_for_trace(traced)))
+    return dataclasses.replace(estimated, reserve_bytes=reserve_size(reserve).total_bytes)
 
 
-def data_sheet(trace: Trace) -> Roofline:
-    """The roofline of the trace's device where it is known, else one of its kind."""
+def roofline_for_trace(trace: Trace) -> Roofline:
+    """Return the roofline of the trace's GPU; of a default GPU if that is unknown, or of a CPU."""
     if not trace.device.startswith("cuda"):
         return Roofline("cpu")
-    return Roofline(trace.gpu or ANY)
+    return Roofline(trace.gpu or DEFAULT_GPU)

@@ -1,4 +1,4 @@
-"""What is planned inside of a model that is to be planned."""
+"""Reject a model with a submodule that is planned already."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from torch import nn
 from remat.errors import TraceError
 from remat.frontend.runtime.module import RematModule
 
-PLACE = "_remat_forward"
-"""Where an enabled module keeps its planned forward."""
+FORWARD_ATTRIBUTE = "_remat_forward"
+"""The attribute of an enabled module that has its `PlannedForward`: also there where a library
+has wrapped the module's `forward` since."""
 
 
-def check_none_inside(model: nn.Module) -> None:
-    """Raises `TraceError` where a module of it has a plan of its own: its random numbers would be
-    drawn by both."""
+def check_no_planned_submodule(model: nn.Module) -> None:
+    """Raise `TraceError` if a submodule has a plan of its own: both plans would replay the RNG
+    state of its random operations."""
     for name, module in model.named_modules():
-        if name and (PLACE in module.__dict__ or isinstance(module, RematModule)):
+        if name and (FORWARD_ATTRIBUTE in module.__dict__ or isinstance(module, RematModule)):
             how = "optimised" if isinstance(module, RematModule) else "enabled"
             raise TraceError(
                 f"{name} inside of this {type(model).__name__} is {how} by remat already; plan the "
-                "whole, or its parts"
+                "whole model, or only its submodules"
             )

@@ -1,4 +1,4 @@
-"""`optimize(model, budget)`: the whole way in one call."""
+"""`optimize(model, budget)`: capture, measure, solve and lower a training step in one call."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from torch import nn
 
 from remat.costs.roofline import Roofline
 from remat.errors import TraceError
-from remat.frontend.api.nested_plans import check_none_inside
-from remat.frontend.capture.model.compiled_modules import uncompiled
+from remat.frontend.api.nested_plans import check_no_planned_submodule
+from remat.frontend.capture.model.compiled_modules import unwrap_compiled
 from remat.frontend.capture.trace import check_differentiable, normalise_inputs
 from remat.frontend.common.operators import NAMESPACES
-from remat.frontend.costs.cache import CostCache
-from remat.frontend.memory.reserve import Reserve, reserved
+from remat.frontend.costs.cost_cache import CostCache
+from remat.frontend.memory.reserve import Reserve, reserve_size
 from remat.frontend.planning.options import OptimizeOptions, Service
 from remat.frontend.planning.planner import Planner
-from remat.frontend.runtime.guards import Call, Watch
+from remat.frontend.runtime.guards import ModelCall, ModelTracker
 from remat.frontend.runtime.module import RematModule
 from remat.limits.budget import Budget, is_auto
-from remat.limits.outputs import HELD, are_dropped
-from remat.limits.reserve import less_reserve
+from remat.limits.limits import Limits
+from remat.limits.outputs import OUTPUTS_HELD, are_dropped
 from remat.progress import Progress
 from remat.strategies import Strategy
 
@@ -42,37 +42,38 @@ def optimize(
     service: Service | None = None,
     reserve: Reserve | None = None,
     cuda_graphs: bool = False,
-    outputs: str = HELD,
+    outputs: str = OUTPUTS_HELD,
 ) -> RematModule:
-    """The same model with a training step that never takes more memory than `budget`.
+    """Return the model with a training step whose peak memory is at most `budget`.
 
     `budget` is the peak of bytes allocated during forward and backward, parameters, buffers,
     gradients and batch included: an int (bytes), a string ("8GiB", "7.5 GB", "60%" of the peak
     without recomputation), "min" (the smallest feasible) or "auto" (what the device has free).
 
-    Without example inputs the step is planned at the first call, for the inputs that it then gets;
-    with them, now. `reserve` is what of the budget must be left to others: bytes, a string such as
-    "2GiB", or the optimizer, whose state is then measured, or foreseen before its first step. On
-    CUDA, the budget is kept as torch's allocator counts (see `remat.allocator.fitting`). `costs` is
-    "cpu", "cuda" or a `remat.Roofline`; by default operations are timed on the model's own device.
-    `differentiate` says which outputs gradients will come from (see `remat.trace`). `service` plans
-    elsewhere, as `remat.Client.optimize` does. With `cuda_graphs` nothing random is computed again,
-    so that the step can be captured in a CUDA graph. `outputs="dropped"` counts on a caller who
-    lets go of what the model returned before the backward. Other keyword arguments are those of
+    With example inputs, the step is planned in this call; without them at the first call of the
+    result, for the inputs of that call. `reserve` is the part of the budget for other uses: bytes,
+    a string such as "2GiB", or the optimizer, whose state is measured, or predicted before its
+    first step. On CUDA, the budget holds as torch's allocator counts (see
+    `remat.allocator.budget_fitting`). `costs` is "cpu", "cuda" or a `remat.Roofline`; by default
+    operations are timed on the model's own device. `differentiate` says which outputs gradients
+    will come from (see `remat.trace`). `service` plans in another process, as
+    `remat.Client.optimize` does. With `cuda_graphs` no random operation is recomputed, so that the
+    step can be captured in a CUDA graph. `outputs="dropped"` assumes that the caller releases the
+    model's outputs, except the loss, before the backward. Other keyword arguments are those of
     `remat.solve` and `remat.measure`.
 
-    The result shares the model's parameters and hooks, and behaves as the model. Of a model that
-    was compiled by torch.compile, the module inside is planned. Raises `InfeasibleBudget`,
-    `BudgetError`, `TraceError`, `SolverTimeout`.
+    The result shares the model's parameters and hooks, and behaves like the model. If torch.compile
+    compiled the model, the module inside is planned. Raises `InfeasibleBudget`, `BudgetError`,
+    `TraceError`, `SolverTimeout`.
     """
     if not isinstance(model, nn.Module):
         raise TraceError(f"expected a torch.nn.Module, got {type(model).__name__}")
-    model = uncompiled(model)
+    model = unwrap_compiled(model)
     if isinstance(model, RematModule):
         raise TraceError("this model is optimised already; pass the original one")
-    check_none_inside(model)
+    check_no_planned_submodule(model)
     planner = Planner(
-        options_of(
+        optimize_options(
             budget,
             strategy=strategy,
             costs=costs,
@@ -93,28 +94,29 @@ def optimize(
         model, () if example_inputs is None else example_inputs, example_kwargs
     )
     check_differentiable(model, args, kwargs)
-    planner.ready(Watch(model), Call.of(args, kwargs, "the example inputs "))
+    planner.step_for(ModelTracker(model), ModelCall.of(args, kwargs, "the example inputs "))
     return RematModule(model, planner)
 
 
-def options_of(
+def optimize_options(
     budget: int | str,
     *,
     differentiate: str | Sequence[str] = "auto",
     namespaces: Collection[str] = NAMESPACES,
     reserve: Reserve | None = None,
-    outputs: str = HELD,
+    outputs: str = OUTPUTS_HELD,
     **others: Any,
 ) -> OptimizeOptions:
-    """The options, with what is wrong with budget, reserve and outputs told now. See `optimize`."""
-    are_dropped(outputs)
-    wanted = None if is_auto(budget) else Budget.parse(budget)
+    """Return the options of `optimize` as data. Raises at once for an invalid budget, reserve or
+    `outputs`."""
+    are_dropped(outputs)  # raises for an unknown value
+    parsed_budget = None if is_auto(budget) else Budget.parse(budget)
     if reserve is not None:
-        reserve_bytes = reserved(reserve).total_bytes
-        if wanted is not None:  # what cannot be left fails now, not at midnight
-            less_reserve(wanted, reserve_bytes)
+        reserve_bytes = reserve_size(reserve).total_bytes
+        if parsed_budget is not None:  # fail now, not at the first call
+            Limits(parsed_budget, reserve_bytes).check_reserve()
     return OptimizeOptions(
-        budget=wanted,
+        budget=parsed_budget,
         differentiate=differentiate if isinstance(differentiate, str) else tuple(differentiate),
         namespaces=frozenset(namespaces),
         reserve=reserve,

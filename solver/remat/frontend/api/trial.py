@@ -1,76 +1,147 @@
-"""`trial`: a training step in eager mode and under a plan, side by side."""
+"""Compare a training step under remat with the same step without it.
+
+`run_eager_trial` compares a planned module with eager mode, `run_compiled_trial` compares
+`remat.compile` with plain `torch.compile`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
-from remat.errors import TraceError
+from remat.errors import RematError, TraceError, one_line
 from remat.frontend.api.comparison import (
     Equality,
-    Measured,
-    Side,
+    StepMeasurement,
+    StepRunner,
     check_rounds,
-    copied,
+    compare_steps,
+    deep_copy,
     peak_row,
-    row,
-    run_both,
+    table_row,
     time_rows,
 )
 from remat.frontend.runtime.module import RematModule
-from remat.limits.budget import format_bytes
-from remat.limits.outputs import DROPPED, HELD
+from remat.limits.outputs import OUTPUTS_DROPPED, OUTPUTS_HELD
+from remat.limits.units import format_bytes, format_seconds
 from remat.plan import Plan
+from remat.report.tables import aligned
+
+if TYPE_CHECKING:
+    from remat.frontend.compile.registry import CompiledPlan
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Eager mode and the plan, compared."""
+    """The measured peak, time and results of a step without remat (`reference`) and with it.
 
-    eager: Measured
-    remat: Measured
+    `plans` are those that remat ran: one in eager mode, one for each graph under torch.compile,
+    where `compiled_plans` has them with their verified peaks. `predicted_reference_bytes` is the
+    predicted peak of eager mode, None under torch.compile. The `first_s` are the seconds of the
+    first step, in which torch compiles and remat plans.
+    """
+
+    reference: StepMeasurement
+    remat: StepMeasurement
     equality: Equality
     rounds: int
-    plan: Plan
-    predicted_eager_bytes: int
+    plans: tuple[Plan, ...]
+    predicted_reference_bytes: int | None = None
+    compiled_plans: tuple[CompiledPlan, ...] = ()
+    reference_first_s: float = 0.0
+    remat_first_s: float = 0.0
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the module in eager mode; that of the first graph under torch.compile."""
+        return self.plans[0]
+
+    @property
+    def is_compiled(self) -> bool:
+        """True if both steps ran under torch.compile."""
+        return self.predicted_reference_bytes is None
 
     def describe(self) -> str:
-        """The table of both, side by side, and how equal their results are."""
-        before, after, plan = self.eager, self.remat, self.plan
-        predicted = format_bytes(self.predicted_eager_bytes), format_bytes(plan.peak_bytes)
+        """Return a table of both steps side by side, and how equal their results are."""
+        measured = [
+            peak_row(self.reference, self.remat),
+            *time_rows(self.reference, self.remat, self.rounds),
+        ]
+        equality = ["", *self.equality.describe()]
+        if self.predicted_reference_bytes is None:
+            first_s = (format_seconds(s) for s in (self.reference_first_s, self.remat_first_s))
+            head = table_row("", "torch.compile", "remat", "change")
+            lines = [head, *measured, table_row("first step", *first_s), *equality]
+            return "\n\n".join((compiled_plans_table(self.compiled_plans), "\n".join(lines)))
+        predicted_bytes = self.predicted_reference_bytes, self.plan.peak_bytes
         lines = [
-            row("", "eager", "remat", "change"),
-            row("peak, predicted", *predicted),
-            peak_row(before, after),
-            row("time, predicted", "", "", f"{plan.overhead:+.1%}"),
-            *time_rows(before, after, self.rounds),
-            "",
-            *self.equality.describe(),
+            table_row("", "eager", "remat", "change"),
+            table_row("peak, predicted", *map(format_bytes, predicted_bytes)),
+            measured[0],
+            table_row("time, predicted", "", "", f"{self.plan.overhead:+.1%}"),
+            *measured[1:],
+            *equality,
         ]
         return "\n".join(lines)
 
     def to_data(self) -> dict[str, Any]:
-        """Everything but the plan's schedule, for JSON. A difference that is not finite is null."""
-        plan = self.plan
+        """Return the figures as data for JSON, without the plans' schedules; null stands for a
+        difference that is not finite."""
+        reference, remat = dataclasses.asdict(self.reference), dataclasses.asdict(self.remat)
+        if self.predicted_reference_bytes is None:
+            return {
+                "torch_compile": reference | {"first_s": self.reference_first_s},
+                "remat": remat | {"first_s": self.remat_first_s},
+                "rounds": self.rounds,
+                **self.equality.to_data(),
+            }
         return {
-            "eager": dataclasses.asdict(self.eager),
-            "remat": dataclasses.asdict(self.remat),
+            "eager": reference,
+            "remat": remat,
             "predicted": {
-                "eager_peak_bytes": self.predicted_eager_bytes,
-                "remat_peak_bytes": plan.peak_bytes,
-                "overhead": plan.overhead,
+                "eager_peak_bytes": self.predicted_reference_bytes,
+                "remat_peak_bytes": self.plan.peak_bytes,
+                "overhead": self.plan.overhead,
             },
-            "budget_bytes": plan.budget_bytes,
+            "budget_bytes": self.plan.budget_bytes,
             "rounds": self.rounds,
             **self.equality.to_data(),
         }
 
 
-def trial(
+def compiled_plans_table(plans: tuple[CompiledPlan, ...]) -> str:
+    """Return a text table with a line for each graph that torch.compile made of the step."""
+    lines = [
+        ("graph", "module", "plain", "budget", "planned", "verified", "extra time", "recomputed",
+         "rounds", "planned in")
+    ]  # fmt: skip
+    for number, compiled in enumerate(plans, 1):
+        plan, verified_bytes = compiled.plan, compiled.verified_bytes
+        budget_bytes = compiled.budget_bytes
+        lines.append(
+            (
+                str(number),
+                compiled.module,
+                format_bytes(compiled.baseline_bytes),
+                "min" if budget_bytes is None else format_bytes(budget_bytes),
+                format_bytes(plan.peak_bytes),
+                "-" if verified_bytes is None else format_bytes(verified_bytes),
+                f"{plan.overhead:+.2%}",
+                str(sum(plan.schedule.recomputed(plan.graph).values())),
+                str(compiled.rounds),
+                format_seconds(compiled.planned_s),
+            )
+        )
+    return "\n".join(aligned(lines, left=2))
+
+
+def run_eager_trial(
     model: nn.Module,
     module: RematModule,
     args: tuple[Any, ...],
@@ -80,36 +151,112 @@ def trial(
     seed: int = 1,
     predicted_eager_bytes: int | None = None,
 ) -> Trial:
-    """Compare `model` in eager mode with `module`, its plan, on one batch.
+    """Run steps of `model` in eager mode and of `module`, its plan, on one batch.
 
-    Eager mode runs on a copy, and every step starts from `seed`. Outputs are held during the
-    backward, or let go of, as the plan counts on. Call it under `torch.autocast`
-    where the plan was made under it; backward passes run outside of it, as they should. Gradients
-    are cleared at the end; buffers such as those of batch norm are as after `rounds + 2` steps.
-    `predicted_eager_bytes` stands beside the peak that eager mode is measured to have: that of
-    `remat.report.estimate.eager_peak_bytes`, or else the plan's baseline.
+    Eager mode runs on a copy, and every step starts from `seed`. Outputs are held or dropped
+    before the backward, as the plan assumes. Call it under `torch.autocast` if the plan was made
+    under it; backward passes run outside of autocast, as torch recommends. Gradients are cleared
+    at the end; buffers such as those of batch norm are as after `rounds + 2` steps.
+    `predicted_eager_bytes` is the predicted peak of eager mode, for the table: that of
+    `remat.report.estimate.eager_peak_bytes`; by default the plan's baseline.
 
     Raises `TraceError` where the output has no loss, the model cannot be copied, or a step does not
     fit the device.
     """
     check_rounds(rounds)
-    other, (other_args, other_kwargs) = copied(model, (args, dict(kwargs)))
+    eager_model, (eager_args, eager_kwargs) = deep_copy(model, (args, dict(kwargs)))
     plan = module.plan
     if plan is None:
         raise TraceError("the module has no plan to compare with; make it with remat.optimize")
     program = module.program
-    outputs = DROPPED if program is not None and program.outputs_dropped else HELD
-    eager, planned, equality = run_both(
-        Side("eager mode", other, other_args, other_kwargs, outputs=outputs),
-        Side("the plan", module, args, dict(kwargs), outputs=outputs),
+    outputs = OUTPUTS_DROPPED if program is not None and program.outputs_dropped else OUTPUTS_HELD
+    eager, remat, equality = compare_steps(
+        StepRunner("eager mode", eager_model, eager_args, eager_kwargs, outputs=outputs),
+        StepRunner("the plan", module, args, dict(kwargs), outputs=outputs),
         rounds,
         seed,
     )
     return Trial(
-        eager=eager,
-        remat=planned,
+        reference=eager,
+        remat=remat,
         equality=equality,
         rounds=rounds,
-        plan=plan,
-        predicted_eager_bytes=predicted_eager_bytes or plan.baseline_peak_bytes,
+        plans=(plan,),
+        predicted_reference_bytes=predicted_eager_bytes or plan.baseline_peak_bytes,
     )
+
+
+def run_compiled_trial(
+    model: nn.Module,
+    budget: int | str,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    rounds: int = 5,
+    seed: int = 1,
+    outputs: str = OUTPUTS_HELD,
+    **options: Any,
+) -> Trial:
+    """Run steps of `model` under plain torch.compile and under
+    `remat.compile(model, budget, **options)`, on one batch. torch's caches are off, so that both
+    are compiled, and the step is planned, in this call.
+
+    Plain torch.compile has a copy of the model; every step starts from `seed`. Gradients are
+    cleared at the end; buffers are as after `rounds + 2` steps.
+
+    Raises the errors of `remat.compile`, and `TraceError` where the output has no loss, the model
+    cannot be copied, torch cannot compile it, or a step does not fit the device.
+    """
+    from remat.frontend.compile.backend import compile as compile_with_remat
+    from remat.frontend.compile.registry import compiled_plans
+
+    check_rounds(rounds)
+    plain_model, (plain_args, plain_kwargs) = deep_copy(model, (args, dict(kwargs)))
+    number_of_plans = len(compiled_plans())
+    plain_module: Any = torch.compile(plain_model)
+    remat_module = compile_with_remat(model, budget, outputs=outputs, **options)
+    settings: dict[str, Any] = {"is_compiled": True, "outputs": outputs}
+    plain_runner = StepRunner("torch.compile", plain_module, plain_args, plain_kwargs, **settings)
+    remat_runner = StepRunner("the plan", remat_module, args, dict(kwargs), **settings)
+    with _without_compile_caches():
+        _start_inductor()
+        plain, remat, equality = compare_steps(plain_runner, remat_runner, rounds, seed)
+    plans = tuple(compiled_plans()[number_of_plans:])
+    return Trial(
+        reference=plain,
+        remat=remat,
+        equality=equality,
+        rounds=rounds,
+        plans=tuple(compiled.plan for compiled in plans),
+        compiled_plans=plans,
+        reference_first_s=plain_runner.first_s,
+        remat_first_s=remat_runner.first_s,
+    )
+
+
+def _start_inductor() -> None:
+    """Compile a small function, so that Inductor's own start counts for neither first step."""
+    x = torch.ones(4, requires_grad=True)
+    torch.compile(lambda x: (x * 2).sin().sum())(x).backward()
+
+
+@contextmanager
+def _without_compile_caches() -> Iterator[None]:
+    """Disable torch's caches of compiled graphs inside of this context. An error that torch.compile
+    raises because of a `RematError` becomes that `RematError`."""
+    import torch._functorch.config as functorch
+    import torch._inductor.config as inductor
+    from torch._dynamo.exc import TorchDynamoException
+
+    from remat.frontend.compile.compat import cause_of_type
+
+    try:
+        with (
+            functorch.patch(enable_autograd_cache=False),
+            inductor.patch(fx_graph_cache=False),
+        ):
+            yield
+    except TorchDynamoException as error:
+        if (remat_error := cause_of_type(error, RematError)) is not None:
+            raise remat_error from None
+        raise RematError(f"torch.compile fails: {one_line(error)}") from error

@@ -1,4 +1,4 @@
-"""Blocks captured and solved for: which of them can be planned, and in which ways they can run."""
+"""Capture and solving of blocks: which calls can be planned, and their options with plans."""
 
 from __future__ import annotations
 
@@ -8,141 +8,159 @@ from functools import cached_property
 
 import torch
 
-from remat.blockwise.menu import menu
-from remat.blockwise.step import Way
+from remat.blockwise.block_step import BlockOption
+from remat.blockwise.pareto_options import pareto_options
 from remat.documents.program import Program
 from remat.documents.trace import Trace
 from remat.errors import DocumentError, RematError, TraceError
-from remat.frontend.blocks.dry_run import SeenCall
-from remat.frontend.blocks.fsdp2 import gathered
-from remat.frontend.blocks.menus import Menus
-from remat.frontend.capture.model.context import autocast_as
+from remat.frontend.blocks.dry_run import DryRunCall
+from remat.frontend.blocks.fsdp2 import unsharded_parameters
+from remat.frontend.capture.model.environment import autocast_set_to
 from remat.frontend.capture.trace import trace as capture
-from remat.frontend.common.operators import check_allowed
+from remat.frontend.common.operators import check_operations_allowed
 from remat.frontend.common.pytree import unflatten
 from remat.frontend.costs.measure import measure
 from remat.frontend.planning.options import OptimizeOptions
-from remat.frontend.runtime.guards import Signature
-from remat.frontend.runtime.lower import Compiled, compile_program
-from remat.limits.outputs import DROPPED
-from remat.passes.accumulation import with_accumulation
+from remat.frontend.planning.schedule_reuse import BlockScheduleCache
+from remat.frontend.runtime.guards import CallSignature
+from remat.frontend.runtime.lower import LoweredProgram, lower_program
+from remat.limits.outputs import OUTPUTS_DROPPED
+from remat.passes.gradient_accumulation import with_gradient_accumulation
 from remat.plan import Plan
 from remat.rewrite import rewrite
 
 _TIME_LIMIT_S = 30.0
-"""For the solves of all blocks together."""
+"""Time limit of the solves of all blocks together."""
 
-_LONGEST_REASON = 300
+_MAX_REASON_LENGTH = 300
 
 
 @dataclass(frozen=True)
-class PlannedWay:
-    """A way with its plan, and its program once somebody asks for it."""
+class PlannedOption:
+    """An option of a captured block with its plan. The program is generated on first access."""
 
-    way: Way
+    option: BlockOption
     plan: Plan
     trace: Trace
     namespaces: frozenset[str]
 
     @cached_property
     def program(self) -> Program:
-        """As data."""
+        """The program of the plan, as data."""
         return rewrite(self.trace, self.plan.schedule)
 
     @cached_property
-    def inputs(self) -> frozenset[int]:
-        """The numbers of those inputs that it saves."""
+    def saved_inputs(self) -> frozenset[int]:
+        """The indices of the input tensors that the forward saves for the backward."""
         inputs = {p.name: int(p.target) for p in self.trace.placeholders if p.kind == "input"}
         return frozenset(inputs[name] for name in self.program.saved if name in inputs)
 
     @cached_property
-    def compiled(self) -> Compiled:
-        """What runs."""
-        return compile_program(self.program, self.namespaces)
+    def lowered(self) -> LoweredProgram:
+        """The executable program of the plan."""
+        return lower_program(self.program, self.namespaces)
 
 
 @dataclass
-class Ways:
-    """What was found out about blocks. Identical ones share traces, plans and programs."""
+class BlockSolver:
+    """Captures the blocks of a model and solves for their options. Blocks with equal traces share
+    plans and programs.
 
-    options: OptimizeOptions
-    note: Callable[[str], None]
-    menus: Menus = field(default_factory=Menus)
+    `log_progress` receives a line before each capture and each solve. `is_all_reused` is True as
+    long as every plan came from `schedule_cache` and none had to be solved.
+    """
+
+    optimize_options: OptimizeOptions
+    log_progress: Callable[[str], None]
+    schedule_cache: BlockScheduleCache = field(default_factory=BlockScheduleCache)
     cost_source: str = "run once"
-    reused: bool = True
-    """Whether nothing had to be solved."""
-    _traces: dict[tuple[int, Signature, frozenset[str]], Trace | str] = field(default_factory=dict)
-    _whys: dict[tuple[type, object], str] = field(default_factory=dict)
-    _kinds: list[Trace] = field(default_factory=list)
-    """Those of the traces that differ."""
-    _found: dict[int, list[PlannedWay]] = field(default_factory=dict)
-    """By the number of the kind."""
+    is_all_reused: bool = True
+    _traces: dict[tuple[int, CallSignature, frozenset[str]], Trace | str] = field(
+        default_factory=dict
+    )
+    _failures_by_class: dict[tuple[type, object], str] = field(default_factory=dict)
+    _distinct_traces: list[Trace] = field(default_factory=list)
+    _options_by_trace: dict[int, list[PlannedOption]] = field(default_factory=dict)
+    """Options by the index of the trace in `_distinct_traces`."""
 
-    def trace(self, call: SeenCall) -> Trace | str:
-        """The block as it is called there, or why it cannot be captured."""
-        if call.key is None:
-            return call.why
-        key = id(call.site.module), call.key, call.used
+    def trace_or_failure(self, call: DryRunCall) -> Trace | str:
+        """Return the trace of the block in this call, or the reason why it cannot be captured."""
+        if call.signature is None:
+            return call.uncapturable_reason
+        key = id(call.submodule.module), call.signature, call.results_with_gradient
         if key not in self._traces:
-            found = self._captured(call, call.key)
-            if isinstance(found, Trace) and found not in self._kinds:
-                self._kinds.append(found)
-            self._traces[key] = found
+            trace = self._capture(call, call.signature)
+            if isinstance(trace, Trace) and trace not in self._distinct_traces:
+                self._distinct_traces.append(trace)
+            self._traces[key] = trace
         return self._traces[key]
 
-    def _captured(self, call: SeenCall, key: Signature) -> Trace | str:
-        self.note(f"capturing {call.site.path}")
+    def _capture(self, call: DryRunCall, signature: CallSignature) -> Trace | str:
+        self.log_progress(f"capturing {call.submodule.path}")
         leaves = [
             torch.empty_strided(
                 t.shape, t.stride, dtype=t.dtype, device=t.device, requires_grad=t.requires_grad
             )
-            for t in key.inputs
+            for t in signature.inputs
         ]
-        # A gradient of zeros is not the same as none: parameters would get zeros, or NaN.
-        used = sorted(call.used) or "all"
+        # Results without a gradient are not differentiated: a zero tangent is not the same as none,
+        # parameters would get gradients of zeros, or NaN.
+        differentiate = sorted(call.results_with_gradient) or "all"
+        module = call.submodule.module
         try:
-            args, kwargs = unflatten(key.structure, leaves)
-            with gathered(module := call.site.module), autocast_as(key.autocast):
-                traced = capture(module, args, kwargs, differentiate=used, outputs=DROPPED)
-            check_allowed((n.target for n in traced.nodes), self.options.namespaces)
+            args, kwargs = unflatten(signature.structure, leaves)
+            with unsharded_parameters(module), autocast_set_to(signature.autocast):
+                trace = capture(
+                    module, args, kwargs, differentiate=differentiate, outputs=OUTPUTS_DROPPED
+                )
+            check_operations_allowed(
+                (n.target for n in trace.nodes), self.optimize_options.namespaces
+            )
         except (TraceError, DocumentError) as error:
-            return reason(error)
-        return with_accumulation(traced) if key.accumulating else traced
+            return short_reason(error)
+        return with_gradient_accumulation(trace) if signature.accumulating else trace
 
-    def why(self, call: SeenCall) -> str:
-        """Why a block without parts cannot be captured, or "": asked once for each of its kind."""
-        kind = type(call.site.module), None if call.key is None else call.key.inputs
-        if kind not in self._whys:
-            found = self.trace(call)
-            self._whys[kind] = found if isinstance(found, str) else ""
-        return self._whys[kind]
+    def capture_failure(self, call: DryRunCall) -> str:
+        """Return why a block cannot be captured, or "". Blocks of the same class and input
+        properties are captured once for this."""
+        inputs = None if call.signature is None else call.signature.inputs
+        key = type(call.submodule.module), inputs
+        if key not in self._failures_by_class:
+            result = self.trace_or_failure(call)
+            self._failures_by_class[key] = result if isinstance(result, str) else ""
+        return self._failures_by_class[key]
 
-    def of(self, call: SeenCall) -> list[PlannedWay]:
-        """The ways to run a call of what was captured, the fastest first."""
-        traced = self.trace(call)
-        assert isinstance(traced, Trace)
-        number = self._kinds.index(traced)
-        if number not in self._found:
-            kinds = len(self._kinds)
-            self.note(f"block {number + 1} of {kinds}, with {len(traced.nodes)} operations")
-            self._found[number] = self._solved(traced, _TIME_LIMIT_S / kinds)
-        return self._found[number]
+    def options_of(self, call: DryRunCall) -> list[PlannedOption]:
+        """Return the options of a call whose block was captured, the fastest first."""
+        trace = self.trace_or_failure(call)
+        assert isinstance(trace, Trace)
+        index = self._distinct_traces.index(trace)
+        if index not in self._options_by_trace:
+            count = len(self._distinct_traces)
+            self.log_progress(f"block {index + 1} of {count}, with {len(trace.nodes)} operations")
+            self._options_by_trace[index] = self._solve(trace, _TIME_LIMIT_S / count)
+        return self._options_by_trace[index]
 
-    def _solved(self, traced: Trace, within_s: float) -> list[PlannedWay]:
-        options = self.options
-        known = self.menus.find(traced)
-        if known is None:
-            self.reused = False
-            costs = options.costs or traced.device.split(":")[0]
-            priced = measure(traced, device=costs, cache=options.cache)
-            found = menu(priced.graph(), within_s, options.strategy, options.progress)
-            self.menus.add(traced, priced, tuple(plan for _, plan in found))
+    def _solve(self, trace: Trace, time_limit_s: float) -> list[PlannedOption]:
+        """Return the options of a trace from the schedule cache, else from the solver."""
+        settings = self.optimize_options
+        cached = self.schedule_cache.find(trace)
+        if cached is None:
+            self.is_all_reused = False
+            costs = settings.costs or trace.device.split(":")[0]
+            measured = measure(trace, device=costs, cache=settings.cache)
+            options = pareto_options(
+                measured.graph(), time_limit_s, settings.strategy, settings.progress
+            )
+            self.schedule_cache.add(trace, measured, tuple(plan for _, plan in options))
         else:
-            priced, found = known
-        self.cost_source = priced.cost_source
-        return [PlannedWay(way, plan, priced, options.namespaces) for way, plan in found]
+            measured, options = cached
+        self.cost_source = measured.cost_source
+        return [
+            PlannedOption(option, plan, measured, settings.namespaces) for option, plan in options
+        ]
 
 
-def reason(error: RematError) -> str:
-    """What is wrong, in a line, without the remedy."""
-    return " ".join(str(error).split()).partition(" Remedy:")[0][:_LONGEST_REASON]
+def short_reason(error: RematError) -> str:
+    """Return the error's text on one line, truncated, without the remedy."""
+    return " ".join(str(error).split()).partition(" Remedy:")[0][:_MAX_REASON_LENGTH]

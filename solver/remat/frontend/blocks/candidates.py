@@ -1,4 +1,4 @@
-"""What each call of a block may run as, with what of its inputs it then saves."""
+"""Candidates of a block call: the options that it may run in, and the inputs that each saves."""
 
 from __future__ import annotations
 
@@ -8,65 +8,75 @@ from dataclasses import dataclass, replace
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from remat.blockwise.step import Way
-from remat.frontend.blocks.dry_run import Observation, SeenCall
-from remat.frontend.blocks.fsdp2 import here
-from remat.frontend.memory.auto_budget import left_on
+from remat.blockwise.block_step import BlockOption
+from remat.frontend.blocks.dry_run import DryRun, DryRunCall
+from remat.frontend.blocks.fsdp2 import local_tensor
+from remat.frontend.memory.auto_budget import auto_limits_of_device
 from remat.frontend.memory.meter import unique_bytes
-from remat.frontend.memory.reserve import reserved
+from remat.frontend.memory.reserve import reserve_size
 from remat.frontend.planning.options import OptimizeOptions
-from remat.limits.budget import Budget
-from remat.limits.reserve import less_reserve
+from remat.limits.limits import Limits
 
 
 @dataclass(frozen=True)
-class Offer:
-    """The ways of one call, what each of them is called, and the numbers of the inputs that each
-    saves: of all of them where nobody says."""
+class CallCandidates:
+    """The options among which one is chosen for a block call.
 
-    call: SeenCall
-    ways: tuple[Way, ...]
-    how: tuple[str, ...]
-    inputs: tuple[frozenset[int], ...] = ()
-    why: str = ""
+    `option_names` has the name of each option, and `saved_inputs` the indices of the input tensors
+    that it saves; without `saved_inputs`, each option saves all of them. `unplanned_reason` says
+    why the block could not be planned, if that was tried.
+    """
+
+    call: DryRunCall
+    options: tuple[BlockOption, ...]
+    option_names: tuple[str, ...]
+    saved_inputs: tuple[frozenset[int], ...] = ()
+    unplanned_reason: str = ""
 
 
-def with_inputs(offers: Sequence[Offer], observation: Observation) -> list[Offer]:
-    """With the inputs that each way saves: those that nobody outside holds, and no earlier call,
-    whichever way that runs."""
-    taken: set[StorageWeakRef] = set(observation.held)
-    done: list[Offer] = []
-    for offer in offers:
-        storages = offer.call.storages
-        sizes = dict(zip(storages, offer.call.sizes_bytes, strict=True))
-        everywhere = set(storages)
-        ways: list[Way] = []
-        for number, way in enumerate(offer.ways):
-            saved = {storages[i] for i in offer.inputs[number]} if offer.inputs else set(storages)
-            everywhere &= saved
-            more_bytes = sum(sizes[ref] for ref in saved - taken)
-            ways.append(
+def with_saved_inputs(
+    candidates: Sequence[CallCandidates], dry_run: DryRun
+) -> list[CallCandidates]:
+    """Add the bytes of the inputs that each option saves to its saved and backward bytes.
+
+    Not counted are inputs that code outside of blocks holds anyway, and those that an earlier call
+    saves in each of its options.
+    """
+    counted: set[StorageWeakRef] = set(dry_run.externally_held_storages)
+    results: list[CallCandidates] = []
+    for candidate in candidates:
+        storages = candidate.call.input_storages
+        sizes = dict(zip(storages, candidate.call.input_sizes_bytes, strict=True))
+        saved_by_all_options = set(storages)
+        options: list[BlockOption] = []
+        for index, option in enumerate(candidate.options):
+            saved = set(storages)
+            if candidate.saved_inputs:
+                saved = {storages[i] for i in candidate.saved_inputs[index]}
+            saved_by_all_options &= saved
+            input_bytes = sum(sizes[ref] for ref in saved - counted)
+            options.append(
                 replace(
-                    way,
-                    saved_bytes=way.saved_bytes + more_bytes,
-                    backward_bytes=way.backward_bytes + more_bytes,
+                    option,
+                    saved_bytes=option.saved_bytes + input_bytes,
+                    backward_bytes=option.backward_bytes + input_bytes,
                 )
             )
-        taken |= everywhere
-        done.append(replace(offer, ways=tuple(ways)))
-    return done
+        counted |= saved_by_all_options
+        results.append(replace(candidate, options=tuple(options)))
+    return results
 
 
-def budget_of(options: OptimizeOptions, baseline_bytes: int, model: nn.Module) -> int | None:
-    """The budget in bytes; None is for the smallest that there is."""
-    left = reserved(options.reserve)
+def available_bytes(options: OptimizeOptions, baseline_bytes: int, model: nn.Module) -> int | None:
+    """Return the largest peak in bytes that a plan of the model's step may have; None for the
+    budget "min". `baseline_bytes` is the step's peak without recomputation."""
+    reserve = reserve_size(options.reserve)
     if options.budget is None:
         device = next(p.device for p in model.parameters())
-        own = [*model.parameters(), *model.buffers()]
-        own += [p.grad for p in model.parameters() if p.grad is not None]
-        own_bytes = unique_bytes(map(here, own))
-        return left_on(device, own_bytes, missing_bytes=left.missing_bytes).budget_bytes
-    budget = options.budget
-    if left.total_bytes:
-        budget = Budget.parse(less_reserve(budget, left.total_bytes))
-    return budget.in_bytes(baseline_bytes)
+        tensors = [*model.parameters(), *model.buffers()]
+        tensors += [p.grad for p in model.parameters() if p.grad is not None]
+        allocated_bytes = unique_bytes(map(local_tensor, tensors))
+        limits = auto_limits_of_device(device, allocated_bytes, reserve).limits
+    else:
+        limits = Limits(options.budget, reserve.total_bytes)
+    return limits.available_bytes(baseline_bytes)

@@ -1,4 +1,4 @@
-"""The modules of a model that are planned by themselves."""
+"""Discovery of a model's blocks: the submodules that are planned separately."""
 
 from __future__ import annotations
 
@@ -8,71 +8,72 @@ from dataclasses import dataclass
 
 from torch import nn
 
-_LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
 @dataclass(frozen=True)
-class Site:
-    """A module of the model, by its path."""
+class Submodule:
+    """A submodule of the model with its module path."""
 
     path: str
     module: nn.Module
 
     @property
-    def kind(self) -> str:
-        """The name of its class."""
+    def class_name(self) -> str:
+        """The name of the module's class."""
         return type(self.module).__name__
 
 
-def blocks_of(model: nn.Module) -> list[Site]:
-    """The repeated blocks: modules of one class that stand in one list, the outermost of them."""
-    return list(_unique(_repeated("", model)))
+def repeated_blocks(model: nn.Module) -> list[Submodule]:
+    """Return the model's repeated blocks: the outermost submodules with parameters that share a
+    container (such as `nn.ModuleList`) with others of the same class."""
+    return list(_without_duplicates(_repeated_below("", model)))
 
 
-def parts_of(site: Site) -> list[Site]:
-    """What a module is made of: repeated blocks, and the modules beside them; lists are looked
-    through. Modules without parameters stay outside."""
-    found: list[Site] = []
-    for child in _children(site):
-        if type(child.module).forward is nn.Module.forward:  # it has none: a list
-            found += parts_of(child)
+def children_with_parameters(submodule: Submodule) -> list[Submodule]:
+    """Return the child modules that have parameters. A container without a forward is replaced by
+    its own children."""
+    children: list[Submodule] = []
+    for child in _children(submodule):
+        if type(child.module).forward is nn.Module.forward:  # no forward of its own: a container
+            children += children_with_parameters(child)
         elif _has_parameters(child.module):
-            found.append(child)
-    return list(_unique(found))
+            children.append(child)
+    return list(_without_duplicates(children))
 
 
-def _repeated(path: str, module: nn.Module) -> Iterator[Site]:
-    if isinstance(module, _LISTS):
+def _repeated_below(path: str, module: nn.Module) -> Iterator[Submodule]:
+    if isinstance(module, _CONTAINERS):
         counts = Counter(type(child) for child in module.children() if _has_parameters(child))
-        alike = {cls for cls, count in counts.items() if count > 1}
+        repeated_classes = {cls for cls, count in counts.items() if count > 1}
     else:
-        alike = set[type]()
-    for child in _children(Site(path, module)):
-        if type(child.module) in alike:
+        repeated_classes = set[type]()
+    for child in _children(Submodule(path, module)):
+        if type(child.module) in repeated_classes:
             yield child
         else:
-            yield from _repeated(child.path, child.module)
+            yield from _repeated_below(child.path, child.module)
 
 
-def _children(site: Site) -> Iterator[Site]:
-    for name, child in site.module.named_children():
-        yield Site(f"{site.path}.{name}" if site.path else name, child)
+def _children(submodule: Submodule) -> Iterator[Submodule]:
+    for name, child in submodule.module.named_children():
+        yield Submodule(f"{submodule.path}.{name}" if submodule.path else name, child)
 
 
-def _unique(sites: Iterable[Site]) -> Iterator[Site]:
-    """Each module once, by the first of its names."""
+def _without_duplicates(submodules: Iterable[Submodule]) -> Iterator[Submodule]:
+    """Yield each module once, under the first of its paths."""
     seen: set[int] = set()
-    for site in sites:
-        if id(site.module) not in seen:
-            seen.add(id(site.module))
-            yield site
+    for submodule in submodules:
+        if id(submodule.module) not in seen:
+            seen.add(id(submodule.module))
+            yield submodule
 
 
 def _has_parameters(module: nn.Module) -> bool:
     return any(True for _ in module.parameters())
 
 
-def trained(sites: Sequence[Site]) -> list[nn.Parameter]:
-    """The parameters of these modules that get a gradient, each once."""
-    found = {id(p): p for s in sites for p in s.module.parameters() if p.requires_grad}
-    return list(found.values())
+def trainable_parameters(submodules: Sequence[Submodule]) -> list[nn.Parameter]:
+    """Return the parameters of the submodules that require a gradient, each once."""
+    parameters = {id(p): p for s in submodules for p in s.module.parameters() if p.requires_grad}
+    return list(parameters.values())

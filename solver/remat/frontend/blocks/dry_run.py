@@ -1,10 +1,9 @@
-"""One step of the model without its blocks' memory: what is outside of them, and how they are
-called.
+"""Dry run: one training step with stubbed blocks, to see when blocks run and what others allocate.
 
-The model runs as it is, with real data, but each block drops its graph once it has run, and gives
-back zeros in the backward. So the step takes little more than what is outside of blocks and one
-block, whatever the model; what it finds is where in time each block runs, and how much is there
-then. Random numbers and buffers are as before afterwards.
+The model runs with its real data, but each block frees its graph once it has run, and its backward
+returns zeros. So the step takes little more memory than the code outside of blocks and one block,
+whatever the model. The dry run records the order of the blocks' forwards and backwards and the
+bytes in use at each of them. RNG states and buffers are restored afterwards.
 """
 
 from __future__ import annotations
@@ -19,302 +18,360 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from remat.blockwise.step import Event, Way
+from remat.blockwise.block_step import BlockOption, StepEvent
 from remat.errors import TraceError
-from remat.frontend.blocks.discovery import Site, trained
+from remat.frontend.blocks.discovery import Submodule, trainable_parameters
 from remat.frontend.blocks.fsdp2 import (
-    end_forward,
-    here,
-    in_a_forward,
+    inside_model_forward,
     is_sharded,
+    local_tensor,
+    run_post_forward,
     sharded_parameters,
 )
-from remat.frontend.blocks.module_state import Buffers, python_restored, tensors_left
-from remat.frontend.blocks.patching import replaced
-from remat.frontend.blocks.profile import Invocation, gets_gradient, measured_ways
-from remat.frontend.blocks.stub import Passing, handed_back
-from remat.frontend.capture.model.context import restored
-from remat.frontend.capture.model.flat_model import differentiated
-from remat.frontend.common.pytree import flatten, joined, split, tensors_in
+from remat.frontend.blocks.module_state import (
+    BufferSnapshot,
+    differentiable_attributes,
+    python_state_restored,
+)
+from remat.frontend.blocks.patching import patched_forwards
+from remat.frontend.blocks.profile import (
+    ModuleInvocation,
+    measure_eager_options,
+    requires_gradient,
+)
+from remat.frontend.blocks.stub import StubBlock, copy_argument_mutations
+from remat.frontend.capture.model.flat_model import outputs_to_differentiate
+from remat.frontend.capture.model.preserved_state import model_state_preserved
+from remat.frontend.common.pytree import flatten, flatten_objects, tensors_in, unflatten_objects
 from remat.frontend.memory.gauge import Gauge, gauge
 from remat.frontend.memory.meter import unique_bytes
-from remat.frontend.runtime.guards import Call, Signature, Watch, signature
+from remat.frontend.runtime.guards import CallSignature, ModelCall, ModelTracker, call_signature
 
-Look = Callable[[Gauge, Invocation], tuple[Way, ...]]
-"""What tells the ways of a call of the module's own forward."""
+MeasureOptions = Callable[[Gauge, ModuleInvocation], tuple[BlockOption, ...]]
+"""Measures the options of a call of a module's original forward."""
 
-
-_CHANGED = "it changes a list or a dict that it is given"
-
-
-@dataclass(frozen=True)
-class SeenCall:
-    """A call of a block, without its `key` (and with the reason, `why`) where its arguments are
-    nothing that can be described. `storages` are those of its tensors, of so many bytes."""
-
-    site: Site
-    key: Signature | None
-    storages: tuple[StorageWeakRef, ...]
-    sizes_bytes: tuple[int, ...]
-    why: str = ""
-    measured: tuple[Way, ...] = ()
-    """What `look` told, where that was asked for: by default as it is, and checkpointed."""
-    used: frozenset[str] = frozenset()
-    """The paths of those results that got a gradient; none where nobody knows."""
+_MUTATES_ARGUMENT = "it modifies a list or a dict among its arguments"
 
 
 @dataclass(frozen=True)
-class Observation:
-    """The calls in the order of the forward, the events of the step, with constant memory, the
-    storages that something outside of blocks held when the backward began, and their bytes with all
-    that was held then beside constant memory."""
+class DryRunCall:
+    """A call of a block, as the dry run recorded it.
 
-    calls: tuple[SeenCall, ...]
-    events: tuple[Event, ...]
-    held: frozenset[StorageWeakRef]
-    outside_bytes: int = 0
+    `signature` is None if the block cannot be captured, and `uncapturable_reason` says why: its
+    arguments cannot be described, or it has side effects. `input_storages` are the storages of its
+    input tensors, with their sizes. `measured_options` are the options that were measured, if that
+    was requested; by default as it is, and checkpointed. `results_with_gradient` are the paths of
+    the results that received a gradient, empty if unknown.
+    """
+
+    submodule: Submodule
+    signature: CallSignature | None
+    input_storages: tuple[StorageWeakRef, ...]
+    input_sizes_bytes: tuple[int, ...]
+    uncapturable_reason: str = ""
+    measured_options: tuple[BlockOption, ...] = ()
+    results_with_gradient: frozenset[str] = frozenset()
 
 
-def observe(
+@dataclass(frozen=True)
+class DryRun:
+    """The record of a dry run: block calls in the order of the forward, and events of the step.
+
+    `externally_held_storages` are those inputs of blocks that code outside of blocks still holds
+    when the backward starts. `non_block_bytes` were in use at that time, without constant memory.
+    """
+
+    calls: tuple[DryRunCall, ...]
+    events: tuple[StepEvent, ...]
+    externally_held_storages: frozenset[StorageWeakRef]
+    non_block_bytes: int = 0
+
+
+def run_dry(
     model: nn.Module,
-    call: Call,
-    sites: Sequence[Site],
+    call: ModelCall,
+    blocks: Sequence[Submodule],
     *,
-    measured: Iterable[Site] = (),
-    look: Look = measured_ways,
+    measured_submodules: Iterable[Submodule] = (),
+    measure_options: MeasureOptions = measure_eager_options,
     differentiate: str | Sequence[str] = "auto",
-    dropped: bool = False,
-) -> Observation:
-    """One step. Sites `measured` are also run by themselves, with a graph: `look` tells their ways.
+    outputs_dropped: bool = False,
+) -> DryRun:
+    """Run one step with stubs in place of the blocks, and return its record.
 
-    Raises `TraceError` where no block is called.
+    Each call of the `measured_submodules` also runs standalone, with a graph, in
+    `measure_options`.
+
+    Raises `TraceError` if the model's forward calls no block.
     """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    torch.clear_autocast_cache()  # it would hold weights in lower precision already
+    torch.clear_autocast_cache()  # else it already holds weights in lower precision
     with ExitStack() as stack:
-        stack.enter_context(_data_restored(model))
+        stack.enter_context(_model_restored(model))
         stack.enter_context(torch.enable_grad())
-        found = _Step(
+        recorder = _DryRunRecorder(
             stack.enter_context(gauge(device)),
             _constant_bytes(model, call),
-            {id(s.module) for s in measured},
-            look,
+            {id(s.module) for s in measured_submodules},
+            measure_options,
             is_sharded(model),
         )
-        if found.is_sharded:
-            stack.enter_context(in_a_forward(model, call.args, call.kwargs))
-        with replaced({s.module: found.wrapped(s) for s in sites}):
-            outputs = [end_forward(model, call.args, model.forward(*call.args, **call.kwargs))]
-        if not found.calls:
+        if recorder.is_sharded:
+            stack.enter_context(inside_model_forward(model, call.args, call.kwargs))
+        with patched_forwards({s.module: recorder.stub_forward(s) for s in blocks}):
+            outputs = [run_post_forward(model, call.args, model.forward(*call.args, **call.kwargs))]
+        if not recorder.calls:
             raise TraceError(
-                f"no block of this {type(model).__name__} is called in its forward, of "
-                f"{len(sites)} that were found"
+                f"the forward of this {type(model).__name__} calls none of its {len(blocks)} blocks"
             )
-        found.backward(_outside(model, sites, call), outputs, differentiate, dropped)
-    calls, events, held = tuple(found.calls), tuple(found.events), frozenset(found.held)
-    return Observation(calls, events, held, found.outside_bytes)
+        non_block_leaves = _non_block_leaves(model, blocks, call)
+        recorder.run_backward(non_block_leaves, outputs, differentiate, outputs_dropped)
+    return DryRun(
+        tuple(recorder.calls),
+        tuple(recorder.events),
+        frozenset(recorder.externally_held_storages),
+        recorder.non_block_bytes,
+    )
 
 
 @dataclass
-class _Step:
+class _DryRunRecorder:
+    """Records the calls and events of a dry run while it runs."""
+
     gauge: Gauge
     constant_bytes: int
-    measured: set[int]
-    look: Look
+    measured_modules: set[int]
+    measure_options: MeasureOptions
     is_sharded: bool = False
-    """Then the gradients of blocks are there as well, of zeros: FSDP2 reduces them."""
-    calls: list[SeenCall] = field(default_factory=list)
-    events: list[Event] = field(default_factory=list)
-    held: set[StorageWeakRef] = field(default_factory=set)
+    """True with FSDP2, which reduces gradients: those of blocks exist too, with zeros."""
+    calls: list[DryRunCall] = field(default_factory=list)
+    events: list[StepEvent] = field(default_factory=list)
+    externally_held_storages: set[StorageWeakRef] = field(default_factory=set)
     anchors: list[torch.Tensor] = field(default_factory=list)
-    """Each call has one, so that its backward runs even where nothing before it has a gradient."""
-    _watches: dict[int, Watch] = field(default_factory=dict)
-    outside_bytes: int = 0
-    """Held when the backward began, beside constant memory."""
-    _paths: dict[int, list[str]] = field(default_factory=dict)
-    """Of the tensors that a call returned, once each, until its backward."""
-    _gradients: dict[int, int] = field(default_factory=dict)
-    """By parameter of a block: the bytes of its gradient, once the block's backward has run."""
-    _adding_bytes: int = 0
+    """One for each call, so that its backward runs even if no input requires a gradient."""
+    _trackers: dict[int, ModelTracker] = field(default_factory=dict)
+    non_block_bytes: int = 0
+    """Bytes in use when the backward started, without constant memory."""
+    _result_paths: dict[int, list[str]] = field(default_factory=dict)
+    """For each call until its backward: the path of each tensor in its result."""
+    _gradient_bytes: dict[int, int] = field(default_factory=dict)
+    """For each parameter of a block whose backward has run: the bytes of its gradient."""
+    _summing_bytes: int = 0
+    """Temporary bytes of summing the gradients of shared parameters, until the next event."""
 
-    def wrapped(self, site: Site) -> Callable[..., Any]:
-        own = site.module.forward
-        own_trained = bool(trained([site]))
+    def stub_forward(self, block: Submodule) -> Callable[..., Any]:
+        """Return a forward that runs the block as a stub and records the call."""
+        original_forward = block.module.forward
+        is_trainable = bool(trainable_parameters([block]))
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            given, shape = split((args, kwargs))
-            if not torch.is_grad_enabled() or not (any(map(gets_gradient, given)) or own_trained):
-                return own(*args, **kwargs)  # without a backward it saves nothing
-            number = len(self.calls)
-            self._outside()
-            self.calls.append(self._seen(Invocation(site, own, args, kwargs)))
-            self._event("forward", number, self.gauge.live())
-            anchor = torch.zeros((), requires_grad=True, device=_device(given))
-            parameters = trained([site]) if self.is_sharded else []
-            made: list[Any] = []
+            input_leaves, input_shape = flatten_objects((args, kwargs))
+            has_backward = is_trainable or any(map(requires_gradient, input_leaves))
+            if not torch.is_grad_enabled() or not has_backward:
+                return original_forward(*args, **kwargs)  # without a backward it saves nothing
+            index = len(self.calls)
+            self._record_non_block_phase()
+            invocation = ModuleInvocation(block, original_forward, args, kwargs)
+            self.calls.append(self._recorded_call(invocation))
+            self._record_event("forward", index, self.gauge.live())
+            anchor = torch.zeros((), requires_grad=True, device=_device(input_leaves))
+            parameters = trainable_parameters([block]) if self.is_sharded else []
+            result_parts: list[Any] = []
 
             def run(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-                again = iter(tensors)
-                leaves = [next(again) if isinstance(x, torch.Tensor) else x for x in given]
-                own_args, own_kwargs = joined(leaves, shape)
-                before = tensors_left(site.module)
-                result = own(*own_args, **own_kwargs)
-                if left := tensors_left(site.module).keys() - before.keys():
-                    why = f"it leaves a tensor in its attribute {min(n for _, n, _ in left)!r}"
-                    self.calls[number] = replace(self.calls[number], key=None, why=why)
-                if handed_back((args, kwargs), (own_args, own_kwargs), leaves, shape):
-                    self.calls[number] = replace(self.calls[number], key=None, why=_CHANGED)
-                self._paths[number] = _paths(result)
-                leaves, outer = split(result)
-                made[:] = [[x.detach() if gets_gradient(x) else x for x in leaves], outer]
+                replacements = iter(tensors)
+                leaves = [
+                    next(replacements) if isinstance(x, torch.Tensor) else x for x in input_leaves
+                ]
+                stub_args, stub_kwargs = unflatten_objects(leaves, input_shape)
+                attributes_before = differentiable_attributes(block.module)
+                result = original_forward(*stub_args, **stub_kwargs)
+                attributes = differentiable_attributes(block.module)
+                if new := attributes.keys() - attributes_before.keys():
+                    name = min(name for _, name, _ in new)
+                    self._mark_uncapturable(index, f"it leaves a tensor in its attribute {name!r}")
+                del attributes, attributes_before
+                if copy_argument_mutations(
+                    (args, kwargs), (stub_args, stub_kwargs), leaves, input_shape
+                ):
+                    self._mark_uncapturable(index, _MUTATES_ARGUMENT)
+                self._result_paths[index] = _tensor_paths(result)
+                leaves, shape = flatten_objects(result)
+                result_parts[:] = [
+                    [x.detach() if requires_gradient(x) else x for x in leaves],
+                    shape,
+                ]
                 return tuple(x for x in leaves if isinstance(x, torch.Tensor))
 
-            tensors = [x for x in given if isinstance(x, torch.Tensor)]
+            tensors = [x for x in input_leaves if isinstance(x, torch.Tensor)]
             results = iter(
-                Passing.apply(self, number, run, len(tensors), anchor, *tensors, *parameters)
+                StubBlock.apply(self, index, run, len(tensors), anchor, *tensors, *parameters)
             )
-            leaves, outer = made
+            leaves, shape = result_parts
             self.gauge.peak()
-            whole = [next(results) if isinstance(x, torch.Tensor) else x for x in leaves]
-            return joined(whole, outer)
+            leaves = [next(results) if isinstance(x, torch.Tensor) else x for x in leaves]
+            return unflatten_objects(leaves, shape)
 
         return forward
 
-    def _seen(self, called: Invocation) -> SeenCall:
-        site = called.site
-        ways = self._ways(called)
+    def _mark_uncapturable(self, index: int, reason: str) -> None:
+        self.calls[index] = replace(self.calls[index], signature=None, uncapturable_reason=reason)
+
+    def _recorded_call(self, invocation: ModuleInvocation) -> DryRunCall:
+        block = invocation.submodule
+        options = self._measured_options(invocation)
         try:
-            call = Call.of(called.args, called.kwargs, f"an argument of {site.path}: ")
+            call = ModelCall.of(
+                invocation.args, invocation.kwargs, f"an argument of {block.path}: "
+            )
         except TraceError as error:
-            tensors = tensors_in((called.args, called.kwargs))
-            return SeenCall(site, None, *_storages(tensors), str(error), ways)
-        watch = self._watches.setdefault(id(site.module), Watch(site.module))
-        key = signature(watch, call.structure, call.leaves)
-        return SeenCall(site, key, *_storages(call.leaves), "", ways)
+            tensors = tensors_in((invocation.args, invocation.kwargs))
+            return DryRunCall(block, None, *_storages(tensors), str(error), options)
+        tracker = self._trackers.setdefault(id(block.module), ModelTracker(block.module))
+        signature = call_signature(tracker, call.structure, call.leaves)
+        return DryRunCall(block, signature, *_storages(call.leaves), "", options)
 
-    def _ways(self, called: Invocation) -> tuple[Way, ...]:
-        if id(called.site.module) not in self.measured:
+    def _measured_options(self, invocation: ModuleInvocation) -> tuple[BlockOption, ...]:
+        if id(invocation.submodule.module) not in self.measured_modules:
             return ()
-        found = self.look(self.gauge, called)
+        options = self.measure_options(self.gauge, invocation)
         self.gauge.peak()
-        return found
+        return options
 
-    def backward(
+    def run_backward(
         self,
-        outside: Sequence[torch.Tensor],
+        non_block_leaves: Sequence[torch.Tensor],
         outputs: list[Any],
         differentiate: str | Sequence[str],
-        dropped: bool,
+        outputs_dropped: bool,
     ) -> None:
-        """From the model's outputs, the only item of a list, which is emptied."""
-        ends = _ends(outputs[0], differentiate)
-        if dropped:
+        """Run the backward from the model's outputs, which are the only item of `outputs`. The
+        list is emptied first if the caller drops the outputs."""
+        differentiated = _differentiated_tensors(outputs[0], differentiate)
+        if outputs_dropped:
             outputs.clear()
-        # What is still there of what blocks were given is held by something else.
-        seen = {ref for call in self.calls for ref in call.storages}
-        self.held = {ref for ref in seen if not ref.expired()}
-        self.outside_bytes = self.gauge.live()
-        tangents = [torch.ones_like(t) for t in ends]
-        self._outside()
+        # Inputs of blocks that are still alive are held by code outside of blocks.
+        storages = {ref for call in self.calls for ref in call.input_storages}
+        self.externally_held_storages = {ref for ref in storages if not ref.expired()}
+        self.non_block_bytes = self.gauge.live()
+        tangents = [torch.ones_like(t) for t in differentiated]
+        self._record_non_block_phase()
         if self.is_sharded:
-            torch.autograd.backward(ends, tangents)
-            self._outside()
+            torch.autograd.backward(differentiated, tangents)
+            self._record_non_block_phase()
             return
-        # Nobody gets these gradients: they are there to the end, as those in `.grad` are.
-        anchors = [*outside, *self.anchors]
-        found = torch.autograd.grad(ends, anchors, tangents, allow_unused=True)
-        self._outside()
-        del found
+        # The gradients live to the end of the step, as those in `.grad` do.
+        leaves = [*non_block_leaves, *self.anchors]
+        gradients = torch.autograd.grad(differentiated, leaves, tangents, allow_unused=True)
+        self._record_non_block_phase()
+        del gradients
 
-    def backward_of(self, number: int, tangents: list[torch.Tensor | None]) -> None:
-        """It begins with these, and empties the list."""
-        paths = self._paths.pop(number, ())
+    def record_backward(self, call_index: int, tangents: list[torch.Tensor | None]) -> None:
+        """Record the start of the backward of a call; `tangents` is emptied to free them."""
+        paths = self._result_paths.pop(call_index, ())
         if len(paths) == len(tangents):
-            has = [tangent is not None for tangent in tangents]  # a zip would hold the last one
-            used = frozenset(compress(paths, has))
-            self.calls[number] = replace(self.calls[number], used=used)
-        self._outside()
+            # Not a zip over the tangents: its loop variable would keep the last one alive.
+            has_gradient = [tangent is not None for tangent in tangents]
+            self.calls[call_index] = replace(
+                self.calls[call_index],
+                results_with_gradient=frozenset(compress(paths, has_gradient)),
+            )
+        self._record_non_block_phase()
         live_bytes = self.gauge.live()
         storages = [t.untyped_storage() for t in tangents if t is not None]
         sizes = {StorageWeakRef(s): s.nbytes() for s in storages}
         storages.clear()
         tangents.clear()
-        # What nobody else holds is counted in the block, until it has read it.
-        own_bytes = sum(size for ref, size in sizes.items() if ref.expired())
-        self._event("backward", number, live_bytes - own_bytes)
+        # Tangents that nothing else holds count as the block's memory, until it has read them.
+        tangent_bytes = sum(size for ref, size in sizes.items() if ref.expired())
+        self._record_event("backward", call_index, live_bytes - tangent_bytes)
         if self.is_sharded:
             return
-        own = [p for p in trained([self.calls[number].site]) if p.grad is None]
-        # Autograd adds two gradients up to a third.
-        self._adding_bytes = 2 * sum(p.nbytes for p in own if id(p) in self._gradients)
-        self._gradients |= {id(p): p.nbytes for p in own}
+        parameters = trainable_parameters([self.calls[call_index].submodule])
+        without_grad = [p for p in parameters if p.grad is None]
+        # Autograd sums two gradients of a shared parameter into a third tensor.
+        self._summing_bytes = 2 * sum(
+            p.nbytes for p in without_grad if id(p) in self._gradient_bytes
+        )
+        self._gradient_bytes |= {id(p): p.nbytes for p in without_grad}
 
-    def _outside(self) -> None:
-        held_bytes = self._there(self.gauge.peak()) + self._adding_bytes
-        self._adding_bytes = 0
-        self.events.append(Event("outside", held_bytes))
+    def _record_non_block_phase(self) -> None:
+        peak_bytes = self._with_constant_bytes(self.gauge.peak()) + self._summing_bytes
+        self._summing_bytes = 0
+        self.events.append(StepEvent("outside", peak_bytes))
 
-    def _event(self, kind: Literal["forward", "backward"], number: int, own_bytes: int) -> None:
-        self.events.append(Event(kind, self._there(own_bytes), number))
+    def _record_event(
+        self, kind: Literal["forward", "backward"], call_index: int, live_bytes: int
+    ) -> None:
+        self.events.append(StepEvent(kind, self._with_constant_bytes(live_bytes), call_index))
 
-    def _there(self, own_bytes: int) -> int:
-        return self.constant_bytes + own_bytes + sum(self._gradients.values())
+    def _with_constant_bytes(self, live_bytes: int) -> int:
+        """Add constant memory and the gradients of the blocks' parameters to the measured bytes."""
+        return self.constant_bytes + live_bytes + sum(self._gradient_bytes.values())
 
 
-def _paths(result: object) -> list[str]:
-    """Where each tensor of a result is; nothing of one that cannot be described."""
+def _tensor_paths(result: object) -> list[str]:
+    """Return the path of each tensor in a result, or an empty list if it cannot be described."""
     try:
         leaves, structure = flatten(result, "the result ")
     except TraceError:
         return []
     path = {id(leaf): structure.path_of(number) for number, leaf in enumerate(leaves)}
-    found = [path.get(id(tensor), "") for tensor in tensors_in(result)]
-    return found if all(found) else []
+    paths = [path.get(id(tensor), "") for tensor in tensors_in(result)]
+    return paths if all(paths) else []
 
 
-def _ends(outputs: Any, differentiate: str | Sequence[str]) -> list[torch.Tensor]:
-    """The outputs that gradients come from. Of what cannot be described (a cache of keys among
-    the outputs) the loss, or whatever has a gradient."""
+def _differentiated_tensors(outputs: Any, differentiate: str | Sequence[str]) -> list[torch.Tensor]:
+    """Return the model's outputs from which the backward starts.
+
+    For outputs that cannot be described (such as those with a KV cache) it is the loss, or all
+    tensors that require a gradient.
+    """
     try:
         tensors, structure = flatten(outputs, "the model's output")
     except TraceError:
         loss = getattr(outputs, "loss", None)
-        found = [loss] if isinstance(loss, torch.Tensor) else tensors_in(outputs)
-        return [t for t in found if gets_gradient(t)]
-    wanted = differentiated(structure, tensors, differentiate)
-    return [t for t, is_wanted in zip(tensors, wanted, strict=True) if is_wanted]
+        candidates = [loss] if isinstance(loss, torch.Tensor) else tensors_in(outputs)
+        return [t for t in candidates if requires_gradient(t)]
+    selected = outputs_to_differentiate(structure, tensors, differentiate)
+    return [t for t, is_selected in zip(tensors, selected, strict=True) if is_selected]
 
 
-def _outside(model: nn.Module, sites: Sequence[Site], call: Call) -> list[torch.Tensor]:
-    """What gets a gradient outside of blocks: parameters, and inputs that require one."""
-    inside = {id(p) for p in trained(sites)}
-    own = [p for p in model.parameters() if p.requires_grad and id(p) not in inside]
-    return [*own, *(t for t in call.leaves if t.requires_grad)]
+def _non_block_leaves(
+    model: nn.Module, blocks: Sequence[Submodule], call: ModelCall
+) -> list[torch.Tensor]:
+    """Return the leaves that get a gradient outside of blocks: parameters and model inputs."""
+    block_parameters = {id(p) for p in trainable_parameters(blocks)}
+    parameters = [
+        p for p in model.parameters() if p.requires_grad and id(p) not in block_parameters
+    ]
+    return [*parameters, *(t for t in call.leaves if t.requires_grad)]
 
 
-def _constant_bytes(model: nn.Module, call: Call) -> int:
-    """Parameters, buffers, batch, and the gradients that are there already."""
-    own = [*model.parameters(), *model.buffers(), *call.leaves]
-    own += [p.grad for p in model.parameters() if p.grad is not None]
-    return unique_bytes(map(here, (*own, *sharded_parameters(model))))
+def _constant_bytes(model: nn.Module, call: ModelCall) -> int:
+    """Return the bytes of parameters, buffers, batch, and gradients that already exist."""
+    tensors = [*model.parameters(), *model.buffers(), *call.leaves]
+    tensors += [p.grad for p in model.parameters() if p.grad is not None]
+    return unique_bytes(map(local_tensor, (*tensors, *sharded_parameters(model))))
 
 
 @contextmanager
-def _data_restored(model: nn.Module) -> Iterator[None]:
-    """Parameters and buffers are the same objects with the same numbers afterwards, and numbers in
-    attributes and whatever draws random ones are as before."""
-    kept = Buffers(model)
+def _model_restored(model: nn.Module) -> Iterator[None]:
+    """Restore parameters, buffers and attributes (objects and elements) and RNG states after this
+    context."""
+    buffers = BufferSnapshot(model)
     try:
-        with restored(model), python_restored(model):
+        with model_state_preserved(model), python_state_restored(model):
             yield
     finally:
-        if kept.changed():
-            kept.restore()
+        if buffers.has_changed():
+            buffers.restore()
 
 
 def _storages(
     tensors: Sequence[torch.Tensor],
 ) -> tuple[tuple[StorageWeakRef, ...], tuple[int, ...]]:
+    """Return weak references to the tensors' storages, and the storages' sizes in bytes."""
     storages = [t.untyped_storage() for t in tensors]
     return tuple(map(StorageWeakRef, storages)), tuple(s.nbytes() for s in storages)
 

@@ -1,8 +1,8 @@
-"""FSDP2 (`torch.distributed.fsdp.fully_shard`): parameters that are there in parts, and as a whole
-while their module runs.
+"""FSDP2 (`torch.distributed.fsdp.fully_shard`): modules whose parameters are sharded over processes
+and gathered while they run.
 
-Its hooks run around the forward of each module that it has sharded, so also around that of a block
-as it was planned. What is here is for planning, which happens inside of the model's own forward.
+FSDP2's hooks run around the forward of each module that it has sharded, so also around that of a
+planned block. The functions here are for planning, which happens inside the model's own forward.
 """
 
 from __future__ import annotations
@@ -18,90 +18,100 @@ from remat.errors import TraceError
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether FSDP2 has any part of it."""
-    return any(_state(module) is not None for module in model.modules())
+    """True if FSDP2 has sharded the model or any of its submodules."""
+    return any(_fsdp_state(module) is not None for module in model.modules())
 
 
-def is_shard(tensor: torch.Tensor) -> bool:
-    """Whether it is a part of one that is spread over processes."""
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    """True if the tensor is a DTensor, which holds one shard of a tensor in each process."""
     return type(tensor).__name__ == "DTensor"
 
 
-def check_whole(model: nn.Module) -> None:
-    """Raises `TraceError` where parameters are sharded: a plan of the whole needs them whole."""
-    if any(map(is_shard, model.parameters())):
+def check_unsharded(model: nn.Module) -> None:
+    """Raise `TraceError` if a parameter is a DTensor: a plan of the whole model needs unsharded
+    parameters."""
+    if any(map(is_dtensor, model.parameters())):
         raise TraceError(
             f"the parameters of this {type(model).__name__} are sharded already, and a plan needs "
-            'whole ones; after fully_shard (FSDP2), scope="blocks" plans what it gathers'
+            'unsharded ones; after fully_shard (FSDP2), pass scope="blocks", which plans each '
+            "block with the parameters that FSDP2 gathers"
         )
 
 
-def here(tensor: torch.Tensor) -> torch.Tensor:
-    """What of a tensor is in this process."""
-    return tensor.to_local() if is_shard(tensor) else tensor  # type: ignore[attr-defined]
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this process's shard of a DTensor, and any other tensor unchanged."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def sharded_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """The sharded ones, also of modules that have whole ones in their place now."""
-    states = [found for m in model.modules() if (found := _state(m)) is not None]
-    groups = [group for state in states for group in _groups(state)]
+    """Return the sharded parameters of FSDP2, also those of modules that are gathered now."""
+    states = [state for m in model.modules() if (state := _fsdp_state(m)) is not None]
+    groups = [group for state in states for group in _parameter_groups(state)]
     return [p.sharded_param for group in groups for p in group.fsdp_params]
 
 
 @contextmanager
-def in_a_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
-    """Within the forward of a model that FSDP2 has sharded, and afterwards still so: a backward
-    inside of it ends what a forward begins. Gradients are as before afterwards."""
-    own = {id(p): p for p in (*sharded_parameters(model), *model.parameters())}
-    before = [(p, p.grad) for p in own.values()]
-    for parameter, _ in before:
+def inside_model_forward(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Iterator[None]:
+    """Run a forward and a backward inside the forward of a model that FSDP2 has sharded.
+
+    A backward ends FSDP2's forward state, so its pre-forward runs before this context and again
+    after it. Gradients are restored.
+    """
+    parameters = {id(p): p for p in (*sharded_parameters(model), *model.parameters())}
+    gradients = [(p, p.grad) for p in parameters.values()]
+    for parameter, _ in gradients:
         parameter.grad = None
-    _begin_forward(model, args, kwargs)
+    _run_pre_forward(model, args, kwargs)
     try:
         yield
     finally:
-        for parameter, gradient in before:
+        for parameter, gradient in gradients:
             parameter.grad = gradient
-        _begin_forward(model, args, kwargs)
+        _run_pre_forward(model, args, kwargs)
 
 
-def end_forward(model: nn.Module, args: tuple[Any, ...], outputs: Any) -> Any:
-    """What FSDP2 does behind a forward of the whole model: sees to it that its backward is
-    noticed."""
-    state = _state(model)
+def run_post_forward(model: nn.Module, args: tuple[Any, ...], outputs: Any) -> Any:
+    """Run FSDP2's post-forward of the whole model, which registers its backward hooks, and return
+    the outputs."""
+    state = _fsdp_state(model)
     return outputs if state is None else state._post_forward(model, args, outputs)
 
 
 @contextmanager
-def gathered(module: nn.Module) -> Iterator[None]:
-    """With the whole parameters of a module, on all processes at once. Raises `TraceError`."""
-    parts: list[Any] = [m for m in module.modules() if _state(m) is not None]
-    for part in parts:
-        part.unshard()
+def unsharded_parameters(module: nn.Module) -> Iterator[None]:
+    """Gather a module's parameters inside this context, on all processes at once.
+
+    Raises `TraceError` if parameters remain sharded: not by a `fully_shard` inside the module.
+    """
+    sharded: list[Any] = [m for m in module.modules() if _fsdp_state(m) is not None]
+    for submodule in sharded:
+        submodule.unshard()
     try:
-        if any(map(is_shard, module.parameters())):
+        if any(map(is_dtensor, module.parameters())):
             raise TraceError(
                 f"the parameters of this {type(module).__name__} are sharded, and not by a "
-                "fully_shard of it or of what is inside; shard each block by itself"
+                "fully_shard of it or of its submodules; call fully_shard on each block"
             )
         yield
     finally:
-        for part in parts:
-            part.reshard()
+        for submodule in sharded:
+            submodule.reshard()
 
 
-def _begin_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """What FSDP2 does before it: gathers what is outside of blocks."""
-    if (state := _state(model)) is not None:
+def _run_pre_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Run FSDP2's pre-forward of the whole model, which gathers the parameters outside blocks."""
+    if (state := _fsdp_state(model)) is not None:
         state._pre_forward(model, args, kwargs)
 
 
-def _state(module: nn.Module) -> Any:
-    find = getattr(module, "_get_fsdp_state", None)
-    return None if find is None else find()
+def _fsdp_state(module: nn.Module) -> Any:
+    get_state = getattr(module, "_get_fsdp_state", None)
+    return None if get_state is None else get_state()
 
 
-def _groups(state: Any) -> list[Any]:
+def _parameter_groups(state: Any) -> list[Any]:
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:  # torch 2.11 has one at most
         group = state._fsdp_param_group

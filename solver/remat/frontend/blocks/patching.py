@@ -1,4 +1,4 @@
-"""What of a model is another for the length of a step."""
+"""Patches applied to a model for one step: other forwards, gradient checkpointing switched off."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import nn
 
 
 @contextmanager
-def replaced(forwards: dict[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """With other forwards of modules."""
-    before = {module: module.__dict__.get("forward") for module in forwards}
+def patched_forwards(forwards: dict[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Replace the forward of each module that is a key of `forwards` inside this context."""
+    originals = {module: module.__dict__.get("forward") for module in forwards}
     for module, forward in forwards.items():
         module.__dict__["forward"] = forward
     try:
         yield
     finally:
-        for module, forward in before.items():
+        for module, forward in originals.items():
             if forward is None:
                 module.__dict__.pop("forward", None)
             else:
@@ -26,8 +26,9 @@ def replaced(forwards: dict[nn.Module, Callable[..., Any]]) -> Iterator[None]:
 
 
 @contextmanager
-def checkpointing_off(model: nn.Module) -> Iterator[None]:
-    """Layers of transformers would checkpoint themselves: the plan says what is kept."""
+def layer_checkpointing_disabled(model: nn.Module) -> Iterator[None]:
+    """Switch the gradient checkpointing of the layers of Transformers off inside this context: the
+    plan decides what is retained."""
     layers: list[Any] = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
     for layer in layers:
         layer.gradient_checkpointing = False

@@ -1,4 +1,7 @@
-"""A block that no capture can see, run once by itself, with a graph, to see what it takes."""
+"""Profiling of block calls in eager mode: the time and memory of a block that is not captured.
+
+The block runs standalone, with a graph, on copies of its inputs.
+"""
 
 from __future__ import annotations
 
@@ -11,179 +14,201 @@ from typing import Any
 
 import torch
 
-from remat.blockwise.step import Way
+from remat.blockwise.block_step import BlockOption
 from remat.errors import one_line
-from remat.frontend.blocks.discovery import Site, trained
-from remat.frontend.blocks.module_state import Buffers, checkpointed
-from remat.frontend.capture.model.context import random_numbers_restored
-from remat.frontend.common.pytree import joined, split, tensors_in
+from remat.frontend.blocks.discovery import Submodule, trainable_parameters
+from remat.frontend.blocks.module_state import BufferSnapshot, run_checkpointed
+from remat.frontend.capture.model.preserved_state import rng_state_preserved
+from remat.frontend.common.pytree import flatten_objects, tensors_in, unflatten_objects
 from remat.frontend.memory.gauge import Gauge
 
 logger = logging.getLogger("remat")
 
-Gradients = Callable[
+BackwardFunction = Callable[
     [Sequence[torch.Tensor], Sequence[torch.Tensor], Sequence[torch.Tensor]],
     Sequence[torch.Tensor | None],
 ]
-"""Given the ends of a graph, its inputs, and the gradients of the ends: those of the inputs."""
+"""Computes the gradients of a graph's inputs from its outputs, its inputs and the gradients of the
+outputs, in this order."""
 
 
 @dataclass(frozen=True)
-class Invocation:
-    """A call of the module at a site: the forward that runs, and what it is given."""
+class ModuleInvocation:
+    """A call of a submodule: the forward to run, and its arguments."""
 
-    site: Site
+    submodule: Submodule
     forward: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
     def run(self) -> Any:
-        """What the forward returns."""
+        """Call the forward with the arguments and return its result."""
         return self.forward(*self.args, **self.kwargs)
 
-    def by(self, forward: Callable[..., Any]) -> Invocation:
-        """The same call of another forward."""
+    def with_forward(self, forward: Callable[..., Any]) -> ModuleInvocation:
+        """Return the same call of another forward."""
         return replace(self, forward=forward)
 
-    def alone(self) -> Invocation:
-        """Given tensors that nothing made: a backward ends at them."""
-        leaves, shape = split((self.args, self.kwargs))
-        args, kwargs = joined([_alone(leaf) for leaf in leaves], shape)
+    def with_leaf_inputs(self) -> ModuleInvocation:
+        """Return the call with copies of its tensors that are leaves: a backward ends there."""
+        return self._with_leaves(_leaf_copy)
+
+    def with_non_leaf_inputs(self) -> ModuleInvocation:
+        """Return the call with its tensors as results of an operation: unlike leaves that require a
+        gradient, a block may modify them in place."""
+        return self._with_leaves(non_leaf_alias)
+
+    def _with_leaves(self, convert: Callable[[Any], Any]) -> ModuleInvocation:
+        leaves, shape = flatten_objects((self.args, self.kwargs))
+        args, kwargs = unflatten_objects([convert(leaf) for leaf in leaves], shape)
         return replace(self, args=args, kwargs=kwargs)
 
-    def made(self) -> Invocation:
-        """Given such tensors as if an operation had made them: a block may write to its inputs."""
-        leaves, shape = split((self.args, self.kwargs))
-        args, kwargs = joined([_made(leaf) for leaf in leaves], shape)
-        return replace(self, args=args, kwargs=kwargs)
 
+def measure_eager_options(gauge: Gauge, call: ModuleInvocation) -> tuple[BlockOption, ...]:
+    """Measure a block call as it is and, if the block can be recomputed, checkpointed.
 
-def measured_ways(gauge: Gauge, call: Invocation) -> tuple[Way, ...]:
-    """As it is, and checkpointed, but for what must not be, or cannot be. That need not let go of
-    all: what a function of autograd keeps without `save_for_backward` stays. Random numbers and
-    buffers are as before afterwards."""
-    before = Buffers(call.site.module)
-    kept, forward_s = measured(gauge, call)
-    before.restore()
-    why = why_not_again(call)
+    A checkpointed block need not free everything: what an autograd function stores on its context
+    without `save_for_backward` stays. RNG states and buffers are restored afterwards.
+    """
+    buffers = BufferSnapshot(call.submodule.module)
+    as_it_is, forward_s = measure_invocation(gauge, call)
+    buffers.restore()
+    obstacle = recompute_obstacle(call)
     gauge.peak()
-    again: Way | None = None
-    if not why:
+    checkpointed: BlockOption | None = None
+    if not obstacle:
         try:
-            again, _ = measured(gauge, call.by(partial(_checkpointed, call)))
+            checkpointed_call = call.with_forward(partial(_run_checkpointed, call))
+            checkpointed, _ = measure_invocation(gauge, checkpointed_call)
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError as error:  # torch sees that it saves something else, say
-            why = one_line(error)
-        before.restore()
-    if again is None:
-        logger.info("%s is not run again: %s", call.site.path, why)
-        return (kept,)
-    return kept, replace(again, time_s=kept.time_s + forward_s)
+        except RuntimeError as error:  # such as torch's: the recomputation saves other tensors
+            obstacle = one_line(error)
+        buffers.restore()
+    if checkpointed is None:
+        logger.info("%s is not recomputed: %s", call.submodule.path, obstacle)
+        return (as_it_is,)
+    return as_it_is, replace(checkpointed, time_s=as_it_is.time_s + forward_s)
 
 
-def why_not_again(call: Invocation) -> str:
-    """Why the block must not be run twice, or "". Random numbers and buffers are as before."""
-    before = Buffers(call.site.module)
-    own = call.alone()
-    given = tensors_in((own.args, own.kwargs))
-    versions = [tensor._version for tensor in given]
-    first = _outputs(own)
-    # Checkpointing such a block would also be a cycle that torch never lets go of.
-    if versions != [tensor._version for tensor in given]:
-        before.restore()
-        return "it writes to what it is given"
-    second = _outputs(own)  # with whatever the first has changed
-    before.restore()
-    if len(first) != len(second) or not all(map(_same, first, second)):
-        return "it returns something else when it runs again"
+def recompute_obstacle(call: ModuleInvocation) -> str:
+    """Return why the block must not be recomputed, or "". RNG states and buffers are restored."""
+    buffers = BufferSnapshot(call.submodule.module)
+    standalone = call.with_leaf_inputs()
+    inputs = tensors_in((standalone.args, standalone.kwargs))
+    versions = [tensor._version for tensor in inputs]
+    first = _outputs_without_grad(standalone)
+    # Checkpointing such a block would also make a reference cycle that torch never frees.
+    if versions != [tensor._version for tensor in inputs]:
+        buffers.restore()
+        return "it modifies its inputs in place"
+    second = _outputs_without_grad(standalone)  # sees the state that the first run has changed
+    buffers.restore()
+    if len(first) != len(second) or not all(map(_are_equal, first, second)):
+        return "a second run returns other results"
     return ""
 
 
-def _checkpointed(call: Invocation, *args: Any, **kwargs: Any) -> Any:
-    return checkpointed(call.site.module, call.forward, args, kwargs)
+def _run_checkpointed(call: ModuleInvocation, *args: Any, **kwargs: Any) -> Any:
+    return run_checkpointed(call.submodule.module, call.forward, args, kwargs)
 
 
-def by_grad(
-    ends: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor]
+def gradients_by_autograd(
+    outputs: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    tangents: Sequence[torch.Tensor],
 ) -> Sequence[torch.Tensor | None]:
-    """The gradients, which go nowhere else."""
-    return torch.autograd.grad(ends, inputs, tangents, allow_unused=True)
+    """Return the gradients of the inputs by `torch.autograd.grad`, which leaves `.grad` alone."""
+    return torch.autograd.grad(outputs, inputs, tangents, allow_unused=True)
 
 
-def measured(gauge: Gauge, call: Invocation, gradients: Gradients = by_grad) -> tuple[Way, float]:
-    """What it takes with a graph, and the seconds of the forward alone. Random numbers are as
-    before afterwards."""
-    torch.clear_autocast_cache()  # weights in lower precision are held from the first run on
-    own = call.alone()
-    given = tensors_in((own.args, own.kwargs))
-    inputs = [t for t in (*given, *trained([call.site])) if gets_gradient(t)]
-    with random_numbers_restored():
-        return _measured(gauge, lambda: own.made().run(), given, inputs, gradients)
+def measure_invocation(
+    gauge: Gauge,
+    call: ModuleInvocation,
+    compute_gradients: BackwardFunction = gradients_by_autograd,
+) -> tuple[BlockOption, float]:
+    """Run a block call and its backward; return its time and memory, and the seconds of its
+    forward. RNG states are restored afterwards."""
+    torch.clear_autocast_cache()  # else it holds weights in lower precision from the first run on
+    standalone = call.with_leaf_inputs()
+    tensors = tensors_in((standalone.args, standalone.kwargs))
+    parameters = trainable_parameters([call.submodule])
+    differentiable = [t for t in (*tensors, *parameters) if requires_gradient(t)]
+    with rng_state_preserved():
+        return _measure(
+            gauge,
+            lambda: standalone.with_non_leaf_inputs().run(),
+            tensors,
+            differentiable,
+            compute_gradients,
+        )
 
 
-def _measured(
+def _measure(
     gauge: Gauge,
     run: Callable[[], Any],
-    given: Sequence[torch.Tensor],
     inputs: Sequence[torch.Tensor],
-    gradients: Gradients,
-) -> tuple[Way, float]:
-    were_there = {t.untyped_storage()._cdata for t in given}
+    differentiable: Sequence[torch.Tensor],
+    compute_gradients: BackwardFunction,
+) -> tuple[BlockOption, float]:
+    input_storages = {t.untyped_storage()._cdata for t in inputs}
     gauge.peak()
-    before = gauge.live()
-    began = now_s(inputs)
+    bytes_before = gauge.live()
+    start_s = synchronized_time_s(differentiable)
     outputs = tensors_in(run())
-    forward_s = now_s(inputs) - began
-    forward_bytes = gauge.peak() - before
-    made = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in outputs}
-    made_bytes = sum(size for key, size in made.items() if key not in were_there)
-    saved_bytes = max(0, gauge.live() - before - made_bytes)
-    ends = [t for t in outputs if t.requires_grad]
-    began = now_s(inputs)
-    found: object = None
-    if ends and inputs:
-        tangents = [torch.ones_like(t) for t in ends]
-        found = gradients(ends, inputs, tangents)
+    forward_s = synchronized_time_s(differentiable) - start_s
+    forward_bytes = gauge.peak() - bytes_before
+    sizes = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in outputs}
+    output_bytes = sum(size for key, size in sizes.items() if key not in input_storages)
+    saved_bytes = max(0, gauge.live() - bytes_before - output_bytes)
+    differentiated = [t for t in outputs if t.requires_grad]
+    start_s = synchronized_time_s(differentiable)
+    gradients: object = None
+    if differentiated and differentiable:
+        tangents = [torch.ones_like(t) for t in differentiated]
+        gradients = compute_gradients(differentiated, differentiable, tangents)
         del tangents
-    backward_s = now_s(inputs) - began
-    backward_bytes = gauge.peak() - before
-    del found, ends, outputs
-    return Way(forward_s + backward_s, saved_bytes, forward_bytes, backward_bytes), forward_s
+    backward_s = synchronized_time_s(differentiable) - start_s
+    backward_bytes = gauge.peak() - bytes_before
+    del gradients, differentiated, outputs
+    option = BlockOption(forward_s + backward_s, saved_bytes, forward_bytes, backward_bytes)
+    return option, forward_s
 
 
-def _outputs(call: Invocation) -> list[torch.Tensor]:
-    with random_numbers_restored(), torch.no_grad():
+def _outputs_without_grad(call: ModuleInvocation) -> list[torch.Tensor]:
+    with rng_state_preserved(), torch.no_grad():
         return tensors_in(call.run())
 
 
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Of kernels of a GPU that add in any order, but for that."""
-    if one.shape != other.shape or not one.is_cuda:
-        return torch.equal(one, other)
-    return torch.allclose(one, other, rtol=1e-3, atol=1e-5, equal_nan=True)
+def _are_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """True if two results are equal; on a GPU within the rounding of sums in another order."""
+    if a.shape != b.shape or not a.is_cuda:
+        return torch.equal(a, b)
+    return torch.allclose(a, b, rtol=1e-3, atol=1e-5, equal_nan=True)
 
 
-def now_s(items: object) -> float:
-    """The time, once all is done that was asked of the devices of these tensors."""
-    for device in {t.device for t in tensors_in(items) if t.is_cuda}:
+def synchronized_time_s(tensors: object) -> float:
+    """Return the clock's seconds after the GPUs of these tensors have finished their work."""
+    for device in {t.device for t in tensors_in(tensors) if t.is_cuda}:
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
-def _alone(item: Any) -> Any:
+def _leaf_copy(item: Any) -> Any:
     if not isinstance(item, torch.Tensor):
         return item
     return item.detach().clone().requires_grad_(item.requires_grad)
 
 
-def _made(item: Any) -> Any:
-    return Made.apply(item) if gets_gradient(item) else item
+def non_leaf_alias(item: Any) -> Any:
+    """Return a tensor that requires a gradient as the result of an operation, in the same storage;
+    anything else unchanged."""
+    return NonLeafAlias.apply(item) if requires_gradient(item) else item
 
 
-class Made(torch.autograd.Function):
-    """The same numbers in the same storage, as if an operation had made them: unlike a leaf, a
-    block may write to its input."""
+class NonLeafAlias(torch.autograd.Function):
+    """Identity whose result shares the input's storage without being a view or a leaf, so that a
+    block may modify it in place."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -196,6 +221,6 @@ class Made(torch.autograd.Function):
         return grads
 
 
-def gets_gradient(item: Any) -> bool:
-    """Whether it is a tensor that requires one."""
+def requires_gradient(item: Any) -> bool:
+    """True if the item is a tensor that requires a gradient."""
     return isinstance(item, torch.Tensor) and item.requires_grad

@@ -1,4 +1,4 @@
-"""A step with each of its blocks as it was planned; what is outside of them runs as it is."""
+"""Running a step block by block: planned blocks run their programs, other code is eager."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from remat.blockwise.plan import AS_IT_IS, CHECKPOINTED
+from remat.blockwise.block_step import AS_IT_IS, CHECKPOINTED
 from remat.errors import TraceError
-from remat.frontend.blocks.module_state import checkpointed
-from remat.frontend.blocks.patching import checkpointing_off, replaced
-from remat.frontend.capture.model.checkpoints import checkpointing_disabled
-from remat.frontend.runtime.guards import Call, Signature, Watch, signature
-from remat.frontend.runtime.lower import Compiled
-from remat.frontend.runtime.module import Ready
+from remat.frontend.blocks.module_state import run_checkpointed
+from remat.frontend.blocks.patching import layer_checkpointing_disabled, patched_forwards
+from remat.frontend.capture.model.checkpointing import checkpointing_disabled
+from remat.frontend.runtime.guards import CallSignature, ModelCall, ModelTracker, call_signature
+from remat.frontend.runtime.lower import LoweredProgram
+from remat.frontend.runtime.module import BoundProgram
 from remat.plan import Plan
 
 logger = logging.getLogger("remat")
@@ -25,111 +25,123 @@ logger = logging.getLogger("remat")
 
 @dataclass(frozen=True)
 class PlannedCall:
-    """One call of the block at `path`: by its program, or (without one) `how` says. One that may
-    not run again would do something else then."""
+    """A block call as it is to run: by its program `lowered`, or else by the option `how` ("as it
+    is" or "checkpointed").
+
+    `path` is the block's module path, and `signature` the inputs that the program is for.
+    `may_recompute` is False if a second run of the block would compute something else.
+    """
 
     path: str
     how: str
-    key: Signature | None = None
-    compiled: Compiled | None = None
+    signature: CallSignature | None = None
+    lowered: LoweredProgram | None = None
     plan: Plan | None = None
-    may_run_again: bool = True
+    may_recompute: bool = True
 
 
-class ReadyBlocks:
-    """The calls bound to a model. `training` is whether they were planned in training mode."""
+class BoundBlocks:
+    """The planned block calls of a step, bound to a model. `training` is True if the step was
+    planned in training mode."""
 
     def __init__(self, model: nn.Module, calls: Sequence[PlannedCall], training: bool) -> None:
         self.training = training
         self._model = model
-        self._blocks: dict[nn.Module, _Block] = {}
+        self._blocks: dict[nn.Module, _BoundBlock] = {}
         for call in calls:
             module = model.get_submodule(call.path)
-            block = self._blocks.setdefault(module, _Block(call.path, module))
-            block.add(call)
+            block = self._blocks.setdefault(module, _BoundBlock(call.path, module))
+            block.add_call(call)
         for call in calls:
-            if call.compiled is not None:
+            if call.lowered is not None:
                 for path, module in _siblings(model, call.path):
-                    self._blocks.setdefault(module, _Block(path, module))
+                    self._blocks.setdefault(module, _BoundBlock(path, module))
 
-    def run(self, call: Call, own: Callable[..., Any]) -> Any:
-        """One call of the model."""
-        forwards = {module: block.begun() for module, block in self._blocks.items()}
-        with checkpointing_off(self._model), checkpointing_disabled(), replaced(forwards):
-            return own(*call.args, **call.kwargs)
+    def run(self, call: ModelCall, original_forward: Callable[..., Any]) -> Any:
+        """Run one call of the model with the planned forwards of its blocks."""
+        forwards = {module: block.step_forward() for module, block in self._blocks.items()}
+        with (
+            layer_checkpointing_disabled(self._model),
+            checkpointing_disabled(),
+            patched_forwards(forwards),
+        ):
+            return original_forward(*call.args, **call.kwargs)
 
 
 def _siblings(model: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-    """The blocks in the same list, of the same class: other steps may call those, too."""
-    outer, _, _ = path.rpartition(".")
-    parent, own = model.get_submodule(outer), model.get_submodule(path)
-    if isinstance(parent, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
-        for name, child in parent.named_children():
-            if type(child) is type(own):
-                yield f"{outer}.{name}" if outer else name, child
+    """Yield the blocks of the same class in the same container: other steps may call them, too."""
+    container_path, _, _ = path.rpartition(".")
+    container, block = model.get_submodule(container_path), model.get_submodule(path)
+    if isinstance(container, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+        for name, child in container.named_children():
+            if type(child) is type(block):
+                yield f"{container_path}.{name}" if container_path else name, child
 
 
-class _Block:
+class _BoundBlock:
+    """A block of the model with its planned calls, in the order of the forward."""
+
     def __init__(self, path: str, module: nn.Module) -> None:
         self._path = path
         self._module = module
-        self._watch = Watch(module)
+        self._tracker = ModelTracker(module)
         self._calls: list[PlannedCall] = []
-        self._ready: dict[int, Ready] = {}
-        self._told = False
+        self._programs: dict[int, BoundProgram] = {}
+        self._has_warned = False
 
-    def add(self, call: PlannedCall) -> None:
-        """The next of its calls in a step."""
+    def add_call(self, call: PlannedCall) -> None:
+        """Append the next planned call of this block in a step."""
         self._calls.append(call)
 
-    def _bound(self, number: int, call: PlannedCall) -> Ready:
-        """What runs as it. Made at the call: FSDP2 gathers the block's parameters just before, in
-        another type maybe."""
-        if number not in self._ready:
-            assert call.compiled is not None
-            self._ready[number] = Ready(call.compiled, self._module, call.plan)
-        return self._ready[number]
+    def _bound_program(self, index: int, call: PlannedCall) -> BoundProgram:
+        """Return the program of a call, bound to the block's parameters. It is bound at the call
+        because FSDP2 gathers the parameters only just before, possibly in another dtype."""
+        if index not in self._programs:
+            assert call.lowered is not None
+            self._programs[index] = BoundProgram(call.lowered, self._module, call.plan)
+        return self._programs[index]
 
-    def begun(self) -> Callable[..., Any]:
-        """Its forward, for one step."""
+    def step_forward(self) -> Callable[..., Any]:
+        """Return the block's forward for one step, which follows the planned calls in order."""
         calls = enumerate(self._calls)
-        own = self._module.forward
+        original_forward = self._module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
-                return own(*args, **kwargs)
-            number, planned = next(calls, (0, None))
+                return original_forward(*args, **kwargs)
+            index, planned = next(calls, (0, None))
             if planned is not None and planned.how == AS_IT_IS:
-                return own(*args, **kwargs)
-            if planned is not None and planned.compiled is not None:
-                found = self._fitting(planned, args, kwargs)
-                if found is not None:
-                    return self._bound(number, planned)(found.leaves)
+                return original_forward(*args, **kwargs)
+            if planned is not None and planned.lowered is not None:
+                call = self._matching_call(planned, args, kwargs)
+                if call is not None:
+                    return self._bound_program(index, planned)(call.leaves)
             if planned is None or planned.how != CHECKPOINTED:
-                self._tell()
-            if not all(each.may_run_again for each in self._calls):
-                return own(*args, **kwargs)
-            return checkpointed(self._module, own, args, kwargs)
+                self._warn_once()
+            if not all(call.may_recompute for call in self._calls):
+                return original_forward(*args, **kwargs)
+            return run_checkpointed(self._module, original_forward, args, kwargs)
 
         return forward
 
-    def _fitting(
+    def _matching_call(
         self, planned: PlannedCall, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Call | None:
-        """The call, if it is as it was planned."""
+    ) -> ModelCall | None:
+        """Return the call if it has the planned signature, else None."""
         try:
-            call = Call.of(args, dict(kwargs), "the arguments ")
+            call = ModelCall.of(args, dict(kwargs), "the arguments ")
         except TraceError:
             return None
-        if self._watch.look():
-            self._ready.clear()
-        return call if signature(self._watch, call.structure, call.leaves) == planned.key else None
+        if self._tracker.refresh():
+            self._programs.clear()
+        signature = call_signature(self._tracker, call.structure, call.leaves)
+        return call if signature == planned.signature else None
 
-    def _tell(self) -> None:
-        if not self._told:
-            self._told = True
+    def _warn_once(self) -> None:
+        if not self._has_warned:
+            self._has_warned = True
             logger.warning(
-                "%s is called otherwise than when the step was planned, with the same inputs of the"
-                " model: such calls are not planned, and the peak may be another one",
+                "%s is called differently than when the step was planned, with the same inputs of "
+                "the model: such calls run without a plan, and the peak may differ from the plan's",
                 self._path,
             )

@@ -1,116 +1,130 @@
-"""Which modules of a model are planned, which are run as they are, and what of it is seen then."""
+"""Selection of the submodules that are planned: blocks that can be captured, else their parts."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container
 
 from torch import nn
 
 from remat.errors import TraceError
-from remat.frontend.blocks.block_options import Ways
-from remat.frontend.blocks.discovery import Site, blocks_of, parts_of
-from remat.frontend.blocks.dry_run import Observation, observe
+from remat.frontend.blocks.block_options import BlockSolver
+from remat.frontend.blocks.discovery import (
+    Submodule,
+    children_with_parameters,
+    repeated_blocks,
+)
+from remat.frontend.blocks.dry_run import DryRun, run_dry
 from remat.frontend.planning.options import OptimizeOptions
-from remat.frontend.runtime.guards import Call
+from remat.frontend.runtime.guards import ModelCall
 from remat.limits.outputs import are_dropped
 from remat.report.tables import starred
 
-_ROUTED = "data decide on how it is called"
+_DATA_DEPENDENT = "its calls depend on the data"
 
 
-def settled(
-    model: nn.Module, call: Call, options: OptimizeOptions, ways: Ways, *, whole: bool = False
-) -> tuple[Observation, dict[int, str]]:
-    """Blocks that cannot be captured give way to their parts, until what is left is captured, or is
-    run once to see what it takes: what has no parts, and what data decide on. `whole` ones do not:
-    they are run once themselves. Also, why blocks could not be captured."""
-    sites = blocks_of(model) or parts_of(Site("", model))
-    if not sites:
+def select_blocks(
+    model: nn.Module,
+    call: ModelCall,
+    options: OptimizeOptions,
+    solver: BlockSolver,
+    *,
+    keep_uncapturable: bool = False,
+) -> tuple[DryRun, dict[int, str]]:
+    """Select the blocks to plan; return a dry run with them, and the capture failures by module id.
+
+    A block that cannot be captured is replaced by its child modules, until the rest can be
+    captured. Modules without children and those whose calls depend on the data are measured in
+    eager mode instead. With `keep_uncapturable`, blocks that cannot be captured are measured in
+    eager mode as a whole, too.
+    """
+    blocks = repeated_blocks(model) or children_with_parameters(Submodule("", model))
+    if not blocks:
         raise TraceError(f"this {type(model).__name__} has no modules that could be planned")
-    parts: dict[int, Site] = {}
-    eager: dict[int, Site] = {}
-    whys: dict[int, str] = {}
+    parts: dict[int, Submodule] = {}  # child modules that replace an uncapturable block
+    eager: dict[int, Submodule] = {}
+    failures: dict[int, str] = {}
     while True:
-        seen = _observed(model, call, sites, list(eager.values()), options)
-        routed = {} if not parts else _routed(seen, parts)
-        failed: set[int] = set()
-        opaque = {id(each.site.module) for each in seen.calls if each.key is None}
-        for each in seen.calls:
-            module = id(each.site.module)
-            if module not in opaque and (module in eager or module in routed):
+        dry_run = run_dry(
+            model,
+            call,
+            blocks,
+            measured_submodules=list(eager.values()),
+            differentiate=options.differentiate,
+            outputs_dropped=are_dropped(options.outputs),
+        )
+        data_dependent = {} if not parts else _data_dependent(dry_run, parts)
+        uncapturable: set[int] = set()
+        opaque = {id(c.submodule.module) for c in dry_run.calls if c.signature is None}
+        for block_call in dry_run.calls:
+            module = id(block_call.submodule.module)
+            if module not in opaque and (module in eager or module in data_dependent):
                 continue
-            if isinstance(found := ways.trace(each), str):
-                failed.add(module)
-                whys[module] = found
-        if not failed and routed.keys() <= eager.keys():
-            return seen, whys
-        eager |= routed
-        whys |= dict.fromkeys(routed, _ROUTED)
-        if whole:
-            eager |= {id(s.module): s for s in sites if id(s.module) in failed - opaque}
-            failed &= opaque
-        sites = [part for site in sites for part in _instead(site, failed, opaque, parts, eager)]
-        if not sites:
+            if isinstance(failure := solver.trace_or_failure(block_call), str):
+                uncapturable.add(module)
+                failures[module] = failure
+        if not uncapturable and data_dependent.keys() <= eager.keys():
+            return dry_run, failures
+        eager |= data_dependent
+        failures |= dict.fromkeys(data_dependent, _DATA_DEPENDENT)
+        if keep_uncapturable:
+            eager |= {id(b.module): b for b in blocks if id(b.module) in uncapturable - opaque}
+            uncapturable &= opaque
+        blocks = [
+            replacement
+            for block in blocks
+            for replacement in _replacements(block, uncapturable, opaque, parts, eager)
+        ]
+        if not blocks:
             raise TraceError(
                 f"nothing of this {type(model).__name__} can be planned: "
-                f"{next(iter(whys.values()))}"
+                f"{next(iter(failures.values()))}"
             )
 
 
-def _instead(
-    site: Site,
-    failed: Container[int],
+def _replacements(
+    block: Submodule,
+    uncapturable: Container[int],
     opaque: Container[int],
-    parts: dict[int, Site],
-    eager: dict[int, Site],
-) -> list[Site]:
-    """Modules without parts are not captured: where one reads its input twice and others read it,
-    too, the gradients would be summed up in another order. Those that are given something opaque,
-    such as a cache, may change it: they are never run twice."""
-    if id(site.module) not in failed:
-        return [site]
-    parts.pop(id(site.module), None)
-    found = parts_of(site)
-    if not found:
-        found = [] if id(site.module) in opaque else [site]
-    parts |= {id(p.module): p for p in found}
-    eager |= {id(p.module): p for p in found if p is site or not parts_of(p)}
-    return found
+    parts: dict[int, Submodule],
+    eager: dict[int, Submodule],
+) -> list[Submodule]:
+    """Return the child modules that replace an uncapturable block; the block itself if it can be
+    captured, or has no children.
+
+    Modules without children run in eager mode, not under a plan: where one reads its input twice
+    and others read it, too, the gradients would be summed in another order. Without children, a
+    block in `opaque` (its arguments cannot be described, such as a cache, or it has side effects)
+    is left out: it must never run twice.
+    """
+    if id(block.module) not in uncapturable:
+        return [block]
+    parts.pop(id(block.module), None)
+    children = children_with_parameters(block)
+    if not children:
+        children = [] if id(block.module) in opaque else [block]
+    parts |= {id(c.module): c for c in children}
+    eager |= {id(c.module): c for c in children if c is block or not children_with_parameters(c)}
+    return children
 
 
-def _routed(seen: Observation, parts: dict[int, Site]) -> dict[int, Site]:
-    """The parts that stand in a list with others of their class and get inputs of other shapes, or
-    none, such as experts: the next batch will come in other shapes."""
-    shapes: dict[tuple[str, str], set[object]] = {}
-    members: dict[tuple[str, str], dict[int, Site]] = {}
-    for each in seen.calls:
-        shapes.setdefault(_group(each.site), set()).add(each.key and each.key.inputs)
-    for module, site in parts.items():
-        members.setdefault(_group(site), {})[module] = site
-    called = {id(each.site.module) for each in seen.calls}
-    found: dict[int, Site] = {}
-    for group, own in members.items():
-        if group in shapes and (len(shapes[group]) > 1 or not own.keys() <= called):
-            found |= own
-    return found
+def _data_dependent(dry_run: DryRun, parts: dict[int, Submodule]) -> dict[int, Submodule]:
+    """Return the parts whose calls depend on the data, such as experts: the modules of one list and
+    class get inputs of different shapes, or some are not called. The next batch differs."""
+    input_properties: dict[tuple[str, str], set[object]] = {}
+    members: dict[tuple[str, str], dict[int, Submodule]] = {}
+    for call in dry_run.calls:
+        group = _list_and_class(call.submodule)
+        input_properties.setdefault(group, set()).add(call.signature and call.signature.inputs)
+    for module, part in parts.items():
+        members.setdefault(_list_and_class(part), {})[module] = part
+    called = {id(call.submodule.module) for call in dry_run.calls}
+    data_dependent: dict[int, Submodule] = {}
+    for group, modules in members.items():
+        properties = input_properties.get(group, ())
+        if properties and (len(properties) > 1 or not modules.keys() <= called):
+            data_dependent |= modules
+    return data_dependent
 
 
-def _group(site: Site) -> tuple[str, str]:
-    return starred(site.path), site.kind
-
-
-def _observed(
-    model: nn.Module,
-    call: Call,
-    sites: Sequence[Site],
-    measured: Sequence[Site],
-    options: OptimizeOptions,
-) -> Observation:
-    return observe(
-        model,
-        call,
-        sites,
-        measured=measured,
-        differentiate=options.differentiate,
-        dropped=are_dropped(options.outputs),
-    )
+def _list_and_class(submodule: Submodule) -> tuple[str, str]:
+    return starred(submodule.path), submodule.class_name

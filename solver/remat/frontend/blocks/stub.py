@@ -1,4 +1,4 @@
-"""A block that saves nothing: a node of autograd that runs it, and gives back zeros."""
+"""Stub of a block: an autograd node that runs it, saves nothing, and returns zero gradients."""
 
 from __future__ import annotations
 
@@ -10,91 +10,105 @@ from typing import Any, Protocol
 import torch
 from torch.utils._pytree import tree_map_only
 
-from remat.frontend.blocks.profile import Made, gets_gradient
-from remat.frontend.common.pytree import Shape, split
+from remat.frontend.blocks.profile import non_leaf_alias, requires_gradient
+from remat.frontend.common.pytree import ObjectTreeSpec, flatten_objects
 from remat.frontend.memory.gauge import Gauge
 
 
-class Watcher(Protocol):
-    """Who is told of the backward of a call, by its number, with the gradients that it begins with
-    in a list to be emptied. `anchors` make sure that there is one."""
+class BackwardRecorder(Protocol):
+    """Records the backward of each stub. Stubs add a tensor that requires a gradient to `anchors`,
+    so that their backward runs even if no input requires one."""
 
     gauge: Gauge
     anchors: list[torch.Tensor]
 
-    def backward_of(self, number: int, tangents: list[torch.Tensor | None]) -> None:
-        """It begins."""
+    def record_backward(self, call_index: int, tangents: list[torch.Tensor | None]) -> None:
+        """Record the start of the backward of a call; `tangents` is emptied to free them."""
         ...
 
 
-class Passing(torch.autograd.Function):
-    """Its graph is there only while it runs, to tell which of its results have a gradient."""
+class StubBlock(torch.autograd.Function):
+    """A block call whose graph exists only during its forward, to see which results require a
+    gradient."""
 
-    boxed_grads_call = True  # as that of `runtime.step`, which lets go of them like this
+    boxed_grads_call = True  # torch 2.13 then passes the tangents in a list that may be emptied
 
     @staticmethod
     def forward(
         ctx: Any,
-        watcher: Watcher,
-        number: int,
+        recorder: BackwardRecorder,
+        call_index: int,
         run: Callable[..., tuple[torch.Tensor, ...]],
-        count: int,
+        input_count: int,
         anchor: torch.Tensor,
         *tensors: Any,
     ) -> Any:
-        """The first `count` tensors are the block's inputs, the others its parameters."""
+        """Run the block on the first `input_count` tensors; the others are its parameters."""
         ctx.set_materialize_grads(False)
-        ctx.watcher, ctx.number = watcher, number
-        ctx.given = [(t.shape, t.dtype, t.device) if gets_gradient(t) else None for t in tensors]
-        watcher.anchors.append(anchor)
+        ctx.recorder, ctx.call_index = recorder, call_index
+        ctx.gradient_metas = [
+            (t.shape, t.dtype, t.device) if requires_gradient(t) else None for t in tensors
+        ]
+        recorder.anchors.append(anchor)
         with torch.enable_grad():
-            found = run(*map(_made, tensors[:count]))
-        has_none = [not t.requires_grad for t in found]
-        results = tuple(t.detach() for t in found)
-        del found
-        pairs = zip(results, has_none, strict=True)
-        ctx.mark_non_differentiable(*(t for t, without in pairs if without))
+            outputs = run(*map(_differentiable_copy, tensors[:input_count]))
+        lacks_gradient = [not t.requires_grad for t in outputs]
+        results = tuple(t.detach() for t in outputs)
+        del outputs
+        pairs = zip(results, lacks_gradient, strict=True)
+        ctx.mark_non_differentiable(*(t for t, lacks in pairs if lacks))
         return results
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        boxed = grads[0] if isinstance(grads[0], list) else list(grads)
+        tangents = grads[0] if isinstance(grads[0], list) else list(grads)
         del grads
-        ctx.watcher.backward_of(ctx.number, boxed)
+        ctx.recorder.record_backward(ctx.call_index, tangents)
         zeros = [
-            None if given is None else torch.zeros(given[0], dtype=given[1], device=given[2])
-            for given in ctx.given
+            None if meta is None else torch.zeros(meta[0], dtype=meta[1], device=meta[2])
+            for meta in ctx.gradient_metas
         ]
-        ctx.watcher.gauge.peak()
+        ctx.recorder.gauge.peak()
         return None, None, None, None, None, *zeros
 
 
-def handed_back(outer: Any, inner: Any, leaves: Sequence[object], shape: Shape) -> bool:
-    """Whether a block has changed lists or dicts of `inner`, its arguments, which were made of
-    these leaves in that shape. Those of `outer` then have the same in them, without a graph."""
-    now, shape_now = split(inner)
-    if shape_now == shape and all(map(operator.is_, now, leaves)):
+def copy_argument_mutations(
+    arguments: Any, stub_arguments: Any, leaves: Sequence[object], shape: ObjectTreeSpec
+) -> bool:
+    """Return True if the block modified a list or dict among its arguments, and apply the changes
+    to the caller's arguments.
+
+    `stub_arguments` are the arguments that the block received, built from `leaves` in `shape`;
+    `arguments` are the caller's, which get the same contents, with tensors detached.
+    """
+    leaves_after, shape_after = flatten_objects(stub_arguments)
+    if shape_after == shape and all(map(operator.is_, leaves_after, leaves)):
         return False
-    _hand_back(outer, inner)
+    _copy_detached(arguments, stub_arguments)
     return True
 
 
-def _hand_back(outer: Any, inner: Any) -> None:
-    bare = partial(tree_map_only, torch.Tensor, torch.Tensor.detach)
-    if isinstance(outer, list) and isinstance(inner, list):
-        outer[:] = map(bare, inner)
-    elif isinstance(outer, dict):
-        items = {name: bare(item) for name, item in inner.items()}
-        for name in outer.keys() & items.keys():
-            if isinstance(outer[name], list | dict | tuple):
-                _hand_back(outer[name], inner[name])
-                items[name] = outer[name]
-        outer.clear()
-        outer.update(items)
-    elif isinstance(outer, tuple):
-        for before, now in zip(outer, inner, strict=True):
-            _hand_back(before, now)
+def _copy_detached(target: Any, source: Any) -> None:
+    """Give the lists and dicts in `target` the contents of those in `source`, without a graph."""
+    detached = partial(tree_map_only, torch.Tensor, torch.Tensor.detach)
+    if isinstance(target, list) and isinstance(source, list):
+        target[:] = map(detached, source)
+    elif isinstance(target, dict):
+        items = {name: detached(item) for name, item in source.items()}
+        for name in target.keys() & items.keys():
+            if isinstance(target[name], list | dict | tuple):
+                _copy_detached(target[name], source[name])
+                items[name] = target[name]
+        target.clear()
+        target.update(items)
+    elif isinstance(target, tuple):
+        for target_item, source_item in zip(target, source, strict=True):
+            _copy_detached(target_item, source_item)
 
 
-def _made(tensor: torch.Tensor) -> torch.Tensor:
-    return Made.apply(tensor.detach().requires_grad_()) if gets_gradient(tensor) else tensor
+def _differentiable_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that requires a gradient detached from the caller's graph, in the same
+    storage; any other tensor unchanged."""
+    if not requires_gradient(tensor):
+        return tensor
+    return non_leaf_alias(tensor.detach().requires_grad_())

@@ -1,8 +1,8 @@
-"""`Family`: one capture for calls that differ in sizes, such as the lengths of texts.
+"""One capture for calls that differ in the sizes of some dimensions, such as sequence lengths.
 
-The sizes that vary are torch's symbols in it. What a capture decides by a size (a branch of the
-model, a kernel of torch) torch writes down as a guard; a call is of the family where all guards
-hold for its sizes, and its trace is then read off the graph with numbers in the symbols' places.
+Those sizes are SymInts in it. Where the capture depends on a size (a branch of the model, a choice
+of kernel in torch), torch records a guard. The capture is valid for all sizes that satisfy every
+guard: a trace for them is read from the same joint graph, with numbers in place of the symbols.
 """
 
 from __future__ import annotations
@@ -18,76 +18,78 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from remat.documents.structure import Structure
 from remat.documents.trace import Trace
-from remat.frontend.capture.reading.joint_graph import Joint
-from remat.frontend.capture.symbolic_sizes import Sizes
-from remat.frontend.capture.trace import joint_of
+from remat.frontend.capture.reading.joint_graph import CapturedJointGraph
+from remat.frontend.capture.symbol_values import SymbolValues
+from remat.frontend.capture.trace import capture_joint_graph
 
-Dimension = tuple[int, int]
-"""Of an input, by its number, which of its dimensions."""
+InputDimension = tuple[int, int]
+"""The index of an input tensor, and the index of one of its dimensions."""
 
-SMALLEST = 2
-"""Torch takes sizes of 0 and 1 for numbers: they broadcast."""
+MIN_SYMBOLIC_SIZE = 2
+"""Torch specializes on sizes of 0 and 1, since they broadcast."""
 
 
-class Family:
-    """A joint graph with symbols for the sizes of some dimensions; equal ones have one symbol."""
+class SymbolicCapture:
+    """A joint graph with symbols for the sizes of some dimensions; equal sizes share a symbol."""
 
     def __init__(
-        self, joint: Joint, symbols: dict[Dimension, sympy.Symbol], shapes: ShapeEnv
+        self,
+        joint: CapturedJointGraph,
+        symbols: dict[InputDimension, sympy.Symbol],
+        shape_env: ShapeEnv,
     ) -> None:
-        self.varying = frozenset(symbols)
+        self.symbolic_dimensions = frozenset(symbols)
         self._joint = joint
         self._symbols = symbols
-        self._guards = [guard.expr for guard in shapes.guards]
-        self._ranges = {s: shapes.var_to_range[s] for s in symbols.values()}
+        self._guards = [guard.expr for guard in shape_env.guards]
+        self._ranges = {s: shape_env.var_to_range[s] for s in symbols.values()}
 
-    def at(self, shapes: Sequence[Sequence[int]]) -> Trace | None:
-        """The step with inputs of these shapes, which differ from the captured ones in varying
-        dimensions only. None where the capture does not hold for them."""
-        values: dict[sympy.Symbol, int] = {}
-        for (number, dimension), symbol in self._symbols.items():
-            size = shapes[number][dimension]
-            if values.setdefault(symbol, size) != size:
+    def trace_at(self, shapes: Sequence[Sequence[int]]) -> Trace | None:
+        """Return the trace for inputs of these shapes, which may differ from the captured ones in
+        symbolic dimensions only. None if a guard of the capture fails for them."""
+        sizes: dict[sympy.Symbol, int] = {}
+        for (input_index, dimension), symbol in self._symbols.items():
+            size = shapes[input_index][dimension]
+            if sizes.setdefault(symbol, size) != size:
                 return None
-        sizes = Sizes(values)
-        if not all(size in self._ranges[symbol] for symbol, size in values.items()):
+        values = SymbolValues(sizes)
+        if not all(size in self._ranges[symbol] for symbol, size in sizes.items()):
             return None
-        if not all(map(sizes.of, self._guards)) or not self._joint.is_the_same_at(sizes):
+        if not all(map(values.evaluate, self._guards)) or not self._joint.is_valid_at(values):
             return None
-        return self._joint.trace(sizes)
+        return self._joint.trace(values)
 
 
-def family(
+def capture_symbolically(
     model: nn.Module,
     leaves: Sequence[torch.Tensor],
     inputs: Structure,
     differentiate: str | Sequence[str],
-    varying: Collection[Dimension],
-) -> Family:
-    """Capture a step for all sizes of some dimensions of its inputs, which must be contiguous.
-    Raises `TraceError`."""
+    dimensions: Collection[InputDimension],
+) -> SymbolicCapture:
+    """Capture a step for all sizes of these dimensions. Inputs that have one must be contiguous.
+    Raises `TraceError` if the model cannot be captured so."""
     from torch._dynamo.source import ConstantSource  # imports the compiler
 
-    shapes = ShapeEnv()
-    mode = FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True)
-    symbols: dict[Dimension, sympy.Symbol] = {}
+    shape_env = ShapeEnv()
+    mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
+    symbols: dict[InputDimension, sympy.Symbol] = {}
     fakes: list[torch.Tensor] = []
-    for number, leaf in enumerate(leaves):
-        own = [d for d in range(leaf.dim()) if (number, d) in varying]
-        size: list[Any] = list(leaf.shape)
-        for dimension in own:
-            source = ConstantSource(f"input_{number}_{dimension}")
-            symbol = shapes.create_symbol(leaf.shape[dimension], source, DimDynamic.DUCK)
+    for index, leaf in enumerate(leaves):
+        symbolic = [d for d in range(leaf.dim()) if (index, d) in dimensions]
+        shape: list[Any] = list(leaf.shape)
+        for dimension in symbolic:
+            source = ConstantSource(f"input_{index}_{dimension}")
+            symbol = shape_env.create_symbol(leaf.shape[dimension], source, DimDynamic.DUCK)
             assert isinstance(symbol, sympy.Symbol)
-            symbols[number, dimension] = symbol
-            size[dimension] = shapes.create_symintnode(symbol, hint=leaf.shape[dimension])
+            symbols[index, dimension] = symbol
+            shape[dimension] = shape_env.create_symintnode(symbol, hint=leaf.shape[dimension])
+        options: dict[str, Any] = {"dtype": leaf.dtype, "device": leaf.device}
         with mode:
-            like = {"dtype": leaf.dtype, "device": leaf.device}
-            fake = torch.empty(size, **like) if own else _laid_out(leaf, **like)
+            if symbolic:
+                fake = torch.empty(shape, **options)
+            else:
+                fake = torch.empty_strided(leaf.shape, leaf.stride(), **options)
         fakes.append(fake.requires_grad_(leaf.requires_grad))
-    joint = joint_of(model, fakes, inputs, differentiate, symbolic=True)
-    return Family(joint, symbols, shapes)
-
-
-def _laid_out(leaf: torch.Tensor, **like: Any) -> torch.Tensor:
-    return torch.empty_strided(leaf.shape, leaf.stride(), **like)
+    joint = capture_joint_graph(model, fakes, inputs, differentiate, symbolic=True)
+    return SymbolicCapture(joint, symbols, shape_env)

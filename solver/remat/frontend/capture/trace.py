@@ -1,8 +1,8 @@
-"""`trace`: capture the joint forward+backward graph of a training step.
+"""`trace`: capture the joint forward and backward graph of a training step.
 
-Uses `aot_export_joint_with_descriptors`, which handles tied, frozen and unused parameters, mutated
-buffers, keyword arguments and outputs without a gradient, and says of every placeholder and output
-what it is. Nothing is computed: the capture runs on fake tensors.
+Uses `aot_export_joint_with_descriptors`, which supports tied, frozen and unused parameters, mutated
+buffers, keyword arguments and outputs without a gradient, and describes every graph input and
+output. Nothing is computed: the capture runs on fake tensors.
 """
 
 from __future__ import annotations
@@ -23,30 +23,34 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from remat.documents.structure import Structure
 from remat.documents.trace import Trace
 from remat.errors import RematError, TraceError
-from remat.frontend.capture.eager_kernels.fake_layouts import kernels_layouts
-from remat.frontend.capture.eager_kernels.overrides import as_eager
-from remat.frontend.capture.model.checkpoints import checkpointing_disabled
-from remat.frontend.capture.model.compiled_modules import looked_through, uncompiled
-from remat.frontend.capture.model.context import (
-    attributes_of,
-    nothing_drawn_in_python,
-    observe,
-    restored,
+from remat.frontend.capture.eager_kernels.fake_layouts import fakes_with_kernel_layouts
+from remat.frontend.capture.eager_kernels.overrides import eager_kernel_overrides
+from remat.frontend.capture.model.checkpointing import checkpointing_disabled
+from remat.frontend.capture.model.compiled_modules import (
+    compiled_code_run_eagerly,
+    unwrap_compiled,
 )
-from remat.frontend.capture.model.flat_model import Flat
-from remat.frontend.capture.model.hooks import own_hooks_away, watched
-from remat.frontend.capture.model.meta_device import placed
-from remat.frontend.capture.reading.constants import ConstantFolding, Question
-from remat.frontend.capture.reading.joint_graph import Joint
-from remat.frontend.common.frames import is_machinery
+from remat.frontend.capture.model.environment import current_environment
+from remat.frontend.capture.model.flat_model import FlatModel
+from remat.frontend.capture.model.hooks import root_hooks_removed, submodule_hooks_observed
+from remat.frontend.capture.model.meta_device import tensors_placed
+from remat.frontend.capture.model.preserved_state import (
+    model_state_preserved,
+    module_attributes_checked,
+    python_rng_forbidden,
+)
+from remat.frontend.capture.reading.constant_folding import ConstantFolding, ConstantQuery
+from remat.frontend.capture.reading.joint_graph import CapturedJointGraph
+from remat.frontend.common.code_origin import is_framework_code
 from remat.frontend.common.pytree import flatten
-from remat.frontend.common.target import Target, device_here, find_target
-from remat.limits.outputs import HELD, are_dropped
+from remat.frontend.common.target_gpu import TargetGpu, find_target_gpu, local_device
+from remat.limits.outputs import OUTPUTS_HELD, are_dropped
 
 log = logging.getLogger("remat")
 
-_ALONE = threading.RLock()
-"""A capture changes what all threads share: how torch dispatches, its configuration, generators."""
+_capture_lock = threading.RLock()
+"""Captures run one at a time: they change torch's dispatcher, configuration and generators, which
+all threads share."""
 
 
 def trace(
@@ -56,81 +60,95 @@ def trace(
     *,
     differentiate: str | Sequence[str] = "auto",
     device: str | torch.device | None = None,
-    outputs: str = HELD,
+    outputs: str = OUTPUTS_HELD,
 ) -> Trace:
     """Capture one training step of `model` on inputs like these.
 
     `example_inputs` is a tuple of positional arguments (or one tensor, or a mapping, which is taken
-    as keyword arguments). `differentiate` says which outputs a gradient will come from: "auto" (the
-    scalar loss where the model returns one, else all), "all", or output names such as "loss".
-    A model on the "meta" device is captured as if it were on CUDA where there is one, else on the
-    CPU: nothing is allocated, and its plan is for a model that really is there. Of what was
-    compiled by torch.compile, the module inside is captured. Hooks of the model itself are left
-    out; those inside of it are captured, with a `HookWarning` where they compute nothing.
+    as keyword arguments). `differentiate` selects the outputs that gradients come from: "auto" (the
+    scalar loss if the model returns one, else all), "all", or output names such as "loss".
+
+    A model on the "meta" device is captured as if it were on CUDA if available, else on the CPU:
+    nothing is allocated, and the plan is for a model that is really there. If torch.compile has
+    wrapped the model or a part of it, the original module is captured. Hooks of the model itself
+    are left out. Hooks of submodules are captured, with a `HookWarning` if they compute nothing.
+
     `outputs` are "held" by the caller while the backward runs, or "dropped" before it (by a loop
     that keeps only the loss): their memory is then planned like any other.
 
-    `device` captures the step as if model and inputs were there: "cpu", "cuda", or a GPU that is
-    not here by its name, such as "h100" ("cuda" where there is no GPU is an H200). The trace then
-    has the operations that torch runs on that GPU, and autocast that is on for CUDA, or else for
-    the CPU, is the GPU's. What cannot be known without it: docs/decisions/0020.
+    `device` captures the step as if model and inputs were on it: "cpu", "cuda", or an absent GPU by
+    its name, such as "h100" ("cuda" on a machine without a GPU is an H200). The trace then has the
+    operators that torch runs on that GPU. Autocast is the GPU's if it is enabled for CUDA, or else
+    for the CPU. What cannot be determined without the GPU: docs/decisions/0006.
 
-    Raises `TraceError` with the place and the remedy where the model cannot be captured.
+    Raises `TraceError` with the place and a remedy if the model cannot be captured.
     """
     dropped = are_dropped(outputs)
-    model = uncompiled(model)
+    model = unwrap_compiled(model)
     args, kwargs = normalise_inputs(model, example_inputs, example_kwargs)
     check_differentiable(model, args, kwargs)
-    _refuse_wrong_captures(model)
-    target = find_target(device)
-    _refuse_several_gpus(model, args, kwargs, device)
-    _tell_of_unrolled(model, target)
-    with contextlib.ExitStack() as stack:
-        place = _place_of(device, target)
-        args, kwargs = stack.enter_context(placed(model, args, kwargs, place))
+    _reject_miscaptured_modules(model)
+    target = find_target_gpu(device)
+    _reject_multiple_gpus(model, args, kwargs, device)
+    _warn_about_unrolled_rnns(model, target)
+    capture_device = _capture_device(device, target)
+    with tensors_placed(model, args, kwargs, capture_device) as (args, kwargs):
         leaves, inputs = flatten((args, kwargs), "the example inputs ")
-        traced = joint_of(model, leaves, inputs, differentiate, target).trace()
+        traced = capture_joint_graph(model, leaves, inputs, differentiate, target).trace()
     return traced.replace(outputs_dropped=True) if dropped else traced
 
 
-def joint_of(
+def capture_joint_graph(
     model: nn.Module,
     leaves: Sequence[torch.Tensor],
     inputs: Structure,
     differentiate: str | Sequence[str] = "auto",
-    target: Target | None = None,
+    target: TargetGpu | None = None,
     *,
     symbolic: bool = False,
-) -> Joint:
-    """The joint graph of a step with these tensors, real or fake, as the arguments' leaves. Where
-    some of their sizes are `symbolic`, it was captured before, and its hooks were told of."""
-    environment = observe(model, target)
-    with _ALONE, attributes_of(model) as changed, contextlib.ExitStack() as stack:
-        flat = Flat(model, inputs, differentiate)
+) -> CapturedJointGraph:
+    """Capture the joint graph of a step. `leaves` are the real or fake tensors of its arguments,
+    whose structure is `inputs`.
+
+    Use `symbolic` if some of their sizes are SymInts: then the forward must not change module
+    attributes, and no hook warnings are issued, since an earlier capture has issued them.
+    """
+    environment = current_environment(model, target)
+    with (
+        _capture_lock,
+        module_attributes_checked(model) as changed,
+        contextlib.ExitStack() as stack,
+    ):
+        flat_model = FlatModel(model, inputs, differentiate)
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(restored(model))
-        stack.enter_context(nothing_drawn_in_python(model))
+        stack.enter_context(model_state_preserved(model))
+        stack.enter_context(python_rng_forbidden(model))
         stack.enter_context(checkpointing_disabled())
-        stack.enter_context(looked_through())
-        stack.enter_context(own_hooks_away(model))
-        hooks = stack.enter_context(watched(model))
-        stack.enter_context(as_eager(flat.casts, target, symbolic=symbolic))
-        stack.enter_context(kernels_layouts())
-        module, questions = _joint(stack, flat, leaves)
-        joint = Joint(module, flat, inputs, environment, target, questions)
+        stack.enter_context(compiled_code_run_eagerly())
+        stack.enter_context(root_hooks_removed(model))
+        hooks = stack.enter_context(submodule_hooks_observed(model))
+        stack.enter_context(
+            eager_kernel_overrides(flat_model.autocast_cache, target, symbolic=symbolic)
+        )
+        stack.enter_context(fakes_with_kernel_layouts())
+        module, queries = _export_with_fallback(stack, flat_model, leaves)
+        joint = CapturedJointGraph(module, flat_model, inputs, environment, target, queries)
     if symbolic and changed:
         name, owner = next(iter(changed.items()))
-        raise TraceError(f"{owner} changes its attribute {name!r} in the forward")
+        raise TraceError(
+            f"{owner} changes its attribute {name!r} in the forward, so one capture cannot be used "
+            "for several input sizes"
+        )
     if not symbolic:
-        hooks.tell()
+        hooks.warn_about_observers()
     return joint
 
 
 def normalise_inputs(
     model: nn.Module, example_inputs: Any, example_kwargs: Mapping[str, Any] | None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments for `model.forward`. Raises `TraceError` where they do not
-    fit its signature."""
+    """Return positional and keyword arguments for `model.forward`. Raises `TraceError` if they do
+    not fit its signature."""
     if not isinstance(model, nn.Module):
         raise TraceError(f"expected a torch.nn.Module, got {type(model).__name__}")
     if isinstance(example_inputs, Mapping) and example_kwargs is None:
@@ -154,7 +172,7 @@ def normalise_inputs(
 
 
 def check_differentiable(model: nn.Module, args: object, kwargs: object) -> None:
-    """Raise `TraceError` where no parameter and no input needs a gradient."""
+    """Raise `TraceError` if no parameter and no input requires a gradient."""
     leaves, _ = flatten((args, kwargs), "the example inputs ")
     if not any(t.requires_grad for t in (*model.parameters(), *leaves)):
         raise TraceError(
@@ -163,9 +181,10 @@ def check_differentiable(model: nn.Module, args: object, kwargs: object) -> None
         )
 
 
-def _refuse_wrong_captures(model: nn.Module) -> None:
-    """What torch captures without an error, but wrongly: dropout between the layers of a recurrent
-    network, which its decomposition leaves out (seen in torch 2.13, `_rnn_helper`)."""
+def _reject_miscaptured_modules(model: nn.Module) -> None:
+    """Raise `TraceError` for modules that torch captures wrongly without an error: recurrent
+    networks with dropout between their layers, which torch's decomposition leaves out (seen in
+    torch 2.13, `_rnn_helper`)."""
     for name, module in model.named_modules():
         if not (isinstance(module, nn.RNNBase) and module.training):
             continue
@@ -177,20 +196,23 @@ def _refuse_wrong_captures(model: nn.Module) -> None:
             )
 
 
-def _place_of(device: str | torch.device | None, target: Target | None) -> torch.device | None:
-    """Where the tensors of the capture are."""
+def _capture_device(
+    device: str | torch.device | None, target: TargetGpu | None
+) -> torch.device | None:
+    """Return the device of the capture's tensors: the CPU for an absent GPU, None for the tensors'
+    own devices."""
     if device is None:
         return None
     if target is not None:
         return torch.device("cpu")
-    here = device_here(device)
-    return torch.device("cuda", torch.cuda.current_device()) if str(here) == "cuda" else here
+    local = local_device(device)
+    return torch.device("cuda", torch.cuda.current_device()) if str(local) == "cuda" else local
 
 
-def _refuse_several_gpus(
+def _reject_multiple_gpus(
     model: nn.Module, args: object, kwargs: object, device: str | torch.device | None
 ) -> None:
-    """A plan has one budget for one device."""
+    """Raise `TraceError` if the tensors are on several GPUs: a plan is for one device."""
     if device is not None:
         return
     leaves, _ = flatten((args, kwargs), "the example inputs ")
@@ -199,12 +221,13 @@ def _refuse_several_gpus(
     if len(used) > 1:
         raise TraceError(
             f"{type(model).__name__} and its inputs are on {', '.join(used)}, and a plan is for "
-            "one device: put all on one, or optimise the parts on each device by themselves"
+            "one device: put all on one, or optimise the parts on each device separately"
         )
 
 
-def _tell_of_unrolled(model: nn.Module, target: Target | None) -> None:
-    """torch captures a recurrent network step by step; on CUDA eager mode calls cuDNN once."""
+def _warn_about_unrolled_rnns(model: nn.Module, target: TargetGpu | None) -> None:
+    """Warn if recurrent networks run on CUDA: torch captures them time step by time step, where
+    eager mode calls cuDNN once."""
     names = [
         name or type(model).__name__
         for name, module in model.named_modules()
@@ -219,34 +242,36 @@ def _tell_of_unrolled(model: nn.Module, target: Target | None) -> None:
         )
 
 
-def _joint(
-    stack: contextlib.ExitStack, flat: Flat, leaves: Sequence[torch.Tensor]
-) -> tuple[torch.fx.GraphModule, Sequence[Question]]:
-    """First as eager mode would run it; if a branch depends on data, as `torch.compile` would
-    (Hugging Face models then build an explicit attention mask instead of looking at the data)."""
+def _export_with_fallback(
+    stack: contextlib.ExitStack, flat_model: FlatModel, leaves: Sequence[torch.Tensor]
+) -> tuple[torch.fx.GraphModule, Sequence[ConstantQuery]]:
+    """Export the joint graph as eager mode runs the model. If a branch depends on data, export it
+    as `torch.compile` would: Hugging Face models then build an explicit attention mask instead of
+    reading the data."""
     try:
         try:
             with ConstantFolding() as folding:
-                return _export(stack, flat, leaves), folding.questions
+                return _export(stack, flat_model, leaves), folding.queries
         except Exception as error:
             if not _is_data_dependent(error):
                 raise
-            with ConstantFolding() as folding, _compiling():
-                return _export(stack, flat, leaves), folding.questions
+            with ConstantFolding() as folding, _is_compiling_set():
+                return _export(stack, flat_model, leaves), folding.queries
     except RematError:
         raise
     except Exception as error:
-        raise TraceError(_diagnose(flat.model, error)) from error
+        raise TraceError(_error_message(flat_model.model, error)) from error
 
 
 def _export(
-    stack: contextlib.ExitStack, flat: Flat, leaves: Sequence[torch.Tensor]
+    stack: contextlib.ExitStack, flat_model: FlatModel, leaves: Sequence[torch.Tensor]
 ) -> torch.fx.GraphModule:
-    return aot_export_joint_with_descriptors(stack, flat, tuple(leaves)).graph_module
+    return aot_export_joint_with_descriptors(stack, flat_model, tuple(leaves)).graph_module
 
 
 @contextlib.contextmanager
-def _compiling() -> Iterator[None]:
+def _is_compiling_set() -> Iterator[None]:
+    """Within the context, `torch.compiler.is_compiling()` returns True."""
     before = torch.compiler._is_compiling_flag
     torch.compiler._is_compiling_flag = True
     try:
@@ -257,35 +282,38 @@ def _compiling() -> Iterator[None]:
 
 def _is_data_dependent(error: BaseException) -> bool:
     return any(
-        word in type(error).__name__
-        for word in ("DataDependent", "GuardOnDataDependent", "DynamicOutputShape")
+        name in type(error).__name__
+        for name in ("DataDependent", "GuardOnDataDependent", "DynamicOutputShape")
     )
 
 
-def _diagnose(model: nn.Module, error: Exception) -> str:
-    """One message: what failed, where in the user's code, and what to do."""
-    what = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+def _error_message(model: nn.Module, error: Exception) -> str:
+    """Return one message for a failed capture: what failed, the line of the model, the remedy."""
+    cause = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
     if _is_data_dependent(error):
         remedy = (
             "a branch, index or shape depends on tensor values. Decide it outside of the model and "
             "pass the result as a Python value, or replace it by torch.where or a mask"
         )
     elif "convert all Tensors to FakeTensors" in str(error):
-        what = "a tensor is used that is no parameter, buffer or input of the model"
+        cause = "a tensor is used that is no parameter, buffer or input of the model"
         remedy = "register it as a buffer of its module: self.register_buffer(name, tensor)"
     else:
         remedy = (
             "first check that model(*inputs) and its backward run in eager mode; if they do, wrap "
             "the part that fails in a module of its own and optimise the modules around it"
         )
-    return f"{type(model).__name__} cannot be captured at {_place(error)}: {what}. Remedy: {remedy}"
+    return (
+        f"{type(model).__name__} cannot be captured at {_model_line(error)}: {cause}. "
+        f"Remedy: {remedy}"
+    )
 
 
-def _place(error: Exception) -> str:
-    """The innermost line of the traceback that is the model's."""
+def _model_line(error: Exception) -> str:
+    """Return the innermost line of the traceback that is the model's code."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not is_machinery(Path(frame.filename))]
-    if not own:
+    model_frames = [frame for frame in frames if not is_framework_code(Path(frame.filename))]
+    if not model_frames:
         return "an unknown line"
-    frame = own[-1]
+    frame = model_frames[-1]
     return f"{frame.filename}:{frame.lineno} (in {frame.name}: {(frame.line or '').strip()})"

@@ -1,1 +1,9 @@
-"""TODO."""
+"""Helpers that several parts of the frontend share.
+
+- `aliases`: which fx nodes share a storage, and which arguments an operator writes to.
+- `operators`: looks up torch operations by name, and converts their arguments to and from data.
+- `pytree`: flattens and rebuilds nested arguments and outputs.
+- `torch_modes`: context managers for autocast, the grad mode and dispatch modes.
+- `target_gpu`: devices by name, local or only known by their data sheet.
+- `code_origin`: tells the user's source files from those of torch, remat and installed packages.
+"""

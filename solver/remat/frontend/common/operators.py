@@ -1,8 +1,8 @@
-"""Operations by name: which torch functions a document may call, and with which arguments.
+"""Torch operations by name: which ones a document may call, and with which arguments.
 
-A document comes from anywhere, so a name is looked up, never imported, and only functional ATen and
-prims operations pass. Two that look functional are refused all the same, because they reach files:
-`aten.from_file` and `aten.save` (which returns no tensor).
+A document may come from an untrusted source, so a name is looked up, never imported, and only
+functional ATen and prims operations are allowed. Two that look functional are refused because they
+access files: `aten.from_file` and `aten.save` (which returns no tensor).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from remat.errors import DocumentError, TraceError
 Operator: TypeAlias = Callable[..., object]
 
 REMAT_OPERATIONS: dict[str, Operator] = {}
-"""Our own helpers by target, e.g. "remat.accumulate.default"; see `register`."""
+"""The operations that remat defines, by target ("remat.accumulate.default"); see `register`."""
 
-_REACHES_FILES = frozenset({"aten.from_file.default", "aten.from_file.out"})
+_ACCESSES_FILES = frozenset({"aten.from_file.default", "aten.from_file.out"})
 _LITERAL_TYPES: dict[str, type] = {
     "dtype": torch.dtype,
     "layout": torch.layout,
@@ -35,7 +35,7 @@ _LITERAL_TYPES: dict[str, type] = {
 def register(name: str, function: Operator) -> Operator:
     """Let documents call `function` as the target `name`, which must be in namespace `remat`."""
     if not check_target(name).startswith("remat."):
-        raise ValueError(f"{name}: helpers live in the namespace remat")
+        raise ValueError(f"{name}: remat's operations are in the namespace remat")
     if REMAT_OPERATIONS.get(name, function) is not function:
         raise ValueError(f"{name} is registered already")
     REMAT_OPERATIONS[name] = function
@@ -43,7 +43,7 @@ def register(name: str, function: Operator) -> Operator:
 
 
 def resolve(target: str, namespaces: Collection[str] = NAMESPACES) -> Operator:
-    """The function that a target names: an `OpOverload`, or one of remat's helpers.
+    """Return the function that a target names: an `OpOverload`, or one of remat's operations.
 
     Raises `DocumentError` where the name is malformed or unknown, or where the operation is not
     functional (`aten.copy_.default` is the one exception).
@@ -68,8 +68,8 @@ def resolve(target: str, namespaces: Collection[str] = NAMESPACES) -> Operator:
     return operator
 
 
-def check_allowed(targets: Iterable[str], namespaces: Collection[str]) -> None:
-    """Raise `DocumentError` for the first that is not, as `resolve` does."""
+def check_operations_allowed(targets: Iterable[str], namespaces: Collection[str]) -> None:
+    """Raise `DocumentError` for the first operation that `resolve` refuses."""
     for target in dict.fromkeys(targets):
         resolve(target, namespaces)
 
@@ -87,16 +87,17 @@ def _check_functional(target: str, operator: OpOverload) -> None:
     if target == COPY:
         return
     if schema.is_mutable:
-        raise DocumentError(f"{target} changes its arguments: only {COPY} may do that")
+        raise DocumentError(f"{target} mutates its arguments: only {COPY} may do that")
     returns_tensors = any("Tensor" in str(item.type) for item in schema.returns)
-    if not returns_tensors or target in _REACHES_FILES:
+    if not returns_tensors or target in _ACCESSES_FILES:
         raise DocumentError(f"{target} is not allowed: it is no function from tensors to tensors")
 
 
 def decode_argument(argument: Argument, tensors: Mapping[str, torch.Tensor]) -> object:
-    """What to pass to torch for an argument; references are looked up in `tensors`.
+    """Convert an argument of a document to the value to pass to torch; references are looked up in
+    `tensors`.
 
-    Raises `DocumentError` for a name that is not there or a literal that torch does not know.
+    Raises `DocumentError` for a tensor that is not there or a literal that torch does not know.
     """
     match argument:
         case Ref(name):
@@ -112,54 +113,57 @@ def decode_argument(argument: Argument, tensors: Mapping[str, torch.Tensor]) -> 
 
 
 def decode_literal(kind: str, text: str) -> object:
-    """A torch constant by kind and name: ("dtype", "float32") gives `torch.float32`."""
+    """Return a torch constant by kind and name: ("dtype", "float32") gives `torch.float32`."""
     if kind == "device":
         try:
             return torch.device(text)
         except RuntimeError as error:
-            first = str(error).splitlines()[0]
-            raise DocumentError(f"{text!r} is no torch device: {first}") from None
-    expected = _LITERAL_TYPES.get(kind)
-    found = getattr(torch, text, None)
-    if expected is None or not isinstance(found, expected):
+            first_line = str(error).splitlines()[0]
+            raise DocumentError(f"{text!r} is no torch device: {first_line}") from None
+    expected_type = _LITERAL_TYPES.get(kind)
+    constant = getattr(torch, text, None)
+    if expected_type is None or not isinstance(constant, expected_type):
         raise DocumentError(f"{text!r} is no torch {kind}")
-    return found
+    return constant
 
 
-def encode_argument(value: object, special: Callable[[object], Argument] | None = None) -> Argument:
-    """The inverse of `decode_argument`.
+def encode_argument(
+    value: object, encode_other: Callable[[object], Argument] | None = None
+) -> Argument:
+    """Convert an argument of a torch call to data: the inverse of `decode_argument`.
 
-    What is no scalar, list, tuple or torch constant goes to `special`, which names fx Nodes and
-    tensors. Raises `TraceError` where nobody can write the value down.
+    Anything but a scalar, list, tuple or torch constant is passed to `encode_other`, which names fx
+    nodes and tensors. Raises `TraceError` for a value that cannot be converted.
     """
     match value:
         case None | bool() | int() | float() | complex() | str():
             return value
         case list() | tuple():
-            return tuple(encode_argument(item, special) for item in value)
+            return tuple(encode_argument(item, encode_other) for item in value)
         case torch.device():
             return Literal("device", str(value))
         case torch.dtype() | torch.layout() | torch.memory_format():
             kind = next(k for k, cls in _LITERAL_TYPES.items() if isinstance(value, cls))
             return Literal(kind, str(value).removeprefix("torch."))
-    if special is not None:
-        return special(value)
+    if encode_other is not None:
+        return encode_other(value)
     raise TraceError(
         f"an operation has an argument of type {type(value).__qualname__}, which cannot be saved"
     )
 
 
-def is_seeded(node: fx.Node) -> bool:
-    """Whether a call draws random numbers. Attention carries the tag even without dropout."""
+def is_random(node: fx.Node) -> bool:
+    """True if a node samples random numbers. Attention has torch's tag, but without dropout it
+    samples none."""
     target = node.target
     if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
         return False
     for position, argument in enumerate(target._schema.arguments):
         if argument.name == "dropout_p":
-            given = (
+            dropout_p = (
                 node.args[position]
                 if position < len(node.args)
                 else node.kwargs.get("dropout_p", argument.default_value)
             )
-            return bool(given != 0.0)
+            return bool(dropout_p != 0.0)
     return True

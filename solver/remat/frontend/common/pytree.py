@@ -1,8 +1,8 @@
-"""Take tensors out of a model's arguments and outputs, and put them back.
+"""Pytrees: flatten nested arguments and outputs into lists of tensors, and rebuild them.
 
-Own code rather than `torch.utils._pytree`, because plain dataclasses need no registration here and
-because a `Structure` must be safe to read from a document: a type is looked up only in modules that
-are already imported, and must be a dataclass, a named tuple or a dict.
+This is not `torch.utils._pytree`, because plain dataclasses need no registration here and because a
+`Structure` must be safe to read from a document: a type is looked up only in modules that are
+already imported, and must be a dataclass, a named tuple or a dict.
 """
 
 from __future__ import annotations
@@ -23,50 +23,53 @@ from remat.errors import DocumentError, TraceError
 CACHE_REMEDY = "pass use_cache=False (or set model.config.use_cache = False)"
 
 
-def flatten(tree: object, what: str) -> tuple[list[torch.Tensor], Structure]:
-    """The tensors of `tree`, each once, and the Structure that holds their numbers.
+def flatten(tree: object, label: str) -> tuple[list[torch.Tensor], Structure]:
+    """Return the tensors of `tree`, each once, and the structure that has their indices.
 
-    `what` names the tree in errors ("the model's output"). Raises `TraceError` for objects that
+    `label` names the tree in errors ("the model's output"). Raises `TraceError` for objects that
     cannot be described by data.
     """
-    walker = _Walker(what)
-    structure = walker.walk(tree, "")
-    return walker.leaves, structure
+    flattener = _Flattener(label)
+    structure = flattener.flatten(tree, "")
+    return flattener.leaves, structure
 
 
-class _Walker:
-    """Functions inside of `flatten` that call each other would be garbage for the collector, which
-    holds the tensors until it comes by."""
+class _Flattener:
+    """The recursion of `flatten`: collects the tensors of a tree.
 
-    def __init__(self, what: str) -> None:
+    A class, because nested functions that call each other form a reference cycle, which would keep
+    the tensors alive until the garbage collector runs.
+    """
+
+    def __init__(self, label: str) -> None:
         self.leaves: list[torch.Tensor] = []
-        self._what = what
-        self._seen: dict[int, int] = {}
+        self._label = label
+        self._leaf_indices: dict[int, int] = {}
 
-    def walk(self, node: object, path: str) -> Structure:
-        """The structure of a part of the tree, whose tensors are among the leaves afterwards."""
+    def flatten(self, node: object, path: str) -> Structure:
+        """Return the structure of a part of the tree, and add its tensors to the leaves."""
         if isinstance(node, torch.Tensor):
-            if id(node) not in self._seen:
-                self._seen[id(node)] = len(self.leaves)
+            if id(node) not in self._leaf_indices:
+                self._leaf_indices[id(node)] = len(self.leaves)
                 self.leaves.append(node)
-            return Structure(kind="leaf", leaf=self._seen[id(node)])
+            return Structure(kind="leaf", leaf=self._leaf_indices[id(node)])
         if node is None or isinstance(node, (bool, int, float, str, complex)):
-            return Structure(kind="value", value=_plain(node))
+            return Structure(kind="value", value=_builtin_scalar(node))
         if isinstance(node, tuple) and hasattr(node, "_fields"):
             return Structure(
                 kind="namedtuple", type=_type_name(node), children=self._items(node, path)
             )
         if dataclasses.is_dataclass(node) and not isinstance(node, type):
-            return self._object(node, path)
+            return self._dataclass(node, path)
         if isinstance(node, (list, tuple)) and type(node) in (list, tuple, torch.Size):
             kind = "list" if isinstance(node, list) else "tuple"
             return Structure(kind=kind, children=self._items(node, path))
         if isinstance(node, Mapping):
             if not all(isinstance(key, (str, int)) for key in node):
                 raise TraceError(
-                    f"{self._what}{path}: only strings and integers can be keys of a dict"
+                    f"{self._label}{path}: only strings and integers can be keys of a dict"
                 )
-            children = tuple(self.walk(item, f"{path}[{key!r}]") for key, item in node.items())
+            children = tuple(self.flatten(item, f"{path}[{key!r}]") for key, item in node.items())
             kind = "" if type(node) in (dict, defaultdict) else _type_name(node)
             return Structure(kind="dict", type=kind, keys=tuple(node), children=children)
         remedy = (
@@ -75,102 +78,114 @@ class _Walker:
             else "use tensors, numbers, strings, and lists, tuples, dicts or dataclasses of them"
         )
         raise TraceError(
-            f"{self._what}{path} is a {type(node).__name__}, which cannot be traced; {remedy}"
+            f"{self._label}{path} is a {type(node).__name__}, which cannot be traced; {remedy}"
         )
 
     def _items(self, node: Sequence[object], path: str) -> tuple[Structure, ...]:
-        return tuple(self.walk(item, f"{path}[{i}]") for i, item in enumerate(node))
+        return tuple(self.flatten(item, f"{path}[{i}]") for i, item in enumerate(node))
 
-    def _object(self, node: Any, path: str) -> Structure:
-        # Hugging Face's ModelOutput leaves absent fields None: leave them out, as it does itself.
+    def _dataclass(self, node: Any, path: str) -> Structure:
+        # Hugging Face's ModelOutput sets absent fields to None: omit them, as it does itself.
         fields = [f for f in dataclasses.fields(node) if f.init]
-        kept = [
+        names = [
             f.name for f in fields if getattr(node, f.name) is not None or f.default is not None
         ]
-        children = tuple(self.walk(getattr(node, n), f"{path}.{n}") for n in kept)
-        return Structure(kind="object", type=_type_name(node), keys=tuple(kept), children=children)
+        children = tuple(self.flatten(getattr(node, n), f"{path}.{n}") for n in names)
+        return Structure(kind="object", type=_type_name(node), keys=tuple(names), children=children)
 
 
 @dataclasses.dataclass(frozen=True)
-class Shape:
-    """What `split` took the leaves out of: containers that torch knows, and in their places,
-    dataclasses with tensors in them that it does not."""
+class ObjectTreeSpec:
+    """The structure of a tree that `flatten_objects` flattened.
+
+    `spec` is torch's, for the containers that torch knows. `dataclass_entries` has an entry for
+    each of its leaves: None, or for a dataclass with tensors its class, attribute names and
+    structure.
+    """
 
     spec: TreeSpec
-    objects: tuple[tuple[type, tuple[str, ...], Shape] | None, ...]
+    dataclass_entries: tuple[tuple[type, tuple[str, ...], ObjectTreeSpec] | None, ...]
 
     @property
-    def count(self) -> int:
-        """Of leaves."""
-        return sum(1 if found is None else found[2].count for found in self.objects)
+    def leaf_count(self) -> int:
+        """The number of leaves of the whole tree."""
+        return sum(1 if entry is None else entry[2].leaf_count for entry in self.dataclass_entries)
 
 
-def split(tree: object) -> tuple[list[Any], Shape]:
-    """Whatever is in lists, tuples, dicts and dataclasses, and the shape of these: unlike
-    `flatten`, of any objects, each as often as it is there."""
-    return _split(tree, ())
+def flatten_objects(tree: object) -> tuple[list[Any], ObjectTreeSpec]:
+    """Return the leaves in lists, tuples, dicts and dataclasses, and the structure of these.
+
+    Unlike for `flatten`, leaves may be any objects, and one that occurs twice is listed twice.
+    """
+    return _flatten_objects(tree, ())
 
 
-def _split(tree: object, inside_of: tuple[object, ...]) -> tuple[list[Any], Shape]:
-    outer, spec = tree_flatten(tree)
+def _flatten_objects(
+    tree: object, ancestors: tuple[object, ...]
+) -> tuple[list[Any], ObjectTreeSpec]:
+    torch_leaves, spec = tree_flatten(tree)
     leaves: list[Any] = []
-    objects: list[tuple[type, tuple[str, ...], Shape] | None] = []
-    for leaf in outer:
-        names = () if any(leaf is each for each in inside_of) else _names(leaf)
-        found = _split([getattr(leaf, name) for name in names], (*inside_of, leaf))
-        if names and any(isinstance(item, torch.Tensor) for item in found[0]):
-            leaves += found[0]
-            objects.append((type(leaf), names, found[1]))
+    entries: list[tuple[type, tuple[str, ...], ObjectTreeSpec] | None] = []
+    for leaf in torch_leaves:
+        is_cycle = any(leaf is ancestor for ancestor in ancestors)
+        names = () if is_cycle else _attribute_names(leaf)
+        values = [getattr(leaf, name) for name in names]
+        inner_leaves, inner_spec = _flatten_objects(values, (*ancestors, leaf))
+        if names and any(isinstance(item, torch.Tensor) for item in inner_leaves):
+            leaves += inner_leaves
+            entries.append((type(leaf), names, inner_spec))
         else:
             leaves.append(leaf)
-            objects.append(None)
-    return leaves, Shape(spec, tuple(objects))
+            entries.append(None)
+    return leaves, ObjectTreeSpec(spec, tuple(entries))
 
 
-def _names(item: object) -> tuple[str, ...]:
-    """What is set in a dataclass."""
+def _attribute_names(item: object) -> tuple[str, ...]:
+    """Return the names of the attributes that are set in a dataclass; none for other objects."""
     if not dataclasses.is_dataclass(item) or isinstance(item, type | torch.nn.Module):
         return ()
     fields = [f.name for f in dataclasses.fields(item) if hasattr(item, f.name)]
     return tuple(dict.fromkeys([*fields, *getattr(item, "__dict__", ())]))
 
 
-def joined(leaves: Sequence[Any], shape: Shape) -> Any:
-    """The inverse of `split`."""
-    rest = iter(leaves)
-    outer: list[Any] = []
-    for found in shape.objects:
-        if found is None:
-            outer.append(next(rest))
+def unflatten_objects(leaves: Sequence[Any], tree_spec: ObjectTreeSpec) -> Any:
+    """Rebuild a tree from its leaves: the inverse of `flatten_objects`."""
+    remaining = iter(leaves)
+    torch_leaves: list[Any] = []
+    for entry in tree_spec.dataclass_entries:
+        if entry is None:
+            torch_leaves.append(next(remaining))
             continue
-        cls, names, inner = found
-        made = object.__new__(cls)
-        for name, item in zip(names, joined(list(islice(rest, inner.count)), inner), strict=True):
-            object.__setattr__(made, name, item)  # frozen ones as well
-        outer.append(made)
-    return tree_unflatten(outer, shape.spec)
+        cls, names, inner_spec = entry
+        instance = object.__new__(cls)
+        inner_leaves = list(islice(remaining, inner_spec.leaf_count))
+        for name, item in zip(names, unflatten_objects(inner_leaves, inner_spec), strict=True):
+            object.__setattr__(instance, name, item)  # frozen dataclasses as well
+        torch_leaves.append(instance)
+    return tree_unflatten(torch_leaves, tree_spec.spec)
 
 
 def tensors_in(tree: object) -> list[torch.Tensor]:
-    """The tensors anywhere in it, whatever else is there."""
-    return [leaf for leaf in split(tree)[0] if isinstance(leaf, torch.Tensor)]
+    """Return all tensors in a tree of any objects."""
+    return [leaf for leaf in flatten_objects(tree)[0] if isinstance(leaf, torch.Tensor)]
 
 
 def unflatten(structure: Structure, leaves: Sequence[object]) -> Any:
-    """The inverse of `flatten`. Raises `DocumentError` for a type that is not there."""
-    return builder(structure)(leaves)
+    """Rebuild a tree from its tensors: the inverse of `flatten`. Raises `DocumentError` for a type
+    whose module is not imported."""
+    return unflattener(structure)(leaves)
 
 
-def builder(structure: Structure) -> Callable[[Sequence[object]], Any]:
-    """A function that rebuilds the tree from its leaves; types are resolved once, here."""
+def unflattener(structure: Structure) -> Callable[[Sequence[object]], Any]:
+    """Return a function that rebuilds a tree from its leaves; types are looked up once, here."""
     match structure.kind:
         case "leaf":
-            number = structure.leaf
-            return lambda leaves: leaves[number]
+            index = structure.leaf
+            return lambda leaves: leaves[index]
         case "value":
             value = structure.value
             return lambda leaves: value
-    parts = [builder(child) for child in structure.children]
+    parts = [unflattener(child) for child in structure.children]
     keys = structure.keys
     match structure.kind:
         case "list":
@@ -178,44 +193,46 @@ def builder(structure: Structure) -> Callable[[Sequence[object]], Any]:
         case "tuple":
             return lambda leaves: tuple(part(leaves) for part in parts)
         case "namedtuple":
-            cls = _resolve(structure.type)
+            cls = _resolve_type(structure.type)
             return lambda leaves: cls(*(part(leaves) for part in parts))
         case "object":
-            cls = _resolve(structure.type)
+            cls = _resolve_type(structure.type)
             return lambda leaves: cls(
                 **{str(k): part(leaves) for k, part in zip(keys, parts, strict=True)}
             )
         case _:
-            make = _resolve(structure.type) if structure.type else dict
-            return lambda leaves: make(
+            cls = _resolve_type(structure.type) if structure.type else dict
+            return lambda leaves: cls(
                 {k: part(leaves) for k, part in zip(keys, parts, strict=True)}
             )
 
 
-def _plain(value: Any) -> Any:
-    """Without a class of its own: NumPy's floats are floats."""
-    kinds: tuple[Any, ...] = (float, complex, str)
-    kind = next((k for k in kinds if isinstance(value, k)), None)
-    return value if kind is None or type(value) is kind else kind(value)
+def _builtin_scalar(value: Any) -> Any:
+    """Convert an instance of a subclass of float, complex or str, such as NumPy's, to the builtin
+    type."""
+    builtins: tuple[Any, ...] = (float, complex, str)
+    cls = next((c for c in builtins if isinstance(value, c)), None)
+    return value if cls is None or type(value) is cls else cls(value)
 
 
 def _type_name(node: object) -> str:
     return f"{type(node).__module__}:{type(node).__qualname__}"
 
 
-def _resolve(name: str) -> Callable[..., Any]:
+def _resolve_type(name: str) -> Callable[..., Any]:
+    """Return the class that `_type_name` named. Raises `DocumentError` for another object."""
     module_name, _, qualname = name.partition(":")
-    found: Any = sys.modules.get(module_name)
+    cls: Any = sys.modules.get(module_name)
     for part in qualname.split("."):
-        found = getattr(found, part, None) if not part.startswith("__") else None
-    plain = isinstance(found, type) and (
-        dataclasses.is_dataclass(found)
-        or (issubclass(found, tuple) and hasattr(found, "_fields"))
-        or issubclass(found, dict)
+        cls = getattr(cls, part, None) if not part.startswith("__") else None
+    is_container = isinstance(cls, type) and (
+        dataclasses.is_dataclass(cls)
+        or (issubclass(cls, tuple) and hasattr(cls, "_fields"))
+        or issubclass(cls, dict)
     )
-    if not plain:
+    if not is_container:
         raise DocumentError(
             f"the output type {name[:200]} is not a dataclass, named tuple or dict of a module "
             "that is imported; import the model's package before lowering its program"
         )
-    return found
+    return cls

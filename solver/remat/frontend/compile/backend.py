@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,27 +14,35 @@ from torch._guards import CompileContext
 
 from remat.errors import InfeasibleBudget
 from remat.frontend.compile import disk_cache, reporting
-from remat.frontend.compile.external_memory import ModelBytes
-from remat.frontend.compile.inductor.compat import (
-    backward_at_once,
-    kernel_by_kernel,
-    raised_inside,
-    reused_at_once,
+from remat.frontend.compile.compat import cause_of_type
+from remat.frontend.compile.inductor.cpp_batching import batched_cpp_files
+from remat.frontend.compile.inductor.fusion_control import PlannedFusionChoices
+from remat.frontend.compile.inductor.patches import (
+    immediate_buffer_reuse,
+    non_lazy_backward,
+    separate_cpu_kernel_calls,
 )
-from remat.frontend.compile.inductor.cpp_batching import several_to_a_file
-from remat.frontend.compile.inductor.fusion_control import PlannedKernels
-from remat.frontend.compile.inductor.peak_check import OverBudget
-from remat.frontend.compile.joint.symbolic_sizes import Symbol
-from remat.frontend.compile.naming import compiled_now, number_now
-from remat.frontend.compile.options import NO_MODEL, CompileOptions, read_options
+from remat.frontend.compile.inductor.peak_check import PeakOverBudget
+from remat.frontend.compile.joint.symbolic_sizes import ScopedSymbol
+from remat.frontend.compile.naming import current_compile_id, current_object_name
+from remat.frontend.compile.options import (
+    UNKNOWN_MODEL,
+    CompileOptions,
+    ModelBytes,
+    read_options,
+)
 from remat.frontend.compile.partitioner import Partitioner
-from remat.frontend.compile.registry import NOTHING, Lesson, compiled_plans, remember
-from remat.limits.budget import format_bytes
+from remat.frontend.compile.registry import (
+    NO_FEEDBACK,
+    ReplanFeedback,
+    compiled_plans,
+    register_plan,
+)
+from remat.limits.units import format_bytes
 from remat.report.holding import held_at_peak
 
-logger = logging.getLogger("remat")
-
-_ROUNDS = 3
+_MAX_ROUNDS = 3
+"""Plans of one graph before its budget counts as infeasible."""
 
 
 def remat_backend(
@@ -45,39 +52,12 @@ def remat_backend(
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Any:
-    """What `torch.compile(model, backend="remat", mode=..., options={"budget": ...})` calls.
+    """Compile one graph for `torch.compile(model, backend="remat", mode=..., options=...)`.
 
-    Raises `BudgetError` and ValueError for options that are none, `InfeasibleBudget` with the
-    smallest feasible budget, and `TraceError` for a graph that cannot be planned.
+    Raises `BudgetError` and ValueError for invalid options, `InfeasibleBudget` with the smallest
+    feasible budget, and `TraceError` for a graph that cannot be planned.
     """
-    return _backend(gm, example_inputs, NO_MODEL, mode, options)
-
-
-def _backend(
-    gm: fx.GraphModule,
-    example_inputs: Sequence[Any],
-    model: ModelBytes,
-    mode: str | None,
-    options: Mapping[str, Any] | None,
-) -> Any:
-    own, patches = read_options(options or {}, model)
-    if mode is not None and mode != "default":
-        from torch._inductor import list_mode_options
-
-        patches = {**list_mode_options(mode), **patches}
-    if not torch.is_grad_enabled() and not compiled_plans():
-        # A model that is trained, too, is evaluated without gradients: that is no mistake.
-        warnings.warn(
-            f"the budget {own.budget.given!r} plans nothing for {compiled_now() or 'this graph'}: "
-            "without gradients nothing is kept for a backward, and nothing is run again",
-            stacklevel=2,
-        )
-    asked = _Asked(gm, example_inputs, own, patches, _group_of(options))
-    if own.inductor:
-        return _with_inductor(asked)
-    if patches:
-        raise ValueError(f"{next(iter(patches))} is Inductor's, and the option inductor is False")
-    return _without_inductor(asked)
+    return _compile_graph(gm, example_inputs, UNKNOWN_MODEL, mode, options)
 
 
 def compile(
@@ -89,176 +69,235 @@ def compile(
     fullgraph: bool = False,
     **options: Any,
 ) -> Any:
-    """The model compiled, with a training step that takes no more memory than `budget`.
+    """Compile a model so that a training step needs no more memory than `budget`.
 
-    `budget` is the peak of bytes during forward and backward, parameters, gradients and batch
-    included: bytes, "8GiB", "60%" of what the same step takes under plain torch.compile, or "min".
-    The same as `torch.compile(model, backend="remat", options={"budget": budget, ...})`; other
-    options are `strategy` or its `gap`, `time_limit` (8 s by default), `threads`, `solver` and
-    `seed`; `reserve`, bytes to leave of the budget; `inductor=False`, which plans the same way and
-    runs the graphs as they are; `fallback`; and any option of Inductor. Errors in options are
-    raised at once, all others when the model is first called.
+    `budget` is the peak in bytes of forward and backward, including parameters, gradients and
+    batch: bytes, "8GiB", "60%" of the peak of the same step under plain torch.compile, or "min".
+    This is `torch.compile(model, backend="remat", options={"budget": budget, ...})`. Other options
+    are `strategy`, or its `gap`, `time_limit` (8 s by default), `threads`, `solver` and `seed`;
+    `reserve`, bytes of the budget for other users of the memory; `outputs`, "dropped" if the caller
+    releases the outputs before the backward; `inductor=False`, to run the planned graphs without
+    Inductor; `fallback`; `progress`; and any option of Inductor. Errors in options are raised at
+    once, all others at the first call of the model.
     """
     options = {"budget": budget, **options}
     read_options(options)
-    held = ModelBytes.of(model)
+    model_bytes = ModelBytes.of(model)
 
     def remat_backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
-        return _backend(gm, example_inputs, held, mode, options)
+        return _compile_graph(gm, example_inputs, model_bytes, mode, options)
 
     return torch.compile(model, backend=remat_backend, dynamic=dynamic, fullgraph=fullgraph)
 
 
+def _compile_graph(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    model: ModelBytes,
+    mode: str | None,
+    options: Mapping[str, Any] | None,
+) -> Any:
+    compile_options, config_patches = read_options(options or {}, model)
+    if mode is not None and mode != "default":
+        from torch._inductor import list_mode_options
+
+        config_patches = {**list_mode_options(mode), **config_patches}
+    if not torch.is_grad_enabled() and not compiled_plans():
+        # No warning where the process trains, too: such a model may be evaluated without gradients.
+        budget = compile_options.limits.budget.requested
+        warnings.warn(
+            f"the budget {budget!r} plans nothing for {current_object_name() or 'this graph'}: "
+            "without gradients there is no backward to save tensors for",
+            stacklevel=2,
+        )
+    step = _current_step(options)
+    request = _CompileRequest(gm, example_inputs, compile_options, config_patches, step)
+    if compile_options.inductor:
+        return _compile_with_inductor(request)
+    if config_patches:
+        raise ValueError(
+            f"{next(iter(config_patches))} is an option of Inductor, and the option inductor is "
+            "False"
+        )
+    return _compile_without_inductor(request)
+
+
 @dataclass(eq=False)
-class _Group:
-    """The graphs of one step: torch.compile hands the same options to all of them. Each is a frame,
-    or, under DDP, a part of one. A frame that is compiled again, for other inputs, begins another
-    step, in which the frames before it are as they were until they are compiled again, too."""
+class _StepGraphs:
+    """The graphs of one training step: torch.compile passes the same options object to all of them.
+
+    Each graph is a frame of Dynamo or, under DDP, a part of one. If a frame is recompiled for other
+    inputs, another step begins; the frames before it belong to that step, too, with the code that
+    they have until they are recompiled.
+    """
 
     options: object
-    frames: dict[int, object] = field(default_factory=dict[int, object])
-    """The compilation of each frame."""
+    compilations: dict[int, object] = field(default_factory=dict[int, object])
+    """The compile context of each frame, by frame id, in the order of compilation."""
 
 
-_MOST_STEPS = 64
-_steps: list[_Group] = []
-"""The latest step of each set of options, that of the latest compilation at the end."""
+_MAX_STEPS = 64
+_steps: list[_StepGraphs] = []
+"""The latest step of each options object; the one that was compiled last is at the end."""
 
 
-def _group_of(options: object) -> _Group:
-    compiling = CompileContext.try_get()  # the object: its number begins anew after a reset
-    frame = getattr(compiling and compiling.compile_id, "frame_id", None) or 0
+def _current_step(options: object) -> _StepGraphs:
+    """Return the step that the graph which is now compiled belongs to."""
+    context = CompileContext.try_get()  # compared by identity: ids repeat after a reset of Dynamo
+    frame_id = getattr(context and context.compile_id, "frame_id", None) or 0
     if not torch.is_grad_enabled():
-        return _Group(options)  # no step of a training
-    step = next((s for s in _steps if s.options is options), None) or _Group(options)
+        return _StepGraphs(options)  # not a training step
+    step = next((s for s in _steps if s.options is options), None) or _StepGraphs(options)
     others = [s for s in _steps if s is not step]
-    if step.frames.get(frame, compiling) is not compiling:
-        step = _since(step, frame)
-    step.frames[frame] = compiling
-    _steps[:] = [*others[1 - _MOST_STEPS :], step]
+    if step.compilations.get(frame_id, context) is not context:
+        step = _step_from_frame(step, frame_id)
+    step.compilations[frame_id] = context
+    _steps[:] = [*others[1 - _MAX_STEPS :], step]
     return step
 
 
-def _since(before: _Group, frame: int) -> _Group:
-    """Another step, with the same graphs as far as this frame."""
-    frames = list(before.frames)
-    same = frames[: frames.index(frame)]
-    found = _Group(before.options, {number: before.frames[number] for number in same})
+def _step_from_frame(old_step: _StepGraphs, frame_id: int) -> _StepGraphs:
+    """Return a new step that begins with the old step's frames before this one, and move their
+    plans to it."""
+    frame_ids = list(old_step.compilations)
+    unchanged = frame_ids[: frame_ids.index(frame_id)]
+    step = _StepGraphs(old_step.options, {f: old_step.compilations[f] for f in unchanged})
     for plan in compiled_plans():
-        if plan.group is before and plan.frame in same:
-            plan.group = found
-    return found
+        if plan.group is old_step and plan.frame_id in unchanged:
+            plan.group = step
+    return step
 
 
 @dataclass(frozen=True, eq=False)
-class _Asked:
-    """One graph to compile: `patches` are Inductor's options, `group` its step's graphs."""
+class _CompileRequest:
+    """One graph to compile. `config_patches` are options of Inductor, `step` the graphs that share
+    its budget."""
 
     gm: fx.GraphModule
     inputs: Sequence[Any]
     options: CompileOptions
-    patches: Mapping[str, Any]
-    group: _Group
+    config_patches: Mapping[str, Any]
+    step: _StepGraphs
 
 
-def _with_inductor(asked: _Asked) -> Any:
-    """Plans, unless torch has the code of it on disk: then the plan is there as well."""
-    if not disk_cache.torch_keeps():
-        return _in_rounds(asked)[0]
-    uuid = Partitioner.of_backend(asked.options, asked.group).uuid()
-    key = disk_cache.key_of(asked.gm, asked.inputs, f"{uuid} {sorted(asked.patches.items())!r}")
-    known = disk_cache.find(key)
-    before = disk_cache.hits()
-    code, partitioner = _in_rounds(asked, known.lesson if known else NOTHING)
-    if partitioner.made is None and disk_cache.hits() > before:
-        if known is not None:
-            if known.compiled is not None:
-                named = {"module": compiled_now(), "compile_id": number_now()}
-                remember(found := replace(known.compiled, group=asked.group, **named))
-                reporting.taken(found)
+def _compile_with_inductor(request: _CompileRequest) -> Any:
+    """Compile a graph, with its code and plan from the caches on disk if they have both."""
+    if not disk_cache.is_torch_cache_enabled():
+        return _compile_within_budget(request)[0]
+    uuid = Partitioner.of_backend(request.options, request.step).uuid()
+    patches = sorted(request.config_patches.items())
+    key = disk_cache.cache_key(request.gm, request.inputs, f"{uuid} {patches!r}")
+    cached = disk_cache.load_plan(key)
+    hits_before = disk_cache.torch_cache_hits()
+    feedback = cached.feedback if cached else NO_FEEDBACK
+    code, partitioner = _compile_within_budget(request, feedback)
+    if partitioner.compiled is None and disk_cache.torch_cache_hits() > hits_before:
+        if cached is not None:
+            if cached.compiled is not None:
+                names = {"module": current_object_name(), "compile_id": current_compile_id()}
+                compiled = replace(cached.compiled, group=request.step, **names)
+                register_plan(compiled)
+                reporting.log_cache_hit(compiled)
             return code
-        with disk_cache.nothing_kept():  # the plan's file is gone
-            code, partitioner = _in_rounds(asked)
-    disk_cache.keep(key, disk_cache.Kept(partitioner.made, partitioner.lesson))
+        with disk_cache.autograd_cache_disabled():  # torch has the code, but the plan is missing
+            code, partitioner = _compile_within_budget(request)
+    disk_cache.store_plan(key, disk_cache.CachedPlan(partitioner.compiled, partitioner.feedback))
     return code
 
 
-def _in_rounds(asked: _Asked, lesson: Lesson = NOTHING) -> tuple[Any, Partitioner]:
-    """Plans, and plans again with what Inductor's kernels show, where they take too much. The code,
-    and who made the plan, if one was made."""
+def _compile_within_budget(
+    request: _CompileRequest, feedback: ReplanFeedback = NO_FEEDBACK
+) -> tuple[Any, Partitioner]:
+    """Compile a graph with Inductor, and replan it as long as its kernels exceed the budget.
+
+    Return the code, and the partitioner that planned it.
+    """
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.virtualized import V
 
-    def inner(*args: Any, **kwargs: Any) -> Any:
-        with V.set_choices_handler(PlannedKernels()), kernel_by_kernel(), reused_at_once():
+    def compile_inner(*args: Any, **kwargs: Any) -> Any:
+        with (
+            V.set_choices_handler(PlannedFusionChoices()),
+            separate_cpu_kernel_calls(),
+            immediate_buffer_reuse(),
+        ):
             return compile_fx_inner(*args, **kwargs)
 
-    over, made = None, 0
-    bounded: list[Symbol] = []
-    while made < _ROUNDS:
-        partitioner = Partitioner.of_backend(asked.options, asked.group, lesson, made + 1)
-        partitioner.bounded = bounded  # by the first round
+    exceeded, rounds = None, 0
+    unbounded: list[ScopedSymbol] = []  # found in the first round, and used by all
+    while rounds < _MAX_ROUNDS:
+        partitioner = Partitioner.of_backend(request.options, request.step, feedback, rounds + 1)
+        partitioner.unbounded = unbounded
         try:
-            with backward_at_once(), several_to_a_file():
+            with non_lazy_backward(), batched_cpp_files():
                 code = compile_fx(
-                    fx.GraphModule(asked.gm, copy.deepcopy(asked.gm.graph)),
-                    asked.inputs,
-                    inner_compile=inner,
+                    fx.GraphModule(request.gm, copy.deepcopy(request.gm.graph)),
+                    request.inputs,
+                    inner_compile=compile_inner,
                     config_patches={
                         **partitioner.settings(),
                         "allow_buffer_reuse": True,
-                        **asked.patches,
+                        **request.config_patches,
                     },
                 )
         except Exception as error:
-            partitioner.forget()
-            if over is not None and raised_inside(error, InfeasibleBudget):
-                break  # there is no plan for so much less
-            over = raised_inside(error, OverBudget)
-            if over is None:
+            partitioner.discard_plan()
+            if exceeded is not None and cause_of_type(error, InfeasibleBudget):
+                break  # the reduced budget is infeasible
+            exceeded = cause_of_type(error, PeakOverBudget)
+            if exceeded is None:
                 raise
-            made += 1
-            lesson = _learned(lesson, over)
-            logger.info("planned again: %s", over)
+            rounds += 1
+            feedback = _add_feedback(feedback, exceeded)
+            reporting.log_replan(exceeded.compiled.title, exceeded.summary)
         else:
             return code, partitioner
-    assert over is not None
-    raise _too_small(over, made, asked.options)
+    assert exceeded is not None
+    raise _infeasible_after_rounds(exceeded, rounds, request.options)
 
 
-def _learned(before: Lesson, over: OverBudget) -> Lesson:
-    """What to plan again with: first what is not in place, which says which schedules take more;
-    then a budget so much smaller, and a little more, as the next kernels are others again."""
-    if not over.apart <= before.apart:
-        return before._replace(apart=before.apart | over.apart)
-    return before._replace(less_bytes=before.less_bytes + over.excess_bytes * 17 // 16)
+def _add_feedback(feedback: ReplanFeedback, exceeded: PeakOverBudget) -> ReplanFeedback:
+    """Return the feedback for the next plan.
+
+    First disable in-place reuse where Inductor did not apply it: this changes which schedules need
+    more memory. Then lower the budget by 17/16 of the excess; the margin is for the kernels of the
+    next plan, which differ again.
+    """
+    if not exceeded.separate_buffers <= feedback.separate_buffers:
+        separate_buffers = feedback.separate_buffers | exceeded.separate_buffers
+        return feedback._replace(separate_buffers=separate_buffers)
+    excess_bytes = feedback.excess_bytes + exceeded.excess_bytes * 17 // 16
+    return feedback._replace(excess_bytes=excess_bytes)
 
 
-def _too_small(over: OverBudget, rounds: int, options: CompileOptions) -> InfeasibleBudget:
-    compiled = over.compiled
-    beside_bytes = compiled.others_bytes + options.reserve_bytes
-    peak_bytes = (compiled.verified_bytes or 0) + beside_bytes
-    beside = f", with {format_bytes(beside_bytes)} beside this graph" if beside_bytes else ""
-    held = held_at_peak(compiled.plan.graph, compiled.plan.schedule)
+def _infeasible_after_rounds(
+    exceeded: PeakOverBudget, rounds: int, options: CompileOptions
+) -> InfeasibleBudget:
+    compiled = exceeded.compiled
+    external_bytes = compiled.external_bytes + options.limits.reserve_bytes
+    peak_bytes = (compiled.verified_bytes or 0) + external_bytes
+    external = f", of which {format_bytes(external_bytes)} are used outside this graph"
+    largest = held_at_peak(compiled.plan.graph, compiled.plan.schedule)
     return InfeasibleBudget(
-        f"{compiled.title}: {over}, after {rounds} plans; raise the budget to "
-        f"{peak_bytes:,} bytes{beside}. As planned, {held}.",
+        f"{compiled.title}: {exceeded.summary}, after {rounds} plans; raise the budget to "
+        f"{peak_bytes:,} bytes{external if external_bytes else ''}. As planned, {largest}.",
         min_feasible_bytes=peak_bytes,
     )
 
 
-def _without_inductor(asked: _Asked) -> Any:
+def _compile_without_inductor(request: _CompileRequest) -> Any:
+    """Compile a graph with AOTAutograd alone: the planned graphs run one operation at a time."""
     from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
     from torch._inductor.decomposition import select_decomp_table
 
-    def run(module: fx.GraphModule, _: Sequence[Any]) -> Any:
+    def run_as_is(module: fx.GraphModule, _: Sequence[Any]) -> Any:
         return make_boxed_func(module.forward)
 
     compiled = aot_autograd(
-        fw_compiler=run,
-        partition_fn=Partitioner.of_backend(asked.options, asked.group),
+        fw_compiler=run_as_is,
+        partition_fn=Partitioner.of_backend(request.options, request.step),
         decompositions=select_decomp_table,
-        keep_inference_input_mutations=True,  # in the graph, where a plan sees them
+        keep_inference_input_mutations=True,  # in the graph, where a plan includes them
     )
-    return compiled(asked.gm, asked.inputs)
+    return compiled(request.gm, request.inputs)

@@ -1,8 +1,10 @@
-"""Plans of what torch keeps on disk, beside its own cache: a process that takes its code from there
-makes no plan, and has to know what the graph holds while others of the step run.
+"""Plans on disk, for graphs whose code torch keeps in its own cache.
 
-A file for each graph, by what decides its plan: JSON, written at once or not at all. A file that
-cannot be read is as none.
+A process that loads code from torch's cache does not call the partitioner. It still needs the plan,
+to know what the graph saves while other graphs of the step run.
+
+There is one JSON file for each graph, written atomically; its name is a digest of everything that
+decides the plan. An unreadable file counts as missing.
 """
 
 from __future__ import annotations
@@ -25,100 +27,107 @@ from torch._dynamo.utils import counters
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from remat.errors import RematError
-from remat.frontend.compile.registry import NOTHING, CompiledPlan, Lesson
+from remat.frontend.compile.registry import NO_FEEDBACK, CompiledPlan, ReplanFeedback
 from remat.plan import Plan
 
-_FORMAT = 2
-_OTHERWISE = ("plan", "held_names", "module", "compile_id", "group", "number")
-"""Fields that are written otherwise, or that belong to one process."""
+_FORMAT = 3
+_SPECIAL_FIELDS = ("plan", "retained_names", "module", "compile_id", "group", "number")
+"""Fields with another encoding, and those that belong to one process."""
 
-_FIELDS = [field.name for field in fields(CompiledPlan) if field.name not in _OTHERWISE]
+_PLAIN_FIELDS = [field.name for field in fields(CompiledPlan) if field.name not in _SPECIAL_FIELDS]
 
 
 @dataclass(frozen=True)
-class Kept:
-    """What a compilation made: a plan, with what it took to make one that fits, or None for a graph
-    that needs none."""
+class CachedPlan:
+    """The plan of a graph with the replan feedback that led to it. `compiled` is None for a graph
+    that needs no plan."""
 
     compiled: CompiledPlan | None
-    lesson: Lesson = NOTHING
+    feedback: ReplanFeedback = NO_FEEDBACK
 
 
-def key_of(gm: fx.GraphModule, inputs: Sequence[object], uuid: str) -> str:
-    """Of a graph, as torch.compile hands it to a backend, and what else decides its plan."""
+def cache_key(gm: fx.GraphModule, inputs: Sequence[object], uuid: str) -> str:
+    """Return the key of a graph that torch.compile passes to a backend. `uuid` identifies the
+    options and everything else that decides the plan."""
     code = [m.code for m in gm.modules() if isinstance(m, fx.GraphModule)]
-    given = [_described(each) for each in inputs]
-    known = (_FORMAT, torch.__version__, uuid, _modes(), code, given)
-    return hashlib.sha256(repr(known).encode()).hexdigest()
+    signature = [_describe(item) for item in inputs]
+    parts = (_FORMAT, torch.__version__, uuid, _modes(), code, signature)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 def _modes() -> tuple[object, ...]:
-    """Gradients and autocast, on or off: torch keeps other code for them."""
+    """Return the gradient and autocast modes: torch caches separate code for each."""
     kinds = ("cpu", "cuda")
-    casts = [(torch.is_autocast_enabled(k), str(torch.get_autocast_dtype(k))) for k in kinds]
-    return (torch.is_grad_enabled(), *casts)
+    autocast = [(torch.is_autocast_enabled(k), str(torch.get_autocast_dtype(k))) for k in kinds]
+    return (torch.is_grad_enabled(), *autocast)
 
 
-def _described(given: object) -> object:
-    if isinstance(given, torch.Tensor):
-        layout = [str(n) for n in (*given.shape, *given.stride(), given.storage_offset())]
-        return (layout, str(given.dtype), str(given.device), given.requires_grad, type(given))
-    if isinstance(given, torch.SymInt):
-        return (str(given), given.node.hint)
-    return given
+def _describe(item: object) -> object:
+    """Return the layout and type of a tensor; the symbol and hint of a size; else the item."""
+    if isinstance(item, torch.Tensor):
+        layout = [str(n) for n in (*item.shape, *item.stride(), item.storage_offset())]
+        return (layout, str(item.dtype), str(item.device), item.requires_grad, type(item))
+    if isinstance(item, torch.SymInt):
+        return (str(item), item.node.hint)
+    return item
 
 
-def find(key: str) -> Kept | None:
-    """What was kept; None where that is nothing, or no longer can be read."""
+def load_plan(key: str) -> CachedPlan | None:
+    """Return the plan with this key; None if there is none or it is unreadable."""
     try:
         data = json.loads(_path(key).read_text("utf-8"))
-        found = data["compiled"]
-        if found is None:
-            return Kept(None)
-        own = {name: found[name] for name in _FIELDS}
-        names = frozenset(map(str, found["held_names"]))
-        plan = Plan.from_json(found["plan"])
-        lesson = Lesson(int(data["less_bytes"]), frozenset(map(str, data["apart"])))
-        return Kept(CompiledPlan(plan, held_names=names, **own), lesson)
+        record = data["compiled"]
+        if record is None:
+            return CachedPlan(None)
+        plain = {name: record[name] for name in _PLAIN_FIELDS}
+        retained_names = frozenset(map(str, record["retained_names"]))
+        plan = Plan.from_json(record["plan"])
+        separate_buffers = frozenset(map(str, data["separate_buffers"]))
+        feedback = ReplanFeedback(int(data["excess_bytes"]), separate_buffers)
+        return CachedPlan(CompiledPlan(plan, retained_names=retained_names, **plain), feedback)
     except (OSError, ValueError, KeyError, TypeError, RematError):
         return None
 
 
-def keep(key: str, kept: Kept) -> None:
-    """Write it. Where that fails, a later process plans again."""
-    compiled = kept.compiled
-    less_bytes, apart = kept.lesson
-    data: dict[str, Any] = {"compiled": None, "less_bytes": less_bytes, "apart": sorted(apart)}
+def store_plan(key: str, cached: CachedPlan) -> None:
+    """Write a plan. If that fails, a later process plans the graph once more."""
+    compiled = cached.compiled
+    excess_bytes, separate_buffers = cached.feedback
+    data: dict[str, Any] = {
+        "compiled": None,
+        "excess_bytes": excess_bytes,
+        "separate_buffers": sorted(separate_buffers),
+    }
     if compiled is not None:
-        data["compiled"] = {name: getattr(compiled, name) for name in _FIELDS} | {
+        data["compiled"] = {name: getattr(compiled, name) for name in _PLAIN_FIELDS} | {
             "plan": compiled.plan.to_json(),
-            "held_names": sorted(compiled.held_names),
+            "retained_names": sorted(compiled.retained_names),
         }
     path = _path(key)
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, made = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             json.dump(data, file)
-        Path(made).replace(path)
+        Path(temporary).replace(path)
 
 
 def _path(key: str) -> Path:
     return Path(cache_dir()) / "remat" / f"{key}.json"
 
 
-def torch_keeps() -> bool:
-    """Whether torch keeps graphs that AOTAutograd has split."""
+def is_torch_cache_enabled() -> bool:
+    """True if torch caches the graphs that AOTAutograd has partitioned."""
     return bool(functorch_config.enable_autograd_cache and inductor_config.fx_graph_cache)
 
 
 @contextmanager
-def nothing_kept() -> Iterator[None]:
-    """Within it, torch compiles everything anew."""
+def autograd_cache_disabled() -> Iterator[None]:
+    """Let torch compile every graph inside of this context without its cache."""
     with functorch_config.patch(enable_autograd_cache=False):
         yield
 
 
-def hits() -> int:
-    """How many graphs of this process came from torch's cache."""
+def torch_cache_hits() -> int:
+    """Return the number of this process's graphs that came from AOTAutograd's cache."""
     return counters["aot_autograd"]["autograd_cache_hit"]

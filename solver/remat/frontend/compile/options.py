@@ -1,23 +1,25 @@
-"""What `torch.compile(backend="remat", options={...})` takes: remat's options and Inductor's."""
+"""Options of `torch.compile(backend="remat", options={...})`: remat's own and Inductor's."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, cast
 
+from torch import nn
+
 from remat.errors import BudgetError, nearest
-from remat.frontend.compile.external_memory import ModelBytes
 from remat.limits.budget import Budget
-from remat.limits.outputs import HELD, are_dropped
-from remat.limits.reserve import less_reserve, parse_reserve
+from remat.limits.limits import Limits
+from remat.limits.outputs import OUTPUTS_HELD, are_dropped
+from remat.limits.reserve import parse_reserve
 from remat.progress import ProgressCallback
 from remat.strategies import Auto, Strategy
 
 TIME_LIMIT_S = 8.0
-"""Of planning, where no limit is given: somebody waits for the first step."""
+"""Default time of planning one graph: the user waits for the first step."""
 
-OURS = frozenset(
+RESERVED_INDUCTOR_OPTIONS = frozenset(
     {
         "custom_partitioner_fn",
         "inductor_choices_class",
@@ -27,123 +29,127 @@ OURS = frozenset(
         "memory_planning",
     }
 )
-"""Options of Inductor by which it is held to a plan, or that change what was verified."""
+"""Options of Inductor that remat sets, or that would invalidate the verified peak."""
+
+_STRATEGY_OPTIONS = ("gap", "time_limit", "threads", "solver", "seed")
+_SWITCHES = ("inductor", "fallback")
+_OPTIONS = ("budget", "reserve", "strategy", "outputs", "progress", *_STRATEGY_OPTIONS, *_SWITCHES)
 
 
-NO_MODEL = ModelBytes()
+@dataclass(frozen=True)
+class ModelBytes:
+    """The bytes of a model's parameters and buffers, and of its trainable parameters."""
 
-_INNER = ("model", "reserve_bytes", "within_s")
-_COSTS = ("kernels", "operations")
+    resident_bytes: int = 0
+    trainable_bytes: int = 0
+
+    @classmethod
+    def of(cls, model: object) -> ModelBytes:
+        """Return the bytes of a module; zeros for a function."""
+        if not isinstance(model, nn.Module):
+            return cls()
+        tensors = (*model.parameters(), *model.buffers())
+        storages = {t.untyped_storage().data_ptr(): t for t in tensors}
+        trainable = (p for p in model.parameters() if p.requires_grad)
+        return cls(sum(t.nbytes for t in storages.values()), sum(p.nbytes for p in trainable))
+
+
+UNKNOWN_MODEL = ModelBytes()
 
 
 @dataclass(frozen=True)
 class CompileOptions:
-    """`reserve_bytes` are left of a budget in bytes. Without `inductor`, AOTAutograd's graphs run
-    as they are, operation by operation. With `fallback`, torch's own partitioner takes a graph that
-    cannot be planned. `costs` are of "kernels", or, to compare with, of "operations" as if each
-    were a kernel of its own. Of `model` the graphs are, where that is known. Where planning is to
-    end `within_s` seconds, solving has what is left of them. `outputs` are "held" by the caller
-    while the backward runs, or "dropped" before it.
-    `progress` is told how far a solve is: a function, or True for a line on a terminal."""
+    """remat's options for the graphs of one compiled model.
 
-    budget: Budget
+    `limits` are the budget and the reserve. Without `inductor`, AOTAutograd's graphs run as they
+    are, one operation after the other. With `fallback`, torch's own partitioner splits a graph that
+    cannot be planned. `model` has the bytes of the whole model, of which a graph may be a part, if
+    they are known. `planning_s` is the time for planning one graph, in which the solver gets what
+    is left after the capture; None if the strategy has a time limit of its own. `outputs` of the
+    forward are "held" by the caller during the backward or "dropped" before it. `progress` is a
+    function that receives the progress of a solve, or True for a line on a terminal.
+    """
+
+    limits: Limits
     strategy: Strategy
-    reserve_bytes: int = 0
     inductor: bool = True
     fallback: bool = False
-    costs: str = "kernels"
-    model: ModelBytes = NO_MODEL
-    within_s: float | None = None
-    outputs: str = HELD
-    # Decides no plan, so that torch's caches need not know it.
+    model: ModelBytes = UNKNOWN_MODEL
+    planning_s: float | None = None
+    outputs: str = OUTPUTS_HELD
+    # It does not decide the plan, so it is not part of the key of torch's caches.
     progress: ProgressCallback | bool | None = field(default=None, repr=False, compare=False)
-
-    def budget_bytes(self, baseline_bytes: int) -> int | None:
-        """What the step may take, where torch.compile's would take so much; None for "min"."""
-        if self.budget.size_bytes is not None:
-            return less_reserve(self.budget, self.reserve_bytes)
-        return self.budget.in_bytes(baseline_bytes)
 
 
 def read_options(
-    options: Mapping[str, Any], model: ModelBytes = NO_MODEL
+    options: Mapping[str, Any], model: ModelBytes = UNKNOWN_MODEL
 ) -> tuple[CompileOptions, dict[str, Any]]:
-    """remat's options, and the rest, which is Inductor's to check.
+    """Split options into remat's own, checked, and those that are passed to Inductor.
 
-    Raises `BudgetError` for a budget that is none, or is missing, and ValueError for what is no
-    option, or has the wrong type.
+    Raises `BudgetError` for a missing or invalid budget, and ValueError for an unknown option or
+    one of the wrong type.
     """
-    left = dict(options)
-    if "budget" not in left:
-        meant = next((f" ({key!r} is no option)" for key in left if nearest(key, ["budget"])), "")
+    remaining = dict(options)
+    if "budget" not in remaining:
+        typos = (key for key in remaining if nearest(key, ["budget"]))
+        hint = next((f" ({key!r} is no option)" for key in typos), "")
         raise BudgetError(
             'the remat backend needs a budget: options={"budget": "60%"}, or "8GiB", or "min"'
-            + meant
+            + hint
         )
-    budget = Budget.parse(left.pop("budget"))
-    strategy = left.pop("strategy", None)
-    own = {
-        key: left.pop(key)
-        for key in ("gap", "time_limit", "threads", "solver", "seed")
-        if key in left
-    }
-    if strategy is not None and own:
+    budget = Budget.parse(remaining.pop("budget"))
+    strategy = remaining.pop("strategy", None)
+    strategy_options = {key: remaining.pop(key) for key in _STRATEGY_OPTIONS if key in remaining}
+    if strategy is not None and strategy_options:
         raise ValueError(
-            f"give {next(iter(own))} to the strategy itself, or leave the strategy out"
+            f"give {next(iter(strategy_options))} to the strategy, or leave the option `strategy` "
+            "out"
         )
-    within_s = TIME_LIMIT_S if strategy is None and "time_limit" not in own else None
+    is_default_time = strategy is None and "time_limit" not in strategy_options
     if strategy is None:
-        strategy = Auto(**{"time_limit": TIME_LIMIT_S, **own})
+        strategy = Auto(**{"time_limit": TIME_LIMIT_S, **strategy_options})
     elif not hasattr(strategy, "run"):
         raise ValueError(f"strategy is a {type(strategy).__name__}; pass one such as remat.Auto()")
-    reserve_bytes = parse_reserve(left.pop("reserve", 0))
-    if reserve_bytes:
-        less_reserve(budget, reserve_bytes)
-    switches = {name: left.pop(name) for name in ("inductor", "fallback") if name in left}
+    limits = Limits(budget, parse_reserve(remaining.pop("reserve", 0)))
+    if limits.reserve_bytes:
+        limits.check_reserve()
+    switches = {name: remaining.pop(name) for name in _SWITCHES if name in remaining}
     for name, value in switches.items():
         if not isinstance(value, bool):
             raise ValueError(f"{name} is {value!r}; it is True or False")
-    costs = left.pop("costs", _COSTS[0])
-    if costs not in _COSTS:
-        raise ValueError(f"costs is {costs!r}; it is one of {', '.join(map(repr, _COSTS))}")
-    outputs = left.pop("outputs", HELD)
+    outputs = remaining.pop("outputs", OUTPUTS_HELD)
     are_dropped(outputs)
-    progress: Any = left.pop("progress", None)
+    progress: Any = remaining.pop("progress", None)
     if progress is not None and not isinstance(progress, bool) and not callable(progress):
         raise ValueError(
             f"progress is {progress!r}; it is True, for a line on a terminal, or a function of a "
             "remat.Progress"
         )
-    found = CompileOptions(
-        budget,
+    compile_options = CompileOptions(
+        limits,
         strategy,
-        reserve_bytes,
-        costs=costs,
         model=model,
-        within_s=within_s,
+        planning_s=TIME_LIMIT_S if is_default_time else None,
         outputs=outputs,
         progress=cast(Any, progress),
         **switches,
     )
-    _check_known(left)
-    return found, left
+    _check_inductor_options(remaining)
+    return compile_options, remaining
 
 
-def _check_known(options: Mapping[str, Any]) -> None:
-    """Inductor's own error lists some 300 options and none of remat's."""
+def _check_inductor_options(options: Mapping[str, Any]) -> None:
+    """Raise ValueError for an option that Inductor does not have, or that remat sets. Inductor's
+    own error lists some 300 options and none of remat's."""
     from torch._inductor import config
 
-    if taken := OURS.intersection(options):
-        raise ValueError(
-            f"{min(taken)} is what remat plans by; leave it out, or compile without remat"
-        )
-    known = config.get_config_copy()
-    own = ["strategy", "gap", "time_limit", "threads", "solver", "seed", "reserve"]
-    own += [f.name for f in fields(CompileOptions) if f.name not in _INNER]
+    if reserved := RESERVED_INDUCTOR_OPTIONS.intersection(options):
+        raise ValueError(f"{min(reserved)} is set by remat; leave it out, or compile without remat")
+    inductor_options = config.get_config_copy()
     for key in options:
-        if key.replace("-", "_") not in known:
-            near = nearest(key, [*own, *known])
+        if key.replace("-", "_") not in inductor_options:
+            near = nearest(key, [*_OPTIONS, *inductor_options])
             raise ValueError(
-                f"there is no option {key!r}{near}; remat's are {', '.join(sorted(set(own)))}, all "
+                f"there is no option {key!r}{near}; remat's are {', '.join(sorted(_OPTIONS))}, all "
                 "others are Inductor's"
             )

@@ -1,60 +1,67 @@
-"""`Partitioner`: what torch.compile asks to split a step into forward and backward."""
+"""`Partitioner`: splits the joint graphs of torch.compile into forward and backward by a plan."""
 
 from __future__ import annotations
 
 import copy
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import lru_cache
-from typing import Any, cast
+from functools import partial
+from typing import Any, NamedTuple
 
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 from remat.errors import InfeasibleBudget, RematError, SolverTimeout, TraceError, one_line
+from remat.frontend.common.aliases import storage_base
 from remat.frontend.compile import reporting
-from remat.frontend.compile.errors import explained
-from remat.frontend.compile.external_memory import allocated_share, outside_bytes
-from remat.frontend.compile.inductor.compat import min_cut
-from remat.frontend.compile.inductor.fusion_control import Holding
-from remat.frontend.compile.inductor.peak_check import Verifier
-from remat.frontend.compile.joint.fx_utils import node_bytes, source
-from remat.frontend.compile.joint.joint_graph import rejoined
-from remat.frontend.compile.joint.symbolic_sizes import Symbol, bound, bound_by_call
-from remat.frontend.compile.kernels.cost_model import Prices
+from remat.frontend.compile.compat import min_cut_partition
+from remat.frontend.compile.external_memory import allocated_share, external_memory_bytes
+from remat.frontend.compile.inductor.fusion_control import InstallFusionChoices
+from remat.frontend.compile.inductor.peak_check import PeakVerifier
+from remat.frontend.compile.inductor.probe import probe_kernels
+from remat.frontend.compile.joint.build import build_joint_graph
+from remat.frontend.compile.joint.fx_utils import node_bytes
+from remat.frontend.compile.joint.symbolic_sizes import (
+    ScopedSymbol,
+    add_missing_bounds,
+    bound_by_current_size,
+)
+from remat.frontend.compile.kernels.cost_model import KernelCostModel
 from remat.frontend.compile.kernels.in_place import without_overwrites
-from remat.frontend.compile.kernels.to_fx import write
-from remat.frontend.compile.kernels.to_solver import Step, leaving_room, peak_as_inductor_runs, read
-from remat.frontend.compile.kernels.variants import Way, badness, least, ways_of
-from remat.frontend.compile.naming import compiled_now, number_now
+from remat.frontend.compile.kernels.to_fx import build_modules
+from remat.frontend.compile.kernels.to_solver import (
+    CompileProblem,
+    build_problem,
+    inductor_baseline_peak_bytes,
+    limit_saved_bytes,
+)
+from remat.frontend.compile.kernels.variants import (
+    Variant,
+    find_variants,
+    least_demanding_error,
+    objective,
+)
+from remat.frontend.compile.naming import current_compile_id, current_object_name
 from remat.frontend.compile.options import CompileOptions, read_options
 from remat.frontend.compile.registry import (
-    NOTHING,
+    NO_FEEDBACK,
     CompiledPlan,
-    Lesson,
-    forget,
-    held_by_others,
-    remember,
-    titled,
+    ReplanFeedback,
+    graph_title,
+    register_plan,
+    saved_by_other_graphs,
+    unregister_plan,
 )
-from remat.frontend.compile.reporting import Listening
+from remat.frontend.compile.solving import GraphSolver, explain_infeasible
 from remat.graph import Graph
-from remat.limits.budget import format_bytes
-from remat.limits.reserve import telling
+from remat.limits.limits import Limits
 from remat.plan import Plan
 from remat.schedule import Schedule
 from remat.simulate import simulate
-from remat.solve import solve
-from remat.strategies import Auto, Strategy
 from remat.version import VERSION
-
-_LEAST_S = 2.0
-"""For solving, however long it took to find the kernels."""
-
-_BESIDE = "are held beside this graph (by its step's others, by the rest of the model, or reserved)"
 
 
 class Partitioner(CustomPartitionerFn):
@@ -63,58 +70,68 @@ class Partitioner(CustomPartitionerFn):
 
         torch.compile(model, options=remat.Partitioner("60%").settings())
 
-    Options are those of `torch.compile(backend="remat")`. That one also plans again where Inductor
-    needs more than was planned; here this is an error.
+    Options are those of `torch.compile(backend="remat")`. The backend also replans a graph whose
+    kernels need more memory than planned; with a partitioner alone this is an error.
     """
 
-    def __init__(self, budget: int | str, **options: Any) -> None:
-        own, left = read_options({"budget": budget, **options})
-        if left:
-            raise ValueError(
-                f"{next(iter(left))} is an option of Inductor: give it to torch.compile"
-            )
-        self._set(own)
+    _has_fused_costs = True
+    """False to time each operation as a kernel of its own: a comparison for benchmarks."""
 
-    def _set(
+    def __init__(self, budget: int | str, **options: Any) -> None:
+        compile_options, inductor_options = read_options({"budget": budget, **options})
+        if inductor_options:
+            raise ValueError(
+                f"{next(iter(inductor_options))} is an option of Inductor: pass it to torch.compile"
+            )
+        self._initialize(compile_options)
+
+    def _initialize(
         self,
         options: CompileOptions,
         group: object = None,
-        lesson: Lesson = NOTHING,
+        feedback: ReplanFeedback = NO_FEEDBACK,
         rounds: int = 1,
     ) -> None:
         self.options = options
         self.group = group
-        self.lesson = lesson
+        self.feedback = feedback
         self.rounds = rounds
         self.module = self.compile_id = ""
-        self._began = 0.0
-        self._ways_left = 1
-        """To be solved in the time that is left: each has its share."""
-        self.bounded: list[Symbol] | None = None
-        """Sizes of the graph that had no bound before the first round; None for one round."""
-        self.made: CompiledPlan | None = None
-        """The last plan."""
+        self.unbounded: list[ScopedSymbol] | None = None
+        """Symbols that had no upper bound before the first round, shared by all rounds; None if
+        there is a single round."""
+        self.compiled: CompiledPlan | None = None
+        """The latest plan."""
 
     @classmethod
     def of_backend(
-        cls, options: CompileOptions, group: object, lesson: Lesson = NOTHING, rounds: int = 1
+        cls,
+        options: CompileOptions,
+        group: object,
+        feedback: ReplanFeedback = NO_FEEDBACK,
+        rounds: int = 1,
     ) -> Partitioner:
-        """For a budget that the graphs of one `group` share."""
-        found = cls.__new__(cls)
-        found._set(options, group, lesson, rounds)
-        return found
+        """Create the partitioner of one graph for the backend "remat".
+
+        The graphs of one `group` share the budget. `feedback` is that of the earlier plans of this
+        graph; `rounds` counts the plans, the next one included.
+        """
+        partitioner = cls.__new__(cls)
+        partitioner._initialize(options, group, feedback, rounds)
+        return partitioner
 
     def __deepcopy__(self, _: object) -> Partitioner:
-        return self  # Inductor copies its options to write them down; torch's symbols are here
+        return self  # Inductor copies its options to log them, and torch's symbols are not copyable
 
     def settings(self) -> dict[str, Any]:
-        """Inductor's options: this partitioner, and what holds Inductor to its plans."""
+        """Return the options of Inductor that install this partitioner and make Inductor generate
+        the planned kernels."""
         return {
             "custom_partitioner_fn": self,
             "reorder_for_peak_memory": False,
-            "allow_buffer_reuse": False,  # it keeps what nobody reads for later buffers
-            "_pre_fusion_custom_pass": Holding(),
-            "_post_fusion_custom_pass": Verifier(self.uuid()),
+            "allow_buffer_reuse": False,  # Inductor would keep dead buffers for later ones
+            "_pre_fusion_custom_pass": InstallFusionChoices(),
+            "_post_fusion_custom_pass": PeakVerifier(self.uuid()),
         }
 
     def __call__(
@@ -127,184 +144,188 @@ class Partitioner(CustomPartitionerFn):
         **_: Any,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         static = static_lifetime_input_indices
-        # Planning changes the graph that it is given, and may fail after that.
-        kept = fx.GraphModule(gm, copy.deepcopy(gm.graph)) if self.options.fallback else gm
+        # Planning modifies the graph, and may fail afterwards.
+        original = fx.GraphModule(gm, copy.deepcopy(gm.graph)) if self.options.fallback else gm
         try:
-            return self._planned(gm, joint_inputs, num_fwd_outputs, static)
+            return self._partition(gm, joint_inputs, num_fwd_outputs, static)
         except Exception as error:
             if isinstance(error, RematError) and not isinstance(error, TraceError):
-                raise  # of the budget, or of what solves
-            title = titled(self.module, self.compile_id)
-            why = f"remat cannot plan {title}: {one_line(error)}"
+                raise  # about the budget or the solver, not about the graph
+            title = graph_title(self.module, self.compile_id)
+            reason = f"remat cannot plan {title}: {one_line(error)}"
             if not self.options.fallback:
                 raise TraceError(
-                    f"{why}; please report it, or pass fallback=True: torch's own partitioner then "
-                    "takes this graph, outside of the budget"
+                    f"{reason}; please report it, or pass fallback=True: torch's own partitioner "
+                    "then takes this graph, outside of the budget"
                 ) from error
-            warnings.warn(f"{why}; torch's own partitioner takes it", stacklevel=2)
-            return min_cut(kept, joint_inputs, num_fwd_outputs, static)
+            warnings.warn(f"{reason}; torch's own partitioner takes it", stacklevel=2)
+            return min_cut_partition(original, joint_inputs, num_fwd_outputs, static)
 
-    def _planned(
+    def _partition(
         self,
         gm: fx.GraphModule,
         joint_inputs: Sequence[object],
         num_fwd_outputs: int,
         static: list[int] | None,
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        began = self._began = time.perf_counter()
-        self.module, self.compile_id = compiled_now(), number_now()
-        title = titled(self.module, self.compile_id)
+        """Plan a joint graph and split it into the forward and backward of the schedule."""
+        started_s = time.perf_counter()
+        self.module, self.compile_id = current_object_name(), current_compile_id()
+        title = graph_title(self.module, self.compile_id)
         operations = sum(node.op == "call_function" for node in gm.graph.nodes)
-        reporting.begun(title, operations, self.options, self.lesson)
-        is_held = self.options.inductor
-        bounded = bound(gm.graph.find_nodes(op="placeholder"))
-        if self.bounded is not None:
-            self.bounded += bounded
-            bounded = self.bounded
-        joint = rejoined(gm, joint_inputs, num_fwd_outputs, static, inductor=is_held)
-        prices = Prices(joint, fused=self.options.costs == "kernels")
-        # What was planned twice and does not fit is planned on the kernels that were seen.
-        ways = ways_of(joint, sturdy=self.rounds > 2)
-        reporting.found(title, *ways[0], time.perf_counter() - began)
-        step, compiled = self._solved(ways, prices, bounded)
-        reporting.solved(compiled)
-        halves = write(step, compiled, num_fwd_outputs, static or (), held=is_held)
+        budget = self.options.limits.budget
+        reporting.log_planning_start(title, operations, budget.requested, self.feedback)
+        inductor = self.options.inductor
+        unbounded = add_missing_bounds(gm.graph.find_nodes(op="placeholder"))
+        if self.unbounded is not None:
+            self.unbounded += unbounded
+            unbounded = self.unbounded
+        joint = build_joint_graph(
+            gm, joint_inputs, num_fwd_outputs, static, probe_kernels if inductor else None
+        )
+        # The third plan of a graph keeps the kernels that Inductor generates without a plan.
+        variants = find_variants(joint, baseline_only=self.rounds > 2)
+        num_backward = sum(group.is_backward for group in variants[0][1])
+        num_forward = len(variants[0][1]) - num_backward
+        elapsed_s = time.perf_counter() - started_s
+        reporting.log_kernels(title, num_forward, num_backward, elapsed_s, inductor=inductor)
+        cost_model = KernelCostModel(joint, fused=self._has_fused_costs)
+        problem, compiled = self._plan(variants, cost_model, unbounded, started_s)
+        reporting.log_solved(compiled)
+        halves = build_modules(problem, compiled, num_fwd_outputs, static or (), inductor=inductor)
         compiled.operations = operations
-        compiled.planned_s = time.perf_counter() - began
-        remember(compiled)
-        self.made = compiled
+        compiled.planned_s = time.perf_counter() - started_s
+        register_plan(compiled)
+        self.compiled = compiled
         return halves
 
-    def _solved(
-        self, ways: list[Way], prices: Prices, bounded: Sequence[Symbol]
-    ) -> tuple[Step, CompiledPlan]:
-        def steps() -> list[Step]:
-            return [read(joint, regions, prices, self.options.outputs) for joint, regions in ways]
+    def _plan(
+        self,
+        variants: list[Variant],
+        cost_model: KernelCostModel,
+        unbounded: Sequence[ScopedSymbol],
+        started_s: float,
+    ) -> tuple[CompileProblem, CompiledPlan]:
+        """Plan the best variant for the upper bounds of its sizes.
 
-        if bounded and self.options.budget.size_bytes is not None:
+        If sizes had no bound and the budget is in bytes, the bounds that remat added are lowered to
+        the sizes of this call where larger ones do not fit.
+        """
+        is_fused = self.options.inductor and self._has_fused_costs
+        solver = GraphSolver(
+            self.options.strategy,
+            self.options.planning_s,
+            started_s,
+            self.options.progress,
+            cost_source=f"of {'kernels' if is_fused else 'operations'}, measured",
+        )
+
+        def problems() -> list[CompileProblem]:
+            outputs = self.options.outputs
+            return [build_problem(joint, groups, cost_model, outputs) for joint, groups in variants]
+
+        if unbounded and self.options.limits.budget.size_bytes is not None:
             with suppress(InfeasibleBudget):
-                return self._solution(steps())
-            # What does not fit at twice the size may fit at this.
-            bound_by_call(bounded)
-        found = steps()
-        with explained(found[0].graph, titled(self.module, self.compile_id)):
-            return self._solution(found)
+                return self._plan_problems(problems(), solver)
+            bound_by_current_size(unbounded)
+        bounded = problems()
+        with explain_infeasible(bounded[0].graph, graph_title(self.module, self.compile_id)):
+            return self._plan_problems(bounded, solver)
 
-    def _solution(self, steps: Sequence[Step]) -> tuple[Step, CompiledPlan]:
-        """The first of the steps is as torch.compile would run it."""
-        step = steps[0]
-        joint = step.joint
-        keep_all = simulate(step.graph, Schedule.keep_all(step.graph))
-        # Of small graphs that of our order may be the larger one.
-        baseline_bytes = max(peak_as_inductor_runs(step), keep_all.peak_bytes)
-        kept = step.held.union(map(source, joint.saved))
-        others = held_by_others(self.group)
-        asked_bytes = self.options.budget_bytes(baseline_bytes + others.baseline_bytes)
-        beside_bytes = others.held_bytes
-        if self.options.budget.size_bytes is not None:
-            beside_bytes += outside_bytes(step, self.options.model, others.held_bytes)
-        saved_bytes = sum(map(node_bytes, kept))
-        share_bytes = None
-        if asked_bytes is not None and self.options.budget.size_bytes is None:
-            share_bytes = asked_bytes * saved_bytes // (baseline_bytes + others.baseline_bytes)
-        step, plan = self._best(steps, asked_bytes, beside_bytes, share_bytes)
-        return step, CompiledPlan(
+    def _plan_problems(
+        self, problems: Sequence[CompileProblem], solver: GraphSolver
+    ) -> tuple[CompileProblem, CompiledPlan]:
+        """Solve all variants of a graph and select the best plan. The first problem is the step
+        that torch.compile would run: the baseline."""
+        joint = problems[0].joint
+        keep_all = simulate(problems[0].graph, Schedule.keep_all(problems[0].graph))
+        # Of small graphs, the simulated peak of the solver's order may be the larger one.
+        baseline_bytes = max(inductor_baseline_peak_bytes(problems[0]), keep_all.peak_bytes)
+        saved = problems[0].retained_outputs.union(map(storage_base, joint.saved_tensors))
+        others = saved_by_other_graphs(self.group)
+        baseline = _StepBaseline(
+            peak_bytes=baseline_bytes + others.baseline_saved_bytes,
+            saved_bytes=sum(map(node_bytes, saved)),
+        )
+        external_bytes = others.saved_bytes
+        if self.options.limits.budget.size_bytes is not None:
+            external_bytes += external_memory_bytes(joint, self.options.model, others.saved_bytes)
+        excess_bytes = self.feedback.excess_bytes
+        limits = replace(
+            self.options.limits, external_bytes=external_bytes, excess_bytes=excess_bytes
+        )
+        candidates: list[tuple[CompileProblem, Plan]] = []
+        errors: list[InfeasibleBudget | SolverTimeout] = []
+        for index, problem in enumerate(problems):
+            solve = partial(solver.solve, num_remaining=len(problems) - index)
+            try:
+                candidates.append((problem, self._solve_variant(problem, limits, baseline, solve)))
+            except (InfeasibleBudget, SolverTimeout) as error:
+                errors.append(error)
+        if not candidates:
+            raise least_demanding_error(errors)
+        is_min = limits.budget.is_min
+        problem, plan = min(candidates, key=lambda pair: objective(pair[1], minimize_peak=is_min))
+        available_bytes = limits.available_bytes(baseline.peak_bytes)
+        return problem, CompiledPlan(
             plan=plan,
-            budget_bytes=None if asked_bytes is None else asked_bytes - beside_bytes,
+            budget_bytes=None if available_bytes is None else available_bytes + excess_bytes,
             module=self.module,
             compile_id=self.compile_id,
             baseline_bytes=baseline_bytes,
-            others_bytes=beside_bytes,
-            given_bytes=joint.given_bytes,
+            external_bytes=external_bytes,
+            primals_bytes=joint.primals_bytes,
             group=self.group,
             rounds=self.rounds,
-            baseline_saved_bytes=saved_bytes,
+            baseline_saved_bytes=baseline.saved_bytes,
         )
 
-    def _best(
+    def _solve_variant(
         self,
-        steps: Sequence[Step],
-        asked_bytes: int | None,
-        beside_bytes: int,
-        share_bytes: int | None,
-    ) -> tuple[Step, Plan]:
-        """The quickest plan, with nothing run again where that is one; for "min" the smallest."""
-        found: list[tuple[Step, Plan]] = []
-        failed: list[InfeasibleBudget | SolverTimeout] = []
-        for number, step in enumerate(steps):
-            self._ways_left = len(steps) - number
-            try:
-                found.append((step, self._roomy(step, asked_bytes, beside_bytes, share_bytes)))
-            except (InfeasibleBudget, SolverTimeout) as error:
-                failed.append(error)
-        if not found:
-            raise least(failed)
-        return min(found, key=lambda each: badness(each[1], is_smallest=asked_bytes is None))
-
-    def _roomy(
-        self, step: Step, asked_bytes: int | None, beside_bytes: int, share_bytes: int | None
+        problem: CompileProblem,
+        limits: Limits,
+        baseline: _StepBaseline,
+        solve: Callable[[Graph, int | str], Plan],
     ) -> Plan:
-        """A plan; with room for other graphs of the step where there is one."""
-        graph = without_overwrites(step.graph, self.lesson.apart)
-        if asked_bytes is not None and share_bytes is not None:
-            roomy = leaving_room(
-                replace(step, graph=graph), asked_bytes - beside_bytes, share_bytes
+        """Solve one variant of a graph.
+
+        For a percentage, what the graph saves for its backward is first limited to that percentage,
+        too, as other graphs of the step may run before its backward. If that is infeasible, only
+        the peak is limited.
+        """
+        graph = without_overwrites(problem.graph, self.feedback.separate_buffers)
+        available_bytes = limits.available_bytes(baseline.peak_bytes)
+        if available_bytes is None:
+            return solve(graph, "min")
+        saved_limit_bytes = limits.share_bytes(baseline.saved_bytes, baseline.peak_bytes)
+        if saved_limit_bytes is not None:
+            budget_bytes = available_bytes + limits.excess_bytes
+            limited_graph = limit_saved_bytes(
+                replace(problem, graph=graph), budget_bytes, saved_limit_bytes
             )
-            if roomy is not graph:
+            if limited_graph is not graph:
                 with suppress(InfeasibleBudget, SolverTimeout):
-                    return self._plan(roomy, asked_bytes, beside_bytes)
-        return self._plan(graph, asked_bytes, beside_bytes)
+                    return solve(limited_graph, available_bytes)
+        with limits.infeasible_with_reserve():
+            return solve(graph, available_bytes)
 
-    def _plan(self, graph: Graph, asked_bytes: int | None, beside_bytes: int) -> Plan:
-        if asked_bytes is None:
-            return self._solve(graph, "min")
-        left_bytes = asked_bytes - beside_bytes - self.lesson.less_bytes
-        beside_bytes += self.options.reserve_bytes  # which `asked_bytes` are without
-        if left_bytes <= 0:
-            raise InfeasibleBudget(
-                f"{format_bytes(beside_bytes)} {_BESIDE}, of a budget of "
-                f"{format_bytes(asked_bytes + self.options.reserve_bytes)}; raise the budget"
-            )
-        with telling(beside_bytes, _BESIDE):
-            return self._solve(graph, left_bytes)
-
-    def _solve(self, graph: Graph, budget: int | str) -> Plan:
-        whole_s = self.options.within_s
-        if whole_s is None:
-            return self._within(None, graph, budget)
-        left_s = max(_LEAST_S, (whole_s - (time.perf_counter() - self._began)) / self._ways_left)
-        try:
-            return self._within(left_s, graph, budget)
-        except SolverTimeout:  # reading a large graph took most of it: better late than never
-            if left_s >= whole_s:
-                raise
-            return self._within(whole_s, graph, budget)
-
-    def _within(self, limit_s: float | None, graph: Graph, budget: int | str) -> Plan:
-        listening = Listening(self.options.progress, limit_s)
-        source = f"of {self.options.costs if self.options.inductor else 'operations'}, measured"
-        return _solved(graph, budget, self.options.strategy, listening, source)
-
-    def forget(self) -> None:
-        """Its last plan is not what runs."""
-        if self.made is not None:
-            forget(self.made)
+    def discard_plan(self) -> None:
+        """Remove the latest plan from the registry: its code does not run."""
+        if self.compiled is not None:
+            unregister_plan(self.compiled)
 
     def uuid(self) -> str:
-        """For torch's caches: all that decides a plan."""
-        others = held_by_others(self.group)
-        lesson = (self.lesson.less_bytes, *sorted(self.lesson.apart))
-        own = (self.options, *lesson, others, self.group is None)
-        return f"remat {VERSION} {own!r} {allocated_share(self.options.budget.size_bytes)}"
+        """Return the key of this partitioner in torch's caches: everything that decides a plan."""
+        others = saved_by_other_graphs(self.group)
+        feedback = (self.feedback.excess_bytes, *sorted(self.feedback.separate_buffers))
+        key = (self.options, self._has_fused_costs, *feedback, others, self.group is None)
+        allocated = allocated_share(self.options.limits.budget.size_bytes)
+        return f"remat {VERSION} {key!r} {allocated}"
 
 
-@lru_cache(maxsize=32)
-def _solved(
-    graph: Graph, budget: int | str, strategy: Strategy, listening: Listening, cost_source: str
-) -> Plan:
-    """Identical blocks that are compiled one by one are solved once."""
-    if listening.limit_s is not None:
-        strategy = replace(cast(Auto, strategy), time_limit=listening.limit_s)
-    with listening.heard() as told:
-        plan = solve(graph, budget, strategy, progress=told)
-    return replace(plan, stats={**plan.stats, "cost_source": cost_source})
+class _StepBaseline(NamedTuple):
+    """A step without recomputation: the peak of this graph with what the step's other graphs save,
+    and the bytes that this graph saves for its backward."""
+
+    peak_bytes: int
+    saved_bytes: int

@@ -1,4 +1,4 @@
-"""The plans of what was compiled, in the order in which it was."""
+"""The plans of all graphs that were compiled in this process, and the feedback between them."""
 
 from __future__ import annotations
 
@@ -7,32 +7,39 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from remat.limits.budget import format_bytes
+from remat.limits.units import format_bytes
 from remat.plan import Plan
 
-_NUMBERS = itertools.count()
-_PLANS: dict[int, CompiledPlan] = {}
-_MOST = 1_000
+_plan_numbers = itertools.count()
+_plans: dict[int, CompiledPlan] = {}
+"""Plans by number, in the order of compilation."""
+
+_MAX_PLANS = 1_000
 
 
 @dataclass
 class CompiledPlan:
-    """A plan and what came of it.
+    """The plan of a compiled graph, with the memory that Inductor's kernels need for it.
 
-    `module` is what was compiled: the class of the module, or the name of the function; with the
-    line from which on, after a graph break; "" where torch does not tell. `compile_id` is the
-    number of the compilation in torch's own logs, `operations` what torch traced, before kernels
-    were made of it.
-    `budget_bytes` is what was asked for less the `others_bytes` that other graphs of the step hold
-    meanwhile, None for "min"; `plan` is for so much less as the kernels that Inductor made of
-    earlier ones took more (`rounds`). `verified_bytes` is the peak of its own kernels and buffers,
-    read off before code was generated; None where Inductor was not asked, or took its code from a
-    cache. `baseline_bytes` is the same without recomputation. `given_bytes` are parameters, buffers
-    and batch. The backward holds `held_bytes` beside what it reads, and `copied_bytes` of
-    parameters in another layout; `passing` are the gradients that it is given and frees once they
-    are read, by name, with their bytes.
-    Between forward and backward `saved_bytes` are held, and without recomputation would be
-    `baseline_saved_bytes`: other graphs of the same step (`group`) run meanwhile.
+    What was compiled: `module` is the class of the module or the name of the function, with the
+    line at which it resumes after a graph break; "" if torch does not report it. `compile_id` is
+    the number of the compilation in torch's own logs, and `operations` counts the operations that
+    torch traced, before fusion.
+
+    Limits: `budget_bytes` is the budget of this graph, None for "min": the budget without `reserve`
+    and without the `external_bytes` that are allocated outside this graph. The plan itself was
+    solved for less if the kernels of earlier plans exceeded the budget; `rounds` counts these
+    plans, this one included. `baseline_bytes` is the peak without recomputation.
+
+    Peaks: `verified_by_half` has the peak of Inductor's kernels for "forward" and "backward", read
+    before code generation; it is empty without Inductor and for code from torch's cache.
+    `primals_bytes` are parameters, buffers and batch. During the backward, the caller retains
+    `retained_bytes` that the backward does not read and the inputs `retained_names` that it does
+    read; `layout_copy_bytes` are parameters in another layout; `donated_bytes` are the tangents
+    that are freed once they are read, by name.
+
+    Between forward and backward, `saved_bytes` stay allocated, and `baseline_saved_bytes` would
+    without recomputation. Other graphs of the same step (`group`) run during that time.
     """
 
     plan: Plan
@@ -40,98 +47,106 @@ class CompiledPlan:
     module: str = ""
     compile_id: str = ""
     baseline_bytes: int = 0
-    others_bytes: int = 0
-    given_bytes: int = 0
-    held_bytes: int = 0
-    copied_bytes: int = 0
-    held_names: frozenset[str] = frozenset()
-    passing: Mapping[str, int] = field(default_factory=dict[str, int])
+    external_bytes: int = 0
+    primals_bytes: int = 0
+    retained_bytes: int = 0
+    layout_copy_bytes: int = 0
+    retained_names: frozenset[str] = frozenset()
+    donated_bytes: Mapping[str, int] = field(default_factory=dict[str, int])
     saved_bytes: int = 0
     baseline_saved_bytes: int = 0
     group: object = None
     rounds: int = 1
     operations: int = 0
     planned_s: float = 0.0
-    verified: dict[str, int] = field(default_factory=dict[str, int])
-    number: int = field(default_factory=lambda: next(_NUMBERS))
+    verified_by_half: dict[str, int] = field(default_factory=dict[str, int])
+    number: int = field(default_factory=lambda: next(_plan_numbers))
 
     @property
     def verified_bytes(self) -> int | None:
-        """The larger of forward's and backward's, constant memory included."""
-        return max(self.verified.values(), default=None)
+        """The verified peak: the larger one of forward and backward, constant memory included.
+        None if it was not verified in this process or by the cache."""
+        return max(self.verified_by_half.values(), default=None)
 
     @property
-    def frame(self) -> int | None:
-        """The number of the frame in torch's logs: "1/0" is of frame 1."""
+    def frame_id(self) -> int | None:
+        """The number of the frame in torch's logs: 1 for the compile id "1/0"."""
         number = self.compile_id.rpartition("!")[-1].partition("/")[0]
         return int(number) if number.isdecimal() else None
 
     @property
     def title(self) -> str:
-        """What was compiled, as log lines name it."""
-        return titled(self.module, self.compile_id)
+        """The name of the compiled graph in log lines and errors."""
+        return graph_title(self.module, self.compile_id)
 
     def __repr__(self) -> str:
-        asked = "min" if self.budget_bytes is None else format_bytes(self.budget_bytes)
+        budget = "min" if self.budget_bytes is None else format_bytes(self.budget_bytes)
         verified = (
             "" if self.verified_bytes is None else f", verified {format_bytes(self.verified_bytes)}"
         )
-        of = f"{self.module}: " if self.module else ""
-        return f"CompiledPlan({of}{self.plan!r}, budget {asked}{verified})"
+        module = f"{self.module}: " if self.module else ""
+        return f"CompiledPlan({module}{self.plan!r}, budget {budget}{verified})"
 
 
-def titled(module: str, compile_id: str) -> str:
-    """A name for both, also where torch tells none."""
+def graph_title(module: str, compile_id: str) -> str:
+    """Return the name of a graph in log lines and errors: "Net [0/0]", "a graph" if torch reports
+    neither its module nor its compile id."""
     return f"{module or 'a graph'} [{compile_id}]" if compile_id else module or "a graph"
 
 
-class Lesson(NamedTuple):
-    """What Inductor's kernels of earlier plans showed: plan for so many bytes less, and with memory
-    of their own for the tensors `apart`, named by their nodes: no kernel wrote these over what it
-    read, as was planned."""
+class ReplanFeedback(NamedTuple):
+    """Feedback from the kernels that Inductor generated for earlier plans of the same graph.
 
-    less_bytes: int = 0
-    apart: frozenset[str] = frozenset()
+    They exceeded the budget by `excess_bytes`: the next plan has to be smaller by as much. The
+    values `separate_buffers`, by name, were planned in place and need memory of their own.
+    """
 
-
-NOTHING = Lesson()
-
-
-class Others(NamedTuple):
-    """What other graphs of a step hold while one runs, as planned and without recomputation."""
-
-    held_bytes: int = 0
-    baseline_bytes: int = 0
+    excess_bytes: int = 0
+    separate_buffers: frozenset[str] = frozenset()
 
 
-def held_by_others(group: object) -> Others:
-    """Of the graphs that were compiled before for the same step. Those that torch makes of a model
-    with graph breaks run one inside of the other: forward, forward, backward, backward."""
+NO_FEEDBACK = ReplanFeedback()
+
+
+class SavedByOtherGraphs(NamedTuple):
+    """Bytes that the other graphs of a step save for their backwards: as planned, and without
+    recomputation."""
+
+    saved_bytes: int = 0
+    baseline_saved_bytes: int = 0
+
+
+def saved_by_other_graphs(group: object) -> SavedByOtherGraphs:
+    """Return what the graphs of the same step that were compiled before save for their backwards.
+
+    The graphs of a model with graph breaks are nested in time: forward, forward, backward,
+    backward. So these bytes stay allocated while another graph of the step runs.
+    """
     if group is None:
-        return Others()
-    plans = [plan for plan in _PLANS.values() if plan.group is group]
-    return Others(
+        return SavedByOtherGraphs()
+    plans = [plan for plan in _plans.values() if plan.group is group]
+    return SavedByOtherGraphs(
         sum(plan.saved_bytes for plan in plans), sum(plan.baseline_saved_bytes for plan in plans)
     )
 
 
-def remember(compiled: CompiledPlan) -> None:
-    """Keep it for `compiled_plans`."""
-    _PLANS[compiled.number] = compiled
-    while len(_PLANS) > _MOST:
-        _PLANS.pop(next(iter(_PLANS)))
+def register_plan(compiled: CompiledPlan) -> None:
+    """Add a plan to `compiled_plans`."""
+    _plans[compiled.number] = compiled
+    while len(_plans) > _MAX_PLANS:
+        _plans.pop(next(iter(_plans)))
 
 
-def forget(compiled: CompiledPlan) -> None:
-    """It is not what runs."""
-    _PLANS.pop(compiled.number, None)
+def unregister_plan(compiled: CompiledPlan) -> None:
+    """Remove a plan whose code does not run from `compiled_plans`."""
+    _plans.pop(compiled.number, None)
 
 
-def find(number: int) -> CompiledPlan | None:
-    """The plan of this number."""
-    return _PLANS.get(number)
+def find_plan(number: int) -> CompiledPlan | None:
+    """Return the registered plan with this number, or None."""
+    return _plans.get(number)
 
 
 def compiled_plans() -> list[CompiledPlan]:
-    """The plans of all graphs that were compiled in this process, oldest first."""
-    return list(_PLANS.values())
+    """Return the plans of all graphs that were compiled in this process, oldest first."""
+    return list(_plans.values())

@@ -1,61 +1,49 @@
-"""What a compilation tells on the way: lines of the logger "remat", and how far the solve is.
+"""Log lines of a compilation, by the logger "remat" at level INFO:
 
-Lines are of the level INFO, so they are seen with
-
-    logging.basicConfig()
-    logging.getLogger("remat").setLevel(logging.INFO)
+logging.basicConfig()
+logging.getLogger("remat").setLevel(logging.INFO)
 """
 
 from __future__ import annotations
 
 import logging
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from remat.frontend.compile.registry import CompiledPlan, Lesson
-from remat.limits.budget import format_bytes, format_seconds
-from remat.progress import Progress, ProgressCallback
-from remat.report.standing import standing
-
-if TYPE_CHECKING:
-    from remat.frontend.compile.joint.joint_graph import Joint
-    from remat.frontend.compile.kernels.fusion_groups import Region
-    from remat.frontend.compile.options import CompileOptions
+from remat.frontend.compile.registry import CompiledPlan, ReplanFeedback
+from remat.limits.units import format_bytes, format_seconds
 
 logger = logging.getLogger("remat")
 
-_ERASE = "\r\x1b[2K"
+
+def log_planning_start(
+    title: str, operations: int, budget: int | float | str, feedback: ReplanFeedback
+) -> None:
+    """Log that a graph is planned, with the budget as the user requested it."""
+    excess_bytes, separate_buffers = feedback
+    changes = f", reduced by {format_bytes(excess_bytes)}" if excess_bytes else ""
+    if separate_buffers:
+        changes += f", {len(separate_buffers)} values not in place"
+    logger.info("%s: planning %d operations within %s%s", title, operations, budget, changes)
 
 
-def begun(title: str, operations: int, options: CompileOptions, lesson: Lesson) -> None:
-    """Planning starts."""
-    less = f" less {format_bytes(lesson.less_bytes)}" if lesson.less_bytes else ""
-    if lesson.apart:
-        less += f", {len(lesson.apart)} in place no more"
+def log_kernels(
+    title: str, num_forward: int, num_backward: int, elapsed_s: float, *, inductor: bool
+) -> None:
+    """Log the number of kernels, or of operations without Inductor, that are scheduled."""
     logger.info(
-        "%s: planning %d operations within %s%s", title, operations, options.budget.given, less
+        "%s: %d %s in the forward, %d in the backward, captured in %s",
+        title,
+        num_forward,
+        "Inductor kernels" if inductor else "operations",
+        num_backward,
+        format_seconds(elapsed_s),
     )
 
 
-def found(title: str, joint: Joint, regions: Sequence[Region], took_s: float) -> None:
-    """What is to be scheduled is known."""
-    what = "operations" if joint.kernels is None else "of Inductor's kernels"
-    backward = sum(region.is_backward for region in regions)
-    forward = len(regions) - backward
-    took = format_seconds(took_s)
-    logger.info(
-        "%s: %d %s in forward, %d in backward, found in %s", title, forward, what, backward, took
-    )
-
-
-def solved(compiled: CompiledPlan) -> None:
-    """There is a plan."""
+def log_solved(compiled: CompiledPlan) -> None:
+    """Log the peak and time of a new plan."""
     plan = compiled.plan
     logger.info(
-        "%s: solved in %s: %s instead of %s, within a budget of %s; time %+.2f%%, %d runs again",
+        "%s: solved in %s: peak %s instead of %s, budget %s; time %+.2f%%, %d recomputations",
         compiled.title,
         format_seconds(float(plan.stats.get("total_s", 0.0))),
         format_bytes(plan.peak_bytes),
@@ -66,43 +54,20 @@ def solved(compiled: CompiledPlan) -> None:
     )
 
 
-def verified(compiled: CompiledPlan, half: str) -> None:
-    """Inductor's kernels for the plan are known."""
-    of = "" if compiled.budget_bytes is None else f" of {format_bytes(compiled.budget_bytes)}"
-    peak = format_bytes(compiled.verified[half])
-    logger.info("%s: verified: the %s's kernels take %s%s", compiled.title, half, peak, of)
+def log_verified_peak(compiled: CompiledPlan, half: str) -> None:
+    """Log the peak of Inductor's kernels for the "forward" or the "backward"."""
+    budget_bytes = compiled.budget_bytes
+    budget = "" if budget_bytes is None else f" of {format_bytes(budget_bytes)}"
+    peak = format_bytes(compiled.verified_by_half[half])
+    logger.info("%s: verified: the %s's kernels use %s%s", compiled.title, half, peak, budget)
 
 
-def taken(compiled: CompiledPlan) -> None:
-    """Its code, and its plan, are those of an earlier process."""
-    planned = format_bytes(compiled.plan.peak_bytes)
-    logger.info("%s: planned before, for %s; from torch's cache", compiled.title, planned)
+def log_cache_hit(compiled: CompiledPlan) -> None:
+    """Log that the code of a graph, and its plan, are those of an earlier process."""
+    peak = format_bytes(compiled.plan.peak_bytes)
+    logger.info("%s: plan and code are from torch's cache; planned peak %s", compiled.title, peak)
 
 
-@dataclass(frozen=True)
-class Listening:
-    """Who is told how far a solve is: the function that was given; for True a line on stderr where
-    that is a terminal, gone in the end; else nobody. After `limit_s` seconds, if that is given,
-    nobody waits any more. All are equal: they ask for the same plan."""
-
-    given: ProgressCallback | bool | None = field(default=None, compare=False)
-    limit_s: float | None = field(default=None, compare=False)
-
-    @contextmanager
-    def heard(self) -> Iterator[ProgressCallback | None]:
-        """What `remat.solve` takes."""
-        if callable(self.given):
-            yield self.given
-        elif self.given and sys.stderr.isatty():
-            try:
-                yield _show
-            finally:
-                sys.stderr.write(_ERASE)
-                sys.stderr.flush()
-        else:
-            yield None
-
-
-def _show(now: Progress) -> None:
-    sys.stderr.write(f"{_ERASE}remat plans: {standing(now)}, {now.elapsed_s:.1f} s")
-    sys.stderr.flush()
+def log_replan(title: str, reason: str) -> None:
+    """Log why a graph is replanned."""
+    logger.info("%s: replanning, as %s", title, reason)

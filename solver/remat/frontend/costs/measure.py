@@ -1,8 +1,8 @@
-"""`measure`: a Trace with costs, by running each distinct operation by itself, or by a roofline.
+"""`measure`: adds costs to a trace, by running each distinct operation alone, or by a roofline.
 
-Operations run on tensors made for them (see `tensors`), never on the model's, so a measurement has
-no effect but on the cost cache. What cannot be measured is estimated from what could be, and says
-so.
+Operations run on tensors created for them (see `operands`), never on the model's, so a measurement
+changes nothing but the cost cache. Operations that cannot be measured are estimated from those that
+could, and their `cost_source` says so.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import os
 
 import torch
 
-from remat.costs.pricing import by_roofline, tensor_metas, with_costs
 from remat.costs.roofline import Roofline
+from remat.costs.trace_costs import tensor_metas, with_costs, with_roofline_costs
 from remat.documents.trace import Trace
 from remat.errors import RematError
-from remat.frontend.costs.cache import CostCache
-from remat.frontend.costs.operations import measure_operations
-from remat.frontend.costs.progress import Progress, reporter
+from remat.frontend.costs.cost_cache import CostCache
+from remat.frontend.costs.operation_costs import measure_operations
+from remat.frontend.costs.progress_bar import MeasureProgress, progress_reporter
 from remat.frontend.memory.device_memory import keeps_workspaces
 
 log = logging.getLogger("remat")
@@ -29,55 +29,65 @@ def measure(
     device: str | torch.device | Roofline | None = None,
     *,
     cache: CostCache | str | os.PathLike[str] | bool | None = None,
-    progress: Progress | bool | None = None,
+    progress: MeasureProgress | bool | None = None,
 ) -> Trace:
-    """A new Trace whose operations have `cost_s` (seconds), `workspace_bytes` and `cost_source`.
+    """Return a trace whose operations have `cost_s` (seconds), `workspace_bytes` and `cost_source`.
 
-    `device` is "cpu", "cuda", "cuda:1", or a `Roofline` that needs no device; by default where the
-    trace was made. `cache` is a path or a `CostCache`, by default the user's own; False measures
-    anew and keeps nothing. `progress` is called with (done, total, name); True draws a bar on
-    stderr. Views cost nothing. What fails to run is estimated, with a warning of the logger
+    `device` is "cpu", "cuda", "cuda:1", or a `Roofline`, which needs no device; the default is the
+    trace's device. `cache` is a path or a `CostCache`, by default the user's; False neither reads
+    nor writes costs. `progress` is called with (completed, total, name); True shows a bar on
+    stderr. Views cost nothing. An operation that fails is estimated, with a warning of the logger
     "remat" for each distinct reason.
 
-    Raises `RematError` where the device is not there.
+    Raises `RematError` if this machine does not have the device.
     """
     metas = tensor_metas(trace)
     if isinstance(device, Roofline):
-        return by_roofline(trace, device)
-    where = _checked(_named(device or trace.device), trace)
-    own = cache is None or not isinstance(cache, CostCache)
-    costs = _open_cache(cache)
+        return with_roofline_costs(trace, device)
+    target_device = _checked_device(_parse_device(device or trace.device), trace)
+    cost_cache = _open_cache(cache)
     try:
-        with reporter(progress) as report:
-            home = trace.device.partition(":")[0]
-            found = measure_operations(trace.nodes, metas, where, costs, report, home=home)
-            priced = with_costs(trace, found)
-            if where.type == "cuda" and not keeps_workspaces():
-                return priced.replace(library_bytes=0)  # measured with each product
-            return priced
+        with progress_reporter(progress) as report:
+            costs = measure_operations(
+                trace.nodes,
+                metas,
+                target_device,
+                cost_cache,
+                report,
+                trace_device_type=trace.device.partition(":")[0],
+            )
+            trace_with_costs = with_costs(trace, costs)
+            if target_device.type == "cuda" and not keeps_workspaces():
+                # The workspace of cuBLAS is measured as part of each matrix product.
+                return trace_with_costs.replace(library_bytes=0)
+            return trace_with_costs
     finally:
-        if own and costs is not None:
-            costs.close()
+        if cost_cache is not None and cost_cache is not cache:
+            cost_cache.close()
 
 
-def _named(device: str | torch.device) -> torch.device:
+def _parse_device(device: str | torch.device) -> torch.device:
     try:
         return torch.device(device)
     except RuntimeError:
         raise RematError(
             f"cannot measure: {str(device)!r} is no device of this machine, use cpu or cuda; "
-            "remat.Roofline('h100') estimates for a GPU that is not here"
+            "remat.Roofline('h100') estimates for a GPU that this machine does not have"
         ) from None
 
 
-def _checked(device: torch.device, trace: Trace) -> torch.device:
+def _checked_device(device: torch.device, trace: Trace) -> torch.device:
+    """Return the device with its index. Raises `RematError` if nothing can be measured on it, and
+    warns if the trace is for another type of device."""
     if device.type == "cuda" and not torch.cuda.is_available():
         raise RematError(
             "cannot measure on cuda: torch sees no CUDA device here; measure where one is, or "
-            "estimate with remat.Roofline('h200') or another known device"
+            "estimate with remat.Roofline('h200') or another data sheet"
         )
     if device.type not in ("cpu", "cuda"):
-        raise RematError(f"cannot measure on {device.type}: only cpu, cuda and a Roofline can")
+        raise RematError(
+            f"cannot measure on {device.type}; use cpu, cuda or an estimate by remat.Roofline"
+        )
     if device.type != trace.device.partition(":")[0]:
         log.warning(
             "this trace was made for %s and is measured on %s: torch may choose other operations "

@@ -1,8 +1,8 @@
-"""How long one call takes and how much memory it needs besides its operands.
+"""Timers: the time of one call, and the memory that it needs in addition to its operands.
 
-Over blocks of calls, after a warm-up: about 20 ms for each operation, or three calls where one
-takes more than 50 ms. On the CPU the fastest block, since what runs beside only adds; on CUDA,
-where nothing does, the median.
+Calls are timed in blocks, after a warm-up: for about 20 ms in total, or three calls if one takes
+more than 50 ms. On the CPU the fastest block counts, since concurrent processes only add time; on
+CUDA, which runs nothing else, the median.
 """
 
 from __future__ import annotations
@@ -14,106 +14,125 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
-from remat.costs.pricing import FLOOR_S
-from remat.frontend.costs.cache import Cost
+from remat.costs.trace_costs import MIN_COST_S
+from remat.frontend.costs.cost_cache import MeasuredCost
 
-TARGET_S = 0.02
-SLOW_S = 0.05
-BLOCK_S = 1e-3
-SLOW_RUNS = 3
-MOST_LAUNCHES = 200
-"""In one block on CUDA: where some 1,000 launches wait, the CPU waits as well."""
-FIRST_WAIT_S = 1e-3
-LONGEST_WAIT_S = 0.07
-CYCLES_PER_S = 2e9
-"""About, of a GPU's clock: only the length of a wait depends on it."""
+MEASUREMENT_S = 0.02
+"""The total time of all blocks, approximately."""
+SLOW_CALL_S = 0.05
+"""Calls that take longer are timed one by one."""
+MIN_BLOCK_S = 1e-3
+"""The time of one block, approximately."""
+MIN_BLOCKS = 3
+MAX_LAUNCHES_PER_BLOCK = 200
+"""Upper limit of the calls in a block on CUDA: from some 1,000 pending launches on, the CPU waits
+for the device."""
+INITIAL_DELAY_S = 1e-3
+MAX_DELAY_S = 0.07
+GPU_CYCLES_PER_S = 2e9
+"""The clock of a GPU, approximately: only the length of a delay depends on it."""
 
-Run = Callable[[], object]
+KernelCall = Callable[[], object]
+"""A function that runs one operation on fixed operands."""
 
 
-def time_cpu(run: Run) -> Cost:
-    """Wall-clock seconds of a call. The workspace is 0: torch does not report what CPU
-    kernels allocate inside themselves, and no peak that can be measured on CPU contains it."""
-    sizes = output_bytes(run())
+def time_cpu(call: KernelCall) -> MeasuredCost:
+    """Return the wall-clock seconds of a call, and its outputs' bytes. The workspace is 0: torch
+    does not report what CPU kernels allocate internally, and no measured CPU peak contains it."""
+    sizes = output_storage_bytes(call())
 
     def block(calls: int) -> float:
         start = time.perf_counter()
         for _ in range(calls):
-            run()
+            call()
         return time.perf_counter() - start
 
-    return Cost(_of_blocks(block, min), 0, sizes)
+    return MeasuredCost(_seconds_per_call(block, min), 0, sizes)
 
 
-def output_bytes(result: object) -> tuple[int, ...]:
-    """Bytes of the storage of each element that an operation returns; 0 for what is no tensor."""
+def output_storage_bytes(result: object) -> tuple[int, ...]:
+    """Return the storage bytes of each item that an operation returns; 0 for items that are no
+    tensors."""
     items = result if isinstance(result, (list, tuple)) else (result,)
     return tuple(
         item.untyped_storage().nbytes() if isinstance(item, torch.Tensor) else 0 for item in items
     )
 
 
-def time_cuda(run: Run, device: torch.device, others: Sequence[Run] = ()) -> Cost:
-    """Median seconds of a call on the device and on the CPU, and the bytes it holds only while it
-    runs: its peak, less inputs and outputs, as the caching allocator counts them (multiples of
-    512). `others` are the same call on other tensors, for operands that come from memory and not
-    from the cache."""
+def time_cuda(
+    call: KernelCall, device: torch.device, other_calls: Sequence[KernelCall] = ()
+) -> MeasuredCost:
+    """Return the median seconds of a call on the device and on the CPU, its outputs' bytes, and its
+    workspace: its peak without inputs and outputs, as the caching allocator counts (multiples of
+    512 bytes). `other_calls` are the same call on other tensors: timing them in turn reads the
+    operands from memory and not from the L2 cache."""
     with torch.cuda.device(device):
-        run()  # lazy initialisation: libraries' own workspaces, autotuning
+        call()  # lazy initialisation: workspaces of libraries, autotuning
         torch.cuda.synchronize(device)
-        before = torch.cuda.memory_allocated(device)
+        bytes_before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
-        result = run()
+        result = call()
         torch.cuda.synchronize(device)
-        peak = torch.cuda.max_memory_allocated(device)
-        after = torch.cuda.memory_allocated(device)
-        sizes = output_bytes(result)
+        peak_bytes = torch.cuda.max_memory_allocated(device)
+        bytes_after = torch.cuda.memory_allocated(device)
+        sizes = output_storage_bytes(result)
         del result
-        runs = itertools.cycle((run, *others))
-        launches: list[float] = []
+        call_cycle = itertools.cycle((call, *other_calls))
+        launch_times_s: list[float] = []
 
         def block(calls: int) -> float:
-            device_s, launch_s = _busy_block(runs, calls, device)
-            launches.append(launch_s / calls)
+            device_s, launch_s = _time_busy_block(call_cycle, calls, device)
+            launch_times_s.append(launch_s / calls)
             return device_s
 
-        cost_s = _of_blocks(block, statistics.median, MOST_LAUNCHES)
-        workspace_bytes = max(0, peak - max(before, after))
-        return Cost(cost_s, workspace_bytes, sizes, statistics.median(launches))
+        cost_s = _seconds_per_call(block, statistics.median, MAX_LAUNCHES_PER_BLOCK)
+        workspace_bytes = max(0, peak_bytes - max(bytes_before, bytes_after))
+        return MeasuredCost(cost_s, workspace_bytes, sizes, statistics.median(launch_times_s))
 
 
-def _busy_block(runs: Iterator[Run], calls: int, device: torch.device) -> tuple[float, float]:
-    """Seconds of the device and of the CPU for this many calls. The device is kept busy until all
-    are launched, so that it never waits for a launch between the two events."""
-    wait_s = FIRST_WAIT_S
+def _time_busy_block(
+    call_cycle: Iterator[KernelCall], calls: int, device: torch.device
+) -> tuple[float, float]:
+    """Return the seconds of the device and of the CPU for a number of calls.
+
+    A delay kernel keeps the device busy until all calls are launched, so that it never waits for a
+    launch between the two events.
+    """
+    delay_s = INITIAL_DELAY_S
     while True:
         start = torch.cuda.Event(enable_timing=True)
         end = torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize(device)
-        torch.cuda._sleep(int(wait_s * CYCLES_PER_S))
+        torch.cuda._sleep(int(delay_s * GPU_CYCLES_PER_S))
         start.record()
-        began = time.perf_counter()
+        launch_start = time.perf_counter()
         for _ in range(calls):
-            next(runs)()
-        launch_s = time.perf_counter() - began
-        in_time = not start.query()
+            next(call_cycle)()
+        launch_s = time.perf_counter() - launch_start
+        is_launched_in_time = not start.query()
         end.record()
         end.synchronize()
-        if in_time or wait_s >= LONGEST_WAIT_S:  # an operation that waits for the device never is
+        # An operation that waits for the device is never launched in time.
+        if is_launched_in_time or delay_s >= MAX_DELAY_S:
             return start.elapsed_time(end) / 1e3, launch_s
-        wait_s *= 4
+        delay_s *= 4
 
 
-def _of_blocks(
-    block: Callable[[int], float],
-    pick: Callable[[Iterable[float]], float],
-    most_calls: int = 1000,
+def _seconds_per_call(
+    time_block: Callable[[int], float],
+    average: Callable[[Iterable[float]], float],
+    max_calls: int = 1000,
 ) -> float:
-    once = block(1)
-    if once > SLOW_S:
-        times = [once] + [block(1) for _ in range(SLOW_RUNS - 1)]
-        return max(FLOOR_S, pick(times))
-    calls = max(1, round(BLOCK_S / max(once, FLOOR_S)))
-    calls = min(calls, most_calls)
-    blocks = max(SLOW_RUNS, min(50, round(TARGET_S / max(once * calls, BLOCK_S / 10))))
-    return max(FLOOR_S, pick(block(calls) / calls for _ in range(blocks)))
+    """Return the `average` of the seconds per call over several blocks of calls.
+
+    `time_block` runs a block with a number of calls and returns its seconds.
+    """
+    first_call_s = time_block(1)
+    if first_call_s > SLOW_CALL_S:
+        times_s = [first_call_s] + [time_block(1) for _ in range(MIN_BLOCKS - 1)]
+        return max(MIN_COST_S, average(times_s))
+    calls = max(1, round(MIN_BLOCK_S / max(first_call_s, MIN_COST_S)))
+    calls = min(calls, max_calls)
+    total_blocks = round(MEASUREMENT_S / max(first_call_s * calls, MIN_BLOCK_S / 10))
+    blocks = max(MIN_BLOCKS, min(50, total_blocks))
+    return max(MIN_COST_S, average(time_block(calls) / calls for _ in range(blocks)))

@@ -1,8 +1,9 @@
-"""`emit(model, budget, batch)`: how to checkpoint each block, for executors other than remat.
+"""`emit(model, budget, batch)`: a checkpointing policy for each block, for executors other than
+remat.
 
-They run a block again as a whole, once, before its backward, but for what it saved: so each block
-is tried by itself in several ways under these rules, and the ways are chosen against one budget for
-the step, as where remat plans blocks itself (`remat.enable(..., scope="blocks")`).
+These recompute a block as a whole, once, before its backward, except for what it saved. So each
+block is tried standalone under several policies, and one is selected for each block, against one
+budget for the step, as where remat plans blocks itself (`remat.enable(..., scope="blocks")`).
 """
 
 from __future__ import annotations
@@ -15,29 +16,28 @@ from typing import Any
 
 from torch import nn
 
-from remat.blockwise.choose import choose
+from remat.blockwise.block_step import BlockStep
+from remat.blockwise.choose import cheapest_setting, choose_options
 from remat.blockwise.policies import OPERATORS, RULES, BlockPolicy, Policies
-from remat.blockwise.settings import cheapest_setting
-from remat.blockwise.step import BlockStep
 from remat.costs.roofline import Roofline
 from remat.errors import InfeasibleBudget, RematError, TraceError, nearest
-from remat.frontend.api.enable import check_plain
-from remat.frontend.api.optimize import options_of
-from remat.frontend.blocks.candidates import Offer, budget_of, with_inputs
-from remat.frontend.blocks.discovery import Site, blocks_of
-from remat.frontend.blocks.dry_run import observe
-from remat.frontend.blocks.planner import block_plan
+from remat.frontend.api.enable import check_not_planned
+from remat.frontend.api.optimize import optimize_options
+from remat.frontend.blocks.block_planning import plan_blocks
+from remat.frontend.blocks.candidates import CallCandidates, available_bytes, with_saved_inputs
+from remat.frontend.blocks.discovery import Submodule, repeated_blocks
+from remat.frontend.blocks.dry_run import run_dry
 from remat.frontend.capture.trace import check_differentiable, normalise_inputs
-from remat.frontend.costs.cache import CostCache
-from remat.frontend.emit.applied import check_not_applied
+from remat.frontend.costs.cost_cache import CostCache
+from remat.frontend.emit.apply_policies import check_no_policies_applied
 from remat.frontend.emit.executors import EXECUTORS
-from remat.frontend.emit.layers import called_to_checkpoint, layers_of
-from remat.frontend.emit.trials import Trials
+from remat.frontend.emit.transformers_layers import checkpointable_layers, checkpointing_flags_set
+from remat.frontend.emit.trials import PolicyTrials
 from remat.frontend.memory.reserve import Reserve
 from remat.frontend.planning.options import OptimizeOptions
-from remat.frontend.runtime.guards import Call
+from remat.frontend.runtime.guards import ModelCall
 from remat.limits.budget import Budget
-from remat.limits.outputs import HELD, are_dropped
+from remat.limits.outputs import OUTPUTS_HELD, are_dropped
 from remat.strategies import Strategy
 
 logger = logging.getLogger("remat")
@@ -56,31 +56,31 @@ def emit(
     cache: str | CostCache | None = None,
     differentiate: str | Sequence[str] = "auto",
     reserve: Reserve | None = None,
-    outputs: str = HELD,
+    outputs: str = OUTPUTS_HELD,
 ) -> Policies:
-    """How each repeated block of `model` is to be checkpointed, so that a step takes at most
-    `budget` (bytes allocated at most, as in `remat.optimize`).
+    """Return a checkpointing policy for each repeated block of `model`, such that the peak of a
+    training step is at most `budget` (allocated bytes, as in `remat.optimize`).
 
-    `rules` are those of who will run it: "operators" for selective checkpointing by torch, alone or
-    through Transformers, where each operator's output is saved or computed again; "regions" for
-    torch_remat, where modules inside of a block save what they need, or do not; "megatron" for the
-    options of Megatron-core, which are the same for all of its layers. The model runs a
-    few times with the example inputs, which are real data. With `compare` the report says what a
-    free plan of the same blocks takes within the same peak; `strategy`, `costs` and `cache` are of
-    that plan. The executors are in `remat.integrations`.
+    `rules` name the library that will run the policies: "operators" for selective checkpointing by
+    torch, alone or through Transformers, which saves or recomputes the output of each operator;
+    "regions" for torch_remat, which saves what selected submodules save; "megatron" for the
+    settings of Megatron-core, which are the same for all of its layers. The model runs a few times
+    with the example inputs, which are real data. With `compare`, the report also has the overhead
+    of remat's own plan for the same blocks and peak; `strategy`, `costs` and `cache` are for that
+    plan. The functions that apply policies are in `remat.integrations`.
 
-    Raises `TraceError` where the model has no repeated blocks, or is enabled, optimised, compiled
-    or sharded already, `InfeasibleBudget`, `BudgetError`, and `RematError` where the package whose
-    rules they are is missing.
+    Raises `TraceError` if the model has no repeated blocks, or is enabled, optimised, compiled or
+    sharded already, `InfeasibleBudget`, `BudgetError`, and `RematError` if the library is not
+    installed.
     """
-    check_plain(model)
-    check_not_applied(model)
+    check_not_planned(model)
+    check_no_policies_applied(model)
     if rules not in RULES:
         raise ValueError(
-            f"rules is {rules!r}{nearest(rules, RULES)}; they are by {', '.join(RULES)}"
+            f"rules is {rules!r}{nearest(rules, RULES)}; it must be one of {', '.join(RULES)}"
         )
-    EXECUTORS[rules].check(model)
-    options = options_of(
+    EXECUTORS[rules].check_model(model)
+    options = optimize_options(
         budget,
         strategy=strategy,
         costs=costs,
@@ -89,108 +89,126 @@ def emit(
         reserve=reserve,
         outputs=outputs,
     )
-    given = () if example_inputs is None else example_inputs
-    args, kwargs = normalise_inputs(model, given, example_kwargs)
+    inputs = () if example_inputs is None else example_inputs
+    args, kwargs = normalise_inputs(model, inputs, example_kwargs)
     check_differentiable(model, args, kwargs)
-    call = Call.of(args, kwargs, "the example inputs ")
-    sites = layers_of(model) or blocks_of(model)
-    if not sites:
+    call = ModelCall.of(args, kwargs, "the example inputs ")
+    blocks = checkpointable_layers(model) or repeated_blocks(model)
+    if not blocks:
         raise TraceError(
             f"this {type(model).__name__} has no repeated blocks (modules of one class in one "
-            "list), which are what is checkpointed; remat.optimize plans the whole model"
+            "list), which emit makes policies for; remat.optimize plans the whole model"
         )
-    policies = _chosen(model, call, sites, options, rules)
+    policies = _select_policies(model, call, blocks, options, rules)
     if not compare:
         return policies
-    optimum = _optimum(model, call, options, policies.peak_bytes)
-    return policies.model_copy(update={"optimum_overhead": optimum})
+    overhead = _optimum_overhead(model, call, options, policies.peak_bytes)
+    return policies.model_copy(update={"optimum_overhead": overhead})
 
 
-def _chosen(
-    model: nn.Module, call: Call, sites: Sequence[Site], options: OptimizeOptions, rules: str
+def _select_policies(
+    model: nn.Module,
+    call: ModelCall,
+    blocks: Sequence[Submodule],
+    options: OptimizeOptions,
+    rules: str,
 ) -> Policies:
+    """Try the policies of each block, and select those with which the step is the fastest within
+    the budget."""
     executor = EXECUTORS[rules]
-    trials = Trials(executor)
-    with called_to_checkpoint(model):
-        seen = observe(
+    trials = PolicyTrials(executor)
+    with checkpointing_flags_set(model):
+        dry_run = run_dry(
             model,
             call,
-            sites,
-            measured=sites,
-            look=trials,
+            blocks,
+            measured_submodules=blocks,
+            measure_options=trials,
             differentiate=options.differentiate,
-            dropped=are_dropped(options.outputs),
+            outputs_dropped=are_dropped(options.outputs),
         )
-    tried = _agreed([c.site for c in seen.calls], trials.policies)
-    offers = [
-        Offer(each, each.measured[: len(own)], tuple(p.how for p in own))
-        for each, own in zip(seen.calls, tried, strict=True)
+    calls = dry_run.calls
+    policies_per_call = _policies_for_all_calls([c.submodule for c in calls], trials.policies)
+    candidates = [
+        CallCandidates(c, c.measured_options[: len(policies)], tuple(p.how for p in policies))
+        for c, policies in zip(calls, policies_per_call, strict=True)
     ]
-    offers = with_inputs(offers, seen)
-    step = BlockStep(tuple(o.ways for o in offers), seen.events)
-    kept = [0] * len(offers)
-    baseline_bytes = step.peak_bytes(kept)
-    budget_bytes = budget_of(options, baseline_bytes, model)
-    modules = [id(each.site.module) for each in seen.calls]
-    with _telling(trials.whys):
+    candidates = with_saved_inputs(candidates, dry_run)
+    step = BlockStep(tuple(candidate.options for candidate in candidates), dry_run.events)
+    as_it_is = [0] * len(candidates)
+    baseline_bytes = step.peak_bytes(as_it_is)
+    budget_bytes = available_bytes(options, baseline_bytes, model)
+    with _infeasible_with_reasons(trials.uncheckpointable):
         if executor.settings is None:
-            chosen = choose(step, budget_bytes, tied=[modules.index(m) for m in modules]).ways
+            modules = [id(c.submodule.module) for c in calls]
+            first_calls = [modules.index(module) for module in modules]
+            choice = choose_options(step, budget_bytes, tied=first_calls)
+            selected = choice.option_indices
         else:
-            settings = executor.settings([each.site.path for each in seen.calls], tried)
-            chosen = cheapest_setting(step, list(settings), budget_bytes)
-    peak_bytes = step.peak_bytes(chosen)
-    named = {
-        each.site.path: own[way].model_copy(update={"block": each.site.path})
-        for each, own, way in zip(seen.calls, tried, chosen, strict=True)
+            settings = executor.settings([c.submodule.path for c in calls], policies_per_call)
+            selected = cheapest_setting(step, list(settings), budget_bytes)
+    peak_bytes = step.peak_bytes(selected)
+    policy_of_block = {
+        c.submodule.path: policies[index].model_copy(update={"block": c.submodule.path})
+        for c, policies, index in zip(calls, policies_per_call, selected, strict=True)
     }
     return Policies(
         model=type(model).__name__,
         rules=rules,  # type: ignore[arg-type]
-        blocks=tuple(named.values()),
+        blocks=tuple(policy_of_block.values()),
         budget_bytes=peak_bytes if budget_bytes is None else budget_bytes,
         peak_bytes=peak_bytes,
         baseline_bytes=baseline_bytes,
-        time_s=step.time_s(chosen),
-        baseline_time_s=step.time_s(kept),
+        time_s=step.time_s(selected),
+        baseline_time_s=step.time_s(as_it_is),
     )
 
 
 @contextmanager
-def _telling(whys: Mapping[str, str]) -> Iterator[None]:
-    """Within it, a budget that is too small says which blocks could not be checkpointed."""
+def _infeasible_with_reasons(reasons: Mapping[str, str]) -> Iterator[None]:
+    """Add to an `InfeasibleBudget` of this context which blocks cannot be checkpointed, and why."""
     try:
         yield
     except InfeasibleBudget as error:
-        if not whys:
+        if not reasons:
             raise
-        told = "; ".join(f"{name}: {why}" for name, why in whys.items())
+        details = "; ".join(f"{path}: {reason}" for path, reason in reasons.items())
         raise InfeasibleBudget(
-            f"{error}. Left as they are: {told}", min_feasible_bytes=error.min_feasible_bytes
+            f"{error}. Blocks that cannot be checkpointed: {details}",
+            min_feasible_bytes=error.min_feasible_bytes,
         ) from None
 
 
-def _agreed(
-    sites: Sequence[Site], tried: Sequence[tuple[BlockPolicy, ...]]
+def _policies_for_all_calls(
+    blocks: Sequence[Submodule], policies_per_call: Sequence[tuple[BlockPolicy, ...]]
 ) -> list[tuple[BlockPolicy, ...]]:
-    """A block has one policy for all of its calls: where these run otherwise, only what has no
-    numbers of operators in it."""
+    """Return for each call the policies that are possible for all calls of its block.
+
+    A block has one policy. If its calls run different operators, only the first two policies
+    remain, as it is and checkpointed, which do not name operator calls.
+    """
     first: dict[int, tuple[BlockPolicy, ...]] = {}
-    few: dict[int, int] = {}
-    for site, own in zip(sites, tried, strict=True):
-        module = id(site.module)
-        if own != first.setdefault(module, own):
-            few[module] = min(2, len(own), few.get(module, len(first[module])))
-    return [own[: few.get(id(s.module))] for s, own in zip(sites, tried, strict=True)]
+    limits: dict[int, int] = {}
+    for block, policies in zip(blocks, policies_per_call, strict=True):
+        module = id(block.module)
+        if policies != first.setdefault(module, policies):
+            limit = limits.get(module, len(first[module]))
+            limits[module] = min(2, len(policies), limit)
+    return [
+        policies[: limits.get(id(block.module))]
+        for block, policies in zip(blocks, policies_per_call, strict=True)
+    ]
 
 
-def _optimum(
-    model: nn.Module, call: Call, options: OptimizeOptions, peak_bytes: int
+def _optimum_overhead(
+    model: nn.Module, call: ModelCall, options: OptimizeOptions, peak_bytes: int
 ) -> float | None:
-    """The extra time of the blocks planned freely within the same peak, if they can be planned."""
-    free = replace(options, budget=Budget.parse(peak_bytes), reserve=None)
+    """Return the overhead of remat's own plan for the same blocks and peak; None if they cannot be
+    planned."""
+    optimum_options = replace(options, budget=Budget.parse(peak_bytes), reserve=None)
     try:
-        with called_to_checkpoint(model):
-            return block_plan(model, call, free).plan.overhead
+        with checkpointing_flags_set(model):
+            return plan_blocks(model, call, optimum_options).plan.overhead
     except RematError as error:
-        logger.info("blocks are not planned freely, for comparison: %s", error)
+        logger.info("remat's own plan of the blocks, for comparison, failed: %s", error)
         return None

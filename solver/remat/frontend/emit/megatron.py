@@ -1,12 +1,12 @@
-"""Layers of Megatron-core, which run again as a whole, or named modules inside of them: the same in
-every layer, or the first so many layers of each stack.
+"""Layers of Megatron-core, with Megatron's own recomputation: of whole layers or of named modules.
 
-Its own switches are set and its own checkpoints run, so what is measured is what it will do.
+Megatron recomputes the same modules in every layer, or the first n layers of each stack. A trial
+sets Megatron's own switches and runs its own checkpoints, so it measures what Megatron does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, combinations
 from typing import Any
@@ -15,8 +15,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from remat.blockwise.policies import AS_IT_IS, CHECKPOINTED, SELECTIVE, BlockPolicy
-from remat.blockwise.settings import Setting
+from remat.blockwise.block_step import AS_IT_IS, CHECKPOINTED, SELECTIVE
+from remat.blockwise.choose import ExecutorSetting
+from remat.blockwise.policies import BlockPolicy
 from remat.errors import RematError, TraceError
 
 _SWITCHES: dict[str, tuple[tuple[str, str], ...]] = {
@@ -31,140 +32,160 @@ _SWITCHES: dict[str, tuple[tuple[str, str], ...]] = {
     "moe_act": (("mlp.experts", "activation_recompute"),),
     "shared_experts": (("mlp", "shared_experts_recompute"),),
 }
-"""By the names that Megatron has for them: the attributes that have a layer run them again, and
-the modules that these are of (megatron-core 0.16, `TransformerConfig.recompute_modules`)."""
+"""For each name in Megatron's `TransformerConfig.recompute_modules`, the boolean attributes that
+make a layer recompute the module, each after the path of the submodule that has it (megatron-core
+0.16)."""
 
-_NORMS = {
+_NORM_OF_SWITCH = {
     "recompute_input_layernorm": "input_layernorm",
     "recompute_pre_mlp_layernorm": "pre_mlp_layernorm",
 }
-"""What a switch lets go of: nothing that only passes its input on, where norms are fused."""
+"""The norm that a switch recomputes. Where norms are fused into linear layers, it is an identity,
+and its recomputation saves nothing."""
 
 
-def check(model: nn.Module) -> None:
-    """Raises `RematError` where Megatron-core is missing, and `TraceError` for models without its
-    layers, or that run something again already."""
-    kind = _layer_class()
-    layers = [module for module in model.modules() if isinstance(module, kind)]
+def check_model(model: nn.Module) -> None:
+    """Raise `RematError` if Megatron-core is not installed, and `TraceError` if the model has none
+    of its layers or recomputes already."""
+    layer_class = _layer_class()
+    layers = [module for module in model.modules() if isinstance(module, layer_class)]
     if not layers:
         raise TraceError(
-            f"this {type(model).__name__} has no TransformerLayer of Megatron-core; other rules "
-            'are for any model: rules="operators"'
+            f"this {type(model).__name__} has no TransformerLayer of Megatron-core; "
+            'rules="operators" is for any model'
         )
     granularity = getattr(getattr(layers[0], "config", None), "recompute_granularity", None)
     if granularity is not None:
         raise TraceError(
             f"this {type(model).__name__} was made with recompute_granularity={granularity!r}: "
-            "make it without, and emit tells what to set"
+            "make it without, and emit reports what to set"
         )
 
 
-def run(
-    policy: BlockPolicy, module: nn.Module, own: Callable[..., Any], *args: Any, **kwargs: Any
+def run_block(
+    policy: BlockPolicy,
+    module: nn.Module,
+    original_forward: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
-    """A call of a layer by its policy; `own` is its forward."""
+    """Run a layer under its policy with Megatron's switches or its checkpoint."""
     if policy.how != CHECKPOINTED:
-        with _switched(module, policy.modules):
-            return own(*args, **kwargs)
+        with _switches_set(module, policy.modules):
+            return original_forward(*args, **kwargs)
     from megatron.core.tensor_parallel import checkpoint
 
-    leaves, shape = tree_flatten((args, kwargs))
-    places = [number for number, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    leaves, spec = tree_flatten((args, kwargs))
+    positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
 
     def forward(*tensors: torch.Tensor) -> Any:
-        own_leaves = list(leaves)
-        for place, tensor in zip(places, tensors, strict=True):
-            own_leaves[place] = tensor
-        own_args, own_kwargs = tree_unflatten(own_leaves, shape)
-        return own(*own_args, **own_kwargs)
+        new_leaves = list(leaves)
+        for position, tensor in zip(positions, tensors, strict=True):
+            new_leaves[position] = tensor
+        new_args, new_kwargs = tree_unflatten(new_leaves, spec)
+        return original_forward(*new_args, **new_kwargs)
 
-    return checkpoint(forward, False, *(leaves[place] for place in places))
+    return checkpoint(forward, False, *(leaves[position] for position in positions))
 
 
-def choices(
+def candidate_policies(
     block: str, module: nn.Module, forward: Callable[[], Any]
 ) -> list[tuple[BlockPolicy, float | None]]:
-    """As those of `operators`; only a trial tells how long modules inside of the layer take."""
+    """Return the policies of a layer that are worth a trial, each with the fraction of the
+    forward's time that the recomputation takes; None if only a trial shows it."""
     if not isinstance(module, _layer_class()):
         return []
-    names = [name for name in _SWITCHES if any(True for _ in _places(module, name))]
-    several = chain.from_iterable(combinations(names, n + 1) for n in range(len(names)))
+    names = [name for name in _SWITCHES if any(True for _ in _switches_of(module, name))]
+    subsets = chain.from_iterable(combinations(names, n + 1) for n in range(len(names)))
     return [
         (BlockPolicy(block=block, how=CHECKPOINTED), 1.0),
-        *((BlockPolicy(block=block, how=SELECTIVE, modules=m), None) for m in several),
+        *((BlockPolicy(block=block, how=SELECTIVE, modules=m), None) for m in subsets),
     ]
 
 
-def gradients(
-    ends: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor]
+def compute_gradients(
+    outputs: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    tangents: Sequence[torch.Tensor],
 ) -> list[torch.Tensor | None]:
-    """By `backward()`, which Megatron's checkpoints need. Gradients are as before afterwards."""
-    before = [(tensor, tensor.grad) for tensor in inputs]
+    """Return the gradients of the inputs by `backward()`, which Megatron's checkpoints need. The
+    `.grad` of the inputs is restored afterwards."""
+    original = [(tensor, tensor.grad) for tensor in inputs]
     for tensor in inputs:
         tensor.grad = None
     try:
-        torch.autograd.backward(ends, tangents)
+        torch.autograd.backward(outputs, tangents)
         return [tensor.grad for tensor in inputs]
     finally:
-        for tensor, gradient in before:
+        for tensor, gradient in original:
             tensor.grad = gradient
 
 
 def settings(
     paths: Sequence[str], policies: Sequence[tuple[BlockPolicy, ...]]
-) -> Iterator[Setting]:
-    """The ways of all calls that one configuration can ask for, given the blocks that are called
-    and the policies tried for each."""
-    ways = [{(p.how, p.modules): way for way, p in enumerate(own)} for own in policies]
-    known = {name for own in policies for policy in own for name in policy.modules}
-    names = [name for name in _SWITCHES if name in known]
-    for chosen in chain.from_iterable(combinations(names, n) for n in range(len(names) + 1)):
-        found = [_with(chosen, own) for own in ways]
-        if None not in found:
-            yield tuple(way for way in found if way is not None)
-    numbers = _numbers(paths)
-    whole = [own.get((CHECKPOINTED, ())) for own in ways]
-    for count in range(1, max(numbers, default=-1) + 2):
-        found = [way if n < count else 0 for way, n in zip(whole, numbers, strict=True)]
-        if None not in found:
-            yield tuple(way for way in found if way is not None)
+) -> Iterator[ExecutorSetting]:
+    """Yield the policy indices of all calls for each possible `TransformerConfig`, from the module
+    path and the tried policies of each call."""
+    indices_per_call = [
+        {(policy.how, policy.modules): index for index, policy in enumerate(tried)}
+        for tried in policies
+    ]
+    used = {name for tried in policies for policy in tried for name in policy.modules}
+    names = [name for name in _SWITCHES if name in used]
+    for modules in chain.from_iterable(combinations(names, n) for n in range(len(names) + 1)):
+        setting = [_policy_index(modules, indices) for indices in indices_per_call]
+        if None not in setting:
+            yield tuple(index for index in setting if index is not None)
+    positions = _positions_in_stacks(paths)
+    checkpointed = [indices.get((CHECKPOINTED, ())) for indices in indices_per_call]
+    for count in range(1, max(positions, default=-1) + 2):
+        setting = [
+            index if position < count else 0
+            for index, position in zip(checkpointed, positions, strict=True)
+        ]
+        if None not in setting:
+            yield tuple(index for index in setting if index is not None)
 
 
-def _with(chosen: Sequence[str], ways: dict[tuple[str, tuple[str, ...]], int]) -> int | None:
-    """The way of a call whose layer runs those of the chosen modules again that it has."""
-    own = {name for _, modules in ways for name in modules}
-    wanted = tuple(name for name in chosen if name in own)
-    return ways.get((SELECTIVE if wanted else AS_IT_IS, wanted))
+def _policy_index(
+    modules: Sequence[str], indices: Mapping[tuple[str, tuple[str, ...]], int]
+) -> int | None:
+    """Return the index of the policy with which a layer recomputes those of the modules that it
+    has; None if this policy was not tried or failed."""
+    layer_modules = {name for _, names in indices for name in names}
+    recomputed = tuple(name for name in modules if name in layer_modules)
+    return indices.get((SELECTIVE if recomputed else AS_IT_IS, recomputed))
 
 
-def _numbers(paths: Sequence[str]) -> list[int]:
-    """Of each block in its stack, in the order of the model."""
+def _positions_in_stacks(paths: Sequence[str]) -> list[int]:
+    """Return for each block its position among the blocks with the same parent module."""
     stacks: dict[str, list[str]] = {}
     for path in paths:
-        own = stacks.setdefault(path.rpartition(".")[0], [])
-        if path not in own:
-            own.append(path)
+        stack = stacks.setdefault(path.rpartition(".")[0], [])
+        if path not in stack:
+            stack.append(path)
     return [stacks[path.rpartition(".")[0]].index(path) for path in paths]
 
 
-def _places(layer: nn.Module, name: str) -> Iterator[tuple[nn.Module, str]]:
-    """Of the switches for those modules the ones that this layer has, with whose they are."""
+def _switches_of(layer: nn.Module, name: str) -> Iterator[tuple[nn.Module, str]]:
+    """Yield the switches by which a layer recomputes the module `name`: the submodule and the name
+    of its boolean attribute."""
     config: Any = getattr(layer, "config", None)
     is_moe = bool(getattr(layer, "is_moe_layer", False))
-    absent = {
-        # Megatron's checkpoint of a module that returns its own bias has no end.
+    is_absent = {
+        # Megatron's checkpoint of a module that returns its bias recurses without end.
         "mlp": is_moe or config.add_bias_linear,
         "moe": not is_moe,
         "shared_experts": not getattr(config, "moe_shared_expert_intermediate_size", None),
     }
-    if absent.get(name):
+    if is_absent.get(name):
         return
     for path, attribute in _SWITCHES[name]:
         try:
             module = layer.get_submodule(path)
         except AttributeError:
             continue
-        norm = _NORMS.get(attribute)
+        norm = _NORM_OF_SWITCH.get(attribute)
         if norm and type(getattr(layer, norm, None)).__name__ == "IdentityOp":
             continue
         if isinstance(getattr(module, attribute, None), bool):
@@ -172,28 +193,29 @@ def _places(layer: nn.Module, name: str) -> Iterator[tuple[nn.Module, str]]:
 
 
 @contextmanager
-def _switched(layer: nn.Module, modules: Sequence[str]) -> Iterator[None]:
-    """Within it, the layer runs these modules again, and no others."""
-    before = [
+def _switches_set(layer: nn.Module, modules: Sequence[str]) -> Iterator[None]:
+    """Inside this context, the layer recomputes exactly these modules."""
+    switches = [
         (module, attribute, getattr(module, attribute), name in modules)
         for name in _SWITCHES
-        for module, attribute in _places(layer, name)
+        for module, attribute in _switches_of(layer, name)
     ]
-    for module, attribute, _, is_on in before:
+    for module, attribute, _, is_on in switches:
         setattr(module, attribute, is_on)
     try:
         yield
     finally:
-        for module, attribute, was_on, _ in before:
+        for module, attribute, was_on, _ in switches:
             setattr(module, attribute, was_on)
 
 
 def _layer_class() -> type[nn.Module]:
+    """Return Megatron-core's `TransformerLayer`. Raises `RematError` if it is not installed."""
     try:
         from megatron.core.transformer.transformer_layer import TransformerLayer
     except ImportError:
         raise RematError(
-            "rules of Megatron are those of megatron-core, which is not installed: pip install "
-            "'remat[megatron]'; rules of operators need nothing but torch"
+            'rules="megatron" needs megatron-core, which is not installed: pip install '
+            "'remat[megatron]'; rules=\"operators\" needs only torch"
         ) from None
     return TransformerLayer

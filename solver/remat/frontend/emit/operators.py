@@ -1,5 +1,5 @@
-"""Blocks checkpointed by `torch.utils.checkpoint`, with a decision for each operator: whether its
-output is saved or computed again (`create_selective_checkpoint_contexts`)."""
+"""Blocks under `torch.utils.checkpoint`, with a decision for each operator call: its output is
+saved or recomputed (`create_selective_checkpoint_contexts`)."""
 
 from __future__ import annotations
 
@@ -19,79 +19,93 @@ from torch.utils.checkpoint import (
     noop_context_fn,
 )
 
-from remat.blockwise.policies import AS_IT_IS, CHECKPOINTED, SELECTIVE, BlockPolicy
-from remat.blockwise.saving import selections
+from remat.blockwise.block_step import AS_IT_IS, CHECKPOINTED, SELECTIVE
+from remat.blockwise.policies import BlockPolicy
+from remat.blockwise.selective_checkpointing import save_selections
 from remat.errors import RematError
-from remat.frontend.emit.recorded import candidates, recorded, saved_calls
+from remat.frontend.emit.operator_profile import (
+    profile_operators,
+    saved_calls_by_operator,
+    saving_candidates,
+)
 
 ContextFn = Callable[[], tuple[Any, Any]]
-"""What `torch.utils.checkpoint.checkpoint` takes as `context_fn`."""
+"""The `context_fn` argument of `torch.utils.checkpoint.checkpoint`."""
 
 
 def context_fn(policy: BlockPolicy) -> ContextFn:
-    """For the calls of one block."""
+    """Return the `context_fn` with which `torch.utils.checkpoint` follows a block's policy."""
     if policy.how != SELECTIVE:
         return noop_context_fn
-    saved = {name: frozenset(numbers) for name, numbers in policy.operators.items()}
-    return partial(_contexts, saved)
+    saved_calls = {name: frozenset(indices) for name, indices in policy.operators.items()}
+    return partial(_selective_contexts, saved_calls)
 
 
-def run(
-    policy: BlockPolicy, module: nn.Module, own: Callable[..., Any], *args: Any, **kwargs: Any
+def run_block(
+    policy: BlockPolicy,
+    module: nn.Module,
+    original_forward: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
-    """A call of a block by its policy; `own` is its forward."""
+    """Run a block under its policy with `torch.utils.checkpoint`."""
     if policy.how == AS_IT_IS:
-        return own(*args, **kwargs)
+        return original_forward(*args, **kwargs)
     contexts = context_fn(policy)
-    return checkpoint(own, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+    return checkpoint(original_forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
-def choices(
+def candidate_policies(
     block: str, module: nn.Module, forward: Callable[[], Any]
 ) -> list[tuple[BlockPolicy, float]]:
-    """What of a block may be saved, by policies that are worth a try, each with the share of its
-    forward's time that running the rest again takes."""
-    operators, whole_s = recorded(forward)
-    found, places = candidates(operators)
-    again_s = math.fsum(ran.time_s for ran in operators) if operators else whole_s
-    tried = [(BlockPolicy(block=block, how=CHECKPOINTED), again_s / whole_s)]
-    for chosen in selections(found):
-        calls = saved_calls(operators, [places[n] for n in chosen])
-        left_s = again_s - sum(found[n].time_s for n in chosen)
-        tried.append((BlockPolicy(block=block, how=SELECTIVE, operators=calls), left_s / whole_s))
-    return tried
+    """Return the policies of a block that are worth a trial, each with the fraction of the
+    forward's time that the recomputation takes."""
+    operators, forward_s = profile_operators(forward)
+    candidates, indices = saving_candidates(operators)
+    recompute_s = math.fsum(call.time_s for call in operators) if operators else forward_s
+    policies = [(BlockPolicy(block=block, how=CHECKPOINTED), recompute_s / forward_s)]
+    for selection in save_selections(candidates):
+        calls = saved_calls_by_operator(operators, [indices[n] for n in selection])
+        remaining_s = recompute_s - sum(candidates[n].time_s for n in selection)
+        policy = BlockPolicy(block=block, how=SELECTIVE, operators=calls)
+        policies.append((policy, remaining_s / forward_s))
+    return policies
 
 
-def _contexts(saved: Mapping[str, frozenset[int]]) -> tuple[Any, Any]:
-    return create_selective_checkpoint_contexts(_Counting(saved))  # type: ignore[return-value]
+def _selective_contexts(saved_calls: Mapping[str, frozenset[int]]) -> tuple[Any, Any]:
+    """Return the forward and recomputation contexts of one call of a block."""
+    return create_selective_checkpoint_contexts(_CallCountingPolicy(saved_calls))  # type: ignore[return-value]
 
 
-class _Counting:
-    """The policy function of one call of a block. torch 2.11 also asks it in the backward.
+class _CallCountingPolicy:
+    """The policy function of one call of a block: it saves operator calls by their index.
 
-    Random numbers are replayed from the block's beginning: once one that was drawn is saved, all
-    later ones are, also such as were not there when the policy was made.
+    torch 2.11 calls it in the backward, too. Random numbers are replayed from the start of the
+    block: once the output of a random operator is saved, those of all later ones are saved, also of
+    operators that did not run when the policy was made.
     """
 
-    def __init__(self, saved: Mapping[str, frozenset[int]]) -> None:
-        self._saved = saved
-        self._counts: tuple[Counter[Any], Counter[Any]] = Counter(), Counter()
-        self._has_drawn = [False, False]
+    def __init__(self, saved_calls: Mapping[str, frozenset[int]]) -> None:
+        self._saved_calls = saved_calls
+        self._call_counts: tuple[Counter[Any], Counter[Any]] = Counter(), Counter()
+        self._has_saved_random = [False, False]
+        """For the forward and the recomputation, as the call counts."""
 
     def __call__(
         self, ctx: SelectiveCheckpointContext, func: Any, *args: Any, **kwargs: Any
     ) -> CheckpointPolicy:
-        counts = self._counts[ctx.is_recompute]
-        number = counts[func]
-        counts[func] += 1
-        is_saved = number in self._saved.get(str(func), ())
+        call_counts = self._call_counts[ctx.is_recompute]
+        call_index = call_counts[func]
+        call_counts[func] += 1
+        is_saved = call_index in self._saved_calls.get(str(func), ())
         if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
-            if self._has_drawn[ctx.is_recompute] and not is_saved:
+            if self._has_saved_random[ctx.is_recompute] and not is_saved:
                 if func._schema.is_mutable:
                     raise RematError(
-                        f"{func} draws random numbers behind others that are saved, and did not "
-                        "when this policy was made: emit policies for the model as it runs now"
+                        f"{func} writes random numbers in place after a random operator whose "
+                        "output is saved, and it did not when this policy was made: emit policies "
+                        "for the model as it runs now"
                     )
                 is_saved = True
-            self._has_drawn[ctx.is_recompute] |= is_saved
+            self._has_saved_random[ctx.is_recompute] |= is_saved
         return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE

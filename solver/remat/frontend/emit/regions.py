@@ -1,4 +1,4 @@
-"""Blocks checkpointed by torch_remat, which saves what chosen modules inside of them save."""
+"""Blocks under torch_remat, which saves what selected submodules (regions) of a block save."""
 
 from __future__ import annotations
 
@@ -12,176 +12,192 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from remat.blockwise.policies import AS_IT_IS, CHECKPOINTED, SELECTIVE, BlockPolicy
-from remat.blockwise.saving import Candidate, selections
+from remat.blockwise.block_step import AS_IT_IS, CHECKPOINTED, SELECTIVE
+from remat.blockwise.policies import BlockPolicy
+from remat.blockwise.selective_checkpointing import SaveCandidate, save_selections
 from remat.errors import RematError
-from remat.frontend.blocks.patching import replaced
-from remat.frontend.blocks.profile import now_s
+from remat.frontend.blocks.patching import patched_forwards
+from remat.frontend.blocks.profile import synchronized_time_s
 from remat.frontend.common.pytree import tensors_in
 
 _ROUNDS = 3
 
 
-def run(
-    policy: BlockPolicy, module: nn.Module, own: Callable[..., Any], *args: Any, **kwargs: Any
+def run_block(
+    policy: BlockPolicy,
+    module: nn.Module,
+    original_forward: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
-    """A call of a block by its policy; `own` is its forward."""
+    """Run a block under its policy with torch_remat."""
     if policy.how == AS_IT_IS:
-        return own(*args, **kwargs)
-    package = torch_remat()
+        return original_forward(*args, **kwargs)
+    package = import_torch_remat()
 
-    def forward(*own_args: Any, **own_kwargs: Any) -> Any:
-        inside = {name: module.get_submodule(name) for name in policy.regions}
-        with replaced({m: _saving(package, name, m) for name, m in inside.items()}):
-            return own(*own_args, **own_kwargs)
+    def forward(*block_args: Any, **block_kwargs: Any) -> Any:
+        regions = {name: module.get_submodule(name) for name in policy.regions}
+        saving = {m: _saving_forward(package, name, m) for name, m in regions.items()}
+        with patched_forwards(saving):
+            return original_forward(*block_args, **block_kwargs)
 
-    hooks = (_Random(tree_leaves((args, kwargs))),)
-    wrapped = package.checkpoint(region_name=policy.block, recompute_state_hooks=hooks)
-    return wrapped(forward)(*args, **kwargs)
+    hooks = (_RngStateHook(tree_leaves((args, kwargs))),)
+    checkpoint = package.checkpoint(region_name=policy.block, recompute_state_hooks=hooks)
+    return checkpoint(forward)(*args, **kwargs)
 
 
-def choices(
+def candidate_policies(
     block: str, module: nn.Module, forward: Callable[[], Any]
 ) -> list[tuple[BlockPolicy, float]]:
-    """As those of `operators`."""
-    torch_remat()
-    rounds = [_profiled(module, forward) for _ in range(_ROUNDS)]
-    whole_s = min(whole.time_s for whole, _ in rounds)
-    seen = rounds[0][1]
-    names = [n for n, part in seen.items() if part.can_be_saved and part.calls == 1]
-    found = [
-        Candidate(
-            min(parts[name].time_s for _, parts in rounds if name in parts),
-            seen[name].held_bytes,
-            excludes=tuple(i for i, o in enumerate(names) if o.startswith(f"{name}.")),
+    """Return the policies of a block that are worth a trial, each with the fraction of the
+    forward's time that the recomputation takes."""
+    import_torch_remat()
+    profiles = [_profile(module, forward) for _ in range(_ROUNDS)]
+    block_s = min(block_profile.time_s for block_profile, _ in profiles)
+    first = profiles[0][1]
+    names = [name for name, p in first.items() if p.can_be_saved and p.calls == 1]
+    candidates = [
+        SaveCandidate(
+            min(submodules[name].time_s for _, submodules in profiles if name in submodules),
+            first[name].saved_bytes,
+            excludes=tuple(i for i, other in enumerate(names) if other.startswith(f"{name}.")),
         )
         for name in names
     ]
-    tried = [(BlockPolicy(block=block, how=CHECKPOINTED), 1.0)]
-    for chosen in selections(found):
-        regions = tuple(names[n] for n in sorted(chosen))
-        left_s = max(0.0, whole_s - sum(found[n].time_s for n in chosen))
-        tried.append((BlockPolicy(block=block, how=SELECTIVE, regions=regions), left_s / whole_s))
-    return tried
+    policies = [(BlockPolicy(block=block, how=CHECKPOINTED), 1.0)]
+    for selection in save_selections(candidates):
+        regions = tuple(names[n] for n in sorted(selection))
+        recompute_s = max(0.0, block_s - sum(candidates[n].time_s for n in selection))
+        policy = BlockPolicy(block=block, how=SELECTIVE, regions=regions)
+        policies.append((policy, recompute_s / block_s))
+    return policies
 
 
-def _saving(package: Any, name: str, module: nn.Module) -> Callable[..., Any]:
-    own = package.region(module.forward, name, recompute=False)
+def _saving_forward(package: Any, name: str, module: nn.Module) -> Callable[..., Any]:
+    """Return a submodule's forward as a region that is saved, outputs included."""
+    region = package.region(module.forward, name, recompute=False)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        outputs = own(*args, **kwargs)
-        package.recompute_needs_tensor(*tensors_in(outputs))  # whoever reads them is run again
+        outputs = region(*args, **kwargs)
+        package.recompute_needs_tensor(*tensors_in(outputs))  # their readers are recomputed
         return outputs
 
     return forward
 
 
-class _Random:
-    """Has the same random numbers when a block is run again, also after what is left out then."""
+class _RngStateHook:
+    """A state hook of torch_remat: restores the random number generators for the recomputation of
+    a block, and after the regions that it skips."""
 
     def __init__(self, leaves: Sequence[Any]) -> None:
         self._devices = {t.device for t in leaves if isinstance(t, torch.Tensor) and t.is_cuda}
 
     def snapshot(self) -> Any:
+        """Return the generator states of the CPU and of the GPUs that have an argument."""
         return torch.get_rng_state(), {d: torch.cuda.get_rng_state(d) for d in self._devices}
 
     def restore(self, state: Any) -> None:
+        """Set the generators to the states of `snapshot`."""
         torch.set_rng_state(state[0])
-        for device, own in state[1].items():
-            torch.cuda.set_rng_state(own, device)
+        for device, device_state in state[1].items():
+            torch.cuda.set_rng_state(device_state, device)
 
 
 @dataclass
-class _Part:
-    """A module inside of a block as it ran: what it would hold if it were saved."""
+class _ModuleProfile:
+    """Time of a block or submodule in one forward, and the bytes that saving it would retain."""
 
     time_s: float = 0.0
     calls: int = 0
     can_be_saved: bool = True
     saved: dict[StorageWeakRef, int] = field(default_factory=dict)
+    """The storages that are retained if the submodule is saved, with their bytes."""
     outputs: list[tuple[torch.Tensor, int]] = field(default_factory=list)
-    """With their versions: nobody may write to them later."""
+    """The outputs with their versions, to detect later writes to them."""
 
     @property
-    def held_bytes(self) -> int:
+    def saved_bytes(self) -> int:
+        """The bytes of all saved storages."""
         return sum(self.saved.values())
 
 
-def _profiled(module: nn.Module, forward: Callable[[], Any]) -> tuple[_Part, dict[str, _Part]]:
-    """The block, and the modules inside of it by their names, in one run of its forward."""
-    parts: dict[str, _Part] = {}
-    active: list[_Part] = []
-    own = {StorageWeakRef(t.untyped_storage()) for t in _state(module)}
+def _profile(
+    module: nn.Module, forward: Callable[[], Any]
+) -> tuple[_ModuleProfile, dict[str, _ModuleProfile]]:
+    """Run a block's forward once, and return the profiles of the block and, by name, of its
+    submodules."""
+    profiles: dict[str, _ModuleProfile] = {}
+    active: list[_ModuleProfile] = []
+    state = [*module.parameters(), *module.buffers()]
+    state_storages = {StorageWeakRef(tensor.untyped_storage()) for tensor in state}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if (ref := StorageWeakRef(storage)) not in own:
-            for part in active:
-                part.saved.setdefault(ref, storage.nbytes())
-        return tensor.detach()  # an output that holds itself would stay for ever
+        if (ref := StorageWeakRef(storage)) not in state_storages:
+            for profile in active:
+                profile.saved.setdefault(ref, storage.nbytes())
+        return tensor.detach()  # an output that references itself would never be freed
 
-    def timed(name: str, inner: nn.Module) -> Callable[..., Any]:
-        run_own = inner.forward
+    def profiled_forward(name: str, submodule: nn.Module) -> Callable[..., Any]:
+        original_forward = submodule.forward
 
-        def run_timed(*args: Any, **kwargs: Any) -> Any:
-            part = parts.setdefault(name, _Part())
-            part.calls += 1
-            active.append(part)
-            with _timing(part, (args, kwargs)):
-                outputs = run_own(*args, **kwargs)
+        def run_profiled(*args: Any, **kwargs: Any) -> Any:
+            profile = profiles.setdefault(name, _ModuleProfile())
+            profile.calls += 1
+            active.append(profile)
+            with _timed(profile, (args, kwargs)):
+                outputs = original_forward(*args, **kwargs)
             active.pop()
-            part.can_be_saved &= _is_flat(outputs)
-            given = {StorageWeakRef(t.untyped_storage()) for t in tensors_in((args, kwargs))}
+            profile.can_be_saved &= _is_region_output(outputs)
+            inputs = {StorageWeakRef(t.untyped_storage()) for t in tensors_in((args, kwargs))}
             for tensor in tensors_in(outputs):
-                part.outputs.append((tensor.detach(), tensor._version))
+                profile.outputs.append((tensor.detach(), tensor._version))
                 storage = tensor.untyped_storage()
-                part.saved.setdefault(StorageWeakRef(storage), storage.nbytes())
-            for ref in given:  # these are made again outside of it
-                part.saved.pop(ref, None)
+                profile.saved.setdefault(StorageWeakRef(storage), storage.nbytes())
+            for ref in inputs:  # they are recomputed outside of the submodule
+                profile.saved.pop(ref, None)
             return outputs
 
-        return run_timed
+        return run_profiled
 
-    whole = _Part()
-    inside = {m: timed(name, m) for name, m in module.named_modules() if name}
+    block_profile = _ModuleProfile()
+    forwards = {m: profiled_forward(name, m) for name, m in module.named_modules() if name}
     with (
         torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
-        replaced(inside),
-        _timing(whole, ()),
+        patched_forwards(forwards),
+        _timed(block_profile, ()),
     ):
         forward()
-    for part in parts.values():
-        part.can_be_saved &= all(t._version == version for t, version in part.outputs)
-        part.outputs.clear()
-    return whole, parts
+    for profile in profiles.values():
+        profile.can_be_saved &= all(t._version == version for t, version in profile.outputs)
+        profile.outputs.clear()
+    return block_profile, profiles
 
 
 @contextmanager
-def _timing(part: _Part, given: Any) -> Iterator[None]:
-    began = now_s(given)
+def _timed(profile: _ModuleProfile, arguments: Any) -> Iterator[None]:
+    """Add the time of this context to a profile, with the arguments' devices synchronized."""
+    start_s = synchronized_time_s(arguments)
     yield
-    part.time_s += now_s(given) - began
+    profile.time_s += synchronized_time_s(arguments) - start_s
 
 
-def _is_flat(outputs: Any) -> bool:
-    """What torch_remat lets a region return."""
+def _is_region_output(outputs: Any) -> bool:
+    """True if torch_remat allows a region to return `outputs`: a tensor, or a list or tuple of
+    tensors and None with at least one tensor."""
     leaves = outputs if isinstance(outputs, tuple | list) else [outputs]
     return all(item is None or isinstance(item, torch.Tensor) for item in leaves) and any(
         isinstance(item, torch.Tensor) for item in leaves
     )
 
 
-def _state(module: nn.Module) -> list[torch.Tensor]:
-    return [*module.parameters(), *module.buffers()]
-
-
-def torch_remat() -> Any:
-    """The package. Raises `RematError` where it is missing."""
+def import_torch_remat() -> Any:
+    """Return the package torch_remat. Raises `RematError` if it is not installed."""
     try:
         import torch_remat as package
     except ImportError:
         raise RematError(
-            "rules of regions are those of torch_remat, which is not installed: pip install "
-            "'remat[torch-remat]'; rules of operators need nothing but torch"
+            'rules="regions" needs torch_remat, which is not installed: pip install '
+            "'remat[torch-remat]'; rules=\"operators\" needs only torch"
         ) from None
     return package

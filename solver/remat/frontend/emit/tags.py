@@ -1,8 +1,9 @@
-"""Tags on a training step in one fx graph: what its forward's nodes save for the backward.
+"""Tags on a training step in one fx graph: which forward nodes save their outputs.
 
-`torch._functorch` has a pass that reads them, and so has torchtitan's graph trainer: a forward node
-with `meta["recompute"]` of MUST_RECOMPUTE runs again right before the backward first needs it, from
-what was saved or ran again itself, and once. What is random never does.
+A pass of `torch._functorch` reads the tags, and torchtitan's graph trainer has one, too. A forward
+node with `meta["recompute"]` of MUST_RECOMPUTE is recomputed once, right before the backward first
+needs it, from tensors that are saved or recomputed themselves. Random operations are not
+recomputed.
 """
 
 from __future__ import annotations
@@ -15,23 +16,20 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from remat.costs.pricing import FLOOR_S
-from remat.costs.roofline import Roofline, seconds_of
+from remat.costs.roofline import Roofline, operation_seconds
+from remat.costs.trace_costs import MIN_COST_S
 from remat.documents.records import Node, TensorMeta
 from remat.errors import TraceError
+from remat.frontend.common.aliases import is_getitem, mutated_args, producer, storage_base
 from remat.frontend.compile.joint.fx_utils import (
-    changes,
-    is_item,
-    is_view,
-    is_work,
-    may_run_again,
-    source,
+    is_operation,
+    is_recomputable,
+    output_tensors,
     storage_bytes,
-    tensors,
 )
-from remat.frontend.compile.kernels.cost_model import record_of
-from remat.frontend.costs.cache import CostCache
-from remat.frontend.costs.operations import measure_operations
+from remat.frontend.compile.kernels.cost_model import operation_record
+from remat.frontend.costs.cost_cache import CostCache
+from remat.frontend.costs.operation_costs import measure_operations
 from remat.graph import Graph, Operation, Value
 from remat.plan import Plan
 from remat.solve import solve
@@ -39,8 +37,11 @@ from remat.strategies import Selective
 
 logger = logging.getLogger("remat")
 
+_TAG = "recompute"
+"""The key of a tag in a node's `meta`."""
+
 _PHASE, _BACKWARD = "phase", "autograd_backward"
-_KEY = "recompute"
+"""The keys in a node's `meta` by which torch marks the backward."""
 
 
 def tag(
@@ -51,153 +52,175 @@ def tag(
     costs: Roofline | None = None,
     cache: CostCache | None = None,
 ) -> Plan:
-    """Tag the forward nodes of a step with what is saved and what runs again, within `budget`, of
-    all that is allocated in the graph, its inputs included. The plan is what the tags mean.
+    """Tag each forward node of a training step as saved or recomputed, and return the plan that the
+    tags mean. `budget` limits all memory of the graph, its inputs included.
 
-    `gm` is a graph of forward, loss and backward whose nodes have fake values (`meta["val"]`);
-    those of the backward are marked as torch marks them, by `meta["autograd_backward"]` or by
-    `meta["custom"]["phase"] == "backward"`. Operations are timed on the device of the graph, or
-    priced by a `Roofline`.
+    `gm` is a graph of forward, loss and backward whose nodes have fake values (`meta["val"]`).
+    Backward nodes are marked by torch with `meta["autograd_backward"]`, or with
+    `meta["custom"]["phase"] == "backward"`. Operations are measured on the device of the graph,
+    or estimated by a `Roofline`.
 
-    Raises `TraceError` where no backward is marked, `InfeasibleBudget` where no tags fit.
+    Raises `TraceError` if no node is marked as backward, `InfeasibleBudget` if no tags fit.
     """
-    calls, begin = _calls(gm)
-    step = _Step(gm, calls, begin)
-    graph = step.graph(_seconds(calls, begin, costs, cache))
+    operations, num_forward = _find_operations(gm)
+    step = _TaggedStep(gm, operations, num_forward)
+    graph = step.solver_graph(_operation_costs_s(operations, num_forward, costs, cache))
     plan = solve(graph, budget, strategy or Selective())
-    again = {calls[op] for op, runs in Counter(plan.schedule.runs).items() if runs > 1}
-    _write(gm, again, calls[begin])
+    run_counts = Counter(plan.schedule.runs)
+    recomputed = {operations[op] for op, count in run_counts.items() if count > 1}
+    _set_tags(gm, recomputed, operations[num_forward])
     return plan
 
 
 class MemoryPolicy:
-    """`tag` as a pass over graphs, in the form that torchtitan has for it."""
+    """A graph pass that calls `tag`, with the signature of torchtitan's memory policies."""
 
     def __init__(
         self, budget: int | str, strategy: Selective | None = None, costs: Roofline | None = None
     ) -> None:
         self.budget, self.strategy, self.costs = budget, strategy, costs
         self.plan: Plan | None = None
+        """The plan of the last graph."""
 
     def __call__(self, gm: fx.GraphModule, *, config: object = None) -> fx.GraphModule:
-        """The same graph, with tags. Raises as `tag`."""
+        """Tag the graph, and return it. Raises the errors of `tag`."""
         self.plan = tag(gm, self.budget, strategy=self.strategy, costs=self.costs)
-        logger.info("tagged a step:\n%s", self.plan)
+        logger.info("tagged the nodes of a training step:\n%s", self.plan)
         return gm
 
 
-def _calls(gm: fx.GraphModule) -> tuple[list[fx.Node], int]:
-    """The operations that run, and the first of the backward among them."""
+def _find_operations(gm: fx.GraphModule) -> tuple[list[fx.Node], int]:
+    """Return the operations of the graph in execution order, and how many are of the forward."""
     nodes = list(gm.graph.nodes)
-    by_phase = any(_phase(node) for node in nodes)
-    marked = [_phase(n) if by_phase else bool(n.meta.get(_BACKWARD)) for n in nodes]
-    if True not in marked:
+    has_phases = any(_is_backward_phase(node) for node in nodes)
+    is_backward = [
+        _is_backward_phase(node) if has_phases else bool(node.meta.get(_BACKWARD)) for node in nodes
+    ]
+    if True not in is_backward:
         raise TraceError(
-            "no node of this graph is marked as of the backward, by meta['autograd_backward'] or "
+            "no node of this graph is marked as backward, by meta['autograd_backward'] or "
             "meta['custom']['phase']: trace forward, loss and backward into one graph"
         )
-    first = marked.index(True)
-    calls = [node for node in nodes if is_work(node)]
-    begin = sum(is_work(node) for node in nodes[:first])
-    if begin == 0 or begin == len(calls):
-        raise TraceError("this graph has nothing before its backward, or nothing in it")
-    return calls, begin
+    first_backward = is_backward.index(True)
+    operations = [node for node in nodes if is_operation(node)]
+    num_forward = sum(is_operation(node) for node in nodes[:first_backward])
+    if num_forward == 0 or num_forward == len(operations):
+        raise TraceError("this graph has no operation before its backward, or none in it")
+    return operations, num_forward
 
 
-def _phase(node: fx.Node) -> bool:
+def _is_backward_phase(node: fx.Node) -> bool:
+    """True if a node is annotated with the phase "backward"."""
     return node.meta.get("custom", {}).get(_PHASE) == "backward"
 
 
-class _Step:
-    """Storages by number: one for each tensor that an operation makes."""
+class _TaggedStep:
+    """A training step as storages and the operations on them. Each tensor that an operation outputs
+    has a storage; storages are numbered in this order, as the solver's values."""
 
-    def __init__(self, gm: fx.GraphModule, calls: Sequence[fx.Node], begin: int) -> None:
-        self._calls, self._begin = calls, begin
+    def __init__(self, gm: fx.GraphModule, operations: Sequence[fx.Node], num_forward: int) -> None:
+        self._operations, self._num_forward = operations, num_forward
         self._output = next(node for node in gm.graph.nodes if node.op == "output")
-        self._sizes: list[int] = []
-        self._of: dict[fx.Node, tuple[int, ...]] = {}
-        given = [n for n in gm.graph.nodes if n.op in ("placeholder", "get_attr")]
-        self._constant_bytes = sum(storage_bytes(t) for n in given for t in tensors(n))
-        for node in calls:
-            made = [storage_bytes(tensor) for tensor in tensors(node)]
-            self._of[node] = tuple(range(len(self._sizes), len(self._sizes) + len(made)))
-            self._sizes += made
-        self._mutated = {v for node in calls for n in changes(node) for v in self._behind(n)}
-        self._written = {source(n) for node in calls for n in changes(node)}
+        self._sizes_bytes: list[int] = []
+        self._output_storages: dict[fx.Node, tuple[int, ...]] = {}
+        inputs = [n for n in gm.graph.nodes if n.op in ("placeholder", "get_attr")]
+        self._constant_bytes = sum(storage_bytes(t) for n in inputs for t in output_tensors(n))
+        for node in operations:
+            sizes_bytes = [storage_bytes(tensor) for tensor in output_tensors(node)]
+            start = len(self._sizes_bytes)
+            self._output_storages[node] = tuple(range(start, start + len(sizes_bytes)))
+            self._sizes_bytes += sizes_bytes
+        mutated = [argument for node in operations for argument in mutated_args(node)]
+        self._mutated_storages = {v for n in mutated for v in self._storages_of(n)}
+        self._mutated_bases = {storage_base(n) for n in mutated}
 
-    def _behind(self, node: fx.Node) -> tuple[int, ...]:
-        """The storages that a node shows: none for what was given."""
-        node = source(node)
-        if is_item(node):
-            parent = node.args[0]
-            assert isinstance(parent, fx.Node)
-            whole = self._of.get(parent, ())
-            number = node.args[1]
-            return whole[number : number + 1] if isinstance(number, int) else whole
-        return self._of.get(node, ())
+    def _storages_of(self, node: fx.Node) -> tuple[int, ...]:
+        """Return the storages of a node, which may be a view; none for inputs of the graph."""
+        node = storage_base(node)
+        storages = self._output_storages.get(producer(node), ())
+        if is_getitem(node):
+            position = node.args[1]
+            return storages[position : position + 1] if isinstance(position, int) else storages
+        return storages
 
-    def graph(self, costs_s: Sequence[float]) -> Graph:
-        """As the solver sees it."""
+    def solver_graph(self, costs_s: Sequence[float]) -> Graph:
+        """Return the step as a graph for the solver, with the cost of each operation."""
         operations = [
             Operation(
                 name=node.name,
-                inputs=tuple(sorted({v for n in node.all_input_nodes for v in self._behind(n)})),
-                outputs=self._of[node],
+                inputs=tuple(
+                    sorted({v for n in node.all_input_nodes for v in self._storages_of(n)})
+                ),
+                outputs=self._output_storages[node],
                 cost_s=cost_s,
-                backward=number >= self._begin,
-                recomputable=number < self._begin and self._runs_again(node),
+                backward=index >= self._num_forward,
+                recomputable=index < self._num_forward and self._may_be_recomputed(node),
             )
-            for number, (node, cost_s) in enumerate(zip(self._calls, costs_s, strict=True))
+            for index, (node, cost_s) in enumerate(zip(self._operations, costs_s, strict=True))
         ]
-        names = [f"{node.name}.{i}" for node in self._calls for i in range(len(self._of[node]))]
-        values = tuple(map(Value, names, self._sizes))
-        held = {v for node in self._output.all_input_nodes for v in self._behind(node)}
-        return Graph(tuple(operations), values, frozenset(held), self._constant_bytes)
+        names = [
+            f"{node.name}.{position}"
+            for node in self._operations
+            for position in range(len(self._output_storages[node]))
+        ]
+        values = tuple(map(Value, names, self._sizes_bytes))
+        results = {v for node in self._output.all_input_nodes for v in self._storages_of(node)}
+        return Graph(tuple(operations), values, frozenset(results), self._constant_bytes)
 
-    def _runs_again(self, node: fx.Node) -> bool:
-        """The same from the same: nothing that it reads or makes is written to."""
-        if not may_run_again(node) or not self._mutated.isdisjoint(self._of[node]):
+    def _may_be_recomputed(self, node: fx.Node) -> bool:
+        """True if a recomputation gives the same result: no operation writes to the inputs or
+        outputs in place."""
+        storages = self._output_storages[node]
+        if not is_recomputable(node) or not self._mutated_storages.isdisjoint(storages):
             return False
-        return self._written.isdisjoint(map(source, node.all_input_nodes))
+        return self._mutated_bases.isdisjoint(map(storage_base, node.all_input_nodes))
 
 
-def _seconds(
-    calls: Sequence[fx.Node], begin: int, costs: Roofline | None, cache: CostCache | None
+def _operation_costs_s(
+    operations: Sequence[fx.Node],
+    num_forward: int,
+    costs: Roofline | None,
+    cache: CostCache | None,
 ) -> list[float]:
+    """Return the seconds of each operation, measured or estimated by a roofline. An operation that
+    cannot be written as data costs nothing."""
     metas: dict[str, TensorMeta] = {}
     records: dict[fx.Node, Node] = {}
-    for number, node in enumerate(calls):
+    for index, node in enumerate(operations):
         try:
-            records[node] = record_of(node, metas, backward=number >= begin)
+            records[node] = operation_record(node, metas, backward=index >= num_forward)
         except (TraceError, ValueError):
-            continue  # an argument that is no data: counted as nothing
+            continue
     if costs is not None:
-        found = {n: seconds_of(record, metas, costs) for n, record in records.items()}
+        seconds = {n: operation_seconds(record, metas, costs) for n, record in records.items()}
     else:
         device = max(
             (torch.device(m.device) for m in metas.values()), key=lambda d: d.type != "cpu"
         )
-        priced = measure_operations(
-            list(records.values()), metas, device, cache or CostCache(), _silent, home=device.type
+        measured = measure_operations(
+            list(records.values()),
+            metas,
+            device,
+            cache or CostCache(),
+            _no_progress,
+            trace_device_type=device.type,
         )
-        found = {n: priced[record.name].cost_s for n, record in records.items()}
-    return [max(FLOOR_S, found.get(node, 0.0)) for node in calls]
+        seconds = {n: measured[record.name].cost_s for n, record in records.items()}
+    return [max(MIN_COST_S, seconds.get(node, 0.0)) for node in operations]
 
 
-def _silent(done: int, total: int, name: str) -> None:
-    """The graph is compiled meanwhile, which says enough."""
+def _no_progress(measured: int, total: int, name: str) -> None:
+    """Report no progress: the compiler that calls the pass reports its own."""
 
 
-def _write(gm: fx.GraphModule, again: set[fx.Node], first: fx.Node) -> None:
+def _set_tags(gm: fx.GraphModule, recomputed: set[fx.Node], first_backward: fx.Node) -> None:
+    """Tag the forward nodes: recomputed operations with their views and results, and saved ones."""
     for node in gm.graph.nodes:
-        if node is first:
+        if node is first_backward:
             return
         if node.op != "call_function":
             continue
-        maker = node
-        while is_view(maker) or is_item(maker):
-            parent = maker.args[0]
-            assert isinstance(parent, fx.Node)
-            maker = parent
-        runs = maker in again
-        node.meta[_KEY] = CheckpointPolicy.MUST_RECOMPUTE if runs else CheckpointPolicy.MUST_SAVE
+        is_recomputed = producer(node) in recomputed
+        node.meta[_TAG] = (
+            CheckpointPolicy.MUST_RECOMPUTE if is_recomputed else CheckpointPolicy.MUST_SAVE
+        )

@@ -1,4 +1,4 @@
-"""Each block of a model run by itself in several ways, by who will run the policies."""
+"""Trials of a model's blocks: each block runs standalone under each candidate policy."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from functools import partial
 
 from torch.utils._pytree import tree_leaves
 
-from remat.blockwise.policies import AS_IT_IS, BlockPolicy
-from remat.blockwise.step import Way
+from remat.blockwise.block_step import AS_IT_IS, BlockOption
+from remat.blockwise.policies import BlockPolicy
 from remat.errors import TraceError, one_line
-from remat.frontend.blocks.profile import Invocation, gets_gradient, measured
-from remat.frontend.capture.model.context import random_numbers_restored
+from remat.frontend.blocks.profile import ModuleInvocation, measure_invocation, requires_gradient
+from remat.frontend.capture.model.preserved_state import rng_state_preserved
 from remat.frontend.emit.executors import Executor
-from remat.frontend.emit.recorded import fingerprint
+from remat.frontend.emit.operator_profile import block_fingerprint
 from remat.frontend.memory.gauge import Gauge
 from remat.report.tables import starred
 
@@ -23,73 +23,89 @@ logger = logging.getLogger("remat")
 
 _ROUNDS = 3
 
-_BLOCK = "block"
-"""Of policies whose block is yet to be named."""
+_UNNAMED_BLOCK = "block"
+"""The block name in policies that are not yet assigned to a block."""
 
-
-_Tried = tuple[tuple[Way, ...], tuple[BlockPolicy, ...], str]
-"""The ways of a block, their policies, and why there is only one, if it is so."""
+_TrialResult = tuple[tuple[BlockOption, ...], tuple[BlockPolicy, ...], str]
+"""The measured options of a block, their policies, and the reason if there is only one."""
 
 
 @dataclass
-class Trials:
-    """Looks at each call of a block, and tells its ways. Blocks that run the same operators have
-    the same ones, tried once. `policies` has what the ways of each call are."""
+class PolicyTrials:
+    """Measures the options of each block call that it is called with, and records their policies.
+
+    Blocks that run the same operators share the result of one trial. `policies` has the policies of
+    each call's options. `uncheckpointable` has the reason for each block, by module path, that can
+    only run as it is.
+    """
 
     executor: Executor
     policies: list[tuple[BlockPolicy, ...]] = field(default_factory=list)
-    whys: dict[str, str] = field(default_factory=dict)
-    """Of the blocks that can only be left as they are."""
-    _known: dict[object, _Tried] = field(default_factory=dict)
+    uncheckpointable: dict[str, str] = field(default_factory=dict)
+    _results: dict[object, _TrialResult] = field(default_factory=dict)
 
-    def __call__(self, gauge: Gauge, call: Invocation) -> tuple[Way, ...]:
-        kind, why = fingerprint(call)
-        key = (kind, tuple(map(gets_gradient, tree_leaves((call.args, call.kwargs)))))
-        if key not in self._known:
-            logger.info("trying ways to checkpoint %s", call.site.path)
-            self._known[key] = self._tried(gauge, call, why)
-        ways, policies, why = self._known[key]
-        if why:
-            self.whys[starred(call.site.path)] = why
+    def __call__(self, gauge: Gauge, call: ModuleInvocation) -> tuple[BlockOption, ...]:
+        """Return the options of a block call: as it is, and under each policy that ran."""
+        fingerprint, obstacle = block_fingerprint(call)
+        key = (fingerprint, tuple(map(requires_gradient, tree_leaves((call.args, call.kwargs)))))
+        if key not in self._results:
+            logger.info("measuring the checkpointing options of %s", call.submodule.path)
+            self._results[key] = self._try_policies(gauge, call, obstacle)
+        options, policies, reason = self._results[key]
+        if reason:
+            self.uncheckpointable[starred(call.submodule.path)] = reason
         self.policies.append(policies)
-        return ways
+        return options
 
-    def _tried(self, gauge: Gauge, call: Invocation, why: str) -> _Tried:
-        """As it is, and, unless it is said `why` it cannot be run again, by each policy that is
-        worth a try."""
-        site = call.site
-        found: Sequence[tuple[BlockPolicy, float | None]] = ()
-        if not why:
-            with random_numbers_restored():
-                found = self.executor.choices(_BLOCK, site.module, call.run)
-        as_it_is = BlockPolicy(block=_BLOCK, how=AS_IT_IS)
+    def _try_policies(self, gauge: Gauge, call: ModuleInvocation, obstacle: str) -> _TrialResult:
+        """Measure a block call as it is and, unless there is an `obstacle` to recomputation, under
+        each candidate policy of the executor."""
+        path, module = call.submodule.path, call.submodule.module
+        candidates: Sequence[tuple[BlockPolicy, float | None]] = ()
+        if not obstacle:
+            with rng_state_preserved():
+                candidates = self.executor.candidate_policies(_UNNAMED_BLOCK, module, call.run)
+        as_it_is = BlockPolicy(block=_UNNAMED_BLOCK, how=AS_IT_IS)
         try:
-            kept, forward_s = self._measured(gauge, call, as_it_is, _ROUNDS)
+            baseline, forward_s = self._measure(gauge, call, as_it_is, _ROUNDS)
         except RuntimeError as error:
-            raise TraceError(f"{site.path} cannot be run by itself: {one_line(error)}") from None
-        tried: list[tuple[BlockPolicy, float | None, Way]] = []
-        for policy, left in found:
+            raise TraceError(f"{path} cannot run standalone: {one_line(error)}") from None
+        reason = obstacle
+        measured: list[tuple[BlockPolicy, float | None, BlockOption]] = []
+        for policy, recomputed in candidates:
+            rounds = _ROUNDS if recomputed is None else 1
             try:
-                way, _ = self._measured(gauge, call, policy, _ROUNDS if left is None else 1)
-            except Exception as error:  # the executor's, which has rules that we do not know
-                why = one_line(error)  # whoever keeps the error keeps its frames, and their graph
-                logger.info("%s cannot run like this: %s: %s", site.path, policy.saved, why)
+                option, _ = self._measure(gauge, call, policy, rounds)
+            except Exception as error:  # the executor's own, of any class
+                reason = one_line(error)  # the error itself would retain its frames and the graph
+                logger.info("%s cannot run when it saves %s: %s", path, policy.saved, reason)
             else:
-                tried.append((policy, left, way))
-        if any(left is None for _, left, _ in tried):  # what is compared is to be as warm
-            warm, warm_s = self._measured(gauge, call, as_it_is, _ROUNDS)
-            kept = replace(kept, time_s=min(kept.time_s, warm.time_s))
-            forward_s = min(forward_s, warm_s)
-        ways = [kept]
-        for _, left, way in tried:  # one run tells what it takes, but not how long
-            extra_s = way.time_s - kept.time_s if left is None else left * forward_s
-            ways.append(replace(way, time_s=kept.time_s + max(0.0, extra_s)))
-        return tuple(ways), (as_it_is, *(policy for policy, _, _ in tried)), "" if tried else why
+                measured.append((policy, recomputed, option))
+        if any(recomputed is None for _, recomputed, _ in measured):
+            # Measured times are compared with the baseline's: it must be as warm.
+            warm, warm_forward_s = self._measure(gauge, call, as_it_is, _ROUNDS)
+            baseline = replace(baseline, time_s=min(baseline.time_s, warm.time_s))
+            forward_s = min(forward_s, warm_forward_s)
+        options = [baseline]
+        for _, recomputed, option in measured:
+            # A single run shows the memory, but not the time: that is a fraction of the forward's.
+            extra_s = (
+                option.time_s - baseline.time_s if recomputed is None else recomputed * forward_s
+            )
+            options.append(replace(option, time_s=baseline.time_s + max(0.0, extra_s)))
+        policies = (as_it_is, *(policy for policy, _, _ in measured))
+        return tuple(options), policies, "" if measured else reason
 
-    def _measured(
-        self, gauge: Gauge, call: Invocation, policy: BlockPolicy, rounds: int
-    ) -> tuple[Way, float]:
-        """The fastest of some rounds, and the seconds of the fastest forward."""
-        run = partial(self.executor.run, policy, call.site.module, call.forward)
-        found = [measured(gauge, call.by(run), self.executor.gradients) for _ in range(rounds)]
-        return min((way for way, _ in found), key=lambda way: way.time_s), min(s for _, s in found)
+    def _measure(
+        self, gauge: Gauge, call: ModuleInvocation, policy: BlockPolicy, rounds: int
+    ) -> tuple[BlockOption, float]:
+        """Run a block call under a policy, with its backward, in several rounds. Return the fastest
+        round, and the seconds of the fastest forward."""
+        run_block = partial(self.executor.run_block, policy, call.submodule.module, call.forward)
+        invocation = call.with_forward(run_block)
+        measured = [
+            measure_invocation(gauge, invocation, self.executor.compute_gradients)
+            for _ in range(rounds)
+        ]
+        fastest = min((option for option, _ in measured), key=lambda option: option.time_s)
+        return fastest, min(forward_s for _, forward_s in measured)

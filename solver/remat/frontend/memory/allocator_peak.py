@@ -1,4 +1,4 @@
-"""Peaks of a step as the device's allocator gave out memory."""
+"""The peak of a step, read from torch's allocator of the CPU or a GPU."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch.profiler
 
 
 def cuda_peak(step: Callable[[], object], device: torch.device | str | int | None = None) -> int:
-    """Peak of bytes allocated on a CUDA device while the step runs, what was there before
-    included. Call the step once before, so that libraries have their workspaces.
+    """Run the step and return the peak of allocated bytes on a CUDA device, including memory
+    allocated before the step. Call the step once before, so that libraries have their workspaces.
 
-    Resets the device's peak statistics, like `torch.cuda.reset_peak_memory_stats`: torch has no way
-    to read a peak of its own, nor to put the old one back.
+    Resets the device's peak statistics, like `torch.cuda.reset_peak_memory_stats`: torch can
+    neither measure a peak separately from these, nor restore the old value.
     """
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
@@ -26,10 +26,10 @@ def cuda_peak(step: Callable[[], object], device: torch.device | str | int | Non
 
 
 def allocated_peak(step: Callable[[], object]) -> int:
-    """Peak of the bytes that the CPU's allocator gives out while the step runs, beyond what was
-    there before: for steps that torch has compiled, in which no operation is seen. Scratch memory
-    of kernels counts. Call the step once before."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # the profiler would say that it starts
+    """Run the step and return the peak of the bytes that the CPU's allocator hands out, without
+    memory allocated before the step. For steps that torch compiled: their operations cannot be
+    intercepted. Includes the workspaces of kernels. Call the step once before."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # no log message when the profiler starts
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     ) as profile:

@@ -1,4 +1,4 @@
-"""The budget "auto": what a step may take of a device's memory."""
+"""The budget "auto": how much of a device's memory a step may use."""
 
 from __future__ import annotations
 
@@ -9,52 +9,59 @@ import torch
 from remat.documents.trace import Trace, accumulated_bytes
 from remat.errors import BudgetError
 from remat.frontend.memory.device_memory import free_bytes
-from remat.limits.budget import format_bytes
+from remat.frontend.memory.reserve import ReserveSize
+from remat.limits.budget import Budget
+from remat.limits.limits import Limits, nothing_left
 
 MARGIN = 0.08
-"""Share of the free memory left alone: fragmentation, cuBLAS and cuDNN handles, other processes."""
-
+"""Fraction of the free memory that no plan uses: fragmentation, handles of cuBLAS and cuDNN, other
+processes."""
 
 SEGMENTS_MARGIN = 0.02
-"""The same, of what torch's segments are predicted to take: fragments are in that already."""
+"""The same fraction for the segments of torch's allocator: their predicted size already includes
+fragmentation."""
 
 
 @dataclass(frozen=True, slots=True)
-class Available:
-    """Bytes that a step may take, and that the allocator's segments may."""
+class AutoLimits:
+    """The limits of a plan whose budget is "auto": those of its peak, and the largest size in bytes
+    of the segments that torch's allocator reserves."""
 
-    budget_bytes: int
-    reserved_bytes: int
+    limits: Limits
+    segments_bytes: int
 
 
-def available(trace: Trace, *, missing_bytes: int = 0, is_there: bool = True) -> Available:
-    """What the device has free, less a margin and `missing_bytes` that others will take, and what
-    the step's own parameters, buffers, inputs and (accumulating) gradients already hold, if
-    `is_there`.
+def auto_limits(trace: Trace, reserve: ReserveSize, *, is_allocated: bool = True) -> AutoLimits:
+    """Return the limits for a traced step from the free memory of its device.
 
-    Raises `BudgetError` where the device does not tell.
+    Parameters, buffers, inputs and (if the step accumulates) gradients are part of the step's
+    peak. If `is_allocated`, they are in memory already, and therefore not in the free memory.
+    Raises `BudgetError` where the free memory is unknown, or less than the reserve.
     """
-    already = 0
-    if is_there:
+    allocated_bytes = 0
+    if is_allocated:
         storages = {p.storage for p in trace.placeholders if p.kind != "tangent"}
-        already = sum(map(trace.allocated_bytes, storages))
-        already += accumulated_bytes(trace) if trace.accumulating else 0
-    return left_on(trace.device, already, missing_bytes=missing_bytes)
+        allocated_bytes = sum(map(trace.allocated_bytes, storages))
+        allocated_bytes += accumulated_bytes(trace) if trace.accumulating else 0
+    return auto_limits_of_device(trace.device, allocated_bytes, reserve)
 
 
-def left_on(device: torch.device | str, already_bytes: int, *, missing_bytes: int = 0) -> Available:
-    """As `available`, where a step already holds so many bytes."""
+def auto_limits_of_device(
+    device: torch.device | str, allocated_bytes: int, reserve: ReserveSize
+) -> AutoLimits:
+    """Return the limits for a step of whose memory `allocated_bytes` are allocated already; see
+    `auto_limits`."""
     free = free_bytes(device)
     if free is None:
         raise BudgetError(
-            f'budget="auto" cannot tell the free memory of {device} on this system; pass a '
-            'number of bytes or a string such as "8GiB"'
+            f'budget="auto" needs the free memory of {device}, which this system does not report; '
+            'pass a number of bytes or a string such as "8GiB"'
         )
-    budget_bytes = int(free * (1 - MARGIN)) - missing_bytes + already_bytes
-    if budget_bytes <= 0:
+    step_bytes = int(free * (1 - MARGIN)) - reserve.unallocated_bytes + allocated_bytes
+    if step_bytes <= 0:
         raise BudgetError(
-            f"{format_bytes(free)} are free on {device}, and {format_bytes(missing_bytes)} "
-            "are reserved: nothing is left for the step"
+            nothing_left(free, reserve.unallocated_bytes, f"are reserved on {device}")
         )
-    segments_bytes = int(free * (1 - SEGMENTS_MARGIN)) - missing_bytes + already_bytes
-    return Available(budget_bytes, segments_bytes)
+    segments_bytes = int(free * (1 - SEGMENTS_MARGIN)) - reserve.unallocated_bytes + allocated_bytes
+    budget = Budget.parse(step_bytes + reserve.total_bytes)
+    return AutoLimits(Limits(budget, reserve.total_bytes), segments_bytes)

@@ -1,4 +1,4 @@
-"""Bytes that are allocated now, and the most since the last look, on the CPU or a GPU."""
+"""Memory gauges: live bytes and their peak on the CPU or a GPU."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from remat.frontend.memory.meter import LiveStorageMeter
 
 
 class Gauge(Protocol):
-    """Counts what is allocated beyond what was there when it began."""
+    """Reads the bytes that were allocated since the gauge was created."""
 
     def live(self) -> int:
-        """Bytes now."""
+        """Return the live bytes."""
         ...
 
     def peak(self) -> int:
-        """The most since the last call of this; it begins anew."""
+        """Return the peak of the live bytes since the last call of this method, and reset it."""
         ...
 
 
-class _OnCpu:
+class _CpuGauge:
+    """A memory gauge that reads a `LiveStorageMeter`."""
+
     def __init__(self, meter: LiveStorageMeter) -> None:
         self._meter = meter
 
@@ -31,31 +33,34 @@ class _OnCpu:
         return self._meter.live_bytes
 
     def peak(self) -> int:
-        found = self._meter.peak_bytes
+        peak_bytes = self._meter.peak_bytes
         self._meter.reset_peak()
-        return found
+        return peak_bytes
 
 
-class _OnCuda:
+class _CudaGauge:
+    """A memory gauge that reads the statistics of torch's CUDA allocator."""
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._before = torch.cuda.memory_allocated(device)
+        self._initial_bytes = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
 
     def live(self) -> int:
-        return torch.cuda.memory_allocated(self._device) - self._before
+        return torch.cuda.memory_allocated(self._device) - self._initial_bytes
 
     def peak(self) -> int:
-        found = torch.cuda.max_memory_allocated(self._device) - self._before
+        peak_bytes = torch.cuda.max_memory_allocated(self._device) - self._initial_bytes
         torch.cuda.reset_peak_memory_stats(self._device)
-        return found
+        return peak_bytes
 
 
 @contextmanager
 def gauge(device: torch.device) -> Iterator[Gauge]:
-    """For what runs inside of the context. On CUDA it resets the device's peak statistics."""
+    """Yield a memory gauge for the operations inside of this context. On CUDA, it resets the
+    device's peak statistics."""
     if device.type == "cuda":
-        yield _OnCuda(device)
+        yield _CudaGauge(device)
         return
     with LiveStorageMeter() as meter:
-        yield _OnCpu(meter)
+        yield _CpuGauge(meter)

@@ -1,8 +1,8 @@
-"""What a step really takes: live bytes of storages, and FLOPs.
+"""`LiveStorageMeter`: the live bytes of a step's storages on the CPU, and its FLOPs.
 
-The CPU has no allocator statistics, so `LiveStorageMeter` watches every operation and follows the
-storages that operations create, by weak reference. It sees what operations return, not what a
-kernel allocates and frees inside itself.
+The CPU has no allocator statistics, so the meter intercepts every operation and tracks the storages
+that operations create, by weak references. It counts tensors that operations return, not the
+workspace that a kernel allocates and frees.
 """
 
 from __future__ import annotations
@@ -24,21 +24,22 @@ from remat.costs.flops import count_flops
 
 
 @dataclass(frozen=True, slots=True)
-class StepUse:
-    """What one step took. `peak_bytes` include the constants, `left_bytes` what outlives it."""
+class StepMemory:
+    """The measured memory and FLOPs of one step. `peak_bytes` includes the constants;
+    `remaining_bytes` are live after the step."""
 
     peak_bytes: int
-    left_bytes: int
+    remaining_bytes: int
     flops: int = 0
 
 
 class LiveStorageMeter(TorchDispatchMode):
-    """Counts the live bytes of storages that are created inside it.
+    """Counts the live bytes of storages that are created inside of this context.
 
     A storage counts once, however many views it has, from the operation that returned it until it
-    dies (also after the meter was left). Fake tensors, of which a step may be planned meanwhile,
-    take nothing. `constant_bytes` are there from the start. Works through
-    backward passes on CPU, which run in the calling thread. `flops` are counted if asked for.
+    is freed (also after the context ended). Fake tensors count nothing: a step may be planned
+    inside of the context. `constant_bytes` are live from the start. Includes backward passes on the
+    CPU, which run in the calling thread. `flops` are counted if `count_flops`.
     """
 
     def __init__(self, constant_bytes: int = 0, *, count_flops: bool = False) -> None:
@@ -46,22 +47,22 @@ class LiveStorageMeter(TorchDispatchMode):
         self.live_bytes = constant_bytes
         self.peak_bytes = constant_bytes
         self.flops = 0
-        self._counting = count_flops
-        self._sizes: dict[int, int] = {}
-        self._watchers: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._counts_flops = count_flops
+        self._sizes_bytes: dict[int, int] = {}
+        self._weak_references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def __enter__(self) -> Self:
         super().__enter__()
-        self._resized = _following(self)
-        self._resized.__enter__()
+        self._resize_tracking = _resize_tracked(self)
+        self._resize_tracking.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._resized.__exit__(*error)
+        self._resize_tracking.__exit__(*error)
         super().__exit__(*error)
 
     def reset_peak(self) -> None:
-        """Let the peak be what is live now."""
+        """Set the peak to the live bytes."""
         self.peak_bytes = self.live_bytes
 
     def __torch_dispatch__(
@@ -72,91 +73,97 @@ class LiveStorageMeter(TorchDispatchMode):
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
         kwargs = kwargs or {}
-        # A storage from before the meter is known by being an argument; later ones are watched.
-        given = {_storage(t)._cdata for t in tree_leaves((args, kwargs)) if _has_storage(t)}
+        # An unknown storage of an argument is older than the meter, and does not count.
+        argument_storages = {
+            _storage(t)._cdata for t in tree_leaves((args, kwargs)) if _has_storage(t)
+        }
         out = func(*args, **kwargs)
         for tensor in tree_leaves(out):
             if not _has_storage(tensor):
                 continue
             storage = _storage(tensor)
-            if storage._cdata in self._sizes:
-                self._resize(storage)
-            elif storage._cdata not in given:
-                self._watch(storage)
+            if storage._cdata in self._sizes_bytes:
+                self._update_size(storage)
+            elif storage._cdata not in argument_storages:
+                self._track(storage)
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-        if self._counting:
+        if self._counts_flops:
             self.flops += count_flops(str(func), args)
         return out
 
-    def _watch(self, storage: torch.UntypedStorage) -> None:
+    def _track(self, storage: torch.UntypedStorage) -> None:
+        """Count a new storage until it is freed."""
         address = storage._cdata
-        self._sizes[address] = storage.nbytes()
+        self._sizes_bytes[address] = storage.nbytes()
         self.live_bytes += storage.nbytes()
 
-        def died(_: object) -> None:
-            self.live_bytes -= self._sizes.pop(address)
-            del self._watchers[address]
+        def on_free(_: object) -> None:
+            self.live_bytes -= self._sizes_bytes.pop(address)
+            del self._weak_references[address]
 
-        self._watchers[address] = weakref.ref(storage, died)
+        self._weak_references[address] = weakref.ref(storage, on_free)
 
-    def resized(self, change_bytes: int, storage: torch.UntypedStorage) -> None:
-        """A storage was resized, by no operation."""
-        if storage._cdata in self._sizes:
-            self._sizes[storage._cdata] += change_bytes
+    def add_resize(self, change_bytes: int, storage: torch.UntypedStorage) -> None:
+        """Count the change of a storage that was resized outside of any operation."""
+        if storage._cdata in self._sizes_bytes:
+            self._sizes_bytes[storage._cdata] += change_bytes
         self.live_bytes += change_bytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
-    def _resize(self, storage: torch.UntypedStorage) -> None:
-        """`resize_` grows a storage in place."""
-        change = storage.nbytes() - self._sizes[storage._cdata]
-        self._sizes[storage._cdata] += change
-        self.live_bytes += change
+    def _update_size(self, storage: torch.UntypedStorage) -> None:
+        """Count the change of a tracked storage: an operation such as `resize_` may grow it."""
+        change_bytes = storage.nbytes() - self._sizes_bytes[storage._cdata]
+        self._sizes_bytes[storage._cdata] += change_bytes
+        self.live_bytes += change_bytes
 
 
 @contextmanager
-def _following(meter: LiveStorageMeter) -> Iterator[None]:
-    """Storages that are resized by hand are followed: so FSDP2 frees what it has gathered."""
-    own = torch.UntypedStorage.resize_
+def _resize_tracked(meter: LiveStorageMeter) -> Iterator[None]:
+    """Report to the meter the calls of `UntypedStorage.resize_` inside of this context: FSDP2 frees
+    gathered parameters by it."""
+    original_resize = torch.UntypedStorage.resize_
 
     def resize_(storage: torch.UntypedStorage, size_bytes: int) -> Any:
-        before = storage.nbytes()
-        done = own(storage, size_bytes)
-        meter.resized(storage.nbytes() - before, storage)
-        return done
+        bytes_before = storage.nbytes()
+        result = original_resize(storage, size_bytes)
+        meter.add_resize(storage.nbytes() - bytes_before, storage)
+        return result
 
     torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]
     try:
         yield
     finally:
-        torch.UntypedStorage.resize_ = own  # type: ignore[method-assign]
+        torch.UntypedStorage.resize_ = original_resize  # type: ignore[method-assign]
 
 
 def unique_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the distinct storages behind the tensors (tied weights and views count once)."""
+    """Return the bytes of the tensors' distinct storages: tied weights and views count once."""
     storages = {_storage(t)._cdata: _storage(t).nbytes() for t in tensors}
     return sum(storages.values())
 
 
 def measure_step(
     step: Callable[[], object], constants: Iterable[torch.Tensor] = (), *, flops: bool = False
-) -> StepUse:
-    """Run a step on the CPU under a `LiveStorageMeter`. Its return value counts as long as it
-    lives, and is dropped before `left_bytes` is read. `constants` are parameters, buffers, batch.
+) -> StepMemory:
+    """Run a step on the CPU under a `LiveStorageMeter` and return its memory. `constants` are
+    parameters, buffers and batch. The step's return value is freed before `remaining_bytes` is
+    read.
     """
     meter = LiveStorageMeter(unique_bytes(constants), count_flops=flops)
     with meter:
         step()
-    return StepUse(meter.peak_bytes, meter.live_bytes, meter.flops)
+    return StepMemory(meter.peak_bytes, meter.live_bytes, meter.flops)
 
 
-_STAND_INS = FakeTensor, FunctionalTensor
-"""What a capture computes with."""
+_CAPTURE_TENSORS = FakeTensor, FunctionalTensor
+"""Tensors without memory, with which a capture computes."""
 
 
 def _has_storage(item: object) -> bool:
+    """True for a dense tensor with memory of its own."""
     if not isinstance(item, torch.Tensor) or item.layout != torch.strided:
         return False
-    return not (item.is_meta or isinstance(item, _STAND_INS))
+    return not (item.is_meta or isinstance(item, _CAPTURE_TENSORS))
 
 
 def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:

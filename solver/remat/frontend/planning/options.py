@@ -1,4 +1,4 @@
-"""What `remat.optimize` and `remat.enable` were asked for, as data."""
+"""The options of `remat.optimize` and `remat.enable` as data."""
 
 from __future__ import annotations
 
@@ -9,24 +9,25 @@ from remat.costs.roofline import Roofline
 from remat.documents.program import Program
 from remat.documents.trace import Trace
 from remat.frontend.common.operators import NAMESPACES
-from remat.frontend.costs.cache import CostCache
+from remat.frontend.costs.cost_cache import CostCache
 from remat.frontend.memory.reserve import Reserve
 from remat.limits.budget import Budget
-from remat.limits.outputs import HELD
+from remat.limits.outputs import OUTPUTS_HELD
 from remat.plan import Plan
 from remat.progress import Progress
 from remat.strategies import Strategy
 
 ELSEWHERE = "elsewhere"
-"""In `OptimizeOptions.costs`: who solves also measures."""
+"""A value of `OptimizeOptions.costs`: the `service` that solves also measures the costs."""
 
 Service = Callable[[Trace, int | str], tuple[Plan, Program]]
-"""What solves in place of this process."""
+"""Solves a trace within a budget in another process, such as a remat server."""
 
 
 @dataclass(frozen=True)
 class OptimizeOptions:
-    """What `remat.optimize` was asked for. Without a `budget`, it is what the device has free."""
+    """The options of `remat.optimize` and `remat.enable`; see there. A `budget` of None is "auto":
+    what the device has free."""
 
     budget: Budget | None
     strategy: Strategy | None = None
@@ -39,6 +40,6 @@ class OptimizeOptions:
     service: Service | None = None
     reserve: Reserve | None = None
     cuda_graphs: bool = False
-    outputs: str = HELD
+    outputs: str = OUTPUTS_HELD
     scope: str = "model"
     in_flight: int = 1

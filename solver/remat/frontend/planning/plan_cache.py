@@ -1,4 +1,4 @@
-"""What a planner has found out, with and without the model that it is for."""
+"""Entries of a planner's plan cache, bound to a model or without one (for copies and pickles)."""
 
 from __future__ import annotations
 
@@ -7,70 +7,74 @@ from typing import Protocol
 
 from torch import nn
 
-from remat.blockwise.plan import BlocksPlan
+from remat.blockwise.blocks_plan import BlocksPlan
 from remat.documents.trace import Trace
 from remat.frontend.planning.options import OptimizeOptions
-from remat.frontend.runtime.guards import Signature
-from remat.frontend.runtime.lower import Compiled
-from remat.frontend.runtime.module import Ready, Runnable
-from remat.passes.outline import outline
+from remat.frontend.runtime.guards import CallSignature
+from remat.frontend.runtime.lower import LoweredProgram
+from remat.frontend.runtime.module import BoundProgram, PlannedStep
+from remat.passes.trace_equality import topology_key
 from remat.plan import Plan
 
 
 @dataclass
-class Entry:
-    """One planned signature. Without a `trace` if it was not planned as a whole; `reused` if its
-    schedule was solved for other sizes, or nothing had to be solved. `nominal_bytes` are the sizes
-    of the storages before they were measured."""
+class PlanEntry:
+    """The plan for one call signature, and the step that runs it.
 
-    ready: Runnable
+    `trace` is None where the model is planned block by block. `is_reused` is True if the schedule
+    comes from other sizes, or nothing needs to be recomputed: then the solver did not run.
+    `nominal_bytes` are the sizes of the trace's storages before they were measured.
+    """
+
+    step: PlannedStep
     trace: Trace | None
     plan: Plan | BlocksPlan
     nominal_bytes: tuple[int, ...] = ()
-    reused: bool = False
+    is_reused: bool = False
 
     def __post_init__(self) -> None:
-        self.outline = None if self.trace is None else outline(self.trace)
+        self.topology_key = None if self.trace is None else topology_key(self.trace)
 
-    def kept(self) -> KeptEntry:
-        """Without the model."""
-        assert isinstance(self.ready, Ready)
+    def unbound(self) -> UnboundEntry:
+        """Return the entry without the model."""
+        assert isinstance(self.step, BoundProgram)
         assert isinstance(self.plan, Plan)
         assert self.trace is not None
-        return KeptWhole(
-            self.ready.compiled, self.trace, self.plan, self.nominal_bytes, self.reused
+        return UnboundModelEntry(
+            self.step.lowered, self.trace, self.plan, self.nominal_bytes, self.is_reused
         )
 
 
-class KeptEntry(Protocol):
-    """An entry without the model that it is for."""
+class UnboundEntry(Protocol):
+    """An entry of the plan cache without the model that it is for."""
 
-    def bound(self, model: nn.Module) -> Entry:
-        """The entry for a model."""
+    def bind(self, model: nn.Module) -> PlanEntry:
+        """Return the entry for a model."""
         ...
 
 
 @dataclass(frozen=True)
-class KeptWhole:
-    """A program for the whole model."""
+class UnboundModelEntry:
+    """An entry for a plan of the whole model, without that model."""
 
-    compiled: Compiled
+    lowered: LoweredProgram
     trace: Trace
     plan: Plan
     nominal_bytes: tuple[int, ...]
-    reused: bool
+    is_reused: bool
 
-    def bound(self, model: nn.Module) -> Entry:
-        """The entry for a model."""
-        ready = Ready(self.compiled, model, self.plan)
-        return Entry(ready, self.trace, self.plan, self.nominal_bytes, self.reused)
+    def bind(self, model: nn.Module) -> PlanEntry:
+        """Return the entry for a model."""
+        step = BoundProgram(self.lowered, model, self.plan)
+        return PlanEntry(step, self.trace, self.plan, self.nominal_bytes, self.is_reused)
 
 
 @dataclass(frozen=True)
-class Kept:
-    """What a planner has found out, without the model that it is for."""
+class PlannerState:
+    """A planner's options and plan cache without the model, for copies and pickles of the model.
+    The last entry is the one that ran last, if `has_run`."""
 
     options: OptimizeOptions
     timings_s: dict[str, float]
-    entries: tuple[tuple[Signature, KeptEntry], ...]
+    entries: tuple[tuple[CallSignature, UnboundEntry], ...]
     has_run: bool

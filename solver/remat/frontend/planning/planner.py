@@ -1,8 +1,8 @@
-"""`Planner`: plans a model's step for the inputs that arrive, and keeps the plans.
+"""`Planner`: plans a model's step for each new kind of call, and caches the plans.
 
-A second call with the same signature costs a comparison. One that differs in sizes only costs some
-hundreds of milliseconds: its trace is read off a capture that was made for all sizes (`captures`),
-and where a schedule that was solved for others is good enough (`known`), it is used again.
+A repeated call signature costs a comparison. A call that differs only in sizes costs a few 100 ms:
+its trace comes from one symbolic capture for all sizes (`trace_cache`), and a schedule that was
+solved for other sizes is reused where it is good enough (`schedule_reuse`).
 """
 
 from __future__ import annotations
@@ -17,262 +17,278 @@ from typing import NamedTuple, Self
 
 from torch import nn
 
-from remat.allocator.fitting import solve_within
-from remat.costs.pricing import Priced, with_costs
+from remat.allocator.budget_fitting import solve_within_allocator_budget
+from remat.costs.trace_costs import OperationCost, with_costs
 from remat.documents.program import Program
 from remat.documents.trace import Trace
 from remat.errors import GuardError, InfeasibleBudget, SolverTimeout
-from remat.frontend.common.operators import check_allowed
+from remat.frontend.common.operators import check_operations_allowed
 from remat.frontend.costs.measure import measure
-from remat.frontend.memory.auto_budget import available
-from remat.frontend.memory.reserve import reserved
+from remat.frontend.memory.auto_budget import auto_limits
+from remat.frontend.memory.reserve import reserve_size
 from remat.frontend.planning.options import ELSEWHERE, OptimizeOptions
-from remat.frontend.planning.plan_cache import Entry, Kept
-from remat.frontend.planning.schedule_reuse import Known, outgrown
-from remat.frontend.planning.trace_cache import Captures
-from remat.frontend.runtime.guards import Call, Signature, Watch, signature
-from remat.frontend.runtime.lower import compile_program
-from remat.frontend.runtime.module import Ready, Runnable, Source
+from remat.frontend.planning.plan_cache import PlanEntry, PlannerState
+from remat.frontend.planning.schedule_reuse import ScheduleReuse, superseded_keys
+from remat.frontend.planning.trace_cache import TraceCache
+from remat.frontend.runtime.guards import CallSignature, ModelCall, ModelTracker, call_signature
+from remat.frontend.runtime.lower import lower_program
+from remat.frontend.runtime.module import BoundProgram, PlannedStep, StepProvider
 from remat.limits.budget import Budget
-from remat.limits.reserve import less_reserve, telling
-from remat.passes.accumulation import with_accumulation
-from remat.passes.draws import drawn_once
+from remat.limits.limits import Limits
+from remat.passes.gradient_accumulation import with_gradient_accumulation
+from remat.passes.random_operations import without_random_recomputation
 from remat.plan import Plan
-from remat.planned import with_reserve
+from remat.plan_data import with_reserve_stat
 from remat.rewrite import rewrite
 from remat.schedule import Schedule
 from remat.solve import solve
 
 logger = logging.getLogger("remat")
 
-_MOST_SIZES = 64
-"""Programs that are kept: those of sizes that nothing was solved for are made again in no time."""
+_MAX_REUSED_PLANS = 64
+"""Number of cached plans that reuse a schedule; to make such a plan once more takes little time."""
 
 
-class _Planned(NamedTuple):
-    """A trace with costs, its plan, the program if it was made elsewhere, and whether nothing was
-    solved for it."""
+class _PlanningResult(NamedTuple):
+    """A plan and the trace with costs that it is for. `program` is None unless a service rewrote
+    the trace. `is_reused` is True if the solver did not run."""
 
     trace: Trace
     plan: Plan
     program: Program | None = None
-    reused: bool = False
+    is_reused: bool = False
+
+
+class _PlanLimits(NamedTuple):
+    """The memory limits of a plan; with the budget "auto", also the largest size in bytes of the
+    segments that torch's allocator reserves."""
+
+    limits: Limits
+    segments_bytes: int | None = None
 
 
 @dataclass
 class Planner:
-    """The source of a module's programs. `timings_s` tells where the last planning's time went."""
+    """Provides the planned steps of a model, one for each kind of call. `timings_s` has the seconds
+    of each phase of the latest planning."""
 
     options: OptimizeOptions
     timings_s: dict[str, float] = field(default_factory=dict)
-    _entries: OrderedDict[Signature, Entry] = field(default_factory=OrderedDict)
-    _last: Runnable | None = None
-    _last_key: Signature | None = None
+    _entries: OrderedDict[CallSignature, PlanEntry] = field(default_factory=OrderedDict)
+    _current_step: PlannedStep | None = None
+    _current_key: CallSignature | None = None
 
     def __post_init__(self) -> None:
-        self.captures = Captures(self.options)
+        self.trace_cache = TraceCache(self.options)
 
-    def current(self) -> Runnable | None:
-        """The program that ran last, or was planned last."""
-        return self._last
+    def current_step(self) -> PlannedStep | None:
+        """Return the step that ran or was planned last, None before the first."""
+        return self._current_step
 
     @property
-    def entries(self) -> list[Entry]:
-        """What was planned, the one that ran last at the end."""
+    def entries(self) -> list[PlanEntry]:
+        """The entries of the plan cache; the one that ran last is at the end."""
         return list(self._entries.values())
 
-    def kept(self) -> Kept:
-        """All of it but the model: copies and pickles have this."""
-        entries = [(key, entry.kept()) for key, entry in self._entries.items()]
-        return Kept(self.options, dict(self.timings_s), tuple(entries), self._last is not None)
+    def state(self) -> PlannerState:
+        """Return the options and plans without the model, for copies and pickles."""
+        entries = tuple((key, entry.unbound()) for key, entry in self._entries.items())
+        has_run = self._current_step is not None
+        return PlannerState(self.options, dict(self.timings_s), entries, has_run)
 
     @classmethod
-    def of(cls, kept: Kept, model: nn.Module) -> Self:
-        """The same plans for a copy of the model."""
-        found = cls(kept.options, dict(kept.timings_s))
-        for key, entry in kept.entries:
-            found._entries[key] = entry.bound(model)
-        if kept.has_run:
-            found._last = found.entries[-1].ready
-        return found
+    def from_state(cls, state: PlannerState, model: nn.Module) -> Self:
+        """Create a planner for a model, with the plans of another planner's state."""
+        planner = cls(state.options, dict(state.timings_s))
+        for key, entry in state.entries:
+            planner._entries[key] = entry.bind(model)
+        if state.has_run:
+            planner._current_step = planner.entries[-1].step
+        return planner
 
-    def rebind(self, model: nn.Module) -> Source:
-        """As `of`."""
-        return type(self).of(self.kept(), model)
+    def copy_for(self, model: nn.Module) -> StepProvider:
+        """Return a planner with the same plans for a copy of the model."""
+        return type(self).from_state(self.state(), model)
 
-    def follow(self, model: nn.Module) -> None:
-        """The model is made of other modules now: plans that fit run with those."""
+    def rebind(self, model: nn.Module) -> None:
+        """Bind the plans to the model's current submodules, after some were replaced; drop the
+        plans that do not fit them."""
         for key, entry in list(self._entries.items()):
             try:
-                self._entries[key] = entry.kept().bound(model)
-            except (GuardError, AttributeError):  # of a module that is gone
+                self._entries[key] = entry.unbound().bind(model)
+            except (GuardError, AttributeError):  # a submodule of the plan does not exist any more
                 del self._entries[key]
-                self.captures = Captures(self.options)
-        self._last_key = None
+                self.trace_cache = TraceCache(self.options)
+        self._current_key = None
 
-    def ready(self, watch: Watch, call: Call) -> Runnable:
-        """The program for a call; planned now where the call is of a new kind."""
-        key = signature(watch, call.structure, call.leaves)
-        if key == self._last_key and self._last is not None:
-            return self._last
+    def step_for(self, tracker: ModelTracker, call: ModelCall) -> PlannedStep:
+        """Return the planned step for a call; plan it if the call's signature is new."""
+        key = call_signature(tracker, call.structure, call.leaves)
+        if key == self._current_key and self._current_step is not None:
+            return self._current_step
         entry = self._entries.get(key)
         if entry is None:
-            entry = self._plan(watch.model, call, key)
-            self._keep(key, entry)
+            entry = self._plan(tracker.model, call, key)
+            self._add(key, entry)
         self._entries.move_to_end(key)
-        self._last, self._last_key = entry.ready, key
-        return entry.ready
+        self._current_step, self._current_key = entry.step, key
+        return entry.step
 
     # -- planning ---------------------------------------------------------------------------
 
-    def _plan(self, model: nn.Module, call: Call, key: Signature) -> Entry:
+    def _plan(self, model: nn.Module, call: ModelCall, key: CallSignature) -> PlanEntry:
+        """Plan a call's step. Subclasses override this to plan a model block by block."""
         self.timings_s = {}
         accumulating = key.accumulating
         with self._timed("trace"):
-            traced = self.captures.trace(model, call, key)
-            check_allowed((n.target for n in traced.nodes), self.options.namespaces)
+            traced = self.trace_cache.trace(model, call, key)
+            check_operations_allowed((n.target for n in traced.nodes), self.options.namespaces)
             if accumulating:
-                traced = with_accumulation(traced)
+                traced = with_gradient_accumulation(traced)
             if self.options.cuda_graphs:
-                traced = drawn_once(traced)
+                traced = without_random_recomputation(traced)
         nominal_bytes = traced.storages
-        traced, plan, program, reused = self._planned(traced, accumulating)
-        plan = self._noted(plan)
+        traced, plan, program, is_reused = self._plan_trace(traced, accumulating)
+        plan = self._with_option_stats(plan)
         if program is None:
             with self._timed("rewrite"):
                 program = rewrite(traced, plan.schedule)
         with self._timed("lower"):
-            compiled = compile_program(program, self.options.namespaces)
-            ready = Ready(compiled, model, plan)
-        self._tell(traced, plan, reused=reused, accumulating=accumulating)
-        return Entry(ready, traced, plan, nominal_bytes, reused)
+            step = BoundProgram(lower_program(program, self.options.namespaces), model, plan)
+        self._log(plan, is_reused=is_reused, accumulating=accumulating)
+        return PlanEntry(step, traced, plan, nominal_bytes, is_reused)
 
-    def _planned(self, traced: Trace, accumulating: bool) -> _Planned:
-        """Measured and solved for, unless what is known is good enough."""
-        budget, segments_bytes = self._limits(traced)
-        known = None if segments_bytes else Known.of(traced, self._entries.values())
-        if known is None:
-            measured = self._measured(traced)
-            return _Planned(*self._solve(measured, budget, segments_bytes, accumulating))
-        budget = known.budget(budget)
-        best = known.plan(budget)
-        if best is not None:
-            is_last = len(known.solved) >= self.options.max_plans
-            if is_last or known.is_enough(best):
-                return _Planned(known.trace, best, reused=True)
-        priced = known.trace if known.is_smaller else self._measured(traced)
+    def _plan_trace(self, traced: Trace, accumulating: bool) -> _PlanningResult:
+        """Reuse a schedule if one is good enough; else measure the trace and solve it."""
+        plan_limits = self._plan_limits(traced)
+        budget = plan_limits.limits.budget_after_reserve
+        reuse = None
+        if not plan_limits.segments_bytes:
+            reuse = ScheduleReuse.from_entries(traced, self._entries.values())
+        if reuse is None:
+            return self._solve(self._measure(traced), budget, plan_limits, accumulating)
+        budget = reuse.budget_at_largest_size(budget)
+        reused_plan = reuse.fastest_plan(budget)
+        reused = None
+        if reused_plan is not None:
+            reused = _PlanningResult(reuse.trace, reused_plan, is_reused=True)
+            is_cache_full = len(reuse.plans) >= self.options.max_plans
+            if is_cache_full or reuse.is_near_optimal(reused_plan):
+                return reused
+        measured = reuse.trace if reuse.has_larger_plan else self._measure(traced)
         try:
-            solved = self._solve(priced, budget, None, accumulating)
+            solved = self._solve(measured, budget, plan_limits, accumulating)
         except SolverTimeout:
-            if best is None:
+            if reused is None:
                 raise
-            return _Planned(known.trace, best, reused=True)
-        if best is not None and best.overhead < solved[1].overhead:
-            return _Planned(known.trace, best, reused=True)
-        return _Planned(*solved)
+            return reused
+        if reused is not None and reused.plan.overhead < solved.plan.overhead:
+            return reused
+        return solved
 
-    def _measured(self, traced: Trace) -> Trace:
+    def _measure(self, traced: Trace) -> Trace:
+        """Return the trace with costs, unless the service measures them."""
         if self.options.costs == ELSEWHERE:
             return traced
         with self._timed("measure"):
             costs = self.options.costs or traced.device.split(":")[0]
             return measure(traced, device=costs, cache=self.options.cache)
 
-    def _limits(self, traced: Trace) -> tuple[Budget, int | None]:
-        """The budget without what is reserved of it, and what segments may take where it is what
-        the device has free."""
-        budget, left = self.options.budget, reserved(self.options.reserve)
-        if budget is None:
-            found = available(traced, missing_bytes=left.missing_bytes)
-            return Budget.parse(found.budget_bytes), found.reserved_bytes
-        if left.total_bytes:
-            budget = Budget.parse(less_reserve(budget, left.total_bytes))
-        return budget, None
+    def _plan_limits(self, traced: Trace) -> _PlanLimits:
+        """Return the limits that budget and reserve set for a step."""
+        reserve = reserve_size(self.options.reserve)
+        if self.options.budget is None:
+            auto = auto_limits(traced, reserve)
+            return _PlanLimits(auto.limits, auto.segments_bytes)
+        return _PlanLimits(Limits(self.options.budget, reserve.total_bytes))
 
     def _solve(
-        self, traced: Trace, budget: Budget, segments_bytes: int | None, accumulating: bool
-    ) -> tuple[Trace, Plan, Program | None]:
-        """The trace with costs, the plan, and its program if it was made elsewhere."""
+        self, traced: Trace, budget: Budget, plan_limits: _PlanLimits, accumulating: bool
+    ) -> _PlanningResult:
+        """Solve a trace within `budget`, in this process or by the service."""
         options = self.options
         programs: dict[Schedule, Program] = {}
 
-        def once(budget: Budget) -> Plan:
+        def solve_once(budget: Budget) -> Plan:
             if options.service is None:
                 return solve(traced, budget, options.strategy, progress=options.progress)
-            assert not isinstance(budget.given, float)
-            plan, programs[plan.schedule] = options.service(traced, budget.given)
+            assert not isinstance(budget.requested, float)
+            plan, programs[plan.schedule] = options.service(traced, budget.requested)
             return plan
 
         try:
             with self._timed("solve"):
-                with telling(reserved(options.reserve).total_bytes):
-                    first = once(budget)
+                with plan_limits.limits.infeasible_with_reserve():
+                    first_plan = solve_once(budget)
                 if not traced.measured:
-                    traced = _with_costs_of_plan(traced, first)
-                plan = solve_within(
+                    traced = _with_costs_of_plan(traced, first_plan)
+                plan = solve_within_allocator_budget(
                     traced,
                     budget,
-                    lambda asked: first if asked == budget else once(asked),
-                    reserved_bytes=segments_bytes,
+                    lambda lower: first_plan if lower == budget else solve_once(lower),
+                    reserved_bytes=plan_limits.segments_bytes,
                 )
-            return traced, plan, programs.get(plan.schedule)
+            return _PlanningResult(traced, plan, programs.get(plan.schedule))
         except InfeasibleBudget as error:
             if not accumulating:
                 raise
             raise InfeasibleBudget(
-                f"{error} This call accumulates into gradients that are already there, which takes "
-                "their memory for the whole step; call zero_grad(set_to_none=True) before the "
-                "forward if accumulation is not meant.",
+                f"{error} This call accumulates into gradients that are already there, which use "
+                "memory during the whole step; if accumulation is not intended, call "
+                "zero_grad(set_to_none=True) before the forward.",
                 min_feasible_bytes=error.min_feasible_bytes,
             ) from None
 
-    def _noted(self, plan: Plan) -> Plan:
-        """With what was asked for beside the budget."""
-        plan = with_reserve(plan, reserved(self.options.reserve).total_bytes)
+    def _with_option_stats(self, plan: Plan) -> Plan:
+        """Return the plan with the options that its statistics record: reserve and CUDA graphs."""
+        plan = with_reserve_stat(plan, reserve_size(self.options.reserve).total_bytes)
         if self.options.cuda_graphs:
             plan = replace(plan, stats={**plan.stats, "cuda_graphs": True})
         return plan
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
+        """Record the seconds spent inside of this context in `timings_s`."""
         start = time.perf_counter()
         yield
         self.timings_s[phase] = time.perf_counter() - start
 
-    def _keep(self, key: Signature, entry: Entry) -> None:
+    def _add(self, key: CallSignature, entry: PlanEntry) -> None:
+        """Add an entry to the plan cache; remove entries that it replaces, or that are too many."""
         budget = self.options.budget
-        if budget is not None and budget.size_bytes is None:  # else all sizes had the same
-            for old in outgrown(entry, self._entries):
-                del self._entries[old]
+        if budget is not None and budget.size_bytes is None:  # a budget in bytes suits all sizes
+            for superseded_key in superseded_keys(entry, self._entries):
+                del self._entries[superseded_key]
         self._entries[key] = entry
-        solved = [key for key, entry in self._entries.items() if not entry.reused]
+        solved = [key for key, entry in self._entries.items() if not entry.is_reused]
         if len(solved) > self.options.max_plans:
             del self._entries[solved[0]]
             logger.warning(
-                "more than %d kinds of inputs were planned; the least recently used plan is "
-                "forgotten. Pad inputs to fewer shapes, or pass max_plans=...",
+                "more than %d kinds of inputs were planned; dropping the least recently used plan. "
+                "Pad inputs to fewer shapes, or pass max_plans=...",
                 self.options.max_plans,
             )
-        reused = [key for key, entry in self._entries.items() if entry.reused]
-        if len(reused) > _MOST_SIZES:
+        reused = [key for key, entry in self._entries.items() if entry.is_reused]
+        if len(reused) > _MAX_REUSED_PLANS:
             del self._entries[reused[0]]
 
-    def _tell(self, traced: Trace, plan: Plan, *, reused: bool, accumulating: bool) -> None:
-        spent = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.timings_s.items())
-        why = " for gradient accumulation" if accumulating else ""
+    def _log(self, plan: Plan, *, is_reused: bool, accumulating: bool) -> None:
+        """Log a new plan: as a warning where changed inputs caused a full planning."""
+        phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.timings_s.items())
+        purpose = " for gradient accumulation" if accumulating else ""
         if not self._entries:
-            logger.info("planned%s: %r (%s)", why, plan, spent)
-        elif reused:
-            what = plan.stats["strategy"]
-            logger.info("inputs changed%s: %r by %s (%s)", why, plan, what, spent)
+            logger.info("planned%s: %r (%s)", purpose, plan, phases)
+        elif is_reused:
+            strategy = plan.stats["strategy"]
+            logger.info("inputs changed%s: %r by %s (%s)", purpose, plan, strategy, phases)
         else:
-            logger.warning("inputs changed: planned anew%s: %r (%s)", why, plan, spent)
+            logger.warning("inputs changed: replanned%s: %r (%s)", purpose, plan, phases)
 
 
 def _with_costs_of_plan(traced: Trace, plan: Plan) -> Trace:
-    """Costs as they were measured where the plan was made."""
+    """Return the trace with the costs of the plan's graph, which the service measured."""
     source = str(plan.stats.get("cost_source", "as given"))
     return with_costs(
         traced,
-        {o.name: Priced(o.cost_s, o.workspace_bytes, source) for o in plan.graph.operations},
+        {o.name: OperationCost(o.cost_s, o.workspace_bytes, source) for o in plan.graph.operations},
     )

@@ -1,102 +1,123 @@
-"""Schedules that were solved for other sizes, where they are good enough for these.
+"""Reuse of schedules at tensor sizes that they were not solved for.
 
-A schedule fits other sizes if the simulator says so. It is good enough if it takes at most 5% more
-than any could: more recomputation is never needed at a smaller size, so what was proved to be
-necessary there is necessary here.
+A schedule is valid at any sizes of the same operations; the simulator says what its peak and time
+are there, with costs scaled from those that were measured. `ScheduleReuse` is for plans of a whole
+model, `BlockScheduleCache` for plans of a block.
+
+A whole model's schedule is good enough if it takes at most 5% longer than the fastest schedule
+could. More recomputation is never needed at a smaller size: a time that was proved to be necessary
+there is necessary here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
-from remat.allocator.fitting import has_expandable_segments
-from remat.allocator.prediction import is_on_cuda, predict, with_prediction
-from remat.costs.scaling import at_other_sizes
+from remat.allocator.budget_fitting import uses_expandable_segments
+from remat.allocator.prediction import is_on_cuda, predict_allocator_peaks, with_prediction
+from remat.blockwise.block_step import BlockOption
+from remat.blockwise.pareto_options import option_of_schedule, pareto_optimal
+from remat.costs.scaling import with_scaled_costs
 from remat.documents.trace import Trace
-from remat.frontend.planning.plan_cache import Entry
-from remat.frontend.runtime.guards import Signature
+from remat.frontend.planning.plan_cache import PlanEntry
+from remat.frontend.runtime.guards import CallSignature
 from remat.limits.budget import Budget
-from remat.passes.outline import outline
+from remat.passes.trace_equality import topology_key
 from remat.plan import Plan
 from remat.schedule import Schedule
 from remat.simulate import simulate
 from remat.solution import Solution, Stats
 
-ENOUGH = 1.05
-"""Of the least time, to use a schedule again."""
+MAX_SLOWDOWN = 1.05
+"""Largest time of a reused schedule, as a multiple of the smallest time that is possible."""
 
-KEPT = "none: nothing needs to be recomputed"
-AGAIN = "the schedule solved for other sizes"
+NOTHING_RECOMPUTED = "none: nothing needs to be recomputed"
+REUSED_SCHEDULE = "the schedule solved for other sizes"
+"""The "strategy" in the statistics of a plan that the solver did not run for."""
+
+_MAX_SIZE_RATIO = 8.0
+"""A block's schedule is reused only where all of its storages together are at most this many times
+larger or smaller than those that it was solved for."""
 
 
 @dataclass(frozen=True)
-class Known:
-    """`trace` with costs from other sizes, the plans that were `solved` for the same operations
-    there, and the most that any of these was allowed."""
+class ScheduleReuse:
+    """The schedules that were solved for a model's step at other sizes.
+
+    `trace` is the step at the new sizes, with costs scaled from the other sizes. `plans` were
+    solved for the same operations. `max_budget_bytes` is the largest budget that any of them had.
+    """
 
     trace: Trace
-    solved: tuple[Plan, ...]
-    most_bytes: int
+    plans: tuple[Plan, ...]
+    max_budget_bytes: int
 
     @classmethod
-    def of(cls, trace: Trace, entries: Iterable[Entry]) -> Known | None:
-        """Of what was planned, the latest last. None where nothing is alike."""
-        own = outline(trace)
-        alike = [e for e in entries if e.outline == own]
-        solved = [e for e in alike if not e.reused]
-        plans = [e.plan for e in alike if isinstance(e.plan, Plan)]
+    def from_entries(cls, trace: Trace, entries: Iterable[PlanEntry]) -> ScheduleReuse | None:
+        """Collect the schedules for a trace from the plan cache, in which the latest entry is the
+        last; None where nothing was solved for the same operations."""
+        key = topology_key(trace)
+        matching = [entry for entry in entries if entry.topology_key == key]
+        solved = [entry for entry in matching if not entry.is_reused]
+        plans = [entry.plan for entry in matching if isinstance(entry.plan, Plan)]
         if not solved or (latest := solved[-1]).trace is None:
             return None
         return cls(
-            at_other_sizes(trace, latest.trace, latest.nominal_bytes),
-            tuple(e.plan for e in solved if isinstance(e.plan, Plan)),
-            max(map(_asked_bytes, plans)),
+            with_scaled_costs(trace, latest.trace, latest.nominal_bytes),
+            tuple(entry.plan for entry in solved if isinstance(entry.plan, Plan)),
+            max(map(_requested_budget_bytes, plans)),
         )
 
-    def budget(self, asked: Budget) -> Budget:
-        """A share is of the largest step that there was, and "min" is what that one needs: smaller
-        ones may take it, too."""
-        if asked.size_bytes is not None:
-            return asked
-        if asked.is_min:
-            return Budget.parse(self.most_bytes) if self.is_smaller else asked
-        own_bytes = asked.in_bytes(self._baseline_bytes, self.trace.library_bytes)
-        assert own_bytes is not None
-        return asked if own_bytes >= self.most_bytes else Budget.parse(self.most_bytes)
+    def budget_at_largest_size(self, requested: Budget) -> Budget:
+        """Return the budget for the new sizes. A percentage is one of the largest step's peak so
+        far, and "min" is the minimum of the largest step: smaller steps may use as much."""
+        if requested.size_bytes is not None:
+            return requested
+        if requested.is_min:
+            return Budget.parse(self.max_budget_bytes) if self.has_larger_plan else requested
+        budget_bytes = requested.in_bytes(self._baseline_bytes, self.trace.library_bytes)
+        assert budget_bytes is not None
+        if budget_bytes >= self.max_budget_bytes:
+            return requested
+        return Budget.parse(self.max_budget_bytes)
 
     @property
-    def is_smaller(self) -> bool:
-        """Whether larger sizes were solved for: these need no measurement of their own."""
-        return any(p.baseline_peak_bytes >= self._baseline_bytes for p in self.solved)
+    def has_larger_plan(self) -> bool:
+        """True if a step of at least these sizes was solved: its measured costs are good enough."""
+        return any(plan.baseline_peak_bytes >= self._baseline_bytes for plan in self.plans)
 
-    def plan(self, budget: Budget) -> Plan | None:
-        """The fastest of what is known that fits the budget, if any does."""
+    def fastest_plan(self, budget: Budget) -> Plan | None:
+        """Return the plan with the fastest schedule that fits the budget: one of those that were
+        solved, or the one without recomputation. None where no schedule fits, and for "min"."""
         trace, graph = self.trace, self.trace.graph()
         budget_bytes = budget.in_bytes(self._baseline_bytes, trace.library_bytes)
         if budget_bytes is None:
             return None
-        known = [(KEPT, Schedule.keep_all(graph)), *((AGAIN, p.schedule) for p in self.solved)]
-        fitting = [(w, s) for w, s in known if _peak_bytes(trace, s) <= budget_bytes]
+        schedules = {NOTHING_RECOMPUTED: [Schedule.keep_all(graph)]}
+        schedules[REUSED_SCHEDULE] = [plan.schedule for plan in self.plans]
+        fitting = [
+            (simulate(graph, schedule).time_s, strategy, schedule)
+            for strategy, group in schedules.items()
+            for schedule in group
+            if _allocated_peak_bytes(trace, schedule) <= budget_bytes
+        ]
         if not fitting:
             return None
-        why, schedule = min(fitting, key=lambda found: simulate(graph, found[1]).time_s)
-        plan = Plan.of(graph, budget_bytes, Solution(schedule), self._stats(why))
-        return with_prediction(plan, trace)
+        _, strategy, schedule = min(fitting, key=lambda candidate: candidate[0])
+        return with_prediction(_reused_plan(trace, schedule, budget_bytes, strategy), trace)
 
-    def is_enough(self, plan: Plan) -> bool:
-        """Whether no schedule is faster than one of these by more than 5%."""
-        needed = [
+    def is_near_optimal(self, plan: Plan) -> bool:
+        """True if the lower bounds at smaller sizes prove that no schedule is faster than `plan` by
+        more than 5%."""
+        bounds = [
             other.lower_bound or 0.0
-            for other in self.solved
+            for other in self.plans
             if other.baseline_peak_bytes <= plan.baseline_peak_bytes
             and other.budget_bytes >= plan.budget_bytes
         ]
-        return 1 + plan.overhead <= ENOUGH * (1 + max(needed, default=0.0))
-
-    def _stats(self, why: str) -> Stats:
-        return {"strategy": why, "cost_source": self.trace.cost_source}
+        return 1 + plan.overhead <= MAX_SLOWDOWN * (1 + max(bounds, default=0.0))
 
     @cached_property
     def _baseline_bytes(self) -> int:
@@ -104,29 +125,94 @@ class Known:
         return simulate(graph, Schedule.keep_all(graph)).peak_bytes
 
 
-def outgrown(entry: Entry, entries: Mapping[Signature, Entry]) -> list[Signature]:
-    """The plans for smaller sizes that recompute, and may take more now that there is this one."""
+def superseded_keys(
+    entry: PlanEntry, entries: Mapping[CallSignature, PlanEntry]
+) -> list[CallSignature]:
+    """Return the keys of plans for smaller sizes that recompute more than they need to: with a
+    relative budget they may use as much memory as `entry`, the plan of a larger step."""
     if not isinstance(entry.plan, Plan):
         return []
-    allowed_bytes = _asked_bytes(entry.plan)
+    budget_bytes = _requested_budget_bytes(entry.plan)
     return [
         key
         for key, other in entries.items()
         if isinstance(other.plan, Plan)
-        and other.outline == entry.outline
+        and other.topology_key == entry.topology_key
         and other.plan.overhead > 0
         and other.plan.baseline_peak_bytes < entry.plan.baseline_peak_bytes
-        and _asked_bytes(other.plan) < allowed_bytes
+        and _requested_budget_bytes(other.plan) < budget_bytes
     ]
 
 
-def _asked_bytes(plan: Plan) -> int:
-    """The budget, before the allocator needed some of it."""
+@dataclass(frozen=True)
+class _SolvedBlock:
+    """A kind of block that was solved. `nominal_bytes` are the sizes of its storages before the
+    trace was `measured`."""
+
+    topology_key: object
+    measured: Trace
+    nominal_bytes: tuple[int, ...]
+    plans: tuple[Plan, ...]
+
+    def is_similar_in_size(self, trace: Trace) -> bool:
+        """True if neither all storages together are 8 times as large as the other trace's."""
+        size_bytes, solved_bytes = sum(trace.storages), sum(self.nominal_bytes)
+        smaller_bytes, larger_bytes = sorted((size_bytes, solved_bytes))
+        return larger_bytes <= _MAX_SIZE_RATIO * smaller_bytes
+
+
+@dataclass
+class BlockScheduleCache:
+    """The plans of the kinds of blocks that were solved, for reuse at other sizes: a new sequence
+    length costs a capture, no solve. The latest is the last."""
+
+    _blocks: list[_SolvedBlock] = field(default_factory=list)
+
+    @property
+    def is_empty(self) -> bool:
+        """True if no block was solved."""
+        return not self._blocks
+
+    def add(self, trace: Trace, measured: Trace, plans: tuple[Plan, ...]) -> None:
+        """Add the plans of a block: `trace` is as captured, `measured` the same with measured costs
+        and sizes."""
+        block = _SolvedBlock(topology_key(trace), measured, trace.storages, plans)
+        self._blocks.append(block)
+
+    def find(self, trace: Trace) -> tuple[Trace, list[tuple[BlockOption, Plan]]] | None:
+        """Return the trace with scaled costs, and the Pareto-optimal options of the block with
+        their plans; None where the same operations were not solved at similar sizes."""
+        key = topology_key(trace)
+        for block in reversed(self._blocks):
+            if block.topology_key == key and block.is_similar_in_size(trace):
+                scaled = with_scaled_costs(trace, block.measured, block.nominal_bytes)
+                graph = scaled.graph()
+                options: list[tuple[BlockOption, Plan]] = []
+                for plan in block.plans:
+                    peak_bytes = simulate(graph, plan.schedule).peak_bytes
+                    option = option_of_schedule(graph, plan.schedule)
+                    options.append((option, _reused_plan(scaled, plan.schedule, peak_bytes)))
+                return scaled, pareto_optimal(options)
+        return None
+
+
+def _reused_plan(
+    trace: Trace, schedule: Schedule, budget_bytes: int, strategy: str = REUSED_SCHEDULE
+) -> Plan:
+    """Return the plan of a schedule that the solver did not find for this trace."""
+    stats: Stats = {"strategy": strategy, "cost_source": trace.cost_source}
+    return Plan.of(trace.graph(), budget_bytes, Solution(schedule), stats)
+
+
+def _requested_budget_bytes(plan: Plan) -> int:
+    """Return the budget of a plan before the allocator's fragmentation was subtracted from it."""
     return int(plan.stats.get("asked_budget_bytes", plan.budget_bytes))
 
 
-def _peak_bytes(traced: Trace, schedule: Schedule) -> int:
-    """The peak as it will be allocated."""
-    if not is_on_cuda(traced):
-        return simulate(traced.graph(), schedule).peak_bytes
-    return predict(traced, schedule).allocated(is_expandable=has_expandable_segments())
+def _allocated_peak_bytes(trace: Trace, schedule: Schedule) -> int:
+    """Return the peak of a schedule; on CUDA as torch's allocator counts it."""
+    if not is_on_cuda(trace):
+        return simulate(trace.graph(), schedule).peak_bytes
+    return predict_allocator_peaks(trace, schedule).allocated(
+        is_expandable=uses_expandable_segments()
+    )

@@ -1,9 +1,9 @@
-"""`Captures`: the traces of a model's calls, with one capture for all sizes where that can be.
+"""`TraceCache`: the traces of a model's calls, from one symbolic capture for all sizes if possible.
 
-The first call is captured with its sizes as numbers. The first that differs from it in sizes only
-is captured with symbols for those that differ; calls in other sizes are then read off that. What
-the symbols give for the first call must be what was captured there, to the last argument, else
-each size is captured by itself.
+The first call is captured with its sizes as constants. The first call that differs from it in sizes
+only is captured symbolically, with symbols for the sizes that differ; the traces of calls with
+other sizes are then read from that capture. At the sizes of the first call, the symbolic capture
+must give exactly the first trace; otherwise each size is captured separately.
 """
 
 from __future__ import annotations
@@ -19,65 +19,82 @@ from torch import nn
 
 from remat.documents.trace import Trace
 from remat.errors import one_line
-from remat.frontend.capture.symbolic_capture import SMALLEST, Dimension, Family, family
+from remat.frontend.capture.symbolic_capture import (
+    MIN_SYMBOLIC_SIZE,
+    InputDimension,
+    SymbolicCapture,
+    capture_symbolically,
+)
 from remat.frontend.capture.trace import trace as capture
 from remat.frontend.planning.options import OptimizeOptions
-from remat.frontend.runtime.guards import Call, Signature
+from remat.frontend.runtime.guards import CallSignature, ModelCall
 from remat.limits.outputs import are_dropped
-from remat.passes.outline import is_same_step
+from remat.passes.trace_equality import is_same_except_names
 
 logger = logging.getLogger("remat")
 
 Shapes = tuple[tuple[int, ...], ...]
+"""The shapes of a call's input tensors."""
+
 Layout = tuple[tuple[int, ...], tuple[int, ...], int]
-"""Sizes, strides and the bytes of the storage, of what is not dense."""
+"""The sizes, strides and storage bytes of a tensor that is not dense."""
+
+Dimensions = frozenset[InputDimension]
 
 
-class _Kind(NamedTuple):
-    """What calls have in common that differ in sizes only."""
+class _CallKind(NamedTuple):
+    """The properties of a call without its sizes: all calls of one kind differ in sizes only."""
 
-    signature: Signature
+    signature: CallSignature
     inputs: tuple[tuple[int, torch.dtype, torch.device, bool, Layout | None], ...]
 
 
 @dataclass
-class _Seen:
+class _CachedTraces:
+    """The first trace of a kind of call, and the symbolic capture for its other sizes. `attempts`
+    are the sets of dimensions for which a symbolic capture was tried."""
+
     shapes: Shapes
     trace: Trace
-    family: Family | None = None
-    tried: set[frozenset[Dimension]] = field(default_factory=set)
+    symbolic: SymbolicCapture | None = None
+    attempts: set[Dimensions] = field(default_factory=set)
+
+    def symbolic_dimensions_with(self, varying: Dimensions) -> Dimensions:
+        """Return the dimensions that vary, together with those that have symbols already."""
+        return varying if self.symbolic is None else varying | self.symbolic.symbolic_dimensions
 
 
-class Captures:
-    """Of one planner. `count` is how many captures there were."""
+class TraceCache:
+    """The traces of one planner's calls. `capture_count` is the number of captures so far."""
 
     def __init__(self, options: OptimizeOptions) -> None:
-        self.count = 0
+        self.capture_count = 0
         self._options = options
-        self._seen: OrderedDict[_Kind, _Seen] = OrderedDict()
+        self._cached: OrderedDict[_CallKind, _CachedTraces] = OrderedDict()
 
-    def trace(self, model: nn.Module, call: Call, key: Signature) -> Trace:
-        """The step of a call. Raises `TraceError`."""
+    def trace(self, model: nn.Module, call: ModelCall, key: CallSignature) -> Trace:
+        """Return the trace of a call's training step. Raises `TraceError`."""
         shapes = tuple(tuple(leaf.shape) for leaf in call.leaves)
-        kind = _kind(call.leaves, key)
-        if kind not in self._seen:
-            self._seen[kind] = _Seen(shapes, self._captured(model, call))
-            if len(self._seen) > self._options.max_plans:
-                self._seen.popitem(last=False)
-            return self._seen[kind].trace
-        self._seen.move_to_end(kind)
-        seen = self._seen[kind]
-        if shapes == seen.shapes:
-            return seen.trace
-        varying = frozenset(_differing(seen.shapes, shapes))
-        found = self._of_family(seen, varying, shapes)
-        if found is None and self._may_vary(seen, varying, call):
-            self._try(model, call, seen, varying)
-            found = self._of_family(seen, varying, shapes)
-        return self._captured(model, call) if found is None else found
+        kind = _call_kind(call.leaves, key)
+        if kind not in self._cached:
+            self._cached[kind] = _CachedTraces(shapes, self._capture(model, call))
+            if len(self._cached) > self._options.max_plans:
+                self._cached.popitem(last=False)
+            return self._cached[kind].trace
+        self._cached.move_to_end(kind)
+        cached = self._cached[kind]
+        if shapes == cached.shapes:
+            return cached.trace
+        varying = frozenset(_differing_dimensions(cached.shapes, shapes))
+        trace = self._symbolic_trace(cached, varying, shapes)
+        if trace is None and self._may_be_symbolic(cached, varying, call):
+            self._capture_symbolically(model, call, cached, varying)
+            trace = self._symbolic_trace(cached, varying, shapes)
+        return self._capture(model, call) if trace is None else trace
 
-    def _captured(self, model: nn.Module, call: Call) -> Trace:
-        self.count += 1
+    def _capture(self, model: nn.Module, call: ModelCall) -> Trace:
+        """Capture a call with its sizes as constants."""
+        self.capture_count += 1
         options = self._options
         return capture(
             model,
@@ -87,67 +104,73 @@ class Captures:
             outputs=options.outputs,
         )
 
-    def _of_family(
-        self, seen: _Seen, varying: frozenset[Dimension], shapes: Shapes
+    def _symbolic_trace(
+        self, cached: _CachedTraces, varying: Dimensions, shapes: Shapes
     ) -> Trace | None:
-        if seen.family is None or not varying <= seen.family.varying:
+        """Return the trace at other sizes from the symbolic capture; None where there is none, or
+        its guards do not hold."""
+        if cached.symbolic is None or not varying <= cached.symbolic.symbolic_dimensions:
             return None
-        found = seen.family.at(shapes)
-        if found is not None and are_dropped(self._options.outputs):
-            found = found.replace(outputs_dropped=True)
-        return found
+        trace = cached.symbolic.trace_at(shapes)
+        if trace is not None and are_dropped(self._options.outputs):
+            trace = trace.replace(outputs_dropped=True)
+        return trace
 
-    def _may_vary(self, seen: _Seen, varying: frozenset[Dimension], call: Call) -> bool:
-        """Whether symbols for these, and those that vary already, are worth a capture."""
-        if self._all_varying(seen, varying) in seen.tried:
+    def _may_be_symbolic(self, cached: _CachedTraces, varying: Dimensions, call: ModelCall) -> bool:
+        """True if a symbolic capture for these dimensions was not tried before and may succeed."""
+        if cached.symbolic_dimensions_with(varying) in cached.attempts:
             return False
         return all(
-            min(seen.shapes[n][d], call.leaves[n].shape[d]) >= SMALLEST
+            min(cached.shapes[n][d], call.leaves[n].shape[d]) >= MIN_SYMBOLIC_SIZE
             and _is_dense(call.leaves[n])
             for n, d in varying
         )
 
-    def _all_varying(self, seen: _Seen, varying: frozenset[Dimension]) -> frozenset[Dimension]:
-        return varying if seen.family is None else varying | seen.family.varying
-
-    def _try(
-        self, model: nn.Module, call: Call, seen: _Seen, varying: frozenset[Dimension]
+    def _capture_symbolically(
+        self, model: nn.Module, call: ModelCall, cached: _CachedTraces, varying: Dimensions
     ) -> None:
-        wanted = self._all_varying(seen, varying)
-        seen.tried.add(wanted)
-        self.count += 1
+        """Capture with symbols for the varying dimensions; store the capture if it gives the first
+        trace at the sizes of the first call."""
+        dimensions = cached.symbolic_dimensions_with(varying)
+        cached.attempts.add(dimensions)
+        self.capture_count += 1
         try:
-            found = family(model, call.leaves, call.structure, self._options.differentiate, wanted)
-            seen_again = found.at(seen.shapes)
-        except Exception as error:  # torch's symbols: whatever it is, sizes are captured one by one
-            logger.info("each size is captured by itself: %s", one_line(error))
+            symbolic = capture_symbolically(
+                model, call.leaves, call.structure, self._options.differentiate, dimensions
+            )
+            trace = symbolic.trace_at(cached.shapes)
+        except Exception as error:  # any error of torch's symbolic shapes: capture each size
+            logger.info("each size needs a capture of its own: %s", one_line(error))
             return
-        expected = seen.trace.replace(outputs_dropped=False)
-        if seen_again is None or not is_same_step(seen_again, expected):
-            logger.info("each size is captured by itself: the steps differ in more than sizes")
+        first_trace = cached.trace.replace(outputs_dropped=False)
+        if trace is None or not is_same_except_names(trace, first_trace):
+            logger.info("each size needs a capture of its own: the steps differ in more than sizes")
             return
-        seen.family = found
+        cached.symbolic = symbolic
 
 
-def _kind(leaves: Sequence[torch.Tensor], key: Signature) -> _Kind:
+def _call_kind(leaves: Sequence[torch.Tensor], key: CallSignature) -> _CallKind:
+    """Return the kind of a call with these input tensors."""
     inputs = ((t.dim(), t.dtype, t.device, t.requires_grad, _layout(t)) for t in leaves)
-    # Gradients that are there already change nothing of a capture.
-    return _Kind(key._replace(inputs=(), accumulating=False), tuple(inputs))
+    # Gradients that exist before the step do not change a capture.
+    return _CallKind(key._replace(inputs=(), accumulating=False), tuple(inputs))
 
 
-def _differing(one: Shapes, other: Shapes) -> Iterator[Dimension]:
-    for number, (before, now) in enumerate(zip(one, other, strict=True)):
-        for dimension, (a, b) in enumerate(zip(before, now, strict=True)):
+def _differing_dimensions(first: Shapes, second: Shapes) -> Iterator[InputDimension]:
+    """Yield the dimensions in which two calls of one kind have different sizes."""
+    for number, (first_shape, second_shape) in enumerate(zip(first, second, strict=True)):
+        for dimension, (a, b) in enumerate(zip(first_shape, second_shape, strict=True)):
             if a != b:
                 yield number, dimension
 
 
 def _layout(tensor: torch.Tensor) -> Layout | None:
+    """Return the layout of a tensor; None if it is dense."""
     if _is_dense(tensor):
         return None
     return tuple(tensor.shape), tensor.stride(), tensor.untyped_storage().nbytes()
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether its storage is as large as its sizes say."""
+    """True if the tensor is contiguous, and its storage has no other elements."""
     return tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes

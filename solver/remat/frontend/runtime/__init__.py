@@ -1,5 +1,11 @@
-"""A `Program` as a module that trains. `module` is the entrance.
+"""Runs a `Program` as a module that trains.
 
-`lower` makes two graphs of a program, `launch` one plain function of each, `step` one autograd node
-of both; `guards` checks each call against what was planned, `random` replays what was drawn.
+- `module`: `RematModule` and `lower`, the entry points.
+- `autograd_function`: one autograd node that runs the forward and the backward graph of a step.
+- `lower`: turns a program into these two graphs.
+- `launcher`: generates a Python function with low overhead for each graph.
+- `guards`: checks that a call matches what was planned.
+- `rng_state`: records RNG states, and restores them to recompute random operations.
+- `gradient_accumulation`: adds gradients into `.grad` inside the backward graph.
+- `output_monitor`: warns if held outputs are released before the backward.
 """

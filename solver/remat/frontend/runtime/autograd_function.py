@@ -1,8 +1,7 @@
-"""One autograd node for the whole step: the forward graph, then, from what it saved, the backward
-graph.
+"""The autograd function of a planned step: one node that runs the forward and the backward graph.
 
-Every choice here is about lifetimes: a saved tensor is handed to the backward graph in a list that
-the graph empties, and no other reference to it survives.
+Every choice here is about lifetimes: the backward graph receives the saved tensors in a list that
+it empties, and no other reference to them survives.
 """
 
 from __future__ import annotations
@@ -14,57 +13,68 @@ import torch
 
 from remat.documents.records import TensorMeta
 from remat.errors import GuardError
-from remat.frontend.capture.model.context import without_autocast
-from remat.frontend.capture.reading.gradients import same_layout
-from remat.frontend.runtime.accumulate import destination
-from remat.frontend.runtime.lower import Compiled
-from remat.frontend.runtime.output_tracking import ReturnedOutputs
+from remat.frontend.capture.model.environment import autocast_disabled
+from remat.frontend.capture.reading.gradients import is_same_layout
+from remat.frontend.runtime.gradient_accumulation import accumulation_target
+from remat.frontend.runtime.lower import LoweredProgram
+from remat.frontend.runtime.output_monitor import OutputReleaseMonitor
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
-def left_alone(function: _F) -> _F:
-    """Not compiled: torch.compile of what calls it breaks its graph there, once. A compiler would
-    order the statements anew, and they are the memory plan."""
+def exclude_from_compile(function: _F) -> _F:
+    """Exclude a function from torch.compile, whose graph breaks once at the call.
+
+    A compiler would reorder the statements, and their order is the memory plan."""
     return torch.compiler.disable(function, reason="remat runs its plan")  # type: ignore[return-value]
 
 
-@left_alone
+@exclude_from_compile
 def run_step(
-    compiled: Compiled, tensors: Sequence[torch.Tensor], returned: ReturnedOutputs
+    lowered: LoweredProgram,
+    tensors: Sequence[torch.Tensor],
+    output_monitor: OutputReleaseMonitor,
 ) -> tuple[torch.Tensor, ...]:
-    """Run the forward; the returned tensors carry a gradient where the program has one.
+    """Run the forward and return its outputs, which require grad where the program differentiates.
 
-    `tensors` are the parameters, buffers and inputs in the order of `compiled.inputs`.
+    `tensors` are the parameters, buffers and inputs in the order of `lowered.input_names`.
     """
-    return _Step.apply(compiled, returned, *tensors)  # type: ignore[no-any-return]
+    return _StepFunction.apply(lowered, output_monitor, *tensors)  # type: ignore[no-any-return]
 
 
-class _Step(torch.autograd.Function):
+class _StepFunction(torch.autograd.Function):
+    """The autograd function whose forward and backward are the two graphs of a program."""
+
     # torch 2.13's engine then passes the tangents in a list that may be emptied; 2.11 ignores it,
     # and the tangents live through the backward.
     boxed_grads_call = True
 
     @staticmethod
     def forward(
-        ctx: Any, compiled: Compiled, returned: ReturnedOutputs, *tensors: torch.Tensor
+        ctx: Any,
+        lowered: LoweredProgram,
+        output_monitor: OutputReleaseMonitor,
+        *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.compiled = compiled
-        ctx.returned = returned
-        ctx.parameters = [tensors[position] for position in compiled.accumulated]
-        boxed = [*tensors, *compiled.constants]
-        with without_autocast():
-            results = compiled.launch_forward(boxed)
-        program = compiled.program
-        outputs = tuple(map(_writable, results[: len(program.outputs)]))
-        ctx.noted = returned.note(outputs)
-        last = len(results) - len(program.states)
-        ctx.states = results[last:]
-        own = {id(output) for output in outputs}
+        ctx.lowered = lowered
+        ctx.output_monitor = output_monitor
+        ctx.accumulated_parameters = [tensors[index] for index in lowered.accumulated_inputs]
+        boxed = [*tensors, *lowered.constants]
+        with autocast_disabled():
+            results = lowered.launch_forward(boxed)
+        program = lowered.program
+        outputs = tuple(map(_without_view, results[: len(program.outputs)]))
+        ctx.output_refs = output_monitor.weak_refs(outputs)
+        first_state = len(results) - len(program.states)
+        ctx.rng_states = results[first_state:]
+        output_ids = {id(output) for output in outputs}
         ctx.save_for_backward(
-            *[tensors[position] for position in compiled.saved],
-            *[_base(t, own) for t in results[len(outputs) : last]],
+            *[tensors[index] for index in lowered.saved_inputs],
+            *[
+                _detached_unless_output(tensor, output_ids)
+                for tensor in results[len(outputs) : first_state]
+            ],
         )
         ctx.mark_non_differentiable(
             *(t for t, o in zip(outputs, program.outputs, strict=True) if not o.differentiable)
@@ -83,42 +93,45 @@ class _Step(torch.autograd.Function):
                 "create_graph=True (double backward) through a remat module is not supported: its "
                 "backward is a fixed schedule. Use the original model for this step"
             )
-        compiled: Compiled = ctx.compiled
-        ctx.returned.look(ctx.noted)
-        tangents = _tangents(compiled, boxed_grads)
+        lowered: LoweredProgram = ctx.lowered
+        ctx.output_monitor.check_released(ctx.output_refs)
+        tangents = _tangents(lowered, boxed_grads)
         boxed_grads.clear()
         del grads
         boxed = [*ctx.saved_tensors]
         ctx.maybe_clear_saved_tensors()
-        boxed += ctx.states
+        boxed += ctx.rng_states
         boxed += tangents
         tangents.clear()
-        boxed += compiled.constants
-        boxed += map(destination, ctx.parameters)
-        with without_autocast():
-            found = compiled.launch_backward(boxed)
-        gradients = [None if i is None else found[i] for i in compiled.gradients]
-        found.clear()
+        boxed += lowered.constants
+        boxed += map(accumulation_target, ctx.accumulated_parameters)
+        with autocast_disabled():
+            computed = lowered.launch_backward(boxed)
+        gradients = [None if i is None else computed[i] for i in lowered.gradient_of_input]
+        computed.clear()
         return None, None, *gradients
 
 
-def _writable(output: torch.Tensor) -> torch.Tensor:
-    """No view for autograd, which would not let anybody write into it."""
+def _without_view(output: torch.Tensor) -> torch.Tensor:
+    """Detach a view: autograd forbids the caller to write into a view that a function returns."""
     return output.detach() if output is not None and output._is_view() else output
 
 
-def _base(tensor: torch.Tensor, outputs: Container[int]) -> torch.Tensor:
-    """What to save of a variable: outputs as they are (autograd knows them), others detached, for a
-    view that some kernels return would otherwise be tracked as one."""
-    if id(tensor) in outputs:
+def _detached_unless_output(tensor: torch.Tensor, output_ids: Container[int]) -> torch.Tensor:
+    """Return the tensor to save for the backward: an output unchanged, since autograd tracks it
+    already; another view detached, so that autograd does not track it."""
+    if id(tensor) in output_ids:
         return tensor
-    # A kernel may return nothing where its fake said a tensor (an unused workspace).
+    # A kernel may return None where its fake kernel returned a tensor (an unused workspace).
     return tensor.detach() if tensor is not None and tensor._is_view() else tensor
 
 
-def _tangents(compiled: Compiled, grads: list[torch.Tensor | None]) -> list[torch.Tensor]:
-    """The gradients of the outputs, as the backward graph expects them."""
-    program = compiled.program
+def _tangents(lowered: LoweredProgram, grads: list[torch.Tensor | None]) -> list[torch.Tensor]:
+    """Return the gradients of the outputs in the layout that the backward graph expects.
+
+    Empties `grads`. Raises `GuardError` for the gradient of an output that is not differentiated.
+    """
+    program = lowered.program
     tangents: list[torch.Tensor] = []
     for index, output in enumerate(program.outputs):
         grad = grads[index]
@@ -132,19 +145,19 @@ def _tangents(compiled: Compiled, grads: list[torch.Tensor | None]) -> list[torc
                     "remat.enable, remat.optimize"
                 )
             continue
-        tangents.append(_as_planned(grad, compiled.tangents[output.tangent]))
+        tangents.append(_with_planned_layout(grad, lowered.tangent_metas[output.tangent]))
     return tangents
 
 
-def _as_planned(grad: torch.Tensor | None, meta: TensorMeta) -> torch.Tensor:
-    """The gradient in the planned strides, and in a storage of its own size; autograd has seen to
-    its shape and dtype."""
+def _with_planned_layout(grad: torch.Tensor | None, meta: TensorMeta) -> torch.Tensor:
+    """Return the gradient with the planned strides, in a storage of exactly its size: zeros for
+    None, a copy where the layout differs. Autograd ensures its shape and dtype."""
     dtype = getattr(torch, meta.dtype)
     if grad is None:
-        zero = torch.empty_strided(meta.shape, meta.stride, dtype=dtype, device=meta.device)
-        return zero.zero_()
-    same = same_layout(meta.shape, grad.stride(), meta.stride)
-    if same and grad.untyped_storage().nbytes() == grad.numel() * grad.element_size():
+        zeros = torch.empty_strided(meta.shape, meta.stride, dtype=dtype, device=meta.device)
+        return zeros.zero_()
+    same_layout = is_same_layout(meta.shape, grad.stride(), meta.stride)
+    if same_layout and grad.untyped_storage().nbytes() == grad.numel() * grad.element_size():
         return grad
     planned = torch.empty_strided(meta.shape, meta.stride, dtype=dtype, device=meta.device)
     return planned.copy_(grad)

@@ -1,8 +1,8 @@
-"""What a plan assumed of a call, and a clear word on what differs.
+"""Guards: checks that a call matches what its plan assumed, and errors that name the difference.
 
-There are no guards in a captured graph: another shape, dtype, autocast mode or training flag would
-run silently wrong. A call's `Signature` is compared as a whole, which is cheap; only on a
-difference is it taken apart for the message.
+A captured graph has no guards: with another shape, dtype, autocast mode or training flag it would
+compute wrong results silently. Comparing two `CallSignature` tuples is cheap, so each call does
+that; only a mismatch is examined field by field, for the error.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from remat.documents.program import Program
 from remat.documents.records import Placeholder
 from remat.documents.structure import Structure
 from remat.errors import GuardError
-from remat.frontend.capture.model.context import autocast_modes
-from remat.frontend.capture.model.hooks import HOOK_KINDS, is_part
+from remat.frontend.capture.model.environment import autocast_modes
+from remat.frontend.capture.model.hooks import HOOK_KINDS, is_planned_hook
 from remat.frontend.common.pytree import flatten
 
 
-class TensorKey(NamedTuple):
-    """What is compared of a tensor."""
+class TensorProperties(NamedTuple):
+    """The properties of a tensor that a plan depends on."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -34,23 +34,24 @@ class TensorKey(NamedTuple):
     requires_grad: bool
 
 
-class Signature(NamedTuple):
-    """Everything that a plan depends on, of one call."""
+class CallSignature(NamedTuple):
+    """Everything about a call of a model that its plan depends on, in a form that can be hashed."""
 
     structure: Structure
-    inputs: tuple[TensorKey, ...]
-    parameters: tuple[TensorKey, ...]
-    modules: tuple[str, ...]
+    inputs: tuple[TensorProperties, ...]
+    parameters: tuple[TensorProperties, ...]
+    module_types: tuple[str, ...]
     training: bool
     training_exceptions: tuple[str, ...]
     autocast: tuple[str, ...]
     accumulating: bool
-    buffers: tuple[TensorKey | None, ...] = ()
-    hooks: tuple[int, ...] = ()
+    buffers: tuple[TensorProperties | None, ...] = ()
+    hook_ids: tuple[int, ...] = ()
 
 
-class Call(NamedTuple):
-    """One call of a module: its arguments, and these with the tensors taken out."""
+class ModelCall(NamedTuple):
+    """One call of a model: its arguments, their tensors (`leaves`), and the nested containers
+    without the tensors (`structure`)."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -58,25 +59,25 @@ class Call(NamedTuple):
     structure: Structure
 
     @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any], what: str) -> Call:
-        """`what` names the arguments in errors. Raises `TraceError`."""
-        return cls(args, kwargs, *flatten((args, kwargs), what))
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any], label: str) -> ModelCall:
+        """Return the call with these arguments. Raises `TraceError` for an argument that cannot be
+        captured; `label` names the arguments in the message."""
+        return cls(args, kwargs, *flatten((args, kwargs), label))
 
 
-def tensor_key(tensor: torch.Tensor) -> TensorKey:
-    """Key of a real tensor."""
-    return TensorKey(
+def tensor_properties(tensor: torch.Tensor) -> TensorProperties:
+    """Return the properties of a tensor that a plan depends on."""
+    return TensorProperties(
         tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.device, tensor.requires_grad
     )
 
 
-class Watch:
-    """A model's modules, parameters, buffers and hooks in lists, and what they were like when last
-    looked at.
+class ModelTracker:
+    """Lists of a model's modules, parameters, buffers and hooks, and their last seen properties.
 
-    Walking a model of 150 parameters takes longer than launching a quarter of its forward. Here it
-    is walked once; later calls compare lists, and walk again where a module or a parameter is
-    another one than it was.
+    Walking a model of 150 parameters takes longer than launching a quarter of its forward. So the
+    model is walked once; each later call compares lists, and walks the model again only if a module
+    or a parameter was replaced.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -85,136 +86,153 @@ class Watch:
 
     def _walk(self) -> None:
         modules = dict(self.model.named_modules())
-        self._names, self._modules = list(modules), list(modules.values())
+        self._module_names, self._modules = list(modules), list(modules.values())
         self.parameters = list(self.model.parameters())
-        kinds = map(type, self._modules)  # by name: not all classes can be pickled
-        self.kinds = tuple(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds)
-        self._parts = self._found_parts()
-        self._tables = [m._parameters for m in self._modules]
-        self._slots = self._found_slots()
-        self._buffers = [m._buffers for m in self._modules]
-        inside = self._modules[1:]  # those of the model itself run around the plan
-        self._hooks = [getattr(m, kind) for m in inside for kind in HOOK_KINDS]
-        self._hook_keys: list[int] = []
-        self._hooks_told: tuple[int, ...] = ()
-        self._kept_buffers: list[object] = []
-        self._buffer_keys: tuple[TensorKey | None, ...] = ()
-        self._kept: tuple[object, ...] = ()
-        self._keys: tuple[TensorKey, ...] = ()
-        self._flags: list[bool] = []
-        self._exceptions: tuple[str, ...] = ()
+        types = map(type, self._modules)  # by name: not all classes can be pickled
+        self.module_types = tuple(f"{cls.__module__}.{cls.__qualname__}" for cls in types)
+        self._members = self._list_members()
+        self._parameter_tables = [m._parameters for m in self._modules]
+        self._parameter_slots = self._list_parameter_slots()
+        self._buffer_tables = [m._buffers for m in self._modules]
+        submodules = self._modules[1:]  # hooks of the model itself run around the plan
+        self._hook_tables = [getattr(m, kind) for m in submodules for kind in HOOK_KINDS]
+        self._last_hook_keys: list[int] = []
+        self._hook_ids: tuple[int, ...] = ()
+        self._last_buffers: list[object] = []
+        self._buffer_properties: tuple[TensorProperties | None, ...] = ()
+        self._last_parameters: tuple[object, ...] = ()
+        self._parameter_properties: tuple[TensorProperties, ...] = ()
+        self._training_flags: list[bool] = []
+        self._training_exceptions: tuple[str, ...] = ()
 
-    def _found_parts(self) -> list[object]:
+    def _list_members(self) -> list[object]:
+        """Return the submodules and parameters of every module."""
         tables = [m._modules for m in self._modules], [m._parameters for m in self._modules]
         return [*chain.from_iterable(table.values() for table in chain(*tables))]
 
-    def _found_slots(self) -> list[tuple[str, int]]:
-        """The names of parameters, and which of them are one tensor."""
-        first: dict[int, int] = {}
-        slots = ((name, id(p)) for table in self._tables for name, p in table.items())
-        return [(name, first.setdefault(own, i)) for i, (name, own) in enumerate(slots)]
+    def _list_parameter_slots(self) -> list[tuple[str, int]]:
+        """Return each parameter's name and the index of the first slot with the same tensor."""
+        first_slot: dict[int, int] = {}
+        slots = ((name, id(p)) for table in self._parameter_tables for name, p in table.items())
+        return [(name, first_slot.setdefault(key, i)) for i, (name, key) in enumerate(slots)]
 
-    def look(self) -> bool:
-        """Walk the model again if it is made of other parts now. Whether what was bound to it has
-        to be again: a module is another one, a parameter has another name, or is tied otherwise."""
-        parts = self._found_parts()
-        if len(parts) == len(self._parts) and all(map(is_, parts, self._parts)):
+    def refresh(self) -> bool:
+        """Walk the model again if a module or parameter was replaced.
+
+        Returns True if plans have to be bound again: a module was replaced, a parameter has another
+        name, or other parameters are tied.
+        """
+        members = self._list_members()
+        if len(members) == len(self._members) and all(map(is_, members, self._members)):
             return False
-        modules, slots = self._modules, self._slots
+        modules, slots = self._modules, self._parameter_slots
         self._walk()
-        same = len(modules) == len(self._modules) and all(map(is_, modules, self._modules))
-        return not same or slots != self._slots
+        same_modules = len(modules) == len(self._modules) and all(map(is_, modules, self._modules))
+        return not same_modules or slots != self._parameter_slots
 
-    def parameter_keys(self) -> tuple[TensorKey, ...]:
-        """Keys of all parameters: the same object as long as nothing has changed."""
-        found = self.parameters
-        now = (
-            [p.requires_grad for p in found],
-            [p.dtype for p in found],
-            [p.shape for p in found],
-            [p.stride() for p in found],
-            [p.device for p in found],
+    def parameter_properties(self) -> tuple[TensorProperties, ...]:
+        """Return the properties of all parameters: the same tuple object until one changes."""
+        parameters = self.parameters
+        current = (
+            [p.requires_grad for p in parameters],
+            [p.dtype for p in parameters],
+            [p.shape for p in parameters],
+            [p.stride() for p in parameters],
+            [p.device for p in parameters],
         )
-        if now != self._kept:
-            self._kept = now
-            self._keys = tuple(tensor_key(p) for p in found)
-        return self._keys
+        if current != self._last_parameters:
+            self._last_parameters = current
+            self._parameter_properties = tuple(tensor_properties(p) for p in parameters)
+        return self._parameter_properties
 
-    def buffer_keys(self) -> tuple[TensorKey | None, ...]:
-        """Keys of all buffers, likewise; None for one that is not there."""
-        found = [b for table in self._buffers for b in table.values()]
-        now: list[object] = [
-            None if b is None else (b.dtype, b.shape, b.stride(), b.device) for b in found
+    def buffer_properties(self) -> tuple[TensorProperties | None, ...]:
+        """Return the properties of all buffers, None for a buffer that is None: the same tuple
+        object until one changes."""
+        buffers = [b for table in self._buffer_tables for b in table.values()]
+        current: list[object] = [
+            None if b is None else (b.dtype, b.shape, b.stride(), b.device) for b in buffers
         ]
-        if now != self._kept_buffers:
-            self._kept_buffers = now
-            self._buffer_keys = tuple(None if b is None else tensor_key(b) for b in found)
-        return self._buffer_keys
-
-    def hook_keys(self) -> tuple[int, ...]:
-        """The numbers of the hooks of modules inside, which no other hook has ever had."""
-        now = [*chain.from_iterable(self._hooks)]
-        if now != self._hook_keys:
-            self._hook_keys = now
-            self._hooks_told = tuple(
-                key for table in self._hooks for key, hook in table.items() if is_part(hook)
+        if current != self._last_buffers:
+            self._last_buffers = current
+            self._buffer_properties = tuple(
+                None if b is None else tensor_properties(b) for b in buffers
             )
-        return self._hooks_told
+        return self._buffer_properties
+
+    def hook_ids(self) -> tuple[int, ...]:
+        """Return torch's ids of the submodules' hooks that are part of the plan. Torch gives no id
+        twice."""
+        keys = [*chain.from_iterable(self._hook_tables)]
+        if keys != self._last_hook_keys:
+            self._last_hook_keys = keys
+            self._hook_ids = tuple(
+                key
+                for table in self._hook_tables
+                for key, hook in table.items()
+                if is_planned_hook(hook)
+            )
+        return self._hook_ids
 
     def training_exceptions(self) -> tuple[str, ...]:
-        """As `surroundings.training_exceptions`."""
+        """Return the names of the submodules whose training flag differs from the model's."""
         flags = [m.training for m in self._modules]
-        if flags != self._flags:
-            self._flags = flags
-            self._exceptions = tuple(compress(self._names, (on != flags[0] for on in flags)))
-        return self._exceptions
+        if flags != self._training_flags:
+            self._training_flags = flags
+            differs = (flag != flags[0] for flag in flags)
+            self._training_exceptions = tuple(compress(self._module_names, differs))
+        return self._training_exceptions
 
     @property
-    def trains(self) -> bool:
-        """Whether any parameter requires a gradient."""
+    def has_trainable_parameters(self) -> bool:
+        """True if any parameter requires a gradient."""
         return any(p.requires_grad for p in self.parameters)
 
     @property
-    def accumulates(self) -> bool:
-        """Whether any parameter has a gradient already."""
+    def has_gradients(self) -> bool:
+        """True if any trainable parameter has a `.grad` already."""
         return any(p.grad is not None for p in self.parameters if p.requires_grad)
 
 
-def signature(watch: Watch, structure: Structure, leaves: Sequence[torch.Tensor]) -> Signature:
-    """The signature of a call with these inputs, as things are now."""
-    return Signature(
+def call_signature(
+    tracker: ModelTracker, structure: Structure, leaves: Sequence[torch.Tensor]
+) -> CallSignature:
+    """Return the signature of a call with these inputs, under the current modes of torch."""
+    return CallSignature(
         structure=structure,
-        inputs=tuple(tensor_key(t) for t in leaves),
-        parameters=watch.parameter_keys(),
-        modules=watch.kinds,
-        training=watch.model.training,
-        training_exceptions=watch.training_exceptions(),
+        inputs=tuple(tensor_properties(t) for t in leaves),
+        parameters=tracker.parameter_properties(),
+        module_types=tracker.module_types,
+        training=tracker.model.training,
+        training_exceptions=tracker.training_exceptions(),
         autocast=autocast_modes(),
-        accumulating=watch.accumulates,
-        buffers=watch.buffer_keys(),
-        hooks=watch.hook_keys(),
+        accumulating=tracker.has_gradients,
+        buffers=tracker.buffer_properties(),
+        hook_ids=tracker.hook_ids(),
     )
 
 
-class Binding:
-    """A program's placeholders found in a model: looked up at each call, so that parameters that
-    were replaced (`load_state_dict(assign=True)`, `to`) are the ones that run.
+class TensorBinding:
+    """Finds the tensors for a program's placeholders in a model and in the inputs of a call.
 
-    Raises `GuardError` at construction where the model does not fit the program.
+    Parameters and buffers are looked up by name at each call, so that replaced ones
+    (`load_state_dict(assign=True)`, `to`) are used. Raises `GuardError` at construction where the
+    model does not fit the program.
     """
 
     def __init__(self, program: Program, model: nn.Module) -> None:
-        self._found: list[int | tuple[Mapping[str, torch.Tensor | None], str]] = []
+        # Of each placeholder, the index of an input, or a module's table and the name in it.
+        self._sources: list[int | tuple[Mapping[str, torch.Tensor | None], str]] = []
         for placeholder in program.placeholders:
             if placeholder.kind == "input":
-                self._found.append(int(placeholder.target))
+                self._sources.append(int(placeholder.target))
             elif placeholder.kind in ("parameter", "buffer"):
-                self._found.append(self._find(placeholder, model))
+                self._sources.append(self._locate(placeholder, model))
 
     @staticmethod
-    def _find(
+    def _locate(
         placeholder: Placeholder, model: nn.Module
     ) -> tuple[Mapping[str, torch.Tensor | None], str]:
+        """Return the table of the module that owns a parameter or buffer, and its name there."""
         path, _, name = placeholder.target.rpartition(".")
         try:
             owner = model.get_submodule(path)
@@ -238,32 +256,34 @@ class Binding:
         return table, name
 
     def tensors(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The tensors of a call: parameters, buffers and inputs, as the placeholders are."""
-        found: list[torch.Tensor] = []
-        for place in self._found:
-            if isinstance(place, int):
-                found.append(leaves[place])
+        """Return the parameters, buffers and inputs of a call in the order of the placeholders.
+
+        `leaves` are the input tensors of the call."""
+        tensors: list[torch.Tensor] = []
+        for source in self._sources:
+            if isinstance(source, int):
+                tensors.append(leaves[source])
                 continue
-            table, name = place
+            table, name = source
             tensor = table.get(name)
             if tensor is None:
-                raise GuardError(f"the model's {name} is gone since it was planned; plan it anew")
-            found.append(tensor)
-        return found
+                raise GuardError(f"the model's {name} is gone since it was planned; replan it")
+            tensors.append(tensor)
+        return tensors
 
 
-def check_tensor(what: str, tensor: torch.Tensor, placeholder: Placeholder) -> None:
-    """Raise `GuardError` that says how a tensor differs from what the plan assumed."""
+def check_tensor(label: str, tensor: torch.Tensor, placeholder: Placeholder) -> None:
+    """Raise `GuardError` if a tensor differs from the planned one; `label` names the tensor."""
     planned = placeholder.tensor
     differences = [
-        f"{field} {found} instead of {expected}"
-        for field, found, expected in (
+        f"{field} {actual} instead of {expected}"
+        for field, actual, expected in (
             ("dtype", str(tensor.dtype).removeprefix("torch."), planned.dtype),
             ("shape", tuple(tensor.shape), planned.shape),
             ("stride", tuple(tensor.stride()), planned.stride),
             ("device", str(tensor.device), planned.device),
         )
-        if found != expected
+        if actual != expected
     ]
     if placeholder.kind != "input" and tensor.requires_grad != placeholder.requires_grad:
         differences.append(
@@ -271,31 +291,32 @@ def check_tensor(what: str, tensor: torch.Tensor, placeholder: Placeholder) -> N
         )
     if differences:
         raise GuardError(
-            f"{what} differs from what the plan was made for: {'; '.join(differences)}. "
-            "Plan again for it"
+            f"{label} differs from what the plan was made for: {'; '.join(differences)}. "
+            "Replan for it"
         )
 
 
 def check_call(
-    program: Program, structure: Structure, leaves: Sequence[torch.Tensor], watch: Watch
+    program: Program, structure: Structure, leaves: Sequence[torch.Tensor], tracker: ModelTracker
 ) -> None:
-    """Raise `GuardError` where a call, or the model by now, differs from what a program without its
-    model's planner (one that was lowered from a file) was made for."""
+    """Raise `GuardError` if a call, or the model's present state, differs from what `program`
+    assumes. For programs from a file, which have no planner that could replan."""
     environment = program.environment
-    Binding(program, watch.model)
+    TensorBinding(program, tracker.model)
     if structure != program.inputs:
         raise GuardError(
             "the arguments differ in structure or in a Python value from those that the program "
             "was made for; trace the model with these arguments"
         )
     # An older trace does not say which inputs required a gradient, only which got one.
-    has = {gradient.placeholder for gradient in program.gradients}
+    has_gradient = {gradient.placeholder for gradient in program.gradients}
     for placeholder in program.placeholders:
         if placeholder.kind == "input":
-            number = int(placeholder.target)
-            leaf, path = leaves[number], structure.path_of(number)
+            index = int(placeholder.target)
+            leaf, path = leaves[index], structure.path_of(index)
             check_tensor(f"input {path}", leaf, placeholder)
-            if leaf.requires_grad and not (placeholder.requires_grad or placeholder.name in has):
+            is_differentiated = placeholder.requires_grad or placeholder.name in has_gradient
+            if leaf.requires_grad and not is_differentiated:
                 raise GuardError(
                     f"input {path} requires a gradient, and the program computes none for it; "
                     "trace the model with an input that requires one"
@@ -305,11 +326,11 @@ def check_call(
             f"autocast is {autocast_modes() or 'off'}, the program was made with "
             f"{environment.autocast or 'autocast off'}; casts are part of the program"
         )
-    if (watch.model.training, watch.training_exceptions()) != (
+    if (tracker.model.training, tracker.training_exceptions()) != (
         environment.training,
         environment.training_exceptions,
     ):
         raise GuardError(
             "the model's training flags differ from those that the program was made with; "
-            "call model.train() or model.eval() accordingly, or trace it anew"
+            "call model.train() or model.eval() accordingly, or retrace the model"
         )

@@ -1,7 +1,7 @@
-"""`lower`: a Program becomes two runnable fx graphs, and with a model a `RematModule`.
+"""`lower_program`: turns a Program into a forward and a backward graph that run.
 
-Nothing in a document is trusted: operations resolve through `operators.resolve`, names were checked
-when the Program was read, and no text of the document is executed other than as those names.
+Nothing in a document is trusted. Operations resolve through `operators.resolve`, names were checked
+when the Program was read, and no text of the document is executed except as those names.
 """
 
 from __future__ import annotations
@@ -14,171 +14,205 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.fx.graph import _BoxedCodeGen
 
 from remat.documents.arguments import Argument, refs
 from remat.documents.program import Program, Statement
 from remat.documents.records import Placeholder, TensorMeta
 from remat.documents.trace import ACCUMULATE
-from remat.errors import DocumentError
-from remat.frontend.common.grad_mode import NEEDS_GRAD_MODE, with_grad_mode
+from remat.errors import DocumentError, GuardError
 from remat.frontend.common.operators import NAMESPACES, decode_argument, decode_literal, resolve
-from remat.frontend.common.pytree import builder
-from remat.frontend.runtime.accumulate import accumulate
-from remat.frontend.runtime.launch import Launcher, launcher
-from remat.frontend.runtime.rng_state import generator_state, replay
+from remat.frontend.common.pytree import unflattener
+from remat.frontend.common.torch_modes import NEEDS_GRAD_MODE, run_with_grad_mode
+from remat.frontend.runtime.gradient_accumulation import accumulate_grad
+from remat.frontend.runtime.launcher import Launcher, generate_launcher
+from remat.frontend.runtime.rng_state import generator_state, run_with_generator_state
+from remat.passes.device_placement import device_type, program_on_device
 
 
 @dataclass(frozen=True)
-class Compiled:
-    """A program ready to run on any model that it fits.
+class LoweredProgram:
+    """A program as functions that run, for any model that it fits.
 
-    `forward` takes the tensors of `inputs`, which are placeholders, and the constants (in a list,
-    which it empties); it returns the outputs, then `program.saved` without placeholders, then
-    `program.states`. `backward` takes the saved tensors, the states, the tangents, the constants,
-    and the parameters to accumulate into; it returns the gradients in the order of
-    `program.gradients`. `saved` and `accumulated` are numbers of inputs, `gradients` has the number
-    of each input's gradient. What runs are launchers; the graphs are there to be read.
+    `launch_forward` takes the tensors of `input_names`, then the constants, in a list that it
+    empties. It returns the outputs, then the saved tensors that are no inputs, then the RNG states
+    (`program.states`). `launch_backward` takes the saved tensors, inputs first, then the RNG
+    states, the tangents, the constants, and the parameters whose gradients it accumulates. It
+    returns the gradients in the order of `program.gradients`.
+
+    `saved_inputs` and `accumulated_inputs` are indices of inputs. `gradient_of_input` has for each
+    input the index of its gradient, or None. The fx graphs are only for reading.
     """
 
     program: Program
     constants: tuple[torch.Tensor, ...]
     launch_forward: Launcher
     launch_backward: Launcher
-    rebuild: Callable[[Sequence[object]], Any]
-    inputs: tuple[str, ...]
-    saved: tuple[int, ...]
-    accumulated: tuple[int, ...]
-    gradients: tuple[int | None, ...]
-    tangents: Mapping[str, TensorMeta]
+    unflatten_outputs: Callable[[Sequence[object]], Any]
+    input_names: tuple[str, ...]
+    saved_inputs: tuple[int, ...]
+    accumulated_inputs: tuple[int, ...]
+    gradient_of_input: tuple[int | None, ...]
+    tangent_metas: Mapping[str, TensorMeta]
     namespaces: frozenset[str]
 
     @cached_property
-    def forward(self) -> fx.GraphModule:
-        """The forward, printable."""
-        return fx.GraphModule(torch.nn.Module(), _forward(self.program, self.namespaces))
+    def forward_graph(self) -> fx.GraphModule:
+        """The forward graph, printable."""
+        return fx.GraphModule(nn.Module(), _forward_graph(self.program, self.namespaces))
 
     @cached_property
-    def backward(self) -> fx.GraphModule:
-        """The backward, printable."""
-        return fx.GraphModule(torch.nn.Module(), _backward(self.program, self.namespaces))
+    def backward_graph(self) -> fx.GraphModule:
+        """The backward graph, printable."""
+        return fx.GraphModule(nn.Module(), _backward_graph(self.program, self.namespaces))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return compile_program, (self.program, self.namespaces)
+        return lower_program, (self.program, self.namespaces)
 
 
-def compile_program(program: Program, namespaces: Collection[str] = NAMESPACES) -> Compiled:
-    """Write the launchers of the forward and the backward.
+def lower_program(program: Program, namespaces: Collection[str] = NAMESPACES) -> LoweredProgram:
+    """Generate the functions that run the program's forward and backward.
 
     Raises `DocumentError` for an operation or an output type that is not allowed or not there.
     """
-    outside = {p.name: p for p in program.placeholders}
-    inputs = _inputs(program)
-    number_of = {g.placeholder: number for number, g in enumerate(program.gradients)}
-    return Compiled(
+    placeholders = {p.name: p for p in program.placeholders}
+    inputs = _input_names(program)
+    gradient_index = {g.placeholder: index for index, g in enumerate(program.gradients)}
+    return LoweredProgram(
         program=program,
-        launch_forward=launcher(_forward(program, namespaces)),
-        launch_backward=launcher(_backward(program, namespaces)),
-        constants=tuple(_constant(p) for p in program.placeholders if p.kind == "constant"),
-        rebuild=builder(program.result),
-        inputs=tuple(inputs),
-        saved=tuple(inputs.index(name) for name in program.saved if name in outside),
-        accumulated=tuple(inputs.index(name) for name in _accumulated(program)),
-        gradients=tuple(number_of.get(name) for name in inputs),
-        tangents={o.tangent: outside[o.tangent].tensor for o in program.outputs if o.tangent},
+        launch_forward=generate_launcher(_forward_graph(program, namespaces)),
+        launch_backward=generate_launcher(_backward_graph(program, namespaces)),
+        constants=tuple(_decode_constant(p) for p in program.placeholders if p.kind == "constant"),
+        unflatten_outputs=unflattener(program.result),
+        input_names=tuple(inputs),
+        saved_inputs=tuple(inputs.index(name) for name in program.saved if name in placeholders),
+        accumulated_inputs=tuple(inputs.index(name) for name in _accumulated_names(program)),
+        gradient_of_input=tuple(gradient_index.get(name) for name in inputs),
+        tangent_metas={
+            o.tangent: placeholders[o.tangent].tensor for o in program.outputs if o.tangent
+        },
         namespaces=frozenset(namespaces),
     )
 
 
-def _inputs(program: Program) -> list[str]:
+def program_on_model_device(program: Program, model: nn.Module) -> Program:
+    """Return the program for the GPU that `model` is on, whichever GPU it was planned for: "cuda:0"
+    in a program is the device of the step, not the first of a machine.
+
+    Raises `GuardError` where the model is on another type of device, or on several GPUs.
+    """
+    planned_type = device_type(program.device)
+    model_devices = {str(tensor.device) for tensor in (*model.parameters(), *model.buffers())}
+    candidates = sorted(d for d in model_devices if device_type(d) == planned_type)
+    if model_devices and not candidates:
+        names = ", ".join(sorted(model_devices))
+        raise GuardError(
+            f"the program was made for {program.device}, with the operations that torch runs "
+            f"there, and this {type(model).__name__} is on {names}: move it with "
+            f"model.to({planned_type!r}), or trace it for {names}"
+        )
+    if len(candidates) > 1:
+        raise GuardError(
+            f"the program is for one device, and this {type(model).__name__} is on "
+            f"{', '.join(candidates)}: put it on one"
+        )
+    return program_on_device(program, candidates[0]) if candidates else program
+
+
+def _input_names(program: Program) -> list[str]:
     return [p.name for p in program.placeholders if p.kind not in ("tangent", "constant")]
 
 
-def _constants(program: Program) -> list[str]:
+def _constant_names(program: Program) -> list[str]:
     return [p.name for p in program.placeholders if p.kind == "constant"]
 
 
-def _accumulated(program: Program) -> list[str]:
+def _accumulated_names(program: Program) -> list[str]:
+    """Return the names of the parameters into whose `.grad` the backward accumulates."""
     return [n for s in program.backward if s.target == ACCUMULATE for n in refs(s.args[0])]
 
 
-def _forward(program: Program, namespaces: Collection[str]) -> fx.Graph:
-    outside = {p.name for p in program.placeholders}
-    saved = [name for name in program.saved if name not in outside]
-    return _graph(
+def _forward_graph(program: Program, namespaces: Collection[str]) -> fx.Graph:
+    placeholders = {p.name for p in program.placeholders}
+    saved = [name for name in program.saved if name not in placeholders]
+    return _build_graph(
         program.forward,
-        inputs=[*_inputs(program), *_constants(program)],
+        inputs=[*_input_names(program), *_constant_names(program)],
         outputs=[*(o.name for o in program.outputs), *saved, *program.states],
         namespaces=namespaces,
     )
 
 
-def _backward(program: Program, namespaces: Collection[str]) -> fx.Graph:
-    outside = {p.name for p in program.placeholders}
-    return _graph(
+def _backward_graph(program: Program, namespaces: Collection[str]) -> fx.Graph:
+    placeholders = {p.name for p in program.placeholders}
+    return _build_graph(
         program.backward,
         inputs=[
-            *sorted(program.saved, key=lambda name: name not in outside),  # placeholders first
+            *sorted(program.saved, key=lambda name: name not in placeholders),  # inputs first
             *program.states,
             *(o.tangent for o in program.outputs if o.tangent),
-            *_constants(program),
-            *(f"into_{name}" for name in _accumulated(program)),
+            *_constant_names(program),
+            *(f"into_{name}" for name in _accumulated_names(program)),
         ],
         outputs=[g.name for g in program.gradients],
         namespaces=namespaces,
     )
 
 
-def _graph(
+def _build_graph(
     statements: Sequence[Statement],
     inputs: Sequence[str],
     outputs: Sequence[str],
     namespaces: Collection[str],
 ) -> fx.Graph:
     graph = fx.Graph()
-    # The boxed calling convention empties its argument list, so that each value dies after its
+    # The boxed calling convention empties its argument list, so that each value is freed after its
     # last use; the ordinary one would keep every saved tensor alive through the backward.
     graph.set_codegen(_BoxedCodeGen())
     nodes: dict[str, Any] = {name: graph.placeholder(name) for name in inputs}
     for statement in statements:
-        _add(graph, statement, nodes, namespaces)
+        _append(graph, statement, nodes, namespaces)
     graph.output([nodes[name] for name in outputs])
     return graph
 
 
-def _add(
+def _append(
     graph: fx.Graph, statement: Statement, nodes: dict[str, Any], namespaces: Collection[str]
 ) -> None:
+    """Append the calls of a statement to the graph, and its results to `nodes`, by name."""
+
     def decode(argument: Argument) -> Any:
         return decode_argument(argument, nodes)
 
     args = statement.args
     if statement.target == ACCUMULATE:
         parameter = nodes[f"into_{next(refs(args[0]))}"]
-        call = graph.call_function(accumulate, (parameter, decode(args[1])))
+        call = graph.call_function(accumulate_grad, (parameter, decode(args[1])))
     else:
         operation: Any = resolve(statement.target, namespaces)
         decoded = tuple(decode(item) for item in args)
         kwargs = {key: decode(item) for key, item in statement.kwargs.items()}
-        called = operation, decoded, kwargs
+        call_arguments = operation, decoded, kwargs
         if statement.random == "save":
-            made = graph.call_function(generator_state, (statement.device,))
-            nodes[statement.state] = _named(made, statement.state)
+            state_node = graph.call_function(generator_state, (statement.device,))
+            nodes[statement.state] = _named(state_node, statement.state)
         if statement.random == "replay":
             state: Any = nodes[statement.state]
-            call = graph.call_function(replay, (state, statement.device, *called))
+            call = graph.call_function(
+                run_with_generator_state, (state, statement.device, *call_arguments)
+            )
         elif statement.target in NEEDS_GRAD_MODE:
-            call = graph.call_function(with_grad_mode, called)
+            call = graph.call_function(run_with_grad_mode, call_arguments)
         else:
-            call = graph.call_function(*called)
+            call = graph.call_function(*call_arguments)
     call.meta["remat"] = {"module": statement.module, "rerun": statement.rerun}
-    for bound in statement.results:
-        item = call
-        if bound.position >= 0:
-            # Tuple elements are taken at once, or the tuple would keep all of its parts alive.
-            item = graph.call_function(operator.getitem, (call, bound.position))
-        nodes[bound.name] = _named(item, bound.name)
+    for result in statement.results:
+        result_node = call
+        if result.position >= 0:
+            # Tuple elements are read at once, or the tuple would keep all of them alive.
+            result_node = graph.call_function(operator.getitem, (call, result.position))
+        nodes[result.name] = _named(result_node, result.name)
 
 
 def _named(node: fx.Node, name: str) -> fx.Node:
@@ -186,7 +220,8 @@ def _named(node: fx.Node, name: str) -> fx.Node:
     return node
 
 
-def _constant(placeholder: Placeholder) -> torch.Tensor:
+def _decode_constant(placeholder: Placeholder) -> torch.Tensor:
+    """Return the tensor whose data a program contains. Raises `DocumentError`."""
     meta = placeholder.tensor
     dtype = decode_literal("dtype", meta.dtype)
     assert isinstance(dtype, torch.dtype)

@@ -1,9 +1,9 @@
-"""`RematModule`: the model with another forward.
+"""`RematModule`: the original model, whose forward runs the planned training step.
 
 A `torch.fx.GraphModule` that shares the model's parameters, buffers, submodules and hooks (the very
-same dictionaries) and the signature of its forward, so that optimizers, `state_dict`, `to`,
-`train`, weight tying and whoever reads signatures see the model. Evaluation and `no_grad` run the
-model's own forward.
+same dictionaries) and the signature of its forward. So optimizers, `state_dict`, `to`, `train`,
+weight tying and code that inspects signatures see the model. Evaluation and `no_grad` run the
+model's original forward.
 """
 
 from __future__ import annotations
@@ -18,13 +18,19 @@ import torch
 from torch import fx, nn
 
 from remat.documents.program import Program
-from remat.frontend.capture.model.compiled_modules import uncompiled
+from remat.frontend.capture.model.compiled_modules import unwrap_compiled
 from remat.frontend.common.operators import NAMESPACES
-from remat.frontend.runtime.autograd_function import left_alone, run_step
-from remat.frontend.runtime.guards import Binding, Call, Signature, Watch, check_call, signature
-from remat.frontend.runtime.lower import Compiled, compile_program
-from remat.frontend.runtime.output_tracking import ReturnedOutputs
-from remat.frontend.runtime.relocation import at_home
+from remat.frontend.runtime.autograd_function import exclude_from_compile, run_step
+from remat.frontend.runtime.guards import (
+    CallSignature,
+    ModelCall,
+    ModelTracker,
+    TensorBinding,
+    call_signature,
+    check_call,
+)
+from remat.frontend.runtime.lower import LoweredProgram, lower_program, program_on_model_device
+from remat.frontend.runtime.output_monitor import OutputReleaseMonitor
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -34,121 +40,146 @@ if TYPE_CHECKING:
     from remat.plan import Plan
 
 
-class Ready:
-    """A compiled program bound to a model, with its plan if there is one."""
+class BoundProgram:
+    """A lowered program bound to the tensors of one model, with its plan if there is one."""
 
-    def __init__(self, compiled: Compiled, model: nn.Module, plan: Plan | None) -> None:
-        self.compiled = compiled
+    def __init__(self, lowered: LoweredProgram, model: nn.Module, plan: Plan | None) -> None:
+        self.lowered = lowered
         self.plan = plan
         self._model = model
-        self._binding = Binding(compiled.program, model)
-        self._returned = ReturnedOutputs(compiled.program)
+        self._binding = TensorBinding(lowered.program, model)
+        self._output_monitor = OutputReleaseMonitor(lowered.program)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Ready, (self.compiled, self._model, self.plan)
+        return BoundProgram, (self.lowered, self._model, self.plan)
 
     def __call__(self, leaves: Sequence[torch.Tensor]) -> Any:
         tensors = self._binding.tensors(leaves)
-        return self.compiled.rebuild(run_step(self.compiled, tensors, self._returned))
+        return self.lowered.unflatten_outputs(run_step(self.lowered, tensors, self._output_monitor))
 
     @property
     def training(self) -> bool:
-        """Whether it was planned in training mode."""
-        return self.compiled.program.environment.training
+        """True if the step was planned with the model in training mode."""
+        return self.lowered.program.environment.training
 
-    def run(self, call: Call, own: Callable[..., Any]) -> Any:
-        """One call of the model."""
+    def run(self, call: ModelCall, original_forward: Callable[..., Any]) -> Any:
+        """Return the outputs of one call of the model, computed by the program."""
         return self(call.leaves)
 
 
-class Runnable(Protocol):
-    """A planned step of a model whose forward is `own`."""
+class PlannedStep(Protocol):
+    """A planned training step of a model: of the whole model, or of its blocks."""
 
     @property
-    def training(self) -> bool: ...
+    def training(self) -> bool:
+        """True if the step was planned with the model in training mode."""
+        ...
 
-    def run(self, call: Call, own: Callable[..., Any]) -> Any: ...
-
-
-class Source(Protocol):
-    """Where a module's ready programs come from: a planner, or one program from a file."""
-
-    timings_s: dict[str, float]
-
-    def ready(self, watch: Watch, call: Call) -> Runnable: ...
-
-    def current(self) -> Runnable | None: ...
-
-    def rebind(self, model: nn.Module) -> Source: ...
-
-    def follow(self, model: nn.Module) -> None:
-        """The model is made of other modules now."""
+    def run(self, call: ModelCall, original_forward: Callable[..., Any]) -> Any:
+        """Return the outputs of one call; a plan of blocks runs them in `original_forward`."""
         ...
 
 
-class FixedSource:
-    """One program, made elsewhere: a call that differs from it is an error."""
+class StepProvider(Protocol):
+    """Provides the planned step for each call of a module: a planner, or one fixed program."""
 
-    def __init__(self, program: Program, model: nn.Module, compiled: Compiled, plan: Plan | None):
-        self._ready = Ready(compiled, model, plan)
-        self._program = program
-        self._checked: Signature | None = None
-        self.timings_s: dict[str, float] = {}
+    timings_s: dict[str, float]
 
-    def ready(self, watch: Watch, call: Call) -> Ready:
-        key = signature(watch, call.structure, call.leaves)
-        if key != self._checked:
-            check_call(self._program, call.structure, call.leaves, watch)
-            self._checked = key
-        return self._ready
+    def step_for(self, tracker: ModelTracker, call: ModelCall) -> PlannedStep:
+        """Return the planned step for a call of the tracked model."""
+        ...
 
-    def current(self) -> Ready | None:
-        return self._ready
+    def current_step(self) -> PlannedStep | None:
+        """Return the step that ran or was planned last, None before the first."""
+        ...
 
-    def follow(self, model: nn.Module) -> None:
-        self._ready = Ready(self._ready.compiled, model, self._ready.plan)
-        self._checked = None
+    def copy_for(self, model: nn.Module) -> StepProvider:
+        """Return a provider of the same plans for a copy of the model."""
+        ...
 
-    def rebind(self, model: nn.Module) -> Source:
-        return FixedSource(self._program, model, self._ready.compiled, self._ready.plan)
+    def rebind(self, model: nn.Module) -> None:
+        """Bind the plans to the model's current submodules, after some were replaced."""
+        ...
 
 
-class Step:
-    """Decides at each call between the plan and the model's `own` forward."""
+class FixedStepProvider:
+    """Provides one program that was planned elsewhere; a call that it does not fit is an error."""
 
     def __init__(
-        self, model: nn.Module, source: Source, own: Callable[..., Any] | None = None
+        self, program: Program, model: nn.Module, lowered: LoweredProgram, plan: Plan | None
+    ) -> None:
+        self._step = BoundProgram(lowered, model, plan)
+        self._program = program
+        self._checked_signature: CallSignature | None = None
+        self.timings_s: dict[str, float] = {}
+
+    def step_for(self, tracker: ModelTracker, call: ModelCall) -> BoundProgram:
+        """Return the program. Raises `GuardError` where the call does not fit it."""
+        signature = call_signature(tracker, call.structure, call.leaves)
+        if signature != self._checked_signature:
+            check_call(self._program, call.structure, call.leaves, tracker)
+            self._checked_signature = signature
+        return self._step
+
+    def current_step(self) -> BoundProgram | None:
+        """Return the program."""
+        return self._step
+
+    def rebind(self, model: nn.Module) -> None:
+        """Bind the program to the model's current submodules, after some were replaced."""
+        self._step = BoundProgram(self._step.lowered, model, self._step.plan)
+        self._checked_signature = None
+
+    def copy_for(self, model: nn.Module) -> StepProvider:
+        """Return a provider of the same program for a copy of the model."""
+        return FixedStepProvider(self._program, model, self._step.lowered, self._step.plan)
+
+
+class StepDispatcher:
+    """Decides at each call of a model whether the planned step or its original forward runs.
+
+    `original_forward` is the model's `forward` unless it is passed.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        provider: StepProvider,
+        original_forward: Callable[..., Any] | None = None,
     ) -> None:
         self.model = model
-        self.source = source
-        self._given = own
-        self._watch = Watch(model)
+        self.provider = provider
+        self._original_forward = original_forward
+        self._tracker = ModelTracker(model)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """One call of the module, without its hooks."""
+        """Return the outputs of one call of the model, without running its own hooks."""
         if not torch.is_grad_enabled():  # torch.compile compiles this
-            return self._own(*args, **kwargs)
-        return self._trained(args, kwargs)
+            return self._run_original(*args, **kwargs)
+        return self._run_with_grad(args, kwargs)
 
-    @left_alone
-    def _trained(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    @exclude_from_compile
+    def _run_with_grad(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         model = self.model
-        current = self.source.current()
-        planned_training = current is None or current.training
+        current_step = self.provider.current_step()
+        planned_training = current_step is None or current_step.training
         if not model.training and planned_training:
-            return self._own(*args, **kwargs)
-        call = Call.of(args, kwargs, "the arguments ")
-        if self._watch.look():
-            self.source.follow(model)
-        if not self._watch.trains and not any(t.requires_grad for t in call.leaves):
-            return self._own(*args, **kwargs)
-        return self.source.ready(self._watch, call).run(call, self._own)
+            return self._run_original(*args, **kwargs)
+        call = ModelCall.of(args, kwargs, "the arguments ")
+        if self._tracker.refresh():
+            self.provider.rebind(model)
+        if not self._tracker.has_trainable_parameters and not any(
+            t.requires_grad for t in call.leaves
+        ):
+            return self._run_original(*args, **kwargs)
+        return self.provider.step_for(self._tracker, call).run(call, self._run_original)
 
-    def _own(self, *args: Any, **kwargs: Any) -> Any:
-        return (self._given or self.model.forward)(*args, **kwargs)
+    def _run_original(self, *args: Any, **kwargs: Any) -> Any:
+        return (self._original_forward or self.model.forward)(*args, **kwargs)
 
 
-def _outer_graph() -> fx.Graph:
+def _dispatching_graph() -> fx.Graph:
+    """Return the graph of a `RematModule`: one call of its `StepDispatcher`."""
     graph = fx.Graph()
     args = graph.create_node("placeholder", "*args", name="args")
     kwargs = graph.create_node("placeholder", "**kwargs", name="kwargs")
@@ -157,7 +188,7 @@ def _outer_graph() -> fx.Graph:
     return graph
 
 
-_SHARED = (
+_SHARED_ATTRIBUTES = (
     "_parameters",
     "_buffers",
     "_modules",
@@ -170,75 +201,80 @@ _SHARED = (
     "_backward_hooks",
     "_backward_pre_hooks",
 )
-"""Not copied: what happens to the model's tensors and hooks happens here, and the reverse."""
+"""Attributes of the model that a `RematModule` uses without copying them: a change of a tensor or
+hook of either is a change of both."""
 
 
 class RematModule(fx.GraphModule):
     """See `remat.optimize`. `plan`, `program`, `forward_graph` and `backward_graph` are those of
     the latest planned inputs, or None before the first call."""
 
-    def __init__(self, model: nn.Module, source: Source) -> None:
-        self.__dict__["_model"] = model  # asked for its signature below
+    def __init__(self, model: nn.Module, provider: StepProvider) -> None:
+        self.__dict__["_model"] = model  # `recompile`, called below, reads its signature
         root = nn.Module()
-        root.step = Step(model, source)  # type: ignore[assignment]
-        super().__init__(root, _outer_graph(), class_name=f"Remat{type(model).__name__}")
-        self.__dict__.update({name: getattr(model, name) for name in _SHARED})
+        root.step = StepDispatcher(model, provider)  # type: ignore[assignment]
+        super().__init__(root, _dispatching_graph(), class_name=f"Remat{type(model).__name__}")
+        self.__dict__.update({name: getattr(model, name) for name in _SHARED_ATTRIBUTES})
         self.training = model.training
 
     def recompile(self) -> PythonCode:
-        """As `GraphModule.recompile`; what is made has the signature of the model's forward."""
+        """Generate the forward as `GraphModule.recompile`, with the signature of the model's."""
         code = super().recompile()
-        with contextlib.suppress(TypeError, ValueError):  # of a forward that has none
-            given = inspect.signature(self.__dict__["_model"].forward)
-            me = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-            # fx makes a class for each module, so that this forward is of this module alone.
-            type(self).forward.__signature__ = given.replace(  # type: ignore[attr-defined]
-                parameters=[me, *given.parameters.values()]
+        with contextlib.suppress(TypeError, ValueError):  # a forward without a signature
+            signature = inspect.signature(self.__dict__["_model"].forward)
+            self_parameter = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+            # fx creates a class for each module, so that this forward is of this module alone.
+            type(self).forward.__signature__ = signature.replace(  # type: ignore[attr-defined]
+                parameters=[self_parameter, *signature.parameters.values()]
             )
         return code
 
     @property
     def _is_full_backward_hook(self) -> bool | None:
-        """Goes with the hooks, which are the model's."""
+        """The model's flag, as the backward hooks are the model's."""
         return self.__dict__["_model"]._is_full_backward_hook
 
     @_is_full_backward_hook.setter
     def _is_full_backward_hook(self, value: bool | None) -> None:  # type: ignore[override]
-        if value is not None:  # but as a new module sets it
+        if value is not None:  # None is what `nn.Module.__init__` sets
             self.__dict__["_model"]._is_full_backward_hook = value
 
     @property
     def plan(self) -> Plan | None:
         """The schedule with its peak, time and bound."""
-        ready = self._ready()
-        return ready.plan if ready else None
+        step = self._current_program()
+        return step.plan if step else None
 
     @property
     def program(self) -> Program | None:
-        """The rewritten step as a document; `program.save(path)` keeps it for the next run."""
-        ready = self._ready()
-        return ready.compiled.program if ready else None
+        """The rewritten step as a document; `program.save(path)` stores it for a later process."""
+        step = self._current_program()
+        return step.lowered.program if step else None
 
     @property
     def forward_graph(self) -> fx.GraphModule | None:
-        """The forward that runs, printable."""
-        ready = self._ready()
-        return ready.compiled.forward if ready else None
+        """The forward graph that runs, printable."""
+        step = self._current_program()
+        return step.lowered.forward_graph if step else None
 
     @property
     def backward_graph(self) -> fx.GraphModule | None:
-        """The backward that runs, printable."""
-        ready = self._ready()
-        return ready.compiled.backward if ready else None
+        """The backward graph that runs, printable."""
+        step = self._current_program()
+        return step.lowered.backward_graph if step else None
 
     @property
     def timings_s(self) -> dict[str, float]:
-        """Where the time of the latest planning went, in seconds by phase."""
-        return dict(self.__dict__["step"].source.timings_s)
+        """The seconds that each phase of the latest planning took."""
+        return dict(self._provider.timings_s)
 
-    def _ready(self) -> Ready | None:
-        ready = self.__dict__["step"].source.current()
-        return ready if isinstance(ready, Ready) else None
+    @property
+    def _provider(self) -> StepProvider:
+        return self.__dict__["step"].provider
+
+    def _current_program(self) -> BoundProgram | None:
+        step = self._provider.current_step()
+        return step if isinstance(step, BoundProgram) else None
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -250,7 +286,7 @@ class RematModule(fx.GraphModule):
             return getattr(model, name)
 
     def train(self, mode: bool = True) -> RematModule:
-        """As `nn.Module.train`, on the model itself."""
+        """Set the training mode of the model, as `nn.Module.train`."""
         self.__dict__["_model"].train(mode)
         self.training = mode
         return self
@@ -260,26 +296,26 @@ class RematModule(fx.GraphModule):
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own state, under the model's own keys."""
+        """Return the model's state under the model's keys."""
         return self.__dict__["_model"].state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load into the model."""
+        """Load a state dict into the model."""
         return self.__dict__["_model"].load_state_dict(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RematModule:
-        model = copy.deepcopy(self.__dict__["_model"], memo)
-        return RematModule(model, self.__dict__["step"].source.rebind(model))
+        return _copy_for(copy.deepcopy(self.__dict__["_model"], memo), self._provider)
 
     def __copy__(self) -> RematModule:
-        return RematModule(self.__dict__["_model"], self.__dict__["step"].source)
+        return RematModule(self.__dict__["_model"], self._provider)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restore, (self.__dict__["_model"], self.__dict__["step"].source)
+        return _copy_for, (self.__dict__["_model"], self._provider)
 
 
-def _restore(model: nn.Module, source: Source) -> RematModule:
-    return RematModule(model, source.rebind(model))
+def _copy_for(model: nn.Module, provider: StepProvider) -> RematModule:
+    """Return a `RematModule` of a copied or unpickled model."""
+    return RematModule(model, provider.copy_for(model))
 
 
 def lower(
@@ -289,18 +325,18 @@ def lower(
     plan: Plan | None = None,
     namespaces: Collection[str] = NAMESPACES,
 ) -> RematModule:
-    """Turn a program, from `remat.rewrite`, a file or the service, into a running module.
+    """Turn a program from `remat.rewrite`, a file or the service into a module that trains.
 
     A program for one GPU runs on any other: it is lowered for the one that the model is on.
 
-    The module uses `model`'s own parameters and checks at each call that the call is the one that
-    the program was made for. `namespaces` are the torch operator namespaces whose operations may
+    The module uses `model`'s own parameters and checks that each call matches the one that the
+    program was planned for. `namespaces` are the torch operator namespaces whose operations may
     run; add your library's where the model uses custom operators.
 
     Raises `GuardError` where the model does not fit, `DocumentError` for an operation that is not
     allowed.
     """
-    model = uncompiled(model)
-    program = at_home(program, model)
-    compiled = compile_program(program, namespaces)
-    return RematModule(model, FixedSource(program, model, compiled, plan))
+    model = unwrap_compiled(model)
+    program = program_on_model_device(program, model)
+    lowered = lower_program(program, namespaces)
+    return RematModule(model, FixedStepProvider(program, model, lowered, plan))

@@ -1,9 +1,10 @@
-"""Generator states: recorded when a random operation first runs, replayed when it runs again.
+"""RNG states: recorded when a random operation first runs, restored when it is recomputed.
 
-torch's own graph-safe scheme assumes one recomputation; a schedule may hold any number. On CUDA a
-state is two numbers on the host, the Philox seed and offset, so recording one costs no tensor; on
-the CPU it is a tensor of 5 KB. Inside a CUDA graph capture torch tells neither number (a replay
-brings its own), so a step that is to be captured must draw everything once: `remat.passes.draws`.
+torch's own graph-safe scheme assumes one recomputation; a schedule may have any number. On CUDA a
+state is two integers on the host, the Philox seed and offset, so recording one costs no tensor; on
+the CPU it is a tensor of 5 KB. Inside a CUDA graph capture torch exposes neither integer (a replay
+brings its own), so a step that is to be captured must not recompute random operations: see
+`remat.passes.random_operations`.
 """
 
 from __future__ import annotations
@@ -15,61 +16,64 @@ import torch
 
 from remat.errors import GuardError
 
-State = torch.Tensor | tuple[int, int]
-"""Bytes of the CPU's generator, or the seed and offset of a CUDA one."""
+RngState = torch.Tensor | tuple[int, int]
+"""The state tensor of the CPU's generator, or the Philox seed and offset of a CUDA generator."""
 
 
-def generator_state(device: str) -> State:
-    """The state of the default generator on `device`."""
+def generator_state(device: str) -> RngState:
+    """Return the state of the default generator of `device`. Raises `GuardError` inside a CUDA
+    graph capture."""
     if not device.startswith("cuda"):
         return torch.get_rng_state()
     if torch.cuda.is_current_stream_capturing():
         raise GuardError(
             "this plan recomputes random operations, whose generator state cannot be recorded "
-            "inside a CUDA graph capture; plan with optimize(..., cuda_graphs=True), which keeps "
-            "what was drawn, or do not capture"
+            "inside a CUDA graph capture; plan with optimize(..., cuda_graphs=True), which retains "
+            "their results, or do not capture"
         )
-    return philox(cuda_generator(device))
+    return philox_state(cuda_generator(device))
 
 
-def set_generator_state(device: str, state: State) -> None:
-    """Set the state of the default generator on `device`."""
+def set_generator_state(device: str, state: RngState) -> None:
+    """Set the state of the default generator of `device`."""
     if isinstance(state, torch.Tensor):
         torch.set_rng_state(state)
     else:
-        set_philox(cuda_generator(device), state)
+        set_philox_state(cuda_generator(device), state)
 
 
 def cuda_generator(device: str) -> torch.Generator:
-    """The default generator of a CUDA device; "cuda" is the current one."""
+    """Return the default generator of a CUDA device; "cuda" is the current device."""
     index = torch.device(device).index
     return torch.cuda.default_generators[torch.cuda.current_device() if index is None else index]
 
 
-def philox(generator: torch.Generator) -> tuple[int, int]:
-    """Seed and offset: all that there is to the state of a CUDA generator."""
+def philox_state(generator: torch.Generator) -> tuple[int, int]:
+    """Return the seed and offset of a CUDA generator, which are its whole state."""
     return generator.initial_seed(), generator.get_offset()
 
 
-def set_philox(generator: torch.Generator, state: tuple[int, int]) -> None:
-    """The inverse of `philox`."""
+def set_philox_state(generator: torch.Generator, state: tuple[int, int]) -> None:
+    """Set the seed and offset of a CUDA generator."""
     seed, offset = state
-    if generator.initial_seed() != seed:  # somebody seeded it in between
+    if generator.initial_seed() != seed:  # it was reseeded in between
         generator.manual_seed(seed)
     generator.set_offset(offset)
 
 
-def replay(
-    state: State,
+def run_with_generator_state(
+    state: RngState,
     device: str,
     operation: Callable[..., Any],
     args: Sequence[Any],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Run `operation` as it ran under `state`; the generator is afterwards where it was before."""
-    before = generator_state(device)
+    """Recompute a random operation under the RNG state of its first run, and return its results.
+
+    The generator has its present state again afterwards."""
+    present_state = generator_state(device)
     set_generator_state(device, state)
     try:
         return operation(*args, **kwargs)
     finally:
-        set_generator_state(device, before)
+        set_generator_state(device, present_state)

@@ -1,22 +1,32 @@
-"""Other orders of the operations, and schedules that do not follow the graph's.
+"""Simulated annealing over schedules, in the graph's order or in others.
 
-`reordered` gives the graph in another order, for the solvers that keep to it; `least_peak_order`
-and `search_schedule` find orders worth trying. `search_in_order` keeps to the graph's and only
-places recomputations. Nothing here looks at a clock: work is counted in moves, and `stop` is asked
-between them.
+- `reorder`: a graph in another order, and graphs in which every topological order is allowed.
+- `peak_order`: an order with a small peak, without recomputation.
+- `schedule_search`: schedules within a budget, in any order or with recomputations only.
+- `anneal`: the annealing loop; `moves`: the random changes that it tries.
+- `schedule_profile`: the changing sequence with its memory and time; `placement`: queries on it;
+  `lifetimes`: how lifetimes of copies change.
+
+Nothing here looks at a clock: work is counted in moves, and `stop` is called between them.
 """
 
-from remat.heuristics.annealing.peak import least_peak_order
-from remat.heuristics.annealing.reorder import first_runs, guarded, in_order, pinned, reordered
-from remat.heuristics.annealing.search import search_in_order, search_schedule
+from remat.heuristics.annealing.peak_order import small_peak_order
+from remat.heuristics.annealing.reorder import (
+    first_run_order,
+    reindex_schedule,
+    reorder_graph,
+    with_fixed_order,
+    with_order_constraints,
+)
+from remat.heuristics.annealing.schedule_search import anneal_recomputations, anneal_schedule
 
 __all__ = [
-    "first_runs",
-    "guarded",
-    "in_order",
-    "least_peak_order",
-    "pinned",
-    "reordered",
-    "search_in_order",
-    "search_schedule",
+    "anneal_recomputations",
+    "anneal_schedule",
+    "first_run_order",
+    "reindex_schedule",
+    "reorder_graph",
+    "small_peak_order",
+    "with_fixed_order",
+    "with_order_constraints",
 ]

@@ -1,9 +1,9 @@
-"""Simulated annealing over a `Profile`: the loop that both searches share.
+"""Simulated annealing over a `ScheduleProfile`: the loop that both searches share.
 
-Energy is time, in units of an operation's mean cost, plus a price for bytes over the budget, in
+The energy is time, in units of an operation's mean cost, plus a price for bytes over the budget, in
 units of a value's mean size. While the temperature falls, the price rises: early on the sequence
 may be far over the budget, at the end hardly at all (FastSA, NeurIPS 2023, anneals over sequences
-too, with other moves and without a price that rises).
+too, with other moves and a constant price).
 
 Deterministic for a seed: work is counted in moves tried.
 """
@@ -16,77 +16,85 @@ from dataclasses import dataclass
 from random import Random
 
 from remat.heuristics.annealing.moves import Move
-from remat.heuristics.annealing.profile import Profile
+from remat.heuristics.annealing.schedule_profile import ScheduleProfile
 
-_LAY_OUT = 20_000
+_MOVES_PER_RESET = 20_000
 """Moves after which the slots are spread evenly again."""
 
-_CHECK = 250
-"""Moves between looks at `stop`."""
+_MOVES_PER_CHECK = 250
+"""Moves between calls of `stop`."""
 
 
 @dataclass(frozen=True, slots=True)
-class Cooling:
-    """Temperature and price at the first and the last move; both change by a constant factor."""
+class CoolingSchedule:
+    """Temperature and price at the first and the last move; both change by a constant factor per
+    move."""
 
-    hot: float
-    cold: float
-    low: float
-    high: float
+    start_temperature: float
+    end_temperature: float
+    start_price: float
+    end_price: float
 
 
 @dataclass(frozen=True, slots=True)
-class Mix:
-    """Moves and how often each is tried, in parts of the sum."""
+class MoveMix:
+    """The moves to try, each with its relative frequency."""
 
-    parts: tuple[tuple[Move, int], ...]
+    weighted_moves: tuple[tuple[Move, int], ...]
 
-    def table(self) -> list[Move]:
-        """One entry a part."""
-        return [move for move, count in self.parts for _ in range(count)]
+    def move_table(self) -> list[Move]:
+        """Return each move as often as its frequency says."""
+        return [move for move, count in self.weighted_moves for _ in range(count)]
 
 
 def anneal(
-    profile: Profile,
+    profile: ScheduleProfile,
     random: Random,
-    cooling: Cooling,
-    mix: Mix,
+    cooling: CoolingSchedule,
+    mix: MoveMix,
     *,
-    effort: int,
-    fits: Callable[[Profile], bool],
+    max_moves: int,
+    on_fit: Callable[[ScheduleProfile], bool],
     stop: Callable[[], bool],
 ) -> None:
-    """Change `profile` by random moves, `effort` of them at most.
+    """Change `profile` by random moves, at most `max_moves` of them.
 
-    `fits` is called after every change that leaves the sequence within the budget; it may give the
-    profile another budget, and ends the search by returning True.
+    `on_fit` is called after every change that leaves the sequence within the budget. It may set
+    another budget, and ends the search by returning True.
     """
-    draw, exp, table = random.random, math.exp, mix.table()
-    per_s = _over_mean(profile.cost)
-    per_byte = _over_mean(profile.size)
+    sample, exp, table = random.random, math.exp, mix.move_table()
+    per_second = _inverse_mean(profile.cost)
+    per_byte = _inverse_mean(profile.size)
     temperature = price = 0.0
-    for turn in range(effort):
-        if turn % _CHECK == 0:
+    for move_number in range(max_moves):
+        if move_number % _MOVES_PER_CHECK == 0:
             if stop():
                 return
-            part = turn / effort
-            temperature = cooling.hot * (cooling.cold / cooling.hot) ** part
-            price = per_byte * cooling.low * (cooling.high / cooling.low) ** part
-            if turn % _LAY_OUT == 0:
-                profile.lay_out(profile.runs, profile.budget_bytes)
-        if not table[int(draw() * len(table))](profile, random):
-            profile.undo()
+            progress = move_number / max_moves
+            temperature = (
+                cooling.start_temperature
+                * (cooling.end_temperature / cooling.start_temperature) ** progress
+            )
+            price = (
+                per_byte
+                * cooling.start_price
+                * (cooling.end_price / cooling.start_price) ** progress
+            )
+            if move_number % _MOVES_PER_RESET == 0:
+                profile.reset(profile.runs, profile.budget_bytes)
+        if not table[int(sample() * len(table))](profile, random):
+            profile.revert()
             continue
-        change = price * profile.weigh() + per_s * profile.extra_s
-        if change <= 0 or draw() < exp(-change / temperature):
-            profile.keep()
-            if not profile.excess_bytes and fits(profile):
+        change = price * profile.evaluate() + per_second * profile.time_change_s
+        if change <= 0 or sample() < exp(-change / temperature):
+            profile.commit()
+            if not profile.excess_bytes and on_fit(profile):
                 return
         else:
-            profile.undo()
+            profile.revert()
 
 
-def _over_mean(numbers: list[float]) -> float:
-    """One over the mean of those that are not zero."""
+def _inverse_mean(numbers: list[float]) -> float:
+    """Return one over the mean of the numbers that are not zero."""
     counted = [x for x in numbers if x]
     return len(counted) / math.fsum(counted) if counted else 1.0

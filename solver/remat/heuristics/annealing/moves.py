@@ -1,8 +1,8 @@
-"""Random changes to a `Profile`: what the search may try.
+"""Random changes to a `ScheduleProfile` that annealing may try.
 
-Each function prepares one change with `Profile.move`, `add` and `drop` and says whether it found
-one; the caller weighs it and keeps or undoes it. All of them lead from valid sequences to valid
-ones.
+Each function prepares one change with `ScheduleProfile.move`, `add` and `drop`, and returns True if
+it found one; the caller evaluates it and commits or reverts it. All of them lead from valid
+sequences to valid ones.
 """
 
 from __future__ import annotations
@@ -12,198 +12,202 @@ from random import Random
 
 import numpy as np
 
-from remat.heuristics.annealing.places import (
-    before,
-    earliest,
-    first_read,
-    idle_until,
-    is_held_past,
-    latest,
-    owner,
+from remat.heuristics.annealing.placement import (
+    copy_slot,
+    earliest_slot,
+    first_reader,
+    has_later_reader,
+    last_event_before,
+    latest_slot,
+    next_reader_of_idle,
 )
-from remat.heuristics.annealing.profile import Profile
+from remat.heuristics.annealing.schedule_profile import ScheduleProfile
 
-Move = Callable[[Profile, Random], bool]
+Move = Callable[[ScheduleProfile, Random], bool]
 
-_DEPTH = 4
-"""How many operations in a row a recomputation may need made again before it."""
+_MAX_DEPTH = 4
+"""Operations in a row that a recomputation may need recomputed before it."""
 
-_TRIES = 40
-"""Values looked at for one that can be thrown out at a given place; most are not in memory."""
-
-
-def relocate(profile: Profile, random: Random) -> bool:
-    """Take one run to another place between those that it reads from and those that read it."""
-    return _relocate(profile, random, _pick(profile.slots, random))
+_MAX_TRIES = 40
+"""Random values that are tried for eviction at a given slot; most of them are not in memory."""
 
 
-def shift(profile: Profile, random: Random) -> bool:
-    """The same for a run of an operation that runs several times."""
-    slot = _pick_again(profile, random)
+def relocate(profile: ScheduleProfile, random: Random) -> bool:
+    """Move a random run to another slot between the copies that it reads and its readers."""
+    return _relocate(profile, random, _random_slot(profile.slots, random))
+
+
+def shift(profile: ScheduleProfile, random: Random) -> bool:
+    """Move a random run of an operation that runs several times, like `relocate`."""
+    slot = _random_recomputed_slot(profile, random)
     return slot >= 0 and _relocate(profile, random, slot)
 
 
-def _relocate(profile: Profile, random: Random, slot: int) -> bool:
+def _relocate(profile: ScheduleProfile, random: Random, slot: int) -> bool:
     op = profile.slots[slot]
-    low, high = _window(profile, op, slot)
+    low, high = _slot_range(profile, op, slot)
     if high - low < 2:
         return False
-    draw = random.random()
-    if draw < 0.15:
+    sample = random.random()
+    if sample < 0.15:
         target = low
-    elif draw < 0.3:
+    elif sample < 0.3:
         target = high
-    elif draw < 0.65:
+    elif sample < 0.65:
         target = low + int(random.random() * (high - low + 1))
     else:
-        reach = 2 + int((high - low) * random.random() ** 3)
-        target = slot + int((2 * random.random() - 1) * reach)
+        max_shift = 2 + int((high - low) * random.random() ** 3)
+        target = slot + int((2 * random.random() - 1) * max_shift)
     return _move_near(profile, slot, target, low, high)
 
 
-def transpose(profile: Profile, random: Random) -> bool:
-    """Take one run past a nearby place, also where it then reads or serves another copy."""
+def transpose(profile: ScheduleProfile, random: Random) -> bool:
+    """Move a random run past a nearby slot, even where it then reads, or is read as, another
+    copy."""
     slots = profile.slots
-    slot = _pick(slots, random)
+    slot = _random_slot(slots, random)
     op = slots[slot]
-    low, high = earliest(profile, op), latest(profile, op, slot)
-    reach = 4 + int(60 * random.random())
-    target = slot + int((2 * random.random() - 1) * reach)
+    low, high = earliest_slot(profile, op), latest_slot(profile, op, slot)
+    max_shift = 4 + int(60 * random.random())
+    target = slot + int((2 * random.random() - 1) * max_shift)
     return _move_near(profile, slot, target, low, high)
 
 
-def block(profile: Profile, random: Random) -> bool:
-    """Take a few consecutive runs to another place together."""
+def block(profile: ScheduleProfile, random: Random) -> bool:
+    """Move a few consecutive runs together."""
     slots = profile.slots
-    slot = _pick(slots, random)
-    wanted = 2 + int(6 * random.random())
-    chosen: list[int] = []
-    for at in range(slot, len(slots)):
-        if slots[at] >= 0:
-            chosen.append(at)
-            if len(chosen) == wanted:
+    slot = _random_slot(slots, random)
+    count = 2 + int(6 * random.random())
+    moved_slots: list[int] = []
+    for moved in range(slot, len(slots)):
+        if slots[moved] >= 0:
+            moved_slots.append(moved)
+            if len(moved_slots) == count:
                 break
-    reach = 6 + int(len(slots) * random.random() ** 3)
-    shift = int((2 * random.random() - 1) * reach)
+    max_shift = 6 + int(len(slots) * random.random() ** 3)
+    shift = int((2 * random.random() - 1) * max_shift)
     if shift > 0:
-        chosen.reverse()
-    moved = False
-    for at in chosen:
-        op = slots[at]
-        low, high = earliest(profile, op), latest(profile, op, at)
-        if _move_near(profile, at, at + shift, low, high):
-            moved = True
-            profile.settle()
-    return moved
+        moved_slots.reverse()
+    has_moved = False
+    for moved in moved_slots:
+        op = slots[moved]
+        low, high = earliest_slot(profile, op), latest_slot(profile, op, moved)
+        if _move_near(profile, moved, moved + shift, low, high):
+            has_moved = True
+            profile.apply_pending()
+    return has_moved
 
 
-def repeat(profile: Profile, random: Random) -> bool:
-    """Make a value again before one of its readers, and with it what has gone by then."""
+def repeat(profile: ScheduleProfile, random: Random) -> bool:
+    """Recompute a value before one of its readers, and with it the values that it needs and that
+    are no longer live."""
     slots = profile.slots
-    slot = _pick(slots, random)
-    held = profile.held[slots[slot]]
-    if not held:
+    slot = _random_slot(slots, random)
+    inputs = profile.tracked_inputs[slots[slot]]
+    if not inputs:
         return False
-    v = held[int(random.random() * len(held))]
-    return _repeat(profile, random, v, slot, _DEPTH)
+    v = inputs[int(random.random() * len(inputs))]
+    return _repeat(profile, random, v, slot, _MAX_DEPTH)
 
 
-def retire(profile: Profile, random: Random) -> bool:
-    """Do without one of several runs of an operation."""
-    slot = _pick_again(profile, random)
-    if slot < 0 or not _is_spare(profile, slot):
+def retire(profile: ScheduleProfile, random: Random) -> bool:
+    """Remove one of several runs of an operation."""
+    slot = _random_recomputed_slot(profile, random)
+    if slot < 0 or not _is_removable(profile, slot):
         return False
     profile.drop(slot)
     return True
 
 
-def exchange(profile: Profile, random: Random) -> bool:
-    """Do without one recomputation and make another instead."""
+def exchange(profile: ScheduleProfile, random: Random) -> bool:
+    """Remove one recomputation and add another."""
     if not retire(profile, random):
         return False
-    profile.settle()
+    profile.apply_pending()
     repeat(profile, random)
     return True
 
 
-def relieve(profile: Profile, random: Random) -> bool:
-    """Where memory is over the budget, throw a value out and make it again before it is read."""
+def relieve(profile: ScheduleProfile, random: Random) -> bool:
+    """Evict a value in a slot that is over the budget, and recompute it before it is read."""
     if not profile.excess_bytes:
         return False
-    over = np.flatnonzero(profile.over > 0)
-    return _throw_out(profile, random, int(over[int(random.random() * len(over))]))
+    over_slots = np.flatnonzero(profile.excess_by_slot > 0)
+    return _evict(profile, random, int(over_slots[int(random.random() * len(over_slots))]))
 
 
-def swap(profile: Profile, random: Random) -> bool:
-    """Do without one recomputation; where memory is over the budget then, throw out something
-    else."""
-    slot = _pick_again(profile, random)
-    if slot < 0 or not _is_spare(profile, slot):
+def swap(profile: ScheduleProfile, random: Random) -> bool:
+    """Remove one recomputation; where memory is over the budget then, evict another value."""
+    slot = _random_recomputed_slot(profile, random)
+    if slot < 0 or not _is_removable(profile, slot):
         return False
     op = profile.slots[slot]
-    made = [v for v in profile.outputs[op] if profile.size[v]]
-    low = 1 + max([before(profile, v, slot) for v in made], default=slot)
+    outputs = [v for v in profile.outputs[op] if profile.size[v]]
+    low = 1 + max([last_event_before(profile, v, slot) for v in outputs], default=slot)
     profile.drop(slot)
-    profile.settle()
+    profile.apply_pending()
     if low < slot:
-        size = sum(profile.size[v] for v in made)
-        over = np.flatnonzero(profile.over[low:slot] > -size)
-        if len(over):
-            _throw_out(profile, random, low + int(over[int(random.random() * len(over))]))
+        size = sum(profile.size[v] for v in outputs)
+        over_slots = np.flatnonzero(profile.excess_by_slot[low:slot] > -size)
+        if len(over_slots):
+            _evict(profile, random, low + int(over_slots[int(random.random() * len(over_slots))]))
     return True
 
 
-def _pick(slots: list[int], random: Random) -> int:
+def _random_slot(slots: list[int], random: Random) -> int:
     while True:
         slot = int(random.random() * len(slots))
         if slots[slot] >= 0:
             return slot
 
 
-def _pick_again(profile: Profile, random: Random) -> int:
-    """A run of an operation that runs several times, or -1."""
-    if not profile.again:
+def _random_recomputed_slot(profile: ScheduleProfile, random: Random) -> int:
+    """Return the slot of a random run of an operation that runs several times, or -1."""
+    if not profile.repeated:
         return -1
-    own = profile.at[profile.again[int(random.random() * len(profile.again))]]
-    return own[int(random.random() * len(own))]
+    run_slots = profile.run_slots[profile.repeated[int(random.random() * len(profile.repeated))]]
+    return run_slots[int(random.random() * len(run_slots))]
 
 
-def _is_spare(profile: Profile, slot: int) -> bool:
-    """Whether every reader of this run has another copy to read."""
-    return latest(profile, profile.slots[slot], slot) == len(profile.slots) - 1
+def _is_removable(profile: ScheduleProfile, slot: int) -> bool:
+    """True if every reader of this run has another copy to read."""
+    return latest_slot(profile, profile.slots[slot], slot) == len(profile.slots) - 1
 
 
-def _throw_out(profile: Profile, random: Random, slot: int) -> bool:
-    """Make a value again that is held idle in `slot`, before it is next read."""
+def _evict(profile: ScheduleProfile, random: Random, slot: int) -> bool:
+    """Recompute a random value that is idle in `slot` before it is next read; False if there is
+    none."""
     count = len(profile.size)
-    for _ in range(_TRIES):
+    for _ in range(_MAX_TRIES):
         v = int(random.random() * count)
         if not profile.size[v] or profile.is_result[v]:
             continue
-        reader = idle_until(profile, v, slot)
+        reader = next_reader_of_idle(profile, v, slot)
         if reader >= 0:
-            return _repeat(profile, random, v, reader, _DEPTH)
+            return _repeat(profile, random, v, reader, _MAX_DEPTH)
     return False
 
 
-def _window(profile: Profile, op: int, slot: int) -> tuple[int, int]:
-    """The slots between the copies that the run reads and the first run that reads its own."""
-    low = max([owner(profile, v, slot) for v in profile.inputs[op]], default=-1) + 1
-    high = first_read(profile, op, slot) - 1
+def _slot_range(profile: ScheduleProfile, op: int, slot: int) -> tuple[int, int]:
+    """Return the slots between the copies that the run reads and the first run that reads its
+    own."""
+    low = max([copy_slot(profile, v, slot) for v in profile.inputs[op]], default=-1) + 1
+    high = first_reader(profile, op, slot) - 1
     return low, high
 
 
-def _move_near(profile: Profile, slot: int, target: int, low: int, high: int) -> bool:
-    """Move to an empty slot at or near the target, within the bounds."""
-    free = _free(profile.slots, min(max(target, low), high), low, high)
-    if free < 0:
+def _move_near(profile: ScheduleProfile, slot: int, target: int, low: int, high: int) -> bool:
+    """Move a run to an empty slot at or near the target, within the limits; False if there is
+    none."""
+    empty = _nearest_empty(profile.slots, min(max(target, low), high), low, high)
+    if empty < 0:
         return False
-    profile.move(slot, free)
+    profile.move(slot, empty)
     return True
 
 
-def _free(slots: list[int], target: int, low: int, high: int) -> int:
-    """The nearest empty slot within the bounds, or -1."""
+def _nearest_empty(slots: list[int], target: int, low: int, high: int) -> int:
+    """Return the nearest empty slot within the limits, or -1."""
     left = right = target
     while left >= low or right <= high:
         if left >= low and slots[left] < 0:
@@ -215,26 +219,26 @@ def _free(slots: list[int], target: int, low: int, high: int) -> int:
     return -1
 
 
-def _repeat(profile: Profile, random: Random, v: int, slot: int, depth: int) -> bool:
+def _repeat(profile: ScheduleProfile, random: Random, v: int, slot: int, depth: int) -> bool:
     op = profile.producer[v]
     if profile.is_result[v] or not profile.graph.operations[op].recomputable:
         return False
-    low = before(profile, v, slot) + 1
+    low = last_event_before(profile, v, slot) + 1
     if slot - low < 3:
         return False
     slots = profile.slots
     target = slot - 1
     if random.random() < 0.3:
         target -= int((slot - low) * random.random() ** 2)
-    free = _free(slots, target, low, slot - 1)
-    if free < 0:
+    empty = _nearest_empty(slots, target, low, slot - 1)
+    if empty < 0:
         return False
-    profile.add(op, free)
+    profile.add(op, empty)
     if not depth or random.random() < 0.3:
         return True
-    profile.settle()
-    for u in profile.held[op]:
-        if not is_held_past(profile, u, free) and random.random() < 0.6:
-            _repeat(profile, random, u, free, depth - 1)
-            profile.settle()
+    profile.apply_pending()
+    for u in profile.tracked_inputs[op]:
+        if not has_later_reader(profile, u, empty) and random.random() < 0.6:
+            _repeat(profile, random, u, empty, depth - 1)
+            profile.apply_pending()
     return True

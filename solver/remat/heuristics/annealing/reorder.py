@@ -1,9 +1,9 @@
 """Other orders of a graph's operations: which are allowed, and the graph in one of them.
 
-The runtime asks more of an order than that inputs come first: the forward program ends where the
-backward pass starts, and operations that run once or draw random numbers keep their order.
-`guarded` writes both into the graph as values without bytes, after which every topological order
-is allowed.
+The runtime requires more of an order than that inputs come first: the forward program ends where
+the backward pass starts, and operations that run once or sample random numbers keep their order.
+`with_order_constraints` adds both to the graph as values without bytes, after which every
+topological order is allowed.
 """
 
 from __future__ import annotations
@@ -16,52 +16,57 @@ from remat.graph import Graph, Value
 from remat.schedule import Schedule
 
 
-def reordered(graph: Graph, order: Sequence[int]) -> tuple[Graph, Callable[[Schedule], Schedule]]:
-    """The graph with its operations in `order`, and what takes its schedules back to `graph`.
+def reorder_graph(
+    graph: Graph, order: Sequence[int]
+) -> tuple[Graph, Callable[[Schedule], Schedule]]:
+    """Return the graph with its operations in `order`, and a function that converts its schedules
+    to schedules of `graph`.
 
-    Values, sizes and costs stay as they are; only operations' indices change. Raises `GraphError`
-    if the order is not topological.
+    Values, sizes and costs stay as they are; only the operations' indices change. Raises
+    `GraphError` if the order is not topological.
     """
-    index = {op: turn for turn, op in enumerate(order)}
+    index = {op: position for position, op in enumerate(order)}
     permuted = replace(
         graph,
         operations=tuple(graph.operations[op] for op in order),
         boundary=None if graph.boundary is None else index[graph.boundary],
     )
 
-    def back(schedule: Schedule) -> Schedule:
-        return Schedule.of(order[turn] for turn in schedule.runs)
+    def to_original(schedule: Schedule) -> Schedule:
+        return Schedule.of(order[position] for position in schedule.runs)
 
-    return permuted, back
+    return permuted, to_original
 
 
-def in_order(schedule: Schedule, order: Sequence[int]) -> Schedule:
-    """A schedule of a graph as one of the same graph reordered, to start a search there."""
-    index = {op: turn for turn, op in enumerate(order)}
+def reindex_schedule(schedule: Schedule, order: Sequence[int]) -> Schedule:
+    """Return a schedule of a graph as one of the reordered graph, to start a search there."""
+    index = {op: position for position, op in enumerate(order)}
     return Schedule.of(index[op] for op in schedule.runs)
 
 
-def first_runs(schedule: Schedule) -> tuple[int, ...]:
-    """The operations in the order in which a schedule first runs them."""
+def first_run_order(schedule: Schedule) -> tuple[int, ...]:
+    """Return the operations in the order in which a schedule first runs them."""
     return tuple(dict.fromkeys(schedule.runs))
 
 
-def guarded(graph: Graph) -> Graph:
-    """The same graph with what an order must respect besides inputs, as values without bytes.
+def with_order_constraints(graph: Graph) -> Graph:
+    """Return the same graph with the additional constraints on an order, as values without bytes.
 
-    Operations keep their indices, so a schedule of one is a schedule of the other. First runs stay
-    on their side of the boundary; operations that run once or are sequenced stay in order.
+    Operations keep their indices, so a schedule of one graph is a schedule of the other. First runs
+    stay on their side of the boundary; operations that run once or are sequenced stay in order.
     """
     return _with_pairs(graph, _across_boundary(graph) + _in_sequence(graph))
 
 
-def pinned(graph: Graph) -> Graph:
-    """The same graph where first runs stay in the graph's order: only recomputations move."""
+def with_fixed_order(graph: Graph) -> Graph:
+    """Return the same graph where first runs stay in the graph's order: only recomputations can
+    move."""
     return _with_pairs(graph, list(pairwise(range(len(graph)))))
 
 
 def _with_pairs(graph: Graph, pairs: list[tuple[int, int]]) -> Graph:
-    """With a value without bytes from the first to the second of each pair."""
+    """Return the graph with a value without bytes from the first to the second operation of each
+    pair."""
     inputs = [list(operation.inputs) for operation in graph.operations]
     outputs = [list(operation.outputs) for operation in graph.operations]
     values = list(graph.values)
@@ -83,14 +88,15 @@ def _across_boundary(graph: Graph) -> list[tuple[int, int]]:
     users = [
         [c for v in operation.outputs for c in graph.consumers[v]] for operation in graph.operations
     ]
-    makers = [{graph.producer[v] for v in operation.inputs} for operation in graph.operations]
-    # The others follow from these: what precedes one of them precedes the boundary too.
+    producers = [{graph.producer[v] for v in operation.inputs} for operation in graph.operations]
+    # The other pairs follow from these: an operation before one of them is before the boundary,
+    # too.
     last = [op for op in range(boundary) if not any(user < boundary for user in users[op])]
     after = range(boundary + 1, len(graph))
-    first = [op for op in after if all(maker < boundary for maker in makers[op])]
+    first = [op for op in after if all(producer < boundary for producer in producers[op])]
     return [(op, boundary) for op in last] + [(boundary, op) for op in first]
 
 
 def _in_sequence(graph: Graph) -> list[tuple[int, int]]:
-    kept = [op for op, o in enumerate(graph.operations) if o.sequenced or not o.recomputable]
-    return list(pairwise(kept))
+    ordered = [op for op, o in enumerate(graph.operations) if o.sequenced or not o.recomputable]
+    return list(pairwise(ordered))

@@ -1,8 +1,8 @@
-"""HiGHS by its own package, with what PuLP's adapter leaves out.
+"""HiGHS through its own package, with what PuLP's adapter leaves out.
 
-The program goes over as arrays in one call instead of row by row, and what HiGHS knows comes back:
-dual bound, nodes, its own model status. Takes an incumbent to start from, reports progress, and can
-be interrupted.
+The program is passed as arrays in one call instead of row by row, and the answer has the dual
+bound, the nodes and HiGHS's own model status. HiGHS starts from an incumbent, reports progress, and
+can be interrupted.
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ import pulp
 
 from remat.errors import SolverError
 from remat.milp.solvers.outcome import Outcome, SolverRun
-from remat.milp.solvers.pulp_versions import Arrays
+from remat.milp.solvers.pulp_versions import ProgramArrays
 
-Report = Callable[[float | None, float | None], None]
-"""Called with (incumbent objective, dual bound); None where there is none."""
+BoundsCallback = Callable[[float | None, float | None], None]
+"""Function (incumbent objective, dual bound) that is called during a run; None for what is unknown.
+"""
 
 
-EXACT = {"mip_feasibility_tolerance": 1e-10, "primal_feasibility_tolerance": 1e-10}
-"""HiGHS's smallest tolerances: a budget of 10 GB may be missed by bytes, where it usually may by
-kilobytes."""
+TIGHT_TOLERANCES = {"mip_feasibility_tolerance": 1e-10, "primal_feasibility_tolerance": 1e-10}
+"""HiGHS's smallest tolerances: they violate a budget of 10 GB by bytes, the defaults by kilobytes.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class BulkHiGHS:
-    """How to solve a program.
+class HighsSolver:
+    """HiGHS with its options for one solve.
 
-    `start` maps variables to values of an incumbent, which may leave out the continuous ones;
+    `start` maps variables to the values of an incumbent, which may leave out the continuous ones.
     `target` ends the solve at the first solution with an objective of at most that.
     """
 
@@ -42,40 +43,43 @@ class BulkHiGHS:
     seed: int = 0
     start: Mapping[pulp.LpVariable, float] | None = None
     target: float | None = None
-    report: Report | None = None
-    cancelled: Callable[[], bool] | None = None
+    report: BoundsCallback | None = None
+    is_cancelled: Callable[[], bool] | None = None
     options: Mapping[str, str | int | float | bool] | None = None
 
-    def solve(self, program: Arrays) -> SolverRun:
-        """Solve it, and give its variables the values found, if any. Raises `SolverError` where
-        HiGHS refuses to run, or ends without an answer."""
+    def solve(self, program: ProgramArrays) -> SolverRun:
+        """Solve the program, and set its variables to the solution, if any.
+
+        Raises `SolverError` if HiGHS refuses to run, or ends without an answer.
+        """
         if not program.variables:
-            return _without_columns(program)
-        highs = _Silent()
+            return _solve_without_columns(program)
+        highs = _SilentHighs()
         self._set_options(highs)
-        load(highs, program)
+        load_program(highs, program)
         if self.start:
             columns = {v: i for i, v in enumerate(program.variables)}
-            known = [(columns[v], x) for v, x in self.start.items() if v in columns]
+            entries = [(columns[v], x) for v, x in self.start.items() if v in columns]
             highs.setSolution(
-                len(known),
-                np.array([i for i, _ in known], dtype=np.int32),
-                np.array([x for _, x in known], dtype=np.float64),
+                len(entries),
+                np.array([i for i, _ in entries], dtype=np.int32),
+                np.array([x for _, x in entries], dtype=np.float64),
             )
-        raised = self._listen(highs)
+        callback_errors = self._subscribe(highs)
         status = highs.run()
-        if status == highspy.HighsStatus.kError and not raised:
-            # A process has one pool of HiGHS threads, and another solve has sized it differently.
+        if status == highspy.HighsStatus.kError and not callback_errors:
+            # A process has one pool of HiGHS threads, and another solve has set its size
+            # differently.
             highs.setOptionValue("threads", 0)
             status = highs.run()
-        if raised:
-            raise raised[0]
+        if callback_errors:
+            raise callback_errors[0]
         if status == highspy.HighsStatus.kError:
             raise SolverError(
                 "HiGHS refused to run the program; most likely the graph's sizes are too far "
                 "from its budget, or its costs from each other"
             )
-        return _read(highs, program)
+        return _read_answer(highs, program)
 
     def _set_options(self, highs: highspy.Highs) -> None:
         options: dict[str, str | int | float | bool] = {
@@ -91,48 +95,51 @@ class BulkHiGHS:
         for name, value in options.items():
             highs.setOptionValue(name, value)
 
-    def _listen(self, highs: highspy.Highs) -> list[BaseException]:
-        """Subscribe to what HiGHS tells. What is raised then ends the run, and is put into the
-        list, as HiGHS 1.16 takes it for an error of its own."""
-        raised: list[BaseException] = []
+    def _subscribe(self, highs: highspy.Highs) -> list[BaseException]:
+        """Subscribe to HiGHS's callbacks.
 
-        def poll(event: highspy.HighsCallbackEvent) -> None:
+        An exception in a callback ends the run and is appended to the list that is returned: HiGHS
+        1.16 would take it for an error of its own.
+        """
+        callback_errors: list[BaseException] = []
+
+        def interrupt_if_cancelled(event: highspy.HighsCallbackEvent) -> None:
             try:
-                if raised or (self.cancelled is not None and self.cancelled()):
+                if callback_errors or (self.is_cancelled is not None and self.is_cancelled()):
                     event.interrupt()
             except BaseException as error:
-                raised.append(error)
+                callback_errors.append(error)
                 event.interrupt()
 
-        def tell(event: highspy.HighsCallbackEvent) -> None:
+        def forward_progress(event: highspy.HighsCallbackEvent) -> None:
             data = event.data_out
             try:
-                if self.report is not None and not raised:
+                if self.report is not None and not callback_errors:
                     self.report(_finite(data.mip_primal_bound), _finite(data.mip_dual_bound))
             except BaseException as error:
-                raised.append(error)
+                callback_errors.append(error)
 
-        if self.cancelled is not None or self.report is not None:
-            highs.cbSimplexInterrupt.subscribe(poll)
-            highs.cbIpmInterrupt.subscribe(poll)
-            highs.cbMipInterrupt.subscribe(poll)
+        if self.is_cancelled is not None or self.report is not None:
+            highs.cbSimplexInterrupt.subscribe(interrupt_if_cancelled)
+            highs.cbIpmInterrupt.subscribe(interrupt_if_cancelled)
+            highs.cbMipInterrupt.subscribe(interrupt_if_cancelled)
         if self.report is not None:
-            highs.cbMipLogging.subscribe(tell)
-            highs.cbMipImprovingSolution.subscribe(tell)
-        return raised
+            highs.cbMipLogging.subscribe(forward_progress)
+            highs.cbMipImprovingSolution.subscribe(forward_progress)
+        return callback_errors
 
 
-class _Silent(highspy.Highs):
-    """Says nothing. From 1.16 on the first of a process names itself on stdout as it enables its
-    callbacks, which it does when it is made; only an option set before hushes that."""
+class _SilentHighs(highspy.Highs):
+    """HiGHS without output. From 1.16 on the first instance of a process prints its name as it
+    enables its callbacks in its constructor; only an option that is set before prevents that."""
 
     def enableCallbacks(self) -> None:
         self.setOptionValue("output_flag", False)
         super().enableCallbacks()
 
 
-def load(highs: highspy.Highs, program: Arrays) -> None:
-    """Pass the program over."""
+def load_program(highs: highspy.Highs, program: ProgramArrays) -> None:
+    """Pass the program to HiGHS."""
     model = highspy.HighsLp()
     model.num_col_ = len(program.variables)
     model.num_row_ = len(program.rhs)
@@ -148,44 +155,45 @@ def load(highs: highspy.Highs, program: Arrays) -> None:
     model.a_matrix_.value_ = program.coefficients
     kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
     model.integrality_ = [kinds[is_integer] for is_integer in program.is_integer.tolist()]
-    highs.passModel(model)  # a program that it does not take it does not run
+    highs.passModel(model)  # a program that it rejects is reported by `run`
 
 
-def _read(highs: highspy.Highs, program: Arrays) -> SolverRun:
+def _read_answer(highs: highspy.Highs, program: ProgramArrays) -> SolverRun:
     status = highs.getModelStatus()
     if status == highspy.HighsModelStatus.kNotset:
         raise SolverError("HiGHS stopped without an answer")
     info = highs.getInfo()
-    solved = info.primal_solution_status == 2  # kSolutionStatusFeasible
-    if solved:
+    has_solution = info.primal_solution_status == 2  # kSolutionStatusFeasible
+    if has_solution:
         values = highs.getSolution().col_value
         for variable, value in zip(program.variables, values, strict=True):
             variable.varValue = value
     is_mip = bool(program.is_integer.any())
-    objective = info.objective_function_value if solved else None
-    optimal = status == highspy.HighsModelStatus.kOptimal
-    if optimal:
+    objective = info.objective_function_value if has_solution else None
+    is_optimal = status == highspy.HighsModelStatus.kOptimal
+    if is_optimal:
         outcome = Outcome.OPTIMAL
     elif status == highspy.HighsModelStatus.kInfeasible:
         outcome = Outcome.INFEASIBLE
     else:
-        outcome = Outcome.FEASIBLE if solved else Outcome.UNKNOWN
+        outcome = Outcome.FEASIBLE if has_solution else Outcome.UNKNOWN
     return SolverRun(
         outcome=outcome,
         schedule=None,
         objective=objective,
-        bound=_finite(info.mip_dual_bound) if is_mip else (objective if optimal else None),
+        bound=_finite(info.mip_dual_bound) if is_mip else (objective if is_optimal else None),
         nodes=max(0, int(info.mip_node_count)) if is_mip else 0,
         seconds=highs.getRunTime(),
         message=highs.modelStatusToString(status),
     )
 
 
-def _without_columns(program: Arrays) -> SolverRun:
-    """HiGHS calls such a program empty and looks no further."""
+def _solve_without_columns(program: ProgramArrays) -> SolverRun:
+    """Return the answer for a program without variables, which HiGHS calls empty and does not
+    check."""
     is_equal = program.senses == pulp.LpConstraintEQ
-    is_met = np.where(is_equal, program.rhs == 0, program.senses * program.rhs <= 0).all()
-    if is_met:
+    is_feasible = np.where(is_equal, program.rhs == 0, program.senses * program.rhs <= 0).all()
+    if is_feasible:
         return SolverRun(Outcome.OPTIMAL, None, program.offset, program.offset, 0, 0.0, "Empty")
     return SolverRun(Outcome.INFEASIBLE, None, None, None, 0, 0.0, "Empty")
 

@@ -1,4 +1,4 @@
-"""How a solver run ended, in the same words for every solver."""
+"""`SolverRun`: how a solver run ended, in the same terms for every solver."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ class Outcome(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SolverRun:
-    """A solver's answer; `objective` and `bound` in the program's units, None where unknown; the
-    schedule that it is, where the program was made for one."""
+    """A solver's answer.
+
+    `objective` and `bound` are in the program's units, None where unknown. `schedule` is the
+    solution as a schedule, where the program has one.
+    """
 
     outcome: Outcome
     schedule: Schedule | None

@@ -1,7 +1,7 @@
-"""Try PuLP's classes one by one and say on one line of JSON each how that went.
+"""Try PuLP's classes one by one and print the result of each on one line of JSON.
 
-A program of its own (`remat.milp.solvers.facts` runs it), because a solver's library may print,
-hang, or take the process down with it. It imports nothing of remat, and works with PuLP 3.3 and 4.
+A separate script (`remat.milp.solvers.availability` runs it), because a solver's library may print,
+hang, or crash the process. It imports nothing of remat, and works with PuLP 3.3 and 4.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from importlib import metadata
 
 import pulp
 
-MARK = "remat-backend "
-"""What a line that counts begins with: a library may print lines of its own."""
+LINE_PREFIX = "remat-backend "
+"""Prefix of the lines with results: a library may print lines of its own."""
 
 _PACKAGES = {
     "GUROBI": "gurobipy",
@@ -27,14 +27,15 @@ _PACKAGES = {
     "CUOPT": "cuopt",
 }
 _TRIAL_LICENCES = ("GUROBI", "CPLEX_PY", "COPT", "XPRESS_PY")
-_LARGE = 6_000
-"""Variables of a program that trial licences refuse: they stop at 1,000 to 5,000."""
+_TRIAL_LIMIT_VARIABLES = 6_000
+"""Variables of a program that trial licences refuse: their limits are 1,000 to 5,000."""
 
 _OPTIMAL = 1
 
 
 def probe(class_name: str) -> dict[str, str | bool]:
-    """`usable`, `version`, and `reason`, which is empty where there is nothing to say."""
+    """Return `usable`, `version` and `reason` of a class; `reason` is "" if there is nothing to
+    say."""
     version = ""
     usable = False
     reason = ""
@@ -42,18 +43,18 @@ def probe(class_name: str) -> dict[str, str | bool]:
         # PuLP 4 has no PULP_CBC_CMD.
         return {"usable": False, "version": "", "reason": ""}
     try:
-        with warnings.catch_warnings(record=True) as said:
+        with warnings.catch_warnings(record=True) as caught_warnings:
             warnings.simplefilter("always")
             backend = getattr(pulp, class_name)(msg=False)
             if not backend.available():
-                told = [str(w.message) for w in said if w.category is UserWarning]
-                return {"usable": False, "version": "", "reason": "; ".join(told)}
+                messages = [str(w.message) for w in caught_warnings if w.category is UserWarning]
+                return {"usable": False, "version": "", "reason": "; ".join(messages)}
         version = _version(backend)
         _solve(class_name, 2)
         usable = True
         if class_name in _TRIAL_LICENCES:
-            reason = f"its licence refuses programs of {_LARGE:,} variables: "
-            _solve(class_name, _LARGE)
+            reason = f"its licence refuses programs of {_TRIAL_LIMIT_VARIABLES:,} variables: "
+            _solve(class_name, _TRIAL_LIMIT_VARIABLES)
     except Exception as error:
         words = " ".join(f"{type(error).__name__}: {error}".split())
         return {"usable": usable, "version": version, "reason": reason + words}
@@ -61,21 +62,21 @@ def probe(class_name: str) -> dict[str, str | bool]:
 
 
 def _solve(class_name: str, count: int) -> None:
-    """As many variables and rows, which any presolve sees through."""
+    """Solve a program with that many variables and rows, which any presolve removes."""
     problem = pulp.LpProblem("probe", pulp.LpMinimize)
     chosen = [problem.add_variable(f"x{i:05d}", 0, 1, pulp.LpInteger) for i in range(count)]
-    # Of one variable: looking up the others' costs takes some of PuLP 4's classes a minute.
+    # The cost of one variable only: looking up the others takes some of PuLP 4's classes a minute.
     problem.setObjective(pulp.lpSum(chosen[:1]))
     for i, x in enumerate(chosen):
         problem.addConstraint(x >= 1, f"c{i}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        told = problem.solve(getattr(pulp, class_name)(msg=False))
-    # PuLP 4 tells facts, among them a status with the same numbers.
-    status = int(getattr(told, "status", told))
+        result = problem.solve(getattr(pulp, class_name)(msg=False))
+    # PuLP 4 returns statistics, with a status that has the same numbers.
+    status = int(getattr(result, "status", result))
     if status != _OPTIMAL:
-        word = getattr(told, "status_str", "") or pulp.LpStatus[status]
-        raise RuntimeError(f"it calls {count:,} variables {word!r}")
+        word = getattr(result, "status_str", "") or pulp.LpStatus[status]
+        raise RuntimeError(f"a program of {count:,} variables has the status {word!r}")
 
 
 def _version(backend: pulp.LpSolver) -> str:
@@ -88,11 +89,11 @@ def _version(backend: pulp.LpSolver) -> str:
     if backend.name in ("PULP_CBC_CMD", "COIN_CMD"):
         command = [str(getattr(backend, "path", "cbc")), "-quit"]
         text = subprocess.run(command, capture_output=True, text=True, timeout=2).stdout
-        found = re.search(r"Version:\s*(\S+)", text)
-        return found[1] if found else ""
+        match = re.search(r"Version:\s*(\S+)", text)
+        return match[1] if match else ""
     return ""
 
 
 if __name__ == "__main__":
     for name in sys.argv[1:]:
-        print("\n" + MARK + json.dumps({"name": name, **probe(name)}), flush=True)
+        print("\n" + LINE_PREFIX + json.dumps({"name": name, **probe(name)}), flush=True)

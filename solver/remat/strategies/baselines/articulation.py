@@ -14,7 +14,7 @@ from remat.errors import RematError
 from remat.graph import Graph
 from remat.solution import Solution
 from remat.strategies.base import Task
-from remat.strategies.baselines.checkpointed import cheapest, checkpointed_count
+from remat.strategies.baselines.schedule_builder import select_cheapest, segmented_count
 from remat.strategies.baselines.chen_greedy import greedy
 from remat.strategies.baselines.chen_sqrt import cut_after, sqrt_ends
 from remat.strategies.options import Checked
@@ -53,16 +53,16 @@ class ArticulationPoints(Checked):
         if self.variant == "greedy":
             candidates = greedy(graph, points, None)
         else:
-            ends = sqrt_ends([*points, checkpointed_count(graph) - 1])
+            ends = sqrt_ends([*points, segmented_count(graph) - 1])
             candidates = iter([(f"{len(ends)} checkpoints", cut_after(graph, ends))])
-        return cheapest(task, candidates, name=self.name)
+        return select_cheapest(task, candidates, strategy=self.name)
 
 
 def articulation_points(graph: Graph) -> list[int]:
     """The operations without which the forward graph falls into what comes before and after."""
     import networkx as nx
 
-    count = checkpointed_count(graph)
+    count = segmented_count(graph)
     g: nx.Graph[int] = nx.Graph()
     g.add_nodes_from(range(count))
     for op in range(count):

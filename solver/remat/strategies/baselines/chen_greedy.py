@@ -16,7 +16,7 @@ from remat.graph import Graph
 from remat.schedule import Schedule
 from remat.solution import Solution
 from remat.strategies.base import Task
-from remat.strategies.baselines.checkpointed import cheapest, checkpointed_count
+from remat.strategies.baselines.schedule_builder import select_cheapest, segmented_count
 from remat.strategies.baselines.chen_sqrt import cut_after
 from remat.strategies.options import Checked, between
 
@@ -35,9 +35,9 @@ class ChenGreedy(Checked):
 
     def run(self, task: Task) -> Solution:
         """The cheapest fitting b. Raises `InfeasibleBudget` where no b fits."""
-        every = range(checkpointed_count(task.graph))
+        every = range(segmented_count(task.graph))
         candidates = greedy(task.graph, every, self.parameter_bytes)
-        return cheapest(task, candidates, name=self.name)
+        return select_cheapest(task, candidates, strategy=self.name)
 
 
 def greedy(
@@ -53,7 +53,7 @@ def greedy(
 
 
 def _ends(graph: Graph, allowed: set[int], parameter_bytes: int) -> tuple[int, ...]:
-    count = checkpointed_count(graph)
+    count = segmented_count(graph)
     found: list[int] = []
     segment_bytes = 0
     for op in range(count - 1):
@@ -67,7 +67,7 @@ def _ends(graph: Graph, allowed: set[int], parameter_bytes: int) -> tuple[int, .
 def _grid(graph: Graph) -> list[int]:
     sizes = [
         sum(graph.values[v].size_bytes for v in operation.outputs)
-        for operation in graph.operations[: checkpointed_count(graph)]
+        for operation in graph.operations[: segmented_count(graph)]
     ]
     low, high = max(1, max(sizes, default=1)), max(1, sum(sizes))
     ratio = (high / low) ** (1 / _STEPS)

@@ -15,12 +15,12 @@ from remat.graph import Graph
 from remat.schedule import Schedule
 from remat.solution import Solution
 from remat.strategies.base import Task
-from remat.strategies.baselines.checkpointed import (
+from remat.strategies.baselines.schedule_builder import (
     Segments,
-    cheapest,
-    checkpointed_count,
+    select_cheapest,
+    segmented_count,
     forward_count,
-    segmented,
+    checkpoint_segments,
 )
 from remat.strategies.options import Checked
 
@@ -37,9 +37,9 @@ class ChenSqrt(Checked):
 
     def run(self, task: Task) -> Solution:
         """The one schedule there is; `InfeasibleBudget` if that does not fit."""
-        ends = sqrt_ends(range(checkpointed_count(task.graph)))
+        ends = sqrt_ends(range(segmented_count(task.graph)))
         candidates = [(f"{len(ends)} checkpoints", cut_after(task.graph, ends))]
-        return cheapest(task, candidates, name=self.name)
+        return select_cheapest(task, candidates, strategy=self.name)
 
 
 def sqrt_ends(candidates: Sequence[int]) -> list[int]:
@@ -55,4 +55,4 @@ def cut_after(graph: Graph, ends: Sequence[int]) -> Schedule:
     segments: Segments = [range(a, b + 1) for a, b in zip(starts, ends, strict=False)]
     if forward_count(graph) is None and starts[-1] < len(graph):
         segments = [*segments, range(starts[-1], len(graph))]
-    return segmented(graph, segments)
+    return checkpoint_segments(graph, segments)

@@ -9,8 +9,8 @@ from remat.graph import Graph
 from remat.solution import Solution
 from remat.strategies.base import Task
 from remat.strategies.baselines.chains.chain import cut_points
-from remat.strategies.baselines.checkpointed import cheapest, checkpointed_count, segmented
-from remat.strategies.baselines.module_blocks import blocks, consecutive
+from remat.strategies.baselines.schedule_builder import select_cheapest, segmented_count, checkpoint_segments
+from remat.strategies.baselines.module_blocks import find_blocks, merge_consecutive
 from remat.strategies.options import Checked, between
 
 _PIECES = 32
@@ -35,15 +35,15 @@ class EveryK(Checked):
         # A larger k recomputes the same operations with fewer borders: all k up to 64, then few.
         every = [k for k in range(1, len(found) + 1) if k <= _CHOICES or k == len(found)]
         wanted = every if self.k is None else [self.k]
-        candidates = ((f"k={k}", segmented(task.graph, consecutive(found, k))) for k in wanted)
-        return cheapest(task, candidates, name=self.name)
+        candidates = ((f"k={k}", checkpoint_segments(task.graph, merge_consecutive(found, k))) for k in wanted)
+        return select_cheapest(task, candidates, strategy=self.name)
 
 
 def _pieces(graph: Graph) -> list[tuple[int, ...]]:
-    found = blocks(graph)
+    found = find_blocks(graph)
     if len(found) > 1:
         return found
-    count = checkpointed_count(graph)
+    count = segmented_count(graph)
     ends = [*cut_points(graph), count - 1]
     if len(ends) >= 4:
         starts = [0, *(end + 1 for end in ends[:-1])]

@@ -19,7 +19,7 @@ from remat.graph import Graph
 from remat.schedule import Schedule
 from remat.solution import Solution
 from remat.strategies.base import Task
-from remat.strategies.baselines.checkpointed import Builder, cheapest, saving_count
+from remat.strategies.baselines.schedule_builder import ScheduleBuilder, select_cheapest, required_forward_count
 from remat.strategies.options import Checked, between
 
 
@@ -39,9 +39,9 @@ class Knapsack(Checked):
     def run(self, task: Task) -> Solution:
         """The cheapest fitting choice. Raises `RematError` without a backward pass, and
         `InfeasibleBudget` where no choice fits."""
-        count = saving_count(task.graph, self.name)
+        count = required_forward_count(task.graph, self.name)
         candidates = self._candidates(task.graph, count)
-        return cheapest(task, candidates, name=self.name)
+        return select_cheapest(task, candidates, strategy=self.name)
 
     def _candidates(self, graph: Graph, count: int) -> Iterator[tuple[str, Schedule]]:
         items = _items(graph, count)
@@ -65,12 +65,12 @@ class Knapsack(Checked):
 
 def _items(graph: Graph, count: int) -> list[tuple[int, list[int]]]:
     """Each forward operation that the backward pass could need again, and its outputs."""
-    builder = Builder(graph)
+    builder = ScheduleBuilder(graph)
     for op in range(count):
         builder.run(op)
     builder.drop(range(len(graph.values)))
     read = [v for op in range(count, len(graph)) for v in graph.operations[op].inputs]
-    wanted = builder.missing(v for v in read if graph.producer[v] < count)
+    wanted = builder.missing_operations(v for v in read if graph.producer[v] < count)
     items: list[tuple[int, list[int]]] = []
     needed = {v for op in wanted for v in graph.operations[op].inputs} | set(read)
     for op in wanted:
@@ -91,12 +91,12 @@ def _fill(worths: list[float], weights: list[int], capacity: int) -> npt.NDArray
 
 
 def _saving(graph: Graph, count: int, saved: set[int]) -> Schedule:
-    builder = Builder(graph)
+    builder = ScheduleBuilder(graph)
     for op in range(count):
         builder.run(op)
     made = (v for op in range(count) for v in graph.operations[op].outputs)
     builder.drop(v for v in made if v not in saved)
     for op in range(count, len(graph)):
-        builder.ensure(graph.operations[op].inputs, transient=False)
+        builder.recompute(graph.operations[op].inputs, drops_others=False)
         builder.run(op)
     return builder.schedule()

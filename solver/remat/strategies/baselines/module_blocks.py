@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from remat.graph import Graph
-from remat.strategies.baselines.checkpointed import checkpointed_count
+from remat.strategies.baselines.schedule_builder import segmented_count
 
 _SHARE = 0.05
 """Of the forward time: containers with less are no part of the backbone."""
@@ -25,13 +25,13 @@ _ALIKE = 0.5
 """Paths that two blocks share, of those that either has."""
 
 
-def blocks(graph: Graph) -> list[tuple[int, ...]]:
+def find_blocks(graph: Graph) -> list[tuple[int, ...]]:
     """The operations of each block of the forward pass, in order of execution.
 
     A block is a run of consecutive operations, from the first to the last with its path, whatever
     paths those between have; less what lies within another block. Empty without numbered modules.
     """
-    count = checkpointed_count(graph)
+    count = segmented_count(graph)
     paths = [tuple(filter(None, o.module.split("."))) for o in graph.operations[:count]]
     costs_s = [operation.cost_s for operation in graph.operations[:count]]
     spans: list[tuple[int, int]] = []
@@ -45,7 +45,7 @@ def blocks(graph: Graph) -> list[tuple[int, ...]]:
     return [ops for ops in found if ops]
 
 
-def consecutive(pieces: Sequence[Sequence[int]], k: int) -> list[tuple[int, ...]]:
+def merge_consecutive(pieces: Sequence[Sequence[int]], k: int) -> list[tuple[int, ...]]:
     """Segments of `k` consecutive pieces each, with what lies between these."""
     groups = [pieces[i : i + k] for i in range(0, len(pieces), k)]
     return [tuple(range(group[0][0], group[-1][-1] + 1)) for group in groups]

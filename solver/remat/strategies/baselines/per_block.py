@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from remat.errors import RematError
 from remat.solution import Solution
 from remat.strategies.base import Task
-from remat.strategies.baselines.checkpointed import cheapest, segmented
-from remat.strategies.baselines.module_blocks import blocks
+from remat.strategies.baselines.schedule_builder import select_cheapest, checkpoint_segments
+from remat.strategies.baselines.module_blocks import find_blocks
 from remat.strategies.options import Checked
 
 
@@ -25,11 +25,11 @@ class PerBlock(Checked):
 
     def run(self, task: Task) -> Solution:
         """The one schedule there is. Raises `RematError` for a graph without numbered modules."""
-        found = blocks(task.graph)
+        found = find_blocks(task.graph)
         if not found:
             raise RematError(
                 "per_block needs repeated blocks, but no operation has a module path with a "
                 'number, such as "layers.0": use EveryK, or ChenSqrt'
             )
-        candidates = [(f"{len(found)} blocks", segmented(task.graph, found))]
-        return cheapest(task, candidates, name=self.name)
+        candidates = [(f"{len(found)} blocks", checkpoint_segments(task.graph, found))]
+        return select_cheapest(task, candidates, strategy=self.name)

@@ -8,7 +8,7 @@ from remat.graph import Graph
 from remat.schedule import Schedule
 from remat.solution import Solution
 from remat.strategies.base import Task
-from remat.strategies.baselines.checkpointed import Builder, cheapest, forward_count
+from remat.strategies.baselines.schedule_builder import ScheduleBuilder, select_cheapest, forward_count
 from remat.strategies.options import Checked
 
 
@@ -25,18 +25,18 @@ class RecomputeAll(Checked):
 
     def run(self, task: Task) -> Solution:
         """The one schedule there is; `InfeasibleBudget` if that does not fit."""
-        return cheapest(task, [("all", _schedule(task.graph))], name=self.name)
+        return select_cheapest(task, [("all", _schedule(task.graph))], strategy=self.name)
 
 
 def _schedule(graph: Graph) -> Schedule:
-    builder = Builder(graph)
+    builder = ScheduleBuilder(graph)
     count = forward_count(graph) or 0
     for op in range(count):
         builder.run(op)
     builder.drop(v for op in range(count) for v in graph.operations[op].outputs)
     for op in range(count, len(graph)):
         operation = graph.operations[op]
-        again = builder.missing(operation.inputs)
+        again = builder.missing_operations(operation.inputs)
         for parent in again:
             builder.run(parent)
         builder.run(op)

@@ -20,16 +20,21 @@ from typing import Annotated
 import pulp
 
 from remat.graph import Graph
-from remat.limits.budget import format_bytes
+from remat.limits.units import format_bytes
 from remat.milp.solvers import pulp_versions
-from remat.milp.solvers.highs import BulkHiGHS
+from remat.milp.solvers.highs import HighsSolver
 from remat.milp.solvers.outcome import Outcome
 from remat.milp.solvers.pulp_versions import expression
 from remat.schedule import Schedule
 from remat.simulate import peak_and_time, simulate
 from remat.solution import Solution
 from remat.strategies.base import Task
-from remat.strategies.baselines.checkpointed import Builder, cheapest, forward_count, saving_count
+from remat.strategies.baselines.schedule_builder import (
+    ScheduleBuilder,
+    select_cheapest,
+    forward_count,
+    required_forward_count,
+)
 from remat.strategies.options import Checked, Seconds, Threads, between
 
 _GAP = 1e-3
@@ -54,8 +59,8 @@ class Selective(Checked):
     def run(self, task: Task) -> Solution:
         """The cheapest fitting choice. Raises `RematError` without a backward pass, and
         `InfeasibleBudget` where no choice fits."""
-        count = saving_count(task.graph, self.name)
-        return cheapest(task, self._candidates(task, count), name=self.name)
+        count = required_forward_count(task.graph, self.name)
+        return select_cheapest(task, self._candidates(task, count), strategy=self.name)
 
     def _candidates(self, task: Task, count: int) -> Iterator[tuple[str, Schedule]]:
         graph, budget_bytes = task.graph, task.budget_bytes
@@ -101,14 +106,14 @@ def _bytes(graph: Graph, saved: frozenset[int]) -> str:
 def saving(graph: Graph, saved: frozenset[int]) -> Schedule:
     """The schedule that holds these forward values, as far as the backward reads them, and makes
     each other value again where it is first read."""
-    builder = Builder(graph)
+    builder = ScheduleBuilder(graph)
     count = forward_count(graph) or 0
     for op in range(count):
         builder.run(op)
     made = (v for op in range(count) for v in graph.operations[op].outputs)
     builder.drop(v for v in made if v not in saved)
     for op in range(count, len(graph)):
-        builder.ensure(graph.operations[op].inputs, transient=False)
+        builder.recompute(graph.operations[op].inputs, drops_others=False)
         builder.run(op)
     return builder.schedule()
 
@@ -144,7 +149,7 @@ class _Program:
 
     def __init__(self, graph: Graph, count: int, everything: Schedule) -> None:
         self._graph, self._count = graph, count
-        droppable = Builder(graph).is_droppable
+        droppable = ScheduleBuilder(graph).is_droppable
         self._first, self._last = _read_from_to(graph, count, droppable)
         self._values = sorted(self._first)
         self._operations = sorted({graph.producer[v] for v in self._values})
@@ -192,8 +197,8 @@ class _Program:
         unit_s = max((graph.operations[o].cost_s for o in self._operations), default=0.0) or 1.0
         costs = {x: graph.operations[o].cost_s / unit_s for o, x in again.items()}
         problem.setObjective(expression(costs))
-        run = BulkHiGHS(gap=_GAP, time_limit=limit_s, threads=threads)
-        outcome = run.solve(pulp_versions.read(problem)).outcome
+        run = HighsSolver(gap=_GAP, time_limit=limit_s, threads=threads)
+        outcome = run.solve(pulp_versions.read_arrays(problem)).outcome
         if outcome not in (Outcome.OPTIMAL, Outcome.FEASIBLE):
             return None
         return frozenset(v for v, x in saved.items() if (x.varValue or 0.0) > 0.5)

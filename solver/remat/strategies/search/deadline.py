@@ -1,4 +1,4 @@
-"""When to end: the one clock that a search and its steps look at."""
+"""`Clock`: the deadline and the cancellation that a search and its steps check."""
 
 from __future__ import annotations
 
@@ -7,51 +7,56 @@ from dataclasses import dataclass, field
 
 from remat.progress import Cancel
 
-_USABLE = 0.96
-"""Of the time: some steps cannot be interrupted, as parts of the solver's presolve, and overrun."""
+_USABLE_SHARE = 0.96
+"""Share of the time limit that is planned for. Parts of a solver's presolve cannot be interrupted
+and overrun the deadline."""
 
 
 @dataclass(frozen=True)
 class Clock:
-    """Over at `deadline` (of `time.monotonic`), or as soon as one of `cancels` is set."""
+    """The time limit of a search or of one step.
+
+    It is over at `deadline` (in seconds of `time.monotonic`) or as soon as one of `cancels` is set.
+    """
 
     deadline: float
     cancels: tuple[Cancel, ...] = ()
-    began: float = field(default_factory=time.monotonic)
+    started_at: float = field(default_factory=time.monotonic)
 
     @classmethod
     def of(cls, time_limit: float, cancel: Cancel | None = None) -> Clock:
-        """For a search of about so many seconds from now on."""
+        """Return a clock that starts now and is over after about `time_limit` seconds."""
         now = time.monotonic()
-        return cls(now + _USABLE * time_limit, () if cancel is None else (cancel,), now)
+        return cls(now + _USABLE_SHARE * time_limit, () if cancel is None else (cancel,), now)
 
     @property
-    def left_s(self) -> float:
-        """Seconds to the deadline; below zero after it."""
+    def remaining_s(self) -> float:
+        """Seconds until the deadline; negative after it."""
         return self.deadline - time.monotonic()
 
     @property
-    def passed_s(self) -> float:
-        """Seconds since it began."""
-        return time.monotonic() - self.began
+    def elapsed_s(self) -> float:
+        """Seconds since the clock started."""
+        return time.monotonic() - self.started_at
 
-    def within(self, seconds: float) -> Clock:
-        """One that begins now and is over after so many seconds, if not before."""
+    def limited_to(self, seconds: float) -> Clock:
+        """Return a clock that starts now and is over after `seconds`, or with this clock if that
+        is earlier."""
         now = time.monotonic()
         return Clock(min(self.deadline, now + seconds), self.cancels, now)
 
-    def share(self, share: float) -> Clock:
-        """One that begins now and is over after this share of what is left."""
-        return self.within(share * self.left_s)
+    def limited_to_share(self, share: float) -> Clock:
+        """Return a clock that starts now and is over after this share of the remaining time."""
+        return self.limited_to(share * self.remaining_s)
 
-    def unless(self, cancel: Cancel) -> Clock:
-        """One that begins now and is over once this is set, if not before."""
+    def with_cancel(self, cancel: Cancel) -> Clock:
+        """Return a clock that starts now and is also over once `cancel` is set."""
         return Clock(self.deadline, (*self.cancels, cancel))
 
     def is_cancelled(self) -> bool:
-        """Whether somebody asked for an end."""
+        """True if the caller cancelled the search."""
         return any(cancel.is_set() for cancel in self.cancels)
 
     def is_over(self) -> bool:
-        """Whether to end now, with what is known."""
-        return self.left_s < 0 or self.is_cancelled()
+        """True if the deadline has passed or the search was cancelled."""
+        return self.remaining_s < 0 or self.is_cancelled()

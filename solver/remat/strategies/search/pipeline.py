@@ -1,10 +1,10 @@
-"""The steps of `Auto` and `Exact`, in their order, with all shares of the time.
+"""The steps of `Auto` and `Exact`, in order, with their shares of the time.
 
-A step begins where the gap asked for is not reached yet, unless it has a share of the time for the
-other case too; see `Step`. What the steps are depends on the graph alone, so it can be asked for:
+A step starts only while the requested gap is not reached, unless it has a time share for that case
+too: see `SearchStep`. The steps depend on the graph alone, so they can be inspected:
 
-    >>> [step.name for step in pipeline.exact().cost]
-    ['relaxation', 'eviction', 'reach', 'program']
+    >>> [step.name for step in pipeline.exact_pipeline().cost]
+    ['relaxation', 'eviction', 'feasibility', 'milp']
 """
 
 from __future__ import annotations
@@ -13,87 +13,106 @@ from functools import partial
 from typing import NamedTuple
 
 from remat.graph import Graph
-from remat.strategies.search.state import Known
-from remat.strategies.search.step import Step
+from remat.strategies.search.state import SearchState
+from remat.strategies.search.step import SearchStep
 from remat.strategies.search.steps.annealing import anneal
-from remat.strategies.search.steps.baselines import try_baselines
-from remat.strategies.search.steps.eviction import evict, shrink
-from remat.strategies.search.steps.feasibility import nothing_fits, reach
-from remat.strategies.search.steps.identical_blocks import blocks_to_tie, tie_blocks
-from remat.strategies.search.steps.moments import more_moments, relax
-from remat.strategies.search.steps.order import is_worthwhile
-from remat.strategies.search.steps.slots import follow, prove, prove_smallest, sift
-from remat.strategies.search.steps.windows import is_unproved, refine
+from remat.strategies.search.steps.baselines import run_quick_baselines
+from remat.strategies.search.steps.checkpoint_cuts import add_checkpoint_cuts, relax
+from remat.strategies.search.steps.eviction import evict_for_cost, evict_for_peak
+from remat.strategies.search.steps.feasibility import find_feasible_schedule, has_no_incumbent
+from remat.strategies.search.steps.identical_blocks import (
+    find_repeated_blocks,
+    solve_identical_blocks,
+)
+from remat.strategies.search.steps.order_search import may_reorder
+from remat.strategies.search.steps.slot_programs import (
+    evict_by_relaxation,
+    minimize_cost_over_slots,
+    minimize_peak_over_slots,
+    solve_relaxation_support,
+)
+from remat.strategies.search.steps.windows import improve_windows, is_gap_open
 
 
 class Pipeline(NamedTuple):
-    """Steps for the least cost within a budget; for the smallest peak; and for the smallest peak
-    that is told of where a budget is impossible, which should not take long."""
+    """The step lists of a strategy: `cost` for the least time within a budget, `peak` for the
+    smallest peak, and `quick_peak` for a small peak to name in the error of an infeasible
+    budget."""
 
-    cost: tuple[Step, ...]
-    peak: tuple[Step, ...]
-    nearest: tuple[Step, ...]
-
-
-def _is_quick(known: Known) -> bool:
-    """In an order that another search chose, the baselines are none, and slow."""
-    return known.start is None or not is_worthwhile(known.task.graph)
+    cost: tuple[SearchStep, ...]
+    peak: tuple[SearchStep, ...]
+    quick_peak: tuple[SearchStep, ...]
 
 
-RELAXATION = Step("relaxation", relax, share_within_gap=1.0)
+def _may_use_baselines(state: SearchState) -> bool:
+    """True unless an order search chose the order: baselines do not apply there, and are slow."""
+    return state.start is None or not may_reorder(state.task.graph)
+
+
+RELAXATION = SearchStep("relaxation", relax, time_share_within_gap=1.0)
 
 PEAK = (
-    Step("peak_baselines", try_baselines, share=0.2, share_within_gap=0.2),
-    Step("peak_eviction", shrink, share=0.2, share_within_gap=0.2),
-    Step("peak_program", prove_smallest),
+    SearchStep("peak_baselines", run_quick_baselines, time_share=0.2, time_share_within_gap=0.2),
+    SearchStep("peak_eviction", evict_for_peak, time_share=0.2, time_share_within_gap=0.2),
+    SearchStep("peak_milp", minimize_peak_over_slots),
 )
 
 
-def exact() -> Pipeline:
-    """Eviction to begin from, and one program, to the end."""
+def exact_pipeline() -> Pipeline:
+    """Return the steps of `Exact`: a relaxation and eviction to start from, then one program."""
     peak = PEAK[1:]
     return Pipeline(
         cost=(
             RELAXATION,
-            Step("eviction", evict, share=0.25, share_within_gap=0.25),
-            Step("reach", partial(reach, peak, peak), is_wanted=nothing_fits, must_succeed=True),
-            Step("program", prove),
-        ),
-        peak=peak,
-        nearest=peak,
-    )
-
-
-def near(graph: Graph) -> Pipeline:
-    """For graphs of any size: what eviction and the bound leave open is closed from both sides.
-
-    In graphs that are no training step, annealing places a few dozen recomputations among a
-    thousand operations better than anything else, and eviction has less time; so it has where
-    identical blocks went before, of which a large network has many.
-    """
-    blocks = blocks_to_tie(graph)
-    is_annealed = is_worthwhile(graph)
-    evict_share = 0.08 if blocks else 0.1 if is_annealed else 0.2
-    peak, nearest = PEAK, PEAK[:-1]
-    optional: list[Step] = []
-    return Pipeline(
-        cost=(
-            RELAXATION,
-            *([Step("blocks", partial(tie_blocks, blocks), share=0.5)] if blocks else optional),
-            Step("eviction", evict, share=evict_share, share_within_gap=evict_share),
-            Step("baselines", try_baselines, share=0.2, is_wanted=_is_quick),
-            *(
-                [Step("annealing", anneal, share=0.5, share_within_gap=0.15)]
-                if is_annealed
-                else optional
+            SearchStep("eviction", evict_for_cost, time_share=0.25, time_share_within_gap=0.25),
+            SearchStep(
+                "feasibility",
+                partial(find_feasible_schedule, peak, peak),
+                is_needed=has_no_incumbent,
+                must_succeed=True,
             ),
-            Step("reach", partial(reach, peak, nearest), is_wanted=nothing_fits, must_succeed=True),
-            Step("moments", more_moments, share=0.3, is_beside=True),
-            Step("sifting", sift, share=0.4),
-            Step("following", follow, share=0.2),
-            Step("program", prove, share=0.6),
-            Step("windows", refine, is_wanted=is_unproved),
+            SearchStep("milp", minimize_cost_over_slots),
         ),
         peak=peak,
-        nearest=nearest,
+        quick_peak=peak,
     )
+
+
+def auto_pipeline(graph: Graph) -> Pipeline:
+    """Return the steps of `Auto` for a graph of any size.
+
+    They close the gap that eviction and the bound leave open from both sides. In graphs that are no
+    training step, annealing places a few dozen recomputations among a thousand operations better
+    than anything else, and eviction has less time. It also has less after the step for identical
+    blocks, of which a large network has many.
+    """
+    blocks = find_repeated_blocks(graph)
+    is_annealed = may_reorder(graph)
+    evict_share = 0.08 if blocks else 0.1 if is_annealed else 0.2
+    peak, quick_peak = PEAK, PEAK[:-1]
+    cost: list[SearchStep] = [RELAXATION]
+    if blocks:
+        solve_blocks = partial(solve_identical_blocks, blocks)
+        cost.append(SearchStep("identical_blocks", solve_blocks, time_share=0.5))
+    cost += [
+        SearchStep(
+            "eviction", evict_for_cost, time_share=evict_share, time_share_within_gap=evict_share
+        ),
+        SearchStep("baselines", run_quick_baselines, time_share=0.2, is_needed=_may_use_baselines),
+    ]
+    if is_annealed:
+        cost.append(SearchStep("annealing", anneal, time_share=0.5, time_share_within_gap=0.15))
+    cost += [
+        SearchStep(
+            "feasibility",
+            partial(find_feasible_schedule, peak, quick_peak),
+            is_needed=has_no_incumbent,
+            must_succeed=True,
+        ),
+        SearchStep("checkpoint_cuts", add_checkpoint_cuts, time_share=0.3, is_concurrent=True),
+        SearchStep("relaxation_support", solve_relaxation_support, time_share=0.4),
+        SearchStep("guided_eviction", evict_by_relaxation, time_share=0.2),
+        SearchStep("milp", minimize_cost_over_slots, time_share=0.6),
+        SearchStep("windows", improve_windows, is_needed=is_gap_open),
+    ]
+    return Pipeline(tuple(cost), peak, quick_peak)

@@ -1,4 +1,4 @@
-"""One program at a time: built, run, verified with the simulator, and timed."""
+"""`MilpRunner`: builds the programs of a search, runs a solver on them, and simulates the answers."""
 
 from __future__ import annotations
 
@@ -14,29 +14,30 @@ from remat.heuristics.polish import prune
 from remat.milp import backends, model
 from remat.milp.backends import Outcome, SolverRun
 from remat.milp.slots import Slots
-from remat.milp.solvers.highs import Report
-from remat.milp.ties import Ties
+from remat.milp.solvers.highs import BoundsCallback
+from remat.milp.shared_decisions import SharedDecisions
 from remat.progress import Progress, ProgressCallback
 from remat.schedule import Schedule
 from remat.simulate import peak_and_time
 from remat.solution import Stats
 from remat.strategies.options import MilpOptions
 from remat.strategies.search.deadline import Clock
-from remat.strategies.search.stall import Stall
+from remat.strategies.search.stall import StallDetector
 
-_TIGHTENINGS = 5
+_MAX_ATTEMPTS = 5
+"""Programs that are tried until the schedule fits the budget without tolerance."""
 
 _ROW_S = 2.5e-4
-"""Seconds for a row that HiGHS may take before it first looks at the clock: 9 s were measured for
-21,000 rows on a busy machine with a limit of 2 s."""
+"""Seconds per row that HiGHS may take before it first checks the time. 9 s were measured for 21,000
+rows on a busy machine with a limit of 2 s."""
 
 
 @dataclass
 class MilpRunner:
-    """Runs programs for one search; `stats` are the facts gathered so far.
+    """Runs the programs of one search and collects statistics in `stats`.
 
-    A solver that fails, however it does, is asked no more: `failure` then says how, and every
-    program is answered by what is known without it.
+    After a solver fails, in whatever way, no further program is run: `failure` has the reason, and
+    every later call answers with the incumbent alone.
     """
 
     graph: Graph
@@ -44,119 +45,130 @@ class MilpRunner:
     clock: Clock
     progress: ProgressCallback | None = None
     stats: Stats = field(default_factory=dict[str, str | int | float])
-    _pace_s: float = 0.0
+    _overhead_per_slot_s: float = 0.0
 
     def __post_init__(self) -> None:
         for key in ("slots", "rows", "columns"):
             self.stats.setdefault(key, 0)
         self.stats.setdefault("solver", self.options.solver)
 
-    def solve_cost(
+    def minimize_cost(
         self,
         slots: Slots,
         budget_bytes: int,
         incumbent: Schedule,
         time_limit: float = math.inf,
-        enough: Callable[[float], bool] = lambda _: False,
+        is_good_enough: Callable[[float], bool] = lambda _: False,
         gap: float | None = None,
     ) -> tuple[SolverRun, float | None]:
-        """The program's answer, verified; and the bound on total time that it proves.
+        """Return the solver's answer, simulated, and the lower bound on the total time that it
+        proves.
 
-        Ends at a schedule of whose time in seconds `enough` is true, or at `gap` (by default the
-        one asked for).
+        The run ends at a schedule whose time in seconds `is_good_enough` accepts, or at the
+        relative `gap` (by default the option's).
         """
         bound: float | None = None
-        budget_now = budget_bytes
-        for attempt in range(_TIGHTENINGS):
+        tightened_bytes = budget_bytes
+        for attempt in range(_MAX_ATTEMPTS):
             began = time.monotonic()
-            if self.is_over() or self._overhead_s(slots) > self.clock.left_s:
+            if self.is_stopped() or self._overhead_s(slots) > self.clock.remaining_s:
                 break
-            program = self._build(slots, budget_now)
-            if self._is_too_late(program):
+            program = self._build(slots, tightened_bytes)
+            if self._may_overrun(program):
                 break
             unit_s = program.cost_unit_s
-            stall = Stall(self.options.stall, self._report("cost", unit_s), enough, unit_s)
-            stall.least = self.time(incumbent) / unit_s
-            self._report("cost", unit_s)(stall.least, None)
+            stall = StallDetector(
+                self.options.stall, self._progress_reporter("cost", unit_s), is_good_enough, unit_s
+            )
+            stall.best_objective = self.time_s(incumbent) / unit_s
+            self._progress_reporter("cost", unit_s)(stall.best_objective, None)
             answer = self._run(
                 program,
                 gap=self.options.gap if gap is None else gap,
-                time_limit=min(time_limit, self.clock.left_s),
+                time_limit=min(time_limit, self.clock.remaining_s),
                 incumbent=incumbent,
                 exact=attempt > 0,
                 report=stall.report,
-                done=stall.is_over,
+                is_done=stall.is_over,
             )
             overhead_s = time.monotonic() - began - answer.seconds
-            self._pace_s = max(self._pace_s, overhead_s / max(1, len(slots.operations)))
-            if budget_now == budget_bytes and answer.bound is not None:
+            self._overhead_per_slot_s = max(
+                self._overhead_per_slot_s, overhead_s / max(1, len(slots.operations))
+            )
+            if tightened_bytes == budget_bytes and answer.bound is not None:
                 bound = answer.bound * program.cost_unit_s
             if answer.schedule is None:
                 break
             schedule = prune(self.graph, answer.schedule)
-            excess = self.peak(schedule) - budget_bytes
+            excess = self.peak_bytes(schedule) - budget_bytes
             if excess <= 0:
-                best = min(schedule, incumbent, key=self.time)
+                best = min(schedule, incumbent, key=self.time_s)
                 return replace(answer, schedule=best), bound
-            # The solver's tolerance let a row slip: it gets a smaller one, then a smaller budget.
-            budget_now -= excess if attempt else 0
-        return self.kept(incumbent, bound)
+            # The solver's tolerance allowed a violated row: retry with a smaller tolerance, then
+            # with a smaller budget.
+            tightened_bytes -= excess if attempt else 0
+        return self.incumbent_answer(incumbent, bound)
 
     @staticmethod
-    def kept(incumbent: Schedule, bound_s: float | None = None) -> tuple[SolverRun, float | None]:
-        """What `solve_cost` answers where a program came to nothing."""
+    def incumbent_answer(
+        incumbent: Schedule, bound_s: float | None = None
+    ) -> tuple[SolverRun, float | None]:
+        """Return the answer of `minimize_cost` for a program without a result: the incumbent."""
         answer = SolverRun(Outcome.FEASIBLE, incumbent, None, None, 0, 0.0, "incumbent kept")
         return answer, bound_s
 
-    def solve_tied(
+    def solve_with_shared_decisions(
         self,
-        ties: Ties,
+        shared: SharedDecisions,
         budget_bytes: int,
         start: Schedule | None,
         time_limit: float,
-        enough: Callable[[float], bool],
+        is_good_enough: Callable[[float], bool],
         gap: float,
     ) -> Schedule | None:
-        """What the program finds where slots are tied, not verified; None if nothing. It says
-        nothing about other schedules."""
+        """Return the schedule of the program in which identical blocks share decisions; None if
+        there is none.
+
+        The schedule is not simulated, and no bound on other schedules follows from it.
+        """
         if self.failure:
             return None
         began = time.monotonic()
-        program = model.build(self.graph, ties.slots, budget_bytes, ties)
-        if self._is_too_late(program):
+        program = model.build(self.graph, shared.slots, budget_bytes, shared)
+        if self._may_overrun(program):
             return None
         unit_s = program.cost_unit_s
-        stall = Stall(math.inf, enough=enough, unit=unit_s)
+        stall = StallDetector(math.inf, is_good_enough=is_good_enough, unit=unit_s)
         answer = self._run(
             program,
             gap=gap,
             time_limit=time_limit - (time.monotonic() - began),
             incumbent=start,
             report=stall.report,
-            done=stall.is_over,
+            is_done=stall.is_over,
         )
         return answer.schedule
 
-    def solve_peak(
+    def minimize_peak(
         self, slots: Slots, incumbent: Schedule, time_limit: float, target_bytes: int | None = None
     ) -> tuple[SolverRun, float | None]:
-        """The program's answer, and the bound on the peak in bytes that it proves."""
-        if self.is_over() or self.clock.is_over():
-            return _nothing("no program was asked"), None
+        """Return the solver's answer, and the lower bound on the peak in bytes that it proves."""
+        if self.is_stopped() or self.clock.is_over():
+            return _no_answer("no program was asked"), None
         program = self._build(slots, None)
-        if self._is_too_late(program):
-            return _nothing("no time for the program"), None
+        if self._may_overrun(program):
+            return _no_answer("no time for the program"), None
         constant, unit = self.graph.constant_bytes, program.unit_bytes
         target = None if target_bytes is None else (target_bytes - constant) / unit
-        excluded = threading.Event()
-        tell = self._report("peak", unit, constant)
-        tell((self.peak(incumbent) - constant) / unit, None)
-        stall = Stall(self.options.stall, tell)
+        target_excluded = threading.Event()
+        report_progress = self._progress_reporter("peak", unit, constant)
+        report_progress((self.peak_bytes(incumbent) - constant) / unit, None)
+        stall = StallDetector(self.options.stall, report_progress)
 
-        def watch(incumbent: float | None, bound: float | None) -> None:
+        def on_report(incumbent: float | None, bound: float | None) -> None:
             stall.report(incumbent, bound)
             if target is not None and bound is not None and bound > target * (1 + 1e-6):
-                excluded.set()
+                target_excluded.set()
 
         answer = self._run(
             program,
@@ -164,8 +176,8 @@ class MilpRunner:
             time_limit=time_limit,
             incumbent=incumbent,
             target=target,
-            report=watch,
-            done=lambda: excluded.is_set() or stall.is_over(),
+            report=on_report,
+            is_done=lambda: target_excluded.is_set() or stall.is_over(),
         )
         if answer.schedule is not None:
             answer = replace(answer, schedule=prune(self.graph, answer.schedule))
@@ -173,16 +185,16 @@ class MilpRunner:
         return answer, bound
 
     def _overhead_s(self, slots: Slots) -> float:
-        """What a program takes beside the solver's own run, judged by those before it: seconds
-        where it is large."""
-        return self._pace_s * len(slots.operations)
+        """Estimate the seconds that a program takes in addition to the solver's own run, from the
+        programs before it. They matter for large programs."""
+        return self._overhead_per_slot_s * len(slots.operations)
 
-    def _is_too_late(self, program: model.Model) -> bool:
-        """Whether the solver could overrun the deadline before it looks at the clock. A search that
-        is to be exhaustive takes that risk."""
-        return self.options.stall < math.inf and program.rows * _ROW_S > self.clock.left_s
+    def _may_overrun(self, program: model.MilpModel) -> bool:
+        """True if the solver could overrun the deadline before it first checks the time. A search
+        without a stall limit takes that risk."""
+        return self.options.stall < math.inf and program.rows * _ROW_S > self.clock.remaining_s
 
-    def _build(self, slots: Slots, budget_bytes: int | None) -> model.Model:
+    def _build(self, slots: Slots, budget_bytes: int | None) -> model.MilpModel:
         program = model.build(self.graph, slots, budget_bytes)
         self.stats["slots"] = slots.optional_count
         self.stats["rows"] = program.rows
@@ -191,13 +203,13 @@ class MilpRunner:
 
     def _run(
         self,
-        program: model.Model,
+        program: model.MilpModel,
         *,
         gap: float,
         time_limit: float,
         incumbent: Schedule | None,
-        report: Report,
-        done: Callable[[], bool],
+        report: BoundsCallback,
+        is_done: Callable[[], bool],
         target: float | None = None,
         exact: bool = False,
     ) -> SolverRun:
@@ -214,51 +226,53 @@ class MilpRunner:
                 target=target,
                 exact=exact,
                 report=report,
-                cancelled=lambda: done() or self.clock.is_cancelled(),
+                is_cancelled=lambda: is_done() or self.clock.is_cancelled(),
             )
         except SolverError as error:
             self.stats["solver_error"] = str(error)
-            answer = _nothing("failed", time.monotonic() - began)
+            answer = _no_answer("failed", time.monotonic() - began)
         self.stats["solver_s"] = float(self.stats.get("solver_s", 0.0)) + answer.seconds
         self.stats["nodes"] = answer.nodes
         self.stats["solver_message"] = answer.message
         return answer
 
-    def _report(self, phase: str, unit: float, zero: int = 0) -> Report:
-        """Tells of the objective and its bound: total time, as extra time, or a peak in bytes."""
-        whole, none = (1.0, zero) if phase == "peak" else (self.graph.total_cost_s or 1.0, -1)
+    def _progress_reporter(self, phase: str, unit: float, offset: int = 0) -> BoundsCallback:
+        """Return a function that reports the objective and its bound to the caller: as extra time,
+        or as a peak in bytes."""
+        scale, shift = (1.0, offset) if phase == "peak" else (self.graph.total_cost_s or 1.0, -1)
 
-        def shown(objective: float | None) -> float | None:
-            return None if objective is None else objective * unit / whole + none
+        def displayed(objective: float | None) -> float | None:
+            return None if objective is None else objective * unit / scale + shift
 
         def report(incumbent: float | None, bound: float | None) -> None:
             if self.progress is None:
                 return
             gap = None
-            if incumbent is not None and bound is not None and incumbent * unit + zero > 0:
-                gap = max(0.0, (incumbent - bound) * unit / (incumbent * unit + zero))
-            elapsed_s = self.clock.passed_s
-            self.progress(Progress(phase, elapsed_s, shown(incumbent), shown(bound), gap))
+            if incumbent is not None and bound is not None and incumbent * unit + offset > 0:
+                gap = max(0.0, (incumbent - bound) * unit / (incumbent * unit + offset))
+            elapsed_s = self.clock.elapsed_s
+            self.progress(Progress(phase, elapsed_s, displayed(incumbent), displayed(bound), gap))
 
         return report
 
-    def peak(self, schedule: Schedule) -> int:
-        """Bytes, simulated."""
+    def peak_bytes(self, schedule: Schedule) -> int:
+        """Return the simulated peak of a schedule."""
         return peak_and_time(self.graph, schedule)[0]
 
-    def time(self, schedule: Schedule) -> float:
-        """Seconds, simulated."""
+    def time_s(self, schedule: Schedule) -> float:
+        """Return the simulated time of a schedule."""
         return peak_and_time(self.graph, schedule)[1]
 
     @property
     def failure(self) -> str:
-        """How the solver failed; "" where it did not."""
+        """The solver's error message; "" if it has not failed."""
         return str(self.stats.get("solver_error", ""))
 
-    def is_over(self) -> bool:
-        """Whether no program will be answered any more."""
+    def is_stopped(self) -> bool:
+        """True if no further program will be run: the search was cancelled, or the solver
+        failed."""
         return self.clock.is_cancelled() or bool(self.failure)
 
 
-def _nothing(message: str, seconds: float = 0.0) -> SolverRun:
+def _no_answer(message: str, seconds: float = 0.0) -> SolverRun:
     return SolverRun(Outcome.UNKNOWN, None, None, None, 0, seconds, message)

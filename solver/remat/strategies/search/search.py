@@ -1,7 +1,8 @@
-"""The search for a proved optimum: steps that know more and more, and what is proved in the end.
+"""`search`: run a pipeline of steps on a search state, and return the best schedule with its
+bound.
 
-For a cost: keep everything if that fits; refuse a budget below what some operation needs; else do
-the steps. Every schedule that comes back was simulated in integers and fits.
+With a budget: retain everything if that fits; refuse a budget below what some operation needs;
+else run the steps. Every schedule that is returned was simulated in integers and fits.
 """
 
 from __future__ import annotations
@@ -11,56 +12,61 @@ from remat.schedule import Schedule
 from remat.simulate import peak_and_time
 from remat.solution import Solution
 from remat.strategies.search.pipeline import Pipeline
-from remat.strategies.search.state import Known
-from remat.strategies.search.step import run
-from remat.strategies.search.steps.feasibility import refusal
+from remat.strategies.search.state import SearchState
+from remat.strategies.search.step import run_steps
+from remat.strategies.search.steps.feasibility import infeasible_budget_error
 
-_ROUNDING = 1e-6
-"""Of a bound: what a solver's tolerances may have added to it."""
-
-
-def search(known: Known, steps: Pipeline) -> Solution:
-    """The cheapest schedule within the budget or, without one, the one with the smallest peak.
-    Raises `InfeasibleBudget` or `SolverTimeout`."""
-    return _least_peak(known, steps) if known.is_for_peak else _least_cost(known, steps)
+_BOUND_TOLERANCE = 1e-6
+"""Relative error that a solver's tolerances may have added to a bound."""
 
 
-def _least_peak(known: Known, steps: Pipeline) -> Solution:
-    run(steps.peak, known)
-    proved = known.is_within_gap or _is_optimum(known)
-    return Solution(known.best, known.bound, "order", proved, known.stats)
+def search(state: SearchState, pipeline: Pipeline) -> Solution:
+    """Return the cheapest schedule within the budget or, without a budget, the one with the
+    smallest peak. Raises `InfeasibleBudget` or `SolverTimeout`."""
+    if state.is_peak_search:
+        return _minimize_peak(state, pipeline)
+    return _minimize_cost(state, pipeline)
 
 
-def _least_cost(known: Known, steps: Pipeline) -> Solution:
-    graph, budget_bytes = known.task.graph, known.task.budget_bytes
+def _minimize_peak(state: SearchState, pipeline: Pipeline) -> Solution:
+    run_steps(pipeline.peak, state)
+    is_proved = state.is_within_gap or _is_optimum(state)
+    return Solution(state.best, state.bound, "order", is_proved, state.stats)
+
+
+def _minimize_cost(state: SearchState, pipeline: Pipeline) -> Solution:
+    graph, budget_bytes = state.task.graph, state.task.budget_bytes
     assert budget_bytes is not None
     keep_all = Schedule.keep_all(graph)
     if peak_and_time(graph, keep_all)[0] <= budget_bytes:
-        return Solution(keep_all, graph.total_cost_s, "all orders", True, known.stats)
-    if known.floor_bytes > budget_bytes:
-        need = f"one operation needs {known.floor_bytes:,} bytes with what must be there by then"
-        raise refusal(known, steps.nearest, need)
-    run(steps.cost, known)
-    return _judged(known)
+        return Solution(keep_all, graph.total_cost_s, "all orders", True, state.stats)
+    bound_bytes = state.peak_lower_bound_bytes
+    if bound_bytes > budget_bytes:
+        reason = f"one operation needs {bound_bytes:,} bytes, with what is live by then"
+        raise infeasible_budget_error(state, pipeline.quick_peak, reason)
+    run_steps(pipeline.cost, state)
+    return _cost_solution(state)
 
 
-def _judged(known: Known) -> Solution:
-    """The cheapest schedule, with what is proved for every schedule of the order.
+def _cost_solution(state: SearchState) -> Solution:
+    """Return the cheapest schedule, with the bound for every schedule of the order.
 
-    What is proved over slots says something about the order only where they are complete. Elsewhere
-    it is told as a fact beside that.
+    The bound over slots holds for the order only if the slots are complete. Otherwise it is
+    recorded in the statistics only.
     """
-    found, stats = known.over_slots, known.stats
-    slots_s = None if found is None or found.is_complete else found.bound
-    # Of a schedule that is better by far than all over the slots, these say nothing.
-    if slots_s and known.objective >= (1 - known.options.gap - _ROUNDING) * slots_s:
-        stats["slots_bound"] = min(slots_s, known.objective) / known.graph.total_cost_s - 1
-    best, best_s = known.best_of_all()
-    bound_s = min(known.bound, best_s)
-    proved = _is_optimum(known) or known.is_enough(best_s)
-    return Solution(best, bound_s, "order", proved, stats)
+    result, stats = state.slot_result, state.stats
+    slots_bound_s = None if result is None or result.is_complete else result.bound
+    # A schedule that is far better than all over the slots is not measured against their bound.
+    min_time_s = (1 - state.options.gap - _BOUND_TOLERANCE) * (slots_bound_s or 0.0)
+    if slots_bound_s and state.objective >= min_time_s:
+        stats["slots_bound"] = min(slots_bound_s, state.objective) / state.graph.total_cost_s - 1
+    best, time_s = state.best_overall()
+    bound_s = min(state.bound, time_s)
+    is_proved = _is_optimum(state) or state.is_good_enough(time_s)
+    return Solution(best, bound_s, "order", is_proved, stats)
 
 
-def _is_optimum(known: Known) -> bool:
-    found = known.over_slots
-    return found is not None and found.is_complete and found.outcome is Outcome.OPTIMAL
+def _is_optimum(state: SearchState) -> bool:
+    """True if the program over complete slots was solved to the requested gap."""
+    result = state.slot_result
+    return result is not None and result.is_complete and result.outcome is Outcome.OPTIMAL

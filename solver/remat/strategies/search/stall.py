@@ -1,4 +1,4 @@
-"""When a solver run has come far enough, or has stopped getting anywhere."""
+"""`StallDetector`: ends a solver run that has stopped improving, or that is good enough."""
 
 from __future__ import annotations
 
@@ -6,48 +6,49 @@ import math
 import time
 from collections.abc import Callable
 
-_ENOUGH = 0.05
+_MIN_GAP_REDUCTION = 0.05
 
 
-class Stall:
-    """Watches a run's incumbent and bound; `is_over` once neither has moved for long, or once
-    `enough` is true of the best incumbent, times `unit`.
+class StallDetector:
+    """Watches the incumbent objective and the bound that a solver run reports.
 
-    A move is one that takes away a twentieth of the gap, or is the first incumbent. The clock
-    begins with the first report, and waits for at least as long as that took to come.
+    `is_over` is true once neither has improved for `patience_s` seconds, or once `is_good_enough`
+    accepts the best incumbent objective times `unit`. An improvement is a first incumbent, or one
+    that closes a twentieth of the gap. Time counts from the first report, and the patience is at
+    least as long as that report took to arrive. Each report is passed on to `on_report`.
     """
 
     def __init__(
         self,
         patience_s: float,
-        then: Callable[[float | None, float | None], None] = lambda incumbent, bound: None,
-        enough: Callable[[float], bool] = lambda least: False,
+        on_report: Callable[[float | None, float | None], None] = lambda incumbent, bound: None,
+        is_good_enough: Callable[[float], bool] = lambda objective: False,
         unit: float = 1.0,
     ) -> None:
         self._patience_s = patience_s
-        self._then = then
-        self._enough, self._unit = enough, unit
-        self._began = time.monotonic()
-        self._moved_at: float | None = None
+        self._on_report = on_report
+        self._is_good_enough, self._unit = is_good_enough, unit
+        self._started_at = time.monotonic()
+        self._improved_at: float | None = None
         self._gap: float | None = None
-        self.least = math.inf
-        """The best incumbent reported."""
+        self.best_objective = math.inf
+        """The lowest incumbent objective reported."""
 
     def report(self, incumbent: float | None, bound: float | None) -> None:
-        """What the solver has now."""
-        self._then(incumbent, bound)
+        """Take the objective of the solver's incumbent and its dual bound; None if unknown."""
+        self._on_report(incumbent, bound)
         now = time.monotonic()
         if incumbent is not None:
-            self.least = min(self.least, incumbent)
+            self.best_objective = min(self.best_objective, incumbent)
         gap = None if incumbent is None or bound is None else incumbent - bound
-        if self._moved_at is None:
-            self._patience_s = max(self._patience_s, now - self._began)
-            self._moved_at = now
-        if gap is not None and (self._gap is None or gap < self._gap * (1 - _ENOUGH)):
+        if self._improved_at is None:
+            self._patience_s = max(self._patience_s, now - self._started_at)
+            self._improved_at = now
+        if gap is not None and (self._gap is None or gap < self._gap * (1 - _MIN_GAP_REDUCTION)):
             self._gap = gap
-            self._moved_at = now
+            self._improved_at = now
 
     def is_over(self) -> bool:
-        """Whether to end the run."""
-        waited_s = 0.0 if self._moved_at is None else time.monotonic() - self._moved_at
-        return waited_s > self._patience_s or self._enough(self.least * self._unit)
+        """True if the solver run is to end now."""
+        waited_s = 0.0 if self._improved_at is None else time.monotonic() - self._improved_at
+        return waited_s > self._patience_s or self._is_good_enough(self.best_objective * self._unit)

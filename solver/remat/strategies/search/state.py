@@ -1,4 +1,4 @@
-"""What a search knows, passed from step to step: schedules, the best first, and what is proved."""
+"""`SearchState`: incumbents, lower bound and statistics, passed from step to step of a search."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from remat.graph import Graph
-from remat.heuristics.floor import least_peak_bytes
-from remat.heuristics.local_search import Rated
+from remat.heuristics.local_search import EvaluatedSchedule
+from remat.heuristics.peak_bounds import peak_lower_bound_bytes
 from remat.heuristics.polish import polish, prune
-from remat.milp.advice import Advisor
 from remat.milp.backends import Outcome
+from remat.milp.retention_advice import RetentionAdvisor
 from remat.milp.slots import Slots
 from remat.schedule import Schedule
 from remat.strategies.base import Task
@@ -21,178 +21,197 @@ from remat.strategies.options import MilpOptions
 from remat.strategies.search.deadline import Clock
 from remat.strategies.search.runner import MilpRunner
 
-Offer = Callable[[Graph, Sequence[Schedule], float, int], Slots]
-"""Builds a slot set of the graph that can express the first of the schedules and offers what the
-others recompute (complete sets always can), without operations that cost more than so many
-seconds; with a coarseness above 1, fewer slots."""
+SlotBuilder = Callable[[Graph, Sequence[Schedule], float, int], Slots]
+"""Function (graph, schedules, affordable_s, coarseness) that returns the slots of a program.
 
-_NO_LIMIT = 1 << 62
+The slots can express the first of the schedules and include the recomputations of the others
+(complete slots always do). Operations that cost more than `affordable_s` seconds get none. A
+coarseness above 1 gives fewer slots.
+"""
 
-_MOST = 12
-"""Schedules that are kept."""
+_UNLIMITED_BYTES = 1 << 62
+
+_MAX_INCUMBENTS = 12
 
 
-class OverSlots(NamedTuple):
-    """What a program over slots came to: the bound that it proves on the objective, and whether it
-    had every schedule of the order to choose from."""
+class SlotProgramResult(NamedTuple):
+    """Outcome of the program over slots, the bound on the objective that it proves, and whether
+    its slots can express every schedule of the order."""
 
     outcome: Outcome
     bound: float | None
     is_complete: bool
 
 
-class Known:
-    """What is known of one graph and one budget; without a budget, of the smallest peak.
+class SearchState:
+    """The incumbents and the bound of one search: for the least time within a budget or, without
+    a budget, for the smallest peak.
 
-    The objective is total time in the graph's unit or, without a budget, the peak in bytes. Steps
-    `offer` schedules: each is polished, simulated, and kept if it fits. They work on `graph` within
-    `budget_bytes`: those of the task, or less where small values are set aside. A peak of at most
-    `target_bytes` is small enough.
+    The objective is the total time in the graph's unit or, without a budget, the peak in bytes.
+    Steps add schedules with `add_schedules`: each is polished, simulated, and becomes an incumbent
+    if it fits and is among the best. Steps work on `graph` within `budget_bytes`. Those are the
+    task's, or a graph without small values and a budget reduced by their bytes (`switch_graph`).
+    With `target_bytes`, a peak of at most that is small enough.
     """
 
     def __init__(
         self,
         task: Task,
         options: MilpOptions,
-        offer: Offer,
+        build_slots: SlotBuilder,
         *,
-        reserve: float = 0.0,
+        small_values_share: float = 0.0,
         target_bytes: int | None = None,
         runner: MilpRunner | None = None,
     ) -> None:
         self.task = task
         self.graph = task.graph
-        self.budget_bytes = _NO_LIMIT if task.budget_bytes is None else task.budget_bytes
+        self.budget_bytes = _UNLIMITED_BYTES if task.budget_bytes is None else task.budget_bytes
         self.options = options
-        self.reserve = reserve
-        """The share of the room that small values may be given for good, see `remat.milp.small`."""
+        self.small_values_share = small_values_share
+        """Share of the memory for activations that may be reserved for small values, which are then
+        always retained: see `remat.milp.small_values`."""
         self.target_bytes = target_bytes
         self.runner = runner or MilpRunner(
             task.graph, options, Clock.of(options.time_limit, task.cancel), task.progress
         )
         self.clock, self.stats = self.runner.clock, self.runner.stats
-        self.floor_bytes = least_peak_bytes(task.graph)
-        self.advisor: Advisor | None = None
-        self.over_slots: OverSlots | None = None
-        self.rated: list[Rated] = []
-        """Schedules that fit, the best first."""
-        self._offer = offer
-        self._offering = threading.Lock()
-        self._spare: list[Rated] = []
+        self.peak_lower_bound_bytes = peak_lower_bound_bytes(task.graph)
+        self.advisor: RetentionAdvisor | None = None
+        self.slot_result: SlotProgramResult | None = None
+        self.incumbents: list[EvaluatedSchedule] = []
+        """The best schedules within the budget, best first."""
+        self._build_slots = build_slots
+        self._lock = threading.Lock()
+        self._full_graph_candidates: list[EvaluatedSchedule] = []
         start = task.start
-        # Bounds are for the graph's order: a schedule in another would seem to beat them.
+        # Bounds are for the graph's order: a schedule in another order could be below them.
         self.start = start if start is not None and start.keeps_order() else None
-        self.offer(() if self.start is None else (self.start,))
+        self.add_schedules(() if self.start is None else (self.start,))
 
     # -- schedules
 
-    def offer(self, schedules: Iterable[Schedule]) -> None:
-        """Keep those that fit, if they are among the best. Safe from several threads."""
+    def add_schedules(self, schedules: Iterable[Schedule]) -> None:
+        """Polish and simulate the schedules, and make those that fit and are among the best
+        incumbents. Thread-safe."""
         for schedule in schedules:
-            rated = self._polished(self.graph, schedule, self.budget_bytes)
-            if rated.peak_bytes <= self.budget_bytes:
-                with self._offering:
-                    # Of two that are equally good, the one that was there first stays first.
-                    kept = dict.fromkeys((*self.rated, rated))
-                    self.rated = sorted(kept, key=self.objective_of)[:_MOST]
+            evaluated = self._polish(self.graph, schedule, self.budget_bytes)
+            if evaluated.peak_bytes <= self.budget_bytes:
+                with self._lock:
+                    # Of two equally good schedules, the earlier one stays first.
+                    distinct = dict.fromkeys((*self.incumbents, evaluated))
+                    self.incumbents = sorted(distinct, key=self.objective_of)[:_MAX_INCUMBENTS]
             elif self.graph is not self.task.graph:
-                self._offer_spare(schedule)
+                self._add_full_graph_candidate(schedule)
 
-    def _offer_spare(self, schedule: Schedule) -> None:
-        """Keep one that fits only where nothing is set aside: it may be the best in the end."""
+    def _add_full_graph_candidate(self, schedule: Schedule) -> None:
+        """Remember a schedule that fits the task's budget, but not the reduced one: it may be the
+        best in the end."""
         budget_bytes = self.task.budget_bytes
         if budget_bytes is not None:
-            rated = self._polished(self.task.graph, schedule, budget_bytes)
-            if rated.peak_bytes <= budget_bytes:
-                self._spare.append(rated)
+            evaluated = self._polish(self.task.graph, schedule, budget_bytes)
+            if evaluated.peak_bytes <= budget_bytes:
+                self._full_graph_candidates.append(evaluated)
 
-    def _polished(self, graph: Graph, schedule: Schedule, budget_bytes: int) -> Rated:
-        if self.is_for_peak:
-            return Rated.of(graph, prune(graph, schedule))
-        return Rated.of(graph, polish(graph, schedule, budget_bytes))
+    def _polish(self, graph: Graph, schedule: Schedule, budget_bytes: int) -> EvaluatedSchedule:
+        if self.is_peak_search:
+            return EvaluatedSchedule.of(graph, prune(graph, schedule))
+        return EvaluatedSchedule.of(graph, polish(graph, schedule, budget_bytes))
 
-    def set_aside(self, light: Graph, budget_bytes: int) -> None:
-        """From now on work on the graph with small values at no bytes, within so much less."""
-        known = [rated.schedule for rated in self.rated]
-        self.graph, self.budget_bytes, self.rated = light, budget_bytes, []
-        self.runner = replace(self.runner, graph=light)
-        self.offer(known)
+    def switch_graph(self, reduced_graph: Graph, budget_bytes: int) -> None:
+        """Continue on a graph in which small values have no bytes, within a budget that is smaller
+        by their bytes."""
+        schedules = [incumbent.schedule for incumbent in self.incumbents]
+        self.graph, self.budget_bytes, self.incumbents = reduced_graph, budget_bytes, []
+        self.runner = replace(self.runner, graph=reduced_graph)
+        self.add_schedules(schedules)
 
     @property
     def schedules(self) -> list[Schedule]:
-        """Those that fit, the best first."""
-        return [rated.schedule for rated in self.rated]
+        """The schedules of the incumbents, best first."""
+        return [incumbent.schedule for incumbent in self.incumbents]
 
     @property
-    def hints(self) -> list[Schedule]:
-        """Those that fit, and those that the moments imply, which may not."""
-        return [*self.schedules, *(() if self.advisor is None else self.advisor.implied)]
+    def candidate_schedules(self) -> list[Schedule]:
+        """The incumbents' schedules, and those that the checkpoint cuts imply, which may not
+        fit."""
+        return [*self.schedules, *(() if self.advisor is None else self.advisor.implied_schedules)]
 
     @property
     def best(self) -> Schedule:
-        """The best so far; at least one is known."""
-        return self.rated[0].schedule
+        """The schedule of the best incumbent; there must be one."""
+        return self.incumbents[0].schedule
 
-    def best_of_all(self) -> tuple[Schedule, float]:
-        """The best with its objective, also of those that fit only where nothing is set aside, with
-        as much kept as there is room for."""
+    def best_overall(self) -> tuple[Schedule, float]:
+        """Return the best schedule for the task's own graph and budget, with its objective.
+
+        That includes schedules that fit only the full budget, and values that are retained in
+        memory that was reserved for small values.
+        """
         if self.graph is not self.task.graph:
-            self._offer_spare(self.best)
-        best = min(self.rated[:1] + self._spare, key=self.objective_of)
+            self._add_full_graph_candidate(self.best)
+        best = min(self.incumbents[:1] + self._full_graph_candidates, key=self.objective_of)
         return best.schedule, self.objective_of(best)
 
     @property
     def objective(self) -> float:
-        """Of the best; infinity if nothing is known."""
-        return self.objective_of(self.rated[0]) if self.rated else math.inf
+        """The objective of the best incumbent; infinity if there is none."""
+        return self.objective_of(self.incumbents[0]) if self.incumbents else math.inf
 
-    def objective_of(self, rated: Rated) -> float:
-        """Total time or, without a budget, the peak."""
-        return rated.peak_bytes if self.is_for_peak else rated.time_s
+    def objective_of(self, evaluated: EvaluatedSchedule) -> float:
+        """Return the total time of a schedule or, in a search without a budget, its peak."""
+        return evaluated.peak_bytes if self.is_peak_search else evaluated.time_s
 
-    # -- what is proved
+    # -- bounds
 
     @property
-    def is_for_peak(self) -> bool:
-        """Whether the smallest peak is asked for."""
+    def is_peak_search(self) -> bool:
+        """True if the search is for the smallest peak."""
         return self.task.budget_bytes is None
 
     @property
     def bound(self) -> float:
-        """Proved for every schedule of the order."""
-        proved = float(self.floor_bytes) if self.is_for_peak else self.graph.total_cost_s
+        """The lower bound on the objective that is proved for every schedule of the order."""
+        bound = (
+            float(self.peak_lower_bound_bytes) if self.is_peak_search else self.graph.total_cost_s
+        )
         if self.advisor is not None:
-            proved = max(proved, self.advisor.bound_s)
-        found = self.over_slots
-        if found is None or not found.is_complete or found.bound is None:
-            return proved
-        # Schedules that the slots leave out as too dear are no better than what is known.
-        return max(proved, min(found.bound, self.objective))
+            bound = max(bound, self.advisor.bound_s)
+        result = self.slot_result
+        if result is None or not result.is_complete or result.bound is None:
+            return bound
+        # Schedules excluded from the slots as too expensive are no better than the incumbent.
+        return max(bound, min(result.bound, self.objective))
 
-    def is_enough(self, objective: float, share: float = 1.0) -> bool:
-        """Whether that is within this share of the gap asked for, or small enough."""
+    def is_good_enough(self, objective: float, gap_share: float = 1.0) -> bool:
+        """True if an objective is within this share of the requested gap, or within the target."""
         if self.target_bytes is not None:
             return objective <= self.target_bytes
-        if self.is_for_peak:
-            return objective <= self.bound * (1 + share * self.options.peak_gap)
-        gap = share * self.options.gap
+        if self.is_peak_search:
+            return objective <= self.bound * (1 + gap_share * self.options.peak_gap)
+        gap = gap_share * self.options.gap
         return math.isfinite(objective) and objective - self.bound <= gap * objective
 
     @property
     def is_within_gap(self) -> bool:
-        """Whether the best is."""
-        return self.is_enough(self.objective)
+        """True if the best incumbent is within the requested gap."""
+        return self.is_good_enough(self.objective)
 
     # -- programs
 
-    def offered(self, coarseness: int = 1) -> Slots:
-        """The slots that can improve on the best; or so many times fewer."""
-        affordable_s = math.inf if self.is_for_peak else self.objective - self.graph.total_cost_s
-        return self._offer(self.graph, [self.best], affordable_s, coarseness)
+    def candidate_slots(self, coarseness: int = 1) -> Slots:
+        """Return the slots that can improve on the best incumbent; fewer with a coarseness above
+        1."""
+        affordable_s = math.inf if self.is_peak_search else self.objective - self.graph.total_cost_s
+        return self._build_slots(self.graph, [self.best], affordable_s, coarseness)
 
-    def smallest(self, target_bytes: int | None = None) -> Known:
-        """What is known of the smallest peak, or of one that is small enough, of the same search:
-        with its clock, its runner and its stats."""
+    def peak_search_state(self, target_bytes: int | None = None) -> SearchState:
+        """Return a state for finding the smallest peak, or one of at most `target_bytes`.
+
+        It shares this search's clock, runner and statistics.
+        """
         task = replace(self.task, budget_bytes=None, start=self.start)
         runner = replace(self.runner, graph=task.graph)
-        return Known(task, self.options, self._offer, target_bytes=target_bytes, runner=runner)
+        return SearchState(
+            task, self.options, self._build_slots, target_bytes=target_bytes, runner=runner
+        )

@@ -1,6 +1,6 @@
-"""A step of a search, and how steps are run: one after the other, each for its share of the time.
+"""`SearchStep`, and running steps one after the other, each for its share of the time.
 
-A step that fails takes no plan in hand with it: it is told of, and left out.
+A step that fails is reported with a warning and skipped; the incumbents are kept.
 """
 
 from __future__ import annotations
@@ -12,63 +12,69 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from remat.errors import SolverWarning, one_line
-from remat.solution import STEPS, Stats, steps_of
+from remat.solution import STEPS, Stats, step_names
 from remat.strategies.search.deadline import Clock
-from remat.strategies.search.state import Known
+from remat.strategies.search.state import SearchState
 
 
-def _always(known: Known) -> bool:
+def _always(state: SearchState) -> bool:
     return True
 
 
 @dataclass(frozen=True)
-class Step:
-    """A way to know more: `work` offers schedules to what is known, or raises its bound, until its
-    clock is over.
+class SearchStep:
+    """A named function that adds schedules to the search state, or raises its lower bound, until
+    the clock that it gets is over.
 
-    `share` is its part of the time that is left when it begins, `share_within_gap` the same where
-    the gap is reached by then; without one it is left out. `is_beside` runs it in a thread of its
-    own, beside all steps that follow, if there are two threads. `must_succeed` says that its errors
-    are the search's.
+    `time_share` is its share of the time that remains when it starts. If the incumbent is within
+    the requested gap by then, `time_share_within_gap` is used instead. A share of 0 skips the step,
+    and so does `is_needed` where it returns False. With `is_concurrent` and two threads or more,
+    the step runs in its own thread, alongside all steps that follow. The errors of a step with
+    `must_succeed` end the search.
     """
 
     name: str
-    work: Callable[[Known, Clock], None]
-    share: float = 1.0
-    share_within_gap: float = 0.0
-    is_wanted: Callable[[Known], bool] = _always
-    is_beside: bool = False
+    function: Callable[[SearchState, Clock], None]
+    time_share: float = 1.0
+    time_share_within_gap: float = 0.0
+    is_needed: Callable[[SearchState], bool] = _always
+    is_concurrent: bool = False
     must_succeed: bool = False
 
-    def share_of(self, known: Known) -> float:
-        """Of the time that is left; 0 to leave it out."""
-        if not self.is_wanted(known):
+    def time_share_for(self, state: SearchState) -> float:
+        """Return the share of the remaining time for this step now; 0 to skip it."""
+        if not self.is_needed(state):
             return 0.0
-        return self.share_within_gap if known.is_within_gap else self.share
+        return self.time_share_within_gap if state.is_within_gap else self.time_share
 
 
-def run(steps: Sequence[Step], known: Known) -> None:
-    """Do all steps that are wanted, until the time is up; but something shall be known by then."""
-    with ExitStack() as beside:
+def run_steps(steps: Sequence[SearchStep], state: SearchState) -> None:
+    """Run the steps that are needed, in order, until the time is up.
+
+    Steps go on after the deadline for as long as there is no incumbent.
+    """
+    with ExitStack() as concurrent_steps:
         for step in steps:
-            if known.rated and known.clock.is_over():
+            if state.incumbents and state.clock.is_over():
                 return
-            share = step.share_of(known)
+            share = step.time_share_for(state)
             if not share:
                 continue
-            if step.is_beside and known.options.threads > 1:
-                known.stats[f"{step.name}_beside"] = 1
-                beside.enter_context(_beside(step, known))
+            if step.is_concurrent and state.options.threads > 1:
+                state.stats[f"{step.name}_concurrent"] = 1
+                concurrent_steps.enter_context(_running_concurrently(step, state))
             else:
-                _told(step, known, _done(step, known, known.clock.share(share)))
+                error = _run_step(step, state, state.clock.limited_to_share(share))
+                _handle_error(step, state, error)
 
 
 @contextmanager
-def _beside(step: Step, known: Known) -> Iterator[None]:
-    ended = threading.Event()
+def _running_concurrently(step: SearchStep, state: SearchState) -> Iterator[None]:
+    """Run a step in its own thread while the context is active, then stop it."""
+    stop_event = threading.Event()
     errors: list[Exception | None] = []
     thread = threading.Thread(
-        target=lambda: errors.append(_done(step, known, known.clock.unless(ended))),
+        target=lambda: errors.append(_run_step(step, state, state.clock.with_cancel(stop_event))),
         name=f"remat-{step.name}",
         daemon=True,
     )
@@ -76,54 +82,55 @@ def _beside(step: Step, known: Known) -> Iterator[None]:
     try:
         yield
     finally:
-        ended.set()
+        stop_event.set()
         thread.join()
-        _told(step, known, *errors)
+        _handle_error(step, state, *errors)
 
 
-def _done(step: Step, known: Known, clock: Clock) -> Exception | None:
-    """Why a step failed, if it did; what came of it is written to the stats."""
+def _run_step(step: SearchStep, state: SearchState, clock: Clock) -> Exception | None:
+    """Run a step and record its statistics; return its error if it fails."""
     error = None
     try:
-        step.work(known, clock)
+        step.function(state, clock)
     except Exception as caught:
         error = caught
-    _write(step.name, known, clock)
+    _record_stats(step.name, state, clock)
     return error
 
 
-def _told(step: Step, known: Known, error: Exception | None) -> None:
+def _handle_error(step: SearchStep, state: SearchState, error: Exception | None) -> None:
+    """Raise the error of a step that must succeed; warn of any other."""
     if error is not None and step.must_succeed:
         raise error
     if error is not None:
-        tell(known.stats, step.name, error)
+        warn_of_failure(state.stats, step.name, error)
 
 
-def _write(name: str, known: Known, clock: Clock) -> None:
-    """Seconds, and the objective and the bound after the step: as shares of extra time, or as
-    bytes."""
-    stats = known.stats
-    done = steps_of(stats)
-    stats[STEPS] = " ".join(done if name in done else [*done, name])
-    stats[f"{name}_s"] = float(stats.get(f"{name}_s", 0.0)) + clock.passed_s
-    if known.is_for_peak:
-        figures = {"bytes": known.objective, "bound_bytes": known.bound}
-        stats |= {f"{name}_{key}": int(size) for key, size in figures.items() if known.rated}
+def _record_stats(name: str, state: SearchState, clock: Clock) -> None:
+    """Write the seconds of a step to the stats, and the objective and bound after it, as
+    fractions of extra time or as bytes."""
+    stats = state.stats
+    names = step_names(stats)
+    stats[STEPS] = " ".join(names if name in names else [*names, name])
+    stats[f"{name}_s"] = float(stats.get(f"{name}_s", 0.0)) + clock.elapsed_s
+    if state.is_peak_search:
+        sizes = {"bytes": state.objective, "bound_bytes": state.bound}
+        stats |= {f"{name}_{key}": int(size) for key, size in sizes.items() if state.incumbents}
         return
-    whole_s = known.graph.total_cost_s or 1.0
-    if known.rated:
-        stats[f"{name}_cost"] = known.objective / whole_s - 1
-    stats[f"{name}_bound"] = known.bound / whole_s - 1
+    baseline_s = state.graph.total_cost_s or 1.0
+    if state.incumbents:
+        stats[f"{name}_cost"] = state.objective / baseline_s - 1
+    stats[f"{name}_bound"] = state.bound / baseline_s - 1
 
 
-def tell(stats: Stats, part: str, error: BaseException) -> None:
-    """Warn that a part of a solve has failed, and keep why in `stats`."""
-    told = f"{part}: {one_line(error)}"
-    known = stats.get("search_error")
-    stats["search_error"] = f"{known}; {told}" if known else told
+def warn_of_failure(stats: Stats, part: str, error: BaseException) -> None:
+    """Warn that a part of the search failed, and record the reason in `stats`."""
+    reason = f"{part}: {one_line(error)}"
+    earlier = stats.get("search_error")
+    stats["search_error"] = f"{earlier}; {reason}" if earlier else reason
     warnings.warn(
-        f"{told}. The plan is the best that is known without this part of the search; please "
-        "report this with the graph",
+        f"{reason}. The plan is the best found without this part of the search; please report "
+        "this with the graph",
         SolverWarning,
         stacklevel=2,
     )

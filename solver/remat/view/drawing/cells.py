@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from remat.planned import Planned
+from remat.plan_data import PlanData
 from remat.view.drawing.occupancy import copy_kinds, reruns
 
 MAX_ROWS = 700
@@ -59,7 +59,7 @@ class Grid:
         return run * self.columns // self.runs
 
 
-def strokes(plan: Planned, grid: Grid) -> dict[str, list[Stroke]]:
+def strokes(plan: PlanData, grid: Grid) -> dict[str, list[Stroke]]:
     """The stretches of cells of each role that there is, in the order of drawing, row by row."""
     found: dict[str, dict[int, set[int]]] = {role: defaultdict(set) for role in ROLES}
     for run, (op, before) in enumerate(zip(plan.schedule.runs, reruns(plan.schedule), strict=True)):
@@ -89,7 +89,7 @@ def _stretches(cells: set[int]) -> Iterator[tuple[int, int]]:
     yield first, previous
 
 
-def sections(plan: Planned, height: float, label: float) -> list[Section]:
+def sections(plan: PlanData, height: float, label: float) -> list[Section]:
     """Stretches of operations (module, first, after) of one module that get a label: at the depth
     at which most of the rows belong to a stretch high enough for one, or else at which as many
     labels as there is room for name some of many low ones. An operation is `height` high, a label
@@ -113,7 +113,7 @@ def sections(plan: Planned, height: float, label: float) -> list[Section]:
     return shown
 
 
-def _stretches_at(plan: Planned, depth: int) -> list[Section]:
+def _stretches_at(plan: PlanData, depth: int) -> list[Section]:
     """Stretches with a module path of at most `depth` parts, each within one pass. Operations of a
     module around it, or of none, belong to the stretch that they interrupt."""
     found: list[Section] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import accumulate
 
-from remat.planned import Planned
+from remat.plan_data import PlanData
 from remat.schedule import Schedule
 from remat.simulate import Copy, Timeline
 
@@ -39,7 +39,7 @@ class Occupancy:
         return [name for name, held in self.layers.items() if any(held)]
 
 
-def occupancy(plan: Planned) -> Occupancy:
+def occupancy(plan: PlanData) -> Occupancy:
     """What holds the memory while each run of the plan runs."""
     graph, runs = plan.graph, plan.schedule.runs
     timeline = plan.timeline()
@@ -59,7 +59,7 @@ def occupancy(plan: Planned) -> Occupancy:
     return Occupancy(layers, timeline)
 
 
-def is_overwritten(plan: Planned, copy: Copy) -> bool:
+def is_overwritten(plan: PlanData, copy: Copy) -> bool:
     """Whether the last run that reads a copy writes over it."""
     runs = plan.schedule.runs
     if not copy.start < copy.end < len(runs):
@@ -67,7 +67,7 @@ def is_overwritten(plan: Planned, copy: Copy) -> bool:
     return copy.value in plan.graph.operations[runs[copy.end]].overwrites
 
 
-def copy_kinds(plan: Planned, timeline: Timeline) -> list[str]:
+def copy_kinds(plan: PlanData, timeline: Timeline) -> list[str]:
     """The layer of each copy of the timeline."""
     graph, count = plan.graph, len(plan.schedule)
     seen: set[int] = set()
@@ -85,7 +85,7 @@ def copy_kinds(plan: Planned, timeline: Timeline) -> list[str]:
     return kinds
 
 
-def backward_run(plan: Planned) -> int | None:
+def backward_run(plan: PlanData) -> int | None:
     """The run that starts the backward pass: that of the boundary operation or, where the graph
     has none, the first of a backward operation; None where there is none either."""
     graph = plan.graph
@@ -105,7 +105,7 @@ def reruns(schedule: Schedule) -> list[int]:
     return before
 
 
-def starts_s(plan: Planned) -> list[float]:
+def starts_s(plan: PlanData) -> list[float]:
     """When each run starts, and when the last one ends, in seconds."""
     costs = (plan.graph.operations[op].cost_s for op in plan.schedule.runs)
     return list(accumulate(costs, initial=0.0))

@@ -1,9 +1,11 @@
-"""Autocast as on CUDA, for captures of its steps on tensors of the CPU.
+"""CUDA's autocast on CPU tensors, for captures of steps on an absent GPU.
 
-Autocast casts other operations on CUDA than on the CPU. Which ones it has a policy for can be asked
-of torch; the policy itself is in the tables of aten/src/ATen/autocast_mode.h: nearly all others are
-"fp32". For the length of such a capture autocast is on for the CPU, and its operations get CUDA's
-policies in torch's Python dispatcher (see `remat.frontend.capture.eager_kernels.overrides`).
+Autocast casts other operators on CUDA than on the CPU. Torch's dispatcher lists the operators that
+have an autocast kernel, but not their policies. Those are in the tables of
+aten/src/ATen/autocast_mode.h, whose names are used here; nearly all operators that are not listed
+below have the policy "fp32". During such a capture, autocast is enabled for the CPU, and the
+operators get CUDA's policies in torch's Python dispatcher
+(see `remat.frontend.capture.eager_kernels.overrides`).
 """
 
 from __future__ import annotations
@@ -18,10 +20,12 @@ from torch._C import DispatchKey, DispatchKeySet
 from torch._ops import OpOverload, resolve_key
 from torch.utils._pytree import tree_leaves, tree_map
 
-Kernel: TypeAlias = Callable[..., Any]
-Kernels: TypeAlias = Mapping[tuple[OpOverload, DispatchKey], Kernel | DispatchKey]
+PythonKernel: TypeAlias = Callable[..., Any]
+PythonKernels: TypeAlias = Mapping[tuple[OpOverload, DispatchKey], PythonKernel | DispatchKey]
+"""Kernels to register in torch's Python dispatcher, by operator and dispatch key. A `DispatchKey`
+in place of a kernel redirects the call to that key."""
 
-_LOW = frozenset(
+_LOWER_PRECISION = frozenset(
     {
         "_convolution.deprecated",
         "_convolution",
@@ -60,9 +64,9 @@ _LOW = frozenset(
         "scaled_dot_product_attention",
     }
 )
-"""Run in the lower precision."""
+"""Policy "lower_precision_fp": operators that run in autocast's dtype."""
 
-_WIDE_RESULT = frozenset(
+_FP32_SET_OPT_DTYPE = frozenset(
     {
         "prod",
         "prod.dim_int",
@@ -77,16 +81,16 @@ _WIDE_RESULT = frozenset(
         "sum.dim_IntList",
     }
 )
-"""Told to return float32, where they are not told anything."""
+"""Policy "fp32_set_opt_dtype": operators with a `dtype` argument, whose default becomes float32."""
 
 _norm = torch.ops.aten.norm
-_WIDE_NORM: dict[str, tuple[OpOverload, Kernel]] = {
+_FP32_APPEND_DTYPE: dict[str, tuple[OpOverload, PythonKernel]] = {
     "norm.Scalar": (_norm.ScalarOpt_dtype, _norm.ScalarOpt_dtype),
     "norm.ScalarOpt_dim": (_norm.ScalarOpt_dim_dtype, _norm.ScalarOpt_dim_dtype),
 }
-"""The same by another overload."""
+"""Policy "fp32_append_dtype": the overload with a `dtype` argument that replaces an operator."""
 
-_WIDEST = frozenset(
+_PROMOTED = frozenset(
     {
         "addcdiv",
         "addcmul",
@@ -101,111 +105,120 @@ _WIDEST = frozenset(
         "scatter_add",
     }
 )
-"""Run in the widest precision among their operands."""
+"""Policy "promote": operators that run in the widest dtype of their operands."""
 
-_REFUSED = frozenset({"binary_cross_entropy"})
-"""Unsafe: torch raises an error."""
+_BANNED = frozenset({"binary_cross_entropy"})
+"""Operators that are unsafe under autocast: torch raises an error."""
 
-_CPU, _CUDA = "AutocastCPU", "AutocastCUDA"
-_KEY, _AUTOGRAD = DispatchKey.AutocastCPU, DispatchKey.AutogradCPU
+_AUTOCAST_KEY, _AUTOGRAD_KEY = DispatchKey.AutocastCPU, DispatchKey.AutogradCPU
 
 
-def policies(kernels: Kernels) -> Kernels:
-    """`kernels`, for a capture on tensors of the CPU, with CUDA's autocast before them."""
-    on_cpu, on_cuda = _registered(_CPU), _registered(_CUDA)
-    found: dict[tuple[OpOverload, DispatchKey], Kernel | DispatchKey] = dict(kernels)
-    for name in on_cuda:
-        if (operator := _operator(name)) is None:
+def with_cuda_autocast(kernels: PythonKernels) -> PythonKernels:
+    """Return `kernels` for CPU tensors, with kernels that apply CUDA's autocast before them."""
+    cpu_names = _operators_with_kernel_for("AutocastCPU")
+    cuda_names = _operators_with_kernel_for("AutocastCUDA")
+    combined: dict[tuple[OpOverload, DispatchKey], PythonKernel | DispatchKey] = dict(kernels)
+    for name in cuda_names:
+        if (operator := _find_operator(name)) is None:
             continue
-        if name in on_cpu:
-            found[operator, _KEY] = _policy(name, operator, operator)
+        if name in cpu_names:
+            combined[operator, _AUTOCAST_KEY] = _autocast_kernel(name, operator, operator)
         else:
-            # Autocast has nothing for the CPU here: the first to be asked is autograd.
-            behind = kernels.get((operator, _AUTOGRAD)) or _next(operator)
-            found[operator, _AUTOGRAD] = _policy(name, operator, _called(operator, behind))
-    for name in on_cpu - on_cuda:
-        if (operator := _operator(name)) is not None:
-            # CUDA has no policy: on to what comes next.
-            found[operator, _KEY] = _next(operator)
-    return found
+            # The CPU's autocast skips this operator, so autograd is the first key to be called.
+            after = kernels.get((operator, _AUTOGRAD_KEY)) or _kernel_after_autocast(operator)
+            combined[operator, _AUTOGRAD_KEY] = _autocast_kernel(
+                name, operator, _as_callable(operator, after)
+            )
+    for name in cpu_names - cuda_names:
+        if (operator := _find_operator(name)) is not None:
+            # CUDA has no policy for it: skip autocast.
+            combined[operator, _AUTOCAST_KEY] = _kernel_after_autocast(operator)
+    return combined
 
 
 @contextmanager
-def as_on_cuda() -> Iterator[None]:
-    """Within it, autocast of the CPU casts to `autocast_dtype()`."""
-    asked = autocast_dtype()
-    before = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
-    torch.set_autocast_enabled("cpu", asked is not None)
-    torch.set_autocast_dtype("cpu", asked or before[1])
+def cuda_autocast_on_cpu() -> Iterator[None]:
+    """Enable CPU autocast with the dtype of `target_autocast_dtype()` within the context."""
+    target_dtype = target_autocast_dtype()
+    was_enabled = torch.is_autocast_enabled("cpu")
+    dtype_before = torch.get_autocast_dtype("cpu")
+    torch.set_autocast_enabled("cpu", target_dtype is not None)
+    torch.set_autocast_dtype("cpu", target_dtype or dtype_before)
     torch.autocast_increment_nesting()
     try:
         yield
     finally:
         torch.autocast_decrement_nesting()
-        torch.set_autocast_enabled("cpu", before[0])
-        torch.set_autocast_dtype("cpu", before[1])
+        torch.set_autocast_enabled("cpu", was_enabled)
+        torch.set_autocast_dtype("cpu", dtype_before)
 
 
-def autocast_dtype() -> torch.dtype | None:
-    """To what a step for a GPU that is not here is cast: autocast as it is on for CUDA. A torch
-    without CUDA cannot switch that on; there autocast of the CPU counts."""
+def target_autocast_dtype() -> torch.dtype | None:
+    """Return the autocast dtype of a step on an absent GPU, or None without autocast. It is that of
+    CUDA's autocast if that is enabled, else that of the CPU's: a torch without CUDA cannot enable
+    autocast for CUDA."""
     for device in ("cuda", "cpu"):
         if torch.is_autocast_enabled(device):
             return torch.get_autocast_dtype(device)
     return None
 
 
-def _registered(key: str) -> set[str]:
+def _operators_with_kernel_for(key: str) -> set[str]:
+    """Return the names of the aten operators that have a kernel for a dispatch key."""
     names = torch._C._dispatch_get_registrations_for_dispatch_key(key)
     return {name.removeprefix("aten::") for name in names if name.startswith("aten::")}
 
 
-def _operator(name: str) -> OpOverload | None:
+def _find_operator(name: str) -> OpOverload | None:
     packet, _, overload = name.partition(".")
     return getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
 
 
-def _next(operator: OpOverload) -> Kernel | DispatchKey:
-    """What a capture on the CPU runs after autocast."""
-    key = resolve_key(operator, _AUTOGRAD)
+def _kernel_after_autocast(operator: OpOverload) -> PythonKernel | DispatchKey:
+    """Return the kernel that a capture on the CPU calls for an operator after autocast."""
+    key = resolve_key(operator, _AUTOGRAD_KEY)
     return operator.py_kernels.get(key, key)
 
 
-def _called(operator: OpOverload, kernel: Kernel | DispatchKey) -> Kernel:
+def _as_callable(operator: OpOverload, kernel: PythonKernel | DispatchKey) -> PythonKernel:
     if isinstance(kernel, DispatchKey):
         return partial(operator._op_dk, kernel)
     return kernel
 
 
-def _policy(name: str, operator: OpOverload, inner: Kernel) -> Kernel:
-    """The kernel of autocast for an operator; `inner` is the one behind it."""
+def _autocast_kernel(name: str, operator: OpOverload, inner: PythonKernel) -> PythonKernel:
+    """Return an autocast kernel for an operator: it casts the arguments by CUDA's policy and calls
+    `inner`, the kernel after autocast."""
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_autocast_enabled("cpu"):
             return inner(*args, **kwargs)
-        with torch._C._ExcludeDispatchKeyGuard(DispatchKeySet(_KEY)):
+        with torch._C._ExcludeDispatchKeyGuard(DispatchKeySet(_AUTOCAST_KEY)):
             first = args[0] if args else None
-            if name in _REFUSED:
-                raise RuntimeError(f"autocast refuses {name}; use its form with logits")
-            if name in _WIDE_RESULT and not _is_eligible(first):
+            if name in _BANNED:
+                raise RuntimeError(
+                    f"{name} is unsafe under autocast; use {name}_with_logits on the logits"
+                )
+            if name in _FP32_SET_OPT_DTYPE and not _is_eligible(first):
                 return inner(*args, **kwargs)
-            if name in _WIDE_RESULT or name in _WIDE_NORM:
+            if name in _FP32_SET_OPT_DTYPE or name in _FP32_APPEND_DTYPE:
                 dtype = torch.float32 if _is_eligible(first) else args[0].dtype
-                called, behind = _WIDE_NORM.get(name, (operator, inner))
-                positional, named = _told(called, args, kwargs, dtype)
-                return behind(*positional, **named)
-            wanted = torch.float32
-            if name in _LOW:
-                wanted = torch.get_autocast_dtype("cpu")
-            elif name in _WIDEST:
-                wanted = _widest((args, kwargs))
-            cast_args, cast_kwargs = tree_map(lambda item: _cast(item, wanted), (args, kwargs))
+                overload, call = _FP32_APPEND_DTYPE.get(name, (operator, inner))
+                positional, keywords = _with_default_dtype(overload, args, kwargs, dtype)
+                return call(*positional, **keywords)
+            cast_dtype = torch.float32
+            if name in _LOWER_PRECISION:
+                cast_dtype = torch.get_autocast_dtype("cpu")
+            elif name in _PROMOTED:
+                cast_dtype = _promoted_dtype((args, kwargs))
+            cast_args, cast_kwargs = tree_map(lambda item: _cast(item, cast_dtype), (args, kwargs))
             return inner(*cast_args, **cast_kwargs)
 
     return kernel
 
 
 def _is_eligible(item: object) -> bool:
+    """True for tensors that autocast casts: floating-point ones narrower than float64."""
     return (
         isinstance(item, torch.Tensor) and item.is_floating_point() and item.dtype != torch.float64
     )
@@ -215,20 +228,20 @@ def _cast(item: Any, dtype: torch.dtype) -> Any:
     return item.to(dtype) if _is_eligible(item) and item.dtype != dtype else item
 
 
-def _widest(arguments: object) -> torch.dtype:
+def _promoted_dtype(arguments: object) -> torch.dtype:
     tensors = [item for item in tree_leaves(arguments) if _is_eligible(item)]
-    wide = any(tensor.dtype == torch.float32 for tensor in tensors)
-    return torch.float32 if wide else torch.get_autocast_dtype("cpu")
+    has_float32 = any(tensor.dtype == torch.float32 for tensor in tensors)
+    return torch.float32 if has_float32 else torch.get_autocast_dtype("cpu")
 
 
-def _told(
+def _with_default_dtype(
     operator: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], dtype: torch.dtype
 ) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments for `operator`, with a dtype where none is given."""
+    """Return positional and keyword arguments for `operator`, with `dtype` if theirs is None."""
     schema = operator._schema.arguments
-    given = {a.name: a.default_value for a in schema}
-    given |= dict(zip(given, args, strict=False)) | dict(kwargs)
-    if given["dtype"] is None:
-        given["dtype"] = dtype
-    positional = [given[a.name] for a in schema if not a.kwarg_only]
-    return positional, {a.name: given[a.name] for a in schema if a.kwarg_only}
+    values = {a.name: a.default_value for a in schema}
+    values |= dict(zip(values, args, strict=False)) | dict(kwargs)
+    if values["dtype"] is None:
+        values["dtype"] = dtype
+    positional = [values[a.name] for a in schema if not a.kwarg_only]
+    return positional, {a.name: values[a.name] for a in schema if a.kwarg_only}

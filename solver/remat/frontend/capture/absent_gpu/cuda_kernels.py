@@ -1,9 +1,9 @@
-"""Kernels for captures of steps on CUDA: what eager mode runs there, in torch's Python dispatcher
-(see `remat.frontend.capture.eager_kernels.overrides`).
+"""Kernels for captures of steps on CUDA: they call the operators that eager mode runs there.
 
-`HERE` is for tensors on a GPU, where torch's capture takes something else than eager mode runs.
-`elsewhere` is for a GPU that is not here, on tensors of the CPU: also what eager mode runs on CUDA
-only.
+They are registered in torch's Python dispatcher
+(see `remat.frontend.capture.eager_kernels.overrides`). `CUDA_KERNELS` apply to tensors on a GPU,
+where torch's capture takes other operators than eager mode. `absent_gpu_kernels` apply to CPU
+tensors that stand for an absent GPU, and add what eager mode runs on CUDA only.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch._ops import OpOverload
 
-from remat.frontend.capture.absent_gpu.attention import attention
-from remat.frontend.common.target import Target
+from remat.frontend.capture.absent_gpu.attention import attention_kernel
+from remat.frontend.common.target_gpu import TargetGpu
 
 Tensor = torch.Tensor
 _aten = torch.ops.aten
@@ -31,8 +31,9 @@ def batch_norm(
     eps: float,
     cudnn_enabled: bool,
 ) -> Tensor:
-    """`aten.batch_norm`. Eager mode runs cuDNN's where that can, else torch's own. A capture takes
-    the latter; here it is the operation that chooses as eager mode does, when it runs."""
+    """Replace `aten.batch_norm` on CUDA. Eager mode runs cuDNN's kernel where that is possible,
+    else torch's own; a capture always takes torch's own. The operator called here selects between
+    them when it runs, as eager mode does."""
     dtypes = {None if t is None else t.dtype for t in (weight, bias, mean, variance)}
     if training and None not in dtypes and len(dtypes) == 1:
         return _aten._batch_norm_with_update.default(
@@ -44,29 +45,31 @@ def batch_norm(
 
 
 def softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-    """`aten.softmax.int`: from float16 to float32 in one kernel."""
-    return _aten._softmax.default(*_in_one_kernel(x, dim, dtype))
+    """Replace `aten.softmax.int` on CUDA, whose kernel also converts float16 to float32."""
+    return _aten._softmax.default(*_softmax_arguments(x, dim, dtype))
 
 
 def log_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-    """`aten.log_softmax.int`, as `softmax`."""
-    return _aten._log_softmax.default(*_in_one_kernel(x, dim, dtype))
+    """Replace `aten.log_softmax.int` on CUDA, whose kernel also converts float16 to float32."""
+    return _aten._log_softmax.default(*_softmax_arguments(x, dim, dtype))
 
 
-def _in_one_kernel(x: Tensor, dim: int, dtype: torch.dtype | None) -> tuple[Tensor, int, bool]:
+def _softmax_arguments(x: Tensor, dim: int, dtype: torch.dtype | None) -> tuple[Tensor, int, bool]:
+    """Return input, dimension and `half_to_float`: True where the kernel converts the input."""
     if x.dtype == torch.float16 and dtype == torch.float32:
         return x, dim, True
     return (x if dtype is None else x.to(dtype)), dim, False
 
 
-HERE: Mapping[OpOverload, Callable[..., Tensor]] = {_aten.batch_norm.default: batch_norm}
+CUDA_KERNELS: Mapping[OpOverload, Callable[..., Tensor]] = {_aten.batch_norm.default: batch_norm}
+"""Kernels for tensors on a GPU."""
 
 
-def elsewhere(target: Target) -> Mapping[OpOverload, Callable[..., Tensor]]:
-    """The kernels of a capture for `target`."""
+def absent_gpu_kernels(target: TargetGpu) -> Mapping[OpOverload, Callable[..., Tensor]]:
+    """Return the kernels for CPU tensors of a step on the absent GPU `target`."""
     return {
-        **HERE,
-        _aten.scaled_dot_product_attention.default: attention(target.capability),
+        **CUDA_KERNELS,
+        _aten.scaled_dot_product_attention.default: attention_kernel(target.capability),
         _aten.softmax.int: softmax,
         _aten.log_softmax.int: log_softmax,
     }

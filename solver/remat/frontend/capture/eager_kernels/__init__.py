@@ -1,1 +1,9 @@
-"""TODO."""
+"""Corrections to torch's capture, so that it records the operators that eager mode runs.
+
+overrides        registers the replacements below in torch's Python dispatcher for one capture
+autocast_cache   one cast per parameter under autocast, as by eager mode's cache
+dropout          dropout on the CPU, and Bernoulli sampling in memory order
+slicing          slices of a whole symbolic dimension, which eager mode skips
+fake_layouts     strides of fake tensors, where a decomposition differs from the kernel
+fake_dtypes      dtypes of fake tensors, where torch's differ from the kernel's
+"""

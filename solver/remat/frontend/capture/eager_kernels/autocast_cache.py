@@ -1,8 +1,8 @@
-"""Autocast's cache of casts, for captures; see `remat.frontend.capture.eager_kernels.overrides`.
+"""Autocast's weight cache, for captures; see `remat.frontend.capture.eager_kernels.overrides`.
 
 Under autocast, eager mode casts each parameter once, however often it is used, and sums the
-gradients of those uses in the lower type. A capture turns the cache off: it would cast at each use,
-keep as many copies, and sum in float32.
+gradients of those uses in the lower precision. Torch's capture turns that cache off: it would cast
+at each use, store as many copies, and sum in float32.
 """
 
 from __future__ import annotations
@@ -16,37 +16,43 @@ import torch
 _to_copy = torch.ops.aten._to_copy.default
 
 
-class Casts:
-    """The casts of one captured forward."""
+class AutocastCache:
+    """The casts that autocast makes in one captured forward, by tensor and dtype."""
 
     def __init__(self) -> None:
-        self._is_on = torch.is_autocast_cache_enabled()  # asked before the capture turns it off
+        # Read here, because the capture turns torch's cache off.
+        self._is_enabled = torch.is_autocast_cache_enabled()
         self._leaves: dict[int, tuple[torch.Tensor, int]] = {}
-        self._made: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+        self._casts: dict[tuple[int, torch.dtype], torch.Tensor] = {}
 
-    def begin(self, leaves: Iterable[Sequence[torch.Tensor]]) -> None:
-        """A forward begins. `leaves` are what eager mode caches casts of, parameters and inputs;
-        tensors in one group are one tensor to eager mode (tied weights)."""
-        self._leaves = {id(t): (t, number) for number, group in enumerate(leaves) for t in group}
-        self._made.clear()
+    def start_forward(self, leaf_groups: Iterable[Sequence[torch.Tensor]]) -> None:
+        """Clear the cache for a new forward, and set the tensors whose casts it stores: parameters
+        and inputs. Tensors of one group share their casts (tied weights)."""
+        self._leaves = {
+            id(tensor): (tensor, index)
+            for index, group in enumerate(leaf_groups)
+            for tensor in group
+        }
+        self._casts.clear()
 
-    def cast(self, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        """`aten._to_copy`, once for each leaf that autocast casts."""
+    def to_copy(self, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        """Replace `aten._to_copy`: if autocast casts a parameter or input, use the cached cast."""
         _, leaf = self._leaves.get(id(x), (x, -1))
         dtype = kwargs.get("dtype")
-        if dtype is None or leaf < 0 or not (self._is_on and _is_by_autocast(x, dtype)):
-            return _original(x, **kwargs)
-        if (leaf, dtype) not in self._made:
-            self._made[leaf, dtype] = _original(x, **kwargs)
-        return self._made[leaf, dtype]
+        if dtype is None or leaf < 0 or not (self._is_enabled and _is_autocast_cast(x, dtype)):
+            return _torch_to_copy(x, **kwargs)
+        if (leaf, dtype) not in self._casts:
+            self._casts[leaf, dtype] = _torch_to_copy(x, **kwargs)
+        return self._casts[leaf, dtype]
 
     @contextmanager
-    def cleared_as_eager(self) -> Iterator[None]:
-        """Within it, leaving the outermost autocast forgets these casts as well."""
+    def cleared_with_torch_cache(self) -> Iterator[None]:
+        """Within the context, also clear this cache when torch clears its own, which it does at the
+        end of the outermost autocast region."""
         clear = torch.clear_autocast_cache
 
         def clear_both() -> None:
-            self._made.clear()
+            self._casts.clear()
             clear()
 
         torch.clear_autocast_cache = clear_both
@@ -56,9 +62,9 @@ class Casts:
             torch.clear_autocast_cache = clear
 
 
-def _is_by_autocast(x: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Its kernels cast while it is off, within a region where it was on; the model's own casts in
-    such a region are made while it is on."""
+def _is_autocast_cast(x: torch.Tensor, dtype: torch.dtype) -> bool:
+    """True if autocast makes this cast, and not the model. Autocast's kernels cast while autocast
+    is off, inside of a region where it is on; the model's casts there run while it is on."""
     device = x.device.type
     depth = torch.autocast_increment_nesting() - 1
     torch.autocast_decrement_nesting()
@@ -71,6 +77,6 @@ def _is_by_autocast(x: torch.Tensor, dtype: torch.dtype) -> bool:
     )
 
 
-def _original(x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+def _torch_to_copy(x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     with torch._C._DisablePythonDispatcher():
         return _to_copy(x, **kwargs)

@@ -1,9 +1,9 @@
-"""Results of kernels whose dtype a fake tensor gets wrong.
+"""Corrections of fake tensors whose dtype differs from the kernel's result.
 
-Normalisations of bfloat16 and float16 with weights in float32, as under autocast: on the CPU their
-statistics are in the type of the weights, their fakes in that of the input. (Seen in torch 2.13.)
-On CUDA they are in float32, whatever the weights are in. A fake tensor on CUDA says so; in a
-capture for a GPU that is not here the fakes are on the CPU.
+Affected are normalizations of bfloat16 and float16 inputs with float32 weights, as under autocast.
+On the CPU their statistics have the dtype of the weights; their fake tensors have that of the
+input. (Seen in torch 2.13.) On CUDA the statistics are float32, whatever the dtype of the weights.
+A fake tensor on CUDA says so; but in a capture for an absent GPU the fake tensors are on the CPU.
 """
 
 from __future__ import annotations
@@ -14,54 +14,57 @@ from collections.abc import Mapping
 import torch
 from torch import fx
 
-from remat.frontend.common.target import Target
+from remat.frontend.common.target_gpu import TargetGpu
 
-_LIKE: Mapping[str, Mapping[int, int]] = {
+_CPU_DTYPE_ARGUMENTS: Mapping[str, Mapping[int, int]] = {
     "aten.native_layer_norm.default": {1: 2, 2: 2},
     "aten.native_group_norm.default": {1: 1, 2: 1},
     "aten.native_group_norm_backward.default": {0: 1},
     "aten._native_batch_norm_legit_functional.default": {1: 1, 2: 1, 3: 3, 4: 4},
 }
-"""By operation: on the CPU, which results have the dtype of which argument."""
+"""By operator: on the CPU, the index of the argument whose dtype a result has, by the result's
+index."""
 
-_FLOAT32: Mapping[str, tuple[int, ...]] = {
+_CUDA_FLOAT32_RESULTS: Mapping[str, tuple[int, ...]] = {
     "aten.native_layer_norm.default": (1, 2),
     "aten._batch_norm_with_update_functional.default": (1, 2),
     "aten._native_batch_norm_legit_functional.default": (1, 2),
     "aten._native_batch_norm_legit.no_stats": (1, 2),
 }
-"""By operation: on CUDA, which results are in float32 where the input is narrower."""
+"""By operator: on CUDA, the indices of the results that are float32 where the input is narrower."""
 
 
-def correct_fakes(graph: fx.Graph, target: Target | None = None) -> None:
-    """Give fake results the dtypes that the kernels return, on the device where they are or on
-    `target`, and what autograd keeps of them too."""
+def correct_fake_dtypes(graph: fx.Graph, target: TargetGpu | None = None) -> None:
+    """Give the fake tensors of a graph the dtypes that the kernels return, on their own device or
+    on the absent GPU `target`. That includes the copies that autograd saves."""
     corrected: set[fx.Node] = set()
     for node in graph.nodes:
-        source = node.args[0] if node.args else None
-        if source in corrected and node.target is operator.getitem:
-            node.meta["val"] = source.meta["val"][node.args[1]]
-        elif source in corrected and str(node.target) == "aten.detach.default":
-            node.meta["val"] = source.meta["val"].detach()
-        elif target is not None and (wide := _FLOAT32.get(str(node.target))) is not None:
-            node.meta["val"] = _widened(node, wide)
-        elif target is None and (like := _LIKE.get(str(node.target))) is not None:
-            node.meta["val"] = _corrected(node, like)
+        producer = node.args[0] if node.args else None
+        if producer in corrected and node.target is operator.getitem:
+            node.meta["val"] = producer.meta["val"][node.args[1]]
+        elif producer in corrected and str(node.target) == "aten.detach.default":
+            node.meta["val"] = producer.meta["val"].detach()
+        elif target is not None and (wide := _CUDA_FLOAT32_RESULTS.get(str(node.target))):
+            node.meta["val"] = _with_float32_results(node, wide)
+        elif target is None and (dtype_of := _CPU_DTYPE_ARGUMENTS.get(str(node.target))):
+            node.meta["val"] = _with_argument_dtypes(node, dtype_of)
         else:
             continue
         corrected.add(node)
 
 
-def _corrected(node: fx.Node, like: Mapping[int, int]) -> tuple[object, ...]:
+def _with_argument_dtypes(node: fx.Node, dtype_of: Mapping[int, int]) -> tuple[object, ...]:
+    """Return the node's fake results; CPU results listed in `dtype_of` get an argument's dtype."""
     fakes = list(node.meta["val"])
-    for position, argument in like.items():
-        fake, other = fakes[position], node.args[argument]
-        if fake is not None and fake.device.type == "cpu" and isinstance(other, fx.Node):
-            fakes[position] = fake.to(other.meta["val"].dtype)
+    for position, argument_index in dtype_of.items():
+        fake, argument = fakes[position], node.args[argument_index]
+        if fake is not None and fake.device.type == "cpu" and isinstance(argument, fx.Node):
+            fakes[position] = fake.to(argument.meta["val"].dtype)
     return tuple(fakes)
 
 
-def _widened(node: fx.Node, positions: tuple[int, ...]) -> tuple[object, ...]:
+def _with_float32_results(node: fx.Node, positions: tuple[int, ...]) -> tuple[object, ...]:
+    """Return the node's fake results; 16-bit ones at these positions become float32."""
     fakes = list(node.meta["val"])
     for position in positions:
         if fakes[position].dtype in (torch.bfloat16, torch.float16):

@@ -1,10 +1,10 @@
-"""Results of kernels whose layout a fake tensor gets wrong.
+"""Corrections of fake tensors whose strides differ from the kernel's result.
 
-Some operators have their fakes from decompositions, which lay out what they make otherwise than the
-kernels do where arguments differ in layout. A capture then reads a gradient as a view where only a
-copy can: "view size is not compatible with input tensor's size and stride", at the first step. (So
-seen in torch 2.13 and 2.15 with `softplus_backward`; torch's own aot_eager fails the same way.) For
-the length of a capture these operators have the kernels' layouts.
+The fake results of some operators come from decompositions. Where the arguments differ in layout,
+these lay out their result differently from the kernels. A capture then records a view of a gradient
+where only a copy is possible, and the first step fails: "view size is not compatible with input
+tensor's size and stride". (Seen in torch 2.13 and 2.15 with `softplus_backward`; torch's own
+aot_eager backend fails the same way.) During a capture these operators get the kernels' layouts.
 """
 
 from __future__ import annotations
@@ -19,35 +19,40 @@ from torch._decomp import decomposition_table
 from torch._prims_common import compute_elementwise_output_strides, suggest_memory_format
 from torch._subclasses import FakeTensorMode
 
-Layout = Callable[[torch.Tensor, tuple[Any, ...]], torch.Tensor]
-"""An empty tensor like the first one, laid out as the kernel does for these arguments."""
+LayoutRule = Callable[[torch.Tensor, tuple[Any, ...]], torch.Tensor]
+"""Takes a fake result and the operator's arguments; returns an empty tensor of the same shape and
+dtype in the kernel's layout."""
 
 
-def _contiguous(made: torch.Tensor, args: tuple[Any, ...]) -> torch.Tensor:
-    return torch.empty_like(made, memory_format=torch.contiguous_format)
+def _contiguous(result: torch.Tensor, args: tuple[Any, ...]) -> torch.Tensor:
+    return torch.empty_like(result, memory_format=torch.contiguous_format)
 
 
-def _elementwise(made: torch.Tensor, args: tuple[Any, ...]) -> torch.Tensor:
-    tensors = [a for a in args if isinstance(a, torch.Tensor) and a.shape == made.shape]
-    strides = compute_elementwise_output_strides(*tensors)
-    return made.new_empty_strided(made.shape, strides)
+def _elementwise(result: torch.Tensor, args: tuple[Any, ...]) -> torch.Tensor:
+    """Use the layout of a pointwise operation on all arguments of the result's shape."""
+    operands = [a for a in args if isinstance(a, torch.Tensor) and a.shape == result.shape]
+    strides = compute_elementwise_output_strides(*operands)
+    return result.new_empty_strided(result.shape, strides)
 
 
-def _like_input(made: torch.Tensor, args: tuple[Any, ...]) -> torch.Tensor:
-    return torch.empty_like(args[1], dtype=made.dtype)
+def _like_input(result: torch.Tensor, args: tuple[Any, ...]) -> torch.Tensor:
+    """Use the layout of the second argument, the input of a backward operator."""
+    return torch.empty_like(args[1], dtype=result.dtype)
 
 
-def _batch_norm(made: torch.Tensor, args: tuple[Any, ...]) -> torch.Tensor:
-    """Of the CPU: channels last, or contiguous."""
-    of = next(a for a in args[1::-1] if isinstance(a, torch.Tensor) and a.shape == made.shape)
-    if made.device.type != "cpu":
-        return made
-    return torch.empty_like(made, memory_format=suggest_memory_format(of))
+def _batch_norm(result: torch.Tensor, args: tuple[Any, ...]) -> torch.Tensor:
+    """Use the memory format of the input, channels-last or contiguous, as the CPU's kernels do."""
+    operand = next(
+        a for a in args[1::-1] if isinstance(a, torch.Tensor) and a.shape == result.shape
+    )
+    if result.device.type != "cpu":
+        return result
+    return torch.empty_like(result, memory_format=suggest_memory_format(operand))
 
 
 _aten = torch.ops.aten
 
-LAYOUTS: dict[Any, Layout] = {
+KERNEL_LAYOUTS: dict[Any, LayoutRule] = {
     _aten.softplus_backward.default: _elementwise,
     _aten.elu_backward.default: _elementwise,
     _aten.hardsigmoid_backward.default: _elementwise,
@@ -66,31 +71,40 @@ LAYOUTS: dict[Any, Layout] = {
     _aten._native_batch_norm_legit_functional.default: _batch_norm,
     _aten.native_batch_norm_backward.default: _batch_norm,
 }
-"""Of the first result. Those of weights have one dimension."""
+"""The layout of each operator's first result. Its other results belong to weights and have one
+dimension."""
 
 
 @contextmanager
-def kernels_layouts() -> Iterator[None]:
-    """Within it, fakes of these operators are laid out as their kernels' results are."""
+def fakes_with_kernel_layouts() -> Iterator[None]:
+    """Within the context, lay out the fake results of `KERNEL_LAYOUTS`' operators as the kernels
+    do."""
     table: Any = decomposition_table
-    before = {operator: table[operator] for operator in LAYOUTS if operator in table}
-    table.update({op: _laid_out(found, LAYOUTS[op]) for op, found in before.items()})
-    FakeTensorMode.cache_clear()  # it has what these operators gave before
+    originals = {operator: table[operator] for operator in KERNEL_LAYOUTS if operator in table}
+    table.update(
+        {
+            operator: _with_layout(decomposition, KERNEL_LAYOUTS[operator])
+            for operator, decomposition in originals.items()
+        }
+    )
+    FakeTensorMode.cache_clear()  # it has the results of the original decompositions
     try:
         yield
     finally:
-        table.update(before)
+        table.update(originals)
         FakeTensorMode.cache_clear()
 
 
-def _laid_out(decomposition: Callable[..., Any], layout: Layout) -> Callable[..., Any]:
-    @wraps(decomposition)  # torch asks for its module and its name
+def _with_layout(decomposition: Callable[..., Any], rule: LayoutRule) -> Callable[..., Any]:
+    """Wrap a decomposition so that its first result gets the layout of a rule."""
+
+    @wraps(decomposition)  # torch reads its `__module__` and `__name__`
     def run(*args: Any, **kwargs: Any) -> Any:
-        found = decomposition(*args, **kwargs)
-        made = found[0] if isinstance(found, tuple) else found
-        if made is None:
-            return found
-        made = layout(made, args)
-        return (made, *found[1:]) if isinstance(found, tuple) else made
+        results = decomposition(*args, **kwargs)
+        first = results[0] if isinstance(results, tuple) else results
+        if first is None:
+            return results
+        first = rule(first, args)
+        return (first, *results[1:]) if isinstance(results, tuple) else first
 
     return run

@@ -1,11 +1,11 @@
-"""Captures of what eager mode runs, where torch's own capture takes something else.
+"""Overrides of operators during a capture, where torch's capture differs from eager mode.
 
-torch traces a step under its Python dispatcher, which asks each operator for a kernel in Python
-before it takes the one of eager mode. For the length of a capture some operators get one of ours
-there. Nothing else sees them: eager mode does without that dispatcher.
+Torch traces a step under its Python dispatcher, which calls an operator's Python kernel, if there
+is one, instead of its C++ kernel. During a capture, remat registers Python kernels for some
+operators. Nothing else sees them: eager mode does not use the Python dispatcher.
 
-A step for a GPU that is not here is captured on tensors of the CPU. Then the operators get what
-eager mode runs on that GPU: `cuda_kernels`, and autocast of `cuda_autocast`.
+A step for an absent GPU is captured on CPU tensors. The operators then get kernels that call what
+eager mode runs on that GPU (`cuda_kernels`), and CUDA's autocast policies (`cuda_autocast`).
 """
 
 from __future__ import annotations
@@ -17,69 +17,73 @@ import torch
 import torch._functorch.config
 from torch._C import DispatchKey
 
-from remat.frontend.capture.absent_gpu import cuda_kernels
 from remat.frontend.capture.absent_gpu.cuda_autocast import (
-    Kernels,
-    as_on_cuda,
-    autocast_dtype,
-    policies,
+    PythonKernels,
+    cuda_autocast_on_cpu,
+    target_autocast_dtype,
+    with_cuda_autocast,
 )
-from remat.frontend.capture.eager_kernels.autocast_cache import Casts
-from remat.frontend.capture.eager_kernels.dropout import bernoulli_, dropout
-from remat.frontend.capture.eager_kernels.slicing import sliced
-from remat.frontend.common.target import Target
+from remat.frontend.capture.absent_gpu.cuda_kernels import CUDA_KERNELS, absent_gpu_kernels
+from remat.frontend.capture.eager_kernels.autocast_cache import AutocastCache
+from remat.frontend.capture.eager_kernels.dropout import bernoulli_in_place, cpu_dropout
+from remat.frontend.capture.eager_kernels.slicing import eager_slice
+from remat.frontend.common.target_gpu import TargetGpu
 
 _CPU, _CUDA = DispatchKey.AutogradCPU, DispatchKey.AutogradCUDA
 
 
 @contextmanager
-def as_eager(
-    casts: Casts, target: Target | None = None, *, symbolic: bool = False
+def eager_kernel_overrides(
+    autocast_cache: AutocastCache, target: TargetGpu | None = None, *, symbolic: bool = False
 ) -> Iterator[None]:
-    """Within it, what is captured is what eager mode runs: dropout, random numbers in place, batch
-    norm, and autocast, whose casts are kept in `casts`, and which is off in the backward.
+    """Within the context, a capture records the operators that eager mode runs: dropout, in-place
+    sampling, batch norm, and autocast with its weight cache in the forward and without autocast in
+    the backward.
 
-    With a `target`, that is what it runs on that GPU, though all tensors are on the CPU. Where
-    sizes are `symbolic`, that is what it runs where they are numbers."""
+    With a `target`, these are the operators of that absent GPU, although all tensors are on the
+    CPU. Use `symbolic` if the capture has symbolic sizes.
+    """
     aten = torch.ops.aten
-    kernels: Kernels = {
-        (aten.bernoulli_.float, _CPU): bernoulli_,
-        (aten.bernoulli_.float, _CUDA): bernoulli_,
-        (aten._to_copy.default, _CPU): casts.cast,
-        (aten._to_copy.default, _CUDA): casts.cast,
-        **{(operator, _CUDA): kernel for operator, kernel in cuda_kernels.HERE.items()},
+    kernels: PythonKernels = {
+        (aten.bernoulli_.float, _CPU): bernoulli_in_place,
+        (aten.bernoulli_.float, _CUDA): bernoulli_in_place,
+        (aten._to_copy.default, _CPU): autocast_cache.to_copy,
+        (aten._to_copy.default, _CUDA): autocast_cache.to_copy,
+        **{(operator, _CUDA): kernel for operator, kernel in CUDA_KERNELS.items()},
     }
     if symbolic:
-        kernels |= {(aten.slice.Tensor, _CPU): sliced, (aten.slice.Tensor, _CUDA): sliced}
+        kernels |= {(aten.slice.Tensor, _CPU): eager_slice, (aten.slice.Tensor, _CUDA): eager_slice}
     with ExitStack() as stack:
         if target is None:
-            kernels = {**kernels, (aten.dropout.default, _CPU): dropout}
+            kernels = {**kernels, (aten.dropout.default, _CPU): cpu_dropout}
         else:
-            there = cuda_kernels.elsewhere(target)
-            kernels |= {(operator, _CPU): kernel for operator, kernel in there.items()}
-            stack.enter_context(_without_onednn())
-            if autocast_dtype() is not None:
-                kernels = policies(kernels)
-                stack.enter_context(as_on_cuda())
+            gpu_kernels = absent_gpu_kernels(target)
+            kernels |= {(operator, _CPU): kernel for operator, kernel in gpu_kernels.items()}
+            stack.enter_context(_onednn_disabled())
+            if target_autocast_dtype() is not None:
+                kernels = with_cuda_autocast(kernels)
+                stack.enter_context(cuda_autocast_on_cpu())
         stack.enter_context(torch._functorch.config.patch(backward_pass_autocast="off"))
-        stack.enter_context(casts.cleared_as_eager())
-        stack.enter_context(_installed(kernels))
+        stack.enter_context(autocast_cache.cleared_with_torch_cache())
+        stack.enter_context(_kernels_registered(kernels))
         yield
 
 
 @contextmanager
-def _without_onednn() -> Iterator[None]:
-    """Its fused LSTM is for the CPU alone."""
-    before = torch._C._get_mkldnn_enabled()
+def _onednn_disabled() -> Iterator[None]:
+    """Disable oneDNN, whose fused LSTM exists on the CPU alone."""
+    was_enabled = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
     try:
         yield
     finally:
-        torch._C._set_mkldnn_enabled(before)
+        torch._C._set_mkldnn_enabled(was_enabled)
 
 
 @contextmanager
-def _installed(kernels: Kernels) -> Iterator[None]:
+def _kernels_registered(kernels: PythonKernels) -> Iterator[None]:
+    """Register kernels in the Python dispatcher within the context. An operator that has a Python
+    kernel for the key already keeps it."""
     added = [(operator, key) for operator, key in kernels if key not in operator.py_kernels]
     for operator, key in added:
         operator.py_impl(key)(kernels[operator, key])  # type: ignore[arg-type]

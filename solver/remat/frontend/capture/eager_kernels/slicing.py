@@ -1,8 +1,8 @@
-"""Slices of everything, as eager mode takes them.
+"""Slices of a whole dimension in symbolic captures, as eager mode runs them.
 
-`x[:, 0:]` is `x` under another name where the size of `x` is a number: torch's indexing looks, and
-sees to the name. Where it is a symbol, torch slices, and the backward copies the gradient into
-zeros.
+`x[:, 0:]` shows all of `x`. If the size of `x` is a number, torch's indexing sees that and returns
+an alias of `x`. If it is a SymInt, torch calls `aten.slice`, whose backward copies the gradient
+into zeros.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import torch
 _aten = torch.ops.aten
 
 
-def sliced(
+def eager_slice(
     x: torch.Tensor, dim: int = 0, start: Any = None, end: Any = None, step: Any = 1
 ) -> torch.Tensor:
-    """`aten.slice`."""
+    """Replace `aten.slice`: return `x` for a slice of a whole symbolic dimension."""
     size: Any = x.shape[dim]
-    if isinstance(size, torch.SymInt) and _is_whole(size, start, end, step):
+    if isinstance(size, torch.SymInt) and _is_whole_dimension(size, start, end, step):
         return x
     with torch._C._DisablePythonDispatcher():
         return _aten.slice.Tensor(x, dim, start, end, step)
 
 
-def _is_whole(size: torch.SymInt, start: Any, end: Any, step: Any) -> bool:
+def _is_whole_dimension(size: torch.SymInt, start: Any, end: Any, step: Any) -> bool:
     if isinstance(start, torch.SymInt) or start not in (None, 0) or step != 1:
         return False
     if isinstance(end, torch.SymInt):

@@ -1,4 +1,4 @@
-"""What torch.compile has made of a model or of its parts: a capture is of the module inside."""
+"""Modules and functions that torch.compile has wrapped. A capture runs their original code."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch._dynamo
 from torch import nn
 
 
-def uncompiled(model: nn.Module) -> nn.Module:
-    """The module inside of what `torch.compile(module)` returned; any other as it is."""
+def unwrap_compiled(model: nn.Module) -> nn.Module:
+    """Return the module inside of `torch.compile(module)`; any other module unchanged."""
     return model._orig_mod if isinstance(model, torch._dynamo.OptimizedModule) else model
 
 
 @contextmanager
-def looked_through() -> Iterator[None]:
-    """Run compiled functions, `module.compile()` and modules in modules included, as they were
-    written: what a compiler made of them is no graph of operations."""
+def compiled_code_run_eagerly() -> Iterator[None]:
+    """Within the context, run compiled functions and modules, at any depth, as they were written: a
+    compiler's output is not a graph of operators."""
     with (
         torch._dynamo.config.patch(error_on_nested_fx_trace=False),
         torch.compiler.set_stance("force_eager"),

@@ -1,13 +1,13 @@
-"""`Flat`: the model as a function from a flat list of tensors to a flat tuple of tensors.
+"""`FlatModel`: a model as a function from a flat list of tensors to a flat tuple of tensors.
 
 The capture calls it in place of the model. It rebuilds the arguments, calls the model with every
-operation labelled by its module, takes the tensors out of the outputs and makes them fit to be
-outputs of one autograd node:
+operation annotated by its module path, and flattens the outputs. One autograd node must be able to
+return them, so:
 
-* a loss-returning model is differentiated through the loss only: the other outputs are detached,
-  so that no gradient of the size of the logits is materialised;
-* an output that looks into an input, a parameter or another output becomes a copy of its own;
-* a buffer that the model replaced (`self.buf = ...`) is written in place instead.
+* a model that returns a loss is differentiated through the loss only: its other outputs are
+  detached, so that no gradient of the size of the logits is allocated;
+* an output that is a view of an input, a parameter or another output is cloned;
+* a buffer that the model replaces (`self.buf = ...`) is written in place instead.
 """
 
 from __future__ import annotations
@@ -23,123 +23,138 @@ from torch import nn
 
 from remat.documents.structure import Structure
 from remat.errors import TraceError
-from remat.frontend.capture.eager_kernels.autocast_cache import Casts
-from remat.frontend.capture.model.context import buffers_by_module
+from remat.frontend.capture.eager_kernels.autocast_cache import AutocastCache
+from remat.frontend.capture.model.preserved_state import registered_buffers
 from remat.frontend.common.pytree import flatten, unflatten
 
-MODULE_KEY = "remat_module"
+MODULE_PATH_KEY = "remat_module"
+"""The key of the module path among the annotations of an fx node."""
 
 
 @dataclass
 class OutputInfo:
-    """What the last call returned: its structure, which tensors carry a gradient, and which of
-    those the step differentiates. And which inputs required one."""
+    """The outputs of a model's last call: their structure, which tensors require a gradient, and
+    which of those the step differentiates. Also which of its inputs required a gradient."""
 
     structure: Structure | None = None
-    differentiable: list[bool] = field(default_factory=list)
+    requires_grad: list[bool] = field(default_factory=list)
     differentiated: list[bool] = field(default_factory=list)
-    inputs_differentiable: list[bool] = field(default_factory=list)
+    inputs_require_grad: list[bool] = field(default_factory=list)
 
 
-class Flat(nn.Module):
-    """`model` behind flat arguments; `info` tells what it returned, `held` which parameters it has,
-    by all of their names: while it is captured, others are in their places."""
+class FlatModel(nn.Module):
+    """A model that takes and returns flat tuples of tensors; `output_info` describes its last call.
 
-    def __init__(self, model: nn.Module, inputs: Structure, outputs: str | Sequence[str]) -> None:
+    `parameters_by_name` has the parameters by all of their names. It is read before the capture,
+    during which other tensors are in their places.
+    """
+
+    def __init__(
+        self, model: nn.Module, inputs: Structure, differentiate: str | Sequence[str]
+    ) -> None:
         super().__init__()
         self.model = model
         self.inputs = inputs
-        self.wanted = outputs
-        self.info = OutputInfo()
-        self.casts = Casts()
-        self.held = dict(model.named_parameters(remove_duplicate=False))
+        self.differentiate = differentiate
+        self.output_info = OutputInfo()
+        self.autocast_cache = AutocastCache()
+        self.parameters_by_name = dict(model.named_parameters(remove_duplicate=False))
 
     def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Call the model with these tensors as the leaves of its arguments."""
         args, kwargs = unflatten(self.inputs, leaves)
-        before = buffers_by_module(self.model)
-        self.casts.begin([*self._tied(), *([leaf] for leaf in leaves)])
-        with labelled(self.model):
+        buffers = registered_buffers(self.model)
+        self.autocast_cache.start_forward([*self._tied_parameters(), *([leaf] for leaf in leaves)])
+        with module_paths_annotated(self.model):
             returned = self.model(*args, **kwargs)
-        _write_back_buffers(self.model, before)
+        _write_replaced_buffers(self.model, buffers)
         tensors, structure = flatten(returned, "the model's output ")
         if not tensors:
             raise TraceError("the model returns no tensor, so there is nothing to differentiate")
-        differentiable = [t.requires_grad for t in tensors]
-        chosen = differentiated(structure, tensors, self.wanted)
-        given = [leaf.requires_grad for leaf in leaves]
-        self.info = OutputInfo(structure, differentiable, chosen, given)
-        owned = {_storage(t) for t in (*leaves, *self.parameters(), *self.buffers())}
+        differentiated = outputs_to_differentiate(structure, tensors, self.differentiate)
+        self.output_info = OutputInfo(
+            structure,
+            [tensor.requires_grad for tensor in tensors],
+            differentiated,
+            [leaf.requires_grad for leaf in leaves],
+        )
+        storages = {_storage_id(t) for t in (*leaves, *self.parameters(), *self.buffers())}
         return tuple(
-            _own(tensor if wanted else tensor.detach(), owned)
-            for tensor, wanted in zip(tensors, chosen, strict=True)
+            _separate_output(tensor if is_differentiated else tensor.detach(), storages)
+            for tensor, is_differentiated in zip(tensors, differentiated, strict=True)
         )
 
-    def _tied(self) -> Iterator[list[torch.Tensor]]:
-        """What is in the places of each parameter now."""
-        names: dict[int, list[str]] = {}
-        for name, parameter in self.held.items():
-            names.setdefault(id(parameter), []).append(name)
-        now = dict(self.model.named_parameters(remove_duplicate=False))
-        for tied in names.values():
-            yield [now[name] for name in tied]
+    def _tied_parameters(self) -> Iterator[list[torch.Tensor]]:
+        """Yield, for each parameter, the tensors that now are at all of its names."""
+        names_by_id: dict[int, list[str]] = {}
+        for name, parameter in self.parameters_by_name.items():
+            names_by_id.setdefault(id(parameter), []).append(name)
+        current = dict(self.model.named_parameters(remove_duplicate=False))
+        for names in names_by_id.values():
+            yield [current[name] for name in names]
 
 
-def differentiated(
-    structure: Structure, tensors: list[torch.Tensor], wanted: str | Sequence[str]
+def outputs_to_differentiate(
+    structure: Structure, tensors: list[torch.Tensor], differentiate: str | Sequence[str]
 ) -> list[bool]:
-    """Which outputs get a gradient. "auto": the output named `loss`, or the first of a tuple if
-    it is a scalar, where there is one; else every differentiable output."""
-    grad = [t.requires_grad for t in tensors]
-    if not any(grad):
+    """Return for each output tensor if the step computes gradients from it.
+
+    "all" is every output that requires a gradient; names select some. "auto" is the output named
+    `loss`, or the first of a tuple, if that is the only scalar one; else the same as "all".
+    """
+    requires_grad = [t.requires_grad for t in tensors]
+    if not any(requires_grad):
         raise TraceError(
             "no output of the model depends on a parameter or input that requires a gradient; "
             "unfreeze a parameter, or call the model with inputs that require grad"
         )
-    if wanted == "all":
-        return grad
+    if differentiate == "all":
+        return requires_grad
     paths = [structure.path_of(i) for i in range(len(tensors))]
-    if wanted != "auto":
-        names = [wanted] if isinstance(wanted, str) else list(wanted)
+    if differentiate != "auto":
+        names = [differentiate] if isinstance(differentiate, str) else list(differentiate)
         if missing := [n for n in names if n not in paths]:
             raise TraceError(f"the model has no output {missing[0]!r}; it returns {paths}")
-        return [g and p in names for g, p in zip(grad, paths, strict=True)]
-    scalars = [g and t.numel() == 1 for g, t in zip(grad, tensors, strict=True)]
+        return [r and p in names for r, p in zip(requires_grad, paths, strict=True)]
+    is_scalar = [r and t.numel() == 1 for r, t in zip(requires_grad, tensors, strict=True)]
     for path in ("loss", "[0]"):
-        if path in paths and scalars[paths.index(path)] and sum(scalars) == 1:
+        if path in paths and is_scalar[paths.index(path)] and sum(is_scalar) == 1:
             return [p == path for p in paths]
-    return grad
+    return requires_grad
 
 
-def _storage(tensor: torch.Tensor) -> int:
+def _storage_id(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _own(tensor: torch.Tensor, owned: set[int]) -> torch.Tensor:
-    """The tensor as an output of its own: no view for autograd, no storage of anything else."""
-    if _storage(tensor) in owned:
+def _separate_output(tensor: torch.Tensor, storages: set[int]) -> torch.Tensor:
+    """Return the tensor as an output that is not a view for autograd, in a storage that is not
+    among `storages`; add its storage to them."""
+    if _storage_id(tensor) in storages:
         tensor = tensor.clone()
-    owned.add(_storage(tensor))
+    storages.add(_storage_id(tensor))
     if tensor._base is not None or not tensor.requires_grad:
         return torch.ops.aten._unsafe_view.default(tensor, list(tensor.shape))
     return tensor
 
 
-def _write_back_buffers(
+def _write_replaced_buffers(
     model: nn.Module, before: dict[tuple[nn.Module, str], torch.Tensor | None]
 ) -> None:
-    changed = {
+    """Register the buffers `before` a call again, and copy into them what the call assigned."""
+    replaced = {
         (module, name): old
         for (module, name), old in before.items()
         if module._buffers.get(name) is not old
     }
-    written = {_storage(old) for old in changed.values() if old is not None}
+    written = {_storage_id(old) for old in replaced.values() if old is not None}
     assigned: dict[tuple[nn.Module, str], torch.Tensor | None] = {}
-    for module, name in changed:
+    for module, name in replaced:
         new = module._buffers.get(name)
-        if new is not None and _storage(new) in written:
-            new = new.detach().clone()  # what another buffer was: that is written, too
+        if new is not None and _storage_id(new) in written:
+            new = new.detach().clone()  # the previous value of another replaced buffer
         assigned[module, name] = new
-    for (module, name), old in changed.items():
+    for (module, name), old in replaced.items():
         new = assigned[module, name]
         if old is None or new is None or old.shape != new.shape or old.dtype != new.dtype:
             raise TraceError(
@@ -152,22 +167,22 @@ def _write_back_buffers(
 
 
 @contextmanager
-def labelled(model: nn.Module) -> Iterator[None]:
-    """Label every traced operation with the path of the module that runs it."""
-    entered: list[Any] = []
-    names = {module: name for name, module in model.named_modules()}
+def module_paths_annotated(model: nn.Module) -> Iterator[None]:
+    """Within the context, annotate every traced operation with the path of its module."""
+    active: list[Any] = []
+    paths = {module: name for name, module in model.named_modules()}
 
     def enter(module: nn.Module, args: object) -> None:
-        label = torch.fx.traceback.annotate({MODULE_KEY: names.get(module, "")})
-        label.__enter__()
-        entered.append(label)
+        annotation = torch.fx.traceback.annotate({MODULE_PATH_KEY: paths.get(module, "")})
+        annotation.__enter__()
+        active.append(annotation)
 
     def leave(module: nn.Module, args: object, output: object) -> None:
-        if entered:
-            entered.pop().__exit__(None, None, None)
+        if active:
+            active.pop().__exit__(None, None, None)
 
     handles: list[Any] = []
-    for module in names:
+    for module in paths:
         handles.append(module.register_forward_pre_hook(enter))
         handles.append(module.register_forward_hook(leave, always_call=True))
     try:

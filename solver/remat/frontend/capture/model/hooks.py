@@ -1,8 +1,9 @@
-"""Hooks, while a model is captured.
+"""Module hooks during a capture.
 
-Those of the model itself are away: they run around the plan, at each call. Those of the modules
-inside run, in the backward too, and what they compute is captured as whatever the model computes.
-What else they do happens here and never in a step, so the ones that only look are told of.
+Hooks of the model itself are removed: they run around the plan, at each call. Hooks of submodules
+run, in the backward too, and their computations become part of the graph. Their other effects
+happen during the capture and never in a step, so a `HookWarning` names the hooks that compute
+nothing.
 """
 
 from __future__ import annotations
@@ -21,32 +22,35 @@ from torch.utils._pytree import tree_leaves
 
 from remat.errors import HookWarning, TraceError
 
-_FORWARD, _BEFORE = "_forward_hooks", "_forward_pre_hooks"
+_FORWARD_HOOKS, _FORWARD_PRE_HOOKS = "_forward_hooks", "_forward_pre_hooks"
 HOOK_KINDS = {
-    _FORWARD: "forward hook",
-    _BEFORE: "forward pre-hook",
+    _FORWARD_HOOKS: "forward hook",
+    _FORWARD_PRE_HOOKS: "forward pre-hook",
     "_backward_hooks": "backward hook",
     "_backward_pre_hooks": "backward pre-hook",
 }
-_EXPECTED = frozenset(
+"""The attributes of `nn.Module` that have its hooks, and what to call these hooks."""
+
+_IGNORED_NAMES = frozenset(
     {"output_capturing_hook", "make_inputs_require_grad", "make_inputs_require_grads"}
 )
-"""Hooks of transformers and peft by which a forward collects what it returns, or which see to it
-that frozen models can be checkpointed: nobody waits for what they see."""
+"""Names of hooks of transformers and peft that collect a forward's outputs, or make frozen models
+work with checkpointing: no step depends on them."""
 
-_NAMED = 3
+_MAX_LISTED = 3
 
 Hook = Callable[..., Any]
 
-_told: WeakKeyDictionary[nn.Module, set[int]] = WeakKeyDictionary()
-"""Each hook is told of once, however often its model is planned."""
+_reported: WeakKeyDictionary[nn.Module, set[int]] = WeakKeyDictionary()
+"""The keys of the hooks that a warning has named, by module: each is named once, however often its
+model is planned."""
 
 
 @dataclass(frozen=True, eq=False)
-class _Place:
-    """Where a hook is: `module`, by its `name`, in its table `kind` under the number `key`."""
+class _RegisteredHook:
+    """A hook of a submodule: `hook` is at `key` in the attribute `kind` of `module`."""
 
-    name: str
+    module_name: str
     module: nn.Module
     kind: str
     key: int
@@ -54,22 +58,25 @@ class _Place:
 
 
 @dataclass
-class Seen:
-    """The hooks that ran, and whether they computed anything for the graph."""
+class HookActivity:
+    """The hooks that ran during a capture, each with True if it computed part of the graph."""
 
     model: nn.Module
-    computes: dict[_Place, bool] = field(default_factory=dict)
+    computes: dict[_RegisteredHook, bool] = field(default_factory=dict)
 
-    def tell(self) -> None:
-        """A `HookWarning` that names the hooks that only look."""
-        looking = [p for p, computes in self.computes.items() if not computes and _is_new(p)]
-        if looking:
-            warnings.warn(_message(self.model, looking), HookWarning, stacklevel=3)
+    def warn_about_observers(self) -> None:
+        """Issue a `HookWarning` that names the hooks which computed nothing."""
+        observers = [
+            hook for hook, computes in self.computes.items() if not computes and _is_new(hook)
+        ]
+        if observers:
+            warnings.warn(_warning_text(self.model, observers), HookWarning, stacklevel=3)
 
 
 @contextmanager
-def own_hooks_away(model: nn.Module) -> Iterator[None]:
-    """Without the hooks of the model itself. Raises `TraceError` where it does not do without."""
+def root_hooks_removed(model: nn.Module) -> Iterator[None]:
+    """Remove the hooks of the model itself, not of its submodules, within the context. Raises
+    `TraceError` if one of them computes the model's weights."""
     for hook in model._forward_pre_hooks.values():
         if type(hook).__module__.startswith("torch.nn.utils."):
             raise TraceError(
@@ -87,88 +94,100 @@ def own_hooks_away(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def watched(model: nn.Module) -> Iterator[Seen]:
-    """Look at what the hooks of modules inside do."""
-    seen = Seen(model)
-    places = list(_hooks_inside(model))
-    for place in places:
-        getattr(place.module, place.kind)[place.key] = _observed(place, seen)
+def submodule_hooks_observed(model: nn.Module) -> Iterator[HookActivity]:
+    """Record within the context which hooks of submodules compute part of the graph."""
+    activity = HookActivity(model)
+    registered = list(_submodule_hooks(model))
+    for hook in registered:
+        getattr(hook.module, hook.kind)[hook.key] = _wrap(hook, activity)
     try:
-        yield seen
+        yield activity
     finally:
-        for place in places:
-            table = getattr(place.module, place.kind)
-            if place.key in table:  # it may have removed itself
-                table[place.key] = place.hook
+        for hook in registered:
+            table = getattr(hook.module, hook.kind)
+            if hook.key in table:  # it may have removed itself
+                table[hook.key] = hook.hook
 
 
-def is_part(hook: Hook) -> bool:
-    """Whether what it does is part of what is planned."""
-    return getattr(hook, "__name__", None) not in _EXPECTED
+def is_planned_hook(hook: Hook) -> bool:
+    """True if a plan depends on the hook: adding or removing it triggers a replan."""
+    return getattr(hook, "__name__", None) not in _IGNORED_NAMES
 
 
-def _hooks_inside(model: nn.Module) -> Iterator[_Place]:
+def _submodule_hooks(model: nn.Module) -> Iterator[_RegisteredHook]:
     for name, module in model.named_modules():
         for kind in HOOK_KINDS:
             for key, hook in getattr(module, kind).items() if name else ():
-                if is_part(hook):
-                    yield _Place(name, module, kind, key, hook)
+                if is_planned_hook(hook):
+                    yield _RegisteredHook(name, module, kind, key, hook)
 
 
-def _observed(place: _Place, seen: Seen) -> Hook:
-    def run(module: nn.Module, *given: Any) -> Any:
-        before = _state(place, given)
-        returned = place.hook(module, *given)
-        computes = not _is_passed_on(place.kind, given, returned) or _state(place, given) != before
-        seen.computes[place] = computes or seen.computes.get(place, False)
+def _wrap(registered: _RegisteredHook, activity: HookActivity) -> Hook:
+    """Return a hook that calls the registered one and records if it computed anything."""
+
+    def run(module: nn.Module, *args: Any) -> Any:
+        before = _mutable_state(registered, args)
+        returned = registered.hook(module, *args)
+        computes = (
+            not _is_unchanged(registered.kind, args, returned)
+            or _mutable_state(registered, args) != before
+        )
+        activity.computes[registered] = computes or activity.computes.get(registered, False)
         return returned
 
     return run
 
 
-def _is_passed_on(kind: str, given: tuple[Any, ...], returned: Any) -> bool:
-    """Whether a hook returned nothing, or what it would have replaced."""
-    replaced = given[-1:] if kind == _FORWARD else (given[0], given)
-    return returned is None or any(_ids(returned) == _ids(each) for each in replaced)
+def _is_unchanged(kind: str, args: tuple[Any, ...], returned: Any) -> bool:
+    """True if a hook returned None, or the same value that its result would replace."""
+    replaceable = args[-1:] if kind == _FORWARD_HOOKS else (args[0], args)
+    return returned is None or any(_leaf_ids(returned) == _leaf_ids(x) for x in replaceable)
 
 
-def _ids(tree: Any) -> list[int]:
+def _leaf_ids(tree: Any) -> list[int]:
     return [id(leaf) for leaf in tree_leaves(tree)]
 
 
-def _state(place: _Place, given: tuple[Any, ...]) -> list[tuple[int, int, bool]]:
-    """What a hook may change in place: what it is given, and buffers. One that runs before the
-    forward may also set the weights that it is about to use, as `weight_norm` does."""
-    module = place.module
-    found = [*tree_leaves(given), *module.buffers()]
-    if place.kind == _BEFORE:
-        found += [*module.__dict__.values(), *module._parameters.values()]
-    tensors = [t for t in found if isinstance(t, torch.Tensor)]
+def _mutable_state(
+    registered: _RegisteredHook, args: tuple[Any, ...]
+) -> list[tuple[int, int, bool]]:
+    """Return identity, version and `requires_grad` of the tensors that a hook may change in place:
+    its arguments and the module's buffers. A forward pre-hook may also set the module's weights, as
+    `weight_norm` does."""
+    module = registered.module
+    items = [*tree_leaves(args), *module.buffers()]
+    if registered.kind == _FORWARD_PRE_HOOKS:
+        items += [*module.__dict__.values(), *module._parameters.values()]
+    tensors = [t for t in items if isinstance(t, torch.Tensor)]
     return [(id(t), t._version, t.requires_grad) for t in tensors]
 
 
-def _is_new(place: _Place) -> bool:
-    known = _told.setdefault(place.module, set())
-    is_new = place.key not in known
-    known.add(place.key)
+def _is_new(hook: _RegisteredHook) -> bool:
+    """True if no warning has named the hook yet; it counts as named from now on."""
+    keys = _reported.setdefault(hook.module, set())
+    is_new = hook.key not in keys
+    keys.add(hook.key)
     return is_new
 
 
-def _message(model: nn.Module, looking: list[_Place]) -> str:
-    places: dict[str, list[str]] = {}
-    for place in looking:
-        hook = getattr(place.hook, "__qualname__", type(place.hook).__name__)
-        places.setdefault(f"the {HOOK_KINDS[place.kind]} {hook}", []).append(place.name)
-    what = "; ".join(f"{hook} of {_listed(names)}" for hook, names in places.items())
+def _warning_text(model: nn.Module, observers: list[_RegisteredHook]) -> str:
+    modules_by_hook: dict[str, list[str]] = {}
+    for observer in observers:
+        name = getattr(observer.hook, "__qualname__", type(observer.hook).__name__)
+        label = f"the {HOOK_KINDS[observer.kind]} {name}"
+        modules_by_hook.setdefault(label, []).append(observer.module_name)
+    hooks = "; ".join(
+        f"{label} of {_join_names(names)}" for label, names in modules_by_hook.items()
+    )
     return (
-        f"hooks inside of {type(model).__name__} change nothing that they are given, so that they "
-        f"are no part of its step and do not run in it: {what}. They ran while it was captured, on "
-        "tensors without data. What should see each step may be a hook of the model itself, and "
-        "look at what the model returns; without gradients the model runs as it is, with all "
-        "hooks. Where this is meant, ignore remat.HookWarning"
+        f"hooks inside of {type(model).__name__} compute nothing, so a planned step does not call "
+        f"them: {hooks}. They ran once, while the model was captured, on tensors without data. To "
+        "observe each step, use a hook of the model itself, on what the model returns. Calls "
+        "without gradients run the original model with all hooks. If this is intended, ignore "
+        "remat.HookWarning"
     )
 
 
-def _listed(names: list[str]) -> str:
-    more = len(names) - _NAMED
-    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
+def _join_names(names: list[str]) -> str:
+    more = len(names) - _MAX_LISTED
+    return ", ".join(names[:_MAX_LISTED]) + (f" and {more} more" if more > 0 else "")

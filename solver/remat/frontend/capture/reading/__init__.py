@@ -1,1 +1,9 @@
-"""TODO."""
+"""The joint graph of AOTAutograd, read into a `Trace`.
+
+joint_graph        `CapturedJointGraph`: the exported graph; its trace for given symbol values
+reader             walks the graph's nodes: graph inputs, constants, operations and outputs
+trace_builder      the trace under construction: tensors, storages and views by name
+mutations          writes of new values into mutated buffers and inputs
+gradients          gradients in the layout that autograd expects, summed for tied weights
+constant_folding   values of constant tensors during the capture, to answer `bool(t)`
+"""

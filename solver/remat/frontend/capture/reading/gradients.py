@@ -1,8 +1,9 @@
-"""Gradients as autograd wants them.
+"""Gradients in the form that autograd accumulates without a copy.
 
-Autograd takes a gradient over without a copy only if nothing else owns its memory and it is laid
-out like its parameter. Where that is not so, the copy is made in the graph, where the plan sees it.
-The gradients of a parameter's several names (tied weights) are summed in place, as autograd does.
+Autograd takes over a gradient without copying it only if no other tensor shares its memory and it
+has the layout of its parameter. If not, a copy is added to the graph, so that the plan counts it.
+The gradients of tied weights (one parameter with several names) are summed in place, as autograd
+does.
 """
 
 from __future__ import annotations
@@ -12,93 +13,102 @@ from collections.abc import Sequence
 from remat.documents.arguments import Literal, Ref, refs
 from remat.documents.records import Gradient, Node, Placeholder, TensorMeta
 from remat.documents.trace import ADD_INTO
-from remat.frontend.capture.reading.trace_builder import Draft
+from remat.frontend.capture.reading.trace_builder import TraceBuilder
 
 
-def own_gradients(draft: Draft, found: Sequence[tuple[Placeholder, str]]) -> None:
-    """Give each placeholder with gradients (pairs of owner and tensor) one gradient of its own."""
-    taken = {draft.storage_of[o.name] for o in draft.outputs}
-    taken |= {p.storage for p in draft.placeholders}
-    made_at = {r.name: i for i, n in enumerate(draft.nodes) for r in n.results}
-    names_of: dict[str, list[str]] = {}
-    for owner, name in found:
-        names_of.setdefault(owner.name, []).append(name)
+def add_gradients(builder: TraceBuilder, gradients: Sequence[tuple[Placeholder, str]]) -> None:
+    """Add one gradient record per placeholder, each in its own storage. `gradients` are pairs of a
+    placeholder and the name of a gradient tensor; a tied weight has several."""
+    taken = {builder.storage_by_name[o.name] for o in builder.outputs}
+    taken |= {p.storage for p in builder.placeholders}
+    producer_index = {r.name: i for i, n in enumerate(builder.nodes) for r in n.results}
+    names_by_owner: dict[str, list[str]] = {}
+    for owner, name in gradients:
+        names_by_owner.setdefault(owner.name, []).append(name)
 
-    def elsewhere(owner: str) -> list[str]:
-        return [name for other, names in names_of.items() if other != owner for name in names]
+    def gradients_of_others(owner: str) -> list[str]:
+        return [name for other, names in names_by_owner.items() if other != owner for name in names]
 
-    for owner in draft.placeholders:
-        if owner.name not in names_of:
+    for owner in builder.placeholders:
+        if owner.name not in names_by_owner:
             continue
-        name, *others = sorted(names_of[owner.name], key=lambda n: made_at.get(n, -1))
-        stride = _expected_stride(owner.tensor)
-        meta = draft.meta_of[name]
-        is_shared = others and _is_read_otherwise(draft, name, [*others, *elsewhere(owner.name)])
-        fits = same_layout(meta.shape, meta.stride, stride)
-        if draft.storage_of[name] in taken or is_shared or not fits:
-            name = _copy(draft, name, owner, stride)
-        taken.add(draft.storage_of[name])
-        for number, other in enumerate(others):
-            total = Node(
-                name=f"tied_{owner.name}_{number}",
+        name, *summands = sorted(
+            names_by_owner[owner.name], key=lambda n: producer_index.get(n, -1)
+        )
+        stride = _gradient_stride(owner.tensor)
+        meta = builder.meta_by_name[name]
+        is_shared = summands and _is_storage_shared(
+            builder, name, [*summands, *gradients_of_others(owner.name)]
+        )
+        has_layout = is_same_layout(meta.shape, meta.stride, stride)
+        if builder.storage_by_name[name] in taken or is_shared or not has_layout:
+            name = _add_copy(builder, name, owner, stride)
+        taken.add(builder.storage_by_name[name])
+        for index, summand in enumerate(summands):
+            addition = Node(
+                name=f"tied_{owner.name}_{index}",
                 target=ADD_INTO,
-                args=(Ref(name), Ref(other)),
+                args=(Ref(name), Ref(summand)),
                 backward=True,
                 recomputable=False,
             )
-            _insert(draft, total)
-        draft.gradients.append(Gradient(placeholder=owner.name, name=name))
+            _insert_after_producers(builder, addition)
+        builder.gradients.append(Gradient(placeholder=owner.name, name=name))
 
 
-def _is_read_otherwise(draft: Draft, name: str, gradients: Sequence[str]) -> bool:
-    """Whether an operation reads this memory, or one of these gradients is there, too: then nothing
-    may be added to it in place."""
-    storage = draft.storage_of[name]
-    if any(draft.storage_of[other] == storage for other in gradients):
+def _is_storage_shared(builder: TraceBuilder, name: str, gradients: Sequence[str]) -> bool:
+    """True if another of `gradients` is in the storage of the tensor `name`, or an operation other
+    than a view reads that storage. Then nothing may be added to it in place."""
+    storage = builder.storage_by_name[name]
+    if any(builder.storage_by_name[other] == storage for other in gradients):
         return True
-    made = {r.storage for n in draft.nodes for r in n.results} - {storage}
+    others = {r.storage for n in builder.nodes for r in n.results} - {storage}
     return any(
-        any(draft.storage_of.get(read) == storage for read in (*refs(n.args), *refs(n.kwargs)))
-        and (not n.results or any(r.storage in made for r in n.results))
-        for n in draft.nodes
+        any(
+            builder.storage_by_name.get(read) == storage
+            for read in (*refs(n.args), *refs(n.kwargs))
+        )
+        and (not n.results or any(r.storage in others for r in n.results))
+        for n in builder.nodes
     )
 
 
-def _copy(draft: Draft, name: str, owner: Placeholder, stride: tuple[int, ...]) -> str:
-    copy = draft.fresh_result(f"grad_{owner.name}", draft.meta_of[name], stride)
-    dense = stride == _contiguous(owner.tensor.shape)
+def _add_copy(builder: TraceBuilder, name: str, owner: Placeholder, stride: tuple[int, ...]) -> str:
+    """Add a clone of a gradient in its owner's layout; return the name of the clone."""
+    copy = builder.new_dense_result(f"grad_{owner.name}", builder.meta_by_name[name], stride)
+    is_contiguous = stride == _contiguous_stride(owner.tensor.shape)
     clone = Node(
         name=copy.name,
         target="aten.clone.default",
         args=(Ref(name),),
         kwargs={
             "memory_format": Literal(
-                "memory_format", "contiguous_format" if dense else "channels_last"
+                "memory_format", "contiguous_format" if is_contiguous else "channels_last"
             )
         },
         results=(copy,),
         backward=True,
     )
-    _insert(draft, clone)
+    _insert_after_producers(builder, clone)
     return copy.name
 
 
-def _insert(draft: Draft, node: Node) -> None:
-    """Put a node behind the last one that makes, or writes into, what it reads."""
-    needed = set(refs(node.args))
+def _insert_after_producers(builder: TraceBuilder, node: Node) -> None:
+    """Insert a node after the last one that produces, or adds into, a tensor that it reads."""
+    read = set(refs(node.args))
     last = max(
         (
             i
-            for i, n in enumerate(draft.nodes)
-            if any(r.name in needed for r in n.results)
-            or (n.target == ADD_INTO and needed & set(refs(n.args)))
+            for i, n in enumerate(builder.nodes)
+            if any(r.name in read for r in n.results)
+            or (n.target == ADD_INTO and read & set(refs(n.args)))
         ),
         default=-1,
     )
-    draft.nodes.insert(last + 1, node)
+    builder.nodes.insert(last + 1, node)
 
 
-def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     stride: list[int] = []
     step = 1
     for size in reversed(shape):
@@ -107,17 +117,19 @@ def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(stride))
 
 
-def _expected_stride(owner: TensorMeta) -> tuple[int, ...]:
-    """The stride that autograd's gradient layout contract asks for: the parameter's own where that
-    is contiguous or channels-last, else contiguous."""
+def _gradient_stride(owner: TensorMeta) -> tuple[int, ...]:
+    """Return the stride of autograd's gradient layout contract: the parameter's own stride if it is
+    contiguous or channels-last, else the contiguous one."""
     n = owner.shape
     if len(n) == 4:
         channels_last = (n[1] * n[2] * n[3], 1, n[1] * n[3], n[1])
-        if owner.stride == channels_last and owner.stride != _contiguous(n):
+        if owner.stride == channels_last and owner.stride != _contiguous_stride(n):
             return channels_last
-    return _contiguous(n)
+    return _contiguous_stride(n)
 
 
-def same_layout(shape: Sequence[int], one: Sequence[int], other: Sequence[int]) -> bool:
-    """Equal strides, where sizes of one do not matter."""
-    return all(a == b for a, b, size in zip(one, other, shape, strict=True) if size > 1)
+def is_same_layout(
+    shape: Sequence[int], stride: Sequence[int], other_stride: Sequence[int]
+) -> bool:
+    """True if two strides for this shape are equal in all dimensions larger than 1."""
+    return all(a == b for a, b, size in zip(stride, other_stride, shape, strict=True) if size > 1)

@@ -1,8 +1,8 @@
-"""Read a joint graph (fx, with AOTAutograd's descriptors) into a `Trace`.
+"""`CapturedJointGraph`: a joint forward and backward graph that becomes a `Trace`.
 
-Forward and backward are told apart, tensors named, storages numbered (so that views are told from
-operations); then `mutations` writes buffers back and `gradients` gives every gradient a storage of
-its own.
+The reader separates forward from backward, names tensors and numbers storages, which identifies the
+views. Then `mutations` writes new values into buffers, and `gradients` gives each gradient its own
+storage.
 """
 
 from __future__ import annotations
@@ -14,82 +14,88 @@ from torch import fx
 from remat.documents.records import Environment
 from remat.documents.structure import Structure
 from remat.documents.trace import Trace
-from remat.frontend.capture.eager_kernels.fake_dtypes import correct_fakes
-from remat.frontend.capture.model.flat_model import Flat
-from remat.frontend.capture.reading.constants import Question
-from remat.frontend.capture.reading.reader import Reader
-from remat.frontend.capture.symbolic_sizes import Sizes
-from remat.frontend.common.target import PLACE, Target, gpu_at
+from remat.frontend.capture.eager_kernels.fake_dtypes import correct_fake_dtypes
+from remat.frontend.capture.model.flat_model import FlatModel
+from remat.frontend.capture.reading.constant_folding import ConstantQuery
+from remat.frontend.capture.reading.reader import JointGraphReader
+from remat.frontend.capture.symbol_values import SymbolValues
+from remat.frontend.common.target_gpu import CUDA_DEVICE, TargetGpu, local_gpu_name
 from remat.frontend.memory.device_memory import library_bytes
-from remat.passes.relocate import relocated, results_on_host
+from remat.passes.device_placement import results_on_cpu, trace_on_device
 
-EFFICIENT_ATTENTION = "aten._scaled_dot_product_efficient_attention.default"
+_EFFICIENT_ATTENTION = "aten._scaled_dot_product_efficient_attention.default"
 
 
-class Joint:
-    """A joint graph that `aot_export_joint_with_descriptors` made of `flat`, for a step where its
-    tensors are, or on `target`."""
+class CapturedJointGraph:
+    """The joint graph of one training step, as `aot_export_joint_with_descriptors` exported it.
+
+    Its step runs on the devices of the captured tensors, or on the GPU `target`. `queries` are the
+    constants that the capture read from tensors which depend on symbolic sizes.
+    """
 
     def __init__(
         self,
         module: fx.GraphModule,
-        flat: Flat,
+        flat_model: FlatModel,
         inputs: Structure,
         environment: Environment,
-        target: Target | None = None,
-        questions: Sequence[Question] = (),
+        target: TargetGpu | None = None,
+        queries: Sequence[ConstantQuery] = (),
     ) -> None:
         module.graph.eliminate_dead_code()
-        correct_fakes(module.graph, target)
+        correct_fake_dtypes(module.graph, target)
         self._module = module
-        self._flat = flat
+        self._flat_model = flat_model
         self._inputs = inputs
         self._environment = environment
         self._target = target
-        self._questions = questions
+        self._queries = queries
 
-    def is_the_same_at(self, sizes: Sizes) -> bool:
-        """Whether what decided on constants would decide so for these sizes, too."""
-        return all(question.has_same_answer(sizes) for question in self._questions)
+    def is_valid_at(self, values: SymbolValues) -> bool:
+        """True if every constant that the capture read is the same for these symbol values."""
+        return all(query.has_same_answer(values) for query in self._queries)
 
-    def trace(self, sizes: Sizes | None = None) -> Trace:
-        """The step where symbols are these sizes."""
-        reader = Reader(self._module, self._flat, sizes or Sizes())
+    def trace(self, values: SymbolValues | None = None) -> Trace:
+        """Return the step as a trace, with these values for the symbols of the graph."""
+        reader = JointGraphReader(self._module, self._flat_model, values or SymbolValues())
         reader.read()
-        draft, target = reader.draft, self._target
-        model, result = self._flat.model, self._flat.info.structure
+        builder, target = reader.builder, self._target
+        model, result = self._flat_model.model, self._flat_model.output_info.structure
         assert result is not None
-        capability = None if target is None else target.capability
-        gpu = gpu_at(draft.device()) if target is None else target.name
+        device = builder.main_device()
         trace = Trace(
             model=f"{type(model).__module__}.{type(model).__qualname__}",
-            device="cpu" if target is not None else draft.device(),
-            gpu=gpu,
-            placeholders=tuple(draft.placeholders),
-            nodes=tuple(draft.nodes),
-            outputs=tuple(draft.outputs),
-            gradients=tuple(draft.gradients),
-            storages=tuple(draft.storages),
+            device=device if target is None else "cpu",
+            gpu=local_gpu_name(device) if target is None else target.name,
+            placeholders=tuple(builder.placeholders),
+            nodes=tuple(builder.nodes),
+            outputs=tuple(builder.outputs),
+            gradients=tuple(builder.gradients),
+            storages=tuple(builder.storage_bytes),
             inputs=self._inputs,
             result=result,
             environment=self._environment,
             library_bytes=library_bytes(
-                draft.device(), (node.target for node in draft.nodes), capability
+                device,
+                (node.target for node in builder.nodes),
+                None if target is None else target.capability,
             ),
         )
-        return with_host_seeds(trace if target is None else relocated(trace, PLACE))
+        return _with_attention_seeds_on_cpu(
+            trace if target is None else trace_on_device(trace, CUDA_DEVICE)
+        )
 
 
-def with_host_seeds(trace: Trace) -> Trace:
-    """The trace with the seed and the offset of memory-efficient attention where they are. Where it
-    draws, its kernel returns them as scalars of the CPU, from which the backward reads them; a fake
-    tensor says that they are on the GPU."""
-    return results_on_host(
+def _with_attention_seeds_on_cpu(trace: Trace) -> Trace:
+    """Move the RNG seed and offset of memory-efficient attention with dropout to the CPU. Its
+    kernel returns them as CPU scalars, which the backward reads; their fake tensors are on the
+    GPU."""
+    return results_on_cpu(
         trace,
         {
             result.storage
             for node in trace.nodes
-            if node.target == EFFICIENT_ATTENTION and node.seeded
+            if node.target == _EFFICIENT_ATTENTION and node.seeded
             for result in node.results
             if result.position in (2, 3)
         },

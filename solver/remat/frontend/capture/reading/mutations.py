@@ -1,8 +1,9 @@
-"""Mutated buffers and inputs: the graph is functional, the model is not.
+"""Mutated buffers and inputs. The joint graph is functional; the model that it stands for is not.
 
-A new value is written into its buffer at the end of the forward part that reads the old one, once,
-however often its operations run. Whoever reads the old value runs once too, and the backward reads
-a copy of it.
+The graph computes the new value of a buffer as a separate tensor. One copy at the end of the
+forward writes it into the buffer, after the last forward operation that reads the old value. That
+copy, and every operation that reads the old value, runs exactly once. The backward reads a copy of
+the old value.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from remat.documents.arguments import Ref, rename
 from remat.documents.records import Node, Placeholder, Result
 from remat.documents.trace import COPY
 from remat.errors import TraceError
-from remat.frontend.capture.reading.trace_builder import Draft, read_names
+from remat.frontend.capture.reading.trace_builder import TraceBuilder, tensors_read
 from remat.rewrite import BATCH_NORM, BATCH_NORM_OF_CUDA, RERUNS
 
-BATCH_NORM_TRAINING = 5
+BATCH_NORM_TRAINING_INDEX = 5
 """Position of `training` among the arguments of `BATCH_NORM`; two later in the backwards."""
 
 BATCH_NORM_BACKWARDS = (
@@ -23,53 +24,60 @@ BATCH_NORM_BACKWARDS = (
 )
 
 
-def write_back(draft: Draft, buffer: Placeholder, new: str) -> None:
-    """Write the tensor `new` into `buffer`, behind the last forward node that reads the old value.
+def write_back(builder: TraceBuilder, buffer: Placeholder, new_value: str) -> None:
+    """Copy the tensor named `new_value` into a buffer or input, after the last forward node that
+    reads the old value.
 
-    Raises `TraceError` where that cannot be done without changing the step.
+    Raises `TraceError` if the step would then compute something else.
     """
     if buffer.requires_grad:
         raise TraceError(
             f"the model writes in place into {buffer.kind} {buffer.target}, which requires a "
             "gradient; write into a clone"
         )
-    _protect_readers(draft, buffer)
+    _preserve_old_value(builder, buffer)
     last = max(
         (
             i
-            for i, node in enumerate(draft.nodes)
+            for i, node in enumerate(builder.nodes)
             if not node.backward
-            and (draft.reads(node, buffer.storage) or any(r.name == new for r in node.results))
+            and (
+                builder.reads_storage(node, buffer.storage)
+                or any(r.name == new_value for r in node.results)
+            )
         ),
         default=-1,
     )
     write = Node(
         name=f"write_{buffer.name}",
         target=COPY,
-        args=(Ref(buffer.name), Ref(new)),
+        args=(Ref(buffer.name), Ref(new_value)),
         recomputable=False,
     )
-    draft.nodes.insert(last + 1, write)
+    builder.nodes.insert(last + 1, write)
 
 
-def _protect_readers(draft: Draft, buffer: Placeholder) -> None:
+def _preserve_old_value(builder: TraceBuilder, buffer: Placeholder) -> None:
+    """Forbid the recomputation of forward nodes that read the buffer; redirect backward nodes to a
+    copy of it."""
     copy: Result | None = None
-    for i, node in enumerate(draft.nodes):
-        if not draft.reads(node, buffer.storage) or is_training_batch_norm(node):
+    for i, node in enumerate(builder.nodes):
+        if not builder.reads_storage(node, buffer.storage) or is_training_batch_norm(node):
             continue
         if node.view and any(r.storage == buffer.storage for r in node.results):
-            if any(n.backward and draft.reads(n, buffer.storage) for n in draft.nodes[i:]):
+            later = builder.nodes[i:]
+            if any(n.backward and builder.reads_storage(n, buffer.storage) for n in later):
                 raise TraceError(
                     f"the backward reads a view of {buffer.kind} {buffer.target}, which the "
                     "forward overwrites; use a clone of it in the forward"
                 )
         elif not node.backward:
-            draft.nodes[i] = node.model_copy(update={"recomputable": False})
+            builder.nodes[i] = node.model_copy(update={"recomputable": False})
         else:
-            copy = copy or draft.fresh_result(
+            copy = copy or builder.new_dense_result(
                 f"old_{buffer.name}", buffer.tensor, buffer.tensor.stride
             )
-            draft.nodes[i] = _renamed(node, {buffer.name: copy.name})
+            builder.nodes[i] = _with_renamed_arguments(node, {buffer.name: copy.name})
     if copy is not None:
         clone = Node(
             name=copy.name,
@@ -78,40 +86,41 @@ def _protect_readers(draft: Draft, buffer: Placeholder) -> None:
             results=(copy,),
             recomputable=False,
         )
-        draft.nodes.insert(0, clone)
+        builder.nodes.insert(0, clone)
 
 
-def pin_batch_norms(draft: Draft) -> None:
-    """A batch norm that runs again makes no new running statistics. Where somebody other than the
-    write into the buffers reads those, it must run once."""
+def forbid_batch_norm_recomputation(builder: TraceBuilder) -> None:
+    """Mark batch norms as not recomputable if their new running statistics are read by anything
+    but the write into the buffers: a recomputed batch norm does not return them."""
     readers: dict[str, list[Node]] = {}
-    for node in draft.nodes:
-        for name in read_names(node):
+    for node in builder.nodes:
+        for name in tensors_read(node):
             readers.setdefault(name, []).append(node)
-    for i, node in enumerate(draft.nodes):
+    for i, node in enumerate(builder.nodes):
         if node.target not in RERUNS:
             continue
-        new = RERUNS[node.target].results
-        statistics = [r.name for r in node.results if r.position >= new]
-        others = [n for s in statistics for n in readers.get(s, ()) if n.target != COPY]
-        if others or not is_training_batch_norm(node):
-            draft.nodes[i] = node.model_copy(update={"recomputable": False})
+        results_of_rerun = RERUNS[node.target].results
+        statistics = [r.name for r in node.results if r.position >= results_of_rerun]
+        other_readers = [n for s in statistics for n in readers.get(s, ()) if n.target != COPY]
+        if other_readers or not is_training_batch_norm(node):
+            builder.nodes[i] = node.model_copy(update={"recomputable": False})
 
 
 def is_training_batch_norm(node: Node) -> bool:
-    """Training-mode batch norm does not look at the running statistics that it updates."""
+    """True for batch norms in training mode, which update the running statistics without reading
+    them."""
     if node.target == BATCH_NORM:
-        return node.args[BATCH_NORM_TRAINING] is True
+        return node.args[BATCH_NORM_TRAINING_INDEX] is True
     return node.target == BATCH_NORM_OF_CUDA
 
 
-def _renamed(node: Node, names: dict[str, str]) -> Node:
-    def name_of(name: str) -> str:
+def _with_renamed_arguments(node: Node, names: dict[str, str]) -> Node:
+    def new_name(name: str) -> str:
         return names.get(name, name)
 
     return node.model_copy(
         update={
-            "args": tuple(rename(item, name_of) for item in node.args),
-            "kwargs": {key: rename(item, name_of) for key, item in node.kwargs.items()},
+            "args": tuple(rename(item, new_name) for item in node.args),
+            "kwargs": {key: rename(item, new_name) for key, item in node.kwargs.items()},
         }
     )

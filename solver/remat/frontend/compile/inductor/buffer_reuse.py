@@ -1,9 +1,10 @@
-"""Where Inductor writes what a kernel makes over what it reads for the last time.
+"""Inductor's in-place reuse: which kernels write an output over an input that they read last.
 
-A kernel that reads and writes the same places of two tensors of one size needs memory for one of
-them. Inductor decides on that while it generates code, in the order of the kernels
-(`SchedulerNode.decide_inplace_update`); these are its rules, to be asked before. Where they leave
-it open, a tensor counts as one of its own.
+A kernel that reads and writes two tensors of one size at the same indices needs memory for only one
+of them. Inductor decides this during code generation, in the order of the kernels
+(`SchedulerNode.decide_inplace_update`). These functions apply the same rules before code
+generation. Where the rules depend on more than is known then, the output counts as a separate
+buffer.
 """
 
 from __future__ import annotations
@@ -18,114 +19,118 @@ from torch._inductor.dependencies import MemoryDep
 from torch._inductor.scheduler import NopKernelSchedulerNode, SchedulerNode
 from torch._inductor.virtualized import V
 
-_OWN_LAYOUTS = (ir.NoneLayout, ir.MultiOutputLayout, ir.MutationLayoutSHOULDREMOVE)
-"""Of what is no tensor of its own."""
+_UNALLOCATED_LAYOUTS = (ir.NoneLayout, ir.MultiOutputLayout, ir.MutationLayoutSHOULDREMOVE)
+"""Layouts of buffers without memory of their own."""
 
 Readers = Mapping[str, Sequence[Any]]
-"""By the name of a tensor, the parts of kernels that read it."""
+"""The scheduler nodes that read a buffer, by the buffer's name."""
 
 
-def readers_of(nodes: Sequence[Any]) -> dict[str, list[Any]]:
-    """All tensors that these kernels read."""
-    found: dict[str, list[Any]] = {}
-    for node in nodes:
-        for part in node.get_nodes():
+def readers_by_name(kernels: Sequence[Any]) -> dict[str, list[Any]]:
+    """Return the scheduler nodes that read each buffer, by the buffer's name. A kernel that reads
+    a buffer in several of its fused nodes is listed with each of them."""
+    readers: dict[str, list[Any]] = {}
+    for kernel in kernels:
+        for part in kernel.get_nodes():
             for name in dict.fromkeys(read.name for read in part.read_writes.reads):
-                found.setdefault(name, []).append(part)
-    return found
+                readers.setdefault(name, []).append(part)
+    return readers
 
 
-def donated() -> set[str]:
-    """The inputs that a backward may write over: torch says which."""
+def donated_inputs() -> set[str]:
+    """Return the names of the backward's inputs that torch donates: it may overwrite them."""
     inputs = V.graph.graph_inputs_original.items()
     return {name for name, tensor in inputs if isinstance(tensor, ir.DonatedBuffer)}
 
 
-def overwritten(nodes: Sequence[Any], given: Collection[str]) -> dict[str, str]:
-    """By the name of a tensor that is written, that of the one whose memory it takes, for kernels
-    in this order. Of the inputs, those `given` away may be written over."""
-    readers = readers_of(nodes)
-    returned = set(V.graph.get_output_names())
-    done: set[str] = set()
-    found: dict[str, str] = {}
-    gone: set[str] = set()
-    for node in nodes:
-        taken: set[str] = set()
-        for written, read, part in may_overwrite(node, readers):
-            is_free = read in given if read in V.graph.graph_inputs else read not in returned
-            if not is_free or read in gone or written in taken:
+def in_place_buffers(kernels: Sequence[Any], overwritable: Collection[str]) -> dict[str, str]:
+    """Return the buffers that kernels write in place: output name -> name of the input buffer
+    whose memory it takes. Graph inputs are overwritten only if they are `overwritable`."""
+    readers = readers_by_name(kernels)
+    graph_outputs = set(V.graph.get_output_names())
+    finished: set[str] = set()
+    in_place: dict[str, str] = {}
+    overwritten: set[str] = set()
+    for kernel in kernels:
+        assigned: set[str] = set()
+        for output, read, part in in_place_candidates(kernel, readers):
+            is_input = read in V.graph.graph_inputs
+            is_allowed = read in overwritable if is_input else read not in graph_outputs
+            if not is_allowed or read in overwritten or output in assigned:
                 continue
-            others = {r.get_name() for r in readers[read] if r is not part}
-            if others <= done | part.ancestors:
-                found[written] = read
-                gone.add(read)
-                taken.add(written)
-        done.update(name for part in node.get_nodes() for name in part.get_operation_names())
-    return found
+            other_readers = {r.get_name() for r in readers[read] if r is not part}
+            if other_readers <= finished | part.ancestors:
+                in_place[output] = read
+                overwritten.add(read)
+                assigned.add(output)
+        finished.update(name for part in kernel.get_nodes() for name in part.get_operation_names())
+    return in_place
 
 
-def may_overwrite(node: Any, readers: Readers) -> Iterator[tuple[str, str, Any]]:
-    """What a kernel writes, what of that size it reads at the same places, and the part of it that
-    does both: if nobody else needs it any more, one may take the other's memory."""
-    own = {part.get_name() for part in node.get_nodes()}
-    inside = inside_of(node)
-    for part in node.get_nodes():
-        if not isinstance(part, SchedulerNode) or not _is_allowed(part):
+def in_place_candidates(kernel: Any, readers: Readers) -> Iterator[tuple[str, str, Any]]:
+    """Yield (output, read buffer, scheduler node) where a fused node of the kernel writes the
+    output at the indices at which it reads a buffer of the same size. If nothing else needs the
+    buffer after this kernel, the output may take its memory."""
+    kernel_parts = {part.get_name() for part in kernel.get_nodes()}
+    internal = internal_buffers(kernel)
+    for part in kernel.get_nodes():
+        if not isinstance(part, SchedulerNode) or not _allows_in_place(part):
             continue
         for buffer in part.get_outputs():
-            made: Any = buffer.node
-            if not made.should_allocate() or buffer.get_aliases() or buffer.get_mutations():
+            output: Any = buffer.node
+            if not output.should_allocate() or buffer.get_aliases() or buffer.get_mutations():
                 continue
-            if buffer.get_name() in inside:
+            if buffer.get_name() in internal:
                 continue
             for read in part.read_writes.reads:
-                before = _tensor(read.name)
-                here = [r for r in readers[read.name] if r.get_name() in own]
+                source = _overwritable_buffer(read.name)
+                own_readers = [r for r in readers[read.name] if r.get_name() in kernel_parts]
                 if (
-                    before is not None
-                    and all(r is part or r.get_name() in part.ancestors for r in here)
+                    source is not None
+                    and all(r is part or r.get_name() in part.ancestors for r in own_readers)
                     and isinstance(read, MemoryDep)
                     and part.can_inplace(read)
-                    and can_match_buffer_size(before, made)
-                    and can_match_buffer_size(made, before)  # to the byte
-                    and _is_read_alike(read, here)
+                    and can_match_buffer_size(source, output)
+                    and can_match_buffer_size(output, source)  # equal to the byte
+                    and _has_equal_indices(read, own_readers)
                 ):
-                    if read.name in inside:
-                        break  # its memory is taken, which it has for this: nothing is gained
+                    if read.name in internal:
+                        break  # Inductor picks this one, and it has no memory to take
                     yield buffer.get_name(), read.name, part
 
 
-def inside_of(node: Any) -> set[str]:
-    """What a kernel makes that only itself reads: it is never written, but `passed_on`."""
-    own = {part.get_name() for part in node.get_nodes()}
-    made = node.get_outputs() if len(own) > 1 else ()
-    return {b.get_name() for b in made if all(user.get_name() in own for user in b.users)}
+def internal_buffers(kernel: Any) -> set[str]:
+    """Return the buffers that only the kernel itself reads. They are never allocated, apart from
+    those in `cpu_reduction_buffers`."""
+    parts = {part.get_name() for part in kernel.get_nodes()}
+    outputs = kernel.get_outputs() if len(parts) > 1 else ()
+    return {b.get_name() for b in outputs if all(user.get_name() in parts for user in b.users)}
 
 
-def passed_on(node: Any) -> set[str]:
-    """Of that, sums and maxima that a loop of a kernel for CPUs may leave to its next one in a
-    buffer. On GPUs they stay in registers."""
-    sums = (p for p in node.get_nodes() if p.is_reduction() and _is_on_cpu(p))
-    return inside_of(node) & {b.get_name() for part in sums for b in part.get_outputs()}
+def cpu_reduction_buffers(kernel: Any) -> set[str]:
+    """Return the internal buffers that hold reduction results on CPUs: one loop of the kernel may
+    store them for its next loop. On GPUs they stay in registers."""
+    reductions = (p for p in kernel.get_nodes() if p.is_reduction() and _is_on_cpu(p))
+    return internal_buffers(kernel) & {b.get_name() for p in reductions for b in p.get_outputs()}
 
 
-def whole_of(name: str) -> str | None:
-    """The tensor that a concatenation makes, for itself and for the parts that kernels write into
-    it; None for others."""
-    found = V.graph.scheduler.name_to_buf.get(name)
-    made: Any = found.node if found is not None else None
-    if isinstance(made, ir.ConcatKernel):
-        return _outermost(made)
-    layout = getattr(made, "layout", None)
+def concat_buffer_of(name: str) -> str | None:
+    """Return the name of the concatenated buffer that this buffer is, or is a slice of; None if it
+    is neither. Kernels write the slices of a concatenation directly."""
+    scheduled = V.graph.scheduler.name_to_buf.get(name)
+    buffer: Any = scheduled.node if scheduled is not None else None
+    if isinstance(buffer, ir.ConcatKernel):
+        return _outermost_concat(buffer)
+    layout = getattr(buffer, "layout", None)
     if isinstance(layout, ir.NonOwningLayout):
-        return _outermost(V.graph.get_buffer(layout.view.get_name()))
+        return _outermost_concat(V.graph.get_buffer(layout.view.get_name()))
     return None
 
 
-def _outermost(made: Any) -> str:
-    while isinstance(made.layout, ir.NonOwningLayout):  # a part of another concatenation
-        made = V.graph.get_buffer(made.layout.view.get_name())
-    return made.get_name()
+def _outermost_concat(buffer: Any) -> str:
+    while isinstance(buffer.layout, ir.NonOwningLayout):  # a slice of another concatenation
+        buffer = V.graph.get_buffer(buffer.layout.view.get_name())
+    return buffer.get_name()
 
 
 def _is_on_cpu(part: Any) -> bool:
@@ -133,31 +138,32 @@ def _is_on_cpu(part: Any) -> bool:
     return device is not None and device.type == "cpu"
 
 
-def _is_allowed(part: SchedulerNode) -> bool:
+def _allows_in_place(part: SchedulerNode) -> bool:
     device = part.get_device()
     return config.inplace_buffers and V.graph.has_feature(device, BackendFeature.INPLACE_BUFFERS)
 
 
-def _tensor(name: str) -> Any:
-    """What can be written over: a buffer or an input of which nothing else is a view, and which
-    nothing changes."""
+def _overwritable_buffer(name: str) -> Any:
+    """Return the buffer or graph input of this name if its memory may be reused in place; None if
+    it has views, is mutated, or has no memory of its own."""
     scheduler = V.graph.scheduler
     if name in scheduler.mutation_renames or name in scheduler.mutation_real_name:
         return None
     if name in V.graph.constants or name in V.graph.never_reuse_buffers:
         return None
     if name in V.graph.graph_inputs:
-        found: Any = V.graph.graph_inputs[name]
-        return found if hasattr(found, "get_layout") else None
+        graph_input: Any = V.graph.graph_inputs[name]
+        return graph_input if hasattr(graph_input, "get_layout") else None
     buffer = scheduler.name_to_buf.get(name)
     if buffer is None or buffer.node is None or buffer.get_aliases():
         return None
     if isinstance(buffer.defining_op, NopKernelSchedulerNode):
         return None
-    return None if isinstance(buffer.node.get_output_spec(), _OWN_LAYOUTS) else buffer.node
+    is_unallocated = isinstance(buffer.node.get_output_spec(), _UNALLOCATED_LAYOUTS)
+    return None if is_unallocated else buffer.node
 
 
-def _is_read_alike(read: MemoryDep, parts: Sequence[Any]) -> bool:
-    """Whether all parts of a kernel that read or write it do so at the same places."""
+def _has_equal_indices(read: MemoryDep, parts: Sequence[Any]) -> bool:
+    """True if all of a kernel's nodes that read or write this buffer do so at the same indices."""
     deps = {d for p in parts for d in p.read_writes.reads_and_writes() if d.name == read.name}
     return len(deps) <= 1

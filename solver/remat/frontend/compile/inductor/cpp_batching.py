@@ -1,13 +1,13 @@
-"""Kernels in C++, several to a file.
+"""Compilation of several generated C++ kernels in one file.
 
-Inductor has a file for each of its kernels on the CPU, and calls the compiler for each: most of
-what that takes is for the headers. It makes few and long kernels, of all that is between two calls
-of libraries. Under a plan each is a call of its own (`versions.kernel_by_kernel`), so there are
-more and shorter ones; here those of a graph share files. (Kernels of a GPT-2: 0.8 s of a core for
-each by itself, 0.15 s in files of 16; g++ 12, 2026.)
+On the CPU, Inductor writes one file for each kernel and calls the compiler for each; most of that
+time goes into headers. It has few and long kernels, as one call contains all work between two
+extern kernels. Under a plan each kernel is a call of its own (`patches.separate_cpu_kernel_calls`),
+so there are more and shorter ones; here those of a graph share files. (Kernels of a GPT-2: 0.8 s of
+a core for each in its own file, 0.15 s in files of 16; g++ 12, 2026.)
 
-Files are the same in each process that loads the same generated code, so that they are found in
-Inductor's cache.
+The files are the same in each process that loads the same generated code, so that Inductor's cache
+contains them.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from torch._inductor.codecache import CodeCacheFuture, CppPythonBindingsCodeCach
 
 logger = logging.getLogger("remat")
 
-_MOST = 16
-"""Kernels in a file: beyond, little is saved, and files compile beside each other."""
+_MAX_KERNELS_PER_FILE = 16
+"""Larger files save little, and several files compile in parallel."""
 
-_LEAST = 4
+_MIN_KERNELS_PER_FILE = 4
 
-_START = re.compile(r'\s*(#include\s*[<"][^\n]+[>"])\s*extern\s+"C"\s+void\s+kernel\(')
-"""How a kernel begins that needs nothing but the one header."""
+_KERNEL_START = re.compile(r'\s*(#include\s*[<"][^\n]+[>"])\s*extern\s+"C"\s+void\s+kernel\(')
+"""The start of a kernel's source that consists of one header and one function."""
 
-_CALLS = """
+_PYTHON_CALL_HELPERS = """
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <cstdlib>
@@ -42,13 +42,13 @@ _CALLS = """
 
 static void* (*data_of)(PyObject*);
 
-template <typename T> static T argument(PyObject* args, Py_ssize_t place) {
-    PyObject* given = PyTuple_GET_ITEM(args, place);
+template <typename T> static T argument(PyObject* args, Py_ssize_t index) {
+    PyObject* object = PyTuple_GET_ITEM(args, index);
     if constexpr (std::is_pointer_v<T>) {
-        return static_cast<T>(data_of(given));
+        return static_cast<T>(data_of(object));
     } else {
         static_assert(std::is_same_v<std::remove_cv_t<T>, int64_t>);
-        int64_t value = PyLong_AsLongLong(given);
+        int64_t value = PyLong_AsLongLong(object);
         if (value == -1 && PyErr_Occurred()) throw std::runtime_error("an argument is no integer");
         return value;
     }
@@ -71,13 +71,13 @@ template <typename Run> static PyObject* call(PyObject* args, Py_ssize_t count, 
 }
 """
 
-_MODULE = """
+_MODULE_SUFFIX = """
 static PyModuleDef module = {PyModuleDef_HEAD_INIT, "kernel", nullptr, -1, methods};
 
 PyMODINIT_FUNC PyInit_kernel(void) {
     const char* address = std::getenv("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR");
     if (address == nullptr) {
-        PyErr_SetString(PyExc_RuntimeError, "torch did not say how to read tensors");
+        PyErr_SetString(PyExc_RuntimeError, "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR is not set");
         return nullptr;
     }
     data_of = reinterpret_cast<decltype(data_of)>(std::strtoull(address, nullptr, 10));
@@ -87,86 +87,100 @@ PyMODINIT_FUNC PyInit_kernel(void) {
 
 
 @dataclass(eq=False)
-class _Kernel(CodeCacheFuture):
-    """One that waits for the others of its graph. `alone` compiles it by itself."""
+class _PendingKernel(CodeCacheFuture):
+    """A C++ kernel whose compilation waits for the other kernels of its graph.
 
-    types: Sequence[str]
+    `compile_alone` compiles it in a file of its own.
+    """
+
+    argument_types: Sequence[str]
     source: str
-    alone: Callable[[], Any]
+    compile_alone: Callable[[], Any]
 
     def result(self, timeout: float | None = None) -> Any:
-        """The function: for code that does not wait for all."""
-        made = self.alone()
-        return made.result() if isinstance(made, CodeCacheFuture) else made
+        """Return the compiled function, for code that does not wait for the whole graph."""
+        function = self.compile_alone()
+        return function.result() if isinstance(function, CodeCacheFuture) else function
 
 
 @contextmanager
-def several_to_a_file() -> Iterator[None]:
-    """Kernels that are compiled or loaded meanwhile share files."""
+def batched_cpp_files() -> Iterator[None]:
+    """Let C++ kernels that are compiled or loaded inside of this context share files."""
     compiler: Any = AsyncCompile
-    bind, wait = compiler.cpp_pybinding, compiler.wait
+    original_bind, original_wait = compiler.cpp_pybinding, compiler.wait
 
-    def later(self: Any, argtypes: Sequence[str], source_code: str) -> Any:
-        if _START.match(source_code) is None or source_code.count("#include") > 1:
-            return bind(self, argtypes, source_code)
-        return _Kernel(argtypes, source_code, lambda: bind(self, argtypes, source_code))
+    def bind_later(self: Any, argtypes: Sequence[str], source_code: str) -> Any:
+        if _KERNEL_START.match(source_code) is None or source_code.count("#include") > 1:
+            return original_bind(self, argtypes, source_code)
+        return _PendingKernel(
+            argtypes, source_code, lambda: original_bind(self, argtypes, source_code)
+        )
 
     def wait_for_all(self: Any, scope: dict[str, Any]) -> None:
-        waiting = {name: made for name, made in scope.items() if isinstance(made, _Kernel)}
-        scope.update(zip(waiting, _compiled(list(waiting.values())), strict=True))
-        wait(self, scope)
+        pending = {name: item for name, item in scope.items() if isinstance(item, _PendingKernel)}
+        scope.update(zip(pending, _compile(list(pending.values())), strict=True))
+        original_wait(self, scope)
 
-    compiler.cpp_pybinding, compiler.wait = later, wait_for_all
+    compiler.cpp_pybinding, compiler.wait = bind_later, wait_for_all
     try:
         yield
     finally:
-        compiler.cpp_pybinding, compiler.wait = bind, wait
+        compiler.cpp_pybinding, compiler.wait = original_bind, original_wait
 
 
-def _compiled(kernels: Sequence[_Kernel]) -> list[Any]:
-    """Their functions."""
+def _compile(kernels: Sequence[_PendingKernel]) -> list[Any]:
+    """Return the compiled functions of the kernels, in their order."""
     threads = config.compile_threads or config.decide_compile_threads()
-    in_each = min(_MOST, max(_LEAST, -(-len(kernels) // threads)))
-    files = -(-len(kernels) // in_each)
-    parts = [kernels[number::files] for number in range(files)]
-    # All begin before one is waited for, unless each would begin and end at once: torch submits
-    # what it holds the lock of, which compiling waits for.
-    begin = AsyncCompile.submit if threads > 1 else None
-    loads: list[Any] = [
-        CppPythonBindingsCodeCache.load_async(file_of(part), submit_fn=begin) for part in parts
+    per_file = min(_MAX_KERNELS_PER_FILE, max(_MIN_KERNELS_PER_FILE, -(-len(kernels) // threads)))
+    num_files = -(-len(kernels) // per_file)
+    files = [kernels[index::num_files] for index in range(num_files)]
+    # Start all files before waiting for one. Not with one thread: there `submit` compiles at once,
+    # while torch holds the lock that the compilation needs.
+    submit = AsyncCompile.submit if threads > 1 else None
+    loaders: list[Any] = [
+        CppPythonBindingsCodeCache.load_async(batched_source(file), submit_fn=submit)
+        for file in files
     ]
-    made: dict[_Kernel, Any] = {}
-    for part, load in zip(parts, loads, strict=True):
+    functions: dict[_PendingKernel, Any] = {}
+    for file, load in zip(files, loaders, strict=True):
         try:
             module = load()
         except Exception as error:
-            logger.info("%d kernels are compiled one by one: %s", len(part), error)
-            made.update((kernel, kernel.result()) for kernel in part)
+            logger.info(
+                "compiling %d kernels separately, as their file failed: %s", len(file), error
+            )
+            functions.update((kernel, kernel.result()) for kernel in file)
         else:
-            made.update((kernel, getattr(module, _name(n))) for n, kernel in enumerate(part))
-    return [made[kernel] for kernel in kernels]
+            functions.update(
+                (kernel, getattr(module, _function_name(n))) for n, kernel in enumerate(file)
+            )
+    return [functions[kernel] for kernel in kernels]
 
 
-def file_of(kernels: Sequence[_Kernel]) -> str:
-    """Their code, with a function for Python to call each."""
+def batched_source(kernels: Sequence[_PendingKernel]) -> str:
+    """Return the C++ source of a Python module with one function for each kernel."""
     includes: dict[str, None] = {}
     bodies: list[str] = []
-    calls: list[str] = []
-    for number, kernel in enumerate(kernels):
-        name = _name(number)
-        start = _START.match(kernel.source)
+    wrappers: list[str] = []
+    for index, kernel in enumerate(kernels):
+        name = _function_name(index)
+        start = _KERNEL_START.match(kernel.source)
         assert start is not None
         includes[start[1]] = None
         bodies.append(f"static void {name}({kernel.source[start.end() :]}")
-        given = ", ".join(f"argument<{each}>(args, {n})" for n, each in enumerate(kernel.types))
-        calls.append(
+        types = kernel.argument_types
+        arguments = ", ".join(f"argument<{type_}>(args, {n})" for n, type_ in enumerate(types))
+        wrappers.append(
             f"static PyObject* call_{name}(PyObject*, PyObject* args) {{\n"
-            f"    return call(args, {len(kernel.types)}, [&] {{ {name}({given}); }});\n}}"
+            f"    return call(args, {len(types)}, [&] {{ {name}({arguments}); }});\n}}"
         )
-    rows = [f'    {{"{n}", call_{n}, METH_VARARGS, ""}},' for n in map(_name, range(len(kernels)))]
+    names = map(_function_name, range(len(kernels)))
+    rows = [f'    {{"{name}", call_{name}, METH_VARARGS, ""}},' for name in names]
     methods = ["static PyMethodDef methods[] = {", *rows, "    {nullptr, nullptr, 0, nullptr}};"]
-    return "\n".join([*includes, *bodies, _CALLS, *calls, *methods, _MODULE])
+    return "\n".join(
+        [*includes, *bodies, _PYTHON_CALL_HELPERS, *wrappers, *methods, _MODULE_SUFFIX]
+    )
 
 
-def _name(number: int) -> str:
-    return f"kernel{number}"
+def _function_name(index: int) -> str:
+    return f"kernel{index}"

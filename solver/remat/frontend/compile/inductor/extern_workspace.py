@@ -1,8 +1,8 @@
-"""What calls of libraries hold only while they run, in the layouts that Inductor chose.
+"""Measured workspace of extern kernels, in the layouts that Inductor selects.
 
-The FX graph does not know these layouts (convolutions become channels-last), and what a library
-allocates inside of a call depends on them: torch 2.11's backward of convolutions copies a gradient
-in one layout and not in another. So each distinct call is run once, on zeros.
+The FX graph does not have these layouts (convolutions become channels-last), and what an extern
+kernel allocates inside depends on them: torch 2.11's convolution backward copies a gradient in one
+layout and not in another. So each distinct call runs once, on zeros.
 """
 
 from __future__ import annotations
@@ -15,56 +15,62 @@ from torch._inductor.ir import ExternKernelOut, FallbackKernel, IRNode
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map
 
-from remat.frontend.costs.operations import alone
-from remat.frontend.costs.timers import output_bytes
+from remat.frontend.common.torch_modes import isolated_modes
+from remat.frontend.costs.timers import output_storage_bytes
 from remat.frontend.memory.allocator_peak import allocated_peak, cuda_peak
 
-_known: dict[str, int] = {}
+_measured_bytes: dict[str, int] = {}
+"""The workspace of each call that was measured, by operator and arguments."""
 
 
-def scratch_bytes(kernel: object) -> int | None:
-    """Of a call in Inductor's schedule: what the allocator gives out meanwhile, beyond its results.
-    None where it cannot be run by itself: it changes something, its sizes are symbols, the memory
-    is not there."""
+def extern_workspace_bytes(kernel: object) -> int | None:
+    """Return the bytes that an extern kernel allocates only while it runs, its outputs excluded.
+
+    None where it cannot be run standalone: it mutates an argument, a size is symbolic, or memory
+    is insufficient.
+    """
     try:
-        call = _call_of(kernel)
+        call = _extern_call(kernel)
         if call is None:
             return None
-        key = repr((str(call.operator), tree_map(_described, (call.args, call.kwargs))))
-        if key not in _known:
-            _known[key] = _measured(call)
-        return _known[key]
-    except Exception:  # whatever a call raises that is made up, the planned workspace counts
+        key = repr((str(call.operator), tree_map(_argument_key, (call.args, call.kwargs))))
+        if key not in _measured_bytes:
+            _measured_bytes[key] = _measure(call)
+        return _measured_bytes[key]
+    except Exception:  # a call on zeros may raise anything; then the planned workspace counts
         return None
 
 
-class _Call(NamedTuple):
+class _ExternCall(NamedTuple):
+    """An ATen operator with Inductor's IR nodes as arguments."""
+
     operator: OpOverload
     args: Any
     kwargs: dict[str, Any]
 
 
-def _call_of(kernel: object) -> _Call | None:
+def _extern_call(kernel: object) -> _ExternCall | None:
     operator = getattr(kernel, "op_overload", None)
     if not isinstance(operator, OpOverload) or operator.namespace != "aten":
         return None
     if isinstance(kernel, FallbackKernel) and not operator._schema.is_mutable:
         args, kwargs = kernel.unflatten_args(kernel.inputs, kernel.constant_args)
-        return _Call(operator, args, dict(kwargs))
-    # In float32, products take nothing from torch's allocator; on GPUs, what was measured counts.
+        return _ExternCall(operator, args, dict(kwargs))
+    # A float32 matmul allocates nothing from torch on CPUs; on GPUs the planned workspace counts.
     out: Any = kernel
-    if isinstance(out, ExternKernelOut) and _is_short_on_cpu(out):
-        return _Call(operator, (*out.inputs, *out.constant_args), {**out.kwargs, "out": out})
+    if isinstance(out, ExternKernelOut) and _is_half_precision_on_cpu(out):
+        args, kwargs = (*out.inputs, *out.constant_args), {**out.kwargs, "out": out}
+        return _ExternCall(operator, args, kwargs)
     return None
 
 
-def _is_short_on_cpu(kernel: Any) -> bool:
+def _is_half_precision_on_cpu(kernel: Any) -> bool:
     device = kernel.get_device()
-    short = (torch.bfloat16, torch.float16)
-    return device is not None and device.type == "cpu" and kernel.get_dtype() in short
+    half_precision = (torch.bfloat16, torch.float16)
+    return device is not None and device.type == "cpu" and kernel.get_dtype() in half_precision
 
 
-def _described(item: object) -> object:
+def _argument_key(item: object) -> object:
     if not isinstance(item, IRNode):
         return item
     return (str(item.get_device()), item.get_dtype(), *_layout(item))
@@ -74,25 +80,27 @@ def _layout(item: Any) -> tuple[list[int], list[int]]:
     return [int(n) for n in item.get_size()], [int(n) for n in item.get_stride()]
 
 
-def _made(item: object) -> object:
+def _zeros_like(item: object) -> object:
+    """Return zeros in the layout of an IR node, and other arguments unchanged."""
     if not isinstance(item, IRNode):
         return item
     size, stride = _layout(item)
-    made = torch.empty_strided(size, stride, dtype=item.get_dtype(), device=item.get_device())
-    return made.zero_()
+    tensor = torch.empty_strided(size, stride, dtype=item.get_dtype(), device=item.get_device())
+    return tensor.zero_()
 
 
-def _measured(call: _Call) -> int:
+def _measure(call: _ExternCall) -> int:
+    """Run a call and return the peak of its allocations, its outputs excluded."""
     items = tree_leaves((call.args, call.kwargs))
     device = next(x.get_device() for x in items if isinstance(x, IRNode))
     assert device is not None
-    with alone(device):
-        args, kwargs = tree_map(_made, (call.args, call.kwargs))
+    with isolated_modes(device):
+        args, kwargs = tree_map(_zeros_like, (call.args, call.kwargs))
         run: Callable[[], object] = lambda: call.operator(*args, **kwargs)  # noqa: E731
-        sizes = [] if "out" in kwargs else output_bytes(run())
+        sizes = () if "out" in kwargs else output_storage_bytes(run())
         if device.type == "cuda":
-            before = torch.cuda.memory_allocated(device)
-            peak = cuda_peak(run, device) - before
+            allocated_before = torch.cuda.memory_allocated(device)
+            peak = cuda_peak(run, device) - allocated_before
         else:
             peak = allocated_peak(run)
     return max(0, peak - sum(sizes))

@@ -1,10 +1,10 @@
-"""Inductor, held to the kernels that were planned.
+"""Control of Inductor's fusion: it generates exactly the kernels that were planned.
 
-It makes kernels in two steps, and both would undo a plan: while it lowers, it writes what reads
-cheaply into its readers instead of into memory, which keeps what that reads alive longer; and then
-it fuses what reads the same, which runs it together. So a tensor that was planned to be written is
-marked (`materialize` lowers to nothing but that it is), and only what belongs to the same run of
-the schedule may become one kernel.
+Inductor fuses in two steps, and both could undo a plan. During lowering, it inlines cheap producers
+into their consumers instead of writing them to memory, so that the producers' inputs live longer.
+Then its scheduler fuses kernels that read the same tensors, so that they run at the same time.
+Therefore `materialize` marks each tensor that was planned to be written to memory, and the
+scheduler may only fuse operations of the same run of the schedule.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from torch._inductor.choices import InductorChoices
 from torch._inductor.lowering import register_lowering
 from torch._inductor.virtualized import V
 
-from remat.frontend.compile.inductor.compat import SchedulerPass
+from remat.frontend.compile.compat import SchedulerPass
 
-RUN = "remat_run"
-"""In `meta`: the plan that a node belongs to, and the run of its schedule, both by number."""
+RUN_KEY = "remat_run"
+"""Key of `node.meta`: (number of the plan, index of the run in its schedule)."""
 
 _library = torch.library.Library("remat", "FRAGMENT")
-_library.define("materialize(Tensor x, bool apart=False) -> Tensor")
+_library.define("materialize(Tensor x, bool separate=False) -> Tensor")
 
 
-def _eager(x: torch.Tensor, apart: bool = False) -> torch.Tensor:
+def _eager(x: torch.Tensor, separate: bool = False) -> torch.Tensor:
     return x.clone()
 
 
-def _fake(x: torch.Tensor, apart: bool = False) -> torch.Tensor:
+def _fake(x: torch.Tensor, separate: bool = False) -> torch.Tensor:
     return torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=x.device)
 
 
@@ -37,57 +37,60 @@ _library.impl("materialize", _eager, "CompositeExplicitAutograd")
 torch.library.register_fake("remat::materialize", _fake, lib=_library)
 
 materialize = torch.ops.remat.materialize.default
-"""The same tensor, written to memory: with `apart`, of its own. Inductor writes the parts of a
-concatenation into the whole where it may still choose their layouts, and then a part that something
-else reads keeps all of it alive."""
+"""Operator that returns its argument and makes Inductor write it to memory. With `separate`, it is
+a buffer of its own: otherwise Inductor may write an operand of a concatenation directly into the
+result, and a slice that has other readers keeps the whole result alive."""
 
 
 @register_lowering(materialize, type_promotion_kind=None)
-def _realized(x: Any, apart: bool = False) -> Any:
+def _lower_materialize(x: Any, separate: bool = False) -> Any:
     x.realize()
-    if apart:
+    if separate:
         buffer: Any = V.graph.try_get_buffer(x.get_name())
-        if buffer is not None:  # else it is what was given, which stays where it is
+        if buffer is not None:  # graph inputs have a fixed layout already
             buffer.decide_layout()
     return x
 
 
-class PlannedKernels(InductorChoices):
-    """Inductor's own choices, but that no kernel has parts of two runs. Graphs without a plan are
-    compiled as ever."""
+class PlannedFusionChoices(InductorChoices):
+    """Inductor's own choices, except that a kernel contains nodes of a single run of the schedule.
+    Graphs without a plan are compiled as usual."""
 
     @staticmethod
     def can_fuse(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
-        """Whether they may become one kernel."""
-        one, other = runs_of(node1), runs_of(node2)
-        if (one or other) and one.isdisjoint(other):
+        """True if two scheduler nodes may become one kernel."""
+        runs1, runs2 = schedule_runs_in(node1), schedule_runs_in(node2)
+        if (runs1 or runs2) and runs1.isdisjoint(runs2):
             return False
         return InductorChoices.can_fuse(scheduler, node1, node2, shared_data_score)
 
     def uuid(self) -> str:
-        """For Inductor's cache."""
-        return "remat: one kernel has parts of one run of the schedule"
+        """Return the key of these choices in Inductor's cache."""
+        return "remat: a kernel contains nodes of one run of the schedule"
 
 
-class Holding(SchedulerPass):
-    """Sees to it that graphs with a plan are held to it, just before Inductor fuses: a thread keeps
-    the choices that it compiled its first graph with, whatever options say later."""
+class InstallFusionChoices(SchedulerPass):
+    """Scheduler pass, before fusion, that applies `PlannedFusionChoices` to graphs with a plan.
+
+    A thread keeps the choices with which it compiled its first graph, whatever later options are.
+    """
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
-        if not isinstance(V.choices, PlannedKernels) and any(map(runs_of, nodes)):
-            V.set_choices_handler(PlannedKernels())
+        if not isinstance(V.choices, PlannedFusionChoices) and any(map(schedule_runs_in, nodes)):
+            V.set_choices_handler(PlannedFusionChoices())
         return nodes
 
     def uuid(self) -> str:
-        """For Inductor's cache."""
-        return PlannedKernels().uuid()
+        """Return the key of this pass in Inductor's cache."""
+        return PlannedFusionChoices().uuid()
 
 
-def runs_of(node: Any) -> frozenset[tuple[int, int]]:
-    """The runs that a scheduler's node has parts of, with their plans."""
-    found: set[tuple[int, int]] = set()
-    for part in node.get_nodes():
+def schedule_runs_in(kernel: Any) -> frozenset[tuple[int, int]]:
+    """Return the runs of schedules that a scheduler node contains nodes of, each as (number of the
+    plan, index of the run)."""
+    runs: set[tuple[int, int]] = set()
+    for part in kernel.get_nodes():
         for origin in getattr(part.node, "origins", None) or ():
-            if RUN in origin.meta:
-                found.add(origin.meta[RUN])
-    return frozenset(found)
+            if RUN_KEY in origin.meta:
+                runs.add(origin.meta[RUN_KEY])
+    return frozenset(runs)

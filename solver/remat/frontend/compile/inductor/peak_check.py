@@ -1,15 +1,15 @@
-"""The peak of what Inductor will really run: read off its scheduler, after it has fused.
+"""The verified peak: that of Inductor's own kernels and buffers, simulated after fusion.
 
-The plan is for kernels that remat chose; Inductor may still not fuse what it was asked to, copy a
-tensor into another layout, or need a kernel more. So its own list of kernels, with the buffers that
-each reads and writes, is simulated by the rules of `remat.simulate` before a line of code is
-generated: what a kernel reads and what it writes are there while it runs.
+A plan assumes kernels that Inductor may not generate: it may refuse a fusion, copy a tensor to
+another layout, or add a kernel. So its scheduled kernels, with the buffers that each reads and
+writes, are simulated before code generation by the rules of `remat.simulate`: all inputs and
+outputs of a kernel are allocated while it runs.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -19,194 +19,238 @@ from torch._inductor.virtualized import V
 from torch.utils._ordered_set import OrderedSet
 
 from remat.frontend.compile import reporting
+from remat.frontend.compile.compat import SchedulerPass
 from remat.frontend.compile.inductor.buffer_reuse import (
-    donated,
-    inside_of,
-    overwritten,
-    passed_on,
-    whole_of,
+    concat_buffer_of,
+    cpu_reduction_buffers,
+    donated_inputs,
+    in_place_buffers,
+    internal_buffers,
 )
-from remat.frontend.compile.inductor.compat import SchedulerPass
-from remat.frontend.compile.inductor.extern_workspace import scratch_bytes
-from remat.frontend.compile.inductor.fusion_control import runs_of
+from remat.frontend.compile.inductor.extern_workspace import extern_workspace_bytes
+from remat.frontend.compile.inductor.fusion_control import schedule_runs_in
 from remat.frontend.compile.joint.fx_utils import node_bytes
-from remat.frontend.compile.joint.symbolic_sizes import growth
-from remat.frontend.compile.registry import CompiledPlan, find
-from remat.limits.budget import format_bytes
+from remat.frontend.compile.joint.symbolic_sizes import growth_factor
+from remat.frontend.compile.registry import CompiledPlan, find_plan
+from remat.limits.units import format_bytes
 
 
-class OverBudget(Exception):
-    """The kernels of a plan take more than was asked for."""
+class PeakOverBudget(Exception):
+    """Raised when the verified peak of a graph exceeds its budget.
+
+    `separate_buffers` are the names of outputs that were planned in place, but need memory of their
+    own.
+    """
 
     def __init__(
-        self, compiled: CompiledPlan, peak_bytes: int, budget_bytes: int, apart: Collection[str]
+        self,
+        compiled: CompiledPlan,
+        peak_bytes: int,
+        budget_bytes: int,
+        separate_buffers: Collection[str],
     ) -> None:
+        self.summary = (
+            f"Inductor's kernels need {format_bytes(peak_bytes)}, and the budget of this graph is "
+            f"{format_bytes(budget_bytes)}"
+        )
         super().__init__(
-            f"Inductor's kernels take {format_bytes(peak_bytes)} where "
-            f"{format_bytes(budget_bytes)} were asked for "
-            '(backend="remat" then plans again; a Partitioner needs a larger budget)'
+            f'{self.summary}; pass a larger budget, or use backend="remat", which replans the graph'
         )
         self.compiled = compiled
         self.excess_bytes = peak_bytes - budget_bytes
-        self.apart = frozenset(apart)
+        self.separate_buffers = frozenset(separate_buffers)
 
 
-class Verifier(SchedulerPass):
-    """Notes the peak of each planned graph in its plan. Raises `OverBudget`. `of` are plans that
-    code in Inductor's cache is verified for."""
+class PeakVerifier(SchedulerPass):
+    """Scheduler pass, after fusion, that stores the verified peak of a graph in its plan.
 
-    def __init__(self, of: str) -> None:
-        self._of = of
+    Raises `PeakOverBudget` if the peak exceeds the graph's budget. `cache_key` identifies the plans
+    for which code in Inductor's cache has been verified.
+    """
+
+    def __init__(self, cache_key: str) -> None:
+        self._cache_key = cache_key
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
         compiled = _plan_of(nodes)
         if compiled is None:
             return nodes
         is_backward = bool(V.graph.is_backward)
-        held = compiled.held_names if is_backward else frozenset[str]()
-        passing = compiled.passing if is_backward else {}
-        peak_bytes = compiled.given_bytes + live_peak_bytes(nodes, held, passing=passing)
+        retained = compiled.retained_names if is_backward else frozenset[str]()
+        donated_bytes = compiled.donated_bytes if is_backward else {}
+        peak_bytes = compiled.primals_bytes + live_peak_bytes(
+            nodes, retained, donated_bytes=donated_bytes
+        )
         if is_backward:
-            peak_bytes += compiled.held_bytes + compiled.copied_bytes
+            peak_bytes += compiled.retained_bytes + compiled.layout_copy_bytes
         else:
-            compiled.copied_bytes = copied_bytes()
+            compiled.layout_copy_bytes = layout_copy_bytes()
         half = "backward" if is_backward else "forward"
-        compiled.verified[half] = peak_bytes
-        reporting.verified(compiled, half)
+        compiled.verified_by_half[half] = peak_bytes
+        reporting.log_verified_peak(compiled, half)
         budget_bytes = compiled.budget_bytes
         if budget_bytes is not None and peak_bytes > budget_bytes:
-            raise OverBudget(compiled, peak_bytes, budget_bytes, _apart(nodes, compiled, held))
+            separate = _separate_buffers(nodes, compiled, retained)
+            raise PeakOverBudget(compiled, peak_bytes, budget_bytes, separate)
         return nodes
 
     def uuid(self) -> str:
-        """For Inductor's cache: code that comes from there is not verified again."""
-        return self._of
+        """Return the key of this pass in Inductor's cache; cached code is not verified again."""
+        return self._cache_key
 
 
-def _apart(nodes: Sequence[Any], compiled: CompiledPlan, held: Collection[str]) -> set[str]:
-    """What was planned to be written over what it is made of, and is not."""
-    over = overwritten(nodes, donated().difference(held))
+def _separate_buffers(
+    kernels: Sequence[Any], compiled: CompiledPlan, retained: Collection[str]
+) -> set[str]:
+    """Return the names of values that the plan counts as written in place, and Inductor writes to a
+    separate buffer. `retained` are inputs that stay allocated."""
+    in_place = in_place_buffers(kernels, donated_inputs().difference(retained))
     graph, runs = compiled.plan.graph, compiled.plan.schedule.runs
-    planned: Counter[int] = Counter()
-    for node in nodes:
-        in_place = sum(buffer.get_name() in over for buffer in node.get_outputs())
-        for number, run in runs_of(node):
-            if number == compiled.number:
-                planned[runs[run]] += in_place
-    operations = ((graph.operations[op], found) for op, found in planned.items())
-    missed = (o for o, found in operations if found < len(o.overwrites))
+    num_in_place: Counter[int] = Counter()
+    for kernel in kernels:
+        num_applied = sum(buffer.get_name() in in_place for buffer in kernel.get_outputs())
+        for plan_number, run in schedule_runs_in(kernel):
+            if plan_number == compiled.number:
+                num_in_place[runs[run]] += num_applied
+    operations = ((graph.operations[op], applied) for op, applied in num_in_place.items())
+    missed = (op for op, applied in operations if applied < len(op.overwrites))
     return {graph.values[v].name for operation in missed for v in operation.outputs}
 
 
+class _MemoryTimeline:
+    """Allocated bytes during each kernel of a graph."""
+
+    def __init__(self, num_kernels: int) -> None:
+        self._changes = [0] * (num_kernels + 1)
+
+    def add(self, start: int, end: int, size_bytes: int, freed_bytes: int | None = None) -> None:
+        """Allocate bytes before kernel `start` and free them before kernel `end`."""
+        self._changes[start] += size_bytes
+        self._changes[end] -= size_bytes if freed_bytes is None else freed_bytes
+
+    def allocated_bytes(self) -> Iterator[int]:
+        """Yield the bytes that are allocated during each kernel."""
+        return accumulate(self._changes[:-1])
+
+
 def live_peak_bytes(
-    nodes: Sequence[Any],
-    held: Iterable[str] = (),
+    kernels: Sequence[Any],
+    retained: Iterable[str] = (),
     storages: Mapping[str, tuple[str, int]] | None = None,
-    given: Iterable[str] | None = None,
-    passing: Mapping[str, int] | None = None,
+    overwritable: Iterable[str] | None = None,
+    donated_bytes: Mapping[str, int] | None = None,
 ) -> int:
-    """Of the inputs that can be freed and of all buffers, at the worst kernel. Inputs `held` are
-    there to the end. Those that show the same of the `storages` take its bytes, until the last of
-    them is read. Inputs `given` may be written over, those that torch names by default. Inputs that
-    are `passing` have so many bytes until they are read: Inductor counts them as held by others.
-    Calls of libraries have their scratch memory while they run."""
+    """Return the peak in bytes of all buffers, and of the inputs that the graph may free.
+
+    Inputs `retained` stay allocated to the end. `storages` has the name and bytes of the storage
+    that an input shows; it is freed with the last input that shows it. Inputs `overwritable` may be
+    overwritten in place; by default those that torch donates. `donated_bytes` are inputs that are
+    freed once they are read, although Inductor counts them as owned by the caller. The workspace of
+    an extern kernel counts while it runs.
+    """
+    num_kernels = len(kernels)
+    retained = set(retained)
+    allowed = (donated_inputs() if overwritable is None else set(overwritable)) - retained
+    overwritten = set(in_place_buffers(kernels, allowed).values())
+    unallocated = {name for k in kernels for name in internal_buffers(k) - cpu_reduction_buffers(k)}
+    module: Any = V.graph.module
+    placeholders = module.graph.find_nodes(op="placeholder")
+    input_bytes = {str(n.target): node_bytes(n) for n in placeholders}
+    storage_ends: dict[str, int] = {}
+    storage_sizes: dict[str, int] = {}
+    concatenated: dict[str, list[Any]] = {}
+    timeline = _MemoryTimeline(num_kernels)
+    for lifetime in _buffer_lifetimes(kernels):
+        name = lifetime.buffer.get_name()
+        if name in unallocated:
+            continue
+        if (concat := concat_buffer_of(name)) is not None:
+            concatenated.setdefault(concat, []).append(lifetime)
+            continue
+        is_live_to_end = lifetime.end_step == -1 or name in retained
+        # The memory of an overwritten buffer belongs to the kernel's output from its last read on.
+        end = num_kernels if is_live_to_end else lifetime.end_step + (name not in overwritten)
+        factor = _growth_factor(name)
+        allocated = round(factor * lifetime.size_alloc)
+        freed = round(factor * lifetime.size_free)
+        if name in input_bytes:  # torch counts what one kernel reads of it: half, or twice
+            allocated = freed = input_bytes[name]
+        if storages and name in storages:
+            storage, size_bytes = storages[name]
+            storage_ends[storage] = max(end, storage_ends.get(storage, 0))
+            storage_sizes[storage] = min(size_bytes, storage_sizes.get(storage, 0) + allocated)
+            continue
+        timeline.add(lifetime.start_step, end, allocated, freed)
+    for concat, slices in concatenated.items():  # from its first slice to the last read of any
+        ends = [num_kernels if s.end_step == -1 else s.end_step + 1 for s in slices]
+        size_bytes = round(_growth_factor(concat) * max(s.size_alloc for s in slices))
+        timeline.add(min(s.start_step for s in slices), max(ends), size_bytes)
+    last_read = {read.name: n for n, k in enumerate(kernels) for read in k.read_writes.reads}
+    for name, size_bytes in (donated_bytes or {}).items():
+        timeline.add(0, last_read.get(name, 0) + 1, size_bytes)
+    for storage, end in storage_ends.items():
+        timeline.add(0, end, storage_sizes[storage])
+    pairs = zip(timeline.allocated_bytes(), kernels, strict=True)
+    return max((allocated + _workspace_bytes(k) for allocated, k in pairs), default=0)
+
+
+def _buffer_lifetimes(kernels: Sequence[Any]) -> Sequence[Any]:
+    """Return Inductor's own lifetimes of buffers and of inputs that the graph may free."""
     scheduler = V.graph.scheduler
     outputs = OrderedSet(V.graph.get_output_names())
-    _, inputs = prepare_planning_info(
-        list(nodes),
+    _, freeable_inputs = prepare_planning_info(
+        list(kernels),
         scheduler.name_to_buf,
         scheduler.name_to_fused_node,
         OrderedSet(V.graph.graph_inputs.keys()),
         outputs,
     )
-    lives, _, _ = compute_memory_timeline(list(nodes), inputs, outputs)
-    kept = set(held)
-    may_go = (donated() if given is None else set(given)) - kept
-    gone = set(overwritten(nodes, may_go).values())  # their memory is the next one's
-    inside = {name for node in nodes for name in inside_of(node) - passed_on(node)}
-    ends: dict[str, int] = {}
-    sizes: dict[str, int] = {}
-    module: Any = V.graph.module
-    placeholders = module.graph.find_nodes(op="placeholder")
-    given_bytes = {str(n.target): node_bytes(n) for n in placeholders}
-    change = [0] * (len(nodes) + 1)
-    joined: dict[str, list[Any]] = {}
-    for life in lives:
-        name = life.buffer.get_name()
-        if name in inside:
-            continue
-        if (whole := whole_of(name)) is not None:
-            joined.setdefault(whole, []).append(life)
-            continue
-        lasting = life.end_step == -1 or name in kept
-        end = len(nodes) if lasting else life.end_step + (name not in gone)
-        times = _growth(name)
-        allocated, freed = round(times * life.size_alloc), round(times * life.size_free)
-        if name in given_bytes:  # torch counts what one kernel reads of it: half, or twice
-            allocated = freed = given_bytes[name]
-        if storages and name in storages:
-            storage, size_bytes = storages[name]
-            ends[storage] = max(end, ends.get(storage, 0))
-            sizes[storage] = min(size_bytes, sizes.get(storage, 0) + allocated)
-            continue
-        change[life.start_step] += allocated
-        change[end] -= freed
-    for whole, parts in joined.items():  # there from the first part on, until nobody reads any
-        ends_at = [len(nodes) if p.end_step == -1 else p.end_step + 1 for p in parts]
-        whole_bytes = max(p.size_alloc for p in parts)
-        change[min(p.start_step for p in parts)] += round(_growth(whole) * whole_bytes)
-        change[max(ends_at)] -= round(_growth(whole) * whole_bytes)
-    last = {read.name: n for n, node in enumerate(nodes) for read in node.read_writes.reads}
-    for name, size_bytes in (passing or {}).items():
-        change[0] += size_bytes
-        change[last.get(name, 0) + 1] -= size_bytes
-    for storage, end in ends.items():
-        change[0] += sizes[storage]
-        change[end] -= sizes[storage]
-    held_then = accumulate(change[:-1])
-    return max((a + _scratch(n) for a, n in zip(held_then, nodes, strict=True)), default=0)
+    lifetimes, _, _ = compute_memory_timeline(list(kernels), freeable_inputs, outputs)
+    return lifetimes
 
 
-def _scratch(node: Any) -> int:
-    """What a kernel holds while it runs, if it is the call of a library: measured in Inductor's
-    layouts, else as it was planned."""
-    if not node.is_extern():
+def _workspace_bytes(kernel: Any) -> int:
+    """Return the bytes that a kernel allocates only while it runs: 0 unless it is an extern kernel;
+    measured in Inductor's layouts, else as planned."""
+    if not kernel.is_extern():
         return 0
-    if (measured := scratch_bytes(node.node)) is not None:
+    if (measured := extern_workspace_bytes(kernel.node)) is not None:
         return measured
     planned = [0]
-    for number, run in runs_of(node):
-        if (compiled := find(number)) is not None:
+    for plan_number, run in schedule_runs_in(kernel):
+        if (compiled := find_plan(plan_number)) is not None:
             plan = compiled.plan
             planned.append(plan.graph.operations[plan.schedule.runs[run]].workspace_bytes)
     return max(planned)
 
 
-def _growth(name: str) -> float:
-    """How many times its size in the first call a tensor may have: Inductor tells the first."""
-    found = V.graph.try_get_buffer(name)
-    if found is None:
-        found = V.graph.graph_inputs.get(name)
+def _growth_factor(name: str) -> float:
+    """Return a buffer's largest size divided by its size in the first call, which is the one that
+    Inductor reports."""
+    buffer = V.graph.try_get_buffer(name)
+    if buffer is None:
+        buffer = V.graph.graph_inputs.get(name)
     try:
-        expression = found.get_numel()  # type: ignore[union-attr]
+        expression = buffer.get_numel()  # type: ignore[union-attr]
     except (AttributeError, NotImplementedError):
-        return 1.0  # a number, or what holds several tensors
-    return growth(expression, V.graph.sizevars.shape_env)
+        return 1.0  # a scalar, or a tuple of tensors
+    return growth_factor(expression, V.graph.sizevars.shape_env)
 
 
-def copied_bytes() -> int:
-    """Of parameters and batch, what the forward saves for the backward in another layout: the
-    backward knows it by their names."""
+def layout_copy_bytes() -> int:
+    """Return the bytes of parameters and batch tensors that the forward saves for the backward as a
+    copy in another layout. In the backward they have the names of the originals."""
     module: Any = V.graph.module
     returned = module.graph.output_node().args[0]
     pairs = zip(returned, V.graph.graph_outputs, strict=True)
-    given = [(n, made) for n, made in pairs if isinstance(n, fx.Node) and n.op == "placeholder"]
-    sizes = [(node_bytes(n), made) for n, made in given]  # a number has none, and no name
-    return sum(size for size, made in sizes if size and made.get_name() not in V.graph.graph_inputs)
+    inputs = [(n, out) for n, out in pairs if isinstance(n, fx.Node) and n.op == "placeholder"]
+    sizes = [(node_bytes(n), out) for n, out in inputs]  # a scalar has no bytes and no name
+    return sum(size for size, out in sizes if size and out.get_name() not in V.graph.graph_inputs)
 
 
-def _plan_of(nodes: Sequence[Any]) -> CompiledPlan | None:
-    for node in nodes:
-        for number, _ in runs_of(node):
-            return find(number)
+def _plan_of(kernels: Sequence[Any]) -> CompiledPlan | None:
+    """Return the plan that the first kernel with a run of a schedule belongs to."""
+    for kernel in kernels:
+        for plan_number, _ in schedule_runs_in(kernel):
+            return find_plan(plan_number)
     return None

@@ -1,10 +1,12 @@
-"""The kernels that Inductor makes of a graph: read off its scheduler, before code is generated."""
+"""The kernels that Inductor would generate for a graph, read from its scheduler.
+
+The compilation is stopped before code generation.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
 import sympy
@@ -15,90 +17,97 @@ from torch._inductor.memory import reorder_for_peak_memory
 from torch._inductor.virtualized import V
 from torch.utils._ordered_set import OrderedSet
 
+from remat.frontend.compile.compat import SchedulerPass, cause_of_type
 from remat.frontend.compile.inductor.buffer_reuse import (
-    inside_of,
-    may_overwrite,
-    passed_on,
-    readers_of,
+    cpu_reduction_buffers,
+    in_place_candidates,
+    internal_buffers,
+    readers_by_name,
 )
-from remat.frontend.compile.inductor.compat import SchedulerPass, raised_inside
-from remat.frontend.compile.inductor.extern_workspace import scratch_bytes
-from remat.frontend.compile.inductor.peak_check import copied_bytes, live_peak_bytes
+from remat.frontend.compile.inductor.extern_workspace import extern_workspace_bytes
+from remat.frontend.compile.inductor.peak_check import layout_copy_bytes, live_peak_bytes
 from remat.frontend.compile.joint.fx_utils import node_bytes
+from remat.frontend.compile.joint.probe_result import InductorKernel, InputLifetimes, ProbeResult
 
 
-@dataclass(frozen=True)
-class Kernel:
-    """What one kernel writes, and all that it was made of, by the names of nodes. `is_call` where a
-    library has it, or a template. It holds `scratch_bytes` while it runs; None for a library's call
-    where that was not measured. `over` has what it writes and what it may write that over, in
-    Inductor's order."""
+def probe_kernels(
+    half: fx.GraphModule, inputs: InputLifetimes, forward: ProbeResult | None
+) -> ProbeResult:
+    """Return the kernels that Inductor would run for a forward or backward graph, and their peak.
 
-    written: tuple[str, ...]
-    parts: tuple[str, ...]
-    is_call: bool = False
-    scratch_bytes: int | None = None
-    over: tuple[tuple[str, str], ...] = ()
+    For the backward, `forward` is the result of the forward: it has the layouts of saved tensors.
+    """
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    placeholders = half.graph.find_nodes(op="placeholder")
+    static = [i for i, n in enumerate(placeholders) if str(n.target).startswith("primals")]
+    module = fx.GraphModule(half, copy.deepcopy(half.graph))
+    settings: dict[str, Any] = {
+        "_post_fusion_custom_pass": _ProbePass(inputs),
+        "reorder_for_peak_memory": False,
+        "fx_graph_cache": False,
+    }
+    module.graph.output_node().meta["user_visible_output_idxs"] = []
+    try:
+        with config.patch(settings):
+            compile_fx_inner(
+                module,
+                [_example_input(node, forward) for node in placeholders],
+                static_input_idxs=static,
+                is_backward=forward is not None,
+            )
+    except Exception as error:
+        if (finished := cause_of_type(error, _ProbeFinished)) is None:
+            raise
+        return finished.result
+    return ProbeResult()  # a graph without a kernel
 
 
-@dataclass(frozen=True)
-class Observation:
-    """A forward or backward graph as Inductor would run it: kernels in their order, the peak of
-    what lives in it, what of parameters it saves in another layout, and the strides of what it
-    returns, by name, where they are numbers."""
+class _ProbeFinished(Exception):
+    """Raised to stop the compilation once the kernels are scheduled."""
 
-    kernels: tuple[Kernel, ...] = ()
-    live_bytes: int = 0
-    copied_bytes: int = 0
-    strides: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
+    def __init__(self, result: ProbeResult) -> None:
+        super().__init__("the kernels are scheduled")
+        self.result = result
 
 
-class _Seen(Exception):
-    """Ends a compilation once the kernels are known."""
+class _ProbePass(SchedulerPass):
+    """Scheduler pass, after fusion, that raises `_ProbeFinished` with the scheduled kernels."""
 
-    def __init__(self, observation: Observation) -> None:
-        super().__init__("the kernels are known")
-        self.observation = observation
-
-
-class _Observer(SchedulerPass):
-    def __init__(
-        self,
-        storages: Mapping[str, tuple[str, int]],
-        given: Collection[str],
-        passing: Mapping[str, int],
-    ) -> None:
-        self.storages = storages
-        self.given = given
-        self.passing = passing
+    def __init__(self, inputs: InputLifetimes) -> None:
+        self._inputs = inputs
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
-        copied = 0 if V.graph.is_backward else copied_bytes()
-        nodes = _as_run(nodes)
-        kernels = tuple(kernels_of(nodes))
+        copy_bytes = 0 if V.graph.is_backward else layout_copy_bytes()
+        nodes = _in_execution_order(nodes)
+        kernels = tuple(_inductor_kernels(nodes))
         peak_bytes = live_peak_bytes(
-            nodes, storages=self.storages, given=self.given, passing=self.passing
+            nodes,
+            storages=self._inputs.storages,
+            overwritable=self._inputs.overwritable,
+            donated_bytes=self._inputs.donated_bytes,
         )
-        raise _Seen(Observation(kernels, peak_bytes, copied, _strides()))
+        raise _ProbeFinished(ProbeResult(kernels, peak_bytes, copy_bytes, _output_strides()))
 
     def uuid(self) -> None:
-        return None  # nothing is kept
+        return None  # its result is not cached
 
 
-def _strides() -> dict[str, tuple[int, ...]]:
+def _output_strides() -> dict[str, tuple[int, ...]]:
+    """Return the strides of the graph's outputs by name, where they are constants."""
     module: Any = V.graph.module
     returned = module.graph.output_node().args[0]
-    found: dict[str, tuple[int, ...]] = {}
-    for node, made in zip(returned, V.graph.graph_outputs, strict=True):
+    constant_strides: dict[str, tuple[int, ...]] = {}
+    for node, output in zip(returned, V.graph.graph_outputs, strict=True):
         if isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor):
-            strides = made.get_stride()
+            strides = output.get_stride()
             if all(isinstance(stride, (int, sympy.Integer)) for stride in strides):
-                found[node.name] = tuple(map(int, strides))
-    return found
+                constant_strides[node.name] = tuple(map(int, strides))
+    return constant_strides
 
 
-def _as_run(nodes: list[Any]) -> list[Any]:
-    """In the order that Inductor gives them by default, after fusion."""
+def _in_execution_order(nodes: list[Any]) -> list[Any]:
+    """Return the kernels in the order that Inductor gives them by default after fusion."""
     scheduler = V.graph.scheduler
     return reorder_for_peak_memory(
         nodes,
@@ -109,90 +118,67 @@ def _as_run(nodes: list[Any]) -> list[Any]:
     )
 
 
-def observed(
-    half: fx.GraphModule,
-    storages: Mapping[str, tuple[str, int]],
-    given: Collection[str],
-    passing: Mapping[str, int],
-    forward: Observation | None,
-) -> Observation:
-    """What Inductor would make of it: of the backward, where the `forward` is known. `storages` has
-    name and bytes of what each input shows; inputs `given` may be written over, those `passing` are
-    freed once they are read."""
-    from torch._inductor.compile_fx import compile_fx_inner
-
-    placeholders = half.graph.find_nodes(op="placeholder")
-    static = [i for i, n in enumerate(placeholders) if str(n.target).startswith("primals")]
-    module = fx.GraphModule(half, copy.deepcopy(half.graph))
-    settings: dict[str, Any] = {
-        "_post_fusion_custom_pass": _Observer(storages, given, passing),
-        "reorder_for_peak_memory": False,
-        "fx_graph_cache": False,
-    }
-    module.graph.output_node().meta["user_visible_output_idxs"] = []
-    try:
-        with config.patch(settings):
-            compile_fx_inner(
-                module,
-                [_laid_out(node, forward) for node in placeholders],
-                static_input_idxs=static,
-                is_backward=forward is not None,
-            )
-    except Exception as error:
-        if (seen := raised_inside(error, _Seen)) is None:
-            raise
-        return seen.observation
-    return Observation()  # a graph without a kernel
-
-
-def _laid_out(placeholder: fx.Node, forward: Observation | None) -> Any:
-    """An input; what the forward saves in the layout in which it does, as AOTAutograd has it."""
+def _example_input(placeholder: fx.Node, forward: ProbeResult | None) -> Any:
+    """Return the fake value of an input. A saved tensor has the layout in which the forward saves
+    it, as in AOTAutograd."""
     value = placeholder.meta["val"]
-    strides = None if forward is None else forward.strides.get(str(placeholder.target))
+    strides = None if forward is None else forward.output_strides.get(str(placeholder.target))
     if strides is None or strides == value.stride():
         return value
     return value.as_strided(value.size(), strides)
 
 
-def kernels_of(nodes: Sequence[Any]) -> list[Kernel]:
-    """Of a scheduled graph."""
-    found: list[Kernel] = []
-    readers = readers_of(nodes)
+def _inductor_kernels(nodes: Sequence[Any]) -> list[InductorKernel]:
+    """Return the scheduled kernels in terms of the names of FX nodes."""
+    kernels: list[InductorKernel] = []
+    readers = readers_by_name(nodes)
     for node in nodes:
         written: dict[str, None] = {}
-        inside = inside_of(node)
+        internal = internal_buffers(node)
         for buffer in node.get_outputs():
-            if buffer.get_name() in inside:
+            if buffer.get_name() in internal:
                 continue
             origin = buffer.node.get_origin_node()
             if origin is not None:
                 written[origin.name] = None
-        origins = (getattr(part.node, "origins", None) or () for part in node.get_nodes())
-        parts = dict.fromkeys(origin.name for each in origins for origin in each)
-        scratch = scratch_bytes(node.node) if node.is_extern() else _passed_on_bytes(node)
-        over = tuple(
-            (_origin(made), _origin(before)) for made, before, _ in may_overwrite(node, readers)
+        ir_nodes = (part.node for part in node.get_nodes())
+        origin_sets = (getattr(ir_node, "origins", None) or () for ir_node in ir_nodes)
+        origins = dict.fromkeys(origin.name for origins in origin_sets for origin in origins)
+        workspace_bytes = (
+            extern_workspace_bytes(node.node)
+            if node.is_extern()
+            else _cpu_reduction_buffer_bytes(node)
         )
-        is_call = node.is_extern() or node.is_template()
-        found.append(Kernel(tuple(written), tuple(parts), is_call, scratch, over))
-    return found
+        in_place_pairs = tuple(
+            (_fx_name(output), _fx_name(read))
+            for output, read, _ in in_place_candidates(node, readers)
+        )
+        is_extern = node.is_extern() or node.is_template()
+        kernels.append(
+            InductorKernel(
+                tuple(written), tuple(origins), is_extern, workspace_bytes, in_place_pairs
+            )
+        )
+    return kernels
 
 
-def _passed_on_bytes(node: Any) -> int:
-    names = passed_on(node)
-    origins = (b.node.get_origin_node() for b in node.get_outputs() if b.get_name() in names)
+def _cpu_reduction_buffer_bytes(kernel: Any) -> int:
+    names = cpu_reduction_buffers(kernel)
+    origins = (b.node.get_origin_node() for b in kernel.get_outputs() if b.get_name() in names)
     return sum(node_bytes(origin) for origin in origins if origin is not None)
 
 
-def _origin(name: str) -> str:
-    """The node that a buffer is of, "" where Inductor does not tell; an input has its name."""
-    buffer = V.graph.scheduler.name_to_buf.get(name)
+def _fx_name(buffer_name: str) -> str:
+    """Return the name of the FX node that a buffer or graph input holds; "" if Inductor does not
+    record it."""
+    buffer = V.graph.scheduler.name_to_buf.get(buffer_name)
     if buffer is None:
-        return name
+        return buffer_name
     if (origin := buffer.node.get_origin_node()) is not None:
         return origin.name
-    # Made in the layout that a library wants: of what it is made of, what the library reads.
-    calls = (u.node.node for u in buffer.users if getattr(u.node, "is_extern", bool)())
+    # A copy in the layout that an extern kernel requires has no origin node. It holds the one of
+    # its origins that the extern kernel's last node reads.
+    calls = [u.node.node for u in buffer.users if getattr(u.node, "is_extern", bool)()]
     last = {n for call in calls for n in call.origins if call.origins.isdisjoint(n.users)}
-    found = {n for call in last for n in call.all_input_nodes} & set(buffer.node.origins)
-    return found.pop().name if len(found) == 1 else ""
+    names = {n for call in last for n in call.all_input_nodes} & set(buffer.node.origins)
+    return names.pop().name if len(names) == 1 else ""

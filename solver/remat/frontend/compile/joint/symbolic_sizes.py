@@ -1,8 +1,8 @@
-"""Sizes that are symbols: a plan is for the largest that its code is ever called with.
+"""Upper bounds of symbolic sizes: a plan is made for the largest sizes that its code may receive.
 
-All sizes of a step grow with its symbols (batch, tokens), and so does its peak: what fits at the
-largest fits below. A symbol that has no largest (`torch._dynamo.mark_dynamic(x, dim, max=...)`
-gives one) gets one here, by a guard: a call beyond compiles, and plans, again.
+All sizes of a step grow with its symbols (batch, tokens), and so does its peak: a plan that fits at
+the upper bounds fits at smaller sizes. `torch._dynamo.mark_dynamic(x, dim, max=...)` sets a bound.
+A symbol without one gets one here, by a guard: a call with a larger size recompiles and replans.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_symbols
 
 _UNBOUNDED = 1 << 40
-"""Upper bounds above are torch's way to say that there is none."""
+"""Upper bounds of this size and more mean that torch knows of no bound."""
 
-GROWTH = 2
-"""A symbol's bound is the power of two at or above so many times the size of the first call."""
+_HEADROOM_FACTOR = 2
+"""A missing bound becomes the size of the first call times this, rounded up to a power of two."""
+
+ScopedSymbol = tuple[sympy.Symbol, ShapeEnv]
+"""A symbol of a size with the shape environment that holds its value and bounds."""
 
 
-def largest(size: int | torch.SymInt | torch.SymFloat | torch.SymBool) -> int:
-    """A size as a number, without a guard: its upper bound, or where there is none its hint."""
+def max_size(size: int | torch.SymInt | torch.SymFloat | torch.SymBool) -> int:
+    """Return the upper bound of a size as an int, its hint if it has no bound. Adds no guard."""
     if isinstance(size, int):
         return size
     node = size.node
@@ -33,48 +36,47 @@ def largest(size: int | torch.SymInt | torch.SymFloat | torch.SymBool) -> int:
 
 
 def upper_bound(expression: sympy.Expr | int, env: ShapeEnv) -> int | None:
-    """The largest value of an expression; None where it has none."""
+    """Return the largest value that an expression of sizes may have, None if it is unbounded."""
     if isinstance(expression, int) or expression.is_Integer:
         return int(expression)
     upper = env.bound_sympy(expression).upper
-    is_known = isinstance(upper, sympy.Integer) and abs(int(upper)) < _UNBOUNDED
-    return int(upper) if is_known else None
+    is_bounded = isinstance(upper, sympy.Integer) and abs(int(upper)) < _UNBOUNDED
+    return int(upper) if is_bounded else None
 
 
-Symbol = tuple[sympy.Symbol, ShapeEnv]
+def add_missing_bounds(placeholders: Iterable[fx.Node]) -> list[ScopedSymbol]:
+    """Guard each unbounded symbol in the sizes of these placeholders by an upper bound with
+    headroom for larger calls. Return the symbols that had no bound."""
+    symbols = list(_symbols(placeholders))
+    unbounded = [(symbol, env) for symbol, env in symbols if upper_bound(symbol, env) is None]
+    for symbol, env in unbounded:
+        size = _HEADROOM_FACTOR * int(env.backed_var_to_val[symbol])
+        _guard(symbol, env, 1 << (size - 1).bit_length())
+    return unbounded
 
 
-def bound(placeholders: Iterable[fx.Node]) -> list[Symbol]:
-    """Give a bound to each symbol of these that has none. Those that had none."""
-    every = list(_symbols(placeholders))
-    found = [(symbol, env) for symbol, env in every if upper_bound(symbol, env) is None]
-    for symbol, env in found:
-        most = GROWTH * int(env.backed_var_to_val[symbol])
-        _guard(symbol, env, 1 << (most - 1).bit_length())
-    return found
-
-
-def bound_by_call(symbols: Iterable[Symbol]) -> None:
-    """In these no call may be larger than this one."""
+def bound_by_current_size(symbols: Iterable[ScopedSymbol]) -> None:
+    """Guard each symbol by its value in the current call: larger calls recompile."""
     for symbol, env in symbols:
         _guard(symbol, env, int(env.backed_var_to_val[symbol]))
 
 
-def growth(expression: sympy.Expr | int, env: ShapeEnv) -> float:
-    """How many times its value in the first call an expression may be."""
-    known = env.backed_var_to_val
-    if isinstance(expression, int) or not expression.free_symbols.issubset(known):
+def growth_factor(expression: sympy.Expr | int, env: ShapeEnv) -> float:
+    """Return the upper bound of an expression of sizes divided by its value in the first call."""
+    first_values = env.backed_var_to_val
+    if isinstance(expression, int) or not expression.free_symbols.issubset(first_values):
         return 1.0
-    most, now = upper_bound(expression, env), int(str(expression.xreplace(known)))
-    return most / now if most is not None and now else 1.0
+    upper = upper_bound(expression, env)
+    first = int(str(expression.xreplace(first_values)))
+    return upper / first if upper is not None and first else 1.0
 
 
-def _guard(symbol: sympy.Symbol, env: ShapeEnv, limit: int) -> None:
-    env.evaluate_expr(sympy.Le(symbol, limit))
+def _guard(symbol: sympy.Symbol, env: ShapeEnv, upper: int) -> None:
+    env.evaluate_expr(sympy.Le(symbol, upper))
 
 
-def _symbols(placeholders: Iterable[fx.Node]) -> Iterator[Symbol]:
-    """Of the sizes of placeholders, those that a first call has given a value."""
+def _symbols(placeholders: Iterable[fx.Node]) -> Iterator[ScopedSymbol]:
+    """Yield the symbols in the sizes of placeholders that have a value in the first call."""
     seen: set[sympy.Symbol] = set()
     for node in placeholders:
         value = node.meta.get("val")

@@ -1,10 +1,10 @@
-"""What regions cost: kernels by what they move, calls of libraries as measured.
+"""Cost model of fusion groups: generated kernels by the bytes they move, extern kernels measured.
 
-A kernel that a compiler makes reads and writes its tensors once, so it costs what a copy of as many
-bytes does on this device, which is measured at a few sizes; or, on CPUs, its arithmetic, where that
-takes longer: exponentials and their kin are measured, random numbers and truth values are counted.
-Calls of libraries (matrix products, convolutions, attention) are measured, each distinct one once.
-All measurements are kept in the cost cache.
+A generated kernel reads and writes each of its tensors once. So it takes as long as a copy of the
+same number of bytes on this device, which is measured at a few sizes. On CPUs it takes the time of
+its arithmetic, if that is longer: transcendental functions are measured, random numbers and boolean
+masks have a fixed cost for each element. Extern kernels (matmuls, convolutions, attention) are
+measured, each distinct one once. All measurements are in the cost cache.
 """
 
 from __future__ import annotations
@@ -17,194 +17,233 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from remat.costs.pricing import Priced
+from remat.costs.trace_costs import OperationCost
 from remat.documents.arguments import Argument, Ref
 from remat.documents.records import Node, Result, TensorMeta
 from remat.errors import TraceError
 from remat.frontend.common.operators import encode_argument
 from remat.frontend.compile.joint.fx_utils import (
-    FUNCTIONS,
-    elements,
-    is_draw,
-    is_work,
+    TRANSCENDENTAL,
+    is_operation,
+    is_seeded_random,
     node_bytes,
-    tensors,
+    num_elements,
+    output_tensors,
 )
-from remat.frontend.compile.joint.joint_graph import Joint
-from remat.frontend.compile.joint.symbolic_sizes import largest
-from remat.frontend.compile.kernels.cpu_costs import counted_s, scalars_s
-from remat.frontend.compile.kernels.fusion_groups import Region
-from remat.frontend.compile.kernels.inline_producers import ends_of
-from remat.frontend.costs.cache import CostCache
-from remat.frontend.costs.operations import measure_operations
+from remat.frontend.compile.joint.joint_graph import CompiledJointGraph
+from remat.frontend.compile.joint.symbolic_sizes import max_size
+from remat.frontend.compile.kernels.cpu_costs import scalar_operations_s, scalar_work_s
+from remat.frontend.compile.kernels.fusion_groups import FusionGroup
+from remat.frontend.compile.kernels.inline_producers import non_elementwise_consumers
+from remat.frontend.costs.cost_cache import CostCache
+from remat.frontend.costs.operation_costs import measure_operations
 
-MEASURE_S = 5.0
-"""Somebody waits for the first step: what is not measured by then is estimated."""
+MAX_MEASURE_S = 5.0
+"""Seconds for measuring, as the user waits for the first step: the rest is estimated."""
 
-_MEASURED = frozenset({"aten", "prims"})
-"""Namespaces of operations that may run on made-up tensors."""
+_MEASURABLE_NAMESPACES = frozenset({"aten", "prims"})
+"""Namespaces of operations that may run on random inputs to be measured."""
 
 _FUNCTION_BYTES = 1 << 18
-"""Of a tensor in cache."""
+"""Size of the tensor on which a transcendental function is measured: it fits in the cache."""
 
-_SMALLEST_BYTES = 1 << 12
+_MIN_COPY_BYTES = 1 << 12
+"""The smallest number of bytes of a measured copy."""
 
 
-class Price(NamedTuple):
-    """Seconds, and bytes that calls of libraries hold while they run."""
+class GroupCost(NamedTuple):
+    """Seconds of a fusion group, and the workspace bytes that its kernels allocate."""
 
     cost_s: float
     workspace_bytes: int = 0
 
 
-class Prices:
-    """Of the regions of a joint graph. Without `fused`, each operation of a kernel costs what it
-    would by itself: for comparison."""
+class KernelCostModel:
+    """Costs of the fusion groups of one joint graph.
 
-    def __init__(self, joint: Joint, *, fused: bool = True) -> None:
+    Without `fused`, for comparison, each operation of a generated kernel costs as much as in a
+    kernel of its own.
+    """
+
+    def __init__(self, joint: CompiledJointGraph, *, fused: bool = True) -> None:
         self._joint = joint
         self._fused = fused or joint.kernels is None
-        self._device = _device(joint.calls)
-        self._copies: dict[int, float] = {}
-        self._functions: dict[str, float] = {}
+        self._device = _step_device(joint.operations)
+        self._copy_s_by_bytes: dict[int, float] = {}
+        self._function_s_by_target: dict[str, float] = {}
         self._cache = CostCache()
 
-    def __call__(self, region: Region, moved_bytes: int) -> Price:
-        called = [n for n in region.nodes if n.name in self._called]
-        calls = [self._called[n.name] for n in called]
-        others = [n for n in region.all_nodes if is_work(n) and n.name not in self._called]
-        cost_s = sum(priced.cost_s for priced in calls)
-        if others and self._fused:
-            work_s = sum(map(self._arithmetic_s, others)) + self._shared(scalars_s(region))
-            cost_s += max(self._copy_s(moved_bytes), work_s)
+    def __call__(self, group: FusionGroup, moved_bytes: int) -> GroupCost:
+        """Return the cost of a group that reads and writes so many bytes."""
+        extern = [n for n in group.nodes if n.name in self._extern_costs]
+        generated = [
+            n for n in group.all_nodes if is_operation(n) and n.name not in self._extern_costs
+        ]
+        cost_s = sum(self._extern_costs[n.name].cost_s for n in extern)
+        if generated and self._fused:
+            function_s = sum(map(self._function_s, generated))
+            arithmetic_s = function_s + self._on_all_cores_s(scalar_work_s(group))
+            cost_s += max(self._copy_s(moved_bytes), arithmetic_s)
         else:
-            cost_s += sum(map(self._alone_s, others))
-        held = [self._scratch.get(n, self._called[n.name].workspace_bytes) for n in called]
-        held += [self._scratch.get(n, 0) for n in region.written if n.name not in self._called]
-        # What a sum reads is drawn by a loop of its own, and written.
-        drawn = (n for n in region.nodes if is_draw(n) and ends_of(n, region))
-        return Price(cost_s, max(held, default=0) + sum(map(node_bytes, drawn)))
+            cost_s += sum(map(self._single_operation_s, generated))
+        workspaces = [
+            self._workspace_bytes.get(n, self._extern_costs[n.name].workspace_bytes) for n in extern
+        ]
+        workspaces += [
+            self._workspace_bytes.get(n, 0)
+            for n in group.written
+            if n.name not in self._extern_costs
+        ]
+        # A loop of its own generates the random numbers that a reduction reads, and writes them.
+        written_random = [
+            n for n in group.nodes if is_seeded_random(n) and non_elementwise_consumers(n, group)
+        ]
+        workspace_bytes = max(workspaces, default=0) + sum(map(node_bytes, written_random))
+        return GroupCost(cost_s, workspace_bytes)
 
-    def _alone_s(self, node: fx.Node) -> float:
+    def _single_operation_s(self, node: fx.Node) -> float:
+        """Return the seconds of an operation in a kernel of its own."""
         moved_bytes = node_bytes(node) + sum(map(node_bytes, node.all_input_nodes))
-        work_s = self._shared(counted_s([node], [node], node.all_input_nodes))
-        return max(self._copy_s(moved_bytes), self._arithmetic_s(node) + work_s)
+        scalar_s = self._on_all_cores_s(scalar_operations_s([node], [node], node.all_input_nodes))
+        return max(self._copy_s(moved_bytes), self._function_s(node) + scalar_s)
 
-    def _arithmetic_s(self, node: fx.Node) -> float:
-        """Of an operation in a kernel, on CPUs; on GPUs it hides behind the memory."""
+    def _function_s(self, node: fx.Node) -> float:
+        """Return the seconds that a transcendental function takes in a CPU kernel, without reading
+        and writing. 0 for other operations, and on GPUs, where memory access takes longer."""
         if self._device.type != "cpu" or self._joint.kernels is None:
             return 0.0
-        target, made = str(node.target), sum(map(elements, tensors(node)))
-        return made * self._function_s(target) if target in FUNCTIONS else 0.0
+        target = str(node.target)
+        elements = sum(map(num_elements, output_tensors(node)))
+        return elements * self._function_element_s(target) if target in TRANSCENDENTAL else 0.0
 
-    def _shared(self, core_s: float) -> float:
-        """Of one core's time in Inductor's code, what all of them take."""
+    def _on_all_cores_s(self, core_s: float) -> float:
+        """Return the seconds on all cores of what takes one core `core_s` in Inductor's code; 0
+        without Inductor."""
         return core_s / torch.get_num_threads() if self._joint.kernels is not None else 0.0
 
-    def _function_s(self, target: str) -> float:
-        """Seconds for a number, beside reading and writing it."""
-        if target not in self._functions:
-            size = _FUNCTION_BYTES // 4
-            meta = self._flat("float32", size)
-            alone_s = self._measured_alone(target, meta) - self._whole_copy_s(2 * _FUNCTION_BYTES)
-            self._functions[target] = max(0.0, alone_s) / size
-        return self._functions[target]
+    def _function_element_s(self, target: str) -> float:
+        """Return the seconds of a function for each element, without reading and writing it."""
+        if target not in self._function_s_by_target:
+            elements = _FUNCTION_BYTES // 4
+            meta = self._flat_meta("float32", elements)
+            function_s = self._measure_unary_s(target, meta)
+            function_s -= self._measured_copy_s(2 * _FUNCTION_BYTES)
+            self._function_s_by_target[target] = max(0.0, function_s) / elements
+        return self._function_s_by_target[target]
 
-    # -- what is measured -----------------------------------------------------------------------
+    # -- measurements ---------------------------------------------------------------------------
 
     @cached_property
-    def _called(self) -> dict[str, Priced]:
-        """Calls of libraries by name: those of the forward first, which may run again."""
+    def _extern_costs(self) -> dict[str, OperationCost]:
+        """The measured costs of extern kernels by node name: first those of the forward, which may
+        be recomputed."""
         nodes: list[Node] = []
         metas: dict[str, TensorMeta] = {}
-        for node in self._joint.calls:
-            if _may_be_measured(node) and not self._joint.is_fused(node):
+        for node in self._joint.operations:
+            if _may_be_measured(node) and not self._joint.is_generated(node):
+                is_backward = self._joint.is_backward(node)
                 try:
-                    nodes.append(record_of(node, metas, backward=self._joint.is_backward(node)))
+                    nodes.append(operation_record(node, metas, backward=is_backward))
                 except (TraceError, ValueError):
-                    continue  # it has an argument or a tensor that is no data: counted as a copy
-        return self._measured(nodes, metas)
+                    continue  # an argument or tensor cannot be written as data: costs a copy
+        return self._measure(nodes, metas)
 
     @cached_property
-    def _scratch(self) -> dict[fx.Node, int]:
-        """Of calls of libraries, in the layouts that Inductor chose for them, and of what its own
-        kernels write."""
-        found: dict[fx.Node, int] = {}
+    def _workspace_bytes(self) -> dict[fx.Node, int]:
+        """The workspace of Inductor's kernels in bytes, by the tensors that they write and by
+        extern operation, in the layouts that Inductor selected."""
+        workspaces: dict[fx.Node, int] = {}
         for kernel in self._joint.kernels or ():
-            if kernel.scratch_bytes is not None:
-                # One that only changes a tensor writes none of a name of its own.
-                made = kernel.written or kernel.parts
-                calls = [n for n in kernel.parts if not self._joint.is_fused(n)]
-                for node in (*made, *calls):
-                    found[node] = max(kernel.scratch_bytes, found.get(node, 0))
-        return found
+            if kernel.workspace_bytes is not None:
+                # A kernel that only mutates a tensor writes none that has a name of its own.
+                written = kernel.written or kernel.origins
+                extern = [n for n in kernel.origins if not self._joint.is_generated(n)]
+                for node in (*written, *extern):
+                    workspaces[node] = max(kernel.workspace_bytes, workspaces.get(node, 0))
+        return workspaces
 
     def _copy_s(self, moved_bytes: int) -> float:
-        """Seconds of a copy that reads and writes so many bytes, between two measured sizes."""
-        below = max(_SMALLEST_BYTES, 1 << max(0, moved_bytes.bit_length() - 1))
-        share = max(0.0, moved_bytes / below - 1)
-        return (1 - share) * self._whole_copy_s(below) + share * self._whole_copy_s(2 * below)
+        """Return the seconds of a copy that reads and writes so many bytes in total, interpolated
+        between two measured sizes."""
+        below = max(_MIN_COPY_BYTES, 1 << max(0, moved_bytes.bit_length() - 1))
+        weight = max(0.0, moved_bytes / below - 1)
+        below_s, above_s = self._measured_copy_s(below), self._measured_copy_s(2 * below)
+        return (1 - weight) * below_s + weight * above_s
 
-    def _whole_copy_s(self, moved_bytes: int) -> float:
-        if moved_bytes not in self._copies:
-            meta = self._flat("uint8", moved_bytes // 2)
-            self._copies[moved_bytes] = self._measured_alone("aten.clone.default", meta)
-        return self._copies[moved_bytes]
+    def _measured_copy_s(self, moved_bytes: int) -> float:
+        """Return the measured seconds of a copy that reads and writes so many bytes in total."""
+        if moved_bytes not in self._copy_s_by_bytes:
+            meta = self._flat_meta("uint8", moved_bytes // 2)
+            copy_s = self._measure_unary_s("aten.clone.default", meta)
+            self._copy_s_by_bytes[moved_bytes] = copy_s
+        return self._copy_s_by_bytes[moved_bytes]
 
-    def _flat(self, dtype: str, size: int) -> TensorMeta:
-        return TensorMeta(dtype=dtype, shape=(size,), stride=(1,), device=str(self._device))
+    def _flat_meta(self, dtype: str, elements: int) -> TensorMeta:
+        """Return the metadata of a contiguous one-dimensional tensor on the step's device."""
+        return TensorMeta(dtype=dtype, shape=(elements,), stride=(1,), device=str(self._device))
 
-    def _measured_alone(self, target: str, meta: TensorMeta) -> float:
-        """Seconds of an operation from one such tensor to another."""
+    def _measure_unary_s(self, target: str, meta: TensorMeta) -> float:
+        """Measure the seconds of an operation whose input and output have the same metadata."""
         result = Result(name="y", tensor=meta, storage=0)
         node = Node(name="y", target=target, args=(Ref("x"),), results=(result,))
-        return self._measured([node], {"x": meta, "y": meta})["y"].cost_s
+        return self._measure([node], {"x": meta, "y": meta})["y"].cost_s
 
-    def _measured(self, nodes: Sequence[Node], metas: dict[str, TensorMeta]) -> dict[str, Priced]:
+    def _measure(
+        self, nodes: Sequence[Node], metas: dict[str, TensorMeta]
+    ) -> dict[str, OperationCost]:
+        """Measure operations within `MAX_MEASURE_S`, or take their costs from the cost cache."""
         return measure_operations(
-            nodes, metas, self._device, self._cache, _silent, home=self._device.type,
-            limit_s=MEASURE_S,
-        )  # fmt: skip
+            nodes,
+            metas,
+            self._device,
+            self._cache,
+            _no_progress,
+            trace_device_type=self._device.type,
+            limit_s=MAX_MEASURE_S,
+        )
 
 
-def _silent(done: int, total: int, name: str) -> None:
-    """There are few."""
+def _no_progress(measured: int, total: int, name: str) -> None:
+    """Report no progress: there are few measurements."""
 
 
-def _device(calls: Iterable[fx.Node]) -> torch.device:
-    """Where the step runs: the accelerator, if any tensor is there."""
-    devices = (tensor.device for node in calls for tensor in tensors(node))
+def _step_device(operations: Iterable[fx.Node]) -> torch.device:
+    """Return the device on which a step runs: the accelerator if a tensor is on one, else the
+    CPU."""
+    devices = (tensor.device for node in operations for tensor in output_tensors(node))
     return max(dict.fromkeys(devices), key=lambda d: d.type != "cpu", default=torch.device("cpu"))
 
 
 def _may_be_measured(node: fx.Node) -> bool:
+    """True for a functional operation of a namespace that may run on random inputs."""
     target = node.target
-    if not (is_work(node) and isinstance(target, OpOverload)):
+    if not (is_operation(node) and isinstance(target, OpOverload)):
         return False
-    return target.namespace in _MEASURED and not target._schema.is_mutable
+    return target.namespace in _MEASURABLE_NAMESPACES and not target._schema.is_mutable
 
 
-def record_of(node: fx.Node, metas: dict[str, TensorMeta], *, backward: bool) -> Node:
-    """A call as data; what its tensors are goes to `metas`."""
+def operation_record(node: fx.Node, metas: dict[str, TensorMeta], *, backward: bool) -> Node:
+    """Return an fx node as a record of a trace document, and add the metadata of its tensors to
+    `metas`. Raises `TraceError` for an argument that cannot be written as data."""
 
     def reference(item: object) -> Argument:
         if not isinstance(item, fx.Node):
-            raise TraceError(f"an argument of type {type(item).__name__} is no data")
+            raise TraceError(f"an argument of type {type(item).__name__} cannot be written as data")
         value = item.meta.get("val")
         if isinstance(value, torch.Tensor):
-            metas[_name(item)] = _meta(value)
-            return Ref(_name(item))
-        return int(largest(value)) if isinstance(value, (int, torch.SymInt)) else value  # type: ignore[return-value]
+            metas[_record_name(item)] = _tensor_meta(value)
+            return Ref(_record_name(item))
+        return int(max_size(value)) if isinstance(value, (int, torch.SymInt)) else value  # type: ignore[return-value]
 
     value = node.meta["val"]
     if isinstance(value, torch.Tensor):
-        results = [Result(name=_name(node), tensor=_meta(value), storage=0)]
+        results = [Result(name=_record_name(node), tensor=_tensor_meta(value), storage=0)]
     else:
-        users = {u.args[1]: _name(u) for u in node.users if len(u.args) == 2}
+        getitem_names = {u.args[1]: _record_name(u) for u in node.users if len(u.args) == 2}
         results = [
             Result(
-                name=users.get(position, f"{_name(node)}_{position}_"),
-                tensor=_meta(item),
+                name=getitem_names.get(position, f"{_record_name(node)}_{position}_"),
+                tensor=_tensor_meta(item),
                 storage=position,
                 position=position,
             )
@@ -213,7 +252,7 @@ def record_of(node: fx.Node, metas: dict[str, TensorMeta], *, backward: bool) ->
         ]
     metas.update((result.name, result.tensor) for result in results)
     return Node(
-        name=_name(node),
+        name=_record_name(node),
         target=str(node.target),
         args=tuple(encode_argument(item, reference) for item in node.args),
         kwargs={key: encode_argument(item, reference) for key, item in node.kwargs.items()},
@@ -222,15 +261,17 @@ def record_of(node: fx.Node, metas: dict[str, TensorMeta], *, backward: bool) ->
     )
 
 
-def _name(node: fx.Node) -> str:
+def _record_name(node: fx.Node) -> str:
+    """Return a node's name as documents allow it, without two underscores at the start."""
     return f"n{node.name}" if node.name.startswith("__") else node.name
 
 
-def _meta(tensor: torch.Tensor) -> TensorMeta:
+def _tensor_meta(tensor: torch.Tensor) -> TensorMeta:
+    """Return the metadata of a fake tensor, with symbolic sizes at their maximum."""
     return TensorMeta(
         dtype=str(tensor.dtype).removeprefix("torch."),
-        shape=tuple(map(largest, tensor.shape)),
-        stride=tuple(map(largest, tensor.stride())),
-        offset=largest(tensor.storage_offset()),
+        shape=tuple(map(max_size, tensor.shape)),
+        stride=tuple(map(max_size, tensor.stride())),
+        offset=max_size(tensor.storage_offset()),
         device=str(tensor.device),
     )

@@ -1,8 +1,8 @@
-"""What Inductor's kernels on CPUs do number by number, whatever moves in memory.
+"""Costs of per-element work in Inductor's CPU kernels that does not depend on the bytes moved.
 
-Random numbers are drawn one at a time, and truth values are packed and unpacked one at a time: a
-kernel that reads a mask takes many times what one does that reads floats. So a mask that is drawn
-again costs less than one that is written and read.
+Inductor's CPU code generates random numbers one at a time, and packs and unpacks boolean masks one
+element at a time. So a kernel that reads a mask takes many times as long as one that reads floats,
+and to recompute a random mask costs less than to write and read it.
 """
 
 from __future__ import annotations
@@ -12,31 +12,32 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
-from remat.frontend.compile.joint.fx_utils import elements, is_draw, tensors
-from remat.frontend.compile.kernels.fusion_groups import Region, reads_of
+from remat.frontend.compile.joint.fx_utils import is_seeded_random, num_elements, output_tensors
+from remat.frontend.compile.kernels.fusion_groups import FusionGroup, tensors_read
 
-_DRAWN_S, _WRITTEN_S, _READ_S = 7.5e-9, 8e-9, 2.8e-9
-"""One core, one random number, one truth value (measured with torch 2.13 on x86-64 with AVX-512,
-2026; `docs/decisions/0038`)."""
-
-
-def scalars_s(region: Region) -> float:
-    """Seconds of one core, for what a kernel does number by number."""
-    return counted_s(region.all_nodes, region.written, reads_of(region))
+_RANDOM_S, _MASK_WRITE_S, _MASK_READ_S = 7.5e-9, 8e-9, 2.8e-9
+"""Seconds of one core for one random number, one mask element written, and one read (measured with
+torch 2.13 on x86-64 with AVX-512, 2026; `docs/decisions/0010`)."""
 
 
-def counted_s(
-    calls: Iterable[fx.Node], written: Iterable[fx.Node], read: Iterable[fx.Node]
+def scalar_work_s(group: FusionGroup) -> float:
+    """Return the seconds of one core for random numbers and boolean masks of a fusion group."""
+    return scalar_operations_s(group.all_nodes, group.written, tensors_read(group))
+
+
+def scalar_operations_s(
+    operations: Iterable[fx.Node], written: Iterable[fx.Node], read: Iterable[fx.Node]
 ) -> float:
-    """The same for operations, what of theirs is written and what they read."""
+    """Return the seconds of one core for random numbers among the outputs of `operations`, and for
+    boolean masks among the tensors `written` and `read`."""
     return (
-        _DRAWN_S * sum(_on_cpu(n) for n in calls if is_draw(n))
-        + _WRITTEN_S * sum(_on_cpu(n, torch.bool) for n in written)
-        + _READ_S * sum(_on_cpu(n, torch.bool) for n in read)
+        _RANDOM_S * sum(_cpu_elements(n) for n in operations if is_seeded_random(n))
+        + _MASK_WRITE_S * sum(_cpu_elements(n, torch.bool) for n in written)
+        + _MASK_READ_S * sum(_cpu_elements(n, torch.bool) for n in read)
     )
 
 
-def _on_cpu(node: fx.Node, dtype: torch.dtype | None = None) -> int:
-    """How many numbers it has there, of this type."""
-    found = (t for t in tensors(node) if t.device.type == "cpu" and dtype in (None, t.dtype))
-    return sum(map(elements, found))
+def _cpu_elements(node: fx.Node, dtype: torch.dtype | None = None) -> int:
+    """Return the number of elements of a node's CPU tensors, of one dtype or of all."""
+    tensors = (t for t in output_tensors(node) if t.device.type == "cpu")
+    return sum(num_elements(t) for t in tensors if dtype in (None, t.dtype))

@@ -1,9 +1,10 @@
-"""What a kernel of the backward makes again beside its own, so that nobody keeps it until then.
+"""Fused recomputation: saved tensors that a backward kernel recomputes next to its own outputs.
 
-The gradient of a product's weights reads what the product read: a softmax after dropout, an
-activation. The kernel that goes back through that reads what it was made of. So it can write it
-again in the same loop, for one more tensor written: nothing more is read, no random number is drawn
-twice. A run of its own would read it all once more.
+The weight gradient of a matmul reads the matmul's input, for example a softmax after dropout or an
+activation. The kernel that computes the gradient of this input reads the tensors from which it was
+computed. So this kernel can also write the input itself, in the same loop, and the input need not
+be saved. That costs one more tensor written; it reads nothing more, and generates no random number
+twice. A separate recomputation would read all of it once more.
 """
 
 from __future__ import annotations
@@ -13,174 +14,193 @@ from dataclasses import replace
 
 from torch import fx
 
+from remat.frontend.common.aliases import producer, storage_base
 from remat.frontend.compile.joint.fx_utils import (
+    is_cpu_transcendental,
     is_elementwise,
-    maker,
     node_bytes,
-    read_by,
-    source,
-    takes_long,
+    storages_read_by,
 )
-from remat.frontend.compile.joint.joint_graph import Joint
+from remat.frontend.compile.joint.joint_graph import CompiledJointGraph
 from remat.frontend.compile.kernels.fusion_groups import (
-    Region,
-    connect,
-    in_order,
-    made_of,
-    reads_of,
+    FusionGroup,
+    producer_chain,
+    set_dependencies,
+    sort_by_dependencies,
+    tensors_read,
 )
 
-_SHARE = 256
-"""What takes less than this part of all that is kept is not worth a change."""
+_MIN_SIZE_DIVISOR = 256
+"""Tensors below this fraction of all saved bytes are left as they are."""
 
-_MOST_STEPS = 200
-"""Of a kernel, where its functions are compared."""
+_MAX_OPERATIONS = 200
+"""Kernels with more operations are not searched for equal transcendental functions."""
 
 
-def made_beside(joint: Joint, regions: Sequence[Region]) -> tuple[Joint, list[Region]] | None:
-    """The same step with less kept for the backward, where kernels there can make it again; else
-    None. The given joint and regions stay as they are."""
-    work = _Beside(joint, regions)
-    kept = sorted(work.writer, key=node_bytes, reverse=True)  # equal ones in their order
-    least_bytes = sum(map(node_bytes, joint.saved)) / _SHARE
-    made = [work.move(node) for node in kept if node_bytes(node) >= least_bytes]
-    if not any(made):
+def with_fused_recomputation(
+    joint: CompiledJointGraph, groups: Sequence[FusionGroup]
+) -> tuple[CompiledJointGraph, list[FusionGroup]] | None:
+    """Return the joint graph and groups with saved tensors recomputed inside of backward kernels;
+    None if no kernel can. The arguments stay unchanged."""
+    fuser = _RecomputationFuser(joint, groups)
+    by_size = sorted(fuser.forward_writer, key=node_bytes, reverse=True)  # stable for equal sizes
+    min_bytes = sum(map(node_bytes, joint.saved_tensors)) / _MIN_SIZE_DIVISOR
+    fused = [fuser.fuse(node) for node in by_size if node_bytes(node) >= min_bytes]
+    if not any(fused):
         return None
-    calls = (*joint.calls[: joint.forward], *work.copies, *joint.calls[joint.forward :])
-    joint = replace(joint, calls=calls)
-    return joint, in_order(joint, work.regions)
+    forward = joint.operations[: joint.num_forward]
+    backward = joint.operations[joint.num_forward :]
+    joint = replace(joint, operations=(*forward, *fuser.copies, *backward))
+    return joint, sort_by_dependencies(joint, fuser.groups)
 
 
-class _Beside:
-    def __init__(self, joint: Joint, regions: Sequence[Region]) -> None:
+class _RecomputationFuser:
+    """Fusion groups while recomputations are added to those of the backward, one tensor at a
+    time."""
+
+    def __init__(self, joint: CompiledJointGraph, groups: Sequence[FusionGroup]) -> None:
         self.joint = joint
-        self.regions = [replace(region) for region in regions]
-        connect(joint, self.regions)
-        self.reads = [reads_of(region) for region in self.regions]
+        self.groups = [replace(group) for group in groups]
+        set_dependencies(joint, self.groups)
+        self.reads = [tensors_read(group) for group in self.groups]
         self.copies: list[fx.Node] = []
-        self.makes_of: list[set[fx.Node]] = [set() for _ in regions]
-        """What each reads for these: if it made that anew, too, it would have to come first."""
-        self.returned = {source(n) for n in joint.returned}
-        self.given = set(joint.given)
-        self.kept = {n for region in regions for n in region.written}
-        """All that is written."""
-        self.writer = {
+        """The recomputed copies, as nodes of the joint graph."""
+        self.recomputation_reads: list[set[fx.Node]] = [set() for _ in groups]
+        """For each group, the tensors that its recomputations read. It cannot recompute these, too:
+        they would have to be there first."""
+        self.returned = {storage_base(n) for n in joint.returned_nodes}
+        self.primals = set(joint.primals)
+        self.in_memory = {n for group in groups for n in group.written}
+        self.forward_writer = {
             n: i
-            for i, region in enumerate(regions)
-            if region.is_kernel and not region.is_backward
-            for n in region.written
+            for i, group in enumerate(groups)
+            if group.is_generated and not group.is_backward
+            for n in group.written
         }
 
-    def move(self, node: fx.Node) -> bool:
-        """Have a kernel of the backward make it for those who read it there, if one can."""
-        later = self._later(node)
-        chain = made_of([maker(node)], self.kept - {node}, self.joint)
-        if node in self.returned or not later or not all(map(is_elementwise, chain)):
+    def fuse(self, node: fx.Node) -> bool:
+        """Add the recomputation of a saved tensor to the first backward kernel that can do it for
+        all backward readers. True if there is one."""
+        readers = self._backward_readers(node)
+        chain = producer_chain([producer(node)], self.in_memory - {node}, self.joint)
+        if node in self.returned or not readers or not all(map(is_elementwise, chain)):
             return False
-        read = read_by(chain).difference(chain)
-        if not self.joint.mutated.isdisjoint(read):
+        chain_reads = storages_read_by(chain).difference(chain)
+        if not self.joint.mutated.isdisjoint(chain_reads):
             return False
-        for number, region in enumerate(self.regions):
-            others = [i for i in later if i != number]
+        for index, group in enumerate(self.groups):
+            other_readers = [i for i in readers if i != index]
             if (
-                region.is_backward
-                and region.is_kernel
-                and others
-                and node not in self.makes_of[number]
-                and self._has(number, node, chain, read)
-                and self._is_before(number, others)
+                group.is_backward
+                and group.is_generated
+                and other_readers
+                and node not in self.recomputation_reads[index]
+                and self._is_cheap_in(index, node, chain, chain_reads)
+                and self._may_run_before(index, other_readers)
             ):
-                self._put(node, chain, number, later)
+                self._add_recomputation(node, chain, index, readers)
                 return True
         return False
 
-    def _later(self, node: fx.Node) -> list[int]:
-        """The regions of the backward that read it."""
-        return [i for i, r in enumerate(self.regions) if r.is_backward and node in self.reads[i]]
+    def _backward_readers(self, node: fx.Node) -> list[int]:
+        """Return the indices of the backward groups that read a tensor."""
+        reads = enumerate(self.reads)
+        return [i for i, tensors in reads if self.groups[i].is_backward and node in tensors]
 
-    def _has(self, number: int, node: fx.Node, chain: list[fx.Node], read: Set[fx.Node]) -> bool:
-        """Whether a kernel reads what makes it, or may read it instead of what it reads now, and
-        works out what takes long anyway."""
-        own = self.reads[number]
-        if not (read - self.given) & own:
+    def _is_cheap_in(
+        self, index: int, node: fx.Node, chain: list[fx.Node], chain_reads: Set[fx.Node]
+    ) -> bool:
+        """True if a kernel reads the inputs of the recomputation already, or can read them instead
+        of tensors that take more bytes, and computes its expensive functions already."""
+        kernel_reads = self.reads[index]
+        if not (chain_reads - self.primals) & kernel_reads:
             return False
-        more = {n for n in read - own - self.given if not self._later(n)}
-        instead = {node}
-        if more:
-            instead |= {n for n in own if self._is_made_of(n, read | own, number)}
-        if sum(map(node_bytes, more)) >= sum(map(node_bytes, instead)):
+        missing = chain_reads - kernel_reads - self.primals
+        extra = {n for n in missing if not self._backward_readers(n)}
+        saved = {node}
+        if extra:
+            reads = chain_reads | kernel_reads
+            saved |= {n for n in kernel_reads if self._is_replaceable(n, reads, index)}
+        if sum(map(node_bytes, extra)) >= sum(map(node_bytes, saved)):
             return False
-        long = list(filter(takes_long, chain))
-        if not long:
+        expensive = list(filter(is_cpu_transcendental, chain))
+        if not expensive:
             return True
-        region = self.regions[number]
-        inside = {*region.all_nodes, *chain}
-        if len(inside) > _MOST_STEPS:
+        group = self.groups[index]
+        inside = {*group.all_nodes, *chain}
+        if len(inside) > _MAX_OPERATIONS:
             return False
-        same = _Alike(inside)
-        there = {same.number(n) for n in region.all_nodes if takes_long(n)}
-        return all(same.number(n) in there for n in long)
+        numbering = _ValueNumbering(inside)
+        computed = {numbering.number(n) for n in group.all_nodes if is_cpu_transcendental(n)}
+        return all(numbering.number(n) in computed for n in expensive)
 
-    def _is_made_of(self, node: fx.Node, read: Set[fx.Node], number: int) -> bool:
-        """Whether a tensor that only this kernel reads in the backward is made of these alone."""
-        if node not in self.writer or node in self.returned or self._later(node) != [number]:
+    def _is_replaceable(self, node: fx.Node, reads: Set[fx.Node], index: int) -> bool:
+        """True if a tensor that only this group reads in the backward can be computed from `reads`
+        by cheap elementwise operations."""
+        is_written = node in self.forward_writer and node not in self.returned
+        if not is_written or self._backward_readers(node) != [index]:
             return False
-        chain = made_of([maker(node)], self.kept - {node}, self.joint)
-        is_quick = all(is_elementwise(n) and not takes_long(n) for n in chain)
-        return is_quick and read_by(chain).difference(chain) <= read | self.given
+        chain = producer_chain([producer(node)], self.in_memory - {node}, self.joint)
+        is_cheap = all(is_elementwise(n) and not is_cpu_transcendental(n) for n in chain)
+        return is_cheap and storages_read_by(chain).difference(chain) <= reads | self.primals
 
-    def _is_before(self, number: int, others: Iterable[int]) -> bool:
-        """Whether it can run before these."""
-        needed: set[int] = set()
-        waiting = [number]
-        while waiting:
-            for need in self.regions[waiting.pop()].needs - needed:
-                needed.add(need)
-                waiting.append(need)
-        return needed.isdisjoint(others)
+    def _may_run_before(self, index: int, others: Iterable[int]) -> bool:
+        """True if a group does not depend on the others, directly or indirectly."""
+        dependencies: set[int] = set()
+        pending = [index]
+        while pending:
+            for dependency in self.groups[pending.pop()].dependencies - dependencies:
+                dependencies.add(dependency)
+                pending.append(dependency)
+        return dependencies.isdisjoint(others)
 
-    def _put(self, node: fx.Node, chain: list[fx.Node], number: int, later: list[int]) -> None:
+    def _add_recomputation(
+        self, node: fx.Node, chain: list[fx.Node], index: int, readers: list[int]
+    ) -> None:
+        """Have a group write a copy of a tensor, computed by `chain`, which all `readers` read."""
         copy = node.graph.node_copy(node, lambda n: n)
         copy.meta = dict(node.meta)
         self.copies.append(copy)
-        self.makes_of[number] |= read_by(chain)
-        before = self.regions[number]
+        self.recomputation_reads[index] |= storages_read_by(chain)
+        before = self.groups[index]
         nodes = dict.fromkeys((*chain, *before.nodes))
         if node not in before.nodes:
             nodes.pop(node, None)
-        self.regions[number] = replace(
-            before, nodes=[*nodes, copy], written=[*before.written, copy]
-        )
-        for i in later:
-            region = self.regions[i]
-            needs = region.needs | ({number} if i != number else set())
-            anew = {**region.anew, node: copy}
-            self.regions[i] = replace(region, needs=needs, anew=anew)
-        for i in {number, *later}:
-            self.reads[i] = reads_of(self.regions[i])
+        self.groups[index] = replace(before, nodes=[*nodes, copy], written=[*before.written, copy])
+        for i in readers:
+            group = self.groups[i]
+            self.groups[i] = replace(
+                group,
+                dependencies=group.dependencies | ({index} if i != index else set()),
+                recomputed_copies={**group.recomputed_copies, node: copy},
+            )
+        for i in {index, *readers}:
+            self.reads[i] = tensors_read(self.groups[i])
 
 
-class _Alike:
-    """Operations of a kernel by what they work out: the same number for the same."""
+class _ValueNumbering:
+    """Value numbering of a kernel's operations: equal numbers for equal expressions."""
 
     def __init__(self, inside: Set[fx.Node]) -> None:
         self.inside = inside
-        self.known: dict[fx.Node, int] = {}
+        self.number_of: dict[fx.Node, int] = {}
         self.numbers: dict[Hashable, int] = {}
 
     def number(self, node: fx.Node) -> int:
-        """Of what a node makes; what is read from memory is only like itself."""
-        if node not in self.known:
-            own: Hashable = node.name
-            if maker(node) in self.inside or source(node) is not node:
-                given = (*node.args, *sorted(node.kwargs.items()))
-                own = (str(node.target), self._described(given))
-            self.known[node] = self.numbers.setdefault(own, len(self.numbers))
-        return self.known[node]
+        """Return the number of a node's expression. A tensor that is read from memory equals only
+        itself."""
+        if node not in self.number_of:
+            key: Hashable = node.name
+            if producer(node) in self.inside or storage_base(node) is not node:
+                arguments = (*node.args, *sorted(node.kwargs.items()))
+                key = (str(node.target), self._argument_key(arguments))
+            self.number_of[node] = self.numbers.setdefault(key, len(self.numbers))
+        return self.number_of[node]
 
-    def _described(self, item: object) -> Hashable:
-        if isinstance(item, fx.Node):
-            return self.number(item)
-        if isinstance(item, (list, tuple)):
-            return tuple(map(self._described, item))
-        return repr(item)
+    def _argument_key(self, argument: object) -> Hashable:
+        """Return a hashable form of an argument, with nodes replaced by their numbers."""
+        if isinstance(argument, fx.Node):
+            return self.number(argument)
+        if isinstance(argument, (list, tuple)):
+            return tuple(map(self._argument_key, argument))
+        return repr(argument)

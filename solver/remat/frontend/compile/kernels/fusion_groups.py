@@ -1,9 +1,10 @@
-"""Regions: operations that become one kernel. What the solver sees as one operation.
+"""Fusion groups: operations that Inductor compiles into one kernel.
 
-A compiler makes one kernel of an operation and those around it; what is made and read inside of it
-takes no memory, and what two kernels need is made in both. Which kernels Inductor makes of a step
-without recomputation is read off it (`observe.py`); a plan is for these, and Inductor is held to
-them (`kernels.py`). Without a compiler every operation is a region of its own.
+The solver sees a group as one operation. A tensor that is written and read only inside of a group
+takes no memory, and an operation that two groups need is computed in both. The groups of a step
+without recomputation are read off Inductor's scheduler (`inductor/probe.py`). The plan schedules
+these groups, and Inductor is made to keep them (`inductor/fusion_control.py`). Without Inductor,
+each operation is a group of its own.
 """
 
 from __future__ import annotations
@@ -11,256 +12,293 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import fx
 
 from remat.errors import TraceError
+from remat.frontend.common.aliases import is_getitem, mutated_args, producer, storage_base
 from remat.frontend.compile.joint.fx_utils import (
-    changes,
-    has_effect,
-    is_item,
-    is_work,
-    maker,
-    may_run_again,
+    has_side_effect,
+    is_operation,
+    is_recomputable,
     node_bytes,
-    read_by,
-    source,
+    storages_read_by,
 )
-from remat.frontend.compile.joint.joint_graph import Joint
+from remat.frontend.compile.joint.joint_graph import CompiledJointGraph
 
-Group = tuple[list[fx.Node], list[fx.Node]]
-"""Tensors that one kernel writes, and its operations that change what outlives the step."""
+
+class _KernelResults(NamedTuple):
+    """The results of one kernel: the tensors that it writes, and its operations with side
+    effects (they mutate a tensor that outlives the step, or assert)."""
+
+    written: list[fx.Node]
+    side_effects: list[fx.Node]
 
 
 @dataclass
-class Region:
-    """Operations in their order, and those of their tensors that are written to memory. `effects`
-    are operations that change what outlives the step, with what only these need: part of the first
-    run alone. `is_kernel` where a compiler makes it, not a library. `needs` are the numbers of
-    regions that must have run. `instead` has what is made again instead of being read
-    (`inlined.py`), and what is read instead at the same places; sums of it make it `alone`, each
-    for itself. `anew` has tensors of which it reads another that is the same (`beside.py`)."""
+class FusionGroup:
+    """Operations that become one kernel.
+
+    `nodes` are the operations in execution order, `written` the tensors that they write to memory.
+    `effects` are operations with side effects, and the producers that only these need: they belong
+    to the first run of the group, and are not recomputed. `is_generated` is True where Inductor
+    generates the kernel, False for an extern kernel. `dependencies` are the indices of the groups
+    that must run before. `inlined` are producers that the group recomputes instead of reading them
+    (`inline_producers.py`), each with the tensors that are read at the same positions instead.
+    `unshared_consumers` are the reductions and matmuls of the group that read an inlined producer:
+    each gets its own copy of the elementwise operations that lead to it. `recomputed_copies` maps a
+    tensor to the fused recomputation (`fused_recompute.py`) that the group reads in its place.
+    """
 
     nodes: list[fx.Node]
     written: list[fx.Node]
     effects: list[fx.Node]
     is_backward: bool
-    is_kernel: bool = False
-    needs: set[int] = field(default_factory=set[int])
-    instead: dict[fx.Node, list[fx.Node]] = field(default_factory=dict[fx.Node, list[fx.Node]])
-    alone: frozenset[fx.Node] = frozenset()
-    anew: dict[fx.Node, fx.Node] = field(default_factory=dict[fx.Node, fx.Node])
+    is_generated: bool = False
+    dependencies: set[int] = field(default_factory=set[int])
+    inlined: dict[fx.Node, list[fx.Node]] = field(default_factory=dict[fx.Node, list[fx.Node]])
+    unshared_consumers: frozenset[fx.Node] = frozenset()
+    recomputed_copies: dict[fx.Node, fx.Node] = field(default_factory=dict[fx.Node, fx.Node])
 
     @property
     def all_nodes(self) -> list[fx.Node]:
-        """Of the first run."""
+        """The operations of the first run: `nodes` and `effects`."""
         return [*self.nodes, *self.effects]
 
 
-def find_regions(joint: Joint) -> list[Region]:
-    """All regions, in an order in which they can run: that of the kernels, else of the graph."""
-    groups = _groups(joint)
+def find_fusion_groups(joint: CompiledJointGraph) -> list[FusionGroup]:
+    """Divide a joint graph into fusion groups, in the order in which Inductor runs the kernels,
+    or in graph order without Inductor.
+
+    Raises `TraceError` where operations depend on each other in a cycle, or where two kernels need
+    an operation that must run once.
+    """
+    results = _kernel_results(joint)
     while True:
-        regions = _regions(joint, groups)
-        order, stuck = _sorted(joint, regions)
-        if not stuck:
-            return order
-        # What one kernel writes may need what another does and the other way round, where Inductor
-        # did not tell all that they write.
-        groups = [
-            each
-            for number, group in enumerate(groups)
-            for each in (_apart(group) if number in stuck else [group])
+        groups = _groups_of_results(joint, results)
+        ordered, cyclic = _sort(joint, groups)
+        if not cyclic:
+            return ordered
+        # Two kernels may need each other's outputs where Inductor did not list all that they
+        # write: divide these into one group for each tensor.
+        divided = [
+            part
+            for index, kernel in enumerate(results)
+            for part in (_one_tensor_each(kernel) if index in cyclic else [kernel])
         ]
-        if len(groups) == len(regions):
-            raise TraceError("the operations of this step need each other in a circle")
+        if len(divided) == len(results):
+            raise TraceError("the operations of this step depend on each other in a cycle")
+        results = divided
 
 
-def in_order(joint: Joint, regions: Sequence[Region]) -> list[Region]:
-    """The same, each after those that it needs now."""
-    connect(joint, regions)
-    order, stuck = _sorted(joint, regions)
-    assert not stuck
-    return order
+def sort_by_dependencies(
+    joint: CompiledJointGraph, groups: Sequence[FusionGroup]
+) -> list[FusionGroup]:
+    """Return the groups sorted so that each follows those that it depends on, after a change of
+    their operations or tensors."""
+    set_dependencies(joint, groups)
+    ordered, cyclic = _sort(joint, groups)
+    assert not cyclic
+    return ordered
 
 
-def _sorted(joint: Joint, regions: Sequence[Region]) -> tuple[list[Region], set[int]]:
-    kernel = _kernel_of(joint)
-    ranks = [_rank(region, kernel) for region in regions]
-    return _ordered(regions, ranks, [_last(joint, region) for region in regions])
+def _sort(
+    joint: CompiledJointGraph, groups: Sequence[FusionGroup]
+) -> tuple[list[FusionGroup], set[int]]:
+    """Return the groups in execution order, and the indices of those in a dependency cycle."""
+    kernel_of = _kernel_indices(joint)
+    kernel_indices = [_last_kernel_index(group, kernel_of) for group in groups]
+    last_positions = [max(joint.position[node] for node in group.all_nodes) for group in groups]
+    return _topological_order(groups, kernel_indices, last_positions)
 
 
-def _apart(group: Group) -> list[Group]:
-    """Each tensor by itself, what is changed with the last."""
-    written, changing = group
-    alone: list[Group] = [([node], []) for node in written[:-1]]
-    return [*alone, (written[-1:], changing)]
+def _one_tensor_each(kernel: _KernelResults) -> list[_KernelResults]:
+    """Divide a kernel into one for each tensor that it writes; side effects go to the last."""
+    single = [_KernelResults([node], []) for node in kernel.written[:-1]]
+    return [*single, _KernelResults(kernel.written[-1:], kernel.side_effects)]
 
 
-def _kernel_of(joint: Joint) -> dict[fx.Node, int]:
-    """The number of the kernel that writes a tensor, or calls a library."""
-    found: dict[fx.Node, int] = {}
-    for number, kernel in enumerate(joint.kernels or ()):
+def _kernel_indices(joint: CompiledJointGraph) -> dict[fx.Node, int]:
+    """Map each tensor that Inductor writes, and each extern operation, to its kernel's index."""
+    index_of: dict[fx.Node, int] = {}
+    for index, kernel in enumerate(joint.kernels or ()):
         for node in kernel.written:
-            found.setdefault(source(node), number)
-        for node in kernel.parts:
-            if not joint.is_fused(node):
-                found.setdefault(node, number)
-    return found
+            index_of.setdefault(storage_base(node), index)
+        for node in kernel.origins:
+            if not joint.is_generated(node):
+                index_of.setdefault(node, index)
+    return index_of
 
 
-def _rank(region: Region, kernel: Mapping[fx.Node, int]) -> int:
-    """The last of its kernels; -1 where Inductor does not tell."""
-    return max((kernel.get(n, -1) for n in (*region.written, *region.all_nodes)), default=-1)
+def _last_kernel_index(group: FusionGroup, kernel_of: Mapping[fx.Node, int]) -> int:
+    """Return the index of the last Inductor kernel that computes a part of the group; -1 if no
+    kernel names one."""
+    return max((kernel_of.get(n, -1) for n in (*group.written, *group.all_nodes)), default=-1)
 
 
-def _last(joint: Joint, region: Region) -> int:
-    return max(joint.place[node] for node in region.all_nodes)
+def _groups_of_results(
+    joint: CompiledJointGraph, results: list[_KernelResults]
+) -> list[FusionGroup]:
+    """Build the fusion group of each kernel from its results, with all dependencies."""
+    in_memory = {node for kernel in results for node in kernel.written}
+    groups: list[FusionGroup] = []
+    for written, side_effects in results:
+        nodes = producer_chain(map(producer, written), in_memory, joint)
+        chain = producer_chain(side_effects, in_memory, joint)
+        effects = [node for node in chain if node not in set(nodes)]
+        first = producer(written[0]) if written else side_effects[0]
+        is_generated = bool(written) and joint.is_generated(first)
+        groups.append(FusionGroup(nodes, written, effects, joint.is_backward(first), is_generated))
+    _check_not_duplicated(groups)
+    set_dependencies(joint, groups)
+    return groups
 
 
-def _regions(joint: Joint, groups: list[Group]) -> list[Region]:
-    kept = {node for written, _ in groups for node in written}
-    regions: list[Region] = []
-    for written, changing in groups:
-        nodes = made_of(map(maker, written), kept, joint)
-        effects = [n for n in made_of(changing, kept, joint) if n not in set(nodes)]
-        own = maker(written[0]) if written else changing[0]
-        is_kernel = bool(written) and joint.is_fused(own)
-        regions.append(Region(nodes, written, effects, joint.is_backward(own), is_kernel))
-    _check_once(regions)
-    connect(joint, regions)
-    return regions
-
-
-def _check_once(regions: Iterable[Region]) -> None:
-    """Kernels make again what each of them needs, but not what gives another thing then."""
+def _check_not_duplicated(groups: Iterable[FusionGroup]) -> None:
+    """Raise `TraceError` where two groups contain an operation that must not be recomputed."""
     seen: set[fx.Node] = set()
-    for region in regions:
-        once = {n for n in region.all_nodes if not may_run_again(n)}
-        if twice := seen & once:
-            names = ", ".join(sorted(str(n.target) for n in twice))
-            raise TraceError(f"two kernels need what {names} makes, which must not run twice")
-        seen |= once
+    for group in groups:
+        run_once = {node for node in group.all_nodes if not is_recomputable(node)}
+        if duplicated := seen & run_once:
+            names = ", ".join(sorted(str(node.target) for node in duplicated))
+            raise TraceError(
+                f"two kernels need the output of {names}, which must not be computed twice"
+            )
+        seen |= run_once
 
 
-def _groups(joint: Joint) -> list[Group]:
-    """Tensors that are written, those of one kernel or call together, with the operations of that
-    kernel that change something. Where no kernel names them, each by itself."""
-    wanted = _written(joint)
+def _kernel_results(joint: CompiledJointGraph) -> list[_KernelResults]:
+    """Return the results of each Inductor kernel; of each operation that no kernel names."""
+    in_memory = _tensors_in_memory(joint)
     seen: set[fx.Node] = set()
-    groups: list[Group] = []
-    named = {source(n) for kernel in joint.kernels or () for n in kernel.written}
+    results: list[_KernelResults] = []
+    listed = {storage_base(n) for kernel in joint.kernels or () for n in kernel.written}
     for kernel in joint.kernels or ():
-        # Of some that it writes Inductor does not tell: they belong where their operation is.
-        parts = [*kernel.parts, *(u for p in kernel.parts for u in p.users if is_item(u))]
-        own = [source(n) for n in kernel.written] + [n for n in parts if n not in named]
-        new = [n for n in dict.fromkeys(own) if n not in seen and n in joint.place]
-        fused = [n for n in new if n in wanted and joint.is_fused(maker(n))]
-        changing = [n for n in new if has_effect(n)]
-        seen.update(fused, changing)
-        if fused or changing:
-            groups.append((fused, changing))
-    alone: dict[fx.Node, list[fx.Node]] = {}
-    for node in sorted(wanted - seen, key=joint.place.__getitem__):
-        alone.setdefault(maker(node), []).append(node)
-    groups += [(written, []) for written in alone.values()]
-    return groups + [([], [n]) for n in joint.calls if has_effect(n) and n not in seen]
+        # Inductor does not list all that a kernel writes: the rest belongs to its operation.
+        origins = [*kernel.origins, *(u for n in kernel.origins for u in n.users if is_getitem(u))]
+        nodes = [storage_base(n) for n in kernel.written]
+        nodes += [n for n in origins if n not in listed]
+        new = [n for n in dict.fromkeys(nodes) if n not in seen and n in joint.position]
+        written = [n for n in new if n in in_memory and joint.is_generated(producer(n))]
+        side_effects = [n for n in new if has_side_effect(n)]
+        seen.update(written, side_effects)
+        if written or side_effects:
+            results.append(_KernelResults(written, side_effects))
+    outputs_of: dict[fx.Node, list[fx.Node]] = {}
+    for node in sorted(in_memory - seen, key=joint.position.__getitem__):
+        outputs_of.setdefault(producer(node), []).append(node)
+    results += [_KernelResults(outputs, []) for outputs in outputs_of.values()]
+    effects = [n for n in joint.operations if has_side_effect(n) and n not in seen]
+    return results + [_KernelResults([], [node]) for node in effects]
 
 
-def _written(joint: Joint) -> set[fx.Node]:
-    """What is in memory at some time: what kernels write, what calls of libraries read and make,
-    what the backward reads of the forward, what is returned. Without kernels, everything."""
-    found = {source(n) for n in joint.returned} | {source(n) for n in joint.saved}
-    found |= {source(n) for kernel in joint.kernels or () for n in kernel.written}
-    for node in joint.calls:
-        if is_work(node) and not joint.is_fused(node):
-            found |= {n for n in node.users if is_item(n)} or {node}
-            if not changes(node):
-                found |= {source(n) for n in node.all_input_nodes}
-    return {n for n in found if n in joint.place and is_work(maker(n)) and not changes(maker(n))}
+def _tensors_in_memory(joint: CompiledJointGraph) -> set[fx.Node]:
+    """Return the tensors that are in memory at some time: outputs of kernels, inputs and outputs of
+    extern kernels, saved tensors, and results of the step. Without Inductor, all of them."""
+    nodes = {storage_base(n) for n in joint.returned_nodes}
+    nodes |= {storage_base(n) for n in joint.saved_tensors}
+    nodes |= {storage_base(n) for kernel in joint.kernels or () for n in kernel.written}
+    for node in joint.operations:
+        if is_operation(node) and not joint.is_generated(node):
+            nodes |= {n for n in node.users if is_getitem(n)} or {node}
+            if not mutated_args(node):
+                nodes |= {storage_base(n) for n in node.all_input_nodes}
+    return {
+        n
+        for n in nodes
+        if n in joint.position and is_operation(producer(n)) and not mutated_args(producer(n))
+    }
 
 
-def made_of(last: Iterable[fx.Node], kept: set[fx.Node], joint: Joint) -> list[fx.Node]:
-    """These operations, and what they need that is not in memory."""
-    found: set[fx.Node] = set()
-    waiting = list(last)
-    while waiting:
-        node = waiting.pop()
-        if node in found:
+def producer_chain(
+    operations: Iterable[fx.Node], in_memory: set[fx.Node], joint: CompiledJointGraph
+) -> list[fx.Node]:
+    """Return the operations and, transitively, the producers of their inputs that are not in
+    memory, in execution order."""
+    chain: set[fx.Node] = set()
+    pending = list(operations)
+    while pending:
+        node = pending.pop()
+        if node in chain:
             continue
-        found.add(node)
-        for read in map(source, node.all_input_nodes):
-            if read in joint.place and is_work(maker(read)) and read not in kept:
-                waiting.append(maker(read))
-    return sorted(found, key=joint.place.__getitem__)
+        chain.add(node)
+        for read in map(storage_base, node.all_input_nodes):
+            if read in joint.position and is_operation(producer(read)) and read not in in_memory:
+                pending.append(producer(read))
+    return sorted(chain, key=joint.position.__getitem__)
 
 
-def reads_of(region: Region) -> set[fx.Node]:
-    """The tensors whose storage it reads, but for what it makes itself."""
-    own = set(region.all_nodes)
-    read = {region.anew.get(n, n) for n in read_by(own)}
-    return {n for n in read if n.op == "placeholder" or maker(n) not in own}
+def tensors_read(group: FusionGroup) -> set[fx.Node]:
+    """Return the storage bases that a group reads from memory."""
+    inside = set(group.all_nodes)
+    read = {group.recomputed_copies.get(n, n) for n in storages_read_by(inside)}
+    return {n for n in read if n.op == "placeholder" or producer(n) not in inside}
 
 
-def moved_bytes(region: Region) -> int:
-    """What it reads from memory and writes there."""
-    return sum(map(node_bytes, (*region.written, *reads_of(region))))
+def moved_bytes(group: FusionGroup) -> int:
+    """Return the bytes that a group reads from memory and writes to it."""
+    return sum(map(node_bytes, (*group.written, *tensors_read(group))))
 
 
-def connect(joint: Joint, regions: Sequence[Region]) -> None:
-    """Set what must have run before each: who writes what it reads, and, where an operation writes
-    into a tensor, those who read that before."""
-    writer = {node: number for number, region in enumerate(regions) for node in region.written}
-    for region in regions:
-        region.needs = {writer[n] for n in reads_of(region) if n in writer}
-    changed = {source(n) for call in joint.calls for n in changes(call)}
+def set_dependencies(joint: CompiledJointGraph, groups: Sequence[FusionGroup]) -> None:
+    """Set `dependencies` of each group: the groups that write what it reads and, where an operation
+    mutates a tensor, the groups that read the tensor before."""
+    writer = {node: index for index, group in enumerate(groups) for node in group.written}
+    for group in groups:
+        group.dependencies = {writer[n] for n in tensors_read(group) if n in writer}
+    mutated = {storage_base(n) for call in joint.operations for n in mutated_args(call)}
     readers: dict[fx.Node, set[int]] = {}
-    last: dict[fx.Node, int] = {}
-    of: dict[fx.Node, set[int]] = {}
-    for number, region in enumerate(regions):
-        for node in region.all_nodes:
-            of.setdefault(node, set()).add(number)
-    for node in joint.calls:
-        written = {source(n) for n in changes(node)}
-        for storage in changed.intersection(map(source, node.all_input_nodes)):
-            here = of.get(node, set())
-            for number in here:
-                if storage in last:
-                    regions[number].needs |= {last[storage]} - {number}
-                if storage in written:
-                    regions[number].needs |= readers.get(storage, set()) - {number}
-                    last[storage] = number
-            readers.setdefault(storage, set()).update(here)
+    last_mutation: dict[fx.Node, int] = {}
+    groups_of: dict[fx.Node, set[int]] = {}
+    for index, group in enumerate(groups):
+        for node in group.all_nodes:
+            groups_of.setdefault(node, set()).add(index)
+    for node in joint.operations:
+        mutated_here = {storage_base(n) for n in mutated_args(node)}
+        for storage in mutated.intersection(map(storage_base, node.all_input_nodes)):
+            indices = groups_of.get(node, set())
+            for index in indices:
+                if storage in last_mutation:
+                    groups[index].dependencies |= {last_mutation[storage]} - {index}
+                if storage in mutated_here:
+                    groups[index].dependencies |= readers.get(storage, set()) - {index}
+                    last_mutation[storage] = index
+            readers.setdefault(storage, set()).update(indices)
 
 
-def _ordered(
-    regions: Sequence[Region], ranks: Sequence[int], last: Sequence[int]
-) -> tuple[list[Region], set[int]]:
-    """The forward first, then by rank and by `last`, but each after those that it needs; and the
-    numbers of those that need each other. What has no rank follows what it needs."""
-    readers: list[list[int]] = [[] for _ in regions]
-    for number, region in enumerate(regions):
-        for other in region.needs:
-            readers[other].append(number)
-    waits = [len(region.needs) for region in regions]
-    rank = list(ranks)
+def _topological_order(
+    groups: Sequence[FusionGroup], kernel_indices: Sequence[int], last_positions: Sequence[int]
+) -> tuple[list[FusionGroup], set[int]]:
+    """Return the groups in execution order, and the indices of those in a dependency cycle.
+
+    Each group follows its dependencies. Among the groups that are ready, the forward comes first,
+    then the lower kernel index, then the lower position of the last operation. A group without a
+    kernel index (-1) takes the highest of its dependencies.
+    """
+    dependents: list[list[int]] = [[] for _ in groups]
+    for index, group in enumerate(groups):
+        for dependency in group.dependencies:
+            dependents[dependency].append(index)
+    missing = [len(group.dependencies) for group in groups]
+    ranks = list(kernel_indices)
     ready: list[tuple[bool, int, int, int]] = []
 
-    def is_ready(number: int) -> None:
-        region = regions[number]
-        if rank[number] < 0:
-            rank[number] = max((rank[need] for need in region.needs), default=-1)
-        heapq.heappush(ready, (region.is_backward, rank[number], last[number], number))
+    def add_ready(index: int) -> None:
+        group = groups[index]
+        if ranks[index] < 0:
+            ranks[index] = max((ranks[before] for before in group.dependencies), default=-1)
+        heapq.heappush(ready, (group.is_backward, ranks[index], last_positions[index], index))
 
-    for number, wait in enumerate(waits):
-        if not wait:
-            is_ready(number)
+    for index, count in enumerate(missing):
+        if not count:
+            add_ready(index)
     order: list[int] = []
     while ready:
-        number = heapq.heappop(ready)[-1]
-        order.append(number)
-        for reader in readers[number]:
-            waits[reader] -= 1
-            if not waits[reader]:
-                is_ready(reader)
-    return [regions[number] for number in order], set(range(len(regions))).difference(order)
+        index = heapq.heappop(ready)[-1]
+        order.append(index)
+        for dependent in dependents[index]:
+            missing[dependent] -= 1
+            if not missing[dependent]:
+                add_ready(dependent)
+    return [groups[index] for index in order], set(range(len(groups))).difference(order)

@@ -1,8 +1,8 @@
-"""Which inputs an operation of the backward may write over, in the graph that is planned.
+"""In-place writes: the inputs whose memory a backward operation may write its outputs into.
 
-A compiler may write an output over an input of its size that nobody reads any more. For each output
-one such input is named, that most surely dies there; whether it does is up to the schedule, and
-`remat.simulate` counts it so.
+Inductor may write an output into the memory of an input of the same size that is read for the last
+time. The graph names at most one such input for each output, the one that most surely dies there.
+Whether it does depends on the schedule, and `remat.simulate` counts the memory accordingly.
 """
 
 from __future__ import annotations
@@ -12,69 +12,77 @@ from dataclasses import replace
 
 from torch import fx
 
-from remat.frontend.compile.joint.fx_utils import is_draw, is_sum, maker, node_bytes, source
-from remat.frontend.compile.kernels.fusion_groups import Region, reads_of
+from remat.frontend.common.aliases import producer, storage_base
+from remat.frontend.compile.joint.fx_utils import is_reduction, is_seeded_random, node_bytes
+from remat.frontend.compile.kernels.fusion_groups import FusionGroup, tensors_read
 from remat.graph import Graph
 
 
-def with_overwrites(graph: Graph, over: Mapping[int, Sequence[int]]) -> Graph:
-    """The graph with `overwrites`. `over` has for a value those that it may be written over."""
+def with_overwrites(graph: Graph, in_place_inputs: Mapping[int, Sequence[int]]) -> Graph:
+    """Return the graph with `overwrites` set for its backward operations. `in_place_inputs` has,
+    for an output, the inputs into whose memory it may be written."""
     operations = list(graph.operations)
     for op, operation in enumerate(operations):
         if operation.recomputable or not operation.backward:
             continue
-        free = {v for v in operation.inputs if v not in graph.results and _last(graph, v) == op}
-        chosen: list[int] = []
-        for made in operation.outputs:
-            size_bytes = graph.values[made].size_bytes
-            fitting = [v for v in over.get(made, ()) if graph.values[v].size_bytes == size_bytes]
-            # What the backward made is not wanted to make anything else again.
+        dying = {v for v in operation.inputs if v not in graph.results and _last(graph, v) == op}
+        overwritten: list[int] = []
+        for output in operation.outputs:
+            size_bytes = graph.values[output].size_bytes
+            inputs = in_place_inputs.get(output, ())
+            fitting = [v for v in inputs if graph.values[v].size_bytes == size_bytes]
+            # Prefer values of the backward: no later recomputation needs these.
             fitting.sort(key=lambda v: not graph.operations[graph.producer[v]].backward)
-            if (first := next((v for v in fitting if v in free), None)) is not None:
-                free.remove(first)
-                chosen.append(first)
-        operations[op] = replace(operation, overwrites=tuple(sorted(chosen)))
+            if (first := next((v for v in fitting if v in dying), None)) is not None:
+                dying.remove(first)
+                overwritten.append(first)
+        operations[op] = replace(operation, overwrites=tuple(sorted(overwritten)))
     return replace(graph, operations=tuple(operations))
 
 
-def without_overwrites(graph: Graph, apart: Collection[str]) -> Graph:
-    """The graph in which operations with an output `apart`, by name, write over nothing."""
+def without_overwrites(graph: Graph, separate_buffers: Collection[str]) -> Graph:
+    """Return the graph without `overwrites` of the operations that write a value whose name is in
+    `separate_buffers`."""
     operations = (
         replace(operation, overwrites=())
-        if any(graph.values[made].name in apart for made in operation.outputs)
+        if any(graph.values[output].name in separate_buffers for output in operation.outputs)
         else operation
         for operation in graph.operations
     )
     return replace(graph, operations=tuple(operations))
 
 
-def read_before_draws(made: fx.Node, region: Region) -> set[fx.Node]:
-    """What may be written over by this. Inductor takes what is read first, and random numbers that
-    a kernel draws count as read: their memory is there for nothing else. Without such, all that
-    the kernel reads."""
-    inside = set(region.nodes)
-    if not any(is_draw(n) and node_bytes(n) == node_bytes(made) for n in inside):
-        return reads_of(region)
-    found: set[fx.Node] = set()
+def tensors_read_before_random_ops(output: fx.Node, group: FusionGroup) -> set[fx.Node]:
+    """Return the tensors of a group into whose memory Inductor may write `output`.
+
+    Inductor takes the memory of the input that is read first. It counts random numbers that the
+    kernel generates as an input, which has no memory of its own. So only tensors that the loop of
+    `output` reads before a random operation of the same size qualify; without such an operation,
+    all that the group reads.
+    """
+    inside = set(group.nodes)
+    if not any(is_seeded_random(n) and node_bytes(n) == node_bytes(output) for n in inside):
+        return tensors_read(group)
+    read_first: set[fx.Node] = set()
     seen: set[fx.Node] = set()
-    waiting = [made]
-    while waiting:
-        node = source(waiting.pop())
+    pending = [output]
+    while pending:
+        node = storage_base(pending.pop())
         if node in seen:
             continue
         seen.add(node)
-        read = region.anew.get(node, node)
-        call = maker(read)
-        if call not in inside:
-            found.add(read)
-        elif is_draw(call) and node_bytes(call) == node_bytes(made):
+        read = group.recomputed_copies.get(node, node)
+        operation = producer(read)
+        if operation not in inside:
+            read_first.add(read)
+        elif is_seeded_random(operation) and node_bytes(operation) == node_bytes(output):
             break
-        elif not is_sum(call):  # what sums read, another loop does
-            waiting += reversed(call.all_input_nodes)
-    return found
+        elif not is_reduction(operation):  # another loop reads the inputs of reductions
+            pending += reversed(operation.all_input_nodes)
+    return read_first
 
 
 def _last(graph: Graph, value: int) -> int:
-    """The last that reads it and runs once: these keep their order."""
-    users = graph.consumers[value]
-    return max((op for op in users if not graph.operations[op].recomputable), default=-1)
+    """Return the last reader of a value that runs once (these keep their order), or -1."""
+    consumers = graph.consumers[value]
+    return max((op for op in consumers if not graph.operations[op].recomputable), default=-1)

@@ -1,9 +1,9 @@
-"""What a kernel makes again where it reads it, instead of reading it from memory.
+"""Inlined producers: operations that a kernel recomputes instead of reading their output.
 
-torch's partitioner decides what the backward reads of the forward, and with it what the kernels of
-both halves write. Some of that costs no more inside of its readers: rows gathered from a parameter
-(the experts of each token), or a normalization of what the reader reads anyway. A plan that wrote
-these could only choose between holding them and writing them once more.
+torch's partitioner selects the saved tensors, and with them what the kernels of forward and
+backward write. Some of these tensors cost nothing to recompute in the kernels that read them: rows
+gathered from a parameter (the experts of each token), or a normalization of a tensor that the
+kernel reads anyway. If such a tensor were written, a plan could only retain it or write it twice.
 """
 
 from __future__ import annotations
@@ -14,231 +14,259 @@ from dataclasses import replace
 import torch
 from torch import fx
 
+from remat.frontend.common.aliases import producer, storage_base
 from remat.frontend.compile.joint.fx_utils import (
-    FUNCTIONS,
-    elements,
-    is_draw,
+    TRANSCENDENTAL,
+    is_cpu_transcendental,
     is_elementwise,
     is_gather,
-    is_number,
-    is_product,
-    is_seed,
-    is_sum,
-    maker,
+    is_matmul,
+    is_reduction,
+    is_seed_lookup,
+    is_seeded_random,
+    is_symbolic_scalar,
     node_bytes,
-    read_by,
-    source,
-    takes_long,
-    tensors,
+    num_elements,
+    output_tensors,
+    storages_read_by,
 )
-from remat.frontend.compile.joint.joint_graph import Joint
-from remat.frontend.compile.kernels.cpu_costs import scalars_s
-from remat.frontend.compile.kernels.fusion_groups import Region, made_of, moved_bytes, reads_of
+from remat.frontend.compile.joint.joint_graph import CompiledJointGraph
+from remat.frontend.compile.kernels.cpu_costs import scalar_work_s
+from remat.frontend.compile.kernels.fusion_groups import (
+    FusionGroup,
+    moved_bytes,
+    producer_chain,
+    tensors_read,
+)
 
-_SHARE = 8
-"""For what another still reads, a reader may need an eighth more: indices, means."""
+_EXTRA_READ_DIVISOR = 8
+"""To inline a tensor that other groups still read, a group may read an eighth of the tensor's bytes
+in addition: indices, means."""
 
-_MOST_READS, _MOST_STEPS = 8, 24
-"""What a sum is made of, if it reads or does more, Inductor writes to memory (its options
-`realize_acc_reads_threshold` and `realize_opcount_threshold`, which count loads, too). What is
-elementwise it makes in one loop with its reader."""
-
-
-def inlined(joint: Joint, regions: list[Region], *, draws: bool = False) -> list[Region]:
-    """The same regions, but that kernels make again what moves no more bytes than to read it; what
-    nobody reads then is no longer written. With `draws`, random numbers too, on CPUs, where masks
-    take longer to write and to read."""
-    return _Inlining(joint, regions, draws).done()
+_MAX_READS, _MAX_OPERATIONS = 8, 24
+"""Inductor writes the input of a reduction to memory if computing it reads or does more than this
+(its options `realize_acc_reads_threshold` and `realize_opcount_threshold`, which also count loads).
+An elementwise consumer is in one loop with its producer in any case."""
 
 
-class _Inlining:
-    def __init__(self, joint: Joint, regions: list[Region], draws: bool) -> None:
+def inline_producers(
+    joint: CompiledJointGraph, groups: list[FusionGroup], *, inline_random: bool = False
+) -> list[FusionGroup]:
+    """Return the groups with producers inlined where that moves no more bytes than reading their
+    output. A tensor that no group reads any more is not written. With `inline_random`, random
+    operations on CPUs are inlined, too: there masks cost more to write and read."""
+    return _ProducerInliner(joint, groups, inline_random).inlined_groups()
+
+
+class _ProducerInliner:
+    """Fusion groups while producers are inlined into them, one tensor at a time."""
+
+    def __init__(
+        self, joint: CompiledJointGraph, groups: list[FusionGroup], inline_random: bool
+    ) -> None:
         self.joint = joint
-        self.draws = draws
-        self.regions = list(regions)
-        self.given = set(joint.given)
-        self.returned = {source(n) for n in joint.returned}
-        self.writer = {n: i for i, region in enumerate(regions) for n in region.written}
+        self.inline_random = inline_random
+        self.groups = list(groups)
+        self.primals = set(joint.primals)
+        self.returned = {storage_base(n) for n in joint.returned_nodes}
+        self.writer = {n: i for i, group in enumerate(groups) for n in group.written}
         self.readers: dict[fx.Node, set[int]] = {}
-        for number, region in enumerate(regions):
-            for node in reads_of(region):
-                self.readers.setdefault(node, set()).add(number)
-        self.without: list[set[fx.Node]] = [set() for _ in regions]
-        """What each makes again."""
+        for index, group in enumerate(groups):
+            for node in tensors_read(group):
+                self.readers.setdefault(node, set()).add(index)
+        self.inlined: list[set[fx.Node]] = [set() for _ in groups]
+        """For each group, the tensors that it recomputes."""
 
-    def done(self) -> list[Region]:
-        anew = {n for region in self.regions for n in region.anew.values()}
+    def inlined_groups(self) -> list[FusionGroup]:
+        """Try to inline each tensor, the largest first, and return the groups that are left."""
+        copies = {n for group in self.groups for n in group.recomputed_copies.values()}
         candidates = [
-            n for n, i in self.writer.items() if self.regions[i].is_kernel and n not in anew
+            n for n, i in self.writer.items() if self.groups[i].is_generated and n not in copies
         ]
-        for node in sorted(candidates, key=node_bytes, reverse=True):  # equal ones in their order
-            if not self._everywhere(node):
-                self._where_it_is_small(node)
-        return [region for region in self.regions if region.all_nodes]
+        for node in sorted(candidates, key=node_bytes, reverse=True):  # stable for equal sizes
+            if not self._inline_in_all_readers(node):
+                self._inline_where_reads_are_small(node)
+        return [group for group in self.groups if group.all_nodes]
 
-    def _everywhere(self, node: fx.Node) -> bool:
-        """Whether all readers make it, so that it is never written: where they then need no more
-        than it takes."""
+    def _inline_in_all_readers(self, node: fx.Node) -> bool:
+        """Inline a tensor into all of its readers, so that it is not written at all. False, with no
+        change, if one must not, or if that moves more bytes or takes more time."""
         readers = sorted(self.readers.get(node, ()))
         if not readers or node in self.returned:
             return False
-        more: set[fx.Node] = set()
-        trials: dict[int, Region] = {}
-        for number in readers:
-            if (trial := self._trial(node, number)) is None:
+        extra_reads: set[fx.Node] = set()
+        changed: dict[int, FusionGroup] = {}
+        for index in readers:
+            if (inlined := self._with_inlined(node, index)) is None:
                 return False
-            trials[number], needed = trial
-            more |= needed
-        if sum(map(node_bytes, more)) > node_bytes(node):
+            changed[index], reads = inlined
+            extra_reads |= reads
+        if sum(map(node_bytes, extra_reads)) > node_bytes(node):
             return False
-        own = self.writer[node]
-        trials[own] = self._not_writing(node, trials.get(own, self.regions[own]))
-        before_bytes = sum(moved_bytes(self.regions[number]) for number in trials)
-        if sum(map(moved_bytes, trials.values())) > before_bytes:
+        writer = self.writer[node]
+        changed[writer] = self._without_output(node, changed.get(writer, self.groups[writer]))
+        bytes_before = sum(moved_bytes(self.groups[index]) for index in changed)
+        if sum(map(moved_bytes, changed.values())) > bytes_before:
             return False
-        before_s = sum(scalars_s(self.regions[number]) for number in trials)
-        if sum(map(scalars_s, trials.values())) > before_s:
+        before_s = sum(scalar_work_s(self.groups[index]) for index in changed)
+        if sum(map(scalar_work_s, changed.values())) > before_s:
             return False
-        for number, region in trials.items():
-            self._put(number, region)
-            if number != own:
-                self.without[number].add(node)
+        for index, group in changed.items():
+            self._replace_group(index, group)
+            if index != writer:
+                self.inlined[index].add(node)
         del self.writer[node]
         return True
 
-    def _where_it_is_small(self, node: fx.Node) -> None:
-        for number in sorted(self.readers.get(node, ())):
-            if (trial := self._trial(node, number)) is None:
+    def _inline_where_reads_are_small(self, node: fx.Node) -> None:
+        """Inline a tensor that stays in memory into the readers that need few extra bytes."""
+        for index in sorted(self.readers.get(node, ())):
+            if (inlined := self._with_inlined(node, index)) is None:
                 continue
-            region, more = trial
-            is_small = _SHARE * sum(map(node_bytes, more)) <= node_bytes(node)
-            before = self.regions[number]
-            is_cheap = scalars_s(region) <= scalars_s(before)
-            if is_small and is_cheap and moved_bytes(region) <= moved_bytes(before):
-                self._put(number, region)
-                self.without[number].add(node)
+            group, extra_reads = inlined
+            extra_bytes = sum(map(node_bytes, extra_reads))
+            before = self.groups[index]
+            is_small = _EXTRA_READ_DIVISOR * extra_bytes <= node_bytes(node)
+            is_cheap = scalar_work_s(group) <= scalar_work_s(before)
+            if is_small and is_cheap and moved_bytes(group) <= moved_bytes(before):
+                self._replace_group(index, group)
+                self.inlined[index].add(node)
 
-    def _trial(self, node: fx.Node, number: int) -> tuple[Region, set[fx.Node]] | None:
-        """A kernel that makes it of what is in memory, and what of that the kernel does not read
-        yet; None where it must not."""
-        region = self.regions[number]
-        if not region.is_kernel:
+    def _with_inlined(self, node: fx.Node, index: int) -> tuple[FusionGroup, set[fx.Node]] | None:
+        """Return the group with a tensor's producers inlined, and the tensors that it reads for
+        them in addition; None where the group must not recompute the tensor."""
+        group = self.groups[index]
+        if not group.is_generated:
             return None
-        chain = made_of([maker(node)], self.writer.keys() - self.without[number], self.joint)
-        read, own = read_by(chain), reads_of(region)
-        at_hand = own | self.given
-        if not self.joint.mutated.isdisjoint(read):
-            return None
-        if any(region.anew.get(n) in region.written for n in read):
-            return None  # it would need its own result before that is made
-        if not all(self._is_drawn(n) or _is_made_by_itself(n, at_hand) for n in chain):
-            return None
-        ends = ends_of(node, region)
-        if ends and not _is_summed_up(node, chain, region, ends):
-            return None
-        more = read.difference(chain, at_hand)
-        alike = [n for n in more if _is_alike(n, node, chain)]
-        alike.sort(key=lambda n: n.name)  # the same plan in every process
-        larger = replace(
-            region,
-            nodes=sorted({*region.nodes, *chain}, key=self.joint.place.__getitem__),
-            instead={**region.instead, node: alike},
-            alone=region.alone | ends,
+        chain = producer_chain(
+            [producer(node)], self.writer.keys() - self.inlined[index], self.joint
         )
-        return larger, more
+        chain_reads = storages_read_by(chain)
+        available = tensors_read(group) | self.primals
+        if not self.joint.mutated.isdisjoint(chain_reads):
+            return None
+        if any(group.recomputed_copies.get(n) in group.written for n in chain_reads):
+            return None  # the group would read its own output before it is written
+        if not all(
+            self._is_inlinable_random(n) or _is_cheap_elementwise(n, available) for n in chain
+        ):
+            return None
+        consumers = non_elementwise_consumers(node, group)
+        if consumers and not _is_inlinable_into(node, chain, group, consumers):
+            return None
+        extra_reads = chain_reads.difference(chain, available)
+        same_position = [n for n in extra_reads if _is_read_at_same_positions(n, node, chain)]
+        same_position.sort(key=lambda n: n.name)  # the same plan in every process
+        larger = replace(
+            group,
+            nodes=sorted({*group.nodes, *chain}, key=self.joint.position.__getitem__),
+            inlined={**group.inlined, node: same_position},
+            unshared_consumers=group.unshared_consumers | consumers,
+        )
+        return larger, extra_reads
 
-    def _is_drawn(self, call: fx.Node) -> bool:
-        """Whether it is a random number that may be drawn again, or its seed."""
-        on_cpu = all(tensor.device.type == "cpu" for tensor in tensors(call))
-        return self.draws and on_cpu and (is_draw(call) or is_seed(call))
+    def _is_inlinable_random(self, operation: fx.Node) -> bool:
+        """True for a random operation on the CPU that may be recomputed, and for its seed."""
+        on_cpu = all(tensor.device.type == "cpu" for tensor in output_tensors(operation))
+        is_random_or_seed = is_seeded_random(operation) or is_seed_lookup(operation)
+        return self.inline_random and on_cpu and is_random_or_seed
 
-    def _not_writing(self, node: fx.Node, region: Region) -> Region:
-        written = [n for n in region.written if n is not node]
-        kept = self.writer.keys() - self.without[self.writer[node]] - {node}
-        nodes = made_of(map(maker, written), kept, self.joint)
-        effects = [n for n in made_of(region.effects, kept, self.joint) if n not in set(nodes)]
-        return replace(region, nodes=nodes, written=written, effects=effects)
+    def _without_output(self, node: fx.Node, group: FusionGroup) -> FusionGroup:
+        """Return the group without an output, and without the operations that only it needs."""
+        written = [n for n in group.written if n is not node]
+        in_memory = self.writer.keys() - self.inlined[self.writer[node]] - {node}
+        nodes = producer_chain(map(producer, written), in_memory, self.joint)
+        effects = producer_chain(group.effects, in_memory, self.joint)
+        effects = [n for n in effects if n not in set(nodes)]
+        return replace(group, nodes=nodes, written=written, effects=effects)
 
-    def _put(self, number: int, region: Region) -> None:
-        for node in reads_of(self.regions[number]):
-            self.readers[node].discard(number)
-        for node in reads_of(region):
-            self.readers.setdefault(node, set()).add(number)
-        self.regions[number] = region
+    def _replace_group(self, index: int, group: FusionGroup) -> None:
+        """Set a group, and update the readers of the tensors that it reads."""
+        for node in tensors_read(self.groups[index]):
+            self.readers[node].discard(index)
+        for node in tensors_read(group):
+            self.readers.setdefault(node, set()).add(index)
+        self.groups[index] = group
 
 
-def ends_of(node: fx.Node, region: Region) -> set[fx.Node]:
-    """The operations of a kernel that are not elementwise and are made of it."""
-    inside = set(region.nodes)
-    found: set[fx.Node] = set()
+def non_elementwise_consumers(node: fx.Node, group: FusionGroup) -> set[fx.Node]:
+    """Return the operations of a group that are not elementwise (reductions, matmuls, scatters) and
+    consume a tensor, directly or through elementwise operations of the group."""
+    inside = set(group.nodes)
+    consumers: set[fx.Node] = set()
     seen: set[fx.Node] = set()
-    waiting = [node]
-    while waiting:
-        for user in waiting.pop().users:
-            if user in seen or (user not in inside and source(user) is user):
+    pending = [node]
+    while pending:
+        for user in pending.pop().users:
+            if user in seen or (user not in inside and storage_base(user) is user):
                 continue
             seen.add(user)
             if user in inside and not is_elementwise(user):
-                found.add(user)
+                consumers.add(user)
             else:
-                waiting.append(user)
-    return found
+                pending.append(user)
+    return consumers
 
 
-def _is_summed_up(
-    node: fx.Node, chain: Iterable[fx.Node], region: Region, ends: Iterable[fx.Node]
+def _is_inlinable_into(
+    node: fx.Node, chain: Iterable[fx.Node], group: FusionGroup, consumers: Iterable[fx.Node]
 ) -> bool:
-    """Whether a kernel may make it for these: for sums, each number about once, and with little
-    work. What scatters, sorts or joins wants to read memory."""
-    if not all(is_sum(n) or is_product(n) for n in ends):
+    """True if a tensor may be inlined for consumers that are not elementwise: reductions and
+    matmuls that compute each of its elements about once, with little work. Scatters, sorts and
+    concatenations read memory."""
+    if not all(is_reduction(n) or is_matmul(n) for n in consumers):
         return False
-    if any(str(call.target) in FUNCTIONS for call in chain):
+    if any(str(operation.target) in TRANSCENDENTAL for operation in chain):
         return False
-    inside = {*region.nodes, *chain}
-    if not all(_is_short(n, inside) for n in ends):
+    inside = {*group.nodes, *chain}
+    if not all(_stays_unwritten(n, inside) for n in consumers):
         return False
-    made = sum(map(elements, tensors(node)))
-    readers = [n for n in region.nodes if any(source(i) is node for i in n.all_input_nodes)]
-    is_moved = all(map(is_gather, chain))
-    return is_moved or all(_most_elements(n) <= made for n in readers)
+    elements = sum(map(num_elements, output_tensors(node)))
+    readers = [n for n in group.nodes if any(storage_base(i) is node for i in n.all_input_nodes)]
+    only_gathers = all(map(is_gather, chain))
+    return only_gathers or all(_max_elements(n) <= elements for n in readers)
 
 
-def _is_short(end: fx.Node, inside: Set[fx.Node]) -> bool:
-    """Whether Inductor leaves what it sums up unwritten: written out, with nothing shared."""
-    steps = 0
+def _stays_unwritten(consumer: fx.Node, inside: Set[fx.Node]) -> bool:
+    """True if Inductor does not write the input of a reduction or matmul to memory, where the
+    consumer shares no operation with others."""
+    num_operations = 0
     reads: set[fx.Node] = set()
-    waiting = list(end.all_input_nodes)
-    while waiting and steps <= _MOST_STEPS:
-        read = maker(waiting.pop())
+    pending = list(consumer.all_input_nodes)
+    while pending and num_operations <= _MAX_OPERATIONS:
+        read = producer(pending.pop())
         if read in inside and is_elementwise(read):
-            steps += 1
-            waiting += read.all_input_nodes
-        elif not is_number(read):
+            num_operations += 1
+            pending += read.all_input_nodes
+        elif not is_symbolic_scalar(read):
             reads.add(read)
-    return steps <= _MOST_STEPS and len(reads) <= _MOST_READS
+    return num_operations <= _MAX_OPERATIONS and len(reads) <= _MAX_READS
 
 
-def _most_elements(call: fx.Node) -> int:
-    return max(sum(map(elements, tensors(n))) for n in (call, *call.all_input_nodes))
+def _max_elements(operation: fx.Node) -> int:
+    """Return the number of elements of the largest input or output of an operation."""
+    nodes = (operation, *operation.all_input_nodes)
+    return max(sum(map(num_elements, output_tensors(n))) for n in nodes)
 
 
-def _is_made_by_itself(call: fx.Node, at_hand: Set[fx.Node]) -> bool:
-    """Whether each number of it is made by itself, of no more numbers than there are, but of what
-    is at hand."""
-    if not is_elementwise(call):
+def _is_cheap_elementwise(operation: fx.Node, available: Set[fx.Node]) -> bool:
+    """True for an elementwise operation that is no transcendental function on the CPU, and whose
+    inputs have no more elements than its output, except those that are `available`."""
+    if not is_elementwise(operation):
         return False
-    if takes_long(call):
+    if is_cpu_transcendental(operation):
         return False
-    made = sum(map(elements, tensors(call)))
-    others = (n for n in call.all_input_nodes if source(n) not in at_hand)
-    return all(sum(map(elements, tensors(n))) <= made for n in others)
+    elements = sum(map(num_elements, output_tensors(operation)))
+    inputs = (n for n in operation.all_input_nodes if storage_base(n) not in available)
+    return all(sum(map(num_elements, output_tensors(n))) <= elements for n in inputs)
 
 
-def _is_alike(read: fx.Node, node: fx.Node, chain: Iterable[fx.Node]) -> bool:
-    """Whether a chain reads one tensor at the places at which it makes the other."""
-    one, other = (n.meta["val"] for n in (read, node))
-    if not isinstance(one, torch.Tensor) or one.shape != other.shape:
+def _is_read_at_same_positions(read: fx.Node, node: fx.Node, chain: Iterable[fx.Node]) -> bool:
+    """True if a chain of operations reads each element of one tensor to compute the element at the
+    same position of the other."""
+    read_value, value = (n.meta["val"] for n in (read, node))
+    if not isinstance(read_value, torch.Tensor) or read_value.shape != value.shape:
         return False
-    readers = [n for n in chain if any(source(i) is read for i in n.all_input_nodes)]
-    direct = all(read in n.all_input_nodes and not is_gather(n) for n in readers)
-    return direct and one.stride() == other.stride()
+    readers = [n for n in chain if any(storage_base(i) is read for i in n.all_input_nodes)]
+    is_direct = all(read in n.all_input_nodes and not is_gather(n) for n in readers)
+    return is_direct and read_value.stride() == value.stride()

@@ -1,8 +1,8 @@
-"""Schedule -> joint graph: what the solver decided, as the graph that torch compiles.
+"""Convert a schedule to the forward and backward fx graphs that torch compiles.
 
-Every run of the schedule becomes the nodes of its region once more, in the schedule's order. Views
-are written again where they are read. Each run has a number of its own in `meta`, by which Inductor
-is held to it (`kernels.py`).
+Each run of the schedule becomes a copy of the nodes of its fusion group, in the schedule's order.
+Views are copied where they are read. Each run is numbered in the `meta` of its nodes, so that
+Inductor makes one kernel of it (`inductor/fusion_control.py`).
 """
 
 from __future__ import annotations
@@ -13,199 +13,234 @@ from typing import Any
 import torch
 from torch import fx
 
-from remat.frontend.compile.inductor.compat import extract
-from remat.frontend.compile.inductor.fusion_control import RUN, materialize
+from remat.frontend.common.aliases import is_getitem, producer, storage_base
+from remat.frontend.compile.compat import extract_forward_backward
+from remat.frontend.compile.inductor.fusion_control import RUN_KEY, materialize
 from remat.frontend.compile.joint.fx_utils import (
+    is_concatenated,
     is_elementwise,
-    is_item,
-    is_joined,
-    is_number,
-    is_written_anyway,
-    maker,
+    is_extern_convolution,
+    is_symbolic_scalar,
     node_bytes,
-    source,
-    tensors,
+    output_tensors,
 )
-from remat.frontend.compile.kernels.fusion_groups import Region
-from remat.frontend.compile.kernels.to_solver import Step
+from remat.frontend.compile.kernels.fusion_groups import FusionGroup
+from remat.frontend.compile.kernels.to_solver import CompileProblem
 from remat.frontend.compile.registry import CompiledPlan
 from remat.schedule import Schedule
 
 
-def write(
-    step: Step, compiled: CompiledPlan, num_fwd_outputs: int, static: Iterable[int], *, held: bool
+def build_modules(
+    problem: CompileProblem,
+    compiled: CompiledPlan,
+    num_fwd_outputs: int,
+    static: Iterable[int],
+    *,
+    inductor: bool,
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Forward and backward that run exactly the schedule. With `held`, what is written is marked
-    for Inductor, results of libraries too: it would put off a product for a sum that reads it.
-    Eager mode writes everything anyway."""
-    writer = _Writer(step, compiled, held)
-    writer.write(compiled.plan.schedule)
-    return writer.halves(num_fwd_outputs, static)
+    """Build the forward and the backward module that run exactly the schedule of `compiled`.
+
+    `static` are the indices of placeholders with a fixed address. With `inductor`, each tensor that
+    a run writes is marked to be materialized, also outputs of extern kernels: Inductor would
+    postpone a matmul until a reduction reads it. Eager mode materializes everything anyway. Sets
+    the retained, donated and saved bytes of `compiled`.
+    """
+    builder = _ScheduledGraphBuilder(problem, compiled, inductor)
+    builder.copy_runs(compiled.plan.schedule)
+    return builder.split(num_fwd_outputs, static)
 
 
-class _Writer:
-    def __init__(self, step: Step, compiled: CompiledPlan, held: bool) -> None:
-        self.step = step
+class _ScheduledGraphBuilder:
+    """The joint graph of a schedule while it is built, run by run."""
+
+    def __init__(self, problem: CompileProblem, compiled: CompiledPlan, inductor: bool) -> None:
+        self.problem = problem
         self.compiled = compiled
-        self.held = held
+        self.inductor = inductor
         self.graph = fx.Graph()
-        self.copied: dict[fx.Node, fx.Node] = {}
-        """Placeholders, constants and numbers: there is one of each."""
-        self.current: dict[fx.Node, fx.Node] = {}
-        """The latest copy of each tensor that a kernel wrote."""
-        self.forward: set[fx.Node] = set()
-        self.outputs: set[fx.Node] = set()
-        """Of what the forward returns, what its caller holds during the backward."""
-        self.ran: set[int] = set()
-        self.anew: Mapping[fx.Node, fx.Node] = {}
-        """What the region that is written reads instead of others."""
+        self.copied_once: dict[fx.Node, fx.Node] = {}
+        """The copies of placeholders, constants and symbolic scalars, which are copied once."""
+        self.latest: dict[fx.Node, fx.Node] = {}
+        """The latest copy of each tensor that a kernel writes."""
+        self.forward_nodes: set[fx.Node] = set()
+        self.retained_outputs: set[fx.Node] = set()
+        """The copies of forward outputs that the caller references during the backward."""
+        self.copied_groups: set[int] = set()
+        """The ids of the groups that have run."""
+        self.recomputed_copies: Mapping[fx.Node, fx.Node] = {}
+        """The tensors that the current group reads in place of others."""
 
-    def write(self, schedule: Schedule) -> None:
-        joint = self.step.joint
+    def copy_runs(self, schedule: Schedule) -> None:
+        """Copy the nodes of each run of the schedule into the graph, and its outputs."""
+        joint = self.problem.joint
         for node in joint.placeholders:
-            self.copied[node] = self._copy(node, {})
+            self.copied_once[node] = self._copy(node, {})
         outputs: tuple[Any, ...] = ()
-        for number, op in enumerate(schedule.runs):
-            region = self.step.regions[op]
-            if region is None:
-                outputs = self._end_of_forward()
+        for run, op in enumerate(schedule.runs):
+            group = self.problem.groups[op]
+            if group is None:
+                outputs = self._end_forward()
             else:
-                self._run(region, number)
-        if self.step.graph.boundary is None:
-            outputs = self._end_of_forward()
-        output = self.graph.output((*outputs, *self._returned(joint.gradients)))
+                self._copy_group(group, run)
+        if self.problem.graph.boundary is None:
+            outputs = self._end_forward()
+        output = self.graph.output((*outputs, *self._latest_copies(joint.gradients)))
         output.meta.update(joint.output_meta)
         self.graph.eliminate_dead_code()
         self.graph.lint()
 
-    def _end_of_forward(self) -> tuple[Any, ...]:
-        returned = self._returned(self.step.joint.outputs)
-        self.outputs = {source(self.current[node]) for node in self.step.held}
-        self.forward = set(self.graph.nodes)
-        return returned
+    def _end_forward(self) -> tuple[Any, ...]:
+        """Return the copies of the forward outputs, and note which nodes are of the forward."""
+        outputs = self._latest_copies(self.problem.joint.forward_outputs)
+        retained = self.problem.retained_outputs
+        self.retained_outputs = {storage_base(self.latest[node]) for node in retained}
+        self.forward_nodes = set(self.graph.nodes)
+        return outputs
 
-    def halves(
+    def split(
         self, num_fwd_outputs: int, static: Iterable[int]
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Split where the backward starts."""
-        joint = fx.GraphModule(self.step.joint.module, self.graph)
+        """Split the graph into forward and backward modules where the backward starts."""
+        joint = fx.GraphModule(self.problem.joint.module, self.graph)
         gradients = self._gradient_nodes()
-        tangents = {self.copied[node] for node in self.step.joint.tangents}
+        tangents = {self.copied_once[node] for node in self.problem.joint.tangents}
         saved: list[fx.Node] = []
-        numbers: list[fx.Node] = []
+        scalars: list[fx.Node] = []
         objects: list[fx.Node] = []
         for node in self.graph.nodes:
-            if node not in self.forward or node in tangents or node.op in ("output", "get_attr"):
+            is_other = node in tangents or node.op in ("output", "get_attr")
+            if node not in self.forward_nodes or is_other:
                 continue
-            is_read_later = any(u not in self.forward and u.op != "output" for u in node.users)
+            is_read_later = any(
+                u not in self.forward_nodes and u.op != "output" for u in node.users
+            )
             if not is_read_later and node not in gradients:
                 continue
-            if is_number(node) or isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat)):
-                numbers.append(node)
-            elif any(True for _ in tensors(node)):
-                if not isinstance(node.meta["val"], (tuple, list)):
+            value = node.meta.get("val")
+            if is_symbolic_scalar(node) or isinstance(value, (torch.SymInt, torch.SymFloat)):
+                scalars.append(node)
+            elif any(True for _ in output_tensors(node)):
+                if not isinstance(value, (tuple, list)):
                     saved.append(node)
             else:
                 objects.append(node)
         inputs = [node for node in self.graph.nodes if node.op == "placeholder"]
-        self._note_held(saved)
-        return extract(joint, saved, numbers, objects, num_fwd_outputs, [inputs[i] for i in static])
+        self._record_retained(saved)
+        return extract_forward_backward(
+            joint, saved, scalars, objects, num_fwd_outputs, [inputs[i] for i in static]
+        )
 
-    def _note_held(self, saved: list[fx.Node]) -> None:
-        """What the caller and autograd hold during the backward, beside what it frees."""
-        kept = {n for n in saved if source(n) in self.outputs}
-        alone = self.outputs - {source(n) for n in kept}
-        joint = self.step.joint
-        tangents = [n for n in joint.tangents if n not in joint.passing]
-        self.compiled.passing = {n.name: size_bytes for n, size_bytes in joint.passing.items()}
-        self.compiled.held_names = frozenset(n.name for n in kept)
-        self.compiled.held_bytes = sum(map(node_bytes, (*alone, *tangents)))
-        made = {source(n) for n in saved if n.op == "call_function"}
-        self.compiled.saved_bytes = sum(map(node_bytes, made | alone))
+    def _record_retained(self, saved: list[fx.Node]) -> None:
+        """Set in the compiled plan what the caller and autograd retain during the backward."""
+        saved_outputs = {n for n in saved if storage_base(n) in self.retained_outputs}
+        unsaved_outputs = self.retained_outputs - {storage_base(n) for n in saved_outputs}
+        joint = self.problem.joint
+        tangents = [n for n in joint.tangents if n not in joint.donated_tangents]
+        self.compiled.donated_bytes = {
+            node.name: size_bytes for node, size_bytes in joint.donated_tangents.items()
+        }
+        self.compiled.retained_names = frozenset(n.name for n in saved_outputs)
+        self.compiled.retained_bytes = sum(map(node_bytes, (*unsaved_outputs, *tangents)))
+        computed = {storage_base(n) for n in saved if n.op == "call_function"}
+        self.compiled.saved_bytes = sum(map(node_bytes, computed | unsaved_outputs))
 
     def _gradient_nodes(self) -> set[fx.Node]:
-        returned = self.graph.output_node().args[0]
-        assert isinstance(returned, tuple)
-        return {n for n in returned[len(self.step.joint.outputs) :] if isinstance(n, fx.Node)}
+        """Return the nodes of the graph that are gradients of its inputs."""
+        outputs = self.graph.output_node().args[0]
+        assert isinstance(outputs, tuple)
+        gradients = outputs[len(self.problem.joint.forward_outputs) :]
+        return {node for node in gradients if isinstance(node, fx.Node)}
 
     # -- one run --------------------------------------------------------------------------------
 
-    def _run(self, region: Region, number: int) -> None:
+    def _copy_group(self, group: FusionGroup, run: int) -> None:
+        """Copy the nodes of a group for one run, and mark them with its number."""
         local: dict[fx.Node, fx.Node] = {}
-        again = id(region) in self.ran
-        self.ran.add(id(region))
-        self.anew = region.anew
-        place = self.step.joint.place
-        nodes = region.nodes if again else sorted(region.all_nodes, key=place.__getitem__)
+        is_recomputation = id(group) in self.copied_groups
+        self.copied_groups.add(id(group))
+        self.recomputed_copies = group.recomputed_copies
+        position = self.problem.joint.position
+        nodes = (
+            group.nodes if is_recomputation else sorted(group.all_nodes, key=position.__getitem__)
+        )
         inside = set(nodes)
-        steps: list[fx.Node] = []
+        unshared: list[fx.Node] = []
         for node in nodes:
-            if node in region.alone:
-                inputs = {n: self._anew(n, inside, local, steps) for n in node.all_input_nodes}
+            if node in group.unshared_consumers:
+                inputs = {
+                    n: self._unshared_copy(n, inside, local, unshared) for n in node.all_input_nodes
+                }
                 local[node] = self._copy(node, inputs)
             else:
-                self._copy_here(node, local)
+                self._copy_into_run(node, local)
             for user in node.users:
-                if is_item(user):
-                    self._copy_here(user, local)
-        for copy in (*local.values(), *steps):
-            copy.meta[RUN] = (self.compiled.number, number)
-        for node in region.written:
-            if again and node in self.step.held:
-                continue  # its first copy lives as long as any reader
-            made, apart = local[node], is_joined(node)
-            # Inductor says which layout a convolution is to have, not what only passes it on.
-            if self.held and node_bytes(node) and (apart or not is_written_anyway(node)):
-                made = self._materialized(made, number, apart=apart)
-            self.current[node] = made
-        self.anew = {}
+                if is_getitem(user):
+                    self._copy_into_run(user, local)
+        for copy in (*local.values(), *unshared):
+            copy.meta[RUN_KEY] = (self.compiled.number, run)
+        for node in group.written:
+            if is_recomputation and node in self.problem.retained_outputs:
+                continue  # the first copy is in memory until the backward ends
+            written, separate_buffer = local[node], is_concatenated(node)
+            # A convolution that is not marked keeps the layout that Inductor selects for it.
+            is_marked = separate_buffer or not is_extern_convolution(node)
+            if self.inductor and node_bytes(node) and is_marked:
+                written = self._materialized(written, run, separate_buffer=separate_buffer)
+            self.latest[node] = written
+        self.recomputed_copies = {}
 
-    def _anew(
+    def _unshared_copy(
         self,
         node: fx.Node,
         inside: set[fx.Node],
         local: dict[fx.Node, fx.Node],
-        steps: list[fx.Node],
+        unshared: list[fx.Node],
     ) -> fx.Node:
-        """A copy of it for one reader alone, if it is a step of this kernel, and of all that leads
-        to it. What two read, Inductor may write to memory."""
-        if maker(node) not in inside or not is_elementwise(maker(node)):
-            return self._find(node, local)
-        inputs = {n: self._anew(n, inside, local, steps) for n in node.all_input_nodes}
-        steps.append(self._copy(node, inputs))
-        return steps[-1]
+        """Return a copy of a node and of the elementwise operations that lead to it, for a single
+        consumer; Inductor may write what two consumers share to memory. Outside of the kernel's
+        elementwise operations, return the shared copy."""
+        if producer(node) not in inside or not is_elementwise(producer(node)):
+            return self._copy_of(node, local)
+        inputs = {n: self._unshared_copy(n, inside, local, unshared) for n in node.all_input_nodes}
+        unshared.append(self._copy(node, inputs))
+        return unshared[-1]
 
-    def _materialized(self, node: fx.Node, number: int, *, apart: bool) -> fx.Node:
-        written = self.graph.call_function(materialize, (node, apart))
-        written.meta = {**node.meta, RUN: (self.compiled.number, number)}
-        return written
+    def _materialized(self, node: fx.Node, run: int, *, separate_buffer: bool) -> fx.Node:
+        """Mark a node to be written to memory; with `separate_buffer`, to a buffer of its own."""
+        marked = self.graph.call_function(materialize, (node, separate_buffer))
+        marked.meta = {**node.meta, RUN_KEY: (self.compiled.number, run)}
+        return marked
 
-    def _copy_here(self, node: fx.Node, local: dict[fx.Node, fx.Node]) -> None:
-        local[node] = self._copy(node, {n: self._find(n, local) for n in node.all_input_nodes})
+    def _copy_into_run(self, node: fx.Node, local: dict[fx.Node, fx.Node]) -> None:
+        """Copy a node with its inputs' copies, and register it among the copies of this run."""
+        local[node] = self._copy(node, {n: self._copy_of(n, local) for n in node.all_input_nodes})
 
-    def _find(self, node: fx.Node, local: dict[fx.Node, fx.Node]) -> fx.Node:
-        """What an argument is now; views of it are written here."""
-        node = self.anew.get(node, node)
+    def _copy_of(self, node: fx.Node, local: dict[fx.Node, fx.Node]) -> fx.Node:
+        """Return the current copy of an argument. Views of it are copied into this run."""
+        node = self.recomputed_copies.get(node, node)
         if node in local:
             return local[node]
-        if node.op in ("placeholder", "get_attr") or is_number(node):
-            return self._once(node, local)
-        if source(node) is node:
-            return self.current[node]
-        self._copy_here(node, local)
+        if node.op in ("placeholder", "get_attr") or is_symbolic_scalar(node):
+            return self._copy_once(node, local)
+        if storage_base(node) is node:
+            return self.latest[node]
+        self._copy_into_run(node, local)
         return local[node]
 
-    def _once(self, node: fx.Node, local: dict[fx.Node, fx.Node]) -> fx.Node:
-        if node not in self.copied:
-            inputs = {n: self._find(n, local) for n in node.all_input_nodes}
-            self.copied[node] = self._copy(node, inputs)
-        return self.copied[node]
+    def _copy_once(self, node: fx.Node, local: dict[fx.Node, fx.Node]) -> fx.Node:
+        """Return the only copy of a placeholder, constant or symbolic scalar."""
+        if node not in self.copied_once:
+            inputs = {n: self._copy_of(n, local) for n in node.all_input_nodes}
+            self.copied_once[node] = self._copy(node, inputs)
+        return self.copied_once[node]
 
     def _copy(self, node: fx.Node, inputs: dict[fx.Node, fx.Node]) -> fx.Node:
-        made = self.graph.node_copy(node, inputs.__getitem__)
-        made.meta = dict(node.meta)
-        return made
+        """Copy a node into the graph, with its inputs replaced."""
+        copy = self.graph.node_copy(node, inputs.__getitem__)
+        copy.meta = dict(node.meta)
+        return copy
 
-    def _returned(self, nodes: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _latest_copies(self, nodes: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the latest copies of nodes; other items, such as None, stay."""
         local: dict[fx.Node, fx.Node] = {}
-        return tuple(self._find(n, local) if isinstance(n, fx.Node) else n for n in nodes)
+        return tuple(self._copy_of(n, local) if isinstance(n, fx.Node) else n for n in nodes)

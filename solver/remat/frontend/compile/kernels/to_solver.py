@@ -1,186 +1,207 @@
-"""Regions -> `Graph`: the same plain data that the solver, the simulator and all pictures know.
+"""Convert fusion groups to a `Graph`: the form that the solver, the simulator and the views read.
 
-An operation is a region, a value a tensor that its kernel really writes. What is only made and read
-inside of a kernel is no value, and running it again there costs nothing.
+An operation of the graph is a fusion group, a value a tensor that its kernel writes to memory. A
+tensor that is used only inside of a kernel is no value, and recomputing it there costs no time.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from torch import fx
 
-from remat.costs.pricing import FLOOR_S
+from remat.costs.trace_costs import MIN_COST_S
 from remat.documents.trace import BOUNDARY
+from remat.frontend.common.aliases import storage_base
 from remat.frontend.compile.joint.fx_utils import (
-    elements,
-    is_number,
-    may_run_again,
+    is_recomputable,
+    is_symbolic_scalar,
     node_bytes,
-    read_by,
-    source,
-    tensors,
+    num_elements,
+    output_tensors,
+    storages_read_by,
 )
-from remat.frontend.compile.joint.joint_graph import Joint
-from remat.frontend.compile.kernels.cost_model import Price
-from remat.frontend.compile.kernels.fusion_groups import Region, moved_bytes, reads_of
-from remat.frontend.compile.kernels.in_place import read_before_draws, with_overwrites
+from remat.frontend.compile.joint.joint_graph import CompiledJointGraph
+from remat.frontend.compile.kernels.cost_model import GroupCost
+from remat.frontend.compile.kernels.fusion_groups import FusionGroup, moved_bytes, tensors_read
+from remat.frontend.compile.kernels.in_place import tensors_read_before_random_ops, with_overwrites
 from remat.graph import Graph, Operation, Value
-from remat.limits.outputs import HELD
+from remat.limits.outputs import OUTPUTS_HELD
 
-_FIRST = re.compile(r"[LG]\['\w+'\]\.?")
-"""How torch's paths of modules begin: the name of a variable."""
+_MODEL_VARIABLE = re.compile(r"[LG]\['\w+'\]\.?")
+"""The start of torch's module paths: the Python variable that holds the model."""
 
-_LONGEST = 60
+_MAX_NAME_LENGTH = 60
 
 
 @dataclass(frozen=True)
-class Step:
-    """A step to plan. `regions` has the region of each operation of the graph, None for the
-    boundary; what a region writes are the operation's outputs, in their order. `held` is what of
-    the forward's results its caller holds until the backward ends."""
+class CompileProblem:
+    """The planning problem of a compiled step.
+
+    `groups` has the fusion group of each operation of `graph`, None for the boundary; the tensors
+    that a group writes are the operation's outputs, in the same order. `retained_outputs` are the
+    forward outputs that the caller references until the backward ends.
+    """
 
     graph: Graph
-    joint: Joint
-    regions: tuple[Region | None, ...]
-    held: frozenset[fx.Node]
+    joint: CompiledJointGraph
+    groups: tuple[FusionGroup | None, ...]
+    retained_outputs: frozenset[fx.Node]
 
 
-def read(
-    joint: Joint,
-    regions: list[Region],
-    prices: Callable[[Region, int], Price],
-    outputs: str = HELD,
-) -> Step:
-    """The graph of the step. `prices` says what a region costs that moves so many bytes.
+def build_problem(
+    joint: CompiledJointGraph,
+    groups: list[FusionGroup],
+    cost_model: Callable[[FusionGroup, int], GroupCost],
+    outputs: str = OUTPUTS_HELD,
+) -> CompileProblem:
+    """Build the solver's graph of a step. `cost_model` returns the cost of a group that moves a
+    number of bytes.
 
-    What the forward returns is held to the end of the backward, unless `outputs` are dropped: then
-    until it starts. What comes from outside of the backward (tangents) is held as autograd does.
+    Forward outputs stay in memory until the end of the backward, or until its start if `outputs` is
+    "dropped". Tangents stay in memory as autograd retains them.
     """
     values: list[Value] = []
-    number: dict[fx.Node, int] = {}
+    value_of: dict[fx.Node, int] = {}
 
-    def add(nodes: tuple[fx.Node, ...]) -> tuple[int, ...]:
+    def add_values(nodes: Sequence[fx.Node]) -> tuple[int, ...]:
         for node in nodes:
-            number[node] = len(values)
+            value_of[node] = len(values)
             values.append(Value(node.name, node_bytes(node)))
-        return tuple(number[node] for node in nodes)
+        return tuple(value_of[node] for node in nodes)
 
-    held = joint.held(outputs)
+    retained = joint.retained_outputs(outputs)
     operations: list[Operation] = []
-    of: list[Region | None] = []
-    taken: set[str] = {BOUNDARY}
+    group_of: list[FusionGroup | None] = []
+    used_names: set[str] = {BOUNDARY}
     boundary: int | None = None
-    for region in regions:
-        if region.is_backward and boundary is None:
+    for group in groups:
+        if group.is_backward and boundary is None:
             boundary = len(operations)
-            still = tuple(sorted(number[n] for n in joint.results - held))
-            made = add(joint.tangents)
-            start = Operation(BOUNDARY, still, made, 0.0, recomputable=False, backward=True)
-            operations.append(start)
-            of.append(None)
-        inputs = tuple(sorted(number[n] for n in reads_of(region) if n in number))
-        made = add(tuple(region.written))
-        lasts = joint.mutated.isdisjoint(read_by(region.nodes))
-        again = lasts and all(map(may_run_again, region.nodes))
-        price = prices(region, moved_bytes(region))
+            dropped = tuple(sorted(value_of[n] for n in joint.computed_outputs - retained))
+            tangents = add_values(joint.tangents)
+            operations.append(
+                Operation(BOUNDARY, dropped, tangents, 0.0, recomputable=False, backward=True)
+            )
+            group_of.append(None)
+        inputs = tuple(sorted(value_of[n] for n in tensors_read(group) if n in value_of))
+        written = add_values(group.written)
+        reads_no_mutated = joint.mutated.isdisjoint(storages_read_by(group.nodes))
+        is_repeatable = reads_no_mutated and all(map(is_recomputable, group.nodes))
+        cost = cost_model(group, moved_bytes(group))
         operations.append(
             Operation(
-                name=_name(region, taken),
+                name=_unique_name(group, used_names),
                 inputs=inputs,
-                outputs=made,
-                cost_s=max(FLOOR_S, price.cost_s),
-                workspace_bytes=price.workspace_bytes,
-                backward=region.is_backward,
-                recomputable=again and bool(made) and not region.is_backward,
-                module=_module(region.all_nodes[-1]),
-                sequenced=not joint.mutated.isdisjoint(read_by(region.all_nodes)),
+                outputs=written,
+                cost_s=max(MIN_COST_S, cost.cost_s),
+                workspace_bytes=cost.workspace_bytes,
+                backward=group.is_backward,
+                recomputable=is_repeatable and bool(written) and not group.is_backward,
+                module=_module_path(group.all_nodes[-1]),
+                sequenced=not joint.mutated.isdisjoint(storages_read_by(group.all_nodes)),
             )
         )
-        of.append(region)
-    # A view of a parameter or of the batch is returned too, and takes nothing here.
-    gradients = [source(n) for n in joint.gradients if isinstance(n, fx.Node)]
-    brought = [n for n in joint.tangents if n not in joint.passing]
-    results = {number[n] for n in (*gradients, *brought) if n in number}
-    results |= {number[n] for n in (held if boundary is not None else joint.results)}
+        group_of.append(group)
+    # A gradient may be a view of a parameter or of the batch: it takes no memory of the graph.
+    gradients = [storage_base(n) for n in joint.gradients if isinstance(n, fx.Node)]
+    retained_tangents = [n for n in joint.tangents if n not in joint.donated_tangents]
+    results = {value_of[n] for n in (*gradients, *retained_tangents) if n in value_of}
+    results |= {value_of[n] for n in (joint.computed_outputs if boundary is None else retained)}
     graph = Graph(
         tuple(operations),
         tuple(values),
         frozenset(results),
-        joint.given_bytes + joint.copied_bytes,
+        joint.primals_bytes + joint.layout_copy_bytes,
         boundary,
     )
-    over: dict[int, list[int]] = {}
-    not_ours = joint.results.union(joint.tangents)
-    writer = {node: region for region in regions for node in region.written}
-    for made, before in (pair for kernel in joint.kernels or () for pair in kernel.over):
-        if made not in writer:
+    in_place_inputs = _in_place_inputs(joint, groups, value_of)
+    graph = with_overwrites(graph, in_place_inputs)
+    return CompileProblem(graph, joint, tuple(group_of), retained)
+
+
+def _in_place_inputs(
+    joint: CompiledJointGraph, groups: Sequence[FusionGroup], value_of: dict[fx.Node, int]
+) -> dict[int, list[int]]:
+    """Return for each output the inputs into whose memory Inductor may write it, as values."""
+    candidates: dict[int, list[int]] = {}
+    owned_by_caller = joint.computed_outputs.union(joint.tangents)
+    writer = {node: group for group in groups for node in group.written}
+    pairs = (pair for kernel in joint.kernels or () for pair in kernel.in_place_pairs)
+    for output, kernel_input in pairs:
+        if output not in writer:
             continue
-        first = read_before_draws(made, writer[made])
-        for read_now in (before, *writer[made].instead.get(before, ())):
-            if read_now in number and read_now not in not_ours and read_now in first:
-                over.setdefault(number[made], []).append(number[read_now])
-    return Step(with_overwrites(graph, over), joint, tuple(of), held)
+        group = writer[output]
+        read_first = tensors_read_before_random_ops(output, group)
+        for read in (kernel_input, *group.inlined.get(kernel_input, ())):
+            if read in value_of and read not in owned_by_caller and read in read_first:
+                candidates.setdefault(value_of[output], []).append(value_of[read])
+    return candidates
 
 
-def _name(region: Region, taken: set[str]) -> str:
-    """For a kernel of several operations what Inductor calls it, without its number, for others
-    the node's name; each once."""
-    name = region.all_nodes[-1].name
-    if region.is_kernel and len(region.all_nodes) > 1:
-        made_of = {str(n.meta["original_aten"]) for n in region.all_nodes if _is_named(n)}
-        parts = sorted(full.split(".")[1] for full in made_of if "." in full)
+def _unique_name(group: FusionGroup, used_names: set[str]) -> str:
+    """Return a new name for a group, and add it to `used_names`. A kernel of several operations is
+    named as in Inductor, without its number; a single operation by its node."""
+    name = group.all_nodes[-1].name
+    if group.is_generated and len(group.all_nodes) > 1:
+        origins = (node.meta.get("original_aten") for node in group.all_nodes)
+        operators = {str(origin) for origin in origins if origin is not None}
+        parts = sorted(operator.split(".")[1] for operator in operators if "." in operator)
         if parts:
-            name = "fused_" + "_".join(parts)[:_LONGEST]
-    unique, number = name, 0
-    while unique in taken:
-        number += 1
-        unique = f"{name}_{number}"
-    taken.add(unique)
+            name = "fused_" + "_".join(parts)[:_MAX_NAME_LENGTH]
+    unique, suffix = name, 0
+    while unique in used_names:
+        suffix += 1
+        unique = f"{name}_{suffix}"
+    used_names.add(unique)
     return unique
 
 
-def _is_named(node: fx.Node) -> bool:
-    return node.meta.get("original_aten") is not None
+def limit_saved_bytes(problem: CompileProblem, budget_bytes: int, saved_bytes: int) -> Graph:
+    """Return the graph with at most `saved_bytes` saved between forward and backward.
 
-
-def leaving_room(step: Step, budget_bytes: int, saved_bytes: int) -> Graph:
-    """The graph with no more than `saved_bytes` held between forward and backward, unless it ends
-    in a loss: else other graphs of the step run then, and a share of the memory is theirs. The
-    graph itself where nothing is to be left."""
-    graph, boundary = step.graph, step.graph.boundary
-    outputs = [n for n in step.joint.outputs if isinstance(n, fx.Node) and not is_number(n)]
-    if boundary is None or all(elements(t) == 1 for n in outputs for t in tensors(n)):
+    Other graphs of the step run between forward and backward, and need their share of the budget;
+    it becomes workspace of the boundary operation. The graph is returned unchanged where all its
+    outputs are scalars (it ends in a loss, so no other graph runs there), or where the share is 0.
+    """
+    graph, boundary = problem.graph, problem.graph.boundary
+    outputs = [
+        node
+        for node in problem.joint.forward_outputs
+        if isinstance(node, fx.Node) and not is_symbolic_scalar(node)
+    ]
+    if boundary is None or all(num_elements(t) == 1 for n in outputs for t in output_tensors(n)):
         return graph
     start = graph.operations[boundary]
-    passing_bytes = sum(graph.values[v].size_bytes for v in (*start.inputs, *start.outputs))
-    room_bytes = budget_bytes - graph.constant_bytes - passing_bytes - saved_bytes
-    if room_bytes <= 0:
+    boundary_bytes = sum(graph.values[v].size_bytes for v in (*start.inputs, *start.outputs))
+    others_bytes = budget_bytes - graph.constant_bytes - boundary_bytes - saved_bytes
+    if others_bytes <= 0:
         return graph
-    start = replace(start, workspace_bytes=room_bytes)
+    start = replace(start, workspace_bytes=others_bytes)
     before, after = graph.operations[:boundary], graph.operations[boundary + 1 :]
     return replace(graph, operations=(*before, start, *after))
 
 
-def peak_as_inductor_runs(step: Step) -> int:
-    """The peak without recomputation, by Inductor's own kernels; 0 where it was not asked."""
-    joint = step.joint
-    if not joint.observed:
+def inductor_baseline_peak_bytes(problem: CompileProblem) -> int:
+    """Return the peak in bytes without recomputation, according to Inductor's own kernels; 0
+    without Inductor."""
+    joint = problem.joint
+    if not joint.probes:
         return 0
-    forward, backward = joint.observed
-    held = step.held.difference(joint.saved)
-    held |= {n for n in joint.tangents if n not in joint.passing}
-    held_bytes = sum(map(node_bytes, held))
-    return joint.given_bytes + max(
-        forward.live_bytes, held_bytes + forward.copied_bytes + backward.live_bytes
+    forward, backward = joint.probes
+    retained = problem.retained_outputs.difference(joint.saved_tensors)
+    retained |= {n for n in joint.tangents if n not in joint.donated_tangents}
+    retained_bytes = sum(map(node_bytes, retained))
+    return joint.primals_bytes + max(
+        forward.peak_bytes, retained_bytes + forward.layout_copy_bytes + backward.peak_bytes
     )
 
 
-def _module(node: fx.Node) -> str:
-    """The path of the module that it belongs to, as far as torch tells."""
+def _module_path(node: fx.Node) -> str:
+    """Return the module path of a node, "" where torch does not record one."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     if not stack:
         return ""
-    return _FIRST.sub("", str(list(stack.values())[-1][0]), count=1)
+    return _MODEL_VARIABLE.sub("", str(list(stack.values())[-1][0]), count=1)

@@ -1,7 +1,7 @@
-"""The ways to run a step that are planned, and which plan is taken.
+"""Variants of a step: alternative divisions of its joint graph into fusion groups.
 
-Which is better is not known before: what keeps less for the backward leaves it more memory at its
-start, and needs more of it while its kernels run.
+All variants are planned, because it is not known in advance which is better: saving less for the
+backward leaves more memory at its start, and takes more memory while its kernels run.
 """
 
 from __future__ import annotations
@@ -12,50 +12,49 @@ from torch import fx
 
 from remat.errors import InfeasibleBudget, RematError
 from remat.frontend.compile.joint.fx_utils import is_collective
-from remat.frontend.compile.joint.joint_graph import Joint
-from remat.frontend.compile.kernels.fused_recompute import made_beside
-from remat.frontend.compile.kernels.fusion_groups import Region, find_regions
-from remat.frontend.compile.kernels.inline_producers import inlined
+from remat.frontend.compile.joint.joint_graph import CompiledJointGraph
+from remat.frontend.compile.kernels.fused_recompute import with_fused_recomputation
+from remat.frontend.compile.kernels.fusion_groups import FusionGroup, find_fusion_groups
+from remat.frontend.compile.kernels.inline_producers import inline_producers
 from remat.plan import Plan
 
-Way = tuple[Joint, list[Region]]
+Variant = tuple[CompiledJointGraph, list[FusionGroup]]
+"""A joint graph and its fusion groups in execution order."""
 
 
-def ways_of(joint: Joint, *, sturdy: bool) -> list[Way]:
-    """As torch.compile would run the step; and, but for `sturdy` ones, with less kept for the
-    backward."""
-    regions = find_regions(joint)
-    ways = [(joint, inlined(joint, regions))]
-    if joint.kernels is not None and not sturdy:
-        joint, regions = made_beside(joint, regions) or (joint, regions)
-        less = inlined(joint, regions, draws=True)
-        other = _outline(less) != _outline(ways[0][1])
-        # Processes choose between ways by their own clocks: all need the same order.
-        if other and _collectives(less) == _collectives(ways[0][1]):
-            ways.append((joint, less))
-    return ways
+def find_variants(joint: CompiledJointGraph, *, baseline_only: bool) -> list[Variant]:
+    """Return the variants to plan: the step as torch.compile runs it and, unless `baseline_only`,
+    one with fused recomputation and inlined random masks, if it differs."""
+    groups = find_fusion_groups(joint)
+    variants = [(joint, inline_producers(joint, groups))]
+    if joint.kernels is not None and not baseline_only:
+        joint, groups = with_fused_recomputation(joint, groups) or (joint, groups)
+        fused = inline_producers(joint, groups, inline_random=True)
+        baseline = variants[0][1]
+        is_different = [g.written for g in fused] != [g.written for g in baseline]
+        # Each process selects a variant by its own timings: all need the same order of collectives.
+        if is_different and _collectives(fused) == _collectives(baseline):
+            variants.append((joint, fused))
+    return variants
 
 
-def _outline(regions: Sequence[Region]) -> list[list[fx.Node]]:
-    return [region.written for region in regions]
+def _collectives(groups: Sequence[FusionGroup]) -> list[fx.Node]:
+    """Return the collective operations in execution order."""
+    return [node for group in groups for node in group.all_nodes if is_collective(node)]
 
 
-def _collectives(regions: Sequence[Region]) -> list[fx.Node]:
-    return [n for region in regions for n in region.all_nodes if is_collective(n)]
+def objective(plan: Plan, *, minimize_peak: bool) -> tuple[float, float]:
+    """Return the sort key of a plan among those of the variants; the smallest is the best. It is
+    the peak with `minimize_peak`, else whether the plan recomputes anything; then the time."""
+    has_recomputation = len(plan.schedule) > len(plan.graph)
+    return (plan.peak_bytes if minimize_peak else has_recomputation, plan.time_s)
 
 
-def badness(plan: Plan, *, is_smallest: bool) -> tuple[float, float]:
-    """Less is better: a plan that runs nothing again before others, then the quickest; where the
-    smallest is wanted, the smallest peak."""
-    again = len(plan.schedule) > len(plan.graph)
-    return (plan.peak_bytes if is_smallest else again, plan.time_s)
+def least_demanding_error(errors: Sequence[RematError]) -> RematError:
+    """Return the error with the smallest minimum feasible budget."""
 
+    def min_budget(error: RematError) -> float:
+        min_bytes = error.min_feasible_bytes if isinstance(error, InfeasibleBudget) else None
+        return float("inf") if min_bytes is None else min_bytes
 
-def least(failed: Sequence[RematError]) -> RematError:
-    """Of errors, that which asks for the least memory."""
-
-    def asked(error: RematError) -> float:
-        found = error.min_feasible_bytes if isinstance(error, InfeasibleBudget) else None
-        return float("inf") if found is None else found
-
-    return min(failed, key=asked)
+    return min(errors, key=min_budget)

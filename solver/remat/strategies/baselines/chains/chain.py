@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from remat.errors import RematError
 from remat.graph import Graph
 from remat.schedule import Schedule
-from remat.strategies.baselines.checkpointed import Builder, checkpointed_count, forward_count
+from remat.strategies.baselines.schedule_builder import ScheduleBuilder, segmented_count, forward_count
 
 MAX_STAGES = 100
 """Finer chains are coarsened, the cheapest neighbours first: Rotor takes cubic time."""
@@ -35,7 +35,7 @@ _ONE_STAGE = 2 / 3
 
 def cut_points(graph: Graph) -> dict[int, int]:
     """After which operations of the forward pass the order may be cut, with the states."""
-    count = checkpointed_count(graph)
+    count = segmented_count(graph)
     last = [max((u for u in users if u < count), default=-1) for users in graph.consumers]
     shared = {
         v
@@ -134,12 +134,12 @@ class Chain:
         return cls(graph, stages, kept)
 
 
-class Sweep:
+class ChainScheduleWriter:
     """Writes a schedule stage by stage; the verbs of Revolve and Rotor."""
 
     def __init__(self, chain: Chain) -> None:
         self.chain = chain
-        self._builder = Builder(chain.graph)
+        self._builder = ScheduleBuilder(chain.graph)
         self._next = 0
 
     def advance(self, number: int) -> None:
@@ -166,7 +166,7 @@ class Sweep:
         graph = self.chain.graph
         stage = self.chain.stages[number]
         for op in stage.backward:
-            self._builder.ensure(graph.operations[op].inputs)
+            self._builder.recompute(graph.operations[op].inputs)
             self._builder.run(op)
         self._builder.drop(v for op in stage.forward for v in graph.operations[op].outputs)
 
@@ -177,7 +177,7 @@ class Sweep:
     def _forward(self, number: int, wanted: Sequence[int]) -> None:
         stage = self.chain.stages[number]
         if number < self._next:
-            self._builder.ensure(wanted)
+            self._builder.recompute(wanted)
             return
         self._next = number + 1
         graph = self.chain.graph

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from remat.graph import Graph
 from remat.strategies.baselines.chains.chain import Chain, Stage
-from remat.strategies.baselines.checkpointed import Builder, checkpointed_count
+from remat.strategies.baselines.schedule_builder import ScheduleBuilder, segmented_count
 
 Floats = npt.NDArray[np.float64]
 
@@ -48,16 +48,16 @@ class ChainCosts:
         sizes = [value.size_bytes for value in graph.values]
         free = set(chain.kept)
         rows: list[tuple[float, ...]] = []
-        begin = checkpointed_count(graph)
-        borders = [0] * len(chain.stages)
+        begin = segmented_count(graph)
+        segment_borders = [0] * len(chain.stages)
         for number in reversed(range(len(chain.stages))):
-            borders[number] = begin
+            segment_borders[number] = begin
             begin += len(chain.stages[number].backward)
         for number, stage in enumerate(chain.stages):
             state = [] if stage.state is None else [stage.state]
             saved = {*stage.tape, *state}
             later = {op for after in chain.stages[number + 1 :] for op in after.forward}
-            held = _held(graph, borders[number], later)
+            held = _held(graph, segment_borders[number], later)
             pinned = {v for v in graph.results if graph.producer[v] in stage.forward}
             rows.append(
                 (
@@ -80,7 +80,7 @@ class ChainCosts:
 def _held(graph: Graph, border: int, later: set[int]) -> set[int]:
     """What the backward pass has made before operation `border` and still needs, and the results
     of the forward operations `later`."""
-    begin = checkpointed_count(graph)
+    begin = segmented_count(graph)
     return {
         v
         for v, producer in enumerate(graph.producer)
@@ -94,12 +94,12 @@ def _held(graph: Graph, border: int, later: set[int]) -> set[int]:
 
 def _again_s(chain: Chain, stage: Stage, wanted: Iterable[int]) -> float:
     """The time to make values of a stage again from the state before it."""
-    builder = Builder(chain.graph)
+    builder = ScheduleBuilder(chain.graph)
     for op in range(stage.forward[-1] + 1):
         builder.run(op)
     made = (v for op in stage.forward for v in chain.graph.operations[op].outputs)
     builder.drop(v for v in made if v not in chain.kept)
-    return sum(chain.graph.operations[op].cost_s for op in builder.missing(wanted))
+    return sum(chain.graph.operations[op].cost_s for op in builder.missing_operations(wanted))
 
 
 def _peak(

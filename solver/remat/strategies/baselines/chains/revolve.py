@@ -18,8 +18,8 @@ from typing import Annotated
 from remat.schedule import Schedule
 from remat.solution import Solution
 from remat.strategies.base import Task
-from remat.strategies.baselines.chains.chain import Chain, Sweep
-from remat.strategies.baselines.checkpointed import cheapest
+from remat.strategies.baselines.chains.chain import Chain, ChainScheduleWriter
+from remat.strategies.baselines.schedule_builder import select_cheapest
 from remat.strategies.options import Checked, between
 
 
@@ -37,8 +37,8 @@ class Revolve(Checked):
     def run(self, task: Task) -> Solution:
         """The cheapest fitting number of checkpoints. Raises `RematError` if the graph is no
         chain, `InfeasibleBudget` where no number fits."""
-        chain = Chain.of(task.graph, name=self.name)
-        return cheapest(task, self._candidates(chain), name=self.name)
+        chain = Chain.of(task.graph, strategy=self.name)
+        return select_cheapest(task, self._candidates(chain), strategy=self.name)
 
     def _candidates(self, chain: Chain) -> Iterator[tuple[str, Schedule]]:
         length = len(chain.stages)
@@ -47,7 +47,7 @@ class Revolve(Checked):
         )
         splits = _splits(length, max(wanted))
         for checkpoints in wanted:
-            sweep = Sweep(chain)
+            sweep = ChainScheduleWriter(chain)
             _reverse(sweep, splits, 0, length, checkpoints)
             yield f"c={checkpoints}", sweep.schedule()
 
@@ -69,7 +69,7 @@ def _splits(length: int, checkpoints: int) -> list[list[int]]:
     return splits
 
 
-def _reverse(sweep: Sweep, splits: list[list[int]], first: int, end: int, checkpoints: int) -> None:
+def _reverse(sweep: ChainScheduleWriter, splits: list[list[int]], first: int, end: int, checkpoints: int) -> None:
     """Reverse the stages from `first` to before `end`; the state before `first` is held, and one
     of the `checkpoints`."""
     if end - first == 1:
@@ -90,7 +90,7 @@ def _reverse(sweep: Sweep, splits: list[list[int]], first: int, end: int, checkp
         _reverse(sweep, splits, first, middle, checkpoints)
 
 
-def _advance(sweep: Sweep, first: int, end: int) -> None:
+def _advance(sweep: ChainScheduleWriter, first: int, end: int) -> None:
     for number in range(first, end):
         sweep.advance(number)
         if number > first:

@@ -27,9 +27,9 @@ import numpy.typing as npt
 from remat.schedule import Schedule
 from remat.solution import Solution
 from remat.strategies.base import Task
-from remat.strategies.baselines.chains.chain import Chain, Sweep
+from remat.strategies.baselines.chains.chain import Chain, ChainScheduleWriter
 from remat.strategies.baselines.chains.chain_costs import ChainCosts, Floats
-from remat.strategies.baselines.checkpointed import cheapest
+from remat.strategies.baselines.schedule_builder import select_cheapest
 from remat.strategies.options import Checked, between
 
 _ALLOWANCE = 1.25
@@ -54,7 +54,7 @@ class Rotor(Checked):
     def run(self, task: Task) -> Solution:
         """The cheapest fitting of the program's schedules, one for each cost in its table. Raises
         `RematError` if the graph is no chain, `InfeasibleBudget` where none fits."""
-        chain, budget_bytes = Chain.of(task.graph, name=self.name), task.budget_bytes
+        chain, budget_bytes = Chain.of(task.graph, strategy=self.name), task.budget_bytes
         costs = ChainCosts.of(chain)
         most_bytes = _keep_all_bytes(costs, self.slots)
         limits_bytes = [most_bytes]
@@ -63,7 +63,7 @@ class Rotor(Checked):
             limits_bytes = [int(budget_bytes * _ALLOWANCE), most_bytes]
         tables = (self._candidates(chain, costs, limit) for limit in limits_bytes)
         candidates = itertools.chain.from_iterable(tables)
-        return cheapest(task, candidates, name=self.name, is_sorted=True)
+        return select_cheapest(task, candidates, strategy=self.name, is_sorted=True)
 
     def _candidates(
         self, chain: Chain, costs: ChainCosts, limit_bytes: int
@@ -74,7 +74,7 @@ class Rotor(Checked):
         levels = program.first[0, end]
         for m in range(self.slots, -1, -1):
             if np.isfinite(levels[m]) and (m == 0 or levels[m - 1] > levels[m]):
-                sweep = Sweep(chain)
+                sweep = ChainScheduleWriter(chain)
                 program.write(sweep, 0, end, m, is_first=True)
                 yield f"{m} of {self.slots} slots", sweep.schedule()
 
@@ -104,7 +104,7 @@ class _Tables:
             for s in range(length - span):
                 self._fill(s, s + span)
 
-    def write(self, sweep: Sweep, s: int, t: int, m: int, *, is_first: bool) -> None:
+    def write(self, sweep: ChainScheduleWriter, s: int, t: int, m: int, *, is_first: bool) -> None:
         """The schedule that the tables say is the cheapest for stages s to t within m pieces."""
         if s == t:
             sweep.tape(s, with_state=False)

@@ -13,7 +13,7 @@ from typing import Annotated
 
 from remat.errors import RematError, SolverError, SolverTimeout
 from remat.milp.solvers import pulp_versions
-from remat.milp.solvers.highs import EXACT, BulkHiGHS
+from remat.milp.solvers.highs import TIGHT_TOLERANCES, HighsSolver
 from remat.milp.solvers.outcome import Outcome, SolverRun
 from remat.progress import Cancel
 from remat.schedule import Schedule
@@ -58,7 +58,7 @@ class CheckmateMilp(Checked):
             program = CheckmateModel(graph, limit)
             try:
                 left_s = max(0.1, deadline - time.monotonic())
-                answer = self._solve(program, cancel, left_s, EXACT if attempt else None)
+                answer = self._solve(program, cancel, left_s, TIGHT_TOLERANCES if attempt else None)
             except SolverError as error:
                 keep_all = Schedule.keep_all(graph)
                 if budget_bytes is not None and peak_and_time(graph, keep_all)[0] > budget_bytes:
@@ -99,15 +99,15 @@ class CheckmateMilp(Checked):
         time_limit: float,
         options: Mapping[str, float] | None,
     ) -> SolverRun:
-        highs = BulkHiGHS(
+        highs = HighsSolver(
             gap=self.gap,
             time_limit=time_limit,
             threads=self.threads,
             seed=self.seed,
-            cancelled=None if cancel is None else cancel.is_set,
+            is_cancelled=None if cancel is None else cancel.is_set,
             options=options,
         )
         try:
-            return highs.solve(pulp_versions.read(program.problem))
+            return highs.solve(pulp_versions.read_arrays(program.problem))
         except SolverError as error:
             raise SolverError(f"{error}; use Auto") from None

@@ -22,16 +22,16 @@ from pydantic import Field
 from remat.errors import InfeasibleBudget, RematError, SolverError, SolverTimeout
 from remat.graph import Graph
 from remat.milp import model, slots
-from remat.milp.model import Model
-from remat.milp.solvers.highs import BulkHiGHS
+from remat.milp.model import MilpModel
+from remat.milp.solvers.highs import HighsSolver
 from remat.milp.solvers.outcome import Outcome
 from remat.progress import Cancel
 from remat.schedule import Schedule
 from remat.simulate import peak_and_time
 from remat.solution import Solution, Stats
 from remat.strategies.base import Task
-from remat.strategies.baselines.checkpointed import cheapest
-from remat.strategies.baselines.published_milp.rounding import held_shares, rounded
+from remat.strategies.baselines.schedule_builder import select_cheapest
+from remat.strategies.baselines.published_milp.rounding import retained_share_matrix, rounded
 from remat.strategies.infeasible import infeasible
 from remat.strategies.options import Checked, Seconds, Seed, Share, Threads, between
 
@@ -76,7 +76,7 @@ class LpRounding(Checked):
         if task.budget_bytes is None:
             failures: list[SolverError] = []
             candidates = self._least(graph, until, cancel, failures)
-            found = cheapest(Task(graph), candidates, name=self.name)
+            found = select_cheapest(Task(graph), candidates, strategy=self.name)
             return Solution(found.schedule, stats={**found.stats, **_told(failures)})
         return self._within(graph, task.budget_bytes, until, cancel)
 
@@ -90,7 +90,7 @@ class LpRounding(Checked):
 
         def best_of(candidates: Iterator[tuple[str, Schedule]]) -> Solution | None:
             try:
-                return cheapest(Task(graph, budget_bytes), candidates, name=self.name)
+                return select_cheapest(Task(graph, budget_bytes), candidates, strategy=self.name)
             except InfeasibleBudget as error:
                 peaks_bytes.append(error.min_feasible_bytes or 0)
                 return None
@@ -151,13 +151,13 @@ class LpRounding(Checked):
 
     def _relax(
         self, graph: Graph, limit_bytes: int | None, until: float, cancel: Cancel | None
-    ) -> tuple[Model | None, float]:
+    ) -> tuple[MilpModel | None, float]:
         """The solved relaxation (None if it has no solution) with its least time in seconds or, if
         there is no limit, its least peak in bytes without constant memory."""
-        relaxed = model.build(graph, slots.complete(graph), limit_bytes)
+        relaxed = model.build(graph, slots.build_complete_slots(graph), limit_bytes)
         left = max(0.1, until - time.monotonic())
         is_cancelled = None if cancel is None else cancel.is_set
-        highs = BulkHiGHS(gap=0.0, time_limit=left, threads=self.threads, cancelled=is_cancelled)
+        highs = HighsSolver(gap=0.0, time_limit=left, threads=self.threads, is_cancelled=is_cancelled)
         try:
             answer = highs.solve(relaxed.arrays.relaxed())
         except SolverError as error:
@@ -173,9 +173,9 @@ class LpRounding(Checked):
         return relaxed, answer.objective * unit
 
     def _roundings(
-        self, graph: Graph, relaxed: Model, where: str
+        self, graph: Graph, relaxed: MilpModel, where: str
     ) -> Iterator[tuple[str, Schedule]]:
-        shares = held_shares(graph, relaxed)
+        shares = retained_share_matrix(graph, relaxed)
         for threshold in _THRESHOLDS:
             yield f"{where}, threshold {threshold:g}", rounded(graph, shares > threshold)
         for sample in range(self.samples):

@@ -1,31 +1,32 @@
-"""The step that anneals in the graph's order: `heuristics.annealing.search_in_order`."""
+"""The step that anneals in the graph's order: `heuristics.annealing.anneal_recomputations`."""
 
 from __future__ import annotations
 
-from remat.heuristics.annealing import search_in_order
+from remat.heuristics.annealing import anneal_recomputations
 from remat.schedule import Schedule
 from remat.strategies.search.deadline import Clock
-from remat.strategies.search.state import Known
+from remat.strategies.search.state import SearchState
 
-_WELL = 0.1
-"""Of the gap: no more is wanted."""
+_GAP_SHARE = 0.1
+"""Share of the requested gap at which annealing is not worth its time."""
 
 _MOVES_PER_OPERATION = 1_000
 _MOVES_PER_S = 15_000
-"""What one core does; more only means that the last round is cut off by the clock."""
+"""Moves that one core tries in a second. With more, the clock ends the last round early."""
 
 
-def anneal(known: Known, clock: Clock) -> None:
-    """The cheapest schedule that annealing finds, from the best that is known."""
-    if known.is_enough(known.objective, _WELL):
+def anneal(state: SearchState, clock: Clock) -> None:
+    """Add the cheapest schedule that annealing finds from the best incumbent."""
+    if state.is_good_enough(state.objective, _GAP_SHARE):
         return
-    graph = known.graph
-    found = search_in_order(
+    graph = state.graph
+    max_moves = min(float(_MOVES_PER_OPERATION * len(graph)), clock.remaining_s * _MOVES_PER_S)
+    schedule = anneal_recomputations(
         graph,
-        known.budget_bytes,
-        known.best if known.rated else Schedule.keep_all(graph),
-        effort=int(min(float(_MOVES_PER_OPERATION * len(graph)), clock.left_s * _MOVES_PER_S)),
-        seed=known.options.seed,
+        state.budget_bytes,
+        state.best if state.incumbents else Schedule.keep_all(graph),
+        max_moves=int(max_moves),
+        seed=state.options.seed,
         stop=clock.is_over,
     )
-    known.offer([found])
+    state.add_schedules([schedule])

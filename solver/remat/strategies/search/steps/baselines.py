@@ -1,4 +1,5 @@
-"""What the quick baselines find, for a search to begin from: so it is never worse than any of them.
+"""The step that runs the quick baseline strategies, so that a search is never worse than any of
+them.
 
 Each takes milliseconds to a few seconds, even at 10,000 operations.
 """
@@ -18,41 +19,45 @@ from remat.strategies.baselines.every_k import EveryK
 from remat.strategies.baselines.knapsack import Knapsack
 from remat.strategies.baselines.per_block import PerBlock
 from remat.strategies.search.deadline import Clock
-from remat.strategies.search.state import Known
+from remat.strategies.search.state import SearchState
 
-QUICK: tuple[Strategy, ...] = (
+QUICK_BASELINES: tuple[Strategy, ...] = (
     PerBlock(),
     EveryK(),
     ChenGreedy(),
     ArticulationPoints("greedy"),
     Knapsack(),
 )
+"""Baseline strategies that are fast on graphs of any size."""
 
 
-def try_baselines(known: Known, clock: Clock) -> None:
-    """What the quick baselines find within the budget, or with their smallest peaks."""
-    known.offer(quick_schedules(known.task.graph, known.task.budget_bytes, clock.is_over))
+def run_quick_baselines(state: SearchState, clock: Clock) -> None:
+    """Add the schedules of the quick baselines within the budget, or with their smallest peaks."""
+    state.add_schedules(
+        quick_baseline_schedules(state.task.graph, state.task.budget_bytes, clock.is_over)
+    )
 
 
-def quick_schedules(
+def quick_baseline_schedules(
     graph: Graph, budget_bytes: int | None, stop: Callable[[], bool]
 ) -> Iterator[Schedule]:
-    """Schedules within the budget; without one, those with each one's smallest peak.
+    """Yield the quick baselines' schedules within the budget; without one, those with the smallest
+    peak of each.
 
-    A baseline that does not work on this graph, or finds nothing that fits before `stop` says that
-    it is too late, yields nothing.
+    A baseline that does not apply to this graph, or has no schedule that fits before `stop` returns
+    True, yields nothing.
     """
-    for strategy in QUICK:
+    for strategy in QUICK_BASELINES:
         if stop():
             return
         try:
-            yield strategy.run(Task(graph, budget_bytes, cancel=_When(stop))).schedule
+            yield strategy.run(Task(graph, budget_bytes, cancel=_CallableCancel(stop))).schedule
         except RematError:
             continue
 
 
 @dataclass(frozen=True)
-class _When:
-    """A cancel that asks."""
+class _CallableCancel:
+    """A `Cancel` whose state is the result of a function."""
 
     is_set: Callable[[], bool]

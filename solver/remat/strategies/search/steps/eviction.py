@@ -1,66 +1,74 @@
-"""The steps that evict: for the least cost within a budget, and for the smallest peak."""
+"""The steps that find schedules by eviction: within a budget, and for the smallest peak."""
 
 from __future__ import annotations
 
 from remat.graph import Graph
-from remat.heuristics.local_search import Rated, fitting, smallest
-from remat.milp.small import set_aside
+from remat.heuristics.local_search import schedules_within_budget, smallest_peak_schedule
+from remat.milp.small_values import reserve_small_values
 from remat.schedule import Schedule
 from remat.strategies.search.deadline import Clock
-from remat.strategies.search.state import Known
+from remat.strategies.search.state import SearchState
 
-_WELL, _MORE = 0.1, 0.03
-"""Eviction goes on to this share of the gap, for up to this share of the time."""
+_GAP_SHARE, _GAP_SHARE_TIME = 0.1, 0.03
+"""Eviction continues to this share of the gap, for up to this share of the time limit."""
+
+_SMALL_VALUES_TIME_SHARE = 0.5
+"""Share of the step's time for attempts with small values reserved."""
+
+_MIN_RUNS, _RUNS_PER_OPERATION = 20_000, 30
+"""Limit of the operations that eviction runs, absolute or in multiples of the graph's, whichever is
+more. The steps that follow find further improvements sooner."""
 
 
-_LIGHT = 0.5
-"""The share of the step's time that it may look with small values set aside."""
+def evict_for_cost(state: SearchState, clock: Clock) -> None:
+    """Add schedules that follow the checkpoint cuts' advice, and others around the best of them.
 
-_EFFORT, _ATTEMPTS = 20_000, 30
-"""Operations that eviction may run, and in units of the graph's if that is more: what it has not
-found by then, the steps that follow find sooner."""
-
-
-def evict(known: Known, clock: Clock) -> None:
-    """Schedules under the advice of the moments, and around the best of them.
-
-    Small values are set aside where that leaves something that fits, for this step and those that
-    follow.
+    If some fit with small values reserved, this step and those that follow work without those
+    values.
     """
-    room_bytes = known.budget_bytes - known.graph.constant_bytes
-    light, reserve_bytes = set_aside(known.graph, int(known.reserve * room_bytes))
-    if reserve_bytes:
-        left_bytes = known.budget_bytes - reserve_bytes
-        if found := _fitting(known, light, left_bytes, clock.share(_LIGHT)):
-            known.stats["reserve_bytes"] = reserve_bytes
-            known.set_aside(light, left_bytes)
-            known.offer(found)
+    available_bytes = state.budget_bytes - state.graph.constant_bytes
+    reduced_graph, small_bytes = reserve_small_values(
+        state.graph, int(state.small_values_share * available_bytes)
+    )
+    if small_bytes:
+        reduced_bytes = state.budget_bytes - small_bytes
+        time = clock.limited_to_share(_SMALL_VALUES_TIME_SHARE)
+        if schedules := _evicted_schedules(state, reduced_graph, reduced_bytes, time):
+            state.stats["small_values_bytes"] = small_bytes
+            state.switch_graph(reduced_graph, reduced_bytes)
+            state.add_schedules(schedules)
             return
-    known.offer(_fitting(known, known.graph, known.budget_bytes, clock))
+    state.add_schedules(_evicted_schedules(state, state.graph, state.budget_bytes, clock))
 
 
-def _fitting(known: Known, graph: Graph, budget_bytes: int, clock: Clock) -> list[Schedule]:
-    advisor = known.advisor
+def _evicted_schedules(
+    state: SearchState, graph: Graph, budget_bytes: int, clock: Clock
+) -> list[Schedule]:
+    advisor = state.advisor
 
-    def is_enough(time_s: float) -> bool:
-        late = clock.passed_s > _MORE * known.options.time_limit
-        return known.is_enough(time_s, 1.0 if late else _WELL)
+    def is_good_enough(time_s: float) -> bool:
+        is_late = clock.elapsed_s > _GAP_SHARE_TIME * state.options.time_limit
+        return state.is_good_enough(time_s, 1.0 if is_late else _GAP_SHARE)
 
-    found: list[Rated] = fitting(
+    candidates = schedules_within_budget(
         graph,
         budget_bytes,
-        known=known.schedules,
+        incumbents=state.schedules,
         advice=() if advisor is None else advisor.advice(),
-        enough=is_enough,
-        effort=max(_EFFORT, _ATTEMPTS * len(graph)),
+        is_good_enough=is_good_enough,
+        max_runs=max(_MIN_RUNS, _RUNS_PER_OPERATION * len(graph)),
         stop=clock.is_over,
     )
-    return [rated.schedule for rated in found]
+    return [candidate.schedule for candidate in candidates]
 
 
-def shrink(known: Known, clock: Clock) -> None:
-    """The smallest peak that eviction finds, down to the target."""
-    target_bytes = known.floor_bytes if known.target_bytes is None else known.target_bytes
-    start = known.best if known.rated else None
-    found = smallest(known.graph, target_bytes=target_bytes, start=start, stop=clock.is_over)
-    known.offer([found.schedule])
+def evict_for_peak(state: SearchState, clock: Clock) -> None:
+    """Add the schedule with the smallest peak that eviction finds, down to the target."""
+    target_bytes = state.target_bytes
+    if target_bytes is None:
+        target_bytes = state.peak_lower_bound_bytes
+    start = state.best if state.incumbents else None
+    smallest = smallest_peak_schedule(
+        state.graph, target_bytes=target_bytes, start=start, stop=clock.is_over
+    )
+    state.add_schedules([smallest.schedule])

@@ -1,11 +1,12 @@
-"""Schedules of networks of identical blocks, from programs in which blocks decide together.
+"""The step for networks of many identical blocks: programs in which blocks share decisions.
 
-At 7,000 operations a program over slots that are fine enough has tens of thousands of binaries. But
-neighbouring blocks want the same, except for what memory leaves them. So a few groups of blocks
-decide once each (`remat.milp.ties`). Blocks go by twos: where the value between two blocks is
-dropped, the second has to be made again from the first. One group after the other is solved, with
-all slots on offer, while the others run again what they do: a few hundred binaries whatever the
-depth. Then the groups are split, and it starts over. What comes out fits the graph as it is.
+At 7,000 operations a program over sufficiently fine slots has tens of thousands of binaries. But
+neighbouring blocks have the same best decisions, except for what memory leaves them. So blocks form
+a few groups, each with one decision (`remat.milp.shared_decisions`). Blocks are merged in pairs:
+where the value between two blocks is dropped, the second has to be recomputed from the first. The
+groups are solved one after the other, each with all its slots, while the others recompute what they
+did before: a few hundred binaries, whatever the depth. Then the groups are split, and it starts
+over. The resulting schedules fit the unmodified graph.
 """
 
 from __future__ import annotations
@@ -16,112 +17,129 @@ from collections.abc import Callable, Iterator
 from remat.errors import RematError
 from remat.graph import Graph
 from remat.milp import identical_blocks, slots
-from remat.milp.identical_blocks import Repeats
+from remat.milp.identical_blocks import IdenticalBlocks
+from remat.milp.shared_decisions import SharedDecisions
 from remat.milp.slots import Slots
-from remat.milp.ties import Ties
 from remat.schedule import Schedule
 from remat.strategies.base import Task
 from remat.strategies.baselines.per_block import PerBlock
 from remat.strategies.search.deadline import Clock
 from remat.strategies.search.runner import MilpRunner
-from remat.strategies.search.state import Known
+from remat.strategies.search.state import SearchState
 
-_LARGE = 5_000
-"""Operations from which on a graph is looked at: smaller ones are solved well as they are, and this
-would only take their time."""
+_MIN_OPERATIONS = 5_000
+"""Smaller graphs are solved well without this step, which would only take time."""
 
-_BLOCKS = 16
-_WIDTH = 2
-_GROUPS = (3, 6, 12)
-"""Of alike pairs of blocks, beside the first and the last pair, which decide for themselves. Each
-number divides the next, so that groups can go on from what larger ones decided."""
+_MIN_BLOCKS = 16
+_MERGED_BLOCKS = 2
+_GROUP_COUNTS = (3, 6, 12)
+"""Numbers of groups of identical pairs of blocks, level by level. The first and the last pair are
+groups of their own in addition. Each number divides the next, so that groups can start from what
+larger ones decided."""
 
-_EVERY = 24
-_IDLE = 4
-"""Of a block's forward pass: a value that lies idle for so small a part is no question."""
+_STRIDE = 24
+_IDLE_DIVISOR = 4
+"""A value that is idle for less than this part of a block's forward pass is not considered for
+recomputation."""
 
-_REGION = 2.2
-"""Blocks, in operations of their forward pass: within so many an operation runs again once."""
+_GROUP_SPAN_BLOCKS = 2.2
+"""Within this many merged blocks, in operations of their forward pass, an operation is recomputed
+at most once."""
 
-_WELL = 0.1
-"""Of the gap: to what the programs are solved, and what a level has to win for another."""
+_GAP_SHARE = 0.1
+"""Share of the requested gap to which the programs are solved, and which a level has to win for
+there to be a next one."""
 
-_WINDOW_S = 8.0
-_LEAST_S = 0.5
-
-
-def blocks_to_tie(graph: Graph) -> Repeats | None:
-    """The blocks of a large graph; None where there are too few."""
-    return identical_blocks.find(graph, _BLOCKS) if len(graph) >= _LARGE else None
+_PROGRAM_TIME_LIMIT_S = 8.0
+_MIN_PROGRAM_TIME_S = 0.5
 
 
-def tie_blocks(blocks: Repeats, known: Known, clock: Clock) -> None:
-    """What identical blocks that decide together come to. It uses the room to the last byte, so
-    nothing is set aside then."""
-    found = tied_schedule(known.runner, blocks, known.budget_bytes, clock, known.is_enough)
-    if found is not None:
-        known.offer([found])
-        known.reserve = 0.0
+def find_repeated_blocks(graph: Graph) -> IdenticalBlocks | None:
+    """Return the identical blocks of a large graph; None if it is small or has too few."""
+    if len(graph) < _MIN_OPERATIONS:
+        return None
+    return identical_blocks.find_identical_blocks(graph, _MIN_BLOCKS)
 
 
-def tied_schedule(
-    programs: MilpRunner,
-    blocks: Repeats,
+def solve_identical_blocks(blocks: IdenticalBlocks, state: SearchState, clock: Clock) -> None:
+    """Add the best schedule in which identical blocks share decisions.
+
+    It uses the budget to the last byte, so no memory is reserved for small values afterwards.
+    """
+    schedule = identical_blocks_schedule(
+        state.runner, blocks, state.budget_bytes, clock, state.is_good_enough
+    )
+    if schedule is not None:
+        state.add_schedules([schedule])
+        state.small_values_share = 0.0
+
+
+def identical_blocks_schedule(
+    runner: MilpRunner,
+    blocks: IdenticalBlocks,
     budget_bytes: int,
     clock: Clock,
-    enough: Callable[[float], bool],
+    is_good_enough: Callable[[float], bool],
 ) -> Schedule | None:
-    """The best found within the budget; None if there is none. Ends before its clock is over where
-    `enough` is true of a time in seconds, or once finer groups win little."""
-    graph = programs.graph
-    offered = slots.periodic(
+    """Return the best schedule within the budget in which identical blocks share decisions; None
+    if there is none.
+
+    Ends before the clock is over at a time in seconds that `is_good_enough` accepts, or once finer
+    groups win little.
+    """
+    graph = runner.graph
+    slot_set = slots.build_periodic_slots(
         graph,
-        blocks.block,
-        back=_WIDTH * blocks.length,
-        every=_EVERY,
-        idle=max(1, blocks.length // _IDLE),
-        region=int(_REGION * _WIDTH * blocks.length),
+        blocks.block_of,
+        max_distance=_MERGED_BLOCKS * blocks.forward_length,
+        stride=_STRIDE,
+        min_idle=max(1, blocks.forward_length // _IDLE_DIVISOR),
+        group_span=int(_GROUP_SPAN_BLOCKS * _MERGED_BLOCKS * blocks.forward_length),
     )
-    best = _per_block(programs, offered, budget_bytes)
-    gap = _WELL * programs.options.gap
-    for level in _levels(graph, blocks, offered):
-        before_s = math.inf if best is None else programs.time(best)
-        for number in range(max(level.group), -1, -1):
-            # From the last blocks on, which have the most room for what they make again.
-            left = min(_WINDOW_S, clock.left_s)
-            is_enough = best is not None and enough(programs.time(best))
-            if is_enough or left < _LEAST_S or clock.is_over():
+    best = _per_block_schedule(runner, slot_set, budget_bytes)
+    gap = _GAP_SHARE * runner.options.gap
+    for level in _levels(graph, blocks, slot_set):
+        time_before_s = math.inf if best is None else runner.time_s(best)
+        for group in range(max(level.block_group), -1, -1):
+            # From the last blocks on, which have the most memory for what they recompute.
+            time_limit_s = min(_PROGRAM_TIME_LIMIT_S, clock.remaining_s)
+            is_done = best is not None and is_good_enough(runner.time_s(best))
+            if is_done or time_limit_s < _MIN_PROGRAM_TIME_S or clock.is_over():
                 return best
-            free = range(len(offered))
+            free_slots: set[int] | range = range(len(slot_set))
             if best is not None:
-                window = {s for s in free if level.group_at(s) in (number, None)}
-                free = window.union(offered.locate(best) or ())
-            ties = level.over(offered.only(free))
-            found = programs.solve_tied(ties, budget_bytes, best, left, enough, gap)
-            if found is not None and programs.peak(found) <= budget_bytes:
-                best = found if best is None else min(best, found, key=programs.time)
-        if best is None or before_s - programs.time(best) < gap * programs.time(best):
+                window = {s for s in free_slots if level.group_of_slot(s) in (group, None)}
+                free_slots = window.union(slot_set.locate(best) or ())
+            shared = level.with_slots(slot_set.only(free_slots))
+            candidate = runner.solve_with_shared_decisions(
+                shared, budget_bytes, best, time_limit_s, is_good_enough, gap
+            )
+            if candidate is not None and runner.peak_bytes(candidate) <= budget_bytes:
+                best = candidate if best is None else min(best, candidate, key=runner.time_s)
+        if best is None or time_before_s - runner.time_s(best) < gap * runner.time_s(best):
             return best
     return best
 
 
-def _levels(graph: Graph, blocks: Repeats, offered: Slots) -> Iterator[Ties]:
-    """Ties of fewer and fewer blocks."""
-    pairs = identical_blocks.merged(blocks, _WIDTH)
+def _levels(graph: Graph, blocks: IdenticalBlocks, slot_set: Slots) -> Iterator[SharedDecisions]:
+    """Yield shared decisions of more and more, smaller and smaller groups."""
+    pairs = identical_blocks.merge_neighbours(blocks, _MERGED_BLOCKS)
     inner = pairs.count - 2
-    for count in _GROUPS:
+    for count in _GROUP_COUNTS:
         if inner < 2 * count:
             return
-        group = (0, *(1 + i * count // inner for i in range(inner)), count + 1)
-        yield Ties.of(graph, pairs, offered, group)
+        block_group = (0, *(1 + i * count // inner for i in range(inner)), count + 1)
+        yield SharedDecisions.of(graph, pairs, slot_set, block_group)
 
 
-def _per_block(programs: MilpRunner, offered: Slots, budget_bytes: int) -> Schedule | None:
-    """Checkpointing each block, which treats all of them alike, if it fits."""
+def _per_block_schedule(
+    runner: MilpRunner, slot_set: Slots, budget_bytes: int
+) -> Schedule | None:
+    """Return the schedule that checkpoints each block, which treats them all alike, if it fits."""
     try:
-        schedule = PerBlock().run(Task(programs.graph)).schedule
+        schedule = PerBlock().run(Task(runner.graph)).schedule
     except RematError:
         return None
-    if programs.peak(schedule) > budget_bytes or offered.locate(schedule) is None:
+    if runner.peak_bytes(schedule) > budget_bytes or slot_set.locate(schedule) is None:
         return None
     return schedule

@@ -1,8 +1,8 @@
 """The step that frees the best schedule window by window: large-neighbourhood search.
 
-In a window everything that the schedule recomputes stays on offer, and before the operations of the
-window so does what can be made again from far back. Such programs are small and solve in seconds
-where one over the whole sequence stalls. After each pass, what is known is recombined.
+Outside a window, the slots are the recomputations of the schedule; in it, all recomputations from
+far back have slots too. Such programs are small and solve in seconds where one over the whole
+sequence stalls. After each pass over the sequence, the schedules found so far are recombined.
 """
 
 from __future__ import annotations
@@ -13,79 +13,87 @@ from remat.milp.backends import Outcome
 from remat.milp.slots import Slots
 from remat.schedule import Schedule
 from remat.strategies.search.deadline import Clock
-from remat.strategies.search.state import Known
-from remat.strategies.search.steps.slots import recombine
+from remat.strategies.search.state import SearchState
+from remat.strategies.search.steps.slot_programs import recombine
 
-_BACK = 30
-_IDLE = 4
-_REGION = 20
-_SLOTS = 300
-_RECOMBINE_S = 10.0
-_WINDOW_S = 2.0
-_ENOUGH = 0.1
-"""Of the gap: what a pass has to win for another."""
+_MAX_DISTANCE = 30
+_MIN_IDLE = 4
+_GROUP_SPAN = 20
+_MAX_EXTRA_SLOTS = 300
+"""Optional slots of a window's program, in addition to the schedule's own recomputations."""
+_MIN_WINDOW = 8
+_RECOMBINE_TIME_S = 10.0
+_WINDOW_TIME_S = 2.0
+_MIN_WIN_SHARE = 0.1
+"""Share of the requested gap that a pass has to win for there to be another."""
 
-_FACTS = ("slots", "rows", "columns", "nodes", "solver_message")
-"""What `Plan.stats` says of the program that proved the bound, not of the windows."""
-
-
-def is_unproved(known: Known) -> bool:
-    """Whether the program over slots left something open."""
-    return known.over_slots is None or known.over_slots.outcome is not Outcome.OPTIMAL
+_MILP_STATS = ("slots", "rows", "columns", "nodes", "solver_message")
+"""Statistics that describe the program that proved the bound, not the windows' programs."""
 
 
-def refine(known: Known, clock: Clock) -> None:
-    """Windows from the end to the start, again and again, each from the best that is known by then.
+def is_gap_open(state: SearchState) -> bool:
+    """True if the program over slots was not solved to optimality."""
+    return state.slot_result is None or state.slot_result.outcome is not Outcome.OPTIMAL
 
-    Ends with the time, within the gap of what is proved for the order or over the slots, or after a
-    pass that won little.
+
+def improve_windows(state: SearchState, clock: Clock) -> None:
+    """Solve windows from the end of the sequence to its start, pass by pass, each from the best
+    incumbent by then.
+
+    Ends when the time is up, within the gap of a bound that is proved for the order or over the
+    slots, or after a pass that won little.
     """
-    runner, gap = known.runner, known.options.gap
-    facts = {key: known.stats[key] for key in _FACTS if key in known.stats}
-    end, rounds = len(known.graph), 0
-    at_start_s = known.objective
-    while not (_is_proved(known) or clock.is_over() or runner.is_over()):
+    runner, gap = state.runner, state.options.gap
+    milp_stats = {key: state.stats[key] for key in _MILP_STATS if key in state.stats}
+    end, windows = len(state.graph), 0
+    objective_before_s = state.objective
+    while not (_is_within_any_bound(state) or clock.is_over() or runner.is_stopped()):
         if end <= 0:
-            recombine(known, known.hints, clock.within(_RECOMBINE_S))
-            if at_start_s - known.objective <= _ENOUGH * gap * at_start_s:
+            recombine(state, state.candidate_schedules, clock.limited_to(_RECOMBINE_TIME_S))
+            won_s = objective_before_s - state.objective
+            if won_s <= _MIN_WIN_SHARE * gap * objective_before_s:
                 break
-            end, at_start_s = len(known.graph), known.objective
-        best = known.best
-        window, offered = _window(known.graph, best, end)
+            end, objective_before_s = len(state.graph), state.objective
+        best = state.best
+        window, slot_set = _window(state.graph, best, end)
         end = max(0, end - max(1, len(window) // 2))
-        if not offered.optional_count:
+        if not slot_set.optional_count:
             continue
-        left_s = min(_WINDOW_S, clock.left_s)
-        answer, _ = runner.solve_cost(offered, known.budget_bytes, best, left_s, known.is_enough)
-        known.offer([answer.schedule or best])
-        rounds += 1
-    known.stats |= facts
-    known.stats["windows"] = rounds
+        time_limit_s = min(_WINDOW_TIME_S, clock.remaining_s)
+        answer, _ = runner.minimize_cost(
+            slot_set, state.budget_bytes, best, time_limit_s, state.is_good_enough
+        )
+        state.add_schedules([answer.schedule or best])
+        windows += 1
+    state.stats |= milp_stats
+    state.stats["windows"] = windows
 
 
-def _is_proved(known: Known) -> bool:
-    over = known.over_slots
-    least = known.objective * (1 - known.options.gap)
-    return known.is_within_gap or (
-        over is not None and over.bound is not None and over.bound >= least
+def _is_within_any_bound(state: SearchState) -> bool:
+    """True if the best incumbent is within the gap of the bound for the order or of the bound over
+    the slots."""
+    result = state.slot_result
+    required_bound = state.objective * (1 - state.options.gap)
+    return state.is_within_gap or (
+        result is not None and result.bound is not None and result.bound >= required_bound
     )
 
 
 def _window(graph: Graph, schedule: Schedule, end: int) -> tuple[range, Slots]:
-    """The operations up to `end`, as many as a small program can take; and the slots."""
-    width = max(8, len(graph) // 3)
+    """Return as many operations up to `end` as a small program can take, and its slots."""
+    width = max(_MIN_WINDOW, len(graph) // 3)
     while True:
         window = range(max(0, end - width), end)
-        offered = slots.near(
+        slot_set = slots.build_idle_read_slots(
             graph,
-            back=_BACK,
-            every=1,
-            idle=_IDLE,
-            region=_REGION,
-            known=[schedule],
+            max_distance=_MAX_DISTANCE,
+            stride=1,
+            min_idle=_MIN_IDLE,
+            group_span=_GROUP_SPAN,
+            schedules=[schedule],
             stages=window,
         )
-        kept = len(schedule) - len(graph)
-        if offered.optional_count <= kept + _SLOTS or width <= 8:
-            return window, offered
+        recomputations = len(schedule) - len(graph)
+        if slot_set.optional_count <= recomputations + _MAX_EXTRA_SLOTS or width <= _MIN_WINDOW:
+            return window, slot_set
         width //= 2

@@ -1,0 +1,96 @@
+"""Plans whose allocated bytes, as torch's allocator counts them, are within the budget.
+
+If the allocator would allocate more for a plan than its budget, the budget is lowered by the excess
+and solved for once more. The excess is some mebibytes, so that one more solve is nearly always
+enough. Budgets of "min", which has no bytes to stay within, and of 100% or more, which need no
+recomputation, are not lowered. With expandable segments there is no excess.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import replace
+
+from remat.allocator.prediction import AllocatorPrediction, is_on_cuda, with_prediction
+from remat.documents.trace import Trace
+from remat.errors import InfeasibleBudget, RematError, SolverTimeout
+from remat.limits.budget import Budget
+from remat.plan_data import P
+from remat.progress import Cancel
+
+MAX_BUDGET_REDUCTIONS = 3
+"""Upper limit of the solves for a lower budget."""
+
+
+def solve_within_allocator_budget(
+    trace: Trace,
+    budget: Budget,
+    solve: Callable[[Budget], P],
+    *,
+    is_expandable: bool | None = None,
+    reserved_bytes: int | None = None,
+    cancel: Cancel | None = None,
+) -> P:
+    """Return the plan of `solve(budget)`, or of a lower budget so that the allocator's allocated
+    bytes are within `budget`, and its reserved bytes within `reserved_bytes` if that is passed.
+
+    A plan for a lower budget has that as its `budget_bytes`, and the original one in
+    `stats["asked_budget_bytes"]`. If no plan fits the lower budget, the plan with the smallest
+    excess is returned; its stats have the predicted bytes. `is_expandable` is True if the step will
+    run with expandable segments; the default is the environment's setting. Once `cancel` is set,
+    the best plan so far is returned. Raises the errors of `solve(budget)`.
+    """
+    if is_expandable is None:
+        is_expandable = uses_expandable_segments()
+    plan = _with_prediction_if_missing(solve(budget), trace)
+    if not is_on_cuda(trace) or budget.is_min or (budget.share or 0) >= 1:
+        return plan
+    requested_budget_bytes = plan.budget_bytes
+
+    def excess_bytes(plan: P) -> int:
+        prediction = AllocatorPrediction.of_plan(plan)
+        assert prediction is not None
+        excess = prediction.allocated(is_expandable=is_expandable) - requested_budget_bytes
+        if reserved_bytes is not None:
+            reserved_excess = prediction.reserved(is_expandable=is_expandable) - reserved_bytes
+            excess = max(excess, reserved_excess)
+        return excess
+
+    best, lower_bytes = plan, requested_budget_bytes
+    for _ in range(MAX_BUDGET_REDUCTIONS):
+        excess = excess_bytes(plan)
+        is_cancelled = cancel is not None and cancel.is_set()
+        if excess <= 0 or is_cancelled:
+            break
+        lower_bytes -= excess
+        try:
+            plan = best
+            if lower_bytes > 0:
+                plan = _with_prediction_if_missing(solve(Budget.parse(lower_bytes)), trace)
+        except (InfeasibleBudget, SolverTimeout):
+            break
+        except RematError:
+            if cancel is None or not cancel.is_set():
+                raise
+            break
+        if excess_bytes(plan) < excess_bytes(best):
+            best = plan
+    if best.budget_bytes == requested_budget_bytes:
+        return best
+    return replace(best, stats={**best.stats, "asked_budget_bytes": requested_budget_bytes})
+
+
+def uses_expandable_segments() -> bool:
+    """True if the environment configures torch's allocator to use expandable segments."""
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        if match := re.search(r"expandable_segments:(\w+)", os.environ.get(name, "")):
+            return match[1] == "True"
+    return False
+
+
+def _with_prediction_if_missing(plan: P, trace: Trace) -> P:
+    """Return the plan with a prediction in its stats. A plan from a service that received only the
+    graph has none yet."""
+    return plan if AllocatorPrediction.of_plan(plan) is not None else with_prediction(plan, trace)

@@ -1,0 +1,115 @@
+"""`BlocksPlan`: the plan of a model whose blocks are planned separately, with its report."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import groupby
+
+from remat.blockwise.block_step import PLANNED, BlockOption
+from remat.limits.units import format_bytes, format_seconds
+from remat.plan import Plan
+from remat.report.tables import aligned, starred
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCall:
+    """One call of a block in a training step, and the option that it runs in.
+
+    `path` is the block's module path and `class_name` its class. `how` is "planned" (it follows
+    `plan`), "as it is" (no recomputation) or "checkpointed" (recomputed as a whole). `option` has
+    its time and memory, `baseline_option` those without recomputation. `unplanned_reason` says why
+    the block could not be planned, if that was tried.
+    """
+
+    path: str
+    class_name: str
+    how: str
+    option: BlockOption
+    baseline_option: BlockOption
+    plan: Plan | None = None
+    unplanned_reason: str = ""
+
+
+@dataclass(frozen=True)
+class BlocksPlan:
+    """The plan of a training step whose blocks are planned separately, within one budget.
+
+    `calls` are the block calls in the order of the forward. Sizes are of the whole step: they
+    include parameters, buffers, gradients, batch and everything outside of blocks. Times are of the
+    blocks only. No choice among the blocks' options is faster than `bound_s`. `not_whole_reason`
+    says why the model could not be planned as a whole, if that was tried.
+    """
+
+    budget_bytes: int
+    peak_bytes: int
+    baseline_bytes: int
+    bound_s: float
+    calls: tuple[BlockCall, ...]
+    cost_source: str = "as given"
+    not_whole_reason: str = ""
+
+    @property
+    def time_s(self) -> float:
+        """Forward and backward time of all blocks, recomputation included."""
+        return math.fsum(call.option.time_s for call in self.calls)
+
+    @property
+    def baseline_time_s(self) -> float:
+        """Forward and backward time of all blocks without recomputation."""
+        return math.fsum(call.baseline_option.time_s for call in self.calls)
+
+    @property
+    def overhead(self) -> float:
+        """Extra time as a fraction of the blocks' time without recomputation."""
+        baseline_s = self.baseline_time_s
+        return self.time_s / baseline_s - 1 if baseline_s else 0.0
+
+    @property
+    def unplanned(self) -> tuple[BlockCall, ...]:
+        """The calls that run in eager mode, as they are or checkpointed."""
+        return tuple(call for call in self.calls if call.how != PLANNED)
+
+    def describe(self) -> str:
+        """Return a table: budget, peak, time, the blocks' options, and why blocks are unplanned."""
+        share = f"{self.peak_bytes / max(self.baseline_bytes, 1):.1%}"
+        lines = [
+            f"budget  {format_bytes(self.budget_bytes)}",
+            f"peak    {format_bytes(self.peak_bytes)}, {share} of "
+            f"{format_bytes(self.baseline_bytes)} without recomputation",
+            f"time    {format_seconds(self.time_s)} in blocks, {100 * self.overhead:+.3g}% over "
+            f"{format_seconds(self.baseline_time_s)} (costs {self.cost_source})",
+            "",
+            *aligned([("blocks", "", "calls", "saved", "of", "extra time"), *self._rows()], left=2),
+        ]
+        reasons = dict.fromkeys(
+            (starred(c.path), c.unplanned_reason) for c in self.unplanned if c.unplanned_reason
+        )
+        if reasons:
+            lines += ["", "not planned:", *(f"  {path}: {text}" for path, text in reasons)]
+        if self.not_whole_reason:
+            lines += ["", f"block by block, because {self.not_whole_reason}"]
+        return "\n".join(lines)
+
+    def _rows(self) -> Iterable[tuple[str, ...]]:
+        def row_key(call: BlockCall) -> tuple[str, str, str]:
+            return starred(call.path), call.class_name, call.how
+
+        for (path, name, how), group in groupby(sorted(self.calls, key=row_key), key=row_key):
+            calls = list(group)
+            saved_bytes = sum(c.option.saved_bytes for c in calls)
+            baseline_bytes = sum(c.baseline_option.saved_bytes for c in calls)
+            time_s = math.fsum(c.option.time_s for c in calls)
+            baseline_s = math.fsum(c.baseline_option.time_s for c in calls)
+            yield (
+                path,
+                f"{name}, {how}",
+                str(len(calls)),
+                format_bytes(saved_bytes),
+                format_bytes(baseline_bytes),
+                f"{100 * (time_s / baseline_s - 1):+.3g}%" if baseline_s else "",
+            )
+
+    def __str__(self) -> str:
+        return self.describe()

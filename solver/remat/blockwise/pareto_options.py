@@ -1,0 +1,144 @@
+"""Options of one block: schedules solved for a range of memory limits, without dominated ones.
+
+A block's schedule affects the other blocks by what it saves and by how much memory it needs when it
+runs. A budget for the block limits only the second. So a workspace is added at the boundary, where
+the forward ends: with a workspace of `w` there, a schedule within a budget `b` saves at most
+`b - w`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import is_dataclass, replace
+
+from remat.blockwise.block_step import BlockOption
+from remat.errors import SolverTimeout
+from remat.graph import Graph
+from remat.plan import Plan
+from remat.progress import ProgressCallback
+from remat.schedule import Schedule
+from remat.simulate import simulate
+from remat.solution import Solution
+from remat.solve import sweep
+from remat.strategies import Auto, Strategy
+
+_WORKSPACE_FRACTIONS = (1.0, 0.6, 0.35, 0.15)
+"""Workspaces added at the boundary, as fractions of the block's own peak: how much more than it
+saved the block may need in its backward."""
+
+_SAVED_FRACTIONS = (0.0, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7)
+"""Limits of the saved bytes, as fractions of those that the block saves without recomputation."""
+
+_MINIMUM_SOLVE_S = 0.1
+_MAXIMUM_SOLVE_S = 1.0
+
+
+def pareto_options(
+    graph: Graph,
+    time_limit_s: float,
+    strategy: Strategy | None = None,
+    progress: ProgressCallback | None = None,
+) -> list[tuple[BlockOption, Plan]]:
+    """Return the options of a block that no other option dominates, the fastest first.
+
+    The first option runs without recomputation. The solves take about `time_limit_s` together if
+    the strategy has a time limit.
+    """
+    keep_all = Schedule.keep_all(graph)
+    baseline = option_of_schedule(graph, keep_all)
+    peak_bytes = simulate(graph, keep_all).peak_bytes
+    baseline_plan = Plan.of(graph, peak_bytes, Solution(keep_all), {"strategy": "no recomputation"})
+    options = [(baseline, baseline_plan)]
+    solve_s = time_limit_s / len(_WORKSPACE_FRACTIONS) / len(_SAVED_FRACTIONS)
+    solve_s = min(_MAXIMUM_SOLVE_S, max(_MINIMUM_SOLVE_S, solve_s))
+    strategy = _with_time_limit(strategy or Auto(gap=0.01), solve_s)
+    block_bytes = max(baseline.forward_bytes, baseline.backward_bytes)
+    for workspace_fraction in _WORKSPACE_FRACTIONS:
+        workspace_bytes = int(workspace_fraction * block_bytes)
+        nothing_saved_bytes = graph.constant_bytes + tangent_bytes(graph) + workspace_bytes
+        budgets = [nothing_saved_bytes + int(f * baseline.saved_bytes) for f in _SAVED_FRACTIONS]
+        padded = with_boundary_workspace(graph, workspace_bytes)
+        for plan in _feasible_plans(padded, budgets, strategy, progress):
+            peak_bytes = simulate(graph, plan.schedule).peak_bytes
+            unpadded = Plan.of(graph, peak_bytes, Solution(plan.schedule), dict(plan.stats))
+            options.append((option_of_schedule(graph, plan.schedule), unpadded))
+    return pareto_optimal(options)
+
+
+def _feasible_plans(
+    graph: Graph,
+    budgets: Sequence[int],
+    strategy: Strategy,
+    progress: ProgressCallback | None,
+) -> list[Plan]:
+    """Return the plans for the budgets (smallest first), without the budgets that time out."""
+    for first in range(len(budgets)):
+        with suppress(SolverTimeout):
+            return sweep(graph, budgets[first:], strategy, progress=progress)
+    return []
+
+
+def option_of_schedule(graph: Graph, schedule: Schedule) -> BlockOption:
+    """Return the time and memory of a block's schedule, as the rest of the step sees them.
+
+    The block's constant memory (its parameters and inputs) is not counted.
+    """
+    assert graph.boundary is not None
+    timeline = simulate(graph, schedule)
+    boundary_run = schedule.runs.index(graph.boundary)
+    constant_bytes = graph.constant_bytes
+    # Up to the boundary the graph holds the block's outputs; from there on the caller holds them.
+    backward = timeline.during_bytes[boundary_run + 1 :]
+    boundary_bytes = timeline.after_bytes[boundary_run] - constant_bytes
+    forward_peak_bytes = max(timeline.during_bytes[:boundary_run], default=constant_bytes)
+    return BlockOption(
+        time_s=timeline.time_s,
+        saved_bytes=boundary_bytes - tangent_bytes(graph),
+        forward_bytes=forward_peak_bytes - constant_bytes,
+        backward_bytes=max(backward, default=constant_bytes) - constant_bytes,
+    )
+
+
+def with_boundary_workspace(graph: Graph, size_bytes: int) -> Graph:
+    """Return the graph with `size_bytes` of additional workspace at the end of the forward."""
+    assert graph.boundary is not None
+    operations = list(graph.operations)
+    boundary = operations[graph.boundary]
+    workspace_bytes = boundary.workspace_bytes + size_bytes
+    operations[graph.boundary] = replace(boundary, workspace_bytes=workspace_bytes)
+    return replace(graph, operations=tuple(operations))
+
+
+def tangent_bytes(graph: Graph) -> int:
+    """Return the bytes of the tangents, the gradients of the block's outputs."""
+    assert graph.boundary is not None
+    return sum(graph.values[v].size_bytes for v in graph.operations[graph.boundary].outputs)
+
+
+def pareto_optimal(
+    options: Iterable[tuple[BlockOption, Plan]],
+) -> list[tuple[BlockOption, Plan]]:
+    """Return the options that no other option matches or beats in time and all sizes, the fastest
+    first."""
+    optimal: list[tuple[BlockOption, Plan]] = []
+    for option, plan in sorted(options, key=lambda pair: _objectives(pair[0])):
+        if not any(_is_dominated(option, better) for better, _ in optimal):
+            optimal.append((option, plan))
+    return optimal
+
+
+def _with_time_limit(strategy: Strategy, limit_s: float) -> Strategy:
+    """Return the strategy with its time limit lowered to `limit_s`, if it has one."""
+    current_s = getattr(strategy, "time_limit", None)
+    if not is_dataclass(strategy) or not isinstance(current_s, int | float):
+        return strategy
+    return replace(strategy, time_limit=min(current_s, limit_s))
+
+
+def _objectives(option: BlockOption) -> tuple[float, int, int, int]:
+    return option.time_s, option.saved_bytes, option.backward_bytes, option.forward_bytes
+
+
+def _is_dominated(option: BlockOption, better: BlockOption) -> bool:
+    return all(b <= o for b, o in zip(_objectives(better), _objectives(option), strict=True))

@@ -1,0 +1,149 @@
+"""Costs of operations, and how they are stored in a trace.
+
+The costs are measured (`remat.measure`) or estimated (`with_roofline_costs`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+
+from remat.costs.devices import DEVICES
+from remat.costs.roofline import Roofline, operation_seconds
+from remat.documents.records import Node, TensorMeta
+from remat.documents.trace import Trace
+
+log = logging.getLogger("remat")
+
+_ONLY_ON_CPU = ("_for_cpu", "mkldnn", "_safe_softmax", "_native_batch_norm_legit_functional")
+"""Parts of the names of operations that torch runs only on the CPU: attention, oneDNN, the softmax
+of attention without a fused kernel (seldom on CUDA), and batch norm."""
+
+MIN_COST_S = 1e-9
+"""The lower limit of a cost: a nanosecond, which is below any clock's resolution. A solver could
+recompute an operation without any cost arbitrarily often."""
+
+
+@dataclass(frozen=True, slots=True)
+class OperationCost:
+    """The time and memory of one operation in a trace, and the source of these numbers.
+
+    `output_bytes` are the storage sizes of its results. `launch_s` is the time of the CPU to launch
+    the operation on a GPU.
+    """
+
+    cost_s: float
+    workspace_bytes: int
+    source: str
+    output_bytes: tuple[int, ...] = ()
+    launch_s: float | None = None
+
+
+def tensor_metas(trace: Trace) -> dict[str, TensorMeta]:
+    """Return the metadata of every tensor of the trace by name."""
+    metas = {p.name: p.tensor for p in trace.placeholders}
+    metas.update((r.name, r.tensor) for node in trace.nodes for r in node.results)
+    return metas
+
+
+def with_roofline_costs(trace: Trace, roofline: Roofline) -> Trace:
+    """Return the trace with costs estimated by a device's data sheet; needs neither the device nor
+    torch. Warns if torch would run other operations on that device."""
+    if (warning := device_mismatch_warning(trace, roofline)) is not None:
+        _warn_once(warning)
+    metas = tensor_metas(trace)
+    source = f"roofline {roofline.name}"
+    costs = {
+        node.name: OperationCost(
+            max(MIN_COST_S, operation_seconds(node, metas, roofline)), 0, source
+        )
+        for node in trace.nodes
+        if not node.view
+    }
+    return with_costs(trace, costs)
+
+
+def device_mismatch_warning(trace: Trace, roofline: Roofline) -> str | None:
+    """Return a warning if torch is known to run other operations on the roofline's device than a
+    trace contains, or None. It names the operations and the remedy."""
+    capability = roofline.device.capability
+    if capability is None:
+        return None
+    traced_capability = DEVICES[trace.gpu].capability if trace.gpu in DEVICES else None
+    if traced_capability is not None and traced_capability != capability:
+        return (
+            f"this trace was made for {trace.gpu} and is estimated for {roofline.name}: which "
+            "kernels torch runs depends on the GPU (compute capability "
+            f"{_dotted(traced_capability)} and {_dotted(capability)}), and so do memory and time; "
+            f"trace it with device={roofline.name!r}"
+        )
+    if trace.device.partition(":")[0] != "cpu":
+        return None
+    counts = Counter(_cpu_operation_name(node) for node in trace.nodes if not node.view)
+    del counts[""]
+    if not counts:
+        return None
+    cpu_operations = ", ".join(f"{count} x {name}" for name, count in counts.most_common(4))
+    return (
+        f"this trace was made for the CPU and is estimated for {roofline.name}, where torch runs "
+        f"other operations than {cpu_operations}: memory and time will differ; trace it with "
+        f"device={roofline.name!r}"
+    )
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
+
+
+def _cpu_operation_name(node: Node) -> str:
+    """Return the name of an operation that torch runs only on the CPU, or "" for another one."""
+    name = node.target.partition(".")[2]
+    if any(word in name for word in _ONLY_ON_CPU):
+        return name
+    # Dropout on the CPU samples a separate mask: see `frontend.capture.eager_kernels.dropout`.
+    if name == "bernoulli.p" and node.results[0].tensor.dtype == "bool":
+        return name
+    return ""
+
+
+@cache
+def _warn_once(warning: str) -> None:
+    """Log a warning once per text: a search estimates many traces."""
+    log.warning(warning)
+
+
+def with_costs(trace: Trace, costs: Mapping[str, OperationCost]) -> Trace:
+    """Return the trace with the costs of its operations, by name. Storages that were measured to be
+    larger than in the trace are enlarged."""
+
+    def update(node: Node) -> Node:
+        if node.name not in costs:
+            return node
+        cost = costs[node.name]
+        return node.model_copy(
+            update={
+                "cost_s": cost.cost_s,
+                "launch_s": cost.launch_s,
+                "workspace_bytes": cost.workspace_bytes,
+                "cost_source": cost.source[:100],
+            }
+        )
+
+    return trace.replace(
+        nodes=tuple(update(node) for node in trace.nodes), storages=_storage_bytes(trace, costs)
+    )
+
+
+def _storage_bytes(trace: Trace, costs: Mapping[str, OperationCost]) -> tuple[int, ...]:
+    """Return the sizes of the storages: the measured ones if these are larger."""
+    sizes = list(trace.storages)
+    for node in trace.nodes:
+        measured_bytes = costs[node.name].output_bytes if node.name in costs else ()
+        for result in node.results:
+            position = max(result.position, 0)
+            if not node.view and position < len(measured_bytes):
+                sizes[result.storage] = max(sizes[result.storage], measured_bytes[position])
+    return tuple(sizes)

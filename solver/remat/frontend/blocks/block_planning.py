@@ -1,0 +1,243 @@
+"""Planning one step block by block: candidates of each block call, and the choice among them."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from torch import nn
+
+from remat.blockwise.block_step import AS_IT_IS, CHECKPOINTED, PLANNED, BlockStep
+from remat.blockwise.blocks_plan import BlockCall, BlocksPlan
+from remat.blockwise.choose import (
+    NEAR_MINIMUM_FACTOR,
+    OptionChoice,
+    choose_options,
+    minimum_peak_bytes,
+)
+from remat.errors import InfeasibleBudget, TraceError
+from remat.frontend.blocks.block_options import BlockSolver, PlannedOption
+from remat.frontend.blocks.candidates import CallCandidates, available_bytes, with_saved_inputs
+from remat.frontend.blocks.dry_run import DryRunCall
+from remat.frontend.blocks.module_state import python_state_restored
+from remat.frontend.blocks.runtime import PlannedCall
+from remat.frontend.blocks.selection import select_blocks
+from remat.frontend.capture.model.checkpointing import checkpointing_disabled
+from remat.frontend.planning.options import OptimizeOptions
+from remat.frontend.planning.schedule_reuse import BlockScheduleCache
+from remat.frontend.runtime.guards import ModelCall
+
+logger = logging.getLogger("remat")
+
+_SIGNIFICANT_RATIO = 0.8
+"""Planned operations and blocks in eager mode are timed differently: one alternative counts as
+faster only if its extra time is below this fraction of the other's."""
+
+
+@dataclass(frozen=True)
+class PlannedBlocks:
+    """The plan of a step whose blocks are planned separately, and the calls to run. `is_all_reused`
+    is True if all schedules came from other sizes and none had to be solved."""
+
+    plan: BlocksPlan
+    calls: tuple[PlannedCall, ...]
+    is_all_reused: bool
+
+
+def plan_blocks(
+    model: nn.Module,
+    call: ModelCall,
+    options: OptimizeOptions,
+    not_whole_reason: str = "",
+    schedule_cache: BlockScheduleCache | None = None,
+    budget_floor_bytes: int = 0,
+) -> PlannedBlocks:
+    """Plan a step block by block, within one budget for the step.
+
+    Schedules are reused from `schedule_cache`, and new ones added to it. A budget below
+    `budget_floor_bytes` is raised to it. If blocks cannot be captured, there are two alternatives:
+    to plan their child modules, or to checkpoint them as a whole. The better one is returned.
+    `not_whole_reason` says why the model is not planned as a whole, for the plan's report.
+
+    Raises `TraceError` if the model has no blocks, and `InfeasibleBudget`.
+    """
+    schedule_cache = schedule_cache or BlockScheduleCache()
+    solver = BlockSolver(
+        options, lambda text: logger.info("planning by blocks: %s", text), schedule_cache
+    )
+    alternatives: list[_Alternative] = []
+    with python_state_restored(model), checkpointing_disabled():
+        with suppress(TraceError):  # blocks that call none of their child modules
+            alternatives.append(_alternative(model, call, options, solver, keep_uncapturable=False))
+        if not alternatives or any(
+            PLANNED not in candidate.option_names for candidate in alternatives[0].candidates
+        ):
+            alternatives.append(_alternative(model, call, options, solver, keep_uncapturable=True))
+    # The child modules of a block together never save less than the block: they may save more.
+    baseline_bytes = min(a.step.peak_bytes([0] * len(a.candidates)) for a in alternatives)
+    budget_bytes = available_bytes(options, baseline_bytes, model)
+    minimum_bytes = 0
+    if budget_floor_bytes:
+        minimum_bytes = min(minimum_peak_bytes(a.step) for a in alternatives)
+    if budget_floor_bytes and (budget_bytes is not None or minimum_bytes <= budget_floor_bytes):
+        budget_bytes = max(budget_bytes or 0, budget_floor_bytes)
+    plans: list[PlannedBlocks] = []
+    errors: list[InfeasibleBudget] = []
+    for alternative in alternatives:
+        try:
+            choice = choose_options(alternative.step, budget_bytes)
+        except InfeasibleBudget as error:
+            errors.append(error)
+        else:
+            plans.append(
+                _planned_blocks(
+                    alternative, choice, budget_bytes, baseline_bytes, solver, not_whole_reason
+                )
+            )
+    if not plans:
+        failures = () if not_whole_reason else alternatives[0].capture_failures
+        raise _infeasible_error(errors, failures)
+    if budget_bytes is None:
+        smallest_bytes = min(p.plan.peak_bytes for p in plans)
+        plans = [p for p in plans if p.plan.peak_bytes <= NEAR_MINIMUM_FACTOR * smallest_bytes]
+    extra_s = [p.plan.time_s - p.plan.baseline_time_s for p in plans]
+    return plans[-1 if extra_s[-1] < _SIGNIFICANT_RATIO * extra_s[0] else 0]
+
+
+@dataclass(frozen=True)
+class _Alternative:
+    """A selection of blocks for the step, with the candidates of each block call.
+
+    `planned_options` has the plans of each call, none if it runs in eager mode. `capture_failures`
+    says why blocks and child modules could not be captured.
+    """
+
+    step: BlockStep
+    candidates: list[CallCandidates]
+    planned_options: list[tuple[PlannedOption, ...]]
+    capture_failures: tuple[str, ...]
+
+
+def _alternative(
+    model: nn.Module,
+    call: ModelCall,
+    options: OptimizeOptions,
+    solver: BlockSolver,
+    *,
+    keep_uncapturable: bool,
+) -> _Alternative:
+    dry_run, failures = select_blocks(
+        model, call, options, solver, keep_uncapturable=keep_uncapturable
+    )
+    planned_options = [
+        () if c.measured_options else tuple(solver.options_of(c)) for c in dry_run.calls
+    ]
+    call_counts = Counter(id(c.submodule.module) for c in dry_run.calls)
+    candidates: list[CallCandidates] = []
+    for block_call, planned in zip(dry_run.calls, planned_options, strict=True):
+        forward_count = call_counts[id(block_call.submodule.module)] * options.in_flight
+        candidates.append(_candidates(block_call, planned, solver, failures, forward_count))
+    candidates = with_saved_inputs(candidates, dry_run)
+    step = BlockStep(
+        tuple(candidate.options for candidate in candidates),
+        dry_run.events,
+        options.in_flight,
+        dry_run.non_block_bytes,
+    )
+    return _Alternative(step, candidates, planned_options, tuple(failures.values()))
+
+
+def _infeasible_error(
+    errors: Sequence[InfeasibleBudget], capture_failures: Sequence[str]
+) -> InfeasibleBudget:
+    """Return the error with the smallest feasible budget, and why it is not smaller."""
+    smallest = min(errors, key=lambda error: error.min_feasible_bytes or 0)
+    if not capture_failures:
+        return smallest
+    return InfeasibleBudget(
+        f"{smallest}. Modules in it that could not be captured: {len(capture_failures)}, the first "
+        f"because {capture_failures[0]}",
+        min_feasible_bytes=smallest.min_feasible_bytes,
+    )
+
+
+def _planned_blocks(
+    alternative: _Alternative,
+    choice: OptionChoice,
+    budget_bytes: int | None,
+    baseline_bytes: int,
+    solver: BlockSolver,
+    not_whole_reason: str,
+) -> PlannedBlocks:
+    peak_bytes = alternative.step.peak_bytes(choice.option_indices)
+    block_calls: list[BlockCall] = []
+    planned_calls: list[PlannedCall] = []
+    for candidate, planned_options, index in zip(
+        alternative.candidates, alternative.planned_options, choice.option_indices, strict=True
+    ):
+        block, how = candidate.call.submodule, candidate.option_names[index]
+        planned = planned_options[index] if planned_options else None
+        plan = None if planned is None else planned.plan
+        block_calls.append(
+            BlockCall(
+                path=block.path,
+                class_name=block.class_name,
+                how=how,
+                option=candidate.options[index],
+                baseline_option=candidate.options[0],
+                plan=plan,
+                unplanned_reason=candidate.unplanned_reason,
+            )
+        )
+        planned_calls.append(
+            PlannedCall(
+                path=block.path,
+                how=how,
+                signature=candidate.call.signature,
+                lowered=None if planned is None else planned.lowered,
+                plan=plan,
+                may_recompute=bool(planned_options) or CHECKPOINTED in candidate.option_names,
+            )
+        )
+    blocks_plan = BlocksPlan(
+        budget_bytes=peak_bytes if budget_bytes is None else budget_bytes,
+        peak_bytes=peak_bytes,
+        baseline_bytes=baseline_bytes,
+        bound_s=choice.bound_s,
+        calls=tuple(block_calls),
+        cost_source=solver.cost_source,
+        not_whole_reason=not_whole_reason,
+    )
+    return PlannedBlocks(blocks_plan, tuple(planned_calls), solver.is_all_reused)
+
+
+def _candidates(
+    call: DryRunCall,
+    planned_options: tuple[PlannedOption, ...],
+    solver: BlockSolver,
+    failures: Mapping[int, str],
+    forward_count: int,
+) -> CallCandidates:
+    """Return the candidates of a call whose block runs `forward_count` times before its backward.
+
+    A block with buffers that runs more than once is not checkpointed: the other runs change the
+    buffers before its recomputation.
+    """
+    if planned_options:
+        return CallCandidates(
+            call,
+            tuple(planned.option for planned in planned_options),
+            (PLANNED,) * len(planned_options),
+            tuple(planned.saved_inputs for planned in planned_options),
+        )
+    module = call.submodule.module
+    has_buffers = any(True for _ in module.buffers())
+    options = call.measured_options
+    if forward_count > 1 and has_buffers:
+        options = options[:1]
+    names = (AS_IT_IS, CHECKPOINTED)[: len(options)]
+    unplanned_reason = failures.get(id(module)) or solver.capture_failure(call)
+    return CallCandidates(call, options, names, unplanned_reason=unplanned_reason)

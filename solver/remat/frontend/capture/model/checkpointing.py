@@ -1,0 +1,92 @@
+"""`torch.utils.checkpoint` disabled during a capture. What to recompute is remat's decision; a
+checkpoint in the model's code would fix a worse one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.utils.checkpoint
+
+
+class _ThreadState(threading.local):
+    is_disabled = False
+
+
+_thread_state = _ThreadState()
+_lock = threading.Lock()
+_patch_users = 0
+"""The number of contexts that need the patch, in all threads."""
+_originals: tuple[Callable[..., Any], Callable[..., Any]] | None = None
+
+
+@contextmanager
+def checkpointing_disabled() -> Iterator[None]:
+    """Within the context, in this thread, `torch.utils.checkpoint` only calls its function."""
+    with _torch_patched(), _disabled_set_to(True):
+        yield
+
+
+@contextmanager
+def checkpointing_enabled() -> Iterator[None]:
+    """Within the context, in this thread, `torch.utils.checkpoint` works normally, also inside of
+    `checkpointing_disabled`. Remat's own checkpoints need it."""
+    with _disabled_set_to(False):
+        yield
+
+
+@contextmanager
+def _disabled_set_to(is_disabled: bool) -> Iterator[None]:
+    before, _thread_state.is_disabled = _thread_state.is_disabled, is_disabled
+    try:
+        yield
+    finally:
+        _thread_state.is_disabled = before
+
+
+@contextmanager
+def _torch_patched() -> Iterator[None]:
+    """Patch torch's two checkpoint functions for as long as any thread is in this context."""
+    global _patch_users, _originals
+    module = torch.utils.checkpoint
+    with _lock:
+        if not _patch_users:
+            _originals = (
+                module._checkpoint_without_reentrant_generator,
+                module.CheckpointFunction.apply,
+            )
+            _patch_torch(*_originals)
+        _patch_users += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _patch_users -= 1
+            if not _patch_users:
+                assert _originals is not None
+                _set_torch_functions(*_originals)
+
+
+def _patch_torch(generator: Callable[..., Any], apply: Callable[..., Any]) -> None:
+    """Replace torch's checkpoint functions by ones that obey the flag of their thread."""
+
+    def patched_generator(*args: object, **kwargs: object) -> Iterator[None]:
+        if _thread_state.is_disabled:
+            yield
+        else:
+            yield from generator(*args, **kwargs)
+
+    def patched_apply(function: Callable[..., Any], preserve_rng: bool, *args: object) -> object:
+        if _thread_state.is_disabled:
+            return function(*args)
+        return apply(function, preserve_rng, *args)
+
+    _set_torch_functions(patched_generator, patched_apply)
+
+
+def _set_torch_functions(generator: Callable[..., Any], apply: Callable[..., Any]) -> None:
+    module: Any = torch.utils.checkpoint
+    module._checkpoint_without_reentrant_generator = generator
+    module.CheckpointFunction.apply = apply

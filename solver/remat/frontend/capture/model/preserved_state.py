@@ -1,0 +1,128 @@
+"""State that a capture must not change: RNG states, parameters, buffers and module attributes."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.utils._pytree import tree_leaves
+
+from remat.errors import TraceError
+
+_ABSENT = object()
+"""Stands for the previous value of an attribute that did not exist."""
+
+_CAPTURE_TYPES = (FakeTensor, FunctionalTensor, torch.SymInt, torch.SymFloat, torch.SymBool)
+"""Types of values that are meaningless after the capture."""
+
+
+@contextmanager
+def rng_state_preserved() -> Iterator[None]:
+    """Restore the state of torch's random generators, of all devices, at the end of the context."""
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices):
+        yield
+
+
+@contextmanager
+def python_rng_forbidden(model: nn.Module) -> Iterator[None]:
+    """Raise `TraceError` if the context uses the random numbers of Python or NumPy, or seeds
+    torch's generator: in a plan that would happen once instead of in each step. The generators of
+    Python and NumPy are restored."""
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    manual_seed = torch.manual_seed
+    thread = threading.get_ident()
+
+    def refuse_seed(seed: int) -> torch.Generator:
+        if threading.get_ident() != thread:
+            return manual_seed(seed)
+        raise TraceError(_rng_error(model, "seeds torch's random numbers"))
+
+    torch.manual_seed = torch.random.manual_seed = refuse_seed
+    use = ""
+    try:
+        yield
+        if random.getstate() != python_state:
+            use = "draws Python's random numbers"
+        if not all(map(np.array_equal, np.random.get_state(), numpy_state)):
+            use = "draws NumPy's random numbers"
+    finally:
+        torch.manual_seed = torch.random.manual_seed = manual_seed
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+    if use:
+        raise TraceError(_rng_error(model, use))
+
+
+def _rng_error(model: nn.Module, use: str) -> str:
+    return (
+        f"the forward of {type(model).__name__} {use}, which a plan would do once for all steps. "
+        "Remedy: do so outside of the model, and pass the result as an argument; or use torch.rand "
+        'and torch.where; or plan the blocks inside: remat.enable(model, budget, scope="blocks")'
+    )
+
+
+@contextmanager
+def model_state_preserved(model: nn.Module) -> Iterator[None]:
+    """Restore parameters, buffers and random generators at the end of the context. A capture
+    computes on fake tensors, but the model's code may assign to buffers or draw a seed, and torch
+    does not restore the parameters of a module that has two names."""
+    tables: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        (table, dict(table))
+        for module in model.modules()
+        for table in (module._parameters, module._buffers)
+    ]
+    try:
+        with rng_state_preserved():
+            yield
+    finally:
+        for table, before in tables:
+            table.clear()
+            table.update(before)
+
+
+@contextmanager
+def module_attributes_checked(model: nn.Module) -> Iterator[dict[str, str]]:
+    """Record the module attributes that change within the context.
+
+    Yields a dictionary that is filled at the end: the class name of the module by the name of each
+    changed attribute. New values stay, as in eager mode, unless they contain fake tensors or
+    symbols; then the attribute gets its previous value.
+    """
+    modules = [(module, dict(module.__dict__)) for module in model.modules()]
+    changed: dict[str, str] = {}
+    try:
+        yield changed
+    finally:
+        for module, before in modules:
+            for name, value in list(module.__dict__.items()):
+                previous = before.get(name, _ABSENT)
+                if value is previous or _is_same_scalar(value, previous):
+                    continue
+                changed[name] = type(module).__name__
+                if not any(isinstance(leaf, _CAPTURE_TYPES) for leaf in tree_leaves(value)):
+                    continue
+                del module.__dict__[name]
+                if previous is not _ABSENT:
+                    module.__dict__[name] = previous
+
+
+def _is_same_scalar(a: object, b: object) -> bool:
+    return isinstance(a, (bool, int, float, str)) and type(a) is type(b) and a == b
+
+
+def registered_buffers(model: nn.Module) -> dict[tuple[nn.Module, str], torch.Tensor | None]:
+    """Return all registered buffers, by the module that owns them and their name there."""
+    return {
+        (module, name): buffer
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+    }

@@ -1,0 +1,31 @@
+"""Where a source file comes from, judged by the folders of the packages: Python or torch, an
+installed package, or the user's project, which may be in any folder."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+
+import torch
+
+_STANDARD_LIBRARY = Path(contextlib.__file__).parent
+_FRAMEWORKS = (Path(torch.__file__).parent, Path(__file__).parents[1])
+_PACKAGE_FOLDERS = frozenset({"site-packages", "dist-packages"})
+
+
+def is_framework_code(path: Path) -> bool:
+    """True if a file is of Python's standard library, torch or remat: not part of a model."""
+    in_standard_library = path.is_relative_to(_STANDARD_LIBRARY) and not is_installed_package(path)
+    return in_standard_library or any(path.is_relative_to(folder) for folder in _FRAMEWORKS)
+
+
+def is_installed_package(path: Path) -> bool:
+    """True if a file is in a folder where this interpreter searches for installed packages."""
+    folders = (Path(entry) for entry in sys.path)
+    return any(f.name in _PACKAGE_FOLDERS and path.is_relative_to(f) for f in folders)
+
+
+def is_user_code(path: Path) -> bool:
+    """True if a file is neither framework code nor of an installed package."""
+    return path.is_absolute() and not is_framework_code(path) and not is_installed_package(path)

@@ -1,0 +1,133 @@
+"""Solving of a compiled step's graph in the time that planning leaves for it, and the explanation
+of an infeasible budget."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import cast
+
+from remat.errors import InfeasibleBudget, RematError, SolverTimeout
+from remat.graph import Graph
+from remat.plan import Plan
+from remat.progress import Progress, ProgressCallback
+from remat.report.holding import held_at_peak
+from remat.report.standing import standing
+from remat.solve import solve
+from remat.strategies import Auto, Strategy
+
+_MIN_SOLVE_S = 2.0
+"""Time for a solve, however long the capture of the kernels took."""
+
+_SMALLEST_PEAK_TIME_S = 2.0
+"""Time for finding a small schedule whose peak the error describes."""
+
+_ERASE_LINE = "\r\x1b[2K"
+
+
+@dataclass(frozen=True)
+class GraphSolver:
+    """The solver of one compiled graph's variants.
+
+    `planning_s` is the time for planning, counted from `started_s` (`time.perf_counter()`); None if
+    the strategy has a time limit of its own. `cost_source` describes the costs in the plan.
+    """
+
+    strategy: Strategy
+    planning_s: float | None
+    started_s: float
+    progress: ProgressCallback | bool | None
+    cost_source: str
+
+    def solve(self, graph: Graph, budget: int | str, *, num_remaining: int = 1) -> Plan:
+        """Solve a graph for a budget in bytes or "min".
+
+        `num_remaining` variants, this one included, share the time that is left. If it is too short
+        for any schedule, as the capture of a large graph took most of it, the solver gets
+        `planning_s` once more.
+        """
+        if self.planning_s is None:
+            return self.solve_within(graph, budget, None)
+        remaining_s = self.planning_s - (time.perf_counter() - self.started_s)
+        limit_s = max(_MIN_SOLVE_S, remaining_s / num_remaining)
+        try:
+            return self.solve_within(graph, budget, limit_s)
+        except SolverTimeout:
+            if limit_s >= self.planning_s:
+                raise
+            return self.solve_within(graph, budget, self.planning_s)
+
+    def solve_within(self, graph: Graph, budget: int | str, limit_s: float | None) -> Plan:
+        """Solve a graph within `limit_s` seconds, or the strategy's own limit if that is None."""
+        settings = _UncachedSettings(self.progress, limit_s)
+        return solve_cached(graph, budget, self.strategy, settings, self.cost_source)
+
+
+@dataclass(frozen=True)
+class _UncachedSettings:
+    """The time limit of a solve and who receives its progress. All instances are equal, so that the
+    cache of plans ignores them."""
+
+    progress: ProgressCallback | bool | None = field(default=None, compare=False)
+    limit_s: float | None = field(default=None, compare=False)
+
+    @contextmanager
+    def callback(self) -> Iterator[ProgressCallback | None]:
+        """Yield the progress callback of `remat.solve`.
+
+        For True it is a line on stderr, if that is a terminal; the line is erased in the end.
+        """
+        if callable(self.progress):
+            yield self.progress
+        elif self.progress and sys.stderr.isatty():
+            try:
+                yield _show_progress
+            finally:
+                sys.stderr.write(_ERASE_LINE)
+                sys.stderr.flush()
+        else:
+            yield None
+
+
+@lru_cache(maxsize=32)
+def solve_cached(
+    graph: Graph,
+    budget: int | str,
+    strategy: Strategy,
+    settings: _UncachedSettings,
+    cost_source: str,
+) -> Plan:
+    """Solve a graph. Identical blocks that torch compiles separately are solved once."""
+    if settings.limit_s is not None:
+        strategy = replace(cast(Auto, strategy), time_limit=settings.limit_s)
+    with settings.callback() as callback:
+        plan = solve(graph, budget, strategy, progress=callback)
+    return replace(plan, stats={**plan.stats, "cost_source": cost_source})
+
+
+def _show_progress(progress: Progress) -> None:
+    line = f"remat plans: {standing(progress)}, {progress.elapsed_s:.1f} s"
+    sys.stderr.write(f"{_ERASE_LINE}{line}")
+    sys.stderr.flush()
+
+
+@contextmanager
+def explain_infeasible(graph: Graph, title: str) -> Iterator[None]:
+    """Add the graph's title, and the peak of a small schedule in words, to an `InfeasibleBudget`
+    that is raised inside of this context."""
+    try:
+        yield
+    except InfeasibleBudget as error:
+        explanation = ""
+        with suppress(RematError):
+            schedule = solve(graph, "min", Auto(time_limit=_SMALLEST_PEAK_TIME_S)).schedule
+            explanation = f" At the smallest, {held_at_peak(graph, schedule)}."
+        raise InfeasibleBudget(
+            f"{title}: {error}{explanation}",
+            min_feasible_bytes=error.min_feasible_bytes,
+            is_proved=error.is_proved,
+        ) from error

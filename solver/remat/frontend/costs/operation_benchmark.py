@@ -1,0 +1,131 @@
+"""`OperationBenchmark`: measures single operations on one device, on tensors created for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+
+from remat.costs.roofline import traffic_bytes
+from remat.documents.records import Node, TensorMeta
+from remat.errors import RematError, one_line
+from remat.frontend.common.operators import resolve
+from remat.frontend.common.torch_modes import NEEDS_GRAD_MODE, run_with_grad_mode
+from remat.frontend.costs.cost_cache import MeasuredCost
+from remat.frontend.costs.operands import OperandFactory, operand_and_result_bytes
+from remat.frontend.costs.timers import time_cpu, time_cuda
+from remat.frontend.memory.device_memory import free_bytes
+
+_COPY_BYTES = 64 << 20
+
+MAX_OPERAND_SETS = 32
+"""Upper limit of the sets of operands of one operation: operands that need more sets are small, and
+their operation takes less time than its launch."""
+
+MAX_MEMORY_FRACTION = 0.9
+"""The fraction of the free memory that operands and results may take; the rest is for workspaces
+and other processes."""
+
+
+def operand_set_count(
+    operand_bytes: int, required_bytes: int, cache_bytes: int, available_bytes: int | None
+) -> int:
+    """Return the number of operand sets to cycle through, so that no call finds its operands in the
+    L2 cache: sets of twice the cache's size, within the memory, at most `MAX_OPERAND_SETS`.
+
+    A call needs `required_bytes` of memory, with its results and the forwards that it depends on.
+    """
+    count = 1
+    if operand_bytes < 2 * cache_bytes:
+        count = -(-2 * cache_bytes // max(operand_bytes, 1)) + 1
+    if available_bytes is not None:
+        count = min(count, int(MAX_MEMORY_FRACTION * available_bytes) // max(required_bytes, 1))
+    return max(1, min(count, MAX_OPERAND_SETS))
+
+
+def l2_cache_bytes(device: torch.device) -> int:
+    """Return the size of a CUDA device's L2 cache; 64 MiB, a large one, where torch does not report
+    it."""
+    return getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0) or 64 << 20
+
+
+class OperationBenchmark:
+    """Measures operations of `nodes` on `device`.
+
+    `metas` has the shapes and layouts of their tensors, which the trace has on devices of the type
+    `trace_device_type`.
+    """
+
+    def __init__(
+        self,
+        nodes: Iterable[Node],
+        metas: Mapping[str, TensorMeta],
+        trace_device_type: str,
+        device: torch.device,
+    ) -> None:
+        self._metas = metas
+        self._operands = OperandFactory(metas, trace_device_type, device, nodes)
+        self._device = device
+        self._copy_s_per_byte: float | None = None
+
+    def measure(self, node: Node) -> MeasuredCost:
+        """Return the measured cost of an operation. Raises `MemoryError` if its operands do not
+        fit, and any error of the operation."""
+        if node.target.startswith("remat."):
+            # remat's operations move tensors (save, restore, accumulate) and may change the model's
+            # state, so they are estimated by the bytes that they move and never run here.
+            return MeasuredCost(traffic_bytes(node, self._metas) * self.copy_s_per_byte(), 0)
+        operations = [node, *self._operands.required_forwards(node)]
+        required_bytes = sum(operand_and_result_bytes(n, self._metas) for n in operations)
+        available_bytes = free_bytes(self._device)
+        if available_bytes is not None and required_bytes > MAX_MEMORY_FRACTION * available_bytes:
+            raise MemoryError(f"out of memory: needs {required_bytes:,} bytes")
+        if self._device.type == "cpu":
+            return time_cpu(self._call(node))
+        set_count = operand_set_count(
+            operand_and_result_bytes(node, self._metas),
+            required_bytes,
+            l2_cache_bytes(self._device),
+            available_bytes,
+        )
+        other_calls = [self._call(node) for _ in range(set_count - 1)]
+        return time_cuda(self._call(node), self._device, other_calls)
+
+    def _call(self, node: Node) -> Callable[[], object]:
+        """Return a function that runs an operation on newly created operands."""
+        operator = resolve(node.target)
+        args, kwargs = self._operands.create_arguments(node, operator)
+        if node.target in NEEDS_GRAD_MODE:
+            return lambda: run_with_grad_mode(operator, args, kwargs)
+        return lambda: operator(*args, **kwargs)
+
+    def autotune(self, node: Node) -> None:
+        """Run an operation once, so that its library selects an algorithm for it."""
+        self._call(node)()
+
+    def copy_s_per_byte(self) -> float:
+        """Return the seconds that a large `copy_` takes per byte read or written."""
+        if self._copy_s_per_byte is None:
+            source = torch.zeros(_COPY_BYTES, dtype=torch.uint8, device=self._device)
+            destination = torch.zeros_like(source)
+            is_cpu = self._device.type == "cpu"
+            copy: Callable[[], object] = lambda: destination.copy_(source)  # noqa: E731
+            cost = time_cpu(copy) if is_cpu else time_cuda(copy, self._device)
+            self._copy_s_per_byte = cost.cost_s / (2 * _COPY_BYTES)
+        return self._copy_s_per_byte
+
+    def recover(self, node: Node, error: Exception) -> None:
+        """Free the allocator's cached memory after `error`, the failure of an operation.
+
+        Raises `RematError` if the failure broke the CUDA context."""
+        if self._device.type != "cuda":
+            return
+        try:
+            torch.cuda.synchronize(self._device)
+            torch.cuda.empty_cache()
+        except Exception as context_error:
+            raise RematError(
+                f"measuring {node.target} (operation {node.name}) broke the CUDA context: "
+                f"{one_line(error)}; then {one_line(context_error)}. This process cannot use the "
+                "device any more: start another one, and report the operation"
+            ) from error

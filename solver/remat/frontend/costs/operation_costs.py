@@ -1,0 +1,164 @@
+"""`measure_operations`: the costs of a list of operations, each distinct one measured once.
+
+Operations that fail, or for which the time limit leaves no time, are estimated from the others.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from textwrap import shorten
+
+import torch
+
+from remat.costs.trace_costs import MIN_COST_S, OperationCost
+from remat.documents.records import Node, TensorMeta
+from remat.frontend.common.torch_modes import isolated_modes
+from remat.frontend.costs.calibration import CalibratedRoofline
+from remat.frontend.costs.cost_cache import CostCache, MeasuredCost
+from remat.frontend.costs.cost_key import cost_key, device_name, environment_key
+from remat.frontend.costs.operands import operand_and_result_bytes
+from remat.frontend.costs.operation_benchmark import OperationBenchmark
+from remat.frontend.costs.progress_bar import MeasureProgress
+from remat.limits.units import format_bytes
+
+log = logging.getLogger("remat")
+
+_autotuned_keys: set[str] = set()
+"""Keys of the operations that cuDNN has autotuned in this process."""
+
+_OUT_OF_TIME = "no time was left"
+
+
+def measure_operations(
+    operations: Sequence[Node],
+    metas: Mapping[str, TensorMeta],
+    device: torch.device,
+    cache: CostCache | None,
+    report: MeasureProgress,
+    *,
+    trace_device_type: str,
+    limit_s: float = math.inf,
+) -> dict[str, OperationCost]:
+    """Return the cost of each operation by its name, without views.
+
+    `metas` has the shapes and layouts of all tensors, which the trace has on devices of the type
+    `trace_device_type`. After `limit_s` seconds no more operations are measured.
+    """
+    deadline = time.monotonic() + limit_s
+    shared_key = environment_key(device)
+    groups: dict[str, list[Node]] = {}
+    keys: dict[str, dict[str, object]] = {}
+    for node in operations:
+        if not node.view:
+            key = cost_key(node, metas, trace_device_type)
+            groups.setdefault(key_text := repr(key), []).append(node)
+            keys[key_text] = {**shared_key, **key}
+    measured: dict[str, MeasuredCost] = {}
+    failures: dict[str, str] = {}
+    with isolated_modes(device):
+        benchmark = OperationBenchmark(operations, metas, trace_device_type, device)
+        for index, (key_text, nodes) in enumerate(groups.items()):
+            report(index, len(groups), nodes[0].target)
+            cost = cache.get(keys[key_text]) if cache is not None else None
+            if cost is None and time.monotonic() > deadline:
+                failures[key_text] = _OUT_OF_TIME
+                continue
+            if cost is None:
+                try:
+                    cost = benchmark.measure(nodes[0])
+                except Exception as error:  # whatever an operation raises, the others still count
+                    failures[key_text] = _failure_reason(error)
+                    benchmark.recover(nodes[0], error)
+                    continue
+                if cache is not None:
+                    cache.put(keys[key_text], cost)
+            elif uses_cudnn_autotuning(nodes[0], device) and key_text not in _autotuned_keys:
+                with suppress(
+                    Exception
+                ):  # the cost is from the cache, so that a failure is no loss
+                    benchmark.autotune(nodes[0])
+            if uses_cudnn_autotuning(nodes[0], device):
+                _autotuned_keys.add(key_text)
+            measured[key_text] = cost
+        report(len(groups), len(groups), "")
+        del benchmark
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # free the memory that autotuning took, for the step
+    source = f"measured {device.type} {device_name(device)}"
+    costs = {
+        n.name: OperationCost(
+            c.cost_s, c.workspace_bytes, source, c.output_bytes, c.launch_s or None
+        )
+        for key_text, c in measured.items()
+        for n in groups[key_text]
+    }
+    if failures:
+        calibration = CalibratedRoofline.fit(
+            device, metas, [(groups[key_text][0], cost) for key_text, cost in measured.items()]
+        )
+        for key_text, reason in failures.items():
+            cost_s = max(MIN_COST_S, calibration.seconds(groups[key_text][0]))
+            workspace_bytes = assumed_workspace_bytes(groups[key_text][0], metas, device)
+            workspace_note = ""
+            if workspace_bytes:
+                workspace_note = f"; workspace unknown, {format_bytes(workspace_bytes)} planned"
+            estimate = OperationCost(
+                cost_s,
+                workspace_bytes,
+                f"estimated: {shorten(reason, 50, placeholder='...')}{workspace_note}",
+            )
+            costs.update((node.name, estimate) for node in groups[key_text])
+        _warn_of_failures(failures, groups, calibration.description)
+    return costs
+
+
+def assumed_workspace_bytes(
+    node: Node, metas: Mapping[str, TensorMeta], device: torch.device
+) -> int:
+    """Return the workspace to plan for an operation that could not be measured.
+
+    On CUDA it is as large as its operands and results (attention and convolutions take hundreds of
+    megabytes). On the CPU it is 0, since no measured peak there contains workspaces.
+    """
+    if device.type != "cuda" or node.target.startswith("remat."):
+        return 0
+    return operand_and_result_bytes(node, metas)
+
+
+def uses_cudnn_autotuning(node: Node, device: torch.device) -> bool:
+    """True if cuDNN tries several algorithms the first time that a process runs an operation. That
+    must not happen inside a step, since the memory that it takes is not part of the plan."""
+    is_convolution = "convolution" in node.target
+    return device.type == "cuda" and is_convolution and torch.backends.cudnn.benchmark
+
+
+def _failure_reason(error: Exception) -> str:
+    """Return why an operation could not be measured, in one line."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in str(error):
+        return "out of memory"
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:80]}"
+
+
+def _warn_of_failures(
+    failures: Mapping[str, str], groups: Mapping[str, list[Node]], estimate_description: str
+) -> None:
+    """Log one warning for each reason why operations could not be measured."""
+    targets_by_reason: dict[str, list[str]] = {}
+    for key_text, reason in failures.items():
+        if reason == _OUT_OF_TIME:
+            continue
+        targets_by_reason.setdefault(reason, []).append(groups[key_text][0].target)
+    for reason, targets in targets_by_reason.items():
+        names = ", ".join(sorted(set(targets))[:5])
+        log.warning(
+            "cannot measure %d operations (%s): %s; estimated %s",
+            len(targets),
+            names,
+            reason,
+            estimate_description,
+        )

@@ -1,0 +1,61 @@
+"""Reports outputs that the caller releases before the backward, where the plan counts them as held.
+
+A plan with `outputs="held"` spends memory on outputs; `outputs="dropped"` would recompute less.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from remat.documents.program import Program
+from remat.limits.units import format_bytes
+
+logger = logging.getLogger("remat")
+
+_CONSECUTIVE_BACKWARDS = 3
+"""The number of consecutive backward passes after which a release is no coincidence."""
+
+_MIN_PEAK_FRACTION = 0.01
+"""The fraction of the plan's peak from which released bytes are worth a report."""
+
+
+class OutputReleaseMonitor:
+    """Checks at each backward whether the caller released outputs that the plan counts as held.
+
+    Warns once, after several backward passes in a row, and only if the plan recomputes anything.
+    """
+
+    def __init__(self, program: Program) -> None:
+        has_recomputation = any(statement.rerun for statement in program.backward)
+        self._is_active = has_recomputation and not program.outputs_dropped
+        self._unsaved_outputs = [
+            index for index, o in enumerate(program.outputs) if o.name not in program.saved
+        ]
+        self._min_bytes = program.predicted_peak_bytes * _MIN_PEAK_FRACTION
+        self._consecutive_releases = 0
+
+    def weak_refs(self, outputs: Sequence[torch.Tensor]) -> dict[StorageWeakRef, int]:
+        """Return weak references to the outputs that only the caller holds, with their bytes."""
+        if not self._is_active:
+            return {}
+        storages = [outputs[index].untyped_storage() for index in self._unsaved_outputs]
+        return {StorageWeakRef(storage): storage.nbytes() for storage in storages}
+
+    def check_released(self, refs: dict[StorageWeakRef, int]) -> None:
+        """Count the outputs that are freed when the backward starts, and warn if they often are."""
+        released_bytes = sum(size_bytes for ref, size_bytes in refs.items() if ref.expired())
+        if released_bytes > self._min_bytes:
+            self._consecutive_releases += 1
+        else:
+            self._consecutive_releases = 0
+        if self._consecutive_releases == _CONSECUTIVE_BACKWARDS and self._is_active:
+            self._is_active = False
+            logger.warning(
+                "the model's outputs are released before each backward, but the plan counts their "
+                '%s as held: with outputs="dropped" the same budget recomputes less',
+                format_bytes(released_bytes),
+            )

@@ -1,0 +1,295 @@
+"""`ScheduleProfile`: a sequence of runs that can be changed, with its memory and time kept up to
+date.
+
+The runs are in slots, some of them empty, so that adding or removing a run moves no other. For
+every value the slots that produce it and those that read it are kept sorted; the lifetime of each
+copy follows from them by the rules of `remat.simulate`. Moving, adding or removing one run changes
+the lifetimes of its own operands only, each by one or two intervals, and one addition over the
+slots between gives the new excess over the budget (the idea of FastSA, NeurIPS 2023, there with a
+segment tree).
+
+Memory is in floats: exact while all sizes together stay below 2**50 bytes. An overwritten value
+counts in addition to the value written over it, which may be too much: compiled training steps
+overwrite, and their order is not searched.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+
+import numpy as np
+
+from remat.graph import Graph
+from remat.heuristics.annealing.lifetimes import (
+    Span,
+    add_copy,
+    add_reader,
+    last_reader,
+    remove_copy,
+    remove_reader,
+)
+
+SLOTS_PER_RUN = 3
+"""Slots for each run."""
+
+_EMPTY_SLOT_OFFSET = float(2**51)
+"""Subtracted from the memory of an empty slot, so that it is never over the budget."""
+
+_RunChange = tuple[int, int, int]
+"""Operation, the slot that it leaves, the slot that it takes; -1 where a run is added or removed.
+"""
+
+
+class ScheduleProfile:
+    """Runs in slots. `move`, `add` and `drop` prepare a change, in any number; `evaluate` returns
+    its effect on the excess; `commit` or `revert` ends it.
+
+    The caller ensures that every reader still comes after a producer: between
+    `placement.earliest_slot` and `placement.latest_slot` it does. `excess_bytes` is the sum over
+    all runs of the bytes over the budget.
+    """
+
+    def __init__(self, graph: Graph, budget_bytes: int, runs: Sequence[int]) -> None:
+        self.graph = graph
+        self.size = [float(value.size_bytes) for value in graph.values]
+        self.cost = [operation.cost_s for operation in graph.operations]
+        self.workspace = [float(operation.workspace_bytes) for operation in graph.operations]
+        self.producer = graph.producer
+        self.inputs = [operation.inputs for operation in graph.operations]
+        self.outputs = [operation.outputs for operation in graph.operations]
+        self.is_result = [v in graph.results for v in range(len(graph.values))]
+        self.tracked_inputs = [
+            tuple(v for v in inputs if self.size[v] and not self.is_result[v])
+            for inputs in self.inputs
+        ]
+        self._tracked_outputs = [
+            tuple(v for v in outputs if self.size[v]) for outputs in self.outputs
+        ]
+        self.reset(runs, budget_bytes)
+
+    def reset(self, runs: Sequence[int], budget_bytes: int) -> None:
+        """Start from these runs, evenly spread."""
+        self.budget_bytes = budget_bytes
+        count = SLOTS_PER_RUN * len(runs) + SLOTS_PER_RUN
+        self.slots = [-1] * count
+        self.run_slots: list[list[int]] = [[] for _ in self.inputs]
+        self.reader_slots: list[list[int]] = [[] for _ in self.size]
+        over = np.full(
+            count, self.graph.constant_bytes - budget_bytes - _EMPTY_SLOT_OFFSET, dtype=np.float64
+        )
+        self.excess_by_slot = over
+        self.time_s = 0.0
+        self.repeated: list[int] = []
+        for turn, op in enumerate(runs):
+            slot = SLOTS_PER_RUN * turn + SLOTS_PER_RUN // 2
+            self.slots[slot] = op
+            if self.run_slots[op]:
+                self.repeated.append(op)
+            self.run_slots[op].append(slot)
+            for v in self.inputs[op]:
+                self.reader_slots[v].append(slot)
+            over[slot] += _EMPTY_SLOT_OFFSET + self.workspace[op]
+            self.time_s += self.cost[op]
+        for v, size in enumerate(self.size):
+            for start, end in self._copy_lifetimes(v):
+                over[start : end + 1] += size
+        self.excess_bytes = _total_excess(over)
+        self._reset()
+
+    @property
+    def runs(self) -> list[int]:
+        """The operations in the order in which they run."""
+        return [op for op in self.slots if op >= 0]
+
+    def peak_bytes(self) -> int:
+        """Return the largest memory of any run."""
+        return int(self.excess_by_slot.max()) + self.budget_bytes
+
+    def set_budget(self, budget_bytes: int) -> None:
+        """Set another budget for the same runs."""
+        self.excess_by_slot += self.budget_bytes - budget_bytes
+        self.budget_bytes = budget_bytes
+        self.excess_bytes = _total_excess(self.excess_by_slot)
+
+    def move(self, slot: int, target: int) -> None:
+        """Prepare moving the run in `slot` to `target`, which is empty."""
+        self.apply_pending()
+        op = self.slots[slot]
+        at, reads, sizes, producer = self.run_slots, self.reader_slots, self.size, self.producer
+        spans = self._spans
+        for v in self.tracked_inputs[op]:
+            copies, readers = at[producer[v]], reads[v]
+            if len(copies) > 1:
+                remove_reader(sizes[v], copies, readers, slot, spans)
+                add_reader(sizes[v], copies, readers, target, spans, removed=slot)
+                continue
+            end = readers[-1]
+            if slot == end:
+                if target > slot:
+                    spans.append((end + 1, target + 1, sizes[v]))
+                else:
+                    last = readers[-2] if len(readers) > 1 else copies[0]
+                    spans.append((max(last, target) + 1, end + 1, -sizes[v]))
+            elif target > end:
+                spans.append((end + 1, target + 1, sizes[v]))
+        copies = at[op]
+        for v in self._tracked_outputs[op]:
+            readers = reads[v]
+            if len(copies) > 1:
+                rest = [s for s in copies if s != slot]
+                self._remove_copy(v, copies, slot)
+                self._add_copy(v, rest, target)
+            elif readers or self.is_result[v]:
+                if target < slot:
+                    spans.append((target, slot, sizes[v]))
+                else:
+                    spans.append((slot, target, -sizes[v]))
+            else:
+                self._points.append((slot, -sizes[v]))
+                self._points.append((target, sizes[v]))
+        self._points.append((slot, -_EMPTY_SLOT_OFFSET - self.workspace[op]))
+        self._points.append((target, _EMPTY_SLOT_OFFSET + self.workspace[op]))
+        self._pending = (op, slot, target)
+
+    def add(self, op: int, slot: int) -> None:
+        """Prepare running `op` once more, in `slot`, which is empty."""
+        self.apply_pending()
+        for v in self.tracked_inputs[op]:
+            add_reader(
+                self.size[v],
+                self.run_slots[self.producer[v]],
+                self.reader_slots[v],
+                slot,
+                self._spans,
+            )
+        for v in self._tracked_outputs[op]:
+            self._add_copy(v, self.run_slots[op], slot)
+        self._points.append((slot, _EMPTY_SLOT_OFFSET + self.workspace[op]))
+        self.time_change_s += self.cost[op]
+        self._pending = (op, -1, slot)
+
+    def drop(self, slot: int) -> None:
+        """Prepare removing the run in `slot`, one of several of its operation."""
+        self.apply_pending()
+        op = self.slots[slot]
+        for v in self.tracked_inputs[op]:
+            remove_reader(
+                self.size[v],
+                self.run_slots[self.producer[v]],
+                self.reader_slots[v],
+                slot,
+                self._spans,
+            )
+        for v in self._tracked_outputs[op]:
+            self._remove_copy(v, self.run_slots[op], slot)
+        self._points.append((slot, -_EMPTY_SLOT_OFFSET - self.workspace[op]))
+        self.time_change_s -= self.cost[op]
+        self._pending = (op, slot, -1)
+
+    def evaluate(self) -> float:
+        """Return by how much the change raises the excess, in bytes summed over the runs."""
+        points, spans = self._points, self._spans
+        low, high = len(self.slots), 0
+        for slot, _ in points:
+            if slot < low:
+                low = slot
+            if slot >= high:
+                high = slot + 1
+        for start, end, _ in spans:
+            if start < low:
+                low = start
+            if end > high:
+                high = end
+        old = self.excess_by_slot[low:high]
+        new = old.copy()
+        for start, end, size in spans:
+            new[start - low : end - low] += size
+        for slot, size in points:
+            new[slot - low] += size
+        self._low, self._new = low, new
+        delta = _total_excess(new)
+        if self.excess_bytes:
+            delta -= _total_excess(old)
+        self._delta = delta
+        return delta
+
+    def commit(self) -> None:
+        """Make the evaluated change."""
+        self.apply_pending()
+        low, new = self._low, self._new
+        self.excess_by_slot[low : low + len(new)] = new
+        self.excess_bytes += self._delta
+        self.time_s += self.time_change_s
+        for op, slot, target in self._applied:
+            if slot < 0:
+                self.repeated.append(op)
+            elif target < 0:
+                self.repeated.remove(op)
+        self._reset()
+
+    def revert(self) -> None:
+        """Discard the change."""
+        self._pending = None
+        for op, slot, target in reversed(self._applied):
+            self._move_run(op, target, slot)
+        self._reset()
+
+    def _reset(self) -> None:
+        self._spans: list[Span] = []
+        self._points: list[tuple[int, float]] = []
+        self._pending: _RunChange | None = None
+        self._applied: list[_RunChange] = []
+        self.time_change_s = 0.0
+
+    def apply_pending(self) -> None:
+        """Enter the last prepared change into the lists, so that the next one can build on it."""
+        if self._pending is not None:
+            self._move_run(*self._pending)
+            self._applied.append(self._pending)
+            self._pending = None
+
+    def _move_run(self, op: int, slot: int, target: int) -> None:
+        reads = self.reader_slots
+        if slot >= 0:
+            self.slots[slot] = -1
+            self.run_slots[op].remove(slot)
+            for v in self.inputs[op]:
+                readers = reads[v]
+                del readers[bisect_left(readers, slot)]
+        if target >= 0:
+            self.slots[target] = op
+            insort(self.run_slots[op], target)
+            for v in self.inputs[op]:
+                insort(reads[v], target)
+
+    def _add_copy(self, v: int, copies: list[int], slot: int) -> None:
+        size, points = self.size[v], self._points
+        if not self.is_result[v]:
+            add_copy(size, copies, self.reader_slots[v], slot, self._spans)
+        elif copies[0] < slot:
+            points.append((slot, size))
+        else:
+            # The former first copy is now one that is freed after its run.
+            self._spans.append((slot, copies[0], size))
+            points.append((copies[0], size))
+
+    def _remove_copy(self, v: int, copies: list[int], slot: int) -> None:
+        size, points = self.size[v], self._points
+        if not self.is_result[v]:
+            remove_copy(size, copies, self.reader_slots[v], slot, self._spans)
+        elif copies[0] < slot:
+            points.append((slot, -size))
+        else:
+            self._spans.append((slot, copies[1], -size))
+            points.append((copies[1], -size))
+
+    def _copy_lifetimes(self, v: int) -> list[tuple[int, int]]:
+        copies, readers = self.run_slots[self.producer[v]], self.reader_slots[v]
+        if self.is_result[v]:
+            return [(copies[0], len(self.slots) - 1)] + [(slot, slot) for slot in copies[1:]]
+        return [(slot, last_reader(copies, readers, copy)) for copy, slot in enumerate(copies)]
+
+
+def _total_excess(over: np.ndarray) -> float:
+    return float(np.add.reduce(np.maximum(over, 0.0)))

@@ -1,0 +1,49 @@
+"""Lower bounds on the peak that need no solver: for schedules of the order, and for any order."""
+
+from __future__ import annotations
+
+from remat.graph import Graph
+
+
+def peak_lower_bound_bytes(graph: Graph) -> int:
+    """Return a lower bound on the peak of every schedule of the order, constant memory included.
+
+    When an operation first runs, its inputs and outputs are live, and so are every result produced
+    before (results are never freed) and every earlier output of an operation that runs only once
+    and that is still to be read. In another order, fewer results may exist when it first runs.
+    """
+    size = [value.size_bytes for value in graph.values]
+    last_read = [max(users, default=-1) for users in graph.consumers]
+    is_permanent = [
+        v in graph.results or not graph.operations[graph.producer[v]].recomputable
+        for v in range(len(size))
+    ]
+    freed_after: list[list[int]] = [[] for _ in graph.operations]
+    retained: set[int] = set()
+    retained_bytes = 0
+    peak_bytes = 0
+    for op, operation in enumerate(graph.operations):
+        read_bytes = sum(size[v] for v in set(operation.inputs) - retained)
+        peak_bytes = max(peak_bytes, retained_bytes + read_bytes + graph.min_produced_bytes[op])
+        for v in operation.outputs:
+            if is_permanent[v] and (v in graph.results or last_read[v] > op):
+                retained.add(v)
+                retained_bytes += size[v]
+                if v not in graph.results:
+                    freed_after[last_read[v]].append(v)
+        for v in freed_after[op]:
+            retained.discard(v)
+            retained_bytes -= size[v]
+    return graph.constant_bytes + peak_bytes
+
+
+def peak_lower_bound_any_order_bytes(graph: Graph) -> int:
+    """Return a lower bound on the peak of every schedule in any order, constant memory included:
+    the need of some single operation, or all results at the end."""
+    size = [value.size_bytes for value in graph.values]
+    single_operations = (
+        sum(size[v] for v in o.inputs) + produced
+        for o, produced in zip(graph.operations, graph.min_produced_bytes, strict=True)
+    )
+    at_end = sum(size[v] for v in graph.results)
+    return graph.constant_bytes + max(at_end, max(single_operations, default=0))

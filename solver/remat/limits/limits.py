@@ -1,0 +1,110 @@
+"""How much memory a plan may use: the budget, less the bytes that others need of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from remat.errors import BudgetError, InfeasibleBudget
+from remat.limits.budget import Budget
+from remat.limits.units import format_bytes
+
+_RESERVED = "are reserved"
+_EXTERNAL = "are used outside this graph (other graphs of the step, other modules, or `reserve`)"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The memory limits of one planning.
+
+    `budget` is what the user requested: bytes, a percentage of the baseline's peak, or "min".
+    `reserve_bytes` of it are for other users of the memory, such as an optimizer's state; this
+    needs a budget in bytes. `external_bytes` are allocated outside the planned graph while it
+    runs. `excess_bytes` are those by which the kernels of an earlier plan exceeded its budget: the
+    next plan has to be smaller by as much.
+    """
+
+    budget: Budget
+    reserve_bytes: int = 0
+    external_bytes: int = 0
+    excess_bytes: int = 0
+
+    def check_reserve(self) -> None:
+        """Raise `BudgetError` unless the budget is in bytes and larger than the reserve."""
+        budget_bytes = self.budget.size_bytes
+        if budget_bytes is None:
+            raise BudgetError(
+                "`reserve` needs a budget in bytes; got the relative budget "
+                f'{self.budget.requested!r}. Pass bytes, such as "8GiB", or "auto"'
+            )
+        if self.reserve_bytes >= budget_bytes:
+            raise BudgetError(nothing_left(budget_bytes, self.reserve_bytes, _RESERVED))
+
+    @property
+    def budget_after_reserve(self) -> Budget:
+        """The budget without the reserve; the unchanged budget if nothing is reserved. Raises
+        `BudgetError` as `check_reserve` does."""
+        if not self.reserve_bytes:
+            return self.budget
+        self.check_reserve()
+        assert self.budget.size_bytes is not None
+        return Budget.parse(self.budget.size_bytes - self.reserve_bytes)
+
+    def available_bytes(self, baseline_bytes: int, library_bytes: int = 0) -> int | None:
+        """Return the largest peak in bytes that a plan of the graph may have; None for "min".
+
+        `baseline_bytes` is the peak without recomputation, of which `library_bytes` are allocated
+        by libraries; only a percentage depends on them. Raises `InfeasibleBudget` where external
+        memory leaves nothing, and `BudgetError` as `check_reserve` does.
+        """
+        budget_bytes = self.budget_after_reserve.in_bytes(baseline_bytes, library_bytes)
+        if budget_bytes is None:
+            return None
+        available_bytes = budget_bytes - self.external_bytes - self.excess_bytes
+        if available_bytes <= 0:
+            raise InfeasibleBudget(
+                nothing_left(
+                    budget_bytes + self.reserve_bytes,
+                    self.external_bytes + self.reserve_bytes,
+                    _EXTERNAL,
+                )
+            )
+        return available_bytes
+
+    def share_bytes(self, part_bytes: int, baseline_bytes: int) -> int | None:
+        """Return what the budget allows for `part_bytes` of the baseline's peak, in proportion:
+        the percentage of the budget applied to that part. None for a budget in bytes or "min"."""
+        budget_bytes = self.budget.in_bytes(baseline_bytes)
+        if budget_bytes is None or self.budget.size_bytes is not None:
+            return None
+        return budget_bytes * part_bytes // baseline_bytes
+
+    @contextmanager
+    def infeasible_with_reserve(self) -> Iterator[None]:
+        """Add the reserve and the external memory to the smallest feasible budget that an
+        `InfeasibleBudget` raised inside of this context names: to the user, both are part of the
+        budget."""
+        used_bytes = 0 if self.budget.is_min else self.reserve_bytes + self.external_bytes
+        try:
+            yield
+        except InfeasibleBudget as error:
+            if not used_bytes or error.min_feasible_bytes is None:
+                raise
+            min_feasible_bytes = error.min_feasible_bytes + used_bytes
+            reason = _EXTERNAL if self.external_bytes else _RESERVED
+            raise InfeasibleBudget(
+                f"{error} Another {format_bytes(used_bytes)} {reason}: with them, pass at least "
+                f"{min_feasible_bytes:,} bytes.",
+                min_feasible_bytes=min_feasible_bytes,
+                is_proved=error.is_proved,
+            ) from None
+
+
+def nothing_left(budget_bytes: int, used_bytes: int, reason: str) -> str:
+    """Return the error text for a budget of which nothing is left to a plan; `reason` is the rest
+    of a sentence that begins with the used bytes ("2.00 GiB are reserved")."""
+    return (
+        f"the budget of {format_bytes(budget_bytes)} leaves nothing for the step: "
+        f"{format_bytes(used_bytes)} {reason}; raise the budget"
+    )

@@ -1,0 +1,81 @@
+"""Comparison of traces, without the names of tensors and modules, which differ between captures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import zip_longest
+
+from remat.documents.arguments import Argument, refs, rename
+from remat.documents.records import Node
+from remat.documents.trace import Trace
+
+SLICE, ALIAS = "aten.slice.Tensor", "aten.alias.default"
+
+
+def topology_key(trace: Trace) -> tuple[object, ...]:
+    """Return a key that is equal for traces with the same operations and data flow, whatever their
+    sizes. The kind of a view is not part of it, since a schedule does not depend on that."""
+    numbers = _tensor_numbers(trace)
+    nodes = tuple(
+        ("" if n.view else n.target, n.backward, tuple(numbers[r] for r in _operand_names(n)))
+        for n in trace.nodes
+    )
+    tangents = tuple(bool(o.tangent) for o in trace.outputs)
+    return nodes, len(trace.storages), tangents, trace.accumulating
+
+
+def is_same_except_names(one: Trace, other: Trace) -> bool:
+    """True if two traces are equal except for the names of tensors and modules."""
+    return all(a == b for a, b in zip_longest(_unnamed_records(one), _unnamed_records(other)))
+
+
+def _unnamed_records(trace: Trace) -> Iterator[object]:
+    """Yield all records of a trace, with numbers in place of names."""
+    numbers = _tensor_numbers(trace)
+
+    def number_name(name: str) -> str:
+        return str(numbers[name])
+
+    def renamed(argument: Argument) -> Argument:
+        return rename(argument, number_name)
+
+    for p in trace.placeholders:
+        yield p.model_copy(update={"name": number_name(p.name)})
+    metas = {p.name: p.tensor for p in trace.placeholders}
+    for n in trace.nodes:
+        metas.update((r.name, r.tensor) for r in n.results)
+        if (
+            n.view
+            and n.target == SLICE
+            and [metas[r] for r in _operand_names(n)] == [r.tensor for r in n.results]
+        ):  # a slice of the whole tensor
+            n = n.model_copy(update={"target": ALIAS, "args": n.args[:1]})
+        yield n.model_copy(
+            update={
+                "name": "",
+                "module": "",
+                "args": tuple(map(renamed, n.args)),
+                "kwargs": {key: renamed(item) for key, item in n.kwargs.items()},
+                "results": tuple(
+                    r.model_copy(update={"name": number_name(r.name)}) for r in n.results
+                ),
+            }
+        )
+    for o in trace.outputs:
+        yield number_name(o.name), o.differentiable, o.tangent and number_name(o.tangent)
+    for g in trace.gradients:
+        yield number_name(g.placeholder), number_name(g.name)
+    named_fields = {"placeholders", "nodes", "outputs", "gradients"}
+    yield [getattr(trace, field) for field in type(trace).model_fields if field not in named_fields]
+
+
+def _tensor_numbers(trace: Trace) -> dict[str, int]:
+    """Number the tensors of a trace in the order in which they are produced, inputs first."""
+    names = [p.name for p in trace.placeholders]
+    names += [r.name for n in trace.nodes for r in n.results]
+    return {name: number for number, name in enumerate(names)}
+
+
+def _operand_names(node: Node) -> Iterator[str]:
+    """Return the names of the tensors that a node reads."""
+    return refs((node.args, *node.kwargs.values()))

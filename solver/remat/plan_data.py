@@ -1,0 +1,131 @@
+"""`PlanData`: a schedule with all that is known about it, as data. What users hold is a `Plan`
+(`remat.plan`), which can also show, explain and save itself; what does so needs no more than this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Self, TypeVar
+
+from remat.errors import RematError
+from remat.graph import Graph
+from remat.limits.budget import share_of_baseline
+from remat.limits.units import format_bytes
+from remat.schedule import Schedule
+from remat.simulate import Timeline, simulate
+from remat.solution import BoundScope, Solution, Stats
+
+RESERVED_BYTES_STAT = "reserved_for_others_bytes"
+"""Key of `PlanData.stats`: bytes of the requested budget that are reserved for other uses."""
+
+
+class Status(Enum):
+    """How a plan came about; the value is what to make of it."""
+
+    OPTIMAL = "within the gap that was asked for, proved"
+    FEASIBLE = "fits the budget; not proved to be within a gap of every schedule of its order"
+
+
+@dataclass(frozen=True)
+class PlanData:
+    """What to run, and what it costs.
+
+    `budget_bytes` and the peaks include constant memory. `overhead` and `lower_bound` are extra
+    time over no recomputation (0.05 is 5%); `lower_bound` is proved for `bound_scope`: "slots",
+    the places offered for recomputation, "order", every schedule of the graph's order, or "all
+    orders", every schedule. `gap` is (time - bound) / time on total time. A plan is OPTIMAL only by
+    a bound for its order or for all orders. `stats` are facts of the solve: keys that end in `_s`
+    are seconds; `slots_bound`, where it is there, is the bound over the slots offered, like
+    `lower_bound` a share of extra time; `steps` names the steps of the solve, and
+    `remat.solution.STEPS` says which keys each has.
+    """
+
+    status: Status
+    budget_bytes: int
+    peak_bytes: int
+    baseline_peak_bytes: int
+    time_s: float
+    baseline_time_s: float
+    lower_bound: float | None
+    bound_scope: BoundScope
+    schedule: Schedule
+    graph: Graph
+    stats: Mapping[str, str | int | float] = field(hash=False)
+
+    @classmethod
+    def of(cls, graph: Graph, budget_bytes: int, solution: Solution, stats: Stats) -> Self:
+        """The plan for a strategy's solution; simulates it, and raises `RematError` (a bug in the
+        strategy) if its schedule does not fit the budget."""
+        timeline = simulate(graph, solution.schedule)
+        baseline = simulate(graph, Schedule.keep_all(graph))
+        if timeline.peak_bytes > budget_bytes:
+            raise RematError(
+                f"bug: the schedule peaks at {timeline.peak_bytes:,} bytes, over its budget of "
+                f"{budget_bytes:,}; please report this with the graph"
+            )
+        bound = solution.bound
+        is_proved = solution.proved and solution.bound_scope != "slots"
+        if bound is not None:
+            bound = min(max(bound, baseline.time_s), timeline.time_s)
+        return cls(
+            status=Status.OPTIMAL if is_proved else Status.FEASIBLE,
+            budget_bytes=budget_bytes,
+            peak_bytes=timeline.peak_bytes,
+            baseline_peak_bytes=baseline.peak_bytes,
+            time_s=timeline.time_s,
+            baseline_time_s=baseline.time_s,
+            lower_bound=None if bound is None else _overhead(bound, baseline.time_s),
+            bound_scope=solution.bound_scope,
+            schedule=solution.schedule,
+            graph=graph,
+            stats=stats,
+        )
+
+    @property
+    def overhead(self) -> float:
+        """Extra time over no recomputation, as a fraction of it."""
+        return _overhead(self.time_s, self.baseline_time_s)
+
+    @property
+    def share(self) -> float:
+        """The peak as the percentage that a budget would name it by, as a fraction (0.6 is "60%"):
+        of the peak without recomputation, what libraries hold on the device left out of both."""
+        return share_of_baseline(
+            self.peak_bytes,
+            baseline_bytes=self.baseline_peak_bytes,
+            library_bytes=self.graph.library_bytes,
+        )
+
+    @property
+    def gap(self) -> float | None:
+        """(time - proved bound) / time, on total time; None if nothing is proved."""
+        if self.lower_bound is None:
+            return None
+        return (self.overhead - self.lower_bound) / (1 + self.overhead)
+
+    def timeline(self) -> Timeline:
+        """Memory run by run; simulated anew."""
+        return simulate(self.graph, self.schedule)
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({self.status.name}, peak={format_bytes(self.peak_bytes)} of "
+            f"{format_bytes(self.baseline_peak_bytes)}, overhead={self.overhead:.2%})"
+        )
+
+
+P = TypeVar("P", bound=PlanData)
+"""A kind of plan, where a function returns the kind that it was given."""
+
+
+def _overhead(time_s: float, baseline_time_s: float) -> float:
+    return time_s / baseline_time_s - 1 if baseline_time_s > 0 else 0.0
+
+
+def with_reserve_stat(plan: P, reserve_bytes: int) -> P:
+    """Return the plan with `reserve_bytes` of its budget noted as reserved for other uses."""
+    if not reserve_bytes:
+        return plan
+    return replace(plan, stats={**plan.stats, RESERVED_BYTES_STAT: reserve_bytes})

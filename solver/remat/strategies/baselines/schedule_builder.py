@@ -1,0 +1,257 @@
+"""From "these values are retained" to a schedule: what the checkpointing baselines share.
+
+A `ScheduleBuilder` writes the sequence and tracks which values are retained. `checkpoint_segments`
+is segment checkpointing: within a segment only the retained values outlive the forward pass; the
+backward pass recomputes a segment's values, all of them at once, right before it first reads one.
+That is what torch.utils.checkpoint does (non-reentrant, with early stop).
+
+A graph without a backward pass is checkpointed over its whole order: what a segment does not retain
+is dropped at the end of the segment, and recomputed from what is retained when it is next read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+from remat.errors import RematError
+from remat.graph import Graph
+from remat.limits.budget import format_bytes
+from remat.schedule import Schedule
+from remat.simulate import peak_and_time
+from remat.solution import Solution
+from remat.strategies.base import Task
+from remat.strategies.infeasible import infeasible
+
+Segments = Sequence[Sequence[int]]
+"""Operations of each segment, in order; disjoint, and not necessarily all operations."""
+
+
+def forward_count(graph: Graph) -> int | None:
+    """Return the number of operations before the backward pass; None if no backward pass is
+    marked."""
+    if graph.boundary is not None:
+        return graph.boundary or None
+    backward = (op for op, operation in enumerate(graph.operations) if operation.backward)
+    return next(backward, 0) or None
+
+
+def required_forward_count(graph: Graph, strategy: str) -> int:
+    """Return `forward_count` for a strategy that needs a backward pass. Raises `RematError` if none
+    is marked."""
+    count = forward_count(graph)
+    if count is None:
+        raise RematError(
+            f"{strategy} saves values for a backward pass, and no operation is marked `backward`: "
+            "mark them, or use ChenSqrt"
+        )
+    return count
+
+
+def segmented_count(graph: Graph) -> int:
+    """Return the number of operations that segments consist of: the forward pass, or all operations
+    if no backward pass is marked."""
+    return forward_count(graph) or len(graph)
+
+
+class ScheduleBuilder:
+    """A sequence under construction, with the values that are retained at its end.
+
+    Values that cannot be recomputed (results, outputs of operations that run once), values without
+    bytes and values of the backward pass are never dropped.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.runs: list[int] = []
+        count = segmented_count(graph)
+        self.is_droppable = [
+            graph.operations[op].recomputable
+            and op < count
+            and v not in graph.results
+            and value.size_bytes > 0
+            for v, (op, value) in enumerate(zip(graph.producer, graph.values, strict=True))
+        ]
+        self._retained = [False] * len(graph.values)
+
+    def run(self, op: int) -> None:
+        """Run one operation whose inputs are retained."""
+        self.runs.append(op)
+        for v in self.graph.operations[op].outputs:
+            self._retained[v] = True
+
+    def drop(self, values: Iterable[int]) -> None:
+        """Stop retaining these values, as far as they can be recomputed."""
+        for v in values:
+            if self.is_droppable[v]:
+                self._retained[v] = False
+
+    def is_retained(self, value: int) -> bool:
+        """True if a reader of this value needs no recomputation."""
+        return self._retained[value]
+
+    def missing_operations(self, values: Iterable[int]) -> list[int]:
+        """Return the operations that have to be recomputed before all of `values` are retained."""
+        operations: set[int] = set()
+        stack = [v for v in values if not self._retained[v]]
+        while stack:
+            op = self.graph.producer[stack.pop()]
+            if op not in operations:
+                operations.add(op)
+                stack += [v for v in self.graph.operations[op].inputs if not self._retained[v]]
+        return sorted(operations)
+
+    def recompute(self, values: Collection[int], *, drops_others: bool = True) -> None:
+        """Recompute those of `values` that are not retained; with `drops_others`, drop the other
+        values that this recomputes."""
+        recomputed = self.missing_operations(values)
+        for op in recomputed:
+            self.run(op)
+        if drops_others:
+            wanted = set(values)
+            outputs = (v for op in recomputed for v in self.graph.operations[op].outputs)
+            self.drop(v for v in outputs if v not in wanted)
+
+    def schedule(self) -> Schedule:
+        """Return the sequence as a schedule."""
+        return Schedule.of(self.runs)
+
+
+def segment_borders(graph: Graph, segments: Segments) -> set[int]:
+    """Return the values that segments retain: those that the forward pass reads in another
+    segment.
+
+    Without a backward pass, where anything may be read later: the outputs of each segment's last
+    operation.
+    """
+    count = forward_count(graph)
+    if count is None:
+        return {v for ops in segments if ops for v in graph.operations[ops[-1]].outputs}
+    segment_of = {op: segment for segment, ops in enumerate(segments) for op in ops}
+    return {
+        v
+        for op in range(count)
+        for v in graph.operations[op].inputs
+        if segment_of.get(graph.producer[v]) != segment_of.get(op)
+    }
+
+
+def checkpoint_segments(
+    graph: Graph, segments: Segments, retained: Collection[int] | None = None
+) -> Schedule:
+    """Return the schedule that checkpoints `segments` and retains `retained`, by default their
+    `segment_borders`."""
+    retained = segment_borders(graph, segments) if retained is None else retained
+    builder = ScheduleBuilder(graph)
+    count = forward_count(graph)
+    dropped = [
+        [v for op in ops for v in graph.operations[op].outputs if v not in retained]
+        for ops in segments
+    ]
+    if count is None:
+        _checkpoint_whole_order(builder, segments, dropped)
+    else:
+        _checkpoint_forward(builder, count, segments, dropped)
+    return builder.schedule()
+
+
+def _checkpoint_forward(
+    builder: ScheduleBuilder, count: int, segments: Segments, dropped: Sequence[Sequence[int]]
+) -> None:
+    """Run the forward pass, drop the segments' values, and recompute each segment in the backward
+    pass."""
+    graph = builder.graph
+    segment_of = {op: segment for segment, ops in enumerate(segments) for op in ops}
+    for op in range(count):
+        builder.run(op)
+    for values in dropped:
+        builder.drop(values)
+    for op in range(count, len(graph)):
+        inputs = graph.operations[op].inputs
+        read = {segment_of[graph.producer[v]] for v in inputs if not builder.is_retained(v)}
+        for segment in sorted(read):
+            builder.recompute(
+                [v for v in dropped[segment] if graph.consumers[v] and graph.consumers[v][-1] >= op]
+            )
+        builder.run(op)
+
+
+def _checkpoint_whole_order(
+    builder: ScheduleBuilder, segments: Segments, dropped: Sequence[Sequence[int]]
+) -> None:
+    """Run the whole order; drop each segment's values at its end, and recompute them when read."""
+    graph = builder.graph
+    segment_of = {op: segment for segment, ops in enumerate(segments) for op in ops}
+    segment_ending_at = {ops[-1]: segment for segment, ops in enumerate(segments) if ops}
+    recomputed_values: list[int] = []
+    for op in range(len(graph)):
+        for parent in builder.missing_operations(graph.operations[op].inputs):
+            builder.run(parent)
+            recomputed_values += [
+                v for v in graph.operations[parent].outputs if v in dropped[segment_of[parent]]
+            ]
+        builder.run(op)
+        if op in segment_ending_at:
+            builder.drop(dropped[segment_ending_at[op]])
+        if op in segment_ending_at or op not in segment_of:
+            builder.drop(recomputed_values)
+            recomputed_values = []
+
+
+def save_values(graph: Graph, saved: Collection[int]) -> Schedule:
+    """Return the schedule that saves these forward values for the backward pass, and recomputes
+    each other one where the backward first reads it; it then stays until its last reader."""
+    builder = ScheduleBuilder(graph)
+    count = forward_count(graph) or 0
+    for op in range(count):
+        builder.run(op)
+    outputs = (v for op in range(count) for v in graph.operations[op].outputs)
+    builder.drop(v for v in outputs if v not in saved)
+    for op in range(count, len(graph)):
+        builder.recompute(graph.operations[op].inputs, drops_others=False)
+        builder.run(op)
+    return builder.schedule()
+
+
+def select_cheapest(
+    task: Task,
+    candidates: Iterable[tuple[str, Schedule]],
+    *,
+    strategy: str,
+    is_sorted: bool = False,
+) -> Solution:
+    """Return the cheapest candidate within the budget or, without a budget, the one with the
+    smallest peak.
+
+    A candidate is a schedule with the choice that led to it, in words. `is_sorted` means that the
+    cheapest come first, so that the first within a budget is taken. Raises `InfeasibleBudget` with
+    the smallest peak of all, and `RematError` if cancelled before any fits.
+    """
+    graph, budget_bytes, cancel = task.graph, task.budget_bytes, task.cancel
+    best: tuple[tuple[float, float], str, Schedule] | None = None
+    smallest_bytes: int | None = None
+    tried: set[Schedule] = set()
+    for choice, schedule in candidates:
+        if schedule in tried:
+            continue
+        tried.add(schedule)
+        peak_bytes, time_s = peak_and_time(graph, schedule)
+        smallest_bytes = min(peak_bytes, peak_bytes if smallest_bytes is None else smallest_bytes)
+        if budget_bytes is None or peak_bytes <= budget_bytes:
+            key = (time_s, peak_bytes) if budget_bytes is not None else (peak_bytes, time_s)
+            if best is None or key < best[0]:
+                best = (key, choice, schedule)
+        if best is not None and is_sorted and budget_bytes is not None:
+            break
+        if cancel is not None and cancel.is_set():
+            if best is None:
+                raise RematError(f"{strategy} was cancelled before it found a schedule that fits")
+            break
+    if smallest_bytes is None:
+        raise RematError(f"{strategy} found nothing to choose from in this graph")
+    if best is None:
+        assert budget_bytes is not None
+        reason = (
+            f"{strategy} reaches {format_bytes(smallest_bytes)} with {len(tried)} choices tried"
+        )
+        raise infeasible(graph, budget_bytes, smallest_bytes, reason, proved=False)
+    return Solution(best[2], stats={"choice": best[1], "choices": len(tried)})

@@ -1,0 +1,86 @@
+"""Brute force over schedules of small graphs, by Dijkstra's algorithm on explicit memory states.
+
+A state is (next first run, next operation that may run again before it, held values). It shares
+no idea with the program or the simulator: values are dropped one at a time, whenever that pays,
+and a set holds what is in memory.
+
+The space is Checkmate's: between two first runs any earlier operations may run again, each at most
+once, in the graph's order. With `free=True` the second part of the state goes, so that they run
+again in any order and any number of times. That space is a strict superset: of 400 random graphs
+of up to 6 operations, one had a smaller peak in it; none had a lower cost at the smallest peak of
+Checkmate's space.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+
+from remat.graph import Graph
+
+_State = tuple[int, int, frozenset[int]]
+
+
+def cheapest(graph: Graph, budget_bytes: int, *, free: bool = False) -> float | None:
+    """The least time of a schedule within the budget, or None if there is none."""
+    return _search(graph, budget_bytes, free=free, by_peak=False)
+
+
+def smallest_budget(graph: Graph, *, free: bool = False) -> int:
+    """The least peak of any schedule."""
+    peak = _search(graph, None, free=free, by_peak=True)
+    assert peak is not None
+    return int(peak)
+
+
+def _search(graph: Graph, budget: int | None, *, free: bool, by_peak: bool) -> float | None:
+    start: _State = (0, 0, frozenset())
+    best: dict[_State, float] = {start: 0.0}
+    queue: list[tuple[float, int, _State]] = [(0.0, 0, start)]
+    number = 0
+    while queue:
+        so_far, _, state = heapq.heappop(queue)
+        if so_far > best[state]:
+            continue
+        if state[0] == len(graph):
+            return so_far
+        for cost, peak, after in _moves(graph, state, free):
+            if budget is not None and peak > budget:
+                continue
+            total = max(so_far, peak) if by_peak else so_far + cost
+            if total < best.get(after, float("inf")):
+                best[after] = total
+                number += 1
+                heapq.heappush(queue, (total, number, after))
+    return None
+
+
+def _moves(graph: Graph, state: _State, free: bool) -> Iterator[tuple[float, int, _State]]:
+    """(time, bytes in memory meanwhile, next state) of everything that may happen now."""
+    first, recomputable, resident = state
+    for value in resident - graph.results:
+        yield 0.0, 0, (first, recomputable, resident - {value})
+    for op in range(0 if free else recomputable, first):
+        if graph.operations[op].recomputable and resident.issuperset(graph.operations[op].inputs):
+            yield _run(graph, op, resident, (first, 0 if free else op + 1))
+    if resident.issuperset(graph.operations[first].inputs):
+        yield _run(graph, first, resident, (first + 1, 0))
+        if over := graph.operations[first].overwrites:
+            yield _run(graph, first, resident, (first + 1, 0), frozenset(over))
+
+
+def _run(
+    graph: Graph,
+    op: int,
+    resident: frozenset[int],
+    place: tuple[int, int],
+    over: frozenset[int] = frozenset(),
+) -> tuple[float, int, _State]:
+    operation = graph.operations[op]
+    memory = (
+        graph.constant_bytes
+        + sum(graph.values[v].size_bytes for v in resident - over)
+        + sum(graph.values[v].size_bytes for v in operation.outputs)
+        + operation.workspace_bytes
+    )
+    return operation.cost_s, memory, (*place, resident - over | set(operation.outputs))

@@ -1,0 +1,129 @@
+"""`remat` as a process of its own, on documents of a real model."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from tests.helpers.fork_server import MODELS, Forking, ask
+from tests.helpers.models import gpt2
+
+import remat
+from remat.documents.sweep import SweepDocument
+from remat.documents.trace import Trace
+from remat.plan import Plan
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended, and what it said."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def error(self) -> str:
+        """The one line on stderr of a command that failed, and nothing on stdout."""
+        assert self.out == ""
+        assert self.err.startswith("remat: "), self.err
+        assert self.err.count("\n") == 1, self.err
+        return self.err
+
+
+@cache
+def _forking(*modules: str) -> Forking:
+    server = Forking(modules)
+    atexit.register(server.close)
+    return server
+
+
+def quick(
+    *arguments: object,
+    stdin: bytes = b"",
+    env: Mapping[str, str] | None = None,
+    models: bool = False,
+) -> Ended:
+    """As `run`, without its start, which takes a second, and several for what works on models."""
+    where = _forking(*MODELS if models else ()).socket
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        paths = [Path(folder) / name for name in ("in", "out", "err")]
+        for path, data in zip(paths, (stdin, b"", b""), strict=True):
+            path.write_bytes(data)
+        files = [stack.enter_context(path.open("r+b")).fileno() for path in paths]
+        code = ask(where, [*map(str, arguments)], {**os.environ, **(env or {})}, files)
+        return Ended(code, paths[1].read_text(), paths[2].read_text())
+
+
+def command(*arguments: object) -> list[str]:
+    """The words that start it."""
+    return [sys.executable, "-m", "remat.cli", *map(str, arguments)]
+
+
+def run(
+    *arguments: object, stdin: bytes | None = None, env: Mapping[str, str] | None = None
+) -> Ended:
+    """Run `remat` to its end."""
+    completed = subprocess.run(
+        command(*arguments),
+        input=b"" if stdin is None else stdin,
+        capture_output=True,
+        env={**os.environ, **(env or {})},
+        timeout=120,
+    )
+    return Ended(completed.returncode, completed.stdout.decode(), completed.stderr.decode())
+
+
+@contextmanager
+def heeding_interrupts() -> Iterator[None]:
+    """What is started within heeds SIGINT even where we, as a job in the background, do not."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@cache
+def trace() -> Trace:
+    """Some hundred operations of a GPT-2, without costs."""
+    torch.manual_seed(0)
+    case = gpt2()
+    return remat.trace(case.model, case.args, case.kwargs)
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Files of one model's documents."""
+
+    bare: Path
+    """A trace without costs."""
+    trace: Path
+    plan: Path
+    other: Path
+    sweep: Path
+
+
+def write_documents(folder: Path) -> Documents:
+    """Make and save them."""
+    bare = trace()
+    priced = remat.measure(bare, remat.Roofline("cpu"))
+    actual = Documents(*(folder / f"{name}.json.gz" for name in ("bare", "trace", "plan", "other")),
+                      folder / "sweep.json")  # fmt: skip
+    plans: list[Plan] = [remat.solve(priced, budget, remat.Rotor()) for budget in ("70%", "90%")]
+    bare.save(actual.bare)
+    priced.save(actual.trace)
+    plans[0].save(actual.plan)
+    plans[1].save(actual.other)
+    SweepDocument.of(plans).save(actual.sweep)
+    return actual

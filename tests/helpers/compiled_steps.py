@@ -1,0 +1,133 @@
+"""Steps of models under torch.compile, with their gradients, plans and peaks."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch.nn.functional as F
+from tests.helpers.models import Case
+from torch import nn
+
+import remat
+from remat.frontend.compile.registry import CompiledPlan
+from remat.frontend.memory.allocator_peak import allocated_peak
+
+EAGER = "aot_eager_decomp_partition"
+"""What `inductor=False` plans on: torch's partitioner and Inductor's decompositions, run as is."""
+
+
+Step = tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, torch.Tensor]]
+
+
+def step(case: Case, run: Any, seed: int = 1) -> Step:
+    """Loss, gradients (of inputs too) and buffers."""
+    case.model.zero_grad(set_to_none=True)
+    inputs = [a for a in (*case.args, *case.kwargs.values()) if isinstance(a, torch.Tensor)]
+    for tensor in inputs:
+        tensor.grad = None
+    torch.manual_seed(seed)
+    with torch.autocast("cpu", dtype=case.autocast, enabled=case.autocast is not None):
+        output = run(*case.args, **case.kwargs)
+    loss = case.loss(output)
+    loss.backward()
+    named = {**dict(case.model.named_parameters()), **{f"in{i}": t for i, t in enumerate(inputs)}}
+    gradients = {n: t.grad.clone() for n, t in named.items() if t.grad is not None}
+    return loss.detach(), gradients, {n: b.clone() for n, b in case.model.named_buffers()}
+
+
+def two_steps(case: Case, state: dict[str, Any], **options: Any) -> list[Step]:
+    """Of the compiled model, from the same weights and buffers."""
+    torch._dynamo.reset()
+    case.model.load_state_dict(state)
+    run = torch.compile(case.model, **options)
+    return [step(case, run, seed) for seed in (1, 2)]
+
+
+def made(case: Case) -> tuple[Case, dict[str, Any]]:
+    return case, copy.deepcopy(case.model.train().state_dict())
+
+
+def assert_same(actual_steps: list[Step], wanted: list[Step], tolerance: float) -> None:
+    for (loss, gradients, buffers), (own_loss, own_gradients, own_buffers) in zip(
+        wanted, actual_steps, strict=True
+    ):
+        assert torch.allclose(loss, own_loss, rtol=max(tolerance, 0), atol=0)
+        for actual, theirs in ((own_gradients, gradients), (own_buffers, buffers)):
+            assert actual.keys() == theirs.keys()
+            sizes = {n: t.double().abs().max().item() for n, t in theirs.items() if t.numel()}
+            # What is zero but for rounding has no relative error.
+            least = 1e-2 * max(sizes.values(), default=0.0)
+            for name, size in sizes.items():
+                difference = (theirs[name].double() - actual[name].double()).abs().max().item()
+                assert difference <= tolerance * max(size, least), name
+
+
+def plans_of(options: Any, case: Case) -> list[CompiledPlan]:
+    before = len(remat.compiled_plans())
+    torch._dynamo.reset()
+    step(case, torch.compile(case.model, **options))
+    return remat.compiled_plans()[before:]
+
+
+class Blocks(nn.Module):
+    """Attention-free blocks with dropout, a norm and residuals; an embedding and a loss."""
+
+    def __init__(self, depth: int = 3, width: int = 64) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, width)
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(depth))
+        self.up = nn.ModuleList(nn.Linear(width, 4 * width) for _ in range(depth))
+        self.down = nn.ModuleList(nn.Linear(4 * width, width) for _ in range(depth))
+        self.head = nn.Linear(width, 50)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for norm, up, down in zip(self.norms, self.up, self.down, strict=True):
+            x = x + F.dropout(down(F.gelu(up(norm(x)))), 0.1, self.training)
+        return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+class Convolutions(nn.Module):
+    def __init__(self, depth: int = 3, width: int = 16) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, width, 3, padding=1)
+        self.layers = nn.ModuleList(
+            nn.Sequential(
+                nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.SiLU()
+            )
+            for _ in range(depth)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+
+def blocks() -> Case:
+    torch.manual_seed(0)
+    return Case(Blocks(), (torch.randint(0, 50, (8, 128)),), loss=lambda out: out)
+
+
+def convolutions() -> Case:
+    torch.manual_seed(0)
+    return Case(Convolutions(), (torch.randn(4, 3, 48, 48),), loss=lambda out: out)
+
+
+def dropping() -> Case:
+    torch.manual_seed(0)
+    made_of = [nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1)) for _ in range(4)]
+    return Case(nn.Sequential(*made_of), (torch.randn(512, 64),), loss=lambda out: out.sum())
+
+
+def measured_peak(case: Case, run: Any) -> int:
+    """Of a warm step, by the allocator, with parameters, buffers and batch."""
+    step(case, run)
+    case.model.zero_grad(set_to_none=True)
+    peak = allocated_peak(lambda: case.loss(run(*case.args, **case.kwargs)).backward())
+    resident = (*case.model.parameters(), *case.model.buffers(), *case.args, *case.kwargs.values())
+    return peak + sum(t.nbytes for t in resident if isinstance(t, torch.Tensor))

@@ -1,0 +1,105 @@
+"""Real CBC processes, killed at chosen moments."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from remat.milp.solvers.solver_processes import _children, _descendants
+
+needs_proc = pytest.mark.skipif(
+    not Path("/proc/self/task").exists(), reason="needs /proc to find the solver's process"
+)
+
+
+@dataclass
+class Kills:
+    """The processes of CBC that were killed, and of how many the problem was not read by then."""
+
+    pids: list[int] = field(default_factory=list[int])
+    unread: int = 0
+
+
+@contextmanager
+def killing(when: Callable[[int], bool], owner: int | None = None) -> Iterator[Kills]:
+    """Within, every CBC that descends from `owner` (by default, from us) is killed as soon as
+    `when` is true of its process."""
+    kills = Kills()
+    left = threading.Event()
+    root = os.getpid() if owner is None else owner
+
+    def watch() -> None:
+        while not left.is_set():
+            pids = [pid for pid in _descendants(_children(root)) if arguments(pid)]
+            for pid in pids:
+                with suppress(OSError):  # it has ended by itself
+                    while pid not in kills.pids and arguments(pid) and not left.is_set():
+                        if when(pid):
+                            kill(pid, kills)
+            time.sleep(0 if pids else 0.001)
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield kills
+    finally:
+        left.set()
+        watcher.join()
+
+
+def kill(pid: int, kills: Kills) -> None:
+    os.kill(pid, signal.SIGSTOP)
+    if not (words := arguments(pid)):
+        return  # it has ended by itself just now
+    with suppress(OSError):
+        counters = dict(
+            line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines()
+        )
+        kills.unread += int(counters["rchar"]) < Path(words[1]).stat().st_size
+    os.kill(pid, signal.SIGKILL)
+    kills.pids.append(pid)
+
+
+def arguments(pid: int) -> list[str]:
+    """CBC's, as PuLP calls it: the command, the problem's file, ...; none of another process."""
+    with suppress(OSError):
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+        return words if "-solution" in words else []
+    return []
+
+
+def at_once(pid: int) -> bool:
+    """As soon as it is seen, which is before it has read its problem but on a busy machine."""
+    return True
+
+
+def in_the_midst(pid: int) -> bool:
+    """After a fifth of a second of work."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") > 0.2
+
+
+def with_a_solution(pid: int) -> bool:
+    """When the file with its solution is there. It goes on in small steps until then, or it would
+    have ended before anyone looked."""
+    words = arguments(pid)
+    if not words:
+        return False
+    os.kill(pid, signal.SIGSTOP)
+    if os.path.exists(words[words.index("-solution") + 1]):
+        return True
+    os.setpriority(os.PRIO_PROCESS, pid, 19)
+    os.kill(pid, signal.SIGCONT)
+    time.sleep(_STEP_S)
+    return False
+
+
+_STEP_S = 2e-4

@@ -1,0 +1,84 @@
+"""What no schema can say, for the command line of schemathesis, which loads this file.
+
+`OPENAPI_GIVEN` names a JSON file: a real trace and a real graph, ids of jobs that have ended by how
+they did, ids of jobs to delete, the forms of a result, and whether the service has keys.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+import schemathesis
+from schemathesis import Case
+from schemathesis.openapi.checks import UseAfterFree
+
+DOCUMENTS: dict[str, Any] = json.loads(Path(os.environ["OPENAPI_GIVEN"]).read_text())
+
+_cancelled: set[str] = set()
+
+
+@schemathesis.hook
+def before_load_schema(context: Any, raw_schema: dict[str, Any]) -> None:
+    """Where there are keys, one is needed."""
+    if DOCUMENTS["has_key"]:
+        raw_schema["security"].remove({})
+
+
+@schemathesis.hook
+def before_add_examples(context: Any, examples: list[Case]) -> None:
+    """Every kind of job at every route that takes one, and its result in every form."""
+    operation = context.operation
+    if "{id}" not in operation.path:
+        return
+    for id in DOCUMENTS["spare"] if operation.method == "delete" else DOCUMENTS["jobs"].values():
+        place = {"path_parameters": {"id": id}}
+        examples.append(operation.Case(**place))
+        if operation.path.endswith("/result"):
+            examples.extend(
+                operation.Case(**place, query={"format": form}) for form in DOCUMENTS["forms"]
+            )
+
+
+@schemathesis.hook
+def before_call(context: Any, case: Case, kwargs: dict[str, Any]) -> None:
+    """Parts of a graph name each other, a new request has a new key, and 2.0 is no integer here."""
+    if case.meta is None or case.meta.generation.mode.is_negative:
+        return
+    if isinstance(case.body, dict):
+        case.body = _real(case.body)
+    if key := case.headers.get("Idempotency-Key"):
+        case.headers["Idempotency-Key"] = key[:100] + secrets.token_hex(8)
+
+
+@schemathesis.hook
+def after_call(context: Any, case: Case, response: Any) -> None:
+    """To delete what has not ended is to cancel it: it is still there."""
+    request_line = f"{case.method} {response.request.path_url}"
+    if response.status_code == 202:
+        _cancelled.add(request_line)
+    else:
+        _cancelled.discard(request_line)
+
+
+@schemathesis.hook
+def filter_failure(context: Any, failure: Any, case: Case, response: Any) -> bool:
+    """See `after_call`."""
+    return not (isinstance(failure, UseAfterFree) and failure.free in _cancelled)
+
+
+def _real(body: dict[str, Any]) -> dict[str, Any]:
+    real_body = {key: _whole(value) for key, value in body.items()}
+    for kind in ("trace", "graph"):
+        if isinstance(body.get(kind), dict):
+            real_body[kind] = DOCUMENTS[kind]
+    return real_body
+
+
+def _whole(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _whole(member) for key, member in value.items()}
+    return int(value) if isinstance(value, float) and value.is_integer() else value

@@ -1,0 +1,28 @@
+"""Programs of small models, rewritten for a schedule that a test chooses."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+import remat
+from remat.documents.program import Program
+from remat.documents.trace import Trace
+
+
+def traced(model: nn.Module, *args: torch.Tensor) -> Trace:
+    return remat.measure(remat.trace(model, args), remat.Roofline("cpu"))
+
+
+def keep_all(trace: Trace) -> Program:
+    return remat.rewrite(trace, remat.Schedule.keep_all(trace.graph()))
+
+
+def recompute_all(trace: Trace, times: int = 1) -> Program:
+    """All of the forward that may run again does so at the start of the backward."""
+    graph = trace.graph()
+    assert graph.boundary is not None
+    runs = list(range(len(graph)))
+    repeated = [op for op in runs[: graph.boundary] if graph.operations[op].recomputable]
+    runs[graph.boundary + 1 : graph.boundary + 1] = repeated * times
+    return remat.rewrite(trace, remat.Schedule(tuple(runs)))

@@ -1,0 +1,63 @@
+"""Which solvers are here, for tests that need one."""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pulp
+import pytest
+
+from remat.errors import SolverError
+from remat.milp.solvers import pulp_versions
+from remat.milp.solvers.pulp_solvers import require_solver
+
+
+def why_not(name: str) -> str:
+    """Why a solver cannot be used here; "" where it can."""
+    try:
+        require_solver(name)
+    except SolverError as error:
+        return str(error)
+    return ""
+
+
+needs_cbc = pytest.mark.skipif(bool(why_not("CBC")), reason=why_not("CBC") or "CBC is here")
+
+
+def scripted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+    """Puts a shell script of some name on the path, where it alone is what PuLP finds."""
+    monkeypatch.setitem(sys.modules, "cbcbox", None)  # the package of `remat[cbc]` goes first
+
+    def install(name: str, script: str) -> None:
+        path = folder / name
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+        others = os.environ["PATH"].split(os.pathsep)
+        others = [
+            folder_on_path for folder_on_path in others if not Path(folder_on_path, name).exists()
+        ]
+        monkeypatch.setenv("PATH", os.pathsep.join([str(folder), *others]))
+
+    return install
+
+
+def small() -> pulp.LpProblem:
+    """Minimise 3 a + 2 b + 5 subject to a + b >= 2.5, b <= 2, a - c = 0, c at most 4."""
+    problem = pulp.LpProblem("small", pulp.LpMinimize)
+    c = problem.add_variable("c", None, 4)
+    b = problem.add_variable("b", 0)
+    a = problem.add_variable("a", 0, 9, pulp.LpInteger)
+    problem.setObjective(pulp_versions.expression({b: 2.0, a: 3.0}, 5.0))
+    pulp_versions.add_rows(
+        problem,
+        [
+            ("sum", {b: 1.0, a: 1.0}, pulp.LpConstraintGE, 2.5),
+            ("most", {b: 1.0}, pulp.LpConstraintLE, 2),
+            ("same", {a: 1.0, c: -1.0}, pulp.LpConstraintEQ, 0),
+        ],
+    )
+    return problem

@@ -1,0 +1,28 @@
+"""Instances of every registered strategy that needs no MILP solver."""
+
+from __future__ import annotations
+
+from remat.strategies import Strategy
+from remat.strategies.baselines.chains.rotor import Rotor
+from remat.strategies.baselines.chen_greedy import ChenGreedy
+from remat.strategies.baselines.every_k import EveryK
+from remat.strategies.registry import COMPARED_AS, STRATEGIES
+
+VARIANTS: dict[str, tuple[Strategy, ...]] = {
+    "every_k": (EveryK(), EveryK(2)),
+    "chen_greedy": (ChenGreedy(), ChenGreedy(3)),
+    "rotor": (Rotor(slots=60),),
+}
+"""Of strategies that are tested with other options than `compare` shows."""
+
+
+BY_PROGRAMS = ("auto", "exact", "lp_rounding", "checkmate")
+
+
+QUICK: tuple[Strategy, ...] = tuple(
+    strategy
+    for name, kind in STRATEGIES.items()
+    if name not in BY_PROGRAMS
+    for strategy in VARIANTS.get(name) or COMPARED_AS.get(name) or (kind(),)
+)
+"""Of all that there are: whoever adds a strategy has it held to these laws."""

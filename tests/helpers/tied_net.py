@@ -1,0 +1,54 @@
+"""A small language model with tied weights, dropout and a buffer, to enable."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    """Tied in and out, with dropout and a buffer that counts."""
+
+    steps: torch.Tensor
+
+    def __init__(self, width: int = 64, depth: int = 6) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(97, width)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+            for _ in range(depth)
+        )
+        self.head = nn.Linear(width, 97, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, ids: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+        self.steps += 1
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = x + nn.functional.dropout(block(x), 0.1, self.training)
+        return scale * nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def batch(length: int = 128) -> torch.Tensor:
+    return torch.randint(0, 97, (8, length), generator=torch.Generator().manual_seed(1))
+
+
+def gradients(model: nn.Module, *args: Any, seed: int = 3, **kwargs: Any) -> list[torch.Tensor]:
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(seed)
+    model(*(args or (batch(),)), **kwargs).backward()
+    result = [p.grad for p in model.parameters()]
+    return [g.clone() for g in result if g is not None]
+
+
+def assert_equal(actual: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
+    assert len(actual) == len(theirs) > 0
+    assert all(map(torch.equal, actual, theirs))

@@ -1,0 +1,104 @@
+"""What others rely on: names, commands with their options, routes, and documents of every kind, as
+they were when these lists were written. What is gone breaks somebody, and needs a decision; what is
+new is added to the list. Documents written by the code of then are read by the code of now.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from tests.helpers.paths import DATA
+from typer.main import get_command
+
+import remat
+from remat import cli
+from remat.documents.sweep import SweepDocument
+from remat_server.cli import register
+from remat_server.http.app import create_app
+from remat_server.settings import Settings
+
+FOLDER = DATA / "public"
+LISTS: dict[str, Any] = json.loads((FOLDER / "lists.json").read_text())
+
+
+def test_exported_names_are_those_listed() -> None:
+    assert sorted(remat.__all__) == LISTS["names"]
+
+
+def test_every_exported_name_exists() -> None:
+    pytest.importorskip("torch")
+    for name in LISTS["names"]:
+        assert getattr(remat, name) is not None
+    assert callable(remat.trace)
+
+
+def commands(command: Any, path: str = "remat") -> dict[str, list[str]]:
+    """Each command with its arguments and options."""
+    if (below := getattr(command, "commands", None)) is None:
+        return {path: sorted(max(p.opts, key=len) for p in command.params)}
+    collected: dict[str, list[str]] = {}
+    for name, subcommand in below.items():
+        collected |= commands(subcommand, f"{path} {name}")
+    return collected
+
+
+def every_command() -> dict[str, list[str]]:
+    """Those of the library, and those that the service adds."""
+    services = typer.Typer()
+    register(services)
+    return commands(get_command(cli.app)) | commands(get_command(services))
+
+
+def test_commands_and_options_are_those_listed() -> None:
+    assert every_command() == LISTS["commands"]
+
+
+def test_routes_are_those_listed(tmp_path: Path) -> None:
+    app = create_app(Settings(database_url=f"sqlite:///{tmp_path}/jobs.sqlite", worker=False))
+    paths = app.openapi()["paths"]
+    routes = sorted(f"{verb.upper()} {path}" for path, verbs in paths.items() for verb in verbs)
+    assert routes == LISTS["routes"]
+
+
+def assert_all_is_there(then: Any, now: Any) -> None:
+    """Nothing is lost and nothing means another thing; fields may have come."""
+    if isinstance(then, dict):
+        assert then.keys() <= now.keys()
+        for key in then:
+            assert_all_is_there(then[key], now[key])
+    elif isinstance(then, list):
+        assert len(then) == len(now)
+        for one, other in zip(then, now, strict=True):
+            assert_all_is_there(one, other)
+    else:
+        assert now == then
+
+
+@pytest.mark.parametrize("name", ["trace", "trace_for_h100", "plan", "program"])
+def test_documents_of_earlier_versions_are_read(name: str) -> None:
+    kind: Any = {"plan": remat.Plan, "program": remat.Program}.get(name, remat.Trace)
+    text = (FOLDER / f"{name}.json").read_text()
+    document = kind.from_json(text)
+    assert kind.from_json(document.to_json()) == document
+    assert_all_is_there(json.loads(text), json.loads(document.to_json()))
+
+
+def test_a_sweep_of_an_earlier_version_is_read() -> None:
+    text = (FOLDER / "sweep.json").read_text()
+    plans = SweepDocument.from_json(text).read(remat.Plan)
+    assert_all_is_there(json.loads(text), json.loads(SweepDocument.of(plans).to_json()))
+    assert [plan.status for plan in plans] == [remat.Status.OPTIMAL] * 2
+
+
+def test_an_earlier_trace_and_schedule_give_the_earlier_program() -> None:
+    """The stored trace also still solves."""
+    trace = remat.Trace.load(FOLDER / "trace.json")
+    plan = remat.Plan.load(FOLDER / "plan.json")
+    assert trace.graph() == plan.graph
+    assert remat.rewrite(trace, plan.schedule) == remat.Program.load(FOLDER / "program.json")
+    second = remat.solve(trace, "90%", remat.Auto(time_limit=5.0, threads=1))
+    assert second.time_s == pytest.approx(plan.time_s, rel=0.01)

@@ -1,0 +1,100 @@
+"""`Auto` begins from the quick baselines: it is never worse than one of them, and ends in time."""
+
+from __future__ import annotations
+
+import time
+
+import hypothesis
+import pytest
+from hypothesis import HealthCheck, settings
+from tests.helpers.graphs import small_graphs, uneven
+
+from remat.errors import RematError, SolverError
+from remat.graph import Graph
+from remat.heuristics.eviction import evict
+from remat.heuristics.local_search import schedules_within_budget
+from remat.schedule import Schedule
+from remat.simulate import peak_and_time, simulate
+from remat.solve import solve
+from remat.strategies import Auto, EveryK, Task
+from remat.strategies.search.steps.baselines import QUICK_BASELINES, quick_baseline_schedules
+
+LAWS = settings(
+    derandomize=True,
+    database=None,
+    deadline=None,
+    max_examples=25,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+
+
+def never() -> bool:
+    return False
+
+
+@LAWS
+@hypothesis.given(small_graphs())
+def test_auto_is_never_worse_than_a_quick_baseline(graph: Graph) -> None:
+    for strategy in QUICK_BASELINES:
+        try:
+            smallest_bytes, time_s = peak_and_time(graph, strategy.run(Task(graph)).schedule)
+        except RematError:
+            continue
+        if smallest_bytes == 0:  # no budget
+            continue
+        plan = solve(graph, smallest_bytes, Auto(order="off"))
+        assert plan.time_s <= time_s * (1 + 1e-9)
+        smallest = solve(graph, "min", Auto(order="off"))
+        assert smallest.peak_bytes <= smallest_bytes * (1 + Auto().peak_gap)
+
+
+@LAWS
+@hypothesis.given(small_graphs())
+def test_quick_baseline_schedules_fit_their_budget(graph: Graph) -> None:
+    peak_bytes = simulate(graph, Schedule.keep_all(graph)).peak_bytes
+    for share in (0.5, 0.8):
+        budget_bytes = int(share * peak_bytes)
+        for schedule in quick_baseline_schedules(graph, budget_bytes, never):
+            schedule.check(graph)
+            assert peak_and_time(graph, schedule)[0] <= budget_bytes
+
+
+def test_an_attempt_that_becomes_too_expensive_is_abandoned() -> None:
+    graph = uneven(6)
+    budget_bytes = int(0.7 * simulate(graph, Schedule.keep_all(graph)).peak_bytes)
+    schedule = evict(graph, budget_bytes)
+    assert schedule is not None
+    time_s = peak_and_time(graph, schedule)[1]
+    assert evict(graph, budget_bytes, most_s=time_s) == schedule
+    assert evict(graph, budget_bytes, most_s=time_s * (1 - 1e-6)) is None
+    assert evict(graph, budget_bytes, stop=lambda: True) is None
+    assert schedules_within_budget(graph, budget_bytes, stop=lambda: True), (
+        "the first attempts ignore the clock"
+    )
+
+
+def test_a_missing_solver_is_an_error_even_where_no_program_is_solved() -> None:
+    began = time.monotonic()
+    with pytest.raises(SolverError, match="not available here"):
+        solve(uneven(3), "100%", Auto(solver="GLPK_CMD"))
+    assert time.monotonic() - began < 5
+
+
+def test_quick_baselines_end_at_the_time_limit() -> None:
+    graph = uneven(6)
+    calls = 0
+
+    def stop() -> bool:
+        nonlocal calls
+        calls += 1
+        return calls > 2  # asked before a baseline, and after each choice of one
+
+    assert list(quick_baseline_schedules(graph, 1, stop)) == []
+    assert calls <= 4
+    with pytest.raises(RematError, match="cancelled before it found"):
+        EveryK().run(Task(graph, 1, cancel=_Set()))
+
+
+class _Set:
+    def is_set(self) -> bool:
+        return True

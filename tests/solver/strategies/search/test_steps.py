@@ -1,0 +1,363 @@
+"""The steps of a search: whose turn it is, for how long, and what they write down."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+from tests.helpers.search_states import CHAIN, EXACT, SlotSource, failing, search_state_of
+
+from remat.errors import SolverWarning
+from remat.heuristics.eviction import evict
+from remat.milp.backends import Outcome
+from remat.schedule import Schedule
+from remat.simulate import peak_and_time
+from remat.solution import Solution, Stats, merge_stats, step_names
+from remat.strategies.search import deadline as clocks
+from remat.strategies.search.deadline import Clock
+from remat.strategies.search.state import SearchState, SlotProgramResult
+from remat.strategies.search.step import SearchStep, run_steps
+
+KEEP_ALL = Schedule.keep_all(CHAIN)
+BUDGET_BYTES = 5
+PATIENCE_S = 30.0
+"""What another thread is given for what takes it no time."""
+
+Work = Callable[[SearchState, Clock], None]
+
+
+def fitting() -> Schedule:
+    """The best within the budget: 20 s, where 16 s are needed without one."""
+    schedule = evict(CHAIN, BUDGET_BYTES)
+    assert schedule is not None
+    assert peak_and_time(CHAIN, schedule) == (5, 20.0)
+    return schedule
+
+
+def new_state(budget_bytes: int | None = BUDGET_BYTES, **options: Any) -> SearchState:
+    return search_state_of(CHAIN, SlotSource(), budget_bytes, replace(EXACT, **options))
+
+
+def written(state: SearchState) -> Stats:
+    """What steps added to the stats."""
+    return {key: fact for key, fact in state.stats.items() if key not in new_state().stats}
+
+
+def nothing(state: SearchState, clock: Clock) -> None: ...
+
+
+def offering(state: SearchState, clock: Clock) -> None:
+    state.add_schedules([fitting()])
+
+
+def proving(state: SearchState, clock: Clock) -> None:
+    """As a program over all slots that ends."""
+    state.slot_result = SlotProgramResult(Outcome.OPTIMAL, 20.0, True)
+
+
+@dataclass
+class Hour:
+    """The time as the search sees it, and steps that take some of it."""
+
+    now_s: float = 0.0
+    granted_s: dict[str, float] = field(default_factory=dict[str, float])
+    """For each step that had its turn, in order: the seconds that its clock gave it."""
+
+    def step(self, name: str, work: Work = nothing, takes_s: float = 0.0, **how: Any) -> SearchStep:
+        def timed(state: SearchState, clock: Clock) -> None:
+            self.granted_s[name] = clock.remaining_s
+            work(state, clock)
+            self.now_s += takes_s
+
+        return SearchStep(name, timed, **how)
+
+    @property
+    def finished_steps(self) -> list[str]:
+        """The names of the steps that had their turn."""
+        return list(self.granted_s)
+
+
+@pytest.fixture
+def hour(monkeypatch: pytest.MonkeyPatch) -> Hour:
+    fake_hour = Hour()
+
+    class Time:
+        monotonic = staticmethod(lambda: fake_hour.now_s)
+
+    monkeypatch.setattr(clocks, "time", Time)
+    return fake_hour
+
+
+# -- whose turn it is -----------------------------------------------------------------------------
+
+
+def test_steps_run_in_the_order_of_the_pipeline(hour: Hour) -> None:
+    state = new_state()
+    run_steps([hour.step("c"), hour.step("a"), hour.step("b", offering)], state)
+    assert hour.finished_steps == ["c", "a", "b"]
+    assert step_names(state.stats) == ["c", "a", "b"]
+    assert state.best == fitting()
+
+
+def test_a_step_gets_its_share_of_the_remaining_time(hour: Hour) -> None:
+    state = new_state()
+    whole_s = state.clock.remaining_s
+    steps = [
+        hour.step("half", time_share=0.5, takes_s=40.0),
+        hour.step("quarter", time_share=0.25, takes_s=8.0),
+        hour.step("rest"),
+    ]
+    run_steps(steps, state)
+    assert hour.granted_s == {
+        "half": pytest.approx(0.5 * whole_s),
+        "quarter": pytest.approx(0.25 * (whole_s - 40.0)),
+        "rest": pytest.approx(whole_s - 48.0),
+    }
+
+
+def test_within_the_gap_only_steps_with_a_share_for_it_run(hour: Hour) -> None:
+    state = new_state(gap=0.2)
+    left_s = state.clock.remaining_s
+    steps = [
+        hour.step("only within", time_share=0.0, time_share_within_gap=1.0),
+        hour.step("eviction", offering, time_share=0.5, time_share_within_gap=0.1),
+        hour.step("left out", time_share=0.5),
+        hour.step("less", time_share=0.5, time_share_within_gap=0.25),
+    ]
+    run_steps(steps, state)
+    assert state.is_within_gap
+    assert hour.granted_s == {
+        "eviction": pytest.approx(0.5 * left_s),
+        "less": pytest.approx(0.25 * left_s),
+    }
+    assert step_names(state.stats) == ["eviction", "less"]
+    hour.granted_s.clear()
+    run_steps(steps, state)
+    assert hour.finished_steps == ["only within", "eviction", "less"]
+
+
+def test_the_gap_is_checked_before_each_step(hour: Hour) -> None:
+    """A higher bound closes it as well as a better schedule."""
+    state = new_state()
+    run_steps([hour.step("a", offering), hour.step("b", proving), hour.step("c")], state)
+    assert hour.finished_steps == ["a", "b"]
+    assert state.is_within_gap
+
+
+def test_a_step_runs_only_where_it_is_needed(hour: Hour) -> None:
+    def has_incumbent(state: SearchState) -> bool:
+        return bool(state.incumbents)
+
+    steps = [
+        hour.step("early", is_needed=has_incumbent, time_share_within_gap=1.0),
+        hour.step("eviction", offering),
+        hour.step("late", is_needed=has_incumbent),
+        hour.step("never", is_needed=lambda state: False, time_share_within_gap=1.0),
+    ]
+    search_state = new_state()
+    run_steps(steps, search_state)
+    assert hour.finished_steps == step_names(search_state.stats) == ["eviction", "late"]
+
+
+def test_no_step_runs_after_the_time_limit_if_there_is_an_incumbent(hour: Hour) -> None:
+    state = new_state()
+    slow = state.clock.remaining_s + 1.0
+    steps = [
+        hour.step("long", takes_s=slow),
+        hour.step("eviction", offering),
+        hour.step("late", time_share_within_gap=1.0),
+    ]
+    run_steps(steps, state)
+    assert hour.finished_steps == ["long", "eviction"]
+    assert hour.granted_s["eviction"] < 0
+
+
+def test_no_step_runs_after_cancellation_if_there_is_an_incumbent(hour: Hour) -> None:
+    cancel = threading.Event()
+    state = search_state_of(CHAIN, SlotSource(), BUDGET_BYTES, EXACT, cancel=cancel)
+    steps = [
+        hour.step("cancelled", lambda search_state, clock: cancel.set()),
+        hour.step("eviction", offering),
+        hour.step("late"),
+    ]
+    run_steps(steps, state)
+    assert hour.finished_steps == ["cancelled", "eviction"]
+
+
+# -- beside others --------------------------------------------------------------------------------
+
+
+@dataclass
+class ConcurrentStep:
+    """A step that goes on until its clock is over, and the steps that it meets."""
+
+    begun: threading.Event = field(default_factory=threading.Event)
+    met: threading.Event = field(default_factory=threading.Event)
+    thread: threading.Thread | None = None
+    was_met: bool = False
+    remaining_s: float = 0.0
+
+    def work(self, state: SearchState, clock: Clock) -> None:
+        self.thread = threading.current_thread()
+        self.remaining_s = clock.remaining_s
+        self.begun.set()
+        self.was_met = self.met.wait(PATIENCE_S)
+        while not clock.is_over():
+            time.sleep(0.001)
+        state.add_schedules([fitting()])
+
+    def meet(self, state: SearchState, clock: Clock) -> None:
+        assert self.begun.wait(PATIENCE_S)
+        assert self.thread is not threading.current_thread()
+        self.met.set()
+
+
+def test_with_two_threads_a_step_runs_concurrently_with_its_successors() -> None:
+    concurrent, actual = ConcurrentStep(), new_state(threads=2, time_limit=2 * PATIENCE_S)
+    steps = [
+        SearchStep("first", nothing),
+        SearchStep("beside", concurrent.work, time_share=0.001, is_concurrent=True),
+        SearchStep("second", concurrent.meet),
+        SearchStep("third", nothing),
+    ]
+    run_steps(steps, actual)
+    assert concurrent.was_met
+    assert concurrent.thread is not None
+    assert concurrent.thread.name == "remat-beside"
+    assert not concurrent.thread.is_alive()
+    assert concurrent.remaining_s > PATIENCE_S, "a share is for those that others wait for"
+    assert actual.clock.remaining_s > 0, "it was ended, not out of time"
+    assert actual.best == fitting()
+    assert step_names(actual.stats) == ["first", "second", "third", "beside"]
+    assert float(actual.stats["beside_s"]) >= float(actual.stats["third_s"])
+
+
+def test_a_concurrent_step_ends_where_another_one_fails() -> None:
+    concurrent = ConcurrentStep()
+
+    def fail(state: SearchState, clock: Clock) -> None:
+        concurrent.meet(state, clock)
+        failing()
+
+    steps = [
+        SearchStep("beside", concurrent.work, is_concurrent=True),
+        SearchStep("fails", fail, must_succeed=True),
+        SearchStep("never", failing),
+    ]
+    state = new_state(threads=2, time_limit=2 * PATIENCE_S)
+    with pytest.raises(ZeroDivisionError):
+        run_steps(steps, state)
+    assert concurrent.was_met
+    assert concurrent.thread is not None
+    assert not concurrent.thread.is_alive()
+    assert step_names(state.stats) == ["fails", "beside"]
+
+
+def test_with_one_thread_a_concurrent_step_gets_its_share_like_others(hour: Hour) -> None:
+    def here(state: SearchState, clock: Clock) -> None:
+        assert threading.current_thread() is threading.main_thread()
+
+    state = new_state(threads=1)
+    left_s = state.clock.remaining_s
+    run_steps(
+        [hour.step("beside", here, time_share=0.3, is_concurrent=True), hour.step("next")], state
+    )
+    assert list(hour.granted_s.items()) == [
+        ("beside", pytest.approx(0.3 * left_s)),
+        ("next", pytest.approx(left_s)),
+    ]
+    assert "search_error" not in state.stats
+
+
+# -- what is written down -------------------------------------------------------------------------
+
+
+def test_the_stats_have_cost_and_bound_after_each_step(hour: Hour) -> None:
+    state = new_state()
+    steps = [
+        hour.step("relaxation", takes_s=2.0),
+        hour.step("eviction", offering, takes_s=3.0),
+        hour.step("program", proving, takes_s=5.0),
+    ]
+    run_steps(steps, state)
+    assert written(state) == {
+        "steps": "relaxation eviction program",
+        "relaxation_s": 2.0,
+        "relaxation_bound": 0.0,
+        "eviction_s": 3.0,
+        "eviction_cost": 0.25,
+        "eviction_bound": 0.0,
+        "program_s": 5.0,
+        "program_cost": 0.25,
+        "program_bound": 0.25,
+    }
+
+
+def test_the_stats_of_a_smallest_peak_are_in_bytes(hour: Hour) -> None:
+    state = new_state(None)
+    steps = [
+        hour.step("a", takes_s=1.0),
+        hour.step("b", lambda state, _: state.add_schedules([KEEP_ALL])),
+        hour.step("c", offering),
+    ]
+    run_steps(steps, state)
+    assert written(state) == {
+        "steps": "a b c",
+        "a_s": 1.0,
+        "b_s": 0.0,
+        "c_s": 0.0,
+        "b_bytes": 9,
+        "b_bound_bytes": state.peak_lower_bound_bytes,
+        "c_bytes": 5,
+        "c_bound_bytes": state.peak_lower_bound_bytes,
+    }
+    assert all(isinstance(size, int) for key, size in state.stats.items() if "bytes" in key)
+
+
+def test_a_repeated_step_adds_its_seconds(hour: Hour) -> None:
+    """As the steps for the smallest peak do where a budget is refused; it keeps its place."""
+    state = new_state()
+    run_steps([hour.step("a", takes_s=2.0), hour.step("b")], state)
+    run_steps([hour.step("a", offering, takes_s=3.0)], state)
+    assert step_names(state.stats) == ["a", "b"]
+    assert state.stats["a_s"] == 5.0
+    assert state.stats["a_cost"] == 0.25
+    assert "b_cost" not in state.stats
+
+
+def test_a_failing_step_reports_its_time(hour: Hour) -> None:
+    def fail(state: SearchState, clock: Clock) -> None:
+        hour.now_s += 7.0
+        failing()
+
+    state = new_state()
+    with pytest.warns(SolverWarning, match="a: ZeroDivisionError"):
+        run_steps([SearchStep("a", fail), hour.step("b", offering)], state)
+    assert step_names(state.stats) == ["a", "b"]
+    assert state.stats["a_s"] == 7.0
+
+
+def test_the_stats_of_two_solves_are_joined() -> None:
+    before = {"steps": "peak_a b", "peak_a_s": 1.0, "b_s": 2.0, "solver": "one"}
+    after = {"steps": "b c", "b_s": 3.0, "c_s": 4.0, "solver": "two"}
+    assert merge_stats(before, after) == {
+        "steps": "peak_a b c",
+        "peak_a_s": 1.0,
+        "b_s": 3.0,
+        "c_s": 4.0,
+        "solver": "two",
+    }
+    assert merge_stats({}, after) == merge_stats(after, {}) == after
+    assert merge_stats({"total_s": 1.0}, {}) == {"total_s": 1.0}
+    assert before["steps"] == "peak_a b", "neither is changed"
+
+
+def test_a_solution_has_only_the_stats_of_its_steps(hour: Hour) -> None:
+    state = new_state()
+    run_steps([hour.step("a", takes_s=2.0), hour.step("b", offering)], state)
+    assert Solution(state.best, stats={**state.stats, "total_s": 1.0}).step_stats == written(state)
+    assert Solution(state.best, stats={"a_s": 1.0}).step_stats == {}

@@ -1,0 +1,296 @@
+"""Sizes, costs and budgets at the ends of their ranges, and the arithmetic of a plan."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass, replace
+
+import hypothesis
+import pytest
+from hypothesis import HealthCheck, assume, settings
+from hypothesis import strategies as st
+from tests.helpers import brute_force
+from tests.helpers.graphs import chain, small_graphs, training_graphs, uneven
+
+from remat.errors import BudgetError, InfeasibleBudget, RematError
+from remat.graph import Graph, Operation, Value
+from remat.plan import Plan, Status
+from remat.schedule import Schedule
+from remat.simulate import simulate
+from remat.solve import solve
+from remat.strategies import Auto, Exact, KeepAll, Solution, Strategy, Task
+
+EXAMPLES = min(10, int(os.environ.get("REMAT_EXAMPLES", "5")))
+LAWS = settings(
+    max_examples=25,
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+FEW = settings(LAWS, max_examples=10)
+"""For graphs on which programs are solved."""
+STRATEGIES: tuple[Strategy, ...] = (Exact(threads=1), Auto(order="off", threads=1, gap=0.0))
+
+
+def scaled(graph: Graph, size: int, cost: float, more: int = 0) -> Graph:
+    """Sizes times `size`, plus `more` where there are any; costs times `cost`. With more, two
+    inputs may no longer fit into the output that was written over both."""
+    sizes = [v.size_bytes * size + (more if v.size_bytes else 0) for v in graph.values]
+
+    def fits(o: Operation) -> bool:
+        return sum(sizes[v] for v in o.overwrites) <= sum(sizes[v] for v in o.outputs)
+
+    return replace(
+        graph,
+        values=tuple(Value(v.name, n) for v, n in zip(graph.values, sizes, strict=True)),
+        operations=tuple(
+            replace(
+                o,
+                cost_s=o.cost_s * cost,
+                workspace_bytes=o.workspace_bytes * size,
+                overwrites=o.overwrites if fits(o) else (),
+            )
+            for o in graph.operations
+        ),
+        constant_bytes=graph.constant_bytes * size,
+    )
+
+
+def with_costs(graph: Graph, costs: list[float]) -> Graph:
+    operations = zip(graph.operations, costs, strict=False)
+    return replace(graph, operations=tuple(replace(o, cost_s=cost) for o, cost in operations))
+
+
+def bound_s(plan: Plan) -> float:
+    assert plan.lower_bound is not None
+    return plan.baseline_time_s * (1 + plan.lower_bound)
+
+
+def peaks(graph: Graph) -> tuple[int, int]:
+    """The least of any schedule, and that without recomputation."""
+    return (
+        brute_force.smallest_budget(graph),
+        simulate(graph, Schedule.keep_all(graph)).peak_bytes,
+    )
+
+
+def agree(graph: Graph, budget: int, *, rel: float = 1e-7) -> bool:
+    """With brute force, cost and bound; infeasible for both or for none. Whether the budget is met,
+    and only by recomputing."""
+    best = brute_force.cheapest(graph, budget)
+    needs_recomputation = best is not None and budget < peaks(graph)[1]
+    for strategy in STRATEGIES:
+        if best is None:
+            with pytest.raises(InfeasibleBudget) as error:
+                solve(graph, budget, strategy)
+            assert error.value.min_feasible_bytes is not None
+            assert error.value.min_feasible_bytes > budget
+            continue
+        plan = solve(graph, budget, strategy)
+        assert plan.peak_bytes <= budget
+        assert plan.time_s >= best * (1 - 1e-12)
+        assert plan.time_s <= best * (1 + rel), strategy.name
+        assert bound_s(plan) <= best * (1 + rel), strategy.name
+        assert plan.schedule.recomputed(graph) or not needs_recomputation
+    return needs_recomputation
+
+
+def test_budgets_are_exact_to_the_byte() -> None:
+    cases: list[bool] = []
+
+    @settings(LAWS, max_examples=EXAMPLES)
+    @hypothesis.given(training_graphs(), st.integers(0, 50), st.integers(0, 2))
+    def law(graph: Graph, power: int, more: int) -> None:
+        graph = scaled(graph, 2**power, 1.0, more)
+        smallest, high = peaks(graph)
+        assume(smallest < high)
+        for budget in {smallest - 1, smallest, (smallest + high) // 2, high - 1, high}:
+            cases.append(agree(graph, budget))
+
+    law()
+    assert sum(cases) >= len(cases) / 2 >= 10
+
+
+@LAWS
+@hypothesis.given(small_graphs(max_operations=6), st.integers(0, 50), st.integers(-2, 2))
+def test_budgets_are_exact_to_the_byte_on_random_graphs(
+    graph: Graph, power: int, more: int
+) -> None:
+    """On most of these graphs recomputing lowers nothing."""
+    graph = scaled(graph, 2**power, 1.0, max(0, more))
+    smallest, _ = peaks(graph)
+    for budget in (smallest - 1, smallest, smallest + 1):
+        if budget > 0:
+            agree(graph, budget)
+
+
+@pytest.mark.parametrize("power", [10, 30, 40, 50])
+def test_one_byte_decides_which_value_is_retained(power: int) -> None:
+    """Two values differ by one byte, and the budget leaves room for the smaller one only."""
+    size = 2**power
+    operations = (
+        Operation("dear", (), (0,), 5.0),
+        Operation("cheap", (), (1,), 1.0),
+        Operation("peak", (), (2,), 1.0),
+        Operation("use cheap", (1,), (3,), 1.0),
+        Operation("use dear", (0,), (4,), 1.0),
+    )
+    sizes = (size + 1, size, size, 0, 0)
+    graph = Graph(operations, tuple(Value(f"v{i}", s) for i, s in enumerate(sizes)))
+    for budget, recomputation_s in (
+        (3 * size + 1, 0.0),
+        (3 * size, 1.0),
+        (2 * size + 1, 1.0),
+        (2 * size, 5.0),
+        (2 * size - 1, 6.0),
+    ):
+        plan = solve(graph, budget, Exact(threads=1))
+        assert plan.time_s == graph.total_cost_s + recomputation_s
+        assert plan.peak_bytes <= budget
+    with pytest.raises(InfeasibleBudget) as error:
+        solve(graph, size, Exact(threads=1))
+    assert error.value.min_feasible_bytes == size + 1
+
+
+def test_costs_of_any_magnitude_are_optimized() -> None:
+    """A cost below 1e-6 of the total is within the solver's tolerance."""
+    cases: list[bool] = []
+    cost = st.sampled_from([0.0, 1e-12, 1e-6, 1.0, 3.0, 1e6])
+
+    @FEW
+    @hypothesis.given(training_graphs(), st.lists(cost, min_size=6, max_size=6), st.floats(0, 1))
+    def law(graph: Graph, costs: list[float], share: float) -> None:
+        cases.append(agree(with_costs(graph, costs), between(graph, share), rel=1e-5))
+
+    law()
+    assert len(cases) >= 8
+    assert all(cases)
+
+
+def between(graph: Graph, share: float) -> int:
+    """A budget that is met, and only by recomputing; no case where there is none."""
+    low, high = peaks(graph)
+    assume(low < high)
+    return low + int(share * (high - 1 - low))
+
+
+@pytest.mark.parametrize("unit", [1e-12, 1e-6, 1e6, 1e12])
+def test_the_unit_of_cost_does_not_matter(unit: float) -> None:
+    plan = solve(uneven(4), "75%", Exact(threads=1))
+    other = solve(scaled(uneven(4), 1, unit), "75%", Exact(threads=1))
+    assert other.overhead == pytest.approx(plan.overhead)
+    assert other.time_s == pytest.approx(plan.time_s * unit)
+
+
+@pytest.mark.parametrize("unit", [3, 2**20, 10**9 + 7, 2**50])
+def test_the_unit_of_size_does_not_matter(unit: int) -> None:
+    graph = uneven(4)
+    budget = int(0.75 * simulate(graph, Schedule.keep_all(graph)).peak_bytes)
+    plan = solve(graph, budget, Exact(threads=1))
+    other = solve(scaled(graph, unit, 1.0), budget * unit, Exact(threads=1))
+    assert other.time_s == pytest.approx(plan.time_s)
+    assert other.peak_bytes <= budget * unit
+
+
+@pytest.mark.parametrize("cost", [0.0, 1.0])
+def test_equal_costs_are_optimized(cost: float) -> None:
+    graph = chain(7, size=5, cost=cost)
+    for budget in ("100%", "80%", "60%", "min"):
+        for strategy in STRATEGIES:
+            plan = solve(graph, budget, strategy)
+            assert plan.status is Status.OPTIMAL
+            assert plan.gap == pytest.approx(0, abs=1e-9)
+            recomputed = sum(plan.schedule.recomputed(graph).values())
+            assert plan.time_s == cost * (len(graph) + recomputed)
+            assert plan.overhead == pytest.approx(recomputed / len(graph) if cost else 0)
+            assert Plan.from_json(plan.to_json()) == plan
+            assert "nan" not in plan.describe().lower()
+
+
+def test_operations_of_zero_cost_are_recomputed_freely() -> None:
+    cases: list[bool] = []
+
+    @FEW
+    @hypothesis.given(training_graphs(), st.floats(0, 1))
+    def law(graph: Graph, share: float) -> None:
+        free = with_costs(graph, [0.0] * len(graph))
+        cases.append(agree(free, between(graph, share)))
+
+    law()
+    assert len(cases) >= 8
+    assert all(cases)
+
+
+def test_a_graph_of_values_without_bytes_needs_no_recomputation() -> None:
+    graph = scaled(chain(4), 0, 1.0)
+    for strategy in (*STRATEGIES, KeepAll()):
+        plan = solve(graph, 1, strategy)
+        assert plan.overhead == 0
+        assert plan.peak_bytes == 0
+        assert Plan.from_json(plan.to_json()) == plan
+
+
+@pytest.mark.parametrize("budget", [2**62, 10**30, "9000000TiB"])
+def test_a_huge_budget_retains_everything(budget: int | str) -> None:
+    graph = uneven(4)
+    plan = solve(graph, budget)
+    assert plan.schedule == Schedule.keep_all(graph)
+    assert plan.lower_bound == plan.overhead == 0
+
+
+def test_a_graph_of_one_operation_is_solved() -> None:
+    graph = Graph((Operation("only", (), (0,), 2.0, 3),), (Value("v", 4),), frozenset({0}), 5)
+    for strategy in (*STRATEGIES, KeepAll()):
+        for budget in (12, "min", "100%"):
+            plan = solve(graph, budget, strategy)
+            assert (plan.peak_bytes, plan.time_s, plan.overhead) == (12, 2.0, 0)
+        with pytest.raises(InfeasibleBudget) as error:
+            solve(graph, 11, strategy)
+        assert error.value.min_feasible_bytes == 12
+
+
+def test_a_graph_without_operations_is_solved() -> None:
+    graph = Graph((), (), constant_bytes=5)
+    for strategy in (*STRATEGIES, KeepAll()):
+        plan = solve(graph, 5, strategy)
+        assert (len(plan.schedule), plan.peak_bytes, plan.time_s, plan.gap) == (0, 5, 0, 0)
+        assert Plan.from_json(plan.to_json()) == plan
+        with pytest.raises(InfeasibleBudget):
+            solve(graph, 4, strategy)
+
+
+@pytest.mark.parametrize("budget", [0, -1, 0.5, True, math.nan, math.inf, "", "8 Gib/s"])
+def test_numbers_that_are_no_budget_are_refused(budget: object) -> None:
+    with pytest.raises(BudgetError):
+        solve(chain(2), budget)
+
+
+@dataclass(frozen=True)
+class Claims:
+    """Keeps everything and claims a bound, whatever the budget."""
+
+    bound: float | None = None
+    name: str = "claims"
+
+    def run(self, task: Task) -> Solution:
+        return Solution(Schedule.of((*range(len(task.graph)), 0)), self.bound)
+
+
+def test_a_strategy_that_exceeds_the_budget_raises_an_error() -> None:
+    with pytest.raises(RematError, match="bug: the schedule peaks at") as error:
+        solve(chain(4), 2, Claims())
+    assert not isinstance(error.value, InfeasibleBudget)
+
+
+@pytest.mark.parametrize(
+    ("bound", "gap"), [(None, None), (0.0, 1 / 9), (8.5, 0.5 / 9), (9.0, 0), (99.0, 0)]
+)
+def test_the_gap_is_relative_to_total_time(bound: float | None, gap: float | None) -> None:
+    """Eight operations of a second and one recomputation; a bound is at least the time without
+    any."""
+    plan = solve(chain(4), "200%", Claims(bound))
+    assert plan.time_s == 9
+    assert plan.overhead == pytest.approx(1 / 8)
+    assert plan.gap == (gap if gap is None else pytest.approx(gap))

@@ -1,0 +1,235 @@
+"""`Plan`: its numbers, its words, its document."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import FrozenInstanceError, replace
+from pathlib import Path
+
+import pytest
+from tests.helpers.graphs import chain
+
+from remat.errors import DocumentError, RematError
+from remat.plan import Plan, Status
+from remat.plan_data import with_reserve_stat
+from remat.schedule import Schedule
+from remat.simulate import simulate
+from remat.solution import BoundScope, Solution
+from remat.solve import solve
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return solve(chain(8, size=1 << 20, cost=0.001), "60%")
+
+
+@pytest.fixture(scope="module")
+def plan_keeping_all() -> Plan:
+    """What uses its budget to the last byte, and is proved to the last second."""
+    graph = chain(3)
+    schedule = Schedule.keep_all(graph)
+    solution = Solution(schedule, graph.total_cost_s, "all orders", True)
+    return Plan.of(graph, simulate(graph, schedule).peak_bytes, solution, {"solver": "none"})
+
+
+def test_a_plan_is_immutable(plan_keeping_all: Plan) -> None:
+    with pytest.raises(FrozenInstanceError):
+        plan_keeping_all.peak_bytes = 0  # type: ignore[misc]
+    same = Plan.from_json(plan_keeping_all.to_json())
+    assert len({plan_keeping_all, same}) == 1, "so it can be a key"
+
+
+def test_a_plan_may_use_its_whole_budget_and_have_no_gap(plan_keeping_all: Plan) -> None:
+    assert plan_keeping_all.peak_bytes == plan_keeping_all.budget_bytes
+    assert plan_keeping_all.lower_bound == plan_keeping_all.overhead == plan_keeping_all.gap == 0.0
+    assert Plan.from_json(plan_keeping_all.to_json()) == plan_keeping_all
+
+
+@pytest.mark.parametrize(
+    ("scope", "proved", "status"),
+    [
+        ("slots", True, "FEASIBLE"),
+        ("slots", False, "FEASIBLE"),
+        ("order", True, "OPTIMAL"),
+        ("order", False, "FEASIBLE"),
+        ("all orders", True, "OPTIMAL"),
+        ("all orders", False, "FEASIBLE"),
+    ],
+)
+def test_a_proof_for_the_order_makes_a_plan_optimal(
+    plan_keeping_all: Plan, scope: BoundScope, proved: bool, status: str
+) -> None:
+    """Also in documents: some older ones call a plan optimal by a proof over slots."""
+    solution = Solution(plan_keeping_all.schedule, plan_keeping_all.baseline_time_s, scope, proved)
+    plan = Plan.of(plan_keeping_all.graph, plan_keeping_all.budget_bytes, solution, {})
+    assert plan.status.name == status
+    claimed = _with(plan.to_json(), status="OPTIMAL" if proved else "FEASIBLE")
+    assert Plan.from_json(claimed) == plan
+
+
+def test_a_plan_without_a_bound_has_no_gap(plan_keeping_all: Plan) -> None:
+    plan = Plan.of(
+        plan_keeping_all.graph,
+        plan_keeping_all.budget_bytes,
+        Solution(plan_keeping_all.schedule),
+        {},
+    )
+    assert plan.lower_bound is None
+    assert plan.gap is None
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_overhead_and_gap_are_fractions_of_time() -> None:
+    """Also of overheads above 1: each activation runs four times more."""
+    graph = chain(4)
+    schedule = Schedule.of([*range(4), *([*range(1, 4)] * 4), *range(4, 8)])
+    solution = Solution(schedule, 11.0, "order")
+    plan = Plan.of(graph, simulate(graph, schedule).peak_bytes, solution, {})
+    assert (plan.baseline_time_s, plan.time_s) == (8.0, 20.0)
+    assert plan.overhead == pytest.approx(12 / 8)
+    assert plan.lower_bound == pytest.approx(3 / 8)
+    assert plan.gap == pytest.approx((20 - 11) / 20)
+
+
+def test_a_step_of_milliseconds_has_an_overhead() -> None:
+    graph = chain(4, cost=1e-3)
+    schedule = Schedule.of([*range(4), 1, *range(4, 8)])
+    plan = Plan.of(graph, simulate(graph, schedule).peak_bytes, Solution(schedule), {})
+    assert plan.overhead == pytest.approx(1 / 8)
+
+
+def test_a_graph_without_costs_has_no_overhead() -> None:
+    plan = solve(chain(8, cost=0.0), "60%")
+    assert plan.overhead == 0.0
+    assert plan.gap == 0.0
+
+
+def test_a_bound_lies_between_the_baseline_and_the_plan(plan: Plan) -> None:
+    for bound, reported_bound in ((0.0, 0.0), (plan.baseline_time_s, 0.0), (9.0, plan.overhead)):
+        solution = Solution(plan.schedule, bound, "order")
+        bounded_plan = Plan.of(plan.graph, plan.budget_bytes, solution, {})
+        assert bounded_plan.lower_bound == pytest.approx(reported_bound)
+
+
+def test_json_round_trip_is_the_identity(plan: Plan, tmp_path: Path) -> None:
+    assert Plan.from_json(plan.to_json()) == plan
+    assert Plan.from_json(plan.to_json()).to_json() == plan.to_json()
+    plan.save(tmp_path / "plan.json.gz")
+    assert Plan.load(tmp_path / "plan.json.gz") == plan
+
+
+def test_a_damaged_document_is_refused(plan: Plan) -> None:
+    text = plan.to_json()
+    with pytest.raises(DocumentError):
+        Plan.from_json(text[: len(text) // 2])
+    with pytest.raises(DocumentError, match="version"):
+        Plan.from_json(_with(text, version=2))
+    with pytest.raises(DocumentError, match="expected a"):
+        Plan.from_json(_with(text, format="remat.trace"))
+    with pytest.raises(DocumentError):
+        Plan.from_json("[]")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("peak_bytes", 1),
+        ("time_s", 0.0),
+        ("baseline_peak_bytes", 1),
+        ("runs", [0, 1]),
+        ("runs", [99]),
+        ("budget_bytes", 1),
+        ("budget_bytes", "1"),
+        ("lower_bound", 99.0),
+        ("status", "BEST"),
+        ("extra", 1),
+    ],
+)
+def test_a_forged_document_is_refused(plan: Plan, key: str, value: object) -> None:
+    with pytest.raises(DocumentError):
+        Plan.from_json(_with(plan.to_json(), **{key: value}))
+
+
+def test_an_optimum_has_a_bound(plan: Plan) -> None:
+    text = _with(plan.to_json(), status="OPTIMAL", lower_bound=None)
+    with pytest.raises(DocumentError, match="OPTIMAL, but no lower_bound"):
+        Plan.from_json(text)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("budget_bytes", -1),
+        ("baseline_peak_bytes", -1),
+        ("time_s", -0.5),
+        ("lower_bound", -0.5),
+        ("runs", [-1]),
+    ],
+)
+def test_negative_numbers_are_refused_by_name(plan: Plan, key: str, value: object) -> None:
+    with pytest.raises(DocumentError, match=rf"{key}.* greater than or equal to 0"):
+        Plan.from_json(_with(plan.to_json(), **{key: value}))
+
+
+def test_documents_of_earlier_versions_are_read(plan: Plan) -> None:
+    """Fields that the first documents lack have the values of that time: no order that counts, no
+    memory of libraries."""
+    document = json.loads(plan.to_json())
+    assert document["version"] == 1
+    del document["graph"]["library_bytes"]
+    for operation in document["graph"]["operations"]:
+        del operation["sequenced"]
+    assert Plan.from_json(json.dumps(document)) == plan
+
+
+@pytest.mark.parametrize("key", ["peak_bytes", "baseline_peak_bytes", "time_s", "baseline_time_s"])
+def test_a_document_with_a_slightly_wrong_number_is_refused(plan: Plan, key: str) -> None:
+    value = getattr(plan, key)
+    for forged in (value - 1, value + 1) if isinstance(value, int) else (value * (1 + 1e-6),):
+        with pytest.raises(DocumentError, match=f"{key} is .* but its schedule gives"):
+            Plan.from_json(_with(plan.to_json(), **{key: forged}))
+
+
+def test_the_description_has_units(plan: Plan) -> None:
+    text = plan.describe()
+    assert str(plan) == text
+    for word in ("MiB", "ms", "%", "layer.", "bound"):
+        assert word in text
+    assert len(repr(plan)) < 120
+    assert "operations" not in repr(plan)
+
+
+def test_the_reserve_is_described_and_the_searchs_margin_is_not(plan: Plan) -> None:
+    assert "reserved" not in replace(plan, stats={"reserve_bytes": 1024}).describe()
+    assert "beside 1.00 KiB reserved" in with_reserve_stat(plan, 1024).describe()
+    assert with_reserve_stat(plan, 0) == plan
+
+
+def test_explain_says_whether_an_operation_is_retained_or_recomputed(plan: Plan) -> None:
+    recomputed = plan.schedule.recomputed(plan.graph)
+    assert recomputed
+    name = plan.graph.operations[next(iter(recomputed))].name
+    assert "runs 2 times" in plan.explain(name)
+    assert "runs once" in plan.explain("b0")
+
+
+def test_diff_names_the_changed_operations(plan: Plan) -> None:
+    other = solve(plan.graph, "100%")
+    assert "recomputed 1 -> 0" in plan.diff(other)
+    assert "the same operations" in plan.diff(plan)
+
+
+def test_a_plan_over_its_budget_raises_an_error() -> None:
+    graph = chain(3)
+    with pytest.raises(RematError, match="bug"):
+        Plan.of(graph, 1, Solution(Schedule.keep_all(graph)), {})
+
+
+def test_the_status_says_what_is_proved() -> None:
+    """It gives no advice: whether more time would help is unknown."""
+    assert "not proved" in Status.FEASIBLE.value
+    assert "time_limit" not in Status.FEASIBLE.value
+
+
+def _with(text: str, **changes: object) -> str:
+    return json.dumps(json.loads(text) | changes)

@@ -1,0 +1,190 @@
+"""`enable`: the model itself trains within the budget, and stays what it is to everybody else."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.helpers.tied_net import Net, assert_equal, batch, gradients, net
+from torch import nn
+
+import remat
+from remat.errors import InfeasibleBudget, TraceError
+from remat.frontend.memory.allocator_peak import allocated_peak
+
+
+def test_enable_returns_the_same_model_with_the_same_gradients() -> None:
+    model, eager = net(), net()
+    assert remat.enable(model, "50%") is model
+    assert type(model) is Net
+    assert model.state_dict().keys() == eager.state_dict().keys()
+    assert inspect.signature(model.forward) == inspect.signature(eager.forward)
+    assert remat.plans(model) == []
+    for seed in (3, 4):
+        assert_equal(gradients(model, seed=seed), gradients(eager, seed=seed))
+        assert_equal(gradients(model, scale=2.0, seed=seed), gradients(eager, scale=2.0, seed=seed))
+    assert model.steps == eager.steps == 4
+    first, last = remat.plans(model)
+    assert first.peak_bytes <= first.budget_bytes < first.baseline_peak_bytes
+    assert len(last.schedule) > len(last.graph)
+    model.eval()
+    with torch.no_grad():
+        assert torch.equal(model(batch()), eager.eval()(batch()))
+
+
+def test_the_measured_peak_is_that_of_the_plan() -> None:
+    model = remat.enable(net(), "40%", (batch(),))
+    (plan,) = remat.plans(model)
+    gradients(model)
+    model.zero_grad(set_to_none=True)
+    ids = batch()
+    peak = allocated_peak(lambda: model(ids).backward())
+    peak += ids.nbytes + sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+    assert peak <= plan.budget_bytes
+
+
+def test_a_disabled_model_is_as_before() -> None:
+    model = net()
+    before = set(model.__dict__)
+    remat.enable(model, "50%")
+    gradients(model)
+    assert remat.disable(model) is model
+    assert set(model.__dict__) == before
+    assert_equal(gradients(model), gradients(net()))
+    with pytest.raises(TraceError, match=r"not enabled for this Net; call remat\.enable"):
+        remat.plans(model)
+    remat.enable(model, "60%")  # and once more
+    assert_equal(gradients(model), gradients(net()))
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # ids have no gradient
+def test_hooks_of_the_model_run_once_outside_of_the_plan() -> None:
+    model = remat.enable(net(), "50%")
+    seen: list[str] = []
+    model.register_forward_pre_hook(lambda *_: seen.append("before"))
+    model.register_forward_hook(lambda *_: seen.append("after"))
+    model.register_full_backward_hook(lambda *_: seen.append("backward"))
+    for _ in range(2):
+        gradients(model)
+    assert seen == ["before", "after", "backward"] * 2
+    assert len(remat.plans(model)) == 1
+
+
+@pytest.mark.parametrize("is_planned", [False, True])
+def test_copies_pickles_and_saved_files_stay_enabled(is_planned: bool, tmp_path: Path) -> None:
+    model = remat.enable(net(), "50%", (batch(),) if is_planned else None)
+    wanted = gradients(net())
+    saved = io.BytesIO()
+    torch.save(model, saved)
+    saved.seek(0)
+    copies = [
+        copy.deepcopy(model),
+        pickle.loads(pickle.dumps(model)),
+        torch.load(saved, weights_only=False),
+        copy.deepcopy(nn.Sequential(model))[0],
+    ]
+    for copied in copies:
+        assert type(copied) is Net
+        assert copied.embed.weight is copied.head.weight
+        assert copied.embed.weight is not model.embed.weight
+        assert len(remat.plans(copied)) == is_planned
+        with torch.no_grad():
+            copied.embed.weight[0] += 1  # its own
+        assert not torch.equal(gradients(copied)[0], wanted[0])
+        with torch.no_grad():
+            copied.embed.weight.copy_(net().embed.weight)
+        assert_equal(gradients(copied), wanted)
+        assert len(remat.plans(copied)) == 1
+        remat.disable(copied)
+    assert_equal(gradients(model), wanted)
+    assert len(remat.plans(model)) == 1
+
+
+def test_averaged_models_stay_enabled() -> None:
+    model = remat.enable(net(), "50%", (batch(),))
+    average = torch.optim.swa_utils.AveragedModel(model)
+    gradients(model)
+    average.update_parameters(model)
+    average.module.load_state_dict(net().state_dict())
+    assert_equal(gradients(average.module), gradients(net()))
+    assert len(remat.plans(average.module)) == 1
+
+
+def test_an_enabled_forward_can_be_wrapped() -> None:
+    """As accelerate does for mixed precision."""
+    model = net()
+    remat.enable(model, "50%")
+    inner, calls = model.forward, []
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        calls.append(len(args))
+        return inner(*args, **kwargs)
+
+    model.forward = wrapped
+    assert_equal(gradients(model), gradients(net()))
+    assert calls == [1]
+    assert len(remat.plans(model)) == 1
+    remat.disable(model)
+    assert_equal(gradients(model), gradients(net()))
+    assert calls == [1, 1]
+    assert model.forward is wrapped
+
+
+def test_a_replaced_forward_is_planned_and_restored() -> None:
+    model = net()
+    original_forward = model.forward
+    model.forward = twice = lambda ids: 2 * original_forward(ids)
+    remat.enable(model, "50%")
+    assert_equal(gradients(model), gradients(net(), scale=2.0))
+    remat.disable(model)
+    assert model.forward is twice
+
+
+def test_wrong_use_raises_an_error() -> None:
+    model = remat.enable(net(), "50%")
+    with pytest.raises(TraceError, match=r"enabled for this Net already; call remat\.disable"):
+        remat.enable(model, "40%")
+    with pytest.raises(TraceError, match=r"expected a torch\.nn\.Module, got str"):
+        remat.enable("model", "40%")  # type: ignore[type-var]
+    with pytest.raises(TraceError, match="optimised already"):
+        remat.enable(remat.optimize(net(), "40%"), "40%")
+    with pytest.raises(TraceError, match=r"compiled by torch\.compile; pass the module inside"):
+        remat.enable(torch.compile(net()), "40%")  # type: ignore[type-var]
+    with pytest.raises(TypeError, match="no option 'strateg'; near are strategy; there are"):
+        remat.enable(net(), "40%", strateg=None)
+    with pytest.raises(InfeasibleBudget, match=r'for 60% of the peak .* pass "60%"'):
+        remat.enable(net(), "60")
+    with pytest.raises(
+        InfeasibleBudget, match="less than the parameters, their gradients"
+    ) as raised:
+        remat.enable(net(), "1KiB")
+    assert raised.value.min_feasible_bytes is not None
+    refused = net()
+    with pytest.raises(InfeasibleBudget):
+        remat.enable(refused, raised.value.min_feasible_bytes, (batch(),))
+    assert "forward" not in refused.__dict__
+    assert_equal(gradients(refused), gradients(net()))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_torch_compile_breaks_the_graph_around_an_enabled_model_and_compiles_once() -> None:
+    from torch._dynamo.testing import CompileCounter
+
+    model = remat.enable(net(), "50%", (batch(),))
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    run = torch.compile(lambda ids: model(ids) * 2, backend=counter)
+    eager = net()
+    for seed in (3, 4, 5):
+        model.zero_grad(set_to_none=True)
+        torch.manual_seed(seed)
+        run(batch()).backward()
+        result = [p.grad for p in model.parameters() if p.grad is not None]
+        assert_equal(result, gradients(eager, scale=2.0, seed=seed))
+    assert counter.frame_count <= 1

@@ -1,0 +1,161 @@
+"""`remat.estimate`: what it says before a step runs is what the step takes when it runs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.helpers.models import FAMILIES, PLAIN, Case, Mlp, Tied, gpt2
+from tests.helpers.recorded_steps import run_step
+from torch import nn
+
+import remat
+from remat.costs.trace_costs import with_roofline_costs
+from remat.frontend.api.estimate import roofline_for_trace
+
+
+def _estimate(case: Case) -> remat.Estimate:
+    return remat.estimate(case.model, case.args, case.kwargs)
+
+
+@pytest.mark.parametrize("family", ["gpt2", pytest.param("t5", marks=pytest.mark.slow), "resnet"])
+def test_eager_mode_has_the_estimated_peak(family: str) -> None:
+    torch.manual_seed(0)
+    case = FAMILIES[family]()
+    estimate = _estimate(case)
+    step = run_step(case.model, case)
+    assert step.peak_bytes == pytest.approx(estimate.peak_bytes, rel=0.03)
+    gradients = [g for g in step.gradients.values() if g is not None]
+    assert estimate.all_gradient_bytes == sum(g.numel() * 4 for g in gradients)
+    assert estimate.adam_bytes == 2 * estimate.all_gradient_bytes
+    assert estimate.reachable_bytes < estimate.baseline_peak_bytes <= estimate.peak_bytes
+    _check_parts(estimate)
+
+
+def _check_parts(estimate: remat.Estimate) -> None:
+    parts = (
+        estimate.parameter_bytes,
+        estimate.buffer_bytes,
+        estimate.input_bytes,
+        estimate.library_bytes,
+        estimate.gradient_bytes,
+        estimate.output_bytes,
+        estimate.activation_bytes,
+        estimate.passing_bytes,
+    )
+    assert sum(parts) == estimate.peak_bytes
+    assert min(parts) >= 0
+    assert sum(holder.size_bytes for holder in estimate.holders) == estimate.activation_bytes
+
+
+@pytest.mark.parametrize("name", ["mlp-input-grad", "norms", "two-heads", "alias", "weights"])
+def test_the_parts_of_an_estimate_add_up(name: str) -> None:
+    _check_parts(_estimate(PLAIN[name]()))
+
+
+def test_the_parts_are_those_counted_by_hand() -> None:
+    """x -> relu(linear(x)) -> sum, width 100, batch 1000."""
+    model = nn.Sequential(nn.Linear(100, 100), nn.ReLU())
+
+    class Step(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.model(x).sum()
+
+    estimate = remat.estimate(Step(), torch.zeros(1000, 100))
+    assert estimate.parameter_bytes == estimate.all_gradient_bytes == 4 * (100 * 100 + 100)
+    assert estimate.input_bytes == estimate.largest_value_bytes == 4 * 1000 * 100
+    assert estimate.buffer_bytes == estimate.library_bytes == 0
+    assert estimate.output_bytes == 4
+    # The output of relu, and the linear layer's output forward or relu's gradient backward.
+    assert estimate.activation_bytes + estimate.passing_bytes == pytest.approx(2 * 400_000, abs=100)
+    case = Case(Step(), (torch.zeros(1000, 100),), loss=lambda out: out)
+    assert estimate.peak_bytes == run_step(case.model, case).peak_bytes
+
+
+def test_dropout_masks_have_the_size_that_eager_mode_saves() -> None:
+    """0.5 MiB of activations with one dropout: 4 bytes per element of the mask, where plans
+    have 1."""
+    with_dropout, without = _estimate(gpt2(layers=1)), _estimate(gpt2(layers=1, dropout=0.0))
+    assert without.peak_bytes == without.baseline_peak_bytes
+    wide = 4 * 64 * 64 + 4 * 2 * 64 * 64 + 2 * 4 * 64 * 64  # embedding, attention, two residuals
+    assert with_dropout.peak_bytes - with_dropout.baseline_peak_bytes == 3 * wide
+    assert "masks of dropout" in with_dropout.describe()
+    assert "masks of dropout" not in without.describe()
+
+
+def test_the_description_names_the_parts_and_the_modules() -> None:
+    estimate = _estimate(gpt2(layers=1))
+    text = str(estimate)
+    for words in (
+        "GPT2LMHeadModel on cpu; nothing was run",
+        "(backward",
+        "parameters",
+        "Adam's moments",
+        "or less by recomputation",
+        "transformer.h.*.mlp.act",
+        "workspaces",
+    ):
+        assert words in text
+    assert "transformer.h.0.attn" in {holder.module for holder in estimate.holders}
+
+
+def test_fits_compares_the_estimate_with_a_budget() -> None:
+    estimate = _estimate(PLAIN["mlp"]())
+    assert estimate.fits(estimate.peak_bytes)
+    assert not estimate.fits(estimate.peak_bytes - 1)
+    assert estimate.fits("1GiB")
+    for budget in ("60%", "min", "auto", "lots"):
+        with pytest.raises(remat.BudgetError):
+            estimate.fits(budget)
+
+
+def test_a_model_on_the_meta_device_has_the_estimate_of_the_real_one() -> None:
+    with torch.device("meta"):
+        shapes = gpt2(layers=1)
+    assert _estimate(shapes) == _estimate(gpt2(layers=1))
+    assert all(p.is_meta for p in shapes.model.parameters())
+    assert all(b.is_meta for b in shapes.model.buffers())
+
+
+def test_tied_weights_on_the_meta_device_count_once() -> None:
+    with torch.device("meta"):
+        model = Tied()
+        x = torch.empty(64, 24)
+    assert remat.estimate(model, x) == remat.estimate(Tied(), torch.zeros(64, 24))
+
+
+def test_a_step_larger_than_this_machine_is_estimated() -> None:
+    with torch.device("meta"):
+        model = Mlp(width=1 << 17, depth=4)
+        x = torch.empty(1 << 14, 1 << 17)
+    estimate = remat.estimate(model, x)
+    assert estimate.parameter_bytes > 4 * 4 * 2**34
+    assert not estimate.fits("80GiB")
+
+
+def test_a_model_that_cannot_be_captured_is_an_error() -> None:
+    class Branch(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.linear(x)
+            return y.sum() if y.sum() > 0 else y.mean()
+
+    model = Branch().to("meta")
+    with pytest.raises(remat.TraceError, match="depends on tensor values"):
+        remat.estimate(model, torch.empty(2, 4, device="meta"))
+    assert model.linear.weight.is_meta
+
+
+def test_a_saved_trace_has_the_same_estimate() -> None:
+    case = PLAIN["mlp"]()
+    traced = remat.trace(case.model, case.args, case.kwargs)
+    assert remat.Estimate.of(with_roofline_costs(traced, roofline_for_trace(traced))) == _estimate(
+        case
+    )
+    assert roofline_for_trace(traced).name == "cpu"

@@ -1,0 +1,112 @@
+"""Checkpoints in the code of a model that is planned by blocks: the plan decides instead."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from tests.helpers.block_models import (
+    Block,
+    Net,
+    Output,
+    Routed,
+    assert_same,
+    enabled,
+    peak_of,
+    plan_of,
+    step,
+)
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from remat.frontend.capture.model.checkpointing import checkpointing_disabled, checkpointing_enabled
+
+
+class Inside(Routed):
+    """Checkpoints a part of itself."""
+
+    reentrant = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(super().forward, x, use_reentrant=self.reentrant)  # type: ignore[return-value]
+
+
+class Around(Net):
+    """Checkpoints each block, and its head."""
+
+    reentrant = True
+
+    def forward(self, ids: torch.Tensor) -> Output:
+        x = self.embed(ids) * self.scale
+        for block in self.blocks:
+            x: Any = checkpoint(block, x, use_reentrant=self.reentrant)
+        logits: Any = checkpoint(self.head, x, use_reentrant=self.reentrant)
+        return Output(F.cross_entropy(logits, ids), logits)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("place", ["inside", "around", "around what is captured"])
+def test_the_plan_overrides_checkpoints_in_the_model(
+    place: str, reentrant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for kind in (Inside, Around):
+        monkeypatch.setattr(kind, "reentrant", reentrant)
+    torch.manual_seed(0)
+    ids = torch.randint(0, 50, (256,))
+    block: type[nn.Module] = {"inside": Inside, "around": Routed}.get(place, Block)
+    whole = Net if place == "inside" else Around
+    model = whole([block(32) for _ in range(3)])
+    wanted = [step(model, ids, seed) for seed in (1, 2)]
+    enabled(model, "75%")
+    for seed, item in zip((1, 2), wanted, strict=True):
+        assert_same(step(model, ids, seed), item)
+    plan = plan_of(model)
+    assert peak_of(model, ids) <= plan.peak_bytes + 64
+    assert plan.peak_bytes <= 0.75 * plan.baseline_bytes
+
+
+def test_checkpointing_in_other_threads_is_unaffected() -> None:
+    module: Any = torch.utils.checkpoint
+    before = module._checkpoint_without_reentrant_generator, module.CheckpointFunction.apply
+    seen: list[int] = []
+    entered, left = threading.Event(), threading.Event()
+
+    def runs() -> int:
+        """How often the forward of a checkpoint runs in a step."""
+        calls: list[int] = []
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            calls.append(1)
+            return x.sin().sin()
+
+        for reentrant in (True, False):
+            made: Any = checkpoint(
+                forward, torch.ones(2, requires_grad=True), use_reentrant=reentrant
+            )
+            made.sum().backward()
+        return len(calls)
+
+    def other() -> None:
+        entered.wait(60)
+        seen.append(runs())
+        with checkpointing_disabled():
+            seen.append(runs())
+            left.set()
+            with checkpointing_enabled():
+                seen.append(runs())
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    with checkpointing_disabled():
+        assert runs() == 2
+        entered.set()
+        assert left.wait(60)
+    thread.join(60)
+    assert seen == [4, 2, 4]
+    after = module._checkpoint_without_reentrant_generator, module.CheckpointFunction.apply
+    assert after == before
+    assert runs() == 4

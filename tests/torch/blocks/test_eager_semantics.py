@@ -1,0 +1,185 @@
+"""Blocks that eager mode takes, and that must not run otherwise where they are planned."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import remat
+
+COSTS = remat.Roofline("cpu")
+
+
+class Chain(nn.Module):
+    """Blocks behind each other; `inside_autocast` where the model itself turns that on."""
+
+    def __init__(self, *blocks: nn.Module, inside_autocast: bool = False) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 16)
+        self.blocks = nn.ModuleList(blocks)
+        self.inside_autocast = inside_autocast
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x).float()
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.inside_autocast):
+            for block in self.blocks:
+                x = block(x)
+        extra = sum(getattr(block, "extra", 0.0) for block in self.blocks)
+        return x.float().square().mean() + extra
+
+
+def enabled(model: nn.Module, budget: str = "100%") -> tuple[Any, nn.Module]:
+    """The model with its blocks planned, and one that runs in eager mode."""
+    other = copy.deepcopy(model)
+    return remat.enable(model, budget, scope="blocks", costs=COSTS), other
+
+
+def assert_same_steps(
+    model: nn.Module, other: nn.Module, x: torch.Tensor, *, autocast: bool = False
+) -> None:
+    """Bit for bit, twice."""
+    for _ in range(2):
+        for module in (model, other):
+            module.zero_grad(set_to_none=True)
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                loss = module(x)
+            loss.backward()
+        for (name, one), two in zip(model.named_parameters(), other.parameters(), strict=True):
+            assert (one.grad is None) == (two.grad is None), name
+            assert two.grad is None or torch.equal(one.grad, two.grad), name
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.wide, self.narrow = nn.LayerNorm(16), nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.narrow(torch.tanh(self.wide(self.norm(x)))).float()
+
+
+def test_autocast_enabled_inside_of_the_model_is_followed() -> None:
+    torch.manual_seed(0)
+    model, other = enabled(Chain(*(Residual() for _ in range(3)), inside_autocast=True))
+    assert_same_steps(model, other, torch.randn(64, 16))
+    assert any(call.plan is not None for call in remat.plans(model)[0].calls)
+
+
+def test_autocast_disabled_inside_of_the_model_is_followed() -> None:
+    torch.manual_seed(0)
+    model, other = enabled(Chain(*(Residual() for _ in range(3))))
+    assert_same_steps(model, other, torch.randn(64, 16), autocast=True)
+
+
+class Measuring(nn.Module):
+    """Returns what no loss reads: statistics, whose derivative may be infinite, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(16, 16), nn.Linear(16, 1)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        h = self.layer(x).relu()
+        return {"out": x + h, "norm": h.sqrt().mean(), "head": self.head(x)}
+
+
+class Picking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Measuring() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)["out"]
+        return x.square().mean()
+
+
+def test_outputs_that_no_loss_reads_have_no_gradient() -> None:
+    torch.manual_seed(0)
+    model, other = enabled(Picking())
+    assert_same_steps(model, other, torch.randn(64, 16))
+    assert all(call.plan is not None for call in remat.plans(model)[0].calls)
+
+
+class Auxiliary(nn.Module):
+    """Leaves a part of the loss in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.gate = nn.Linear(16, 16), nn.Linear(16, 4)
+        self.extra: Any = 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.extra = self.gate(x).square().mean()
+        return x + self.layer(x).tanh()
+
+
+def test_losses_stored_in_attributes_get_their_gradients() -> None:
+    torch.manual_seed(0)
+    model, other = enabled(Chain(*(Auxiliary() for _ in range(3))))
+    assert_same_steps(model, other, torch.randn(64, 16))
+
+
+class Remembering(nn.Module):
+    """No capture sees it: it is run again as a whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(32, 16) / 6)
+
+    def forward(self, x: torch.Tensor, *, memory: torch.Tensor) -> torch.Tensor:
+        h = torch.cat([x, memory], -1) @ self.weight
+        return x + (F.gelu(F.gelu(F.gelu(h))) if h.sum() < 1e9 else h)
+
+
+class Writing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Remembering() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        memory = torch.zeros_like(x)
+        for block in self.blocks:
+            x = block(x, memory=memory)
+            memory.add_(x.detach())
+        return x.square().mean()
+
+
+def test_an_input_that_is_modified_later_is_not_read_by_a_recomputation() -> None:
+    torch.manual_seed(0)
+    model, _ = enabled(Writing(), "min")
+    with pytest.raises(RuntimeError, match="Remembering was modified in place after its forward"):
+        model(torch.randn(512, 16)).backward()
+
+
+class Skipping(nn.Module):
+    """Runs some of its blocks, others in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Residual() for _ in range(4))
+        self.run = [0, 1]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number in self.run:
+            x = self.blocks[number](x)
+        return x.square().mean()
+
+
+def test_blocks_that_the_first_step_skipped_are_checkpointed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    torch.manual_seed(0)
+    model, other = enabled(Skipping())
+    x = torch.randn(256, 16)
+    assert_same_steps(model, other, x)
+    caplog.clear()
+    for module in (model, other):
+        module.run = [2, 3]
+    assert_same_steps(model, other, x)
+    assert "blocks.2 is called differently" in caplog.text

@@ -1,0 +1,182 @@
+"""Dropout and coin flips: eager mode's numbers, whatever the type, the rate and the layout."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch._functorch.config
+import torch.nn.functional as F
+from tests.helpers.models import Case
+from tests.helpers.recorded_steps import assert_eager_when_recomputed
+from torch import nn
+
+import remat
+from remat.documents.arguments import Ref
+
+# In float32, 1 / (1 - p) is rounded otherwise by `native_dropout` than by eager mode for these.
+ROUNDED = (0.04, 0.09, 0.15, 0.42)
+
+
+class Net(nn.Module):
+    """A linear layer on (4, 8, 16), then `forward`; the loss inside."""
+
+    def __init__(self, forward: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.layer, self.weight = nn.Linear(16, 24), nn.Parameter(torch.randn(24, 1))
+        self._forward = forward
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self._forward(self.layer(x)) * 2).square().mean() + self.weight.sum()
+
+
+def case_of(forward: Callable[[torch.Tensor], torch.Tensor], **to: Any) -> Case:
+    torch.manual_seed(0)
+    x = torch.randn(4, 8, 16)
+    return Case(Net(forward).to(**to), (x.to(**to),), loss=lambda out: out)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("p", [0.1, 1 / 3, *ROUNDED, 0.97, 1.0, 0.0])
+def test_dropout_of_any_rate_is_eager_modes(p: float, dtype: torch.dtype) -> None:
+    assert_eager_when_recomputed(case_of(lambda h: F.dropout(torch.tanh(h), p) + h, dtype=dtype))
+
+
+def turned(h: torch.Tensor) -> torch.Tensor:
+    return h.transpose(1, 2)
+
+
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "turned before": lambda h: F.dropout(turned(h), 0.3),
+    "turned after": lambda h: turned(F.dropout(h, 0.3)) * torch.ones(24, 8),
+    "turned, then as rows": lambda h: F.dropout(turned(h), 0.3).reshape(-1, 8),
+    "every second": lambda h: F.dropout(h[:, :, ::2], 0.3).exp(),
+    "expanded": lambda h: F.dropout(h.mean(2, keepdim=True).expand(-1, -1, 5), 0.3),
+    "its gradient is expanded": lambda h: F.dropout(turned(h), 0.3).sum(1),
+    "channels last": lambda h: F.dropout(
+        h.reshape(4, 8, 6, 4).to(memory_format=torch.channels_last), 0.3
+    ),
+    "in place": lambda h: F.dropout(h * 3, 0.3, inplace=True),
+    "in place, turned": lambda h: F.dropout(turned(h * 3), 0.3, inplace=True),
+    "coins": lambda h: turned(h) * torch.empty_like(turned(h)).bernoulli_(0.3),
+    "alpha": lambda h: F.alpha_dropout(turned(h), 0.3, training=True),
+    "feature": lambda h: F.dropout1d(turned(h), 0.3),
+    "nothing": lambda h: F.dropout(h[:0], 0.3).sum() + torch.tanh(h),
+    "attention": lambda h: F.scaled_dot_product_attention(h, h, h, dropout_p=0.15),
+    "transformed": lambda h: (
+        h * torch.func.grad(lambda y: F.dropout(y, 0.15).exp().sum())(h.detach())
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_dropout_of_any_layout_is_eager_modes(name: str) -> None:
+    """The mask is sampled in memory order, and the gradient has the layout of eager mode's."""
+    assert_eager_when_recomputed(case_of(LAYOUTS[name]))
+
+
+def test_dropout_in_place_on_part_of_a_tensor_is_eager_modes() -> None:
+    def forward(h: torch.Tensor) -> torch.Tensor:
+        mask = torch.zeros(8, 4, 48).transpose(0, 1)
+        mask[:, :, ::2].bernoulli_(0.4)
+        return h * mask[:, :, :24]
+
+    assert_eager_when_recomputed(case_of(forward))
+
+
+def test_the_mask_takes_one_byte_per_element_and_is_a_separate_operation() -> None:
+    """So the output of dropout can be recomputed from the mask, without sampling."""
+    trace = remat.trace(*traced_args(case_of(lambda h: F.dropout(torch.tanh(h), 0.1))))
+    results = {r.name: r.tensor for node in trace.nodes for r in node.results}
+    seeded_nodes = [node for node in trace.nodes if node.seeded]
+    scaled = [node for node in trace.nodes if "dropout" in node.target]
+    assert [node.target for node in seeded_nodes] == ["aten.bernoulli.p"]
+    assert results[seeded_nodes[0].results[0].name].dtype == "bool"
+    assert [node.backward for node in scaled] == [False, True]
+    assert {node.args[1] for node in scaled} == {Ref(seeded_nodes[0].results[0].name)}
+    assert not any(node.view for node in trace.nodes if "permute" in node.target)
+
+
+def traced_args(case: Case) -> tuple[nn.Module, tuple[Any, ...]]:
+    return case.model, case.args
+
+
+def state_of_torch() -> tuple[object, ...]:
+    aten = torch.ops.aten
+    operators = (aten.dropout.default, aten.bernoulli_.float, aten._to_copy.default)
+    return (
+        *(dict(operator.py_kernels) for operator in operators),
+        torch._functorch.config.backward_pass_autocast,
+        torch.clear_autocast_cache,
+        torch.is_autocast_cache_enabled(),
+    )
+
+
+def test_a_capture_restores_torch() -> None:
+    before = state_of_torch()
+    remat.trace(*traced_args(case_of(lambda h: F.dropout(h, 0.1))))
+    assert state_of_torch() == before
+    seen: list[tuple[object, ...]] = []
+
+    def fails(h: torch.Tensor) -> torch.Tensor:
+        seen.append(state_of_torch())
+        raise ValueError("no")
+
+    with pytest.raises(remat.TraceError, match="no"):
+        remat.trace(*traced_args(case_of(fails)))
+    assert state_of_torch() == before != seen[0]
+
+
+def test_concurrent_captures_wait_for_each_other() -> None:
+    """They change torch in all threads."""
+    here, second_entered = threading.Event(), threading.Event()
+
+    def first(h: torch.Tensor) -> torch.Tensor:
+        here.set()
+        assert not second_entered.wait(0.2)
+        return F.dropout(h, 0.1)
+
+    def second(h: torch.Tensor) -> torch.Tensor:
+        second_entered.set()
+        return F.dropout(h, 0.1)
+
+    traces: list[remat.Trace] = []
+    waiting = case_of(second)
+
+    def other() -> None:
+        assert here.wait(60)
+        traces.append(remat.trace(*traced_args(waiting)))
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    traces.append(remat.trace(*traced_args(case_of(first))))
+    thread.join(60)
+    assert len(traces) == 2
+    assert traces[0].nodes == traces[1].nodes
+
+
+@pytest.mark.gpu
+def test_traces_for_cuda_have_native_dropout_as_eager_mode() -> None:
+    case = case_of(lambda h: F.dropout(h, 0.15), device="cuda")
+    targets = [node.target for node in remat.trace(*traced_args(case)).nodes]
+    assert "aten.native_dropout.default" in targets
+    assert "aten.native_dropout_backward.default" in targets
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["turned before", "in place, turned", "coins", "alpha"])
+def test_dropout_on_cuda_samples_as_eager_mode(name: str) -> None:
+    case = case_of(LAYOUTS[name], device="cuda")
+    gm = remat.optimize(copy.deepcopy(case.model), "100%", case.args, costs=remat.Roofline("h200"))
+    losses = []
+    for model in (case.model, gm):
+        torch.manual_seed(3)
+        losses.append(model(*case.args))
+        losses[-1].backward()
+    assert torch.equal(*losses)
+    for mine, theirs in zip(gm.parameters(), case.model.parameters(), strict=True):
+        assert torch.allclose(mine.grad, theirs.grad)

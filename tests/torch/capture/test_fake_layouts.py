@@ -1,0 +1,131 @@
+"""Kernels whose results a fake tensor lays out otherwise: captured as they are."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.helpers.models import Case
+from tests.helpers.recorded_steps import assert_same, eager_step, run_step
+from torch import nn
+from torch._subclasses import FakeTensorMode
+
+import remat
+from remat.frontend.capture.eager_kernels.fake_layouts import (
+    KERNEL_LAYOUTS,
+    fakes_with_kernel_layouts,
+)
+
+Kernel = Callable[[torch.Tensor, torch.Tensor], Any]
+aten = torch.ops.aten
+
+CALLS: dict[Any, Kernel] = {
+    aten.softplus_backward.default: lambda g, x: aten.softplus_backward(g, x, 1.0, 20.0),
+    aten.elu_backward.default: lambda g, x: aten.elu_backward(g, 1.0, 1.0, 1.0, False, x),
+    aten.hardsigmoid_backward.default: aten.hardsigmoid_backward,
+    aten.hardswish_backward.default: aten.hardswish_backward,
+    aten.hardtanh_backward.default: lambda g, x: aten.hardtanh_backward(g, x, -1.0, 1.0),
+    aten.native_dropout_backward.default: lambda g, x: aten.native_dropout_backward(g, x > 0, 2.0),
+    aten.binary_cross_entropy_backward.default: lambda g, x: aten.binary_cross_entropy_backward(
+        g, x.sigmoid(), x.sigmoid()
+    ),
+    aten._log_softmax_backward_data.default: lambda g, x: aten._log_softmax_backward_data(
+        g, x, -1, torch.float32
+    ),
+    aten.huber_loss_backward.default: lambda g, x: aten.huber_loss_backward(g, x, x, 0, 1.0),
+    aten.mse_loss_backward.default: lambda g, x: aten.mse_loss_backward(g, x, x, 0),
+    aten.smooth_l1_loss_backward.default: lambda g, x: aten.smooth_l1_loss_backward(
+        g, x, x, 0, 1.0
+    ),
+    aten.native_layer_norm_backward.default: lambda g, x: aten.native_layer_norm_backward(
+        g, x, [3], x.mean(-1, True), x.std(-1, keepdim=True), None, None, [True, False, False]
+    )[0],
+    aten.native_batch_norm.default: lambda g, x: aten.native_batch_norm(
+        x, None, None, None, None, True, 0.1, 1e-5
+    )[0],
+    aten._native_batch_norm_legit.default: lambda g, x: aten._native_batch_norm_legit(
+        x, None, None, torch.zeros(5), torch.ones(5), True, 0.1, 1e-5
+    )[0],
+    aten._native_batch_norm_legit.no_stats: lambda g, x: aten._native_batch_norm_legit.no_stats(
+        x, None, None, True, 0.1, 1e-5
+    )[0],
+    aten._native_batch_norm_legit_functional.default: (
+        lambda g, x: aten._native_batch_norm_legit_functional(
+            x, None, None, torch.zeros(5), torch.ones(5), True, 0.1, 1e-5
+        )[0]
+    ),
+    aten.native_batch_norm_backward.default: lambda g, x: aten.native_batch_norm_backward(
+        g, x, None, None, None, torch.zeros(5), torch.ones(5), True, 1e-5, [True, False, False]
+    )[0],
+}
+
+
+def laid_out() -> list[torch.Tensor]:
+    """The same sizes in all layouts, and one number seen everywhere."""
+    orders = itertools.permutations(range(3))
+    sizes = (2, 5, 3)
+    dense = [
+        torch.randn([sizes[i] for i in order]).permute([order.index(i) for i in range(3)])
+        for order in orders
+    ]
+    return [*dense, torch.ones(()).expand(sizes)]
+
+
+@pytest.mark.parametrize("operator", KERNEL_LAYOUTS, ids=str)
+def test_fake_tensors_have_the_layout_of_the_kernels_results(operator: Any) -> None:
+    call = CALLS[operator]
+    with fakes_with_kernel_layouts():
+        for gradient, x in itertools.product(laid_out(), laid_out()[:-1]):
+            made = call(gradient, x)
+            with FakeTensorMode() as mode:
+                fake = call(mode.from_tensor(gradient), mode.from_tensor(x))
+            assert (fake.shape, fake.stride()) == (made.shape, made.stride())
+
+
+class Turned(nn.Module):
+    """The gradient of an activation arrives in another layout than the activation has."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(16, 16), nn.Linear(8, 8)
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.after(self.function(self.before(x)).transpose(1, 2)).square().mean()
+
+
+@pytest.mark.parametrize("function", [F.softplus, F.elu, F.hardtanh, F.hardswish, F.hardsigmoid])
+def test_modules_with_unusual_layouts_train_as_eager_mode(
+    function: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    torch.manual_seed(0)
+    case = Case(Turned(function), (torch.randn(4, 8, 16),), loss=lambda out: out)
+    eager = eager_step(case)
+    gm = remat.optimize(copy.deepcopy(case.model), "100%", costs=remat.Roofline("cpu"))
+    assert_same(run_step(gm, case), eager, tolerance=0.0)
+
+
+@pytest.mark.parametrize("of", ["statistics", "batch"])
+def test_batch_norm_of_a_transposed_input_trains_as_eager_mode(of: str) -> None:
+    """As between layers over time: the CPU's kernels return dense results."""
+
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 16)
+            self.norm = nn.BatchNorm1d(16, track_running_stats=of == "statistics")
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            turned = self.norm(self.first(x).transpose(1, 2))
+            return self.last(turned.transpose(1, 2).relu())
+
+    torch.manual_seed(0)
+    case = Case(Turned(), (torch.randn(4, 12, 16),), loss=lambda out: out.square().mean())
+    eager = eager_step(case)
+    model = remat.optimize(case.model, "100%", case.args, costs=remat.Roofline("cpu"))
+    assert_same(run_step(model, case), eager, tolerance=0.0)

@@ -1,0 +1,90 @@
+"""What kernels of the backward make again beside their own, so that nobody keeps it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from tests.helpers.compiled_steps import (
+    assert_same,
+    dropping,
+    made,
+    measured_peak,
+    plans_of,
+    two_steps,
+)
+from tests.helpers.cpp_compiler import needs_compiler
+from tests.helpers.recorded_steps import Case
+from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
+
+import remat
+
+pytestmark = [needs_compiler, pytest.mark.usefixtures("empty_compile_caches")]
+
+
+def rectified() -> Case:
+    """Inductor keeps where a ReLU was zero and what was dropped, as truth values."""
+    torch.manual_seed(0)
+    made_of = [nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.1)) for _ in range(8)]
+    return Case(nn.Sequential(*made_of), (torch.randn(512, 64),), loss=lambda out: out.sum())
+
+
+# 0.75 would do for what drops, but torch 2.11 holds the gradient of the output to the end.
+@pytest.mark.parametrize(("make", "share"), [(dropping, 0.8), (rectified, 0.95)])
+def test_fused_recomputation_saves_memory_without_extra_kernels(
+    make: Callable[[], Case], share: float
+) -> None:
+    case, state = made(make())
+    wanted = two_steps(case, state)
+    before = len(remat.compiled_plans())
+    actual = two_steps(case, state, backend="remat", options={"budget": f"{share:.0%}"})
+    assert_same(actual, wanted, 1e-6)
+    (compiled,) = remat.compiled_plans()[before:]
+    assert len(compiled.plan.schedule) == len(compiled.plan.graph)
+    assert compiled.rounds == 1
+    assert compiled.verified_bytes is not None
+    assert compiled.verified_bytes <= share * compiled.baseline_bytes
+
+
+def test_recomputed_activations_are_not_retained() -> None:
+    """By the allocator, and by name: each activation is computed in the forward and in the
+    backward."""
+    case, state = made(dropping())
+    plain_bytes = measured_peak(case, torch.compile(case.model))
+    case.model.load_state_dict(state)
+    torch._dynamo.reset()
+    run = torch.compile(case.model, backend="remat", options={"budget": "75%"})
+    measured_bytes = measured_peak(case, run)
+    compiled = remat.compiled_plans()[-1]
+    assert measured_bytes <= 0.76 * plain_bytes
+    graph = compiled.plan.graph
+    assert graph.boundary is not None
+    large = {i for i, value in enumerate(graph.values) if value.size_bytes == 512 * 64 * 4}
+    retained = {
+        v
+        for v in large
+        if graph.producer[v] < graph.boundary
+        and any(reader > graph.boundary for reader in graph.consumers[v])
+    }
+    assert len(retained) == 4  # what goes into each GELU; what comes out is made again
+
+
+def test_nothing_is_recomputed_where_everything_fits() -> None:
+    (compiled,) = plans_of({"backend": "remat", "options": {"budget": "100%"}}, rectified())
+    assert len(compiled.plan.schedule) == len(compiled.plan.graph)
+    truths = [v for v in compiled.plan.graph.values if v.size_bytes == 512 * 64]
+    # On CPUs they take longer to write and read than to make again; that of the last ReLU, whose
+    # result nobody reads in the backward, takes less than what it is made of.
+    assert len(truths) <= 1
+
+
+def test_an_infeasible_budget_names_the_smallest_of_all_variants() -> None:
+    with pytest.raises(BackendCompilerFailed) as caught:
+        plans_of({"backend": "remat", "options": {"budget": "10%"}}, dropping())
+    (smallest,) = plans_of({"backend": "remat", "options": {"budget": "min"}}, dropping())
+    error = caught.value.inner_exception
+    assert isinstance(error, remat.InfeasibleBudget)
+    assert error.min_feasible_bytes is not None
+    assert smallest.plan.peak_bytes <= error.min_feasible_bytes <= 1.05 * smallest.plan.peak_bytes

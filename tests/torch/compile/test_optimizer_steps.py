@@ -1,0 +1,235 @@
+"""What makes planning hard under torch.compile, one trap each: three optimizer steps give what the
+same graph gives unplanned, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+import torch.nn.functional as F
+from tests.helpers.compiled_steps import EAGER
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+
+def stack(depth: int = 2) -> nn.Sequential:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(depth)))
+
+
+class Trap(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = stack(), stack()
+        self.setup()
+
+    def setup(self) -> None:
+        """Its own parts."""
+
+
+class ViewsOfWhatWasGiven(Trap):
+    """Returned, beside views of what was made, and what no loss reads."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        made = self.last(self.first(x))
+        return (
+            made.t(),
+            x[1:],
+            made.view(-1)[3:],
+            self.first.get_parameter("0.0.weight").t(),
+            made.detach(),
+        )
+
+
+class ChangedBuffers(Trap):
+    """Read, changed and read again; by views too."""
+
+    scale: torch.Tensor
+    rows: torch.Tensor
+    steps: torch.Tensor
+
+    def setup(self) -> None:
+        self.register_buffer("scale", torch.ones(16))
+        self.register_buffer("rows", torch.zeros(4, 16))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.sin(x.detach() * self.scale)
+        self.scale.add_(0.5)
+        x = x * self.scale
+        self.rows[1].copy_(x.detach().mean(0))
+        self.steps += 1
+        made = self.last(self.first(x)) * self.rows[1] * self.scale.exp() * self.steps
+        return made.square().mean() + self.scale.sum()
+
+
+class ChangedInput(Trap):
+    """One that takes part in the gradients: torch changes it when the forward has returned."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = torch.sin(x.clone()).exp() * self.first(x.clone())
+        x.mul_(2.0)
+        return (self.last(made) * torch.cos(x)).square().mean()
+
+
+class InPlace(Trap):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x).mul_(2).tanh_()
+        h = self.last(h.clone())
+        h[:3] += 1
+        h[:, 4].zero_()
+        h.view(-1).add_(x.reshape(-1))
+        return h.square().mean()
+
+
+class Nested(Trap):
+    """A checkpoint within a checkpoint, around dropout and batch norm."""
+
+    def setup(self) -> None:
+        self.norm = nn.BatchNorm1d(16)
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(self.last(x), 0.2)
+
+    def outer(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.inner, self.norm(self.first(x)), use_reentrant=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.outer, x, use_reentrant=False).square().mean()
+
+
+class Cube(torch.autograd.Function):
+    """Its gradient is not what autograd would find."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return grads[0] * 2.5 * x * x
+
+
+class OwnFunction(Trap):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(Cube.apply(self.first(x))).square().mean()
+
+
+class Spectral(Trap):
+    """Complex numbers, in a parameter too, and scalar and empty parameters."""
+
+    def setup(self) -> None:
+        self.weight = nn.Parameter(torch.randn(9, dtype=torch.complex64))
+        self.scale = nn.Parameter(torch.tensor(0.7))
+        self.empty = nn.Parameter(torch.empty(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        spectrum = torch.fft.rfft(self.first(x)) * self.weight * self.scale
+        made = self.last(torch.fft.irfft(spectrum, n=16)) + self.empty.sum()
+        return made.square().mean() + torch.view_as_real(spectrum).abs().mean()
+
+
+class Routed(Trap):
+    """Sorting, routing by top-k, no gradient in between, an embedding that renormalizes itself."""
+
+    def setup(self) -> None:
+        self.embed = nn.Embedding(9, 16, padding_idx=1, max_norm=1.0)
+        self.gate = nn.Linear(16, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x) + self.embed(torch.arange(len(x)) % 9)
+        with torch.no_grad():
+            target = self.last(h).abs().amax()
+        share, chosen = self.gate(h).softmax(-1).topk(1)
+        parts = [block(h) * (share * (chosen == i)) for i, block in enumerate(self.last)]
+        ordered, _ = h.sort(dim=0)
+        return (sum(parts) + ordered.cumsum(0) - target).square().mean() + h.topk(3)[0].sum()
+
+
+class RandomlyScaled(Trap):
+    """Random numbers of all kinds."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x) + 0.1 * torch.randn_like(x)
+        h = F.gumbel_softmax(h) * torch.bernoulli(torch.full_like(h, 0.5)) + torch.rand(len(x), 1)
+        h = F.rrelu(h, training=True)[torch.randperm(len(x))]
+        return F.alpha_dropout(self.last(h), 0.1, training=True).square().mean()
+
+
+def once(run: Any, x: torch.Tensor) -> torch.Tensor:
+    loss = run(x * 1.0)
+    loss.backward()
+    return loss
+
+
+def of_views(run: Any, x: torch.Tensor) -> torch.Tensor:
+    made, shown, *_ = run(x)
+    loss = made.sum() + shown.mean()
+    loss.backward()
+    return loss
+
+
+def twice_through_one_graph(run: Any, x: torch.Tensor) -> torch.Tensor:
+    loss = run(x)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    return loss
+
+
+def two_at_once(run: Any, x: torch.Tensor) -> torch.Tensor:
+    first, second = run(x), run(x + 1)
+    (first + second).backward()
+    run(x).backward()  # on top of what is there
+    return first + second
+
+
+LossOf = Callable[[Any, torch.Tensor], torch.Tensor]
+
+
+def three_steps(kind: type[Trap], to_loss: LossOf, **options: Any) -> Any:
+    """Losses, gradients, parameters and buffers after each."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = kind().train()
+    run = torch.compile(model, **options)
+    steps: list[dict[str, torch.Tensor]] = []
+    for _ in range(3):
+        model.zero_grad(set_to_none=True)
+        x = torch.randn(32, 16, requires_grad=True)
+        loss = to_loss(run, x)
+        named = dict(model.named_parameters())
+        grads = {f"{n}.grad": p.grad for n, p in (named | {"x": x}).items() if p.grad is not None}
+        with torch.no_grad():
+            for parameter in named.values():
+                if parameter.grad is not None:
+                    parameter -= 0.01 * parameter.grad
+        state = model.state_dict() | grads | {"loss": loss.detach(), "x": x.detach()}
+        steps.append(copy.deepcopy(state))
+    return steps
+
+
+CASES: list[tuple[type[Trap], LossOf]] = [
+    (ViewsOfWhatWasGiven, of_views), (ChangedBuffers, once), (ChangedInput, once), (InPlace, once),
+    (Nested, once), (OwnFunction, once), (Spectral, once), (Routed, once), (RandomlyScaled, once),
+    (Nested, twice_through_one_graph), (RandomlyScaled, two_at_once),
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize(("kind", "to_loss"), CASES, ids=lambda each: each.__name__)
+def test_three_optimizer_steps_are_those_of_the_unplanned_graph(
+    kind: type[Trap], to_loss: LossOf
+) -> None:
+    wanted = three_steps(kind, to_loss, backend=EAGER)
+    options = {"budget": "min", "inductor": False, "time_limit": 1.0}
+    actual = three_steps(kind, to_loss, backend="remat", options=options)
+    for actual_tensor, theirs in zip(actual, wanted, strict=True):
+        assert actual_tensor.keys() == theirs.keys()
+        for name, tensor in theirs.items():
+            assert torch.equal(actual_tensor[name], tensor), name

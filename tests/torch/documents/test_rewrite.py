@@ -1,0 +1,339 @@
+"""`rewrite`: what the statements of a program are, on small traces."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from tests.helpers.models import PLAIN, Case
+from tests.helpers.programs import keep_all, recompute_all, traced
+from tests.helpers.recorded_steps import assert_same, eager_step, run_step
+from torch import nn
+from torch._ops import OpOverload
+
+import remat
+from remat.documents.arguments import Ref, refs
+from remat.documents.program import Statement
+from remat.documents.trace import ACCUMULATE, ADD_INTO, COPY, Trace
+from remat.errors import GraphError
+from remat.frontend.common.operators import resolve
+from remat.passes.gradient_accumulation import with_gradient_accumulation
+from remat.rewrite import BATCH_NORM, BATCH_NORM_AGAIN, RERUNS
+
+
+class Net(nn.Module):
+    """Linear, dropout, a view that the backward reads, batch norm; the loss inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(nn.functional.dropout(self.linear(x), 0.5))
+        h = self.norm(h.view(4, 4, 8).transpose(0, 1).reshape(16, 8))
+        return torch.sigmoid(h).square().mean()
+
+
+@pytest.fixture(scope="module")
+def net() -> Trace:
+    torch.manual_seed(0)
+    return traced(Net(), torch.randn(16, 8))
+
+
+def reads(statement: Statement) -> set[str]:
+    used = set(refs((statement.args, *statement.kwargs.values())))
+    return used | ({statement.state} if statement.random == "replay" else set())
+
+
+def only(statements: tuple[Statement, ...], target: str) -> Statement:
+    (statement,) = [s for s in statements if s.target == target]
+    return statement
+
+
+def view_targets(trace: Trace) -> set[str]:
+    return {node.target for node in trace.nodes if node.view}
+
+
+def test_keep_all_runs_every_operation_once(net: Trace) -> None:
+    program = keep_all(net)
+    for phase, backward in ((program.forward, False), (program.backward, True)):
+        expected = [n.target for n in net.nodes if not n.view and n.backward == backward]
+        targets = [s.target for s in phase if s.target not in view_targets(net)]
+        assert targets == expected
+        assert not any(s.rerun or s.random for s in phase)
+    assert (
+        program.predicted_peak_bytes
+        == remat.simulate(net.graph(), remat.Schedule.keep_all(net.graph())).peak_bytes
+    )
+
+
+def test_views_are_recreated_where_they_are_read(net: Trace) -> None:
+    """A view is neither saved nor retained: the owner of its storage is."""
+    views = {r.name for node in net.nodes if node.view for r in node.results}
+    assert views
+    for program in (keep_all(net), recompute_all(net)):
+        assert not views & set(program.saved)
+        written = [
+            b.name for s in program.backward for b in s.results if b.name.split("__")[0] in views
+        ]
+        assert written, "the backward of a linear layer reads a transposed view"
+        for phase in (program.forward, program.backward):
+            for statement in phase:
+                if statement.target in view_targets(net):
+                    assert not statement.rerun
+                    assert not statement.random
+
+
+def test_views_of_a_recomputed_value_show_the_new_copy(net: Trace) -> None:
+    """Every read is of the latest copy of a value, or of a view of it."""
+    program = recompute_all(net, times=2)
+    is_view = {r.name: node.view for node in net.nodes for r in node.results}
+    latest: dict[str, str] = {}  # what was computed -> the variable of its latest copy
+    copy_of: dict[str, tuple[str, str]] = {}  # variable -> what it is or looks into, which copy
+    looked: set[tuple[str, str]] = set()
+    for statement in program.backward:
+        sources = [copy_of[variable] for variable in reads(statement) if variable in copy_of]
+        for made, variable in sources:
+            assert latest[made] == variable, statement
+        for bound in statement.results:
+            name = bound.name.split("__")[0]
+            if not is_view[name]:
+                latest[name] = bound.name
+                copy_of[bound.name] = (name, bound.name)
+            elif sources:
+                (copy_of[bound.name],) = sources
+                looked.add((statement.target, bound.name))
+    for target in ("aten.view.default", "aten.transpose.int", "aten._unsafe_view.default"):
+        assert len([name for seen, name in looked if seen == target]) >= 2, "one in each round"
+
+
+def test_a_batch_norm_updates_its_statistics_once(net: Trace) -> None:
+    program = recompute_all(net, times=2)
+    first = only(program.forward, BATCH_NORM)
+    reruns = [s for s in program.backward if s.target == BATCH_NORM_AGAIN]
+    assert len(reruns) == 2
+    for rerun in reruns:
+        assert rerun.rerun
+        assert rerun.args[1:3] == first.args[1:3]  # weight and bias
+        assert rerun.args[3:] == first.args[5:]  # without the running statistics
+        assert all(b.position < 3 for b in rerun.results)
+    assert not any(s.target in (BATCH_NORM, COPY) for s in program.backward)
+    assert sum(s.target == COPY for s in program.forward) == 3
+
+
+@pytest.mark.parametrize("target", RERUNS)
+def test_a_recomputed_batch_norm_keeps_its_arguments_by_name(target: str) -> None:
+    """As torch names them. Where it needs statistics, tensors of their shape and dtype stand in;
+    its updates of those come last and are dropped."""
+    rerun = RERUNS[target]
+    operations = resolve(target), resolve(rerun.target)
+    first, second = (op._schema for op in operations if isinstance(op, OpOverload))
+    stands_for = {"running_mean": "bias", "running_var": "weight"}
+    argument_names = [first.arguments[i].name for i in rerun.arguments]
+    assert argument_names == [stands_for.get(a.name, a.name) for a in second.arguments]
+    assert rerun.results == len(first.returns) - 2
+
+
+def test_statistics_come_from_the_first_run(net: Trace) -> None:
+    graph = net.graph()
+    targets = [node.target if node else "" for node in net.operations]
+    norm = targets.index(BATCH_NORM)
+    runs = list(range(len(graph)))
+    runs.insert(norm + 1, norm)  # before the statistics are copied into the buffers
+    program = remat.rewrite(net, remat.Schedule(tuple(runs)))
+    made = {b.name for b in only(program.forward, BATCH_NORM).results}
+    written = [s.args[1] for s in program.forward if s.target == COPY]
+    assert [ref.name in made for ref in written if isinstance(ref, Ref)].count(True) == 2
+    (rerun,) = [s for s in program.forward if s.rerun]
+    assert not {b.name for b in rerun.results} & {r for a in written for r in refs(a)}
+    assert {b.position for b in rerun.results} == {0, 1, 2}
+
+
+def test_an_operation_may_have_any_name(net: Trace) -> None:
+    """Also a name of another library, before remat's own in the alphabet or after it."""
+    same = only(keep_all(net).forward, BATCH_NORM)
+    for name in ("acme.norm.default", "zeta.norm.default"):
+        nodes = tuple(
+            n.model_copy(update={"target": name}) if n.target == BATCH_NORM else n
+            for n in net.nodes
+        )
+        statement = only(keep_all(net.replace(nodes=nodes)).forward, name)
+        assert len(statement.results) > 1
+        assert statement == same.model_copy(update={"target": name})
+
+
+def test_dropout_is_replayed_from_its_rng_state(net: Trace) -> None:
+    assert not keep_all(net).states
+    program = recompute_all(net, times=2)
+    (saved,) = [s for s in program.forward if s.random]
+    replays = [s for s in program.backward if s.random]
+    assert saved.random == "save"
+    assert [s.random for s in replays] == ["replay", "replay"]
+    assert {s.state for s in (saved, *replays)} == set(program.states)
+    assert {s.device for s in (saved, *replays)} == {"cpu"}
+    assert {s.target for s in (saved, *replays)} == {saved.target}
+
+
+def test_a_replay_within_the_forward_saves_no_state(net: Trace) -> None:
+    graph = net.graph()
+    op = next(i for i, n in enumerate(net.operations) if n is not None and n.seeded)
+    runs = list(range(len(graph)))
+    runs.insert(op + 1, op)
+    program = remat.rewrite(net, remat.Schedule(tuple(runs)))
+    assert [s.random for s in program.forward if s.random] == ["save", "replay"]
+    assert not program.states
+
+
+@pytest.mark.parametrize("name", ["mlp", "norms", "two-heads", "alias", "tied", "weights"])
+@pytest.mark.parametrize("rewritten", [keep_all, recompute_all])
+def test_the_forward_saves_what_the_backward_reads(name: str, rewritten) -> None:
+    """Exactly that is saved; outputs and gradients are complete."""
+    torch.manual_seed(0)
+    case = PLAIN[name]()
+    trace = remat.trace(case.model, case.args, case.kwargs)
+    trace = remat.measure(trace, remat.Roofline("cpu"))
+    program = rewritten(trace)
+    made = {b.name for s in program.backward for b in s.results}
+    not_saved = {p.name for p in program.placeholders if p.kind in ("tangent", "constant")}
+    read = {name for s in program.backward for name in reads(s)}
+    read |= {g.name for g in program.gradients}
+    assert read - made - not_saved == {*program.saved, *program.states}
+    assert [o.tangent for o in program.outputs] == [o.tangent for o in trace.outputs]
+    assert [g.placeholder for g in program.gradients] == [g.placeholder for g in trace.gradients]
+    assert program.result == trace.result
+
+
+@pytest.mark.parametrize("name", ["mlp", "norms", "two-heads", "alias", "tied", "weights"])
+def test_every_computed_value_is_read(name: str) -> None:
+    """Every variable has a reader, every statement a variable or an effect."""
+    torch.manual_seed(0)
+    case = PLAIN[name]()
+    trace = remat.trace(case.model, case.args, case.kwargs)
+    program = keep_all(remat.measure(trace, remat.Roofline("cpu")))
+    ends = {
+        "forward": {*(o.name for o in program.outputs), *program.saved, *program.states},
+        "backward": {g.name for g in program.gradients},
+    }
+    for phase, statements in (("forward", program.forward), ("backward", program.backward)):
+        read = ends[phase] | {name for s in statements for name in reads(s)}
+        for statement in statements:
+            assert statement.results or statement.target in (COPY, ADD_INTO), statement
+            assert all(b.name in read for b in statement.results), statement
+
+
+def test_accumulation_adds_each_gradient_as_soon_as_it_is_computed(net: Trace) -> None:
+    trace = with_gradient_accumulation(net)
+    assert with_gradient_accumulation(trace) is trace
+    trace = remat.measure(trace, remat.Roofline("cpu"))
+    program = keep_all(trace)
+    assert program.accumulating
+    # As in a process that has read it from a file: equal words are other objects.
+    read = tuple(n.model_copy(update={"target": "".join([*n.target])}) for n in trace.nodes)
+    assert keep_all(trace.replace(nodes=read)) == program
+    sinks = [s for s in program.backward if s.target == ACCUMULATE]
+    owners = {g.placeholder: g.name for g in net.gradients}
+    assert {s.args for s in sinks} == {(Ref(owner), Ref(g)) for owner, g in owners.items()}
+    assert {g.name for g in program.gradients} == {f"accumulate_{owner}" for owner in owners}
+    for at, statement in enumerate(program.backward):
+        if statement.target == ACCUMULATE:
+            gradient = statement.args[1]
+            before = program.backward[at - 1]
+            assert isinstance(gradient, Ref)
+            assert before.target == ACCUMULATE or gradient.name in (
+                reads(before) | {b.name for b in before.results}
+            )
+    extra = program.predicted_peak_bytes - keep_all(net).predicted_peak_bytes
+    gradients = sum(p.tensor.shape[0] * (p.tensor.stride[0] if p.tensor.stride else 1) * 4
+                    for p in trace.placeholders if p.name in owners)  # fmt: skip
+    assert 0 < extra <= gradients
+
+
+def test_tied_parameters_have_one_gradient() -> None:
+    torch.manual_seed(0)
+    case = PLAIN["tied"]()
+    trace = traced(case.model, *case.args)
+    for program in (keep_all(trace), recompute_all(trace)):
+        (owner,) = [p for p in program.placeholders if p.kind == "parameter"]
+        assert owner.aliases
+        (gradient,) = program.gradients
+        added = only(program.backward, ADD_INTO)
+        assert added.args[0] == Ref(gradient.name)
+        assert added.args[1] != added.args[0]
+        assert not added.results
+        assert program.backward[-1] == added or program.backward.index(added) > max(
+            i
+            for i, s in enumerate(program.backward)
+            if gradient.name in {b.name for b in s.results}
+        )
+
+
+def test_variables_of_recomputations_have_unique_names(net: Trace) -> None:
+    program = recompute_all(net, times=3)
+    names = [b.name for s in program.backward for b in s.results]
+    assert len(names) == len(set(names))
+    copies = {name for name in names if name.split("__")[0] == "tanh"}
+    assert copies == {"tanh__2", "tanh__3", "tanh__4"}
+
+
+class Returned(nn.Module):
+    """Returns its first activation, which the end of the backward reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        first = h = torch.tanh(self.layers[0](x))
+        for layer in self.layers[1:]:
+            h = torch.tanh(layer(h))
+        return h.square().mean(), first
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_recomputed_output_stays_the_first_copy(where: str) -> None:
+    """The caller holds the first copy to the end: reading a second one instead would take memory
+    that the plan does not count."""
+    torch.manual_seed(0)
+    case = Case(Returned(), (torch.randn(64, 32),), loss=lambda out: out[0])
+    trace = traced(case.model, *case.args)
+    graph = trace.graph()
+    assert graph.boundary is not None
+    storage = trace.storage_of[trace.outputs[1].name]
+    (op, made) = next(
+        (i, r.name)
+        for i, node in enumerate(trace.operations)
+        for r in (node.results if node else ())
+        if r.storage == storage
+    )
+    runs = list(range(len(graph)))
+    runs.insert(graph.boundary + (where == "backward"), op)
+    program = remat.rewrite(trace, remat.Schedule(tuple(runs)))
+    (recomputed,) = [s for s in (*program.forward, *program.backward) if s.rerun]
+    assert recomputed.target == "aten.tanh.default"
+    assert not recomputed.results
+    assert made in program.saved
+    step = run_step(remat.lower(program, copy.deepcopy(case.model)), case)
+    assert_same(step, eager_step(case), tolerance=0.0)
+    assert step.peak_bytes == program.predicted_peak_bytes
+
+
+def test_invalid_schedules_are_refused(net: Trace) -> None:
+    graph = net.graph()
+    assert graph.boundary is not None
+    runs = list(range(len(graph)))
+    for wrong in (
+        runs[:-1],
+        runs[1:],
+        runs[: graph.boundary],
+        [*runs, len(graph)],
+        [*runs, graph.boundary],
+    ):
+        with pytest.raises(GraphError):
+            remat.rewrite(net, remat.Schedule(tuple(wrong)))
+
+
+def test_rewriting_changes_no_input(net: Trace) -> None:
+    before = net.to_json()
+    assert recompute_all(net) == recompute_all(net)
+    assert net.to_json() == before

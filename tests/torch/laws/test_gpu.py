@@ -1,0 +1,74 @@
+"""The laws on a CUDA device; skipped without one."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from tests.helpers.models import FAMILIES, Case
+from tests.helpers.recorded_steps import RELATIVE_ERROR, relative_error
+
+import remat
+from remat.allocator.budget_fitting import uses_expandable_segments
+from remat.allocator.prediction import AllocatorPrediction
+from remat.frontend.memory.allocator_peak import cuda_peak
+
+pytestmark = pytest.mark.gpu
+
+
+def on_gpu(name: str) -> Case:
+    case = FAMILIES[name]()
+    case.model = case.model.cuda()
+    case.args = tuple(a.cuda() for a in case.args)
+    case.kwargs = {k: v.cuda() for k, v in case.kwargs.items()}
+    return case
+
+
+def step(model: torch.nn.Module, case: Case) -> torch.Tensor:
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(7)
+    loss = case.loss(model(*case.args, **case.kwargs))
+    loss.backward()
+    return loss.detach()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_models_on_the_gpu_train_as_eager_mode_within_the_budget(name: str) -> None:
+    torch.manual_seed(0)
+    case = on_gpu(name)
+    reference = copy.deepcopy(case.model)
+    strategy = remat.Auto(gap=0.02, time_limit=10.0)
+    gm = remat.optimize(case.model, "90%", case.args, case.kwargs, strategy=strategy)
+    expected, actual = step(reference, case), step(gm, case)
+    assert relative_error(expected, actual) <= RELATIVE_ERROR
+    for (key, p), q in zip(case.model.named_parameters(), reference.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None), key
+        if p.grad is not None and q.grad is not None:
+            assert relative_error(q.grad, p.grad) <= 1e-4, key
+
+
+def test_the_peak_on_the_gpu_is_the_predicted_one() -> None:
+    """The requested bytes are; the allocated bytes may exceed it by what the replayed allocator
+    predicts."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(n_layer=6, n_embd=512, n_head=8, use_cache=False)
+    model = GPT2LMHeadModel(config).cuda().train()
+    ids = torch.randint(0, 50257, (8, 512), device="cuda")
+    inputs = {"input_ids": ids, "labels": ids}
+    strategy = remat.Auto(gap=0.02, time_limit=20.0)
+    gm = remat.optimize(model, "60%", example_kwargs=inputs, strategy=strategy)
+    case = Case(model, kwargs=inputs)
+    step(gm, case)
+    model.zero_grad(set_to_none=True)
+    peak = cuda_peak(lambda: step(gm, case))
+    assert gm.program is not None
+    predicted = gm.program.predicted_peak_bytes
+    requested = torch.cuda.memory_stats()["requested_bytes.all.peak"]
+    assert 0.98 * predicted <= requested <= predicted
+    assert gm.plan is not None
+    prediction = AllocatorPrediction.of_plan(gm.plan)
+    assert prediction is not None
+    assert peak <= 1.005 * prediction.allocated(is_expandable=uses_expandable_segments())

@@ -1,0 +1,296 @@
+"""Calls that differ in sizes: captured twice, whatever their number, and never over the budget."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+import random
+from typing import Any
+
+import pytest
+import torch
+from tests.helpers.models import FAMILIES, Case, Mlp, gpt2
+from tests.helpers.recorded_steps import Step, assert_same, run_step
+from torch import nn
+
+import remat
+from remat.frontend.capture.symbolic_capture import capture_symbolically
+from remat.frontend.common.pytree import flatten
+from remat.frontend.planning.planner import Planner
+from remat.passes.trace_equality import is_same_except_names, topology_key
+
+OPTIONS: dict[str, Any] = {
+    "costs": remat.Roofline("cpu"),
+    "strategy": remat.Auto(gap=0.05, time_limit=1.0),
+}
+LENGTHS = (24, 64, 16, 40, 33, 48, 57, 20, 61, 29)
+
+
+def planner_of(model: nn.Module) -> Planner:
+    planner = model.__dict__["_remat_forward"].planner
+    assert isinstance(planner, Planner)
+    return planner
+
+
+def plan_of(model: nn.Module) -> remat.Plan:
+    plan = remat.plans(model)[-1]
+    assert isinstance(plan, remat.Plan)
+    return plan
+
+
+def cut(case: Case, rows: int, length: int) -> Case:
+    """The same model with other texts."""
+    kwargs = {k: v[:rows, :length].clone() for k, v in case.kwargs.items()}
+    return Case(case.model, kwargs=kwargs)
+
+
+def eager_step_of(case: Case) -> Step:
+    """Of a copy of an enabled model."""
+    copied = copy.deepcopy(case)
+    remat.disable(copied.model)
+    return run_step(copied.model, copied)
+
+
+def assert_trains_as_eager(case: Case) -> remat.Plan:
+    """Bit for bit, with the peak that the plan says, at most its budget."""
+    step = run_step(case.model, case)
+    assert_same(step, eager_step_of(case), tolerance=0.0)
+    plan = plan_of(case.model)
+    assert step.peak_bytes <= plan.peak_bytes <= plan.budget_bytes
+    return plan
+
+
+def test_ten_lengths_need_two_captures() -> None:
+    """In thirty batches."""
+    torch.manual_seed(0)
+    case = gpt2()
+    largest = remat.optimize(copy.deepcopy(case.model), "60%", (), case.kwargs, **OPTIONS).plan
+    assert largest is not None
+    remat.enable(case.model, "60%", **OPTIONS)
+    for _ in range(3):
+        for length in LENGTHS:
+            plan = assert_trains_as_eager(cut(case, 4, length))
+            assert plan.peak_bytes <= largest.budget_bytes
+    assert planner_of(case.model).trace_cache.capture_count == 2
+    assert len(remat.plans(case.model)) == len(LENGTHS)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) for n in ("llama", "bert", "t5")]
+)
+def test_a_symbolic_capture_at_any_size_equals_a_capture_of_that_size(name: str) -> None:
+    """Rows and lengths vary; every argument, stride and storage size is compared."""
+    torch.manual_seed(0)
+    case = FAMILIES[name]()
+    leaves, inputs = flatten(((), cut(case, 3, 40).kwargs), "")
+    varying = {(n, d) for n in range(len(leaves)) for d in (0, 1)}
+    symbolic = capture_symbolically(case.model, leaves, inputs, "auto", varying)
+    captured_key = topology_key(remat.trace(case.model, (), cut(case, 2, 50).kwargs))
+    for rows, length in ((4, 64), (3, 33)):
+        smaller_case = cut(case, rows, length)
+        shapes = [tuple(t.shape) for t in smaller_case.kwargs.values()]
+        trace = symbolic.trace_at(shapes)
+        assert trace is not None
+        assert is_same_except_names(trace, remat.trace(case.model, (), smaller_case.kwargs))
+        assert topology_key(trace) == captured_key
+    assert not is_same_except_names(trace, remat.trace(case.model, (), cut(case, 2, 33).kwargs))
+
+
+def test_gradient_accumulation_needs_no_other_capture() -> None:
+    case = gpt2(layers=1)
+    remat.enable(case.model, "70%", **OPTIONS)
+    for length in (32, 48, 24):
+        one = cut(case, 4, length)
+        copied = copy.deepcopy(one)
+        remat.disable(copied.model)
+        for zero_grad in (True, False):
+            actual = run_step(one.model, one, zero_grad=zero_grad)
+            assert_same(actual, run_step(copied.model, copied, zero_grad=zero_grad), tolerance=0.0)
+    assert planner_of(case.model).trace_cache.capture_count == 2
+
+
+class Branching(nn.Module):
+    """Another way for long inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.short, self.long = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        layer = self.long if x.shape[0] > 20 else self.short
+        return torch.tanh(layer(x)).square().sum()
+
+
+class Padding(nn.Module):
+    """To a multiple of eight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.pad(x, (0, 0, 0, -x.shape[0] % 8))
+        return self.layer(x).view(-1, 8, 8).square().mean()
+
+
+class ByItsSize(nn.Module):
+    """Numbers of Python that were made of a size, by what does not know of symbols."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.table = {n: 1.0 / n for n in range(1, 100)}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = self.table[x.shape[0]] * math.log(x.shape[0])
+        return torch.tanh(self.layer(x) * scale).sum()
+
+
+class Constants(nn.Module):
+    """What it makes of a size and asks about decides how it goes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(100)[: x.shape[0]]
+        if bool(places.sum() % 2 == 0):
+            return torch.tanh(self.layer(x)).sum()
+        return torch.sigmoid(self.layer(x)).sum()
+
+
+class Remembering(nn.Module):
+    """What a forward leaves in the module, of sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.rows, self.most, self.seen = 0, 0, [0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.rows, self.seen = x.shape[0], [x.shape[0]]
+        self.most = max(self.most, x.shape[0])
+        return torch.tanh(self.layer(x)).sum() * self.most
+
+
+def test_attributes_that_a_forward_sets_have_the_current_sizes() -> None:
+    torch.manual_seed(0)
+    model = Remembering()
+    remat.enable(model, "100%", **OPTIONS)
+    for rows in (8, 12, 16, 20, 25):  # each for the first time: a plan does not run the model
+        assert_trains_as_eager(Case(model, (torch.randn(rows, 8),), loss=lambda out: out))
+        assert (type(model.rows), model.rows, model.most, model.seen) == (int, rows, rows, [rows])
+    pickle.dumps(model)
+
+
+@pytest.mark.parametrize("make", [Branching, Padding, ByItsSize])
+def test_a_model_that_branches_on_a_size_is_captured_per_size(make: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    model = make()
+    remat.enable(model, "100%", **OPTIONS)
+    for rows in (16, 13, 18, 24, 31, 40, 16, 8, 2, 1, 3):
+        assert_trains_as_eager(Case(model, (torch.randn(rows, 8),), loss=lambda out: out))
+
+
+def test_a_model_that_branches_on_a_derived_size_is_captured_per_size() -> None:
+    torch.manual_seed(0)
+    model = Constants()
+    remat.enable(model, "100%", **OPTIONS)
+    for rows in (16, 24, 17, 18, 19, 23, 40):
+        assert_trains_as_eager(Case(model, (torch.randn(rows, 8),), loss=lambda out: out))
+
+
+def test_sizes_that_are_equal_by_chance_may_differ_later() -> None:
+    """Two inputs have the same number of rows at first, then not."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return self.layer(x).square().mean() + torch.tanh(self.layer(y)).sum()
+
+    model = Two()
+    remat.enable(model, "100%", **OPTIONS)
+    for rows, others in ((8, 8), (12, 12), (12, 20), (9, 9), (30, 7)):
+        arguments = torch.randn(rows, 8), torch.randn(others, 8)
+        assert_trains_as_eager(Case(model, arguments, loss=lambda out: out))
+
+
+def test_strided_inputs_are_captured_symbolically() -> None:
+    torch.manual_seed(0)
+    model = Mlp(dropout=0.0)
+    remat.enable(model, "100%", **OPTIONS)
+    for rows in (16, 24, 40, 16):
+        for x in (torch.randn(rows, 32), torch.randn(32, rows).t(), torch.randn(2 * rows, 32)[::2]):
+            case = Case(model, (x,), loss=lambda out: out["loss"])
+            assert_same(run_step(model, case), eager_step_of(case), tolerance=0.0)
+
+
+@pytest.mark.slow
+def test_smaller_sizes_may_use_the_budget_of_the_largest() -> None:
+    """A percentage, and "min", are relative to the largest step so far."""
+    torch.manual_seed(0)
+    for budget in ("80%", "min"):
+        case = gpt2(layers=1, dropout=0.0)
+        remat.enable(case.model, budget, **OPTIONS)
+        longest = assert_trains_as_eager(cut(case, 4, 64))
+        shorter = assert_trains_as_eager(cut(case, 4, 56))
+        assert shorter.budget_bytes == longest.budget_bytes
+        shortest = assert_trains_as_eager(cut(case, 4, 8))
+        assert shortest.overhead == 0
+        assert "none" in str(shortest.stats["strategy"])
+
+
+def test_steps_planned_before_the_largest_are_replanned_after_it() -> None:
+    torch.manual_seed(0)
+    case = gpt2(layers=1, dropout=0.0)
+    remat.enable(case.model, "80%", **OPTIONS)
+    first = assert_trains_as_eager(cut(case, 4, 32))
+    longest = assert_trains_as_eager(cut(case, 4, 64))
+    replanned = assert_trains_as_eager(cut(case, 4, 32))
+    assert first.overhead > replanned.overhead == 0
+    assert replanned.budget_bytes == longest.budget_bytes
+    assert len(remat.plans(case.model)) == 2
+
+
+def test_the_limit_is_on_programs_not_on_lengths(caplog: pytest.LogCaptureFixture) -> None:
+    case = gpt2(layers=1, dropout=0.0)
+    remat.enable(case.model, 10**9, max_plans=2, **OPTIONS)
+    random_lengths = random.Random(0).sample(range(2, 64), 20)
+    for length in (64, *random_lengths, 64, *random_lengths):
+        run_step(case.model, cut(case, 4, length))
+    assert "forgotten" not in caplog.text
+    assert len(remat.plans(case.model)) == 21
+    assert planner_of(case.model).trace_cache.capture_count == 2
+
+
+def test_a_size_that_does_not_fit_raises_before_it_runs() -> None:
+    case = gpt2(layers=1, dropout=0.0)
+    smallest = remat.optimize(
+        copy.deepcopy(case.model), "min", (), cut(case, 4, 32).kwargs, **OPTIONS
+    ).plan
+    assert smallest is not None
+    remat.enable(case.model, smallest.peak_bytes * 5 // 4, **OPTIONS)
+    assert_trains_as_eager(cut(case, 4, 32))
+    assert_trains_as_eager(cut(case, 4, 24))
+    with pytest.raises(remat.InfeasibleBudget):
+        run_step(case.model, case)
+    assert_trains_as_eager(cut(case, 4, 28))
+
+
+@pytest.mark.slow
+def test_copies_keep_their_captures() -> None:
+    torch.manual_seed(0)
+    case = gpt2(layers=1)
+    remat.enable(case.model, "70%", **OPTIONS)
+    for length in (32, 48):
+        run_step(case.model, cut(case, 4, length))
+    for model in (copy.deepcopy(case.model), pickle.loads(pickle.dumps(case.model))):
+        twin = Case(model, kwargs=case.kwargs)
+        for length in (32, 48, 24, 40):
+            assert_trains_as_eager(cut(twin, 4, length))
+        assert planner_of(model).trace_cache.capture_count <= 2

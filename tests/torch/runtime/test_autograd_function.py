@@ -1,0 +1,212 @@
+"""The autograd node of a step: what gradients arrive in, and what is gone when."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.helpers.programs import keep_all, recompute_all, traced
+from tests.helpers.recorded_steps import Reached
+from torch import nn
+
+import remat
+from remat.frontend.runtime.autograd_function import _detached_unless_output, _StepFunction
+
+X = torch.rand(4, 6)
+COSTS = remat.Roofline("cpu")
+
+GRADIENTS: dict[str, Callable[[int], torch.Tensor]] = {
+    "as planned": lambda width: torch.randn(2, 2, width),
+    "in other strides": lambda width: torch.randn(width, 2, 2).permute(2, 1, 0),
+    "one number": lambda width: torch.randn(1).expand(2, 2, width),
+    "one row of many": lambda width: torch.randn(2, 2, width)[1, 0].expand(2, 2, width),
+    "part of something": lambda width: torch.randn(4, 2, width)[1:3],
+}
+
+
+@pytest.mark.parametrize("width", [2, 300])
+@pytest.mark.parametrize("kind", GRADIENTS)
+def test_gradients_of_any_layout_are_accepted(kind: str, width: int) -> None:
+    """The backward views a gradient as a matrix, which only the planned strides allow. A gradient
+    as planned is not copied; of a larger one only the part is kept."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, width)
+    x, gradient = torch.randn(2, 2, 3), GRADIENTS[kind](width)
+    lowered = remat.lower(keep_all(traced(model, x)), model)
+    expected = torch.autograd.grad(model(x), list(model.parameters()), gradient)
+    out = lowered(x)
+    with Reached() as reached:
+        actual = torch.autograd.grad(out, list(model.parameters()), gradient)
+    for a, b in zip(actual, expected, strict=True):
+        assert torch.allclose(a, b)
+    copies = [op for op, _, _ in reached.calls if op is torch.ops.aten.copy_.default]
+    assert len(copies) == (kind != "as planned")
+
+
+class Sizes(nn.Module):
+    """Returns a size of one, whose stride means nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).unsqueeze(1)
+
+
+def test_the_stride_of_a_dimension_of_size_one_is_ignored() -> None:
+    model = Sizes()
+    x = torch.randn(5, 3)
+    lowered = remat.lower(keep_all(traced(model, x)), model)
+    gradient = torch.randn(5, 4).as_strided((5, 1, 4), (4, 17, 1))
+    out = lowered(x)
+    with Reached() as reached:
+        out.backward(gradient)
+    assert torch.ops.aten.copy_.default not in [op for op, _, _ in reached.calls]
+
+
+class Late(nn.Module):
+    """What the loss is, comes last; and returns something that has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        h = self.layers(x)
+        return {"hidden": h, "best": h.argmax(dim=-1), "loss": h.square().mean()}
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    result = [p.grad for p in model.parameters()]
+    assert None not in result
+    return [gradient for gradient in result if gradient is not None]
+
+
+@pytest.mark.parametrize("is_boxed", [True, False])
+def test_the_loss_may_follow_outputs_without_gradient(
+    is_boxed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With gradients in a list, as torch 2.13 passes them, and one by one, as 2.11 does."""
+    monkeypatch.setattr(_StepFunction, "boxed_grads_call", is_boxed)
+    model = Late()
+    lowered = remat.lower(keep_all(traced(copy.deepcopy(model), X)), copy.deepcopy(model))
+    for m in (model, lowered):
+        m(X)["loss"].backward()
+    for a, b in zip(gradients(lowered), gradients(model), strict=True):
+        assert torch.equal(a, b)
+    out = lowered(X)
+    assert out["hidden"].requires_grad
+    assert not out["best"].requires_grad
+    with pytest.raises(remat.GuardError, match="arrived at the output"):
+        out["hidden"].sum().backward()
+
+
+@pytest.mark.parametrize("is_boxed", [True, False])
+def test_one_of_several_gradients_may_be_missing(
+    is_boxed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_StepFunction, "boxed_grads_call", is_boxed)
+    model = nn.Linear(6, 2)
+    lowered = remat.lower(keep_all(traced(copy.deepcopy(model), X)), copy.deepcopy(model))
+    for m in (model, lowered):
+        (m(X) * 2).sum().backward()
+    for a, b in zip(gradients(lowered), gradients(model), strict=True):
+        assert torch.equal(a, b)
+
+
+class Alive(Reached):
+    """For each operation, whether something was still there when it began."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.watched: weakref.ref[torch.UntypedStorage] | None = None
+        self.alive: list[tuple[str, bool]] = []
+
+    def watch(self, gradient: torch.Tensor) -> None:
+        self.watched = weakref.ref(gradient.untyped_storage())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.watched is not None:
+            self.alive.append((str(func), self.watched() is not None))
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.autograd.Function, "boxed_grads_call"), reason="torch 2.11 keeps it"
+)
+def test_a_gradient_is_freed_after_its_last_use() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh())
+    lowered = remat.lower(keep_all(traced(model, X)), model)
+    with Alive() as alive:
+        out = lowered(X)
+        out.register_hook(alive.watch)
+        out.square().sum().backward()
+    assert ("aten.tanh_backward.default", True) in alive.alive
+    product = [name for name, _ in alive.alive].index("aten.mm.default")
+    assert alive.alive[product] == ("aten.mm.default", False)
+
+
+def test_saved_tensors_have_no_autograd_history() -> None:
+    """Nor are they views of another tensor, which some kernels return; an output has its
+    history."""
+    made = torch.rand(2, 3)
+    view, unused_workspace = made.t(), None
+    assert _detached_unless_output(made, ()) is made
+    saved = _detached_unless_output(view, ())
+    assert not saved._is_view()
+    assert saved.data_ptr() == made.data_ptr()
+    assert saved.stride() == (1, 3)
+    assert _detached_unless_output(view, {id(view)}) is view
+    assert _detached_unless_output(unused_workspace, ()) is None  # type: ignore[arg-type]
+
+
+class Dropouts(nn.Module):
+    """As many generator states as dropouts."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = nn.functional.dropout(torch.tanh(layer(x)), 0.5)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_one_rng_state_is_saved_for_each_replay(count: int) -> None:
+    model = Dropouts(count)
+    program = recompute_all(traced(copy.deepcopy(model), X))
+    assert len(program.states) == count
+    lowered = remat.lower(program, copy.deepcopy(model))
+    for m in (model, lowered):
+        torch.manual_seed(3)
+        loss = m(X)
+        loss.backward()
+    assert len(loss.grad_fn.rng_states) == count, "kept apart, for CUDA's are no tensors"
+    for a, b in zip(gradients(lowered), gradients(model), strict=True):
+        assert torch.equal(a, b)
+
+
+# Of the compiler's own reading, and of its own speed on Python 3.13.0.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.filterwarnings("ignore:Guards may run slower")
+def test_a_compiled_caller_does_not_trace_into_the_step() -> None:
+    """The code around the module is compiled; a warning of the compiler would fail this test."""
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 1))
+    gm = remat.optimize(copy.deepcopy(model), "100%", (X,), costs=COSTS)
+
+    def loss(module: nn.Module) -> torch.Tensor:
+        return module(X * 2).sum()
+
+    loss(model).backward()
+    torch.compile(loss, backend="eager")(gm).backward()
+    for p, q in zip(model.parameters(), gm.parameters(), strict=True):
+        assert p.grad is not None
+        assert q.grad is not None
+        assert torch.equal(p.grad, q.grad)

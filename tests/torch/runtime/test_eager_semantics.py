@@ -1,0 +1,374 @@
+"""Plain PyTorch that a plan must not run otherwise than eager mode: modules, buffers and hooks that
+are exchanged, tied weights, numbers that are drawn in Python, arguments and outputs of any kind."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import prune
+
+import remat
+from remat.documents.structure import Structure
+from remat.errors import TraceError
+
+COSTS = remat.Roofline("cpu")
+
+
+def optimized(model: nn.Module) -> Any:
+    return remat.optimize(model, "100%", costs=COSTS)
+
+
+def assert_same_step(model: nn.Module, other: nn.Module, run: Any, *args: Any) -> None:
+    """The same gradients for `model`, which `run` trains, as for `other`, in eager mode."""
+    for module in (model, other):
+        module.zero_grad(set_to_none=True)
+    run(*args).backward()
+    other(*args).backward()
+    for (name, one), two in zip(model.named_parameters(), other.parameters(), strict=True):
+        if two.grad is None:
+            assert one.grad is None or not one.grad.any(), name
+        else:
+            torch.testing.assert_close(one.grad, two.grad, msg=name)
+    for name, buffer in other.named_buffers():
+        assert torch.equal(model.get_buffer(name), buffer), name
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Flatten(0))
+
+
+class Summed(nn.Module):
+    inside: nn.Sequential
+
+    def __init__(self, inside: nn.Sequential) -> None:
+        super().__init__()
+        self.inside = inside
+
+    def forward(self, *args: Any) -> torch.Tensor:
+        return self.inside(*args).square().sum()
+
+
+def doubled(module: nn.Module, args: Any, out: Any) -> Any:
+    return out * 2
+
+
+def exchanged(model: Summed) -> None:
+    model.inside[2] = nn.Linear(8, 8)
+
+
+def submodules_exchanged(model: Summed) -> None:
+    model.inside[0], model.inside[2] = model.inside[2], model.inside[0]
+
+
+def pruned(model: Summed) -> None:
+    prune.l1_unstructured(model.inside[0], "weight", 0.5)
+
+
+def hooked(model: Summed) -> None:
+    model.inside[0].register_forward_hook(doubled)
+
+
+@pytest.mark.parametrize("change", [exchanged, submodules_exchanged, pruned, hooked])
+@pytest.mark.parametrize("how", [remat.optimize, remat.enable])
+def test_modules_replaced_after_planning_are_used(
+    how: Any, change: Callable[[Summed], None]
+) -> None:
+    model, x = Summed(layers()), torch.randn(4, 8)
+    other = copy.deepcopy(model)
+    run = how(model, "100%", costs=COSTS)
+    run(x).backward()
+    for module in (model, other):
+        torch.manual_seed(1)
+        change(module)
+    assert_same_step(model, other, run, x)
+
+
+def test_a_removed_hook_no_longer_runs() -> None:
+    model, x = Summed(layers()), torch.randn(4, 8)
+    handle = model.inside[0].register_forward_hook(doubled)
+    run = optimized(model)
+    run(x).backward()
+    handle.remove()
+    assert_same_step(model, copy.deepcopy(model), run, x)
+
+
+def test_weights_tied_differently_are_replanned() -> None:
+    torch.manual_seed(0)
+    parts = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3)))
+    parts[1].weight = parts[0].weight
+    model, x = Summed(parts), torch.randn(4, 8)
+    run = optimized(model)
+    run(x).backward()
+    parts[1].weight = parts[2].weight
+    assert_same_step(model, copy.deepcopy(model), run, x)
+
+
+def test_a_buffer_of_another_shape_triggers_a_replan() -> None:
+    class Banked(nn.Module):
+        bank: torch.Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.p = nn.Parameter(torch.randn(8))
+            self.register_buffer("bank", torch.randn(1, 8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.p + x.mean(0) - self.bank).pow(2).mean()
+
+    model, x = Banked(), torch.randn(4, 8)
+    run = optimized(model)
+    run(x).backward()
+    model.bank = torch.randn(16, 8)
+    assert_same_step(model, copy.deepcopy(model), run, x)
+
+
+class Tied(nn.Module):
+    """The gradient of the tied weight is that of what is added to it, too."""
+
+    def __init__(self, added: str) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Linear(6, 6, bias=False) for _ in range(2))
+        self.b.weight = self.a.weight
+        self.added = added
+        self.whole = nn.Parameter(torch.randn(6, 6))
+        self.left, self.right = nn.Parameter(torch.randn(6, 2)), nn.Parameter(torch.randn(2, 6))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        added = {
+            "whole": self.whole, "product": self.left @ self.right, "itself": self.b.weight.t(),
+        }[self.added]  # fmt: skip
+        other = (self.b.weight * y).sum()
+        return other + ((self.a.weight + added) * x).sum()
+
+
+@pytest.mark.parametrize("added", ["whole", "product", "itself"])
+def test_gradients_of_weights_shared_with_other_modules_are_complete(added: str) -> None:
+    torch.manual_seed(0)
+    model = Tied(added)
+    x, y = torch.randn(6, 6), torch.randn(6, 6)
+    assert_same_step(model, copy.deepcopy(model), optimized(model), x, y)
+
+
+def test_buffers_may_be_assigned_to_each_other() -> None:
+    class Delayed(nn.Module):
+        now: torch.Tensor
+        before: torch.Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+            self.register_buffer("now", torch.zeros(4))
+            self.register_buffer("before", torch.ones(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.layer(x)
+            loss = (h - self.before).square().mean()
+            self.before = self.now
+            self.now = h.detach().mean(0)
+            return loss
+
+    model = Delayed()
+    other, run = copy.deepcopy(model), optimized(model)
+    for _ in range(3):
+        assert_same_step(model, other, run, torch.ones(3, 4))
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_tensors_that_are_written_to_are_no_constants(inplace: bool) -> None:
+    class Branching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen = torch.zeros(4, dtype=torch.bool)
+            if inplace:
+                number = torch.full((4,), -1.0)
+                F.relu(number.add_(x[0]), inplace=True)
+                seen = number > 0
+            else:
+                seen |= x[0] > 0
+            h = self.layer(x)
+            return (h if seen.any() else -h).sum()
+
+    with pytest.raises(TraceError):
+        optimized(Branching())(torch.full((2, 4), 3.0))
+
+
+@pytest.mark.parametrize("random_number", [random.random, np.random.rand])
+def test_random_numbers_of_python_are_no_constants_of_a_plan(
+    random_number: Callable[[], float],
+) -> None:
+    class Skipping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.a(x)
+            return (self.b(h) if random_number() < 0.5 else h).square().sum()
+
+    random.seed(0)
+    np.random.seed(0)
+    before = random.getstate()
+    x = torch.randn(2, 4)
+    with pytest.raises(TraceError, match=r"draws .* random numbers"):
+        optimized(Skipping())(x)
+    assert random.getstate() == before
+    run = remat.enable(Skipping(), "100%", costs=COSTS)  # its layers, one by one
+    assert len({round(run(x).item(), 4) for _ in range(20)}) == 2
+
+
+def test_seeding_inside_of_a_forward_is_followed() -> None:
+    class Seeding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            torch.manual_seed(3)
+            return (self.layer(x) * torch.rand(4)).sum()
+
+    original_manual_seed = torch.manual_seed
+    with pytest.raises(TraceError, match="seeds torch's random numbers"):
+        optimized(Seeding())(torch.randn(2, 4))
+    assert torch.manual_seed is torch.random.manual_seed is original_manual_seed
+
+
+class Indexing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, index: Any) -> torch.Tensor:
+        made = self.layer(x)
+        return made[index].sum() if not isinstance(index, float) else made.sum() * index
+
+
+def test_equal_python_values_of_different_types_are_distinguished() -> None:
+    model, x = Indexing(), torch.randn(4, 8)
+    run = optimized(model)
+    for index in (1, True, 1.0, 0, False, 1):
+        assert_same_step(model, copy.deepcopy(model), run, x, index)
+    assert_same_step(model, copy.deepcopy(model), run, x, np.float64(0.5))
+
+
+def test_different_structures_of_inputs_are_distinguished() -> None:
+    for value in (None, 1):
+        assert Structure(kind="value", value=value) != value
+    assert Structure(kind="value", value=1) != Structure(kind="value", value=True)
+    assert Structure(kind="value", value=1) == Structure(kind="value", value=1)
+
+
+def test_inputs_of_another_layout_are_replanned() -> None:
+    class Reshaping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x.reshape(-1, 8)).square().sum()
+
+    model = Reshaping()
+    other, run = copy.deepcopy(model), optimized(model)
+    assert_same_step(model, other, run, torch.randn(4, 3, 16)[..., :8])
+    assert_same_step(model, other, run, torch.randn(3, 4, 8).transpose(0, 1))
+
+
+def test_outputs_may_be_modified_in_place() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))  # of 3-D: a view
+    other, run, x = copy.deepcopy(model), optimized(model), torch.randn(2, 4, 8)
+
+    def written(run: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+        def step(x: torch.Tensor) -> torch.Tensor:
+            h = run(x)
+            h += 1.0
+            return h.square().sum()
+
+        return step
+
+    written(run)(x).backward()
+    written(other)(x).backward()
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, two.grad)
+
+
+@dataclass
+class Returned:
+    loss: torch.Tensor
+    extra: torch.Tensor | None
+
+
+@dataclass
+class Scale:
+    by: float | None = 2.0
+
+
+class Returning(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, kind: str, scale: Scale) -> Any:
+        loss = self.layer(x).sum() * (1.0 if scale.by is None else scale.by)
+        if kind == "dataclass":
+            return Returned(loss, None)
+        collected: dict[str, torch.Tensor] = defaultdict(list)  # type: ignore[arg-type]
+        collected["loss"] = loss
+        return collected
+
+
+def test_dataclasses_and_default_dictionaries_are_passed_through() -> None:
+    model, x = Returning(), torch.randn(2, 4)
+    run = optimized(model)
+    for scale in (Scale(None), Scale()):
+        assert run(x, "dataclass", scale).loss.equal(model(x, "dataclass", scale).loss)
+    assert run(x, "dict", Scale())["loss"].equal(model(x, "dict", Scale())["loss"])
+
+
+def test_many_inputs_and_the_smallest_integer_are_supported() -> None:
+    class Unbinding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows = nn.Embedding(9, 4)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            lowest = torch.iinfo(ids.dtype).min
+            top = ids.masked_fill(ids < 3, lowest).unbind(1)[-1].clamp(0)
+            return self.rows(top).sum()
+
+    model = Unbinding()
+    ids = torch.randint(0, 9, (2, 1100))
+    assert_same_step(model, copy.deepcopy(model), optimized(model), ids)
+
+
+def test_a_module_with_its_own_plan_is_not_replanned() -> None:
+    inner = remat.optimize(nn.Sequential(nn.Linear(4, 4), nn.Dropout()), "min", costs=COSTS)
+    for how in (remat.enable, remat.optimize):
+        with pytest.raises(TraceError, match="0 inside of this Sequential is optimised by remat"):
+            how(nn.Sequential(inner, nn.Linear(4, 1)), "100%", costs=COSTS)
+
+
+def test_evaluation_takes_any_argument() -> None:
+    class Caching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor, cache: object = None) -> torch.Tensor:
+            return self.layer(x)
+
+    model = remat.enable(Caching(), "100%", costs=COSTS).eval()
+    assert model(torch.randn(2, 4), cache=object()).shape == (2, 4)

@@ -1,0 +1,152 @@
+"""`lower`: what a program says is what runs; what is wrong with one is said before it does."""
+
+from __future__ import annotations
+
+import base64
+import copy
+from collections.abc import Callable
+from dataclasses import FrozenInstanceError
+
+import pytest
+import torch
+from tests.helpers.models import PLAIN, Case
+from tests.helpers.programs import keep_all, recompute_all, traced
+from tests.helpers.recorded_steps import assert_same, eager_step, run_step
+from torch import nn
+
+import remat
+from remat.documents.program import Program
+from remat.documents.records import Placeholder
+from remat.documents.trace import Trace
+from remat.errors import DocumentError
+from remat.frontend.runtime.lower import lower_program
+from remat.passes.gradient_accumulation import with_gradient_accumulation
+
+
+class FirstOf(nn.Module):
+    """Of one operation only the first result is read, of another only the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.conv(nn.functional.max_pool2d(x, 2)).square().mean()
+
+
+class Recurrent(nn.Module):
+    """oneDNN's layer looks at whether gradients are enabled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LSTM(6, 6, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)[0].square().mean()
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    **{name: PLAIN[name] for name in ("mlp", "tied", "norms", "two-heads")},
+    "elements": lambda: Case(FirstOf(), (torch.rand(2, 3, 8, 8),), loss=lambda out: out),
+    "recurrent": lambda: Case(Recurrent(), (torch.rand(2, 5, 6),), loss=lambda out: out),
+}
+
+
+def accumulated(trace: Trace) -> Program:
+    return keep_all(remat.measure(with_gradient_accumulation(trace), remat.Roofline("cpu")))
+
+
+def case_and_trace(name: str) -> tuple[Case, Trace]:
+    torch.manual_seed(0)
+    case = CASES[name]()
+    trace = remat.trace(case.model, case.args, case.kwargs)
+    return case, remat.measure(trace, remat.Roofline("cpu"))
+
+
+@pytest.mark.parametrize("rewritten", [keep_all, recompute_all])
+@pytest.mark.parametrize("name", CASES)
+def test_a_program_computes_what_the_model_does(
+    name: str, rewritten: Callable[[Trace], Program]
+) -> None:
+    case, trace = case_and_trace(name)
+    lowered = remat.lower(rewritten(trace), copy.deepcopy(case.model))
+    assert_same(run_step(lowered, case), eager_step(case))
+
+
+@pytest.mark.parametrize("name", ["mlp", "tied", "norms"])
+def test_gradients_are_accumulated_into_existing_ones(name: str) -> None:
+    case, trace = case_and_trace(name)
+    program = accumulated(trace)
+    # As in a process that has read it from a file: equal words are other objects.
+    read = tuple(s.model_copy(update={"target": "".join([*s.target])}) for s in program.backward)
+    program = program.model_copy(update={"backward": read})
+    lowered = remat.lower(program, copy.deepcopy(case.model))
+    reference = copy.deepcopy(case.model)
+    for model in (lowered, reference):
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.ones_like(parameter)
+    actual, expected = (run_step(m, case, zero_grad=False) for m in (lowered, reference))
+    assert_same(actual, expected)
+
+
+def test_a_compiled_program_is_data() -> None:
+    """Copies of a module share it."""
+    _, trace = case_and_trace("tied")
+    compiled = lower_program(keep_all(trace))
+    with pytest.raises(FrozenInstanceError):
+        compiled.saved = ()  # type: ignore[misc]
+
+
+# -- constants ------------------------------------------------------------------------------
+
+
+class Constant(nn.Module):
+    """Three numbers, and none, of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.layer(x) * torch.tensor([1.0, 0.5, 2.0])
+        return torch.cat([h.flatten(), torch.tensor([])]).square().mean()
+
+
+def constants() -> tuple[nn.Module, Program]:
+    torch.manual_seed(0)
+    model = Constant()
+    return model, keep_all(traced(model, torch.rand(4, 6)))
+
+
+def test_constants_have_the_elements_of_the_model() -> None:
+    _, program = constants()
+    shapes = [p.tensor.shape for p in program.placeholders if p.kind == "constant"]
+    constants_by_shape = {tuple(c.shape): c for c in lower_program(program).constants}
+    assert sorted(shapes) == sorted(constants_by_shape) == [(0,), (3,)]
+    assert constants_by_shape[3,].tolist() == [1.0, 0.5, 2.0]
+    assert constants_by_shape[0,].dtype == torch.float32
+
+
+DAMAGE: dict[str, Callable[[Placeholder], dict[str, object]]] = {
+    "no base64": lambda p: {"data": "*" + p.data},
+    "more than base64": lambda p: {"data": p.data[:8] + "!!!!" + p.data[8:]},
+    "half a number": lambda p: {"data": base64.b64encode(b"123").decode()},
+    "a number too few": lambda p: {"data": base64.b64encode(bytes(8)).decode()},
+    "a device that is not there": lambda p: {
+        "tensor": p.tensor.model_copy(update={"device": "cuda:99"})
+    },
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_constant_is_named(damage: str) -> None:
+    _, program = constants()
+    placeholders = tuple(
+        p.model_copy(update=DAMAGE[damage](p)) if p.tensor.shape == (3,) and p.data else p
+        for p in program.placeholders
+    )
+    damaged = program.model_copy(update={"placeholders": placeholders})
+    (name,) = [p.name for p in placeholders if p.data]
+    with pytest.raises(DocumentError, match=f"the constant {name} is damaged"):
+        lower_program(damaged)

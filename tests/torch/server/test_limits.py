@@ -1,0 +1,256 @@
+"""What the settings of the service do, at both sides of each limit, against real servers."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from sqlalchemy import update
+from tests.helpers import server as servers
+from tests.helpers.models import PLAIN
+from tests.helpers.server import HARD, Server, chain, finished, post, solving_processes, wait_for
+
+import remat
+from remat_server.http.auth import ANONYMOUS
+from remat_server.settings import Settings
+from remat_server.store import jobs, tables
+from remat_server.store.database import Database, now
+from remat_server.store.jobs import NewJob
+from remat_server.work.solving import with_threads
+
+OPERATIONS, VALUES, BODY_BYTES = 75, 73, 64_000
+
+
+def test_size_settings_are_in_bytes() -> None:
+    for text, size_bytes in (("8GiB", 8 << 30), ("7.5 GB", 7_500_000_000), ("123", 123), (9, 9)):
+        assert Settings.model_validate({"body_bytes": text}).body_bytes == size_bytes
+    for wrong in ("60%", "min", "auto", "0", "8 gigs", -1):
+        with pytest.raises(ValueError, match="body_bytes"):
+            Settings.model_validate({"body_bytes": wrong})
+
+
+@pytest.fixture(scope="module")
+def trace() -> dict[str, Any]:
+    """As many operations as the service takes."""
+    case = PLAIN["mlp"]()
+    made = remat.measure(remat.trace(case.model, case.args, case.kwargs), remat.Roofline("cpu"))
+    assert len(made.nodes) == OPERATIONS
+    return json.loads(made.to_json())
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    settings = {
+        "REMAT_ALLOWED_HOSTS": "Remat.Example.org, other.example.org",
+        "REMAT_NAMESPACES": "my,your",
+        "REMAT_SOLVERS": "HiGHS,CBC",
+        "REMAT_SOLVE_LIMIT_S": "6",
+        "REMAT_OPERATIONS": str(OPERATIONS),
+        "REMAT_VALUES": str(VALUES),
+        "REMAT_BODY_BYTES": "64kB",
+        "REMAT_WAIT_S": "0.3",
+        "REMAT_CONCURRENT_SOLVES": "1",
+    }
+    with servers.running(tmp_path_factory.mktemp("limits"), **settings) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def http(server: Server) -> Iterator[httpx2.Client]:
+    with server.http() as client:
+        yield client
+
+
+def dry(http: httpx2.Client, says: str = "", status: int = 422, **changes: Any) -> None:
+    """Accepted; or refused with a problem that says so."""
+    options = {"strategy": {"name": "auto", "time_limit": 6.0}}
+    body = {"graph": chain(4), "budget": "60%", "options": options, **changes}
+    answer = http.post("/solve?dry_run=true", json=body)
+    assert answer.status_code == (status if says else 200), answer.text
+    assert says in answer.text
+
+
+# -- what may be asked ----------------------------------------------------------------------------
+
+
+def test_only_allowed_hosts_are_answered(http: httpx2.Client) -> None:
+    good = ("remat.example.org", "REMAT.EXAMPLE.ORG:443", "other.example.org:8000", "[::1]")
+    for host in (*good, "localhost", "127.0.0.1:80", "[::1]:8000"):
+        assert http.get("/jobs", headers={"Host": host}).status_code == 200, host
+    for host in ("example.org", "remat.example.org.evil.example", "x.other.example.org", "[::2]"):
+        answer = http.get("/jobs", headers={"Host": host})
+        assert answer.status_code == 400, host
+        assert "REMAT_ALLOWED_HOSTS" in answer.json()["detail"]
+
+
+def test_the_size_of_graphs_is_limited(http: httpx2.Client, trace: dict[str, Any]) -> None:
+    dry(http, graph=chain(36))  # 73 of both
+    dry(http, "75 values; this service takes up to 73", 413, graph=chain(37))
+    dry(http, "77 operations; this service takes up to 75", 413, graph=chain(38))
+    dry(http, graph=None, trace=trace)
+    more = {**trace, "nodes": [*trace["nodes"], trace["nodes"][-1]]}
+    dry(http, "76 operations; this service takes up to 75", 413, graph=None, trace=more)
+
+
+def test_the_size_of_bodies_is_limited(http: httpx2.Client) -> None:
+    options = {"strategy": {"name": "keep_all"}}
+    text = json.dumps({"graph": chain(4), "budget": "60%", "options": options})
+    sent = {"headers": {"Content-Type": "application/json"}}
+    for size, status in ((BODY_BYTES, 200), (BODY_BYTES + 1, 413)):
+        answer = http.post("/solve?dry_run=true", content=text.ljust(size), **sent)
+        assert answer.status_code == status, answer.text
+    assert "over 64,000 bytes" in answer.json()["detail"]
+
+
+def test_only_allowed_operator_namespaces_are_accepted(
+    http: httpx2.Client, trace: dict[str, Any]
+) -> None:
+    for target, says in (
+        ("my.mul.Tensor", ""),
+        ("your.mul.Tensor", ""),
+        ("their.mul.Tensor", "takes operations of aten, my, prims, remat, your only"),
+    ):
+        text = json.dumps(trace)
+        assert "aten.mul.Tensor" in text
+        changed = json.loads(text.replace("aten.mul.Tensor", target))
+        dry(http, says, graph=None, trace=changed)
+
+
+def test_solvers_and_time_limits_are_limited(http: httpx2.Client) -> None:
+    for name in ("auto", "exact"):
+        for solver in ("HiGHS", "highs", "CBC", "cbc"):
+            dry(http, options={"strategy": {"name": name, "time_limit": 6, "solver": solver}})
+        strategy = {"name": name, "time_limit": 6, "solver": "Gurobi"}
+        dry(http, "'Gurobi', only HiGHS, CBC", options={"strategy": strategy})
+        strategy = {"name": name, "time_limit": 6.01}
+        dry(http, "solves for up to 6 s", options={"strategy": strategy})
+    dry(http, "the time limit is 60 s; this service solves for up to 6 s", options={})
+    dry(http, options={"strategy": {"name": "keep_all"}})
+    described = http.get("/openapi.json").json()["components"]["schemas"]["Options"]
+    auto = described["properties"]["strategy"]["oneOf"][0]["properties"]
+    assert (auto["time_limit"]["maximum"], auto["solver"]["enum"]) == (6, ["CBC", "HiGHS"])
+
+
+def test_dry_runs_price_traces_by_a_data_sheet(http: httpx2.Client, trace: dict[str, Any]) -> None:
+    bare = json.loads(json.dumps(trace))
+    for node in bare["nodes"]:
+        node |= {"cost_s": None, "workspace_bytes": None, "cost_source": ""}
+    strategy = {"name": "keep_all"}
+    for document, costs, said in (
+        (trace, None, "roofline cpu"),
+        (trace, "roofline:h200", "roofline h200"),
+        (bare, "roofline:h200", "roofline h200"),
+    ):
+        options = {"strategy": strategy, "costs": costs}
+        body = {"trace": document, "budget": "100%", "options": options}
+        response = http.post("/solve?dry_run=true", json=body).json()
+        assert response["costs"] == said
+        assert response["operations"] > 30
+        assert response["baseline_peak_bytes"] > response["constant_bytes"] > 0
+
+
+# -- what is done ---------------------------------------------------------------------------------
+
+
+def test_waits_and_concurrent_solves_are_limited(server: Server, http: httpx2.Client) -> None:
+    options = {"strategy": {**HARD, "time_limit": 6.0}}
+    body = {"graph": chain(30), "budget": "22%", "options": options}
+    response = http.post("/solve", json=body, headers={"Prefer": "respond-async, wait=30"})
+    assert response.status_code == 202, "it is not there in time"
+    assert response.headers["Preference-Applied"] == "wait=0.3"
+    assert response.headers["Location"] == f"/jobs/{response.json()['id']}"
+    assert response.json()["status"] in ("queued", "running")
+    other = post(http, graph=chain(31), budget="22%", options=options).json()["id"]
+    data = server.environment["REMAT_DATA_DIR"]
+    solving = wait_for(lambda: solving_processes(data))
+    for _ in range(10):
+        time.sleep(0.05)
+        assert len(solving) == 1
+        assert http.get(f"/jobs/{other}").json()["status"] == "queued"
+        solving |= solving_processes(data)
+    for id in (other, response.json()["id"]):
+        assert http.delete(f"/jobs/{id}").status_code == 202
+
+
+@pytest.mark.parametrize(("requested", "granted"), [(64, 2), (2, 2), (1, 1)])
+def test_the_threads_of_a_solve_are_limited(requested: int, granted: int) -> None:
+    assert with_threads(remat.Auto(threads=requested), 2) == remat.Auto(threads=granted)
+    assert with_threads(remat.KeepAll(), 2) == remat.KeepAll()
+
+
+def test_a_sweep_is_at_the_address_of_its_answer(http: httpx2.Client) -> None:
+    options = {"strategy": {"name": "keep_all"}}
+    body = {"graph": chain(4), "budgets": ["100%"], "options": options}
+    response = http.post("/sweeps", json=body)
+    assert response.status_code == 202
+    id = response.json()["id"]
+    assert response.headers["Location"] == f"/sweeps/{id}"
+    finished(http, id)
+    assert http.get(response.headers["Location"]).json()["kind"] == "sweep"
+
+
+def test_a_starting_worker_deletes_old_jobs_and_fails_lost_ones(tmp_path: Path) -> None:
+    """It does so before it claims a job."""
+    database = Database(f"sqlite:///{tmp_path / 'jobs.sqlite'}")
+    database.migrate()
+    body = gzip.compress(json.dumps({"graph": chain(4), "budget": "min"}).encode())
+    with database.write() as connection:
+        ids = [
+            jobs.submit(connection, NewJob(ANONYMOUS, "solve", name, body))
+            for name in ("old", "new", "lost", "lost once")
+        ]
+        for id, ago_s in zip(ids[:2], (7200, 60), strict=True):
+            jobs.cancel(connection, ANONYMOUS, id)
+            ended = update(tables.jobs).where(tables.jobs.c.id == id)
+            connection.execute(ended.values(finished_at=now() - ago_s))
+        for id, times in zip(ids[2:], (2, 1), strict=True):
+            lost = update(tables.jobs).where(tables.jobs.c.id == id)
+            connection.execute(lost.values(status="running", lease_until=0.0, attempts=times))
+    database.close()
+    limits = {"REMAT_RETENTION_S": "3600", "REMAT_ATTEMPTS": "2"}
+    with servers.running(tmp_path, **limits) as server, server.http() as http:
+        assert finished(http, ids[3])["status"] == "succeeded"
+        assert http.get(f"/jobs/{ids[0]}").status_code == 404
+        assert "forgotten after its retention time" in http.get(f"/jobs/{ids[0]}").text
+        assert http.get(f"/jobs/{ids[1]}").json()["status"] == "cancelled"
+        lost = http.get(f"/jobs/{ids[2]}").json()
+        assert lost["status"] == "failed"
+        assert lost["problem"]["type"] == "urn:remat:problem:worker-lost"
+        assert "lost 2 times" in lost["problem"]["detail"]
+
+
+# -- who may come ---------------------------------------------------------------------------------
+
+
+def test_listening_for_other_machines_needs_keys_or_a_permission(tmp_path: Path) -> None:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("REMAT_")}
+    environment |= {"REMAT_DATA_DIR": str(tmp_path), "REMAT_PORT": str(servers.free_port())}
+    command = [sys.executable, "-m", "remat.cli", "serve", "--host", "0.0.0.0"]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert ended.returncode != 0
+    last = ended.stderr.splitlines()[-1]
+    assert last.startswith("remat: 0.0.0.0 can be reached from other machines")
+    assert "remat keys add" in last
+    serve = ["--host", "0.0.0.0", "--workers", "0"]
+    with (
+        servers.running(tmp_path, *serve, REMAT_ALLOW_ANONYMOUS="true") as server,
+        server.http() as http,
+    ):
+        for host in ("localhost", "gpu7:8000"):
+            assert http.get("/jobs", headers={"Host": host}).status_code == 200
+        refused = http.get("/jobs", headers={"Host": "gpu7.example.org:8000"})
+        assert refused.status_code == 400, "a page of that name could let it point here"
+        assert "REMAT_ALLOWED_HOSTS" in refused.json()["detail"]
+        key = server.add_key("ann")
+    with servers.running(tmp_path, *serve) as server, server.http() as http:
+        assert http.get("/jobs", headers={"Host": "gpu7.example.org"}).status_code == 401
+        assert http.get("/jobs", headers={"Authorization": f"Bearer {key}"}).status_code == 200
