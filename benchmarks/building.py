@@ -1,6 +1,6 @@
 """CPU seconds to build the program over slots at half of the memory, and to pass it to HiGHS.
 
-    python -m benchmarks.traced --models resnet152 --cache traces
+    python -m benchmarks.models.traced --models resnet152 --cache traces
     python -m benchmarks.building traces/resnet152.trace.json
 
 Needs no torch. To compare versions of PuLP, run it with each by turns: see docs/decisions/0015.

@@ -25,11 +25,11 @@ from typing import Any
 import torch
 
 import remat
-from benchmarks import machine, report
-from benchmarks.families import FAMILIES
-from benchmarks.methods import step, twin
-from benchmarks.models import RESULTS
-from remat.report.tables import aligned
+from benchmarks.harness import machine, report
+from benchmarks.harness.methods import copy_sharing_parameters, run_step
+from benchmarks.harness.run_models import RESULTS
+from benchmarks.models.families import FAMILIES
+from remat.report.tables import align_columns
 
 INDUCTOR = "inductor"
 
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         result["models"][name] = rows = _compared(name, options)
         _show(name, rows)
         if options.out:
-            print(report.write(Path(options.out), "compile-time-cpu", result), flush=True)
+            print(report.write_result(Path(options.out), "compile-time-cpu", result), flush=True)
     return 0
 
 
@@ -93,15 +93,17 @@ def _first_step(name: str, method: str) -> report.Row:
     small(torch.randn(8, 8, requires_grad=True)).backward()
     before = len(remat.compiled_plans())
     if method == INDUCTOR:
-        module = torch.compile(twin(workload.model))
+        module = torch.compile(copy_sharing_parameters(workload.model))
     else:
         options: dict[str, Any] = {"budget": method, "outputs": "dropped"}
-        module = torch.compile(twin(workload.model), backend="remat", options=options)
+        module = torch.compile(
+            copy_sharing_parameters(workload.model), backend="remat", options=options
+        )
     told = _Told()
     logging.getLogger("remat").addHandler(told)
     logging.getLogger("remat").setLevel(logging.INFO)
     began = time.perf_counter()
-    step(module, workload)  # type: ignore[arg-type]
+    run_step(module, workload)  # type: ignore[arg-type]
     total_s = time.perf_counter() - began
     plans = [
         {"operations": p.operations, "kernels": len(p.plan.graph), "planned_s": p.planned_s}
@@ -133,7 +135,7 @@ def _show(title: str, rows: list[report.Row]) -> None:
                 f"{row['warm_s']:.1f} s, {row['warm_rounds']} planned",
             )
         )
-    print(title, *aligned(lines), "", sep="\n", flush=True)
+    print(title, *align_columns(lines), "", sep="\n", flush=True)
 
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -26,14 +26,26 @@ import torch._functorch.config
 import torch._inductor.config
 
 import remat
-from benchmarks import report
-from benchmarks.families import FAMILIES
-from benchmarks.measuring import interleaved, keep_freed_memory, summary, use_of
-from benchmarks.methods import Method, attempt, eager, per_block, step, twin
-from benchmarks.models import run_models
-from benchmarks.workloads import Workload
+from benchmarks.harness import report
+from benchmarks.harness.measurement import (
+    interleaved_step_times,
+    keep_freed_memory,
+    measure_usage,
+    time_summary,
+)
+from benchmarks.harness.methods import (
+    Method,
+    copy_sharing_parameters,
+    eager_method,
+    per_block_method,
+    run_step,
+    try_method,
+)
+from benchmarks.harness.run_models import run_models
+from benchmarks.models.families import FAMILIES
+from benchmarks.models.workloads import Workload
 from remat.limits.units import format_bytes
-from remat.report.tables import aligned
+from remat.report.tables import align_columns
 
 INDUCTOR = "inductor"
 AT_PEAK = "remat, at the peak of "
@@ -68,7 +80,7 @@ def run(workload: Workload, device: torch.device, options: argparse.Namespace) -
     wanted: Steps = []
     buffers = {n: b.clone() for n, b in workload.model.named_buffers()}
     for name, make in _makers(workload, rows, options):
-        method = attempt(name, make)
+        method = try_method(name, make)
         rows[name] = {
             "method": name, "failure": method.failure, "setup_s": method.setup_s, **method.facts,
         }  # fmt: skip
@@ -76,7 +88,7 @@ def run(workload: Workload, device: torch.device, options: argparse.Namespace) -
             continue
         try:
             found = _steps(method, workload, buffers)
-            rows[name]["peak_bytes"] = use_of(method, workload, device).peak_bytes
+            rows[name]["peak_bytes"] = measure_usage(method, workload, device).peak_bytes
         except Exception as error:
             rows[name]["failure"] = f"{type(error).__name__}: {error}"[:500]
             continue
@@ -89,10 +101,10 @@ def run(workload: Workload, device: torch.device, options: argparse.Namespace) -
         methods.append(method)
         print(f"  {name}: {sum(method.setup_s.values()):.0f} s to set up", flush=True)
         gc.collect()
-    times = interleaved(methods, workload, device, options.rounds)
+    times = interleaved_step_times(methods, workload, device, options.rounds)
     for method in methods:
         row = rows[method.name]
-        row |= summary(times, method.name)
+        row |= time_summary(times, method.name)
         if INDUCTOR in times:
             row["time_to_inductor"] = _ratio(times, method.name, INDUCTOR)
             row["peak_to_inductor"] = row["peak_bytes"] / rows[INDUCTOR]["peak_bytes"]
@@ -106,10 +118,10 @@ def _makers(
     workload: Workload, rows: Mapping[str, report.Row], options: argparse.Namespace
 ) -> Iterator[Maker]:
     """Methods by name. `rows` has what was found of those before."""
-    yield "eager", lambda: eager(workload)
+    yield "eager", lambda: eager_method(workload)
     if not options.at_peaks:
-        yield "per-block checkpoint", lambda: per_block(workload)
-    yield INDUCTOR, lambda: _compiled(workload, INDUCTOR, twin(workload.model))
+        yield "per-block checkpoint", lambda: per_block_method(workload)
+    yield INDUCTOR, lambda: _compiled(workload, INDUCTOR, copy_sharing_parameters(workload.model))
     if not options.at_peaks:
         yield "inductor, per-block checkpoint", lambda: _checkpointed(workload)
     for share in options.torch_budgets:
@@ -150,7 +162,7 @@ def show(title: str, rows: list[report.Row]) -> None:
                 f"{sum(row['setup_s'].values()):.0f} s",
             )
         )
-    print(title, *aligned(lines), "", sep="\n", flush=True)
+    print(title, *align_columns(lines), "", sep="\n", flush=True)
 
 
 def _last_line(failure: str) -> str:
@@ -165,7 +177,7 @@ def _compiled(
     before = len(remat.compiled_plans())
     began = time.perf_counter()
     module = torch.compile(model, backend=backend, **options)
-    step(module, workload)  # type: ignore[arg-type]
+    run_step(module, workload)  # type: ignore[arg-type]
     setup_s = {"total": time.perf_counter() - began}
     plans = remat.compiled_plans()[before:]
     facts: dict[str, Any] = {"backend": str(backend)}
@@ -190,7 +202,7 @@ def _compiled(
 
 def _checkpointed(workload: Workload) -> Method:
     name = "inductor, per-block checkpoint"
-    module = per_block(workload).module
+    module = per_block_method(workload).module
     assert module is not None
     return _compiled(workload, name, module)
 
@@ -203,14 +215,16 @@ def _torch_budget(workload: Workload, name: str, share: float) -> Callable[[], M
             return compile_fx(gm, inputs)
 
     # A backend of its own: dynamo would run what it compiled for another budget.
-    return lambda: _compiled(workload, name, twin(workload.model), backend)
+    return lambda: _compiled(workload, name, copy_sharing_parameters(workload.model), backend)
 
 
 def _remat(
     workload: Workload, name: str, budget: int | str, options: argparse.Namespace
 ) -> Callable[[], Method]:
     asked = {"budget": budget, "time_limit": options.time_limit, "outputs": "dropped"}
-    return lambda: _compiled(workload, name, twin(workload.model), "remat", options=asked)
+    return lambda: _compiled(
+        workload, name, copy_sharing_parameters(workload.model), "remat", options=asked
+    )
 
 
 def _remat_with_operation_costs(
@@ -239,7 +253,7 @@ def _steps(method: Method, workload: Workload, buffers: Mapping[str, torch.Tenso
     found: Steps = []
     for number in range(_STEPS):
         torch.manual_seed(_SEED + number)
-        loss = step(method.module, workload)
+        loss = run_step(method.module, workload)
         grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
         now = {n: b.clone() for n, b in model.named_buffers() if b.is_floating_point()}
         found.append({"loss": {"": loss}, "gradient": grads, "buffer": now})

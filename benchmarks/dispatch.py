@@ -24,7 +24,8 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import remat
-from benchmarks import machine, report
+from benchmarks.harness import machine, report
+from remat.strategies import KeepAll
 
 LIMIT = 1.05
 RESULTS = Path(__file__).parent / "results"
@@ -55,9 +56,7 @@ def run(layers: int, dropout: float, rounds: int) -> dict[str, Any]:
     model, inputs = gpt2(layers, dropout)
     parameters = list(model.parameters())
     costs = remat.Roofline("h200")
-    planned = remat.optimize(
-        model, "100%", example_kwargs=inputs, costs=costs, strategy=remat.KeepAll()
-    )
+    planned = remat.optimize(model, "100%", example_kwargs=inputs, costs=costs, strategy=KeepAll())
     assert planned.program is not None
     sides: dict[str, nn.Module] = {"eager": model, "remat": planned}
     spent: dict[str, list[float]] = {side: [] for side in sides}
@@ -113,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     out = options.out or (None if options.quick else RESULTS)
     if out:
-        print("written:", report.write(Path(out), "dispatch-cpu", result))
+        print("written:", report.write_result(Path(out), "dispatch-cpu", result))
     return 0
 
 

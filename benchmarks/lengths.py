@@ -25,8 +25,8 @@ import torch
 from torch import nn
 
 import remat
-from benchmarks import machine, report
-from benchmarks.measuring import keep_freed_memory
+from benchmarks.harness import machine, report
+from benchmarks.harness.measurement import keep_freed_memory
 from remat.frontend.memory.meter import measure_step, unique_bytes
 from remat.frontend.planning.planner import Planner
 from remat.limits.units import format_bytes
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "model": f"GPT-2, {options.layers} layers of width 256, {ROWS} rows, dropout 0.1",
         "budgets": {budget: _run(budget, options) for budget in options.budgets},
     }
-    print("written:", report.write(Path(options.out), "lengths-cpu", result))
+    print("written:", report.write_result(Path(options.out), "lengths-cpu", result))
     return 0
 
 

@@ -35,7 +35,7 @@ from typing import Any, Literal
 
 import torch
 
-from benchmarks import machine, report
+from benchmarks.harness import machine, report
 
 ROOT = Path(__file__).resolve().parent.parent
 EXPLAINED = Path(__file__).with_name("mutants_explained.toml")
@@ -58,8 +58,8 @@ MODULES: dict[str, tuple[str, ...]] = {
 }
 """Each module, and the test files that are about it."""
 
-TOO_LONG = 4.0
-PATIENCE_S = 30.0
+TIMEOUT_FACTOR = 4.0
+TIMEOUT_SLACK_S = 30.0
 """A mutant whose tests take this many times what they should, and so many seconds, goes round in
 circles."""
 
@@ -85,26 +85,26 @@ class Mutant:
 
 
 @dataclass(frozen=True)
-class Tried:
+class Trial:
     """What became of a mutant; `seconds` are those of its tests."""
 
-    mutant: Mutant
+    make_mutant: Mutant
     outcome: Outcome
     seconds: float
 
 
-Place = tuple[str, tuple[int, int], str]
+Site = tuple[str, tuple[int, int], str]
 """A module, a position in it, and the kind of operator that applies there."""
 
 
-def places(module: str) -> dict[Place, list[tuple[str, int]]]:
+def mutation_sites(module: str) -> dict[Site, list[tuple[str, int]]]:
     """Where a bug can be put into a module, and by which operators at which of their
     occurrences."""
     from cosmic_ray.ast import ast_nodes, get_ast  # pyright: ignore[reportMissingImports]
     from cosmic_ray.plugins import get_operator, operator_names  # pyright: ignore[reportMissingImports]
 
     nodes = list(ast_nodes(get_ast((ROOT / module).read_text())))
-    found: dict[Place, list[tuple[str, int]]] = {}
+    found: dict[Site, list[tuple[str, int]]] = {}
     for name in operator_names():
         kind = get_operator(name)
         if kind.arguments():
@@ -116,19 +116,19 @@ def places(module: str) -> dict[Place, list[tuple[str, int]]]:
     return found
 
 
-def mutant(module: str, operator: str, occurrence: int) -> tuple[Mutant, str] | None:
+def make_mutant(module: str, operator: str, occurrence: int) -> tuple[Mutant, str] | None:
     """The mutant with its code; None where it means the same."""
     from cosmic_ray.mutating import mutate_code  # pyright: ignore[reportMissingImports]
     from cosmic_ray.plugins import get_operator  # pyright: ignore[reportMissingImports]
 
     source = (ROOT / module).read_text()
     code = mutate_code(source, get_operator(operator)(), occurrence)
-    if code is None or _meaning(code) in (None, _meaning(source)):
+    if code is None or _normalized_code(code) in (None, _normalized_code(source)):
         return None
-    return Mutant(module, operator, occurrence, *_change(source, code)), code
+    return Mutant(module, operator, occurrence, *_first_difference(source, code)), code
 
 
-def _meaning(source: str) -> str | None:
+def _normalized_code(source: str) -> str | None:
     """The code without what is not run: annotations and texts that stand alone. None if it is no
     Python."""
     try:
@@ -145,7 +145,7 @@ def _meaning(source: str) -> str | None:
     return ast.dump(tree)
 
 
-def _change(source: str, code: str) -> tuple[int, str, str]:
+def _first_difference(source: str, code: str) -> tuple[int, str, str]:
     """The first line that differs, before and after; "" where it is gone. Blank lines are none."""
     before, after = (
         [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
@@ -158,7 +158,7 @@ def _change(source: str, code: str) -> tuple[int, str, str]:
     return line, was, "" if is_gone else after[at][1]
 
 
-class Copy:
+class Checkout:
     """A checkout of one's own, to put bugs into."""
 
     def __init__(self, folder: Path) -> None:
@@ -196,21 +196,27 @@ class Copy:
             process.wait()
         return passes, time.monotonic() - began
 
-    def try_mutant(self, mutant: Mutant, code: str, usual_s: float) -> Tried:
+    def run_mutant(self, make_mutant: Mutant, code: str, usual_s: float) -> Trial:
         """Run the tests with the bug in, and take it out."""
-        path = self.folder / mutant.module
+        path = self.folder / make_mutant.module
         source = path.read_text()
         try:
             path.write_text(code)
-            passes, seconds = self.run_tests(mutant.module, TOO_LONG * usual_s + PATIENCE_S)
+            passes, seconds = self.run_tests(
+                make_mutant.module, TIMEOUT_FACTOR * usual_s + TIMEOUT_SLACK_S
+            )
         finally:
             path.write_text(source)
         if not passes:
-            return Tried(mutant, "too long" if passes is None else "caught", seconds)
-        return Tried(mutant, "explained" if mutant.name in explained() else "survived", seconds)
+            return Trial(make_mutant, "too long" if passes is None else "caught", seconds)
+        return Trial(
+            make_mutant,
+            "explained" if make_mutant.name in explained_survivors() else "survived",
+            seconds,
+        )
 
 
-def explained() -> dict[str, str]:
+def explained_survivors() -> dict[str, str]:
     """Survivors that nobody could see, and why."""
     return tomllib.loads(EXPLAINED.read_text())["explained"] if EXPLAINED.exists() else {}
 
@@ -221,28 +227,33 @@ def sample(modules: Sequence[str], seed: int) -> list[tuple[str, str, int]]:
     rng = random.Random(seed)
     piles: list[list[tuple[str, str, int]]] = []
     for module in modules:
-        piles.append([(module, *rng.choice(ways)) for ways in places(module).values()])
+        piles.append(
+            [
+                (module, *rng.choice(operators_at_site))
+                for operators_at_site in mutation_sites(module).values()
+            ]
+        )
         rng.shuffle(piles[-1])
     most = max(map(len, piles), default=0)
     return [pile[turn] for turn in range(most) for pile in piles if turn < len(pile)]
 
 
 def run(
-    modules: Sequence[str], minutes: float, seed: int, jobs: int, told: Callable[[Tried], None]
-) -> tuple[list[Tried], int]:
+    modules: Sequence[str], minutes: float, seed: int, jobs: int, on_trial: Callable[[Trial], None]
+) -> tuple[list[Trial], int]:
     """What became of as many mutants as there was time for, and how many places there are."""
     until = time.monotonic() + 60 * minutes
-    tried: list[Tried] = []
+    tried: list[Trial] = []
     with tempfile.TemporaryDirectory(prefix="remat-mutants-") as folder:
-        copies = [Copy(Path(folder, str(number), "remat")) for number in range(jobs)]
+        copies = [Checkout(Path(folder, str(number), "remat")) for number in range(jobs)]
         usual_s: dict[str, float] = {}
 
-        def in_parallel(waiting: Sequence[Any], work: Callable[[Copy, Any], None]) -> None:
+        def in_parallel(waiting: Sequence[Any], work: Callable[[Checkout, Any], None]) -> None:
             left: queue.SimpleQueue[Any] = queue.SimpleQueue()
             for item in waiting:
                 left.put(item)
 
-            def worker(copy: Copy) -> None:
+            def worker(copy: Checkout) -> None:
                 while time.monotonic() < until:
                     try:
                         work(copy, left.get_nowait())
@@ -255,18 +266,18 @@ def run(
             for thread in threads:
                 thread.join()
 
-        def check(copy: Copy, module: str) -> None:
+        def check(copy: Checkout, module: str) -> None:
             passes, seconds = copy.run_tests(module, 600.0)
             if passes:
                 usual_s[module] = seconds
             else:
                 print(f"left out: the tests of {module} fail without a mutant", flush=True)
 
-        def attempt(copy: Copy, item: tuple[str, str, int]) -> None:
-            made = mutant(*item)
+        def attempt(copy: Checkout, item: tuple[str, str, int]) -> None:
+            made = make_mutant(*item)
             if made is not None:
-                tried.append(copy.try_mutant(*made, usual_s[made[0].module]))
-                told(tried[-1])
+                tried.append(copy.run_mutant(*made, usual_s[made[0].module]))
+                on_trial(tried[-1])
 
         in_parallel(modules, check)
         ready = [module for module in modules if module in usual_s]
@@ -275,7 +286,7 @@ def run(
     return tried, len(waiting)
 
 
-def summary(tried: Sequence[Tried]) -> dict[str, Any]:
+def summary(tried: Sequence[Trial]) -> dict[str, Any]:
     """Counts, the share that was noticed of those that somebody could notice, and the survivors."""
     counts = dict.fromkeys(("caught", "too long", "survived", "explained"), 0)
     for one in tried:
@@ -286,7 +297,7 @@ def summary(tried: Sequence[Tried]) -> dict[str, Any]:
         "tried": len(tried),
         **counts,
         "noticed": round(noticed / visible, 4) if visible else None,
-        "survivors": [asdict(one.mutant) for one in tried if one.outcome == "survived"],
+        "survivors": [asdict(one.make_mutant) for one in tried if one.outcome == "survived"],
     }
 
 
@@ -304,17 +315,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not modules:
         parser.error(f"no module is called so; there are {', '.join(MODULES)}")
 
-    def told(one: Tried) -> None:
-        print(f"{one.outcome:<9} {one.seconds:6.1f} s  {one.mutant.name}", flush=True)
+    def on_trial(one: Trial) -> None:
+        print(f"{one.outcome:<9} {one.seconds:6.1f} s  {one.make_mutant.name}", flush=True)
 
     began = time.monotonic()
-    tried, count = run(modules, options.minutes, options.seed, options.jobs, told)
+    tried, count = run(modules, options.minutes, options.seed, options.jobs, on_trial)
     result = summary(tried)
-    by_module = {name: summary([t for t in tried if t.mutant.module == name]) for name in modules}
+    by_module = {
+        name: summary([t for t in tried if t.make_mutant.module == name]) for name in modules
+    }
     for name, row in by_module.items():
         print(f"{name:<40} {row['caught'] + row['too long']:>4} of {row['tried']:>4}")
     print(f"noticed {result['noticed']} of {result['tried']} tried, {count} places in all")
-    path = report.write(
+    path = report.write_result(
         options.out,
         "mutants",
         {

@@ -19,11 +19,18 @@ from typing import Any
 
 import torch
 
-from benchmarks import report
-from benchmarks.measuring import interleaved, summary, use_of
-from benchmarks.methods import Method, attempt, eager, per_block, rematerialized, torch_budget
-from benchmarks.models import run_models
-from benchmarks.workloads import WORKLOADS, Workload
+from benchmarks.harness import report
+from benchmarks.harness.measurement import interleaved_step_times, measure_usage, time_summary
+from benchmarks.harness.methods import (
+    Method,
+    eager_method,
+    per_block_method,
+    remat_method,
+    torch_budget_method,
+    try_method,
+)
+from benchmarks.harness.run_models import run_models
+from benchmarks.models.workloads import WORKLOADS, Workload
 
 KEEP_ALL = "remat 100%"
 AT_BLOCKS = "remat at per-block peak"
@@ -38,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def one(name: str, workload: Workload, device: torch.device) -> dict[str, Any]:
         rows = run(workload, device, options)
         aims = check_aims(name, rows)
-        report.show(f"{name}: {workload.size}", rows)
+        report.print_table(f"{name}: {workload.size}", rows)
         for aim in aims:
             print(f"  {'met   ' if aim['met'] else 'MISSED'} {aim['aim']}: {aim['found']}")
         return {"methods": rows, "aims": aims}
@@ -59,16 +66,16 @@ def run(workload: Workload, device: torch.device, options: argparse.Namespace) -
         cache = str(Path(scratch) / "costs.sqlite")
 
         def remat_at(name: str, budget: int | str) -> Method:
-            return attempt(
-                name, lambda: rematerialized(workload, name, budget, options.time_limit, cache)
+            return try_method(
+                name, lambda: remat_method(workload, name, budget, options.time_limit, cache)
             )
 
-        peers = [eager(workload), attempt(PER_BLOCK, lambda: per_block(workload))]
+        peers = [eager_method(workload), try_method(PER_BLOCK, lambda: per_block_method(workload))]
         for share in options.torch_budgets:
             peers.append(
-                attempt(
+                try_method(
                     f"torch budget {share:g}",
-                    lambda share=share: torch_budget(workload, share, options.torch_backend),
+                    lambda share=share: torch_budget_method(workload, share, options.torch_backend),
                 )
             )
         rows = {method.name: _measured(method, workload, device) for method in peers}
@@ -86,9 +93,9 @@ def run(workload: Workload, device: torch.device, options: argparse.Namespace) -
         for method in ours:
             rows[method.name] = _measured(method, workload, device)
     running = [m for m in (*peers, *ours) if not rows[m.name]["failure"]]
-    times = interleaved(running, workload, device, options.rounds)
+    times = interleaved_step_times(running, workload, device, options.rounds)
     for method in running:
-        rows[method.name] |= summary(times, method.name)
+        rows[method.name] |= time_summary(times, method.name)
         flops = rows[method.name]["flops"]
         rows[method.name]["flops_ratio"] = flops and flops / rows["eager"]["flops"]
     return [row for row in rows.values() if row["method"] != COLD] + [
@@ -101,7 +108,7 @@ def _measured(method: Method, workload: Workload, device: torch.device) -> repor
     if method.failure:
         return row
     try:
-        use = use_of(method, workload, device)
+        use = measure_usage(method, workload, device)
     except Exception as error:  # a compiled peer may fail only here
         return row | {"failure": f"{type(error).__name__}: {error}"[:500]}
     finally:

@@ -24,9 +24,10 @@ from typing import Any
 import torch
 
 import remat
-from benchmarks import families, machine, report
-from benchmarks.measuring import keep_freed_memory
-from benchmarks.workloads import Workload
+from benchmarks.harness import machine, report
+from benchmarks.harness.measurement import keep_freed_memory
+from benchmarks.models import families
+from benchmarks.models.workloads import Workload
 from remat.frontend.memory.allocator_peak import allocated_peak
 from remat.frontend.memory.meter import measure_step, unique_bytes
 from remat.integrations import transformers as in_transformers
@@ -57,7 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     for name in options.models:
         result["models"][name] = _compared(name, options)
-        print("written:", report.write(Path(options.out), "training-cpu", result), flush=True)
+        print(
+            "written:", report.write_result(Path(options.out), "training-cpu", result), flush=True
+        )
     return 0
 
 

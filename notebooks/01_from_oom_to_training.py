@@ -33,6 +33,7 @@ import remat
 from remat.frontend.memory.allocator_peak import cuda_peak
 from remat.frontend.memory.meter import measure_step, unique_bytes
 from remat.limits.units import format_bytes
+from remat.strategies import PerBlock
 
 transformers.logging.set_verbosity_error()
 device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -172,7 +173,7 @@ assert peaks["remat"] <= budget
 # What remat finds is never dearer, because it looks at what checkpointing per block would do, too.
 
 # %%
-per_block = remat.solve(fast.plan.graph, budget, remat.PerBlock())
+per_block = remat.solve(fast.plan.graph, budget, PerBlock())
 for way, plan in (("checkpoint per block", per_block), ("remat", fast.plan)):
     print(f"{way:<22}{plan.overhead:+.1%} time at {format_bytes(plan.peak_bytes)}")
 assert fast.plan.time_s <= per_block.time_s

@@ -28,6 +28,7 @@ from torch import nn
 
 import remat
 from remat.limits.units import format_bytes, format_seconds
+from remat.strategies import ChenSqrt, EveryK, KeepAll, Knapsack, PerBlock, Revolve, Rotor
 from remat.view import frontier_svg
 
 # %% [markdown]
@@ -79,7 +80,7 @@ with torch.device("meta"):
     ids = torch.zeros(96, 1024, dtype=torch.long)
 trace = remat.trace(model, (ids, ids), device="h200")
 on_h200 = remat.measure(trace, remat.Roofline("h200", allow_tf32=True))
-keep_all = remat.solve(on_h200, "100%", remat.KeepAll())
+keep_all = remat.solve(on_h200, "100%", KeepAll())
 parameters = sum(parameter.numel() for parameter in model.parameters())
 print(
     f"{parameters / 1e6:.0f} M parameters, {len(keep_all.graph)} operations a step; on an H200, "
@@ -118,12 +119,12 @@ assert overheads == sorted(overheads, reverse=True), "more memory never costs mo
 
 # %%
 recipes = [
-    remat.PerBlock(),
-    remat.EveryK(),
-    remat.ChenSqrt(),
-    remat.Revolve(),
-    remat.Rotor(),
-    remat.Knapsack(),
+    PerBlock(),
+    EveryK(),
+    ChenSqrt(),
+    Revolve(),
+    Rotor(),
+    Knapsack(),
 ]
 comparison = remat.compare(on_h200, ["70%", "50%", "35%"], [auto, *recipes])
 print(comparison)

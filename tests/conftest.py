@@ -27,7 +27,7 @@ collect_ignore = [] if HAS_TORCH else [str(TORCH_TESTS)]
 
 
 @pytest.fixture(autouse=True)
-def cost_cache_of_the_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def separate_cost_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Give each test its own cost cache, instead of the user's."""
     monkeypatch.setenv("REMAT_CACHE_DIR", str(tmp_path / "remat-cache"))
 

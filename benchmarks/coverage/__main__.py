@@ -31,16 +31,24 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import machine, report
-from benchmarks.coverage import compared, compiled, sizes
-from benchmarks.coverage.compared import CLOSE, EQUAL, HUNG, NOT_EAGER, REFUSED, Row, tell
-from benchmarks.coverage.small import KINDS, architectures
+from benchmarks.coverage import compiled, eager_comparison, sizes
+from benchmarks.coverage.eager_comparison import (
+    CLOSE,
+    EQUAL,
+    HUNG,
+    NOT_EAGER,
+    REFUSED,
+    Row,
+    send_row,
+)
+from benchmarks.coverage.small_models import KINDS, architectures
+from benchmarks.harness import machine, report
 
 RESULTS = Path(__file__).parents[1] / "results"
-_WAYS = {
-    "": (compared.compared, compared.OUTCOMES),
-    "sizes": (sizes.sized, sizes.OUTCOMES),
-    "compiled": (compiled.compiled, compiled.OUTCOMES),
+_CHECKS = {
+    "": (eager_comparison.check_enable, eager_comparison.OUTCOMES),
+    "sizes": (sizes.check_sizes, sizes.OUTCOMES),
+    "compiled": (compiled.check_compiled, compiled.OUTCOMES),
 }
 """What is asked of each architecture, and what comes of it."""
 
@@ -53,27 +61,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     with ThreadPoolExecutor(options.jobs) as pool:  # a thread for each process that runs
         rows = list(pool.map(lambda each: _in_a_process(options, each[0], each[1]), asked))
     counted = [row for row in rows if row["outcome"] not in (NOT_EAGER, compiled.NOT_COMPILED)]
-    name = f"coverage-{options.way}" if options.way else "coverage"
+    name = f"coverage-{options.check}" if options.check else "coverage"
     result = {
         "benchmark": name,
         "units": "relative errors",
         "machine": machine.describe(torch.device("cpu")),
         "transformers": _version(),
-        "outcomes": _WAYS[options.way][1],
+        "outcomes": _CHECKS[options.check][1],
         "counts": {kind: _counts(rows, kind) for kind in options.kinds},
         "planned": dict(Counter(row["planned"] for row in rows if "planned" in row)),
         "rows": rows,
     }
     good = sum(row["outcome"] in (EQUAL, CLOSE, sizes.ONE) for row in counted)
-    if options.way == "sizes":
+    if options.check == "sizes":
         whole = sum(row["outcome"] != REFUSED for row in counted)
         print(f"{good} of {whole} that are captured whole need one capture for all sizes")
     else:
-        mode = "plain torch.compile" if options.way else "eager mode"
+        mode = "plain torch.compile" if options.check else "eager mode"
         print(f"{good} of {len(counted)} that train in {mode} train with its gradients")
     if options.out or not options.only:
         folder = Path(options.out or RESULTS)
-        print("written:", report.write(folder, f"{name}-cpu", result))
+        print("written:", report.write_result(folder, f"{name}-cpu", result))
     return 0
 
 
@@ -89,11 +97,11 @@ def _version() -> str:
 
 def _in_a_process(options: argparse.Namespace, kind: str, name: str) -> Row:
     timeout_s = options.timeout_s
-    ask = _WAYS[options.way][0]
+    ask = _CHECKS[options.check][0]
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["remat", "transformers"])
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=tell, args=(sender, ask, kind, name), daemon=True)
+    process = context.Process(target=send_row, args=(sender, ask, kind, name), daemon=True)
     began = time.monotonic()
     process.start()
     sender.close()
@@ -118,10 +126,10 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
     add("--only", nargs="+", metavar="MODEL", help="types of model; writes only where --out says")
-    way = parser.add_mutually_exclusive_group()
+    check_group = parser.add_mutually_exclusive_group()
     for name, what in (("sizes", "captures of several sizes"), ("compiled", "torch.compile")):
-        way.add_argument(
-            f"--{name}", dest="way", action="store_const", const=name, default="", help=what
+        check_group.add_argument(
+            f"--{name}", dest="check", action="store_const", const=name, default="", help=what
         )
     add("--jobs", type=int, default=2, help="processes at once")
     add("--timeout-s", type=float, default=180.0)

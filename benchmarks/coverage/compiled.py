@@ -12,7 +12,7 @@ import torch._inductor.config
 from torch import nn
 
 import remat
-from benchmarks.coverage.compared import (
+from benchmarks.coverage.eager_comparison import (
     CLOSE,
     EQUAL,
     FAILED,
@@ -21,12 +21,12 @@ from benchmarks.coverage.compared import (
     TOLERANCE,
     WRONG,
     Row,
-    error_of,
+    failure_row,
     gradients,
-    row_of,
+    largest_error,
 )
-from benchmarks.coverage.small import made
-from benchmarks.measuring import keep_freed_memory
+from benchmarks.coverage.small_models import build_small_model
+from benchmarks.harness.measurement import keep_freed_memory
 from remat.frontend.memory.allocator_peak import allocated_peak
 from remat.frontend.memory.meter import unique_bytes
 
@@ -46,7 +46,7 @@ OUTCOMES = {
 Compiled = Callable[..., Any]
 
 
-def compiled(kind: str, name: str) -> Row:
+def check_compiled(kind: str, name: str) -> Row:
     """The outcome for one architecture with the budget "min", and why."""
     torch._inductor.config.compile_threads = 1
     keep_freed_memory()
@@ -55,26 +55,26 @@ def compiled(kind: str, name: str) -> Row:
         torch._inductor.config.patch(fx_graph_cache=False),
     ):
         try:
-            model, batch = made(kind, name)
+            model, batch = build_small_model(kind, name)
             model(**batch)  # some make parts of themselves in their first call
             plain, planned = copy.deepcopy(model), copy.deepcopy(model)
             wanted, plain_bytes = _step(torch.compile(plain), plain, batch)
             again, _ = _step(torch.compile(plain), plain, batch)
-            if not wanted or error_of(wanted, again) > TOLERANCE:
+            if not wanted or largest_error(wanted, again) > TOLERANCE:
                 raise ValueError("no gradient, or another one each time")
         except Exception as error:
-            return row_of(NOT_COMPILED, error)
+            return failure_row(NOT_COMPILED, error)
         try:
             options = {"budget": "min", "gap": 0.05, "time_limit": 5.0}
             ours = torch.compile(planned, backend="remat", options=options)
             found, peak_bytes = _step(ours, planned, batch)
         except remat.RematError as error:
-            return row_of(REFUSED, error)
+            return failure_row(REFUSED, error)
         except Exception as error:
             inside = error.__cause__ or error.__context__
             is_ours = isinstance(inside, remat.RematError)
-            return row_of(REFUSED if is_ours else FAILED, error)
-    return _judged(error_of(wanted, found), peak_bytes, plain_bytes)
+            return failure_row(REFUSED if is_ours else FAILED, error)
+    return _judged(largest_error(wanted, found), peak_bytes, plain_bytes)
 
 
 def _judged(error: float, peak_bytes: int, plain_bytes: int) -> Row:

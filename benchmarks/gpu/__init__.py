@@ -1,1 +1,7 @@
-"""The acceptance run: what must be true on a GPU, step by step. See `__main__`."""
+"""Acceptance run of remat on a GPU: `python -m benchmarks.gpu`.
+
+`__main__` is the command, `steps` the table of its steps, `runner` and `child` run each part in a
+process, `verdicts` holds their checks. `setting` chooses between a GPU and a dry run, `device`
+measures on both, `models` builds the models. `marked_tests` is step 0; `correctness`, `memory` and
+`speed` are the other steps.
+"""

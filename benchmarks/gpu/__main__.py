@@ -1,15 +1,15 @@
-"""The acceptance run: everything that must be true on a GPU, in at most 25 minutes.
+"""Acceptance run: check every claim about GPUs, in at most 25 minutes.
 
-    make gpu                                    # with wheels from build/gpu-wheels, where they are
-    python -m benchmarks.gpu --steps 3 6        # only these
-    python -m benchmarks.gpu --minutes 9        # as much as fits; run it again for the rest
+    make gpu                                    # with the wheels in build/gpu-wheels, if any
+    python -m benchmarks.gpu --steps 3 6        # only these steps
+    python -m benchmarks.gpu --minutes 9        # what fits; a second call does the rest
     python -m benchmarks.gpu --dry              # the same code on the CPU, with tiny shapes
 
-Parts run in processes of their own, and what they found is kept in build/gpu: a part that has
-finished is not run again, unless with --again, which is for when the code has changed.
+Each part runs in a process of its own, and its checks are stored in build/gpu. A part that has
+finished is not repeated; use --again after a change of the code.
 
-Exit codes: 0 everything is met, 1 something is missed or was left out, 2 wrong usage, 3 there is no
-CUDA device. Of a dry run, whose times and sizes mean nothing: 0 where every process finished.
+Exit codes: 0 all requirements are met, 1 a check is missed or skipped, 2 wrong usage, 3 there is no
+CUDA device. A dry run, whose times and sizes mean nothing, exits with 0 if every process finished.
 """
 
 from __future__ import annotations
@@ -32,17 +32,19 @@ STEPS = range(11)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run, print, write."""
+    """Run the parts, print their checks, and write the result file."""
     options = _options(argv)
-    if not options.dry and (why := _no_device()):
-        print(f"no acceptance run: {why}; python -m benchmarks.gpu --dry tries its code on the CPU")
+    if not options.dry and (reason := _no_device_reason()):
+        print(
+            f"no acceptance run: {reason}; python -m benchmarks.gpu --dry tries its code on the CPU"
+        )
         return NO_DEVICE
-    # What follows imports remat's own dependencies, of which nothing need be here until now.
+    # Imported here, because a machine without a GPU may lack remat's dependencies.
     import torch
 
-    from benchmarks import machine, report
     from benchmarks.gpu.runner import FINISHED, run_all
     from benchmarks.gpu.steps import PARTS
+    from benchmarks.harness import machine, report
 
     device = torch.device("cpu") if options.dry else torch.device("cuda", 0)
     name = "dry" if options.dry else machine.slug(device)
@@ -52,12 +54,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         options.folder / name,
         60 * options.minutes,
         dry=options.dry,
-        again=options.again,
-        tell=_say,
+        repeat=options.again,
+        on_result=_print_result,
     )
     rows = [row for result in results for row in result.rows()]
-    count = {kind: sum(r.verdict == kind for r in rows) for kind in ("met", "missed", "skipped")}
-    print("\n" + ", ".join(f"{number} {kind}" for kind, number in count.items()))
+    counts = {
+        verdict: sum(row.verdict == verdict for row in rows)
+        for verdict in ("met", "missed", "skipped")
+    }
+    print("\n" + ", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
     out = options.out or (None if options.dry else RESULTS)
     if out:
         result = {
@@ -65,16 +70,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             "dry": options.dry,
             "machine": machine.describe(device),
             "steps": _by_step(results),
-            **count,
+            **counts,
         }
-        print("written:", report.write(Path(out), f"gpu-{name}", result))
+        print("written:", report.write_result(Path(out), f"gpu-{name}", result))
     if options.dry:
         return int(any(result.ended != FINISHED for result in results))
-    return int(count["missed"] + count["skipped"] > 0)
+    return int(counts["missed"] + counts["skipped"] > 0)
 
 
-def _no_device() -> str:
-    """Why nothing can be run on a GPU here; "" where it can."""
+def _no_device_reason() -> str:
+    """Return why no GPU can be used on this machine; "" if one can."""
     try:
         import torch
     except ModuleNotFoundError:
@@ -84,19 +89,20 @@ def _no_device() -> str:
     return f"torch {torch.__version__} sees no CUDA device"
 
 
-def _say(result: Result) -> None:
-    """A part's rows of the table."""
+def _print_result(result: Result) -> None:
+    """Print the checks of one part."""
     from benchmarks.gpu.steps import TITLES
 
     title = TITLES[result.step]
     print(f"\n{result.step}. {title}: {result.name} ({result.seconds:.0f} s)", flush=True)
     for row in result.rows():
-        verdict = "" if row.verdict == "told" else row.verdict
-        want = f" (want: {row.want})" if row.want else ""
-        print(f"  {verdict:<8} {row.what}: {row.found}{want}", flush=True)
+        verdict = "" if row.verdict == "info" else row.verdict
+        requirement = f" (required: {row.requirement})" if row.requirement else ""
+        print(f"  {verdict:<8} {row.subject}: {row.observed}{requirement}", flush=True)
 
 
 def _by_step(results: Sequence[Result]) -> list[dict[str, Any]]:
+    """Return the results as JSON data, grouped by step."""
     from dataclasses import asdict
 
     from benchmarks.gpu.steps import TITLES
@@ -125,10 +131,10 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
     add("--steps", nargs="+", type=int, choices=STEPS, default=list(STEPS), metavar="STEP")
-    add("--minutes", type=float, default=MINUTES, help=f"for all of it (default {MINUTES:g})")
-    add("--again", action="store_true", help="run what has finished before once more")
-    add("--dry", action="store_true", help="on the CPU, with tiny shapes: only to see that it runs")
-    add("--folder", type=Path, default=ROOT / "build" / "gpu", help="where finished parts are kept")
+    add("--minutes", type=float, default=MINUTES, help=f"total time (default {MINUTES:g})")
+    add("--again", action="store_true", help="repeat parts that finished in an earlier run")
+    add("--dry", action="store_true", help="run on the CPU with tiny shapes, to test this command")
+    add("--folder", type=Path, default=ROOT / "build" / "gpu", help="folder of finished parts")
     add("--out", help="folder for the result (default benchmarks/results; if dry, none)")
     return parser.parse_args(argv)
 

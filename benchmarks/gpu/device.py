@@ -17,7 +17,7 @@ Step = Callable[[], object]
 
 
 @dataclass(frozen=True)
-class Peaks:
+class StepPeaks:
     """Of one step, with everything that was there before, in bytes. A CPU's allocator tells only
     what live storages take, and that is what is requested."""
 
@@ -38,7 +38,7 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def settle(device: torch.device) -> None:
+def free_unused_memory(device: torch.device) -> None:
     """Drop what nobody holds, in Python and in the allocator."""
     gc.collect()
     if is_cuda(device):
@@ -46,17 +46,17 @@ def settle(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def peaks(step: Step, device: torch.device, constants: list[torch.Tensor]) -> Peaks:
+def measure_peaks(step: Step, device: torch.device, constants: list[torch.Tensor]) -> StepPeaks:
     """Run a step and read its peaks. `constants` are parameters, buffers and batch."""
     if not is_cuda(device):
-        return Peaks(measure_step(step, constants).peak_bytes)
+        return StepPeaks(measure_step(step, constants).peak_bytes)
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_stats(device)
     torch.cuda.reset_peak_memory_stats(device)
     step()
     torch.cuda.synchronize(device)
     stats = torch.cuda.memory_stats(device)
-    return Peaks(
+    return StepPeaks(
         stats["requested_bytes.all.peak"],
         stats["allocated_bytes.all.peak"],
         stats["reserved_bytes.all.peak"],
@@ -69,20 +69,20 @@ def allocated_bytes(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device) if is_cuda(device) else 0
 
 
-def interleaved(
-    sides: Mapping[str, Step], device: torch.device, rounds: int, steps: int
+def interleaved_step_times(
+    steps_by_name: Mapping[str, Step], device: torch.device, rounds: int, steps: int
 ) -> dict[str, list[float]]:
     """Seconds of a step: the mean of `steps` between two events, one for each round. Sides take
     turns, and the order turns by one each round; a first round warms up."""
-    found: dict[str, list[float]] = {name: [] for name in sides}
-    names = list(sides)
+    found: dict[str, list[float]] = {name: [] for name in steps_by_name}
+    names = list(steps_by_name)
     gc.collect()
     gc.disable()
     try:
         for number in range(-1, rounds):
             at = number % len(names)
             for name in (*names[at:], *names[:at]):
-                seconds = _seconds(sides[name], device, steps)
+                seconds = _seconds(steps_by_name[name], device, steps)
                 if number >= 0:
                     found[name].append(seconds)
     finally:
@@ -107,7 +107,7 @@ def _seconds(step: Step, device: torch.device, steps: int) -> float:
 
 
 @contextlib.contextmanager
-def capped(device: torch.device, limit_bytes: int) -> Iterator[None]:
+def memory_limit(device: torch.device, limit_bytes: int) -> Iterator[None]:
     """torch's allocator takes no more from the device than this. A CPU has no such limit."""
     if not is_cuda(device):
         yield
@@ -120,14 +120,16 @@ def capped(device: torch.device, limit_bytes: int) -> Iterator[None]:
         torch.cuda.set_per_process_memory_fraction(1.0, device)
 
 
-def graphed(module: nn.Module, args: tuple[torch.Tensor, ...], device: torch.device) -> nn.Module:
+def make_cuda_graphs(
+    module: nn.Module, args: tuple[torch.Tensor, ...], device: torch.device
+) -> nn.Module:
     """Forward and backward as CUDA graphs; on a CPU the module as it is."""
     if not is_cuda(device):
         return module
     return torch.cuda.make_graphed_callables(module, args)  # type: ignore[return-value]
 
 
-def exact(device: torch.device) -> None:
+def use_deterministic_kernels(device: torch.device) -> None:
     """Kernels that round the same way each time: no TF32, no tuning. A CPU's do."""
     torch.manual_seed(0)
     if not is_cuda(device):

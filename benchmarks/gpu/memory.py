@@ -9,27 +9,34 @@ import torch
 import torch.nn.functional as F
 
 import remat
-from benchmarks.gpu.device import Peaks, allocated_bytes, capped, is_cuda, peaks, settle
-from benchmarks.gpu.lines import Report
+from benchmarks.gpu.device import (
+    StepPeaks,
+    allocated_bytes,
+    free_unused_memory,
+    is_cuda,
+    measure_peaks,
+    memory_limit,
+)
 from benchmarks.gpu.setting import Setting
-from benchmarks.measuring import resident
-from benchmarks.methods import step
-from benchmarks.workloads import Workload
+from benchmarks.gpu.verdicts import Report
+from benchmarks.harness.measurement import resident_tensors
+from benchmarks.harness.methods import run_step
+from benchmarks.models.workloads import Workload
 from remat.documents.trace import CUDA_ALIGNMENT_BYTES
 from remat.frontend.memory.device_memory import keeps_workspaces, library_bytes
 from remat.limits.units import format_bytes
 
 TOLERANCE_BYTES = 2 << 20
 
-Make = Callable[[Setting], Workload]
+WorkloadBuilder = Callable[[Setting], Workload]
 
 
-def libraries(setting: Setting, report: Report) -> None:
+def check_library_workspaces(setting: Setting, report: Report) -> None:
     """Step 2: what matrix products leave allocated, on the thread of the forward and on that of the
     backward; and what linear layers add, which may run in another library."""
     device = setting.device
     expected_bytes = library_bytes(device, ["aten.mm.default"]) if keeps_workspaces() else 0
-    left: dict[str, tuple[int, int]] = {}
+    bytes_left: dict[str, tuple[int, int]] = {}
     for kind in ("product", "linear"):
         # Up to a mebibyte, blocks are as large as was asked for.
         x, w = (torch.randn(256, 256, device=device, requires_grad=True) for _ in range(2))
@@ -41,25 +48,25 @@ def libraries(setting: Setting, report: Report) -> None:
         y.backward(gradient)
         assert x.grad is not None
         assert w.grad is not None
-        own_bytes = sum(map(_rounded, (y, gradient, x.grad, w.grad)))
-        left[kind] = forward_bytes, allocated_bytes(device) - before - own_bytes
-    what = "left by a product in forward, and in backward"
-    want = f"{format_bytes(expected_bytes)} in all, within 2 MiB"
+        tensor_bytes = sum(map(_rounded, (y, gradient, x.grad, w.grad)))
+        bytes_left[kind] = forward_bytes, allocated_bytes(device) - before - tensor_bytes
+    subject = "left by a product in forward, and in backward"
+    requirement = f"{format_bytes(expected_bytes)} in all, within 2 MiB"
     if not is_cuda(device):
-        report.skip(what, want, "a CPU's allocator keeps no count")
+        report.skip(subject, requirement, "a CPU's allocator keeps no count")
         return
-    forward_bytes, all_bytes = left["product"]
-    found = f"{format_bytes(forward_bytes)}, then {format_bytes(all_bytes)}"
-    report.judge(what, want, found, abs(all_bytes - expected_bytes) <= TOLERANCE_BYTES, left=left)
-    report.tell("linear layers add", format_bytes(left["linear"][1]))
+    forward_bytes, all_bytes = bytes_left["product"]
+    measured = f"{format_bytes(forward_bytes)}, then {format_bytes(all_bytes)}"
+    report.judge(subject, requirement, measured, abs(all_bytes - expected_bytes) <= TOLERANCE_BYTES, bytes_left=bytes_left)
+    report.info("linear layers add", format_bytes(bytes_left["linear"][1]))
 
 
 def _rounded(tensor: torch.Tensor) -> int:
     return -(-tensor.untyped_storage().nbytes() // CUDA_ALIGNMENT_BYTES) * CUDA_ALIGNMENT_BYTES
 
 
-def planned(
-    work: Workload,
+def optimize_workload(
+    workload: Workload,
     budget: int | str,
     setting: Setting,
     *,
@@ -68,26 +75,26 @@ def planned(
     cuda_graphs: bool = False,
 ) -> remat.RematModule:
     """The model within a budget, by costs that are measured here."""
-    work.model.zero_grad(set_to_none=True)  # with gradients there, accumulation is planned
-    with work.precision():
+    workload.model.zero_grad(set_to_none=True)  # with gradients there, accumulation is planned
+    with workload.autocast_context():
         return remat.optimize(
-            work.model,
+            workload.model,
             budget,
             (),
-            work.batch,
+            workload.batch,
             strategy=remat.Auto(gap=0.02, time_limit=setting.solve_s(solve_s)),
             cache=cache or setting.costs,
             cuda_graphs=cuda_graphs,
         )
 
 
-def facts(gm: remat.RematModule) -> dict[str, object]:
+def plan_figures(gm: remat.RematModule) -> dict[str, object]:
     """What a plan predicts."""
     plan = gm.plan
     assert plan is not None
     assert gm.program is not None
     return {
-        "budget_bytes": plan.stats.get("asked_budget_bytes", plan.budget_bytes),
+        "budget_bytes": plan.stats.get("requested_budget_bytes", plan.budget_bytes),
         "predicted_peak_bytes": gm.program.predicted_peak_bytes,
         "predicted_overhead": plan.overhead,
         "status": plan.status.name,
@@ -95,90 +102,90 @@ def facts(gm: remat.RematModule) -> dict[str, object]:
     }
 
 
-def budgets(make: Make, is_expandable: bool) -> Callable[[Setting, Report], None]:
+def check_predicted_bytes(build_workload: WorkloadBuilder, is_expandable: bool) -> Callable[[Setting, Report], None]:
     """Step 3 for one model: what is predicted against what is requested, allocated, reserved."""
 
     def run(setting: Setting, report: Report) -> None:
         torch.manual_seed(0)
-        work, device = make(setting), setting.device
-        report.tell("model", work.size)
+        workload, device = build_workload(setting), setting.device
+        report.info("model", workload.size)
         for budget in ("100%", "60%", "min"):
             try:
-                gm = planned(work, budget, setting)
+                gm = optimize_workload(workload, budget, setting)
             except remat.InfeasibleBudget as error:
                 report.judge(f"{budget}: a plan", "there is one", str(error), False)
                 continue
-            told = facts(gm)
-            step(gm, work)  # libraries take their workspaces
-            found = _peaks(gm, work, device)
-            predicted = _int(told["predicted_peak_bytes"])
-            share = found.requested_bytes / predicted
+            predicted = plan_figures(gm)
+            run_step(gm, workload)  # libraries take their workspaces
+            measured = _peaks(gm, workload, device)
+            predicted_bytes = _int(predicted["predicted_peak_bytes"])
+            share = measured.requested_bytes / predicted_bytes
             report.judge(
                 f"{budget}: requested",
-                f"0.98 to 1 of the predicted {format_bytes(predicted)}",
+                f"0.98 to 1 of the predicted {format_bytes(predicted_bytes)}",
                 f"{share:.4f}",
                 0.98 <= share <= 1,
-                **told,
-                **vars(found),
+                **predicted,
+                **vars(measured),
             )
-            _judge_allocated(report, f"{budget}: allocated", told, found, is_expandable)
+            _judge_allocated(report, f"{budget}: allocated", predicted, measured, is_expandable)
             del gm
 
     return run
 
 
-def _peaks(gm: remat.RematModule, work: Workload, device: torch.device) -> Peaks:
-    work.model.zero_grad(set_to_none=True)
-    settle(device)
-    return peaks(lambda: step(gm, work), device, resident(work))
+def _peaks(gm: remat.RematModule, workload: Workload, device: torch.device) -> StepPeaks:
+    workload.model.zero_grad(set_to_none=True)
+    free_unused_memory(device)
+    return measure_peaks(lambda: run_step(gm, workload), device, resident_tensors(workload))
 
 
 def _judge_allocated(
-    report: Report, what: str, told: dict[str, object], found: Peaks, is_expandable: bool
+    report: Report, subject: str, predicted: dict[str, object], measured: StepPeaks, is_expandable: bool
 ) -> None:
-    limit_bytes = _int(told["budget_bytes"])
-    want = f"at most the budget of {format_bytes(limit_bytes)}"
-    if found.allocated_bytes is None or found.reserved_bytes is None:
-        report.skip(what, want, "a CPU's allocator keeps no count")
+    limit_bytes = _int(predicted["budget_bytes"])
+    requirement = f"at most the budget of {format_bytes(limit_bytes)}"
+    if measured.allocated_bytes is None or measured.reserved_bytes is None:
+        report.skip(subject, requirement, "a CPU's allocator keeps no count")
         return
-    text = (
-        f"{format_bytes(found.allocated_bytes)} ({found.allocated_bytes / limit_bytes:.4f}), "
-        f"reserved {format_bytes(found.reserved_bytes)}, {found.retries} retries"
+    observed = (
+        f"{format_bytes(measured.allocated_bytes)} ({measured.allocated_bytes / limit_bytes:.4f}), "
+        f"reserved {format_bytes(measured.reserved_bytes)}, {measured.retries} retries"
     )
     prefix = "expandable_" if is_expandable else ""
-    foreseen = told["stats"]
-    assert isinstance(foreseen, dict)
+    predicted_stats = predicted["stats"]
+    assert isinstance(predicted_stats, dict)
     for kind in ("allocated", "reserved"):
-        if (size := foreseen.get(f"{prefix}{kind}_peak_bytes")) is not None:
-            text += f"; {format_bytes(int(size))} {kind} foreseen"
+        if (size := predicted_stats.get(f"{prefix}{kind}_peak_bytes")) is not None:
+            observed += f"; {format_bytes(int(size))} {kind} foreseen"
     if is_expandable:
-        report.judge(what, want, text, found.allocated_bytes <= limit_bytes)
+        report.judge(subject, requirement, observed, measured.allocated_bytes <= limit_bytes)
     else:
-        report.tell(what, text)
+        report.info(subject, observed)
 
 
-def hard_limit(make: Make) -> Callable[[Setting, Report], None]:
+def check_hard_limit(build_workload: WorkloadBuilder) -> Callable[[Setting, Report], None]:
     """Step 4 for one model: three steps at 60% where the device has no more than 1.05 of that."""
 
     def run(setting: Setting, report: Report) -> None:
         torch.manual_seed(0)
-        work, device = make(setting), setting.device
-        report.tell("model", work.size)
-        gm = planned(work, "60%", setting)
-        limit_bytes = int(1.05 * _int(facts(gm)["budget_bytes"]))
-        settle(device)
-        what, want = "60%, where the device has 1.05 of that", "no out-of-memory error"
-        with capped(device, limit_bytes):
+        workload, device = build_workload(setting), setting.device
+        report.info("model", workload.size)
+        gm = optimize_workload(workload, "60%", setting)
+        limit_bytes = int(1.05 * _int(plan_figures(gm)["budget_bytes"]))
+        free_unused_memory(device)
+        subject, requirement = "60%, where the device has 1.05 of that", "no out-of-memory error"
+        with memory_limit(device, limit_bytes):
             try:
                 for _ in range(2):
-                    step(gm, work)
-                found = _peaks(gm, work, device)
+                    run_step(gm, workload)
+                measured = _peaks(gm, workload, device)
             except torch.OutOfMemoryError as error:
-                report.judge(what, want, str(error)[:300], False, **facts(gm))
+                report.judge(subject, requirement, str(error)[:300], False, **plan_figures(gm))
                 return
         retries = _retries(device)
         report.judge(
-            what, want, f"three steps, {retries} retries", True, **facts(gm), **vars(found)
+            subject, requirement, f"three steps, {retries} retries", True, **plan_figures(gm), **vars(measured)
         )
 
     return run
@@ -188,7 +195,7 @@ def _retries(device: torch.device) -> int:
     return torch.cuda.memory_stats(device)["num_alloc_retries"] if is_cuda(device) else 0
 
 
-def first_process(make: Make) -> Callable[[Setting, Report], None]:
+def fill_cost_cache(build_workload: WorkloadBuilder) -> Callable[[Setting, Report], None]:
     """Step 10, first half: a process that fills a cost cache."""
 
     def run(setting: Setting, report: Report) -> None:
@@ -196,31 +203,31 @@ def first_process(make: Make) -> Callable[[Setting, Report], None]:
         torch.backends.cudnn.benchmark = True
         cache = _cache(setting)
         cache.unlink(missing_ok=True)
-        gm = planned(make(setting), "60%", setting, cache=str(cache))
-        report.judge("a cost cache", "written", str(cache.name), cache.exists(), **facts(gm))
+        gm = optimize_workload(build_workload(setting), "60%", setting, cache=str(cache))
+        report.judge("a cost cache", "written", str(cache.name), cache.exists(), **plan_figures(gm))
 
     return run
 
 
-def second_process(make: Make) -> Callable[[Setting, Report], None]:
+def check_warm_process(build_workload: WorkloadBuilder) -> Callable[[Setting, Report], None]:
     """Step 10, second half: the first step of a process that measures nothing."""
 
     def run(setting: Setting, report: Report) -> None:
-        what, want = "the first step with a warm cost cache", "within the budget"
+        subject, requirement = "the first step with a warm cost cache", "within the budget"
         cache = _cache(setting)
         if not cache.exists():
-            report.skip(what, want, "no cost cache: its first part did not finish")
+            report.skip(subject, requirement, "no cost cache: its first part did not finish")
             return
         torch.manual_seed(0)
         torch.backends.cudnn.benchmark = True
-        work, device = make(setting), setting.device
-        gm = planned(work, "60%", setting, cache=str(cache))
-        found = _peaks(gm, work, device)  # no step before it
-        told = facts(gm)
-        limit_bytes = _int(told["budget_bytes"])
-        size = found.requested_bytes if found.allocated_bytes is None else found.allocated_bytes
-        text = f"{format_bytes(size)} ({size / limit_bytes:.4f} of it)"
-        report.judge(what, want, text, size <= limit_bytes, **told, **vars(found))
+        workload, device = build_workload(setting), setting.device
+        gm = optimize_workload(workload, "60%", setting, cache=str(cache))
+        measured = _peaks(gm, workload, device)  # no step before it
+        predicted = plan_figures(gm)
+        limit_bytes = _int(predicted["budget_bytes"])
+        size = measured.requested_bytes if measured.allocated_bytes is None else measured.allocated_bytes
+        observed = f"{format_bytes(size)} ({size / limit_bytes:.4f} of it)"
+        report.judge(subject, requirement, observed, size <= limit_bytes, **predicted, **vars(measured))
 
     return run
 

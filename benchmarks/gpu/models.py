@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from benchmarks.gpu.setting import Setting
-from benchmarks.workloads import Workload
+from benchmarks.models.workloads import Workload
 
 HALF = torch.bfloat16
 
 
-def _work(
+def _to_workload(
     setting: Setting,
     size: str,
     model: nn.Module,
@@ -55,7 +55,7 @@ def gpt2(
         batch["attention_mask"] = torch.ones(rows, tokens, dtype=torch.long)
         batch["attention_mask"][:, tokens - tokens // 4 :] = 0
     size = f"GPT-2, {layers} layers of width {width}, {rows} x {tokens} tokens, dropout {dropout:g}"
-    return _work(
+    return _to_workload(
         setting, size, GPT2LMHeadModel(config), batch,
         lambda model: list(model.get_submodule("transformer.h").children()), half,
     )  # fmt: skip
@@ -74,7 +74,7 @@ def bert(setting: Setting, *, rows: int = 8, tokens: int = 512) -> Workload:
     ids = torch.randint(0, vocabulary, (rows, tokens))
     seen = torch.ones(rows, tokens, dtype=torch.long)
     seen[:, tokens - tokens // 4 :] = 0
-    return _work(
+    return _to_workload(
         setting, f"BERT, {layers} layers of width {width}, {rows} x {tokens} tokens",
         BertForMaskedLM(config), {"input_ids": ids, "labels": ids, "attention_mask": seen},
         lambda model: list(model.get_submodule("bert.encoder.layer").children()), False,
@@ -95,7 +95,7 @@ def llama(setting: Setting, *, rows: int = 2, tokens: int = 2048) -> Workload:
         eos_token_id=2,
     )  # fmt: skip
     ids = torch.randint(0, vocabulary, (rows, tokens))
-    return _work(
+    return _to_workload(
         setting, f"Llama, {layers} layers of width {width}, {rows} x {tokens} tokens",
         LlamaForCausalLM(config), {"input_ids": ids, "labels": ids},
         lambda model: list(model.get_submodule("model.layers").children()), True,
@@ -126,7 +126,7 @@ def resnet50(setting: Setting, *, rows: int, half: bool = False) -> Workload:
         return [m for m in model.modules() if type(m).__name__ == "ResNetBottleNeckLayer"]
 
     size = f"ResNet, bottleneck layers {depths}, {rows} x 3 x {side} x {side}"
-    return _work(setting, size, ResNetForImageClassification(config), batch, blocks, half)
+    return _to_workload(setting, size, ResNetForImageClassification(config), batch, blocks, half)
 
 
 def vit(setting: Setting, *, rows: int = 64) -> Workload:
@@ -146,7 +146,7 @@ def vit(setting: Setting, *, rows: int = 64) -> Workload:
         return [m for m in model.modules() if type(m).__name__ == "ViTLayer"]
 
     size = f"ViT, {layers} layers of width {width}, {rows} x 3 x {side} x {side}"
-    return _work(setting, size, ViTForImageClassification(config), batch, blocks, True)
+    return _to_workload(setting, size, ViTForImageClassification(config), batch, blocks, True)
 
 
 class Positional(nn.Module):

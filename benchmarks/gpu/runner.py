@@ -1,7 +1,7 @@
-"""Runs parts, each in a process that may crash, hang or run out of memory: that is a result.
+"""Runner of the acceptance run: each part in a process, whose crash or timeout is a result.
 
-What a part found is kept in a folder as soon as it ends, and a part that has finished is not run
-again: a run that was interrupted goes on where it stopped.
+The checks of a part are stored in a folder as soon as it ends. A part that has finished is not
+repeated, so that an interrupted run resumes where it stopped.
 """
 
 from __future__ import annotations
@@ -17,35 +17,34 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.gpu import lines
-from benchmarks.gpu.lines import Line
 from benchmarks.gpu.steps import Part
+from benchmarks.gpu.verdicts import Check, Verdict, read_checks
 
 ROOT = Path(__file__).parents[2]
 
 FINISHED = "finished"
 NO_TIME = "not run: no time is left"
 
-LEAST_S = 10.0
-"""With less time than this no process is begun."""
+MIN_PART_S = 10.0
+"""Remaining seconds below which no further process is started."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a part found, and how its process ended."""
+    """The checks of one part, and how its process ended."""
 
     step: int
     name: str
     ended: str
     seconds: float
-    lines: tuple[Line, ...]
+    checks: tuple[Check, ...]
 
-    def rows(self) -> list[Line]:
-        """Its lines, and one for a process that did not finish."""
+    def rows(self) -> list[Check]:
+        """Return the part's checks, and one more if its process did not finish."""
         if self.ended == FINISHED:
-            return list(self.lines)
-        kind = "skipped" if self.ended == NO_TIME else "missed"
-        return [*self.lines, Line("the process", "finishes", self.ended, kind)]
+            return list(self.checks)
+        verdict: Verdict = "skipped" if self.ended == NO_TIME else "missed"
+        return [*self.checks, Check("the process", "finishes", self.ended, verdict)]
 
 
 def run_all(
@@ -54,56 +53,61 @@ def run_all(
     limit_s: float,
     *,
     dry: bool = False,
-    again: bool = False,
-    tell: Callable[[Result], None] = lambda result: None,
+    repeat: bool = False,
+    on_result: Callable[[Result], None] = lambda result: None,
 ) -> list[Result]:
-    """Run parts one after the other until `limit_s` seconds are over. `again` repeats what has
-    finished before."""
+    """Run parts one after the other until `limit_s` seconds are over.
+
+    A part that finished in an earlier run is read from `folder`, unless `repeat` is set.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + limit_s
     results = []
     for part in parts:
-        result = None if again else _kept(folder / f"{part.key}.json")
+        result = None if repeat else _read_finished(folder / f"{part.key}.json")
         if result is None:
-            left_s = deadline - time.monotonic()
-            result = _run(part, folder, left_s, dry)
+            result = _run(part, folder, deadline - time.monotonic(), dry)
             if result.ended != NO_TIME:
                 (folder / f"{part.key}.json").write_text(json.dumps(asdict(result), indent=1))
-        tell(result)
+        on_result(result)
         results.append(result)
     return results
 
 
-def _kept(path: Path) -> Result | None:
+def _read_finished(path: Path) -> Result | None:
+    """Return the stored result of a part; None if there is none, or the part did not finish."""
     if not path.exists():
         return None
-    found = json.loads(path.read_text())
-    if found["ended"] != FINISHED:
+    fields = json.loads(path.read_text())
+    if fields["ended"] != FINISHED or "checks" not in fields:  # "lines" in earlier versions
         return None
-    return Result(**found | {"lines": tuple(Line(**line) for line in found["lines"])})
+    return Result(**fields | {"checks": tuple(Check(**check) for check in fields["checks"])})
 
 
-def _run(part: Part, folder: Path, left_s: float, dry: bool) -> Result:
-    if left_s < LEAST_S:
+def _run(part: Part, folder: Path, remaining_s: float, dry: bool) -> Result:
+    """Run one part in a process of its own, within the remaining seconds."""
+    if remaining_s < MIN_PART_S:
         return Result(part.step, part.name, NO_TIME, 0.0, ())
-    found = folder / f"{part.key}.jsonl"
-    found.unlink(missing_ok=True)
+    checks_path = folder / f"{part.key}.jsonl"
+    checks_path.unlink(missing_ok=True)
     command = [sys.executable, "-m", "benchmarks.gpu.child", part.key, str(folder.resolve())]
     start = time.monotonic()
-    limit_s = min(part.limit_s, left_s)
+    limit_s = min(part.limit_s, remaining_s)
     log = folder / f"{part.key}.log"
-    ended = end_of(command + ["--dry"] * dry, limit_s, log, part.env)
+    ended = run_command(command + ["--dry"] * dry, limit_s, log, part.env)
     if ended != FINISHED and limit_s < part.limit_s and time.monotonic() - start >= limit_s:
         ended = NO_TIME
     seconds = round(time.monotonic() - start, 1)
-    return Result(part.step, part.name, ended, seconds, tuple(lines.read(found)))
+    return Result(part.step, part.name, ended, seconds, tuple(read_checks(checks_path)))
 
 
-def end_of(
+def run_command(
     command: Sequence[str], limit_s: float, log: Path, env: Mapping[str, str] | None = None
 ) -> str:
-    """Run a command with its output in a file, and say how it ended. After `limit_s` seconds it is
-    killed, with what it has started."""
+    """Run a command with its output in `log`, and return in words how it ended.
+
+    After `limit_s` seconds the command and its child processes are killed.
+    """
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
@@ -126,5 +130,5 @@ def end_of(
         return FINISHED
     if code < 0:
         return f"killed by {signal.Signals(-code).name}"
-    said = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return f"exit code {code}: {said[-1][:300] if said else 'it said nothing'}"
+    output_lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return f"exit code {code}: {output_lines[-1][:300] if output_lines else 'no output'}"

@@ -1,5 +1,4 @@
-"""Where the run takes place: on a GPU at full size, or on a CPU with tiny sizes, to see that it
-works."""
+"""Setting of the acceptance run: a GPU with full sizes, or a CPU with tiny sizes (dry run)."""
 
 from __future__ import annotations
 
@@ -14,8 +13,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Setting:
-    """A device and sizes: all in which a dry run differs. `folder` is for what parts leave for
-    others; `part` names the part that runs."""
+    """Device and sizes of the run.
+
+    `folder` holds files that one part writes and another one reads; `part` names the running part.
+    """
 
     folder: Path
     dry: bool = False
@@ -23,18 +24,18 @@ class Setting:
 
     @property
     def device(self) -> torch.device:
-        """The first GPU; in a dry run the CPU."""
+        """The first GPU, or the CPU in a dry run."""
         return torch.device("cpu") if self.dry else torch.device("cuda", 0)
 
     @property
     def costs(self) -> str:
-        """A cost cache for all parts, beside their results."""
+        """The path of the cost cache that all parts share."""
         return str(self.folder / "costs.sqlite")
 
     def sized(self, full: T, dry: T) -> T:
-        """Of two sizes the one that fits the device."""
+        """Return `full` on a GPU, and `dry` in a dry run."""
         return dry if self.dry else full
 
     def solve_s(self, full: float) -> float:
-        """A time limit for a solve."""
+        """Return the time limit of a solve: `full` seconds, or 2 in a dry run."""
         return self.sized(full, 2.0)

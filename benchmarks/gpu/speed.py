@@ -10,98 +10,110 @@ import torch._dynamo
 from torch import nn
 
 import remat
-from benchmarks.gpu.device import graphed, interleaved, is_cuda, peaks, settle
-from benchmarks.gpu.lines import Report
-from benchmarks.gpu.memory import facts, planned
+from benchmarks.gpu.device import (
+    free_unused_memory,
+    interleaved_step_times,
+    is_cuda,
+    make_cuda_graphs,
+    measure_peaks,
+)
+from benchmarks.gpu.memory import optimize_workload, plan_figures
 from benchmarks.gpu.models import Positional
 from benchmarks.gpu.setting import Setting
-from benchmarks.measuring import resident
-from benchmarks.methods import Method, attempt, per_block, step, torch_budget
-from benchmarks.workloads import Workload
+from benchmarks.gpu.verdicts import Report
+from benchmarks.harness.measurement import resident_tensors
+from benchmarks.harness.methods import (
+    Method,
+    per_block_method,
+    run_step,
+    torch_budget_method,
+    try_method,
+)
+from benchmarks.models.workloads import Workload
 from remat.limits.units import format_bytes
 
-Make = Callable[[Setting], Workload]
+WorkloadBuilder = Callable[[Setting], Workload]
 Times = dict[str, list[float]]
 
 
-def ratio(times: Times, name: str, to: str) -> float:
+def time_ratio(times: Times, name: str, to: str) -> float:
     """The median of the ratios within a round."""
     return statistics.median(a / b for a, b in zip(times[name], times[to], strict=True))
 
 
-def told(times: Times, name: str) -> str:
+def median_ms(times: Times, name: str) -> str:
     """A step's median."""
     return f"{statistics.median(times[name]) * 1e3:.2f} ms"
 
 
-def keeping_all(make: Make, limit: float) -> Callable[[Setting, Report], None]:
+def check_keep_all(build_workload: WorkloadBuilder, limit: float) -> Callable[[Setting, Report], None]:
     """Step 6 for one size: "100%" and CUDA graphs beside eager mode."""
 
     def run(setting: Setting, report: Report) -> None:
         torch.manual_seed(0)
-        work, device = make(setting), setting.device
-        report.tell("model", work.size)
-        gm = planned(work, "100%", setting)
+        workload, device = build_workload(setting), setting.device
+        report.info("model", workload.size)
+        gm = optimize_workload(workload, "100%", setting)
         rounds, steps = setting.sized((15, 10), (2, 1))
-        sides = _sides({"eager": work.model, "remat": gm}, work)
-        times = interleaved(sides, device, rounds, steps)
-        found = ratio(times, "remat", "eager")
-        text = f"{found:.3f} of eager's {told(times, 'eager')}"
-        report.judge("100%", f"<= {limit:g} of eager", text, found <= limit, times=times)
-        names, args = tuple(work.batch), tuple(work.batch.values())
-        own = planned(work, "100%", setting, cuda_graphs=True)
-        module = graphed(Positional(own, names), args, device)
-        sides["graphed"] = lambda: _positional_step(module, args, work)
-        times = interleaved(sides, device, rounds, steps)
-        found, want = ratio(times, "graphed", "eager"), "< 1 of eager"
+        steps_by_name = _sides({"eager": workload.model, "remat": gm}, workload)
+        times = interleaved_step_times(steps_by_name, device, rounds, steps)
+        found = time_ratio(times, "remat", "eager")
+        observed = f"{found:.3f} of eager's {median_ms(times, 'eager')}"
+        report.judge("100%", f"<= {limit:g} of eager", observed, found <= limit, times=times)
+        names, args = tuple(workload.batch), tuple(workload.batch.values())
+        remat_extra = optimize_workload(workload, "100%", setting, cuda_graphs=True)
+        module = make_cuda_graphs(Positional(remat_extra, names), args, device)
+        steps_by_name["graphed"] = lambda: _positional_step(module, args, workload)
+        times = interleaved_step_times(steps_by_name, device, rounds, steps)
+        found, requirement = time_ratio(times, "graphed", "eager"), "< 1 of eager"
         if is_cuda(device):
-            text = f"{found:.3f} of eager's {told(times, 'eager')}"
-            report.judge("100% as CUDA graphs", want, text, found < 1, times=times)
+            observed = f"{found:.3f} of eager's {median_ms(times, 'eager')}"
+            report.judge("100% as CUDA graphs", requirement, observed, found < 1, times=times)
         else:
-            report.skip("100% as CUDA graphs", want, "a CPU has none: it ran without")
+            report.skip("100% as CUDA graphs", requirement, "a CPU has none: it ran without")
 
     return run
 
 
-def _positional_step(module: nn.Module, args: tuple[torch.Tensor, ...], work: Workload) -> None:
-    work.model.zero_grad(set_to_none=True)
-    with work.precision():
+def _positional_step(module: nn.Module, args: tuple[torch.Tensor, ...], workload: Workload) -> None:
+    workload.model.zero_grad(set_to_none=True)
+    with workload.autocast_context():
         loss = module(*args)
     loss.backward()
 
 
-def predicted(make: Make) -> Callable[[Setting, Report], None]:
+def check_predicted_times(build_workload: WorkloadBuilder) -> Callable[[Setting, Report], None]:
     """Step 7 for one model: seconds and overhead, as the plan has them and as they are."""
 
     def run(setting: Setting, report: Report) -> None:
         torch.manual_seed(0)
-        work = make(setting)
-        report.tell("model", work.size)
+        workload = build_workload(setting)
+        report.info("model", workload.size)
         modules: dict[str, remat.RematModule] = {}
         for budget in ("100%", "70%", "50%"):
             try:
-                modules[budget] = planned(work, budget, setting, solve_s=15.0)
+                modules[budget] = optimize_workload(workload, budget, setting, solve_s=15.0)
             except remat.InfeasibleBudget as error:
                 report.judge(f"{budget}: a plan", "there is one", str(error), False)
         rounds, steps = setting.sized((9, 5), (2, 1))
-        times = interleaved(_sides(modules, work), setting.device, rounds, steps)
+        times = interleaved_step_times(_sides(modules, workload), setting.device, rounds, steps)
         for budget, gm in modules.items():
             plan = gm.plan
             assert plan is not None
             launch_s = float(plan.stats.get("launch_s", 0.0))
-            predicted_s, found_s = max(plan.time_s, launch_s), statistics.median(times[budget])
+            predicted_s, measured_s = max(plan.time_s, launch_s), statistics.median(times[budget])
             report.judge(
                 f"{budget}: step",
                 f"{predicted_s * 1e3:.2f} ms, within 5%",
-                f"{found_s * 1e3:.2f} ms ({predicted_s / found_s - 1:+.1%} predicted)",
-                abs(predicted_s / found_s - 1) <= 0.05,
-                **facts(gm),
+                f"{measured_s * 1e3:.2f} ms ({predicted_s / measured_s - 1:+.1%} predicted)",
+                abs(predicted_s / measured_s - 1) <= 0.05,
+                **plan_figures(gm),
                 device_s=plan.time_s,
                 launch_s=launch_s,
                 step_s=times[budget],
             )
             if budget != "100%":
-                extra = ratio(times, budget, "100%") - 1
+                extra = time_ratio(times, budget, "100%") - 1
                 report.judge(
                     f"{budget}: overhead",
                     f"{plan.overhead:+.1%}, within 3 points",
@@ -112,82 +124,86 @@ def predicted(make: Make) -> Callable[[Setting, Report], None]:
     return run
 
 
-def beside_others(make: Make) -> Callable[[Setting, Report], None]:
+def compare_methods(build_workload: WorkloadBuilder) -> Callable[[Setting, Report], None]:
     """Step 8 for one model: extra time at the peak of per-block checkpointing; then torch.compile
     and torch's own budget, which may take long or fail."""
 
     def run(setting: Setting, report: Report) -> None:
         torch.manual_seed(0)
-        work, device = make(setting), setting.device
-        report.tell("model", work.size)
-        blocks = per_block(work)
-        assert blocks.module is not None
-        peak_bytes = _peak(blocks.module, work, device)
-        gm = planned(work, peak_bytes, setting, solve_s=30.0)
+        workload, device = build_workload(setting), setting.device
+        report.info("model", workload.size)
+        per_block = per_block_method(workload)
+        assert per_block.module is not None
+        peak_bytes = _peak(per_block.module, workload, device)
+        gm = optimize_workload(workload, peak_bytes, setting, solve_s=30.0)
         modules: dict[str, nn.Module] = {
-            "eager": work.model,
-            "per-block": blocks.module,
+            "eager": workload.model,
+            "per-block": per_block.module,
             "remat": gm,
         }
-        found_bytes = {name: _peak(module, work, device) for name, module in modules.items()}
+        peak_bytes_by_name = {name: _peak(module, workload, device) for name, module in modules.items()}
         rounds, steps = setting.sized((9, 2), (2, 1))
-        times = interleaved(_sides(modules, work), device, rounds, steps)
+        times = interleaved_step_times(_sides(modules, workload), device, rounds, steps)
         for name in modules:
-            extra = ratio(times, name, "eager") - 1
-            report.tell(
+            extra = time_ratio(times, name, "eager") - 1
+            report.info(
                 name,
-                f"{told(times, name)} ({extra:+.1%}), {format_bytes(found_bytes[name])}",
+                f"{median_ms(times, name)} ({extra:+.1%}), {format_bytes(peak_bytes_by_name[name])}",
                 step_s=times[name],
-                requested_bytes=found_bytes[name],
+                requested_bytes=peak_bytes_by_name[name],
             )
-        share = found_bytes["remat"] / peak_bytes
+        share = peak_bytes_by_name["remat"] / peak_bytes
         report.judge("remat's peak", "at most per-block's", f"{share:.4f} of it", share <= 1)
-        theirs, own = (ratio(times, name, "eager") - 1 for name in ("per-block", "remat"))
+        per_block_extra, remat_extra = (time_ratio(times, name, "eager") - 1 for name in ("per-block", "remat"))
         report.judge(
             "extra time at per-block's peak",
             "<= 0.75 of per-block's",
-            f"{own:+.1%} against {theirs:+.1%}",
-            own <= 0.75 * theirs,
-            **facts(gm),
+            f"{remat_extra:+.1%} against {per_block_extra:+.1%}",
+            remat_extra <= 0.75 * per_block_extra,
+            **plan_figures(gm),
         )
-        del modules, gm, blocks
+        del modules, gm, per_block
         for share in (1.0, 0.5):
-            _compiled(setting, report, work, share)
+            _compiled(setting, report, workload, share)
 
     return run
 
 
-def _compiled(setting: Setting, report: Report, work: Workload, share: float) -> None:
+def _compiled(setting: Setting, report: Report, workload: Workload, share: float) -> None:
     """torch.compile with torch's activation memory budget; 1 is what it does by default."""
     name = "torch.compile" if share == 1 else f"torch.compile, budget {share:g}"
     torch._dynamo.reset()
-    settle(setting.device)
+    free_unused_memory(setting.device)
     backend = setting.sized("inductor", "aot_eager_decomp_partition")
-    method: Method = attempt(name, lambda: torch_budget(work, share, backend))
+    method: Method = try_method(name, lambda: torch_budget_method(workload, share, backend))
     if method.module is None:
-        report.tell(name, f"failed: {method.failure[:200]}")
+        report.info(name, f"failed: {method.failure[:200]}")
         return
-    modules = {"eager": work.model, name: method.module}
+    modules = {"eager": workload.model, name: method.module}
     rounds, steps = setting.sized((5, 2), (1, 1))
-    times = interleaved(_sides(modules, work), setting.device, rounds, steps)
-    extra = ratio(times, name, "eager") - 1
-    text = f"{told(times, name)} ({extra:+.1%})"
+    times = interleaved_step_times(_sides(modules, workload), setting.device, rounds, steps)
+    extra = time_ratio(times, name, "eager") - 1
+    observed = f"{median_ms(times, name)} ({extra:+.1%})"
     figures: dict[str, object] = {"step_s": times[name], **method.setup_s}
     if is_cuda(setting.device):  # on a CPU nobody counts what compiled code takes
-        figures["requested_bytes"] = size = _peak(method.module, work, setting.device)
-        text += f", {format_bytes(size)}"
-    report.tell(name, text, **figures)
+        figures["requested_bytes"] = size = _peak(method.module, workload, setting.device)
+        observed += f", {format_bytes(size)}"
+    report.info(name, observed, **figures)
 
 
-def _sides(modules: Mapping[str, nn.Module], work: Workload) -> dict[str, Callable[[], object]]:
-    return {name: (lambda module=module: step(module, work)) for name, module in modules.items()}
+def _sides(modules: Mapping[str, nn.Module], workload: Workload) -> dict[str, Callable[[], object]]:
+    return {
+        name: (lambda module=module: run_step(module, workload)) for name, module in modules.items()
+    }
 
 
-def _peak(module: nn.Module, work: Workload, device: torch.device) -> int:
+def _peak(module: nn.Module, workload: Workload, device: torch.device) -> int:
     """Requested bytes of a warm step."""
-    step(module, work)
-    work.model.zero_grad(set_to_none=True)
-    settle(device)
-    found = peaks(lambda: step(module, work), device, resident(work)).requested_bytes
-    work.model.zero_grad(set_to_none=True)
+    run_step(module, workload)
+    workload.model.zero_grad(set_to_none=True)
+    free_unused_memory(device)
+    found = measure_peaks(
+        lambda: run_step(module, workload), device, resident_tensors(workload)
+    ).requested_bytes
+    workload.model.zero_grad(set_to_none=True)
     return found

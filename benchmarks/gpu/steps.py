@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
-from benchmarks.gpu import marked, memory, models, numbers, speed
-from benchmarks.gpu.lines import Report
+from benchmarks.gpu import correctness, marked_tests, memory, models, speed
 from benchmarks.gpu.setting import Setting
-from benchmarks.workloads import Workload
+from benchmarks.gpu.verdicts import Report
+from benchmarks.models.workloads import Workload
 
 Run = Callable[[Setting, Report], None]
-Make = Callable[[Setting], Workload]
+WorkloadBuilder = Callable[[Setting], Workload]
 
 TITLES = {
     0: "the tests marked gpu",
@@ -51,57 +51,70 @@ def _segments(is_expandable: bool) -> dict[str, str]:
     return {"PYTORCH_CUDA_ALLOC_CONF": value, "PYTORCH_ALLOC_CONF": value}
 
 
-_MEASURED: dict[str, Make] = {
+_MEASURED: dict[str, WorkloadBuilder] = {
     "gpt2-fp32": partial(models.gpt2, layers=2),
     "gpt2-bf16": partial(models.gpt2, layers=2, half=True),
     "gpt2-bf16-mask": partial(models.gpt2, layers=2, half=True, mask=True),
     "bert-fp32": models.bert,
 }
-_PLANNED: dict[str, Make] = {
+_PLANNED: dict[str, WorkloadBuilder] = {
     "gpt2": partial(models.gpt2, layers=6, width=512, rows=8),
     "resnet50": partial(models.resnet50, rows=64),
     "vit-bf16": models.vit,
 }
-_SMALL: Make = partial(models.gpt2, half=True, rows=1, tokens=64)
-_LARGE: Make = partial(models.gpt2, half=True, rows=16, tokens=1024)
-_RESNET: Make = partial(models.resnet50, rows=128, half=True)
+_SMALL: WorkloadBuilder = partial(models.gpt2, half=True, rows=1, tokens=64)
+_LARGE: WorkloadBuilder = partial(models.gpt2, half=True, rows=16, tokens=1024)
+_RESNET: WorkloadBuilder = partial(models.resnet50, rows=128, half=True)
 
 
 def _parts() -> list[Part]:
     parts = [
-        Part(0, file.stem.removeprefix("test_"), marked.tests(file), 240.0)
-        for file in marked.files()
+        Part(0, file.stem.removeprefix("test_"), marked_tests.run_marked_tests(file), 240.0)
+        for file in marked_tests.marked_files()
     ]
-    parts += [Part(1, name, numbers.measured(make)) for name, make in _MEASURED.items()]
-    parts += [Part(2, "products", memory.libraries, 60.0)]
+    parts += [
+        Part(1, name, correctness.check_all_measured(build_workload)) for name, build_workload in _MEASURED.items()
+    ]
+    parts += [Part(2, "products", memory.check_library_workspaces, 60.0)]
     for is_expandable in (False, True):
         kind = "expandable" if is_expandable else "default"
-        for name, make in _PLANNED.items():
+        for name, build_workload in _PLANNED.items():
             parts += [
                 Part(
-                    3, f"{name}-{kind}", memory.budgets(make, is_expandable),
+                    3, f"{name}-{kind}", memory.check_predicted_bytes(build_workload, is_expandable),
                     env=_segments(is_expandable),
                 ),
-                Part(4, f"{name}-{kind}", memory.hard_limit(make), env=_segments(is_expandable)),
+                Part(4, f"{name}-{kind}", memory.check_hard_limit(build_workload), env=_segments(is_expandable)),
             ]  # fmt: skip
     parts += [
-        Part(5, "gpt2-dropout", numbers.as_eager(partial(models.gpt2, rows=4), "min", replays=10)),
-        Part(5, "resnet50", numbers.as_eager(partial(models.resnet50, rows=16), "60%")),
-        Part(6, "gpt2-1x64", speed.keeping_all(_SMALL, 1.05)),
-        Part(6, "gpt2-16x1024", speed.keeping_all(_LARGE, 1.02)),
-        Part(7, "gpt2-bf16", speed.predicted(partial(models.gpt2, half=True, tokens=1024)), 150.0),
-        Part(7, "resnet50-bf16", speed.predicted(_RESNET), 150.0),
-        Part(8, "gpt2-16x1024", speed.beside_others(_LARGE), 240.0),
-        Part(8, "resnet50-b128", speed.beside_others(_RESNET), 240.0),
-        Part(8, "llama-1b-2x2048", speed.beside_others(models.llama), 300.0),
+        Part(
+            5,
+            "gpt2-dropout",
+            correctness.check_equals_eager(partial(models.gpt2, rows=4), "min", replays=10),
+        ),
+        Part(
+            5, "resnet50", correctness.check_equals_eager(partial(models.resnet50, rows=16), "60%")
+        ),
+        Part(6, "gpt2-1x64", speed.check_keep_all(_SMALL, 1.05)),
+        Part(6, "gpt2-16x1024", speed.check_keep_all(_LARGE, 1.02)),
+        Part(
+            7,
+            "gpt2-bf16",
+            speed.check_predicted_times(partial(models.gpt2, half=True, tokens=1024)),
+            150.0,
+        ),
+        Part(7, "resnet50-bf16", speed.check_predicted_times(_RESNET), 150.0),
+        Part(8, "gpt2-16x1024", speed.compare_methods(_LARGE), 240.0),
+        Part(8, "resnet50-b128", speed.compare_methods(_RESNET), 240.0),
+        Part(8, "llama-1b-2x2048", speed.compare_methods(models.llama), 300.0),
     ]
     for dropout in (0.0, 0.1):
-        make = partial(models.gpt2, layers=4, rows=4, tokens=256, dropout=dropout)
-        parts.append(Part(9, f"gpt2-dropout-{dropout:g}", numbers.graphs(make)))
-    warm: Make = partial(models.resnet50, rows=64)
+        build_workload = partial(models.gpt2, layers=4, rows=4, tokens=256, dropout=dropout)
+        parts.append(Part(9, f"gpt2-dropout-{dropout:g}", correctness.check_cuda_graphs(build_workload)))
+    warm: WorkloadBuilder = partial(models.resnet50, rows=64)
     parts += [
-        Part(10, "a-first-process", memory.first_process(warm), env=_segments(True)),
-        Part(10, "b-second-process", memory.second_process(warm), env=_segments(True)),
+        Part(10, "a-first-process", memory.fill_cost_cache(warm), env=_segments(True)),
+        Part(10, "b-second-process", memory.check_warm_process(warm), env=_segments(True)),
     ]
     return sorted(parts, key=lambda part: part.step)
 

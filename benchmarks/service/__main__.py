@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import machine, report
+from benchmarks.harness import machine, report
 from benchmarks.service import kill, load, overhead
 
 SECTIONS: dict[str, Callable[[Path, dict[str, str], Any], dict[str, Any]]] = {
@@ -52,7 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
                 found = SECTIONS[section](Path(folder), settings, options)
             result["sections"][section] = found
             print(section, *(f"  {key}: {value}" for key, value in found.items()), sep="\n")
-            report.write(options.out, f"service-{name}", result)
+            report.write_result(options.out, f"service-{name}", result)
     return 0
 
 

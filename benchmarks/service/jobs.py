@@ -20,7 +20,7 @@ def body(number: int) -> dict[str, Any]:
     return {"graph": chain(LENGTH, size=1000 + number), "budget": BUDGET}
 
 
-def expected() -> remat.Plan:
+def expected_plan() -> remat.Plan:
     """What every one of them must come to: sizes in proportion change no schedule."""
     graph = GraphRecord.model_validate_json(json.dumps(chain(LENGTH, size=1000))).graph()
     return remat.solve(graph, BUDGET)

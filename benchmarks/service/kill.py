@@ -22,7 +22,7 @@ _PATIENCE_S = 600.0
 
 def run(folder: Path, settings: dict[str, str], options: argparse.Namespace) -> dict[str, Any]:
     """Kill the server `options.kills` times, and as often its worker."""
-    plan = jobs.expected()
+    plan = jobs.expected_plan()
     chance = random.Random(options.seed)
     settings = {**settings, "REMAT_LEASE_S": _LEASE_S}
     server = servers.start(folder, "--workers", "2", port=None, **settings)

@@ -21,7 +21,7 @@ _PATIENCE_S = 1800.0
 
 def run(folder: Path, settings: dict[str, str], options: argparse.Namespace) -> dict[str, Any]:
     """Submit `options.jobs` jobs by `options.clients` clients, and look at them all the while."""
-    plan = jobs.expected()
+    plan = jobs.expected_plan()
     settings = {**settings, "REMAT_REQUESTS_PER_MINUTE": "1000000"}
     with servers.running(folder, "--workers", "2", **settings) as server:
         with server.http() as http:
@@ -33,7 +33,7 @@ def run(folder: Path, settings: dict[str, str], options: argparse.Namespace) -> 
         submitted_s = time.monotonic() - began
         assert len(set(made)) == options.jobs
         solving = threading.Event()
-        looks = _Looks(server, made, solving)
+        looks = _StatusPoller(server, made, solving)
         looks.start()
         with server.http() as http:
             for id in made:
@@ -68,7 +68,7 @@ def _submit(server: Server, numbers: range) -> list[str]:
         return found
 
 
-class _Looks(threading.Thread):
+class _StatusPoller(threading.Thread):
     """`GET /jobs/{id}`, one after the other, for as long as two solves run."""
 
     def __init__(self, server: Server, ids: list[str], over: threading.Event) -> None:

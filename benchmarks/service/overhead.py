@@ -13,9 +13,10 @@ from tests.helpers import server as servers
 
 import remat
 from remat.service.wire import Options, SolveRequest
+from remat.strategies import KeepAll
 
 _REPEATS = 7
-_STRATEGY = remat.KeepAll()
+_STRATEGY = KeepAll()
 _HEADERS = {
     "Content-Type": "application/json",
     "Content-Encoding": "gzip",

@@ -25,19 +25,19 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import machine
-from benchmarks.solver import baselines, graphs, peers, published
+from benchmarks.harness import machine
+from benchmarks.models.traced import TRACED_MODELS, default_cache
+from benchmarks.solver import baselines, peers, published, traced_graphs
 from benchmarks.solver.baseline_worker import NAMES
-from benchmarks.solver.record import Record
-from benchmarks.traced import SOURCES, default_cache
+from benchmarks.solver.record import ResultRecord
 
-SECTIONS: dict[str, Callable[[Record, argparse.Namespace], None]] = {
-    "published": published.published,
-    "random": published.layered,
-    "traced": graphs.traced,
-    "baselines": baselines.baselines,
-    "table2": baselines.table2,
-    "peers": peers.peers,
+SECTIONS: dict[str, Callable[[ResultRecord, argparse.Namespace], None]] = {
+    "published": published.run_published,
+    "random": published.run_random,
+    "traced": traced_graphs.run_traced,
+    "baselines": baselines.run_baselines,
+    "table2": baselines.run_table2,
+    "peers": peers.run_peers,
 }
 NEED_FILES = ("published", "random", "table2")
 PATHS = ("instances", "cache", "out")
@@ -56,12 +56,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         "machine": machine.describe(torch.device("cpu")),
         "options": {k: str(v) for k, v in vars(options).items() if k not in PATHS},
     }
-    record = Record(None if options.out == "none" else Path(options.out), name, head)
+    record = ResultRecord(None if options.out == "none" else Path(options.out), name, head)
     try:
         for section in options.sections:
             SECTIONS[section](record, options)
     except KeyboardInterrupt:
-        record.progress("interrupted; the rows above are kept")
+        record.print_progress("interrupted; the rows above are kept")
     if record.path is not None:
         print("\nwritten:", record.path)
     return 0
@@ -73,8 +73,14 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--sections", nargs="+", choices=list(SECTIONS), help="default: all that can run")
     add("--instances", type=Path, help="folder with the published graphs")
-    add("--models", nargs="+", choices=list(SOURCES), default=list(SOURCES), help="traced graphs")
-    add("--budgets", nargs="+", default=list(graphs.BUDGETS), help="of the traced graphs")
+    add(
+        "--models",
+        nargs="+",
+        choices=list(TRACED_MODELS),
+        default=list(TRACED_MODELS),
+        help="traced graphs",
+    )
+    add("--budgets", nargs="+", default=list(traced_graphs.BUDGETS), help="of the traced graphs")
     add("--cache", type=Path, default=default_cache(), help="folder with the traces")
     add("--gaps", nargs="+", type=float, default=[5e-5, 5e-4], help="asked for in `published`")
     add("--time-limit", type=float, default=180.0, help="seconds for a solve at most")

@@ -7,9 +7,9 @@ import json
 import sys
 from typing import Any
 
-from benchmarks.solver.worker import graph_of, memory_bytes
+from benchmarks.solver.worker import job_graph, peak_rss_bytes
 from remat.compare import Comparison, compare
-from remat.report.comparison import Row
+from remat.report.comparison import ComparisonRow
 from remat.strategies.base import Strategy
 from remat.strategies.registry import compared_by_default
 
@@ -21,12 +21,12 @@ def main() -> int:
     """Read the job, compare, print a row for each budget."""
     job = json.load(sys.stdin)
     strategy = strategy_of(job["strategy"], job["time_limit"])
-    compared = compare(graph_of(job), job["budgets"], [strategy])
+    compared = compare(job_graph(job), job["budgets"], [strategy])
     print(json.dumps({"rows": [_facts(row, compared) for row in compared.rows]}))
     return 0
 
 
-def _facts(found: Row, compared: Comparison) -> dict[str, Any]:
+def _facts(found: ComparisonRow, compared: Comparison) -> dict[str, Any]:
     row: dict[str, Any] = {
         "strategy": found.strategy,
         "budget": found.budget,
@@ -36,7 +36,7 @@ def _facts(found: Row, compared: Comparison) -> dict[str, Any]:
         "applicable": found.is_applicable,
         "status": "NO PLAN" if found.plan is None else found.plan.status.name,
         "reason": found.reason,
-        "peak_rss_bytes": memory_bytes(),
+        "peak_rss_bytes": peak_rss_bytes(),
     }
     if found.plan is not None:
         row |= {

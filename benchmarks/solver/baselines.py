@@ -6,12 +6,12 @@ from argparse import Namespace
 from collections.abc import Sequence
 from math import exp, fsum, log
 
-from benchmarks.report import Row
+from benchmarks.harness.report import Row
+from benchmarks.models.traced import load_or_trace
 from benchmarks.solver import jobs
-from benchmarks.solver.graphs import asked_gap, limit_s
-from benchmarks.solver.ours import EQUAL, Ours
-from benchmarks.solver.record import Record, decimal, percent
-from benchmarks.traced import cached
+from benchmarks.solver.record import ResultRecord, format_decimal, format_percent
+from benchmarks.solver.remat_plans import EQUAL, RematPlans
+from benchmarks.solver.traced_graphs import limit_s, requested_gap
 
 BLOCK_RATIO = 0.85
 """Of per-block checkpointing's extra time, remat takes at most this at its peak."""
@@ -25,50 +25,54 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-def baselines(record: Record, options: Namespace) -> None:
+def run_baselines(record: ResultRecord, options: Namespace) -> None:
     """Each baseline at each budget of the traced graphs; none may be better than remat."""
-    record.begin("baselines", "baselines on the traced graphs", _COLUMNS)
-    solved = record.result["sections"].get("traced", [])
+    record.begin_section("baselines", "baselines on the traced graphs", _COLUMNS)
+    traced_rows = record.result["sections"].get("traced", [])
     for name in options.models:
-        path, _ = cached(name, options.cache)
-        source = jobs.traced(path)
-        known = [row for row in solved if row["graph"] == name]
+        path, _ = load_or_trace(name, options.cache)
+        source = jobs.traced_graph_job(path)
+        solved_rows = [row for row in traced_rows if row["graph"] == name]
 
         def solve(budget: str | int, name: str = name, source: Row = source) -> Row:
-            record.progress(f"baselines {name} {budget} remat")
+            record.print_progress(f"baselines {name} {budget} remat")
             return jobs.solve(
                 source,
                 budget,
-                gap=asked_gap(name, str(budget)),
+                gap=requested_gap(name, str(budget)),
                 time_limit=limit_s(name, options),
             )
 
-        ours = Ours(solve, known)
+        remat_plans = RematPlans(solve, solved_rows)
         for strategy in options.strategies:
             for row in _rows(record, source, name, strategy, options.budgets, options):
                 if "overhead" in row:
                     if _is_own_peak_of_blocks(row):
-                        ours.at(row["peak_bytes"])
-                    row["remat_overhead"] = ours.beside(row)
+                        remat_plans.row_at(row["peak_bytes"])
+                    row["remat_overhead"] = remat_plans.overhead_against(row)
                 _judge(row)
                 _add(record, "baselines", row)
 
 
-def table2(record: Record, options: Namespace) -> None:
+def run_table2(record: ResultRecord, options: Namespace) -> None:
     """Time of each baseline over remat's optimum, over the budgets where it has a plan."""
-    record.begin("table2", "Checkmate's Table 2 anew: time as a ratio to the optimum", _COLUMNS)
+    record.begin_section(
+        "table2", "Checkmate's Table 2 anew: time as a ratio to the optimum", _COLUMNS
+    )
     for name in ("CM1", "CM2"):
-        source = jobs.published(options.instances, name)
-        ours: dict[str, Row] = {}
+        source = jobs.published_graph_job(options.instances, name)
+        remat_plans: dict[str, Row] = {}
         for budget in _TABLE2_BUDGETS:
-            record.progress(f"table2 {name} {budget} remat")
+            record.print_progress(f"table2 {name} {budget} remat")
             limit = min(options.time_limit, 60.0)
-            ours[budget] = jobs.solve(source, budget, gap=5e-4, time_limit=limit, order="off")
-            _add(record, "table2", ours[budget] | {"graph": name, "strategy": "remat"})
+            remat_plans[budget] = jobs.solve(
+                source, budget, gap=5e-4, time_limit=limit, order="off"
+            )
+            _add(record, "table2", remat_plans[budget] | {"graph": name, "strategy": "remat"})
         for strategy in options.strategies:
             ratios: list[float] = []
             for row in _rows(record, source, name, strategy, _TABLE2_BUDGETS, options):
-                best = ours.get(row["budget"], {}).get("overhead")
+                best = remat_plans.get(row["budget"], {}).get("overhead")
                 if "overhead" in row and best is not None:
                     row["remat_overhead"] = best
                     row["ratio"] = (1 + row["overhead"]) / (1 + best)
@@ -78,15 +82,24 @@ def table2(record: Record, options: Namespace) -> None:
             if ratios:
                 mean = exp(fsum(map(log, ratios)) / len(ratios))
                 facts = {"geometric_mean": mean, "budgets": len(ratios)}
-                record.note("table2", f"{name} {strategy}", facts)
-                shown = f"geometric mean over {len(ratios)} budgets"
-                record.line(
-                    [name, strategy, "all", *[None] * 3, decimal(mean, 3), None, None, shown]
+                record.add_summary("table2", f"{name} {strategy}", facts)
+                cell_text = f"geometric mean over {len(ratios)} budgets"
+                record.print_row(
+                    [
+                        name,
+                        strategy,
+                        "all",
+                        *[None] * 3,
+                        format_decimal(mean, 3),
+                        None,
+                        None,
+                        cell_text,
+                    ]
                 )
 
 
 def _rows(
-    record: Record,
+    record: ResultRecord,
     source: Row,
     name: str,
     strategy: str,
@@ -94,10 +107,10 @@ def _rows(
     options: Namespace,
 ) -> list[Row]:
     """A baseline at each budget, in one process; once where it does not apply."""
-    record.progress(f"{name} {strategy}")
+    record.print_progress(f"{name} {strategy}")
     limit = min(options.baseline_limit, options.time_limit)
     job = source | {"budgets": list(budgets), "strategy": strategy, "time_limit": limit}
-    found = jobs.run("baseline_worker", job, len(budgets) * limit, slack_s=_SLACK_S)
+    found = jobs.run_worker("baseline_worker", job, len(budgets) * limit, slack_s=_SLACK_S)
     if found.get("status") == "FAILED":
         return [{"graph": name, "strategy": strategy, **found}]
     rows: list[Row] = []
@@ -127,12 +140,12 @@ def _is_own_peak_of_blocks(row: Row) -> bool:
     return row["strategy"] == "per_block" and row["budget"] == "min" and row["overhead"] > 0
 
 
-def _add(record: Record, section: str, row: Row) -> None:
+def _add(record: ResultRecord, section: str, row: Row) -> None:
     share = row["peak_bytes"] / row["baseline_peak_bytes"] if "peak_bytes" in row else None
     note = row.get("failure") or row.get("reason") or ""
     cells = (
-        row["graph"], row["strategy"], row["budget"], percent(share, 1),
-        percent(row.get("overhead"), 3), percent(row.get("remat_overhead"), 3),
-        decimal(row.get("ratio"), 3), decimal(row.get("seconds")), row.get("met"), note[:60],
+        row["graph"], row["strategy"], row["budget"], format_percent(share, 1),
+        format_percent(row.get("overhead"), 3), format_percent(row.get("remat_overhead"), 3),
+        format_decimal(row.get("ratio"), 3), format_decimal(row.get("seconds")), row.get("met"), note[:60],
     )  # fmt: skip
-    record.add(section, row, cells)
+    record.add_row(section, row, cells)

@@ -8,17 +8,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import Row
+from benchmarks.harness.report import Row
 
 _ROOT = Path(__file__).parents[2]
 
 
-def published(folder: Path, name: str) -> Row:
+def published_graph_job(folder: Path, name: str) -> Row:
     """The job's graph: a published one."""
     return {"instances": str(folder.resolve()), "name": name}
 
 
-def traced(path: Path) -> Row:
+def traced_graph_job(path: Path) -> Row:
     """The job's graph: a traced one."""
     return {"trace": str(path.resolve())}
 
@@ -28,10 +28,10 @@ def solve(source: Row, budget: str | int, **options: Any) -> Row:
     job = source | {"budget": budget, "options": options}
     # For "min" the search for the peak has a time limit of its own.
     limit_s = options["time_limit"] * (2 if budget == "min" else 1)
-    return run("worker", job, limit_s)
+    return run_worker("worker", job, limit_s)
 
 
-def run(program: str, job: Row, limit_s: float, slack_s: float = 120.0) -> Row:
+def run_worker(program: str, job: Row, limit_s: float, slack_s: float = 120.0) -> Row:
     """The row that a program of this package prints for a job, or how it failed: it is ended when
     it is far over its time limit."""
     try:

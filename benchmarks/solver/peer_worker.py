@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import remat
-from benchmarks.methods import twin
+from benchmarks.harness.methods import copy_sharing_parameters
 from benchmarks.solver.peer_models import Gpt, ResNet
 from remat.costs.flops import count_flops
 from remat.frontend.memory.meter import measure_step, unique_bytes
@@ -56,7 +56,7 @@ def main() -> int:
     torch.manual_seed(0)
     warnings.simplefilter("ignore")
     model, batch = example(job["model"])
-    print(json.dumps({"rows": list(rows(model, batch, job))}))
+    print(json.dumps({"rows": list(measure_rows(model, batch, job))}))
     return 0
 
 
@@ -67,19 +67,21 @@ def example(name: str) -> tuple[nn.Module, torch.Tensor]:
     return ResNet().train(), torch.randn(32, 3, 32, 32)
 
 
-def rows(model: nn.Module, batch: torch.Tensor, job: dict[str, Any]) -> Iterable[dict[str, Any]]:
+def measure_rows(
+    model: nn.Module, batch: torch.Tensor, job: dict[str, Any]
+) -> Iterable[dict[str, Any]]:
     """Eager and per-block checkpointing; or, once eager is known, remat at each peak of the job."""
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     if job["eager"]:  # measured before
         yield from _planned(model, batch, job, job["eager"])
         return
-    eager = use(model, model, batch)
+    eager = measure_usage(model, model, batch)
     yield {"method": "eager", **eager, **_ratios(eager, eager)}
-    with_checkpoints = twin(model)
+    with_checkpoints = copy_sharing_parameters(model)
     for block in with_checkpoints.get_submodule("blocks").children():
         block.forward = _checkpointed(block.forward)  # type: ignore[method-assign]
-    blocks = use(with_checkpoints, model, batch)
+    blocks = measure_usage(with_checkpoints, model, batch)
     yield {"method": "per-block checkpoint", **blocks, **_ratios(blocks, eager)}
 
 
@@ -89,22 +91,22 @@ def _planned(
     for target in job["targets"]:
         peak = target.get("peak_bytes") or target["peak_ratio"] * eager["peak_bytes"]
         for costs in job["costs"]:
-            row = at(model, batch, int(peak), costs, job)
+            row = remat_at_peak(model, batch, int(peak), costs, job)
             yield {**target, "costs": costs, **row, **_ratios(row, eager)}
 
 
-def at(
+def remat_at_peak(
     model: nn.Module, batch: torch.Tensor, peak_bytes: int, costs: str, job: dict[str, Any]
 ) -> dict[str, Any]:
     """remat at a peak above what is there before the step, run under the meter."""
-    budget_bytes = peak_bytes + unique_bytes(resident(model, batch))
+    budget_bytes = peak_bytes + unique_bytes(resident_tensors(model, batch))
     strategy = remat.Auto(gap=job["gap"], time_limit=job["time_limit"])
     began = time.perf_counter()
     row: dict[str, Any] = {"method": "remat", "asked_bytes": peak_bytes}
     try:
         traced = with_gradient_accumulation(remat.trace(model, (batch,)))
         if costs == "flops":
-            traced = in_flops(traced)
+            traced = price_by_flops(traced)
         else:
             traced = remat.measure(traced, "cpu", cache=job["cache"])
         plan = remat.solve(traced, budget_bytes, strategy)
@@ -115,10 +117,10 @@ def at(
     setup_s = time.perf_counter() - began
     facts = {"setup_s": setup_s, "gap": plan.gap, "status": plan.status.name}
     facts["predicted_peak_bytes"] = plan.peak_bytes - (budget_bytes - peak_bytes)
-    return row | facts | use(module, model, batch)
+    return row | facts | measure_usage(module, model, batch)
 
 
-def in_flops(trace: remat.Trace) -> remat.Trace:
+def price_by_flops(trace: remat.Trace) -> remat.Trace:
     """Costs that are FLOPs, those of fused attention left out, as the peers count."""
     priced = remat.measure(trace, FLOPS_ONLY)
     nodes = tuple(
@@ -128,21 +130,21 @@ def in_flops(trace: remat.Trace) -> remat.Trace:
     return priced.replace(nodes=nodes)
 
 
-def use(module: nn.Module, model: nn.Module, batch: torch.Tensor) -> dict[str, int]:
+def measure_usage(module: nn.Module, model: nn.Module, batch: torch.Tensor) -> dict[str, int]:
     """Peak above what is there before a warm step, and the step's FLOPs."""
 
     def step() -> None:
         module(batch).backward()
 
     step()
-    constants = resident(model, batch)
+    constants = resident_tensors(model, batch)
     peak_bytes = measure_step(step, constants).peak_bytes - unique_bytes(constants)
     with _Flops() as counted:
         step()
     return {"peak_bytes": peak_bytes, "flops": counted.flops}
 
 
-def resident(model: nn.Module, batch: torch.Tensor) -> list[torch.Tensor]:
+def resident_tensors(model: nn.Module, batch: torch.Tensor) -> list[torch.Tensor]:
     """What is there before the step: parameters, buffers, gradients, batch."""
     grads = [p.grad for p in model.parameters() if p.grad is not None]
     return [*model.parameters(), *model.buffers(), *grads, batch]

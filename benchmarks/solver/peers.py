@@ -6,9 +6,9 @@ import tempfile
 from argparse import Namespace
 from pathlib import Path
 
-from benchmarks.report import Row
+from benchmarks.harness.report import Row
 from benchmarks.solver import jobs
-from benchmarks.solver.record import Record, decimal, meets, percent
+from benchmarks.solver.record import ResultRecord, all_met, format_decimal, format_percent
 
 _ROCKMATE = {
     "gpt": [(0.75, 1.018), (0.58, 1.083), (0.48, 1.119), (0.40, 1.145), (0.31, 1.167),
@@ -31,27 +31,28 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-def peers(record: Record, options: Namespace) -> None:
+def run_peers(record: ResultRecord, options: Namespace) -> None:
     """Both models, eager first."""
-    record.begin("peers", "the peers' models, run and metered", _COLUMNS)
+    record.begin_section("peers", "the peers' models, run and metered", _COLUMNS)
     for model in options.peer_models:
         targets: list[Row] = [
             {"peak_ratio": ratio, "rockmate_flops": flops} for ratio, flops in _ROCKMATE[model]
         ]
         targets += [
-            {"peak_bytes": mib << 20, "prototype_flops": flops} for mib, flops in _PROTOTYPE[model]
+            {"peak_bytes": format_mib << 20, "prototype_flops": flops}
+            for format_mib, flops in _PROTOTYPE[model]
         ]
         with tempfile.TemporaryDirectory() as scratch:
             cache = str(Path(scratch) / "costs.sqlite")
-            record.progress(f"peers {model} eager")
+            record.print_progress(f"peers {model} eager")
             eager = _run(record, model, None, None, cache, options)
             for target in targets if eager else []:  # one process for each
-                record.progress(f"peers {model} {target}")
+                record.print_progress(f"peers {model} {target}")
                 _run(record, model, eager, target, cache, options)
 
 
 def _run(
-    record: Record,
+    record: ResultRecord,
     model: str,
     eager: Row | None,
     target: Row | None,
@@ -70,29 +71,29 @@ def _run(
         "gap": 0.003,
         "time_limit": limit_s,
     }
-    answer = jobs.run("peer_worker", job, 2 * limit_s * len(options.peer_costs))
+    answer = jobs.run_worker("peer_worker", job, 2 * limit_s * len(options.peer_costs))
     if "rows" not in answer:
-        record.add("peers", answer | {"graph": model}, [model, *[None] * 11, answer["failure"]])
+        record.add_row("peers", answer | {"graph": model}, [model, *[None] * 11, answer["failure"]])
         return None
     for row in answer["rows"]:
         _add(record, model, row)
     return answer["rows"][0]
 
 
-def _add(record: Record, model: str, row: Row) -> None:
+def _add(record: ResultRecord, model: str, row: Row) -> None:
     theirs, earlier = row.get("rockmate_flops"), row.get("prototype_flops")
     best = theirs or earlier
     if best is not None:
         ratio = row.get("flops_to_eager")
-        row["met"] = meets(ratio is not None and round(ratio, 3) <= best)
+        row["met"] = all_met(ratio is not None and round(ratio, 3) <= best)
     cells = (
-        model, row["method"], row.get("costs"), decimal(_mib(row.get("asked_bytes"))),
-        decimal(_mib(row.get("peak_bytes"))), decimal(row.get("peak_to_eager"), 3),
-        decimal(row.get("flops_to_eager"), 3), decimal(theirs, 3), decimal(earlier, 3),
-        percent(row.get("gap")), decimal(row.get("setup_s")), row.get("met"),
+        model, row["method"], row.get("costs"), format_decimal(_mib(row.get("asked_bytes"))),
+        format_decimal(_mib(row.get("peak_bytes"))), format_decimal(row.get("peak_to_eager"), 3),
+        format_decimal(row.get("flops_to_eager"), 3), format_decimal(theirs, 3), format_decimal(earlier, 3),
+        format_percent(row.get("gap")), format_decimal(row.get("setup_s")), row.get("met"),
         row.get("failure", ""),
     )  # fmt: skip
-    record.add("peers", row | {"graph": model}, cells)
+    record.add_row("peers", row | {"graph": model}, cells)
 
 
 def _mib(size_bytes: int | None) -> float | None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from argparse import Namespace
 
-from benchmarks.report import Row
+from benchmarks.harness.report import Row
 from benchmarks.solver import jobs
-from benchmarks.solver.record import Record, decimal, meets, percent
+from benchmarks.solver.record import ResultRecord, all_met, format_decimal, format_percent
 
 _CHECKMATE = {
     "CM1": {"90%": 0.029, "80%": 0.136, "70%": 0.892},
@@ -50,21 +50,21 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-def published(record: Record, options: Namespace) -> None:
+def run_published(record: ResultRecord, options: Namespace) -> None:
     """CM1 and CM2 in their order: extra time, proof and seconds."""
-    record.begin("published", "Checkmate's graphs, in their order", _COLUMNS)
+    record.begin_section("published", "Checkmate's graphs, in their order", _COLUMNS)
     for name, targets in _CHECKMATE.items():
         for gap in options.gaps:
             for budget, target in targets.items():
-                record.progress(f"published {name} {budget} gap {gap:g}")
+                record.print_progress(f"published {name} {budget} gap {gap:g}")
                 row = jobs.solve(
-                    jobs.published(options.instances, name),
+                    jobs.published_graph_job(options.instances, name),
                     budget,
                     gap=gap,
                     time_limit=min(options.time_limit, 0.95 * _CHECKMATE_S),
                     order="off",
                 )
-                row["met"] = meets(
+                row["met"] = all_met(
                     _at_most(row, target, 3 if name == "CM1" else 2),
                     _proved(row, _CHECKMATE_GAP),
                     row.get("seconds", float("inf")) < _CHECKMATE_S,
@@ -72,9 +72,9 @@ def published(record: Record, options: Namespace) -> None:
                 _add(record, "published", row | {"graph": name, "target_percent": target})
 
 
-def layered(record: Record, options: Namespace) -> None:
+def run_random(record: ResultRecord, options: Namespace) -> None:
     """RL1 to RL4, with the order searched, and in the file's where that is published."""
-    record.begin("random", "random layered graphs", _COLUMNS)
+    record.begin_section("random", "random layered graphs", _COLUMNS)
     for name in _FIXED:
         if "off" in options.orders:
             _at_budgets(record, options, name, "off", tuple(_FIXED[name]))
@@ -86,14 +86,14 @@ def layered(record: Record, options: Namespace) -> None:
 
 
 def _at_budgets(
-    record: Record, options: Namespace, name: str, order: str, budgets: tuple[str, ...]
+    record: ResultRecord, options: Namespace, name: str, order: str, budgets: tuple[str, ...]
 ) -> None:
     targets = (_REORDERED if order == "on" else _FIXED)[name]
     limit_s = min(options.time_limit, 180.0 if name == "RL4" else 60.0)
     for budget in budgets:
-        record.progress(f"random {name} {budget} order {order}")
+        record.print_progress(f"random {name} {budget} order {order}")
         row = jobs.solve(
-            jobs.published(options.instances, name),
+            jobs.published_graph_job(options.instances, name),
             budget,
             gap=_GAP[order],
             time_limit=limit_s,
@@ -101,13 +101,13 @@ def _at_budgets(
         )
         target = targets.get(budget)
         is_any = order == "on" and (name, budget) in _ANY
-        row["met"] = meets(
+        row["met"] = all_met(
             None if target is None else _at_most(row, target, 2 if target < 0.1 else 1),
             "overhead" in row if is_any else None,
             row.get("seconds", math.inf) <= limit_s if budget in _RANDOM_BUDGETS else None,
         )
-        shown = "any" if is_any else target
-        _add(record, "random", row | {"graph": name, "target_percent": shown})
+        cell_text = "any" if is_any else target
+        _add(record, "random", row | {"graph": name, "target_percent": cell_text})
 
 
 def _at_most(row: Row, target_percent: float, decimals: int) -> bool:
@@ -119,11 +119,11 @@ def _proved(row: Row, gap: float) -> bool:
     return row.get("gap") is not None and row["gap"] <= gap
 
 
-def _add(record: Record, section: str, row: Row) -> None:
+def _add(record: ResultRecord, section: str, row: Row) -> None:
     options = row["options"] or {}
     cells = (
-        row["graph"], options.get("order"), row["budget"], percent(options.get("gap"), 3),
-        percent(row.get("overhead"), 3), percent(row.get("gap"), 3), row.get("bound_scope"),
-        row["status"], decimal(row.get("seconds")), row["target_percent"], row["met"],
+        row["graph"], options.get("order"), row["budget"], format_percent(options.get("gap"), 3),
+        format_percent(row.get("overhead"), 3), format_percent(row.get("gap"), 3), row.get("bound_scope"),
+        row["status"], format_decimal(row.get("seconds")), row["target_percent"], row["met"],
     )  # fmt: skip
-    record.add(section, row, cells)
+    record.add_row(section, row, cells)

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import report
-from benchmarks.report import Row
+from benchmarks.harness import report
+from benchmarks.harness.report import Row
 
 Columns = Sequence[tuple[str, int]]
 """Titles with their widths; a negative width aligns to the left."""
 
 
-class Record:
+class ResultRecord:
     """A result that grows. Without a folder it is printed only."""
 
     def __init__(self, folder: Path | None, name: str, head: dict[str, Any]) -> None:
@@ -26,29 +26,29 @@ class Record:
         self._columns: Columns = ()
         self._began = time.monotonic()
 
-    def begin(self, section: str, title: str, columns: Columns) -> None:
+    def begin_section(self, section: str, title: str, columns: Columns) -> None:
         """A new section with its table."""
         self.result["sections"].setdefault(section, [])
         self._columns = columns
         print(f"\n{section}: {title}")
         self._print([name for name, _ in columns])
 
-    def add(self, section: str, row: Row, cells: Sequence[object]) -> None:
+    def add_row(self, section: str, row: Row, cells: Sequence[object]) -> None:
         """One more row: what is written, and what is printed of it."""
         self.result["sections"][section].append(row)
-        self.line(cells)
+        self.print_row(cells)
         self._write()
 
-    def line(self, cells: Sequence[object]) -> None:
+    def print_row(self, cells: Sequence[object]) -> None:
         """A line of the table that is in no row of the result."""
-        self._print([shown(cell) for cell in cells])
+        self._print([cell_text(cell) for cell in cells])
 
-    def note(self, section: str, key: str, facts: object) -> None:
+    def add_summary(self, section: str, key: str, facts: object) -> None:
         """A fact about a whole section."""
         self.result.setdefault("summaries", {}).setdefault(section, {})[key] = facts
         self._write()
 
-    def progress(self, text: str) -> None:
+    def print_progress(self, text: str) -> None:
         """A line on stderr: what runs now."""
         print(f"[{time.monotonic() - self._began:6.0f} s] {text}", file=sys.stderr, flush=True)
 
@@ -61,10 +61,10 @@ class Record:
 
     def _write(self) -> None:
         if self.folder is not None:
-            self.path = report.write(self.folder, self.name, self.result)
+            self.path = report.write_result(self.folder, self.name, self.result)
 
 
-def shown(cell: object) -> str:
+def cell_text(cell: object) -> str:
     """A cell as text: nothing for None, yes or no for a verdict."""
     if cell is None:
         return ""
@@ -73,22 +73,22 @@ def shown(cell: object) -> str:
     return str(cell)
 
 
-def percent(share: float | None, decimals: int = 2) -> str | None:
+def format_percent(share: float | None, decimals: int = 2) -> str | None:
     """A share as a percentage."""
     return None if share is None else f"{100 * share:.{decimals}f}%"
 
 
-def decimal(number: float | None, decimals: int = 1) -> str | None:
+def format_decimal(number: float | None, decimals: int = 1) -> str | None:
     """A number with so many decimals."""
     return None if number is None else f"{number:.{decimals}f}"
 
 
-def mib(size_bytes: float | None) -> str | None:
+def format_mib(size_bytes: float | None) -> str | None:
     """Bytes as MiB."""
     return None if size_bytes is None else f"{size_bytes / 2**20:.0f}"
 
 
-def meets(*conditions: bool | None) -> bool | None:
+def all_met(*conditions: bool | None) -> bool | None:
     """Whether all conditions that apply hold; None where none applies."""
     known = [condition for condition in conditions if condition is not None]
     return all(known) if known else None

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import remat
-from benchmarks.instances import load
+from benchmarks.models.published_graphs import load_published_graph
 from remat.limits.budget import Budget
 from remat.progress import Progress
 
@@ -22,19 +22,19 @@ from remat.progress import Progress
 def main() -> int:
     """Read the job, solve, print the row."""
     job = json.load(sys.stdin)
-    row = solved(graph_of(job), job["budget"], job["options"])
+    row = solve_row(job_graph(job), job["budget"], job["options"])
     print(json.dumps(row))
     return 0
 
 
-def graph_of(job: dict[str, Any]) -> remat.Graph:
+def job_graph(job: dict[str, Any]) -> remat.Graph:
     """The graph of a job: a traced one or a published one."""
     if "trace" in job:
         return remat.Trace.load(job["trace"]).graph()
-    return load(Path(job["instances"]), job["name"])
+    return load_published_graph(Path(job["instances"]), job["name"])
 
 
-def solved(graph: remat.Graph, budget: str | int, options: dict[str, Any]) -> dict[str, Any]:
+def solve_row(graph: remat.Graph, budget: str | int, options: dict[str, Any]) -> dict[str, Any]:
     """A row: the plan or why there is none, with what it took."""
     baseline_bytes = remat.simulate(graph, remat.Schedule.keep_all(graph)).peak_bytes
     row: dict[str, Any] = {
@@ -46,7 +46,7 @@ def solved(graph: remat.Graph, budget: str | int, options: dict[str, Any]) -> di
         "options": options,
     }
     strategy = remat.Auto(**options)
-    before_bytes = memory_bytes()
+    before_bytes = peak_rss_bytes()
     began = time.perf_counter()
     marks: dict[str, float] = {}
 
@@ -70,7 +70,7 @@ def solved(graph: remat.Graph, budget: str | int, options: dict[str, Any]) -> di
     seconds = time.perf_counter() - began
     if "overhead" in found:
         marks = {"first_schedule_s": seconds, "gap_s": seconds} | marks
-    memory = {"peak_rss_bytes": memory_bytes(), "loaded_rss_bytes": before_bytes}
+    memory = {"peak_rss_bytes": peak_rss_bytes(), "loaded_rss_bytes": before_bytes}
     return row | found | marks | {"seconds": seconds} | memory
 
 
@@ -90,7 +90,7 @@ def _facts(plan: remat.Plan) -> dict[str, Any]:
     }
 
 
-def memory_bytes() -> int:
+def peak_rss_bytes() -> int:
     """The most resident memory of this process so far. `ru_maxrss` alone would count the parent's
     at the time of the fork, so Linux is asked for the program's own high-water mark."""
     status = Path("/proc/self/status")

@@ -27,7 +27,7 @@ class Strategies(SphinxDirective):
 
 
 def _home(kind: type[object]) -> str:
-    return "remat" if kind.__name__ in remat.__all__ else kind.__module__
+    return "remat" if kind.__name__ in remat.__all__ else "remat.strategies"
 
 
 def setup(app: Sphinx) -> dict[str, bool]:

@@ -59,7 +59,7 @@ exit "$code"
 """
 
 
-def why_not() -> str:
+def why_unavailable() -> str:
     """Why none can be made or entered here; empty where it can."""
     if reason := why_not_entered():
         return reason

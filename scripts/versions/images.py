@@ -24,7 +24,7 @@ class Image:
     by_default: bool = True
 
     def run(self, versions: Path, options: argparse.Namespace) -> None:
-        if reason := debian.why_not():
+        if reason := debian.why_unavailable():
             raise Skipped(reason)
         versions.mkdir(parents=True, exist_ok=True)
         if (free_bytes := shutil.disk_usage(versions).free) < self.room_bytes:

@@ -70,7 +70,7 @@ def find(versions: Sequence[str], root: Path, only_debian: bool = False) -> Pyth
     wanted = " or ".join(versions)
     if debian.PYTHON not in versions:
         raise Skipped(f"there is no Python {wanted} here that can make environments")
-    if reason := debian.why_not():
+    if reason := debian.why_unavailable():
         raise Skipped(f"there is no Python {wanted} here, and {reason}")
     make_debian(root)
     return Python(debian.PYTHON, f"python{debian.PYTHON}", root)

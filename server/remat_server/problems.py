@@ -1,7 +1,7 @@
 """Errors as RFC 9457 problem documents, with stable `type` URIs.
 
 Solving processes make them too, and start faster without the web framework: what answers requests
-with them is in `remat_server.http.answers`.
+with them is in `remat_server.http.problem_responses`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,9 @@
     from remat import optimize
     gm = optimize(model, budget="8GiB")
 
-Importing remat imports no torch; the names of the torch side are loaded when first used.
+The functions, the main classes and the errors are here. The baseline strategies are in
+`remat.strategies`; other types are in their modules. Importing remat does not import torch: the
+names that need it are loaded when first used.
 """
 
 from __future__ import annotations
@@ -11,17 +13,13 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from remat.batch import MaxBatch
-from remat.blockwise.blocks_plan import BlockCall, BlocksPlan
-from remat.blockwise.policies import BlockPolicy, Policies
-from remat.compare import Comparison, compare
+from remat.compare import compare
 from remat.costs.roofline import Roofline
 from remat.documents.program import Program
 from remat.documents.trace import Trace
 from remat.errors import (
     BudgetError,
     DocumentError,
-    GraphError,
     GuardError,
     HookWarning,
     InfeasibleBudget,
@@ -31,34 +29,16 @@ from remat.errors import (
     SolverTimeout,
     SolverWarning,
     TraceError,
-    UnknownName,
 )
 from remat.graph import Graph, Operation, Value
-from remat.plan import Plan, Status
+from remat.plan import Plan
 from remat.progress import Progress
-from remat.report.estimate import Estimate
 from remat.rewrite import rewrite
 from remat.schedule import Schedule
 from remat.service.client import Client
-from remat.simulate import Timeline, simulate
+from remat.simulate import simulate
 from remat.solve import solve, sweep
-from remat.strategies import (
-    ArticulationPoints,
-    Auto,
-    CheckmateMilp,
-    ChenGreedy,
-    ChenSqrt,
-    EveryK,
-    Exact,
-    KeepAll,
-    Knapsack,
-    LpRounding,
-    PerBlock,
-    RecomputeAll,
-    Revolve,
-    Rotor,
-    Selective,
-)
+from remat.strategies import Auto, Exact, Selective
 from remat.version import VERSION
 
 if TYPE_CHECKING:
@@ -69,20 +49,15 @@ if TYPE_CHECKING:
     from remat.frontend.capture.trace import trace
     from remat.frontend.compile.backend import compile
     from remat.frontend.compile.partitioner import Partitioner
-    from remat.frontend.compile.registry import CompiledPlan, compiled_plans
-    from remat.frontend.costs.cost_cache import CostCache
+    from remat.frontend.compile.registry import compiled_plans
     from remat.frontend.costs.measure import measure
     from remat.frontend.emit.emit import emit
-    from remat.frontend.memory.meter import LiveStorageMeter
     from remat.frontend.runtime.module import RematModule, lower
 
-_TORCH_SIDE = {
-    "CompiledPlan": "compile.registry",
+_TORCH_MODULES = {
     "Partitioner": "compile.partitioner",
     "compile": "compile.backend",
     "compiled_plans": "compile.registry",
-    "CostCache": "costs.cost_cache",
-    "LiveStorageMeter": "memory.meter",
     "estimate": "api.estimate",
     "max_batch": "api.max_batch",
     "RematModule": "runtime.module",
@@ -97,57 +72,31 @@ _TORCH_SIDE = {
 }
 
 __all__ = [
-    "ArticulationPoints",
     "Auto",
-    "BlockCall",
-    "BlockPolicy",
-    "BlocksPlan",
     "BudgetError",
-    "CheckmateMilp",
-    "ChenGreedy",
-    "ChenSqrt",
     "Client",
-    "Comparison",
-    "CompiledPlan",
-    "CostCache",
     "DocumentError",
-    "Estimate",
-    "EveryK",
     "Exact",
     "Graph",
-    "GraphError",
     "GuardError",
     "HookWarning",
     "InfeasibleBudget",
-    "KeepAll",
-    "Knapsack",
-    "LiveStorageMeter",
-    "LpRounding",
-    "MaxBatch",
     "Operation",
     "Partitioner",
-    "PerBlock",
     "Plan",
-    "Policies",
     "Program",
     "Progress",
-    "RecomputeAll",
     "RematError",
     "RematModule",
-    "Revolve",
     "Roofline",
-    "Rotor",
     "Schedule",
     "Selective",
     "ServiceError",
     "SolverError",
     "SolverTimeout",
     "SolverWarning",
-    "Status",
-    "Timeline",
     "Trace",
     "TraceError",
-    "UnknownName",
     "Value",
     "compare",
     "compile",
@@ -172,8 +121,8 @@ __version__ = VERSION
 
 
 def __getattr__(name: str) -> object:
-    if name in _TORCH_SIDE:
-        found = getattr(import_module(f"remat.frontend.{_TORCH_SIDE[name]}"), name)
-        globals()[name] = found
-        return found
+    if name in _TORCH_MODULES:
+        value = getattr(import_module(f"remat.frontend.{_TORCH_MODULES[name]}"), name)
+        globals()[name] = value
+        return value
     raise AttributeError(f"module 'remat' has no attribute {name!r}")

@@ -10,18 +10,18 @@ from remat.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
-class Attempt:
+class BatchAttempt:
     """One batch that was tried; the solver stops as soon as it is clear whether the batch fits.
 
     `is_proved` is True if the answer is certain: the batch has a plan, or it was proved not to fit.
     `peak_bytes` and `overhead` are those of the first plan that fits. Where none fits,
-    `min_peak_bytes` is the smallest peak of any schedule. `seconds` is the time of the attempt.
+    `min_peak_bytes` is the smallest peak of any schedule. `elapsed_s` is how long the attempt took.
     """
 
     batch: int
     fits: bool
     is_proved: bool
-    seconds: float
+    elapsed_s: float
     peak_bytes: int | None = None
     overhead: float | None = None
     min_peak_bytes: int | None = None
@@ -29,7 +29,7 @@ class Attempt:
     """True if `model_fn` ran out of memory, before anything was planned."""
 
     @property
-    def smallest_peak_bytes(self) -> int | None:
+    def shown_peak_bytes(self) -> int | None:
         """The peak of the plan, or the smallest peak of any schedule where none fits."""
         return self.min_peak_bytes if self.peak_bytes is None else self.peak_bytes
 
@@ -51,9 +51,9 @@ class MaxBatch:
 
     Run it with `remat.lower(remat.rewrite(trace, plan.schedule), model)`. `is_proved` is True if
     the next batch is proved not to fit; else no plan for it was found within the strategy's time
-    limit. It is also True if the answer is the largest batch that was allowed (`is_most`): no
-    larger batch was tried. `eager_batch` is the largest batch that fits without recomputation, 0 if there is
-    none; `eager_time_s` is the time of a step at that batch.
+    limit. It is also True if the answer is the largest batch that was allowed (`reached_most`): no
+    larger batch was tried. `eager_batch` is the largest batch that fits without recomputation, 0 if
+    there is none; `eager_time_s` is the time of a step at that batch.
     """
 
     batch: int
@@ -64,8 +64,8 @@ class MaxBatch:
     eager_batch: int
     eager_time_s: float | None
     is_proved: bool
-    attempts: tuple[Attempt, ...] = field(repr=False)
-    is_most: bool = False
+    attempts: tuple[BatchAttempt, ...] = field(repr=False)
+    reached_most: bool = False
 
     @property
     def time_per_sample_s(self) -> float:
@@ -80,7 +80,7 @@ class MaxBatch:
     def describe(self) -> str:
         """Return the batch, its peak and time, and a table of the batches that were tried."""
         limit = "" if self.max_overhead is None else f", overhead at most {self.max_overhead:.1%}"
-        if self.is_most:
+        if self.reached_most:
             certainty = f"the largest that was allowed: nothing over most={self.batch} was tried"
         elif self.is_proved:
             certainty = "proved: the next one does not fit"
@@ -98,10 +98,10 @@ class MaxBatch:
             f"{'batch':>7}  {'peak':>9}  {'overhead':>8}  {'took':>8}  outcome",
         ]
         for attempt in self.attempts:
-            peak_bytes = attempt.smallest_peak_bytes
+            peak_bytes = attempt.shown_peak_bytes
             peak = "" if peak_bytes is None else format_bytes(peak_bytes)
             overhead = "" if attempt.overhead is None else f"{attempt.overhead:.2%}"
-            took = format_seconds(attempt.seconds)
+            took = format_seconds(attempt.elapsed_s)
             lines.append(
                 f"{attempt.batch:>7}  {peak:>9}  {overhead:>8}  {took:>8}  {attempt.outcome}"
             )

@@ -1,5 +1,8 @@
-"""`remat` on the command line. The service adds its commands by the entry point `remat.commands`,
-so that the library need not know it."""
+"""The command line `remat`.
+
+The service adds its commands through the entry point group `remat.commands`, so that the library
+does not depend on it.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +25,14 @@ except ImportError:
 
 import remat
 from remat.commands.common.exits import (
-    FAILED,
-    Leave,
-    Stopped,
-    code_of,
-    code_of_signal,
-    line_of,
-    say,
-    word,
+    EXIT_FAILED,
+    ImmediateExit,
+    SignalExit,
+    describe_signal,
+    error_line,
+    exit_code,
+    print_message,
+    signal_exit_code,
 )
 from remat.commands.compare import compare
 from remat.commands.diff import diff
@@ -57,21 +60,21 @@ _COMMANDS = {
     run: "remat run train.py:step --budget 60%",
     doctor: "remat doctor",
 }
-"""Each with an example."""
+"""The commands by function, each with the example in its help text."""
 
 
 @dataclass
-class Settings:
-    """What stands before the command."""
+class CliState:
+    """Options that precede the command."""
 
     debug: bool = False
 
 
-class _Log(logging.Handler):
-    """Warnings of the library as lines on stderr."""
+class _StderrLog(logging.Handler):
+    """Prints the library's warnings as lines on stderr."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        say(record.getMessage())
+        print_message(record.getMessage())
 
 
 app = typer.Typer(
@@ -84,8 +87,8 @@ for _command, _example in _COMMANDS.items():
     app.command(epilog=f"Example: {_example}")(_command)
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_requested: bool) -> None:
+    if is_requested:
         print(remat.__version__)
         raise typer.Exit
 
@@ -94,75 +97,81 @@ def _version(wanted: bool) -> None:
 def common(
     context: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
 ) -> None:
     """Optimal rematerialization for PyTorch."""
     context.obj.debug = debug
-    if context.invoked_subcommand in _names():  # those of others have their own way to end
+    if (
+        context.invoked_subcommand in _command_names()
+    ):  # the commands of other packages handle signals themselves
         for signum in (signal.SIGINT, signal.SIGTERM):
-            if signal.getsignal(signum) != signal.SIG_IGN:  # as under nohup
-                signal.signal(signum, _stop)
-        logging.getLogger("remat").addHandler(_Log())
+            if signal.getsignal(signum) != signal.SIG_IGN:  # ignored under nohup
+                signal.signal(signum, _raise_signal_exit)
+        logging.getLogger("remat").addHandler(_StderrLog())
 
 
 def main() -> None:
-    """Run the command line. An error is one line that says what to do: `commands.common.exits`."""
+    """Run the command line. An error is one line that says what to do: see
+    `commands.common.exits`."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a terminal that has not our letters
-    settings = Settings()
-    missing = _add_commands_of_others(sys.argv[1:])
+            stream.reconfigure(errors="backslashreplace")  # for terminals without these characters
+    state = CliState()
+    load_error = _add_entry_point_commands(sys.argv[1:])
     try:
-        code = app(obj=settings, prog_name="remat", standalone_mode=False)
+        code = app(obj=state, prog_name="remat", standalone_mode=False)
         sys.stdout.flush()
-    except BrokenPipeError:  # whoever read our output has enough
-        code = FAILED
-    except Leave as leave:
+    except BrokenPipeError:  # the reader of the output has closed it
+        code = EXIT_FAILED
+    except ImmediateExit as immediate_exit:
         kill_child_processes()
-        os._exit(code_of_signal(leave.signum))
-    except Stopped as stopped:
-        say(word(stopped.signum))
-        code = code_of_signal(stopped.signum)
+        os._exit(signal_exit_code(immediate_exit.signum))
+    except SignalExit as signal_exit:
+        print_message(describe_signal(signal_exit.signum))
+        code = signal_exit_code(signal_exit.signum)
     except Exception as error:
-        if settings.debug:
+        if state.debug:
             traceback.print_exc()
-        line = line_of(error)
-        if missing and "No such command" in line:
-            line += f" ({missing})"
-        if line:  # typer shows the help where there was no command at all
-            say(line)
-        code = code_of(error)
+        line = error_line(error)
+        if load_error and "No such command" in line:
+            line += f" ({load_error})"
+        if line:  # typer shows the help if there was no command at all
+            print_message(line)
+        code = exit_code(error)
     _close_stdout()
     sys.exit(code if isinstance(code, int) else 0)
 
 
-def _names() -> list[str]:
+def _command_names() -> list[str]:
     return [command.__name__ for command in _COMMANDS]
 
 
-def _add_commands_of_others(arguments: Sequence[str]) -> str:
-    """Where the command is none of ours, as loading them takes a while. Returns why some cannot be
-    loaded."""
-    first = next((word for word in arguments if not word.startswith("-")), None)
-    if first in _names():
+def _add_entry_point_commands(arguments: Sequence[str]) -> str:
+    """Load the commands of other packages, unless the command is one of remat's, as loading takes a
+    while. Return the error if one cannot be loaded, else ""."""
+    command = next((argument for argument in arguments if not argument.startswith("-")), None)
+    if command in _command_names():
         return ""
     for point in entry_points(group="remat.commands"):
         try:
             point.load()(app)
         except ImportError as error:
-            return f"the commands of {point.name} cannot be loaded: {line_of(error)}"
+            return f"the commands of {point.name} cannot be loaded: {error_line(error)}"
     return ""
 
 
-def _stop(signum: int, frame: FrameType | None) -> None:
-    """What was begun is put away on the way out."""
-    raise Stopped(signum)
+def _raise_signal_exit(signum: int, frame: FrameType | None) -> None:
+    """Raise an exception that ends the command, so that its files are cleaned up."""
+    raise SignalExit(signum)
 
 
 def _close_stdout() -> None:
-    """So that Python does not complain at its end about a pipe that is closed."""
+    """Flush stdout, so that Python does not print an error about a closed pipe at exit."""
     try:
         sys.stdout.flush()
     except OSError:

@@ -1,4 +1,4 @@
-"""Everything remat raises on purpose.
+"""The errors and warnings of remat.
 
 A message states the fact, the probable cause and what to do, with numbers and units.
 """
@@ -10,7 +10,7 @@ from difflib import get_close_matches
 
 
 class RematError(Exception):
-    """Base class of every error that remat raises on purpose."""
+    """Base class of all errors that remat raises on purpose."""
 
 
 class GraphError(RematError, ValueError):
@@ -18,15 +18,15 @@ class GraphError(RematError, ValueError):
 
 
 class BudgetError(RematError, ValueError):
-    """A budget that cannot be read: wrong type, wrong unit, not positive."""
+    """A budget cannot be read: wrong type, wrong unit, not positive."""
 
 
 class InfeasibleBudget(RematError):
     """No schedule fits the budget.
 
     `min_feasible_bytes` is the smallest peak for which a schedule was found, in the graph's size
-    unit (bytes for traced models). `is_proved` says whether no schedule of the graph's order can
-    fit (`BoundScope` says what that is), or merely none was found.
+    unit (bytes for traced models). `is_proved` is true if no schedule of the graph's order can fit
+    (see `BoundScope`), false if none was found.
     """
 
     def __init__(
@@ -47,22 +47,22 @@ def _infeasible(
 
 
 class SolverTimeout(RematError):
-    """The time limit passed before the solver knew any schedule within the budget."""
+    """The time limit passed before the solver found a schedule within the budget."""
 
 
 class SolverError(RematError):
-    """A solver backend is missing, unlicensed, or stopped without an answer, and no schedule is
-    known without it."""
+    """A solver backend is missing, unlicensed, or stopped without an answer, and no schedule was
+    found without it."""
 
 
 class SolverWarning(UserWarning):
-    """A solver backend, or a part of the search, failed on the way. The plan is the best that is
-    known without it, and fits its budget. `Plan.stats` say why: `"solver_error"` of the backend,
+    """A solver backend, or a part of the search, failed. The plan is the best that was found
+    without it, and fits its budget. `Plan.stats` has the reason: `"solver_error"` of the backend,
     `"search_error"` of the search."""
 
 
 class HookWarning(UserWarning):
-    """Hooks of modules inside of a model only looked: they ran while it was captured, and do not
+    """Hooks of modules inside a model changed nothing: they ran while it was captured, and do not
     run in its steps."""
 
 
@@ -78,7 +78,7 @@ class TraceError(RematError):
 
 
 class GuardError(RematError):
-    """A call differs from what the plan assumed, in a way that cannot be planned anew."""
+    """A call differs from what the plan assumed, in a way that a replan cannot handle."""
 
 
 class DocumentError(RematError, ValueError):
@@ -90,14 +90,14 @@ class ServiceError(RematError):
 
 
 def one_line(error: BaseException, limit: int = 300) -> str:
-    """Somebody else's exception as one line: its type, and the beginning of its message."""
+    """Return an exception of other code as one line: its type, and the beginning of its message."""
     words = " ".join(str(error).split())
     if len(words) > limit:
         words = words[:limit].rsplit(" ", 1)[0] + " ..."
     return f"{type(error).__name__}: {words}" if words else type(error).__name__
 
 
-def nearest(name: str, known: Iterable[str], lead: str = "; near are ") -> str:
-    """The known names that are most like this one, after `lead`; "" where none is like it."""
-    near = get_close_matches(name, list(known), n=3)
-    return f"{lead}{', '.join(near)}" if near else ""
+def similar_names_hint(name: str, names: Iterable[str], lead: str = "; near are ") -> str:
+    """Return the most similar of `names`, after `lead`; "" if none is similar."""
+    matches = get_close_matches(name, list(names), n=3)
+    return f"{lead}{', '.join(matches)}" if matches else ""

@@ -1,15 +1,15 @@
 """`Graph`: what the solver sees of a training step.
 
-Operations in one fixed topological order, the values (storages) they consume and produce, their
-costs and sizes. Nothing here knows torch: a graph comes from a `Trace`, or from any networkx
-DiGraph with `cost` and `size` on its nodes.
+Operations in one fixed topological order, the values (storages) that they consume and produce,
+their costs and sizes. It is independent of torch: a graph comes from a `Trace`, or from any
+networkx DiGraph with `cost` and `size` on its nodes.
 
 Terms, as used everywhere in remat:
 
-* *operation*: one kernel call of the joint forward+backward graph;
+* *operation*: one kernel call of the joint forward and backward graph;
 * *value*: one storage of `size_bytes`; an operation consumes values and produces values;
-* *constant memory*: parameters, buffers and batch; always there and counted in the budget;
-* *result*: a value that must be held from its first production to the end (loss, gradients);
+* *constant memory*: parameters, buffers and batch; always allocated and counted in the budget;
+* *result*: a value that must be retained from its first production to the end (loss, gradients);
 * *boundary*: the operation that starts the backward pass. Runs before it belong to the forward
   program, runs after it to the backward program. It produces the tangents and runs once.
 """
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """One storage. `size_bytes` is what the device's allocator sets aside for it."""
+    """One storage. `size_bytes` is what the device's allocator reserves for it."""
 
     name: str
     size_bytes: int
@@ -40,11 +40,12 @@ class Value:
 class Operation:
     """One kernel call: consumes `inputs`, produces `outputs` (indices into `Graph.values`).
 
-    `workspace_bytes` are held only while it runs. `recomputable=False` means that it runs exactly
-    once. `module` is the path of the module it belongs to, or "". `sequenced` operations draw
-    random numbers or touch a buffer that changes: in any order of the graph, they keep theirs.
-    Outputs are written over those of the inputs `overwrites` that no later run reads, which then
-    take no memory beside them; only operations that run once do that.
+    `workspace_bytes` are allocated only while it runs. `recomputable=False` means that it runs
+    exactly once. `module` is the path of the module that it belongs to, or "". `sequenced`
+    operations sample random numbers or touch a buffer that changes: they keep their relative order
+    in every order of the graph. The outputs are written over those of the inputs `overwrites` that
+    no later run reads, which then take no additional memory; only operations that run once
+    overwrite.
     """
 
     name: str
@@ -55,7 +56,7 @@ class Operation:
     backward: bool = False
     recomputable: bool = True
     module: str = ""
-    sequenced: bool = False
+    order_sensitive: bool = False
     overwrites: tuple[int, ...] = ()
 
 
@@ -63,8 +64,8 @@ class Operation:
 class Graph:
     """Operations in execution order with their values; validated on construction.
 
-    Raises `GraphError` if a value is produced twice or never, is consumed before it is produced,
-    or if a size or cost is negative or not finite.
+    Raises `GraphError` if a value is produced twice or never, is consumed before it is produced, or
+    if a size or cost is negative or not finite.
     """
 
     operations: tuple[Operation, ...]
@@ -73,8 +74,8 @@ class Graph:
     constant_bytes: int = 0
     boundary: int | None = None
     library_bytes: int = 0
-    """What of `constant_bytes` libraries hold on the device (cuBLAS workspaces). No budget changes
-    it, so percentages are of the rest: see `remat.limits.budget`."""
+    """The part of `constant_bytes` that libraries allocate on the device (cuBLAS workspaces). No
+    budget changes it, so percentages are of the rest: see `remat.limits.budget`."""
 
     def __post_init__(self) -> None:
         _validate(self)
@@ -102,7 +103,7 @@ class Graph:
 
     @cached_property
     def produced_bytes(self) -> tuple[int, ...]:
-        """What each operation makes beside its inputs: outputs and workspace."""
+        """The bytes that each operation needs in addition to its inputs: outputs and workspace."""
         return tuple(
             sum(self.values[v].size_bytes for v in o.outputs) + o.workspace_bytes
             for o in self.operations
@@ -110,7 +111,7 @@ class Graph:
 
     @cached_property
     def min_produced_bytes(self) -> tuple[int, ...]:
-        """The same where all is overwritten that may be."""
+        """`produced_bytes`, if everything that may be overwritten is."""
         return tuple(
             made - sum(self.values[v].size_bytes for v in o.overwrites)
             for made, o in zip(self.produced_bytes, self.operations, strict=True)
@@ -122,9 +123,12 @@ class Graph:
         return math.fsum(operation.cost_s for operation in self.operations)
 
     def to_networkx(self) -> nx.DiGraph:
-        """One node an operation, named as it is; the inverse of `from_networkx` where every
-        operation has one output. Edges carry the consumed values' names under `values`, and
-        `overwritten` where their reader writes over them."""
+        """Return a networkx DiGraph with one node per operation, of the same name.
+
+        This is the inverse of `from_networkx` if every operation has one output. Edges have the
+        names of the consumed values under `values`, and `overwritten` if their consumer overwrites
+        them.
+        """
         import networkx as nx
 
         g = nx.DiGraph(constant_bytes=self.constant_bytes)
@@ -158,13 +162,13 @@ class Graph:
         results: Iterable[Hashable] | None = None,
         constant_bytes: int = 0,
     ) -> Graph:
-        """A graph from a networkx DiGraph: each node is an operation with one output value.
+        """Return a graph from a networkx DiGraph: each node is an operation with one output value.
 
-        Node attributes: `cost` (seconds), `size` (bytes), optional `workspace` (bytes),
-        `backward`, `recomputable`, `module`, `result`; of edges an optional `overwritten`. `order`
-        is the execution order, by default `networkx.topological_sort(g)`. `results` are the nodes
-        whose outputs are held to the end (default: those with a true `result`); an output without
-        a user that is no result lives only while its operation runs.
+        Node attributes: `cost` (seconds), `size` (bytes), optional `workspace` (bytes), `backward`,
+        `recomputable`, `module`, `result`; edges may have `overwritten`. `order` is the execution
+        order, by default `networkx.topological_sort(g)`. `results` are the nodes whose outputs are
+        retained to the end (default: those with a true `result`); an output without a consumer that
+        is no result is live only while its operation runs.
 
         Raises `GraphError` on a cycle, a missing or bad attribute, or an order that is not one.
         """
@@ -237,11 +241,11 @@ def _integer(
 
 
 _LIMIT_BYTES = 2**62
-"""All sizes together stay below it: 64 bits hold any sum, with every value there twice."""
+"""Limit of all sizes together: 64 bits hold any sum, with every value counted twice."""
 
 _LIMIT_S = 1e100
-"""All costs together stay below it, and none but zero is under its inverse: so no schedule's time
-overflows, and no power of a ratio of costs."""
+"""Limit of all costs together, and the inverse of the smallest cost that is not zero: no schedule's
+time overflows, and no power of a ratio of costs."""
 
 
 def _check_totals(graph: Graph) -> None:
@@ -262,7 +266,9 @@ def _check_totals(graph: Graph) -> None:
 def _check_overwrites(graph: Graph, operation: Operation, where: str) -> None:
     over = operation.overwrites
     if operation.recomputable:
-        raise GraphError(f"{where} overwrites what it reads and may run again; it must run once")
+        raise GraphError(
+            f"{where} overwrites an input and is recomputable; it must have recomputable=False"
+        )
     if len(set(over)) != len(over) or not set(over) <= set(operation.inputs):
         raise GraphError(f"{where} overwrites values {over}; they must be inputs, each once")
     if not graph.results.isdisjoint(over):

@@ -1,9 +1,9 @@
-"""`Plan`: a schedule with all that is known about it, which shows, explains and saves itself.
+"""`Plan`: a schedule with its peak, time and bound, which can be printed, explained and saved.
 
-A plan is self-contained: it carries its graph (left out of its repr), so that a plan that comes
-from a file or a server can be described, explained and compared without the trace. The JSON
-document holds the graph too, and reading one checks the schedule against it: a plan whose peak or
-time is not what its schedule gives is refused.
+A plan is self-contained: it includes its graph (left out of its repr), so that a plan from a file
+or a server can be described, explained and compared without the trace. The JSON document has the
+graph too, and reading one checks the schedule against it: a plan whose peak or time is not that of
+its schedule is rejected.
 """
 
 from __future__ import annotations
@@ -23,48 +23,53 @@ __all__ = ["Plan", "Status"]
 
 @dataclass(frozen=True, repr=False)
 class Plan(PlanData):
-    """What to run, and what it costs; see `PlanData` for what it holds."""
+    """A schedule and its costs; see `PlanData` for the fields."""
 
     def describe(self, solve: bool = False) -> str:
-        """A table: budget, peak, time, bound, and what is recomputed, by module. With `solve`, also
-        the steps of the solve: the seconds that each took, and what was known after it."""
+        """Return a table: budget, peak, time, bound, and what is recomputed, by module. With
+        `solve`, also the steps of the solve: the seconds that each took, and the objective and
+        bound after it."""
         return describe.describe(self, solve)
 
     def explain(self, name: str) -> str:
-        """Why one operation is kept or recomputed, and what the other way would cost: the peak,
-        where it is, the time. With the path of a module, a table of its operations.
+        """Explain why one operation is retained or recomputed, and what the alternative would cost:
+        the peak, its place, the time. For the path of a module, return a table of its operations.
 
-        Raises `UnknownName`, which is a `KeyError`, with the nearest known names.
+        Raises `UnknownName`, which is a `KeyError`, with the most similar names.
         """
         return explain.explain(self, name)
 
     def diff(self, other: PlanData) -> str:
-        """What `other` does differently: peak, time, and the operations recomputed in one only."""
+        """Return what `other` does differently: peak, time, and the operations that only one
+        recomputes."""
         return describe.diff(self, other)
 
     def to_svg(self) -> str:
-        """A picture: memory over the step by what holds it, under the budget."""
+        """Return an SVG of the memory over the step, by what it is used for, under the budget."""
         return timeline_svg(self)
 
     def to_html(self) -> str:
-        """A page: figures, table, timeline, schedule, modules and the dearest recomputations."""
+        """Return a page: figures, table, timeline, schedule, modules and the most expensive
+        recomputations."""
         return plan_html(self)
 
     def _repr_html_(self) -> str:
-        """What notebooks show."""
+        """Return the HTML that notebooks show."""
         return plan_fragment(self)
 
     def to_json(self) -> str:
-        """JSON text, graph included; `from_json` gives back an equal plan."""
+        """Return JSON text, graph included; `from_json` returns an equal plan."""
         return PlanDocument.of(self).to_json()
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
-        """Raises `DocumentError` for text that is truncated, of another version, or forged."""
+        """Read what `to_json` returned. Raises `DocumentError` for text that is truncated, of
+        another version, or forged."""
         return PlanDocument.from_json(text).read(cls)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the JSON document, gzipped where the name ends in `.gz`. All or nothing."""
+        """Write the JSON document, gzipped if the name ends in `.gz`. The file is written
+        completely or not at all."""
         PlanDocument.of(self).save(path)
 
     @classmethod

@@ -1,5 +1,7 @@
-"""`PlanData`: a schedule with all that is known about it, as data. What users hold is a `Plan`
-(`remat.plan`), which can also show, explain and save itself; what does so needs no more than this.
+"""`PlanData`: a schedule with its peak, time and bound, as data.
+
+Users get a `Plan` (`remat.plan`), which can also show, explain and save itself; the modules that
+implement this need no more than `PlanData`.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ RESERVED_BYTES_STAT = "reserved_for_others_bytes"
 
 
 class Status(Enum):
-    """How a plan came about; the value is what to make of it."""
+    """OPTIMAL if a plan is proved to be within the requested gap, else FEASIBLE."""
 
     OPTIMAL = "within the gap that was asked for, proved"
     FEASIBLE = "fits the budget; not proved to be within a gap of every schedule of its order"
@@ -30,16 +32,16 @@ class Status(Enum):
 
 @dataclass(frozen=True)
 class PlanData:
-    """What to run, and what it costs.
+    """A schedule and its costs.
 
     `budget_bytes` and the peaks include constant memory. `overhead` and `lower_bound` are extra
-    time over no recomputation (0.05 is 5%); `lower_bound` is proved for `bound_scope`: "slots",
-    the places offered for recomputation, "order", every schedule of the graph's order, or "all
+    time over no recomputation (0.05 is 5%). `lower_bound` is proved for `bound_scope`: "slots", the
+    places where recomputation was considered, "order", every schedule of the graph's order, or "all
     orders", every schedule. `gap` is (time - bound) / time on total time. A plan is OPTIMAL only by
-    a bound for its order or for all orders. `stats` are facts of the solve: keys that end in `_s`
-    are seconds; `slots_bound`, where it is there, is the bound over the slots offered, like
-    `lower_bound` a share of extra time; `steps` names the steps of the solve, and
-    `remat.solution.STEPS` says which keys each has.
+    a bound for its order or for all orders. `stats` are statistics of the solve: keys that end in
+    `_s` are seconds; `slots_bound`, if present, is the bound over the slots, like `lower_bound` a
+    fraction of extra time; `steps` names the steps of the solve, and `remat.solution.STEPS`
+    explains the keys of each.
     """
 
     status: Status
@@ -56,8 +58,8 @@ class PlanData:
 
     @classmethod
     def of(cls, graph: Graph, budget_bytes: int, solution: Solution, stats: Stats) -> Self:
-        """The plan for a strategy's solution; simulates it, and raises `RematError` (a bug in the
-        strategy) if its schedule does not fit the budget."""
+        """Return the plan for a strategy's solution. Its schedule is simulated; raises `RematError`
+        (a bug in the strategy) if it does not fit the budget."""
         timeline = simulate(graph, solution.schedule)
         baseline = simulate(graph, Schedule.keep_all(graph))
         if timeline.peak_bytes > budget_bytes:
@@ -91,7 +93,8 @@ class PlanData:
     @property
     def share(self) -> float:
         """The peak as the percentage that a budget would name it by, as a fraction (0.6 is "60%"):
-        of the peak without recomputation, what libraries hold on the device left out of both."""
+        relative to the peak without recomputation, with libraries' memory on the device subtracted
+        from both."""
         return share_of_baseline(
             self.peak_bytes,
             baseline_bytes=self.baseline_peak_bytes,
@@ -106,7 +109,7 @@ class PlanData:
         return (self.overhead - self.lower_bound) / (1 + self.overhead)
 
     def timeline(self) -> Timeline:
-        """Memory run by run; simulated anew."""
+        """Simulate the schedule and return its memory run by run."""
         return simulate(self.graph, self.schedule)
 
     def __repr__(self) -> str:
@@ -117,7 +120,7 @@ class PlanData:
 
 
 P = TypeVar("P", bound=PlanData)
-"""A kind of plan, where a function returns the kind that it was given."""
+"""The subclass of `PlanData` that a function takes and returns."""
 
 
 def _overhead(time_s: float, baseline_time_s: float) -> float:
@@ -125,7 +128,8 @@ def _overhead(time_s: float, baseline_time_s: float) -> float:
 
 
 def with_reserve_stat(plan: P, reserve_bytes: int) -> P:
-    """Return the plan with `reserve_bytes` of its budget noted as reserved for other uses."""
+    """Return the plan with `reserve_bytes` of its budget noted in `stats` as reserved for other
+    uses."""
     if not reserve_bytes:
         return plan
     return replace(plan, stats={**plan.stats, RESERVED_BYTES_STAT: reserve_bytes})

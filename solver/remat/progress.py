@@ -1,4 +1,4 @@
-"""What a running solve tells its caller, and how the caller stops it."""
+"""Progress reports of a running solve, and how its caller cancels it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where a solve stands.
+    """The state of a running solve.
 
     `incumbent` and `bound` are overheads (extra time over the time without recomputation) in the
-    phase "cost", and peak bytes in the phase "peak"; None where none is known. `gap` is
-    (cost - bound) / cost, on total time or on total bytes. `budget_bytes` is None in the phase
-    "peak", which looks for the smallest.
+    phase "cost", and peak bytes in the phase "peak"; None if there is none yet. `gap` is (cost -
+    bound) / cost, on total time or on total bytes. `budget_bytes` is None in the phase "peak",
+    which searches the smallest.
     """
 
     phase: str
@@ -31,10 +31,10 @@ ProgressCallback = Callable[[Progress], None]
 
 
 class Cancel(Protocol):
-    """Anything like `threading.Event`: set it, from any thread, to end the solve early."""
+    """Any object like `threading.Event`: set it, from any thread, to end the solve early."""
 
     def is_set(self) -> bool:
-        """Whether the solve shall end now with the best it has."""
+        """True if the solve should end now with the best schedule it has."""
         ...
 
 
@@ -42,29 +42,32 @@ class Cancel(Protocol):
 def raise_progress_errors(
     progress: ProgressCallback | None, cancel: Cancel | None
 ) -> Iterator[tuple[ProgressCallback | None, Cancel | None]]:
-    """The two for a solve that the first error of `progress` ends, and that then raises it.
+    """Yield guarded versions of the two: the first error of `progress` cancels the solve, and is
+    raised when the context ends.
 
-    Solvers call back from code of their own, and what is raised there counts as their failure.
+    Solvers run callbacks from their own code, and treat errors in them as their own failure.
     """
     if progress is None:
         yield None, cancel
         return
-    caller = _Caller(progress, cancel)
+    guarded = _GuardedCallbacks(progress, cancel)
     try:
-        yield caller.tell, caller
+        yield guarded.report, guarded
     finally:
-        if caller.error is not None:
-            raise caller.error
+        if guarded.error is not None:
+            raise guarded.error
 
 
-class _Caller:
+class _GuardedCallbacks:
+    """A progress callback and a cancel that record the first error of the caller's callback."""
+
     def __init__(self, progress: ProgressCallback, cancel: Cancel | None) -> None:
         self._progress, self._cancel = progress, cancel
         self._lock = threading.Lock()
         self.error: BaseException | None = None
 
-    def tell(self, progress: Progress) -> None:
-        with self._lock:  # steps beside each other tell, too
+    def report(self, progress: Progress) -> None:
+        with self._lock:  # concurrent steps report, too
             if self.error is None:
                 try:
                     self._progress(progress)

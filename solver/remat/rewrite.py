@@ -1,55 +1,58 @@
-"""`rewrite`: Trace + Schedule -> Program. Pure data in, pure data out.
+"""`rewrite`: the program that runs a schedule, from a trace. Pure data in, pure data out.
 
-Every run of the schedule becomes a statement. Views are no operations: they are written down where
-a statement needs them, from the copy of their storage that is alive there. What the backward
-reads of the forward's variables is what the forward saves.
+Every run of the schedule becomes a statement. Views are no operations: they are written where a
+statement needs them, from the copy of their storage that is live there. The forward saves the
+variables that the backward reads.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from remat.documents.arguments import Argument, refs, rename
-from remat.documents.program import Bound, Program, Statement
+from remat.documents.arguments import Argument, referenced_names, rename_refs
+from remat.documents.program import Binding, Program, Statement
 from remat.documents.records import Gradient, Node, Output
-from remat.documents.trace import ACCUMULATE, Trace, held_storages
+from remat.documents.trace import ACCUMULATE_TARGET, Trace, storages_live_at_end
 from remat.errors import GraphError
 from remat.passes.gradient_accumulation import accumulation_operation_name
 from remat.schedule import Schedule
 from remat.simulate import simulate
 
 BATCH_NORM = "aten._native_batch_norm_legit_functional.default"
-BATCH_NORM_AGAIN = "aten._native_batch_norm_legit.no_stats"
-BATCH_NORM_OF_CUDA = "aten._batch_norm_with_update_functional.default"
+BATCH_NORM_WITHOUT_STATS = "aten._native_batch_norm_legit.no_stats"
+BATCH_NORM_CUDA = "aten._batch_norm_with_update_functional.default"
 """Runs cuDNN's kernel or torch's own, as eager mode does on CUDA."""
 
 
-class Rerun(NamedTuple):
-    """How a batch norm runs again, with the same outputs bit for bit, so that the running
-    statistics move only once: by which operation, on which of its arguments. The first `results`
-    results are the same, the new statistics come after them and are not made."""
+class BatchNormRecompute(NamedTuple):
+    """How to recompute a batch norm, with bitwise equal outputs, without updating the running
+    statistics a second time.
+
+    `target` is the operator, `arguments` are the indices of the original's arguments that it takes.
+    Its first `results` results are equal; the new statistics come after them and are not computed.
+    """
 
     target: str
     arguments: tuple[int, ...]
     results: int
 
 
-RERUNS = {
-    BATCH_NORM: Rerun(BATCH_NORM_AGAIN, (0, 1, 2, 5, 6, 7), 3),
-    # It cannot do without statistics: bias and weight have their shape and type, and stand for
-    # them. (The model's own would have to be kept for it, and change meanwhile.)
-    BATCH_NORM_OF_CUDA: Rerun(BATCH_NORM_OF_CUDA, (0, 1, 2, 2, 1, 5, 6), 4),
+BATCH_NORM_RECOMPUTES = {
+    BATCH_NORM: BatchNormRecompute(BATCH_NORM_WITHOUT_STATS, (0, 1, 2, 5, 6, 7), 3),
+    # This operator requires statistics: bias and weight have their shape and type, and are passed
+    # instead. (The model's own would have to be retained for it, and change in between.)
+    BATCH_NORM_CUDA: BatchNormRecompute(BATCH_NORM_CUDA, (0, 1, 2, 2, 1, 5, 6), 4),
 }
 
 
 def rewrite(trace: Trace, schedule: Schedule) -> Program:
-    """The program that runs exactly `schedule`.
+    """Return the program that runs exactly `schedule`.
 
-    Raises `GraphError` where the schedule does not fit the trace.
+    Raises `GraphError` if the schedule does not fit the trace.
     """
     graph = trace.graph()
     timeline = simulate(graph, schedule)
-    writer = _Writer(trace, schedule)
+    writer = _ProgramWriter(trace, schedule)
     writer.write()
     return Program(
         model=trace.model,
@@ -58,39 +61,45 @@ def rewrite(trace: Trace, schedule: Schedule) -> Program:
         forward=tuple(writer.statements["forward"]),
         backward=tuple(writer.statements["backward"]),
         saved=tuple(writer.saved),
-        states=tuple(writer.states),
+        rng_states=tuple(writer.rng_states),
         outputs=writer.outputs(),
         gradients=writer.gradients,
         inputs=trace.inputs,
         result=trace.result,
         environment=trace.environment,
-        accumulating=trace.accumulating,
+        accumulates_gradients=trace.accumulates_gradients,
         outputs_dropped=trace.outputs_dropped,
         predicted_peak_bytes=timeline.peak_bytes,
     )
 
 
-class _Writer:
+class _ProgramWriter:
+    """Writes the statements of both phases; its state is which tensors have a variable at the
+    current run."""
+
     def __init__(self, trace: Trace, schedule: Schedule) -> None:
         self.trace = trace
         self.schedule = schedule
         self.statements: dict[str, list[Statement]] = {"forward": [], "backward": []}
         self._phase = self.statements["forward"]
         self.saved: dict[str, None] = {}
-        self.states: dict[str, None] = {}
+        self.rng_states: dict[str, None] = {}
         self.gradients: tuple[Gradient, ...] = ()
-        self._repeated = schedule.recomputed(trace.graph())
+        self._recomputed = schedule.recomputed(trace.graph())
         self._placeholders = {p.name for p in trace.placeholders}
-        self._maker = {r.name: node for node in trace.nodes for r in node.results}
-        self._variable: dict[str, str] = {}  # tensor -> variable, valid in the current phase
+        self._producer = {r.name: node for node in trace.nodes for r in node.results}
+        self._variable_of: dict[str, str] = {}  # tensor -> variable, valid in the current phase
         self._defined: set[str] = set()  # variables
-        self._to_save: set[str] = set()  # what the backward can only read if it is saved
-        self._made: dict[int, list[str]] = {}  # storage -> tensors that have a variable
-        self._ran: set[int] = set()
-        self._results = held_storages(trace)
+        self._forward_variables: set[str] = (
+            set()
+        )  # the backward can read these only if they are saved
+        self._named_tensors: dict[int, list[str]] = {}  # storage -> tensors that have a variable
+        self._seen_operations: set[int] = set()
+        self._results = storages_live_at_end(trace)
         self._forward_output: dict[str, str] = {}
 
     def write(self) -> None:
+        """Write the statements of all runs, and the gradients."""
         for op in self.schedule.runs:
             node = self.trace.operations[op]
             if node is None:
@@ -104,7 +113,7 @@ class _Writer:
         self._drop_unread()
 
     def outputs(self) -> tuple[Output, ...]:
-        """The trace's outputs under their forward variables."""
+        """Return the trace's outputs under their forward variables."""
         return tuple(
             o.model_copy(update={"name": self._forward_output[o.name]}) for o in self.trace.outputs
         )
@@ -112,58 +121,61 @@ class _Writer:
     # -- one run ----------------------------------------------------------------------------
 
     def _write_run(self, node: Node, op: int) -> None:
-        again = op in self._ran
-        self._ran.add(op)
-        replays = node.seeded and op in self._repeated
-        target, args, kept = node.target, node.args, node.results
-        if again and (rerun := RERUNS.get(target)) is not None:
-            target, args = rerun.target, tuple(args[i] for i in rerun.arguments)
-            kept = tuple(r for r in kept if r.position < rerun.results)
-        args = tuple(self._rename(item) for item in args)
-        kwargs = {key: self._rename(item) for key, item in node.kwargs.items()}
-        if again:
-            kept = tuple(r for r in kept if r.storage not in self._results)
-        for storage in {r.storage for r in kept}:
-            for name in self._made.pop(storage, ()):
-                self._variable.pop(name, None)
-        bound = tuple(
-            Bound(name=self._define(r.name, r.storage), position=r.position) for r in kept
+        is_recomputation = op in self._seen_operations
+        self._seen_operations.add(op)
+        replays = node.random and op in self._recomputed
+        target, args, results = node.target, node.args, node.results
+        if is_recomputation and (recompute := BATCH_NORM_RECOMPUTES.get(target)) is not None:
+            target, args = recompute.target, tuple(args[i] for i in recompute.arguments)
+            results = tuple(r for r in results if r.position < recompute.results)
+        args = tuple(self._rename_argument(item) for item in args)
+        kwargs = {key: self._rename_argument(item) for key, item in node.kwargs.items()}
+        if is_recomputation:
+            results = tuple(r for r in results if r.storage not in self._results)
+        for storage in {r.storage for r in results}:
+            for name in self._named_tensors.pop(storage, ()):
+                self._variable_of.pop(name, None)
+        bindings = tuple(
+            Binding(name=self._define(r.name, r.storage), position=r.position) for r in results
         )
-        if node.target == ACCUMULATE:
+        if node.target == ACCUMULATE_TARGET:
             self._defined.add(node.name)
-            bound = (Bound(name=node.name),)
+            bindings = (Binding(name=node.name),)
         self._append(
             Statement(
                 target=target,
                 args=args,
                 kwargs=kwargs,
-                results=bound,
-                random=("replay" if again else "save") if replays else "",
-                state=self._state(node, again) if replays else "",
+                results=bindings,
+                rng_action=("replay" if is_recomputation else "save") if replays else "",
+                rng_state=self._rng_state_name(node, is_recomputation) if replays else "",
                 device=node.results[0].tensor.device if replays else "",
                 module=node.module,
-                rerun=again,
+                recomputation=is_recomputation,
             )
         )
 
-    def _state(self, node: Node, again: bool) -> str:
+    def _rng_state_name(self, node: Node, is_recomputation: bool) -> str:
         name = f"rng_{node.name}"
-        if not again:
+        if not is_recomputation:
             self._defined.add(name)
-        elif name in self._to_save:
-            self.states[name] = None
+        elif name in self._forward_variables:
+            self.rng_states[name] = None
         return name
 
     def _start_backward(self) -> None:
-        """Outputs leave the forward; views are written again where the backward needs them."""
+        """Switch to the backward: read the outputs in the forward, and forget its views, which are
+        written once more where the backward needs them."""
         for output in self.trace.outputs:
             self._forward_output[output.name] = self._read(output.name)
-        for names in self._made.values():
-            for name in [n for n in names if self._maker[n].view]:
-                self._variable.pop(name, None)
+        for names in self._named_tensors.values():
+            for name in [n for n in names if self._producer[n].view]:
+                self._variable_of.pop(name, None)
                 names.remove(name)
-        given = [p.name for p in self.trace.placeholders if p.kind not in ("tangent", "constant")]
-        self._to_save = {*self._defined, *given}
+        graph_inputs = [
+            p.name for p in self.trace.placeholders if p.kind not in ("tangent", "constant")
+        ]
+        self._forward_variables = {*self._defined, *graph_inputs}
         self._phase = self.statements["backward"]
 
     def _gradient_name(self, gradient: Gradient) -> str:
@@ -172,33 +184,33 @@ class _Writer:
 
     # -- variables --------------------------------------------------------------------------
 
-    def _rename(self, argument: Argument) -> Argument:
-        return rename(argument, self._read)
+    def _rename_argument(self, argument: Argument) -> Argument:
+        return rename_refs(argument, self._read)
 
     def _read(self, name: str) -> str:
-        """The variable that holds a tensor now; views are written down here if need be."""
+        """Return the variable of a tensor at this point; write the views that it needs."""
         if name in self._placeholders:
             variable = name
         else:
-            if name not in self._variable:
+            if name not in self._variable_of:
                 self._write_view(name)
-            variable = self._variable[name]
-        if variable in self._to_save:
+            variable = self._variable_of[name]
+        if variable in self._forward_variables:
             self.saved[variable] = None
         return variable
 
     def _write_view(self, name: str) -> None:
-        node = self._maker[name]
+        node = self._producer[name]
         if not node.view:
             raise GraphError(f"the schedule reads {name} before it is produced")
-        args = tuple(self._rename(item) for item in node.args)
-        kwargs = {key: self._rename(item) for key, item in node.kwargs.items()}
-        bound = tuple(
-            Bound(name=self._define(r.name, r.storage), position=r.position) for r in node.results
+        args = tuple(self._rename_argument(item) for item in node.args)
+        kwargs = {key: self._rename_argument(item) for key, item in node.kwargs.items()}
+        bindings = tuple(
+            Binding(name=self._define(r.name, r.storage), position=r.position) for r in node.results
         )
         self._append(
             Statement(
-                target=node.target, args=args, kwargs=kwargs, results=bound, module=node.module
+                target=node.target, args=args, kwargs=kwargs, results=bindings, module=node.module
             )
         )
 
@@ -208,15 +220,16 @@ class _Writer:
             copy += 1
             variable = f"{name}__{copy}"
         self._defined.add(variable)
-        self._variable[name] = variable
-        self._made.setdefault(storage, []).append(name)
+        self._variable_of[name] = variable
+        self._named_tensors.setdefault(storage, []).append(name)
         return variable
 
     def _append(self, statement: Statement) -> None:
         self._phase.append(statement)
 
     def _drop_unread(self) -> None:
-        """Forget variables that nobody reads: the tuple element then dies with its tuple."""
+        """Remove unread variables from the results: an element of a tuple is then freed with its
+        tuple."""
         outputs = {
             "forward": {*self._forward_output.values(), *self.saved},
             "backward": {g.name for g in self.gradients},
@@ -224,7 +237,7 @@ class _Writer:
         for phase, statements in self.statements.items():
             read = set(outputs[phase])
             for statement in statements:
-                read.update(refs((statement.args, *statement.kwargs.values())))
+                read.update(referenced_names((statement.args, *statement.kwargs.values())))
             self.statements[phase] = [
                 s.model_copy(update={"results": tuple(b for b in s.results if b.name in read)})
                 for s in statements

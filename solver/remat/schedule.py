@@ -1,7 +1,7 @@
-"""`Schedule`: the executed sequence, and nothing else.
+"""`Schedule`: the sequence of operations that runs.
 
-When values are freed follows from the sequence: a run of an operation reads the latest copy of
-each input, and a copy dies after its last reader (results never die). Any schedule that a solver
+When values are freed follows from the sequence: a run of an operation reads the latest copy of each
+input, and a copy is freed after its last reader (results never are). Any schedule that a solver
 expresses with explicit frees has a sequence of this kind with the same cost and no larger peak.
 """
 
@@ -17,7 +17,7 @@ from remat.graph import Graph
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Operation indices in the order in which they run; one that returns is a recomputation."""
+    """Operation indices in the order in which they run; a repeated index is a recomputation."""
 
     runs: tuple[int, ...]
 
@@ -26,17 +26,17 @@ class Schedule:
 
     @classmethod
     def keep_all(cls, graph: Graph) -> Schedule:
-        """Every operation once, in the graph's order."""
+        """Return the schedule of every operation once, in the graph's order."""
         return cls(tuple(range(len(graph.operations))))
 
     @classmethod
     def of(cls, runs: Iterable[int]) -> Schedule:
-        """From any iterable of operation indices."""
+        """Return a schedule from any iterable of operation indices."""
         return cls(tuple(runs))
 
     def check(self, graph: Graph) -> None:
-        """Raise `GraphError` unless every operation runs, after its inputs, and those that may
-        run only once do."""
+        """Raise `GraphError` unless every operation runs, after its inputs, and only recomputable
+        operations run several times."""
         count = len(graph.operations)
         seen = [0] * count
         for position, op in enumerate(self.runs):
@@ -52,29 +52,29 @@ class Schedule:
                         "before it was ever produced"
                     )
             seen[op] += 1
-        for op, times in enumerate(seen):
-            if not times:
+        for op, count_of_op in enumerate(seen):
+            if not count_of_op:
                 raise GraphError(f"{graph.operations[op].name} never runs")
 
     def keeps_order(self) -> bool:
-        """Whether operations run for the first time in the graph's order."""
+        """True if operations run for the first time in the graph's order."""
         first = list(dict.fromkeys(self.runs))
         return first == sorted(first)
 
     def recomputed(self, graph: Graph) -> dict[int, int]:
-        """How many extra times each operation runs, for those that run more than once."""
-        times = Counter(self.runs)
-        return {op: times[op] - 1 for op in range(len(graph)) if times[op] > 1}
+        """Return how many extra times each operation runs, for those that run more than once."""
+        run_counts = Counter(self.runs)
+        return {op: run_counts[op] - 1 for op in range(len(graph)) if run_counts[op] > 1}
 
 
-def missing_operations(graph: Graph, values: Iterable[int], there: Container[int]) -> list[int]:
-    """The operations to run, in the graph's order, so that `values` are in memory where those of
-    `there` are."""
-    found: set[int] = set()
-    wanted = [v for v in values if v not in there]
-    while wanted:
-        op = graph.producer[wanted.pop()]
-        if op not in found:
-            found.add(op)
-            wanted += [v for v in graph.operations[op].inputs if v not in there]
-    return sorted(found)
+def missing_operations(graph: Graph, values: Iterable[int], live: Container[int]) -> list[int]:
+    """Return the operations to run, in the graph's order, for `values` to be live, if those of
+    `live` already are."""
+    operations: set[int] = set()
+    pending = [v for v in values if v not in live]
+    while pending:
+        op = graph.producer[pending.pop()]
+        if op not in operations:
+            operations.add(op)
+            pending += [v for v in graph.operations[op].inputs if v not in live]
+    return sorted(operations)

@@ -1,15 +1,15 @@
-"""What a schedule costs: peak bytes, time and the life of every copy of every value.
+"""The simulator: peak bytes, time and the lifetime of every copy of every value of a schedule.
 
-The judge of every plan. It shares no code with the MILP and knows nothing of slots. The rules are
-those of the runtime:
+Every plan is verified by it. It shares no code with the MILP and is independent of slots. The rules
+are those of the runtime:
 
 * a run reads the latest copy of each input;
-* a copy dies right after its last reader, or right after its own run if nobody reads it;
-* the first copy of a result is held to the end and is the one that readers read; a later copy,
-  made by running its operation again for another output, is dropped right after that run;
+* a copy is freed right after its last reader, or right after its own run if nothing reads it;
+* the first copy of a result is retained to the end and is the one that readers read; a later copy,
+  from recomputing its operation for another output, is freed right after that run;
 * while an operation runs, live memory is constant memory + all live copies (its inputs included)
-  + all its outputs + its workspace, less those inputs that it overwrites and that die with it.
-  The peak is the largest such sum.
+  + all its outputs + its workspace, less those inputs that it overwrites and that are freed with
+  it. The peak is the largest such sum.
 
 Linear in the number of (run, operand) pairs.
 """
@@ -26,9 +26,9 @@ from remat.schedule import Schedule
 
 
 class Copy(NamedTuple):
-    """One copy of a value: made in run `start`, last needed in run `end` (both included).
+    """One copy of a value: produced in run `start`, last needed in run `end` (both included).
 
-    A held result has `end` equal to the number of runs: it outlives the last one.
+    A retained result has `end` equal to the number of runs: it outlives the last one.
     """
 
     value: int
@@ -40,7 +40,7 @@ class Copy(NamedTuple):
 class Timeline:
     """Memory and time of one schedule, run by run; constant memory is included everywhere.
 
-    `before_bytes[r]`, `during_bytes[r]` and `after_bytes[r]` are live just before, while and just
+    `before_bytes[r]`, `during_bytes[r]` and `after_bytes[r]` are live just before, during and just
     after run `r`. `time_s` is the sum of the costs of all runs, in the graph's cost unit (seconds).
     """
 
@@ -57,22 +57,22 @@ class Timeline:
         return self.during_bytes.index(self.peak_bytes) if self.during_bytes else 0
 
     def live(self, run: int) -> tuple[int, ...]:
-        """The values with a live copy while `run` runs, its inputs and outputs included."""
+        """Return the values with a live copy while `run` runs, its inputs and outputs included."""
         return tuple(sorted({c.value for c in self.copies if c.start <= run <= c.end}))
 
 
 def simulate(graph: Graph, schedule: Schedule) -> Timeline:
-    """The timeline of `schedule` on `graph`.
+    """Return the timeline of `schedule` on `graph`.
 
-    Raises `GraphError` if the schedule is none for this graph (see `Schedule.check`).
+    Raises `GraphError` if the schedule is not valid for this graph (see `Schedule.check`).
     """
     schedule.check(graph)
-    spans = _spans(graph, schedule)
-    live = _live(graph, spans, len(schedule))
-    during = _during(graph, schedule, live, spans)
+    spans = _copy_spans(graph, schedule)
+    live = _live_bytes(graph, spans, len(schedule))
+    during = _during_bytes(graph, schedule, live, spans)
     return Timeline(
         peak_bytes=max(during, default=graph.constant_bytes),
-        time_s=_time(graph, schedule),
+        time_s=_total_time_s(graph, schedule),
         before_bytes=tuple(live[:-1]),
         during_bytes=tuple(during),
         after_bytes=tuple(live[1:]),
@@ -81,19 +81,20 @@ def simulate(graph: Graph, schedule: Schedule) -> Timeline:
 
 
 def peak_and_time(graph: Graph, schedule: Schedule) -> tuple[int, float]:
-    """(peak in bytes, time in seconds) as in `simulate`, without the rest and without the check."""
-    spans = _spans(graph, schedule)
-    live = _live(graph, spans, len(schedule))
-    during = _during(graph, schedule, live, spans)
-    return max(during, default=graph.constant_bytes), _time(graph, schedule)
+    """Return (peak in bytes, time in seconds) as `simulate` does, without the rest and without the
+    check."""
+    spans = _copy_spans(graph, schedule)
+    live = _live_bytes(graph, spans, len(schedule))
+    during = _during_bytes(graph, schedule, live, spans)
+    return max(during, default=graph.constant_bytes), _total_time_s(graph, schedule)
 
 
-_Spans = tuple[list[int], list[int], list[int]]
+_CopySpans = tuple[list[int], list[int], list[int]]
 """Value, first run and last run of every copy."""
 
 
-def _spans(graph: Graph, schedule: Schedule) -> _Spans:
-    forever = len(schedule)
+def _copy_spans(graph: Graph, schedule: Schedule) -> _CopySpans:
+    after_last_run = len(schedule)
     operations = graph.operations
     results = graph.results
     values: list[int] = []
@@ -111,15 +112,16 @@ def _spans(graph: Graph, schedule: Schedule) -> _Spans:
                 latest[v] = len(values)
             elif latest[v] < 0:
                 latest[v] = len(values)
-                end = forever
+                end = after_last_run
             values.append(v)
             starts.append(run)
             ends.append(end)
     return values, starts, ends
 
 
-def _live(graph: Graph, spans: _Spans, runs: int) -> list[int]:
-    """Bytes between runs: before the first, after the first, ..., after the last."""
+def _live_bytes(graph: Graph, spans: _CopySpans, runs: int) -> list[int]:
+    """Return the live bytes between runs: before the first, after the first, ..., after the
+    last."""
     change = [0] * (runs + 2)
     for value, start, end in zip(*spans, strict=True):
         size = graph.values[value].size_bytes
@@ -129,12 +131,14 @@ def _live(graph: Graph, spans: _Spans, runs: int) -> list[int]:
     return list(accumulate(change[: runs + 1]))
 
 
-def _during(graph: Graph, schedule: Schedule, live: list[int], spans: _Spans) -> list[int]:
-    need = [
+def _during_bytes(
+    graph: Graph, schedule: Schedule, live: list[int], spans: _CopySpans
+) -> list[int]:
+    produced_bytes = [
         sum(graph.values[v].size_bytes for v in operation.outputs) + operation.workspace_bytes
         for operation in graph.operations
     ]
-    during = [live[run] + need[op] for run, op in enumerate(schedule.runs)]
+    during = [live[run] + produced_bytes[op] for run, op in enumerate(schedule.runs)]
     if any(operation.overwrites for operation in graph.operations):
         for value, start, end in zip(*spans, strict=True):
             if (
@@ -145,5 +149,5 @@ def _during(graph: Graph, schedule: Schedule, live: list[int], spans: _Spans) ->
     return during
 
 
-def _time(graph: Graph, schedule: Schedule) -> float:
+def _total_time_s(graph: Graph, schedule: Schedule) -> float:
     return math.fsum(graph.operations[op].cost_s for op in schedule.runs)

@@ -1,4 +1,4 @@
-"""`solve`: one graph, one budget, one strategy, one plan. `sweep`: the frontier."""
+"""`solve`: one graph, one budget, one strategy, one plan. `sweep`: plans for many budgets."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from remat.strategies.auto import Auto
 from remat.strategies.base import Strategy, Task
 from remat.strategies.search.step import warn_of_failure
 
-_LEAST_S = 1.0
-SWEEP = ("min", *(f"{percent}%" for percent in range(5, 101, 5)))
+_MIN_TIME_LIMIT_S = 1.0
+SWEEP_BUDGETS = ("min", *(f"{percent}%" for percent in range(5, 101, 5)))
 
 
 class HasGraph(Protocol):
-    """Anything with a graph: a `Trace`."""
+    """Any object with a graph, such as a `Trace`."""
 
     def graph(self) -> Graph:
-        """The graph to solve."""
+        """Return the graph to solve."""
         ...
 
     @property
     def cost_source(self) -> str:
-        """Where its costs come from, in words."""
+        """Where the graph's costs come from, in words."""
         ...
 
 
@@ -47,28 +47,28 @@ def solve(
     progress: ProgressCallback | None = None,
     cancel: Cancel | None = None,
 ) -> Plan:
-    """The cheapest schedule of `graph` whose peak is at most `budget`.
+    """Return the plan with the cheapest schedule of `graph` whose peak is at most `budget`.
 
     `budget` is bytes (an int), a string ("8GiB", "60%" of the peak without recomputation), or
-    "min": the smallest peak that the strategy finds, and then the cheapest schedule at that (or,
-    where a smaller one is not excluded, within `peak_gap` of it), both within its time limit.
-    `strategy` is `Auto()` by default. `progress` is called with a `Progress` now and then; `cancel`
-    (an Event) ends the solve early with the best plan so far. What `progress` raises ends it, too,
-    and is raised.
+    "min": the smallest peak that the strategy finds, and then the cheapest schedule at that (or, if
+    a smaller one is not excluded, within `peak_gap` of it), both within its time limit. `strategy`
+    is `Auto()` by default. `progress` is called with a `Progress` from time to time; `cancel` (an
+    Event) ends the solve early with the best plan so far. An error of `progress` ends it, too, and
+    is raised.
 
-    A solver backend that fails on the way does not take the plan with it: the best schedule known
-    is returned, with a `SolverWarning`, and the reason in `plan.stats["solver_error"]`.
+    If a solver backend fails, the best schedule so far is returned, with a `SolverWarning`, and the
+    reason in `plan.stats["solver_error"]`.
 
     Raises `InfeasibleBudget` with the smallest peak found, `BudgetError`, `SolverTimeout` (no
     schedule within the time limit), `SolverError` (a backend that is missing, or fails before any
-    schedule was known), and `RematError` if cancelled before any schedule was found.
+    schedule was found), and `RematError` if cancelled before any schedule was found.
     """
     stats: Stats = {} if isinstance(graph, Graph) else {"cost_source": graph.cost_source}
     traced, graph = graph, graph if isinstance(graph, Graph) else graph.graph()
     budget_bytes = Budget.parse(budget).in_bytes(_baseline_bytes(graph), graph.library_bytes)
     with raise_progress_errors(progress, cancel) as (progress, cancel):
         plan = _solve(graph, budget_bytes, strategy or Auto(), None, progress, cancel, stats)
-    return _told(plan, traced)
+    return _with_trace_stats(plan, traced)
 
 
 def sweep(
@@ -78,24 +78,24 @@ def sweep(
     *,
     progress: ProgressCallback | None = None,
     cancel: Cancel | None = None,
-    told: Callable[[Plan], None] | None = None,
+    on_plan: Callable[[Plan], None] | None = None,
 ) -> list[Plan]:
-    """The plans for several budgets, smallest budget first: the time/memory frontier.
+    """Return the plans for several budgets, smallest budget first: the frontier of time and memory.
 
     Without `budgets`: 100%, 95%, ... of the peak without recomputation, down to the smallest
-    feasible. Budgets that are infeasible are left out. Each solve begins from the plan for the
-    next smaller budget, so cost never rises with the budget. `told` is called with each plan as
-    soon as it is there. Once `cancel` is set, what is left is left out.
+    feasible. Infeasible budgets are omitted. Each solve starts from the plan for the next smaller
+    budget, so cost never rises with the budget. `on_plan` is called with each plan as soon as it is
+    solved. Once `cancel` is set, the remaining budgets are omitted.
     """
     stats: Stats = {} if isinstance(graph, Graph) else {"cost_source": graph.cost_source}
     traced, graph = graph, graph if isinstance(graph, Graph) else graph.graph()
     strategy = strategy or Auto()
     baseline_bytes = _baseline_bytes(graph)
-    wanted = map(Budget.parse, SWEEP if budgets is None else budgets)
-    sizes = {budget.in_bytes(baseline_bytes, graph.library_bytes) for budget in wanted}
+    parsed = map(Budget.parse, SWEEP_BUDGETS if budgets is None else budgets)
+    sizes = {budget.in_bytes(baseline_bytes, graph.library_bytes) for budget in parsed}
     plans: list[Plan] = []
     with raise_progress_errors(progress, cancel) as (progress, cancel):
-        for size in sorted(sizes, key=lambda size: size or 0):  # "min" is None, and the smallest
+        for size in sorted(sizes, key=lambda size: size or 0):  # "min" is None, and comes first
             if plans and size is not None and size < plans[0].budget_bytes:
                 continue
             if plans and cancel is not None and cancel.is_set():
@@ -103,17 +103,17 @@ def sweep(
             start = plans[-1].schedule if plans else None
             try:
                 plan = _solve(graph, size, strategy, start, progress, cancel, stats)
-                plans.append(_told(plan, traced))
+                plans.append(_with_trace_stats(plan, traced))
             except InfeasibleBudget:
                 continue
-            if told is not None:
-                told(plans[-1])
+            if on_plan is not None:
+                on_plan(plans[-1])
     return plans
 
 
-def _told(plan: Plan, graph: Graph | HasGraph) -> Plan:
-    """The plan with what only a trace tells in `stats`: what torch's allocator makes of it on a
-    CUDA device, and what the CPU takes to launch it, where that was measured."""
+def _with_trace_stats(plan: Plan, graph: Graph | HasGraph) -> Plan:
+    """Return the plan with the statistics that need a trace: the peak of torch's allocator on a
+    CUDA device, and the CPU's launch time, if that was measured."""
     if not isinstance(graph, Trace):
         return plan
     launch_s = graph.launch_s(plan.schedule.runs)
@@ -123,11 +123,11 @@ def _told(plan: Plan, graph: Graph | HasGraph) -> Plan:
 
 
 def warn_of_solver_failure(plan: Plan) -> None:
-    """A `SolverWarning` where a solver failed on the way to this plan; for the functions that make
-    plans, which were called by the user."""
+    """Issue a `SolverWarning` if a solver failed on the way to this plan. For functions that the
+    user calls directly."""
     if "solver_error" in plan.stats:
-        said = f"{plan.stats['solver_error']}. The plan is the best that is known without it"
-        warnings.warn(said, SolverWarning, stacklevel=4)
+        message = f"{plan.stats['solver_error']}. The plan is the best found without it"
+        warnings.warn(message, SolverWarning, stacklevel=4)
 
 
 def _baseline_bytes(graph: Graph) -> int:
@@ -143,23 +143,25 @@ def _solve(
     cancel: Cancel | None,
     stats: Stats,
 ) -> Plan:
-    began = time.monotonic()
+    """Solve for a budget in bytes, or for the smallest peak and then at that, and simulate the
+    result."""
+    started_at = time.monotonic()
     stats = {**stats, "strategy": strategy.name}
     if budget_bytes is None:
         smallest = strategy.run(Task(graph, None, start, progress, cancel))
         start = smallest.schedule
-        budget_bytes = _near(simulate(graph, start).peak_bytes, smallest, strategy)
-        stats["peak_search_s"] = time.monotonic() - began
+        budget_bytes = _budget_for_min(simulate(graph, start).peak_bytes, smallest, strategy)
+        stats["peak_search_s"] = time.monotonic() - started_at
         stats |= smallest.step_stats | smallest.failure_stats
         if smallest.bound is not None:
             stats["peak_bound_bytes"] = int(smallest.bound)
-        strategy = _with_what_is_left(strategy, time.monotonic() - began)
-    told = _for_budget(progress, budget_bytes)
+        strategy = _with_remaining_time(strategy, time.monotonic() - started_at)
+    progress_for_budget = _for_budget(progress, budget_bytes)
     try:
-        solution = strategy.run(Task(graph, budget_bytes, start, told, cancel))
+        solution = strategy.run(Task(graph, budget_bytes, start, progress_for_budget, cancel))
     except Exception as error:
-        is_in_hand = start is not None and peak_and_time(graph, start)[0] <= budget_bytes
-        if start is None or not is_in_hand or isinstance(error, InfeasibleBudget):
+        start_fits = start is not None and peak_and_time(graph, start)[0] <= budget_bytes
+        if start is None or not start_fits or isinstance(error, InfeasibleBudget):
             raise
         solution = Solution(start)
         if isinstance(error, SolverError):
@@ -167,32 +169,38 @@ def _solve(
         elif cancel is None or not cancel.is_set():
             warn_of_failure(stats, strategy.name, error)
     stats = merge_stats(stats, solution.stats)
-    stats["total_s"] = time.monotonic() - began
+    stats["total_s"] = time.monotonic() - started_at
     plan = Plan.of(graph, budget_bytes, solution, stats)
     warn_of_solver_failure(plan)
     return plan
 
 
 def _for_budget(progress: ProgressCallback | None, budget_bytes: int) -> ProgressCallback | None:
-    """Strategies do not say which budget they are asked for; a sweep has several."""
+    """Return the callback with the budget added to each report: strategies do not report it, and a
+    sweep has several."""
     if progress is None:
         return None
-    return lambda now: progress(replace(now, budget_bytes=budget_bytes))
+    return lambda report: progress(replace(report, budget_bytes=budget_bytes))
 
 
-def _near(peak_bytes: int, smallest: Solution, strategy: Strategy) -> int:
-    """The budget for "min": where it is not proved that no smaller peak is possible, up to the
-    strategy's own tolerance above it. At the very smallest peak that happened to be found, a step
-    costs far more than a per cent above, and little can be proved about it."""
+def _budget_for_min(peak_bytes: int, smallest: Solution, strategy: Strategy) -> int:
+    """Return the budget for "min": the smallest peak, or up to the strategy's own tolerance above
+    it if a smaller peak is not proved impossible.
+
+    At the very smallest peak that was found, a step costs far more than a percent above it, and
+    little can be proved.
+    """
     tolerance = getattr(strategy, "peak_gap", 0.0)
     if smallest.proved or not isinstance(tolerance, int | float):
         return peak_bytes
-    return max(peak_bytes, int(peak_bytes * (1 + tolerance)))  # of sizes that no float has
+    return max(
+        peak_bytes, int(peak_bytes * (1 + tolerance))
+    )  # int() rounds sizes that no float represents
 
 
-def _with_what_is_left(strategy: Strategy, spent_s: float) -> Strategy:
-    """The strategy with so much less of a time limit, if it has one."""
+def _with_remaining_time(strategy: Strategy, spent_s: float) -> Strategy:
+    """Return the strategy with its time limit reduced by `spent_s`, if it has one."""
     limit = getattr(strategy, "time_limit", None)
     if not is_dataclass(strategy) or not isinstance(limit, int | float):
         return strategy
-    return replace(strategy, time_limit=max(_LEAST_S, limit - spent_s))
+    return replace(strategy, time_limit=max(_MIN_TIME_LIMIT_S, limit - spent_s))

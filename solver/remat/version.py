@@ -1,4 +1,4 @@
-"""Which remat this is."""
+"""The version of remat."""
 
 from __future__ import annotations
 

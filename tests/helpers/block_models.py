@@ -9,12 +9,15 @@ import torch.nn.functional as F
 from torch import nn
 
 import remat
+from remat.blockwise.blocks_plan import BlocksPlan
 from remat.frontend.memory.meter import measure_step
 
 Gradients = dict[str, torch.Tensor]
 
 
 class Output(NamedTuple):
+    """The loss and logits of `Net`."""
+
     loss: torch.Tensor
     logits: torch.Tensor
 
@@ -30,26 +33,28 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
         assert not self.gradient_checkpointing
-        made = F.dropout(self.narrow(F.gelu(self.wide(self.norm(x)))), 0.1, self.training)
-        return x + made if scale is None else x + made * scale
+        output = F.dropout(self.narrow(F.gelu(self.wide(self.norm(x)))), 0.1, self.training)
+        return x + output if scale is None else x + output * scale
 
 
 class Experts(nn.Module):
-    """Each row goes to the expert that its numbers say: no capture sees that."""
+    """Mixture of experts: each row goes to the expert of its index, which no capture can trace."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.weights = nn.Parameter(torch.randn(3, width, width) / width**0.5)
 
     def forward(self, x: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
-        made = torch.zeros_like(x)
+        output = torch.zeros_like(x)
         for number in range(len(self.weights)):
             rows = (to == number).nonzero()[:, 0]
-            made = made.index_add(0, rows, F.silu(x[rows] @ self.weights[number]))
-        return made
+            output = output.index_add(0, rows, F.silu(x[rows] @ self.weights[number]))
+        return output
 
 
 class Routed(nn.Module):
+    """A block followed by `Experts`, with indices computed from its output."""
+
     def __init__(self, width: int, experts: type[nn.Module] = Experts) -> None:
         super().__init__()
         self.before, self.experts = Block(width), experts(width)
@@ -60,7 +65,8 @@ class Routed(nn.Module):
 
 
 class Net(nn.Module):
-    """Something outside of the blocks, before and after them, and a loss."""
+    """An embedding, the blocks and a head, with the loss: there are operations outside of the
+    blocks."""
 
     def __init__(self, blocks: list[nn.Module], width: int = 32, classes: int = 50) -> None:
         super().__init__()
@@ -78,15 +84,18 @@ class Net(nn.Module):
 
 
 def net(**settings: Any) -> tuple[Net, torch.Tensor]:
+    """Return a `Net` of four blocks, and token ids for it."""
     torch.manual_seed(0)
     return Net([Block(32) for _ in range(4)], **settings), torch.randint(0, 50, (256,))
 
 
 def loss_of(result: Any) -> torch.Tensor:
+    """Return the loss of a model's output."""
     return result if isinstance(result, torch.Tensor) else result[0]
 
 
 def step(model: nn.Module, batch: torch.Tensor, seed: int) -> tuple[torch.Tensor, Gradients]:
+    """Run one step; return the loss and the gradients by name."""
     torch.manual_seed(seed)
     loss = loss_of(model(batch))
     loss.backward()
@@ -95,14 +104,17 @@ def step(model: nn.Module, batch: torch.Tensor, seed: int) -> tuple[torch.Tensor
     return loss.detach(), gradients
 
 
-def assert_same(actual: Any, wanted: Any) -> None:
-    assert torch.equal(actual[0], wanted[0])
-    assert actual[1].keys() == wanted[1].keys()
-    for name, gradient in wanted[1].items():
+def assert_same(actual: Any, expected: Any) -> None:
+    """Check that two results of `step` are equal bit for bit."""
+    assert torch.equal(actual[0], expected[0])
+    assert actual[1].keys() == expected[1].keys()
+    for name, gradient in expected[1].items():
         assert torch.equal(actual[1][name], gradient), name
 
 
 def peak_of(model: nn.Module, batch: torch.Tensor) -> int:
+    """Return the peak in bytes of one step, parameters and batch included."""
+
     def one() -> None:
         loss_of(model(batch)).backward()
 
@@ -114,10 +126,12 @@ def peak_of(model: nn.Module, batch: torch.Tensor) -> int:
 
 
 def enabled(model: nn.Module, budget: int | str, scope: str = "blocks", **more: Any) -> Any:
+    """Enable a model whose plan may drop outputs, with costs measured on the CPU."""
     return remat.enable(model, budget, scope=scope, outputs="dropped", costs="cpu", **more)
 
 
-def plan_of(model: nn.Module) -> remat.BlocksPlan:
+def plan_of(model: nn.Module) -> BlocksPlan:
+    """Return the latest plan of an enabled model."""
     plan = remat.plans(model)[-1]
-    assert isinstance(plan, remat.BlocksPlan)
+    assert isinstance(plan, BlocksPlan)
     return plan

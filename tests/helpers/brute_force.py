@@ -1,14 +1,14 @@
 """Brute force over schedules of small graphs, by Dijkstra's algorithm on explicit memory states.
 
-A state is (next first run, next operation that may run again before it, held values). It shares
-no idea with the program or the simulator: values are dropped one at a time, whenever that pays,
-and a set holds what is in memory.
+A state is (next first run, next operation that may be recomputed before it, resident values). It
+shares no code with the program or the simulator: values are dropped one at a time, whenever that
+pays, and a set has what is in memory.
 
-The space is Checkmate's: between two first runs any earlier operations may run again, each at most
-once, in the graph's order. With `free=True` the second part of the state goes, so that they run
-again in any order and any number of times. That space is a strict superset: of 400 random graphs
-of up to 6 operations, one had a smaller peak in it; none had a lower cost at the smallest peak of
-Checkmate's space.
+The space is Checkmate's: between two first runs any earlier operations may be recomputed, each
+at most once, in the graph's order. `free=True` leaves out the second part of the state, so that
+operations are recomputed in any order and any number of times. That space is a strict superset:
+of 400 random graphs of up to 6 operations, one had a smaller peak in it; none had a lower cost
+at the smallest peak of Checkmate's space.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _State = tuple[int, int, frozenset[int]]
 
 
 def cheapest(graph: Graph, budget_bytes: int, *, free: bool = False) -> float | None:
-    """The least time of a schedule within the budget, or None if there is none."""
+    """Return the shortest time of a schedule within the budget, or None if there is none."""
     return _search(graph, budget_bytes, free=free, by_peak=False)
 
 
 def smallest_budget(graph: Graph, *, free: bool = False) -> int:
-    """The least peak of any schedule."""
+    """Return the smallest peak of any schedule."""
     peak = _search(graph, None, free=free, by_peak=True)
     assert peak is not None
     return int(peak)
@@ -56,7 +56,7 @@ def _search(graph: Graph, budget: int | None, *, free: bool, by_peak: bool) -> f
 
 
 def _moves(graph: Graph, state: _State, free: bool) -> Iterator[tuple[float, int, _State]]:
-    """(time, bytes in memory meanwhile, next state) of everything that may happen now."""
+    """Yield (time, bytes in memory during it, next state) of every possible next action."""
     first, recomputable, resident = state
     for value in resident - graph.results:
         yield 0.0, 0, (first, recomputable, resident - {value})

@@ -1,4 +1,4 @@
-"""`remat` as a process of its own, on documents of a real model."""
+"""`remat` as a child process, on documents of a real model."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from tests.helpers.fork_server import MODELS, Forking, ask
+from tests.helpers.fork_server import MODELS, ForkServer, ask
 from tests.helpers.models import gpt2
 
 import remat
 from remat.documents.sweep import SweepDocument
 from remat.documents.trace import Trace
 from remat.plan import Plan
+from remat.strategies import Rotor
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command ended, and what it said."""
+    """The exit code and the output of a command that has ended."""
 
     code: int
     out: str
@@ -34,7 +35,7 @@ class Ended:
 
     @property
     def error(self) -> str:
-        """The one line on stderr of a command that failed, and nothing on stdout."""
+        """The one line on stderr of a failed command, which prints nothing on stdout."""
         assert self.out == ""
         assert self.err.startswith("remat: "), self.err
         assert self.err.count("\n") == 1, self.err
@@ -42,8 +43,8 @@ class Ended:
 
 
 @cache
-def _forking(*modules: str) -> Forking:
-    server = Forking(modules)
+def _forking(*modules: str) -> ForkServer:
+    server = ForkServer(modules)
     atexit.register(server.close)
     return server
 
@@ -54,7 +55,10 @@ def quick(
     env: Mapping[str, str] | None = None,
     models: bool = False,
 ) -> Ended:
-    """As `run`, without its start, which takes a second, and several for what works on models."""
+    """Run a command as `run` does, in a process that is already started.
+
+    Starting takes a second, and several for commands on models.
+    """
     where = _forking(*MODELS if models else ()).socket
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         paths = [Path(folder) / name for name in ("in", "out", "err")]
@@ -66,7 +70,7 @@ def quick(
 
 
 def command(*arguments: object) -> list[str]:
-    """The words that start it."""
+    """Return the command line that starts `remat` with these arguments."""
     return [sys.executable, "-m", "remat.cli", *map(str, arguments)]
 
 
@@ -85,8 +89,9 @@ def run(
 
 
 @contextmanager
-def heeding_interrupts() -> Iterator[None]:
-    """What is started within heeds SIGINT even where we, as a job in the background, do not."""
+def interrupts_enabled() -> Iterator[None]:
+    """Make child processes that start in this block react to SIGINT, even where the tests run as
+    a background job that ignores it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
@@ -96,7 +101,7 @@ def heeding_interrupts() -> Iterator[None]:
 
 @cache
 def trace() -> Trace:
-    """Some hundred operations of a GPT-2, without costs."""
+    """Return a trace of some hundred operations of a GPT-2, without costs."""
     torch.manual_seed(0)
     case = gpt2()
     return remat.trace(case.model, case.args, case.kwargs)
@@ -104,7 +109,7 @@ def trace() -> Trace:
 
 @dataclass(frozen=True)
 class Documents:
-    """Files of one model's documents."""
+    """Files with the documents of one model."""
 
     bare: Path
     """A trace without costs."""
@@ -115,12 +120,12 @@ class Documents:
 
 
 def write_documents(folder: Path) -> Documents:
-    """Make and save them."""
+    """Compute and save the documents."""
     bare = trace()
     priced = remat.measure(bare, remat.Roofline("cpu"))
     actual = Documents(*(folder / f"{name}.json.gz" for name in ("bare", "trace", "plan", "other")),
                       folder / "sweep.json")  # fmt: skip
-    plans: list[Plan] = [remat.solve(priced, budget, remat.Rotor()) for budget in ("70%", "90%")]
+    plans: list[Plan] = [remat.solve(priced, budget, Rotor()) for budget in ("70%", "90%")]
     bare.save(actual.bare)
     priced.save(actual.trace)
     plans[0].save(actual.plan)

@@ -16,14 +16,15 @@ from remat.frontend.compile.registry import CompiledPlan
 from remat.frontend.memory.allocator_peak import allocated_peak
 
 EAGER = "aot_eager_decomp_partition"
-"""What `inductor=False` plans on: torch's partitioner and Inductor's decompositions, run as is."""
+"""The backend on whose graph `inductor=False` plans: torch's partitioner and Inductor's
+decompositions, run as they are."""
 
 
 Step = tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, torch.Tensor]]
 
 
 def step(case: Case, run: Any, seed: int = 1) -> Step:
-    """Loss, gradients (of inputs too) and buffers."""
+    """Return the loss, the gradients (also of inputs) and the buffers of one step."""
     case.model.zero_grad(set_to_none=True)
     inputs = [a for a in (*case.args, *case.kwargs.values()) if isinstance(a, torch.Tensor)]
     for tensor in inputs:
@@ -39,33 +40,36 @@ def step(case: Case, run: Any, seed: int = 1) -> Step:
 
 
 def two_steps(case: Case, state: dict[str, Any], **options: Any) -> list[Step]:
-    """Of the compiled model, from the same weights and buffers."""
+    """Run two steps of the compiled model, from the given weights and buffers."""
     torch._dynamo.reset()
     case.model.load_state_dict(state)
     run = torch.compile(case.model, **options)
     return [step(case, run, seed) for seed in (1, 2)]
 
 
-def made(case: Case) -> tuple[Case, dict[str, Any]]:
+def with_state(case: Case) -> tuple[Case, dict[str, Any]]:
+    """Return the case with a copy of its initial weights and buffers."""
     return case, copy.deepcopy(case.model.train().state_dict())
 
 
 def assert_same(actual_steps: list[Step], wanted: list[Step], tolerance: float) -> None:
+    """Check that losses, gradients and buffers agree within a relative tolerance."""
     for (loss, gradients, buffers), (own_loss, own_gradients, own_buffers) in zip(
         wanted, actual_steps, strict=True
     ):
         assert torch.allclose(loss, own_loss, rtol=max(tolerance, 0), atol=0)
-        for actual, theirs in ((own_gradients, gradients), (own_buffers, buffers)):
-            assert actual.keys() == theirs.keys()
-            sizes = {n: t.double().abs().max().item() for n, t in theirs.items() if t.numel()}
-            # What is zero but for rounding has no relative error.
+        for actual, expected in ((own_gradients, gradients), (own_buffers, buffers)):
+            assert actual.keys() == expected.keys()
+            sizes = {n: t.double().abs().max().item() for n, t in expected.items() if t.numel()}
+            # A tensor that is zero up to rounding has no relative error.
             least = 1e-2 * max(sizes.values(), default=0.0)
             for name, size in sizes.items():
-                difference = (theirs[name].double() - actual[name].double()).abs().max().item()
+                difference = (expected[name].double() - actual[name].double()).abs().max().item()
                 assert difference <= tolerance * max(size, least), name
 
 
 def plans_of(options: Any, case: Case) -> list[CompiledPlan]:
+    """Return the plans of one compiled step."""
     before = len(remat.compiled_plans())
     torch._dynamo.reset()
     step(case, torch.compile(case.model, **options))
@@ -109,23 +113,26 @@ class Convolutions(nn.Module):
 
 
 def blocks() -> Case:
+    """Return a case of `Blocks`."""
     torch.manual_seed(0)
     return Case(Blocks(), (torch.randint(0, 50, (8, 128)),), loss=lambda out: out)
 
 
 def convolutions() -> Case:
+    """Return a case of `Convolutions`."""
     torch.manual_seed(0)
     return Case(Convolutions(), (torch.randn(4, 3, 48, 48),), loss=lambda out: out)
 
 
-def dropping() -> Case:
+def dropout_case() -> Case:
     torch.manual_seed(0)
     made_of = [nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1)) for _ in range(4)]
     return Case(nn.Sequential(*made_of), (torch.randn(512, 64),), loss=lambda out: out.sum())
 
 
 def measured_peak(case: Case, run: Any) -> int:
-    """Of a warm step, by the allocator, with parameters, buffers and batch."""
+    """Return the peak in bytes of a warm step by the allocator, with parameters, buffers and
+    batch."""
     step(case, run)
     case.model.zero_grad(set_to_none=True)
     peak = allocated_peak(lambda: case.loss(run(*case.args, **case.kwargs)).backward())

@@ -1,4 +1,4 @@
-"""Inductor's generated code needs more than torch."""
+"""A mark for tests that need a C++ compiler, as Inductor does for CPUs."""
 
 from __future__ import annotations
 

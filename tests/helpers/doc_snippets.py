@@ -1,13 +1,13 @@
-"""The code in README.md and docs/, found and run.
+"""The code blocks of README.md and docs/: parse them and run them.
 
-Blocks of one page are run in order, in one namespace and one new directory: ```python is executed,
-of ```console the lines that begin with `$ ` are run by bash, and a `{code-block}` with a caption is
-written to a file of that name. What cannot run says why in a comment before it:
+Blocks of one page run in order, in one namespace and one new directory: ```python is executed,
+of ```console the lines that begin with `$ ` are run by bash, and a `{code-block}` with a caption
+is written to a file of that name. A block that cannot run has the reason in a comment before it:
 
     <!-- not run: installs packages -->
 
 A ```text block below one that was run shows its output, as the lines without `$ ` do: every word
-of it must be in what was really printed. Numbers may differ, and `...` stands for anything.
+of it must be in the real output. Numbers may differ, and `...` stands for any text.
 
 `python -m tests.helpers.doc_snippets` is the process that runs pages. It imports torch once and
 forks for each page.
@@ -39,8 +39,8 @@ _SHOWN = "text"
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: `line` is where its first line of code stands, `reason` why it is not run,
-    `file` where it is to be written."""
+    """A fenced block: `line` is the line number of its first line of code, `reason` why it is
+    not run, `file` the path to write it to."""
 
     page: str
     line: int
@@ -51,31 +51,32 @@ class Block:
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """The name of the block in messages."""
         return f"{self.page}:{self.line}"
 
     @property
     def commands(self) -> str:
-        """Of a console block: what is typed."""
+        """The commands of a console block."""
         typed = [line[2:] for line in self.text.splitlines() if line.startswith(("$ ", "> "))]
         return "\n".join(typed)
 
     @property
     def shown(self) -> str:
-        """Of a console or text block: what is printed."""
+        """The output that a console or text block shows."""
         if self.language == _SHOWN:
             return self.text
         return "\n".join(x for x in self.text.splitlines() if not x.startswith(("$ ", "> ")))
 
 
 def pages() -> list[Path]:
-    """README.md and the documentation, decisions left out: they are history."""
+    """Return README.md and the pages of the documentation, without the decisions, which are
+    history."""
     page_files = sorted((ROOT / "docs").rglob("*.md"))
     return [ROOT / "README.md", *(page for page in page_files if page.parent.name != "decisions")]
 
 
 def blocks(page: Path) -> list[Block]:
-    """Every fenced block of a page, in order."""
+    """Return every fenced block of a page, in order."""
     collected: list[Block] = []
     lines = page.read_text().splitlines()
     name = str(page.relative_to(ROOT))
@@ -118,11 +119,11 @@ def _block(page: str, line: int, words: str, body: list[str], reason: str) -> Bl
 
 
 class Mismatch(Exception):
-    """A page shows what was not printed."""
+    """A page shows output that was not printed."""
 
 
 def run_page(page_blocks: list[Block], directory: Path) -> None:
-    """Run the blocks of one page; raises what the first wrong one raises."""
+    """Run the blocks of one page, and raise the first error."""
     os.chdir(directory)
     space: dict[str, object] = {"__name__": "__main__"}
     printed: str | None = None
@@ -144,7 +145,7 @@ def run_page(page_blocks: list[Block], directory: Path) -> None:
 
 
 def _capture(directory: Path, block: Block, space: dict[str, object]) -> str:
-    """What a Python block prints, by whatever means."""
+    """Return what a Python block prints, by any means."""
     output = directory / ".printed"
     sys.stdout.flush()
     sys.stderr.flush()
@@ -194,7 +195,7 @@ def _compare(block: Block, printed: str) -> None:
 
 
 def check_syntax(block: Block) -> None:
-    """Of a block that cannot run."""
+    """Check the syntax of a block that cannot run."""
     if block.language == "python":
         ast.parse(block.text)
     elif block.language in ("console", "bash"):
@@ -208,7 +209,7 @@ def check_syntax(block: Block) -> None:
 
 
 class Runner:
-    """A process with everything imported, and the pages that it runs."""
+    """A process with everything imported, which runs pages."""
 
     def __init__(self, environment: dict[str, str]) -> None:
         self._process = subprocess.Popen(
@@ -221,7 +222,7 @@ class Runner:
         )
 
     def run(self, page_blocks: list[Block], directory: Path) -> str:
-        """What went wrong; empty if nothing did."""
+        """Run a page; return its error, which is empty if there is none."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         job = {"blocks": [asdict(block) for block in page_blocks], "directory": str(directory)}
@@ -230,7 +231,7 @@ class Runner:
 
     def close(self) -> None:
         """End the process."""
-        with self._process:  # closes its pipes, which ends it
+        with self._process:  # closing its pipes ends it
             pass
 
 

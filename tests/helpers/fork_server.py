@@ -28,15 +28,18 @@ CAPTURE = (
     "remat.frontend.capture.trace",
     "remat.view",
 )
-"""What the first capture would load. No capture itself: where torch is built with CUDA it starts
-autograd's threads, which a fork does not take along, and the captures of what is forked fail."""
+"""Modules that the first capture would import.
+
+They are imported without a capture: where torch is built with CUDA, a capture starts autograd's
+threads, which a fork does not copy, and captures in the forked process fail.
+"""
 
 MODELS = (*CAPTURE, "transformers.models.gpt2.modeling_gpt2", "remat.commands.models.sources")
-"""What commands on models would load."""
+"""Modules that commands on models would import."""
 
 
-class Forking:
-    """The process that waits."""
+class ForkServer:
+    """A process that listens for commands and forks for each."""
 
     def __init__(
         self, modules: Sequence[str] = (), environment: Mapping[str, str] | None = None
@@ -51,7 +54,7 @@ class Forking:
             stdout=subprocess.PIPE,
         )
         assert self._process.stdout is not None
-        assert self._process.stdout.readline(), "it has ended"
+        assert self._process.stdout.readline(), "the process has ended"
 
     @property
     def command(self) -> list[str]:
@@ -67,7 +70,8 @@ class Forking:
 def ask(
     where: str, words: Sequence[str], environment: Mapping[str, str], files: Sequence[int]
 ) -> int:
-    """Have `remat` run with these words here, and these files as its standard ones; its code."""
+    """Run `remat` with these words in a forked process, with these standard files; return its
+    exit code."""
     task = {"words": words, "environment": dict(environment), "directory": os.getcwd()}
     with socket.socket(socket.AF_UNIX) as asking:
         asking.connect(where)
@@ -89,13 +93,14 @@ def _serve(where: str) -> None:
                 _answer(connection)
                 os._exit(0)
             connection.close()
-            with contextlib.suppress(ChildProcessError):  # there is none any more
+            with contextlib.suppress(ChildProcessError):  # it has ended already
                 while os.waitpid(-1, os.WNOHANG)[0]:
                     pass
 
 
 def _answer(connection: socket.socket) -> None:
-    """By one more process, so that several may run at once, as in a pipe."""
+    """Run one command in a further child process, so that several may run concurrently, as in a
+    pipe."""
     _, files, _, _ = socket.recv_fds(connection, 1, 3)
     with connection.makefile("rwb") as stream:
         task = json.loads(stream.readline())
@@ -106,7 +111,7 @@ def _answer(connection: socket.socket) -> None:
 
 
 def _run(task: dict[str, Any], files: Sequence[int]) -> None:
-    """As if this process had been started for it."""
+    """Run a command as if this process had been started for it."""
     for number, file in enumerate(files):
         os.dup2(file, number)
         os.close(file)

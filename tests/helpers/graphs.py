@@ -1,4 +1,4 @@
-"""Small graphs, by hand and at random, that the tests share."""
+"""Small graphs, made by hand and at random."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from remat.simulate import simulate
 
 
 def chain(length: int, size: int = 1, cost: float = 1.0) -> Graph:
-    """A forward chain of `length` operations and a backward operation for each, as autograd makes
-    it: the backward of operation i reads its output and the gradient of the one after it."""
+    """Return a forward chain of `length` operations with a backward operation for each, as
+    autograd makes it: the backward of operation i reads its output and the gradient of the next
+    operation."""
     g = nx.DiGraph()
     for i in range(length):
         g.add_node(f"f{i}", cost=cost, size=size, module=f"layer.{i}")
@@ -36,8 +37,8 @@ def chain(length: int, size: int = 1, cost: float = 1.0) -> Graph:
 def overwriting(
     draw_from: st.DrawFn, operations: list[Operation], values: list[Value], results: set[int]
 ) -> tuple[Operation, ...]:
-    """The operations, some of which write over what they read: those that run once."""
-    made: list[Operation] = []
+    """Let some operations that run once overwrite values that they read."""
+    result: list[Operation] = []
     for operation in operations:
         over: list[int] = []
         room = sum(values[v].size_bytes for v in operation.outputs)
@@ -46,14 +47,14 @@ def overwriting(
             if not operation.recomputable and fits and draw_from(st.booleans()):
                 over.append(v)
                 room -= values[v].size_bytes
-        made.append(replace(operation, overwrites=tuple(over)))
-    return tuple(made)
+        result.append(replace(operation, overwrites=tuple(over)))
+    return tuple(result)
 
 
 @st.composite
 def small_graphs(draw_from: st.DrawFn, max_operations: int = 7, max_values: int = 9) -> Graph:
     """Graphs of up to 7 operations: several outputs, results, workspace, constant memory, values
-    without bytes, operations that run once, some whose order counts, a boundary."""
+    of zero bytes, operations that run once, some whose order is fixed, a boundary."""
     count = draw_from(st.integers(2, max_operations))
     boundary = draw_from(st.one_of(st.none(), st.integers(1, count - 1)))
     operations: list[Operation] = []
@@ -76,7 +77,7 @@ def small_graphs(draw_from: st.DrawFn, max_operations: int = 7, max_values: int 
                 backward=boundary is not None and op >= boundary,
                 recomputable=op != boundary
                 and draw_from(st.sampled_from((True, True, True, False))),
-                sequenced=draw_from(st.sampled_from((False, False, True))),
+                order_sensitive=draw_from(st.sampled_from((False, False, True))),
             )
         )
     results = draw_from(st.sets(st.sampled_from(range(len(values))), max_size=3))
@@ -93,11 +94,11 @@ def small_graphs(draw_from: st.DrawFn, max_operations: int = 7, max_values: int 
 def tight_cases(
     draw_from: st.DrawFn, max_operations: int = 7, max_values: int = 10
 ) -> tuple[Graph, int]:
-    """A graph and a budget that it mostly takes recomputation to meet.
+    """A graph and a budget that mostly needs recomputation.
 
-    A value made early is read last, and an operation in between needs room. Some operations may run
-    only once, before the boundary and after it. The budget is below the peak without recomputation,
-    and at least what some operation needs, so a few are infeasible.
+    An early value is read last, and an operation in between needs memory. Some operations may
+    run only once, before the boundary and after it. The budget is below the peak without
+    recomputation, and at least what some operation needs, so a few are infeasible.
     """
     count = draw_from(st.integers(5, max_operations))
     crowded = draw_from(st.integers(3, count - 2))
@@ -129,7 +130,7 @@ def tight_cases(
                 ),
                 backward=boundary is not None and op >= boundary,
                 recomputable=op != boundary and (op < 2 or draw_from(st.integers(0, 3)) > 0),
-                sequenced=draw_from(st.sampled_from((False, False, True))),
+                order_sensitive=draw_from(st.sampled_from((False, False, True))),
             )
         )
     chosen = draw_from(st.sets(st.sampled_from(range(len(values))), max_size=2))
@@ -149,8 +150,8 @@ def tight_cases(
 @st.composite
 def training_graphs(draw_from: st.DrawFn, max_operations: int = 6) -> Graph:
     """Graphs of a forward and its backward, on most of which recomputing lowers the peak: the
-    backward of an operation reads its output and the gradient before it, forward operations mostly
-    may run again, and some values are read once more, somewhere."""
+    backward of an operation reads its output and the gradient before it, most forward operations
+    may be recomputed, and some values have one more reader."""
     depth = max_operations // 2
     sizes = st.integers(1, 60)
     values = [Value(f"v{i}", draw_from(sizes)) for i in range(depth)]
@@ -186,8 +187,9 @@ def training_graphs(draw_from: st.DrawFn, max_operations: int = 6) -> Graph:
     )
 
 
-def uneven(layers: int = 10) -> Graph:
-    """Layers of a dear matrix product and a cheap activation, with weight gradients as results."""
+def uneven_layers(layers: int = 10) -> Graph:
+    """Layers of an expensive matrix product and a cheap activation, with weight gradients as
+    results."""
     operations: list[Operation] = []
     values: list[Value] = []
     results: list[int] = []
@@ -220,8 +222,8 @@ def uneven(layers: int = 10) -> Graph:
     return Graph(tuple(operations), tuple(values), frozenset(results), 32, boundary)
 
 
-def layered(count: int, seed: int) -> Graph:
-    """A random graph without boundary or results."""
+def random_forward_graph(count: int, seed: int) -> Graph:
+    """Return a random graph without boundary or results."""
     random = Random(seed)
     operations = [
         Operation(
@@ -237,7 +239,7 @@ def layered(count: int, seed: int) -> Graph:
 
 
 def runs(graph: Graph) -> st.SearchStrategy[Schedule]:
-    """Schedules that run any operations again, anywhere after their first run."""
+    """Schedules that recompute any operations, anywhere after their first run."""
 
     def build(extra: list[tuple[int, int]]) -> Schedule:
         recomputed_at: list[list[int]] = [[] for _ in graph.operations]
@@ -256,7 +258,7 @@ def runs(graph: Graph) -> st.SearchStrategy[Schedule]:
 
 
 def stages(costs: list[int], states: list[int], tapes: list[int]) -> Graph:
-    """A chain whose stages make a state and, for the backward pass only, a tape."""
+    """Return a chain whose stages write a state and, for the backward only, a tape."""
     count = len(costs)
     operations: list[Operation] = []
     values: list[Value] = []
@@ -275,7 +277,8 @@ def stages(costs: list[int], states: list[int], tapes: list[int]) -> Graph:
     return Graph(tuple(operations), tuple(values), results=frozenset({len(values) - 1}))
 
 
-def uneven_stages(seed: int, count: int = 12) -> Graph:
+def random_stages(seed: int, count: int = 12) -> Graph:
+    """Return stages of random costs and sizes."""
     rng = random.Random(seed)
     sizes = [[rng.randint(1, 20) for _ in range(count)] for _ in range(3)]
     return stages(*sizes)

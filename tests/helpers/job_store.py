@@ -1,4 +1,4 @@
-"""A store's jobs, as tests of it submit, claim, finish and look at them."""
+"""The jobs of a store: submit, claim, finish and read them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SUMMARY = {
 
 
 def at_once(act: Callable[[int], T], times: int) -> list[T]:
-    """What `act` returns for 0, 1, ... when all begin together."""
+    """Return the results of `act` for 0, 1, ..., called concurrently."""
     gate = threading.Barrier(times)
 
     def begin(number: int) -> T:
@@ -66,7 +66,7 @@ def claimed(database: Database, worker: str) -> leases.Claimed:
 
 
 def expire(database: Database) -> None:
-    """Let all leases end."""
+    """Let all leases expire."""
     with database.write() as connection:
         connection.execute(sa.text("UPDATE jobs SET lease_until = lease_until - 1000"))
 
@@ -121,7 +121,7 @@ def numbers(database: Database, id: str, after: int = 0) -> list[int]:
 
 
 def age(database: Database, seconds: float) -> None:
-    """Let everything have happened earlier."""
+    """Move all times in the store into the past."""
     with database.write() as connection:
         for table, column in (
             ("jobs", "finished_at"),

@@ -15,33 +15,34 @@ import pytest
 
 from remat.milp.solvers.solver_processes import _children, _descendants
 
-needs_proc = pytest.mark.skipif(
+needs_procfs = pytest.mark.skipif(
     not Path("/proc/self/task").exists(), reason="needs /proc to find the solver's process"
 )
 
 
 @dataclass
 class Kills:
-    """The processes of CBC that were killed, and of how many the problem was not read by then."""
+    """The CBC processes that were killed, and the number of those that had not read their
+    problem yet."""
 
     pids: list[int] = field(default_factory=list[int])
     unread: int = 0
 
 
 @contextmanager
-def killing(when: Callable[[int], bool], owner: int | None = None) -> Iterator[Kills]:
-    """Within, every CBC that descends from `owner` (by default, from us) is killed as soon as
-    `when` is true of its process."""
+def killing_cbc(when: Callable[[int], bool], owner: int | None = None) -> Iterator[Kills]:
+    """In this block, kill every CBC process that descends from `owner` (by default, this
+    process) as soon as `when` is true for it."""
     kills = Kills()
-    left = threading.Event()
+    ended = threading.Event()
     root = os.getpid() if owner is None else owner
 
     def watch() -> None:
-        while not left.is_set():
+        while not ended.is_set():
             pids = [pid for pid in _descendants(_children(root)) if arguments(pid)]
             for pid in pids:
-                with suppress(OSError):  # it has ended by itself
-                    while pid not in kills.pids and arguments(pid) and not left.is_set():
+                with suppress(OSError):  # it has ended
+                    while pid not in kills.pids and arguments(pid) and not ended.is_set():
                         if when(pid):
                             kill(pid, kills)
             time.sleep(0 if pids else 0.001)
@@ -51,14 +52,14 @@ def killing(when: Callable[[int], bool], owner: int | None = None) -> Iterator[K
     try:
         yield kills
     finally:
-        left.set()
+        ended.set()
         watcher.join()
 
 
 def kill(pid: int, kills: Kills) -> None:
     os.kill(pid, signal.SIGSTOP)
     if not (words := arguments(pid)):
-        return  # it has ended by itself just now
+        return  # it has just ended
     with suppress(OSError):
         counters = dict(
             line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines()
@@ -69,7 +70,8 @@ def kill(pid: int, kills: Kills) -> None:
 
 
 def arguments(pid: int) -> list[str]:
-    """CBC's, as PuLP calls it: the command, the problem's file, ...; none of another process."""
+    """Return the arguments of a CBC process as PuLP starts it: the command, the problem's file,
+    ...; none for another process."""
     with suppress(OSError):
         words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
         return words if "-solution" in words else []
@@ -77,19 +79,22 @@ def arguments(pid: int) -> list[str]:
 
 
 def at_once(pid: int) -> bool:
-    """As soon as it is seen, which is before it has read its problem but on a busy machine."""
+    """True as soon as the process is seen: before it has read its problem, except on a busy
+    machine."""
     return True
 
 
-def in_the_midst(pid: int) -> bool:
-    """After a fifth of a second of work."""
+def while_solving(pid: int) -> bool:
+    """True after a fifth of a second of work."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") > 0.2
 
 
-def with_a_solution(pid: int) -> bool:
-    """When the file with its solution is there. It goes on in small steps until then, or it would
-    have ended before anyone looked."""
+def once_solution_is_written(pid: int) -> bool:
+    """True when the file with its solution exists.
+
+    Until then the process is stepped slowly, or it would end before it is looked at.
+    """
     words = arguments(pid)
     if not words:
         return False

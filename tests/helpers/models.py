@@ -1,5 +1,5 @@
-"""The models of the tests: real families with random weights, small, and plain modules with one
-trap each. Every entry makes a fresh model with its arguments."""
+"""The models of the tests: small real families with random weights, and plain modules with one
+difficulty each. Every entry creates a new model with its arguments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import nn
 
 @dataclass
 class Case:
-    """A model with one call of it. `loss` takes the output to a scalar."""
+    """A model with the arguments of one call. `loss` maps the output to a scalar."""
 
     model: nn.Module
     args: tuple[Any, ...] = ()
@@ -114,7 +114,7 @@ def unet() -> Case:
 
 
 class Denoiser(nn.Module):
-    """A diffusion training step: the loss is part of it."""
+    """A diffusion training step, which contains its loss."""
 
     def __init__(self, unet: nn.Module) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ FAMILIES: dict[str, Callable[[], Case]] = {
 }
 
 
-# -- plain modules, one trap each -----------------------------------------------------------------
+# -- plain modules, one difficulty each ----------------------------------------------------------
 
 
 class Mlp(nn.Module):
@@ -159,7 +159,7 @@ class Mlp(nn.Module):
 
 
 class Tied(nn.Module):
-    """Two names of one weight."""
+    """One weight under two names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -204,7 +204,7 @@ class Norms(nn.Module):
 
 @dataclass
 class Answer:
-    """A plain dataclass, not registered with anything."""
+    """A plain dataclass, not registered as a pytree."""
 
     first: torch.Tensor
     second: torch.Tensor
@@ -226,7 +226,7 @@ class TwoHeads(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    """`torch.utils.checkpoint` already in the model, both kinds."""
+    """A model that uses `torch.utils.checkpoint`, both kinds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -255,7 +255,7 @@ class Alias(nn.Module):
 
 
 class Weights(nn.Module):
-    """Gradients that share memory or are expanded: a sum of parameters, a bias of a mean."""
+    """Gradients that share memory or are expanded: a sum of parameters, the bias of a mean."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""What no schema can say, for the command line of schemathesis, which loads this file.
+"""Hooks for schemathesis, which loads this file, with what the schema cannot express.
 
-`OPENAPI_GIVEN` names a JSON file: a real trace and a real graph, ids of jobs that have ended by how
-they did, ids of jobs to delete, the forms of a result, and whether the service has keys.
+`OPENAPI_GIVEN` names a JSON file: a real trace and a real graph, ids of ended jobs by their end,
+ids of jobs to delete, the forms of a result, and whether the service has keys.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _cancelled: set[str] = set()
 
 @schemathesis.hook
 def before_load_schema(context: Any, raw_schema: dict[str, Any]) -> None:
-    """Where there are keys, one is needed."""
+    """Require a key where the service has keys."""
     if DOCUMENTS["has_key"]:
         raw_schema["security"].remove({})
 
 
 @schemathesis.hook
 def before_add_examples(context: Any, examples: list[Case]) -> None:
-    """Every kind of job at every route that takes one, and its result in every form."""
+    """Add every kind of job at every route that takes one, and its result in every form."""
     operation = context.operation
     if "{id}" not in operation.path:
         return
@@ -45,7 +45,8 @@ def before_add_examples(context: Any, examples: list[Case]) -> None:
 
 @schemathesis.hook
 def before_call(context: Any, case: Case, kwargs: dict[str, Any]) -> None:
-    """Parts of a graph name each other, a new request has a new key, and 2.0 is no integer here."""
+    """Make parts of a graph name each other, give a new request a new key, and turn 2.0 into an
+    integer."""
     if case.meta is None or case.meta.generation.mode.is_negative:
         return
     if isinstance(case.body, dict):
@@ -56,7 +57,8 @@ def before_call(context: Any, case: Case, kwargs: dict[str, Any]) -> None:
 
 @schemathesis.hook
 def after_call(context: Any, case: Case, response: Any) -> None:
-    """To delete what has not ended is to cancel it: it is still there."""
+    """Note the jobs that were deleted before their end: that only cancels them, and they still
+    exist."""
     request_line = f"{case.method} {response.request.path_url}"
     if response.status_code == 202:
         _cancelled.add(request_line)

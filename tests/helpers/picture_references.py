@@ -1,13 +1,12 @@
-"""The structure of the pictures of a few fixed plans, to see what a change does to them.
+"""The structure of the pictures of a few fixed plans, to see the effect of a change.
 
-A reference is what a reader would miss or stumble over, without coordinates: how many elements of
-which class there are, the texts in order, how many commands each path has, the picture's size.
+A reference has what a reader would notice, without coordinates: how many elements of which class
+there are, the texts in order, how many commands each path has, the picture's size.
 
     python -m tests.helpers.picture_references
 
-rewrites them; then read `git diff tests/data/references`.
-
-The plans are made by hand, not by a solver: the references change with the pictures only.
+rewrites them; then read `git diff tests/data/references`. The plans are made by hand, not by a
+solver: the references change with the pictures only.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from tests.helpers.paths import DATA
 
 from remat.graph import Graph, Operation, Value
 from remat.plan import Plan
-from remat.report.comparison import Row
+from remat.report.comparison import ComparisonRow
 from remat.schedule import Schedule
 from remat.simulate import simulate
 from remat.solution import Solution
@@ -35,16 +34,17 @@ _LAYER = (("norm", 4, 10e-6), ("linear", 16, 400e-6), ("act", 16, 40e-6), ("drop
 
 
 def network(layers: int) -> Graph:
-    """An embedding, layers of four operations and a loss, and a backward operation for each, which
-    reads the output of the one before its own: 4 + 8 * `layers` operations."""
-    made = [("embed", "net.embed", 4, 20e-6)]
+    """Return a graph of an embedding, layers of four operations and a loss, and a backward
+    operation for each, which reads the output of the one before its own: 4 + 8 * `layers`
+    operations."""
+    forward = [("embed", "net.embed", 4, 20e-6)]
     for i in range(layers):
-        made += [(f"{name}_{i}", f"net.h.{i}.{name}", s, t) for name, s, t in _LAYER]
-    made.append(("loss", "", 0, 5e-6))
-    count = len(made)
+        forward += [(f"{name}_{i}", f"net.h.{i}.{name}", s, t) for name, s, t in _LAYER]
+    forward.append(("loss", "", 0, 5e-6))
+    count = len(forward)
     operations: list[Operation] = []
     values: list[Value] = []
-    for i, (name, module, size, cost) in enumerate(made):
+    for i, (name, module, size, cost) in enumerate(forward):
         workspace = 2 << 20 if name.startswith("linear") else 0
         values.append(Value(name, (size << 20) or 4))
         inputs = (i - 1,) if i else ()
@@ -52,7 +52,7 @@ def network(layers: int) -> Graph:
             Operation(name, inputs, (i,), cost, workspace_bytes=workspace, module=module)
         )
     for i in reversed(range(count)):
-        name, module, _, cost = made[i]
+        name, module, _, cost = forward[i]
         inputs = {i - 1 if i else 0, *([len(values) - 1] if i < count - 1 else [])}
         values.append(Value(f"d_{name}", 8 << 20 if name.startswith("linear") else 4 << 20))
         operations.append(
@@ -70,7 +70,8 @@ def network(layers: int) -> Graph:
 
 
 def without(graph: Graph, names: Collection[str]) -> Schedule:
-    """Forward operations of these names run again where a backward operation reads their output."""
+    """Return the schedule that recomputes forward operations of these names where a backward
+    operation reads their output."""
     runs: list[int] = []
     recomputed: set[int] = set()
     for op, operation in enumerate(graph.operations):
@@ -86,7 +87,8 @@ def without(graph: Graph, names: Collection[str]) -> Schedule:
 
 
 def plan(graph: Graph, *names: str) -> Plan:
-    """The plan that drops the outputs of these operations, as if a bound were proved for it."""
+    """Return the plan that drops the outputs of these operations, as if a bound were proved for
+    it."""
     schedule = without(graph, names)
     timeline = simulate(graph, schedule)
     solution = Solution(schedule, bound=timeline.time_s * 0.995)
@@ -96,7 +98,10 @@ def plan(graph: Graph, *names: str) -> Plan:
 def _frontier(graph: Graph) -> str:
     line = [plan(graph), plan(graph, "act"), plan(graph, "norm", "act")]
     baselines = {"per_block": ("norm", "act", "linear"), "every_k": ("norm", "act"), "slow": ()}
-    rows = [Row(name, "min", 1, plan(graph, *drop), "", 0.0) for name, drop in baselines.items()]
+    rows = [
+        ComparisonRow(name, "min", 1, plan(graph, *drop), "", 0.0)
+        for name, drop in baselines.items()
+    ]
     return frontier_svg(line, rows, capacity_bytes=2 * line[0].peak_bytes)
 
 
@@ -107,11 +112,11 @@ PICTURES: dict[str, Callable[[Graph], str]] = {
     "frontier": _frontier,
 }
 GRAPHS = {"small": 2, "large": 49}
-"""Layers: 20 and 396 operations."""
+"""The numbers of layers: 20 and 396 operations."""
 
 
 def structure(picture: str) -> str:
-    """What a picture consists of, as JSON text of many lines."""
+    """Return the elements of a picture, as JSON text of many lines."""
     root = ElementTree.fromstring(picture)
     elements = [e for e in root.iter() if e.tag not in (f"{_SVG}style", f"{_SVG}title")]
     paths = [
@@ -131,14 +136,15 @@ def structure(picture: str) -> str:
 
 
 def style(picture: str) -> str:
-    """The rules of a picture's style sheet, one a line: colours of all classes, light and dark."""
+    """Return the rules of a picture's style sheet, one a line: colours of all classes, light and
+    dark."""
     root = ElementTree.fromstring(picture)
     rules = next(root.iter(f"{_SVG}style")).text or ""
     return json.dumps(re.findall(r"[^{}]+\{[^{}]*\}?", rules), indent=1) + "\n"
 
 
 def references() -> dict[str, str]:
-    """The text of every reference, by the name of its file."""
+    """Return the text of every reference by the name of its file."""
     texts: dict[str, str] = {}
     for size, layers in GRAPHS.items():
         graph = network(layers)
@@ -157,7 +163,7 @@ def _commands(path: ElementTree.Element) -> Counter[str]:
 
 
 def rewrite() -> None:
-    """Replace the references by those of the code as it is."""
+    """Replace the references by those of the current code."""
     texts = references()
     for file in FOLDER.glob("*.json"):
         if file.name not in texts:

@@ -26,13 +26,14 @@ HOSTILE = (
 
 
 def plan_of(graph: Graph, schedule: Schedule, budget_bytes: int | None = None) -> Plan:
-    """A plan without a solver and without a bound."""
+    """Return a plan without a solver and without a bound."""
     peak = simulate(graph, schedule).peak_bytes
     return Plan.of(graph, max(budget_bytes or peak, 1), Solution(schedule), {})
 
 
 def half_recomputed(length: int) -> Plan:
-    """Every other forward operation of a chain runs again right before its backward reads it."""
+    """Return a plan of a chain that recomputes every other forward operation right before its
+    backward reads it."""
     graph = chain(length, size=1 << 20, cost=1e-4)
     runs = list(range(length))
     for step, i in enumerate(reversed(range(length))):
@@ -41,7 +42,8 @@ def half_recomputed(length: int) -> Plan:
 
 
 def hostile_plan() -> Plan:
-    """Operations, values and modules with the worst of names, one of them recomputed."""
+    """Return a plan whose operations, values and modules have hostile names, one of them
+    recomputed."""
     count = len(HOSTILE)
     values = tuple(Value(name, 1 << 10) for name in HOSTILE)
     operations = tuple(
@@ -56,7 +58,7 @@ def hostile_plan() -> Plan:
 
 @st.composite
 def plans(draw_from: st.DrawFn) -> Plan:
-    """Small graphs under schedules with recomputations anywhere after the first run."""
+    """Plans of small graphs with recomputations anywhere after the first run."""
     graph = draw_from(small_graphs())
     runs = list(range(len(graph)))
     recomputable = [op for op in runs if graph.operations[op].recomputable]
@@ -67,5 +69,6 @@ def plans(draw_from: st.DrawFn) -> Plan:
     return plan_of(graph, Schedule.of(runs))
 
 
-def lone() -> Graph:
+def one_operation_graph() -> Graph:
+    """Return a plan of a graph of one operation."""
     return Graph((Operation("only", (), (0,), 1.0),), (Value("v", 4),), frozenset({0}))

@@ -33,7 +33,8 @@ _QUICK = {
 
 
 def binaries() -> Path | None:
-    """The folder of the newest PostgreSQL server here, or None where there is none."""
+    """Return the folder of the newest PostgreSQL server on this machine, or None where there is
+    none."""
     folders = sorted(
         (path for path in Path("/usr/lib/postgresql").glob("*/bin") if path.parent.name.isdigit()),
         key=lambda path: int(path.parent.name),
@@ -46,8 +47,8 @@ def binaries() -> Path | None:
     return usable[-1] if usable else None
 
 
-def why_not() -> str:
-    """Why no PostgreSQL can be started here; empty where one can."""
+def why_unavailable() -> str:
+    """Return the reason why no PostgreSQL can be started; empty where one can."""
     if binaries() is None:
         return "PostgreSQL is not installed (Debian: apt-get install postgresql)"
     if os.geteuid() == 0 and _user() is None:
@@ -57,17 +58,17 @@ def why_not() -> str:
 
 @contextmanager
 def running(directory: Path) -> Iterator[str]:
-    """A server whose files are in `directory`, for as long as the block runs; gives its URL.
+    """Run a server whose files are in `directory` during the block; yield its URL.
 
-    The server refuses to run as root. So where we are root the folder is given to another user, who
-    must be able to reach it: pytest's `tmp_path` is root's alone.
+    The server refuses to run as root. So where the tests run as root the folder is given to
+    another user, who must be able to reach it: only root can reach pytest's `tmp_path`.
     """
     binary_folder = binaries()
-    assert binary_folder is not None, why_not()
+    assert binary_folder is not None, why_unavailable()
     run_as: dict[str, Any] = {}
     if os.geteuid() == 0:
         user = _user()
-        assert user is not None, why_not()
+        assert user is not None, why_unavailable()
         os.chown(directory, user.pw_uid, user.pw_gid)
         run_as = {"user": user.pw_uid, "group": user.pw_gid, "extra_groups": []}
     data, log = directory / "data", directory / "log"
@@ -90,7 +91,7 @@ def running(directory: Path) -> Iterator[str]:
             stderr=file,
             cwd=directory,
             env=environment,
-            start_new_session=True,  # Ctrl-C is for the tests, which then end it
+            start_new_session=True,  # Ctrl-C goes to the tests, which then stop the server
             **run_as,
         )
     url = f"postgresql://remat@/postgres?host={quote(str(directory), safe='/')}"
@@ -108,8 +109,8 @@ def running(directory: Path) -> Iterator[str]:
 
 @contextmanager
 def fresh_database(url: str, options: str = "") -> Iterator[str]:
-    """A new, empty database of a server, made with `options` of `CREATE DATABASE`; gives its URL,
-    and drops it at the end."""
+    """Create an empty database of a server with `options` of `CREATE DATABASE`; yield its URL,
+    and drop it at the end."""
     name = f"test_{secrets.token_hex(6)}"
     with psycopg.connect(url, autocommit=True) as connection:
         connection.execute(f"CREATE DATABASE {name} {options}".encode())
@@ -119,7 +120,7 @@ def fresh_database(url: str, options: str = "") -> Iterator[str]:
 
 @contextmanager
 def unreachable(url: str, database_url: str) -> Iterator[None]:
-    """A database of a server that nobody is connected to, or can be, while the block runs."""
+    """Make a database of a server refuse all connections during the block."""
     name = database_url.partition("@/")[2].partition("?")[0]
     with psycopg.connect(url, autocommit=True) as connection:
         connection.execute(f"ALTER DATABASE {name} ALLOW_CONNECTIONS false".encode())
@@ -143,7 +144,7 @@ def _wait_until_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> 
 
 
 def _user() -> pwd.struct_passwd | None:
-    for name in ("postgres", "nobody"):
+    for name in ("postgres", "nobody"):  # plain: a user of the system
         try:
             return pwd.getpwnam(name)
         except KeyError:

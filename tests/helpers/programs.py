@@ -11,15 +11,18 @@ from remat.documents.trace import Trace
 
 
 def traced(model: nn.Module, *args: torch.Tensor) -> Trace:
+    """Return the trace of a model with costs from the roofline."""
     return remat.measure(remat.trace(model, args), remat.Roofline("cpu"))
 
 
 def keep_all(trace: Trace) -> Program:
+    """Return the program that retains every value."""
     return remat.rewrite(trace, remat.Schedule.keep_all(trace.graph()))
 
 
 def recompute_all(trace: Trace, times: int = 1) -> Program:
-    """All of the forward that may run again does so at the start of the backward."""
+    """Return the program that recomputes the whole recomputable forward at the start of the
+    backward."""
     graph = trace.graph()
     assert graph.boundary is not None
     runs = list(range(len(graph)))

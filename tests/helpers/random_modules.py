@@ -1,7 +1,7 @@
-"""Random modules and random schedules for the laws of `test_properties.py`.
+"""Random modules and random schedules for the laws of `tests/torch/laws`.
 
-A module is a list of steps over values of one shape, (ROWS, WIDTH), so that any step can follow any
-other and any earlier value can be read again.
+A module is a list of steps over values of one shape, (ROWS, WIDTH), so that any step can follow
+any other and any earlier value can be read by a later step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class Step:
-    """One step: a kind, and how far back (from 0, the latest) the second operand lies."""
+    """One step: its kind, and how far back (0 is the latest) its second operand is."""
 
     kind: str
     back: int
@@ -68,7 +68,7 @@ FREE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "where": lambda x, y: torch.where(x > 0, x, y),
     "stack": lambda x, y: torch.stack([x, y], dim=1).amax(dim=1),
 }
-"""Steps without parameters: the latest value and an earlier one in, a value out."""
+"""Steps without parameters: they take the latest value and an earlier one, and return a value."""
 
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Linear(WIDTH, WIDTH),
@@ -80,13 +80,14 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
         nn.Unflatten(1, (4, 2, 2)), nn.Conv2d(4, 4, 3, padding=1), nn.ReLU(True), nn.Flatten()
     ),
 }
-"""Steps with parameters. All "tied" ones of a module share one weight."""
+"""Steps with parameters. All "tied" steps of a module share one weight."""
 
 KINDS = (*LAYERS, *FREE)
 
 
 class RandomModule(nn.Module):
-    """Runs the steps; the loss is the mean square of the last value and of one other."""
+    """A module that runs the steps; the loss is the mean square of the last value and of one
+    other."""
 
     def __init__(self, steps: list[Step]) -> None:
         super().__init__()
@@ -111,16 +112,16 @@ class RandomModule(nn.Module):
 
 
 def random_schedule(graph: Graph, rng: random.Random, rate: float, depth: int = 6) -> Schedule:
-    """Every operation in the graph's order, but before any of them its inputs, and up to `depth`
-    generations of theirs, are computed again with probability `rate`."""
+    """Return every operation in the graph's order; before any of them its inputs, and up to
+    `depth` generations of their inputs, are recomputed with probability `rate`."""
     runs: list[int] = []
     may = [operation.recomputable for operation in graph.operations]
 
-    def add_recomputation(op: int, left: int) -> None:
+    def add_recomputation(op: int, depth_left: int) -> None:
         for value in graph.operations[op].inputs:
             producer = graph.producer[value]
-            if may[producer] and left and rng.random() < rate:
-                add_recomputation(producer, left - 1)
+            if may[producer] and depth_left and rng.random() < rate:
+                add_recomputation(producer, depth_left - 1)
                 runs.append(producer)
 
     for op in range(len(graph)):
@@ -130,8 +131,11 @@ def random_schedule(graph: Graph, rng: random.Random, rate: float, depth: int = 
 
 
 def lean_schedule(graph: Graph, rng: random.Random, retained_share: float) -> Schedule:
-    """Keeps a random share of the forward's values; before each backward operation, computes again
-    what it needs of the others, from what is kept. Most of that then stays."""
+    """Return a schedule that retains a random share of the forward's values.
+
+    Before each backward operation, it recomputes what that needs of the others from the retained
+    ones. Most of that then stays retained.
+    """
     assert graph.boundary is not None
     runs = list(range(graph.boundary + 1))
     retained_values = {
@@ -141,18 +145,18 @@ def lean_schedule(graph: Graph, rng: random.Random, retained_share: float) -> Sc
         if not graph.operations[op].recomputable or rng.random() < retained_share
     }
 
-    def need(op: int, made: set[int]) -> None:
+    def need(op: int, recomputed: set[int]) -> None:
         for value in graph.operations[op].inputs:
-            if value not in retained_values and value not in made:
+            if value not in retained_values and value not in recomputed:
                 producer = graph.producer[value]
-                need(producer, made)
-                made.update(graph.operations[producer].outputs)
+                need(producer, recomputed)
+                recomputed.update(graph.operations[producer].outputs)
                 runs.append(producer)
 
     for op in range(graph.boundary + 1, len(graph)):
-        made: set[int] = set()
-        need(op, made)
+        recomputed: set[int] = set()
+        need(op, recomputed)
         runs.append(op)
         retained_values.update(graph.operations[op].outputs)
-        retained_values.update(value for value in made if rng.random() < 0.7)
+        retained_values.update(value for value in recomputed if rng.random() < 0.7)
     return Schedule(tuple(runs))

@@ -1,4 +1,4 @@
-"""Run a training step, with everything about it recorded, and compare two such steps."""
+"""Run a training step with everything about it recorded, and compare two such steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RELATIVE_ERROR = 1e-5
 
 @dataclass
 class Step:
-    """What one step computed, and its peak of live storages in bytes, everything included."""
+    """The results of one step, and its peak of live storages in bytes, everything included."""
 
     output: Any
     loss: torch.Tensor
@@ -37,25 +37,25 @@ class Step:
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the distinct storages under some tensors."""
+    """Return the bytes of the distinct storages under some tensors."""
     sizes = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
     return sum(sizes.values())
 
 
 def inputs_of(case: Case) -> list[torch.Tensor]:
-    """The tensors among a case's arguments."""
+    """Return the tensors among a case's arguments."""
     return [t for t in (*case.args, *case.kwargs.values()) if isinstance(t, torch.Tensor)]
 
 
 def autocast_of(case: Case) -> contextlib.AbstractContextManager[object]:
-    """Autocast as the case wants it."""
+    """Return the autocast context of a case."""
     if case.autocast is None:
         return contextlib.nullcontext()
     return torch.autocast("cpu", dtype=case.autocast)
 
 
 def run_step(model: nn.Module, case: Case, seed: int = 7, *, zero_grad: bool = True) -> Step:
-    """One forward and backward under a live-storage meter."""
+    """Run one forward and backward under a live-storage meter."""
     if zero_grad:
         model.zero_grad(set_to_none=True)
     for tensor in inputs_of(case):
@@ -81,15 +81,15 @@ def run_step(model: nn.Module, case: Case, seed: int = 7, *, zero_grad: bool = T
 
 
 def eager_step(case: Case, **kwargs: Any) -> Step:
-    """The same on a copy of the model in eager mode."""
+    """Run the same step on a copy of the model in eager mode."""
     return run_step(copy.deepcopy(case.model), case, **kwargs)
 
 
 def assert_eager_when_recomputed(
     case: Case, retained_share: float = 0.3, seed: int = 0
 ) -> remat.Trace:
-    """Keeping only a random share of the forward's values, the step is eager's bit for bit, and its
-    peak is at most the predicted one, and within 1% of it."""
+    """Check a step that retains only a random share of the forward's values: it equals eager
+    mode's bit for bit, and its peak is at most the predicted one and within 1% of it."""
     eager = eager_step(case)
     with autocast_of(case):
         trace = remat.trace(case.model, case.args, case.kwargs)
@@ -105,18 +105,18 @@ def assert_eager_when_recomputed(
 
 
 def outputs_of(step: Step) -> list[torch.Tensor]:
-    """The tensors that the model returned."""
+    """Return the tensors of the model's output."""
     return flatten(step.output, "the output ")[0]
 
 
 def relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Largest difference relative to the largest element."""
+    """Return the largest difference relative to the largest element."""
     scale = max(a.abs().max().item(), 1e-30)
     return (a.double() - b.double()).abs().max().item() / scale
 
 
 def assert_same(actual_step: Step, eager: Step, tolerance: float = RELATIVE_ERROR) -> None:
-    """Loss, gradients, mutated buffers and the random generator are eager's."""
+    """Check that loss, gradients, mutated buffers and the random generator are eager mode's."""
     assert type(actual_step.output) is type(eager.output)
     assert relative_error(eager.loss, actual_step.loss) <= tolerance
     for actual, expected in zip(outputs_of(actual_step), outputs_of(eager), strict=True):
@@ -137,8 +137,8 @@ def assert_same(actual_step: Step, eager: Step, tolerance: float = RELATIVE_ERRO
     assert torch.equal(actual_step.generator, eager.generator), "the generator advanced differently"
 
 
-class Reached(TorchDispatchMode):
-    """The overloads that are called, with their arguments."""
+class RecordedCalls(TorchDispatchMode):
+    """A mode that records the overloads that are called, with their arguments."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Searches whose slots, options and failures a test chooses."""
+"""States of searches whose slots, options and failures a test chooses."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from tests.helpers.graphs import chain, uneven_stages
+from tests.helpers.graphs import chain, random_stages
 
 from remat.graph import Graph
 from remat.milp import slots
@@ -17,7 +17,8 @@ from remat.strategies import Auto, Task
 from remat.strategies.search.state import SearchState
 
 
-def failing(*_: object, **__: object) -> NoReturn:
+def fail_with_bug(*_: object, **__: object) -> NoReturn:
+    """Raise the error of a step with a bug."""
     raise ZeroDivisionError("as if by a bug")
 
 
@@ -25,17 +26,20 @@ EXACT = Auto(threads=1, gap=0.0, peak_gap=0.0, stall=math.inf, time_limit=300.0)
 
 
 CHAIN = chain(8)
-"""3 bytes are the least, and eviction finds them; it is 9 without recomputation. Within 5, eviction
-finds the best of 20 s and the bound says so; within 4 it is 23 s, and the bound is 21 s."""
+"""A chain whose smallest peak is 3 bytes, which eviction finds; without recomputation it is 9.
+
+Within 5 bytes, eviction finds the optimum of 20 s and the bound proves it; within 4 it finds 23
+s, and the bound is 21 s.
+"""
 
 
-STAGES = uneven_stages(1, 10)
-"""48 bytes are the least; eviction finds 54, and some operation alone needs 39."""
+STAGES = random_stages(1, 10)
+"""A graph whose smallest peak is 48 bytes; eviction finds 54, and one operation needs 39."""
 
 
 @dataclass
 class SlotSource:
-    """Slots that are offered, all or few, with what they were asked for."""
+    """A source of slots, complete or few, that records its requests."""
 
     is_complete: bool = True
     requests: list[tuple[list[Schedule], float]] = field(default_factory=list)
@@ -56,4 +60,5 @@ def search_state_of(
     options: Auto = EXACT,
     **task_fields: Any,
 ) -> SearchState:
+    """Return the state of a search for a graph, before its first step."""
     return SearchState(Task(graph, budget_bytes, **task_fields), options, slot_source)

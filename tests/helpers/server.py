@@ -1,4 +1,4 @@
-"""A real server process for tests, and small things to post to it."""
+"""A real server process for tests, and small requests for it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 @dataclass
 class Server:
-    """`remat serve` as a process of its own. `log` is the file with its stderr."""
+    """`remat serve` as a child process. `log` is the file with its stderr."""
 
     url: str
     process: subprocess.Popen[bytes]
@@ -34,15 +34,15 @@ class Server:
     log: Path
 
     def client(self, api_key: str | None = None) -> Client:
-        """The library's client."""
+        """Return the library's client."""
         return Client(self.url, api_key=api_key)
 
     def http(self, **options: Any) -> httpx2.Client:
-        """A plain HTTP client."""
+        """Return a plain HTTP client."""
         return httpx2.Client(base_url=self.url, timeout=60, **options)
 
     def add_key(self, name: str) -> str:
-        """A new API key, as `remat keys add` makes it."""
+        """Create an API key as `remat keys add` does."""
         database = Database(Settings(data_dir=self.environment["REMAT_DATA_DIR"]).store_url)
         with database.write() as connection:
             _, key = keys.add(connection, name)
@@ -50,13 +50,13 @@ class Server:
         return key
 
     def stop(self, number: int = signal.SIGTERM) -> int:
-        """End the server by a signal, and wait for its end."""
+        """Send a signal to the server, and wait for its end."""
         self.process.send_signal(number)
         return self.process.wait(timeout=60)
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """Return a port that no process listens on."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
@@ -82,7 +82,7 @@ def start(directory: Path, *arguments: str, port: int | None = None, **settings:
 
 
 def wait_until_ready(server: Server, timeout_s: float = 60.0) -> None:
-    """Returns once `/readyz` says so; fails with the log's end."""
+    """Wait until `/readyz` reports that the server is ready; fail with the end of the log."""
     until = time.monotonic() + timeout_s
     while time.monotonic() < until:
         if server.process.poll() is not None:
@@ -98,7 +98,7 @@ def wait_until_ready(server: Server, timeout_s: float = 60.0) -> None:
 
 @contextmanager
 def running(directory: Path, *arguments: str, **settings: str) -> Iterator[Server]:
-    """A server for as long as the block runs."""
+    """Run a server during the block."""
     server = start(directory, *arguments, **settings)
     try:
         yield server
@@ -109,7 +109,8 @@ def running(directory: Path, *arguments: str, **settings: str) -> Iterator[Serve
 
 
 def chain(length: int = 12, size: int = 100) -> dict[str, Any]:
-    """A bare graph to post: a chain of forward operations, and a backward that reads each."""
+    """Return a bare graph to post: a chain of forward operations, and a backward that reads
+    each."""
     operations = [_operation(f"f{i}", [i - 1] if i else [], [i]) for i in range(length)]
     operations.append(_operation("start", [length - 1], [length], recomputable=False))
     for i in range(length):
@@ -151,7 +152,7 @@ def post(http: httpx2.Client, where: str = "/solve", **body: Any) -> httpx2.Resp
 
 
 def finished(http: httpx2.Client, id: str, timeout_s: float = 60.0) -> dict[str, Any]:
-    """The job once it has ended."""
+    """Wait until a job has ended, and return it."""
     job: dict[str, Any] = {}
     until = time.monotonic() + timeout_s
     while time.monotonic() < until:
@@ -163,7 +164,7 @@ def finished(http: httpx2.Client, id: str, timeout_s: float = 60.0) -> dict[str,
 
 
 def wait_for(look: Callable[[], T], timeout_s: float = 30.0) -> T:
-    """What `look` returns once it is true."""
+    """Wait until the result of `look` is true, and return it."""
     until = time.monotonic() + timeout_s
     while time.monotonic() < until:
         if value := look():
@@ -173,8 +174,8 @@ def wait_for(look: Callable[[], T], timeout_s: float = 30.0) -> T:
 
 
 def solving_processes(owner: str) -> set[int]:
-    """Processes that solve (and do not merely wait for a job), by pid: those whose environment or
-    whose parent's name holds `owner`, such as a server's data folder."""
+    """Return the pids of processes that solve (and do not merely wait for a job): those whose
+    environment or whose parent's name contains `owner`, such as a server's data folder."""
     pids = set()
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -192,7 +193,7 @@ def solving_processes(owner: str) -> set[int]:
 
 
 _OWN_NICE = os.nice(0)
-"""A process that solves lowers its priority below that of those that wait."""
+"""The priority of this process. A process that solves has a lower one than those that wait."""
 
 HARD = {"name": "exact", "gap": 0.0, "time_limit": 300.0}
-"""A strategy that takes its time."""
+"""A strategy that takes long."""

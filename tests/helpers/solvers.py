@@ -1,4 +1,4 @@
-"""Which solvers are here, for tests that need one."""
+"""The solvers on this machine, for tests that need one."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from remat.milp.solvers import pulp_versions
 from remat.milp.solvers.pulp_solvers import require_solver
 
 
-def why_not(name: str) -> str:
-    """Why a solver cannot be used here; "" where it can."""
+def why_unavailable(name: str) -> str:
+    """Return the reason why a solver cannot be used; "" where it can."""
     try:
         require_solver(name)
     except SolverError as error:
@@ -25,12 +25,15 @@ def why_not(name: str) -> str:
     return ""
 
 
-needs_cbc = pytest.mark.skipif(bool(why_not("CBC")), reason=why_not("CBC") or "CBC is here")
+needs_cbc = pytest.mark.skipif(
+    bool(why_unavailable("CBC")), reason=why_unavailable("CBC") or "CBC is here"
+)
 
 
-def scripted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
-    """Puts a shell script of some name on the path, where it alone is what PuLP finds."""
-    monkeypatch.setitem(sys.modules, "cbcbox", None)  # the package of `remat[cbc]` goes first
+def solver_scripts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+    """Return a function that puts a shell script of some name on the path, where PuLP finds only
+    that."""
+    monkeypatch.setitem(sys.modules, "cbcbox", None)  # PuLP prefers the package of `remat[cbc]`
 
     def install(name: str, script: str) -> None:
         path = folder / name
@@ -46,7 +49,8 @@ def scripted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, st
 
 
 def small() -> pulp.LpProblem:
-    """Minimise 3 a + 2 b + 5 subject to a + b >= 2.5, b <= 2, a - c = 0, c at most 4."""
+    """Return the program: minimise 3 a + 2 b + 5 subject to a + b >= 2.5, b <= 2, a - c = 0, c
+    at most 4."""
     problem = pulp.LpProblem("small", pulp.LpMinimize)
     c = problem.add_variable("c", None, 4)
     b = problem.add_variable("b", 0)

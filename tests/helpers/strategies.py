@@ -13,7 +13,7 @@ VARIANTS: dict[str, tuple[Strategy, ...]] = {
     "chen_greedy": (ChenGreedy(), ChenGreedy(3)),
     "rotor": (Rotor(slots=60),),
 }
-"""Of strategies that are tested with other options than `compare` shows."""
+"""Strategies that are tested with other options than `compare` uses."""
 
 
 BY_PROGRAMS = ("auto", "exact", "lp_rounding", "checkmate")
@@ -25,4 +25,4 @@ QUICK: tuple[Strategy, ...] = tuple(
     if name not in BY_PROGRAMS
     for strategy in VARIANTS.get(name) or COMPARED_AS.get(name) or (kind(),)
 )
-"""Of all that there are: whoever adds a strategy has it held to these laws."""
+"""Every registered strategy that solves no program: a new one is tested by the same laws."""

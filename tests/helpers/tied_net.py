@@ -9,7 +9,7 @@ from torch import nn
 
 
 class Net(nn.Module):
-    """Tied in and out, with dropout and a buffer that counts."""
+    """A model with tied input and output weights, dropout and a buffer that counts."""
 
     steps: torch.Tensor
 
@@ -33,15 +33,18 @@ class Net(nn.Module):
 
 
 def net() -> Net:
+    """Return the model with fixed random weights."""
     torch.manual_seed(0)
     return Net()
 
 
 def batch(length: int = 128) -> torch.Tensor:
+    """Return fixed token ids."""
     return torch.randint(0, 97, (8, length), generator=torch.Generator().manual_seed(1))
 
 
 def gradients(model: nn.Module, *args: Any, seed: int = 3, **kwargs: Any) -> list[torch.Tensor]:
+    """Run one step; return the gradients."""
     model.zero_grad(set_to_none=True)
     torch.manual_seed(seed)
     model(*(args or (batch(),)), **kwargs).backward()
@@ -49,6 +52,7 @@ def gradients(model: nn.Module, *args: Any, seed: int = 3, **kwargs: Any) -> lis
     return [g.clone() for g in result if g is not None]
 
 
-def assert_equal(actual: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
-    assert len(actual) == len(theirs) > 0
-    assert all(map(torch.equal, actual, theirs))
+def assert_equal(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    """Check that gradients are equal bit for bit."""
+    assert len(actual) == len(expected) > 0
+    assert all(map(torch.equal, actual, expected))

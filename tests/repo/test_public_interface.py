@@ -1,7 +1,6 @@
-"""What others rely on: names, commands with their options, routes, and documents of every kind, as
-they were when these lists were written. What is gone breaks somebody, and needs a decision; what is
-new is added to the list. Documents written by the code of then are read by the code of now.
-"""
+"""The public interface: names, commands with their options, routes, and documents of every kind,
+as they were when these lists were written. Removing one breaks users and needs a decision; new
+ones are added to the list. The current code reads documents of the earlier code."""
 
 from __future__ import annotations
 
@@ -17,6 +16,7 @@ from typer.main import get_command
 import remat
 from remat import cli
 from remat.documents.sweep import SweepDocument
+from remat.plan import Status
 from remat_server.cli import register
 from remat_server.http.app import create_app
 from remat_server.settings import Settings
@@ -37,7 +37,7 @@ def test_every_exported_name_exists() -> None:
 
 
 def commands(command: Any, path: str = "remat") -> dict[str, list[str]]:
-    """Each command with its arguments and options."""
+    """Return each command with its arguments and options."""
     if (below := getattr(command, "commands", None)) is None:
         return {path: sorted(max(p.opts, key=len) for p in command.params)}
     collected: dict[str, list[str]] = {}
@@ -47,7 +47,7 @@ def commands(command: Any, path: str = "remat") -> dict[str, list[str]]:
 
 
 def every_command() -> dict[str, list[str]]:
-    """Those of the library, and those that the service adds."""
+    """Return the commands of the library, and those that the service adds."""
     services = typer.Typer()
     register(services)
     return commands(get_command(cli.app)) | commands(get_command(services))
@@ -64,18 +64,18 @@ def test_routes_are_those_listed(tmp_path: Path) -> None:
     assert routes == LISTS["routes"]
 
 
-def assert_all_is_there(then: Any, now: Any) -> None:
-    """Nothing is lost and nothing means another thing; fields may have come."""
-    if isinstance(then, dict):
-        assert then.keys() <= now.keys()
-        for key in then:
-            assert_all_is_there(then[key], now[key])
-    elif isinstance(then, list):
-        assert len(then) == len(now)
-        for one, other in zip(then, now, strict=True):
-            assert_all_is_there(one, other)
+def assert_contains(earlier: Any, now: Any) -> None:
+    """Check that nothing is lost or has another meaning; there may be new fields."""
+    if isinstance(earlier, dict):
+        assert earlier.keys() <= now.keys()
+        for key in earlier:
+            assert_contains(earlier[key], now[key])
+    elif isinstance(earlier, list):
+        assert len(earlier) == len(now)
+        for one, other in zip(earlier, now, strict=True):
+            assert_contains(one, other)
     else:
-        assert now == then
+        assert now == earlier
 
 
 @pytest.mark.parametrize("name", ["trace", "trace_for_h100", "plan", "program"])
@@ -84,14 +84,14 @@ def test_documents_of_earlier_versions_are_read(name: str) -> None:
     text = (FOLDER / f"{name}.json").read_text()
     document = kind.from_json(text)
     assert kind.from_json(document.to_json()) == document
-    assert_all_is_there(json.loads(text), json.loads(document.to_json()))
+    assert_contains(json.loads(text), json.loads(document.to_json()))
 
 
 def test_a_sweep_of_an_earlier_version_is_read() -> None:
     text = (FOLDER / "sweep.json").read_text()
     plans = SweepDocument.from_json(text).read(remat.Plan)
-    assert_all_is_there(json.loads(text), json.loads(SweepDocument.of(plans).to_json()))
-    assert [plan.status for plan in plans] == [remat.Status.OPTIMAL] * 2
+    assert_contains(json.loads(text), json.loads(SweepDocument.of(plans).to_json()))
+    assert [plan.status for plan in plans] == [Status.OPTIMAL] * 2
 
 
 def test_an_earlier_trace_and_schedule_give_the_earlier_program() -> None:

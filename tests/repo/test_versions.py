@@ -1,4 +1,4 @@
-"""The matrix of `make test-versions`: what it promises, how it finds and makes environments."""
+"""The matrix of `make test-versions`: its rows, and how it finds and creates environments."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PINNED = (ROOT / "constraints.txt").read_text()
 HERE = f"{sys.version_info.major}.{sys.version_info.minor}"
 
 
-# -- what is promised -----------------------------------------------------------------------------
+# -- supported versions ---------------------------------------------------------------------------
 
 
 def test_every_supported_python_has_a_row() -> None:
@@ -78,8 +78,10 @@ def test_changed_versions_are_not_pinned() -> None:
     remaining = without_pins(pinned, ("pulp==4.*", "torch==2.15.*"))
     assert remaining == "# made by\npluggy==1.7.0\ntorchvision==0.28.0\n"
     for row in TABLE:
-        gone = len(PINNED.splitlines()) - len(without_pins(PINNED, row.instead).splitlines())
-        assert gone == len(row.instead), f"{row.name} names what is not pinned"
+        removed_count = len(PINNED.splitlines()) - len(
+            without_pins(PINNED, row.instead).splitlines()
+        )
+        assert removed_count == len(row.instead), f"{row.name} names what is not pinned"
 
 
 def test_a_python_counts_only_if_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +142,7 @@ def test_commands_in_a_root_folder_run_as_in_a_separate_system(tmp_path: Path) -
     completed = subprocess.run(command, capture_output=True, text=True, timeout=30)
     assert completed.returncode == 3, completed.stderr
     pid, folder, variable, *seen = completed.stdout.splitlines()
-    assert int(pid) < 100, "in a namespace of processes of its own, which ends with it"
+    assert int(pid) < 100, "in its own process namespace, which ends with the command"
     assert (folder, variable) == (str(shared), "b c")
     assert set(seen) >= {"dev", "proc", "usr"}
     assert "home" not in seen

@@ -16,7 +16,7 @@ from remat_server.store.database import Database
 @pytest.fixture(scope="session")
 def postgres_url() -> Iterator[str]:
     """The URL of a real PostgreSQL, one for each test process, started at its first use."""
-    if reason := postgres.why_not():
+    if reason := postgres.why_unavailable():
         pytest.skip(reason)
     with tempfile.TemporaryDirectory(prefix="remat-postgres-") as directory:
         Path(directory).chmod(0o755)

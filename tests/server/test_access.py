@@ -1,4 +1,4 @@
-"""Who may ask, and how often: keys and limits, over HTTP, against real servers."""
+"""Access control and rate limits over HTTP, on real servers."""
 
 from __future__ import annotations
 
@@ -147,13 +147,13 @@ def test_users_see_only_their_own_jobs(closed: Closed) -> None:
                 with bob.stream(method, path.format(other_id)) as answer:
                     assert answer.status_code == 404, path
                     bodies.append(answer.read().decode().replace(other_id, "..."))
-            assert bodies[0] == bodies[1], "whether it is there is not told"
+            assert bodies[0] == bodies[1], "it is not revealed whether the job exists"
         assert bob.get("/jobs").json()["jobs"] == []
-        made = bob.post("/solve", json=body, headers=once).json()["id"]
-        assert made != id
-        assert [job["id"] for job in bob.get("/jobs").json()["jobs"]] == [made]
+        job_id = bob.post("/solve", json=body, headers=once).json()["id"]
+        assert job_id != id
+        assert [job["id"] for job in bob.get("/jobs").json()["jobs"]] == [job_id]
         assert [job["id"] for job in ann.get("/jobs").json()["jobs"]] == [id]
-        for user, job in ((ann, id), (bob, made)):
+        for user, job in ((ann, id), (bob, job_id)):
             assert user.delete(f"/jobs/{job}").status_code == 202
             assert user.delete(f"/jobs/{job}").status_code == 204
 
@@ -183,11 +183,11 @@ def test_the_number_of_queued_jobs_of_a_key_is_limited(closed: Closed) -> None:
         solve_as_a_worker_would(closed.server, other.json()["id"])
         cached = post(ann, budget="70%", graph=chain(5))
         assert (cached.status_code, cached.json()["status"]) == (202, "succeeded"), (
-            "no place is needed"
+            "a job answered from the store needs no place"
         )
         assert ann.delete(f"/jobs/{first}").status_code == 202
         refused = post(ann, budget="80%", graph=chain(5))
-        assert refused.status_code == 202, "there is room again"
+        assert refused.status_code == 202, "there is room in the queue"
         for user in (ann, bob):
             for job in user.get("/jobs").json()["jobs"]:
                 while user.delete(f"/jobs/{job['id']}").status_code != 204:
@@ -217,7 +217,8 @@ def test_the_number_of_requests_a_minute_is_limited(tmp_path: Path) -> None:
     with servers.running(tmp_path, "--workers", "0", **settings) as server, server.http() as http:
 
         def until_refused(address: str, *api_key: str, status: int = 200) -> None:
-            """Asks with one key after the other; three times, or more where a minute ends."""
+            """Send requests with one key after the other until one is refused; do it three
+            times, or more where a minute ends."""
             headers = [{"X-Forwarded-For": address} | key for key in map(bearer, api_key)]
             headers = headers or [{"X-Forwarded-For": address}]
             answers = [http.get("/jobs", headers=headers[n % len(headers)]) for n in range(7)]
@@ -244,7 +245,7 @@ def test_the_number_of_requests_a_minute_is_limited(tmp_path: Path) -> None:
             lambda: http.get("/jobs", headers={"X-Forwarded-For": next(fresh)}).status_code == 401
         )
         until_refused("192.0.2.3", "remat_x_y", "remat_z_y", ann + "x", status=401)
-        until_refused("192.0.2.3", ann)  # whatever others try from the same address
+        until_refused("192.0.2.3", ann)  # wrong keys from the same address do not count for it
         until_refused("192.0.2.4", bob)
         until_refused("192.0.2.4", "remat_x_y", status=401)
 

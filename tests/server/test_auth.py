@@ -1,4 +1,4 @@
-"""Who may pass: keys and rates, asked of the gate itself. Over HTTP they are in `test_access`."""
+"""Access control and rate limits, asked of the gate itself. Over HTTP they are in `test_access`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_once_keys_exist_access_stays_closed(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The store is not queried any more, which would happen for every request."""
-    _made(database)
+    _create_key(database)
     clock = SimpleNamespace(monotonic=lambda: 100.0)
     monkeypatch.setattr(auth, "time", clock)
     gate = Gate(Settings(), database)
@@ -65,8 +65,8 @@ def test_without_keys_all_users_are_anonymous(database: Database) -> None:
 
 @pytest.mark.parametrize("scheme", ["Bearer {}", "bearer {}", "BEARER   {} "])
 def test_a_key_identifies_its_owner(database: Database, scheme: str) -> None:
-    id, key = _made(database)
-    _, other = _made(database)
+    id, key = _create_key(database)
+    _, other = _create_key(database)
     gate = Gate(Settings(), database)
     assert gate.owner(_request(scheme.format(key))) == id
     assert gate.owner(_request(scheme.format(other))) != id
@@ -74,7 +74,7 @@ def test_a_key_identifies_its_owner(database: Database, scheme: str) -> None:
 
 @pytest.mark.parametrize("scheme", ["", "Basic {}", "Digest {}", "Token {}", "{}", "Bearer{}"])
 def test_other_authentication_schemes_carry_no_key(database: Database, scheme: str) -> None:
-    _, key = _made(database)
+    _, key = _create_key(database)
     refused = _refused(Gate(Settings(), database), scheme.format(key))
     assert refused.status == 401
     assert refused.detail == (
@@ -85,7 +85,7 @@ def test_other_authentication_schemes_carry_no_key(database: Database, scheme: s
 
 
 def test_a_wrong_key_is_reported_as_such(database: Database) -> None:
-    _, key = _made(database)
+    _, key = _create_key(database)
     refused = _refused(Gate(Settings(), database), f"Bearer {key}x")
     assert refused.status == 401
     assert refused.detail == (
@@ -98,7 +98,7 @@ def test_a_wrong_key_is_reported_as_such(database: Database) -> None:
 def test_rate_limits_are_per_address_without_keys(database: Database) -> None:
     gate = Gate(Settings(requests_per_minute=3), database)
     for address in ("192.0.2.1", "192.0.2.2"):
-        passed, refused = _asked_often(gate, address=address)
+        passed, refused = _requests_until_refused(gate, address=address)
         assert 3 <= passed <= 6
         assert refused.status == 429
         assert refused.detail.startswith("more than 3 requests in a minute; wait")
@@ -106,24 +106,24 @@ def test_rate_limits_are_per_address_without_keys(database: Database) -> None:
 
 
 def test_rate_limits_are_per_key_for_any_address(database: Database) -> None:
-    (_, ann), (_, bob) = _made(database), _made(database)
+    (_, ann), (_, bob) = _create_key(database), _create_key(database)
     gate = Gate(Settings(requests_per_minute=3), database)
     for address, key in (("192.0.2.1", ann), ("192.0.2.2", bob)):
-        assert 3 <= _asked_often(gate, f"Bearer {key}", address)[0] <= 6
+        assert 3 <= _requests_until_refused(gate, f"Bearer {key}", address)[0] <= 6
     for address in ("192.0.2.1", "192.0.2.3"):
-        assert _asked_often(gate, f"Bearer {ann}", address)[0] < 3
+        assert _requests_until_refused(gate, f"Bearer {ann}", address)[0] < 3
 
 
 def test_wrong_keys_count_for_their_address(database: Database) -> None:
-    _, key = _made(database)
+    _, key = _create_key(database)
     gate = Gate(Settings(requests_per_minute=3), database)
     assert _refused(gate, "Bearer remat_a_0").status == 401
-    assert _asked_often(gate, "Bearer remat_b_0")[1].status == 429
-    assert gate.owner(_request(f"Bearer {key}")), "the right one is counted by itself"
+    assert _requests_until_refused(gate, "Bearer remat_b_0")[1].status == 429
+    assert gate.owner(_request(f"Bearer {key}")), "the right key has its own count"
 
 
-def _made(database: Database) -> tuple[str, str]:
-    """The id of a new key, and the key."""
+def _create_key(database: Database) -> tuple[str, str]:
+    """Create a key; return its id and the key."""
     with database.write() as connection:
         return keys.add(connection, "somebody")
 
@@ -140,11 +140,11 @@ def _refused(gate: Gate, authorization: str) -> ServiceProblem:
     return refused.value
 
 
-def _asked_often(
+def _requests_until_refused(
     gate: Gate, authorization: str = "", address: str = "192.0.2.1"
 ) -> tuple[int, ServiceProblem]:
-    """How many requests of a minute pass, or a few more where a minute ends between, and what
-    refuses the next."""
+    """Return how many requests of a minute pass, or a few more where a minute ends in between,
+    and the error of the next."""
     for passed in range(7):
         try:
             gate.owner(_request(authorization, address))

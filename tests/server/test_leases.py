@@ -1,4 +1,4 @@
-"""Who holds a job, on SQLite and on a real PostgreSQL: claim, renew, report, finish, give back."""
+"""Leases of jobs, on SQLite and on a real PostgreSQL: claim, renew, report, finish, release."""
 
 from __future__ import annotations
 
@@ -58,21 +58,21 @@ def test_two_claimers_never_get_the_same_job(database: Database) -> None:
     ids = {submitted(database, content=f"c{i}") for i in range(24)}
 
     def take(number: int) -> list[str]:
-        mine = []
+        own_claims = []
         while True:
             job = claim(database, f"w{number}")
             if job is not None:
-                mine.append(job.id)
+                own_claims.append(job.id)
                 continue
             with database.read() as connection:
                 if not leases.is_any_free(connection, ()):
-                    return mine
+                    return own_claims
 
     taken = at_once(take, 4)
     assert Counter(id for claims in taken for id in claims) == Counter(ids)
     with database.read() as connection:
-        for number, mine in enumerate(taken):
-            assert leases.still_held(connection, f"w{number}", list(ids)) == set(mine)
+        for number, actual in enumerate(taken):
+            assert leases.still_held(connection, f"w{number}", list(ids)) == set(actual)
 
 
 def test_a_job_goes_only_where_its_device_is(database: Database) -> None:
@@ -313,7 +313,7 @@ def test_every_change_of_a_job_raises_its_revision(database: Database) -> None:
     with database.write() as connection:
         jobs.cancel(connection, "ann", other)
     assert revision(other) > before
-    assert revision() == seen[-1], "nothing of it has changed"
+    assert revision() == seen[-1], "the job has not changed"
 
 
 def test_only_the_lease_holder_can_finish_or_report(database: Database) -> None:
@@ -327,7 +327,7 @@ def test_only_the_lease_holder_can_finish_or_report(database: Database) -> None:
     assert numbers(database, id) == before
     assert status(database, id) == "running"
     assert finish(database, "alive", id)
-    assert not finish(database, "alive", id), "it has ended"
+    assert not finish(database, "alive", id), "the process has ended"
     assert status(database, id) == "succeeded"
 
 

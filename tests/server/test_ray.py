@@ -1,4 +1,5 @@
-"""Solves on a Ray cluster of logical nodes on this machine: cancel, and the loss of a node."""
+"""Solves on a Ray cluster of logical nodes on this machine: cancellation, and the loss of a
+node."""
 
 from __future__ import annotations
 

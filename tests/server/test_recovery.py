@@ -1,4 +1,4 @@
-"""Loss: killed servers and workers, stopped servers, solves that take too much."""
+"""Recovery: killed servers and workers, stopped servers, solves that exceed their limits."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ from sqlalchemy import select, update
 from sqlalchemy.exc import OperationalError
 from tests.helpers import postgres
 from tests.helpers import server as servers
-from tests.helpers.graphs import uneven_stages
-from tests.helpers.killed_solvers import at_once, killing
+from tests.helpers.graphs import random_stages
+from tests.helpers.killed_solvers import at_once, killing_cbc
 from tests.helpers.server import HARD, chain, finished, post, solving_processes, wait_for
 from tests.helpers.solvers import needs_cbc
 
 import remat
 from remat.documents.plan import GraphRecord
+from remat.plan import Status
 from remat.service.wire import ProgressRecord
 from remat_server.settings import Settings
 from remat_server.store import leases
@@ -40,23 +41,23 @@ from remat_server.store.database import Database, now
 from remat_server.store.tables import jobs as jobs_table
 from remat_server.work import worker as workers
 from remat_server.work.messages import Advanced, Answered, Task
-from remat_server.work.placements.port import Lost, Said
+from remat_server.work.placements.interface import Lost, Said
 
 
 @pytest.fixture(scope="module")
 def plan() -> remat.Plan:
-    return jobs.expected()
+    return jobs.expected_plan()
 
 
 def test_killing_server_and_worker_loses_no_job(tmp_path: Path, plan: remat.Plan) -> None:
     settings = {"REMAT_LEASE_S": "1", "REMAT_CONCURRENT_SOLVES": "2"}
     server = servers.start(tmp_path, **settings)
-    made: list[str] = []
+    job_ids: list[str] = []
     try:
         for kill_server in (True, False):
             with server.http() as http:
                 for _ in range(4):
-                    made.append(http.post("/solve", json=jobs.body(len(made))).json()["id"])
+                    job_ids.append(http.post("/solve", json=jobs.body(len(job_ids))).json()["id"])
                 wait_for(lambda: solving_processes(str(tmp_path)))
             if kill_server:
                 server.stop(signal.SIGKILL)
@@ -66,10 +67,10 @@ def test_killing_server_and_worker_loses_no_job(tmp_path: Path, plan: remat.Plan
                 os.kill(worker_of(server), signal.SIGKILL)
                 wait_for(lambda: not solving_processes(str(tmp_path)), 5)
         with server.http() as http:
-            for id in made:
+            for id in job_ids:
                 finished(http, id, 120)
                 jobs.check(http, id, plan)
-            assert {job["id"] for job in http.get("/jobs").json()["jobs"]} == set(made)
+            assert {job["id"] for job in http.get("/jobs").json()["jobs"]} == set(job_ids)
     finally:
         server.process.kill()
         server.process.wait()
@@ -78,7 +79,7 @@ def test_killing_server_and_worker_loses_no_job(tmp_path: Path, plan: remat.Plan
 @pytest.mark.slow
 def test_a_lease_is_renewed_while_the_solve_runs(tmp_path: Path) -> None:
     """Otherwise the worker's free slot would claim the job once more."""
-    lease_s = 6.0  # renewed each 2 s: a machine may be as busy as to forget it for 4
+    lease_s = 6.0  # renewed every 2 s: a busy machine may be late by 4 s
     settings = {"REMAT_LEASE_S": str(lease_s), "REMAT_CONCURRENT_SOLVES": "2"}
     with servers.running(tmp_path, **settings) as server, server.http() as http:
         id = post(http, graph=chain(40), budget="22%", options={"strategy": HARD}).json()["id"]
@@ -130,11 +131,11 @@ def test_a_lease_that_expires_during_its_solve_starts_no_second_solve_here(tmp_p
 @pytest.mark.parametrize("has_task", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_solving_process_ends_silently_when_its_worker_is_gone(has_task: bool) -> None:
     """Its stderr is the service's log, which has one JSON object a line."""
-    worker_side, theirs = socket.socketpair()
+    worker_side, expected_plan = socket.socketpair()
     child = [sys.executable, "-m", "remat_server.work.child"]
-    command = [*child, str(theirs.fileno()), str(os.getpid())]
-    process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE)
-    theirs.close()
+    command = [*child, str(expected_plan.fileno()), str(os.getpid())]
+    process = subprocess.Popen(command, pass_fds=[expected_plan.fileno()], stderr=subprocess.PIPE)
+    expected_plan.close()
     connection = Connection(worker_side.detach())
     if has_task:
         request = {"graph": chain(30), "budget": "22%", "options": {"strategy": HARD}}
@@ -241,7 +242,7 @@ def test_a_solve_that_exceeds_its_memory_fails_without_affecting_others(tmp_path
 
 @dataclasses.dataclass
 class Holding:
-    """A solve that holds so much memory, and says nothing."""
+    """A solve that holds this much memory, and sends no message."""
 
     held_bytes: int
     is_killed: bool = False
@@ -277,7 +278,7 @@ def test_a_solve_that_stays_at_its_memory_limit_is_ended(
         return [end.problem.type.rpartition(":")[2] if end else "" for end in ends]
 
     assert look(100.0) == look(109.0) == ["", ""]
-    full.held_bytes = 0  # it came through
+    full.held_bytes = 0  # the store has the answer
     assert look(109.5) == ["", ""]
     full.held_bytes = (1 << 28) - 4096
     assert look(110.0) == look(119.9) == ["", ""]
@@ -287,7 +288,7 @@ def test_a_solve_that_stays_at_its_memory_limit_is_ended(
 
 @dataclasses.dataclass
 class Ending(Holding):
-    """It tells how far it is and its answer at once, and then it is gone."""
+    """A solve that reports its progress and its answer at once, and then its process is gone."""
 
     has_reported: bool = False
 
@@ -368,18 +369,18 @@ def test_a_client_waits_while_the_service_restarts(tmp_path: Path) -> None:
         wait_for(lambda: reports)
         server.stop(signal.SIGKILL)
         port = int(server.url.rpartition(":")[2])
-        assert any("/events" in path for path in busy(port, 3))
+        assert any("/events" in path for path in answer_unavailable(port, 3))
         restarted = servers.start(tmp_path, port=port, **settings)
         stack.callback(restarted.stop, signal.SIGKILL)
         solved = plan.result(timeout=120)
     assert solved.peak_bytes <= solved.budget_bytes
 
 
-def busy(port: int, times: int) -> list[str]:
-    """Answers so many requests as a proxy does that has nobody behind it; returns their paths."""
+def answer_unavailable(port: int, times: int) -> list[str]:
+    """Answer a number of requests like a proxy without a server behind it; return their paths."""
     requests: list[str] = []
 
-    class Busy(BaseHTTPRequestHandler):
+    class Unavailable(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             requests.append(self.path)
             self.send_response(503)
@@ -389,7 +390,7 @@ def busy(port: int, times: int) -> list[str]:
         def log_message(self, format: str, *args: object) -> None:
             pass
 
-    with HTTPServer(("127.0.0.1", port), Busy) as proxy:
+    with HTTPServer(("127.0.0.1", port), Unavailable) as proxy:
         proxy.timeout = 30
         for _ in range(times):
             proxy.handle_request()
@@ -427,7 +428,7 @@ def test_an_outage_of_the_store_loses_nothing(tmp_path: Path, postgres_url: str)
             story = [(event.event, event.data) for event in source]
     assert [kind for kind, _ in story].count("status") == 3, "queued, running, succeeded"
     assert len({dataclasses.astuple(report) for report in reports}) == len(reports), (
-        "nothing is told twice"
+        "no report is repeated"
     )
 
 
@@ -442,8 +443,8 @@ def test_workers_elsewhere_share_a_postgresql_store(
             post(http, graph=chain(60 + i), budget="22%", options=options).json()["id"]
             for i in range(2)
         ]
-        made = [http.post("/solve", json=jobs.body(i)).json()["id"] for i in range(4)]
-        assert {http.get(f"/jobs/{id}").json()["status"] for id in long + made} == {"queued"}
+        job_ids = [http.post("/solve", json=jobs.body(i)).json()["id"] for i in range(4)]
+        assert {http.get(f"/jobs/{id}").json()["status"] for id in long + job_ids} == {"queued"}
         command = [sys.executable, "-m", "remat.cli", "worker", "--database-url", postgres_url]
         command += ["--concurrent-solves", "1"]
         workers = [subprocess.Popen(command, env=server.environment) for _ in range(2)]
@@ -451,7 +452,7 @@ def test_workers_elsewhere_share_a_postgresql_store(
             wait_for(lambda: len(solving_processes(str(tmp_path))) == 2)
             workers[0].kill()
             assert all(finished(http, id, 120)["status"] == "succeeded" for id in long)
-            for id in made:
+            for id in job_ids:
                 finished(http, id, 120)
                 jobs.check(http, id, plan)
             workers[1].terminate()
@@ -463,7 +464,7 @@ def test_workers_elsewhere_share_a_postgresql_store(
 
 
 def restart_time(log: Path) -> float:
-    """When the last server of a log said that it starts."""
+    """Return the time at which the last server of a log reports its start."""
     from datetime import datetime
 
     lines = [json.loads(line) for line in log.read_text().splitlines()]
@@ -474,20 +475,22 @@ def restart_time(log: Path) -> float:
 @needs_cbc
 def test_a_solve_continues_after_its_solver_is_killed(tmp_path: Path) -> None:
     """The job has a plan; its stats and the log say why it is no better."""
-    graph = uneven_stages(2, 14)
+    graph = random_stages(2, 14)
     strategy = remat.Exact(solver="CBC", time_limit=200)
-    # Its user has warnings as errors.
+    # Warnings are errors for this process.
     with servers.running(tmp_path, REMAT_SOLVERS="HiGHS,CBC", PYTHONWARNINGS="error") as server:
         with (
-            killing(at_once, server.process.pid) as kills,
+            killing_cbc(at_once, server.process.pid) as kills,
             server.client() as client,
             pytest.warns(remat.SolverWarning, match="CBC .* failed or was killed"),
         ):
             solved = client.solve(graph, "60%", strategy)
-        said = [line for line in server.log.read_text().splitlines() if "SolverWarning" in line]
+        log_lines = [
+            line for line in server.log.read_text().splitlines() if "SolverWarning" in line
+        ]
     assert len(kills.pids) == 1
-    assert solved.status is remat.Status.FEASIBLE
+    assert solved.status is Status.FEASIBLE
     assert solved.peak_bytes <= solved.budget_bytes
     assert "failed or was killed" in str(solved.stats["solver_error"])
-    (log_line,) = map(json.loads, said)
+    (log_line,) = map(json.loads, log_lines)
     assert log_line["reason"].startswith(str(solved.stats["solver_error"]))

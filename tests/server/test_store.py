@@ -223,7 +223,7 @@ def test_a_database_without_an_encoding_stores_text(postgres_url: str) -> None:
 def test_a_cancelled_job_has_no_holder(database: Database) -> None:
     queued, running = submitted(database, content="q"), submitted(database, content="r")
     with database.write() as connection:
-        assert jobs.cancel(connection, "bob", queued) is None, "it is not his"
+        assert jobs.cancel(connection, "bob", queued) is None, "it is another user's job"
         assert jobs.cancel(connection, "ann", queued) == "cancelled"
     assert claimed(database, "w").id == running
     with database.write() as connection:
@@ -311,10 +311,10 @@ def test_an_idempotency_key_makes_one_job(database: Database) -> None:
         except IntegrityError:
             return None
 
-    made = [id for id in at_once(ask, 4) if id is not None]
-    assert len(made) == 1
+    created_ids = [id for id in at_once(ask, 4) if id is not None]
+    assert len(created_ids) == 1
     with database.read() as connection:
-        assert jobs.by_idempotency_key(connection, "ann", "once", "c") == made[0]
+        assert jobs.by_idempotency_key(connection, "ann", "once", "c") == created_ids[0]
         assert jobs.by_idempotency_key(connection, "ann", "twice", "c") is None
         assert jobs.by_idempotency_key(connection, "bob", "once", "c") is None
         with pytest.raises(IdempotencyConflict):
@@ -372,7 +372,7 @@ def test_an_answer_in_use_is_kept(database: Database) -> None:
 
 
 def test_an_answer_that_a_later_job_uses_is_kept(database: Database) -> None:
-    """Of a job that asked the same and waited for it."""
+    """The later job made the same request and waited for the answer."""
     first, second = submitted(database), submitted(database)
     claimed(database, "w")
     finish(database, "w", first)
@@ -390,12 +390,12 @@ def test_answers_that_are_not_shared_belong_to_one_job(database: Database) -> No
     first, second = (submitted(database, idempotency_key=key) for key in ("a", "b"))
     claimed(database, "w")
     finish(database, "w", first, body=b"of the first", is_shared=False)
-    assert claimed(database, "w").id == second, "it is not answered by the first one's"
-    finish(database, "w", second, body=b"everybody's")
+    assert claimed(database, "w").id == second, "it does not get the answer of the first job"
+    finish(database, "w", second, body=b"shared")
     third = submitted(database)
     with database.read() as connection:
         bodies = [answer(connection, id) for id in (first, second, third)]
-        assert bodies == [b"of the first", b"everybody's", b"everybody's"]
+        assert bodies == [b"of the first", b"shared", b"shared"]
         assert jobs.by_idempotency_key(connection, "ann", "a", "content") == first
         with pytest.raises(IdempotencyConflict):
             jobs.by_idempotency_key(connection, "ann", "a", "other")

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, assume, settings
 from hypothesis import strategies as st
 from tests.helpers import brute_force
-from tests.helpers.graphs import chain, small_graphs, training_graphs, uneven
+from tests.helpers.graphs import chain, small_graphs, training_graphs, uneven_layers
 
 from remat.errors import BudgetError, InfeasibleBudget, RematError
 from remat.graph import Graph, Operation, Value
@@ -30,13 +30,16 @@ LAWS = settings(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 FEW = settings(LAWS, max_examples=10)
-"""For graphs on which programs are solved."""
+"""Fewer examples, for tests that solve programs."""
 STRATEGIES: tuple[Strategy, ...] = (Exact(threads=1), Auto(order="off", threads=1, gap=0.0))
 
 
 def scaled(graph: Graph, size: int, cost: float, more: int = 0) -> Graph:
-    """Sizes times `size`, plus `more` where there are any; costs times `cost`. With more, two
-    inputs may no longer fit into the output that was written over both."""
+    """Return the graph with sizes times `size`, plus `more` where they are not zero; costs times
+    `cost`.
+
+    With `more`, two inputs may no longer fit into the output that overwrote both.
+    """
     sizes = [v.size_bytes * size + (more if v.size_bytes else 0) for v in graph.values]
 
     def fits(o: Operation) -> bool:
@@ -69,7 +72,7 @@ def bound_s(plan: Plan) -> float:
 
 
 def peaks(graph: Graph) -> tuple[int, int]:
-    """The least of any schedule, and that without recomputation."""
+    """Return the smallest peak of any schedule, and the peak without recomputation."""
     return (
         brute_force.smallest_budget(graph),
         simulate(graph, Schedule.keep_all(graph)).peak_bytes,
@@ -77,8 +80,8 @@ def peaks(graph: Graph) -> tuple[int, int]:
 
 
 def agree(graph: Graph, budget: int, *, rel: float = 1e-7) -> bool:
-    """With brute force, cost and bound; infeasible for both or for none. Whether the budget is met,
-    and only by recomputing."""
+    """Check that brute force, cost and bound agree, or that all find the budget infeasible.
+    Return True if the budget is feasible only with recomputation."""
     best = brute_force.cheapest(graph, budget)
     needs_recomputation = best is not None and budget < peaks(graph)[1]
     for strategy in STRATEGIES:
@@ -131,11 +134,11 @@ def test_one_byte_decides_which_value_is_retained(power: int) -> None:
     """Two values differ by one byte, and the budget leaves room for the smaller one only."""
     size = 2**power
     operations = (
-        Operation("dear", (), (0,), 5.0),
+        Operation("expensive", (), (0,), 5.0),
         Operation("cheap", (), (1,), 1.0),
         Operation("peak", (), (2,), 1.0),
         Operation("use cheap", (1,), (3,), 1.0),
-        Operation("use dear", (0,), (4,), 1.0),
+        Operation("use expensive", (0,), (4,), 1.0),
     )
     sizes = (size + 1, size, size, 0, 0)
     graph = Graph(operations, tuple(Value(f"v{i}", s) for i, s in enumerate(sizes)))
@@ -170,7 +173,8 @@ def test_costs_of_any_magnitude_are_optimized() -> None:
 
 
 def between(graph: Graph, share: float) -> int:
-    """A budget that is met, and only by recomputing; no case where there is none."""
+    """Return a budget that is feasible only with recomputation; skip the graph where there is
+    none."""
     low, high = peaks(graph)
     assume(low < high)
     return low + int(share * (high - 1 - low))
@@ -178,15 +182,15 @@ def between(graph: Graph, share: float) -> int:
 
 @pytest.mark.parametrize("unit", [1e-12, 1e-6, 1e6, 1e12])
 def test_the_unit_of_cost_does_not_matter(unit: float) -> None:
-    plan = solve(uneven(4), "75%", Exact(threads=1))
-    other = solve(scaled(uneven(4), 1, unit), "75%", Exact(threads=1))
+    plan = solve(uneven_layers(4), "75%", Exact(threads=1))
+    other = solve(scaled(uneven_layers(4), 1, unit), "75%", Exact(threads=1))
     assert other.overhead == pytest.approx(plan.overhead)
     assert other.time_s == pytest.approx(plan.time_s * unit)
 
 
 @pytest.mark.parametrize("unit", [3, 2**20, 10**9 + 7, 2**50])
 def test_the_unit_of_size_does_not_matter(unit: int) -> None:
-    graph = uneven(4)
+    graph = uneven_layers(4)
     budget = int(0.75 * simulate(graph, Schedule.keep_all(graph)).peak_bytes)
     plan = solve(graph, budget, Exact(threads=1))
     other = solve(scaled(graph, unit, 1.0), budget * unit, Exact(threads=1))
@@ -234,7 +238,7 @@ def test_a_graph_of_values_without_bytes_needs_no_recomputation() -> None:
 
 @pytest.mark.parametrize("budget", [2**62, 10**30, "9000000TiB"])
 def test_a_huge_budget_retains_everything(budget: int | str) -> None:
-    graph = uneven(4)
+    graph = uneven_layers(4)
     plan = solve(graph, budget)
     assert plan.schedule == Schedule.keep_all(graph)
     assert plan.lower_bound == plan.overhead == 0
@@ -269,7 +273,7 @@ def test_numbers_that_are_no_budget_are_refused(budget: object) -> None:
 
 @dataclass(frozen=True)
 class Claims:
-    """Keeps everything and claims a bound, whatever the budget."""
+    """A strategy that retains everything and claims a bound, whatever the budget."""
 
     bound: float | None = None
     name: str = "claims"

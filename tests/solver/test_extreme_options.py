@@ -16,7 +16,7 @@ from remat.strategies import Auto, Exact, KeepAll, LpRounding, Revolve
 
 
 def inference() -> Graph:
-    """Without a backward, any order may be taken."""
+    """Return a graph without a backward, for which any order is allowed."""
     return Graph(
         (Operation("a", (), (0,), 1.0), Operation("b", (0,), (1,), 1.0)),
         (Value("x", 4), Value("y", 4)),
@@ -48,7 +48,8 @@ def test_more_checkpoints_than_stages_are_allowed() -> None:
 
 
 def adversary() -> Graph:
-    """`a`, `g` and what is made of them are too large to be there together; `z` is dear to make."""
+    """Return a graph in which `a`, `g` and what is computed from them do not fit into memory
+    together; `z` is expensive."""
     graph: nx.DiGraph[str] = nx.DiGraph()
     sizes = {"a": 10, "u": 4, "g": 10, "h": 1, "w": 4, "z": 4, "M": 0, "T": 1}
     for name, size in sizes.items():

@@ -48,12 +48,12 @@ def test_networkx_round_trip_keeps_single_output_graphs() -> None:
 def test_overwriting_a_value_that_is_read_later_is_refused(
     change: dict[str, Any], message: str
 ) -> None:
-    made = [Operation(f"op{i}", (), (i,), 1.0) for i in range(3)]
+    operations = [Operation(f"op{i}", (), (i,), 1.0) for i in range(3)]
     last = Operation("last", (0,), (3,), 1.0, recomputable=False, overwrites=(0,))
     values = tuple(Value(f"v{i}", 4) for i in range(4))
-    assert len(Graph((*made, last), values, frozenset({2}))) == 4
+    assert len(Graph((*operations, last), values, frozenset({2}))) == 4
     with pytest.raises(GraphError, match=message):
-        Graph((*made, replace(last, **change)), values, frozenset({2}))
+        Graph((*operations, replace(last, **change)), values, frozenset({2}))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`Plan`: its numbers, its words, its document."""
+"""`Plan`: its numbers, its description, its document."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def plan() -> Plan:
 
 @pytest.fixture(scope="module")
 def plan_keeping_all() -> Plan:
-    """What uses its budget to the last byte, and is proved to the last second."""
+    """A plan that uses its whole budget and whose bound is its time."""
     graph = chain(3)
     schedule = Schedule.keep_all(graph)
     solution = Solution(schedule, graph.total_cost_s, "all orders", True)
@@ -122,8 +122,8 @@ def test_a_damaged_document_is_refused(plan: Plan) -> None:
     text = plan.to_json()
     with pytest.raises(DocumentError):
         Plan.from_json(text[: len(text) // 2])
-    with pytest.raises(DocumentError, match="version"):
-        Plan.from_json(_with(text, version=2))
+    with pytest.raises(DocumentError, match="version 1, this remat reads version 2"):
+        Plan.from_json(_with(text, version=1))
     with pytest.raises(DocumentError, match="expected a"):
         Plan.from_json(_with(text, format="remat.trace"))
     with pytest.raises(DocumentError):
@@ -171,14 +171,13 @@ def test_negative_numbers_are_refused_by_name(plan: Plan, key: str, value: objec
         Plan.from_json(_with(plan.to_json(), **{key: value}))
 
 
-def test_documents_of_earlier_versions_are_read(plan: Plan) -> None:
-    """Fields that the first documents lack have the values of that time: no order that counts, no
-    memory of libraries."""
+def test_optional_fields_of_a_document_may_be_missing(plan: Plan) -> None:
+    """Without them, no operation is order-sensitive, and no library has memory."""
     document = json.loads(plan.to_json())
-    assert document["version"] == 1
+    assert document["version"] == 2
     del document["graph"]["library_bytes"]
     for operation in document["graph"]["operations"]:
-        del operation["sequenced"]
+        del operation["order_sensitive"]
     assert Plan.from_json(json.dumps(document)) == plan
 
 

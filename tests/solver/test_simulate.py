@@ -1,4 +1,4 @@
-"""The simulator, by hand on graphs small enough to count, and against an explicit memory."""
+"""The simulator, compared with counts by hand on small graphs and with an explicit memory."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_the_simulator_agrees_with_an_explicit_memory(graph: Graph, data: st.Dat
 
 
 def _explicit(graph: Graph, runs: list[int]) -> list[int]:
-    """Bytes during each run, asking at every run which copies somebody still reads."""
+    """Return the bytes during each run, from asking at every run which copies have readers left."""
     during: list[int] = []
     for now in range(len(runs)):
         live = graph.constant_bytes
@@ -111,7 +111,7 @@ def _explicit(graph: Graph, runs: list[int]) -> list[int]:
                     live += graph.values[value].size_bytes
         operation = graph.operations[runs[now]]
         live += sum(graph.values[v].size_bytes for v in operation.outputs)
-        for value in operation.overwrites:  # unless somebody reads this copy later
+        for value in operation.overwrites:  # unless a later run reads this copy
             later_runs = [r for r in range(now + 1, len(runs)) if runs[r] == graph.producer[value]]
             readers = range(now + 1, later_runs[0] if later_runs else len(runs))
             if all(value not in graph.operations[runs[r]].inputs for r in readers):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
-from tests.helpers.graphs import chain, uneven
+from tests.helpers.graphs import chain, uneven_layers
 from tests.helpers.solvers import needs_cbc
 
 from remat.errors import InfeasibleBudget, SolverError
@@ -24,7 +24,7 @@ STRATEGIES: tuple[Strategy, ...] = (
 )
 
 
-GRAPHS["uneven"] = uneven()
+GRAPHS["uneven"] = uneven_layers()
 
 
 @pytest.mark.parametrize("name", GRAPHS)
@@ -48,7 +48,7 @@ def test_plans_fit_and_respect_their_bound(name: str, strategy: Strategy, budget
 
 
 def test_no_strategy_beats_the_exact_bound() -> None:
-    graph = uneven(4)
+    graph = uneven_layers(4)
     for budget in ("90%", "70%", "min"):
         exact = solve(graph, budget, Exact())
         auto = solve(graph, exact.budget_bytes, Auto(order="off", time_limit=5.0))
@@ -58,7 +58,9 @@ def test_no_strategy_beats_the_exact_bound() -> None:
 
 
 def test_cost_falls_as_the_budget_grows() -> None:
-    plans = sweep(uneven(4), ("min", "60%", "70%", "80%", "100%"), Auto(order="off", time_limit=3))
+    plans = sweep(
+        uneven_layers(4), ("min", "60%", "70%", "80%", "100%"), Auto(order="off", time_limit=3)
+    )
     budgets = [plan.budget_bytes for plan in plans]
     assert budgets == sorted(budgets)
     times = [plan.time_s for plan in plans]
@@ -68,7 +70,7 @@ def test_cost_falls_as_the_budget_grows() -> None:
 
 
 def test_an_infeasible_budget_names_a_feasible_one() -> None:
-    graph = uneven(4)
+    graph = uneven_layers(4)
     with pytest.raises(InfeasibleBudget, match="smallest peak found") as error:
         solve(graph, 120)
     smallest = error.value.min_feasible_bytes
@@ -98,7 +100,7 @@ def test_a_trace_solves_like_its_graph() -> None:
 
 @needs_cbc
 def test_cbc_agrees_with_highs() -> None:
-    graph = uneven(4)
+    graph = uneven_layers(4)
     highs = solve(graph, "75%", Exact())
     cbc = solve(graph, "75%", Exact(solver="CBC"))
     assert cbc.time_s == pytest.approx(highs.time_s)
@@ -110,12 +112,12 @@ def test_cbc_agrees_with_highs() -> None:
 )
 def test_a_missing_solver_is_named(solver: str, message: str) -> None:
     with pytest.raises(SolverError, match=message):
-        solve(uneven(4), "75%", Exact(solver=solver))
+        solve(uneven_layers(4), "75%", Exact(solver=solver))
 
 
 def test_progress_is_reported() -> None:
     seen: list[Progress] = []
-    solve(uneven(8), "60%", Auto(order="off", gap=0.0, time_limit=5), progress=seen.append)
+    solve(uneven_layers(8), "60%", Auto(order="off", gap=0.0, time_limit=5), progress=seen.append)
     assert seen
     assert {progress.phase for progress in seen} <= {"cost", "peak"}
     assert all(progress.gap is None or progress.gap >= 0 for progress in seen)
@@ -124,7 +126,7 @@ def test_progress_is_reported() -> None:
 def test_progress_of_a_sweep_names_the_current_budget() -> None:
     seen: list[Progress] = []
     strategy = Auto(order="off", gap=0.0, time_limit=5)
-    plans = sweep(uneven(8), ["60%", "80%"], strategy, progress=seen.append)
+    plans = sweep(uneven_layers(8), ["60%", "80%"], strategy, progress=seen.append)
     assert seen
     assert {now.budget_bytes for now in seen} <= {plan.budget_bytes for plan in plans}
 
@@ -132,7 +134,7 @@ def test_progress_of_a_sweep_names_the_current_budget() -> None:
 def test_cancellation_returns_the_incumbent() -> None:
     cancel = threading.Event()
     cancel.set()
-    graph = uneven(12)
+    graph = uneven_layers(12)
     plan = solve(graph, "75%", Auto(order="off", gap=0.0), cancel=cancel)
     assert plan.peak_bytes <= plan.budget_bytes
     assert plan.status is Status.FEASIBLE
@@ -148,20 +150,20 @@ def test_a_cancelled_sweep_returns_the_plans_so_far() -> None:
             cancel.set()
 
     budgets = ("75%", "85%", "95%")
-    plans = sweep(uneven(4), budgets, Auto(time_limit=3), cancel=cancel, told=report)
+    plans = sweep(uneven_layers(4), budgets, Auto(time_limit=3), cancel=cancel, on_plan=report)
     assert plans == reports
     assert len(plans) == 2
 
 
 def test_a_solve_does_not_affect_the_next_one() -> None:
-    graph = uneven(6)
+    graph = uneven_layers(6)
     first = solve(graph, "70%")
     assert solve(graph, "70%").schedule == first.schedule
     assert hash(first.schedule) == hash(Schedule(first.schedule.runs))
 
 
 def test_a_start_in_another_order_does_not_seem_to_beat_the_bound() -> None:
-    graph = uneven(4)
+    graph = uneven_layers(4)
     reordered = Schedule.of([1, 0, *range(2, len(graph))])
     assert not reordered.keeps_order()
     assert Schedule.keep_all(graph).keeps_order()

@@ -29,7 +29,8 @@ from remat.service.wire import (
     SweepRequest,
 )
 from remat_server import logs
-from remat_server.http import answers, metrics
+from remat_server.http import metrics
+from remat_server.http import problem_responses
 from remat_server.http.auth import Gate
 from remat_server.http.bodies import Bodies
 from remat_server.http.intake import Intake
@@ -82,7 +83,7 @@ def create_app(settings: Settings | None = None) -> FastAPI:
     app.state.bodies = Bodies(settings.body_bytes)
     app.state.requests = requests
     app.state.draining = threading.Event()
-    answers.install(app)
+    problem_responses.install(app)
     modules = (solve, jobs, results, health)
     for module in modules:
         app.include_router(module.router)

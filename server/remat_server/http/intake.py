@@ -11,7 +11,7 @@ from sqlalchemy.exc import IntegrityError
 import remat
 from remat.costs.trace_costs import with_roofline_costs
 from remat.costs.roofline import Roofline
-from remat.documents.base import NAMESPACES, parse_plain_json
+from remat.documents.base import NAMESPACES, parse_strict_json
 from remat.documents.trace import Trace
 from remat.errors import DocumentError, SolverError
 from remat.limits.budget import Budget
@@ -113,7 +113,7 @@ class Intake:
         Sizes come first: to validate takes far more time and memory than to count.
         """
         self._check_parts(body)
-        self._check_counts(parse_plain_json(body, "request"))
+        self._check_counts(parse_strict_json(body, "request"))
         request = read_request(kind, body)
         if request.trace is not None:
             self._check_operations(request.trace)
@@ -136,7 +136,7 @@ class Intake:
         limits = self.settings.operations, self.settings.values
         for what, most, lists in (
             ("operations", limits[0], (_part(trace, "nodes"), _part(graph, "operations"))),
-            ("values", limits[1], (_part(trace, "storages"), _part(graph, "values"))),
+            ("values", limits[1], (_part(trace, "storage_bytes"), _part(graph, "values"))),
         ):
             found = max(len(each) if isinstance(each, list) else 0 for each in lists)
             if found > most:
@@ -197,7 +197,7 @@ class Intake:
         request = self.validate(kind, body)
         found = graph_of(request)
         if request.is_measured_here and isinstance(found, Trace):
-            operations, values, peak = len(found.operations), len(found.storages), None
+            operations, values, peak = len(found.operations), len(found.storage_bytes), None
             constants, costs = 0, "to be measured"
         else:
             costs = request.options.costs or ""

@@ -12,7 +12,7 @@ from prometheus_client import Histogram
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from remat_server.http.answers import answer
+from remat_server.http.problem_responses import answer
 from remat_server.http.auth import Gate
 from remat_server.settings import Settings
 

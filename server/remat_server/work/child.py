@@ -22,7 +22,7 @@ import highspy  # noqa: F401  # loaded before the request comes
 
 from remat.errors import SolverWarning
 from remat_server.problems import out_of_memory, problem
-from remat_server.work.kernel import data_bytes, die_with_parent
+from remat_server.work.linux_process import data_bytes, die_with_parent
 from remat_server.work.messages import Answered, Failed, Ready, Task
 from remat_server.work.solving import perform
 

@@ -15,9 +15,9 @@ from remat_server import logs
 from remat_server.settings import Settings
 from remat_server.store.database import Database
 from remat_server.work import devices
-from remat_server.work.kernel import die_with_parent
+from remat_server.work.linux_process import die_with_parent
 from remat_server.work.placements.local import LocalPlacement
-from remat_server.work.placements.port import Placement
+from remat_server.work.placements.interface import Placement
 from remat_server.work.worker import Worker
 
 log = structlog.get_logger()

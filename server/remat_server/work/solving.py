@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from remat.costs.trace_costs import with_roofline_costs
 from remat.costs.roofline import Roofline
-from remat.documents.base import validated
+from remat.documents.base import validate_json
 from remat.documents.plan import PlanDocument
 from remat.documents.trace import Trace
 from remat.errors import InfeasibleBudget, RematError
@@ -35,7 +35,7 @@ _REMEDY = "/docs describes requests, and remat.Client writes them"
 
 def read_request(kind: wire.Kind, body: bytes) -> Request:
     """The validated request. Raises `DocumentError`."""
-    return validated(
+    return validate_json(
         wire.SolveRequest if kind == "solve" else wire.SweepRequest, body, "request", _REMEDY
     )
 

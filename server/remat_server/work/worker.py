@@ -25,7 +25,7 @@ from remat_server.store import leases, upkeep
 from remat_server.store.database import Database
 from remat_server.store.leases import Claimed
 from remat_server.work.messages import Advanced, Answered, Failed, Task
-from remat_server.work.placements.port import Gone, Lost, Placement, Run
+from remat_server.work.placements.interface import Gone, Lost, Placement, Run
 
 log = structlog.get_logger()
 

@@ -37,7 +37,7 @@ def solve_within_allocator_budget(
     bytes are within `budget`, and its reserved bytes within `reserved_bytes` if that is passed.
 
     A plan for a lower budget has that as its `budget_bytes`, and the original one in
-    `stats["asked_budget_bytes"]`. If no plan fits the lower budget, the plan with the smallest
+    `stats["requested_budget_bytes"]`. If no plan fits the lower budget, the plan with the smallest
     excess is returned; its stats have the predicted bytes. `is_expandable` is True if the step will
     run with expandable segments; the default is the environment's setting. Once `cancel` is set,
     the best plan so far is returned. Raises the errors of `solve(budget)`.
@@ -79,7 +79,7 @@ def solve_within_allocator_budget(
             best = plan
     if best.budget_bytes == requested_budget_bytes:
         return best
-    return replace(best, stats={**best.stats, "asked_budget_bytes": requested_budget_bytes})
+    return replace(best, stats={**best.stats, "requested_budget_bytes": requested_budget_bytes})
 
 
 def uses_expandable_segments() -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 
 from remat.allocator.replay import AllocationEvent, replay_events
-from remat.documents.trace import Trace, trained
+from remat.documents.trace import Trace, trained_parameters
 from remat.plan_data import P, PlanData
 from remat.schedule import Schedule
 from remat.simulate import simulate
@@ -114,12 +114,12 @@ def step_allocation_events(
     backward, which runs in another thread, and never frees them. At the end of a step its outputs
     and gradients are freed (`zero_grad`).
     """
-    sizes = trace.storages
+    sizes = trace.storage_bytes
     constants = {p.storage: None for p in trace.placeholders if p.kind != "tangent"}
     for storage in constants:
         yield AllocationEvent(("constant", storage), sizes[storage])
-    if trace.accumulating:
-        for p in trained(trace):
+    if trace.accumulates_gradients:
+        for p in trained_parameters(trace):
             yield AllocationEvent(("grad", p.name), sizes[p.storage])
     graph = trace.graph()
     timeline = simulate(graph, schedule)

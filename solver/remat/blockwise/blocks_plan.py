@@ -10,7 +10,7 @@ from itertools import groupby
 from remat.blockwise.block_step import PLANNED, BlockOption
 from remat.limits.units import format_bytes, format_seconds
 from remat.plan import Plan
-from remat.report.tables import aligned, starred
+from remat.report.tables import align_columns, fold_layer_numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +81,14 @@ class BlocksPlan:
             f"time    {format_seconds(self.time_s)} in blocks, {100 * self.overhead:+.3g}% over "
             f"{format_seconds(self.baseline_time_s)} (costs {self.cost_source})",
             "",
-            *aligned([("blocks", "", "calls", "saved", "of", "extra time"), *self._rows()], left=2),
+            *align_columns(
+                [("blocks", "", "calls", "saved", "of", "extra time"), *self._rows()], left=2
+            ),
         ]
         reasons = dict.fromkeys(
-            (starred(c.path), c.unplanned_reason) for c in self.unplanned if c.unplanned_reason
+            (fold_layer_numbers(c.path), c.unplanned_reason)
+            for c in self.unplanned
+            if c.unplanned_reason
         )
         if reasons:
             lines += ["", "not planned:", *(f"  {path}: {text}" for path, text in reasons)]
@@ -94,7 +98,7 @@ class BlocksPlan:
 
     def _rows(self) -> Iterable[tuple[str, ...]]:
         def row_key(call: BlockCall) -> tuple[str, str, str]:
-            return starred(call.path), call.class_name, call.how
+            return fold_layer_numbers(call.path), call.class_name, call.how
 
         for (path, name, how), group in groupby(sorted(self.calls, key=row_key), key=row_key):
             calls = list(group)

@@ -9,9 +9,9 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from remat.blockwise.block_step import SELECTIVE
-from remat.documents.base import Document, Path_, Record
+from remat.documents.base import Document, DottedPath, Record
 from remat.limits.units import format_bytes, format_seconds
-from remat.report.tables import aligned, starred
+from remat.report.tables import align_columns, fold_layer_numbers
 
 OPERATORS = "operators"
 REGIONS = "regions"
@@ -35,10 +35,10 @@ class BlockPolicy(Record):
     submodules to recompute, by Megatron's names for them, where everything else is saved.
     """
 
-    block: Path_
+    block: DottedPath
     how: Literal["as it is", "checkpointed", "selective"]
     operators: dict[_Name, tuple[_CallNumber, ...]] = Field(default_factory=dict)
-    regions: tuple[Path_, ...] = ()
+    regions: tuple[DottedPath, ...] = ()
     modules: tuple[_Name, ...] = ()
 
     @property
@@ -62,7 +62,7 @@ class Policies(Document):
     FORMAT: ClassVar[str] = "remat.policies"
     VERSION: ClassVar[int] = 1
 
-    model: Annotated[Path_, Field(max_length=500)] = ""
+    model: Annotated[DottedPath, Field(max_length=500)] = ""
     rules: Literal["operators", "regions", "megatron"] = OPERATORS
     blocks: tuple[BlockPolicy, ...]
     budget_bytes: int = Field(ge=0)
@@ -117,7 +117,7 @@ class Policies(Document):
             f"{format_seconds(self.baseline_time_s)} (measured by running the blocks)",
             *optimum,
             "",
-            *aligned(
+            *align_columns(
                 [("blocks", "", _COLUMN_TITLES.get(self.rules, "saved")), *self._rows()], left=3
             ),
         ]
@@ -128,7 +128,7 @@ class Policies(Document):
 
     def _rows(self) -> Iterator[tuple[str, ...]]:
         def row_key(policy: BlockPolicy) -> object:
-            return starred(policy.block), policy.how, policy.saved
+            return fold_layer_numbers(policy.block), policy.how, policy.saved
 
         for _, group in groupby(self.blocks, key=row_key):
             policies = list(group)

@@ -1,4 +1,4 @@
-"""`remat compare`: what every known strategy does with a trace."""
+"""`remat compare`: extra time and peak of several strategies on one trace."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ import typer
 
 from remat.commands.common import files, options
 from remat.commands.common.exits import UsageError
-from remat.commands.common.figures import Figures, csv_of, json_of, plan_figures
-from remat.commands.common.frontiers import PICTURES, Frontier
-from remat.commands.common.progress_line import Line
-from remat.commands.common.solving import attended, finish
+from remat.commands.common.frontier_files import FRONTIER_WRITERS, FrontierContent
+from remat.commands.common.interruptible_solve import exit_if_interrupted, run_with_progress
+from remat.commands.common.progress_line import ProgressLine
+from remat.commands.common.summaries import JsonObject, plan_summary, to_csv_text, to_json_text
 from remat.compare import BUDGETS, Comparison
 from remat.compare import compare as compare_all
 from remat.limits.budget import Budget
 from remat.plan import Plan
 from remat.progress import Cancel
-from remat.report.comparison import Row
+from remat.report.comparison import ComparisonRow
 
-Writer = Callable[[Comparison, str | None], str | bytes]
+ComparisonWriter = Callable[[Comparison, str | None], str | bytes]
+"""Returns the content of an output file for a comparison and the name of a device, if any."""
 
-_OURS = frozenset({"auto", "exact"})
-"""Their plans are the line of the picture; those of the others are marks."""
+_LINE_STRATEGIES = frozenset({"auto", "exact"})
+"""Strategies whose plans form the line of the picture. Plans of the others are marks."""
 
 
 def compare(
@@ -33,7 +34,7 @@ def compare(
         str | None,
         typer.Option(
             metavar="NAMES",
-            help="With commas between them; by default all that suit a graph of any size.",
+            help="Names, separated by commas; by default all that suit a graph of any size.",
             autocompletion=options.complete_strategies,
             show_default=False,
         ),
@@ -41,48 +42,54 @@ def compare(
     gap: options.Gap = None,
     time_limit: options.TimeLimit = None,
     solver: options.Solver = None,
-    device: options.PictureDevice = None,
+    device: options.PlotDevice = None,
     output: options.Output = None,
     as_json: options.Json = False,
 ) -> None:
     """Compare strategies: extra time and peak of each at several budgets.
 
-    The output is .json, .csv, .svg, .html, .png or .pdf. Limits are for each strategy and budget.
+    The output is .json, .csv, .svg, .html, .png or .pdf. Gap and time limit apply to each strategy
+    and budget.
     """
     budgets = [*map(Budget.parse, budget or BUDGETS)]
     options.check_device(device)
-    chosen = options.compared(strategies, gap, time_limit, solver)
+    selected = options.strategies_to_compare(strategies, gap, time_limit, solver)
     files.check_outputs(output)
-    if output is not None and files.suffix_of(output) not in _WRITERS:
-        raise UsageError(f"{output}: a comparison is written as {', '.join(_WRITERS)}")
-    traced = files.read_measured(trace)
+    if output is not None and files.suffix_without_gz(output) not in _COMPARISON_WRITERS:
+        raise UsageError(
+            f"{output}: a comparison can be written as {', '.join(_COMPARISON_WRITERS)}; use one of these "
+            "file name endings"
+        )
+    trace_document = files.read_measured_trace(trace)
 
-    def work(line: Line, cancel: Cancel) -> Comparison:
-        def told(row: Row[Plan]) -> None:
+    def work(line: ProgressLine, cancel: Cancel) -> Comparison:
+        def show_row(row: ComparisonRow[Plan]) -> None:
             line.advance()
-            line.tell(f"compare: {row.strategy} at {row.budget}")
+            line.set_description(f"compare: {row.strategy} at {row.budget}")
 
-        return compare_all(traced, budgets, chosen, cancel=cancel, told=told)
+        return compare_all(trace_document, budgets, selected, cancel=cancel, on_row=show_row)
 
-    found, signum = attended("compare", len(budgets) * len(chosen), work)
+    comparison, signum = run_with_progress("compare", len(budgets) * len(selected), work)
     if output is not None:
-        files.write(output, _WRITERS[files.suffix_of(output)](found, device))
+        files.write_output(
+            output, _COMPARISON_WRITERS[files.suffix_without_gz(output)](comparison, device)
+        )
     if as_json:
-        files.show_json(json_of(_figures(found)))
+        files.print_json(to_json_text(_summary(comparison)))
     else:
-        files.show(found.describe())
-    finish(signum, "what was compared so far")
+        files.print_text(comparison.describe())
+    exit_if_interrupted(signum, "the part that was compared so far")
 
 
-def _figures(found: Comparison) -> Figures:
+def _summary(comparison: Comparison) -> JsonObject:
     return {
-        "baseline_peak_bytes": found.baseline_peak_bytes,
-        "baseline_time_s": found.baseline_time_s,
-        "rows": [_row(row) for row in found.rows],
+        "baseline_peak_bytes": comparison.baseline_peak_bytes,
+        "baseline_time_s": comparison.baseline_time_s,
+        "rows": [_row_summary(row) for row in comparison.rows],
     }
 
 
-def _row(row: Row[Plan]) -> Figures:
+def _row_summary(row: ComparisonRow[Plan]) -> JsonObject:
     return {
         "strategy": row.strategy,
         "budget": row.budget,
@@ -90,33 +97,37 @@ def _row(row: Row[Plan]) -> Figures:
         "is_applicable": row.is_applicable,
         "reason": row.reason,
         "seconds": row.seconds,
-        "plan": None if row.plan is None else plan_figures(row.plan),
+        "plan": None if row.plan is None else plan_summary(row.plan),
     }
 
 
-def _flat(row: Row[Plan]) -> Figures:
-    figures = _row(row)
-    figures.pop("plan")
-    plan = {} if row.plan is None else plan_figures(row.plan)
-    wanted = ("peak_bytes", "time_s", "overhead", "lower_bound", "gap", "recomputations")
-    return figures | {key: plan.get(key) for key in wanted}
+def _csv_row(row: ComparisonRow[Plan]) -> JsonObject:
+    summary = _row_summary(row)
+    summary.pop("plan")
+    plan = {} if row.plan is None else plan_summary(row.plan)
+    columns = ("peak_bytes", "time_s", "overhead", "lower_bound", "gap", "recomputations")
+    return summary | {key: plan.get(key) for key in columns}
 
 
-def _frontier(found: Comparison, device: str | None) -> Frontier:
-    return Frontier(
-        plans=[r.plan for r in found.rows if r.plan is not None and r.strategy in _OURS],
-        rows=[row for row in found.rows if row.strategy not in _OURS],
-        text=found.describe(),
+def _frontier_content(comparison: Comparison, device: str | None) -> FrontierContent:
+    return FrontierContent(
+        plans=[
+            r.plan for r in comparison.rows if r.plan is not None and r.strategy in _LINE_STRATEGIES
+        ],
+        rows=[row for row in comparison.rows if row.strategy not in _LINE_STRATEGIES],
+        text=comparison.describe(),
         device=device,
     )
 
 
-def _picture(suffix: str) -> Writer:
-    return lambda found, device: PICTURES[suffix](_frontier(found, device))
+def _frontier_writer(suffix: str) -> ComparisonWriter:
+    return lambda comparison, device: FRONTIER_WRITERS[suffix](
+        _frontier_content(comparison, device)
+    )
 
 
-_WRITERS: dict[str, Writer] = {
-    ".json": lambda found, device: json_of(_figures(found)),
-    ".csv": lambda found, device: csv_of([_flat(row) for row in found.rows]),
-    **{suffix: _picture(suffix) for suffix in PICTURES},
+_COMPARISON_WRITERS: dict[str, ComparisonWriter] = {
+    ".json": lambda comparison, device: to_json_text(_summary(comparison)),
+    ".csv": lambda comparison, device: to_csv_text([_csv_row(row) for row in comparison.rows]),
+    **{suffix: _frontier_writer(suffix) for suffix in FRONTIER_WRITERS},
 }

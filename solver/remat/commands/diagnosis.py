@@ -1,7 +1,7 @@
-"""`examine`: what is here, what is missing, what is wrong, and what to do about it.
+"""The checks of `remat doctor`: Python, torch, devices, packages, solvers, cost cache, extras.
 
-Nothing raises: a torch that cannot be imported is a line of the report. So nothing here imports
-torch, or anything that does, before the check that needs it.
+No check raises: a torch that cannot be imported is a line of the report. Therefore no module that
+imports torch is imported before the check that needs it.
 """
 
 from __future__ import annotations
@@ -27,18 +27,22 @@ from remat.limits.units import format_bytes
 from remat.milp.solvers.availability import usable_backends
 from remat.milp.solvers.pulp_solvers import find_family, is_highs
 
-_GRAVEST: tuple[State, ...] = ("missing", "untested", "ok")
+_WORST_FIRST: tuple[State, ...] = ("missing", "untested", "ok")
+"""States of an extra."""
 
 _PACKAGE = "remat"
 _REINSTALL = "pip install --force-reinstall remat"
-_NVIDIA_PATIENCE_S = 3.0
+_NVIDIA_SMI_TIMEOUT_S = 3.0
 
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the report. `untested` is newer than what remat was tested with, and may well
-    work; `missing` is what works can do without; `remedy` is what to do, "" where there is nothing
-    to do."""
+    """One line of the report.
+
+    State `untested` is a version newer than those that remat was tested with, which may work.
+    State `missing` is an optional part that is not installed. `remedy` is the action to take, "" for
+    none.
+    """
 
     name: str
     state: State
@@ -46,9 +50,11 @@ class Check:
     remedy: str = ""
 
 
-def examine() -> list[Check]:
-    """Everything that remat's working depends on: Python, torch, devices, packages, solvers, the
-    cost cache, extras. Takes a few seconds at most, most of them to import torch; never raises."""
+def run_checks() -> list[Check]:
+    """Check Python, torch, devices, packages, solvers, the cost cache and extras; never raises.
+
+    Takes a few seconds at most, most of them to import torch.
+    """
     groups: list[tuple[str, Callable[[], Iterator[Check]]]] = [
         ("Python", _python),
         ("machine", _machine),
@@ -63,33 +69,34 @@ def examine() -> list[Check]:
 
 
 def _guarded(name: str, group: Callable[[], Iterator[Check]]) -> list[Check]:
-    found: list[Check] = []
+    checks: list[Check] = []
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            found.extend(group())
+            checks.extend(group())
     except Exception as error:
-        found.append(Check(name, "wrong", one_line(error), _REINSTALL))
-    return found
+        checks.append(Check(name, "wrong", one_line(error), _REINSTALL))
+    return checks
 
 
 def _python() -> Iterator[Check]:
     text = f"{platform.python_version()} ({platform.python_implementation()}), {_home(sys.prefix)}"
     yield Check("Python", "ok", text)
     version = version_of(_PACKAGE)
-    where = _home(Path(__file__).parents[1])
+    location = _home(Path(__file__).parents[1])
     if version is None:
-        yield Check("remat", "missing", f"runs from {where}, not installed", "pip install remat")
+        text = f"runs from {location}, not installed"
+        yield Check("remat", "missing", text, "pip install remat")
     else:
-        yield Check("remat", "ok", f"{version}, {where}")
+        yield Check("remat", "ok", f"{version}, {location}")
 
 
 def _machine() -> Iterator[Check]:
     cores = os.cpu_count() or 1
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
-    asked = os.environ.get("OMP_NUM_THREADS")
+    omp_threads = os.environ.get("OMP_NUM_THREADS")
     limits = f", {usable} of them for this process" if usable < cores else ""
-    limits += f", OMP_NUM_THREADS={asked}" if asked else ""
+    limits += f", OMP_NUM_THREADS={omp_threads}" if omp_threads else ""
     yield Check("processor", "ok", f"{cores} cores{limits} ({platform.machine()})")
     if hasattr(os, "sysconf"):
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -100,7 +107,7 @@ def _free() -> str:
     try:
         from remat.frontend.memory.device_memory import free_bytes
     except Exception:
-        # torch is broken, which has a line of its own.
+        # torch is broken: the report has a separate line for it.
         return ""
     free = free_bytes("cpu")
     return "" if free is None else f", {format_bytes(free)} of it free"
@@ -111,15 +118,15 @@ def _free() -> str:
 
 def _torch() -> Iterator[Check]:
     needed = next((r for r in requirements(_PACKAGE) if r.name == "torch"), None)
-    found = version_of("torch")
-    if found is None:
-        remedy = "pip install torch" if needed is None else needed.install
+    installed_version = version_of("torch")
+    if installed_version is None:
+        remedy = "pip install torch" if needed is None else needed.install_command
         yield Check("torch", "wrong", "not installed", remedy)
         return
     try:
         torch = import_module("torch")
     except Exception as error:
-        text = f"{found} cannot be imported: {one_line(error)}"
+        text = f"{installed_version} cannot be imported: {one_line(error)}"
         yield Check("torch", "wrong", text, "pip install --force-reinstall torch")
         return
     build = "CPU build"
@@ -129,61 +136,61 @@ def _torch() -> Iterator[Check]:
         build = f"built for ROCm {torch.version.hip}"
     threads = torch.get_num_threads()
     text = f"{torch.__version__}, {build}, {threads} thread{'s' if threads > 1 else ''}"
-    yield _judged(needed, torch.__version__, text) if needed else Check("torch", "ok", text)
+    yield _version_check(needed, torch.__version__, text) if needed else Check("torch", "ok", text)
 
 
 def _devices() -> Iterator[Check]:
     try:
         torch = import_module("torch")
     except Exception:
-        # Said already.
+        # The torch check has reported it.
         return
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as cuda_warnings:
         warnings.simplefilter("always")
         usable = torch.cuda.is_available()
     if not usable:
-        why = " ".join(str(w.message) for w in said)
-        yield _no_device(bool(torch.version.cuda or torch.version.hip), why)
+        reason = " ".join(str(w.message) for w in cuda_warnings)
+        yield _no_device(bool(torch.version.cuda or torch.version.hip), reason)
         return
     for number in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(number)
-        known = match_device(device.name)
-        costs = f"roofline {known.name}" if known else "no roofline of this name, so measure costs"
+        data_sheet = match_device(device.name)
+        costs = f"roofline {data_sheet.name}" if data_sheet else "no roofline for it: measure costs"
         text = f"{device.name}, {format_bytes(device.total_memory)}, {costs}"
         yield Check(f"cuda:{number}", "ok", text)
 
 
-def _no_device(torch_could: bool, why: str) -> Check:
-    present = _nvidia()
-    if not present:
-        return Check("CUDA", "missing", "no CUDA device; plans are made and run on the CPU")
-    if not torch_could:
+def _no_device(is_gpu_build: bool, reason: str) -> Check:
+    gpus = _nvidia_gpus()
+    if not gpus:
+        return Check("CUDA", "missing", "no CUDA device; remat plans and runs on the CPU")
+    if not is_gpu_build:
         return Check(
             "CUDA",
             "wrong",
-            f"{present} is here, and torch is a CPU build",
+            f"this machine has {gpus}, but torch is a CPU build",
             "install a CUDA build of torch: https://pytorch.org/get-started/locally/",
         )
-    text = f"{present} is here, and torch cannot use it"
-    if why:
-        text += f": {one_line(Warning(why)).removeprefix('Warning: ')}"
-    remedy = "look at CUDA_VISIBLE_DEVICES, and install a driver as new as torch's CUDA"
+    text = f"this machine has {gpus}, but torch cannot use it"
+    if reason:
+        text += f": {one_line(Warning(reason)).removeprefix('Warning: ')}"
+    remedy = "check CUDA_VISIBLE_DEVICES, and install a driver as new as torch's CUDA"
     return Check("CUDA", "wrong", text, remedy)
 
 
-def _nvidia() -> str:
-    """The devices that NVIDIA's driver tells of, "" if it is not here."""
+def _nvidia_gpus() -> str:
+    """Return the GPUs that `nvidia-smi` reports; "" if it is not installed or fails."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return ""
     query = [command, "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
-        told = subprocess.run(
-            query, capture_output=True, text=True, timeout=_NVIDIA_PATIENCE_S, check=True
+        completed = subprocess.run(
+            query, capture_output=True, text=True, timeout=_NVIDIA_SMI_TIMEOUT_S, check=True
         )
     except (OSError, subprocess.SubprocessError):
         return ""
-    rows = [line.rpartition(",") for line in told.stdout.splitlines() if "," in line]
+    rows = [line.rpartition(",") for line in completed.stdout.splitlines() if "," in line]
     return " and ".join(f"{name.strip()} (driver {version.strip()})" for name, _, version in rows)
 
 
@@ -194,16 +201,16 @@ def _packages() -> Iterator[Check]:
     for requirement in requirements(_PACKAGE):
         if requirement.extra or requirement.name == "torch":
             continue
-        if (found := version_of(requirement.name)) is None:
-            yield Check(requirement.name, "wrong", "not installed", requirement.install)
+        if (installed_version := version_of(requirement.name)) is None:
+            yield Check(requirement.name, "wrong", "not installed", requirement.install_command)
         else:
-            yield _judged(requirement, found, found)
+            yield _version_check(requirement, installed_version, installed_version)
 
 
-def _judged(needed: Requirement, version: str, text: str) -> Check:
-    """The line on a package in this version."""
-    state, words = needed.judge(version)
-    return Check(needed.name, state, text + words, "" if state == "ok" else needed.install)
+def _version_check(needed: Requirement, version: str, text: str) -> Check:
+    """Return the report's line for an installed version of a required package."""
+    state, note = needed.check_version(version)
+    return Check(needed.name, state, text + note, "" if state == "ok" else needed.install_command)
 
 
 def _solvers() -> Iterator[Check]:
@@ -219,33 +226,33 @@ def _solvers() -> Iterator[Check]:
 
 
 def _extras() -> Iterator[Check]:
-    """What `pip install 'remat[...]'` adds."""
+    """Check the packages of each extra, which `pip install 'remat[...]'` adds."""
     by_extra: dict[str, list[Requirement]] = {}
     for requirement in requirements(_PACKAGE):
         if requirement.extra:
             by_extra.setdefault(requirement.extra, []).append(requirement)
-    for extra, wanted in by_extra.items():
-        told: dict[State, list[str]] = {"ok": [], "untested": [], "missing": []}
-        for requirement in wanted:
-            found, words = _installed(requirement)
-            told[found].append(words)
-        state: State = next(each for each in _GRAVEST if told[each])
+    for extra, extra_requirements in by_extra.items():
+        texts: dict[State, list[str]] = {"ok": [], "untested": [], "missing": []}
+        for requirement in extra_requirements:
+            requirement_state, text = _installed_state(requirement)
+            texts[requirement_state].append(text)
+        state: State = next(candidate for candidate in _WORST_FIRST if texts[candidate])
         remedy = "" if state == "ok" else f"pip install '{_PACKAGE}[{extra}]'"
-        yield Check(f"extra {extra}", state, ", ".join(told[state]), remedy)
+        yield Check(f"extra {extra}", state, ", ".join(texts[state]), remedy)
 
 
-def _installed(requirement: Requirement) -> tuple[State, str]:
-    """Whether a package of an extra is there, with its own extras."""
+def _installed_state(requirement: Requirement) -> tuple[State, str]:
+    """Return the state of an extra's package, including the extras that it needs, and a text."""
     version = version_of(requirement.name)
     if version is None:
         return "missing", f"{requirement.name} is not installed"
-    state, words = requirement.judge(version)
+    state, note = requirement.check_version(version)
     if state == "wrong":
         return "missing", f"{requirement.name} {version} is older than {requirement.least}"
     for part in requirements(requirement.name):
         if part.extra in requirement.parts and version_of(part.name) is None:
             return "missing", f"{part.name} is not installed"
-    return state, f"{requirement.name} {version}{words}"
+    return state, f"{requirement.name} {version}{note}"
 
 
 # -- the cost cache -------------------------------------------------------------------------------
@@ -255,13 +262,13 @@ def _cost_cache() -> Iterator[Check]:
     path = default_cache_path()
     shown, name = _home(path), "cost cache"
     existing = next(p for p in (path, *path.parents) if p.exists())
-    rights = os.W_OK if existing == path else os.W_OK | os.X_OK
-    if not os.access(existing, rights) or not (existing == path or existing.is_dir()):
-        text = f"{shown} cannot be written, so every run measures anew"
+    needed_access = os.W_OK if existing == path else os.W_OK | os.X_OK
+    if not os.access(existing, needed_access) or not (existing == path or existing.is_dir()):
+        text = f"{shown} cannot be written, so every run measures all costs"
         yield Check(name, "wrong", text, "set REMAT_CACHE_DIR to a directory that can be written")
         return
     if existing != path:
-        yield Check(name, "ok", f"{shown}, made when costs are first measured")
+        yield Check(name, "ok", f"{shown}, created when costs are first measured")
         return
     try:
         # Read-only, so that a report changes nothing.
@@ -269,14 +276,14 @@ def _cost_cache() -> Iterator[Check]:
             (entries,) = db.execute("SELECT COUNT(*) FROM costs").fetchone()
     except sqlite3.Error as error:
         text = f"{shown} cannot be read: {one_line(error)}"
-        yield Check(name, "wrong", text, f"delete {shown}; it is made anew")
+        yield Check(name, "wrong", text, f"delete {shown}; remat creates it when needed")
         return
     size = format_bytes(sum(p.stat().st_size for p in path.parent.glob(f"{path.name}*")))
     yield Check(name, "ok", f"{shown}, {entries:,} entries, {size}")
 
 
 def _home(path: str | Path) -> str:
-    """The path with the home directory as ~."""
+    """Return the path with the home directory written as "~"."""
     home = Path.home()
     path = Path(path)
     return f"~{os.sep}{path.relative_to(home)}" if path.is_relative_to(home) else str(path)

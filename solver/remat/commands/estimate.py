@@ -1,11 +1,11 @@
-"""`remat estimate`: the peak of a training step and its parts, before anything runs."""
+"""`remat estimate`: the predicted peak of a training step and its parts."""
 
 from __future__ import annotations
 
 import dataclasses
 
 from remat.commands.common import files, options
-from remat.commands.common.figures import json_of
+from remat.commands.common.summaries import to_json_text
 from remat.limits.reserve import parse_reserve
 
 
@@ -19,43 +19,43 @@ def estimate(
     seed: options.Seed = 0,
     dtype: options.Dtype = None,
     autocast: options.Autocast = None,
-    device: options.ForDevice = None,
+    device: options.TargetDevice = None,
     reserve: options.Reserve = None,
     drop_outputs: options.DropOutputs = False,
 ) -> None:
-    """Tell a training step's peak and its parts before anything runs.
+    """Predict the peak of a training step, and its parts, without running it.
 
     No tensor is allocated: the model may be far too large for this machine.
     """
     options.check_autocast(autocast)
-    options.check_target(device)
+    options.check_target_device(device)
     if reserve is not None:
         parse_reserve(reserve)
-    from remat.commands.models.batches import Sizes
-    from remat.commands.models.sources import load_step
-    from remat.frontend.api.estimate import estimate as estimated
+    from remat.commands.models.batches import BatchSizes
+    from remat.commands.models.sources import load_training_step
+    from remat.frontend.api.estimate import estimate as estimate_step
     from remat.frontend.capture.model.meta_device import default_capture_device
+    from remat.frontend.common.target_gpu import find_target_gpu, local_device
     from remat.frontend.common.torch_modes import autocast_to
-    from remat.frontend.common.target_gpu import local_device, find_target_gpu
 
     if find_target_gpu(device) is not None:
-        kind = "cpu"  # where the tensors of such a capture are
+        device_type = "cpu"  # a capture for an absent GPU has its tensors on the CPU
     else:
-        kind = default_capture_device().type if device is None else local_device(device).type
-    sizes = Sizes(batch, tokens, image)
-    step = load_step(
+        device_type = default_capture_device().type if device is None else local_device(device).type
+    sizes = BatchSizes(batch, tokens, image)
+    step = load_training_step(
         source, sizes, overrides=overrides or (), device="meta", dtype=dtype, seed=seed
     )
-    with autocast_to(kind, autocast):
-        found = estimated(
+    with autocast_to(device_type, autocast):
+        memory_estimate = estimate_step(
             step.model,
             step.args,
             step.kwargs,
             device=device,
             reserve=reserve,
-            outputs=options.outputs_of(drop_outputs),
+            outputs=options.outputs_option(drop_outputs),
         )
     if as_json:
-        files.show_json(json_of(dataclasses.asdict(found)))
+        files.print_json(to_json_text(dataclasses.asdict(memory_estimate)))
     else:
-        files.show(found.describe())
+        files.print_text(memory_estimate.describe())

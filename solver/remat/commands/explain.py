@@ -1,4 +1,4 @@
-"""`remat explain`: a plan in words, or why it keeps or recomputes operations."""
+"""`remat explain`: a plan in words, or why it retains or recomputes operations."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Annotated
 import typer
 
 from remat.commands.common import files
-from remat.commands.common.figures import Figures, json_of, plan_figures
 from remat.commands.common.options import Json, PlanFile
+from remat.commands.common.summaries import JsonObject, plan_summary, to_json_text
 from remat.plan import Plan
-from remat.report.solving import describe_steps, steps
+from remat.report.solve_progress import describe_solve_steps, solve_steps
 
 
 def explain(
@@ -18,36 +18,44 @@ def explain(
     names: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[NAME]...", help="An operation, or a module's path (transformer.h.3.mlp)."
+            metavar="[NAME]...", help="An operation, or a module path (transformer.h.3.mlp)."
         ),
     ] = None,
     solve: Annotated[
-        bool, typer.Option("--solve", help="Tell also how it was solved, step by step.")
+        bool, typer.Option("--solve", help="Also show how it was solved, step by step.")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Tell what a plan does: its table, or why operations are kept or recomputed."""
-    found = files.read_plan(plan)
-    told = {name: found.explain(name) for name in names or ()}
+    """Describe a plan, or explain why operations are retained or recomputed."""
+    document = files.read_plan(plan)
+    explanations = {name: document.explain(name) for name in names or ()}
     if as_json:
-        operations = [each for name in told for each in _operations(found, name)]
-        figures: Figures = {"plan": plan_figures(found), "operations": operations, "text": told}
-        files.show_json(json_of(figures | ({"solve": steps(found)} if solve else {})))
+        operations = [
+            record for name in names or () for record in _matching_operations(document, name)
+        ]
+        summary: JsonObject = {
+            "plan": plan_summary(document),
+            "operations": operations,
+            "text": explanations,
+        }
+        files.print_json(
+            to_json_text(summary | ({"solve": solve_steps(document)} if solve else {}))
+        )
         return
-    texts = [*told.values()] or [found.describe()]
-    files.show("\n\n".join([*texts, describe_steps(found)] if solve else texts))
+    texts = [*explanations.values()] or [document.describe()]
+    files.print_text("\n\n".join([*texts, describe_solve_steps(document)] if solve else texts))
 
 
-def _operations(plan: Plan, name: str) -> list[Figures]:
-    """Those called so, and those within a module called so."""
+def _matching_operations(plan: Plan, name: str) -> list[JsonObject]:
+    """Return the operations with this name, and those of the module with this path."""
     return [
-        _figures(plan, op)
+        _operation_summary(plan, op)
         for op, operation in enumerate(plan.graph.operations)
         if operation.name == name or f"{operation.module}.".startswith(f"{name}.")
     ]
 
 
-def _figures(plan: Plan, op: int) -> Figures:
+def _operation_summary(plan: Plan, op: int) -> JsonObject:
     graph = plan.graph
     operation = graph.operations[op]
     runs = [run for run, other in enumerate(plan.schedule.runs) if other == op]
@@ -65,7 +73,11 @@ def _figures(plan: Plan, op: int) -> Figures:
         "recomputations": len(runs) - 1,
         "extra_s": operation.cost_s * (len(runs) - 1),
         "copies": [
-            {"value": graph.values[copy.value].name, "made_in_run": copy.start, "until": copy.end}
+            {
+                "value": graph.values[copy.value].name,
+                "produced_in_run": copy.start,
+                "until": copy.end,
+            }
             for copy in plan.timeline().copies
             if copy.value in operation.outputs
         ],

@@ -1,4 +1,4 @@
-"""`remat measure`: costs for a trace."""
+"""`remat measure`: a trace with the time and workspace of each operation."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import typer
 
 from remat.commands.common import files
 from remat.commands.common.exits import UsageError
-from remat.commands.common.figures import describe_costs, describe_trace
-from remat.commands.common.options import Json, Output, Roofline, TraceFile, check_here
-from remat.commands.common.progress_line import live
-from remat.commands.common.solving import hint
+from remat.commands.common.interruptible_solve import hint_how_to_save
+from remat.commands.common.options import Json, Output, Roofline, TraceFile, check_local_device
+from remat.commands.common.progress_line import show_progress
+from remat.commands.common.summaries import describe_costs, describe_trace
+from remat.costs.roofline import Roofline as RooflineModel
 from remat.costs.trace_costs import with_roofline_costs
-from remat.costs.roofline import Roofline as Model
 from remat.documents.trace import Trace
 from remat.errors import RematError, TraceError
 
@@ -22,39 +22,41 @@ def measure(
     trace: TraceFile,
     device: Annotated[
         str | None,
-        typer.Option(help="cpu or cuda; by default where the trace was made.", show_default=False),
+        typer.Option(help="cpu or cuda; by default the device of the trace.", show_default=False),
     ] = None,
     roofline: Roofline = None,
     output: Output = None,
     as_json: Json = False,
 ) -> None:
-    """Time a trace's operations, or estimate them for a device that is not here."""
+    """Time the operations of a trace, or estimate them for a device that this machine lacks."""
     if device is not None and roofline is not None:
         raise UsageError("give --device (to time) or --roofline (to estimate), not both")
-    check_here(device, "measure", "--roofline {name} estimates for it by its data sheet")
-    model = None if roofline is None else _roofline(roofline)
+    check_local_device(
+        device, "measure", "--roofline {name} estimates the costs from its data sheet"
+    )
+    roofline_model = None if roofline is None else _roofline_model(roofline)
     files.check_outputs(output)
     traced = files.read_trace(trace)
     if device is None and roofline is None:
-        _check_there(traced)
-    if model is not None:
-        priced = with_roofline_costs(traced, model)
+        _check_trace_device(traced)
+    if roofline_model is not None:
+        measured_trace = with_roofline_costs(traced, roofline_model)
     else:
-        from remat.frontend.costs.measure import measure as run
+        from remat.frontend.costs.measure import measure as measure_trace
 
-        with live("measuring", 1) as line:
-            priced = run(traced, device, progress=line.measuring)
+        with show_progress("measuring", 1) as line:
+            measured_trace = measure_trace(traced, device, progress=line.on_measure_progress)
     if output is not None:
-        files.write(output, priced.to_json())
+        files.write_output(output, measured_trace.to_json())
     if as_json:
-        files.show_json(priced.to_json())
+        files.print_json(measured_trace.to_json())
     else:
-        files.show(f"{describe_trace(priced)}\n\n{describe_costs(priced)}")
-    hint(output, as_json, "trace", "trace.json.gz")
+        files.print_text(f"{describe_trace(measured_trace)}\n\n{describe_costs(measured_trace)}")
+    hint_how_to_save(output, as_json, "trace", "trace.json.gz")
 
 
-def _check_there(traced: Trace) -> None:
-    """Raises `RematError` where the trace's device is not here."""
+def _check_trace_device(traced: Trace) -> None:
+    """Raise `RematError` if this machine does not have the trace's device."""
     from remat.frontend.common.target_gpu import local_device
 
     try:
@@ -62,12 +64,12 @@ def _check_there(traced: Trace) -> None:
     except TraceError as error:
         gpu = traced.gpu or "h200"
         raise RematError(
-            f"{error}; `remat measure --roofline {gpu}` estimates by the data sheet of one"
+            f"{error}; `remat measure --roofline {gpu}` estimates the costs from a data sheet"
         ) from None
 
 
-def _roofline(name: str) -> Model:
+def _roofline_model(name: str) -> RooflineModel:
     try:
-        return Model(name)
+        return RooflineModel(name)
     except ValueError as error:
         raise UsageError(str(error)) from None

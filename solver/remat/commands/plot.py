@@ -8,26 +8,26 @@ from typing import Annotated
 import typer
 
 from remat.commands.common import files
-from remat.commands.common.drawings import KINDS, Subject, drawing
-from remat.commands.common.options import PictureDevice, check_device
+from remat.commands.common.options import PlotDevice, check_device
+from remat.commands.common.plots import PLOT_KINDS, PlotInput, find_plot_writer
 
 
 def _complete_kind(incomplete: str) -> list[str]:
-    return [kind for kind in KINDS if kind.startswith(incomplete)]
+    return [kind for kind in PLOT_KINDS if kind.startswith(incomplete)]
 
 
 def plot(
     plan: Annotated[
-        str, typer.Argument(metavar="PLAN", help="A plan's or a sweep's file; - is stdin.")
+        str, typer.Argument(metavar="PLAN", help="The file of a plan or a sweep; - is stdin.")
     ],
     output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="FILE", help="Its ending tells the kind.")
+        Path, typer.Option("--output", "-o", metavar="FILE", help="Its ending selects the kind.")
     ],
     kind: Annotated[
         str | None,
         typer.Option(
             metavar="KIND",
-            help=f"{', '.join(KINDS)}; by default as the file's name says.",
+            help=f"{', '.join(PLOT_KINDS)}; by default selected by the file name's ending.",
             autocompletion=_complete_kind,
             show_default=False,
         ),
@@ -36,22 +36,22 @@ def plot(
         str | None,
         typer.Option(
             metavar="TRACE",
-            help="The plan's trace, for kind code and for the code in a page.",
+            help="The trace of the plan, for kind code and for the code in a page.",
             show_default=False,
         ),
     ] = None,
-    device: PictureDevice = None,
+    device: PlotDevice = None,
 ) -> None:
     """Draw a plan (.svg, .html, .png, .pdf) or export it for other tools.
 
-    chrome is for Perfetto, snapshot for pytorch.org/memory_viz.
+    Kind chrome is for Perfetto, kind snapshot for pytorch.org/memory_viz.
     """
     files.check_one_stdin(plan, trace or "")
     check_device(device)
-    suffix = files.suffix_of(output)
-    drawing(kind, suffix, is_sweep=False)  # what cannot be is told before anything is read
+    suffix = files.suffix_without_gz(output)
+    find_plot_writer(kind, suffix, is_sweep=False)  # reports a wrong kind before it reads a file
     files.check_outputs(output)
     plans = files.read_plans(plan)
-    traced = None if trace is None else files.read_measured(trace)
-    draw = drawing(kind, suffix, is_sweep=len(plans) != 1)
-    files.write(output, draw(Subject(plans, traced, device)))
+    traced = None if trace is None else files.read_measured_trace(trace)
+    write_plot = find_plot_writer(kind, suffix, is_sweep=len(plans) != 1)
+    files.write_output(output, write_plot(PlotInput(plans, traced, device)))

@@ -1,4 +1,4 @@
-"""What a package says that it needs, and whether an installed version is that."""
+"""Version requirements in a package's metadata, and checks of installed versions."""
 
 from __future__ import annotations
 
@@ -10,75 +10,85 @@ from typing import Literal
 State = Literal["ok", "untested", "missing", "wrong"]
 
 _REQUIREMENT = re.compile(
-    r"""(?P<name>[\w.-]+) \s* (\[(?P<parts>.*?)\])? (?P<versions>[^;]*)
+    r"""(?P<name>[\w.-]+) \s* (\[(?P<required_extras>.*?)\])? (?P<versions>[^;]*)
         (;.*\bextra\s*==\s*["'](?P<extra>[\w-]+)["'])?""",
     re.VERBOSE,
 )
-_LEAST, _BELOW = re.compile(r">=\s*([\d.]+)"), re.compile(r"<\s*([\d.]+)")
+_MIN_VERSION, _BELOW_VERSION = re.compile(r">=\s*([\d.]+)"), re.compile(r"<\s*([\d.]+)")
 
 
 @dataclass(frozen=True)
 class Requirement:
-    """Versions from `least` on and below `below`, "" where any newer one will do; `parts` are the
-    package's own extras."""
+    """A requirement of one package on another: `min_version` or newer, and below `below_version`
+    unless that is "".
+
+    `extra` is the extra of the requiring package that adds the requirement, "" for none.
+    `required_extras` are the extras of the required package.
+    """
 
     name: str
-    least: str
-    below: str
+    min_version: str
+    below_version: str
     extra: str
-    parts: frozenset[str]
+    required_extras: frozenset[str]
 
     @classmethod
-    def read(cls, line: str) -> Requirement | None:
-        """From a package's metadata."""
-        found = _REQUIREMENT.match(line)
-        if found is None:
+    def parse(cls, line: str) -> Requirement | None:
+        """Parse a `Requires-Dist` line of a package's metadata; None if it has another form."""
+        match = _REQUIREMENT.match(line)
+        if match is None:
             return None
-        least, below = _LEAST.search(found["versions"]), _BELOW.search(found["versions"])
+        min_version, below_version = (
+            _MIN_VERSION.search(match["versions"]),
+            _BELOW_VERSION.search(match["versions"]),
+        )
         return cls(
-            name=found["name"],
-            least=least[1] if least else "0",
-            below=below[1] if below else "",
-            extra=found["extra"] or "",
-            parts=frozenset(part.strip() for part in (found["parts"] or "").split(",") if part),
+            name=match["name"],
+            min_version=min_version[1] if min_version else "0",
+            below_version=below_version[1] if below_version else "",
+            extra=match["extra"] or "",
+            required_extras=frozenset(
+                part.strip() for part in (match["required_extras"] or "").split(",") if part
+            ),
         )
 
     @property
-    def install(self) -> str:
-        """What gets a version that is tested."""
-        below = f",<{self.below}" if self.below else ""
-        return f"pip install '{self.name}>={self.least}{below}'"
+    def install_command(self) -> str:
+        """The pip command that installs a tested version."""
+        below_version = f",<{self.below_version}" if self.below_version else ""
+        return f"pip install '{self.name}>={self.min_version}{below_version}'"
 
-    def judge(self, version: str) -> tuple[State, str]:
-        """Of an installed version: what to think of it, and in words that follow it."""
-        if _numbers(version) < _numbers(self.least):
-            return "wrong", f"; remat needs {self.least}"
-        if self.below and _numbers(version) >= _numbers(self.below):
+    def check_version(self, version: str) -> tuple[State, str]:
+        """Return the state of an installed version, and a text to append to it, such as "; remat needs
+        2.11"."""
+        if _release_numbers(version) < _release_numbers(self.min_version):
+            return "wrong", f"; remat needs {self.min_version}"
+        if self.below_version and _release_numbers(version) >= _release_numbers(self.below_version):
             return (
                 "untested",
-                f", outside the tested range ({self.least} or newer, below {self.below})",
+                f", outside the tested range ({self.min_version} or newer, below {self.below_version})",
             )
         return "ok", ""
 
 
 def requirements(package: str) -> list[Requirement]:
-    """As the package itself says; of a source tree that is not installed, nothing is known."""
+    """Return the requirements in the package's metadata; [] if the package is not installed."""
     try:
         lines = metadata.requires(package) or []
     except metadata.PackageNotFoundError:
         return []
-    return [found for line in lines if (found := Requirement.read(line))]
+    return [requirement for line in lines if (requirement := Requirement.parse(line))]
 
 
 def version_of(package: str) -> str | None:
-    """Of an installed package."""
+    """Return the version of an installed package; None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
 
 
-def _numbers(version: str) -> tuple[int, ...]:
-    """Of a release: "2.13.0+cpu" is (2, 13, 0)."""
-    release = re.match(r"[\d.]*", version)
-    return tuple(int(part) for part in release[0].split(".") if part) if release else ()
+def _release_numbers(version: str) -> tuple[int, ...]:
+    """Return the release numbers of a version: "2.13.0+cpu" is (2, 13, 0)."""
+    release_match = re.match(r"[\d.]*", version)
+    return tuple(int(part) for part in release_match[0].split(".") if part) if release_match else ()

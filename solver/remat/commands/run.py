@@ -1,4 +1,4 @@
-"""`remat run`: a model's own step beside remat's."""
+"""`remat run`: a training step in eager mode or torch.compile, compared with the step under a plan."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ import typer
 
 from remat.commands.common import files, options
 from remat.commands.common.exits import UsageError
-from remat.commands.common.figures import compiled_figures, json_of, plan_figures
-from remat.commands.common.progress_line import live
-from remat.commands.common.solving import best_so_far, finish, solved
+from remat.commands.common.interruptible_solve import (
+    describe_incumbent,
+    exit_if_interrupted,
+    solve_trace,
+)
+from remat.commands.common.progress_line import show_progress
+from remat.commands.common.summaries import compiled_plan_summary, plan_summary, to_json_text
 from remat.limits.units import format_bytes
 from remat.plan_data import with_reserve_stat
 from remat.report.estimate import eager_peak_bytes
@@ -20,7 +24,7 @@ from remat.rewrite import rewrite
 from remat.strategies.base import Strategy
 
 if TYPE_CHECKING:
-    from remat.commands.models.sources import Step
+    from remat.commands.models.sources import TrainingStep
 
 
 def run(
@@ -32,9 +36,9 @@ def run(
     time_limit: options.TimeLimit = None,
     solver: options.Solver = None,
     program: options.ProgramOutput = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Timed steps of each.")] = 5,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed steps of each variant.")] = 5,
     compiled: Annotated[
-        bool, typer.Option("--compile", help="Under torch.compile, plain and with remat.")
+        bool, typer.Option("--compile", help="Compare under torch.compile, without and with remat.")
     ] = False,
     as_json: options.Json = False,
     batch: options.Batch = 2,
@@ -42,58 +46,62 @@ def run(
     image: options.Image = None,
     overrides: options.Overrides = None,
     seed: options.Seed = 0,
-    device: options.OnDevice = "cpu",
+    device: options.LocalDevice = "cpu",
     dtype: options.Dtype = None,
     autocast: options.Autocast = None,
     reserve: options.Reserve = None,
     drop_outputs: options.DropOutputs = False,
 ) -> None:
-    """Train a step of a model as it is and with remat: the plan, peak, time, loss, gradients."""
-    limits = options.limits_of(budget, reserve)
-    options.check_here(device, "run", "remat trace SOURCE --device {name} plans for it")
-    if compiled and time_limit is None and strategy == "auto" and not _limits(option):
+    """Run a training step without and with remat: plan, peak, time, loss and gradients."""
+    limits = options.limits_from_options(budget, reserve)
+    options.check_local_device(device, "run", "remat trace SOURCE --device {name} plans for it")
+    if compiled and time_limit is None and strategy == "auto" and not _has_time_limit(option):
         from remat.frontend.compile.options import TIME_LIMIT_S
 
         time_limit = TIME_LIMIT_S
-    chosen = options.strategy_of(strategy, option, gap, time_limit, solver)
+    selected_strategy = options.strategy_from_options(strategy, option, gap, time_limit, solver)
     options.check_autocast(autocast)
     if compiled and program is not None:
-        raise UsageError("--program: what torch.compile makes is no program; leave one of both out")
+        raise UsageError(
+            "--program cannot be combined with --compile: torch.compile makes no program; leave one out"
+        )
     files.check_outputs(program)
-    from remat.commands.models.batches import Sizes
-    from remat.commands.models.sources import load_step
+    from remat.commands.models.batches import BatchSizes
+    from remat.commands.models.sources import load_training_step
     from remat.frontend.api.trial import run_eager_trial
     from remat.frontend.capture.trace import trace as capture
     from remat.frontend.common.torch_modes import autocast_to
     from remat.frontend.costs.measure import measure
     from remat.frontend.runtime.module import lower
 
-    sizes = Sizes(batch, tokens, image)
-    step = load_step(
+    sizes = BatchSizes(batch, tokens, image)
+    step = load_training_step(
         source, sizes, overrides=overrides or (), device=device, dtype=dtype, seed=seed
     )
-    outputs = options.outputs_of(drop_outputs)
+    outputs = options.outputs_option(drop_outputs)
     if compiled:
         with autocast_to(device, autocast):
-            _compiled(step, budget, reserve, chosen, rounds, as_json, outputs)
+            _run_compiled(step, budget, reserve, selected_strategy, rounds, as_json, outputs)
         return
-    began = time.perf_counter()
+    started_at_s = time.perf_counter()
     with autocast_to(device, autocast):
         traced = capture(step.model, step.args, step.kwargs, outputs=outputs)
-        with live("measuring", 1) as line:
-            traced = measure(traced, progress=line.measuring)
+        with show_progress("measuring", 1) as line:
+            traced = measure(traced, progress=line.on_measure_progress)
         with limits.infeasible_with_reserve():
-            plan, signum = solved(traced, limits.budget_after_reserve, chosen)
+            plan, signum = solve_trace(traced, limits.budget_after_reserve, selected_strategy)
         plan = with_reserve_stat(plan, limits.reserve_bytes)
-        made = rewrite(traced, plan.schedule)
+        rewritten_program = rewrite(traced, plan.schedule)
         if program is not None:
-            files.write(program, made.to_json())
+            files.write_output(program, rewritten_program.to_json())
         if signum is not None:
-            files.show(json_of({"plan": plan_figures(plan)}) if as_json else plan.describe())
-            finish(signum, best_so_far(plan))
-        module = lower(made, step.model, plan=plan)
-        ready_s = time.perf_counter() - began
-        with live("running"):
+            files.print_text(
+                to_json_text({"plan": plan_summary(plan)}) if as_json else plan.describe()
+            )
+            exit_if_interrupted(signum, describe_incumbent(plan))
+        module = lower(rewritten_program, step.model, plan=plan)
+        ready_s = time.perf_counter() - started_at_s
+        with show_progress("running"):
             trial = run_eager_trial(
                 step.model,
                 module,
@@ -103,8 +111,8 @@ def run(
                 predicted_eager_bytes=eager_peak_bytes(traced),
             )
     if as_json:
-        figures = {"model": step.name, **trial.to_data(), "plan": plan_figures(plan)}
-        files.show_json(json_of(figures))
+        summary = {"model": step.name, **trial.to_data(), "plan": plan_summary(plan)}
+        files.print_json(to_json_text(summary))
     else:
         budget = format_bytes(plan.budget_bytes)
         reserved = (
@@ -116,15 +124,15 @@ def run(
             f"ready after {ready_s:.1f} s",
             trial.describe(),
         )
-        files.show("\n\n".join(parts))
+        files.print_text("\n\n".join(parts))
 
 
-def _limits(option: Sequence[str] | None) -> bool:
-    return any(each.partition("=")[0].strip() == "time_limit" for each in option or ())
+def _has_time_limit(option: Sequence[str] | None) -> bool:
+    return any(text.partition("=")[0].strip() == "time_limit" for text in option or ())
 
 
-def _compiled(
-    step: Step,
+def _run_compiled(
+    step: TrainingStep,
     budget: str,
     reserve: str | None,
     strategy: Strategy,
@@ -132,10 +140,10 @@ def _compiled(
     as_json: bool,
     outputs: str,
 ) -> None:
-    """Plain torch.compile and the backend, side by side."""
+    """Compare plain torch.compile with remat's backend, and print the result."""
     from remat.frontend.api.trial import run_compiled_trial
 
-    with live("compiling") as line:
+    with show_progress("compiling") as line:
         trial = run_compiled_trial(
             step.model,
             budget,
@@ -145,12 +153,14 @@ def _compiled(
             strategy=strategy,
             reserve=reserve or 0,
             outputs=outputs,
-            progress=line.solving,
+            progress=line.on_solve_progress,
         )
     if as_json:
-        plans = [compiled_figures(plan) for plan in trial.compiled_plans]
-        files.show_json(json_of({"model": step.name, **trial.to_data(), "plans": plans}))
+        plans = [compiled_plan_summary(plan) for plan in trial.compiled_plans]
+        files.print_json(to_json_text({"model": step.name, **trial.to_data(), "plans": plans}))
         return
     recomputing = [plan for plan in trial.plans if plan.schedule.recomputed(plan.graph)]
     title = f"{step.name} under torch.compile within {budget}"
-    files.show("\n\n".join((title, *(plan.describe() for plan in recomputing), trial.describe())))
+    files.print_text(
+        "\n\n".join((title, *(plan.describe() for plan in recomputing), trial.describe()))
+    )

@@ -1,9 +1,14 @@
-"""`remat solve`: the cheapest plan within a budget."""
+"""`remat solve`: the plan with the least extra time within a budget."""
 
 from __future__ import annotations
 
 from remat.commands.common import files, options
-from remat.commands.common.solving import best_so_far, finish, hint, solved
+from remat.commands.common.interruptible_solve import (
+    describe_incumbent,
+    exit_if_interrupted,
+    hint_how_to_save,
+    solve_trace,
+)
 from remat.plan_data import with_reserve_stat
 from remat.rewrite import rewrite
 
@@ -22,21 +27,21 @@ def solve(
     reserve: options.Reserve = None,
 ) -> None:
     """Find the schedule with the least extra time whose peak is within the budget."""
-    limits = options.limits_of(budget, reserve)
-    chosen = options.strategy_of(strategy, option, gap, time_limit, solver)
+    limits = options.limits_from_options(budget, reserve)
+    selected_strategy = options.strategy_from_options(strategy, option, gap, time_limit, solver)
     files.check_outputs(output, program)
-    traced = files.read_measured(trace)
+    traced = files.read_measured_trace(trace)
     with limits.infeasible_with_reserve():
-        plan, signum = solved(traced, limits.budget_after_reserve, chosen)
+        plan, signum = solve_trace(traced, limits.budget_after_reserve, selected_strategy)
     plan = with_reserve_stat(plan, limits.reserve_bytes)
     if output is not None:
-        files.write(output, plan.to_json())
+        files.write_output(output, plan.to_json())
     if program is not None:
-        files.write(program, rewrite(traced, plan.schedule).to_json())
+        files.write_output(program, rewrite(traced, plan.schedule).to_json())
     if as_json:
-        files.show_json(plan.to_json())
+        files.print_json(plan.to_json())
     else:
-        files.show(plan.describe())
+        files.print_text(plan.describe())
     if program is None:
-        hint(output, as_json, "plan", "plan.json.gz")
-    finish(signum, best_so_far(plan))
+        hint_how_to_save(output, as_json, "plan", "plan.json.gz")
+    exit_if_interrupted(signum, describe_incumbent(plan))

@@ -1,4 +1,4 @@
-"""`remat sweep`: the frontier of time and memory."""
+"""`remat sweep`: the time/memory frontier, one plan for each of several budgets."""
 
 from __future__ import annotations
 
@@ -6,19 +6,30 @@ from collections.abc import Callable
 
 from remat.commands.common import files, options
 from remat.commands.common.exits import UsageError
-from remat.commands.common.figures import check_any, csv_of, frontier_table, json_of, plan_figures
-from remat.commands.common.frontiers import PICTURES, Frontier
-from remat.commands.common.progress_line import Line
-from remat.commands.common.solving import attended, finish, hint
+from remat.commands.common.frontier_files import FRONTIER_WRITERS, FrontierContent
+from remat.commands.common.interruptible_solve import (
+    exit_if_interrupted,
+    hint_how_to_save,
+    run_with_progress,
+)
+from remat.commands.common.progress_line import ProgressLine
+from remat.commands.common.summaries import (
+    frontier_table,
+    plan_summary,
+    require_feasible_plan,
+    to_csv_text,
+    to_json_text,
+)
 from remat.documents.sweep import SweepDocument
 from remat.limits.budget import Budget
 from remat.limits.units import format_bytes, format_seconds
 from remat.plan import Plan
 from remat.progress import Cancel
-from remat.solve import SWEEP
+from remat.solve import SWEEP_BUDGETS
 from remat.solve import sweep as solve_all
 
-Writer = Callable[[list[Plan], str | None], str | bytes]
+SweepWriter = Callable[[list[Plan], str | None], str | bytes]
+"""Returns the content of an output file for plans and the name of a device, if any."""
 
 
 def sweep(
@@ -29,64 +40,69 @@ def sweep(
     gap: options.Gap = None,
     time_limit: options.TimeLimit = None,
     solver: options.Solver = None,
-    device: options.PictureDevice = None,
+    device: options.PlotDevice = None,
     output: options.Output = None,
     as_json: options.Json = False,
 ) -> None:
-    """Solve for several budgets: how much time each saved byte costs.
+    """Solve for several budgets: the extra time that each saved byte costs.
 
-    The output is .json (for `remat plot`), .csv, .svg, .html, .png or .pdf. A time limit is for
-    each budget.
+    The output is .json (for `remat plot`), .csv, .svg, .html, .png or .pdf. The time limit applies
+    to each budget.
     """
-    asked = [*map(Budget.parse, budget or SWEEP)]
+    budgets = [*map(Budget.parse, budget or SWEEP_BUDGETS)]
     options.check_device(device)
-    chosen = options.strategy_of(strategy, option, gap, time_limit, solver)
+    selected_strategy = options.strategy_from_options(strategy, option, gap, time_limit, solver)
     files.check_outputs(output)
-    if output is not None and files.suffix_of(output) not in _WRITERS:
-        raise UsageError(f"{output}: a sweep is written as {', '.join(_WRITERS)}")
-    traced = files.read_measured(trace)
+    if output is not None and files.suffix_without_gz(output) not in _SWEEP_WRITERS:
+        raise UsageError(
+            f"{output}: a sweep can be written as {', '.join(_SWEEP_WRITERS)}; use one of these file "
+            "name endings"
+        )
+    traced = files.read_measured_trace(trace)
 
-    def work(line: Line, cancel: Cancel) -> list[Plan]:
+    def work(line: ProgressLine, cancel: Cancel) -> list[Plan]:
         return solve_all(
             traced,
-            asked,
-            chosen,
-            progress=line.solving,
+            budgets,
+            selected_strategy,
+            progress=line.on_solve_progress,
             cancel=cancel,
-            told=lambda plan: line.advance(),
+            on_plan=lambda plan: line.advance(),
         )
 
-    plans, signum = attended("sweep", len(asked), work)
-    check_any(plans, budget)
+    plans, signum = run_with_progress("sweep", len(budgets), work)
+    require_feasible_plan(plans, budget)
     if output is not None:
-        files.write(output, _WRITERS[files.suffix_of(output)](plans, device))
+        files.write_output(output, _SWEEP_WRITERS[files.suffix_without_gz(output)](plans, device))
     if as_json:
-        figures = {
+        summary = {
             "baseline_peak_bytes": plans[0].baseline_peak_bytes,
             "baseline_time_s": plans[0].baseline_time_s,
-            "plans": [plan_figures(plan) for plan in plans],
+            "plans": [plan_summary(plan) for plan in plans],
         }
-        files.show_json(json_of(figures))
+        files.print_json(to_json_text(summary))
     else:
-        files.show(describe(plans))
-    hint(output, as_json, "sweep", "sweep.json.gz")
-    finish(signum, "what was solved so far")
+        files.print_text(describe(plans))
+    hint_how_to_save(output, as_json, "sweep", "sweep.json.gz")
+    exit_if_interrupted(signum, "the part that was solved so far")
 
 
 def describe(plans: list[Plan]) -> str:
-    """A line for each plan, under what they are relative to."""
+    """Return a table with one line for each plan, below the peak and time of the baseline."""
     return (
         f"without recomputation: peak {format_bytes(plans[0].baseline_peak_bytes)}, "
         f"time {format_seconds(plans[0].baseline_time_s)}\n\n{frontier_table(plans)}"
     )
 
 
-def _picture(suffix: str) -> Writer:
-    return lambda plans, device: PICTURES[suffix](Frontier(plans, describe(plans), device=device))
+def _frontier_writer(suffix: str) -> SweepWriter:
+    return lambda plans, device: FRONTIER_WRITERS[suffix](
+        FrontierContent(plans, describe(plans), device=device)
+    )
 
 
-_WRITERS: dict[str, Writer] = {
+_SWEEP_WRITERS: dict[str, SweepWriter] = {
     ".json": lambda plans, device: SweepDocument.of(plans).to_json(),
-    ".csv": lambda plans, device: csv_of([plan_figures(plan) for plan in plans]),
-    **{suffix: _picture(suffix) for suffix in PICTURES},
+    ".csv": lambda plans, device: to_csv_text([plan_summary(plan) for plan in plans]),
+    **{suffix: _frontier_writer(suffix) for suffix in FRONTIER_WRITERS},
 }

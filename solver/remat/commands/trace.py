@@ -1,10 +1,10 @@
-"""`remat trace`: a model's training step as a document."""
+"""`remat trace`: captures a training step of a model as a document."""
 
 from __future__ import annotations
 
 from remat.commands.common import files, options
-from remat.commands.common.figures import describe_trace
-from remat.commands.common.solving import hint
+from remat.commands.common.interruptible_solve import hint_how_to_save
+from remat.commands.common.summaries import describe_trace
 
 
 def trace(
@@ -16,40 +16,43 @@ def trace(
     image: options.Image = None,
     overrides: options.Overrides = None,
     seed: options.Seed = 0,
-    device: options.ForDevice = None,
+    device: options.TargetDevice = None,
     dtype: options.Dtype = None,
     autocast: options.Autocast = None,
     drop_outputs: options.DropOutputs = False,
 ) -> None:
     """Capture one training step of a model.
 
-    With --device h100, as that GPU would run it, though it is not here; nothing is allocated then.
+    With --device h100, as that GPU would run it, even if this machine has none; nothing is allocated
+    then.
     """
     options.check_autocast(autocast)
-    options.check_target(device)
+    options.check_target_device(device)
     files.check_outputs(output)
-    from remat.commands.models.batches import Sizes
-    from remat.commands.models.sources import load_step
+    from remat.commands.models.batches import BatchSizes
+    from remat.commands.models.sources import load_training_step
     from remat.frontend.capture.trace import trace as capture
-    from remat.frontend.common.torch_modes import autocast_to
     from remat.frontend.common.target_gpu import find_target_gpu
+    from remat.frontend.common.torch_modes import autocast_to
 
-    absent = find_target_gpu(device) is not None
-    place = "meta" if absent else device or "cpu"
-    sizes = Sizes(batch, tokens, image)
-    step = load_step(source, sizes, overrides=overrides or (), device=place, dtype=dtype, seed=seed)
-    with autocast_to("cpu" if absent else device or "cpu", autocast):
-        found = capture(
+    is_absent_gpu = find_target_gpu(device) is not None
+    model_device = "meta" if is_absent_gpu else device or "cpu"
+    sizes = BatchSizes(batch, tokens, image)
+    step = load_training_step(
+        source, sizes, overrides=overrides or (), device=model_device, dtype=dtype, seed=seed
+    )
+    with autocast_to("cpu" if is_absent_gpu else device or "cpu", autocast):
+        captured_trace = capture(
             step.model,
             step.args,
             step.kwargs,
-            device=device if absent else None,
-            outputs=options.outputs_of(drop_outputs),
+            device=device if is_absent_gpu else None,
+            outputs=options.outputs_option(drop_outputs),
         )
     if output is not None:
-        files.write(output, found.to_json())
+        files.write_output(output, captured_trace.to_json())
     if as_json:
-        files.show_json(found.to_json())
+        files.print_json(captured_trace.to_json())
     else:
-        files.show(describe_trace(found))
-    hint(output, as_json, "trace", "trace.json.gz")
+        files.print_text(describe_trace(captured_trace))
+    hint_how_to_save(output, as_json, "trace", "trace.json.gz")

@@ -13,7 +13,7 @@ from typing import Protocol, runtime_checkable
 
 
 @runtime_checkable
-class Shaped(Protocol):
+class HasShape(Protocol):
     """Any object with a `shape`: a tensor, or the metadata of one."""
 
     @property
@@ -30,7 +30,7 @@ def count_flops(target: str, args: Sequence[object]) -> int:
 
 
 def _shape(argument: object) -> Sequence[int]:
-    if not isinstance(argument, Shaped):
+    if not isinstance(argument, HasShape):
         raise TypeError(f"expected a tensor, got {argument!r}")
     return argument.shape
 
@@ -76,7 +76,7 @@ def _convolution_output_shape(args: Sequence[object]) -> list[int]:
 
 
 def _int_list(argument: object, count: int) -> list[int]:
-    """Return an argument as `count` integers, of which one integer is a repetition."""
+    """Return an argument as a list of `count` integers; a single integer is repeated."""
     items = list(argument) if isinstance(argument, (list, tuple)) else [argument]
     integers = [item for item in items if isinstance(item, int)]
     return integers if len(integers) == count else integers * count

@@ -15,7 +15,7 @@ from math import prod
 
 from remat.costs.devices import DeviceSpec, find_device
 from remat.costs.flops import count_flops
-from remat.documents.arguments import Argument, Ref, refs
+from remat.documents.arguments import Argument, Ref, referenced_names
 from remat.documents.records import Node, TensorMeta
 from remat.errors import DocumentError
 
@@ -140,7 +140,8 @@ def traffic_bytes(node: Node, metas: Mapping[str, TensorMeta]) -> int:
     """Return the bytes that an operation must read and write: each operand and result once."""
     written_bytes = sum(tensor_traffic_bytes(result.tensor) for result in node.results)
     read_bytes = {
-        name: tensor_traffic_bytes(metas[name]) for name in (*refs(node.args), *refs(node.kwargs))
+        name: tensor_traffic_bytes(metas[name])
+        for name in (*referenced_names(node.args), *referenced_names(node.kwargs))
     }
     if node.target.split(".")[1] in _LOOKUPS and node.args and isinstance(node.args[0], Ref):
         table = node.args[0].name

@@ -15,7 +15,7 @@ from remat.costs.trace_costs import tensor_metas
 from remat.documents.records import Node
 from remat.documents.trace import Trace
 
-SOURCE = "estimated: measured at other sizes"
+SCALED_COST_SOURCE = "estimated: measured at other sizes"
 
 _TYPICAL = Roofline.custom(
     "typical", fp32_flops_per_s=1e11, bytes_per_s=1e10, half_flops_per_s=2e11, launch_s=1e-6
@@ -28,7 +28,7 @@ def with_scaled_costs(trace: Trace, measured: Trace, nominal_bytes: tuple[int, .
 
     `nominal_bytes` are the storage sizes of `measured` before its measurement enlarged them.
     """
-    sizes = list(zip(trace.storages, measured.storages, nominal_bytes, strict=True))
+    sizes = list(zip(trace.storage_bytes, measured.storage_bytes, nominal_bytes, strict=True))
     max_growth = max((size / nominal for size, _, nominal in sizes if nominal), default=1.0)
     metas, measured_metas = tensor_metas(trace), tensor_metas(measured)
 
@@ -46,13 +46,13 @@ def with_scaled_costs(trace: Trace, measured: Trace, nominal_bytes: tuple[int, .
                 "cost_s": cost_s,
                 "launch_s": measured_node.launch_s,
                 "workspace_bytes": workspace_bytes,
-                "cost_source": SOURCE,
+                "cost_source": SCALED_COST_SOURCE,
             }
         )
 
     nodes = tuple(map(with_scaled_cost, trace.nodes, measured.nodes))
     storages = tuple(_scaled_storage_bytes(*storage_sizes) for storage_sizes in sizes)
-    return trace.replace(nodes=nodes, storages=storages)
+    return trace.replace(nodes=nodes, storage_bytes=storages)
 
 
 def _scaled_storage_bytes(size_bytes: int, measured_bytes: int, nominal_bytes: int) -> int:

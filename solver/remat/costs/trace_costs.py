@@ -133,13 +133,14 @@ def with_costs(trace: Trace, costs: Mapping[str, OperationCost]) -> Trace:
         )
 
     return trace.replace(
-        nodes=tuple(update(node) for node in trace.nodes), storages=_storage_bytes(trace, costs)
+        nodes=tuple(update(node) for node in trace.nodes),
+        storage_bytes=_storage_bytes(trace, costs),
     )
 
 
 def _storage_bytes(trace: Trace, costs: Mapping[str, OperationCost]) -> tuple[int, ...]:
     """Return the sizes of the storages: the measured ones if these are larger."""
-    sizes = list(trace.storages)
+    sizes = list(trace.storage_bytes)
     for node in trace.nodes:
         measured_bytes = costs[node.name].output_bytes if node.name in costs else ()
         for result in node.results:

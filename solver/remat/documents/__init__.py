@@ -1,5 +1,6 @@
-"""What is written and read: JSON documents that are checked, all of them data.
+"""JSON documents: data only, validated when they are read.
 
-`base` is what every document has; `trace`, `program`, `plan` and `sweep` are the documents, and
-`records`, `arguments` and `structure` what traces and programs are made of.
+`base` has the base classes, validation and file access. `trace`, `program`, `plan` and `sweep` are
+the documents. Traces and programs are built from `records` (tensors, operations, outputs),
+`arguments` (of operations) and `structure` (nesting of inputs and outputs).
 """

@@ -1,8 +1,8 @@
-"""Arguments of traced operations as data, and their JSON form.
+"""Arguments of traced operations, and their JSON form.
 
 In memory an argument is a Python scalar, a tuple of arguments, a `Ref` to a named tensor, or a
 `Literal` (a dtype, device, layout or memory format by name). In JSON, `Ref` and `Literal` are
-one-key objects, and so are floats that JSON cannot write.
+objects with one key, and so are floats that JSON cannot represent.
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ from pydantic import PlainSerializer, PlainValidator
 
 from remat.documents.base import check_identifier, check_variable
 
-MAX_TEXT = 100_000
+MAX_STRING_LENGTH = 100_000
 LITERAL_KINDS = ("dtype", "device", "layout", "memory_format")
+"""The torch constants that an argument may be: the possible values of `Literal.kind`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """The tensor with this name."""
+    """An argument that refers to the tensor with this name."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Literal:
-    """A torch constant by name: `Literal("dtype", "float32")`."""
+    """A torch constant by name, such as `Literal("dtype", "float32")` for `torch.float32`."""
 
     kind: str
     text: str
@@ -41,42 +42,43 @@ if TYPE_CHECKING:
         "bool | int | float | complex | str | Ref | Literal | tuple[Argument, ...] | None"
     )
 else:
-    Argument = object  # pydantic cannot follow a recursive alias; `decode` checks instead
+    Argument = object  # pydantic cannot follow a recursive alias; `decode_argument` checks instead
 
 
-_AS_THEY_ARE = frozenset({type(None), bool, float, complex, Ref, Literal})
+_UNCHANGED_TYPES = frozenset({type(None), bool, float, complex, Ref, Literal})
+"""Types that `decode_argument` returns without a further check."""
 
 
-def encode(argument: Argument) -> object:
-    """The JSON form of an argument."""
+def encode_argument(argument: Argument) -> object:
+    """Return the JSON form of an argument."""
     match argument:
         case Ref(name):
             return {"ref": name}
         case Literal(kind, text):
             return {kind: text}
         case tuple():
-            return [encode(item) for item in argument]
+            return [encode_argument(item) for item in argument]
         case complex():
-            return {"complex": [encode(argument.real), encode(argument.imag)]}
+            return {"complex": [encode_argument(argument.real), encode_argument(argument.imag)]}
         case float() if not math.isfinite(argument):
             return {"float": str(argument)}
         case _:
             return argument
 
 
-def decode(data: object, depth: int = 0) -> Argument:
-    """The argument that `encode` wrote. Raises ValueError on anything else."""
-    if type(data) is dict:  # most arguments are references: they come first, for speed
+def decode_argument(data: object, depth: int = 0) -> Argument:
+    """Return the argument that `encode_argument` wrote. Raises ValueError for any other data."""
+    if type(data) is dict:  # checked first for speed: most arguments are references
         return _decode_object(data, depth)
-    if type(data) in _AS_THEY_ARE:
+    if type(data) in _UNCHANGED_TYPES:
         return data  # type: ignore[return-value]
     if isinstance(data, (list, tuple)):
         if depth > 16:
             raise ValueError("arguments are nested more than 16 deep")
-        return tuple([decode(item, depth + 1) for item in data])
+        return tuple([decode_argument(item, depth + 1) for item in data])
     if isinstance(data, str):
-        if len(data) > MAX_TEXT:
-            raise ValueError(f"a text of {len(data):,} characters is no argument of an operation")
+        if len(data) > MAX_STRING_LENGTH:
+            raise ValueError(f"a string of {len(data):,} characters is too long for an argument")
         return data
     if isinstance(data, int):
         if not -(2**63) <= data < 2**63:
@@ -86,67 +88,70 @@ def decode(data: object, depth: int = 0) -> Argument:
 
 
 def _decode_object(data: dict[str, object], depth: int) -> Argument:
+    """Return the argument that a JSON object with one key stands for."""
     if depth <= 16 and len(data) == 1:
-        kind, told = next(iter(data.items()))
-        if kind == "ref" and isinstance(told, str):
-            return Ref(check_variable(told))
-        if kind == "float" and told in ("inf", "-inf", "nan"):
-            return float(told)
-        if kind == "complex" and isinstance(told, (list, tuple)) and len(told) == 2:
-            parts = decode(told[0], depth + 1), decode(told[1], depth + 1)
+        kind, content = next(iter(data.items()))
+        if kind == "ref" and isinstance(content, str):
+            return Ref(check_variable(content))
+        if kind == "float" and content in ("inf", "-inf", "nan"):
+            return float(content)
+        if kind == "complex" and isinstance(content, (list, tuple)) and len(content) == 2:
+            parts = decode_argument(content[0], depth + 1), decode_argument(content[1], depth + 1)
             if not all(isinstance(part, (int, float)) for part in parts):
                 raise ValueError("a complex number needs two numbers")
             return complex(*(float(part) for part in parts))  # type: ignore[arg-type]
-        if kind in LITERAL_KINDS and isinstance(told, str) and _is_word(told):
-            return Literal(kind, told)
+        if kind in LITERAL_KINDS and isinstance(content, str) and _is_literal_name(content):
+            return Literal(kind, content)
     raise ValueError(f"{reprlib.repr(data)[:80]} is no argument of an operation")
 
 
-def _is_word(text: str) -> bool:
+def _is_literal_name(text: str) -> bool:
+    """True if the text may name a torch constant: letters, digits, `_` and `:`."""
     return 0 < len(text) <= 40 and text.replace(":", "").replace("_", "").isalnum()
 
 
 def _decode_args(data: object) -> tuple[Argument, ...]:
     if not isinstance(data, (list, tuple)):
         raise ValueError("args must be a list")
-    return tuple([decode(item) for item in data])
+    return tuple([decode_argument(item) for item in data])
 
 
 def _decode_kwargs(data: object) -> dict[str, Argument]:
     if not isinstance(data, dict):
         raise ValueError("kwargs must be an object")
-    return {check_identifier(str(key)): decode(item) for key, item in data.items()}
+    return {check_identifier(str(key)): decode_argument(item) for key, item in data.items()}
 
 
 Args = Annotated[
     tuple[Argument, ...],
     PlainValidator(_decode_args),
-    PlainSerializer(lambda args: [encode(item) for item in args]),
+    PlainSerializer(lambda args: [encode_argument(item) for item in args]),
 ]
 Kwargs = Annotated[
     dict[str, Argument],
     PlainValidator(_decode_kwargs),
-    PlainSerializer(lambda kwargs: {key: encode(item) for key, item in kwargs.items()}),
+    PlainSerializer(lambda kwargs: {key: encode_argument(item) for key, item in kwargs.items()}),
 ]
-Scalar = Annotated[Argument, PlainValidator(decode), PlainSerializer(encode)]
+Scalar = Annotated[Argument, PlainValidator(decode_argument), PlainSerializer(encode_argument)]
 
 
-def refs(argument: object) -> Iterator[str]:
-    """The names that an argument (or a tuple or dict of them) refers to, in order."""
+def referenced_names(argument: object) -> Iterator[str]:
+    """Yield the names of the tensors that an argument, or a tuple or dict of arguments, refers to,
+    in order."""
     if isinstance(argument, Ref):
         yield argument.name
     elif isinstance(argument, tuple):
         for item in argument:
-            yield from refs(item)
+            yield from referenced_names(item)
     elif isinstance(argument, dict):
         for item in argument.values():
-            yield from refs(item)
+            yield from referenced_names(item)
 
 
-def rename(argument: Argument, name_of: Callable[[str], str]) -> Argument:
-    """The argument with every reference renamed."""
+def rename_refs(argument: Argument, name_of: Callable[[str], str]) -> Argument:
+    """Return the argument with the tensor name of every `Ref` in it replaced by `name_of(name)`."""
     if isinstance(argument, Ref):
         return Ref(name_of(argument.name))
     if isinstance(argument, tuple):
-        return tuple(rename(item, name_of) for item in argument)
+        return tuple(rename_refs(item, name_of) for item in argument)
     return argument

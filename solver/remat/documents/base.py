@@ -1,6 +1,6 @@
-"""What every JSON document of remat shares: versioning, strict validation, safe names, files.
+"""Base classes of all JSON documents: versions, strict validation, safe names, files.
 
-Documents are data only: no pickle, no code. A name that ends up in generated source (fx turns
+Documents are data only: no pickle, no code. A name that becomes part of generated source (fx turns
 node names into Python) must be a plain identifier; see `check_variable`.
 """
 
@@ -34,29 +34,30 @@ from remat.errors import DocumentError
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,199}")
 _TARGET = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\.[A-Za-z_][A-Za-z0-9_]*\.[A-Za-z_][A-Za-z0-9_]*")
 
-_OF_GENERATED_CODE = frozenset(dir(builtins)) | {
+_RESERVED_BY_FX = frozenset(dir(builtins)) | {
     *("self", "args_list", "args_iter"),
     *("torch", "device", "inf", "nan", "NoneType", "fx_pytree", "pytree"),
 }
-"""Names that mean something else in the source that fx generates; fx itself never gives them."""
+"""Names with another meaning in the source that fx generates; fx gives none of them to a node."""
 
 MAX_BYTES = 256 << 20
-"""No document is larger; that of a model with a hundred layers takes about 10 MB."""
+"""Upper limit of a document's size. A model with a hundred layers takes about 10 MB."""
 
 MAX_KEYS = 10_000
-"""No object of a document has more keys."""
+"""Upper limit of the number of keys in one JSON object of a document."""
 
 NAMESPACES = frozenset({"aten", "prims"})
 """The torch namespaces whose operations a document may name."""
 
 _DAMAGED = "the document is damaged or was not written by remat"
-_SHORT = reprlib.Repr()
-_SHORT.maxlevel, _SHORT.maxdict, _SHORT.maxlist, _SHORT.maxstring = 2, 3, 3, 80
+_SHORT_REPR = reprlib.Repr()
+_SHORT_REPR.maxlevel, _SHORT_REPR.maxdict, _SHORT_REPR.maxlist = 2, 3, 3
+_SHORT_REPR.maxstring = 80
 
 
 @lru_cache(maxsize=1 << 12)
 def check_identifier(name: str) -> str:
-    """`name` itself, if it may name a keyword argument in generated code."""
+    """Return `name` if it may name a keyword argument in generated code. Raises ValueError."""
     reserved = keyword.iskeyword(name) or name.startswith("__")
     if reserved or not _IDENTIFIER.fullmatch(name):
         raise ValueError(f"{name[:80]!r} is not a plain identifier")
@@ -65,8 +66,8 @@ def check_identifier(name: str) -> str:
 
 @lru_cache(maxsize=1 << 16)
 def check_variable(name: str) -> str:
-    """`name` itself, if it may become a variable of generated code."""
-    if name in _OF_GENERATED_CODE:
+    """Return `name` if it may become a variable of generated code. Raises ValueError."""
+    if name in _RESERVED_BY_FX:
         raise ValueError(
             f"{name!r} is not a plain identifier: generated code has another use of it"
         )
@@ -75,7 +76,7 @@ def check_variable(name: str) -> str:
 
 @lru_cache(maxsize=1 << 12)
 def check_target(target: str) -> str:
-    """`target` itself, if it has the form `namespace.operation.overload`."""
+    """Return `target` if it has the form `namespace.operation.overload`. Raises ValueError."""
     if len(target) > 200 or not _TARGET.fullmatch(target) or "__" in target.split(".")[0]:
         raise ValueError(f"{target[:80]!r} is not of the form namespace.operation.overload")
     return target
@@ -83,19 +84,20 @@ def check_target(target: str) -> str:
 
 Identifier = Annotated[str, AfterValidator(check_variable)]
 Target = Annotated[str, AfterValidator(check_target)]
-Path_ = Annotated[str, StringConstraints(max_length=1000, pattern=r"^[^\x00-\x1f\x7f]*$")]
-"""A dotted path that is only ever looked up or shown, never executed."""
+DottedPath = Annotated[str, StringConstraints(max_length=1000, pattern=r"^[^\x00-\x1f\x7f]*$")]
+"""A dotted path, such as a module's, which is looked up or displayed, but never executed."""
 
 
-def _fail_fast(schema: object) -> None:
+def _set_fail_fast(schema: object) -> None:
+    """Let every list of a pydantic core schema stop at its first wrong item."""
     if isinstance(schema, dict):
         if schema.get("type") in ("tuple", "list"):
             schema["fail_fast"] = True
         for part in schema.values():
-            _fail_fast(part)
+            _set_fail_fast(part)
     elif isinstance(schema, list):
         for part in schema:
-            _fail_fast(part)
+            _set_fail_fast(part)
 
 
 class Record(BaseModel):
@@ -107,14 +109,14 @@ class Record(BaseModel):
     def __get_pydantic_core_schema__(
         cls, source: Any, handler: GetCoreSchemaHandler, /
     ) -> CoreSchema:
-        """A list of a million wrong items would be reported as often: the first is enough."""
+        """Report only the first wrong item of a list: there may be a million of them."""
         schema = handler(source)
-        _fail_fast(schema)
+        _set_fail_fast(schema)
         return schema
 
 
 class Document(Record):
-    """A Record with `format` and `version` that knows how to travel as JSON text and as a file."""
+    """A Record with `format` and `version`, which converts to JSON text and files, and back."""
 
     FORMAT: ClassVar[str]
     VERSION: ClassVar[int]
@@ -123,26 +125,26 @@ class Document(Record):
     version: int = 0
 
     def model_post_init(self, context: object, /) -> None:
-        """Stamp documents that are made in process."""
+        """Set `format` and `version` of documents that are created in Python."""
         object.__setattr__(self, "format", self.format or self.FORMAT)
         object.__setattr__(self, "version", self.version or self.VERSION)
 
     def to_json(self) -> str:
-        """JSON text; `from_json` gives back an equal document."""
+        """Return the document as JSON text, from which `from_json` reads an equal document."""
         return self.model_dump_json(exclude_defaults=False)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
-        """Read and validate. Raises `DocumentError` that names what is wrong."""
-        header = parse_plain_json(text, cls.FORMAT)
+        """Read and validate JSON text. Raises `DocumentError`, which says what is wrong."""
+        header = parse_strict_json(text, cls.FORMAT)
         try:
             check_header(header, cls.FORMAT, cls.VERSION)
         except ValueError as error:
             raise DocumentError(str(error)) from None
-        return validated(cls, text, cls.FORMAT)
+        return validate_json(cls, text, cls.FORMAT)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the document; gzipped where the name ends in `.gz`. All or nothing."""
+        """Write the document to a file atomically; gzipped if the name ends in `.gz`."""
         write_atomically(Path(path), self.to_json().encode())
 
     @classmethod
@@ -155,86 +157,94 @@ R = TypeVar("R", bound=Record)
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write beside `path`, then rename: a reader never sees half a file."""
+    """Write a temporary file next to `path`, then rename it: no reader sees half a file. The data
+    is gzipped if the name ends in `.gz`."""
     if path.suffix == ".gz":
         data = gzip.compress(data, compresslevel=6, mtime=0)
-    beside = path.with_name(f".{path.name[:100]}.{secrets.token_hex(8)}")
+    temporary = path.with_name(f".{path.name[:100]}.{secrets.token_hex(8)}")
     try:
-        with beside.open("xb") as file:  # with the permissions of any new file
+        with temporary.open("xb") as file:  # with the permissions of any new file
             file.write(data)
-        beside.replace(path)
+        temporary.replace(path)
     except BaseException:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 
 def read_bytes(path: Path) -> bytes:
-    """The file's bytes, gunzipped where they are gzip. Raises `DocumentError`."""
+    """Return the bytes of a file, decompressed if they are gzip. Raises `DocumentError`."""
     try:
         with path.open("rb") as file:
-            zipped = file.read(2) == b"\x1f\x8b"
-        with gzip.open(path) if zipped else path.open("rb") as file:
-            return file.read(MAX_BYTES + 1)  # `from_json` refuses what is longer
+            is_gzip = file.read(2) == b"\x1f\x8b"
+        with gzip.open(path) if is_gzip else path.open("rb") as file:
+            return file.read(MAX_BYTES + 1)  # `from_json` refuses more than MAX_BYTES
     except (OSError, EOFError, zlib.error) as error:
         raise DocumentError(f"cannot read {path}: {error}") from None
 
 
-def parse_plain_json(text: str | bytes, what: str) -> object:
-    """JSON without tricks: not too long, not too deep, no key twice in an object.
-
-    Raises `DocumentError` that says what is wrong with `what`.
-    """
+def parse_strict_json(text: str | bytes, document_name: str) -> object:
+    """Return parsed JSON. Raises `DocumentError` for text that is no JSON, too long or nested too
+    deeply, and for an object that has a key twice. Errors call the document `document_name`."""
     if len(text) > MAX_BYTES:
-        raise DocumentError(f"{what}: over {MAX_BYTES:,} bytes, too long to be a real document")
+        raise DocumentError(
+            f"{document_name}: over {MAX_BYTES:,} bytes, too long to be a real document"
+        )
     try:
-        return json.loads(text, object_pairs_hook=_plain_object)
+        return json.loads(text, object_pairs_hook=_object_without_duplicates)
     except RecursionError:
-        raise DocumentError(f"{what}: nested too deeply to be a real document") from None
+        raise DocumentError(f"{document_name}: nested too deeply to be a real document") from None
     except ValueError as error:
         raise DocumentError(
-            f"this is no JSON document ({error}); expected a {what} document as written by "
-            "remat, complete and as UTF-8 text"
+            f"this is no JSON document ({error}); expected a {document_name} document as written "
+            "by remat, complete and as UTF-8 text"
         ) from None
 
 
-def check_header(header: object, expected: str, version: int) -> None:
-    """Raises ValueError where a parsed document is not of the expected format and version."""
-    if not isinstance(header, dict) or header.get("format") != expected:
-        found = header.get("format") if isinstance(header, dict) else type(header).__name__
-        raise ValueError(f"expected a {expected} document, found {str(found)[:80]!r}")
+def check_header(header: object, expected_format: str, version: int) -> None:
+    """Raise ValueError if a parsed document does not have the expected format and version."""
+    if not isinstance(header, dict) or header.get("format") != expected_format:
+        actual = header.get("format") if isinstance(header, dict) else type(header).__name__
+        raise ValueError(f"expected a {expected_format} document, found {str(actual)[:80]!r}")
     if header.get("version") != version:
         raise ValueError(
-            f"this {expected} document has version {str(header.get('version'))[:20]}, this remat "
-            f"reads version {version}: make it again with this remat, or use the one that wrote it"
+            f"this {expected_format} document has version {str(header.get('version'))[:20]}, this "
+            f"remat reads version {version}: write it with this remat, or read it with the remat "
+            "that wrote it"
         )
 
 
-def validated(kind: type[R], text: str | bytes, what: str, remedy: str = _DAMAGED) -> R:
-    """The record that the JSON text is. Raises `DocumentError` that names what is wrong."""
+def validate_json(
+    kind: type[R], text: str | bytes, document_name: str, remedy: str = _DAMAGED
+) -> R:
+    """Return the record of type `kind` in the JSON text. Raises `DocumentError`, which says what
+    is wrong with `document_name`, and `remedy`: what to do about it."""
     try:
         return kind.model_validate_json(text)
     except ValidationError as error:
-        raise DocumentError(_explain(what, error, remedy)) from None
+        raise DocumentError(_error_text(document_name, error, remedy)) from None
     except RecursionError:
-        raise DocumentError(f"{what}: nested too deeply to be a real document") from None
+        raise DocumentError(f"{document_name}: nested too deeply to be a real document") from None
 
 
-def _plain_object(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """Refuses duplicate keys, of which two readers of one text may see different ones."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+def _object_without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """Return the object with these pairs. Raises ValueError for a duplicate key, because two JSON
+    parsers may pick different values for it."""
+    parsed = dict(pairs)
+    if len(parsed) < len(pairs):
         raise ValueError("an object has two values for one key")
-    if len(found) > MAX_KEYS:
-        raise ValueError(f"an object has {len(found)} keys")
-    return found
+    if len(parsed) > MAX_KEYS:
+        raise ValueError(f"an object has {len(parsed)} keys")
+    return parsed
 
 
-def _explain(expected: str, error: ValidationError, remedy: str) -> str:
+def _error_text(document_name: str, error: ValidationError, remedy: str) -> str:
+    """Describe the first problem of a failed validation, and count the others."""
     first = error.errors(include_url=False, include_context=False)[0]
-    where = ".".join(str(part) for part in first["loc"]) or "document"
-    more = error.error_count() - 1
+    field_path = ".".join(str(part) for part in first["loc"]) or "document"
+    others = error.error_count() - 1
     return (
-        f"{expected}: {where[:200]}: {first['msg'][:300]} (found {_SHORT.repr(first.get('input'))})"
-        + (f", and {more} more problems" if more else "")
+        f"{document_name}: {field_path[:200]}: {first['msg'][:300]} "
+        f"(found {_SHORT_REPR.repr(first.get('input'))})"
+        + (f", and {others} more problems" if others else "")
         + f"; {remedy}"
     )

@@ -1,4 +1,5 @@
-"""The JSON form of a plan: `{"format": "remat.plan", "version": 1, ...}`, strict both ways."""
+"""The JSON form of a plan: `{"format": "remat.plan", "version": 2, ...}`. Reading simulates the
+schedule and refuses a plan whose numbers differ."""
 
 from __future__ import annotations
 
@@ -21,14 +22,14 @@ Amount = Annotated[float, Field(ge=0)]
 
 
 class ValueRecord(Record):
-    """See `remat.graph.Value`."""
+    """The JSON form of a `remat.graph.Value`."""
 
     name: str
     size_bytes: Natural
 
 
 class OperationRecord(Record):
-    """See `remat.graph.Operation`."""
+    """The JSON form of a `remat.graph.Operation`."""
 
     name: str
     inputs: tuple[Natural, ...]
@@ -38,12 +39,12 @@ class OperationRecord(Record):
     backward: bool
     recomputable: bool
     module: str
-    sequenced: bool = False
+    order_sensitive: bool = False
     overwrites: tuple[Natural, ...] = ()
 
 
 class GraphRecord(Record):
-    """See `remat.graph.Graph`. Results are in ascending order."""
+    """The JSON form of a `remat.graph.Graph`. Results are in ascending order."""
 
     operations: tuple[OperationRecord, ...]
     values: tuple[ValueRecord, ...]
@@ -54,28 +55,28 @@ class GraphRecord(Record):
 
     @classmethod
     def of(cls, graph: Graph) -> GraphRecord:
-        """The record of a graph."""
+        """Return the record of a graph."""
         parts = {field.name: getattr(graph, field.name) for field in fields(graph)}
         parts["results"] = tuple(sorted(graph.results))
         return cls.model_validate(parts, from_attributes=True)
 
     def graph(self) -> Graph:
-        """The graph, validated. Raises `GraphError`."""
+        """Return the validated graph. Raises `GraphError`."""
         return Graph(
             **dict(self)
             | {
-                "operations": tuple(Operation(**dict(each)) for each in self.operations),
-                "values": tuple(Value(**dict(each)) for each in self.values),
+                "operations": tuple(Operation(**dict(record)) for record in self.operations),
+                "values": tuple(Value(**dict(record)) for record in self.values),
                 "results": frozenset(self.results),
             }
         )
 
 
 class PlanDocument(Document):
-    """See `remat.plan.Plan`."""
+    """The JSON form of a `remat.Plan`. `runs` are the operations of its schedule."""
 
     FORMAT: ClassVar[str] = "remat.plan"
-    VERSION: ClassVar[int] = 1
+    VERSION: ClassVar[int] = 2
 
     status: Literal["OPTIMAL", "FEASIBLE"]
     budget_bytes: Natural
@@ -91,9 +92,9 @@ class PlanDocument(Document):
 
     @classmethod
     def of(cls, plan: PlanData) -> PlanDocument:
-        """The document of a plan."""
+        """Return the document of a plan."""
         return cls(
-            **{name: getattr(plan, name) for name in _AS_THEY_ARE},
+            **{name: getattr(plan, name) for name in _SHARED_FIELDS},
             status=plan.status.name,
             runs=plan.schedule.runs,
             stats=dict(plan.stats),
@@ -101,18 +102,18 @@ class PlanDocument(Document):
         )
 
     def read(self, kind: type[P]) -> P:
-        """The plan. Raises `DocumentError` if the numbers are not those of its schedule."""
-        # Once, a proof over the slots offered was enough.
+        """Return the plan. Raises `DocumentError` if its numbers are not those of its schedule."""
+        # A bound over the slots alone does not make a plan OPTIMAL.
         is_over_slots = self.bound_scope == "slots"
         try:
             plan = kind(
-                **{name: getattr(self, name) for name in _AS_THEY_ARE},
+                **{name: getattr(self, name) for name in _SHARED_FIELDS},
                 status=Status.FEASIBLE if is_over_slots else Status[self.status],
                 schedule=Schedule(self.runs),
                 graph=self.graph.graph(),
                 stats=self.stats,
             )
-            _check(plan)
+            _check_numbers(plan)
         except DocumentError:
             raise
         except RematError as error:
@@ -120,13 +121,14 @@ class PlanDocument(Document):
         return plan
 
 
-_AS_THEY_ARE = (PlanDocument.model_fields.keys() & {field.name for field in fields(PlanData)}) - {
+_SHARED_FIELDS = (PlanDocument.model_fields.keys() & {field.name for field in fields(PlanData)}) - {
     *("status", "graph", "stats")
 }
-"""The fields that a plan and its document share."""
+"""The fields that a plan and its document have in common, with the same type."""
 
 
-def _check(plan: PlanData) -> None:
+def _check_numbers(plan: PlanData) -> None:
+    """Raise `DocumentError` if a peak, a time or the bound contradicts the plan's schedule."""
     timeline = plan.timeline()
     baseline = simulate(plan.graph, Schedule.keep_all(plan.graph))
     pairs = (
@@ -135,20 +137,22 @@ def _check(plan: PlanData) -> None:
         ("time_s", plan.time_s, timeline.time_s),
         ("baseline_time_s", plan.baseline_time_s, baseline.time_s),
     )
-    for name, claimed, found in pairs:
-        # Bytes to the last one; a sum of seconds may be off by its rounding.
-        is_same = claimed == found or (
-            isinstance(found, float) and math.isclose(claimed, found, rel_tol=1e-12)
+    for name, claimed, simulated in pairs:
+        # Bytes must be equal; a sum of seconds may differ by rounding.
+        is_same = claimed == simulated or (
+            isinstance(simulated, float) and math.isclose(claimed, simulated, rel_tol=1e-12)
         )
         if not is_same:
-            raise DocumentError(f"remat.plan: {name} is {claimed}, but its schedule gives {found}")
+            raise DocumentError(
+                f"remat.plan: {name} is {claimed}, but its schedule gives {simulated}"
+            )
     if plan.peak_bytes > plan.budget_bytes:
         raise DocumentError(
             f"remat.plan: the peak of {plan.peak_bytes} bytes is over the budget of "
             f"{plan.budget_bytes}"
         )
     if plan.lower_bound is None and plan.status is Status.OPTIMAL:
-        raise DocumentError("remat.plan: the status is OPTIMAL, but no lower_bound is there")
+        raise DocumentError("remat.plan: the status is OPTIMAL, but there is no lower_bound")
     if plan.lower_bound is not None and plan.lower_bound > plan.overhead:
         raise DocumentError(
             f"remat.plan: lower_bound {plan.lower_bound} is over the overhead {plan.overhead}"

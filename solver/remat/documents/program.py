@@ -1,7 +1,7 @@
 """`Program`: the rewritten training step as data, ready for `remat.lower(program, model)`.
 
-Two straight-line lists of statements, forward and backward. A variable dies after the last
-statement that reads it, so the order of the statements is the memory plan.
+Two lists of statements without control flow, forward and backward. A variable is freed after the
+last statement that reads it, so the order of the statements decides the memory.
 """
 
 from __future__ import annotations
@@ -10,61 +10,65 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from remat.documents.arguments import Args, Kwargs, Ref, refs
-from remat.documents.base import Document, Identifier, Path_, Record, Target, check_variable
+from remat.documents.arguments import Args, Kwargs, Ref, referenced_names
+from remat.documents.base import Document, DottedPath, Identifier, Record, Target, check_variable
 from remat.documents.records import Environment, Gradient, Output, Placeholder
 from remat.documents.structure import Structure
-from remat.documents.trace import ACCUMULATE
+from remat.documents.trace import ACCUMULATE_TARGET
 
 
-class Bound(Record):
-    """A variable bound to what a statement returns, or to element `position` of it."""
+class Binding(Record):
+    """A variable that is assigned the tensor that a statement returns, or element `position` of its
+    tuple."""
 
     name: Identifier
     position: int = Field(default=-1, ge=-1, le=1_000_000)
 
 
 class Statement(Record):
-    """One call. `state` names the variable of a generator's state, which a statement with
-    `random="save"` records before it runs and one with "replay" runs under."""
+    """One call of an operation.
+
+    `rng_state` names the variable with a generator's state: with `rng_action="save"` the statement
+    saves the state before it runs, with "replay" it runs under the saved state.
+    """
 
     target: Target
     args: Args = ()
     kwargs: Kwargs = Field(default_factory=dict)
-    results: tuple[Bound, ...] = ()
-    random: Literal["", "save", "replay"] = ""
-    state: str = Field(default="", max_length=200)
+    results: tuple[Binding, ...] = ()
+    rng_action: Literal["", "save", "replay"] = ""
+    rng_state: str = Field(default="", max_length=200)
     device: str = Field(default="", max_length=40)
-    module: Path_ = ""
-    rerun: bool = False
-    """A recomputation: the same operation ran before."""
+    module: DottedPath = ""
+    recomputation: bool = False
+    """True if the same operation ran before in this step."""
 
 
 class Program(Document):
-    """A rewritten step.
+    """The training step of a schedule, as two lists of statements.
 
-    `saved` are the forward's variables that the backward reads, `states` the generator states that
-    it replays; `gradients` name backward variables. `predicted_peak_bytes` is what the simulator
-    says, parameters, buffers, gradients and batch included; outputs to the end of the backward, or,
-    if they are dropped, until it starts.
+    `saved` are the forward's variables that the backward reads, `rng_states` the generator states
+    that the backward replays; `gradients` name backward variables. `predicted_peak_bytes` is the
+    simulator's peak with parameters, buffers, gradients and batch. It counts outputs to the end of
+    the backward, or, if they are dropped, until the backward starts.
     """
 
     FORMAT: ClassVar[str] = "remat.program"
-    VERSION: ClassVar[int] = 1
+    VERSION: ClassVar[int] = 2
 
-    model: Annotated[Path_, Field(max_length=500)] = ""
+    model: Annotated[DottedPath, Field(max_length=500)] = ""
     device: str = Field(max_length=40)
     placeholders: tuple[Placeholder, ...]
     forward: tuple[Statement, ...]
     backward: tuple[Statement, ...]
     saved: tuple[Identifier, ...]
-    states: tuple[Identifier, ...]
+    rng_states: tuple[Identifier, ...]
     outputs: tuple[Output, ...]
     gradients: tuple[Gradient, ...]
     inputs: Structure
     result: Structure
     environment: Environment
-    accumulating: bool = False
+    accumulates_gradients: bool = False
     outputs_dropped: bool = False
     predicted_peak_bytes: int = Field(ge=0)
 
@@ -74,27 +78,27 @@ class Program(Document):
         if len(kinds) != len(self.placeholders):
             raise ValueError("two placeholders have the same name")
         _check_inputs(self)
-        before = {name for name, kind in kinds.items() if kind != "tangent"}
-        inside = _check_statements("forward", self.forward, before)
+        inputs = {name for name, kind in kinds.items() if kind != "tangent"}
+        defined = _check_statements("forward", self.forward, inputs)
         for output in self.outputs:
-            if output.name not in inside:
+            if output.name not in defined:
                 raise ValueError(f"the output {output.name} is not defined in the forward")
             if output.tangent and kinds.get(output.tangent) != "tangent":
                 raise ValueError(f"{output.tangent} is no tangent")
         tangents = [output.tangent for output in self.outputs if output.tangent]
-        passed = (*self.saved, *self.states, *tangents)
-        if len(set(passed)) < len(passed):
+        backward_inputs = (*self.saved, *self.rng_states, *tangents)
+        if len(set(backward_inputs)) < len(backward_inputs):
             raise ValueError("a variable is passed to the backward twice")
-        states = {s.state for s in self.forward if s.random == "save"}
-        for name in (*self.saved, *self.states):
-            if name not in inside or kinds.get(name) == "constant":
+        saved_states = {s.rng_state for s in self.forward if s.rng_action == "save"}
+        for name in (*self.saved, *self.rng_states):
+            if name not in defined or kinds.get(name) == "constant":
                 raise ValueError(f"the saved {name} is not defined in the forward")
-            if (name in states) != (name in self.states):
+            if (name in saved_states) != (name in self.rng_states):
                 raise ValueError(f"{name} is taken for a generator's state, or the reverse")
         constants = {name for name, kind in kinds.items() if kind == "constant"}
-        inside = _check_statements("backward", self.backward, {*passed, *constants})
+        defined = _check_statements("backward", self.backward, {*backward_inputs, *constants})
         for gradient in self.gradients:
-            if gradient.placeholder not in kinds or gradient.name not in inside:
+            if gradient.placeholder not in kinds or gradient.name not in defined:
                 raise ValueError(f"the gradient {gradient.name} is not defined in the backward")
         _check_accumulation(self, {name for name, kind in kinds.items() if kind == "parameter"})
         if sorted(set(self.result.leaves())) != list(range(len(self.outputs))):
@@ -103,6 +107,7 @@ class Program(Document):
 
 
 def _check_inputs(program: Program) -> None:
+    """Raise ValueError unless each leaf of the arguments has exactly one placeholder."""
     leaves = {str(leaf) for leaf in program.inputs.leaves()}
     inputs = [p.target for p in program.placeholders if p.kind == "input"]
     if set(inputs) != leaves or len(inputs) > len(leaves):
@@ -110,34 +115,38 @@ def _check_inputs(program: Program) -> None:
 
 
 def _check_accumulation(program: Program, parameters: set[str]) -> None:
-    """`remat.accumulate` is known to the lowering, which needs to see its parameter."""
-    if any(s.target == ACCUMULATE for s in program.forward):
-        raise ValueError(f"{ACCUMULATE} is for the backward")
+    """Raise ValueError unless each `remat.accumulate` names a parameter, as lowering requires."""
+    if any(s.target == ACCUMULATE_TARGET for s in program.forward):
+        raise ValueError(f"{ACCUMULATE_TARGET} is for the backward")
     for statement in program.backward:
-        if statement.target != ACCUMULATE:
+        if statement.target != ACCUMULATE_TARGET:
             continue
         match statement.args:
-            case (Ref(name), Ref()) if name in parameters and program.accumulating:
+            case (Ref(name), Ref()) if name in parameters and program.accumulates_gradients:
                 continue
-        raise ValueError(f"{ACCUMULATE} needs a parameter and a gradient")
+        raise ValueError(f"{ACCUMULATE_TARGET} needs a parameter and a gradient")
 
 
-def _check_statements(where: str, statements: tuple[Statement, ...], defined: set[str]) -> set[str]:
-    known = set(defined)
+def _check_statements(phase: str, statements: tuple[Statement, ...], inputs: set[str]) -> set[str]:
+    """Return all variables that are defined at the end, `inputs` included. Raises ValueError for a
+    variable that is read before it is defined, or defined twice."""
+    defined = set(inputs)
 
     def define(number: int, name: str) -> None:
-        if name in known:
-            raise ValueError(f"{where} statement {number} defines {name} again")
-        known.add(name)
+        if name in defined:
+            raise ValueError(f"{phase} statement {number} defines {name} a second time")
+        defined.add(name)
 
     for number, statement in enumerate(statements):
-        used = {*refs((statement.args, *statement.kwargs.values()))}
-        if statement.random == "replay":
-            used.add(statement.state)
-        if unknown := sorted(used - known):
-            raise ValueError(f"{where} statement {number} reads {unknown[0]}, which is not there")
-        if statement.random == "save":
-            define(number, check_variable(statement.state))
-        for bound in statement.results:
-            define(number, bound.name)
-    return known
+        used = {*referenced_names((statement.args, *statement.kwargs.values()))}
+        if statement.rng_action == "replay":
+            used.add(statement.rng_state)
+        if undefined := sorted(used - defined):
+            raise ValueError(
+                f"{phase} statement {number} reads {undefined[0]}, which is not defined"
+            )
+        if statement.rng_action == "save":
+            define(number, check_variable(statement.rng_state))
+        for binding in statement.results:
+            define(number, binding.name)
+    return defined

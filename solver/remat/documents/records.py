@@ -1,4 +1,4 @@
-"""What a `Trace` is made of: tensors, placeholders, operations, outputs, surroundings."""
+"""The records of a `Trace`: tensors, placeholders, operations, outputs, gradients, environment."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from remat.documents.arguments import Args, Kwargs
-from remat.documents.base import Identifier, Path_, Record, Target
+from remat.documents.base import DottedPath, Identifier, Record, Target
 
 _MAX_DIMENSIONS = 64
-"""As in torch."""
+"""The largest number of dimensions that torch allows."""
 
 
 class TensorMeta(Record):
-    """What the guards and the cost model know of a tensor. `stride` and `offset` in elements."""
+    """A tensor's dtype, shape, strides and device, for guards and cost models. `stride` and
+    `offset` count elements."""
 
     dtype: str = Field(max_length=40)
     shape: tuple[int, ...]
@@ -35,35 +36,37 @@ class TensorMeta(Record):
 
 
 class Result(Record):
-    """A named tensor that an operation returns; it lives in `Trace.storages[storage]`."""
+    """A named tensor that an operation returns. `storage` is an index of `Trace.storage_bytes`."""
 
     name: Identifier
     tensor: TensorMeta
     storage: int
     position: int = -1
-    """Which element of the operation's tuple it is; -1 where the operation returns one tensor."""
+    """Its index in the tuple that the operation returns; -1 if the operation returns one tensor."""
 
 
 class Placeholder(Record):
-    """A tensor that exists before the step: what it is, and where to find it.
+    """A graph input: a tensor that exists before the step, or, for a tangent, before the backward.
 
-    `target` is a parameter's or buffer's name in the model, the number of an input's leaf, the
-    number of the output whose gradient a tangent is, or "" for a constant, whose bytes are `data`.
-    `aliases` are other names of the same parameter (tied weights).
+    `target` depends on the kind. It is the name of a parameter or buffer in the model, the leaf
+    number of an input, or, for a tangent, the index of the output whose gradient it is. It is ""
+    for a constant, whose bytes are `data`. `aliases` are other names of the same parameter (tied
+    weights).
     """
 
     name: Identifier
     kind: Literal["parameter", "buffer", "input", "tangent", "constant"]
-    target: Path_
+    target: DottedPath
     tensor: TensorMeta
     storage: int
     requires_grad: bool = False
-    aliases: tuple[Path_, ...] = ()
+    aliases: tuple[DottedPath, ...] = ()
     data: str = Field(default="", max_length=2_000_000)
 
 
 class Node(Record):
-    """One operation, or one view (all of whose results look into storages that exist already)."""
+    """One call of the graph: an operation, or, if `view` is true, a call all of whose results are
+    views of existing storages."""
 
     name: Identifier
     target: Target
@@ -72,20 +75,20 @@ class Node(Record):
     results: tuple[Result, ...] = ()
     view: bool = False
     backward: bool = False
-    seeded: bool = False
-    """Draws random numbers: its generator state is replayed when it runs again."""
+    random: bool = False
+    """True if it samples from a generator, whose state is replayed when it is recomputed."""
     recomputable: bool = True
-    module: Path_ = ""
+    module: DottedPath = ""
     cost_s: float | None = Field(default=None, ge=0)
     launch_s: float | None = Field(default=None, ge=0)
-    """Of an accelerator: what the CPU takes to launch it, while the device is busy with others."""
+    """CPU time to launch it on an accelerator that is busy with other operations."""
     workspace_bytes: int | None = Field(default=None, ge=0)
     cost_source: str = Field(default="", max_length=100)
 
 
 class Output(Record):
-    """A tensor that the model returns. `tangent` names the placeholder of its gradient, or is ""
-    where the step does not differentiate it."""
+    """A tensor that the model returns. `tangent` is the name of its gradient's placeholder, or ""
+    if the step does not differentiate it."""
 
     name: Identifier
     differentiable: bool
@@ -93,20 +96,20 @@ class Output(Record):
 
 
 class Gradient(Record):
-    """The gradient of a placeholder: the tensor that holds it."""
+    """The gradient of a placeholder. `name` is the tensor that contains it."""
 
     placeholder: Identifier
     name: Identifier
 
 
 class Environment(Record):
-    """What the capture assumed of its surroundings; checked again at each call."""
+    """The torch version and modes that the capture assumed; guards check them at each call."""
 
     torch: str = Field(max_length=100)
     training: bool
-    training_exceptions: tuple[Path_, ...] = ()
-    """Modules whose `training` flag differs from the model's own."""
+    training_exceptions: tuple[DottedPath, ...] = ()
+    """Modules whose `training` flag differs from the model's."""
     autocast: tuple[str, ...] = ()
-    """Enabled autocast modes, as "cpu:bfloat16"."""
+    """Enabled autocast modes, such as "cpu:bfloat16"."""
     frees_tangents: bool = False
-    """Whether this torch lets a backward free the gradients that it was given (2.13 does)."""
+    """True if this torch lets a backward free the tangents that it receives (2.13 does)."""

@@ -1,8 +1,8 @@
-"""`Structure`: the shape of a model's arguments or outputs, with its tensors taken out.
+"""`Structure`: how a model's arguments or outputs are nested, without the tensors (a pytree spec).
 
-A tree of plain containers. Leaves are numbered tensors; everything else is a constant that JSON can
-hold. Dataclasses, named tuples and Hugging Face's ModelOutput are named by type, and a type is only
-ever looked up among modules that are already imported.
+A tree of plain containers. Leaves are tensor numbers; everything else is a constant that JSON can
+represent. Dataclasses, named tuples and Hugging Face's ModelOutput are stored as the name of their
+type, which is looked up only in modules that are already imported.
 """
 
 from __future__ import annotations
@@ -12,19 +12,22 @@ from typing import Literal, Self
 from pydantic import model_validator
 
 from remat.documents.arguments import Scalar
-from remat.documents.base import Path_, Record
+from remat.documents.base import DottedPath, Record
 
 MAX_DEPTH = 32
 
 
 class Structure(Record):
-    """One node. `leaf` numbers a tensor; `value` is a constant; containers have `children`, and
-    dicts and objects a key for each child. `type` is "module:QualName" of an object."""
+    """A node of the tree: a tensor with the number `leaf`, the constant `value`, or a container.
+
+    Containers have `children`; dicts and objects also have a key for each child. `type` is the
+    "module:QualName" of an object's class.
+    """
 
     kind: Literal["leaf", "value", "list", "tuple", "dict", "object", "namedtuple"]
     leaf: int = 0
     value: Scalar = None
-    type: Path_ = ""
+    type: DottedPath = ""
     keys: tuple[str | int, ...] = ()
     children: tuple[Structure, ...] = ()
 
@@ -41,7 +44,7 @@ class Structure(Record):
         return self
 
     def __eq__(self, other: object) -> bool:
-        """With Python's values told apart by type and sign: 1, True and 1.0 are not the same."""
+        """Compare constants by type and sign as well: 1, True and 1.0 are not equal."""
         if not isinstance(other, Structure):
             return NotImplemented
         return bool(super().__eq__(other)) and repr(self.value) == repr(other.value)
@@ -49,26 +52,26 @@ class Structure(Record):
     __hash__ = Record.__hash__
 
     def depth(self) -> int:
-        """Levels below and including this one."""
+        """Return the number of levels of the tree, this one included."""
         return 1 + max((child.depth() for child in self.children), default=0)
 
     def leaves(self) -> list[int]:
-        """The leaf numbers, in order of appearance."""
+        """Return the numbers of the tensors in the tree, in order of appearance."""
         if self.kind == "leaf":
             return [self.leaf]
         return [leaf for child in self.children for leaf in child.leaves()]
 
     def path_of(self, leaf: int) -> str:
-        """Where a leaf is, for messages: `past_key_values[0][1]`, `loss`."""
-        return _path(self, leaf, "") or f"leaf {leaf}"
+        """Return where a leaf is, as text for messages: `past_key_values[0][1]`, `loss`."""
+        return _leaf_path(self, leaf, "") or f"leaf {leaf}"
 
 
-def _path(node: Structure, leaf: int, prefix: str) -> str | None:
+def _leaf_path(node: Structure, leaf: int, prefix: str) -> str | None:
     if node.kind == "leaf":
         return (prefix or "output") if node.leaf == leaf else None
     keys = node.keys or tuple(range(len(node.children)))
     for key, child in zip(keys, node.children, strict=False):
         step = f"[{key}]" if isinstance(key, int) else (f".{key}" if prefix else key)
-        if found := _path(child, leaf, prefix + step):
-            return found
+        if path := _leaf_path(child, leaf, prefix + step):
+            return path
     return None

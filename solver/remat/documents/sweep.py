@@ -1,4 +1,4 @@
-"""The JSON form of a frontier: `{"format": "remat.sweep", "version": 1, "plans": [...]}`."""
+"""The JSON form of a sweep over budgets: `{"format": "remat.sweep", "plans": [...], ...}`."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from remat.plan_data import P, PlanData
 
 
 class SweepDocument(Document):
-    """The plans of `remat.sweep`, smallest budget first."""
+    """The plans that `remat.sweep` returns, smallest budget first."""
 
     FORMAT: ClassVar[str] = "remat.sweep"
-    VERSION: ClassVar[int] = 1
+    VERSION: ClassVar[int] = 2
 
     plans: tuple[PlanDocument, ...]
 
     @classmethod
     def of(cls, plans: Iterable[PlanData]) -> SweepDocument:
-        """The document of some plans."""
+        """Return the document of these plans."""
         return cls(plans=tuple(PlanDocument.of(plan) for plan in plans))
 
     def read(self, kind: type[P]) -> list[P]:

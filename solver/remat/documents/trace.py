@@ -1,7 +1,7 @@
-"""`Trace`: the joint forward+backward graph of one training step, as a document without torch.
+"""`Trace`: the joint forward and backward graph of one training step, as a document without torch.
 
-Made by `remat.trace`, priced by `remat.measure`, solved by `remat.solve`. It holds operation names,
-arguments, shapes and costs; no weights and no code.
+`remat.trace` creates it, `remat.measure` adds costs, and `remat.solve` plans it. It contains
+operation names, arguments, shapes and costs, but no weights and no code.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
-from remat.documents.arguments import refs
-from remat.documents.base import Document, Path_
+from remat.documents.arguments import referenced_names
+from remat.documents.base import Document, DottedPath
 from remat.documents.records import (
     Environment,
     Gradient,
@@ -26,47 +26,54 @@ from remat.documents.structure import Structure
 from remat.errors import RematError
 from remat.graph import Graph, Operation, Value
 
-BOUNDARY = "backward_start"
-"""Name of the pseudo operation that starts the backward pass and brings the tangents."""
+BOUNDARY_NAME = "backward_start"
+"""Name of the pseudo operation that starts the backward pass and produces the tangents."""
 
 CUDA_ALIGNMENT_BYTES = 512
 """The CUDA caching allocator rounds every request up to a multiple of this."""
 
-COPY = "aten.copy_.default"
-"""Writes a new value into a mutated buffer or input; the one operation with a side effect."""
+COPY_TARGET = "aten.copy_.default"
+"""The operation that writes a new value into a mutated buffer or input: the only one with a side
+effect."""
 
-ACCUMULATE = "remat.accumulate.default"
-"""Adds a gradient into the `.grad` that is already there, and frees it."""
+ACCUMULATE_TARGET = "remat.accumulate.default"
+"""The operation that adds a gradient into an existing `.grad`, and frees the gradient."""
 
-ADD_INTO = "remat.add_into.default"
-"""Adds the second gradient of a tied parameter into the first, in place."""
+ADD_INTO_TARGET = "remat.add_into.default"
+"""The operation that adds the second gradient of a tied parameter into the first, in place."""
 
 
 class Trace(Document):
-    """A training step as data. `nodes` are in execution order; names are unique."""
+    """A captured training step as data. `nodes` are in execution order, and names are unique.
+
+    `inputs` is the structure of the model's arguments, `result` that of what it returns; the leaves
+    of `result` are indices of `outputs`.
+    """
 
     FORMAT: ClassVar[str] = "remat.trace"
-    VERSION: ClassVar[int] = 1
+    VERSION: ClassVar[int] = 2
 
-    model: Annotated[Path_, Field(max_length=500)] = ""
+    model: Annotated[DottedPath, Field(max_length=500)] = ""
     device: str = Field(max_length=40)
     gpu: str = Field(default="", max_length=40)
-    """The GPU whose operations these are, by the name of its data sheet (`remat.costs.devices`); ""
-    for a CPU, and for a GPU that has none there."""
+    """The name of the data sheet (`remat.costs.devices`) of the GPU that the step was captured for.
+    Empty for a CPU, and for a GPU without a data sheet."""
     placeholders: tuple[Placeholder, ...]
     nodes: tuple[Node, ...]
     outputs: tuple[Output, ...]
     gradients: tuple[Gradient, ...]
-    storages: tuple[int, ...]
+    storage_bytes: tuple[int, ...]
+    """The size of each storage. Tensors refer to it by its index."""
     inputs: Structure
     result: Structure
     environment: Environment
-    accumulating: bool = False
-    """Gradients are already there and are added to, as in gradient accumulation."""
+    accumulates_gradients: bool = False
+    """True if every parameter has a `.grad` already, into which the step adds its gradient."""
     outputs_dropped: bool = False
-    """Nobody holds the outputs when the backward starts, but the backward where it reads them."""
+    """True if the caller releases the outputs before the backward starts: they stay in memory only
+    until the backward has read them."""
     library_bytes: int = Field(default=0, ge=0, lt=2**63)
-    """What libraries hold on the device during the step (cuBLAS workspaces)."""
+    """Bytes that libraries allocate on the device for the whole step (cuBLAS workspaces)."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -74,55 +81,57 @@ class Trace(Document):
         return self
 
     @property
-    def place(self) -> str:
-        """The device, for people: "cpu", "cuda:0 (h100)"."""
+    def device_label(self) -> str:
+        """The device as text for messages: "cpu", "cuda:0 (h100)"."""
         return f"{self.device} ({self.gpu})" if self.gpu else self.device
 
     @property
     def measured(self) -> bool:
-        """Whether every operation has a cost."""
+        """True if every operation has a cost."""
         return all(node.view or node.cost_s is not None for node in self.nodes)
 
     @property
     def cost_source(self) -> str:
-        """Where the costs come from, in words: how many operations by source."""
+        """Text that says where the costs come from, such as "measured" or how many operations have
+        which source."""
         counts = Counter(n.cost_source or "unknown" for n in self.nodes if not n.view)
         if len(counts) == 1:
             return next(iter(counts))
         return "; ".join(f"{count} operations {source}" for source, count in counts.most_common(4))
 
     def launch_s(self, runs: Iterable[int]) -> float | None:
-        """Seconds of the CPU to launch these operations of `graph()`, by number; None where nobody
-        has measured it, as on a CPU."""
+        """Return the CPU time in seconds to launch these operations, which are indices into
+        `graph().operations`. None if it was not measured, as for a CPU."""
         nodes = [node for node in map(self.operations.__getitem__, runs) if node is not None]
         if all(node.launch_s is None for node in nodes):
             return None
         return sum(node.launch_s or 0.0 for node in nodes)
 
     def replace(self, **changes: Any) -> Trace:
-        """A copy with some fields changed, validated again. (`model_copy` would carry the cached
-        graph along.)"""
+        """Return a validated copy with some fields changed. (`model_copy` would also copy the
+        cached graph.)"""
         fields: dict[str, Any] = {name: getattr(self, name) for name in type(self).model_fields}
         return type(self)(**(fields | changes))
 
     @cached_property
     def storage_of(self) -> dict[str, int]:
-        """The storage of each named tensor."""
-        found = {p.name: p.storage for p in self.placeholders}
-        found.update((r.name, r.storage) for node in self.nodes for r in node.results)
-        return found
+        """The index of the storage of each named tensor."""
+        storages = {p.name: p.storage for p in self.placeholders}
+        storages.update((r.name, r.storage) for node in self.nodes for r in node.results)
+        return storages
 
     @cached_property
     def operations(self) -> tuple[Node | None, ...]:
-        """The node of each operation of `graph()`, in order; None is the boundary."""
+        """The node of each operation of `graph()`, in order; None for the boundary between forward
+        and backward."""
         nodes = [node for node in self.nodes if not node.view]
         forward = [node for node in nodes if not node.backward]
         return (*forward, None, *(node for node in nodes if node.backward))
 
     def graph(self) -> Graph:
-        """What the solver sees. Sizes are rounded as the device's allocator rounds.
+        """Return the graph for the solver. Sizes are rounded as the device's allocator rounds.
 
-        Raises `RematError` where operations have no cost yet.
+        Raises `RematError` if operations have no cost yet.
         """
         return self._graph
 
@@ -136,8 +145,8 @@ class Trace(Document):
         return _build_graph(self)
 
     def allocated_bytes(self, storage: int) -> int:
-        """Bytes that the device's allocator sets aside for a storage."""
-        size = self.storages[storage]
+        """Return the bytes that the device's allocator reserves for a storage, given its index."""
+        size = self.storage_bytes[storage]
         if self.device.startswith("cuda"):
             return -(-size // CUDA_ALIGNMENT_BYTES) * CUDA_ALIGNMENT_BYTES
         return size
@@ -146,10 +155,11 @@ class Trace(Document):
 def _build_graph(trace: Trace) -> Graph:
     constants = {p.storage for p in trace.placeholders if p.kind != "tangent"}
     tangents = {p.storage for p in trace.placeholders if p.kind == "tangent"}
-    value_of: dict[int, int] = {}
+    value_of: dict[int, int] = {}  # by storage
     values: list[Value] = []
 
     def value(storage: int, name: str) -> int:
+        """Return the value of a storage; add it at the first call."""
         if storage not in value_of:
             value_of[storage] = len(values)
             values.append(Value(name, trace.allocated_bytes(storage)))
@@ -157,19 +167,26 @@ def _build_graph(trace: Trace) -> Graph:
 
     operations: list[Operation] = []
     boundary = 0
-    changing = {
-        r.storage for node in trace.nodes if not node.view for r in node.results
-    } & constants
+    mutated = {r.storage for node in trace.nodes if not node.view for r in node.results} & constants
     for node in trace.operations:
         if node is None:
             boundary = len(operations)
             names = {p.storage: p.name for p in trace.placeholders}
-            made = tuple(value(s, names[s]) for s in sorted(tangents - constants))
-            read = tuple(sorted(value_of[s] for s in dropped_storages(trace) if s in value_of))
-            start = Operation(BOUNDARY, read, made, 0.0, backward=True, recomputable=False)
-            operations.append(start)
+            produced = tuple(value(s, names[s]) for s in sorted(tangents - constants))
+            dropped = (value_of[s] for s in dropped_output_storages(trace) if s in value_of)
+            operations.append(
+                Operation(
+                    name=BOUNDARY_NAME,
+                    inputs=tuple(sorted(dropped)),
+                    outputs=produced,
+                    cost_s=0.0,
+                    backward=True,
+                    recomputable=False,
+                )
+            )
             continue
-        read = {trace.storage_of[n] for n in (*refs(node.args), *refs(node.kwargs))}
+        names_read = (*referenced_names(node.args), *referenced_names(node.kwargs))
+        read = {trace.storage_of[name] for name in names_read}
         written = {r.storage: r.name for r in node.results}
         operations.append(
             Operation(
@@ -181,112 +198,119 @@ def _build_graph(trace: Trace) -> Graph:
                 backward=node.backward,
                 recomputable=node.recomputable,
                 module=node.module,
-                sequenced=node.seeded or not changing.isdisjoint({*read, *written}),
+                order_sensitive=node.random or not mutated.isdisjoint({*read, *written}),
             )
         )
-    held = held_storages(trace)
-    resident = sum(trace.allocated_bytes(s) for s in constants)
-    resident += trace.library_bytes
-    if trace.accumulating:
-        resident += accumulated_bytes(trace)
+    constant_bytes = sum(trace.allocated_bytes(s) for s in constants)
+    constant_bytes += trace.library_bytes
+    if trace.accumulates_gradients:
+        constant_bytes += accumulated_gradient_bytes(trace)
     return Graph(
         operations=tuple(operations),
         values=tuple(values),
-        results=frozenset(value_of[s] for s in held if s in value_of),
-        constant_bytes=resident,
+        results=frozenset(value_of[s] for s in storages_live_at_end(trace) if s in value_of),
+        constant_bytes=constant_bytes,
         boundary=boundary,
         library_bytes=trace.library_bytes,
     )
 
 
-def held_storages(trace: Trace) -> set[int]:
-    """Storages that somebody outside of the step holds to its end: outputs that are not dropped,
-    gradients (but not those that are added into a `.grad`), and the gradient of a scalar loss,
-    which `loss.backward()` itself holds until it returns."""
+def storages_live_at_end(trace: Trace) -> set[int]:
+    """Return the storages that the caller still references when the step ends.
+
+    These are the outputs that are not dropped, the gradients that are not added into a `.grad`, and
+    the gradient of a scalar loss, which `loss.backward()` references until it returns.
+    """
     accumulated = {
-        name for node in trace.nodes if node.target == ACCUMULATE for name in refs(node.args[1])
+        name
+        for node in trace.nodes
+        if node.target == ACCUMULATE_TARGET
+        for name in referenced_names(node.args[1])
     }
-    frees = trace.environment.frees_tangents
-    held = {
+    frees_tangents = trace.environment.frees_tangents
+    storages = {
         p.storage
         for p in trace.placeholders
-        if p.kind == "tangent" and (not frees or not p.tensor.shape)
+        if p.kind == "tangent" and (not frees_tangents or not p.tensor.shape)
     }
-    held |= {trace.storage_of[o.name] for o in trace.outputs} - dropped_storages(trace)
-    return held | {trace.storage_of[g.name] for g in trace.gradients if g.name not in accumulated}
+    storages |= {trace.storage_of[o.name] for o in trace.outputs} - dropped_output_storages(trace)
+    return storages | {
+        trace.storage_of[g.name] for g in trace.gradients if g.name not in accumulated
+    }
 
 
-def dropped_storages(trace: Trace) -> set[int]:
-    """Storages of outputs that nobody holds once the backward has started. `loss.backward()` holds
-    the loss."""
+def dropped_output_storages(trace: Trace) -> set[int]:
+    """Return the storages of outputs that the caller does not reference once the backward has
+    started. The loss is not among them: `loss.backward()` references it."""
     if not trace.outputs_dropped:
         return set()
     losses = {p.name for p in trace.placeholders if p.kind == "tangent" and not p.tensor.shape}
-    kept = {trace.storage_of[o.name] for o in trace.outputs if o.tangent in losses}
-    return {trace.storage_of[o.name] for o in trace.outputs} - kept
+    retained = {trace.storage_of[o.name] for o in trace.outputs if o.tangent in losses}
+    return {trace.storage_of[o.name] for o in trace.outputs} - retained
 
 
-def trained(trace: Trace) -> list[Placeholder]:
-    """The parameters that get a gradient."""
-    owners = {g.placeholder for g in trace.gradients}
-    return [p for p in trace.placeholders if p.kind == "parameter" and p.name in owners]
+def trained_parameters(trace: Trace) -> list[Placeholder]:
+    """Return the placeholders of the parameters that get a gradient."""
+    names = {g.placeholder for g in trace.gradients}
+    return [p for p in trace.placeholders if p.kind == "parameter" and p.name in names]
 
 
-def accumulated_bytes(trace: Trace) -> int:
-    """Bytes of the `.grad` tensors that gradient accumulation finds in place."""
-    return sum(trace.allocated_bytes(p.storage) for p in trained(trace))
+def accumulated_gradient_bytes(trace: Trace) -> int:
+    """Return the bytes of the existing `.grad` tensors that gradient accumulation adds to."""
+    return sum(trace.allocated_bytes(p.storage) for p in trained_parameters(trace))
 
 
 def _check_names(trace: Trace) -> None:
-    """Every name is unique and defined before it is used; every storage exists."""
-    known: set[str] = set()
+    """Raise ValueError unless every name is unique and defined before it is used, and every storage
+    exists."""
+    defined: set[str] = set()
 
     def define(name: str, storage: int) -> None:
-        if name in known or name == BOUNDARY:
+        if name in defined or name == BOUNDARY_NAME:
             raise ValueError(f"the name {name} is defined twice")
-        if not 0 <= storage < len(trace.storages):
+        if not 0 <= storage < len(trace.storage_bytes):
             raise ValueError(f"{name} lives in storage {storage}, which does not exist")
-        known.add(name)
+        defined.add(name)
 
-    if any(not 0 <= size < 2**63 for size in trace.storages):
+    if any(not 0 <= size < 2**63 for size in trace.storage_bytes):
         raise ValueError("storages need sizes of zero or more bytes, below 2**63")
     for placeholder in trace.placeholders:
         define(placeholder.name, placeholder.storage)
-    owned = {p.storage for p in trace.placeholders}
-    late = {p.name for p in trace.placeholders if p.kind == "tangent"}
-    early = {p.storage for p in trace.placeholders if p.kind != "tangent"}
+    written_storages = {p.storage for p in trace.placeholders}
+    backward_names = {p.name for p in trace.placeholders if p.kind == "tangent"}
+    forward_storages = {p.storage for p in trace.placeholders if p.kind != "tangent"}
     for node in trace.nodes:
-        used = (*refs(node.args), *refs(node.kwargs))
-        if unknown := [name for name in used if name not in known]:
-            raise ValueError(f"operation {node.name} uses {unknown[0]} before it is defined")
-        if not node.backward and (wrong := [name for name in used if name in late]):
+        used = (*referenced_names(node.args), *referenced_names(node.kwargs))
+        if undefined := [name for name in used if name not in defined]:
+            raise ValueError(f"operation {node.name} uses {undefined[0]} before it is defined")
+        if not node.backward and (wrong := [name for name in used if name in backward_names]):
             raise ValueError(
                 f"operation {node.name} of the forward uses {wrong[0]} of the backward"
             )
         if node.backward:
-            late.update(r.name for r in node.results)
-        if node.target == ACCUMULATE and (len(node.args) != 2 or len(used) != 2):
+            backward_names.update(r.name for r in node.results)
+        if node.target == ACCUMULATE_TARGET and (len(node.args) != 2 or len(used) != 2):
             raise ValueError(f"operation {node.name} needs a parameter and a gradient")
         storages = {r.storage for r in node.results}
-        if not node.backward and node.view and not storages <= early:
+        if not node.backward and node.view and not storages <= forward_storages:
             raise ValueError(f"operation {node.name} of the forward views a tensor of the backward")
-        if node.view != (bool(storages) and storages <= owned):
+        if node.view != (bool(storages) and storages <= written_storages):
             raise ValueError(f"operation {node.name} is wrongly marked as view={node.view}")
-        if not node.view and storages & owned:
-            raise ValueError(f"operation {node.name} writes a storage that already has an owner")
-        owned |= storages
+        if not node.view and storages & written_storages:
+            raise ValueError(f"operation {node.name} writes a storage that another one produces")
+        written_storages |= storages
         if not node.backward:
-            early |= storages
+            forward_storages |= storages
         for result in node.results:
             define(result.name, result.storage)
     tangents = {p.name for p in trace.placeholders if p.kind == "tangent"}
     for output in trace.outputs:
-        if output.name not in known or output.name in late:
+        if output.name not in defined or output.name in backward_names:
             raise ValueError(f"the output {output.name} is not defined in the forward")
         if output.tangent and output.tangent not in tangents:
             raise ValueError(f"{output.tangent} is no tangent")
     for gradient in trace.gradients:
-        if not {gradient.placeholder, gradient.name} <= known:
+        if not {gradient.placeholder, gradient.name} <= defined:
             raise ValueError(f"the gradient {gradient.name} is not defined")
     if sorted(set(trace.result.leaves())) != list(range(len(trace.outputs))):
         raise ValueError("the result's leaves are not the outputs")

@@ -1,9 +1,13 @@
-"""Where torch is: a model becomes a `Trace`, a `Program` a module that runs.
+"""The PyTorch side of remat: the only part of the library that imports torch.
 
-    capture/   the joint graph of a step, with the operations of the device that it is for
-    costs/     seconds and bytes of its operations, measured; and the cache that keeps them
-    runtime/   a program as a module: lowered, launched, guarded
-
-Beside these rooms: what users call (`optimize`, `estimate`, `max_batch`, `trial`), the `planner`
-behind it, and what the rooms share (`operators`, `pytree`, `memory`, `target`, ...).
+    api/       the functions that users call: optimize, enable, estimate, max_batch, trials
+    planning/  plans of a model's step for each kind of call, the caches, and reuse of schedules
+    blocks/    plans of a model's repeated blocks, where the whole model is not planned
+    compile/   the backend "remat" of torch.compile, on Inductor's kernels
+    emit/      plans as checkpointing policies of other libraries
+    capture/   the joint graph of a training step as a `Trace`
+    costs/     measured seconds and workspaces of operations, and their cache
+    runtime/   a `Program` as a module: lowered, launched, guarded
+    memory/    free memory, measured peaks, and the size of an optimizer's state
+    common/    helpers that the other packages share: operators, pytrees, target GPUs
 """

@@ -1,4 +1,4 @@
-"""`remat.Policies` run by `torch.utils.checkpoint` as selective activation checkpointing:
+"""`Policies` run by `torch.utils.checkpoint` as selective activation checkpointing:
 
     policies = remat.emit(model, "60%", (batch,))
     remat.integrations.checkpoint.apply(model, policies)
@@ -16,7 +16,7 @@ from torch import nn
 
 from remat.blockwise.block_step import AS_IT_IS
 from remat.blockwise.policies import OPERATORS, Policies
-from remat.errors import RematError, nearest
+from remat.errors import RematError, similar_names_hint
 from remat.frontend.emit import operators
 from remat.frontend.emit.apply_policies import AppliedPolicies, check_policy_rules
 from remat.frontend.emit.operators import ContextFn
@@ -46,6 +46,6 @@ def context_fn(policies: Policies, block: str) -> ContextFn | None:
     check_policy_rules(policies, OPERATORS)
     policy = policies.for_block(block)
     if policy is None:
-        suggestion = nearest(block, [policy.block for policy in policies.blocks])
+        suggestion = similar_names_hint(block, [policy.block for policy in policies.blocks])
         raise RematError(f"there is no policy for a block {block!r}{suggestion}")
     return operators.context_fn(policy) if policy.how != AS_IT_IS else None

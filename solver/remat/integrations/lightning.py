@@ -13,7 +13,7 @@ from typing import Any, Unpack
 from torch import nn
 
 from remat.errors import RematError, TraceError
-from remat.frontend.api.enable import Options, check_options, disable, enable, is_enabled
+from remat.frontend.api.enable import EnableOptions, check_options, disable, enable, is_enabled
 
 __all__ = ["RematCallback"]
 
@@ -37,7 +37,9 @@ class RematCallback(_callback_class()):
     of `remat.enable`. A module that is already enabled is left as it is.
     """
 
-    def __init__(self, budget: int | str, module: str = "", **options: Unpack[Options]) -> None:
+    def __init__(
+        self, budget: int | str, module: str = "", **options: Unpack[EnableOptions]
+    ) -> None:
         check_options(budget, options)
         self.budget = budget
         self.module = module

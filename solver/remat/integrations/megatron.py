@@ -1,4 +1,4 @@
-"""`remat.Policies` as recompute options of Megatron-core (`pip install megatron-core`)::
+"""`Policies` as recompute options of Megatron-core (`pip install megatron-core`)::
 
     policies = remat.emit(model, "60%", batch, rules="megatron")
     options = remat.integrations.megatron.options(policies)

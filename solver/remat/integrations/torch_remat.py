@@ -1,4 +1,4 @@
-"""`remat.Policies` run by torch_remat (`pip install torch_remat`), which saves chosen regions:
+"""`Policies` run by torch_remat (`pip install torch_remat`), which saves chosen regions:
 
     policies = remat.emit(model, "60%", (batch,), rules="regions")
     remat.integrations.torch_remat.apply(model, policies)

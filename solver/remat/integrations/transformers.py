@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from remat.blockwise.block_step import CHECKPOINTED
 from remat.blockwise.policies import OPERATORS, BlockPolicy, Policies
 from remat.errors import RematError, TraceError
-from remat.frontend.api.enable import Options, check_options, disable, enable, is_enabled
+from remat.frontend.api.enable import EnableOptions, check_options, disable, enable, is_enabled
 from remat.frontend.emit import operators
 from remat.frontend.emit.apply_policies import blocks_with_policies, check_policy_rules
 from remat.frontend.emit.transformers_layers import checkpointed_layer
@@ -45,7 +45,7 @@ class RematCallback(TrainerCallback):
     already enabled is left as it is.
     """
 
-    def __init__(self, budget: int | str, **options: Unpack[Options]) -> None:
+    def __init__(self, budget: int | str, **options: Unpack[EnableOptions]) -> None:
         check_options(budget, options)
         self.budget = budget
         self.options = options

@@ -7,7 +7,7 @@ always in memory.
 
 from __future__ import annotations
 
-from remat.errors import nearest
+from remat.errors import similar_names_hint
 
 OUTPUTS_HELD = "held"
 """The caller references the outputs until the backward has ended."""
@@ -23,7 +23,11 @@ def are_dropped(outputs: object) -> bool:
         return True
     if outputs == OUTPUTS_HELD:
         return False
-    near = nearest(outputs, (OUTPUTS_HELD, OUTPUTS_DROPPED)) if isinstance(outputs, str) else ""
+    near = (
+        similar_names_hint(outputs, (OUTPUTS_HELD, OUTPUTS_DROPPED))
+        if isinstance(outputs, str)
+        else ""
+    )
     raise ValueError(
         f"outputs is {outputs!r}{near}; they are {OUTPUTS_HELD!r} if a variable references them "
         f"during the backward, or {OUTPUTS_DROPPED!r} if only the loss is referenced"

@@ -149,7 +149,7 @@ def _operation_key(graph: Graph, op: int) -> Hashable:
     outputs = tuple((graph.values[v].size_bytes, v in graph.results) for v in o.outputs)
     overwritten = tuple(o.inputs.index(v) for v in o.overwrites)
     memory_key = (o.workspace_bytes, outputs, len(o.inputs), overwritten)
-    return (o.cost_s, memory_key, o.recomputable, o.sequenced)
+    return (o.cost_s, memory_key, o.recomputable, o.order_sensitive)
 
 
 def _output_index(graph: Graph, value: int) -> int:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from remat.documents.arguments import Ref, refs
+from remat.documents.arguments import Ref, referenced_names
 from remat.documents.records import Node
-from remat.documents.trace import ACCUMULATE, Trace
+from remat.documents.trace import ACCUMULATE_TARGET, Trace
 
 
 def accumulation_operation_name(placeholder: str) -> str:
@@ -15,7 +15,7 @@ def accumulation_operation_name(placeholder: str) -> str:
 def with_gradient_accumulation(trace: Trace) -> Trace:
     """Return the same step, in which each parameter's gradient is added into its existing `.grad`
     as soon as it is computed. Without this, it would be live until the step ends."""
-    if trace.accumulating:
+    if trace.accumulates_gradients:
         return trace
     parameters = {p.name for p in trace.placeholders if p.kind == "parameter"}
     accumulations: dict[str, list[Node]] = {}
@@ -23,7 +23,7 @@ def with_gradient_accumulation(trace: Trace) -> Trace:
         if gradient.placeholder in parameters:
             node = Node(
                 name=accumulation_operation_name(gradient.placeholder),
-                target=ACCUMULATE,
+                target=ACCUMULATE_TARGET,
                 args=(Ref(gradient.placeholder), Ref(gradient.name)),
                 backward=True,
                 recomputable=False,
@@ -31,9 +31,12 @@ def with_gradient_accumulation(trace: Trace) -> Trace:
             accumulations.setdefault(gradient.name, []).append(node)
     nodes: list[Node] = []
     for node in reversed(trace.nodes):  # after the last node that produces or reads the gradient
-        names = (*refs((node.args, *node.kwargs.values())), *(r.name for r in node.results))
+        names = (
+            *referenced_names((node.args, *node.kwargs.values())),
+            *(r.name for r in node.results),
+        )
         for name in names:
             nodes.extend(accumulations.pop(name, ()))
         nodes.append(node)
     nodes.reverse()
-    return trace.replace(nodes=tuple(nodes), accumulating=True)
+    return trace.replace(nodes=tuple(nodes), accumulates_gradients=True)

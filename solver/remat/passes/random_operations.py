@@ -12,7 +12,7 @@ from remat.documents.trace import Trace
 def without_random_recomputation(trace: Trace) -> Trace:
     """Return the same step, with its random operations marked as not recomputable."""
     nodes = tuple(
-        node.model_copy(update={"recomputable": False}) if node.seeded else node
+        node.model_copy(update={"recomputable": False}) if node.random else node
         for node in trace.nodes
     )
     return trace.replace(nodes=nodes)

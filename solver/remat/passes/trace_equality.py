@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import zip_longest
 
-from remat.documents.arguments import Argument, refs, rename
+from remat.documents.arguments import Argument, referenced_names, rename_refs
 from remat.documents.records import Node
 from remat.documents.trace import Trace
 
@@ -21,7 +21,7 @@ def topology_key(trace: Trace) -> tuple[object, ...]:
         for n in trace.nodes
     )
     tangents = tuple(bool(o.tangent) for o in trace.outputs)
-    return nodes, len(trace.storages), tangents, trace.accumulating
+    return nodes, len(trace.storage_bytes), tangents, trace.accumulates_gradients
 
 
 def is_same_except_names(one: Trace, other: Trace) -> bool:
@@ -37,7 +37,7 @@ def _unnamed_records(trace: Trace) -> Iterator[object]:
         return str(numbers[name])
 
     def renamed(argument: Argument) -> Argument:
-        return rename(argument, number_name)
+        return rename_refs(argument, number_name)
 
     for p in trace.placeholders:
         yield p.model_copy(update={"name": number_name(p.name)})
@@ -78,4 +78,4 @@ def _tensor_numbers(trace: Trace) -> dict[str, int]:
 
 def _operand_names(node: Node) -> Iterator[str]:
     """Return the names of the tensors that a node reads."""
-    return refs((node.args, *node.kwargs.values()))
+    return referenced_names((node.args, *node.kwargs.values()))

@@ -10,11 +10,11 @@ from typing import Generic
 
 from remat.limits.units import format_bytes, format_seconds
 from remat.plan_data import P
-from remat.report.tables import aligned
+from remat.report.tables import align_columns
 
 
 @dataclass(frozen=True)
-class Row(Generic[P]):
+class ComparisonRow(Generic[P]):
     """One strategy at one budget: its plan, or the reason why there is none.
 
     `budget_bytes` is None where the budget "min" found nothing; `is_applicable` is False where the
@@ -31,10 +31,10 @@ class Row(Generic[P]):
 
 
 @dataclass(frozen=True)
-class Compared(Generic[P]):
+class ComparisonData(Generic[P]):
     """The rows, strategy by strategy, with what they are relative to."""
 
-    rows: tuple[Row[P], ...]
+    rows: tuple[ComparisonRow[P], ...]
     baseline_peak_bytes: int
     baseline_time_s: float
 
@@ -70,7 +70,7 @@ class Compared(Generic[P]):
             "extra time (peak reached, in % of that without recomputation); - does not fit; "
             "gap: the largest that is proved",
             "",
-            *aligned(table),
+            *align_columns(table),
         ]
         reasons = {row.strategy: row.reason for row in self.rows if not row.is_applicable}
         if reasons:
@@ -87,12 +87,12 @@ class Compared(Generic[P]):
         named = f"{budget} " if isinstance(budget, str) and budget.endswith("%") else ""
         return f"{named}{format_bytes(row.budget_bytes)}"
 
-    def _cell(self, row: Row[P] | None) -> str:
+    def _cell(self, row: ComparisonRow[P] | None) -> str:
         if row is None or row.plan is None:
             return "-" if row is None or row.is_applicable else "n/a"
         return f"{row.plan.overhead:+.2%} ({row.plan.share:.0%})"
 
 
-def _gap(rows: Sequence[Row[P]]) -> str:
+def _gap(rows: Sequence[ComparisonRow[P]]) -> str:
     gaps = [row.plan.gap for row in rows if row.plan and row.plan.gap is not None]
     return f"{max(gaps):.2%}" if gaps else ""

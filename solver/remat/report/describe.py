@@ -7,10 +7,10 @@ from collections import defaultdict
 from remat.allocator.prediction import AllocatorPrediction
 from remat.limits.units import format_bytes, format_seconds
 from remat.plan_data import RESERVED_BYTES_STAT, PlanData
-from remat.report.solving import describe_steps
-from remat.report.tables import aligned, largest, starred
+from remat.report.solve_progress import describe_solve_steps
+from remat.report.tables import align_columns, largest_rows, fold_layer_numbers
 
-SCOPES = {
+SCOPE_TEXT = {
     "slots": "every schedule over the slots offered",
     "order": "every schedule of this order",
     "all orders": "every schedule in any order",
@@ -46,7 +46,7 @@ def describe(plan: PlanData, solve: bool = False) -> str:
     if again:
         lines += ["", *_modules(plan, again)]
     if solve:
-        lines += ["", describe_steps(plan)]
+        lines += ["", describe_solve_steps(plan)]
     return "\n".join(lines)
 
 
@@ -57,7 +57,7 @@ def _libraries(plan: PlanData) -> str:
 
 
 def _asked(plan: PlanData) -> str:
-    asked = plan.stats.get("asked_budget_bytes")
+    asked = plan.stats.get("requested_budget_bytes")
     if not isinstance(asked, int):
         return ""
     less = format_bytes(asked - plan.budget_bytes)
@@ -84,7 +84,7 @@ def _allocator(plan: PlanData) -> list[str]:
 
 def diff(plan: PlanData, other: PlanData) -> str:
     """What changes from `plan` to `other`."""
-    mine, theirs = recomputed_by_name(plan), recomputed_by_name(other)
+    mine, theirs = recomputations_by_name(plan), recomputations_by_name(other)
     lines = [
         f"budget {format_bytes(plan.budget_bytes)} -> {format_bytes(other.budget_bytes)}",
         f"peak   {format_bytes(plan.peak_bytes)} -> {format_bytes(other.peak_bytes)} "
@@ -112,7 +112,7 @@ def _launches(plan: PlanData) -> list[str]:
 def _bound(plan: PlanData) -> str:
     if plan.lower_bound is None or plan.gap is None:
         return "none proved"
-    scope = SCOPES[plan.bound_scope]
+    scope = SCOPE_TEXT[plan.bound_scope]
     told = f"{plan.lower_bound:+.3%} at least, proved for {scope}; gap {plan.gap:.3%} of the time"
     slots_bound = plan.stats.get("slots_bound")
     if isinstance(slots_bound, float) and slots_bound > plan.lower_bound:
@@ -138,17 +138,17 @@ def _modules(plan: PlanData, again: dict[int, int]) -> list[str]:
     for op, times in again.items():
         operation = plan.graph.operations[op]
         size = sum(plan.graph.values[v].size_bytes for v in operation.outputs)
-        found = sums[starred(operation.module)]
+        found = sums[fold_layer_numbers(operation.module)]
         for column, amount in enumerate((operation.cost_s, 1, size)):
             found[column] += times * amount
     rows = [
         (name, str(runs), format_seconds(seconds), format_bytes(size))
-        for name, (seconds, runs, size) in largest(sums, _ROWS)
+        for name, (seconds, runs, size) in largest_rows(sums, _ROWS)
     ]
-    return aligned([("module", "again", "time", "output"), *rows])
+    return align_columns([("module", "again", "time", "output"), *rows])
 
 
-def recomputed_by_name(plan: PlanData) -> dict[str, int]:
+def recomputations_by_name(plan: PlanData) -> dict[str, int]:
     """How many extra times each operation runs, for those that run more than once."""
     again = plan.schedule.recomputed(plan.graph)
     return {plan.graph.operations[op].name: times for op, times in again.items()}

@@ -11,12 +11,12 @@ from math import prod
 
 from remat.costs.roofline import item_bytes
 from remat.documents.arguments import Ref
-from remat.documents.trace import Trace, trained
+from remat.documents.trace import Trace, trained_parameters
 from remat.errors import BudgetError
 from remat.graph import Graph
 from remat.limits.budget import Budget
 from remat.limits.units import format_bytes, format_seconds
-from remat.report.tables import aligned, largest, starred
+from remat.report.tables import align_columns, largest_rows, fold_layer_numbers
 from remat.schedule import Schedule
 from remat.simulate import Timeline, simulate
 from remat.strategies.search.steps.baselines import quick_baseline_schedules
@@ -26,7 +26,7 @@ _DROPOUT = "aten.native_dropout_backward.default"  # both ways; see `capture.eag
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
+class ModuleActivations:
     """A module, by path ("" where a value has none), and the activations that it holds at the
     peak."""
 
@@ -46,11 +46,11 @@ class Estimate:
     for dropout on the CPU, where eager mode keeps masks as numbers (4 bytes each in float32) and
     a captured step as truth values (1 byte).
 
-    `all_gradient_bytes` are there after the step. `reachable_bytes` is a peak that quick baselines
+    `all_gradient_bytes` are there after the step. `reachable_peak_bytes` is a peak that quick baselines
     reach by recomputation; the solver goes as low or lower. `adam_bytes` is what Adam's two moments
     in float32 add, `reserve_bytes` what was reserved for others; neither is part of the peak.
     `gpu` names the data sheet of the GPU, "" where none is known.
-    `holders` are the modules whose activations are live at the peak, the largest first. `time_s` is
+    `activations_by_module` are the modules whose activations are live at the peak, the largest first. `time_s` is
     what the operations take together, without recomputation, by the costs of `cost_source`.
 
     Not known before a step runs, and not counted: workspaces inside kernels (cuDNN, attention),
@@ -72,9 +72,9 @@ class Estimate:
     gradient_bytes: int
     output_bytes: int
     activation_bytes: int
-    passing_bytes: int
+    activation_gradient_bytes: int
     baseline_peak_bytes: int
-    reachable_bytes: int
+    reachable_peak_bytes: int
     all_gradient_bytes: int
     adam_bytes: int
     largest_value: str
@@ -84,7 +84,7 @@ class Estimate:
     is_peak_backward: bool
     time_s: float
     cost_source: str
-    holders: tuple[Holder, ...]
+    activations_by_module: tuple[ModuleActivations, ...]
     reserve_bytes: int = 0
     gpu: str = ""
 
@@ -106,7 +106,7 @@ class Estimate:
         gradients = {value_of.get(eager.storage_of[g.name]) for g in eager.gradients}
         outputs = {value_of.get(eager.storage_of[o.name]) for o in eager.outputs}
         parts: dict[str, int] = defaultdict(int)
-        holders: dict[str, list[int]] = defaultdict(list)
+        activations_by_module: dict[str, list[int]] = defaultdict(list)
         for v in timeline.live(run):
             size = graph.values[v].size_bytes
             maker = graph.operations[graph.producer[v]]
@@ -118,8 +118,8 @@ class Estimate:
                 parts["passing"] += size
             else:
                 parts["activations"] += size
-                holders[maker.module].append(size)
-        largest = max(graph.values, key=lambda value: value.size_bytes)
+                activations_by_module[maker.module].append(size)
+        largest_rows = max(graph.values, key=lambda value: value.size_bytes)
         owned = _owned_bytes(eager)
         return cls(
             model=trace.model,
@@ -133,23 +133,26 @@ class Estimate:
             gradient_bytes=parts["gradients"],
             output_bytes=parts["outputs"],
             activation_bytes=parts["activations"],
-            passing_bytes=parts["passing"] + operation.workspace_bytes,
+            activation_gradient_bytes=parts["passing"] + operation.workspace_bytes,
             baseline_peak_bytes=baseline_bytes,
-            reachable_bytes=min(quick, default=baseline_bytes),
+            reachable_peak_bytes=min(quick, default=baseline_bytes),
             all_gradient_bytes=sum(
                 graph.values[v].size_bytes for v in gradients - outputs if v is not None
             ),
             adam_bytes=_adam_bytes(trace),
-            largest_value=largest.name,
-            largest_value_bytes=largest.size_bytes,
+            largest_value=largest_rows.name,
+            largest_value_bytes=largest_rows.size_bytes,
             peak_operation=operation.name,
             peak_module=operation.module,
             is_peak_backward=operation.backward,
             time_s=sum(each.cost_s for each in captured.operations),
             cost_source=trace.cost_source,
-            holders=tuple(
+            activations_by_module=tuple(
                 sorted(
-                    (Holder(name, sum(sizes), len(sizes)) for name, sizes in holders.items()),
+                    (
+                        ModuleActivations(name, sum(sizes), len(sizes))
+                        for name, sizes in activations_by_module.items()
+                    ),
                     key=lambda holder: (-holder.size_bytes, holder.module),
                 )
             ),
@@ -183,7 +186,7 @@ class Estimate:
             ("gradients", self.gradient_bytes),
             ("outputs", self.output_bytes),
             ("activations", self.activation_bytes),
-            ("passing gradients", self.passing_bytes),
+            ("passing gradients", self.activation_gradient_bytes),
         )
         lines = [
             f"estimate  {self.model} on {place}; nothing was run",
@@ -213,7 +216,7 @@ class Estimate:
             "unknown   workspaces inside kernels, the allocator's fragmentation, a loss outside of "
             "the model",
         ]
-        if self.holders:
+        if self.activations_by_module:
             lines += ["", *self._table()]
         return "\n".join(lines)
 
@@ -224,24 +227,24 @@ class Estimate:
         return [f"reserved  {format_bytes(self.reserve_bytes)}; with the peak {both}"]
 
     def _less(self) -> str:
-        if self.reachable_bytes < self.baseline_peak_bytes:
-            return f"{format_bytes(self.reachable_bytes)} or less by recomputation"
+        if self.reachable_peak_bytes < self.baseline_peak_bytes:
+            return f"{format_bytes(self.reachable_peak_bytes)} or less by recomputation"
         return "no quick way of recomputation lowers it"
 
     def _table(self) -> list[str]:
         """Activations at the peak by module; layers of the same name but for their number share a
         line."""
         sums: dict[str, list[int]] = defaultdict(lambda: [0, 0])
-        for holder in self.holders:
-            found = sums[starred(holder.module)]
+        for holder in self.activations_by_module:
+            found = sums[fold_layer_numbers(holder.module)]
             found[0] += holder.size_bytes
             found[1] += holder.values
         whole = max(1, self.activation_bytes)
         rows = [
             (name, format_bytes(size), f"{size / whole:.1%}", str(values))
-            for name, (size, values) in largest(sums, _ROWS)
+            for name, (size, values) in largest_rows(sums, _ROWS)
         ]
-        return aligned([("activations at the peak", "bytes", "share", "values"), *rows])
+        return align_columns([("activations at the peak", "bytes", "share", "values"), *rows])
 
     def __str__(self) -> str:
         return self.describe()
@@ -262,13 +265,13 @@ def _with_eager_masks(trace: Trace) -> Trace:
     in the type of what they are multiplied with."""
     if trace.device.partition(":")[0] != "cpu":
         return trace
-    storages = list(trace.storages)
+    storages = list(trace.storage_bytes)
     for node in trace.nodes:
         mask = node.args[1] if node.target == _DROPOUT and not node.backward else None
         if isinstance(mask, Ref):
             dropped = node.results[0].tensor
             storages[trace.storage_of[mask.name]] = prod(dropped.shape) * item_bytes(dropped.dtype)
-    return trace.replace(storages=tuple(storages))
+    return trace.replace(storage_bytes=tuple(storages))
 
 
 def _values(trace: Trace, graph: Graph) -> dict[int, int]:
@@ -290,4 +293,4 @@ def _owned_bytes(trace: Trace) -> dict[str, int]:
 
 def _adam_bytes(trace: Trace) -> int:
     """Two moments in float32 for every element of a parameter that gets a gradient."""
-    return sum(8 * prod(p.tensor.shape) for p in trained(trace))
+    return sum(8 * prod(p.tensor.shape) for p in trained_parameters(trace))

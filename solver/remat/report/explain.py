@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from remat.errors import UnknownName, nearest
+from remat.errors import UnknownName, similar_names_hint
 from remat.graph import Graph
 from remat.limits.units import format_bytes, format_seconds
 from remat.plan_data import PlanData
-from remat.report.describe import SCOPES
-from remat.report.tables import aligned
+from remat.report.describe import SCOPE_TEXT
+from remat.report.tables import align_columns
 from remat.schedule import Schedule
 from remat.simulate import Timeline, simulate
 
@@ -40,7 +40,7 @@ def explain(plan: PlanData, name: str) -> str:
     return "\n\n".join(parts)
 
 
-def without_reruns(graph: Graph, schedule: Schedule, op: int) -> tuple[Schedule, list[int]]:
+def without_recomputation(graph: Graph, schedule: Schedule, op: int) -> tuple[Schedule, list[int]]:
     """The schedule in which `op` runs once and its first copy is read ever after, and which run of
     the old schedule each of its runs was. Reruns of other operations that only served those of
     `op` go too."""
@@ -115,7 +115,7 @@ def _operation(plan: PlanData, op: int) -> list[str]:
     else:
         lines.append(f"  recomputed: runs {len(runs)} times (runs {', '.join(map(str, runs))})")
         lines += _why_recomputed(plan, op, timeline)
-    if operation.sequenced and operation.recomputable:
+    if operation.order_sensitive and operation.recomputable:
         lines.append(
             "  it draws random numbers or touches a buffer that changes: a rerun draws the same "
             "numbers again and leaves the buffer as it is"
@@ -126,7 +126,7 @@ def _operation(plan: PlanData, op: int) -> list[str]:
 def _why_recomputed(plan: PlanData, op: int, timeline: Timeline) -> list[str]:
     """What is gained and paid, and what the plan would be without it."""
     graph = plan.graph
-    schedule, was = without_reruns(graph, plan.schedule, op)
+    schedule, was = without_recomputation(graph, plan.schedule, op)
     other = simulate(graph, schedule)
     runs = [run for run, o in enumerate(plan.schedule.runs) if o == op]
     served = len(plan.schedule) - len(schedule) - (len(runs) - 1)
@@ -174,7 +174,7 @@ def _tolerance(plan: PlanData, extra_s: float) -> str:
         return " (its strategy proves nothing about how good a plan is)"
     if extra_s <= plan.gap * plan.time_s:
         return f" (the time saved is within the gap of {plan.gap:.3%})"
-    return f" (its proof is for {SCOPES[plan.bound_scope]} only)"
+    return f" (its proof is for {SCOPE_TEXT[plan.bound_scope]} only)"
 
 
 def _why_kept(plan: PlanData, op: int, timeline: Timeline) -> list[str]:
@@ -285,7 +285,7 @@ def _module(plan: PlanData, path: str, within: Sequence[int]) -> list[str]:
     table.append(("together", "", "", *total(within)))
     return [
         f"{path}: {len(within)} {_plural('operation', len(within))}, {recomputed} recomputed",
-        *aligned(table, left=3),
+        *align_columns(table, left=3),
     ]
 
 
@@ -307,7 +307,7 @@ def _unknown(graph: Graph, name: str) -> str:
         steps = operation.module.split(".")
         modules.update(".".join(steps[: i + 1]) for i in range(len(steps)))
     known = [*(operation.name for operation in graph.operations), *sorted(modules - {""})]
-    like = nearest(name, dict.fromkeys(known), lead="; near: ")
+    like = similar_names_hint(name, dict.fromkeys(known), lead="; near: ")
     return f"no operation and no module is called {name!r}{like}"
 
 

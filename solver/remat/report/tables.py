@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
-def aligned(table: Sequence[Sequence[str]], left: int = 1) -> list[str]:
+def align_columns(table: Sequence[Sequence[str]], left: int = 1) -> list[str]:
     """A line for each row: the first `left` columns to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     return [
@@ -20,12 +20,12 @@ def aligned(table: Sequence[Sequence[str]], left: int = 1) -> list[str]:
     ]
 
 
-def starred(module: str) -> str:
+def fold_layer_numbers(module: str) -> str:
     """A module's path without numbers, so that the layers of a model share a line."""
     return _NUMBER.sub("*", module) or "(no module)"
 
 
-def largest(
+def largest_rows(
     sums: Mapping[str, Sequence[float]], most: int, rest: str = "more"
 ) -> list[tuple[str, Sequence[float]]]:
     """Names with their sums, ordered by the first of these; what is beyond `most` is one row."""

@@ -84,7 +84,7 @@ class Client:
         none. By default operations are timed here, on the model's own device.
         """
         from remat.frontend.api.optimize import optimize
-        from remat.frontend.planning.options import ELSEWHERE
+        from remat.frontend.planning.options import MEASURED_BY_SERVICE
 
         asked = costs if isinstance(costs, str) and costs.startswith(_BY_SERVICE) else None
 
@@ -96,7 +96,7 @@ class Client:
             budget,
             example_inputs,
             example_kwargs,
-            costs=costs if asked is None else ELSEWHERE,
+            costs=costs if asked is None else MEASURED_BY_SERVICE,
             cache=cache,
             differentiate=differentiate,
             max_plans=max_plans,

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
-from remat.documents.base import R, validated
+from remat.documents.base import R, validate_json
 from remat.errors import DocumentError, RematError, ServiceError
 from remat.progress import Cancel, Progress, ProgressCallback
 from remat.service import wire
@@ -172,7 +172,7 @@ class Connection:
     def read(self, body: bytes, kind: type[R]) -> R:
         """An answer of the service. Raises `ServiceError` for what is none."""
         try:
-            return validated(kind, body, kind.__name__)
+            return validate_json(kind, body, kind.__name__)
         except DocumentError as error:
             raise ServiceError(
                 f"the service at {self._url} sent what this remat cannot read ({error}); are both "
@@ -181,13 +181,13 @@ class Connection:
 
 
 def _progress(data: str) -> Progress:
-    record = validated(wire.ProgressRecord, data, "progress")
+    record = validate_json(wire.ProgressRecord, data, "progress")
     return Progress(**dict(record))
 
 
 def _problem(response: Any) -> RematError:
     try:
-        problem = validated(wire.Problem, response.content, "problem")
+        problem = validate_json(wire.Problem, response.content, "problem")
         return NotThere(problem.detail) if response.status_code == 404 else problem.exception()
     except DocumentError:
         return ServiceError(

@@ -1,4 +1,5 @@
-"""The default: a list of steps, over complete slots where they are few, near slots elsewhere."""
+"""`Auto`, the default strategy: a list of steps, over complete slots if they are few, and over
+slots before idle reads otherwise."""
 
 from __future__ import annotations
 
@@ -21,42 +22,42 @@ from remat.strategies.search.search import search
 from remat.strategies.search.state import SearchState
 from remat.strategies.search.steps import order_search
 
-_REGION = 100
-"""Slots of an operation further apart than this many operations are no group. One group for all
-allows one recomputation, and its cuts ask for inputs that were held since its first slot."""
+_GROUP_SPAN = 100
+"""Slots of one operation that are further apart than this many operations form no group. One group
+for all would allow one recomputation, and its cuts would require inputs to be retained since its
+first slot."""
 
-_BACK = 14
-_RESERVE = 0.1
-"""Of the room, times the gap: what values may take together that no program decides on."""
+_MAX_DISTANCE = 14
+_SMALL_VALUES_SHARE = 0.1
+"""Share of the memory for activations, times the gap, that is reserved for small values: they are
+always retained, and no program decides on them."""
 
-_EVERY = (1, 2, 3, 4, 6, 8, 12, 16, 24)
+_STRIDES = (1, 2, 3, 4, 6, 8, 12, 16, 24)
 
 
 @dataclass(frozen=True)
 class Auto(MilpOptions):
-    """Near-optimal plans for graphs of any size, step by step until the gap or the time is reached.
+    """Near-optimal plans for graphs of any size, step by step until the gap or the time limit is
+    reached.
 
-    1. `relaxation`: of the problem to the worst moments, a bound for all schedules of the order.
-    2. `blocks`, in networks of many identical blocks: a program in which they decide together.
-    3. `eviction`: what to drop when memory is full, by the advice of the moments; `baselines`; and
-       `annealing` in graphs that are no training step.
-    4. `feasibility`, where nothing fits by then: the smallest peak, by eviction and then by a program.
-    5. `sifting`: a program over the slots that its relaxation uses; `following`: eviction by what
-       that holds; `program`: one over all slots offered, for a proof; `windows`: what that leaves
-       open, part by part. Beside these, `moments`: programs over more and more moments, for a
-       higher bound and better advice.
-
-    `steps` says which of these a graph has, `plan.stats` what each came to. Where other orders of
-    the operations are searched, annealing over whole sequences goes before all of that.
+    1. `relaxation`: the relaxation at the worst checkpoint cuts, a bound for all schedules of the order.
+    2. `identical_blocks`, in networks of many of them: a program in which they share decisions.
+    3. `eviction`, `baselines` and, in graphs that are no training step, `annealing`: schedules without
+       a solver. Eviction follows the advice of the relaxation.
+    4. `feasibility`, if nothing fits by then: the smallest peak, by eviction and then by a program.
+    5. `relaxation_support`: a program over the slots that its relaxation uses; `guided_eviction`:
+       eviction by what the relaxation retains; `milp`: a program over all slots, for a proof;
+       `windows`: what that leaves open, part by part. Concurrently, `checkpoint_cuts`: programs over
+       more and more cuts, for a higher bound and more advice, if there are two `threads`.
 
     `gap` is on total time: 0.005 ends the solve once the plan is proved to be within 0.5% of the
-    best, of every schedule of the order or of those over the slots offered. At `time_limit` seconds
-    the best plan so far is returned with the gap that is proved by then. A solver run ends sooner
-    once its best plan and its bound have barely moved for `stall` seconds (or for as long as its
+    best, of every schedule of the order or of those over the slots. At `time_limit` seconds the
+    best plan so far is returned with the gap that is proved by then. A solver run ends earlier once
+    its best plan and its bound have barely improved for `stall` seconds (or for as long as its
     first bound took); `math.inf` turns that off. For budget="min", a peak within `peak_gap` of a
-    proved bound is small enough, and so is one within `peak_gap` of the smallest found.
-    `complete_slots` is up to how many optional slots every schedule of the order is considered,
-    `near_slots` how many are offered at most otherwise. `order` says whether other orders of the
+    proved bound is small enough, and so is one within `peak_gap` of the smallest found. Up to
+    `complete_slots` optional slots, every schedule of the order is considered; beyond that, at most
+    `near_slots` slots before reads of idle values. `order` says whether other orders of the
     operations are searched too; "auto" does so for graphs that are no training step.
     """
 
@@ -71,46 +72,57 @@ class Auto(MilpOptions):
     name = "auto"
 
     def run(self, task: Task) -> Solution:
-        """The cheapest schedule within the budget, or the one with the smallest peak. Raises
-        `SolverError` if the solver is missing and no schedule is known to begin from."""
+        """Return the cheapest schedule within the budget, or the one with the smallest peak. Raises
+        `SolverError` if the solver is missing and there is no schedule to start from."""
         if task.start is None:
             require_solver(self.solver)
 
         def solve(task: Task, time_limit: float) -> Solution:
             timed = replace(self, time_limit=time_limit)
-            reserve = 0.0 if self._is_complete(task.graph) else _RESERVE * self.gap
-            return search(SearchState(task, timed, self._build_slots, small_values_share=reserve), self.steps(task.graph))
+            small_values_share = (
+                0.0 if self._is_complete(task.graph) else _SMALL_VALUES_SHARE * self.gap
+            )
+            return search(
+                SearchState(task, timed, self._build_slots, small_values_share=small_values_share),
+                self.steps(task.graph),
+            )
 
-        is_needed = self.order == "on" or (self.order == "auto" and order_search.may_reorder(task.graph))
-        if not is_needed:
+        searches_orders = self.order == "on" or (
+            self.order == "auto" and order_search.may_reorder(task.graph)
+        )
+        if not searches_orders:
             return solve(task, self.time_limit)
-        in_any_order = order_search.minimize_peak_in_any_order if task.budget_bytes is None else order_search.minimize_cost_in_any_order
+        in_any_order = (
+            order_search.minimize_peak_in_any_order
+            if task.budget_bytes is None
+            else order_search.minimize_cost_in_any_order
+        )
         return in_any_order(task, solve, time_limit=self.time_limit, seed=self.seed)
 
     def steps(self, graph: Graph) -> Pipeline:
-        """The steps that this graph is solved by."""
+        """Return the steps that solve this graph."""
         return pipeline.auto_pipeline(graph)
 
     def _is_complete(self, graph: Graph) -> bool:
         return slots.complete_slot_count(graph) <= self.complete_slots
 
     def _build_slots(
-        self, graph: Graph, state: Sequence[Schedule], affordable_s: float, coarseness: int
+        self, graph: Graph, schedules: Sequence[Schedule], affordable_s: float, coarseness: int
     ) -> Slots:
         if self._is_complete(graph):
             return slots.build_complete_slots(graph, affordable_s)
-        idle = max(8, len(graph) // 40)
-        near = partial(
+        min_idle = max(8, len(graph) // 40)
+        build = partial(
             slots.build_idle_read_slots,
             graph,
-            max_distance=_BACK,
-            min_idle=idle,
-            group_span=_REGION,
-            schedules=state,
+            max_distance=_MAX_DISTANCE,
+            min_idle=min_idle,
+            group_span=_GROUP_SPAN,
+            schedules=schedules,
             affordable_s=affordable_s,
         )
-        for every in _EVERY[:-1]:
-            offered = near(stride=coarseness * every)
-            if offered.optional_count <= self.near_slots:
-                return offered
-        return near(stride=coarseness * _EVERY[-1])
+        for stride in _STRIDES[:-1]:
+            slot_set = build(stride=coarseness * stride)
+            if slot_set.optional_count <= self.near_slots:
+                return slot_set
+        return build(stride=coarseness * _STRIDES[-1])

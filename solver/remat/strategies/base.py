@@ -1,7 +1,7 @@
-"""What a strategy is, and what it answers.
+"""The interface of a strategy.
 
-A strategy is a frozen dataclass whose fields are its options, with one method, `run`. It promises
-nothing: `remat.solve` simulates whatever comes back.
+A strategy is a frozen dataclass whose fields are its options, with one method, `run`. It need not
+be trusted: `remat.solve` simulates every schedule that it returns.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from remat.solution import Solution
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What a strategy is asked for: a schedule of `graph` with a peak of at most `budget_bytes`,
-    constant memory included, or with the smallest peak that it can find, where that is None.
+    """A problem for a strategy: find a schedule of `graph` with a peak of at most `budget_bytes`,
+    constant memory included, or with the smallest peak if that is None.
 
-    `start` is a schedule that is known to fit, to begin from. `progress` is called with a
-    `Progress` now and then; once `cancel` is set, what is known is wanted.
+    `start` is a schedule that is known to fit, to start from. `progress` is called with a
+    `Progress` from time to time; once `cancel` is set, the best schedule so far is to be returned.
     """
 
     graph: Graph
@@ -32,13 +32,13 @@ class Task:
 
 
 class Strategy(Protocol):
-    """How to look for a schedule within a budget."""
+    """An algorithm that finds a schedule within a budget."""
 
     @property
     def name(self) -> str:
-        """As it appears in `Plan.stats`."""
+        """The strategy's name in `Plan.stats`."""
         ...
 
     def run(self, task: Task) -> Solution:
-        """A schedule that does what `task` asks. Raises `InfeasibleBudget` or `SolverTimeout`."""
+        """Return a schedule for `task`. Raises `InfeasibleBudget` or `SolverTimeout`."""
         ...

@@ -1,4 +1,4 @@
-"""The optimum over every schedule of the graph's order, for small graphs."""
+"""`Exact`: the optimum over every schedule of the graph's order, for small graphs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from remat.strategies.search.state import SearchState
 
 @dataclass(frozen=True)
 class Exact(MilpOptions):
-    """Checkmate's space: any earlier operation may run again before any later one.
+    """Solves Checkmate's space: any earlier operation may be recomputed before any later one.
 
     Its bound holds for every schedule of the order (`bound_scope` is "order"). The number of
     binaries grows with the square of the number of operations: beyond 150 or so, use `Auto`.
@@ -25,11 +25,13 @@ class Exact(MilpOptions):
     name = "exact"
 
     def run(self, task: Task) -> Solution:
-        """The cheapest schedule within the budget, or the one with the smallest peak. Raises
-        `SolverError` if the solver is missing and no schedule is known to begin from."""
+        """Return the cheapest schedule within the budget, or the one with the smallest peak. Raises
+        `SolverError` if the solver is missing and there is no schedule to start from."""
         if task.start is None:
             require_solver(self.solver)
         state = SearchState(
-            task, self, lambda graph, _, affordable_s, __: slots.build_complete_slots(graph, affordable_s)
+            task,
+            self,
+            lambda graph, _, affordable_s, __: slots.build_complete_slots(graph, affordable_s),
         )
         return search(state, pipeline.exact_pipeline())

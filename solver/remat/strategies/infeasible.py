@@ -13,7 +13,7 @@ from remat.simulate import simulate
 def infeasible(
     graph: Graph, budget_bytes: int, smallest_bytes: int, reason: str, *, proved: bool
 ) -> InfeasibleBudget:
-    """What to raise; `proved` says that no schedule fits, `reason` why."""
+    """Return the error, for the given `reason`; `proved` means that no schedule fits."""
     baseline_bytes = simulate(graph, Schedule.keep_all(graph)).peak_bytes
     share = missing_percent_sign_hint(budget_bytes, baseline_bytes)
     verdict = "is proved infeasible" if proved else "seems to be too small"

@@ -1,6 +1,5 @@
-"""Options of strategies: the range of each is part of its type, and is checked when a strategy is
-made, in a program and from a document alike.
-"""
+"""Options of strategies. The range of each option is part of its type, and is checked when a
+strategy is created, in a program and from a document alike."""
 
 from __future__ import annotations
 
@@ -14,9 +13,9 @@ from pydantic import ConfigDict, Field, ValidationError, create_model
 from remat.documents.base import Record
 
 
-def between(least: int, most: int) -> Any:
-    """The range of a whole number, both ends included."""
-    return Field(ge=least, le=most, description=f"from {least} to {most}")
+def between(low: int, high: int) -> Any:
+    """Return the constraint on an integer to be in this range, both ends included."""
+    return Field(ge=low, le=high, description=f"from {low} to {high}")
 
 
 Share = Annotated[float, Field(ge=0, lt=1, description="at least 0 and below 1")]
@@ -26,20 +25,22 @@ Seed = Annotated[int, between(0, 2**31 - 1)]
 
 
 class Checked:
-    """A base for strategies, which are frozen dataclasses: options that are not of their type, or
-    not in its range, are a ValueError that says so."""
+    """Base of the strategies, which are frozen dataclasses. An option of the wrong type, or out of
+    its range, raises a ValueError that says so."""
 
     def __post_init__(self) -> None:
         kind: Any = type(self)
         try:
-            schema(kind).model_validate({f.name: getattr(self, f.name) for f in fields(kind)})
+            options_schema(kind).model_validate(
+                {f.name: getattr(self, f.name) for f in fields(kind)}
+            )
         except ValidationError as error:
-            raise ValueError(words(kind, error)) from None
+            raise ValueError(option_error(kind, error)) from None
 
 
 @dataclass(frozen=True)
 class MilpOptions(Checked):
-    """A base for strategies that ask a program; what the options mean is said in `Auto`."""
+    """Base of the strategies that solve programs; `Auto` explains the options."""
 
     gap: Share = 0.0
     time_limit: Seconds = 300.0
@@ -47,47 +48,48 @@ class MilpOptions(Checked):
     solver: str = "HiGHS"
     seed: Seed = 0
 
-    # What is no option goes on to the end.
+    # Without these two options: solve to the end.
     stall = math.inf
     peak_gap = 0.0
 
 
 class _Options(Record):
-    model_config = ConfigDict(allow_inf_nan=True)  # no limit of time is an infinite one
+    model_config = ConfigDict(allow_inf_nan=True)  # math.inf is no time limit
 
 
 @cache
-def schema(kind: type[Any]) -> type[Record]:
-    """A strict record with the options of a kind of strategy."""
+def options_schema(kind: type[Any]) -> type[Record]:
+    """Return a strict record class with the options of a strategy class."""
     hints = get_type_hints(kind, include_extras=True)
-    wanted: dict[str, Any] = {
+    option_fields: dict[str, Any] = {
         f.name: (hints[f.name], ... if f.default is MISSING else f.default) for f in fields(kind)
     }
-    return create_model(kind.__name__, __base__=_Options, **wanted)
+    return create_model(kind.__name__, __base__=_Options, **option_fields)
 
 
-def words(kind: type[Any], error: ValidationError) -> str:
-    """The first thing that is wrong with a strategy's options: "Auto: gap is -1; it is ..."."""
+def option_error(kind: type[Any], error: ValidationError) -> str:
+    """Return a message about the first invalid option of a strategy: "Auto: gap is -1; it is
+    ..."."""
     first = error.errors(include_url=False, include_context=False)[0]
     option = str(first["loc"][0]) if first["loc"] else "options"
-    field = schema(kind).model_fields.get(option)
+    field = options_schema(kind).model_fields.get(option)
     if field is None:
-        has = ", ".join(schema(kind).model_fields) or "none"
-        return f"{kind.__name__} has no option {option[:80]!r}; its options are {has}"
+        option_names = ", ".join(options_schema(kind).model_fields) or "none"
+        return f"{kind.__name__} has no option {option[:80]!r}; its options are {option_names}"
     is_range = first["type"].startswith(("greater", "less", "too_"))
-    wanted = f"it is {_range(field)}" if is_range else first["msg"]
-    return f"{kind.__name__}: {option} is {_shown(first['input'])}; {wanted}"
+    expected = f"it is {_describe_range(field)}" if is_range else first["msg"]
+    return f"{kind.__name__}: {option} is {_shorten(first['input'])}; {expected}"
 
 
-def _range(field: Any) -> str:
-    """Of a field, or of what it is made of ("int | None", a tuple)."""
+def _describe_range(field: Any) -> str:
+    """Return the range of a field, or of a part of its type ("int | None", a tuple)."""
     if field.description:
         return field.description
     parts = getattr(field.annotation, "__args__", ())
-    inner = (each for part in parts for each in getattr(part, "__metadata__", ()))
-    return next((each.description for each in inner if each.description), "out of range")
+    constraints = (constraint for part in parts for constraint in getattr(part, "__metadata__", ()))
+    return next((c.description for c in constraints if c.description), "out of range")
 
 
-def _shown(value: object) -> str:
+def _shorten(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:40]}..."

@@ -25,7 +25,7 @@ from remat.strategies.baselines.published_milp.lp_rounding import LpRounding
 from remat.strategies.baselines.recompute_all import RecomputeAll
 from remat.strategies.baselines.selective import Selective
 from remat.strategies.exact import Exact
-from remat.strategies.options import schema, words
+from remat.strategies.options import option_error, options_schema
 
 STRATEGIES: dict[str, type[Any]] = {
     "auto": Auto,
@@ -44,7 +44,8 @@ STRATEGIES: dict[str, type[Any]] = {
     "lp_rounding": LpRounding,
     "checkmate": CheckmateMilp,
 }
-"""Every strategy by its name: for `compare`, the command line, the service and the laws."""
+"""Every strategy by its name: for `compare`, the command line, the service and the tests of all
+strategies."""
 
 COMPARED_AS: dict[str, tuple[Strategy, ...]] = {
     "exact": (),  # for small graphs
@@ -52,22 +53,22 @@ COMPARED_AS: dict[str, tuple[Strategy, ...]] = {
     "lp_rounding": (LpRounding(time_limit=60.0),),
     "checkmate": (CheckmateMilp(time_limit=60.0),),
 }
-"""What `compare` shows of a strategy, where that is not the one with its defaults."""
+"""The variants of a strategy that `compare` shows, unless it is the one with default options."""
 
-_FOREVER_S = 1e9
-"""Stands for infinity in JSON, which has none."""
+_INFINITY_S = 1e9
+"""Replaces infinity in JSON, which has none."""
 
 
 def compared_by_default() -> list[Strategy]:
-    """Those that `compare` shows, in the order of `STRATEGIES`."""
-    shown = (COMPARED_AS.get(name, (kind(),)) for name, kind in STRATEGIES.items())
-    return [strategy for each in shown for strategy in each]
+    """Return the strategies that `compare` shows, in the order of `STRATEGIES`."""
+    variants = (COMPARED_AS.get(name, (kind(),)) for name, kind in STRATEGIES.items())
+    return [strategy for group in variants for strategy in group]
 
 
 def to_data(strategy: Strategy) -> dict[str, object]:
-    """`{"name": "auto", "gap": 0.005, ...}`: all options, defaults included.
+    """Return `{"name": "auto", "gap": 0.005, ...}`: all options, defaults included.
 
-    Raises ValueError for a strategy that is none of remat's own.
+    Raises ValueError for a strategy that is not one of remat's.
     """
     for name, kind in STRATEGIES.items():
         if type(strategy) is kind:
@@ -77,7 +78,7 @@ def to_data(strategy: Strategy) -> dict[str, object]:
 
 
 def from_data(data: object) -> Strategy:
-    """The strategy that `to_data` wrote; options left out have their defaults.
+    """Return the strategy that `to_data` wrote; omitted options have their defaults.
 
     Raises ValueError that names the wrong option.
     """
@@ -87,28 +88,30 @@ def from_data(data: object) -> Strategy:
     if name not in STRATEGIES:
         raise ValueError(f"there is no strategy {name[:80]!r}; names are {_names()}")
     kind = STRATEGIES[name]
-    given = {key: value for key, value in data.items() if key != "name"}
+    options = {key: value for key, value in data.items() if key != "name"}
     try:
-        checked = schema(kind).model_validate_json(json.dumps(given))  # strict, but lists pass
+        checked = options_schema(kind).model_validate_json(
+            json.dumps(options)
+        )  # strict, but lists pass
     except ValidationError as error:
-        raise ValueError(words(kind, error)) from None
+        raise ValueError(option_error(kind, error)) from None
     return cast(Strategy, kind(**dict(checked)))
 
 
 def json_schema() -> dict[str, Any]:
-    """What `from_data` takes, as JSON Schema: one object for each strategy."""
-    return {"oneOf": [_described(name, kind) for name, kind in STRATEGIES.items()]}
+    """Return the JSON Schema of what `from_data` accepts: one object for each strategy."""
+    return {"oneOf": [_strategy_schema(name, kind) for name, kind in STRATEGIES.items()]}
 
 
-def _described(name: str, kind: type[Any]) -> dict[str, Any]:
-    found = schema(kind).model_json_schema()
-    found["properties"] = {**found["properties"], "name": {"const": name}}
-    found["required"] = ["name"]
-    return found
+def _strategy_schema(name: str, kind: type[Any]) -> dict[str, Any]:
+    schema = options_schema(kind).model_json_schema()
+    schema["properties"] = {**schema["properties"], "name": {"const": name}}
+    schema["required"] = ["name"]
+    return schema
 
 
 def _finite(value: object) -> object:
-    return _FOREVER_S if isinstance(value, float) and math.isinf(value) else value
+    return _INFINITY_S if isinstance(value, float) and math.isinf(value) else value
 
 
 def _names() -> str:

@@ -1,6 +1,10 @@
-"""Pictures, pages and exports of a `Plan`: text in, text out, without torch.
+"""Pictures, pages and exports of a `Plan`, as text and without torch.
 
-The pictures as matplotlib figures are in `remat.view.figures`, which needs matplotlib to draw.
+SVG pictures are in `timeline` (memory over time), `schedule` (runs and live outputs), `modules`
+(recomputed time by module) and `frontier` (extra time over peak memory); `figures` draws the same
+four with matplotlib, and `drawing` has what they share. `html` makes pages, `code` annotated Python
+code. Exports are in `chrome` (Chrome trace events), `snapshot` (torch's memory viewer) and `tables`
+(CSV, Graphviz, GraphML).
 """
 
 from __future__ import annotations
@@ -14,8 +18,7 @@ from remat.view.figures import (
     timeline_figure,
 )
 from remat.view.frontier import frontier_svg
-from remat.view.frontier_page import frontier_html
-from remat.view.html import plan_fragment, plan_html
+from remat.view.html import frontier_html, plan_fragment, plan_html
 from remat.view.modules import modules_svg
 from remat.view.schedule import schedule_svg
 from remat.view.snapshot import memory_snapshot, save_snapshot

@@ -1,7 +1,7 @@
 """`chrome_trace`: a plan in the Chrome trace event format, for Perfetto and chrome://tracing.
 
-The format is described in "Trace Event Format" (Google, 2016). Times are what the plan says, not
-what a device did; written beside a profile of the real step, they show where the two differ.
+The format is described in "Trace Event Format" (Google, 2016). Times are predicted by the plan, not
+measured; compare them with a profile of the real step to see where the two differ.
 """
 
 from __future__ import annotations
@@ -10,7 +10,13 @@ import json
 from collections import Counter
 
 from remat.plan_data import PlanData
-from remat.view.drawing.occupancy import LAYERS, backward_run, occupancy, reruns, starts_s
+from remat.view.drawing.memory_layers import (
+    LAYERS,
+    earlier_run_counts,
+    first_backward_run,
+    memory_layers,
+    run_start_times_s,
+)
 
 _PID = 1
 _FORWARD, _BACKWARD = 1, 2
@@ -19,45 +25,49 @@ Event = dict[str, "str | int | float | dict[str, str | int | float]"]
 
 
 def chrome_trace(plan: PlanData) -> str:
-    """JSON text. Each run is a complete event (microseconds) on the track of its pass, in the
-    category "run" or "recompute"; counters follow the memory by what holds it, in bytes."""
+    """Return a plan as Chrome trace events, in JSON.
+
+    Each run is a complete event (in microseconds) on the track "forward" or "backward", with the
+    category "run" or "recompute". A counter has the live bytes of each memory layer.
+    """
     graph = plan.graph
-    held = occupancy(plan)
-    # Ends are the next starts, rounded to nanoseconds: neighbours never overlap.
-    starts = [round(start * 1e6, 3) for start in starts_s(plan)]
-    begin = backward_run(plan)
-    times = Counter(plan.schedule.runs)
-    events = _names()
-    for run, (op, before) in enumerate(zip(plan.schedule.runs, reruns(plan.schedule), strict=True)):
+    memory = memory_layers(plan)
+    # A run ends where the next starts, rounded to nanoseconds: events never overlap.
+    starts_us = [round(start * 1e6, 3) for start in run_start_times_s(plan)]
+    boundary = first_backward_run(plan)
+    run_counts = Counter(plan.schedule.runs)
+    events = _track_names()
+    earlier_runs = earlier_run_counts(plan.schedule)
+    for run, (op, earlier) in enumerate(zip(plan.schedule.runs, earlier_runs, strict=True)):
         operation = graph.operations[op]
         args: dict[str, str | int | float] = {
             "module": operation.module,
             "run": run,
-            "time": f"{before + 1} of {times[op]}",
+            "time": f"{earlier + 1} of {run_counts[op]}",
             "output_bytes": sum(graph.values[v].size_bytes for v in operation.outputs),
-            "memory_bytes": held.timeline.during_bytes[run],
+            "memory_bytes": memory.timeline.during_bytes[run],
         }
         events.append(
             {
                 "name": operation.name,
-                "cat": "recompute" if before else "run",
+                "cat": "recompute" if earlier else "run",
                 "ph": "X",
-                "ts": starts[run],
-                "dur": round(starts[run + 1] - starts[run], 3),
+                "ts": starts_us[run],
+                "dur": round(starts_us[run + 1] - starts_us[run], 3),
                 "pid": _PID,
-                "tid": _FORWARD if begin is None or run < begin else _BACKWARD,
+                "tid": _FORWARD if boundary is None or run < boundary else _BACKWARD,
                 "args": args,
             }
         )
-        now = {layer: held.layers[layer][run] for layer in held.used}
-        events.append(_counter(starts[run], now))
+        live_bytes = {layer: memory.layers[layer][run] for layer in memory.used}
+        events.append(_counter(starts_us[run], live_bytes))
     if plan.schedule.runs:
-        results = [copy.value for copy in held.timeline.copies if copy.end >= len(plan.schedule)]
-        last = dict.fromkeys(held.used, 0) | {
+        results = [copy.value for copy in memory.timeline.copies if copy.end >= len(plan.schedule)]
+        at_end = dict.fromkeys(memory.used, 0) | {
             "constant": graph.constant_bytes,
             "results": sum(graph.values[v].size_bytes for v in results),
         }
-        events.append(_counter(starts[-1], {layer: last[layer] for layer in held.used}))
+        events.append(_counter(starts_us[-1], {layer: at_end[layer] for layer in memory.used}))
     facts = {
         "budget_bytes": plan.budget_bytes,
         "peak_bytes": plan.peak_bytes,
@@ -67,19 +77,20 @@ def chrome_trace(plan: PlanData) -> str:
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": facts})
 
 
-def _counter(start: float, held: dict[str, int]) -> Event:
-    args: dict[str, str | int | float] = {**held}
-    return {"name": "memory", "ph": "C", "ts": start, "pid": _PID, "tid": 0, "args": args}
+def _counter(start_us: float, bytes_by_layer: dict[str, int]) -> Event:
+    """Return a counter event with the live bytes of each layer."""
+    args: dict[str, str | int | float] = {**bytes_by_layer}
+    return {"name": "memory", "ph": "C", "ts": start_us, "pid": _PID, "tid": 0, "args": args}
 
 
-def _names() -> list[Event]:
-    """What the process and its tracks are called."""
-    named = (
+def _track_names() -> list[Event]:
+    """Return the metadata events that name the process and its two tracks."""
+    names = (
         ("process_name", 0, "remat plan"),
         ("thread_name", _FORWARD, "forward"),
         ("thread_name", _BACKWARD, "backward"),
     )
     return [
-        {"name": what, "ph": "M", "ts": 0, "pid": _PID, "tid": track, "args": {"name": name}}
-        for what, track, name in named
+        {"name": kind, "ph": "M", "ts": 0, "pid": _PID, "tid": track, "args": {"name": name}}
+        for kind, track, name in names
     ]

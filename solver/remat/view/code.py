@@ -1,6 +1,6 @@
-"""`annotated_code`: a program as Python to read, each line with what it costs.
+"""`annotated_code`: a program as Python code to read, with the bytes and time of each line.
 
-It parses, but is not meant to be run: `remat.lower` makes the module that runs.
+The code parses, but it is not meant to run: `remat.lower` makes the module that runs.
 """
 
 from __future__ import annotations
@@ -16,58 +16,57 @@ from remat.limits.units import format_bytes, format_seconds
 from remat.plan_data import PlanData
 from remat.view.drawing.text import plain
 
-_COLUMN = 76
-"""Where comments begin, if the code leaves room."""
+_COMMENT_COLUMN = 76
+"""The column at which comments begin, if the code is short enough."""
 
-_WIDTH = 100
+_LINE_LENGTH = 100
 
 
 def annotated_code(
     program: Program, plan: PlanData | None = None, trace: Trace | None = None
 ) -> str:
-    """Two functions, `forward` and `backward`; every line ends in a comment.
+    """Return the functions `forward` and `backward` of a program, with a comment on every line.
 
-    The comment has the module path, whether the backward pass finds the result kept or it is a
-    recomputation and, with the `plan` that the program was rewritten from, or its `trace`, the
-    bytes of the output, the time, and which of how many runs it is. What does not fit together (a
-    plan of another program) is left out. Long calls go on below their first line.
+    The comment has the module path, "saved" if the backward reads the result, and "recomputed" for
+    a recomputation. With the `plan` that the program was rewritten from, or its `trace`, it also
+    has the bytes of the output, the time, and the number of the run. A `plan` of another program is
+    ignored. Long calls are wrapped.
     """
     statements = [*program.forward, *program.backward]
     graph = plan.graph if plan is not None else _graph(trace)
-    views = _views(trace)
-    notes = _notes(statements, graph, views)
-    if graph is not None and plan is not None and not _fits(notes, plan):
-        graph, notes = None, [None] * len(statements)
-    times = Counter(notes)
-    seen = Counter[int]()
-    kept = frozenset(program.saved)
+    views = _view_names(trace)
+    operations = _operations(statements, graph, views)
+    if graph is not None and plan is not None and not _are_in_order(operations, plan):
+        graph, operations = None, [None] * len(statements)
+    run_counts = Counter(operations)
+    runs_so_far = Counter[int]()
+    saved_names = frozenset(program.saved)
     rows: list[list[str]] = []
-    for statement, op in zip(statements, notes, strict=True):
-        words = [plain(statement.module)] if statement.module else []
+    for statement, op in zip(statements, operations, strict=True):
+        notes = [plain(statement.module)] if statement.module else []
         if graph is not None and op is not None:
             operation = graph.operations[op]
             size = sum(graph.values[v].size_bytes for v in operation.outputs)
-            words += [format_bytes(size), format_seconds(operation.cost_s)]
-            seen[op] += 1
-        if op is None and any(_original(bound.name, views) in views for bound in statement.results):
-            words.append("view")
-        if statement.rerun:
-            words.append(
-                "recomputed" if op is None else f"recomputed, run {seen[op]} of {times[op]}"
-            )
-        elif op is not None and times[op] > 1:
-            words.append(f"run 1 of {times[op]}")
-        if any(bound.name in kept for bound in statement.results):
-            words.append("kept")
-        if statement.random:
-            verb = "saves" if statement.random == "save" else "replays"
-            words.append(f"{verb} {plain(statement.state)}")
-        rows.append(_lines(statement, ", ".join(words)))
+            notes += [format_bytes(size), format_seconds(operation.cost_s)]
+            runs_so_far[op] += 1
+        if op is None and any(_tensor_name(b.name, views) in views for b in statement.results):
+            notes.append("view")
+        if statement.recomputation:
+            number = "" if op is None else f", run {runs_so_far[op]} of {run_counts[op]}"
+            notes.append(f"recomputed{number}")
+        elif op is not None and run_counts[op] > 1:
+            notes.append(f"run 1 of {run_counts[op]}")
+        if any(binding.name in saved_names for binding in statement.results):
+            notes.append("saved")
+        if statement.rng_action:
+            verb = "saves" if statement.rng_action == "save" else "replays"
+            notes.append(f"{verb} {plain(statement.rng_state)}")
+        rows.append(_lines(statement, ", ".join(notes)))
     forward = rows[: len(program.forward)]
     backward = rows[len(program.forward) :]
     kinds = {p.name: p.kind for p in program.placeholders}
     outputs = [output.name for output in program.outputs]
-    passed = [*program.saved, *program.states]
+    saved = [*program.saved, *program.rng_states]
     tangents = [output.tangent for output in program.outputs if output.tangent]
     peak = format_bytes(program.predicted_peak_bytes)
     return "\n".join(
@@ -79,11 +78,11 @@ def annotated_code(
             *_signature("forward", [name for name, kind in kinds.items() if kind != "tangent"]),
             *(line for row in forward for line in row),
             *_return("outputs", outputs),
-            *_return("saved", passed),
+            *_return("saved", saved),
             "    return outputs, saved",
             "",
             "",
-            *_signature("backward", list(dict.fromkeys((*passed, *tangents)))),
+            *_signature("backward", list(dict.fromkeys((*saved, *tangents)))),
             *(line for row in backward for line in row),
             *_return("gradients", [gradient.name for gradient in program.gradients]),
             "    return gradients",
@@ -93,64 +92,68 @@ def annotated_code(
 
 
 def _graph(trace: Trace | None) -> Graph | None:
+    """Return the graph of a trace that has costs; otherwise None."""
     return trace.graph() if trace is not None and trace.measured else None
 
 
-def _views(trace: Trace | None) -> frozenset[str]:
-    """Names of the tensors that views make, as far as there is a trace to tell."""
+def _view_names(trace: Trace | None) -> frozenset[str]:
+    """Return the names of the tensors that are views; none without a trace."""
     if trace is None:
         return frozenset()
     return frozenset(r.name for node in trace.nodes if node.view for r in node.results)
 
 
-def _notes(
+def _operations(
     statements: Sequence[Statement], graph: Graph | None, views: frozenset[str]
 ) -> list[int | None]:
-    """The operation of each statement, where it can be told from the names that it binds."""
+    """Return the graph's operation of each statement, which the names of its results tell. None for
+    views, and for statements whose results have other names."""
     if graph is None:
         return [None] * len(statements)
-    known: dict[str, int] = {}
+    operation_of: dict[str, int] = {}
     for op, operation in enumerate(graph.operations):
-        known[operation.name] = op
-        known.update((graph.values[v].name, op) for v in operation.outputs)
-    found: list[int | None] = []
+        operation_of[operation.name] = op
+        operation_of.update((graph.values[v].name, op) for v in operation.outputs)
+    operations: list[int | None] = []
     for statement in statements:
-        names = [_original(bound.name, known) for bound in statement.results]
+        names = [_tensor_name(binding.name, operation_of) for binding in statement.results]
         if any(name in views for name in names):
-            found.append(None)
+            operations.append(None)
         else:
-            found.append(next((known[name] for name in names if name in known), None))
-    return found
+            operations.append(next((operation_of[n] for n in names if n in operation_of), None))
+    return operations
 
 
-def _original(name: str, known: Container[str]) -> str:
-    """The tensor of a variable: later copies are called `name__2`, `name__3`, ..."""
-    head, _, copy = name.rpartition("__")
-    return head if name not in known and head and copy.isdigit() else name
+def _tensor_name(variable: str, names: Container[str]) -> str:
+    """Return the tensor of a variable. Later copies of a tensor are `name__2`, `name__3`, ...;
+    `names` are tensors, which may end in this way, too."""
+    head, _, copy = variable.rpartition("__")
+    return head if variable not in names and head and copy.isdigit() else variable
 
 
-def _fits(notes: list[int | None], plan: PlanData) -> bool:
-    """Whether the operations that are told come in the order of the plan's runs."""
+def _are_in_order(operations: list[int | None], plan: PlanData) -> bool:
+    """True if the operations, without the Nones, are a subsequence of the plan's runs."""
     runs = iter(plan.schedule.runs)
-    return all(op in runs for op in notes if op is not None)
+    return all(op in runs for op in operations if op is not None)
 
 
-def _parts(statement: Statement) -> tuple[str, list[str], str]:
-    """What stands before the arguments, the arguments, and what stands after them."""
+def _call_parts(statement: Statement) -> tuple[str, list[str], str]:
+    """Return the code before the arguments of a call, the arguments, and the code after them."""
     arguments = [_argument(item) for item in statement.args]
     arguments += [f"{key}={_argument(item)}" for key, item in statement.kwargs.items()]
-    bound = {b.position: b.name for b in statement.results}
-    if not bound:
+    name_at = {binding.position: binding.name for binding in statement.results}
+    if not name_at:
         return f"{statement.target}(", arguments, ")"
-    if len(bound) == 1:
-        position, name = next(iter(bound.items()))
+    if len(name_at) == 1:
+        position, name = next(iter(name_at.items()))
         tail = f")[{position}]" if position >= 0 else ")"
         return f"{name} = {statement.target}(", arguments, tail
-    names = [bound.get(position, "_") for position in range(max(bound) + 1)]
+    names = [name_at.get(position, "_") for position in range(max(name_at) + 1)]
     return f"{', '.join(names)}, *_ = {statement.target}(", arguments, ")"
 
 
 def _argument(argument: Argument) -> str:
+    """Return an argument as Python code."""
     match argument:
         case Ref(name):
             return name
@@ -159,8 +162,8 @@ def _argument(argument: Argument) -> str:
         case Literal(kind, text):
             return f"torch.{text}" if text.isidentifier() else f"torch.{kind}({text!r})"
         case tuple():
-            inside = ", ".join(_argument(item) for item in argument)
-            return f"({inside},)" if len(argument) == 1 else f"({inside})"
+            items = ", ".join(_argument(item) for item in argument)
+            return f"({items},)" if len(argument) == 1 else f"({items})"
         case float() if argument != argument or abs(argument) == float("inf"):
             return f"float({str(argument)!r})"
         case str():
@@ -170,36 +173,40 @@ def _argument(argument: Argument) -> str:
 
 
 def _lines(statement: Statement, comment: str) -> list[str]:
-    """A statement: in one line if its comment still begins where all do, else in several."""
-    head, arguments, tail = _parts(statement)
+    """Return the code of a statement with its comment: one line if it ends before the comments'
+    column, otherwise several."""
+    head, arguments, tail = _call_parts(statement)
     lines = [f"    {head}{', '.join(arguments)}{tail}"]
-    if len(lines[0]) > _COLUMN and arguments:
-        lines = _rows(f"    {head}", arguments, tail, indent="    ")
+    if len(lines[0]) > _COMMENT_COLUMN and arguments:
+        lines = _wrapped(f"    {head}", arguments, tail, indent="    ")
     if comment:
-        lines[0] = f"{lines[0]:<{_COLUMN}}  # {comment}"
+        lines[0] = f"{lines[0]:<{_COMMENT_COLUMN}}  # {comment}"
     return lines
 
 
 def _signature(name: str, parameters: list[str]) -> list[str]:
-    return _wrapped(f"def {name}(", parameters, "):", indent="")
+    """Return the lines of `def name(parameters):`."""
+    return _fitted(f"def {name}(", parameters, "):", indent="")
 
 
 def _return(name: str, values: list[str]) -> list[str]:
-    return _wrapped(f"    {name} = [", values, "]", indent="    ")
+    """Return the lines of `name = [values]`."""
+    return _fitted(f"    {name} = [", values, "]", indent="    ")
+
+
+def _fitted(head: str, names: list[str], tail: str, indent: str) -> list[str]:
+    """Return head, names and tail in one line, or in several if they are too long for one."""
+    line = f"{head}{', '.join(names)}{tail}"
+    return [line] if len(line) <= _LINE_LENGTH else _wrapped(head, names, tail, indent)
 
 
 def _wrapped(head: str, names: list[str], tail: str, indent: str) -> list[str]:
-    """Names in lines of at most a hundred characters where they do not fit into one."""
-    whole = f"{head}{', '.join(names)}{tail}"
-    return [whole] if len(whole) <= _WIDTH else _rows(head, names, tail, indent)
-
-
-def _rows(head: str, names: list[str], tail: str, indent: str) -> list[str]:
+    """Return the head, the names in indented lines of up to 100 characters, and the tail."""
     lines = [head]
-    row = f"{indent}    "
+    line = f"{indent}    "
     for name in names:
-        if len(row) + len(name) + 1 > _WIDTH:
-            lines.append(row.rstrip())
-            row = f"{indent}    "
-        row += f"{name}, "
-    return [*lines, row.rstrip(), f"{indent}{tail}"]
+        if len(line) + len(name) + 1 > _LINE_LENGTH:
+            lines.append(line.rstrip())
+            line = f"{indent}    "
+        line += f"{name}, "
+    return [*lines, line.rstrip(), f"{indent}{tail}"]

@@ -1,7 +1,7 @@
 """The pictures as matplotlib figures, for papers: `figure.savefig("timeline.pdf")`.
 
-They show what the SVGs show, from the same data, in the same words and colours. No global state of
-matplotlib is touched: no pyplot, no backend, no style. Needs the extra `remat[viz]`.
+They show the same data as the SVG pictures, with the same labels and colours. They change no global
+state of matplotlib: no pyplot, no backend, no style. They need the extra `remat[viz]`.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Any, Literal
 from remat.errors import RematError
 from remat.limits.units import format_bytes
 from remat.plan_data import PlanData
-from remat.report.comparison import Compared, Row
-from remat.view import frontier as frontiers
-from remat.view import modules, schedule, timeline
+from remat.report.comparison import ComparisonData, ComparisonRow
+from remat.view import frontier, modules, schedule, timeline
 from remat.view.drawing.axes import PERCENT, RUNS, Unit, byte_unit, second_unit
-from remat.view.drawing.cells import ROLES, Grid, strokes
-from remat.view.drawing.marks import marker, series
-from remat.view.drawing.occupancy import LAYERS, backward_run
+from remat.view.drawing.marks import matplotlib_marker, strategy_colour
+from remat.view.drawing.memory_layers import LAYERS, first_backward_run
+from remat.view.drawing.schedule_grid import ROLES, ScheduleGrid, schedule_strokes
 from remat.view.drawing.svg import colour
 from remat.view.drawing.text import plain, shorten
 
@@ -28,94 +27,104 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _WIDTH, _HEIGHT = 7.2, 3.6
-"""Inches: the width of a page of text."""
+"""Size of a figure in inches; the width is that of a page of text."""
 
 _SMALL, _TEXT = 7.0, 8.0
-"""Points."""
+"""Font sizes in points."""
 
 _ROW = 0.13
-"""Inches of a row that has a label."""
+"""Height in inches of a row that has a label."""
 
-_LEAST_POINTS = {"held-result": 0.3, "held": 0.3, "held-again": 0.7, "run": 0.7, "rerun": 1.3}
-"""Strokes are no thinner than this: what is rare is the point of the picture."""
+_MIN_POINTS = {
+    "live-result": 0.3,
+    "live": 0.3,
+    "live-recomputed": 0.7,
+    "run": 0.7,
+    "recomputation": 1.3,
+}
+"""The smallest width in points of a stroke of each role, so that a single recomputation is
+visible."""
 
-_VECTORS = 20_000
-"""With more strokes than this a schedule is an image inside a PDF."""
+_MAX_VECTOR_STROKES = 20_000
+"""With more strokes than this, a schedule is an image inside a PDF."""
 
 
 def timeline_figure(plan: PlanData, *, x: Literal["time", "runs"] = "time") -> Figure:
-    """Memory over the step, as `timeline_svg`. Raises `RematError` without matplotlib."""
+    """Return the picture of memory over the step, as `timeline_svg`. Raises `RematError` if
+    matplotlib is not installed."""
     figure, axes = _figure(timeline.TITLE, timeline.summary(plan))
-    shown = timeline.curves(plan, x)
-    edges, columns = _edges(shown.eager_columns())
-    heights = [shown.eager_bytes[run] for run in columns]
+    curves = timeline.memory_curves(plan, x)
+    edges, columns = _edges(curves.baseline_columns())
+    heights = [curves.baseline_bytes[run] for run in columns]
     if columns:
-        axes.stairs(heights, edges, fill=True, color=colour("eager"), label=timeline.EAGER)
+        label = timeline.BASELINE_LABEL
+        axes.stairs(heights, edges, fill=True, color=colour("baseline"), label=label)
         axes.stairs(heights, edges, color="#b5b5b5", linewidth=0.5)
-    edges, columns = _edges(shown.columns())
+    edges, columns = _edges(curves.columns())
     below = [0] * len(columns)
-    for layer, tops in shown.tops() if columns else ():
+    for layer, tops in curves.layer_tops() if columns else ():
         top = [tops[run] for run in columns]
-        words = LAYERS[layer]
-        axes.stairs(top, edges, baseline=below, fill=True, color=colour(layer), label=words)
+        label = LAYERS[layer]
+        axes.stairs(top, edges, baseline=below, fill=True, color=colour(layer), label=label)
         below = top
-    axes.set_xlim(0, shown.end or 1)
-    axes.set_ylim(0, shown.top_bytes * 1.06)
-    in_bytes = byte_unit(shown.top_bytes * 1.06)
-    _ticks(axes, "y", in_bytes, f"memory ({in_bytes.name})")
-    _ticks(axes, "x", shown.unit, f"time ({shown.unit.name})" if shown.by_time else "runs")
-    boundary = backward_run(plan)
+    axes.set_xlim(0, curves.end or 1)
+    axes.set_ylim(0, curves.top_bytes * 1.06)
+    memory_unit = byte_unit(curves.top_bytes * 1.06)
+    _ticks(axes, "y", memory_unit, f"memory ({memory_unit.name})")
+    _ticks(axes, "x", curves.unit, f"time ({curves.unit.name})" if curves.by_time else "runs")
+    boundary = first_backward_run(plan)
     if boundary is not None:
-        _passes(axes, shown.starts[boundary])
-    words = f"budget {format_bytes(plan.budget_bytes)}"
-    if shown.budget_fits:
+        _pass_boundary(axes, curves.starts[boundary])
+    label = f"budget {format_bytes(plan.budget_bytes)}"
+    if curves.budget_fits:
         axes.axhline(plan.budget_bytes, color=colour("budget"), linewidth=1, linestyle=(0, (5, 3)))
         at_right = {"xycoords": axes.get_yaxis_transform(), "ha": "right"}
-        _note(axes, words, (1, plan.budget_bytes), (0, 2), color=_LABEL_COLOUR, **at_right)
+        _note(axes, label, (1, plan.budget_bytes), (0, 2), color=_LABEL_COLOUR, **at_right)
     else:
-        axes.set_title(f"{words}, far above", loc="right", fontsize=_SMALL, color=_LABEL_COLOUR)
-    run = shown.held.timeline.peak_run
+        axes.set_title(f"{label}, far above", loc="right", fontsize=_SMALL, color=_LABEL_COLOUR)
+    run = curves.memory.timeline.peak_run
     if columns:
-        middle = (shown.starts[run] + shown.starts[run + 1]) / 2
-        axes.plot(middle, shown.during_bytes[run], "o", color=colour("mark"), markersize=3)
+        middle = (curves.starts[run] + curves.starts[run + 1]) / 2
+        axes.plot(middle, curves.during_bytes[run], "o", color=colour("mark"), markersize=3)
     _legend(figure, axes.get_legend_handles_labels()[0], 4)
     return figure
 
 
 def schedule_figure(plan: PlanData) -> Figure:
-    """What runs when and what is held when, as `schedule_svg`. Raises `RematError`."""
-    grid = Grid(len(plan.graph), len(plan.schedule))
-    tall = min(max(grid.rows * _ROW, 1.0), 6.0)
-    figure, axes = _figure(schedule.TITLE, schedule.summary(plan), tall + 1.2)
+    """Return the picture of runs and live outputs, as `schedule_svg`. Raises `RematError` if
+    matplotlib is not installed."""
+    grid = ScheduleGrid(len(plan.graph), len(plan.schedule))
+    height = min(max(grid.rows * _ROW, 1.0), 6.0)
+    figure, axes = _figure(schedule.TITLE, schedule.summary(plan), height + 1.2)
     from matplotlib.collections import LineCollection
     from matplotlib.patches import Patch
 
-    row = tall * 72 / max(grid.rows, 1)
-    # Cells count in rows and columns; the axes in operations and runs.
-    across, down = grid.runs / max(grid.columns, 1), grid.operations / max(grid.rows, 1)
-    found = strokes(plan, grid)
-    words = {ROLES[role] for role in found}
-    many = sum(map(len, found.values())) > _VECTORS
-    for role, cells in found.items():
-        lines = [
-            ((first * across, (at + 0.5) * down), ((last + 1) * across, (at + 0.5) * down))
-            for at, first, last in cells
-        ]
-        wide = row * (0.8 if grid.operations <= schedule.NAMED else 1)
-        least = _LEAST_POINTS[role]
+    row_points = height * 72 / max(grid.rows, 1)
+    # Strokes count rows and columns, the axes operations and runs.
+    runs_per_column = grid.runs / max(grid.columns, 1)
+    operations_per_row = grid.operations / max(grid.rows, 1)
+    strokes_by_role = schedule_strokes(plan, grid)
+    is_rasterized = sum(map(len, strokes_by_role.values())) > _MAX_VECTOR_STROKES
+    for role, strokes in strokes_by_role.items():
+        lines: list[list[tuple[float, float]]] = []
+        for row, first, last in strokes:
+            y = (row + 0.5) * operations_per_row
+            lines.append([(first * runs_per_column, y), ((last + 1) * runs_per_column, y)])
+        width = row_points * (0.8 if grid.operations <= schedule.MAX_NAMED_ROWS else 1)
+        min_width = _MIN_POINTS[role]
         axes.add_collection(
             LineCollection(
                 lines,
                 colors=colour(role),
-                linewidths=max(wide, least),
-                capstyle="projecting" if wide < least else "butt",
-                rasterized=many,
+                linewidths=max(width, min_width),
+                capstyle="projecting" if width < min_width else "butt",
+                rasterized=is_rasterized,
             )
         )
     axes.set_xlim(0, max(grid.runs, 1))
     axes.set_ylim(max(grid.operations, 1), 0)
     label_height = _SMALL * 1.3 / 72
-    labels = schedule.row_labels(plan, tall / max(grid.operations, 1), label_height)
+    labels = schedule.row_labels(plan, height / max(grid.operations, 1), label_height)
     middles = [(first + after) / 2 for _, first, after in labels]
     names = [shorten(plain(name), 28) for name, *_ in labels]
     axes.set_yticks(middles, names, fontsize=_SMALL, parse_math=False)
@@ -123,50 +132,50 @@ def schedule_figure(plan: PlanData) -> Figure:
     axes.grid(False)
     axes.set_ylabel("operations", fontsize=_TEXT)
     _ticks(axes, "x", RUNS, "runs")
-    boundary = backward_run(plan)
+    boundary = first_backward_run(plan)
     if boundary is not None:
-        _passes(axes, boundary)
-    swatches = [Patch(color=colour(role), label=ROLES[role]) for role in schedule.LEGEND]
-    _legend(figure, [swatch for swatch in swatches if swatch.get_label() in words], 5)
+        _pass_boundary(axes, boundary)
+    roles = [role for role in schedule.LEGEND if role in strokes_by_role]
+    _legend(figure, [Patch(color=colour(role), label=ROLES[role]) for role in roles], 5)
     return figure
 
 
 def frontier_figure(
     plans: Sequence[PlanData],
-    comparison: Compared | Iterable[Row] = (),
+    comparison: ComparisonData | Iterable[ComparisonRow] = (),
     capacity_bytes: int | None = None,
     *,
     device: str | None = None,
 ) -> Figure:
-    """Extra time against peak memory; arguments and picture are those of `frontier_svg`.
+    """Return extra time against peak memory, with the arguments and the content of `frontier_svg`.
 
-    Raises `RematError` without matplotlib, and `ValueError` for an unknown device.
+    Raises `RematError` if matplotlib is not installed, and `ValueError` for an unknown device.
     """
-    shown = frontiers.frontier(plans, comparison, capacity_bytes, device)
-    figure, axes = _figure(frontiers.TITLE, frontiers.summary(shown))
-    axes.set_xlim(shown.low_bytes, shown.high_bytes)
-    axes.set_ylim(0, shown.top_overhead)
-    if shown.line:
-        xs, ys = zip(*shown.plans(), strict=True)
+    data = frontier.frontier_data(plans, comparison, capacity_bytes, device)
+    figure, axes = _figure(frontier.TITLE, frontier.summary(data))
+    axes.set_xlim(data.low_bytes, data.high_bytes)
+    axes.set_ylim(0, data.top_overhead)
+    if data.plans:
+        xs, ys = zip(*data.plan_steps(), strict=True)
         axes.plot(xs, ys, color=colour("line"), linewidth=1.3)
-        xs = [plan.peak_bytes for plan in shown.line]
-        ys = [plan.overhead for plan in shown.line]
-        axes.plot(xs, ys, "o", color=colour("line"), markersize=3.5, label=frontiers.PLANS)
-    if shown.bounds():
-        xs, ys = zip(*shown.bound(), strict=True)
-        axes.plot(xs, ys, "--", color=colour("bound"), linewidth=1, label=frontiers.BOUND)
-    if shown.eager_bytes is not None:
+        xs = [plan.peak_bytes for plan in data.plans]
+        ys = [plan.overhead for plan in data.plans]
+        axes.plot(xs, ys, "o", color=colour("line"), markersize=3.5, label=frontier.PLANS)
+    if data.bound_points():
+        xs, ys = zip(*data.bound_steps(), strict=True)
+        axes.plot(xs, ys, "--", color=colour("bound"), linewidth=1, label=frontier.BOUND)
+    if data.baseline_bytes is not None:
         dot = {"markerfacecolor": "white", "markeredgecolor": colour("mark"), "clip_on": False}
-        axes.plot(shown.eager_bytes, 0, "o", markersize=6.5, label=timeline.EAGER, **dot)
-    for index, name in enumerate(shown.strategies):
-        own = [p for p in shown.points if p.strategy == name]
-        inside = [p for p in own if p.overhead <= shown.high_overhead]
+        label = timeline.BASELINE_LABEL
+        axes.plot(data.baseline_bytes, 0, "o", markersize=6.5, label=label, **dot)
+    for index, name in enumerate(data.strategies):
+        points = [p for p in data.points if p.strategy == name and p.overhead <= data.high_overhead]
         axes.plot(
-            [p.peak_bytes for p in inside],
-            [p.overhead for p in inside],
+            [p.peak_bytes for p in points],
+            [p.overhead for p in points],
             linestyle="none",
-            marker=marker(index),
-            color=series(index),
+            marker=matplotlib_marker(index),
+            color=strategy_colour(index),
             markeredgecolor=colour("point"),
             markeredgewidth=0.4,
             markersize=4.5,
@@ -174,47 +183,49 @@ def frontier_figure(
             clip_on=False,
             label=name,
         )
-    above = shown.above()
-    if above:
-        last = max(point.peak_bytes for point in above)
-        words = frontiers.above_words(above)
-        _note(axes, f"↑ {words}", (last, shown.top_overhead), (0, -9), parse_math=False)
-    if shown.capacity_bytes is not None:
-        words = f"device {format_bytes(shown.capacity_bytes)}"
-        if shown.capacity_bytes > shown.high_bytes:
+    clipped_points = data.clipped_points()
+    if clipped_points:
+        last = max(point.peak_bytes for point in clipped_points)
+        label = frontier.clipped_label(clipped_points)
+        _note(axes, f"↑ {label}", (last, data.top_overhead), (0, -9), parse_math=False)
+    if data.capacity_bytes is not None:
+        label = f"device {format_bytes(data.capacity_bytes)}"
+        if data.capacity_bytes > data.high_bytes:
             axes.set_title(
-                f"{words}, far beyond", loc="right", fontsize=_SMALL, color=_LABEL_COLOUR
+                f"{label}, far beyond", loc="right", fontsize=_SMALL, color=_LABEL_COLOUR
             )
         else:
             axes.axvline(
-                shown.capacity_bytes, color=colour("budget"), linewidth=1, linestyle=(0, (5, 3))
+                data.capacity_bytes, color=colour("budget"), linewidth=1, linestyle=(0, (5, 3))
             )
-            place = (shown.capacity_bytes, shown.top_overhead)
-            _note(axes, words, place, (0, 3), ha="right", color=_LABEL_COLOUR)
-    in_bytes = byte_unit(shown.high_bytes)
-    _ticks(axes, "x", in_bytes, f"peak memory ({in_bytes.name})")
+            point = (data.capacity_bytes, data.top_overhead)
+            _note(axes, label, point, (0, 3), ha="right", color=_LABEL_COLOUR)
+    memory_unit = byte_unit(data.high_bytes)
+    _ticks(axes, "x", memory_unit, f"peak memory ({memory_unit.name})")
     _ticks(axes, "y", PERCENT, "extra time (%)")
     for line in axes.lines:
-        line.set_in_layout(False)  # marks on the edge are not clipped, and need no room
+        line.set_in_layout(False)  # markers on the edge are not clipped, and need no room
     _legend(figure, axes.get_legend_handles_labels()[0], 5)
     return figure
 
 
 def modules_figure(plan: PlanData) -> Figure:
-    """Recomputed time by module, as `modules_svg`. Raises `RematError` without matplotlib."""
-    found = modules.shares(plan)
-    tall = max(len(found), 1) * _ROW * 1.35 + 0.9
-    figure, axes = _figure(modules.TITLE, modules.summary(plan), tall)
-    lengths = modules.bars(found)
-    drawn = axes.barh(range(len(found)), lengths, 0.75, color=colour("again"))
-    names = [shorten(plain(share.name), 44) for share in found]
-    axes.set_yticks(range(len(found)), names, fontsize=_SMALL, parse_math=False)
+    """Return the recomputed time by module, as `modules_svg`. Raises `RematError` if matplotlib is
+    not installed."""
+    groups = modules.recomputation_by_module(plan)
+    height = max(len(groups), 1) * _ROW * 1.35 + 0.9
+    figure, axes = _figure(modules.TITLE, modules.summary(plan), height)
+    lengths = modules.bar_lengths(groups)
+    bars = axes.barh(range(len(groups)), lengths, 0.75, color=colour("recomputed"))
+    names = [shorten(plain(group.name), 44) for group in groups]
+    axes.set_yticks(range(len(groups)), names, fontsize=_SMALL, parse_math=False)
     axes.tick_params("y", length=0)
-    axes.bar_label(drawn, [modules.cost(share) for share in found], padding=3, fontsize=_SMALL)
-    axes.set_ylim(max(len(found), 1) - 0.4, -0.6)
+    labels = [modules.bar_label(group) for group in groups]
+    axes.bar_label(bars, labels, padding=3, fontsize=_SMALL)
+    axes.set_ylim(max(len(groups), 1) - 0.4, -0.6)
     longest = max(lengths, default=0.0) or 1.0
     axes.set_xlim(0, longest * 1.25)
-    by_time = any(share.time_s > 0 for share in found)
+    by_time = any(group.time_s > 0 for group in groups)
     unit = second_unit(longest) if by_time else RUNS
     _ticks(axes, "x", unit, f"time ({unit.name})" if by_time else "runs")
     axes.grid(False)
@@ -225,6 +236,8 @@ _LABEL_COLOUR = colour("budget-label")
 
 
 def _figure(title: str, summary: str, height: float = _HEIGHT) -> tuple[Figure, Axes]:
+    """Return an empty figure with its title, and its axes. Raises `RematError` if matplotlib is
+    not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -242,38 +255,37 @@ def _figure(title: str, summary: str, height: float = _HEIGHT) -> tuple[Figure, 
 
 
 def _ticks(axes: Axes, which: Literal["x", "y"], unit: Unit, name: str) -> None:
-    """Ticks where the SVG has them, in the same unit."""
+    """Set ticks at the places of the SVG picture, in the same unit."""
     axis = axes.xaxis if which == "x" else axes.yaxis
     low, high = axes.get_xlim() if which == "x" else axes.get_ylim()
-    at = unit.ticks(low, high)
-    axis.set_ticks(at, [unit.label(tick) for tick in at], fontsize=_SMALL)
+    ticks = unit.ticks(low, high)
+    axis.set_ticks(ticks, [unit.label(tick) for tick in ticks], fontsize=_SMALL)
     axis.set_tick_params(length=2 if which == "x" else 0)
     axis.set_label_text(name, fontsize=_TEXT)
 
 
 def _edges(columns: timeline.Columns) -> tuple[list[float], list[int]]:
-    """Edges of neighbouring columns, and the run that each shows."""
+    """Return the edges of neighbouring columns, and the run that each column shows."""
     runs = [run for *_, run in columns]
     return [left for left, *_ in columns] + [right for _, right, _ in columns[-1:]], runs
 
 
-def _passes(axes: Axes, x: float) -> None:
+def _pass_boundary(axes: Axes, x: float) -> None:
+    """Draw the dotted line at `x`, where the backward pass starts, and label both sides."""
     axes.axvline(x, color=colour("mark"), linewidth=0.7, linestyle=":")
-    for words, side, shift in (("forward", "right", -3), ("backward", "left", 3)):
-        _note(axes, words, (x, 1), (shift, 2), xycoords=axes.get_xaxis_transform(), ha=side)
+    for text, side, shift in (("forward", "right", -3), ("backward", "left", 3)):
+        _note(axes, text, (x, 1), (shift, 2), xycoords=axes.get_xaxis_transform(), ha=side)
 
 
 def _note(
-    axes: Axes, words: str, place: tuple[float, float], shift: tuple[float, float], **options: Any
+    axes: Axes, text: str, point: tuple[float, float], shift: tuple[float, float], **options: Any
 ) -> None:
-    """Small words at a place, moved by some points."""
-    axes.annotate(
-        words, place, xytext=shift, textcoords="offset points", fontsize=_SMALL, **options
-    )
+    """Write small text at a point of the axes, moved by `shift` in typographic points."""
+    axes.annotate(text, point, xytext=shift, textcoords="offset points", fontsize=_SMALL, **options)
 
 
 def _legend(figure: Figure, entries: Sequence[Artist], columns: int) -> None:
-    """Below the axes, in rows."""
+    """Add a legend below the axes, unless it would be empty."""
     if entries:
         figure.legend(
             handles=entries,

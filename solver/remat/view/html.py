@@ -1,26 +1,29 @@
-"""`plan_html`: a plan as one page; `plan_fragment`: what a notebook shows of it.
+"""HTML pages of plans and frontiers, and the fragments that notebooks display.
 
-No scripts and nothing from elsewhere; the page's policy forbids both. It is well-formed XML as well
-as HTML, and light or dark as the reader's system is.
+Pages have no scripts and load nothing; their content security policy forbids both. They are
+well-formed XML as well as HTML, and follow the reader's light or dark colour scheme.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
 
 from remat.allocator.prediction import AllocatorPrediction
 from remat.documents.program import Program
 from remat.limits.units import format_bytes, format_seconds
 from remat.plan_data import PlanData
-from remat.report.comparison import Compared
+from remat.report.comparison import ComparisonData, ComparisonRow
 from remat.report.describe import describe
 from remat.view.code import annotated_code
 from remat.view.drawing.text import escape, escape_lines, shorten
-from remat.view.frontier import comparison_svg
+from remat.view.frontier import TITLE as FRONTIER_TITLE
+from remat.view.frontier import comparison_svg, frontier_svg
 from remat.view.modules import modules_svg
 from remat.view.schedule import schedule_svg
 from remat.view.timeline import timeline_svg
 
-_ROWS = 40
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+_MAX_ROWS = 40
+_CONTENT_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 _STYLE = """
 .remat-plan{color-scheme:light dark;color:#1a1a1a;background:#ffffff;max-width:960px;
@@ -56,9 +59,9 @@ _PAGE_STYLE = (
 
 
 def plan_html(plan: PlanData, program: Program | None = None) -> str:
-    """A self-contained page: figures, `describe()`, timeline, schedule, modules, the operations
-    recomputed most and, with a `program` (as from `remat.rewrite`), its annotated code."""
-    again = sum(plan.schedule.recomputed(plan.graph).values())
+    """Return a self-contained page about a plan: its figures, `describe()`, the pictures of its
+    timeline, schedule and modules, the operations that are recomputed most and, with a `program`
+    (as from `remat.rewrite`), its annotated code."""
     parts = [
         "<h1>Rematerialization plan</h1>",
         _figures(plan),
@@ -66,19 +69,36 @@ def plan_html(plan: PlanData, program: Program | None = None) -> str:
         timeline_svg(plan),
         schedule_svg(plan),
     ]
-    if again:
-        parts += [modules_svg(plan), "<h2>Recomputed most</h2>", _table(plan)]
+    if plan.schedule.recomputed(plan.graph):
+        parts += [modules_svg(plan), "<h2>Recomputed most</h2>", _recomputed_table(plan)]
     if program is not None:
         code = f'<pre class="remat-code">{escape_lines(annotated_code(program, plan))}</pre>'
         parts.append(f"<h2>Program</h2><details><summary>code</summary>{code}</details>")
     return page("Rematerialization plan", "".join(parts))
 
 
+def frontier_html(
+    plans: Sequence[PlanData],
+    rows: Iterable[ComparisonRow] = (),
+    *,
+    text: str,
+    device: str | None = None,
+) -> str:
+    """Return a self-contained page about a frontier or a comparison of strategies: the picture of
+    `frontier_svg`, and preformatted `text`."""
+    parts = [
+        f"<h1>{FRONTIER_TITLE}</h1>",
+        frontier_svg(plans, rows, device=device),
+        f'<pre class="remat-code">{escape_lines(text)}</pre>',
+    ]
+    return page(FRONTIER_TITLE, "".join(parts))
+
+
 def page(title: str, body: str) -> str:
-    """A whole page around a body of markup; `title` is text."""
+    """Return a complete HTML page. `title` is plain text, `body` is markup."""
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/>'
-        f'<meta http-equiv="Content-Security-Policy" content="{escape(_POLICY)}"/>'
+        f'<meta http-equiv="Content-Security-Policy" content="{escape(_CONTENT_POLICY)}"/>'
         '<meta name="viewport" content="width=device-width, initial-scale=1"/>'
         f"<title>{escape(title)}</title><style>{_PAGE_STYLE}{_STYLE}</style></head>"
         f'<body><main class="remat-plan">{body}</main></body></html>\n'
@@ -86,7 +106,8 @@ def page(title: str, body: str) -> str:
 
 
 def plan_fragment(plan: PlanData) -> str:
-    """Figures and timeline, with the table of `describe()` to unfold: for notebooks."""
+    """Return what a notebook displays of a plan: its figures, the timeline, and `describe()` in a
+    collapsed section."""
     return (
         f'<div class="remat-plan"><style>{_STYLE}</style>{_figures(plan)}{timeline_svg(plan)}'
         f"<details><summary>details</summary><pre>{escape_lines(describe(plan))}</pre></details>"
@@ -94,8 +115,9 @@ def plan_fragment(plan: PlanData) -> str:
     )
 
 
-def comparison_fragment(comparison: Compared) -> str:
-    """The frontier, with the table of `describe()` to unfold: for notebooks."""
+def comparison_fragment(comparison: ComparisonData) -> str:
+    """Return what a notebook displays of a comparison: the picture of its frontier, and its table
+    in a collapsed section."""
     table = f"<pre>{escape_lines(comparison.describe())}</pre>"
     return (
         f'<div class="remat-plan"><style>{_STYLE}</style>{comparison_svg(comparison)}'
@@ -103,20 +125,20 @@ def comparison_fragment(comparison: Compared) -> str:
     )
 
 
-def _reserved(plan: PlanData) -> str:
-    """What torch's allocator makes of the peak on CUDA."""
-    found = AllocatorPrediction.of_plan(plan)
-    if found is None:
+def _allocator_text(plan: PlanData) -> str:
+    """Return the peak that is predicted for torch's CUDA allocator, as text; "" without one."""
+    prediction = AllocatorPrediction.of_plan(plan)
+    if prediction is None:
         return ""
     return (
-        f"; predicted: {format_bytes(found.allocated_bytes)} allocated, "
-        f"{format_bytes(found.reserved_bytes)} reserved"
+        f"; predicted: {format_bytes(prediction.allocated_bytes)} allocated, "
+        f"{format_bytes(prediction.reserved_bytes)} reserved"
     )
 
 
 def _figures(plan: PlanData) -> str:
-    """Four figures, each with what it is relative to."""
-    again = plan.schedule.recomputed(plan.graph)
+    """Return four boxes with the peak, extra time, lower bound and recomputations of a plan."""
+    recomputed = plan.schedule.recomputed(plan.graph)
     bound, gap = "none", "no bound is proved"
     if plan.lower_bound is not None and plan.gap is not None:
         bound = f"{plan.lower_bound:+.2%}"
@@ -125,7 +147,7 @@ def _figures(plan: PlanData) -> str:
         (
             format_bytes(plan.peak_bytes),
             f"peak, {plan.share:.1%} of {format_bytes(plan.baseline_peak_bytes)}; "
-            f"budget {format_bytes(plan.budget_bytes)}{_reserved(plan)}",
+            f"budget {format_bytes(plan.budget_bytes)}{_allocator_text(plan)}",
         ),
         (
             f"{plan.overhead:+.2%}",
@@ -134,36 +156,36 @@ def _figures(plan: PlanData) -> str:
         ),
         (bound, gap),
         (
-            f"{sum(again.values()):,}",
-            f"recomputations of {len(again):,} of {len(plan.graph):,} operations",
+            f"{sum(recomputed.values()):,}",
+            f"recomputations of {len(recomputed):,} of {len(plan.graph):,} operations",
         ),
     ]
-    cells = (
-        f'<div class="remat-figure"><b>{escape(figure)}</b><span>{escape(words)}</span></div>'
-        for figure, words in figures
+    boxes = (
+        f'<div class="remat-figure"><b>{escape(figure)}</b><span>{escape(caption)}</span></div>'
+        for figure, caption in figures
     )
-    return f'<div class="remat-figures">{"".join(cells)}</div>'
+    return f'<div class="remat-figures">{"".join(boxes)}</div>'
 
 
-def _table(plan: PlanData) -> str:
-    """The operations on which recomputation spends the most time."""
+def _recomputed_table(plan: PlanData) -> str:
+    """Return a table of the operations whose recomputation takes the most time."""
     graph = plan.graph
-    again = plan.schedule.recomputed(graph)
-    order = sorted(again, key=lambda op: (-again[op] * graph.operations[op].cost_s, op))
+    counts = plan.schedule.recomputed(graph)
+    order = sorted(counts, key=lambda op: (-counts[op] * graph.operations[op].cost_s, op))
     head = (
         "<tr><th>operation</th><th>module</th>"
         + "".join(f'<th class="n">{name}</th>' for name in ("runs", "output", "time", "extra time"))
         + "</tr>"
     )
     rows: list[str] = []
-    for op in order[:_ROWS]:
+    for op in order[:_MAX_ROWS]:
         operation = graph.operations[op]
         size = sum(graph.values[v].size_bytes for v in operation.outputs)
         numbers = (
-            f"{again[op] + 1:,}",
+            f"{counts[op] + 1:,}",
             format_bytes(size),
             format_seconds(operation.cost_s),
-            format_seconds(again[op] * operation.cost_s),
+            format_seconds(counts[op] * operation.cost_s),
         )
         rows.append(
             f"<tr><td>{escape(shorten(operation.name, 80))}</td>"
@@ -171,6 +193,6 @@ def _table(plan: PlanData) -> str:
             + "".join(f'<td class="n">{escape(text)}</td>' for text in numbers)
             + "</tr>"
         )
-    more = len(order) - _ROWS
-    note = f"<p>and {more:,} more operations</p>" if more > 0 else ""
+    others = len(order) - _MAX_ROWS
+    note = f"<p>and {others:,} more operations</p>" if others > 0 else ""
     return f"<table><thead>{head}</thead><tbody>{''.join(rows)}</tbody></table>{note}"

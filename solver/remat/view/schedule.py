@@ -1,8 +1,9 @@
-"""`schedule_svg`: what runs when and what is held when: the R and S of Checkmate as a picture.
+"""`schedule_svg`: which operation runs when, and how long its output is live: the matrices R and S
+of Checkmate as a picture.
 
-One column a run, one row an operation. A dark mark is a run (R); the pale band that begins at it is
-the time for which an output of that run is held (S). Marks and bands of one kind share one path.
-Rows are whole pixels high, so that thin ones stay sharp.
+There is one column per run and one row per operation. A dark mark is a run (R); the pale band that
+begins there is the time for which an output of that run is live (S). Marks and bands of one role
+share one path. Rows are whole pixels high, so that thin ones stay sharp.
 """
 
 from __future__ import annotations
@@ -12,112 +13,130 @@ from collections import defaultdict
 from remat.limits.units import format_bytes, format_seconds
 from remat.plan_data import PlanData
 from remat.view.drawing import svg
-from remat.view.drawing.axes import RUNS, Axis, bottom_axis, decimal_ticks, passes
-from remat.view.drawing.cells import MAX_ROWS, ROLES, Grid, Stroke, sections, strokes
-from remat.view.drawing.occupancy import backward_run
+from remat.view.drawing.axes import RUNS, Axis, bottom_axis, decimal_ticks, pass_boundary
+from remat.view.drawing.memory_layers import first_backward_run
+from remat.view.drawing.schedule_grid import (
+    MAX_ROWS,
+    ROLES,
+    CellStroke,
+    ScheduleGrid,
+    module_sections,
+    schedule_strokes,
+)
 from remat.view.drawing.text import plain, shorten
 
 TITLE = "Schedule"
-NAMED = 46
-"""Up to this many rows carry their operation's name; more are labelled by module."""
+MAX_NAMED_ROWS = 46
+"""Up to this many rows are labelled with their operation; more are labelled by module."""
 
-LEGEND = ("run", "rerun", "held", "held-again", "held-result")
+LEGEND = ("run", "recomputation", "live", "live-recomputed", "live-result")
+"""The roles in the order of the legend."""
+
 _WIDTH, _RIGHT, _TOP = 960.0, 24.0, 88.0
-_ROW = 15
-_LABEL = 14.0
-"""Pixels that a label needs."""
-
-_LETTERS = 28
-_LEAST = {
-    "held-result": (0.0, 0.9),
-    "held": (0.0, 0.9),
-    "held-again": (2.0, 1.2),
+_MAX_ROW_HEIGHT = 15
+_LABEL_HEIGHT = 14.0
+_MAX_LABEL_LENGTH = 28
+_MIN_SIZE = {
+    "live-result": (0.0, 0.9),
+    "live": (0.0, 0.9),
+    "live-recomputed": (2.0, 1.2),
     "run": (1.5, 1.2),
-    "rerun": (3.0, 2.4),
+    "recomputation": (3.0, 2.4),
 }
-"""Width and height in pixels below which nothing is drawn: what is rare is the point of the
-picture, and is drawn no smaller than can be seen."""
+"""The smallest width and height in pixels of a stroke of each role, so that a single recomputation
+is visible."""
 
 
 def schedule_svg(plan: PlanData) -> str:
-    """The picture as SVG text: runs from left to right, operations from top to bottom."""
-    grid = Grid(len(plan.graph), len(plan.schedule))
-    cell = max(1, min(_ROW, MAX_ROWS // max(grid.rows, 1)))
-    bottom = _TOP + max(grid.rows * cell, 42)
-    labels = row_labels(plan, cell * grid.rows / max(grid.operations, 1), _LABEL)
-    longest = max((len(shorten(plain(name), _LETTERS)) for name, *_ in labels), default=0)
+    """Return the picture of a schedule as SVG text: runs from left to right, operations from top to
+    bottom."""
+    grid = ScheduleGrid(len(plan.graph), len(plan.schedule))
+    row_height = max(1, min(_MAX_ROW_HEIGHT, MAX_ROWS // max(grid.rows, 1)))
+    bottom = _TOP + max(grid.rows * row_height, 42)
+    operation_height = row_height * grid.rows / max(grid.operations, 1)
+    labels = row_labels(plan, operation_height, _LABEL_HEIGHT)
+    longest = max((len(shorten(plain(name), _MAX_LABEL_LENGTH)) for name, *_ in labels), default=0)
     left = max(60.0, svg.MARGIN + svg.CHARACTER_WIDTH * longest + 10)
     right = _WIDTH - _RIGHT
-    across = Axis(0, max(grid.runs, 1), left, right - left)
+    x_axis = Axis(0, max(grid.runs, 1), left, right - left)
     body = svg.heading(TITLE, summary(plan))
     body.append(svg.text(svg.MARGIN, _TOP - 12, "operations"))
     for name, first, after in labels:
-        y, below = _TOP + grid.row(first) * cell, _TOP + (grid.row(after - 1) + 1) * cell
-        if grid.operations > NAMED:
+        y = _TOP + grid.row(first) * row_height
+        below = _TOP + (grid.row(after - 1) + 1) * row_height
+        if grid.operations > MAX_NAMED_ROWS:
             body.append(svg.line(left - 4, y, right, y, "grid"))
-        short = shorten(plain(name), _LETTERS)
-        body.append(svg.text(left - 8, (y + below) / 2 + 4, short, anchor="end", tip=name))
-    found = strokes(plan, grid)
-    wide = across.length / max(grid.columns, 1)
-    for role, cells in found.items():
-        least, low = _LEAST[role]
-        pen = max(cell * (0.8 if grid.operations <= NAMED else 1), low)
-        shape = _shape(cells, left, wide, least, cell)
-        body.append(svg.path(shape, role, ROLES[role], stroke_width=pen))
-    boundary = backward_run(plan)
+        label = shorten(plain(name), _MAX_LABEL_LENGTH)
+        body.append(svg.text(left - 8, (y + below) / 2 + 4, label, anchor="end", tip=name))
+    strokes_by_role = schedule_strokes(plan, grid)
+    column_width = x_axis.length / max(grid.columns, 1)
+    for role, strokes in strokes_by_role.items():
+        min_width, min_height = _MIN_SIZE[role]
+        stroke_width = row_height * (0.8 if grid.operations <= MAX_NAMED_ROWS else 1)
+        data = _strokes_path(strokes, left, column_width, min_width, row_height)
+        body.append(svg.path(data, role, ROLES[role], stroke_width=max(stroke_width, min_height)))
+    boundary = first_backward_run(plan)
     if boundary is not None:
-        body += passes(across.at(boundary), left, right, _TOP, bottom)
+        body += pass_boundary(x_axis.at(boundary), left, right, _TOP, bottom)
     ticks = [tick for tick in decimal_ticks(0, max(grid.runs, 1)) if tick == int(tick)]
-    body += bottom_axis(across, RUNS, ticks, bottom, "runs")
+    body += bottom_axis(x_axis, RUNS, ticks, bottom, "runs")
     if grid.rows == grid.operations:
-        body += _tips(plan, left, cell)
-    entries = [(role, ROLES[role]) for role in LEGEND if role in found]
-    marks, below = svg.legend(entries, left, bottom + 62, _WIDTH - left)
-    return svg.document(_WIDTH, below, TITLE, summary(plan), [*body, *marks])
+        body += _tips(plan, left, row_height)
+    entries = [(role, ROLES[role]) for role in LEGEND if role in strokes_by_role]
+    legend, below = svg.legend(entries, left, bottom + 62, _WIDTH - left)
+    return svg.document(_WIDTH, below, TITLE, summary(plan), [*body, *legend])
 
 
-def row_labels(plan: PlanData, height: float, label: float) -> list[tuple[str, int, int]]:
-    """(name, first operation, the one after the last): operations by name where there are few,
-    else stretches of rows by module. An operation is `height` high, a label `label`."""
+def row_labels(
+    plan: PlanData, operation_height: float, label_height: float
+) -> list[tuple[str, int, int]]:
+    """Return the labels of the rows: (text, first operation, last operation plus one). Up to
+    `MAX_NAMED_ROWS` operations are named one by one, more by sections of one module."""
     operations = plan.graph.operations
-    if len(operations) <= NAMED:
+    if len(operations) <= MAX_NAMED_ROWS:
         return [(operation.name, op, op + 1) for op, operation in enumerate(operations)]
-    return sections(plan, height, label)
+    return module_sections(plan, operation_height, label_height)
 
 
-def _shape(cells: list[Stroke], left: float, wide: float, least: float, cell: int) -> str:
-    """A horizontal line for each stretch of cells: strokes take the fewest characters."""
+def _strokes_path(
+    strokes: list[CellStroke],
+    left: float,
+    column_width: float,
+    min_width: float,
+    row_height: int,
+) -> str:
+    """Return path data with a horizontal line for each stroke: lines take the fewest characters."""
     parts: list[str] = []
-    for row, first, last in cells:
-        x, y = left + first * wide, _TOP + (row + 0.5) * cell
-        width = max((last - first + 1) * wide, least)
+    for row, first, last in strokes:
+        x, y = left + first * column_width, _TOP + (row + 0.5) * row_height
+        width = max((last - first + 1) * column_width, min_width)
         parts.append(f"M{svg.number(round(x, 1))} {svg.number(y)}h{svg.number(round(width, 1))}")
     return "".join(parts)
 
 
-def _tips(plan: PlanData, left: float, cell: int) -> list[str]:
-    """Invisible rows that say what the operation is; in a binned picture there is no such row."""
+def _tips(plan: PlanData, left: float, row_height: int) -> list[str]:
+    """Return invisible rows whose tooltips describe their operation. They need one row each."""
     runs: dict[int, list[int]] = defaultdict(list)
     for run, op in enumerate(plan.schedule.runs):
         runs[op].append(run)
     parts: list[str] = []
     for op, operation in enumerate(plan.graph.operations):
         size = sum(plan.graph.values[v].size_bytes for v in operation.outputs)
-        where = f" in {shorten(plain(operation.module), 60)}" if operation.module else ""
-        when = ", ".join(map(str, runs[op][:8])) + (", …" if len(runs[op]) > 8 else "")
-        words = (
-            f"{shorten(plain(operation.name), 60)}{where}: runs at {when}; "
+        module = f" in {shorten(plain(operation.module), 60)}" if operation.module else ""
+        numbers = ", ".join(map(str, runs[op][:8])) + (", …" if len(runs[op]) > 8 else "")
+        tip = (
+            f"{shorten(plain(operation.name), 60)}{module}: runs at {numbers}; "
             f"{format_seconds(operation.cost_s)}, {format_bytes(size)}"
         )
         width = _WIDTH - left - _RIGHT
-        parts.append(svg.rectangle(left, _TOP + op * cell, width, cell, "hover", words))
+        parts.append(svg.rectangle(left, _TOP + op * row_height, width, row_height, "hover", tip))
     return parts
 
 
 def summary(plan: PlanData) -> str:
-    """Runs, operations, and how much of it is recomputation."""
-    again = plan.schedule.recomputed(plan.graph)
+    """Return the numbers of runs, operations and recomputations, as text."""
+    recomputed = plan.schedule.recomputed(plan.graph)
     return (
-        f"{len(plan.schedule):,} runs of {len(plan.graph):,} operations; {len(again):,} operations "
-        f"run again, {sum(again.values()):,} times in all"
+        f"{len(plan.schedule):,} runs of {len(plan.graph):,} operations; {len(recomputed):,} "
+        f"operations are recomputed, {sum(recomputed.values()):,} times in all"
     )

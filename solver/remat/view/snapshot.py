@@ -1,9 +1,9 @@
-"""`memory_snapshot`: a plan in the form of `torch.cuda.memory._snapshot()`.
+"""`memory_snapshot`: a plan in the format of `torch.cuda.memory._snapshot()`.
 
-What torch offers for real snapshots then works for planned ones: the viewer at
-pytorch.org/memory_viz and the functions of `torch.cuda._memory_viz`. Allocations and frees are
-those of the simulator, in run order. Addresses come from a first fit into one segment; CUDA's
-allocator places blocks in its own way.
+torch's tools for real snapshots can display it: the viewer at pytorch.org/memory_viz and the
+functions of `torch.cuda._memory_viz`. Allocations and frees are those of the simulator, in run
+order. Addresses are assigned by first fit in one segment; CUDA's allocator would place blocks
+differently.
 """
 
 from __future__ import annotations
@@ -16,54 +16,57 @@ from typing import Any
 
 from remat.documents.base import write_atomically
 from remat.plan_data import PlanData
-from remat.view.drawing.occupancy import LAYERS, copy_kinds, is_overwritten, starts_s
+from remat.view.drawing.memory_layers import (
+    LAYERS,
+    copy_layers,
+    is_overwritten_in_place,
+    run_start_times_s,
+)
 from remat.view.drawing.text import plain
 
-_BASE = 0x7F0000000000
-"""A plausible address of device memory, below 2**53: the viewer has JavaScript's numbers."""
+_BASE_ADDRESS = 0x7F0000000000
+"""A plausible address of device memory, below 2**53 because the viewer uses JavaScript numbers."""
 
 Frames = list[dict[str, Any]]
 
 
 def memory_snapshot(plan: PlanData) -> dict[str, Any]:
-    """The snapshot as plain data: one device, one segment, one stream.
+    """Return the snapshot as plain data: one device, one segment, one stream.
 
-    Allocations carry frames: the operation (its module as the file, its run as the line), then the
-    module and those around it, and a category. Live bytes after the events of a run are the
-    simulator's; so is the largest sum on the way. Values without bytes are left out.
+    Each allocation has a category, and as its stack the operation (with its module as the file and
+    its run as the line), its module, and the enclosing modules. Live bytes after the events of a
+    run, and their maximum, are those of the simulator. Values without bytes are left out.
     """
     graph, runs = plan.graph, plan.schedule.runs
     timeline = plan.timeline()
-    kinds = copy_kinds(plan, timeline)
-    starts = starts_s(plan)
-    made: dict[int, list[int]] = defaultdict(list)
-    dying: dict[int, list[int]] = defaultdict(list)
+    layer_names = copy_layers(plan, timeline)
+    starts_s = run_start_times_s(plan)
+    copies_by_start: dict[int, list[int]] = defaultdict(list)
+    copies_by_end: dict[int, list[int]] = defaultdict(list)
     for index, copy in enumerate(timeline.copies):
         if graph.values[copy.value].size_bytes:
-            made[copy.start].append(index)
-            dying[copy.end].append(index)
-    writer = _Writer()
+            copies_by_start[copy.start].append(index)
+            copies_by_end[copy.end].append(index)
+    writer = _SnapshotWriter()
     constant: Frames = [{"name": "constant memory", "filename": "remat", "line": 0}]
     writer.allocate("constant", graph.constant_bytes, constant, LAYERS["constant"], 0)
-    modules: dict[str, Frames] = {}
+    frames_of_module: dict[str, Frames] = {}
     for run, op in enumerate(runs):
         operation = graph.operations[op]
-        now = int(starts[run] * 1e6)
-        around = modules.setdefault(operation.module, _around(operation.module))
-        place = plain(operation.module) or "remat"
-        own = {"name": plain(operation.name), "filename": place, "line": run}
-        frames = [own, *around]
-        for index in dying[run]:
-            if is_overwritten(plan, timeline.copies[index]):
-                writer.free(index, now)
-        for index in made[run]:
+        start_us, end_us = int(starts_s[run] * 1e6), int(starts_s[run + 1] * 1e6)
+        enclosing = frames_of_module.setdefault(operation.module, _module_frames(operation.module))
+        filename = plain(operation.module) or "remat"
+        frames = [{"name": plain(operation.name), "filename": filename, "line": run}, *enclosing]
+        for index in copies_by_end[run]:
+            if is_overwritten_in_place(plan, timeline.copies[index]):
+                writer.free(index, start_us)
+        for index in copies_by_start[run]:
             size = graph.values[timeline.copies[index].value].size_bytes
-            writer.allocate(index, size, frames, LAYERS[kinds[index]], now)
+            writer.allocate(index, size, frames, LAYERS[layer_names[index]], start_us)
         workspace = operation.workspace_bytes
-        writer.allocate("workspace", workspace, frames, LAYERS["workspace"], now)
-        now = int(starts[run + 1] * 1e6)
-        for index in ("workspace", *dying[run]):
-            writer.free(index, now)
+        writer.allocate("workspace", workspace, frames, LAYERS["workspace"], start_us)
+        for index in ("workspace", *copies_by_end[run]):
+            writer.free(index, end_us)
     return {
         "segments": writer.segments(),
         "device_traces": [writer.events],
@@ -72,13 +75,14 @@ def memory_snapshot(plan: PlanData) -> dict[str, Any]:
 
 
 def save_snapshot(plan: PlanData, path: str | os.PathLike[str]) -> None:
-    """Write the snapshot as torch does, pickled: text and numbers only. All or nothing."""
-    # The viewer reads pickles of protocol 4 at most.
+    """Write the snapshot to a file as torch does: a pickle, of text and numbers only. The file is
+    written atomically."""
+    # The viewer reads pickles up to protocol 4.
     write_atomically(Path(path), pickle.dumps(memory_snapshot(plan), protocol=4))
 
 
-def _around(module: str) -> Frames:
-    """A frame for the module and for each that it is part of, innermost first."""
+def _module_frames(module: str) -> Frames:
+    """Return a frame for the module and for each enclosing module, innermost first."""
     frames: Frames = []
     while module:
         frames.append({"name": plain(module), "filename": "module", "line": 0})
@@ -86,56 +90,61 @@ def _around(module: str) -> Frames:
     return frames
 
 
-class _Writer:
-    """Events, and the blocks that they leave; memory is given out by first fit."""
+class _SnapshotWriter:
+    """Records allocations and frees as events, and places the blocks by first fit."""
 
     def __init__(self) -> None:
         self.events: list[dict[str, Any]] = []
-        self._held: dict[int | str, tuple[int, int, Frames]] = {}
-        self._free: list[tuple[int, int]] = []
-        """Holes (offset, size), by offset, with room on both sides of each."""
+        self._allocated: dict[int | str, tuple[int, int, Frames]] = {}
+        """(offset, size, frames) of each live block, by its key."""
+        self._holes: list[tuple[int, int]] = []
+        """(offset, size) of each hole between blocks, in order of the offset."""
         self._end = 0
-        self._high = 0
+        """The end of the last block."""
+        self._max_end = 0
+        """The largest `_end` so far: the size of the segment."""
 
     def allocate(
         self, key: int | str, size: int, frames: Frames, category: str, now_us: int
     ) -> None:
+        """Allocate a block of `size` bytes under a key; nothing if `size` is 0."""
         if not size:
             return
-        offset = self._place(size)
-        self._held[key] = (offset, size, frames)
+        offset = self._first_fit(size)
+        self._allocated[key] = (offset, size, frames)
         self.events.append(_event("alloc", offset, size, frames, now_us) | {"category": category})
 
     def free(self, key: int | str, now_us: int) -> None:
-        if key not in self._held:
+        """Free the block with this key, if it is allocated."""
+        if key not in self._allocated:
             return
-        offset, size, frames = self._held.pop(key)
+        offset, size, frames = self._allocated.pop(key)
         self._release(offset, size)
         for action in ("free_requested", "free_completed"):
             self.events.append(_event(action, offset, size, frames, now_us))
 
     def segments(self) -> list[dict[str, Any]]:
-        """The one segment, with its blocks and holes in order."""
-        if not self._high:
+        """Return the segment with its blocks and holes in order; nothing if it is empty."""
+        if not self._max_end:
             return []
         blocks: list[dict[str, Any]] = []
-        at = 0
-        for offset, size, frames in sorted(self._held.values(), key=lambda block: block[0]):
-            if offset > at:
-                blocks.append(_block(at, offset - at, "inactive", 0, []))
+        position = 0
+        for offset, size, frames in sorted(self._allocated.values(), key=lambda block: block[0]):
+            if offset > position:
+                blocks.append(_block(position, offset - position, "inactive", 0, []))
             blocks.append(_block(offset, size, "active_allocated", size, frames))
-            at = offset + size
-        if at < self._high:
-            blocks.append(_block(at, self._high - at, "inactive", 0, []))
-        live = sum(size for _, size, _ in self._held.values())
+            position = offset + size
+        if position < self._max_end:
+            blocks.append(_block(position, self._max_end - position, "inactive", 0, []))
+        live_bytes = sum(size for _, size, _ in self._allocated.values())
         return [
             {
                 "device": 0,
-                "address": _BASE,
-                "total_size": self._high,
-                "allocated_size": live,
-                "active_size": live,
-                "requested_size": live,
+                "address": _BASE_ADDRESS,
+                "total_size": self._max_end,
+                "allocated_size": live_bytes,
+                "active_size": live_bytes,
+                "requested_size": live_bytes,
                 "stream": 0,
                 "segment_type": "large",
                 "segment_pool_id": [0, 0],
@@ -145,34 +154,36 @@ class _Writer:
             }
         ]
 
-    def _place(self, size: int) -> int:
-        for index, (offset, room) in enumerate(self._free):
-            if room >= size:
-                rest = [(offset + size, room - size)] if room > size else []
-                self._free[index : index + 1] = rest
+    def _first_fit(self, size: int) -> int:
+        """Take `size` bytes from the first hole that is large enough, or after the last block, and
+        return their offset."""
+        for index, (offset, hole_size) in enumerate(self._holes):
+            if hole_size >= size:
+                rest = [(offset + size, hole_size - size)] if hole_size > size else []
+                self._holes[index : index + 1] = rest
                 return offset
         offset = self._end
         self._end += size
-        self._high = max(self._high, self._end)
+        self._max_end = max(self._max_end, self._end)
         return offset
 
     def _release(self, offset: int, size: int) -> None:
-        holes = sorted([*self._free, (offset, size)])
+        """Make a hole of a block, and merge it with neighbouring holes."""
         merged: list[tuple[int, int]] = []
-        for start, room in holes:
+        for start, hole_size in sorted([*self._holes, (offset, size)]):
             if merged and sum(merged[-1]) == start:
-                merged[-1] = (merged[-1][0], merged[-1][1] + room)
+                merged[-1] = (merged[-1][0], merged[-1][1] + hole_size)
             else:
-                merged.append((start, room))
+                merged.append((start, hole_size))
         if merged and sum(merged[-1]) == self._end:
             self._end = merged.pop()[0]
-        self._free = merged
+        self._holes = merged
 
 
 def _event(action: str, offset: int, size: int, frames: Frames, now_us: int) -> dict[str, Any]:
     return {
         "action": action,
-        "addr": _BASE + offset,
+        "addr": _BASE_ADDRESS + offset,
         "size": size,
         "stream": 0,
         "time_us": now_us,
@@ -182,7 +193,7 @@ def _event(action: str, offset: int, size: int, frames: Frames, now_us: int) -> 
 
 def _block(offset: int, size: int, state: str, requested: int, frames: Frames) -> dict[str, Any]:
     return {
-        "address": _BASE + offset,
+        "address": _BASE_ADDRESS + offset,
         "size": size,
         "requested_size": requested,
         "state": state,

@@ -1,4 +1,4 @@
-"""A plan and its graph for other programs: CSV, Graphviz and GraphML."""
+"""Exports of a plan and its graph as tables and graphs: CSV, Graphviz and GraphML."""
 
 from __future__ import annotations
 
@@ -26,14 +26,16 @@ COLUMNS = (
     "recomputable",
 )
 
-_FORMULA = ("=", "+", "-", "@")
+_FORMULA_STARTS = ("=", "+", "-", "@")
+"""First characters of a cell that a spreadsheet would evaluate as a formula."""
 
 
 def operations_csv(plan: PlanData) -> str:
-    """One line an operation, in the graph's order, with the columns `COLUMNS`.
+    """Return CSV text with a line per operation, in the graph's order, and the columns `COLUMNS`.
 
-    `cost_s` is one run, `extra_s` all but the first; `result` is 1 where an output is held to the
-    end. A name that a spreadsheet would take for a formula has an apostrophe before it.
+    `cost_s` is the time of one run, `extra_s` that of all recomputations; `result` is 1 if an
+    output stays in memory to the end. A name that a spreadsheet would take for a formula begins
+    with an apostrophe.
     """
     graph = plan.graph
     runs: list[list[int]] = [[] for _ in graph.operations]
@@ -64,9 +66,9 @@ def operations_csv(plan: PlanData) -> str:
 
 
 def graph_dot(graph: Graph, plan: PlanData | None = None) -> str:
-    """Graphviz text: a box an operation, an arrow a value. With a `plan` (of this graph), what it
-    runs again is orange and says how often it runs."""
-    again = {} if plan is None else plan.schedule.recomputed(graph)
+    """Return Graphviz text with a box per operation and an arrow per value. With a `plan` of this
+    graph, recomputed operations are orange and have their number of runs."""
+    recomputed = {} if plan is None else plan.schedule.recomputed(graph)
     lines = [
         "digraph remat {",
         '  node [shape=box, style=filled, fillcolor="#e3f1fb", fontname="Helvetica", fontsize=10];',
@@ -78,43 +80,45 @@ def graph_dot(graph: Graph, plan: PlanData | None = None) -> str:
         if operation.module:
             facts.insert(0, operation.module)
         attributes = ""
-        if op in again:
-            facts.append(f"runs {again[op] + 1} times")
+        if op in recomputed:
+            facts.append(f"runs {recomputed[op] + 1} times")
             attributes = ', fillcolor="#e69f00"'
         elif operation.backward:
             attributes = ', fillcolor="#f3e3ec"'
         label = r"\n".join(_quoted(text) for text in (operation.name, *facts))
         lines.append(f'  o{op} [label="{label}"{attributes}];')
     for value, consumers in enumerate(graph.consumers):
-        source = graph.producer[value]
+        producer = graph.producer[value]
         size = format_bytes(graph.values[value].size_bytes)
         name = _quoted(graph.values[value].name)
-        lines += [f'  o{source} -> o{op} [tooltip="{name}, {size}"];' for op in consumers]
+        lines += [f'  o{producer} -> o{op} [tooltip="{name}, {size}"];' for op in consumers]
     return "\n".join([*lines, "}", ""])
 
 
 def graph_graphml(graph: Graph) -> str:
-    """GraphML text, as networkx, yEd and Gephi read it. Nodes are `o0`, `o1`, ... in the graph's
-    order, with the operations' names and attributes; edges carry the values' names."""
+    """Return GraphML text, which networkx, yEd and Gephi can read. Nodes are `o0`, `o1`, ... in the
+    graph's order, with the operations' names and attributes; edges have the values' names."""
     import networkx as nx
 
-    source = graph.to_networkx()
+    named_graph = graph.to_networkx()
     g = nx.DiGraph(constant_bytes=graph.constant_bytes)
-    index = {operation.name: f"o{op}" for op, operation in enumerate(graph.operations)}
-    for name, attributes in source.nodes(data=True):
-        words = {k: plain(v) if isinstance(v, str) else v for k, v in attributes.items()}
-        g.add_node(index[name], name=plain(name), **words)
-    for tail, head, attributes in source.edges(data=True):
+    node_ids = {operation.name: f"o{op}" for op, operation in enumerate(graph.operations)}
+    for name, attributes in named_graph.nodes(data=True):
+        texts = {k: plain(v) if isinstance(v, str) else v for k, v in attributes.items()}
+        g.add_node(node_ids[name], name=plain(name), **texts)
+    for producer, consumer, attributes in named_graph.edges(data=True):
         names = ", ".join(plain(value) for value in attributes["values"])
-        over = {"overwritten": True} if attributes.get("overwritten") else {}
-        g.add_edge(index[tail], index[head], values=names, **over)
+        overwritten = {"overwritten": True} if attributes.get("overwritten") else {}
+        g.add_edge(node_ids[producer], node_ids[consumer], values=names, **overwritten)
     return "\n".join(nx.generate_graphml(g)) + "\n"
 
 
 def _cell(text: str) -> str:
+    """Return text for a cell of a CSV file, which no spreadsheet takes for a formula."""
     text = plain(text)
-    return f"'{text}" if text.startswith(_FORMULA) else text
+    return f"'{text}" if text.startswith(_FORMULA_STARTS) else text
 
 
 def _quoted(text: str) -> str:
+    """Return short text, escaped for a quoted string of Graphviz."""
     return shorten(plain(text), 60).replace("\\", "\\\\").replace('"', '\\"')

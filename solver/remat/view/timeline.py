@@ -1,8 +1,8 @@
-"""`timeline_svg`: memory over the step, stacked by what holds it, under the budget.
+"""`timeline_svg`: memory over the step, stacked by what it is used for, under the budget.
 
-Behind the stack lies the curve without recomputation, over its own, shorter time. The picture has
-at most 1,500 columns; a column shows the run with the most memory among those that touch it, so
-that the peak is there however short it is, and a column's layers are those of one real moment.
+Behind the stack is the memory of the baseline (without recomputation), whose time is shorter. The
+picture has at most 1,500 columns. A column shows the run with the most memory among those that
+overlap it: so a short peak is visible, and the layers of a column belong to one run.
 """
 
 from __future__ import annotations
@@ -24,126 +24,141 @@ from remat.view.drawing.axes import (
     bottom_axis,
     byte_unit,
     left_axis,
-    passes,
+    pass_boundary,
     second_unit,
 )
-from remat.view.drawing.occupancy import LAYERS, Occupancy, backward_run, occupancy, starts_s
+from remat.view.drawing.memory_layers import (
+    LAYERS,
+    MemoryLayers,
+    first_backward_run,
+    memory_layers,
+    run_start_times_s,
+)
 from remat.view.drawing.text import plain, shorten
 
 MAX_COLUMNS = 1500
 TITLE = "Memory over the step"
-EAGER = "without recomputation"
+BASELINE_LABEL = "without recomputation"
 _WIDTH, _HEIGHT = 960.0, 400.0
 _LEFT, _RIGHT, _TOP = 60.0, 24.0, 88.0
 _MAX_TIPS = 240
 
 Columns = list[tuple[float, float, int]]
-"""(from, to, run) each, left to right."""
+"""Columns of the picture from left to right: (left edge, right edge, run that is shown)."""
 
 
 @dataclass(frozen=True)
-class Curves:
-    """What the picture shows, in bytes over seconds or over runs.
+class MemoryCurves:
+    """The data of the picture: bytes over seconds, or over runs if `by_time` is False.
 
-    `starts` and `eager_starts` have one entry more than there are runs: the end of the last.
-    `top_bytes` is the highest thing shown; `budget_fits` is False for a budget far above it.
+    `starts` are the starts of the plan's runs, `baseline_starts` those of the runs without
+    recomputation; both end with the end of the last run. `top_bytes` is the largest number of bytes
+    in the picture; `budget_fits` is False for a budget far above it.
     """
 
-    held: Occupancy
+    memory: MemoryLayers
     starts: list[float]
-    eager_bytes: tuple[int, ...]
-    eager_starts: list[float]
+    baseline_bytes: tuple[int, ...]
+    baseline_starts: list[float]
     by_time: bool
     top_bytes: int
     budget_fits: bool
 
     @property
     def during_bytes(self) -> tuple[int, ...]:
-        return self.held.timeline.during_bytes
+        """The live bytes during each run of the plan."""
+        return self.memory.timeline.during_bytes
 
     @property
     def end(self) -> float:
-        return max(self.starts[-1], self.eager_starts[-1])
+        """The right end of the horizontal axis."""
+        return max(self.starts[-1], self.baseline_starts[-1])
 
     @property
     def unit(self) -> Unit:
-        """What the horizontal axis counts in."""
+        """The unit of the horizontal axis."""
         return second_unit(self.end) if self.by_time else RUNS
 
     def columns(self) -> Columns:
-        return peaks(self.starts, self.during_bytes, self.end)
+        """Return the columns of the plan."""
+        return peak_columns(self.starts, self.during_bytes, self.end)
 
-    def eager_columns(self) -> Columns:
-        return peaks(self.eager_starts, self.eager_bytes, self.end)
+    def baseline_columns(self) -> Columns:
+        """Return the columns of the baseline."""
+        return peak_columns(self.baseline_starts, self.baseline_bytes, self.end)
 
-    def tops(self) -> list[tuple[str, list[int]]]:
-        """The layers that are used, bottom first, each with its upper edge run by run."""
+    def layer_tops(self) -> list[tuple[str, list[int]]]:
+        """Return (layer, height of its upper edge at each run), bottom first, without the layers
+        that are always empty."""
         total = [0] * len(self.during_bytes)
-        found: list[tuple[str, list[int]]] = []
-        for layer in self.held.used:
-            total = [a + b for a, b in zip(total, self.held.layers[layer], strict=True)]
-            found.append((layer, total))
-        return found
+        tops: list[tuple[str, list[int]]] = []
+        for layer in self.memory.used:
+            total = [a + b for a, b in zip(total, self.memory.layers[layer], strict=True)]
+            tops.append((layer, total))
+        return tops
 
 
-def curves(plan: PlanData, x: Literal["time", "runs"] = "time") -> Curves:
-    """The memory of the plan, and that without recomputation over its own, shorter time."""
-    held = occupancy(plan)
-    during = held.timeline.during_bytes
-    eager = simulate(plan.graph, Schedule.keep_all(plan.graph)).during_bytes
+def memory_curves(plan: PlanData, x: Literal["time", "runs"] = "time") -> MemoryCurves:
+    """Return the memory of the plan and of the baseline, over time or over runs."""
+    memory = memory_layers(plan)
+    during = memory.timeline.during_bytes
+    baseline = simulate(plan.graph, Schedule.keep_all(plan.graph)).during_bytes
     by_time = x == "time" and plan.time_s > 0
     costs = (operation.cost_s for operation in plan.graph.operations)
-    highest = max((*during, *eager, 1))
-    fits = plan.budget_bytes <= 1.3 * highest
-    return Curves(
-        held=held,
-        starts=starts_s(plan) if by_time else _counts(len(during)),
-        eager_bytes=eager,
-        eager_starts=list(accumulate(costs, initial=0.0)) if by_time else _counts(len(eager)),
+    highest_bytes = max((*during, *baseline, 1))
+    budget_fits = plan.budget_bytes <= 1.3 * highest_bytes
+    return MemoryCurves(
+        memory=memory,
+        starts=run_start_times_s(plan) if by_time else _run_numbers(len(during)),
+        baseline_bytes=baseline,
+        baseline_starts=(
+            list(accumulate(costs, initial=0.0)) if by_time else _run_numbers(len(baseline))
+        ),
         by_time=by_time,
-        top_bytes=max(highest, plan.budget_bytes if fits else 0),
-        budget_fits=fits,
+        top_bytes=max(highest_bytes, plan.budget_bytes if budget_fits else 0),
+        budget_fits=budget_fits,
     )
 
 
 def timeline_svg(plan: PlanData, *, x: Literal["time", "runs"] = "time") -> str:
-    """The picture as SVG text. `x` is what the horizontal axis counts: seconds, or runs (which it
-    also counts where the plan takes no time)."""
-    shown = curves(plan, x)
-    during = shown.during_bytes
-    across = Axis(0, shown.end, _LEFT, _WIDTH - _LEFT - _RIGHT)
+    """Return the picture of a plan's memory as SVG text. The horizontal axis counts seconds or, if
+    `x` is "runs" or the plan takes no time, runs."""
+    curves = memory_curves(plan, x)
+    during = curves.during_bytes
+    x_axis = Axis(0, curves.end, _LEFT, _WIDTH - _LEFT - _RIGHT)
     bottom, right = _TOP + _HEIGHT, _WIDTH - _RIGHT
-    up = Axis(0, shown.top_bytes * 1.06, bottom, -_HEIGHT)
-    columns = shown.columns()
-    in_bytes = byte_unit(up.high)
+    y_axis = Axis(0, curves.top_bytes * 1.06, bottom, -_HEIGHT)
+    columns = curves.columns()
+    memory_unit = byte_unit(y_axis.high)
     body = svg.heading(TITLE, summary(plan))
-    body += left_axis(up, in_bytes, f"memory ({in_bytes.name})", _LEFT, right)
-    shape = _steps(shown.eager_columns(), shown.eager_bytes, across, up)
-    tip = f"{EAGER}: {format_bytes(max(shown.eager_bytes, default=0))}"
-    body.append(svg.path(shape, "eager", tip))
+    body += left_axis(y_axis, memory_unit, f"memory ({memory_unit.name})", _LEFT, right)
+    area = _staircase_area(curves.baseline_columns(), curves.baseline_bytes, x_axis, y_axis)
+    tip = f"{BASELINE_LABEL}: {format_bytes(max(curves.baseline_bytes, default=0))}"
+    body.append(svg.path(area, "baseline", tip))
     # Each layer reaches down to zero, and the highest is drawn first.
-    for layer, top in reversed(shown.tops()):
-        tip = f"{LAYERS[layer]}: at most {format_bytes(max(shown.held.layers[layer]))}"
-        body.append(svg.path(_steps(columns, top, across, up), layer, tip))
-    name = f"time ({shown.unit.name})" if shown.by_time else "runs"
-    body += bottom_axis(across, shown.unit, shown.unit.ticks(0, shown.end), bottom, name)
-    boundary = backward_run(plan)
+    for layer, top in reversed(curves.layer_tops()):
+        tip = f"{LAYERS[layer]}: at most {format_bytes(max(curves.memory.layers[layer]))}"
+        body.append(svg.path(_staircase_area(columns, top, x_axis, y_axis), layer, tip))
+    name = f"time ({curves.unit.name})" if curves.by_time else "runs"
+    body += bottom_axis(x_axis, curves.unit, curves.unit.ticks(0, curves.end), bottom, name)
+    boundary = first_backward_run(plan)
     if boundary is not None:
-        body += passes(across.at(shown.starts[boundary]), _LEFT, right, _TOP, bottom)
-    body += _peak(shown.held.timeline.peak_run, during, shown.starts, across, up)
-    body += _budget(plan, up, shown.budget_fits)
-    body += _tips(plan, columns, during, across)
-    entries = [(layer, LAYERS[layer]) for layer in shown.held.used]
-    marks, below = svg.legend([*entries, ("eager", EAGER)], _LEFT, bottom + 62, _WIDTH - _LEFT)
-    return svg.document(_WIDTH, below, TITLE, summary(plan), [*body, *marks])
+        body += pass_boundary(x_axis.at(curves.starts[boundary]), _LEFT, right, _TOP, bottom)
+    body += _peak(curves.memory.timeline.peak_run, during, curves.starts, x_axis, y_axis)
+    body += _budget(plan, y_axis, curves.budget_fits)
+    body += _tips(plan, columns, during, x_axis)
+    entries = [(layer, LAYERS[layer]) for layer in curves.memory.used]
+    entries.append(("baseline", BASELINE_LABEL))
+    legend, below = svg.legend(entries, _LEFT, bottom + 62, _WIDTH - _LEFT)
+    return svg.document(_WIDTH, below, TITLE, summary(plan), [*body, *legend])
 
 
-def peaks(
+def peak_columns(
     starts: Sequence[float], during: Sequence[int], end: float, columns: int = MAX_COLUMNS
 ) -> Columns:
-    """At most `columns` columns (from, to, run), left to right: `run` has the most memory of those
-    that touch the column. Neighbours that show the same run are one. `starts` has one entry more
-    than there are runs, the end of the last."""
+    """Return at most `columns` columns, each with the run that has the most memory of those that
+    overlap it. Neighbours that show the same run are merged. `during` is the memory of each run;
+    `starts` are their starts, and the end of the last run."""
     if not during or end <= 0:
         return []
     best = [-1] * columns
@@ -154,81 +169,85 @@ def peaks(
         for column in range(first, last + 1):
             if best[column] < 0 or memory > during[best[column]]:
                 best[column] = run
-    found: Columns = []
+    merged: Columns = []
     for column, run in enumerate(best):
         if run < 0:
             continue
         left, right = column * end / columns, (column + 1) * end / columns
-        if found and found[-1][2] == run and found[-1][1] == left:
-            found[-1] = (found[-1][0], right, run)
+        if merged and merged[-1][2] == run and merged[-1][1] == left:
+            merged[-1] = (merged[-1][0], right, run)
         else:
-            found.append((left, right, run))
-    return found
+            merged.append((left, right, run))
+    return merged
 
 
-def _counts(runs: int) -> list[float]:
+def _run_numbers(runs: int) -> list[float]:
+    """Return 0, 1, ..., `runs`: the starts of the runs if each is one unit long."""
     return [float(run) for run in range(runs + 1)]
 
 
-def _steps(columns: Columns, height: Sequence[int], across: Axis, up: Axis) -> str:
-    """The area under a staircase; steps too low to see are left out."""
+def _staircase_area(columns: Columns, heights: Sequence[int], x_axis: Axis, y_axis: Axis) -> str:
+    """Return the path data of the area below a staircase, without steps that are too low to see.
+    `heights` is indexed by run."""
     if not columns:
         return ""
-    floor = svg.number(up.at(0))
-    data = [f"M{svg.number(across.at(columns[0][0]))} {floor}"]
+    floor = svg.number(y_axis.at(0))
+    data = [f"M{svg.number(x_axis.at(columns[0][0]))} {floor}"]
     level = floor
     for left, _, run in columns:
-        y = svg.number(round(up.at(height[run]), 1))
+        y = svg.number(round(y_axis.at(heights[run]), 1))
         if y != level:
-            data.append(f"H{svg.number(across.at(left))}V{y}")
+            data.append(f"H{svg.number(x_axis.at(left))}V{y}")
             level = y
-    data.append(f"H{svg.number(across.at(columns[-1][1]))}V{floor}Z")
+    data.append(f"H{svg.number(x_axis.at(columns[-1][1]))}V{floor}Z")
     return "".join(data)
 
 
 def _peak(
-    run: int, during: Sequence[int], starts: list[float], across: Axis, up: Axis
+    run: int, during: Sequence[int], starts: list[float], x_axis: Axis, y_axis: Axis
 ) -> list[str]:
+    """Return the dot at the peak, which is in `run`."""
     if not during:
         return []
-    x = across.at((starts[run] + starts[run + 1]) / 2)
+    x = x_axis.at((starts[run] + starts[run + 1]) / 2)
     tip = svg.tooltip(f"peak: {format_bytes(during[run])} in run {run}")
-    return [svg.element("circle", tip, cx=x, cy=up.at(during[run]), r=3.5, class_="remat-mark")]
+    return [svg.element("circle", tip, cx=x, cy=y_axis.at(during[run]), r=3.5, class_="remat-mark")]
 
 
-def _budget(plan: PlanData, up: Axis, fits: bool) -> list[str]:
-    """The line with its label; only the label, at the top, where the budget is far above."""
+def _budget(plan: PlanData, y_axis: Axis, fits: bool) -> list[str]:
+    """Return the line of the budget and its label; if the budget is far above the picture, only
+    the label at the top."""
     right = _WIDTH - _RIGHT
-    words = f"budget {format_bytes(plan.budget_bytes)}"
+    label = f"budget {format_bytes(plan.budget_bytes)}"
     if not fits:
         return [
-            svg.text(right, svg.SUMMARY_Y, f"{words}, far above", role="budget-label", anchor="end")
+            svg.text(right, svg.SUMMARY_Y, f"{label}, far above", role="budget-label", anchor="end")
         ]
-    y = up.at(plan.budget_bytes)
+    y = y_axis.at(plan.budget_bytes)
     return [
         svg.line(_LEFT, y, right, y, "budget", dash="7 4", stroke_width=1.5),
-        svg.text(right, y - 6, words, role="budget-label", anchor="end"),
+        svg.text(right, y - 6, label, role="budget-label", anchor="end"),
     ]
 
 
-def _tips(plan: PlanData, columns: Columns, during: Sequence[int], across: Axis) -> list[str]:
-    """Invisible strips that say what runs under the pointer."""
+def _tips(plan: PlanData, columns: Columns, during: Sequence[int], x_axis: Axis) -> list[str]:
+    """Return invisible strips whose tooltips name the run under the pointer."""
     stride = -(-len(columns) // _MAX_TIPS)
     parts: list[str] = []
     for first in range(0, len(columns), max(1, stride)):
         group = columns[first : first + stride]
         run = max((column[2] for column in group), key=lambda r: during[r])
         operation = plan.graph.operations[plan.schedule.runs[run]]
-        left, right = across.at(group[0][0]), across.at(group[-1][1])
-        where = f" in {shorten(plain(operation.module), 60)}" if operation.module else ""
+        left, right = x_axis.at(group[0][0]), x_axis.at(group[-1][1])
+        module = f" in {shorten(plain(operation.module), 60)}" if operation.module else ""
         name = shorten(plain(operation.name), 60)
-        words = f"run {run}: {name}{where}, {format_bytes(during[run])}"
-        parts.append(svg.rectangle(left, _TOP, right - left, _HEIGHT, "hover", words))
+        tip = f"run {run}: {name}{module}, {format_bytes(during[run])}"
+        parts.append(svg.rectangle(left, _TOP, right - left, _HEIGHT, "hover", tip))
     return parts
 
 
 def summary(plan: PlanData) -> str:
-    """Peak and time, each with what it is relative to."""
+    """Return the plan's peak and time, and those without recomputation, as text."""
     peak, baseline = format_bytes(plan.peak_bytes), format_bytes(plan.baseline_peak_bytes)
     return (
         f"peak {peak} instead of {baseline}, time {format_seconds(plan.time_s)} instead of "

@@ -1,5 +1,5 @@
-"""The replay of torch's caching allocator: against what torch's own recorded, block by block, and
-against laws that hold for any sequence."""
+"""The replay of torch's caching allocator equals torch's own recordings, block by block, and
+keeps its invariants for any sequence."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def name_of(recording: dict[str, Any]) -> str:
 
 
 def replayed(recording: dict[str, Any]) -> Allocator:
-    """Every allocation and free of the recording; each must land where torch's did."""
+    """Replay every allocation and free of the recording; each must get the block that torch gave
+    it."""
     allocator = Allocator(is_expandable=recording["is_expandable"])
     reserved, bases = 0, []
     for action, address, size in recording["actions"]:
@@ -52,19 +53,19 @@ def replayed(recording: dict[str, Any]) -> Allocator:
 @pytest.mark.parametrize("recording", RECORDINGS, ids=name_of)
 def test_replayed_blocks_are_those_that_torch_recorded(recording: dict[str, Any]):
     allocator = replayed(recording)
-    theirs = sorted(recording["segments"], key=lambda s: s["address"])
+    expected = sorted(recording["segments"], key=lambda s: s["address"])
     actual = sorted(
         allocator.segments(),
         # Expandable segments have no order between the pools.
         key=lambda s: (
-            [t["is_small"] for t in theirs].index(s.is_small) * recording["is_expandable"]
+            [t["is_small"] for t in expected].index(s.is_small) * recording["is_expandable"]
         ),
     )
-    assert len(actual) == len(theirs)
-    for mine, other in zip(actual, theirs, strict=True):
-        assert mine.is_small == other["is_small"]
+    assert len(actual) == len(expected)
+    for segment, other in zip(actual, expected, strict=True):
+        assert segment.is_small == other["is_small"]
         assert [
-            (b.address - mine.address, b.size_bytes, b.requested_bytes) for b in mine.blocks
+            (b.address - segment.address, b.size_bytes, b.requested_bytes) for b in segment.blocks
         ] == [
             (address - other["address"], size, requested if state != "inactive" else None)
             for address, size, requested, state in other["blocks"]
@@ -140,7 +141,7 @@ def test_allocated_and_reserved_bytes_add_up_for_any_sequence(
             for one, other in zip(segment.blocks, segment.blocks[1:], strict=False):
                 assert one.address + one.size_bytes == other.address
                 assert one.requested_bytes is not None or other.requested_bytes is not None
-        if is_expandable:  # nothing but the rounding to 512 bytes is lost
+        if is_expandable:  # only the rounding to 512 bytes is lost
             assert allocator.allocated_bytes == sum(-(-s // 512) * 512 for s in live.values())
 
 
@@ -181,7 +182,7 @@ def test_allocations_happen_in_the_order_of_the_runtime(recording: dict[str, Any
     allocations."""
     trace = Trace.from_json(json.dumps(recording["trace"]))
     events = step_allocation_events(trace, Schedule(tuple(recording["runs"])), steps=3)
-    # A kernel allocates its own results in an order of its own; of those only one is large.
+    # A kernel allocates its results in its own order; only one of them is large.
     least_bytes = 1 << 20 if "resnet" in recording["name"] else 1
     values = [
         event.size_bytes

@@ -1,4 +1,5 @@
-"""Blocks that share a budget: the peak of a step of blocks, the choice of their ways, the menu."""
+"""Blocks that share a budget: the peak of a step of blocks, the choice of their options, the
+options of a block."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def block_options(draw_from: st.DrawFn) -> BlockOption:
 
 @st.composite
 def steps(draw_from: st.DrawFn) -> BlockStep:
-    """Up to four calls, one inside of the other as in a step, with something outside between."""
+    """Up to four calls, nested as in a step, with external memory between."""
     calls = draw_from(
         st.lists(st.lists(block_options(), min_size=1, max_size=3).map(tuple), max_size=4)
     )
@@ -55,13 +56,13 @@ def steps(draw_from: st.DrawFn) -> BlockStep:
 
 
 def brute(step: BlockStep) -> list[tuple[int, float]]:
-    """Peak and time of every choice."""
+    """Return peak and time of every choice."""
     every = itertools.product(*(range(len(options)) for options in step.options_per_call))
     return [(peak_by_hand(step, chosen), step.time_s(chosen)) for chosen in every]
 
 
 def peak_by_hand(step: BlockStep, chosen: tuple[int, ...]) -> int:
-    """From who is in flight at each event, event by event."""
+    """Return the peak, computed event by event from the batches that are in flight."""
     sums: list[int] = []
     pairs = zip(step.options_per_call, chosen, strict=True)
     others = step.non_block_bytes_per_batch + sum(

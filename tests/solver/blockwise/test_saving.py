@@ -1,4 +1,4 @@
-"""What a checkpointed block saves: against every set that could be saved."""
+"""The tensors that a checkpointed block saves, compared with every possible set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Searching over orders: valid, never worse than the start, allowed by the runtime."""
+"""Annealing over schedules and orders: results are valid, no worse than the start, and allowed
+by the runtime."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import hypothesis
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from tests.helpers.graphs import chain, layered, small_graphs
+from tests.helpers.graphs import chain, random_forward_graph, small_graphs
 
 from remat.errors import GraphError
 from remat.graph import Graph, Operation, Value
@@ -48,7 +49,7 @@ MOVES = (relocate, transpose, block, repeat, repeat, retire, exchange, shift, re
 
 
 def topological_orders(graph: Graph) -> list[list[int]]:
-    """All of them."""
+    """Return all topological orders of a graph."""
     orders: list[list[int]] = []
 
     def extend(order: list[int]) -> None:
@@ -63,10 +64,13 @@ def topological_orders(graph: Graph) -> list[list[int]]:
 
 
 def is_allowed(graph: Graph, schedule: Schedule) -> bool:
-    """Whether the first runs stay on their side of the boundary and single runs in order."""
+    """True if the first runs stay on their side of the boundary and operations that run once
+    stay in order."""
     order = first_run_order(schedule)
     operations = graph.operations
-    fixed = [op for op in order if operations[op].sequenced or not operations[op].recomputable]
+    fixed = [
+        op for op in order if operations[op].order_sensitive or not operations[op].recomputable
+    ]
     if fixed != sorted(fixed):
         return False
     if graph.boundary is None:
@@ -166,7 +170,7 @@ def test_search_in_a_fixed_order_is_valid_and_never_worse(
 
 @pytest.mark.parametrize("seed", range(6))
 def test_search_in_a_fixed_order_finds_the_optimum(seed: int) -> None:
-    graph = layered(14, seed)
+    graph = random_forward_graph(14, seed)
     floor_bytes = peak_lower_bound_bytes(graph)
     budget_bytes = (floor_bytes + 3 * peak_and_time(graph, Schedule.keep_all(graph))[0]) // 4
     best = Exact(gap=0.0).run(Task(graph, budget_bytes)).schedule
@@ -176,7 +180,7 @@ def test_search_in_a_fixed_order_finds_the_optimum(seed: int) -> None:
 
 
 def test_search_in_a_fixed_order_refuses_a_start_in_another_order() -> None:
-    graph = layered(30, seed=1)
+    graph = random_forward_graph(30, seed=1)
     order = small_peak_order(graph, target_bytes=0, max_moves=500)
     assert order != tuple(range(30))
     with pytest.raises(GraphError, match="before it was ever produced"):
@@ -184,7 +188,7 @@ def test_search_in_a_fixed_order_refuses_a_start_in_another_order() -> None:
 
 
 def test_auto_anneals_in_the_graph_order() -> None:
-    graph = layered(60, seed=1)
+    graph = random_forward_graph(60, seed=1)
     budget_bytes = int(0.75 * peak_and_time(graph, Schedule.keep_all(graph))[0])
     solution = Auto(order="off", time_limit=6.0, gap=1e-6).run(Task(graph, budget_bytes))
     assert solution.schedule.keeps_order()
@@ -196,7 +200,7 @@ def test_auto_anneals_in_the_graph_order() -> None:
 
 @pytest.mark.slow
 def test_search_drops_recomputations_that_a_better_order_does_not_need() -> None:
-    graph = layered(30, seed=1)
+    graph = random_forward_graph(30, seed=1)
     peak_bytes, _ = peak_and_time(graph, Schedule.of(small_peak_order(graph, target_bytes=0)))
     assert peak_bytes < peak_and_time(graph, Schedule.keep_all(graph))[0]
     result = anneal_schedule(graph, peak_bytes, Schedule.keep_all(graph), max_moves=60_000)
@@ -217,7 +221,7 @@ def test_search_improves_on_a_feasible_start() -> None:
 
 
 def test_search_stops_at_cancellation() -> None:
-    graph = layered(30, seed=1)
+    graph = random_forward_graph(30, seed=1)
     start = Schedule.keep_all(graph)
     assert anneal_schedule(graph, 0, start, max_moves=10**9, stop=lambda: True) == start
 
@@ -237,20 +241,20 @@ def test_small_peak_order_is_never_below_the_optimum(graph: Graph) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_small_peak_order_finds_the_optimum(seed: int) -> None:
-    graph = layered(7, seed)
+    graph = random_forward_graph(7, seed)
     peaks = [peak_and_time(graph, Schedule.of(order))[0] for order in topological_orders(graph)]
     order = small_peak_order(graph, target_bytes=0, max_moves=3000)
     assert peak_and_time(graph, Schedule.of(order))[0] == min(peaks)
 
 
 def test_small_peak_order_ends_at_its_target() -> None:
-    graph = layered(30, seed=1)
+    graph = random_forward_graph(30, seed=1)
     start = Schedule.keep_all(graph)
     start_bytes = peak_and_time(graph, start)[0]
     best_bytes = peak_and_time(graph, Schedule.of(small_peak_order(graph, target_bytes=0)))[0]
     target_bytes = (start_bytes + best_bytes) // 2
     assert target_bytes < start_bytes, "the premise: another order needs less"
-    # With so much effort it would not end by itself.
+    # With so much effort it would not end otherwise.
     result = small_peak_order(graph, target_bytes=target_bytes, max_moves=10**9)
     assert peak_and_time(graph, Schedule.of(result))[0] <= target_bytes
 

@@ -1,4 +1,4 @@
-"""Laws of the schedules that need no solver, and of the bound that they are held against."""
+"""Schedules that need no solver (eviction, polishing), and the lower bound of their peak."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_polished_schedules_have_no_needless_recomputation(graph: Graph, share: 
 
 
 def test_polish_retains_a_copy_for_all_its_later_readers() -> None:
-    """Of three runs of one operation, polishing keeps the fewest that the budget leaves room
+    """Polishing keeps, of three runs of one operation, the fewest that the budget leaves room
     for."""
     graph = chain(6)
     recompute_all = [*range(7), *range(6), 7, *range(5), 8, *range(4), 9, *range(3), 10, 0, 1, 11]
@@ -114,7 +114,7 @@ LATE_READERS = Graph(
     results=frozenset({7}),
     boundary=4,
 )
-"""What g1 reads has to be made with nothing beside it."""
+"""A graph in which the inputs of g1 must be computed while nothing else is in memory."""
 
 
 @laws

@@ -1,4 +1,4 @@
-"""Budgets as people write them."""
+"""Budgets as users write them."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_budgets_are_parsed(budget: int | float | str, expected: int | None) -> 
         ("auto", "remat.optimize"),
         (" Auto", "remat.optimize"),
     ],
-    ids=lambda each: repr(each)[:20],
+    ids=lambda budget: repr(budget)[:20],
 )
 def test_invalid_budgets_are_refused_with_advice(budget: object, message: str) -> None:
     with pytest.raises(BudgetError, match=message) as refused:

@@ -1,4 +1,4 @@
-"""Solvers other than the default, and what happens when one is missing, refuses or dies."""
+"""Solvers other than the default; missing, failing and crashing solvers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 
 import pulp
 import pytest
-from tests.helpers.graphs import chain, uneven, uneven_stages
-from tests.helpers.solvers import needs_cbc, scripted
+from tests.helpers.graphs import chain, random_stages, uneven_layers
+from tests.helpers.solvers import needs_cbc, solver_scripts
 
 from remat.errors import SolverError, SolverWarning
 from remat.graph import Graph
@@ -38,7 +38,7 @@ from remat.strategies.search.runner import MilpRunner
 
 FACTS = {fact.name: fact for fact in usable_backends()}
 NAMES = ["HiGHS", "CBC", "Gurobi", "CPLEX", "SCIP", "COPT", "Xpress", "cuOpt"]
-SMALL = {"chain": chain(6, size=3), "uneven": uneven(3)}
+SMALL = {"chain": chain(6, size=3), "uneven": uneven_layers(3)}
 
 
 def budget_bytes(graph: Graph, share: float) -> int:
@@ -48,7 +48,7 @@ def budget_bytes(graph: Graph, share: float) -> int:
 def run(
     graph: Graph, share: float, solver: str, *, start: bool = True, limit: float = 60
 ) -> SolverRun:
-    """The program over complete slots, from what eviction finds."""
+    """Solve the program over complete slots, starting from eviction's schedule."""
     budget = budget_bytes(graph, share)
     start_schedule = incumbent.schedules_within_budget(graph, budget)[0].schedule if start else None
     program = model.build(graph, slots.build_complete_slots(graph), budget)
@@ -57,7 +57,7 @@ def run(
 
 @pytest.fixture
 def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
-    return scripted(tmp_path, monkeypatch)
+    return solver_scripts(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -89,14 +89,14 @@ def test_every_solver_finds_the_optimum(name: str, graph: Graph, share: float) -
     ],
 )
 def test_solver_names_are_case_insensitive(name: str) -> None:
-    plan = solve(uneven(3), "75%", Exact(solver=name))
+    plan = solve(uneven_layers(3), "75%", Exact(solver=name))
     assert plan.status is Status.OPTIMAL
-    assert plan.time_s == solve(uneven(3), "75%", Exact()).time_s
+    assert plan.time_s == solve(uneven_layers(3), "75%", Exact()).time_s
 
 
 @needs_cbc
 def test_another_solver_finds_the_smallest_peak() -> None:
-    graph = uneven(3)
+    graph = uneven_layers(3)
     assert solve(graph, "min", Exact(solver="CBC")).peak_bytes == solve(graph, "min").peak_bytes
 
 
@@ -124,7 +124,7 @@ def test_a_missing_solver_says_what_to_do(name: str) -> None:
 @pytest.mark.parametrize("script", ["exit 1", f"kill -{int(signal.SIGKILL)} $$", "exit 0"])
 def test_a_solver_that_dies_says_so_and_the_default_still_works(command, script: str) -> None:
     command("cbc", script)
-    graph = uneven(3)
+    graph = uneven_layers(3)
     with pytest.raises(SolverError, match=r"COIN_CMD.*stopped without an answer.*HiGHS"):
         run(graph, 0.75, "COIN_CMD")
     assert solve(graph, "75%", Exact()).status is Status.OPTIMAL
@@ -133,13 +133,13 @@ def test_a_solver_that_dies_says_so_and_the_default_still_works(command, script:
 def test_unreadable_solver_output_is_an_error(command) -> None:
     command("cbc", 'while [ "$1" != -solution ]; do shift; done; echo rubbish > "$2"')
     with pytest.raises(SolverError, match="stopped without an answer"):
-        run(uneven(3), 0.75, "COIN_CMD")
+        run(uneven_layers(3), 0.75, "COIN_CMD")
 
 
 def test_a_missing_solution_file_is_not_reported_as_infeasible(command) -> None:
     """Some of PuLP's classes report "infeasible" for a command that wrote nothing."""
     command("cplex", "exit 0")
-    graph = uneven(3)
+    graph = uneven_layers(3)
     with pytest.raises(SolverError, match="one is known"):
         run(graph, 0.75, "CPLEX_CMD")
     with pytest.warns(SolverWarning, match="one is known"):
@@ -153,7 +153,7 @@ def test_optimality_is_not_believed_after_the_time_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(backends, "_TIMEOUT_SHARE", 0.0)
-    answer = run(uneven(3), 0.75, "CBC")
+    answer = run(uneven_layers(3), 0.75, "CBC")
     assert answer.outcome is Outcome.FEASIBLE
     assert answer.bound is None
     assert answer.schedule is not None
@@ -162,7 +162,7 @@ def test_optimality_is_not_believed_after_the_time_limit(
 @needs_cbc
 def test_a_stopped_solver_returns_its_incumbent() -> None:
     """Also one that crashes then: CBC 2.10.3 ends with SIGSEGV at some short limits."""
-    graph = uneven(14)
+    graph = uneven_layers(14)
     budget = budget_bytes(graph, 0.6)
     incumbent_schedule = incumbent.schedules_within_budget(graph, budget)[0]
     programs = MilpRunner(graph, Exact(solver="CBC"), Clock.of(300.0))
@@ -179,7 +179,7 @@ def test_a_stopped_solver_returns_its_incumbent() -> None:
 
 def test_a_fractional_solution_is_rejected() -> None:
     """CBC writes one where it has no other, and reports "Stopped on time"."""
-    graph = uneven(5)
+    graph = uneven_layers(5)
     program = model.build(graph, slots.build_complete_slots(graph), budget_bytes(graph, 0.6))
     highs = HighsSolver(gap=0.0, time_limit=30.0, threads=1)
     for arrays, expected in ((program.arrays.relaxed(), False), (program.arrays, True)):
@@ -195,7 +195,7 @@ def test_an_interrupt_inside_of_highs_is_raised(where: str) -> None:
     def interrupted(*_: object) -> bool:
         raise KeyboardInterrupt
 
-    graph = uneven(8)
+    graph = uneven_layers(8)
     program = model.build(graph, slots.build_complete_slots(graph), budget_bytes(graph, 0.6))
     calls: dict[str, Any] = {where: interrupted}
     with pytest.raises(KeyboardInterrupt):
@@ -204,7 +204,7 @@ def test_an_interrupt_inside_of_highs_is_raised(where: str) -> None:
 
 @pytest.mark.parametrize("budget", [0.55, 0.7, 0.9, None])
 def test_the_values_of_a_schedule_are_a_solution(budget: float | None) -> None:
-    for graph in (*SMALL.values(), uneven(8), chain(25, size=7)):
+    for graph in (*SMALL.values(), uneven_layers(8), chain(25, size=7)):
         limit = None if budget is None else budget_bytes(graph, budget)
         small = incumbent.smallest_peak_schedule(graph, target_bytes=limit or 0).schedule
         offered = slots.build_idle_read_slots(
@@ -251,7 +251,7 @@ def test_a_crashed_or_hanging_probe_does_not_affect_the_others(
     monkeypatch.setattr(backend_facts, "_TIMEOUT_S", 1.5)
     facts = {fact.name: fact for fact in usable_backends()}
     assert facts["SCIP"] == BackendStatus("SCIP", True, "1")
-    assert facts["Gurobi"].usable, "its command is"
+    assert facts["Gurobi"].usable, "its command works"
     assert not facts["COPT"].usable
     assert "did not answer" in facts["COPT"].reason
 
@@ -270,13 +270,13 @@ def test_the_first_solve_of_a_process_prints_nothing() -> None:
 
 
 def test_threads_may_change_from_solve_to_solve() -> None:
-    graph = uneven(5)
+    graph = uneven_layers(5)
     for threads in (1, 2, 1):
         assert solve(graph, "70%", Exact(threads=threads)).status is Status.OPTIMAL
 
 
 def test_concurrent_solves_give_the_same_times() -> None:
-    graphs = [uneven(4), uneven(5), chain(12, size=5)]
+    graphs = [uneven_layers(4), uneven_layers(5), chain(12, size=5)]
     one_at_a_time = [solve(graph, "65%", Exact(threads=1)).time_s for graph in graphs]
     plans: dict[int, Plan] = {}
 
@@ -295,7 +295,7 @@ def test_concurrent_solves_give_the_same_times() -> None:
 @pytest.mark.slow
 def test_another_thread_can_cancel_a_running_solve() -> None:
     """HiGHS polls for cancellation, but not in presolve or during a round of cuts."""
-    graph = uneven_stages(3, 14)
+    graph = random_stages(3, 14)
     cancel = threading.Event()
     timer = threading.Timer(0.5, cancel.set)
     begun: list[bool] = []

@@ -1,4 +1,4 @@
-"""Law 5: brute force agrees with the program on every graph of up to 7 operations."""
+"""Law 5: the program finds the optimum of brute force on every graph of up to 7 operations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Identical blocks are found, and programs in which they decide together find what fits."""
+"""Identical blocks are detected, and programs in which they share their decisions give schedules
+that fit."""
 
 from __future__ import annotations
 
@@ -31,11 +32,11 @@ LAWS = settings(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 FORWARD, BACKWARD = 3, 4
-"""Operations of a block of `stack`."""
+"""The numbers of operations of a block of `stack`."""
 
 
 def stack(layers: int, odd: int | None = None) -> Graph:
-    """Residual blocks with weight gradients; the one that is `odd` costs more."""
+    """Return residual blocks with weight gradients; the block `odd` costs more."""
     operations: list[Operation] = []
     values: list[Value] = []
     results: list[int] = []
@@ -44,9 +45,9 @@ def stack(layers: int, odd: int | None = None) -> Graph:
         values.append(Value(name, size))
         module = f"layer.{name.partition('.')[2]}" if "." in name else ""
         reads = tuple(sorted(set(inputs)))
-        made = (len(values) - 1,)
-        operations.append(Operation(name, reads, made, cost, 8, backward, True, module))
-        return made[0]
+        outputs = (len(values) - 1,)
+        operations.append(Operation(name, reads, outputs, cost, 8, backward, True, module))
+        return outputs[0]
 
     x = add("embed", [], 64, 1)
     saved: list[tuple[int, int, int]] = []
@@ -92,10 +93,10 @@ def programs(graph: Graph, **options: float) -> MilpRunner:
     return MilpRunner(graph, Auto(time_limit=20.0, **options), Clock.of(20.0))
 
 
-def test_blocks_and_their_backward_are_found() -> None:
+def test_blocks_and_their_backward_are_detected() -> None:
     graph, identical = blocks()
     assert identical.forward_length == FORWARD
-    assert identical.count >= 18, "all but those at an end that read from outside"
+    assert identical.count >= 18, "all blocks but those at an end"
     layers = [
         int(graph.operations[op].module[6:]) - block
         for op, block in enumerate(identical.block_of)
@@ -122,8 +123,8 @@ def test_a_different_block_ends_the_sequence_of_identical_ones() -> None:
 def test_graphs_without_repeats_have_none() -> None:
     assert find_identical_blocks(chain(20), 8) is None, "no boundary"
     graph = stack(20)
-    uneven = tuple(replace(o, cost_s=o.cost_s + i) for i, o in enumerate(graph.operations))
-    assert find_identical_blocks(replace(graph, operations=uneven), 8) is None
+    uneven_layers = tuple(replace(o, cost_s=o.cost_s + i) for i, o in enumerate(graph.operations))
+    assert find_identical_blocks(replace(graph, operations=uneven_layers), 8) is None
     assert find_identical_blocks(graph, 21) is None
     assert identical_blocks.find_repeated_blocks(graph) is None, "too small to be worth it"
 
@@ -187,7 +188,9 @@ def test_schedules_of_a_tied_program_fit(groups: int, share: float) -> None:
     for slot, optional in enumerate(shared.slots.is_optional):
         if optional:
             choice.setdefault(shared.run_key(slot), set()).add(slot in used)
-    assert all(len(made) == 1 for made in choice.values()), "a class runs together or not at all"
+    assert all(len(decided) == 1 for decided in choice.values()), (
+        "a class runs together or not at all"
+    )
 
 
 def test_nothing_is_recomputed_where_everything_fits() -> None:
@@ -237,5 +240,5 @@ def test_auto_is_no_worse_with_identical_blocks(
     monkeypatch.setattr(identical_blocks, "_MIN_OPERATIONS", 10)
     with_blocks = solve(graph, budget_bytes, auto)
     assert with_blocks.peak_bytes <= budget_bytes
-    # Both may end with the time, on whatever machine this is.
+    # Both may end at the time limit, on a slow machine.
     assert with_blocks.time_s <= without.time_s * 1.05

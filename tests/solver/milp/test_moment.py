@@ -1,4 +1,5 @@
-"""Bounds from relaxations at moments: never over the optimum, and where they are the optimum."""
+"""Bounds from relaxations at checkpoint cuts: never above the optimum, and equal to it in some
+cases."""
 
 from __future__ import annotations
 
@@ -42,14 +43,15 @@ def advisor(graph: Graph, budget: int) -> RetentionAdvisor:
 
 
 def budgets(graph: Graph) -> st.SearchStrategy[int]:
-    """From just below what is feasible to what no recomputation needs."""
+    """Return budgets from just below feasible to where no recomputation is needed."""
     low = brute_force.smallest_budget(graph)
     high = simulate(graph, Schedule.keep_all(graph)).peak_bytes
     return st.integers(max(1, low - 1), max(1, high))
 
 
 def read_after_a_peak(length: int = 3) -> Graph:
-    """Values of a byte and a second each; an operation that needs room; and all are read."""
+    """Return a graph of values of a byte and a second each, an operation that needs memory, and
+    readers of all values after it."""
     operations = [Operation(f"make{i}", (), (i,), 1.0) for i in range(length)]
     operations.append(Operation("peak", (), (length,), 1.0, workspace_bytes=length))
     sizes = [1] * length + [0]
@@ -116,9 +118,12 @@ def test_the_implied_schedule_has_the_cost_of_the_program(
     assert simulate(graph, schedule).time_s <= cut.bound_s * (1 + ROUNDING) + ROUNDING
 
 
-def held_for_a_while() -> Graph:
-    """`once` cannot be made again. Of what is made from it, only `early` fits beside `first`, and
-    only `late`, which is made from `early`, beside `second`; then the value after that is read."""
+def retained_for_a_while() -> Graph:
+    """Return a graph in which `once` cannot be recomputed.
+
+    Of what is computed from it, only `early` fits together with `first`, and only `late`, which
+    is computed from `early`, together with `second`; then `once` is read.
+    """
     operations = (
         Operation("once", (), (0,), 1.0, recomputable=False),
         Operation("early", (0,), (1,), 1.0),
@@ -134,7 +139,7 @@ def held_for_a_while() -> Graph:
 
 
 def test_retained_values_are_computed_while_their_inputs_are_live() -> None:
-    graph, budget = held_for_a_while(), 10
+    graph, budget = retained_for_a_while(), 10
     cut = integral(graph, budget, [4, 6])
     assert cut is not None
     schedule = implied_schedule(graph, cut)

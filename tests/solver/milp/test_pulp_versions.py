@@ -1,4 +1,4 @@
-"""Programs are the same whichever PuLP carries them."""
+"""Programs are the same with every version of PuLP."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from importlib import metadata
 import numpy as np
 import pulp
 import pytest
-from tests.helpers.graphs import chain, uneven
+from tests.helpers.graphs import chain, uneven_layers
 from tests.helpers.solvers import needs_cbc, small
 
 from remat.graph import Graph, Operation, Value
@@ -26,7 +26,7 @@ BUDGET = 2_400
 
 def test_a_problem_is_read_as_arrays() -> None:
     program = pulp_versions.read_arrays(small())
-    assert [v.name for v in program.variables] == ["a", "b", "c"], "by name, not as they were made"
+    assert [v.name for v in program.variables] == ["a", "b", "c"], "sorted by name"
     assert program.costs.tolist() == [3, 2, 0]
     assert program.offset == 5
     assert program.lower.tolist() == [0, 0, -math.inf]
@@ -96,7 +96,7 @@ def test_a_program_without_columns_is_solved() -> None:
 
 
 def digest(program: ProgramArrays) -> str:
-    """Of all that a solver sees."""
+    """Return a digest of everything that a solver reads."""
     numbers = (program.costs, program.lower, program.upper, program.coefficients, program.rhs)
     others = (program.is_integer, program.starts, program.indices, program.senses)
     parts = (*(part + 0.0 for part in numbers), *others)  # -0.0 is 0.0
@@ -108,7 +108,7 @@ def digest(program: ProgramArrays) -> str:
 def test_every_version_of_pulp_builds_the_same_programs() -> None:
     """Solvers search differently if only the order of the columns differs. A change of the
     formulation changes these digests; a change of PuLP must not."""
-    graph = uneven(6)
+    graph = uneven_layers(6)
     offered = slots.build_idle_read_slots(
         graph, max_distance=9, stride=1, min_idle=4, group_span=50, schedules=()
     )

@@ -1,7 +1,7 @@
-"""A solver that dies does not take the plan with it.
+"""A solver that crashes does not lose the incumbent.
 
 Real CBC processes are killed with SIGKILL at several moments. Scripts stand for what cannot be
-provoked: a licence that is lost on the way.
+provoked: a licence that is lost during the search.
 """
 
 from __future__ import annotations
@@ -12,9 +12,15 @@ from pathlib import Path
 
 import highspy
 import pytest
-from tests.helpers.graphs import uneven_stages
-from tests.helpers.killed_solvers import at_once, in_the_midst, killing, needs_proc, with_a_solution
-from tests.helpers.solvers import needs_cbc, scripted
+from tests.helpers.graphs import random_stages
+from tests.helpers.killed_solvers import (
+    at_once,
+    killing_cbc,
+    needs_procfs,
+    once_solution_is_written,
+    while_solving,
+)
+from tests.helpers.solvers import needs_cbc, solver_scripts
 
 from remat.errors import InfeasibleBudget, RematError, SolverError, SolverWarning
 from remat.plan import Plan, Status
@@ -28,21 +34,22 @@ from remat.strategies.search.search import search
 from remat.strategies.search.state import SearchState
 from remat.strategies.search.steps import order_search
 
-LONG = uneven_stages(2, 14)
-"""CBC takes minutes for the cost at 60%, and for the smallest peak."""
+LONG = random_stages(2, 14)
+"""A graph for which CBC takes minutes for the cost at 60%, and for the smallest peak."""
 
 TIGHT_BYTES = 64
-"""Of `LONG`: no operation needs that much alone, and eviction finds no peak below 65."""
+"""A budget of `LONG`: no operation needs that much alone, and eviction finds no peak below 65."""
 
-SHORT = uneven_stages(2, 5)
-"""CBC takes a twentieth of a second for the cost at 75%, which nothing else proves."""
+SHORT = random_stages(2, 5)
+"""A graph for which CBC takes a twentieth of a second for the cost at 75%, which nothing else
+proves."""
 
 # -- killing CBC --------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where PuLP puts the files by which it speaks to CBC."""
+    """The folder of the files that PuLP exchanges with CBC."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.delenv("TMP", raising=False)
     return tmp_path
@@ -60,42 +67,42 @@ def check(plan: Plan, solver: str = "CBC") -> None:
 
 
 @needs_cbc
-@needs_proc
-@pytest.mark.parametrize("when", [at_once, in_the_midst])
+@needs_procfs
+@pytest.mark.parametrize("when", [at_once, while_solving])
 @pytest.mark.parametrize("budget", ["60%", "min"])
 def test_a_killed_solver_leaves_the_incumbent(
     budget: str, when: Callable[[int], bool], folder: Path
 ) -> None:
-    with killing(when) as kills, pytest.warns(SolverWarning) as said:
+    with killing_cbc(when) as kills, pytest.warns(SolverWarning) as recorded:
         plan = solve(LONG, budget, Exact(solver="CBC", time_limit=200, threads=1))
     check(plan)
-    assert len(said) == 1
-    assert str(said[0].message).startswith(str(plan.stats["solver_error"]))
+    assert len(recorded) == 1
+    assert str(recorded[0].message).startswith(str(plan.stats["solver_error"]))
     assert kills.pids
-    # A solver that failed is asked no more; "min" are two searches.
+    # A failed solver is not started again; "min" takes two searches.
     assert len(kills.pids) <= (2 if budget == "min" else 1)
     assert not list(folder.iterdir()), "files of a dead command are left behind"
 
 
 @needs_cbc
-@needs_proc
+@needs_procfs
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_killed_solver_is_not_started_again(threads: int) -> None:
+def test_a_killed_solver_is_not_restarted(threads: int) -> None:
     """A search has many programs. With two threads, programs over checkpoint cuts run
     concurrently."""
     auto = Auto(solver="CBC", time_limit=200, threads=threads, complete_slots=0, gap=0.0)
-    with killing(at_once) as kills, pytest.warns(SolverWarning):
+    with killing_cbc(at_once) as kills, pytest.warns(SolverWarning):
         plan = solve(LONG, "60%", auto)
     check(plan)
     assert len(kills.pids) == 1
 
 
 @needs_cbc
-@needs_proc
+@needs_procfs
 def test_at_once_kills_a_solver_before_it_has_read_its_problem() -> None:
     """On a busy machine this may need some attempts."""
     for _ in range(20):
-        with killing(at_once) as kills, warnings.catch_warnings():
+        with killing_cbc(at_once) as kills, warnings.catch_warnings():
             warnings.simplefilter("ignore", SolverWarning)
             solve(LONG, "60%", Exact(solver="CBC", time_limit=200, threads=1))
         if kills.unread:
@@ -104,22 +111,25 @@ def test_at_once_kills_a_solver_before_it_has_read_its_problem() -> None:
 
 
 @needs_cbc
-@needs_proc
+@needs_procfs
 @pytest.mark.parametrize("budget", ["75%", "min"])
 def test_a_solver_killed_right_after_writing_its_solution_leaves_a_plan(
     budget: str, folder: Path
 ) -> None:
     """The solver ends within a millisecond of that: one of some attempts catches it."""
     for _ in range(20):
-        with killing(with_a_solution), warnings.catch_warnings(record=True) as said:
+        with (
+            killing_cbc(once_solution_is_written),
+            warnings.catch_warnings(record=True) as recorded,
+        ):
             warnings.simplefilter("always")
             plan = solve(SHORT, budget, Exact(solver="CBC", threads=1))
-        assert [w.category for w in said] in ([], [SolverWarning])
+        assert [w.category for w in recorded] in ([], [SolverWarning])
         assert not list(folder.iterdir())
-        assert bool(said) == ("solver_error" in plan.stats)
-        if said:
+        assert bool(recorded) == ("solver_error" in plan.stats)
+        if recorded:
             assert plan.peak_bytes <= plan.budget_bytes
-            # Of the two searches for "min", the second may have come to its end.
+            # The second of the two searches for "min" may have finished.
             assert plan.status is Status.FEASIBLE or budget == "min"
             return
         assert plan.status is Status.OPTIMAL
@@ -127,11 +137,11 @@ def test_a_solver_killed_right_after_writing_its_solution_leaves_a_plan(
 
 
 @needs_cbc
-@needs_proc
-@pytest.mark.parametrize("when", [at_once, in_the_midst])
+@needs_procfs
+@pytest.mark.parametrize("when", [at_once, while_solving])
 def test_without_a_schedule_the_error_has_a_remedy(when: Callable[[int], bool]) -> None:
     with (
-        killing(when) as kills,
+        killing_cbc(when) as kills,
         pytest.raises(
             SolverError,
             match=r"(?s)^CBC .*failed or was killed.*HiGHS.*No schedule within 64 B was found "
@@ -144,18 +154,18 @@ def test_without_a_schedule_the_error_has_a_remedy(when: Callable[[int], bool]) 
 
 
 @needs_cbc
-@needs_proc
+@needs_procfs
 def test_a_sweep_goes_on_where_its_solver_is_killed() -> None:
-    with killing(at_once) as kills, pytest.warns(SolverWarning) as said:
+    with killing_cbc(at_once) as kills, pytest.warns(SolverWarning) as recorded:
         plans = sweep(LONG, ["60%", "75%"], Exact(solver="CBC", time_limit=200, threads=1))
-    assert len(plans) == len(kills.pids) == len(said) == 2
+    assert len(plans) == len(kills.pids) == len(recorded) == 2
     for plan in plans:
         check(plan)
     assert plans[1].time_s <= plans[0].time_s
 
 
 @needs_cbc
-@needs_proc
+@needs_procfs
 @pytest.mark.parametrize("limit", [0.2, 0.3, 0.5])
 def test_short_time_limits_give_a_plan(limit: float) -> None:
     """CBC 2.10.3 ends with SIGSEGV at some of these."""
@@ -165,12 +175,12 @@ def test_short_time_limits_give_a_plan(limit: float) -> None:
     assert plan.peak_bytes <= plan.budget_bytes
 
 
-# -- what cannot be provoked --------------------------------------------------------------------
+# -- failures by scripts ------------------------------------------------------------------------
 
 
 @pytest.fixture
 def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
-    return scripted(tmp_path, monkeypatch)
+    return solver_scripts(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("budget", ["60%", "min"])
@@ -184,11 +194,11 @@ def test_a_licence_lost_during_the_search_leaves_a_plan(command, budget: str) ->
 def test_a_solver_that_disappears_after_its_first_program_leaves_a_plan(command) -> None:
     """For "min" two searches use the solver; the second has a schedule to start from."""
     command("cbc", '/bin/rm "$0"; exit 1')
-    with pytest.warns(SolverWarning) as said:
+    with pytest.warns(SolverWarning) as recorded:
         plan = solve(LONG, "min", Exact(solver="COIN_CMD", time_limit=200))
     assert plan.status is Status.FEASIBLE
     assert plan.peak_bytes <= plan.budget_bytes
-    assert len(said) == 1
+    assert len(recorded) == 1
 
 
 def test_a_solver_missing_from_the_start_is_an_error_at_once(
@@ -210,7 +220,7 @@ def test_a_solver_missing_from_the_start_is_an_error_at_once(
 
 @pytest.fixture
 def refusing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """HiGHS refuses every program, as it does where coefficients are out of all proportion."""
+    """Make HiGHS refuse every program, as it does for coefficients of extreme ratio."""
     monkeypatch.setattr(highspy.Highs, "run", lambda self: highspy.HighsStatus.kError)
 
 
@@ -226,9 +236,9 @@ def refusing(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=["exact", "auto", "auto over near slots"],
 )
 def test_a_failure_of_highs_leaves_the_incumbent(strategy: Strategy, budget: str) -> None:
-    with pytest.warns(SolverWarning, match="HiGHS refused to run") as said:
+    with pytest.warns(SolverWarning, match="HiGHS refused to run") as recorded:
         plan = solve(LONG, budget, strategy)
-    assert len(said) == 1
+    assert len(recorded) == 1
     assert plan.status is Status.FEASIBLE
     assert plan.peak_bytes <= plan.budget_bytes
 
@@ -277,10 +287,10 @@ def test_a_failure_of_highs_during_a_sweep_reuses_an_earlier_plan(
     def fail(plan: Plan) -> None:
         monkeypatch.setattr(highspy.Highs, "run", lambda self: highspy.HighsStatus.kError)
 
-    with pytest.warns(SolverWarning) as said:
-        plans = sweep(SHORT, ["80%", "85%"], strategy, told=fail)
+    with pytest.warns(SolverWarning) as recorded:
+        plans = sweep(SHORT, ["80%", "85%"], strategy, on_plan=fail)
     assert len(plans) == 2
-    assert len(said) == 1
+    assert len(recorded) == 1
     assert "solver_error" not in plans[0].stats
     assert "solver_error" in plans[1].stats
     assert plans[1].time_s <= plans[0].time_s

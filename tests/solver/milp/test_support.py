@@ -1,5 +1,6 @@
 # pyright: reportPrivateUsage=false
-"""What is set aside and what is sifted out leaves schedules that fit, and the optimum in reach."""
+"""Small values that are set aside and slots that are sifted out leave schedules that fit, and
+the optimum."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ LAWS = settings(
 
 
 def with_statistics(length: int = 12) -> Graph:
-    """A chain of layers of 1,000 bytes; each also gives a byte that its backward reads."""
+    """Return a chain of layers of 1,000 bytes; each also writes one byte that its backward
+    reads."""
     operations: list[Operation] = []
     values: list[Value] = []
     for i in range(length):
@@ -87,7 +89,7 @@ def test_pruning_recomputes_no_value_of_zero_bytes() -> None:
 def search_state_of(
     graph: Graph, budget_bytes: int, start: Schedule, reserve: float = 0.0
 ) -> SearchState:
-    """With every slot on offer."""
+    """Return the state of a search that may use every slot."""
     auto = remat.Auto(gap=0.0, time_limit=30.0, threads=1)
     task = Task(graph, budget_bytes, start)
     return SearchState(
@@ -103,13 +105,13 @@ def test_sifting_finds_the_optimum_of_a_chain(budget: int) -> None:
     assert used is not None
     used, _ = used
     assert len(used) - len(graph) < offered.optional_count / 2
-    dear = smallest_peak_schedule(graph, target_bytes=budget).schedule
+    expensive = smallest_peak_schedule(graph, target_bytes=budget).schedule
     best = remat.solve(graph, budget, remat.Exact())
-    state = search_state_of(graph, budget, dear)
+    state = search_state_of(graph, budget, expensive)
     solve_relaxation_support(state, Clock.of(30.0))
     peak_bytes, time_s = peak_and_time(graph, state.best)
     assert peak_bytes <= budget
-    assert best.time_s <= time_s <= peak_and_time(graph, dear)[1]
+    assert best.time_s <= time_s <= peak_and_time(graph, expensive)[1]
     assert time_s == pytest.approx(best.time_s)
 
 
@@ -148,8 +150,10 @@ def test_programs_decide_on_small_values_only_where_needed() -> None:
     assert all(peak_and_time(graph, schedule)[0] <= budget for schedule in schedules)
     assert reduced(0.0, budget)[:2] == (graph, budget)
     # At the smallest peak, what is set aside is missing.
-    whole, left_bytes, schedules = reduced(0.01, peak_and_time(light, tightest.schedule)[0] + 11)
-    assert (whole, left_bytes, bool(schedules)) == (
+    full_graph, left_bytes, schedules = reduced(
+        0.01, peak_and_time(light, tightest.schedule)[0] + 11
+    )
+    assert (full_graph, left_bytes, bool(schedules)) == (
         graph,
         peak_and_time(light, tightest.schedule)[0] + 11,
         True,

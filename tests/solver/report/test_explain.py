@@ -1,4 +1,4 @@
-"""`Plan.explain`: what it states is what the simulator says of the changed schedule."""
+"""`Plan.explain` states what the simulator says of the changed schedule."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tests.helpers.graphs import chain, small_graphs
 from remat.errors import RematError, UnknownName
 from remat.graph import Graph, Operation, Value
 from remat.plan import Plan
-from remat.report.explain import without_reruns
+from remat.report.explain import without_recomputation
 from remat.schedule import Schedule
 from remat.simulate import Copy, simulate
 from remat.solution import Solution
 from remat.solve import solve
 
 F0, F1, F2, F3, B3, B2, B1, B0 = range(8)
-"""Operations of `chain(4)`; all take 1 s and make 1 byte."""
+"""Operations of `chain(4)`; each takes 1 s and writes 1 byte."""
 
 
 def _plan(graph: Graph, *runs: int, spare_bytes: int = 0) -> Plan:
@@ -46,8 +46,8 @@ def test_recomputations_that_only_serve_an_operation_count_as_its_cost() -> None
     plan = _plan(chain(4), F0, F1, F2, F3, B3, B2, F0, F1, B1, F0, B0)
     assert "it costs 2 s, 25.000% of the step" in plan.explain("f1")
     assert "1 rerun of other operations just for it included" in plan.explain("f1")
-    # The rerun of f0 that b0 reads stays.
-    schedule, was = without_reruns(plan.graph, plan.schedule, F1)
+    # The recomputation of f0 that b0 reads stays.
+    schedule, was = without_recomputation(plan.graph, plan.schedule, F1)
     assert schedule.runs == (F0, F1, F2, F3, B3, B2, B1, F0, B0)
     assert was == [0, 1, 2, 3, 4, 5, 8, 9, 10]
 
@@ -119,7 +119,7 @@ def test_unknown_names_are_refused_with_similar_ones() -> None:
 
 @st.composite
 def _plans(draw_from: st.DrawFn) -> Plan:
-    """A small graph with reruns anywhere after the first run."""
+    """Plans of a small graph with recomputations anywhere after the first run."""
     graph = draw_from(small_graphs())
     runs = list(range(len(graph)))
     recomputable = [op for op in runs if graph.operations[op].recomputable]
@@ -149,33 +149,33 @@ def test_the_stated_peak_is_that_of_the_changed_schedule(plan: Plan) -> None:
 
 
 def _by_hand(plan: Plan, op: int) -> Schedule:
-    """Take the reruns of `op` out, then, one after the other, those that nobody reads any more,
-    but not those that nobody read before."""
+    """Remove the recomputations of `op`; then remove, one at a time, the runs that no operation
+    reads any more, but not those that were unread before."""
     graph = plan.graph
     idle = _idle(graph, list(enumerate(plan.schedule.runs)))
     first = plan.schedule.runs.index(op)
     runs = [(i, o) for i, o in enumerate(plan.schedule.runs) if o != op or i == first]
-    gone = _idle(graph, runs, spare=idle)
-    return Schedule.of(o for i, o in runs if i not in gone)
+    removed = _idle(graph, runs, spare=idle)
+    return Schedule.of(o for i, o in runs if i not in removed)
 
 
 def _idle(
     graph: Graph, runs: list[tuple[int, int]], spare: frozenset[int] = frozenset()
 ) -> frozenset[int]:
-    gone: set[int] = set()
+    removed: set[int] = set()
     while True:
-        left = [(i, o) for i, o in runs if i not in gone]
-        copies = simulate(graph, Schedule.of(o for _, o in left)).copies
+        remaining = [(i, o) for i, o in runs if i not in removed]
+        copies = simulate(graph, Schedule.of(o for _, o in remaining)).copies
         useless = [
             i
-            for run, (i, o) in enumerate(left)
+            for run, (i, o) in enumerate(remaining)
             if i not in spare
-            and o in {other for _, other in left[:run]}
+            and o in {other for _, other in remaining[:run]}
             and not any(c.start == run and _is_read(graph, c) for c in copies)
         ]
         if not useless:
-            return frozenset(gone)
-        gone.add(useless[-1])
+            return frozenset(removed)
+        removed.add(useless[-1])
 
 
 def _is_read(graph: Graph, copy: Copy) -> bool:

@@ -1,4 +1,4 @@
-"""The solve told step by step: what the table and the data say is what the stats say."""
+"""The table of a solve's steps, and its data, agree with the stats of the plan."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import re
 from dataclasses import replace
 
 import pytest
-from tests.helpers.graphs import chain, uneven_stages
+from tests.helpers.graphs import chain, random_stages
 
 from remat.limits.units import format_bytes, format_seconds
 from remat.plan import Plan
-from remat.report.solving import describe_steps, steps
+from remat.report.solve_progress import describe_solve_steps, solve_steps
 from remat.solution import step_names
 from remat.solve import solve
 from remat.strategies import Auto, EveryK, Exact, KeepAll, Strategy
 
-GRAPH = uneven_stages(1, 6)
+GRAPH = random_stages(1, 6)
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def smallest() -> Plan:
 
 
 def test_each_step_has_a_line(smallest: Plan) -> None:
-    peak, cost = describe_steps(smallest).split("\n\n")
+    peak, cost = describe_solve_steps(smallest).split("\n\n")
     names = step_names(smallest.stats)
     assert names[:2] == ["peak_eviction", "peak_milp"]
     assert "relaxation" in names
@@ -46,18 +46,18 @@ def test_each_step_has_a_line(smallest: Plan) -> None:
 
 
 def cells(line: str) -> list[str]:
-    """Of an aligned table."""
+    """Return the cells of an aligned table."""
     return re.split(r"  +", line)
 
 
 def test_missing_figures_are_dashes() -> None:
-    text = describe_steps(solve(GRAPH, "70%", Auto(order="off", threads=1)))
+    text = describe_solve_steps(solve(GRAPH, "70%", Auto(order="off", threads=1)))
     assert text.splitlines()[1].split()[0] == "relaxation"
     assert text.splitlines()[1].split()[-2] == "-"
 
 
 def test_the_rows_are_available_as_data(smallest: Plan) -> None:
-    rows = steps(smallest)
+    rows = solve_steps(smallest)
     assert [step["step"] for step in rows] == step_names(smallest.stats)
     for step in rows:
         for key in step.keys() - {"step"}:
@@ -65,12 +65,12 @@ def test_the_rows_are_available_as_data(smallest: Plan) -> None:
             assert step[key] == smallest.stats[f"{step['step']}_{fact}"]
     assert rows[0].keys() == {"step", "seconds_s", "bytes", "bound_bytes"}
     assert rows[-1].keys() == {"step", "seconds_s", "cost", "bound"}
-    assert steps(Plan.from_json(smallest.to_json())) == rows
+    assert solve_steps(Plan.from_json(smallest.to_json())) == rows
 
 
 def test_the_steps_follow_the_description_of_the_plan(smallest: Plan) -> None:
     usual = smallest.describe()
-    assert smallest.describe(solve=True) == f"{usual}\n\n{describe_steps(smallest)}"
+    assert smallest.describe(solve=True) == f"{usual}\n\n{describe_solve_steps(smallest)}"
     (solver,) = (line for line in usual.splitlines() if line.startswith("solver "))
     total = format_seconds(float(smallest.stats["total_s"]))
     assert solver.endswith(f", solved in {total}")
@@ -85,7 +85,7 @@ def test_a_solver_that_was_not_used_has_no_rows() -> None:
 
 @pytest.mark.parametrize("strategy", [Auto(), Exact(), KeepAll()])
 def test_where_everything_fits_there_was_no_search(strategy: Strategy) -> None:
-    text = describe_steps(solve(chain(4), "100%", strategy))
+    text = describe_solve_steps(solve(chain(4), "100%", strategy))
     assert text == "no steps: all fits without recomputation, so nothing was searched for"
 
 
@@ -99,8 +99,8 @@ def test_a_baseline_has_no_steps() -> None:
 @pytest.mark.parametrize("forged", ["abc", "nothing", "relaxation abc"])
 def test_unusual_stats_are_described(smallest: Plan, forged: str) -> None:
     """A plan may come from a file: steps without seconds are left out."""
-    stats = {"steps": forged, "abc_s": "long", "abc_cost": "dear", "relaxation_s": 1}
-    text = describe_steps(replace(smallest, stats=stats))
+    stats = {"steps": forged, "abc_s": "long", "abc_cost": "high", "relaxation_s": 1}
+    text = describe_solve_steps(replace(smallest, stats=stats))
     assert "abc" not in text
     assert ("relaxation" in text) == ("relaxation" in forged)
 
@@ -110,6 +110,6 @@ def test_concurrent_and_failed_steps_are_reported() -> None:
     first, *_ = step_names(plan.stats)
     stats = {f"{first}_concurrent": 1, "search_error": f"{first}: it broke"}
     plan = replace(plan, stats={**plan.stats, **stats})
-    assert steps(plan)[0]["note"] == "beside, failed"
-    assert f"{first} (beside, failed)" in describe_steps(plan)
-    assert all("note" not in step for step in steps(plan)[1:])
+    assert solve_steps(plan)[0]["note"] == "beside, failed"
+    assert f"{first} (beside, failed)" in describe_solve_steps(plan)
+    assert all("note" not in step for step in solve_steps(plan)[1:])

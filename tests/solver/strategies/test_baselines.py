@@ -1,4 +1,4 @@
-"""The known baselines: laws over random graphs, and the values that their papers give."""
+"""The published baselines: laws over random graphs, and the values of their papers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,14 @@ import hypothesis
 import pytest
 from hypothesis import HealthCheck, assume, settings
 from hypothesis import strategies as st
-from tests.helpers.graphs import chain, overwriting, small_graphs, stages, uneven, uneven_stages
+from tests.helpers.graphs import (
+    chain,
+    overwriting,
+    random_stages,
+    small_graphs,
+    stages,
+    uneven_layers,
+)
 from tests.helpers.strategies import QUICK
 
 from remat.compare import compare
@@ -39,8 +46,8 @@ LAWS = settings(
 
 @st.composite
 def layered_graphs(draw_from: st.DrawFn) -> Graph:
-    """Up to 40 operations in order, each reading a few recent values; with a backward pass or not,
-    and with module paths or not."""
+    """Up to 40 operations in order, each reading a few recent values; with and without a
+    backward, with and without module paths."""
     count = draw_from(st.integers(3, 40))
     begin = draw_from(st.sampled_from((None, count // 2)))
     is_named = draw_from(st.booleans())
@@ -65,12 +72,13 @@ def layered_graphs(draw_from: st.DrawFn) -> Graph:
         )
     sizes = draw_from(st.lists(st.integers(0, 9), min_size=count, max_size=count))
     values = tuple(Value(f"v{i}", size) for i, size in enumerate(sizes))
-    made = overwriting(draw_from, operations, list(values), {count - 1})
-    return Graph(made, values, results=frozenset({count - 1}))
+    overwritten = overwriting(draw_from, operations, list(values), {count - 1})
+    return Graph(overwritten, values, results=frozenset({count - 1}))
 
 
 def least(graph: Graph, strategy: Strategy) -> Schedule | None:
-    """The strategy's schedule with the smallest peak, checked; None if the graph is not for it."""
+    """Return the strategy's schedule with the smallest peak, checked; None if the strategy does
+    not apply."""
     try:
         solution = strategy.run(Task(graph))
     except InfeasibleBudget:
@@ -84,7 +92,7 @@ def least(graph: Graph, strategy: Strategy) -> Schedule | None:
 
 
 def within(graph: Graph, strategy: Strategy, budget_bytes: int) -> Schedule | int:
-    """The strategy's schedule for a budget, or the smallest peak that it says it can reach."""
+    """Return the strategy's schedule for a budget, or for the smallest peak that it can reach."""
     try:
         return strategy.run(Task(graph, budget_bytes)).schedule
     except InfeasibleBudget as error:
@@ -104,7 +112,7 @@ def test_baseline_schedules_are_valid_and_fit(graph: Graph, share: float) -> Non
         if isinstance(within_budget, Schedule):
             assert simulate(graph, within_budget).peak_bytes <= budget
         else:
-            # Some look closer where the budget is.
+            # Some baselines search more finely around the budget.
             assert within_budget > budget
             assert within_budget == least_bytes or isinstance(strategy, Rotor | Selective)
             assert within_budget <= least_bytes or isinstance(strategy, Rotor)
@@ -138,7 +146,7 @@ def test_no_baseline_is_cheaper_than_the_optimum(graph: Graph, share: float) -> 
 
 @pytest.mark.parametrize("share", [0.85, 0.7, 0.5])
 def test_no_baseline_is_cheaper_than_auto_on_a_chain(share: float) -> None:
-    graph = uneven_stages(7)
+    graph = random_stages(7)
     budget = f"{share:.0%}"
     auto = solve(graph, budget, Auto(order="off", gap=0.0, time_limit=2))
     assert auto.lower_bound is not None
@@ -196,7 +204,7 @@ def test_chens_peak_is_two_square_roots_for_one_more_forward(n: int) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_rotor_is_no_more_expensive_than_revolve(seed: int) -> None:
-    graph = uneven_stages(seed)
+    graph = random_stages(seed)
     compared = 0
     for share in (40, 50, 60, 70, 80, 90, 99):
         try:
@@ -209,11 +217,11 @@ def test_rotor_is_no_more_expensive_than_revolve(seed: int) -> None:
 
 
 def test_rotor_retains_everything_where_that_fits() -> None:
-    assert solve(uneven_stages(0), "100%", Rotor()).overhead == 0
+    assert solve(random_stages(0), "100%", Rotor()).overhead == 0
 
 
 def test_per_block_recomputes_the_inside_of_each_block_once() -> None:
-    # Each block: widen, narrow; the backward of either reads what it read.
+    # Each block: widen, narrow; the backward of each reads its input.
     paths = ["stem", *(f"net.h.{i}.{part}" for i in range(3) for part in ("up", "down")), "head"]
     count = len(paths)
     forward = [
@@ -236,7 +244,7 @@ def test_per_block_recomputes_the_inside_of_each_block_once() -> None:
     assert find_blocks(graph) == [(1, 2), (3, 4), (5, 6)]
     plan = solve(graph, "min", PerBlock())
     recomputed = plan.schedule.recomputed(graph)
-    # Early stop: `down` makes nothing that the block's backward reads.
+    # Early stop: the block's backward does not read the result of `down`.
     assert recomputed == {1: 1, 3: 1, 5: 1}
     runs = plan.schedule.runs
     first = [i for i, op in enumerate(runs) if op == 5][1]
@@ -247,7 +255,7 @@ def test_per_block_recomputes_the_inside_of_each_block_once() -> None:
 @pytest.mark.parametrize(
     ("paths", "expected"),
     [
-        # T5's layers of a block are numbered, but not alike.
+        # T5's layers of a block are numbered, but differ.
         (
             [f"enc.block.{i}.layer.{j}" for i in (0, 1) for j in ("0.attn.q", "0.norm", "1.ff")],
             [(0, 1, 2), (3, 4, 5)],
@@ -257,7 +265,7 @@ def test_per_block_recomputes_the_inside_of_each_block_once() -> None:
             [f"stages.{i}.layers.{j}.conv" for i in (0, 1) for j in (0, 1)],
             [(0,), (1,), (2,), (3,)],
         ),
-        # Several containers; what lies within a block belongs to it whatever its path.
+        # Several containers; every submodule of a block belongs to it, whatever its path.
         (
             ["down.0.conv", "", "down.0.norm", "down.1.conv", "mid", "up.0.conv"],
             [(0, 1, 2), (3,), (5,)],
@@ -304,7 +312,7 @@ def test_a_baseline_that_does_not_apply_raises_an_error(
 
 
 def test_a_comparison_lists_baselines_that_do_not_apply() -> None:
-    graph = uneven_stages(1, count=6)
+    graph = random_stages(1, count=6)
     strategies = (
         Auto(order="off", time_limit=2),
         Rotor(),
@@ -330,7 +338,7 @@ def test_a_comparison_lists_baselines_that_do_not_apply() -> None:
     seen.clear()
     for wrong in ("nonsense", "auto", 0):
         with pytest.raises(BudgetError):
-            compare(graph, ["80%", wrong], strategies, told=lambda row: seen.append(row.strategy))
+            compare(graph, ["80%", wrong], strategies, on_row=lambda row: seen.append(row.strategy))
     assert not seen, "nothing is solved before all are read"
     row = compare(graph, [" MIN ", 1e9], [ChenSqrt()]).rows
     assert [cell.budget for cell in row] == [" MIN ", 1e9], "as they were given"
@@ -338,7 +346,7 @@ def test_a_comparison_lists_baselines_that_do_not_apply() -> None:
 
 def test_lp_rounding_relaxes_every_variable() -> None:
     """The bound is that of the linear program, not of one in which some variables are integer."""
-    graph = uneven(3)
+    graph = uneven_layers(3)
     optimum = solve(graph, "75%", Exact())
     solution = LpRounding().run(Task(graph, optimum.budget_bytes))
     assert solution.bound is not None

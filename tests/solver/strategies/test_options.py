@@ -1,5 +1,5 @@
-"""Options of strategies: out of range, they are refused where a strategy is made, and in the same
-words where one comes from a document."""
+"""Options of strategies that are out of range are refused where a strategy is created, and with
+the same words where it comes from a document."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ WRONG: tuple[tuple[str, dict[str, Any], str], ...] = (
 def test_wrong_options_are_refused_in_python_and_in_documents(
     name: str, options: dict[str, Any], words: str
 ) -> None:
-    with pytest.raises(ValueError, match=re.escape(words)) as here:
+    with pytest.raises(ValueError, match=re.escape(words)) as in_python:
         STRATEGIES[name](**options)
     with pytest.raises(ValueError, match=re.escape(words)) as from_document:
         from_data(json.loads(json.dumps({"name": name} | options)))
-    if "allowances" not in options:  # a tuple here is a list there
-        assert str(here.value) == str(from_document.value)
+    if "allowances" not in options:  # a tuple in Python is a list in a document
+        assert str(in_python.value) == str(from_document.value)
 
 
 def test_options_without_a_json_form_are_refused_in_documents() -> None:
@@ -77,7 +77,7 @@ def _has_range(schema: dict[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class ThirdParty(Checked):
-    """A strategy of somebody else."""
+    """A strategy that is not part of remat."""
 
     times: Annotated[int, between(1, 3)] = 1
     name = "own"

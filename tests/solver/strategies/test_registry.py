@@ -1,4 +1,4 @@
-"""A strategy that is registered is in `compare`, the command line and the service's schema."""
+"""A registered strategy is in `compare`, on the command line and in the service's schema."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from tests.helpers.graphs import chain
 import remat
 from remat.commands.common.exits import UsageError
 from remat.commands.common.options import (
-    compared,
     complete_strategies,
     complete_strategy,
-    strategy_of,
+    strategies_to_compare,
+    strategy_from_options,
 )
 from remat.schedule import Schedule
 from remat.service.wire import Options
@@ -36,7 +36,7 @@ GRAPH = chain(3)
 
 @dataclass(frozen=True)
 class FirstAgain(Checked):
-    """Runs the first operation once more, so many times."""
+    """A strategy that recomputes the first operation a number of times."""
 
     count: Annotated[int, between(1, 9)] = 2
     name = NAME
@@ -52,10 +52,10 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_registered_strategy_is_made_by_name() -> None:
-    made = from_data({"name": NAME, "count": 3})
-    assert made == FirstAgain(3)
-    assert to_data(made) == {"name": NAME, "count": 3}
-    plan = remat.solve(GRAPH, "200%", made)
+    strategy = from_data({"name": NAME, "count": 3})
+    assert strategy == FirstAgain(3)
+    assert to_data(strategy) == {"name": NAME, "count": 3}
+    plan = remat.solve(GRAPH, "200%", strategy)
     assert plan.stats["strategy"] == NAME
     assert plan.schedule.recomputed(plan.graph) == {0: 3}
     with pytest.raises(ValueError, match="FirstAgain: count is 10; it is from 1 to 9"):
@@ -81,17 +81,17 @@ def test_a_registered_strategy_is_in_compare(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_registered_strategy_is_on_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert strategy_of(NAME, ["count=4"], None, None, None) == FirstAgain(4)
+    assert strategy_from_options(NAME, ["count=4"], None, None, None) == FirstAgain(4)
     with pytest.raises(UsageError, match="FirstAgain has no option 'k'; its options are count"):
-        strategy_of(NAME, ["k=1"], None, None, None)
+        strategy_from_options(NAME, ["k=1"], None, None, None)
     with pytest.raises(UsageError, match=f"there is no strategy 'none'; names are .*, {NAME}"):
-        strategy_of("none", None, None, None, None)
+        strategy_from_options("none", None, None, None, None)
     assert complete_strategy("fi") == [NAME]
     assert complete_strategies("auto,fi") == [f"auto,{NAME}"]
-    assert compared(None, None, None, None)[-1] == FirstAgain()
-    assert compared(f"{NAME},exact", None, None, None) == [FirstAgain(), remat.Exact()]
+    assert strategies_to_compare(None, None, None, None)[-1] == FirstAgain()
+    assert strategies_to_compare(f"{NAME},exact", None, None, None) == [FirstAgain(), remat.Exact()]
     monkeypatch.setitem(COMPARED_AS, NAME, (FirstAgain(1), FirstAgain(3)))
-    assert compared(NAME, None, None, None) == [FirstAgain(1), FirstAgain(3)]
+    assert strategies_to_compare(NAME, None, None, None) == [FirstAgain(1), FirstAgain(3)]
 
 
 def test_a_registered_strategy_is_in_the_schema_of_the_service() -> None:

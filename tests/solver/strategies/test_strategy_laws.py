@@ -1,6 +1,6 @@
 """Laws 2, 4 and 5 on random graphs, budgets and every strategy.
 
-REMAT_EXAMPLES is the number of graphs. Above the default they are drawn anew each time.
+REMAT_EXAMPLES is the number of graphs. Above the default, other graphs are sampled in every run.
 """
 
 from __future__ import annotations
@@ -46,26 +46,26 @@ LAWS = settings(
     ],
 )
 NEAR = Auto(order="off", threads=1, complete_slots=0)
-"""On graphs of a dozen operations it offers few slots, and mostly too few: its programs prove
+"""A strategy with few slots, mostly too few on graphs of a dozen operations: its programs prove
 nothing about the order."""
 
 BASELINES: tuple[Strategy, ...] = (Auto(order="off", threads=1), NEAR, *QUICK)
 BEGINNERS: tuple[Strategy, ...] = (NEAR, Auto(order="on", threads=1, time_limit=1.0))
-"""Strategies that begin from a schedule that is known."""
+"""Strategies that start from an incumbent."""
 
 SLOW: tuple[Strategy, ...] = (LpRounding(samples=2, threads=1), CheckmateMilp(threads=1))
-"""Only for graphs of up to 5 operations."""
+"""Strategies that are tried only on graphs of up to 5 operations."""
 
 EXACT = Exact(threads=1)
 GAPS = {"auto": NEAR.gap}
-"""Beside 0, by the strategy's name."""
+"""Gaps other than 0, by the strategy's name."""
 
 ROUNDING = 1e-7
-"""Relative: what solvers may be off by."""
+"""The relative rounding error of solvers."""
 
 
 def plan_of(graph: Graph, budget: int | str, strategy: Strategy) -> Plan | None:
-    """The strategy's plan, checked by itself; None where it has none, for a reason it gives."""
+    """Return the strategy's plan, checked; None where it has none, for a reason that it states."""
     try:
         plan = solve(graph, budget, strategy)
     except InfeasibleBudget as error:
@@ -86,7 +86,7 @@ def plan_of(graph: Graph, budget: int | str, strategy: Strategy) -> Plan | None:
 
 
 def check(graph: Graph, plan: Plan) -> None:
-    """Law 2, the numbers of a plan, and its round trip."""
+    """Check law 2, the numbers of a plan, and its round trip."""
     name = plan.stats["strategy"]
     timeline = simulate(graph, plan.schedule)
     assert timeline.peak_bytes == plan.peak_bytes <= plan.budget_bytes, name
@@ -102,7 +102,8 @@ def check(graph: Graph, plan: Plan) -> None:
 
 
 def smallest_plan(graph: Graph) -> Plan | None:
-    """For the smallest budget of any schedule; None if that is no budget (nothing has bytes)."""
+    """Return the plan for the smallest budget of any schedule; None if that is no budget (no
+    value has bytes)."""
     try:
         plan = plan_of(graph, "min", EXACT)
     except BudgetError:
@@ -148,7 +149,8 @@ def test_no_strategy_beats_brute_force_on_small_graphs() -> None:
 
 
 def check_claims(plan: Plan, optimum_s: float) -> None:
-    """Law 4: what a plan says of itself, beside the least time of any schedule of the order."""
+    """Check law 4: a plan's bound and status against the shortest time of any schedule of the
+    order."""
     name = plan.stats["strategy"]
     assert plan.time_s >= optimum_s * (1 - ROUNDING), name
     if plan.lower_bound is not None and plan.bound_scope != "slots":
@@ -188,7 +190,7 @@ def test_no_strategy_beats_exact_on_larger_graphs() -> None:
                 continue
             schedule = strategy.run(Task(graph, budget, exact.schedule)).schedule
             assert simulate(graph, schedule).peak_bytes <= budget
-            assert simulate(graph, schedule).time_s <= exact.time_s, "a known schedule is lost"
+            assert simulate(graph, schedule).time_s <= exact.time_s, "an incumbent is lost"
 
     law()
     tally.check()

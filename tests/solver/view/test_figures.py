@@ -1,4 +1,4 @@
-"""The pictures as matplotlib figures: the same words, colours and data as the SVGs."""
+"""The pictures as matplotlib figures: the same text, colours and data as the SVGs."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from tests.helpers.picture_references import network
 from tests.helpers.picture_references import plan as dropping
-from tests.helpers.plans import SVG, hostile_plan, lone, plan_of
+from tests.helpers.plans import SVG, hostile_plan, one_operation_graph, plan_of
 
 from remat.errors import RematError
 from remat.graph import Graph
 from remat.plan import Plan
-from remat.report.comparison import Row
+from remat.report.comparison import ComparisonRow
 from remat.schedule import Schedule
 from remat.view import (
     frontier_figure,
@@ -36,10 +36,13 @@ from remat.view.drawing.svg import colour
 DrawFigure = Callable[[Plan], Figure]
 
 
-def _rows(plan: Plan) -> list[Row]:
+def _rows(plan: Plan) -> list[ComparisonRow]:
     graph = plan.graph
     cheap = plan_of(graph, Schedule.keep_all(graph))
-    return [Row("keep_all", "100%", 1, cheap, "", 0.0), Row("per_block", "1%", 1, plan, "", 0.0)]
+    return [
+        ComparisonRow("keep_all", "100%", 1, cheap, "", 0.0),
+        ComparisonRow("per_block", "1%", 1, plan, "", 0.0),
+    ]
 
 
 PAIRS: dict[str, tuple[DrawFigure, Callable[[Plan], str]]] = {
@@ -63,7 +66,7 @@ def plan() -> Plan:
 
 
 def words(figure: Figure) -> set[str]:
-    """Every text of a figure."""
+    """Return every text of a figure."""
     figure.draw_without_rendering()
     texts = figure.findobj(lambda artist: hasattr(artist, "get_text"))
     return {artist.get_text() for artist in texts if artist.get_visible()}
@@ -84,16 +87,17 @@ def test_a_figure_has_the_text_of_the_picture(
 def test_a_figure_has_the_colours_and_the_data_of_the_picture(plan: Plan) -> None:
     (axes,) = timeline_figure(plan).axes
     filled = {to_hex(patch.get_facecolor()): patch for patch in axes.patches}
-    assert {colour("kept"), colour("again"), colour("eager"), colour("constant")} <= set(filled)
+    roles = ("activations", "recomputed", "baseline", "constant")
+    assert {colour(role) for role in roles} <= set(filled)
     top = max(patch.get_data().values.max() for patch in axes.patches)
     assert top == plan.baseline_peak_bytes
-    stack = [patch for color, patch in filled.items() if color != colour("eager")]
+    stack = [patch for color, patch in filled.items() if color != colour("baseline")]
     assert max(patch.get_data().values.max() for patch in stack) >= plan.peak_bytes
     (axes,) = schedule_figure(plan).axes
     lines_by_color = {to_hex(lines.get_color()[0]): lines for lines in axes.collections}
     assert len(lines_by_color[colour("run")].get_segments()) == len(plan.graph)
     recomputed = sum(plan.schedule.recomputed(plan.graph).values())
-    assert len(lines_by_color[colour("rerun")].get_segments()) == recomputed
+    assert len(lines_by_color[colour("recomputation")].get_segments()) == recomputed
 
 
 @pytest.mark.parametrize(("form", "layers"), [("pdf", 49), ("png", 2)])
@@ -108,7 +112,7 @@ def test_a_figure_can_be_saved_for_a_paper(form: str, layers: int) -> None:
     "odd",
     [
         hostile_plan(),
-        plan_of(lone(), Schedule.of([0])),
+        plan_of(one_operation_graph(), Schedule.of([0])),
         plan_of(Graph((), ()), Schedule.of([])),
     ],
     ids=["hostile", "one", "empty"],

@@ -13,12 +13,19 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 from tests.helpers.graphs import chain
-from tests.helpers.plans import SVG, half_recomputed, hostile_plan, lone, plan_of, plans
+from tests.helpers.plans import (
+    SVG,
+    half_recomputed,
+    hostile_plan,
+    one_operation_graph,
+    plan_of,
+    plans,
+)
 
 from remat.compare import Comparison, compare
 from remat.graph import Graph, Operation, Value
 from remat.plan import Plan
-from remat.report.comparison import Row
+from remat.report.comparison import ComparisonRow
 from remat.schedule import Schedule
 from remat.simulate import simulate
 from remat.solve import solve, sweep
@@ -34,12 +41,12 @@ from remat.view import (
     timeline_svg,
 )
 from remat.view.drawing.axes import Unit, byte_unit, decimal_ticks, second_unit
-from remat.view.drawing.occupancy import backward_run, occupancy, reruns
+from remat.view.drawing.memory_layers import earlier_run_counts, first_backward_run, memory_layers
 from remat.view.drawing.svg import number
 from remat.view.drawing.text import escape, plain, shorten
-from remat.view.frontier import frontier
-from remat.view.modules import MAX_BARS, shares
-from remat.view.timeline import MAX_COLUMNS, peaks
+from remat.view.frontier import frontier_data
+from remat.view.modules import MAX_BARS, recomputation_by_module
+from remat.view.timeline import MAX_COLUMNS, peak_columns
 
 PICTURES: tuple[Callable[[Plan], str], ...] = (
     timeline_svg,
@@ -56,7 +63,7 @@ def plan() -> Plan:
 
 @hypothesis.given(plans())
 def test_the_layers_add_up_to_the_simulated_memory_at_every_run(plan: Plan) -> None:
-    occupied = occupancy(plan)
+    occupied = memory_layers(plan)
     totals = [sum(column) for column in zip(*occupied.layers.values(), strict=True)]
     assert totals == list(plan.timeline().during_bytes)
     assert min(min(layer) for layer in occupied.layers.values()) >= 0
@@ -64,18 +71,18 @@ def test_the_layers_add_up_to_the_simulated_memory_at_every_run(plan: Plan) -> N
 
 
 def test_layers_of_the_timeline_are_those_counted_by_hand() -> None:
-    # f0 f1 f2 b2 b1 f0 b0: f0 is dropped after f1 and made again for b0, which is the result.
+    # f0 f1 f2 b2 b1 f0 b0: f0 is dropped after f1 and recomputed for b0, which is the result.
     graph = replace(chain(3, size=10), constant_bytes=7)
     operations = list(graph.operations)
     operations[4] = replace(operations[4], workspace_bytes=5)
     graph = replace(graph, operations=tuple(operations))
-    layers = occupancy(plan_of(graph, Schedule.of([0, 1, 2, 3, 4, 0, 5]))).layers
+    layers = memory_layers(plan_of(graph, Schedule.of([0, 1, 2, 3, 4, 0, 5]))).layers
     assert layers == {
         "constant": [7] * 7,
         "results": [0, 0, 0, 0, 0, 0, 10],
-        "kept": [10, 20, 20, 20, 10, 0, 0],
-        "passing": [0, 0, 0, 10, 20, 10, 10],
-        "again": [0, 0, 0, 0, 0, 10, 10],
+        "activations": [10, 20, 20, 20, 10, 0, 0],
+        "activation-gradients": [0, 0, 0, 10, 20, 10, 10],
+        "recomputed": [0, 0, 0, 0, 0, 10, 10],
         "workspace": [0, 0, 0, 0, 5, 0, 0],
     }
 
@@ -91,7 +98,7 @@ def test_a_column_shows_the_largest_run_that_touches_it(
     for cost, _ in runs:
         starts.append(starts[-1] + cost)
     memory = [size for _, size in runs]
-    columns = peaks(starts, memory, starts[-1], count)
+    columns = peak_columns(starts, memory, starts[-1], count)
     if not starts[-1]:
         assert not columns
         return
@@ -109,11 +116,11 @@ def test_a_column_shows_the_largest_run_that_touches_it(
 def test_the_timeline_has_budget_boundary_layers_and_the_eager_curve(plan: Plan) -> None:
     root = ElementTree.fromstring(timeline_svg(plan))
     classes = [str(element.get("class")) for element in root.iter()]
-    layers = occupancy(plan).used
+    layers = memory_layers(plan).used
     assert [c.removeprefix("remat-") for c in classes if c.removeprefix("remat-") in layers] == (
         layers[::-1]
     )
-    assert classes.count("remat-eager") == 1
+    assert classes.count("remat-baseline") == 1
     assert classes.count("remat-budget") == 1
     texts = [element.text for element in root.iter(f"{SVG}text")]
     assert {"forward", "backward", "memory (MiB)", "time (ms)"} <= set(texts)
@@ -136,7 +143,7 @@ def test_the_timeline_counts_runs_on_request_or_without_costs(plan: Plan) -> Non
         assert "runs" in [e.text for e in ElementTree.fromstring(picture).iter(f"{SVG}text")]
 
 
-def test_a_budget_far_above_the_peak_is_written_not_drawn() -> None:
+def test_a_budget_far_above_the_peak_is_written_instead_of_marked() -> None:
     graph = chain(4, size=1 << 20)
     picture = timeline_svg(plan_of(graph, Schedule.keep_all(graph), budget_bytes=1 << 40))
     assert "budget 1.00 TiB, far above" in picture
@@ -149,8 +156,8 @@ def test_the_schedule_marks_every_run_and_every_recomputation() -> None:
     root = ElementTree.fromstring(schedule_svg(plan))
     strokes = {str(e.get("class")): e.get("d", "").count("M") for e in root.iter(f"{SVG}path")}
     assert strokes["remat-run"] == len(plan.graph)
-    assert strokes["remat-rerun"] == 4
-    assert strokes["remat-held-again"] == 4
+    assert strokes["remat-recomputation"] == 4
+    assert strokes["remat-live-recomputed"] == 4
     hovers = [e for e in root.iter(f"{SVG}rect") if e.get("class") == "remat-hover"]
     assert len(hovers) == len(plan.graph)
     assert "f1 in layer.1: runs at 1, 17; 100 µs, 1.00 MiB" in "".join(root.itertext())
@@ -169,7 +176,7 @@ def test_many_rows_are_labelled_by_module() -> None:
     root = ElementTree.fromstring(schedule_svg(plan))
     labels = [t.text or t[0].tail for t in root.iter(f"{SVG}text") if t.get("text-anchor") == "end"]
     assert labels == ["net.h.0", "net.h.1", "net.h.2", "net.h.3", "net.h.3", "forward"]
-    # As well where all of it is deep inside of something else.
+    # Also where all modules have a long common prefix.
     deep = tuple(replace(o, module=f"a.b.c.d.{o.module}" if o.module else "") for o in operations)
     plan = replace(plan, graph=replace(plan.graph, operations=deep))
     root = ElementTree.fromstring(schedule_svg(plan))
@@ -180,11 +187,11 @@ def test_many_rows_are_labelled_by_module() -> None:
 def test_the_frontier_has_plans_bounds_baselines_and_the_device() -> None:
     graph = chain(8, size=1 << 20, cost=0.001)
     plans = sweep(graph, ["60%", "80%", "100%"])
-    dear = half_recomputed(8)
+    expensive = half_recomputed(8)
     rows = [
-        Row("per_block", "50%", 1, dear, "", 0.0),
-        Row("every_k", "50%", 1, dear, "", 0.0),
-        Row("revolve", "50%", None, None, "does not fit", 0.0),
+        ComparisonRow("per_block", "50%", 1, expensive, "", 0.0),
+        ComparisonRow("every_k", "50%", 1, expensive, "", 0.0),
+        ComparisonRow("revolve", "50%", None, None, "does not fit", 0.0),
     ]
     picture = frontier_svg(plans, rows, capacity_bytes=4 << 20)
     root = ElementTree.fromstring(picture)
@@ -195,7 +202,7 @@ def test_the_frontier_has_plans_bounds_baselines_and_the_device() -> None:
     assert "device 4.00 MiB" in words
     assert "every_k" in words
     assert "revolve" not in words
-    # Both baselines are the same plan: neither mark hides the other, and both are where it is.
+    # Both baselines have the same plan: their marks do not hide each other, and are at its place.
     roles = ("remat-point", "remat-ring")
     marks = [e for e in root.iter(f"{SVG}path") if e.get("class") in roles]
     assert [e.get("class") for e in marks].count("remat-ring") == 1
@@ -210,30 +217,30 @@ def test_the_frontier_has_plans_bounds_baselines_and_the_device() -> None:
 
 def test_the_frontier_has_steps_within_which_the_optimum_lies() -> None:
     graph = chain(8, size=1 << 20, cost=0.001)
-    shown = frontier(sweep(graph, ["60%", "80%"]))
+    shown = frontier_data(sweep(graph, ["60%", "80%"]))
     eager = simulate(graph, Schedule.keep_all(graph)).peak_bytes
-    assert shown.plans()[-1] == (eager, 0.0)
-    assert len(shown.plans()) == 2 * len(shown.bounds()) + 1 == 5
-    for corners in (shown.plans(), shown.bound()):
+    assert shown.plan_steps()[-1] == (eager, 0.0)
+    assert len(shown.plan_steps()) == 2 * len(shown.bound_points()) + 1 == 5
+    for corners in (shown.plan_steps(), shown.bound_steps()):
         for (x, y), (a, b) in pairwise(corners):
             assert x <= a
             assert y >= b
             assert x == a or y == b
-    # A plan serves for every larger peak, a bound holds for every smaller one.
-    assert shown.plans()[1] == (shown.plans()[2][0], shown.plans()[0][1])
-    assert shown.bound()[1] == (shown.bound()[0][0], shown.bound()[2][1])
+    # A plan is valid for every larger budget, a bound for every smaller one.
+    assert shown.plan_steps()[1] == (shown.plan_steps()[2][0], shown.plan_steps()[0][1])
+    assert shown.bound_steps()[1] == (shown.bound_steps()[0][0], shown.bound_steps()[2][1])
 
 
 def test_points_far_outside_the_frontier_are_written_above_it() -> None:
     plans = sweep(chain(8, size=1 << 20, cost=0.001), ["90%"])
-    dear = half_recomputed(8)
-    rows = [Row(name, "50%", 1, dear, "", 0.0) for name in ("per_block", "every_k")]
+    expensive = half_recomputed(8)
+    rows = [ComparisonRow(name, "50%", 1, expensive, "", 0.0) for name in ("per_block", "every_k")]
     least = max(plan.overhead for plan in plans)
-    assert dear.overhead > 1.5 * least
-    assert f"above: per_block {dear.overhead:+.0%}, every_k" in frontier_svg(plans, rows)
-    # Without plans, what counts is what most baselines cost.
-    slow = replace(dear, time_s=40 * dear.time_s)
-    rows.append(Row("slow", "50%", 1, slow, "", 0.0))
+    assert expensive.overhead > 1.5 * least
+    assert f"above: per_block {expensive.overhead:+.0%}, every_k" in frontier_svg(plans, rows)
+    # Without plans, the axis is scaled to most of the baselines.
+    slow = replace(expensive, time_s=40 * expensive.time_s)
+    rows.append(ComparisonRow("slow", "50%", 1, slow, "", 0.0))
     assert f"above: slow {slow.overhead:+,.0%}" in frontier_svg([], rows)
 
 
@@ -253,13 +260,13 @@ def test_the_picture_of_a_comparison_has_every_baseline() -> None:
 
 
 def test_modules_are_grouped_to_fit_the_number_of_bars() -> None:
-    few = shares(half_recomputed(16))
+    few = recomputation_by_module(half_recomputed(16))
     assert [share.name for share in few] == [f"layer.{i}" for i in range(1, 16, 2)]
     assert all((share.runs, share.size_bytes) == (1, 1 << 20) for share in few)
-    assert [share.name for share in shares(half_recomputed(200))] == ["layer.*"]
+    assert [share.name for share in recomputation_by_module(half_recomputed(200))] == ["layer.*"]
     plan = half_recomputed(200)
     operations = tuple(replace(o, module=f"part{i}") for i, o in enumerate(plan.graph.operations))
-    many = shares(replace(plan, graph=replace(plan.graph, operations=operations)))
+    many = recomputation_by_module(replace(plan, graph=replace(plan.graph, operations=operations)))
     assert len(many) == MAX_BARS
     assert many[-1].name == "77 more"
     assert sum(share.runs for share in many) == 100
@@ -346,9 +353,9 @@ def test_ticks_are_round_numbers_inside_the_axis() -> None:
     "graph",
     [
         Graph((), ()),
-        lone(),
-        replace(lone(), operations=(Operation("only", (), (0,), 0.0),)),
-        replace(lone(), values=(Value("v", 0),)),
+        one_operation_graph(),
+        replace(one_operation_graph(), operations=(Operation("only", (), (0,), 0.0),)),
+        replace(one_operation_graph(), values=(Value("v", 0),)),
         replace(chain(60), constant_bytes=3, boundary=None),
         chain(5, size=0, cost=0.0),
     ],
@@ -371,13 +378,13 @@ def test_any_plan_has_pictures(plan: Plan) -> None:
 
 def test_the_backward_begins_at_the_boundary_or_the_first_backward_operation() -> None:
     plan = half_recomputed(4)
-    assert backward_run(plan) == 5
+    assert first_backward_run(plan) == 5
     operations = list(plan.graph.operations)
     operations[6] = replace(operations[6], recomputable=False)
     marked = replace(plan.graph, operations=tuple(operations), boundary=6)
-    assert backward_run(replace(plan, graph=marked)) == plan.schedule.runs.index(6)
-    assert backward_run(plan_of(lone(), Schedule.of([0]))) is None
-    assert reruns(plan.schedule)[:7] == [0, 0, 0, 0, 1, 0, 0]
+    assert first_backward_run(replace(plan, graph=marked)) == plan.schedule.runs.index(6)
+    assert first_backward_run(plan_of(one_operation_graph(), Schedule.of([0]))) is None
+    assert earlier_run_counts(plan.schedule)[:7] == [0, 0, 0, 0, 1, 0, 0]
 
 
 def test_pictures_of_5000_operations_are_fast_and_small() -> None:

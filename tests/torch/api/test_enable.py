@@ -1,4 +1,4 @@
-"""`enable`: the model itself trains within the budget, and stays what it is to everybody else."""
+"""`enable`: the model trains within the budget, and stays the same model for other code."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_hooks_of_the_model_run_once_outside_of_the_plan() -> None:
 @pytest.mark.parametrize("is_planned", [False, True])
 def test_copies_pickles_and_saved_files_stay_enabled(is_planned: bool, tmp_path: Path) -> None:
     model = remat.enable(net(), "50%", (batch(),) if is_planned else None)
-    wanted = gradients(net())
+    expected = gradients(net())
     saved = io.BytesIO()
     torch.save(model, saved)
     saved.seek(0)
@@ -96,13 +96,13 @@ def test_copies_pickles_and_saved_files_stay_enabled(is_planned: bool, tmp_path:
         assert len(remat.plans(copied)) == is_planned
         with torch.no_grad():
             copied.embed.weight[0] += 1  # its own
-        assert not torch.equal(gradients(copied)[0], wanted[0])
+        assert not torch.equal(gradients(copied)[0], expected[0])
         with torch.no_grad():
             copied.embed.weight.copy_(net().embed.weight)
-        assert_equal(gradients(copied), wanted)
+        assert_equal(gradients(copied), expected)
         assert len(remat.plans(copied)) == 1
         remat.disable(copied)
-    assert_equal(gradients(model), wanted)
+    assert_equal(gradients(model), expected)
     assert len(remat.plans(model)) == 1
 
 

@@ -1,4 +1,4 @@
-"""`remat.estimate`: what it says before a step runs is what the step takes when it runs."""
+"""`remat.estimate` predicts, before a step runs, what the step takes."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from torch import nn
 import remat
 from remat.costs.trace_costs import with_roofline_costs
 from remat.frontend.api.estimate import roofline_for_trace
+from remat.report.estimate import Estimate
 
 
-def _estimate(case: Case) -> remat.Estimate:
+def _estimate(case: Case) -> Estimate:
     return remat.estimate(case.model, case.args, case.kwargs)
 
 
@@ -27,11 +28,11 @@ def test_eager_mode_has_the_estimated_peak(family: str) -> None:
     gradients = [g for g in step.gradients.values() if g is not None]
     assert estimate.all_gradient_bytes == sum(g.numel() * 4 for g in gradients)
     assert estimate.adam_bytes == 2 * estimate.all_gradient_bytes
-    assert estimate.reachable_bytes < estimate.baseline_peak_bytes <= estimate.peak_bytes
+    assert estimate.reachable_peak_bytes < estimate.baseline_peak_bytes <= estimate.peak_bytes
     _check_parts(estimate)
 
 
-def _check_parts(estimate: remat.Estimate) -> None:
+def _check_parts(estimate: Estimate) -> None:
     parts = (
         estimate.parameter_bytes,
         estimate.buffer_bytes,
@@ -40,11 +41,14 @@ def _check_parts(estimate: remat.Estimate) -> None:
         estimate.gradient_bytes,
         estimate.output_bytes,
         estimate.activation_bytes,
-        estimate.passing_bytes,
+        estimate.activation_gradient_bytes,
     )
     assert sum(parts) == estimate.peak_bytes
     assert min(parts) >= 0
-    assert sum(holder.size_bytes for holder in estimate.holders) == estimate.activation_bytes
+    assert (
+        sum(holder.size_bytes for holder in estimate.activations_by_module)
+        == estimate.activation_bytes
+    )
 
 
 @pytest.mark.parametrize("name", ["mlp-input-grad", "norms", "two-heads", "alias", "weights"])
@@ -70,7 +74,9 @@ def test_the_parts_are_those_counted_by_hand() -> None:
     assert estimate.buffer_bytes == estimate.library_bytes == 0
     assert estimate.output_bytes == 4
     # The output of relu, and the linear layer's output forward or relu's gradient backward.
-    assert estimate.activation_bytes + estimate.passing_bytes == pytest.approx(2 * 400_000, abs=100)
+    assert estimate.activation_bytes + estimate.activation_gradient_bytes == pytest.approx(
+        2 * 400_000, abs=100
+    )
     case = Case(Step(), (torch.zeros(1000, 100),), loss=lambda out: out)
     assert estimate.peak_bytes == run_step(case.model, case).peak_bytes
 
@@ -99,7 +105,7 @@ def test_the_description_names_the_parts_and_the_modules() -> None:
         "workspaces",
     ):
         assert words in text
-    assert "transformer.h.0.attn" in {holder.module for holder in estimate.holders}
+    assert "transformer.h.0.attn" in {holder.module for holder in estimate.activations_by_module}
 
 
 def test_fits_compares_the_estimate_with_a_budget() -> None:
@@ -155,7 +161,5 @@ def test_a_model_that_cannot_be_captured_is_an_error() -> None:
 def test_a_saved_trace_has_the_same_estimate() -> None:
     case = PLAIN["mlp"]()
     traced = remat.trace(case.model, case.args, case.kwargs)
-    assert remat.Estimate.of(with_roofline_costs(traced, roofline_for_trace(traced))) == _estimate(
-        case
-    )
+    assert Estimate.of(with_roofline_costs(traced, roofline_for_trace(traced))) == _estimate(case)
     assert roofline_for_trace(traced).name == "cpu"

@@ -1,4 +1,5 @@
-"""`remat.max_batch`: the batch that trying them all finds, and a step that really runs in it."""
+"""`remat.max_batch` returns the batch that exhaustive search finds, and a step of it runs within
+the budget."""
 
 from __future__ import annotations
 
@@ -12,15 +13,15 @@ from tests.helpers.recorded_steps import run_step
 from torch import nn
 
 import remat
-from remat.batch import Attempt, MaxBatch
-from remat.strategies import Strategy
+from remat.batch import BatchAttempt, MaxBatch
+from remat.strategies import KeepAll, PerBlock, Strategy
 
 COSTS = remat.Roofline("cpu")
 STRATEGY = remat.Auto(time_limit=10.0)
 MODEL = Mlp(width=64, depth=2)
 BUDGET = 200_000
 MOST = 9
-"""One more than fits `BUDGET`, and then one."""
+"""One more than fits `BUDGET`, and one more than that."""
 
 
 def _mlp(batch: int) -> tuple[nn.Module, tuple[Any, ...]]:
@@ -37,10 +38,10 @@ def _largest_batch() -> MaxBatch:
     return remat.max_batch(_mlp, BUDGET, costs=COSTS, strategy=STRATEGY)
 
 
-def _fitting(
+def _batches_with_a_plan(
     budget: int, most: int, strategy: Strategy = STRATEGY, max_overhead: float = 1e9
 ) -> list[int]:
-    """The batches with a plan, by trying them all."""
+    """Return the batches with a plan, by trying all of them."""
     fitting_batches: list[int] = []
     for batch in range(1, most + 1):
         try:
@@ -54,9 +55,12 @@ def _fitting(
 
 @pytest.mark.parametrize(("budget", "most"), [(120_000, 6), (BUDGET, MOST)])
 def test_the_largest_batch_is_the_one_that_exhaustive_search_finds(budget: int, most: int) -> None:
-    fitting, eager = _fitting(budget, most), _fitting(budget, most, remat.KeepAll())
+    fitting, eager = (
+        _batches_with_a_plan(budget, most),
+        _batches_with_a_plan(budget, most, KeepAll()),
+    )
     assert fitting == list(range(1, len(fitting) + 1))
-    reports: list[Attempt] = []
+    reports: list[BatchAttempt] = []
     largest = remat.max_batch(_mlp, budget, costs=COSTS, strategy=STRATEGY, progress=reports.append)
     assert largest.batch == fitting[-1] < most
     assert largest.eager_batch == eager[-1] < largest.batch
@@ -75,7 +79,11 @@ def test_the_largest_batch_is_the_one_that_exhaustive_search_finds(budget: int, 
 
 def test_max_overhead_limits_the_batch() -> None:
     largest = remat.max_batch(_mlp, BUDGET, costs=COSTS, strategy=STRATEGY, max_overhead=0.2)
-    assert largest.batch == _fitting(BUDGET, 7, max_overhead=0.2)[-1] < _largest_batch().batch
+    assert (
+        largest.batch
+        == _batches_with_a_plan(BUDGET, 7, max_overhead=0.2)[-1]
+        < _largest_batch().batch
+    )
     assert largest.plan.overhead <= 0.2 < _largest_batch().plan.overhead
     assert largest.is_proved
     assert "proved: the next one does not fit" in str(largest)
@@ -106,7 +114,7 @@ def test_the_search_goes_down_from_a_start_that_does_not_fit() -> None:
 
 
 def test_the_search_goes_down_from_two_to_one() -> None:
-    largest = remat.max_batch(_mlp, 90_000, start=2, costs=COSTS, strategy=remat.KeepAll())
+    largest = remat.max_batch(_mlp, 90_000, start=2, costs=COSTS, strategy=KeepAll())
     assert largest.batch == largest.eager_batch == 1
 
 
@@ -138,11 +146,11 @@ def test_a_batch_of_one_over_the_overhead_is_an_error() -> None:
 
 
 def test_arguments_that_allow_no_answer_are_refused() -> None:
-    made: list[int] = []
+    calls: list[int] = []
     for budget in ("60%", "min", "8 apples", 0):
         with pytest.raises(remat.BudgetError):
-            remat.max_batch(made.append, budget, costs=COSTS)
-    assert not made
+            remat.max_batch(calls.append, budget, costs=COSTS)
+    assert not calls
     with pytest.raises(remat.TraceError, match="model_fn"):
         remat.max_batch(lambda batch: (batch,), "1GiB", costs=COSTS)
     with pytest.raises(ValueError, match="start is 9"):
@@ -182,7 +190,7 @@ def test_a_model_on_the_meta_device_is_searched() -> None:
     def model_fn(batch: int) -> tuple[nn.Module, dict[str, Any]]:
         return model, {"x": torch.empty(batch, 4096, device="meta")}
 
-    largest = remat.max_batch(model_fn, "1GiB", costs=COSTS, strategy=remat.PerBlock(), start=4000)
+    largest = remat.max_batch(model_fn, "1GiB", costs=COSTS, strategy=PerBlock(), start=4000)
     assert largest.eager_batch > 4000
     assert largest.plan.peak_bytes > 1 << 29
     assert not largest.is_proved

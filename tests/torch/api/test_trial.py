@@ -1,4 +1,4 @@
-"""Eager mode and the plan side by side: what is measured, and that a difference would be seen."""
+"""Eager mode and the plan side by side: what is measured, and that a difference is detected."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from remat.frontend.api.trial import Trial, run_eager_trial
 QUICK = remat.Auto(gap=0.05, time_limit=3.0)
 
 
-def tried(case: Case, budget: str = "80%", **options: Any) -> Trial:
+def run_trial(case: Case, budget: str = "80%", **options: Any) -> Trial:
     gm = remat.optimize(
         case.model, budget, case.args, case.kwargs, strategy=QUICK, costs=remat.Roofline("cpu")
     )
@@ -39,14 +39,14 @@ def assert_equal(trial: Trial) -> None:
 def test_gpt2_with_dropout_is_compared_with_eager_mode() -> None:
     torch.manual_seed(0)
     case = models.gpt2()
-    trial = tried(case)
+    trial = run_trial(case)
     assert_equal(trial)
     assert trial.equality.gradients == len(list(case.model.parameters()))
     assert trial.plan.schedule.recomputed(trial.plan.graph)
     assert trial.remat.peak_bytes < trial.reference.peak_bytes
     assert trial.remat.peak_bytes == pytest.approx(trial.plan.peak_bytes, rel=0.01)
     assert trial.remat.peak_bytes <= trial.plan.peak_bytes
-    # Eager mode frees some tensors later than the best that the baseline is.
+    # Eager mode frees some tensors later than the baseline does.
     assert 1 <= trial.reference.peak_bytes / trial.plan.baseline_peak_bytes <= 1.2
     assert all(p.grad is None for p in case.model.parameters())
     equality, lines = trial.equality, trial.describe().splitlines()
@@ -68,7 +68,7 @@ def test_resnet_with_batch_norm_is_compared_with_eager_mode() -> None:
     torch.manual_seed(0)
     case = models.resnet()
     counts = [b for n, b in case.model.named_buffers() if n.endswith("num_batches_tracked")]
-    trial = tried(case)
+    trial = run_trial(case)
     assert_equal(trial)
     assert trial.equality.buffers == 3 * len(counts)
     assert {int(count) for count in counts} == {4}, "eager mode's steps are not the model's"
@@ -79,7 +79,7 @@ def test_resnet_with_batch_norm_is_compared_with_eager_mode() -> None:
 @pytest.mark.parametrize("name", ["norms", "tied", "mlp-input-grad"])
 def test_plain_modules_are_compared_with_eager_mode(name: str) -> None:
     torch.manual_seed(0)
-    trial = tried(models.PLAIN[name](), "100%")
+    trial = run_trial(models.PLAIN[name](), "100%")
     assert_equal(trial)
     if name == "mlp-input-grad":
         assert trial.equality.gradients == 6 + 1, "three layers that are trained, and the input"
@@ -89,12 +89,12 @@ def test_a_step_under_autocast_is_compared_with_eager_mode() -> None:
     torch.manual_seed(0)
     case = models.PLAIN["mlp-bf16"]()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        trial = tried(case, "100%")
+        trial = run_trial(case, "100%")
     assert_equal(trial)
 
 
-class Doubtful(nn.Module):
-    """Computes something else when copied, as a plan that is wrong would."""
+class WrongWhenCopied(nn.Module):
+    """A module that computes something else when copied, as a wrong plan would."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,8 +102,8 @@ class Doubtful(nn.Module):
         self.register_buffer("steps", torch.zeros(()))
         self.copied = False
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Doubtful:
-        other = Doubtful()
+    def __deepcopy__(self, memo: dict[int, Any]) -> WrongWhenCopied:
+        other = WrongWhenCopied()
         other.load_state_dict(self.state_dict())
         other.copied = True
         return other
@@ -118,12 +118,12 @@ class Doubtful(nn.Module):
 
 def test_different_gradients_are_reported() -> None:
     torch.manual_seed(0)
-    trial = tried(Case(Doubtful(), (torch.randn(4, 8),)), "100%")
+    trial = run_trial(Case(WrongWhenCopied(), (torch.randn(4, 8),)), "100%")
     assert (trial.equality.gradients, trial.equality.equal_gradients) == (4, 0)
     assert trial.reference.loss != trial.remat.loss
     assert (trial.equality.buffers, trial.equality.equal_buffers) == (1, 0)
     assert math.isinf(trial.equality.largest_difference), (
-        "of a gradient that the plan does not make"
+        "of a gradient that the plan does not compute"
     )
     text = trial.describe()
     assert "0 of 4 gradients are equal bit for bit." in text
@@ -134,7 +134,7 @@ def test_different_gradients_are_reported() -> None:
 
 def test_a_trial_is_available_as_data() -> None:
     torch.manual_seed(0)
-    trial = tried(models.PLAIN["tied"](), "100%")
+    trial = run_trial(models.PLAIN["tied"](), "100%")
     data = json.loads(json.dumps(trial.to_data(), allow_nan=False))
     assert data["eager"] == {
         "peak_bytes": trial.reference.peak_bytes,
@@ -150,13 +150,13 @@ class Output:
         self.loss = loss
 
 
-def test_the_loss_is_found_in_the_output() -> None:
+def test_the_loss_is_taken_from_the_output() -> None:
     loss = torch.tensor(2.0, requires_grad=True)
     logits = torch.ones(3, requires_grad=True)
     for output in (Output(loss), loss, (loss, logits), [logits, loss], {"a": logits, "b": loss}):
         assert loss_of(output).item() == 2.0
     assert loss_of(loss.reshape(1)).shape == ()
-    for output, said in (
+    for output, message in (
         (logits, r"a tensor of shape \(3,\)"),
         (torch.tensor(1.0), "without a gradient"),
         (Output(None), "a Output"),
@@ -164,14 +164,14 @@ def test_the_loss_is_found_in_the_output() -> None:
         ((), "a tuple"),
         ((torch.tensor(3), logits), "a tuple"),
     ):
-        with pytest.raises(TraceError, match=said):
+        with pytest.raises(TraceError, match=message):
             loss_of(output)
 
 
 def test_outputs_without_a_loss_are_refused() -> None:
     case = models.PLAIN["two-heads"]()
     with pytest.raises(TraceError, match="a step needs a loss, and the model returned a Answer"):
-        tried(case, "100%")
+        run_trial(case, "100%")
     case = models.PLAIN["tied"]()
     gm = remat.optimize(case.model, "100%", strategy=QUICK)
     with pytest.raises(TraceError, match="rounds is 0"):
@@ -187,14 +187,14 @@ def test_outputs_without_a_loss_are_refused() -> None:
 @pytest.mark.gpu
 def test_a_trial_on_the_gpu_measures_the_planned_peak() -> None:
     """Large enough that the allocator's rounding is negligible."""
-    from remat.commands.models.batches import Sizes
-    from remat.commands.models.sources import load_step
+    from remat.commands.models.batches import BatchSizes
+    from remat.commands.models.sources import load_training_step
 
     sizes = ["n_layer=6", "n_embd=512", "n_head=8"]
-    step = load_step("hf:gpt2", Sizes(8, 512), device="cuda", overrides=sizes)
+    step = load_training_step("hf:gpt2", BatchSizes(8, 512), device="cuda", overrides=sizes)
     gm = remat.optimize(step.model, "60%", step.args, step.kwargs, strategy=QUICK)
     trial = run_eager_trial(step.model, gm, step.args, step.kwargs)
     assert trial.equality.largest_relative_difference <= 1e-4
     assert 0.98 * trial.plan.peak_bytes <= trial.remat.peak_bytes <= trial.plan.peak_bytes
-    # Without the weights of the other side, which are on the device too.
+    # Without the weights of the other model, which are on the device too.
     assert 0.98 <= trial.reference.peak_bytes / trial.plan.baseline_peak_bytes <= 1.2

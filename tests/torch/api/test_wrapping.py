@@ -1,4 +1,5 @@
-"""`optimize` in other hands: signatures, torch.compile around and inside, hooks."""
+"""`optimize` and `enable` with other wrappers: signatures, torch.compile around and inside,
+hooks."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ def gradients(model: nn.Module, seed: int = 3) -> list[torch.Tensor]:
 
 
 def test_the_optimised_forward_has_the_signature_of_the_model() -> None:
-    fast, wanted = optimized(net()), inspect.signature(Net().forward)
+    fast, expected = optimized(net()), inspect.signature(Net().forward)
     saved = io.BytesIO()
     torch.save(fast, saved)
     saved.seek(0)
@@ -53,16 +54,16 @@ def test_the_optimised_forward_has_the_signature_of_the_model() -> None:
         torch.load(saved, weights_only=False),
         optimized(nn.Sequential(net())[0]),
     ):
-        assert inspect.signature(copy_of_model.forward) == wanted
+        assert inspect.signature(copy_of_model.forward) == expected
         assert list(inspect.signature(type(copy_of_model).forward).parameters) == [
             "self",
             "ids",
             "scale",
         ]
         copy_of_model.recompile()
-        assert inspect.signature(copy_of_model.forward) == wanted
-    assert inspect.signature(optimized(nn.Linear(2, 2)).forward) != wanted  # each has its own
-    assert inspect.signature(fast.forward) == wanted
+        assert inspect.signature(copy_of_model.forward) == expected
+    assert inspect.signature(optimized(nn.Linear(2, 2)).forward) != expected  # each has its own
+    assert inspect.signature(fast.forward) == expected
 
 
 # -- torch.compile --------------------------------------------------------------------------------
@@ -119,7 +120,7 @@ def test_torch_compile_breaks_the_graph_once_around_the_step(plan: Any, compile_
 
 
 class Around(nn.Module):
-    """Something before and after an inner module."""
+    """Layers before and after an inner module."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -166,27 +167,27 @@ def test_a_compiled_model_may_contain_an_optimised_block() -> None:
 
 def test_the_module_inside_of_a_compiled_one_is_planned() -> None:
     counter = CompileCounter()
-    wanted = optimized(net(), (batch(32),))
+    expected = optimized(net(), (batch(32),))
     returned, in_its_place, parts = net(), net(), net()
     in_its_place.compile(backend=counter)
     parts.blocks[0].compile(backend=counter)
     parts.blocks[1] = torch.compile(parts.blocks[1], backend=counter)  # type: ignore[assignment]
     for model in (torch.compile(returned, backend=counter), in_its_place, parts):
         fast = optimized(model, (batch(32),))  # type: ignore[arg-type]
-        assert type(fast) is not type(wanted)  # fx makes a class for each
+        assert type(fast) is not type(expected)  # fx makes a class for each
         assert isinstance(fast, remat.RematModule)
         assert fast.plan is not None
-        assert wanted.plan is not None
-        assert fast.plan.schedule == wanted.plan.schedule
-        assert len(fast.state_dict()) == len(wanted.state_dict())
+        assert expected.plan is not None
+        assert fast.plan.schedule == expected.plan.schedule
+        assert len(fast.state_dict()) == len(expected.state_dict())
         assert_equal(gradients(fast), gradients(net()))
-    assert list(optimized(torch.compile(net())).state_dict()) == list(wanted.state_dict())  # type: ignore[arg-type]
-    assert wanted.program is not None
-    lowered = remat.lower(wanted.program, torch.compile(net(), backend=counter))  # type: ignore[arg-type]
+    assert list(optimized(torch.compile(net())).state_dict()) == list(expected.state_dict())  # type: ignore[arg-type]
+    assert expected.program is not None
+    lowered = remat.lower(expected.program, torch.compile(net(), backend=counter))  # type: ignore[arg-type]
     assert_equal(gradients(lowered), gradients(net()))
-    assert counter.frame_count == 0  # nobody ran what was compiled
+    assert counter.frame_count == 0  # the compiled code did not run
     with pytest.raises(TraceError, match="optimised already"):
-        optimized(torch.compile(wanted))  # type: ignore[arg-type]
+        optimized(torch.compile(expected))  # type: ignore[arg-type]
 
 
 def test_a_module_compiled_in_place_can_be_enabled() -> None:
@@ -276,8 +277,8 @@ def test_hooks_without_effect_on_the_graph_are_warned_of_once(plan: Any) -> None
     model.get_submodule("1.1").register_full_backward_pre_hook(looks)
     with pytest.warns(HookWarning) as recorded_warnings:
         fast = plan(model, "80%", (rows(),), costs=COSTS)
-    (said,) = [str(item.message) for item in recorded_warnings]
-    assert "hooks inside of Sequential compute nothing, so a planned step does not call" in said
+    (message,) = [str(item.message) for item in recorded_warnings]
+    assert "hooks inside of Sequential compute nothing, so a planned step does not call" in message
     for item in (
         "the forward hook looks of 0, 1, 2",
         "the forward hook passes_on of 0.0",
@@ -285,10 +286,10 @@ def test_hooks_without_effect_on_the_graph_are_warned_of_once(plan: Any) -> None
         "the backward hook looks of 1.0",
         "the backward pre-hook looks of 1.1",
     ):
-        assert item in said
+        assert item in message
     assert_equal(of_rows(fast), of_rows(layers()))
     fast.zero_grad()
-    fast(torch.randn(128, 32)).sum().backward()  # planned for another shape: not a word
+    fast(torch.randn(128, 32)).sum().backward()  # planned for another shape: no warning
     handle.remove()
     assert not model.get_submodule("1.0")._backward_hooks
     assert [*model.get_submodule("0")._forward_hooks.values()] == [looks]
@@ -322,10 +323,10 @@ def test_hooks_of_the_outermost_model_run_around_the_plan() -> None:
     for module in (fast, eager):
         module.register_forward_pre_hook(shifts, with_kwargs=True)
         module.register_full_backward_hook(lambda *_: seen.append("fast"))
-    wanted = of_rows(eager)
+    expected = of_rows(eager)
     seen.clear()
     for module in (fast, copy.deepcopy(fast), copy.copy(fast)):
-        assert_equal(of_rows(module), wanted)
+        assert_equal(of_rows(module), expected)
         assert seen == ["model", "fast"]
         seen.clear()
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""`remat.enable(model, budget, scope="blocks")` and "auto": blocks planned one by one."""
+"""`remat.enable(model, budget, scope="blocks")` and "auto": blocks planned separately."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ from remat.frontend.planning.schedule_reuse import REUSED_SCHEDULE
 
 
 class ListedExperts(nn.Module):
-    """As above, with a module for each: some may have nothing to do."""
+    """Experts as a list of modules, of which some may get no rows."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.experts = nn.ModuleList(Block(width) for _ in range(4))
 
     def forward(self, x: torch.Tensor, to: torch.Tensor) -> torch.Tensor:
-        made = torch.zeros_like(x)
+        output = torch.zeros_like(x)
         for number, expert in enumerate(self.experts):
             rows = (to == number).nonzero()[:, 0]
             if len(rows):
-                made = made.index_add(0, rows, expert(x[rows]))
-        return made
+                output = output.index_add(0, rows, expert(x[rows]))
+        return output
 
 
 class Images(nn.Module):
@@ -69,9 +69,9 @@ class Images(nn.Module):
 def test_gradients_are_eager_modes_and_the_peak_is_as_planned(budget: str) -> None:
     model, ids = net()
     keys = list(model.state_dict())
-    wanted = [step(model, ids, seed) for seed in (1, 2)]
+    expected = [step(model, ids, seed) for seed in (1, 2)]
     enabled(model, budget)
-    for seed, item in zip((1, 2), wanted, strict=True):
+    for seed, item in zip((1, 2), expected, strict=True):
         assert_same(step(model, ids, seed), item)
     plan = plan_of(model)
     assert list(model.state_dict()) == keys
@@ -81,16 +81,16 @@ def test_gradients_are_eager_modes_and_the_peak_is_as_planned(budget: str) -> No
     measured = peak_of(model, ids)
     assert 0.99 * plan.peak_bytes <= measured <= plan.peak_bytes <= plan.budget_bytes
     remat.disable(model)
-    assert_same(step(model, ids, 1), wanted[0])
+    assert_same(step(model, ids, 1), expected[0])
 
 
 def test_batch_norm_statistics_are_updated_once_a_step() -> None:
     torch.manual_seed(0)
     model, images = Images(), torch.randn(4, 3, 32, 32)
     other = copy.deepcopy(model)
-    wanted = [step(other, images, seed) for seed in (1, 2)]
+    expected = [step(other, images, seed) for seed in (1, 2)]
     enabled(model, "85%")
-    for seed, item in zip((1, 2), wanted, strict=True):
+    for seed, item in zip((1, 2), expected, strict=True):
         assert_same(step(model, images, seed), item)
     for name, buffer in other.named_buffers():
         assert torch.equal(model.get_buffer(name), buffer), name
@@ -98,7 +98,7 @@ def test_batch_norm_statistics_are_updated_once_a_step() -> None:
 
 
 class Normed(nn.Module):
-    """Batch norm where no capture sees it; what it returns depends on its mean if it `is_mixed`."""
+    """Batch norm that no capture can trace; its output depends on its mean if it `is_mixed`."""
 
     def __init__(self, width: int, is_mixed: bool) -> None:
         super().__init__()
@@ -107,10 +107,10 @@ class Normed(nn.Module):
         self.register_buffer("var", torch.ones(width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        made = F.batch_norm(x, self.mean, self.var, self.scale, training=self.training)
+        output = F.batch_norm(x, self.mean, self.var, self.scale, training=self.training)
         if self.is_mixed:
-            made = made + self.mean.clone()
-        return x + (F.gelu(F.gelu(made)) if x.sum() < 1e9 else made)
+            output = output + self.mean.clone()
+        return x + (F.gelu(F.gelu(output)) if x.sum() < 1e9 else output)
 
 
 @pytest.mark.parametrize("is_mixed", [False, True])
@@ -121,9 +121,9 @@ def test_an_uncapturable_block_with_state_is_recomputed_only_if_that_is_exact(
     model = Net([Normed(32, is_mixed) for _ in range(4)])
     ids = torch.randint(0, 50, (256,))
     other = copy.deepcopy(model)
-    wanted = [step(other, ids, seed) for seed in (1, 2)]
+    expected = [step(other, ids, seed) for seed in (1, 2)]
     enabled(model, "min", "auto")
-    for seed, item in zip((1, 2), wanted, strict=True):
+    for seed, item in zip((1, 2), expected, strict=True):
         assert_same(step(model, ids, seed), item)
     assert ("checkpointed" in {c.how for c in plan_of(model).calls}) is not is_mixed
     for name, buffer in other.named_buffers():
@@ -137,10 +137,10 @@ def test_uncapturable_blocks_run_in_eager_mode_and_are_named(
     torch.manual_seed(0)
     model = Net([Routed(32) for _ in range(3)])
     ids = torch.randint(0, 50, (256,))
-    wanted = step(model, ids, 1)
+    expected = step(model, ids, 1)
     with caplog.at_level(logging.WARNING, "remat"):
         enabled(model, "70%", "auto")
-        assert_same(step(model, ids, 1), wanted)
+        assert_same(step(model, ids, 1), expected)
     plan = plan_of(model)
     kinds = {c.class_name: c.how for c in plan.calls}
     assert kinds["Experts"] in ("checkpointed", "as it is")
@@ -170,7 +170,8 @@ def test_experts_with_varying_numbers_of_rows_run_in_eager_mode(
 
 
 class _Product(torch.autograd.Function):
-    """Keeps its input where nothing sees it, as kernels of quantized weights do."""
+    """A product that saves its input where no capture sees it, as kernels of quantized weights
+    do."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -184,7 +185,7 @@ class _Product(torch.autograd.Function):
 
 
 class Opaque(nn.Module):
-    """A linear layer that asks for a number: no capture sees that."""
+    """A linear layer that reads the value of an element, which no capture can trace."""
 
     def __init__(self, width: int, hides: bool) -> None:
         super().__init__()
@@ -197,7 +198,7 @@ class Opaque(nn.Module):
 
 
 class Sealed(nn.Module):
-    """Of such layers, with what can be captured between them."""
+    """A block of opaque layers, with capturable operations between them."""
 
     def __init__(self, width: int, hides: bool = False) -> None:
         super().__init__()
@@ -206,10 +207,10 @@ class Sealed(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         assert not self.gradient_checkpointing
-        made = x
+        output = x
         for layer in self.layers:
-            made = F.dropout(F.gelu(layer(made)), 0.1, self.training)
-        return x + made
+            output = F.dropout(F.gelu(layer(output)), 0.1, self.training)
+        return x + output
 
 
 @pytest.mark.parametrize("hides", [False, True])
@@ -219,11 +220,11 @@ def test_blocks_with_uncapturable_parts_are_checkpointed_as_a_whole(
 ) -> None:
     torch.manual_seed(0)
     model, ids = Net([Sealed(32, hides) for _ in range(4)]), torch.randint(0, 50, (256,))
-    wanted, eager_bytes = step(model, ids, 1), peak_of(model, ids)
+    expected, eager_bytes = step(model, ids, 1), peak_of(model, ids)
     for block in model.blocks:
-        block.gradient_checkpointing = True  # off when it runs again, too
+        block.gradient_checkpointing = True  # off during the recomputation, too
     enabled(model, budget)
-    assert_same(step(model, ids, 1), wanted)
+    assert_same(step(model, ids, 1), expected)
     plan = plan_of(model)
     assert {call.path.count(".") for call in plan.calls} == {1}, "blocks, not layers"
     assert "checkpointed" in {call.how for call in plan.calls}
@@ -241,7 +242,7 @@ def test_blocks_with_uncapturable_parts_are_checkpointed_as_a_whole(
 
 
 class Cache:
-    """Keeps what it is given, as a cache of keys does."""
+    """A cache of what it gets, like a cache of keys."""
 
     def __init__(self) -> None:
         self.kept: list[torch.Tensor] = []
@@ -261,7 +262,7 @@ class Caching(nn.Module):
 
 
 class Cached(Net):
-    """Blocks share a cache, which is returned."""
+    """Blocks that share a cache, which is returned."""
 
     def forward(self, ids: torch.Tensor) -> Any:
         x, cache = self.embed(ids) * self.scale, Cache()
@@ -273,9 +274,9 @@ class Cached(Net):
 def test_a_block_that_gets_a_cache_is_never_recomputed() -> None:
     torch.manual_seed(0)
     model, ids = Cached([Caching(32) for _ in range(3)]), torch.randint(0, 50, (256,))
-    wanted = step(model, ids, 1)
+    expected = step(model, ids, 1)
     enabled(model, "95%", "auto")
-    assert_same(step(model, ids, 1), wanted)
+    assert_same(step(model, ids, 1), expected)
     plan = plan_of(model)
     assert [c.path for c in plan.calls] == [f"blocks.{number}.block" for number in range(3)]
     assert {c.how for c in plan.calls} == {"planned"}
@@ -284,9 +285,9 @@ def test_a_block_that_gets_a_cache_is_never_recomputed() -> None:
 
 def test_auto_plans_a_capturable_model_as_a_whole() -> None:
     model, ids = net()
-    wanted = step(model, ids, 1)
+    expected = step(model, ids, 1)
     enabled(model, "75%", "auto")
-    assert_same(step(model, ids, 1), wanted)
+    assert_same(step(model, ids, 1), expected)
     assert isinstance(remat.plans(model)[-1], remat.Plan)
 
 
@@ -322,9 +323,9 @@ def test_blocks_that_are_called_twice_or_share_parameters_are_planned() -> None:
     torch.manual_seed(0)
     block = Block(32)
     model, ids = Net([block, Block(32), block, block]), torch.randint(0, 50, (256,))
-    wanted = step(model, ids, 1)
+    expected = step(model, ids, 1)
     enabled(model, "75%")
-    assert_same(step(model, ids, 1), wanted)
+    assert_same(step(model, ids, 1), expected)
     assert [c.path for c in plan_of(model).calls] == [
         "blocks.0",
         "blocks.1",
@@ -353,8 +354,8 @@ def test_batches_in_flight_are_part_of_the_plan(in_flight: int) -> None:
     stage(other)
     enabled(model, "60%", in_flight=in_flight)
     stage(model)
-    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(mine.grad, theirs.grad)  # type: ignore[arg-type]
+    for actual, expected in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(actual.grad, expected.grad)  # type: ignore[arg-type]
     constants = [*model.parameters(), *model.buffers(), ids]
     plan = plan_of(model)
     assert plan.time_s > plan.baseline_time_s
@@ -391,9 +392,9 @@ def test_a_model_with_frozen_first_blocks_is_planned() -> None:
     model, ids = net()
     model.embed.requires_grad_(False)
     model.scale.requires_grad_(False)
-    wanted = step(model, ids, 1)
+    expected = step(model, ids, 1)
     enabled(model, "75%")
-    assert_same(step(model, ids, 1), wanted)
+    assert_same(step(model, ids, 1), expected)
 
 
 def test_other_lengths_are_planned_and_evaluation_runs_eagerly() -> None:
@@ -422,7 +423,7 @@ def test_other_lengths_reuse_the_schedules_of_earlier_ones(budget: str) -> None:
             c.plan.stats["strategy"] == REUSED_SCHEDULE for c in plan.calls if c.plan is not None
         }
         assert are_reused == {number > 0}
-        assert plan.budget_bytes >= most_bytes  # what a longer one was given
+        assert plan.budget_bytes >= most_bytes  # the budget of a longer one
         most_bytes = plan.budget_bytes
         assert (plan.time_s > plan.baseline_time_s) is (length in (128, 256, 200, 300))
         assert 0.98 * plan.peak_bytes <= peak_of(model, ids) <= plan.peak_bytes
@@ -435,7 +436,7 @@ def test_other_lengths_reuse_the_schedules_of_earlier_ones(budget: str) -> None:
 
 def test_copies_and_pickles_stay_enabled_with_their_plans() -> None:
     model, ids = net()
-    wanted = step(model, ids, 1)
+    expected = step(model, ids, 1)
     enabled(model, "75%")
     step(model, ids, 2)
     file = io.BytesIO()
@@ -448,10 +449,10 @@ def test_copies_and_pickles_stay_enabled_with_their_plans() -> None:
     ]
     for other in others:
         assert len(remat.plans(other)) == 1
-        assert_same(step(other, ids, 1), wanted)
+        assert_same(step(other, ids, 1), expected)
         assert len(remat.plans(other)) == 1
         assert other.blocks[0].forward.__func__ is Block.forward
-    assert_same(step(model, ids, 1), wanted)
+    assert_same(step(model, ids, 1), expected)
 
 
 def test_hooks_of_blocks_run_once_a_step() -> None:
@@ -471,16 +472,16 @@ def test_hooks_of_blocks_run_once_a_step() -> None:
 
 def test_checkpointing_inside_of_planned_blocks_is_disabled() -> None:
     model, ids = net()
-    wanted = step(model, ids, 1)
+    expected = step(model, ids, 1)
     enabled(model, "75%")
     for block in model.blocks:
         block.gradient_checkpointing = True  # its forward refuses
-    assert_same(step(model, ids, 1), wanted)
+    assert_same(step(model, ids, 1), expected)
     assert all(block.gradient_checkpointing for block in model.blocks)
 
 
 class _Changing(Net):
-    """Calls a block otherwise from some step on, with the same inputs."""
+    """A model that calls a block differently from some step on, with the same inputs."""
 
     scaled = False
 
@@ -496,13 +497,13 @@ def test_calls_that_are_not_as_planned_are_checkpointed(caplog: pytest.LogCaptur
     torch.manual_seed(0)
     model, ids = _Changing([Block(32) for _ in range(3)]), torch.randint(0, 50, (64,))
     model.scaled = True
-    wanted = step(model, ids, 1)
+    expected = step(model, ids, 1)
     model.scaled = False
     enabled(model, "90%")
     step(model, ids, 1)
     model.scaled = True
     with caplog.at_level(logging.WARNING, "remat"):
-        assert_same(step(model, ids, 1), wanted)
+        assert_same(step(model, ids, 1), expected)
     assert caplog.text.count("called differently than when the step was planned") == 3
 
 
@@ -532,7 +533,7 @@ def test_identical_blocks_share_one_program() -> None:
 
 
 class Branching(nn.Module):
-    """Decides by its numbers. Without modules inside nothing of it can be planned."""
+    """A block that branches on its elements. Without submodules no part of it can be planned."""
 
     def __init__(self, has_modules: bool) -> None:
         super().__init__()
@@ -553,7 +554,7 @@ def test_where_blocks_do_not_help_the_error_suggests_another_scope(has_modules: 
 
 
 class _Cache:
-    """What no capture sees."""
+    """A cache that no capture can trace."""
 
 
 class _Caching(Block):
@@ -599,7 +600,7 @@ def test_the_plan_prints_a_table_of_its_blocks() -> None:
 
 
 class _Stateful(Sealed):
-    """With a state that its output depends on, of one kind or another."""
+    """A block with state that its output depends on, of several kinds."""
 
     def __init__(self, width: int, kind: str) -> None:
         super().__init__(width)
@@ -634,10 +635,10 @@ def test_blocks_that_depend_on_their_state_are_not_recomputed_and_planning_resto
     model = Net([_Stateful(32, kind) for _ in range(2)] + [Sealed(32) for _ in range(2)])
     other, ids = copy.deepcopy(model), torch.randint(0, 50, (256,))
     random.seed(3)
-    wanted = [step(other, ids, seed) for seed in (1, 2)]
+    expected = [step(other, ids, seed) for seed in (1, 2)]
     enabled(model, "85%")
     random.seed(3)
-    for seed, item in zip((1, 2), wanted, strict=True):
+    for seed, item in zip((1, 2), expected, strict=True):
         assert_same(step(model, ids, seed), item)
     for name, buffer in other.named_buffers():
         assert torch.equal(model.get_buffer(name), buffer), name
@@ -647,7 +648,7 @@ def test_blocks_that_depend_on_their_state_are_not_recomputed_and_planning_resto
 
 
 class _Noting(Block):
-    """Keeps what it made in a list that all of them are given."""
+    """A block that appends its output to a list shared by all blocks."""
 
     def forward(self, x: torch.Tensor, notes: Any = None) -> torch.Tensor:  # type: ignore[override]
         notes.append(x)
@@ -665,9 +666,9 @@ class _Noted(Net):
 def test_blocks_that_modify_a_list_argument_are_not_planned() -> None:
     torch.manual_seed(0)
     model, ids = _Noted([_Noting(32) for _ in range(3)]), torch.randint(0, 50, (256,))
-    wanted = step(model, ids, 1)
+    expected = step(model, ids, 1)
     enabled(model, "min")
-    assert_same(step(model, ids, 1), wanted)
+    assert_same(step(model, ids, 1), expected)
     assert not any(call.path.count(".") == 1 for call in plan_of(model).calls)
 
 

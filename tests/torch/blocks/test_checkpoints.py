@@ -1,4 +1,4 @@
-"""Checkpoints in the code of a model that is planned by blocks: the plan decides instead."""
+"""Checkpoints in a model that is planned by blocks: the plan overrides them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from remat.frontend.capture.model.checkpointing import checkpointing_disabled, c
 
 
 class Inside(Routed):
-    """Checkpoints a part of itself."""
+    """A block that checkpoints a part of itself."""
 
     reentrant = True
 
@@ -36,7 +36,7 @@ class Inside(Routed):
 
 
 class Around(Net):
-    """Checkpoints each block, and its head."""
+    """A model that checkpoints each block, and its head."""
 
     reentrant = True
 
@@ -58,11 +58,11 @@ def test_the_plan_overrides_checkpoints_in_the_model(
     torch.manual_seed(0)
     ids = torch.randint(0, 50, (256,))
     block: type[nn.Module] = {"inside": Inside, "around": Routed}.get(place, Block)
-    whole = Net if place == "inside" else Around
-    model = whole([block(32) for _ in range(3)])
-    wanted = [step(model, ids, seed) for seed in (1, 2)]
+    model_class = Net if place == "inside" else Around
+    model = model_class([block(32) for _ in range(3)])
+    expected = [step(model, ids, seed) for seed in (1, 2)]
     enabled(model, "75%")
-    for seed, item in zip((1, 2), wanted, strict=True):
+    for seed, item in zip((1, 2), expected, strict=True):
         assert_same(step(model, ids, seed), item)
     plan = plan_of(model)
     assert peak_of(model, ids) <= plan.peak_bytes + 64
@@ -73,10 +73,10 @@ def test_checkpointing_in_other_threads_is_unaffected() -> None:
     module: Any = torch.utils.checkpoint
     before = module._checkpoint_without_reentrant_generator, module.CheckpointFunction.apply
     seen: list[int] = []
-    entered, left = threading.Event(), threading.Event()
+    entered, exited = threading.Event(), threading.Event()
 
     def runs() -> int:
-        """How often the forward of a checkpoint runs in a step."""
+        """Return how often the forward of a checkpoint runs in a step."""
         calls: list[int] = []
 
         def forward(x: torch.Tensor) -> torch.Tensor:
@@ -84,10 +84,10 @@ def test_checkpointing_in_other_threads_is_unaffected() -> None:
             return x.sin().sin()
 
         for reentrant in (True, False):
-            made: Any = checkpoint(
+            output: Any = checkpoint(
                 forward, torch.ones(2, requires_grad=True), use_reentrant=reentrant
             )
-            made.sum().backward()
+            output.sum().backward()
         return len(calls)
 
     def other() -> None:
@@ -95,7 +95,7 @@ def test_checkpointing_in_other_threads_is_unaffected() -> None:
         seen.append(runs())
         with checkpointing_disabled():
             seen.append(runs())
-            left.set()
+            exited.set()
             with checkpointing_enabled():
                 seen.append(runs())
 
@@ -104,7 +104,7 @@ def test_checkpointing_in_other_threads_is_unaffected() -> None:
     with checkpointing_disabled():
         assert runs() == 2
         entered.set()
-        assert left.wait(60)
+        assert exited.wait(60)
     thread.join(60)
     assert seen == [4, 2, 4]
     after = module._checkpoint_without_reentrant_generator, module.CheckpointFunction.apply

@@ -1,4 +1,4 @@
-"""What blocks are given and return may be in dataclasses."""
+"""Blocks may take and return dataclasses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from remat.frontend.common.pytree import flatten_objects, tensors_in, unflatten_
 
 @dataclass(frozen=True)
 class State:
-    """Between blocks. Frozen, with something that is not always there, and a number."""
+    """A dataclass between blocks: frozen, with an optional field and a number."""
 
     hidden: torch.Tensor
     scores: torch.Tensor | None = None
@@ -33,7 +33,8 @@ class State:
 
 
 class Passed(nn.Module):
-    """Takes one and returns one. `is_seen` by captures, or not."""
+    """A block that takes a dataclass and returns one. `is_seen` is whether captures can trace
+    it."""
 
     def __init__(self, is_seen: bool) -> None:
         super().__init__()
@@ -65,9 +66,9 @@ def test_blocks_may_exchange_dataclasses(is_seen: bool) -> None:
     for block in model.blocks:
         if is_seen:
             block.experts = nn.Identity()  # which would get no gradients
-    wanted = [step(model, ids, seed) for seed in (1, 2)]
+    expected = [step(model, ids, seed) for seed in (1, 2)]
     enabled(model, "min")
-    for seed, item in zip((1, 2), wanted, strict=True):
+    for seed, item in zip((1, 2), expected, strict=True):
         assert_same(step(model, ids, seed), item)
     plan = plan_of(model)
     assert plan.peak_bytes < 0.9 * plan.baseline_bytes

@@ -1,4 +1,4 @@
-"""Blocks that eager mode takes, and that must not run otherwise where they are planned."""
+"""Blocks that are valid in eager mode must behave the same where they are planned."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COSTS = remat.Roofline("cpu")
 
 
 class Chain(nn.Module):
-    """Blocks behind each other; `inside_autocast` where the model itself turns that on."""
+    """Blocks in sequence; `inside_autocast` is whether the model itself enables autocast."""
 
     def __init__(self, *blocks: nn.Module, inside_autocast: bool = False) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Chain(nn.Module):
 
 
 def enabled(model: nn.Module, budget: str = "100%") -> tuple[Any, nn.Module]:
-    """The model with its blocks planned, and one that runs in eager mode."""
+    """Return the model with its blocks planned, and one that runs in eager mode."""
     other = copy.deepcopy(model)
     return remat.enable(model, budget, scope="blocks", costs=COSTS), other
 
@@ -42,7 +42,7 @@ def enabled(model: nn.Module, budget: str = "100%") -> tuple[Any, nn.Module]:
 def assert_same_steps(
     model: nn.Module, other: nn.Module, x: torch.Tensor, *, autocast: bool = False
 ) -> None:
-    """Bit for bit, twice."""
+    """Check that two steps are equal bit for bit."""
     for _ in range(2):
         for module in (model, other):
             module.zero_grad(set_to_none=True)
@@ -77,7 +77,8 @@ def test_autocast_disabled_inside_of_the_model_is_followed() -> None:
 
 
 class Measuring(nn.Module):
-    """Returns what no loss reads: statistics, whose derivative may be infinite, and a head."""
+    """A block with outputs that no loss reads: statistics, whose derivative may be infinite, and
+    a head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +108,7 @@ def test_outputs_that_no_loss_reads_have_no_gradient() -> None:
 
 
 class Auxiliary(nn.Module):
-    """Leaves a part of the loss in an attribute."""
+    """A block that leaves a part of the loss in an attribute."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +127,7 @@ def test_losses_stored_in_attributes_get_their_gradients() -> None:
 
 
 class Remembering(nn.Module):
-    """No capture sees it: it is run again as a whole."""
+    """A block that no capture can trace: it is recomputed as a whole."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,7 +159,7 @@ def test_an_input_that_is_modified_later_is_not_read_by_a_recomputation() -> Non
 
 
 class Skipping(nn.Module):
-    """Runs some of its blocks, others in each step."""
+    """A model that runs only some of its blocks, others in each step."""
 
     def __init__(self) -> None:
         super().__init__()

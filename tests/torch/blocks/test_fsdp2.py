@@ -1,4 +1,4 @@
-"""FSDP2 with blocks that are planned one by one: two real processes over gloo."""
+"""FSDP2 with blocks that are planned separately: two real processes over gloo."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import remat
+from remat.blockwise.blocks_plan import BlocksPlan
 from remat.frontend.memory.allocator_peak import allocated_peak
 from remat.frontend.memory.meter import measure_step
 
@@ -91,8 +92,11 @@ def _worker(rank: int, kind: str, folder: str) -> None:
 
 
 def _measured(model: nn.Module, ids: torch.Tensor, kind: str) -> int:
-    """A thread of gloo may hold what it has reduced a moment longer than the step: the least of
-    some steps. CPUs convert bf16 inside of kernels, in memory that plans of blocks do not count."""
+    """Return the smallest peak of some steps.
+
+    A thread of gloo may hold what it has reduced a moment longer than the step. CPUs convert
+    bf16 inside of kernels, in memory that plans of blocks do not count.
+    """
 
     def step() -> None:
         model(ids).loss.backward()
@@ -105,7 +109,7 @@ def _measured(model: nn.Module, ids: torch.Tensor, kind: str) -> int:
 
 
 def _trace(model: nn.Module, ids: torch.Tensor) -> list[tuple[str, int, int]]:
-    """What FSDP2 gathers and the backwards of planned blocks, with when they begin and end."""
+    """Return the spans of FSDP2's all-gathers and of the backwards of planned blocks."""
     model.zero_grad(set_to_none=True)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         model(ids).loss.backward()
@@ -134,7 +138,7 @@ def test_sharded_blocks_train_as_under_fsdp2_within_the_budget(kind: str, tmp_pa
 
 
 def _assert_overlap(trace: list[tuple[str, int, int]]) -> None:
-    """The next block is gathered while a block's backward is under way."""
+    """Check that the next block is gathered while a block's backward runs."""
     backwards = [(start, end) for name, start, end in trace if name.endswith("_StepBackward")]
     assert len(backwards) == 4
     for (start, end), following in zip(backwards, (2, 1, 0), strict=False):
@@ -150,10 +154,10 @@ def test_one_process_can_shard_and_only_blocks_are_planned(tmp_path: Path) -> No
         model = Net([Block(32) for _ in range(3)])
         eager = copy.deepcopy(model)
         _shard(model, "sharded first")
-        whole = remat.enable(Net([Block(32)]), "70%", scope="model")
-        _shard(whole, "sharded first")
+        whole_model = remat.enable(Net([Block(32)]), "70%", scope="model")
+        _shard(whole_model, "sharded first")
         with pytest.raises(remat.TraceError, match=r"sharded already.*scope=\"blocks\""):
-            whole(torch.randint(0, 50, (8,)))
+            whole_model(torch.randint(0, 50, (8,)))
         with pytest.raises(remat.TraceError, match=r"sharded already.*scope=\"blocks\""):
             remat.enable(model, "70%", scope="model")
         remat.enable(model, "70%", costs=remat.Roofline("cpu"))
@@ -161,9 +165,9 @@ def test_one_process_can_shard_and_only_blocks_are_planned(tmp_path: Path) -> No
         for module in (eager, model):
             torch.manual_seed(1)
             module(ids).loss.backward()
-        for wanted, parameter in zip(eager.parameters(), model.parameters(), strict=True):
-            assert torch.equal(_own(parameter.grad), wanted.grad)  # type: ignore[arg-type]
+        for expected, parameter in zip(eager.parameters(), model.parameters(), strict=True):
+            assert torch.equal(_own(parameter.grad), expected.grad)  # type: ignore[arg-type]
         (plan,) = remat.plans(model)
-        assert isinstance(plan, remat.BlocksPlan)
+        assert isinstance(plan, BlocksPlan)
         assert plan.peak_bytes <= plan.budget_bytes < plan.baseline_bytes
         assert plan.not_whole_reason == "its parameters are sharded"

@@ -1,4 +1,4 @@
-"""A trace for a GPU that is not here: its operations, its shapes, and what can be done with it."""
+"""A trace for a GPU that this machine lacks: its operations, its shapes, and its uses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import remat
-from remat.commands.common.figures import describe_trace
+from remat.commands.common.summaries import describe_trace
 from remat.costs.trace_costs import _warn_once, device_mismatch_warning
 from remat.documents.arguments import Literal, Ref
 from remat.documents.trace import Trace
@@ -36,7 +36,7 @@ from remat.frontend.common.target_gpu import TargetGpu, find_target_gpu
 from remat.frontend.memory.device_memory import keeps_workspaces
 from remat.frontend.runtime.lower import program_on_model_device
 from remat.passes.device_placement import program_on_device, trace_on_device
-from remat.rewrite import BATCH_NORM, BATCH_NORM_OF_CUDA
+from remat.rewrite import BATCH_NORM, BATCH_NORM_CUDA
 
 H100, A100, V100, L4 = (9, 0), (8, 0), (7, 0), (8, 9)
 TOKENS = 40  # no other dimension of the models is as long
@@ -80,8 +80,8 @@ EXPECTED: dict[tuple[str, torch.dtype], set[str]] = {
     ("bert", torch.bfloat16): {_EFFICIENT, _DROPOUT, _LAYER_NORM},  # flash takes no mask
     ("vit", torch.float32): {_EFFICIENT, _DROPOUT, _LAYER_NORM},
     ("vit", torch.bfloat16): {_CUDNN, _DROPOUT, _LAYER_NORM},  # none in attention
-    ("resnet", torch.float32): {BATCH_NORM_OF_CUDA, "aten.batch_norm_backward.default"},
-    ("resnet", torch.bfloat16): {BATCH_NORM_OF_CUDA, "aten.batch_norm_backward.default"},
+    ("resnet", torch.float32): {BATCH_NORM_CUDA, "aten.batch_norm_backward.default"},
+    ("resnet", torch.bfloat16): {BATCH_NORM_CUDA, "aten.batch_norm_backward.default"},
 }
 
 
@@ -105,7 +105,7 @@ def test_a_trace_for_a_gpu_has_the_operations_of_the_gpu(family: str, dtype: tor
         result.tensor
         for node in trace.nodes
         for result in node.results
-        if node.target == _EFFICIENT and node.seeded and result.position in (2, 3)
+        if node.target == _EFFICIENT and node.random and result.position in (2, 3)
     ]
     named = {a.text for n in trace.nodes for a in n.kwargs.values() if isinstance(a, Literal)}
     assert "cpu" not in named
@@ -117,7 +117,7 @@ def tokens(family: str) -> int:
 
 
 def scores(trace: Trace, count: int) -> list[str]:
-    """Values of tokens x tokens for each head."""
+    """Return the values of tokens x tokens for each head."""
     return [
         result.name
         for node in trace.nodes
@@ -147,12 +147,12 @@ def test_a_large_model_on_the_meta_device_is_traced_for_a_gpu() -> None:
     inputs = {"input_ids": ids, "labels": ids}
     trace = remat.trace(model, (), inputs, device="h100")
     assert not scores(trace, 1024)
-    here, gpu_estimate = (
+    cpu_estimate, gpu_estimate = (
         remat.estimate(model, (), inputs),
         remat.estimate(model, (), inputs, device="h100"),
     )
     score_bytes = 8 * 12 * 1024 * 1024 * 4
-    assert here.activation_bytes - gpu_estimate.activation_bytes > 3 * score_bytes
+    assert cpu_estimate.activation_bytes - gpu_estimate.activation_bytes > 3 * score_bytes
     assert gpu_estimate.cost_source == "roofline h100"
     assert "by roofline h100" in str(gpu_estimate)
     assert all(p.is_meta for p in model.parameters())
@@ -168,7 +168,7 @@ def test_a_trace_for_a_gpu_is_solved_for_that_gpu(family: str) -> None:
     plan = remat.solve(trace, budget, remat.Auto(gap=0.2, time_limit=5))
     assert remat.simulate(graph, plan.schedule).peak_bytes == plan.peak_bytes <= budget < keep_all
     program = remat.rewrite(trace, plan.schedule)
-    assert any(s.rerun for s in (*program.forward, *program.backward))
+    assert any(s.recomputation for s in (*program.forward, *program.backward))
     assert program.device == "cuda:0"
     with pytest.raises(remat.GuardError, match=r"made for cuda:0, .* is on cpu: move it with"):
         remat.lower(program, case.model)
@@ -285,12 +285,12 @@ def test_disabled_attention_backends_are_respected() -> None:
 
 
 class Attention(nn.Module):
-    """Calls attention, by its function or by its operator."""
+    """A module that calls attention, by its function or by its operator."""
 
-    def __init__(self, size: int = 16, **how: Any) -> None:
+    def __init__(self, size: int = 16, **options: Any) -> None:
         super().__init__()
         self.layer = nn.Linear(2 * size, 6 * size)
-        self.how = how
+        self.how = options
         self.attend: Callable[..., torch.Tensor] = F.scaled_dot_product_attention
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
@@ -298,8 +298,8 @@ class Attention(nn.Module):
         return self.attend(*qkv, mask, **self.how).square().mean()
 
 
-def attended(size: int = 16, dtype: torch.dtype = torch.float32, **how: Any) -> Trace:
-    model = Attention(size, **how).to(dtype)
+def attended(size: int = 16, dtype: torch.dtype = torch.float32, **options: Any) -> Trace:
+    model = Attention(size, **options).to(dtype)
     return remat.trace(model, torch.randn(4, TOKENS, 2 * size, dtype=dtype), device="a100")
 
 
@@ -352,8 +352,8 @@ def test_recomputed_attention_samples_on_the_gpu_wherever_its_seeds_are() -> Non
     program = remat.rewrite(
         trace, remat.Schedule((*runs[: boundary + 1], op, *runs[boundary + 1 :]))
     )
-    random_statements = [s for s in (*program.forward, *program.backward) if s.random]
-    assert [(s.random, s.device) for s in random_statements] == [
+    random_statements = [s for s in (*program.forward, *program.backward) if s.rng_action]
+    assert [(s.rng_action, s.device) for s in random_statements] == [
         ("save", "cuda:0"),
         ("replay", "cuda:0"),
     ]
@@ -369,12 +369,14 @@ def test_cuda_batch_norm_trains_as_eager_mode() -> None:
     trace = trace_on_device(traced(case), "cpu").replace(library_bytes=0)
     trace = remat.measure(trace, remat.Roofline("cpu"))
     names = [node and node.target for node in trace.operations]
-    norms = [op for op, name in enumerate(names) if name == BATCH_NORM_OF_CUDA]
+    norms = [op for op, name in enumerate(names) if name == BATCH_NORM_CUDA]
     start, end = names.index(None) + 1, len(names)
     for repeated in ([], norms):
         schedule = remat.Schedule((*range(start), *repeated, *range(start, end)))
         program = remat.rewrite(trace, schedule)
-        recomputed = [s for s in program.backward if s.rerun and s.target == BATCH_NORM_OF_CUDA]
+        recomputed = [
+            s for s in program.backward if s.recomputation and s.target == BATCH_NORM_CUDA
+        ]
         assert len(recomputed) == len(repeated)
         model = copy.deepcopy(case.model)
         step = run_step(remat.lower(program, model), case)
@@ -383,9 +385,9 @@ def test_cuda_batch_norm_trains_as_eager_mode() -> None:
 
 
 class Norm(nn.Module):
-    def __init__(self, **how: Any) -> None:
+    def __init__(self, **options: Any) -> None:
         super().__init__()
-        self.norm = nn.BatchNorm2d(4, **how)
+        self.norm = nn.BatchNorm2d(4, **options)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (self.norm(x.exp()) * 3).tanh().square().mean()
@@ -399,7 +401,7 @@ def test_cuda_batch_norm_allows_two_forwards_before_their_backwards() -> None:
     trace = trace_on_device(remat.trace(model, x.requires_grad_(), device="h100"), "cpu")
     trace = remat.measure(trace.replace(library_bytes=0), remat.Roofline("cpu"))
     graph = trace.graph()
-    (norm,) = (i for i, n in enumerate(trace.operations) if n and n.target == BATCH_NORM_OF_CUDA)
+    (norm,) = (i for i, n in enumerate(trace.operations) if n and n.target == BATCH_NORM_CUDA)
     backward = trace.operations.index(None) + 1
     runs = [*range(backward), norm, *range(backward, len(graph))]
     program = remat.rewrite(trace, remat.Schedule.of(runs))
@@ -407,18 +409,18 @@ def test_cuda_batch_norm_allows_two_forwards_before_their_backwards() -> None:
     for module in (eager, gm):
         losses = [module(x) for _ in range(2)]
         torch.stack(losses).sum().backward()
-    for mine, theirs in zip(model.parameters(), eager.parameters(), strict=True):
-        assert mine.grad is not None
-        assert theirs.grad is not None
-        assert torch.allclose(mine.grad, theirs.grad)
-    for mine, theirs in zip(model.buffers(), eager.buffers(), strict=True):
-        assert torch.equal(mine, theirs)
+    for actual, expected in zip(model.parameters(), eager.parameters(), strict=True):
+        assert actual.grad is not None
+        assert expected.grad is not None
+        assert torch.allclose(actual.grad, expected.grad)
+    for actual, expected in zip(model.buffers(), eager.buffers(), strict=True):
+        assert torch.equal(actual, expected)
 
 
-@pytest.mark.parametrize("how", [{"affine": False}, {"track_running_stats": False}])
-def test_a_batch_norm_without_weights_or_statistics_is_traced(how: dict[str, Any]) -> None:
-    trace = remat.trace(Norm(**how), torch.randn(8, 4, 6, 6, requires_grad=True), device="h100")
-    assert BATCH_NORM_OF_CUDA not in targets(trace)
+@pytest.mark.parametrize("options", [{"affine": False}, {"track_running_stats": False}])
+def test_a_batch_norm_without_weights_or_statistics_is_traced(options: dict[str, Any]) -> None:
+    trace = remat.trace(Norm(**options), torch.randn(8, 4, 6, 6, requires_grad=True), device="h100")
+    assert BATCH_NORM_CUDA not in targets(trace)
     assert any("native_batch_norm" in target for target in targets(trace))
 
 
@@ -436,9 +438,9 @@ def test_batch_norm_statistics_are_in_float32(dtype: torch.dtype) -> None:
         (node.target, result.tensor.dtype)
         for node in trace.nodes
         for result in node.results
-        if node.target in (_LAYER_NORM, BATCH_NORM_OF_CUDA) and result.position in (1, 2)
+        if node.target in (_LAYER_NORM, BATCH_NORM_CUDA) and result.position in (1, 2)
     }
-    assert statistics_dtypes == {(_LAYER_NORM, "float32"), (BATCH_NORM_OF_CUDA, "float32")}
+    assert statistics_dtypes == {(_LAYER_NORM, "float32"), (BATCH_NORM_CUDA, "float32")}
 
 
 def test_half_precision_is_widened_inside_of_softmax() -> None:
@@ -500,17 +502,17 @@ def test_autocast_of_a_trace_for_a_gpu_is_cudas() -> None:
     x = torch.randn(4, 8)
     with torch.autocast("cpu", torch.bfloat16):
         gpu_trace = remat.trace(Mixed(), x, device="h100")
-        here = remat.trace(Mixed(), x)
+        cpu_trace = remat.trace(Mixed(), x)
         assert torch.is_autocast_enabled("cpu")
     assert gpu_trace.environment.autocast == ("cuda:bfloat16",)
-    assert here.environment.autocast == ("cpu:bfloat16",)
+    assert cpu_trace.environment.autocast == ("cpu:bfloat16",)
     kinds = {"native_layer_norm", "_softmax", "exp"}
     cast_pairs = [pair for pair in dtypes(gpu_trace) if pair[0] in kinds]
     assert cast_pairs == [
         ("native_layer_norm", "float32"), ("_softmax", "float32"), ("exp", "float32"),
         ("exp", "float32"),
     ]  # fmt: skip
-    assert ("_softmax", "bfloat16") in dtypes(here)
+    assert ("_softmax", "bfloat16") in dtypes(cpu_trace)
     products = [dtype for name, dtype in dtypes(gpu_trace) if name in ("addmm", "mm")]
     assert products == ["bfloat16", "bfloat16", "bfloat16", "float32", "bfloat16"]
     weights = [p.name for p in gpu_trace.placeholders if p.target == "layer.weight"]
@@ -551,7 +553,7 @@ def test_tracing_for_a_gpu_restores_torch() -> None:
 
 
 class Log(TorchDispatchMode):
-    """Operations and the dtypes of what they return."""
+    """A mode that records operations and the dtypes of their results."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -560,8 +562,10 @@ class Log(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func.namespace == "aten":
-            made = torch.utils._pytree.tree_leaves(result)
-            self.found.append((str(func), [t.dtype for t in made if isinstance(t, torch.Tensor)]))
+            results = torch.utils._pytree.tree_leaves(result)
+            self.found.append(
+                (str(func), [t.dtype for t in results if isinstance(t, torch.Tensor)])
+            )
         return result
 
 
@@ -602,7 +606,8 @@ def autocast_calls(device: str, half: torch.dtype) -> dict[str, Callable[[], obj
 
 @contextlib.contextmanager
 def cuda_autocast_on(dtype: torch.dtype) -> Iterator[None]:
-    """`torch.autocast("cuda")` does nothing where there is no GPU."""
+    """Enable CUDA autocast on fake tensors; `torch.autocast("cuda")` does nothing where there is
+    no GPU."""
     before = torch.get_autocast_dtype("cuda")
     torch.set_autocast_dtype("cuda", dtype)
     torch.set_autocast_enabled("cuda", True)
@@ -638,7 +643,7 @@ def test_autocast_casts_the_operations_that_torch_casts(half: torch.dtype) -> No
             assert run("cpu") == expected
 
 
-# -- prices, places -------------------------------------------------------------------------
+# -- prices and devices ---------------------------------------------------------------------
 
 
 def test_a_trace_for_the_cpu_priced_for_a_gpu_warns_of_differences(
@@ -669,7 +674,7 @@ def test_a_trace_for_the_cpu_priced_for_a_gpu_warns_of_differences(
 def test_pricing_a_trace_for_another_gpu_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     """Kernels depend on the GPU: those of one are not silently priced for another."""
     trace = traced(PLAIN["mlp"](), "a100")
-    assert (trace.gpu, trace.place) == ("a100", "cuda:0 (a100)")
+    assert (trace.gpu, trace.device_label) == ("a100", "cuda:0 (a100)")
     assert remat.Trace.from_json(trace.to_json()).gpu == "a100"
     assert "on cuda:0 (a100)" in describe_trace(trace)
     estimate = remat.estimate(PLAIN["mlp"]().model, PLAIN["mlp"]().args, device="a100")
@@ -683,7 +688,7 @@ def test_pricing_a_trace_for_another_gpu_is_warned_of(caplog: pytest.LogCaptureF
     assert device_mismatch_warning(traced(PLAIN["mlp"](), "h100"), remat.Roofline("h200")) is None
     assert device_mismatch_warning(trace.replace(gpu="nonesuch"), remat.Roofline("h100")) is None
     on_the_cpu = traced(PLAIN["mlp"](), "cpu")
-    assert (on_the_cpu.gpu, on_the_cpu.place) == ("", "cpu")
+    assert (on_the_cpu.gpu, on_the_cpu.device_label) == ("", "cpu")
 
 
 def programmed(case: Case, device: str) -> remat.Program:
@@ -727,18 +732,18 @@ def test_a_model_on_two_gpus_is_refused() -> None:
         _reject_multiple_gpus(on("cuda:0", "cuda:1"), (), {}, None)
 
 
-# -- with a GPU at hand ---------------------------------------------------------------------
+# -- on a GPU -------------------------------------------------------------------------------
 
 
 def outline(trace: Trace) -> list[object]:
-    """What must be the same with the GPU and without: operations, their order, and what they
-    return. Scalars of the CPU among a step's tensors are CUDA's here."""
+    """Return what must be the same with the GPU and without: operations, their order, and their
+    results. Scalars on the CPU among a step's tensors are CUDA's here."""
     return [
         (
             node.target,
             node.view,
             node.backward,
-            node.seeded,
+            node.random,
             [(r.tensor.dtype, r.tensor.shape, r.tensor.stride) for r in node.results],
         )
         for node in trace.nodes
@@ -762,5 +767,5 @@ def test_the_trace_equals_the_one_captured_on_that_gpu(family: str, dtype: torch
     gpu_trace = remat.trace(case.model, case.args, case.kwargs)
     assert outline(without) == outline(gpu_trace)
     assert [p.tensor for p in without.placeholders] == [p.tensor for p in gpu_trace.placeholders]
-    assert without.storages == gpu_trace.storages
+    assert without.storage_bytes == gpu_trace.storage_bytes
     assert without.library_bytes == gpu_trace.library_bytes

@@ -1,4 +1,4 @@
-"""Dropout and coin flips: eager mode's numbers, whatever the type, the rate and the layout."""
+"""Dropout and random masks equal eager mode's, for every dtype, rate and layout."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from torch import nn
 import remat
 from remat.documents.arguments import Ref
 
-# In float32, 1 / (1 - p) is rounded otherwise by `native_dropout` than by eager mode for these.
+# For these, `native_dropout` rounds 1 / (1 - p) in float32 differently from eager mode.
 ROUNDED = (0.04, 0.09, 0.15, 0.42)
 
 
 class Net(nn.Module):
-    """A linear layer on (4, 8, 16), then `forward`; the loss inside."""
+    """A linear layer on (4, 8, 16), then `forward`; it contains the loss."""
 
     def __init__(self, forward: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
@@ -46,25 +46,25 @@ def test_dropout_of_any_rate_is_eager_modes(p: float, dtype: torch.dtype) -> Non
     assert_eager_when_recomputed(case_of(lambda h: F.dropout(torch.tanh(h), p) + h, dtype=dtype))
 
 
-def turned(h: torch.Tensor) -> torch.Tensor:
+def transposed(h: torch.Tensor) -> torch.Tensor:
     return h.transpose(1, 2)
 
 
 LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "turned before": lambda h: F.dropout(turned(h), 0.3),
-    "turned after": lambda h: turned(F.dropout(h, 0.3)) * torch.ones(24, 8),
-    "turned, then as rows": lambda h: F.dropout(turned(h), 0.3).reshape(-1, 8),
+    "turned before": lambda h: F.dropout(transposed(h), 0.3),
+    "turned after": lambda h: transposed(F.dropout(h, 0.3)) * torch.ones(24, 8),
+    "turned, then as rows": lambda h: F.dropout(transposed(h), 0.3).reshape(-1, 8),
     "every second": lambda h: F.dropout(h[:, :, ::2], 0.3).exp(),
     "expanded": lambda h: F.dropout(h.mean(2, keepdim=True).expand(-1, -1, 5), 0.3),
-    "its gradient is expanded": lambda h: F.dropout(turned(h), 0.3).sum(1),
+    "its gradient is expanded": lambda h: F.dropout(transposed(h), 0.3).sum(1),
     "channels last": lambda h: F.dropout(
         h.reshape(4, 8, 6, 4).to(memory_format=torch.channels_last), 0.3
     ),
     "in place": lambda h: F.dropout(h * 3, 0.3, inplace=True),
-    "in place, turned": lambda h: F.dropout(turned(h * 3), 0.3, inplace=True),
-    "coins": lambda h: turned(h) * torch.empty_like(turned(h)).bernoulli_(0.3),
-    "alpha": lambda h: F.alpha_dropout(turned(h), 0.3, training=True),
-    "feature": lambda h: F.dropout1d(turned(h), 0.3),
+    "in place, turned": lambda h: F.dropout(transposed(h * 3), 0.3, inplace=True),
+    "coins": lambda h: transposed(h) * torch.empty_like(transposed(h)).bernoulli_(0.3),
+    "alpha": lambda h: F.alpha_dropout(transposed(h), 0.3, training=True),
+    "feature": lambda h: F.dropout1d(transposed(h), 0.3),
     "nothing": lambda h: F.dropout(h[:0], 0.3).sum() + torch.tanh(h),
     "attention": lambda h: F.scaled_dot_product_attention(h, h, h, dropout_p=0.15),
     "transformed": lambda h: (
@@ -92,7 +92,7 @@ def test_the_mask_takes_one_byte_per_element_and_is_a_separate_operation() -> No
     """So the output of dropout can be recomputed from the mask, without sampling."""
     trace = remat.trace(*traced_args(case_of(lambda h: F.dropout(torch.tanh(h), 0.1))))
     results = {r.name: r.tensor for node in trace.nodes for r in node.results}
-    seeded_nodes = [node for node in trace.nodes if node.seeded]
+    seeded_nodes = [node for node in trace.nodes if node.random]
     scaled = [node for node in trace.nodes if "dropout" in node.target]
     assert [node.target for node in seeded_nodes] == ["aten.bernoulli.p"]
     assert results[seeded_nodes[0].results[0].name].dtype == "bool"
@@ -133,10 +133,10 @@ def test_a_capture_restores_torch() -> None:
 
 def test_concurrent_captures_wait_for_each_other() -> None:
     """They change torch in all threads."""
-    here, second_entered = threading.Event(), threading.Event()
+    first_entered, second_entered = threading.Event(), threading.Event()
 
     def first(h: torch.Tensor) -> torch.Tensor:
-        here.set()
+        first_entered.set()
         assert not second_entered.wait(0.2)
         return F.dropout(h, 0.1)
 
@@ -148,7 +148,7 @@ def test_concurrent_captures_wait_for_each_other() -> None:
     waiting = case_of(second)
 
     def other() -> None:
-        assert here.wait(60)
+        assert first_entered.wait(60)
         traces.append(remat.trace(*traced_args(waiting)))
 
     thread = threading.Thread(target=other)
@@ -178,5 +178,5 @@ def test_dropout_on_cuda_samples_as_eager_mode(name: str) -> None:
         losses.append(model(*case.args))
         losses[-1].backward()
     assert torch.equal(*losses)
-    for mine, theirs in zip(gm.parameters(), case.model.parameters(), strict=True):
-        assert torch.allclose(mine.grad, theirs.grad)
+    for actual, expected in zip(gm.parameters(), case.model.parameters(), strict=True):
+        assert torch.allclose(actual.grad, expected.grad)

@@ -1,4 +1,4 @@
-"""Other types than float32, and autocast: with dropout and recomputed, eager mode's bits."""
+"""Lower precision and autocast, with dropout and recomputed: bit for bit as in eager mode."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MODES = ("float32", "bfloat16", "float16", "float64", "autocast")
 
 
 def in_mode(case: Case, mode: str) -> Case:
-    """The case in a dtype, or in float32 under autocast to bfloat16."""
+    """Return the case in a dtype, or in float32 under autocast to bfloat16."""
     if mode == "autocast":
         case.autocast = torch.bfloat16
         return case
@@ -36,13 +36,13 @@ def in_mode(case: Case, mode: str) -> Case:
     return case
 
 
-# The losses of two are computed outside of the model, one has nothing to compute again, and one is
-# another in autocast.
+# The losses of two are computed outside of the model, one has nothing to recompute, and one differs
+# under autocast.
 OTHERS = {"two-heads", "alias", "weights", "mlp-bf16"}
 ALL = {name: make for name, make in (FAMILIES | PLAIN).items() if name not in OTHERS}
 QUICK = ("mlp", "norms", "tied", "shared", "mlp-input-grad")
 ROUNDED = {("unet", "float32"), ("unet", "float64")}
-"""One bias, summed in another order: the last bit."""
+"""Cases in which one bias is summed in another order, so that its last bit differs."""
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_attention_is_exact_in_lower_precision(attention: str, dropout: float, m
 
 
 class Twice(nn.Module):
-    """Uses one layer twice, one weight as it is and in float32 as well."""
+    """A module that uses one layer twice, and one weight both cast and in float32."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class Twice(nn.Module):
 
 
 class Tied(nn.Module):
-    """The embedding is the head's weight: read in float32, and twice cast."""
+    """The embedding is the head's weight: read in float32, and cast twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class Tied(nn.Module):
 
 
 class Exact(nn.Module):
-    """A part in float32 whose backward multiplies matrices; a cast of the model's own."""
+    """A part in float32 whose backward multiplies matrices, and a cast in the model itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +117,8 @@ class Exact(nn.Module):
 
 
 class Within(nn.Module):
-    """Enters autocast itself, twice: what the first kept, the second casts anew."""
+    """A module that enters autocast twice: the second context casts again what the first had
+    cached."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,7 +163,7 @@ def test_autocast_is_exact_when_recomputed(name: str) -> None:
     case = Case(model, (x,), loss=lambda out: out, autocast=inside)
     trace = assert_eager_when_recomputed(case)
     priced = remat.measure(trace, "cpu", cache=False)
-    assert priced.cost_source.startswith("measured cpu"), "of operands in the types that they have"
+    assert priced.cost_source.startswith("measured cpu"), "of operands in their own dtypes"
 
 
 def test_autocast_without_its_cache_is_exact() -> None:

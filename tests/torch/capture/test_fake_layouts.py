@@ -1,4 +1,4 @@
-"""Kernels whose results a fake tensor lays out otherwise: captured as they are."""
+"""Kernels whose results have another layout than fake tensors predict are captured as they run."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ CALLS: dict[Any, Kernel] = {
 }
 
 
-def laid_out() -> list[torch.Tensor]:
-    """The same sizes in all layouts, and one number seen everywhere."""
+def in_all_layouts() -> list[torch.Tensor]:
+    """Return tensors of the same sizes in all layouts, among them one expanded element."""
     orders = itertools.permutations(range(3))
     sizes = (2, 5, 3)
     dense = [
@@ -80,15 +80,15 @@ def laid_out() -> list[torch.Tensor]:
 def test_fake_tensors_have_the_layout_of_the_kernels_results(operator: Any) -> None:
     call = CALLS[operator]
     with fakes_with_kernel_layouts():
-        for gradient, x in itertools.product(laid_out(), laid_out()[:-1]):
+        for gradient, x in itertools.product(in_all_layouts(), in_all_layouts()[:-1]):
             made = call(gradient, x)
             with FakeTensorMode() as mode:
                 fake = call(mode.from_tensor(gradient), mode.from_tensor(x))
             assert (fake.shape, fake.stride()) == (made.shape, made.stride())
 
 
-class Turned(nn.Module):
-    """The gradient of an activation arrives in another layout than the activation has."""
+class Transposed(nn.Module):
+    """A module in which the gradient of an activation has another layout than the activation."""
 
     def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ def test_modules_with_unusual_layouts_train_as_eager_mode(
     function: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
     torch.manual_seed(0)
-    case = Case(Turned(function), (torch.randn(4, 8, 16),), loss=lambda out: out)
+    case = Case(Transposed(function), (torch.randn(4, 8, 16),), loss=lambda out: out)
     eager = eager_step(case)
     gm = remat.optimize(copy.deepcopy(case.model), "100%", costs=remat.Roofline("cpu"))
     assert_same(run_step(gm, case), eager, tolerance=0.0)
@@ -114,18 +114,18 @@ def test_modules_with_unusual_layouts_train_as_eager_mode(
 def test_batch_norm_of_a_transposed_input_trains_as_eager_mode(of: str) -> None:
     """As between layers over time: the CPU's kernels return dense results."""
 
-    class Turned(nn.Module):
+    class Transposed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 16)
             self.norm = nn.BatchNorm1d(16, track_running_stats=of == "statistics")
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            turned = self.norm(self.first(x).transpose(1, 2))
-            return self.last(turned.transpose(1, 2).relu())
+            transposed = self.norm(self.first(x).transpose(1, 2))
+            return self.last(transposed.transpose(1, 2).relu())
 
     torch.manual_seed(0)
-    case = Case(Turned(), (torch.randn(4, 12, 16),), loss=lambda out: out.square().mean())
+    case = Case(Transposed(), (torch.randn(4, 12, 16),), loss=lambda out: out.square().mean())
     eager = eager_step(case)
     model = remat.optimize(case.model, "100%", case.args, costs=remat.Roofline("cpu"))
     assert_same(run_step(model, case), eager, tolerance=0.0)

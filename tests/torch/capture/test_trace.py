@@ -1,4 +1,4 @@
-"""What a capture holds, and what it says where it cannot."""
+"""The contents of a capture, and the errors where there is none."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.helpers.models import FAMILIES, PLAIN, Mlp, Norms, Shared, Tied
 from torch import nn
 
 import remat
-from remat.documents.trace import COPY
+from remat.documents.trace import COPY_TARGET
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -37,7 +37,7 @@ def test_tied_weights_are_one_placeholder() -> None:
 
 def test_mutated_buffers_are_written_once_in_the_forward() -> None:
     trace = remat.trace(Norms(), torch.randn(2, 3, 8, 8))
-    writes = [node for node in trace.nodes if node.target == COPY]
+    writes = [node for node in trace.nodes if node.target == COPY_TARGET]
     assert len(writes) == 8  # mean, variance and count of two norms, and two buffers of its own
     assert not any(node.backward or node.recomputable for node in writes)
 
@@ -265,7 +265,7 @@ def test_a_large_constant_is_refused() -> None:
 
 
 def test_a_failed_capture_restores_the_model() -> None:
-    """What the model stores for its next call is not a value of the capture."""
+    """The model stores no value of the capture for its next call."""
 
     class Caching(nn.Module):
         def __init__(self) -> None:

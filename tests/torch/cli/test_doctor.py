@@ -15,7 +15,7 @@ import torch
 
 import remat
 from remat.commands import diagnosis as doctor
-from remat.commands.diagnosis import Check, examine
+from remat.commands.diagnosis import Check, run_checks
 from remat.commands.requirements import Requirement
 from remat.frontend.costs.cost_cache import CostCache, MeasuredCost, default_cache_path
 from remat.milp.solvers.pulp_versions import IS_PULP_4
@@ -24,7 +24,7 @@ from remat.milp.solvers.pulp_versions import IS_PULP_4
 @pytest.fixture(scope="module")
 def report() -> dict[str, Check]:
     began = time.monotonic()
-    checks = examine()
+    checks = run_checks()
     assert time.monotonic() - began < 20
     assert len({check.name for check in checks}) == len(checks)
     return {check.name: check for check in checks}
@@ -72,7 +72,7 @@ def test_a_cost_cache_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     empty = named("cost cache")
     assert empty.state == "ok"
     assert empty.text.startswith(os.path.join("~", "costs"))
-    assert not (tmp_path / "costs").exists(), "a report makes nothing"
+    assert not (tmp_path / "costs").exists(), "the report creates nothing"
     with CostCache() as cache:
         for number in range(3):
             cache.put(["add", number], MeasuredCost(1e-6, 0))
@@ -87,7 +87,7 @@ def test_a_damaged_cost_cache_is_reported() -> None:
     path.parent.mkdir(parents=True)
     path.write_bytes(b"nonsense" * 1000)
     check = named("cost cache")
-    assert (check.state, check.remedy) == ("wrong", f"delete {path}; it is made anew")
+    assert (check.state, check.remedy) == ("wrong", f"delete {path}; remat creates it when needed")
 
 
 def test_a_cost_cache_that_cannot_be_created_is_reported(
@@ -100,12 +100,12 @@ def test_a_cost_cache_that_cannot_be_created_is_reported(
     assert "REMAT_CACHE_DIR" in check.remedy
 
 
-# -- broken surroundings --------------------------------------------------------------------------
+# -- broken environments --------------------------------------------------------------------------
 
 
-def in_surroundings(directory: Path) -> dict[str, Check]:
-    """The report of a process that finds the modules of this directory before all others."""
-    code = "from remat.commands.diagnosis import examine\nfor c in examine(): print(repr(c))"
+def report_of_process(directory: Path) -> dict[str, Check]:
+    """Return the report of a process that finds the modules of this directory before all others."""
+    code = "from remat.commands.diagnosis import run_checks\nfor c in run_checks(): print(repr(c))"
     root = Path(remat.__file__).parents[1]
     path = os.pathsep.join([str(directory), str(root)])
     ended = subprocess.run(
@@ -122,7 +122,7 @@ def in_surroundings(directory: Path) -> dict[str, Check]:
 
 def test_a_broken_torch_is_reported(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise OSError('libtorch.so: cannot open')")
-    report = in_surroundings(tmp_path)
+    report = report_of_process(tmp_path)
     assert report["torch"].state == "wrong"
     assert "cannot be imported: OSError: libtorch.so: cannot open" in report["torch"].text
     assert "pip install" in report["torch"].remedy
@@ -146,7 +146,8 @@ def test_a_gpu_that_torch_cannot_use_is_reported(
     command(tmp_path, "nvidia-smi", "echo 'NVIDIA H200, 570.1'; echo 'NVIDIA L4, 570.1'")
     check = named("CUDA")
     assert check.state == "wrong"
-    assert check.text.startswith("NVIDIA H200 (driver 570.1) and NVIDIA L4 (driver 570.1) is here")
+    gpus = "NVIDIA H200 (driver 570.1) and NVIDIA L4 (driver 570.1)"
+    assert check.text.startswith(f"this machine has {gpus}, but torch")
     assert check.remedy
     command(tmp_path, "nvidia-smi", "echo 'NVIDIA-SMI has failed'; exit 9")
     assert named("CUDA").state == "missing"
@@ -168,19 +169,19 @@ def test_a_gpu_that_torch_cannot_use_is_reported(
     ],
 )
 def test_versions_are_judged_by_their_requirements(line: str, version: str, state: str) -> None:
-    requirement = Requirement.read(line)
+    requirement = Requirement.parse(line)
     assert requirement is not None
-    status, words = requirement.judge(version)
+    status, words = requirement.check_version(version)
     assert status == state
     assert ("outside the tested range" in words) == (state == "untested")
     assert ("remat needs" in words) == (state == "wrong")
 
 
 def test_requirements_are_read_from_metadata() -> None:
-    read = Requirement.read('pulp[a, cbc]<5,>=3.3.2; python_version > "3" and extra == "b"')
+    read = Requirement.parse('pulp[a, cbc]<5,>=3.3.2; python_version > "3" and extra == "b"')
     assert read == Requirement("pulp", "3.3.2", "5", "b", frozenset({"a", "cbc"}))
-    assert read.install == "pip install 'pulp>=3.3.2,<5'"
-    assert Requirement.read("numpy (>=1.26)") == Requirement("numpy", "1.26", "", "", frozenset())
+    assert read.install_command == "pip install 'pulp>=3.3.2,<5'"
+    assert Requirement.parse("numpy (>=1.26)") == Requirement("numpy", "1.26", "", "", frozenset())
 
 
 def test_a_torch_that_is_too_old_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,7 +192,7 @@ def test_a_torch_that_is_too_old_is_reported(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def installed(folder: Path, monkeypatch: pytest.MonkeyPatch, **packages: tuple[str, ...]) -> None:
-    """Packages of these versions and requirements come before all that are installed."""
+    """Install packages of these versions and requirements in front of all others."""
     for name, (version, *requires) in packages.items():
         about = folder / f"{name}-{version}.dist-info"
         about.mkdir(exist_ok=True)
@@ -257,10 +258,10 @@ def test_an_extra_includes_the_extras_of_its_packages(
 
 def test_the_remedy_for_cbc_depends_on_the_pulp_version(report: dict[str, Check]) -> None:
     if report["solver CBC"].state == "missing":
-        wanted = (
+        expected = (
             "pip install 'remat[cbc]'" if IS_PULP_4 else "install a PuLP that bundles CBC, or `cbc`"
         )
-        assert report["solver CBC"].remedy == wanted
+        assert report["solver CBC"].remedy == expected
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""`remat` on documents: what it prints and writes is what the library gives."""
+"""`remat` on documents prints and writes what the library computes."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tests.helpers.command_line import Documents, command, quick, run, trace, wr
 from tests.helpers.graphs import chain
 
 import remat
-from remat.commands.common.drawings import DRAWINGS, Subject
+from remat.commands.common.plots import PLOT_WRITERS, PlotInput
 from remat.documents.program import Program
 from remat.documents.sweep import SweepDocument
 from remat.graph import Graph, Operation, Value
 from remat.plan import Plan
-from remat.strategies import KeepAll
+from remat.strategies import EveryK, KeepAll, Rotor
 
 COMMANDS = ("trace", "estimate", "measure", "solve", "sweep", "compare", "explain", "diff", "plot",
             "run", "doctor", "serve", "worker", "keys")  # fmt: skip
@@ -72,7 +72,7 @@ def test_documents_go_through_pipes(documents: Documents) -> None:
                  stdin=measured.out.encode())  # fmt: skip
     assert (solved.code, solved.err) == (0, "")
     plan = Plan.from_json(solved.out)
-    expected = remat.solve(priced, "70%", remat.Rotor())
+    expected = remat.solve(priced, "70%", Rotor())
     assert plan.schedule == expected.schedule
     assert plan.peak_bytes <= plan.budget_bytes == expected.budget_bytes
 
@@ -94,11 +94,11 @@ def test_solve_writes_a_plan_and_a_program(documents: Documents, tmp_path: Path)
     assert ended.out == f"{plan.describe()}\n"
     assert plan.stats["strategy"] == "every_k"
     traced = remat.Trace.load(documents.trace)
-    assert plan.schedule == remat.solve(traced, "80%", remat.EveryK(k=1)).schedule
+    assert plan.schedule == remat.solve(traced, "80%", EveryK(k=1)).schedule
     assert Program.load(files[1]) == remat.rewrite(traced, plan.schedule)
 
 
-def test_a_sweep_can_be_saved_and_drawn(documents: Documents, tmp_path: Path) -> None:
+def test_a_sweep_can_be_saved_and_plotted(documents: Documents, tmp_path: Path) -> None:
     file, picture = tmp_path / "sweep.json.gz", tmp_path / "sweep.svg"
     ended = run("sweep", documents.trace, "-b", "90%", "-b", "70%", "-b", "5%", "--strategy",
                 "rotor", "--json", "-o", file)  # fmt: skip
@@ -176,10 +176,10 @@ def test_diff_prints_the_changed_operations(documents: Documents) -> None:
     assert decoded["changed"]
 
 
-@pytest.mark.parametrize(("kind", "suffix"), DRAWINGS)
+@pytest.mark.parametrize(("kind", "suffix"), PLOT_WRITERS)
 def test_every_kind_of_drawing_can_be_written(kind: str, suffix: str, documents: Documents) -> None:
     plan, traced = Plan.load(documents.plan), remat.Trace.load(documents.trace)
-    picture = DRAWINGS[kind, suffix](Subject([plan], traced, "h200"))
+    picture = PLOT_WRITERS[kind, suffix](PlotInput([plan], traced, "h200"))
     if suffix == ".png":
         assert isinstance(picture, bytes)
         assert picture.startswith(b"\x89PNG")

@@ -1,4 +1,4 @@
-"""`remat` on what it cannot use: one line on stderr, nothing on stdout, the right exit code."""
+"""Errors of `remat`: one line on stderr, nothing on stdout, the right exit code."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> Documents:
 
 
 def forged(text: bytes) -> bytes:
-    """The last operation returns the first's storage, too."""
+    """Return a trace whose last operation also returns the storage of the first."""
     data = json.loads(text)
     makers = [node for node in data["nodes"] if node["results"] and not node["view"]]
     makers[-1]["results"][0]["storage"] = makers[0]["results"][0]["storage"]
@@ -41,10 +41,10 @@ BROKEN: dict[str, tuple[Callable[[bytes], bytes], str]] = {
 }
 
 
-@pytest.mark.parametrize("how", BROKEN)
-def test_a_broken_trace_is_refused(how: str, documents: Documents, tmp_path: Path) -> None:
+@pytest.mark.parametrize("damage", BROKEN)
+def test_a_broken_trace_is_refused(damage: str, documents: Documents, tmp_path: Path) -> None:
     file = tmp_path / "broken.json"
-    change, words = BROKEN[how]
+    change, words = BROKEN[damage]
     file.write_bytes(change(gzip.decompress(documents.trace.read_bytes())))
     ended = quick("solve", file, "--budget", "60%")
     assert ended.code == 1
@@ -109,9 +109,9 @@ def test_a_wrong_document_or_file_is_refused(
         ("solve {trace} -b 1GiB --reserve 1GiB", "leaves nothing for the step"),
         ("run hf:gpt2 --budget 60% --device h100", "remat trace SOURCE --device h100"),
         ("diff - -", "only one"),
-        ("plot {plan} -o {out}.xyz", "tells no kind"),
+        ("plot {plan} -o {out}.xyz", "does not select a kind"),
         ("plot {plan} -o {out}.py", "--trace"),
-        ("trace hf:gpt2 --autocast int8", "it is bfloat16 or float16"),
+        ("trace hf:gpt2 --autocast int8", "it must be bfloat16 or float16"),
         ("run hf:gpt2 --budget 60x", "unknown unit"),
         ("nonesuch", "No such command"),
     ],

@@ -1,4 +1,4 @@
-"""What a person may write where a command wants a model, and what he is told when it is wrong."""
+"""The ways to name a model on the command line, and the errors of wrong ones."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import remat
-from remat.commands.models.batches import Sizes
-from remat.commands.models.sources import Step, load_step
+from remat.commands.models.batches import BatchSizes
+from remat.commands.models.sources import TrainingStep, load_training_step
 from remat.errors import TraceError
 from remat.frontend.api.comparison import loss_of
 
@@ -50,8 +50,8 @@ UNET = {
 
 
 @pytest.fixture(autouse=True)
-def a_directory_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The current directory is empty; what is imported from it is forgotten."""
+def empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Make the current directory an empty one, and forget its modules afterwards."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     before = set(sys.modules)
@@ -61,15 +61,16 @@ def a_directory_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
             del sys.modules[name]
 
 
-def tiny(name: str, batch: int = 2, **options: object) -> Step:
-    return load_step(f"hf:{name}", Sizes(batch, 8, 32), overrides=TINY[name], **options)
+def tiny(name: str, batch: int = 2, **options: object) -> TrainingStep:
+    sizes = BatchSizes(batch, 8, 32)
+    return load_training_step(f"hf:{name}", sizes, overrides=TINY[name], **options)
 
 
 def problem(source: str, **options: object) -> str:
-    """What it says of a source that is wrong: one line."""
+    """Return the one-line error of a wrong source."""
     sizes = {key: options.pop(key) for key in ("batch", "tokens") if key in options}
     with pytest.raises(TraceError) as caught:
-        load_step(source, Sizes(**sizes), **options)
+        load_training_step(source, BatchSizes(**sizes), **options)
     text = str(caught.value)
     assert "\n" not in text
     return text
@@ -95,7 +96,7 @@ def test_a_model_type_gives_a_training_step(name: str) -> None:
     second_step = tiny(name)
     assert all(torch.equal(a, second_step.kwargs[key]) for key, a in step.kwargs.items())
     weights = zip(step.model.parameters(), second_step.model.parameters(), strict=True)
-    assert all(torch.equal(a, b) for a, b in weights), "the seed settles the weights"
+    assert all(torch.equal(a, b) for a, b in weights), "the seed determines the weights"
 
 
 def test_the_step_of_a_model_type_can_be_traced() -> None:
@@ -104,11 +105,11 @@ def test_the_step_of_a_model_type_can_be_traced() -> None:
 
 
 def test_options_set_the_sizes_of_the_batch() -> None:
-    step = load_step("hf:gpt2", Sizes(3, 5), overrides=TINY["gpt2"])
+    step = load_training_step("hf:gpt2", BatchSizes(3, 5), overrides=TINY["gpt2"])
     assert step.kwargs["input_ids"].shape == (3, 5)
     assert step.kwargs["labels"] is step.kwargs["input_ids"]
-    # Special tokens, here the last one, are not drawn, and not outside of a smaller vocabulary.
-    labels = load_step("hf:gpt2", Sizes(40), overrides=TINY["gpt2"]).kwargs["labels"]
+    # Special tokens, here the last one, are not sampled, nor those outside of a smaller vocabulary.
+    labels = load_training_step("hf:gpt2", BatchSizes(40), overrides=TINY["gpt2"]).kwargs["labels"]
     assert int(labels.max()) == 48
     pixels = tiny("vit", batch=1).kwargs["pixel_values"]
     assert pixels.shape == (1, 3, 32, 32)
@@ -118,26 +119,27 @@ def test_the_architecture_in_a_configuration_file_is_used() -> None:
     config = {"model_type": "bert", "architectures": ["BertForSequenceClassification"]}
     sizes = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "num_labels": 4}
     write("small.json", json.dumps(config | sizes))
-    step = load_step("small.json", Sizes(tokens=8))
+    step = load_training_step("small.json", BatchSizes(tokens=8))
     assert type(step.model).__name__ == "BertForSequenceClassification"
     assert step.kwargs["labels"].shape == (2,)
     assert step.model(**step.kwargs).loss.requires_grad
-    # One that no loss is known for: the usual one of its type.
+    # An architecture without a known loss is replaced by the default one of its type.
     write("small.json", json.dumps(config | sizes | {"architectures": ["BertModel"]}))
-    assert type(load_step("small.json", Sizes(tokens=8)).model).__name__ == "BertForMaskedLM"
+    step = load_training_step("small.json", BatchSizes(tokens=8))
+    assert type(step.model).__name__ == "BertForMaskedLM"
 
 
 def test_fewer_layers_than_the_configuration_lists_are_allowed() -> None:
     types = {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}
     write("three.json", json.dumps({"model_type": "qwen2"} | types))
-    step = load_step("three.json", Sizes(tokens=8), overrides=TINY["qwen2"])
+    step = load_training_step("three.json", BatchSizes(tokens=8), overrides=TINY["qwen2"])
     assert step.model.config.num_hidden_layers == 1
 
 
 def test_a_cached_configuration_of_the_hub_is_used() -> None:
     """Its files may be in the current directory; then the network is not used."""
     write("org/model/config.json", json.dumps({"model_type": "gpt2", "n_positions": 16}))
-    step = load_step("hf:org/model", Sizes(tokens=16), overrides=TINY["gpt2"])
+    step = load_training_step("hf:org/model", BatchSizes(tokens=16), overrides=TINY["gpt2"])
     assert step.name == "model"
     assert "at most --tokens 16" in problem("hf:org/model", tokens=17, overrides=TINY["gpt2"])
 
@@ -145,17 +147,17 @@ def test_a_cached_configuration_of_the_hub_is_used() -> None:
 def test_an_unreachable_hub_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     text = problem("hf:org/no-such-model")
-    assert "did not come from the hub" in text
+    assert "cannot load the configuration" in text
     assert len(text) < 450
 
 
 def test_a_diffusion_model_gives_a_training_step() -> None:
     write("unet.json", json.dumps(UNET))
-    step = load_step("unet.json", overrides=["layers_per_block=2"])
+    step = load_training_step("unet.json", overrides=["layers_per_block=2"])
     noisy, times, noise = step.args
     assert (noisy.shape, times.shape, noise.shape) == ((2, 3, 8, 8), (2,), (2, 3, 8, 8))
     loss_of(step.model(*step.args)).backward()
-    assert load_step("unet.json", Sizes(image=16)).args[0].shape == (2, 3, 16, 16)
+    assert load_training_step("unet.json", BatchSizes(image=16)).args[0].shape == (2, 3, 16, 16)
     write("unet.json", json.dumps(UNET | {"num_class_embeds": 4}))
     assert "num_class_embeds is 4" in problem("unet.json")
     write("unet.json", json.dumps(UNET | {"_class_name": "AutoencoderKL"}))
@@ -163,38 +165,38 @@ def test_a_diffusion_model_gives_a_training_step() -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "options", "said"),
+    ("source", "options", "message"),
     [
         ("hf:gtp2", {}, "near are gpt2"),
         ("hf:detr", {}, "no training step for the model type 'detr'"),
         ("hf:whisper", {}, "no training step for the model type 'whisper'"),
-        ("hf:gpt2", {"tokens": 1025}, "has positions for 1,024 tokens, and --tokens is 1,025"),
+        ("hf:gpt2", {"tokens": 1025}, "has positions for 1,024 tokens, but --tokens is 1,025"),
         ("hf:roberta", {"tokens": 511}, "use at most --tokens 510"),
         ("hf:gpt2", {"overrides": ["layers=2"]}, "has no 'layers'; near are n_layer"),
-        ("hf:gpt2", {"overrides": ["n_layer"]}, "write NAME=VALUE"),
+        ("hf:gpt2", {"overrides": ["n_layer"]}, "is not of the form NAME=VALUE"),
         ("hf:gpt2", {"overrides": ["n_layer=two"]}, "expected int, got str"),
-        ("hf:gpt2", {"overrides": ["n_head=7"]}, "GPT2LMHeadModel cannot be made from gpt2"),
+        ("hf:gpt2", {"overrides": ["n_head=7"]}, "cannot build GPT2LMHeadModel from gpt2"),
         ("hf:gpt2", {"batch": 0}, "--batch is 0"),
         ("hf:gpt2", {"dtype": "int8"}, "use float32, bfloat16, float16"),
         ("hf:gpt2", {"device": "tpu0"}, "the device 'tpu0' is not known"),
         ("hf:gpt2", {"device": "xpu"}, "does not support the device 'xpu'"),
         ("missing.json", {}, "cannot read the configuration missing.json"),
-        ("list.json", {}, "holds a JSON list"),
+        ("list.json", {}, "has a JSON list"),
         ("other.json", {}, 'has no "model_type"'),
         ("remote.json", {}, "needs code from the hub"),
         ("bad.json", {}, "cannot read the configuration bad.json: JSONDecodeError"),
-        ("gpt2", {}, "does not say which function"),
+        ("gpt2", {}, "does not name the function"),
     ],
 )
 def test_wrong_configurations_are_refused_with_a_reason(
-    source: str, options: dict[str, Any], said: str
+    source: str, options: dict[str, Any], message: str
 ) -> None:
     write("list.json", "[1]")
     write("other.json", "{}")
     write("bad.json", "{'model_type'")
     write("remote.json", '{"model_type": "mine", "auto_map": {}}')
     overrides = [*TINY.get(source.removeprefix("hf:"), ()), *options.get("overrides", ())]
-    assert said in problem(source, **{**options, "overrides": overrides})
+    assert message in problem(source, **{**options, "overrides": overrides})
 
 
 def test_weights_larger_than_the_memory_are_not_allocated() -> None:
@@ -259,26 +261,26 @@ def scripts() -> None:
 @pytest.mark.parametrize("name", ["bare", "positional", "keywords", "both"])
 @pytest.mark.usefixtures("scripts")
 def test_a_factory_can_be_in_a_file(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    step = load_step(f"code/train.py:{name}")
+    step = load_training_step(f"code/train.py:{name}")
     assert step.name == name
     assert step.model(*step.args, **step.kwargs).requires_grad
     assert step.model.training == (name != "both"), "as the factory left it"
-    said = capsys.readouterr()
-    assert (said.out, said.err) == ("", "noise\n")
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", "noise\n")
 
 
 @pytest.mark.usefixtures("scripts")
 def test_a_factory_can_be_in_a_module() -> None:
-    step = load_step("pkg.mod:make")
+    step = load_training_step("pkg.mod:make")
     assert step.model(*step.args).shape == (1, 2)
 
 
 @pytest.mark.usefixtures("scripts")
 def test_the_seed_and_the_dtype_are_applied() -> None:
-    first, second = load_step("code/train.py:drawn"), load_step("code/train.py:drawn")
+    first, second = (load_training_step("code/train.py:drawn") for _ in range(2))
     assert torch.equal(first.args[0], second.args[0])
-    assert not torch.equal(first.args[0], load_step("code/train.py:drawn", seed=1).args[0])
-    step = load_step("code/train.py:positional", dtype="bfloat16")
+    assert not torch.equal(first.args[0], load_training_step("code/train.py:drawn", seed=1).args[0])
+    step = load_training_step("code/train.py:positional", dtype="bfloat16")
     assert step.model.lin.weight.dtype == step.args[0].dtype == torch.bfloat16
     assert step.model.steps.dtype == torch.long
     assert step.args[0] is step.args[1], "one tensor stays one"
@@ -287,7 +289,7 @@ def test_the_seed_and_the_dtype_are_applied() -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "said"),
+    ("source", "message"),
     [
         ("code/none.py:make", "there is no file code/none.py"),
         ("no_such_module:make", "there is no module 'no_such_module'"),
@@ -304,22 +306,22 @@ def test_the_seed_and_the_dtype_are_applied() -> None:
         ("code/train.py:leaves", "code/train.py:28: SystemExit: usage: train.py FILE"),
         ("code/train.py:model_only", "returned a Net without the arguments of its call"),
         ("code/train.py:many", "returned a tuple of 4"),
-        ("code/train.py:no_model", "returned a str where the model belongs"),
-        ("code/train.py:bad_args", "returned a int where the model's arguments belong"),
-        ("code/train.py:bad_kwargs", "returned a list where the keyword arguments belong"),
+        ("code/train.py:no_model", "returned a str instead of a model"),
+        ("code/train.py:bad_args", "returned a int instead of the model's arguments"),
+        ("code/train.py:bad_kwargs", "returned a list instead of the keyword arguments"),
         ("code/train.py:unfit", "too many positional arguments"),
         ("code/train.py:deep", "deep failed: code/helper.py:2: KeyError: 'key'"),
     ],
 )
 @pytest.mark.usefixtures("scripts")
-def test_wrong_factories_are_refused_with_a_reason(source: str, said: str) -> None:
-    assert said in problem(source)
+def test_wrong_factories_are_refused_with_a_reason(source: str, message: str) -> None:
+    assert message in problem(source)
 
 
 @pytest.mark.usefixtures("scripts")
 def test_the_cause_of_an_error_is_kept() -> None:
     with pytest.raises(TraceError) as caught:
-        load_step("code/train.py:deep")
+        load_training_step("code/train.py:deep")
     assert isinstance(caught.value.__cause__, KeyError)
     text = problem("code/train.py:bare", overrides=["n_layer=2"])
     assert "'code/train.py:bare' is a function" in text
@@ -329,8 +331,8 @@ def test_errors_name_the_users_line() -> None:
     """It is in a folder where packages are not installed, whatever the folders above are called."""
     write("site-packages/torch/train.py", SCRIPT)
     write("site-packages/torch/helper.py", HELPER)
-    said = problem("site-packages/torch/train.py:deep")
-    assert "deep failed: site-packages/torch/helper.py:2: KeyError" in said
+    message = problem("site-packages/torch/train.py:deep")
+    assert "deep failed: site-packages/torch/helper.py:2: KeyError" in message
     sys.path.insert(0, str(Path.cwd() / "env/site-packages"))
     write("env/site-packages/library.py", HELPER)
     write("calls.py", "import library\ndef make():\n    return library.broken()\n")
@@ -340,7 +342,7 @@ def test_errors_name_the_users_line() -> None:
 def test_a_script_hides_no_imported_module() -> None:
     """Its name may be that of a module that is already imported."""
     write("json.py", "import torch\ndef make(): return torch.nn.Linear(2, 2), torch.ones(1, 2)\n")
-    load_step("json.py:make")
+    load_training_step("json.py:make")
     assert sys.modules["json"] is json
 
 

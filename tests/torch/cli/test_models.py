@@ -1,4 +1,4 @@
-"""`remat trace`, `measure`, `run` and `doctor`: what needs torch."""
+"""`remat trace`, `measure`, `run` and `doctor`, which need torch."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def test_run_compares_a_planned_step_with_eager_mode(tmp_path: Path) -> None:
     assert decoded["remat"]["peak_bytes"] <= decoded["plan"]["budget_bytes"]
     eager_bytes = decoded["eager"]["peak_bytes"]
     assert decoded["predicted"]["eager_peak_bytes"] == pytest.approx(eager_bytes, rel=0.03)
-    assert decoded["plan"]["baseline_peak_bytes"] < 0.95 * eager_bytes, "masks are wider there"
+    assert decoded["plan"]["baseline_peak_bytes"] < 0.95 * eager_bytes, "eager mode has wider masks"
     assert decoded["gradients"] == decoded["equal_gradients"] == 28
-    made = remat.Program.load(program)
-    assert made.predicted_peak_bytes == decoded["plan"]["peak_bytes"]
+    loaded = remat.Program.load(program)
+    assert loaded.predicted_peak_bytes == decoded["plan"]["peak_bytes"]
 
 
 @pytest.mark.slow
@@ -99,20 +99,20 @@ def test_run_compares_a_compiled_step_with_plain_torch_compile(tmp_path: Path) -
     script = tmp_path / "net.py"
     script.write_text(NET)
     words = ("run", f"{script}:step", "--compile", "--rounds", "1")
-    here = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
-    ended = run(*words, "--budget", "75%", "--json", env=here)
+    environment = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
+    ended = run(*words, "--budget", "75%", "--json", env=environment)
     assert ended.code == 0, ended.err
-    assert ended.err == "", "no word of torch's profiler"
+    assert ended.err == "", "no output of torch's profiler"
     decoded = json.loads(ended.out)
     (plan,) = decoded["plans"]
     assert plan["module"] == "Sequential"
     assert plan["recomputations"] > 0
-    assert plan["asked_bytes"] == plan["torch_compile_bytes"] * 75 // 100
-    assert decoded["remat"]["peak_bytes"] <= plan["verified_bytes"] <= plan["asked_bytes"]
+    assert plan["graph_budget_bytes"] == plan["torch_compile_bytes"] * 75 // 100
+    assert decoded["remat"]["peak_bytes"] <= plan["verified_bytes"] <= plan["graph_budget_bytes"]
     assert decoded["remat"]["peak_bytes"] < decoded["torch_compile"]["peak_bytes"]
     assert plan["rounds"] >= 1
     assert decoded["gradients"] == 10
-    assert decoded["largest_relative_difference"] <= 1e-5, "dropout drew the same numbers"
+    assert decoded["largest_relative_difference"] <= 1e-5, "dropout sampled the same numbers"
     assert decoded["remat"]["loss"] == pytest.approx(decoded["torch_compile"]["loss"], rel=1e-5)
 
 
@@ -122,14 +122,14 @@ def test_the_comparison_of_a_compiled_step_is_printed(tmp_path: Path) -> None:
     script = tmp_path / "net.py"
     script.write_text(NET)
     words = ("run", f"{script}:step", "--compile", "--rounds", "1")
-    here = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
-    ended = run(*words, "--budget", "75%", env=here)
+    environment = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
+    ended = run(*words, "--budget", "75%", env=environment)
     assert ended.code == 0, ended.err
-    wanted = ["step under torch.compile within 75%", "\nplan ", "verified", "peak, measured",
+    expected = ["step under torch.compile within 75%", "\nplan ", "verified", "peak, measured",
               "first step", "gradients are equal"]  # fmt: skip
-    places = [ended.out.index(text) for text in wanted]
+    places = [ended.out.index(text) for text in expected]
     assert places == sorted(places)
-    ended = run(*words, "--budget", "1%", env=here)
+    ended = run(*words, "--budget", "1%", env=environment)
     assert ended.code == 3
     assert "Pass a budget of at least" in ended.error
 
@@ -157,14 +157,14 @@ def test_a_model_larger_than_this_machine_is_estimated() -> None:
 
 def test_estimates_are_available_for_an_absent_gpu(tmp_path: Path) -> None:
     output = tmp_path / "h100.json.gz"
-    how = ("--device", "h100", "--autocast", "bfloat16")
-    ended = quick("trace", *GPT2, *how, "-o", output)
+    device_options = ("--device", "h100", "--autocast", "bfloat16")
+    ended = quick("trace", *GPT2, *device_options, "-o", output)
     assert ended.code == 0, ended.err
     trace = remat.Trace.load(output)
     assert trace.device == "cuda:0"
     assert trace.environment.autocast == ("cuda:bfloat16",)
     assert "aten._scaled_dot_product_flash_attention.default" in {n.target for n in trace.nodes}
-    ended = quick("estimate", *GPT2, *how, "--json")
+    ended = quick("estimate", *GPT2, *device_options, "--json")
     assert ended.code == 0, ended.err
     decoded = json.loads(ended.out)
     assert (decoded["device"], decoded["cost_source"]) == ("cuda:0", "roofline h100")
@@ -239,11 +239,11 @@ def test_make_demo_runs_and_compares_both_steps() -> None:
         check=True,
     )
     lines = printed.stdout.replace("\\\n", "").splitlines()
-    (said,) = [line for line in lines if line.split()[0].endswith("bin/remat")]
-    words = shlex.split(said)
+    (command_line,) = [line for line in lines if line.split()[0].endswith("bin/remat")]
+    words = shlex.split(command_line)
     smaller = ("--set", "n_layer=2", "--set", "n_embd=32", "--set", "n_head=1", "--tokens", "16")
     ended = quick(*words[1 : words.index("--device")], *smaller, "-b", "98%", "--rounds", 1)
     assert ended.code == 0, ended.err
-    wanted = ["gpt2 within", "\nplan ", "\nmodule ", "peak, measured", "gradients are equal"]
-    places = [ended.out.index(word) for word in wanted]
+    expected = ["gpt2 within", "\nplan ", "\nmodule ", "peak, measured", "gradients are equal"]
+    places = [ended.out.index(word) for word in expected]
     assert places == sorted(places)

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM, and what a terminal shows: `remat solve` of a GPT-2 that takes long."""
+"""Ctrl-C, SIGTERM, and the output on a terminal: `remat solve` of a GPT-2 that takes long."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.helpers.command_line import command, heeding_interrupts, trace
-from tests.helpers.killed_solvers import at_once, killing
+from tests.helpers.command_line import command, interrupts_enabled, trace
+from tests.helpers.killed_solvers import at_once, killing_cbc
 from tests.helpers.server import wait_for
 from tests.helpers.solvers import needs_cbc
 
@@ -31,7 +31,7 @@ LONG = (
     "--option",
     "threads=1",
 )
-PATIENCE_S = 100
+THREAD_TIMEOUT_S = 100
 
 
 @pytest.fixture(scope="module")
@@ -45,39 +45,39 @@ class Terminal:
     """A terminal that shows a command's stderr."""
 
     def __init__(self, *arguments: object) -> None:
-        self._ours, theirs = pty.openpty()
+        self._ours, expected = pty.openpty()
         self.shown = ""
-        with heeding_interrupts():
+        with interrupts_enabled():
             self.process = subprocess.Popen(
                 command(*arguments),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
-                stderr=theirs,
+                stderr=expected,
                 start_new_session=True,
                 env={**os.environ, "TERM": "xterm", "COLUMNS": "120", "NO_COLOR": "1"},
             )
-        os.close(theirs)
+        os.close(expected)
         os.set_blocking(self._ours, False)
 
     def wait_for(self, is_there: Callable[[], bool]) -> None:
-        """Read until something is there."""
-        until = time.monotonic() + PATIENCE_S
+        """Read until a text appears."""
+        until = time.monotonic() + THREAD_TIMEOUT_S
         while not is_there():
             assert time.monotonic() < until, self.shown[-2000:]
             self.read()
             time.sleep(0.02)
 
     def read(self) -> None:
-        """What it shows now."""
+        """Return what the terminal shows now."""
         try:
             while data := os.read(self._ours, 1 << 16):
                 self.shown += data.decode(errors="replace")
-        except OSError:  # nothing now, or nothing more
+        except OSError:  # no output yet, or no more output
             pass
 
     def end(self) -> tuple[int, str]:
-        """Its exit code, and what it printed."""
-        out, _ = self.process.communicate(timeout=PATIENCE_S)
+        """Return the exit code and the output."""
+        out, _ = self.process.communicate(timeout=THREAD_TIMEOUT_S)
         self.read()
         os.close(self._ours)
         return self.process.returncode, out.decode()
@@ -111,10 +111,10 @@ def members(group: int) -> set[int]:
     return pids
 
 
-needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="has no /proc")
+needs_procfs = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="has no /proc")
 
 
-@needs_proc
+@needs_procfs
 @pytest.mark.parametrize(
     ("signum", "code", "word"),
     [
@@ -141,7 +141,7 @@ def test_an_interrupted_solve_writes_the_incumbent(
     assert sorted(tmp_path.iterdir()) == [output]
 
 
-@needs_proc
+@needs_procfs
 @needs_cbc
 @pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.slow
@@ -153,8 +153,8 @@ def test_an_interrupted_solve_ends_the_solvers_process(
     group = shown.process.pid
     shown.wait_for(lambda: len(members(group)) > 1)
     shown.process.send_signal(signal.SIGINT)
-    if times == 2:  # leaves at once, without a plan
-        shown.wait_for(lambda: "once more leaves at once" in shown.shown)
+    if times == 2:  # ends at once, without a plan
+        shown.wait_for(lambda: "interrupt once more" in shown.shown)
         shown.process.send_signal(signal.SIGINT)
     ended, printed = shown.end()
     assert ended == 130
@@ -171,7 +171,7 @@ def test_an_interrupted_solve_ends_the_solvers_process(
 
 
 @pytest.mark.slow
-@needs_proc
+@needs_procfs
 @needs_cbc
 def test_a_crashed_solver_is_one_line_and_the_plan_is_written(file: Path, tmp_path: Path) -> None:
     output = tmp_path / "plan.json"
@@ -181,40 +181,37 @@ def test_a_crashed_solver_is_one_line_and_the_plan_is_written(file: Path, tmp_pa
         stderr=subprocess.PIPE,
         text=True,
     )
-    with killing(at_once, process.pid) as kills:
-        out, err = process.communicate(timeout=PATIENCE_S)
+    with killing_cbc(at_once, process.pid) as kills:
+        out, err = process.communicate(timeout=THREAD_TIMEOUT_S)
     assert len(kills.pids) == 1
     assert process.returncode == 0, err
     plan = Plan.load(output)
     assert plan.status is Status.FEASIBLE
-    assert (
-        err
-        == f"remat: {plan.stats['solver_error']}. The plan is the best that is known without it\n"
-    )
+    assert err == f"remat: {plan.stats['solver_error']}. The plan is the best found without it\n"
     assert err.startswith("remat: CBC (")
     assert out == f"{plan.describe()}\n"
 
 
 def catches(pid: int, signum: int) -> bool:
-    """Whether a process has a handler of its own for a signal; Python has none for SIGTERM."""
+    """True if a process has a handler for a signal; Python has none for SIGTERM by default."""
     status = Path(f"/proc/{pid}/status").read_text()
     caught = int(status.partition("SigCgt:")[2].split()[0], 16)
     return bool(caught >> (signum - 1) & 1)
 
 
-@needs_proc
+@needs_procfs
 def test_no_progress_is_printed_without_a_terminal(file: Path, tmp_path: Path) -> None:
-    with heeding_interrupts():
+    with interrupts_enabled():
         process = subprocess.Popen(
             command("sweep", file, *LONG, "-o", tmp_path / "sweep.json"),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-    wait_for(lambda: catches(process.pid, signal.SIGTERM), timeout_s=PATIENCE_S)
-    time.sleep(1)  # most of it is in the midst of solving then; it ends in the same way before
+    wait_for(lambda: catches(process.pid, signal.SIGTERM), timeout_s=THREAD_TIMEOUT_S)
+    time.sleep(1)  # by then it mostly solves; earlier, it ends in the same way
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=PATIENCE_S)
+    out, err = process.communicate(timeout=THREAD_TIMEOUT_S)
     assert process.returncode == 130, err
     assert err.count("\n") == 1
     assert err.startswith("remat: interrupted")

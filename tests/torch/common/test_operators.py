@@ -1,4 +1,4 @@
-"""Only functional torch operations can be called by name, and arguments survive the trip."""
+"""Only functional torch operations can be called by name, and arguments survive their encoding."""
 
 from __future__ import annotations
 

@@ -17,12 +17,12 @@ from tests.helpers.compiled_steps import (
     assert_same,
     blocks,
     convolutions,
-    dropping,
-    made,
+    dropout_case,
     measured_peak,
     plans_of,
     step,
     two_steps,
+    with_state,
 )
 from tests.helpers.cpp_compiler import needs_compiler
 from tests.helpers.graphs import chain
@@ -40,7 +40,7 @@ from remat.heuristics.peak_bounds import peak_lower_bound_bytes
 pytestmark = pytest.mark.usefixtures("empty_compile_caches")
 
 
-# -- without Inductor: the rewriting itself -------------------------------------------------------
+# -- without Inductor -----------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -56,23 +56,23 @@ def test_gradients_without_inductor_are_bitwise_those_of_the_same_graph(
     name: str, budget: str
 ) -> None:
     """Buffers included, in a second step too, with dropout and checkpointed parts."""
-    case, state = made((PLAIN | FAMILIES)[name]())
-    wanted = two_steps(case, state, backend=EAGER)
+    case, state = with_state((PLAIN | FAMILIES)[name]())
+    expected = two_steps(case, state, backend=EAGER)
     options = {"budget": budget, "inductor": False, "time_limit": 3.0}
-    assert_same(two_steps(case, state, backend="remat", options=options), wanted, 0.0)
+    assert_same(two_steps(case, state, backend="remat", options=options), expected, 0.0)
 
 
 @pytest.mark.parametrize("name", ["bert", "t5", "vit", "resnet"])
 @pytest.mark.slow
 def test_gradients_of_more_families_are_exact(name: str) -> None:
-    case, state = made(FAMILIES[name]())
-    wanted = two_steps(case, state, backend=EAGER)
+    case, state = with_state(FAMILIES[name]())
+    expected = two_steps(case, state, backend=EAGER)
     options = {"budget": "min", "inductor": False, "time_limit": 5.0}
-    assert_same(two_steps(case, state, backend="remat", options=options), wanted, 0.0)
+    assert_same(two_steps(case, state, backend="remat", options=options), expected, 0.0)
 
 
 def test_a_plan_recomputes_operations() -> None:
-    case, _ = made(PLAIN["checkpointed"]())
+    case, _ = with_state(PLAIN["checkpointed"]())
     (plan,) = plans_of({"backend": "remat", "options": {"budget": "min", "inductor": False}}, case)
     assert plan.plan.peak_bytes < 0.9 * plan.plan.baseline_peak_bytes
     assert len(plan.plan.schedule) > len(plan.plan.graph)
@@ -87,7 +87,7 @@ def test_a_plan_recomputes_operations() -> None:
 @pytest.mark.parametrize(
     ("make", "percent"),
     [
-        pytest.param(dropping, 80, marks=pytest.mark.slow),
+        pytest.param(dropout_case, 80, marks=pytest.mark.slow),
         pytest.param(blocks, 60, marks=pytest.mark.slow),
         pytest.param(convolutions, 75, marks=pytest.mark.slow),
     ],
@@ -95,14 +95,14 @@ def test_a_plan_recomputes_operations() -> None:
 def test_compiled_steps_are_within_the_budget(make: Any, percent: int) -> None:
     """Planned, verified and measured; with the gradients of plain torch.compile, dropout
     included."""
-    case, state = made(make())
-    wanted = two_steps(case, state)
+    case, state = with_state(make())
+    expected = two_steps(case, state)
     before = len(remat.compiled_plans())
     options = {"budget": f"{percent}%", "time_limit": 5.0}
     torch._dynamo.reset()
     case.model.load_state_dict(state)
     run = torch.compile(case.model, backend="remat", options=options)
-    assert_same([step(case, run, seed) for seed in (1, 2)], wanted, 1e-5)
+    assert_same([step(case, run, seed) for seed in (1, 2)], expected, 1e-5)
     (plan,) = remat.compiled_plans()[before:]
     assert plan.budget_bytes is not None
     assert plan.verified_bytes is not None
@@ -117,11 +117,11 @@ def test_compiled_steps_are_within_the_budget(make: Any, percent: int) -> None:
 @pytest.mark.slow
 @needs_compiler
 def test_a_budget_of_100_percent_gives_torch_compiles_step() -> None:
-    case, state = made(dropping())
-    wanted = two_steps(case, state)
+    case, state = with_state(dropout_case())
+    expected = two_steps(case, state)
     before = len(remat.compiled_plans())
     actual = two_steps(case, state, backend="remat", options={"budget": "100%"})
-    assert_same(actual, wanted, 1e-6)
+    assert_same(actual, expected, 1e-6)
     (plan,) = remat.compiled_plans()[before:]
     assert len(plan.plan.schedule) == len(plan.plan.graph)
     assert plan.plan.overhead == 0
@@ -129,7 +129,8 @@ def test_a_budget_of_100_percent_gives_torch_compiles_step() -> None:
 
 
 class Counting(nn.Module):
-    """Reads a buffer that it changed: torch 2.13 makes what it read again from the changed one."""
+    """A module that reads a buffer after changing it: torch 2.13 recomputes what it read from
+    the changed buffer."""
 
     def __init__(self, by_a_view: bool) -> None:
         super().__init__()
@@ -147,10 +148,10 @@ class Counting(nn.Module):
 @pytest.mark.parametrize("by_a_view", [False, True])
 @pytest.mark.parametrize("inductor", [False, pytest.param(True, marks=needs_compiler)])
 def test_reads_of_a_mutated_buffer_are_not_recomputed(inductor: bool, by_a_view: bool) -> None:
-    case, state = made(Case(Counting(by_a_view), (torch.randn(4, 8),), loss=lambda out: out))
-    wanted = [step(case, case.model, seed) for seed in (1, 2)]
+    case, state = with_state(Case(Counting(by_a_view), (torch.randn(4, 8),), loss=lambda out: out))
+    expected = [step(case, case.model, seed) for seed in (1, 2)]
     options = {"budget": "100%", "inductor": inductor}
-    assert_same(two_steps(case, state, backend="remat", options=options), wanted, 1e-6)
+    assert_same(two_steps(case, state, backend="remat", options=options), expected, 1e-6)
 
 
 def layers() -> Case:
@@ -165,10 +166,10 @@ def test_kernels_that_take_more_memory_trigger_a_replan(
     times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For that much less; three times at most, while there are plans, and then it is an error."""
-    case, state = made(layers())
-    wanted = [step(case, case.model, seed) for seed in (1, 2)]
+    case, state = with_state(layers())
+    expected = [step(case, case.model, seed) for seed in (1, 2)]
     read, halves = peak_check.live_peak_bytes, itertools.count()
-    assert probe.live_peak_bytes is read  # what is observed stays as it is
+    assert probe.live_peak_bytes is read  # the observed plan is unchanged
 
     def larger(*arguments: Any, **named: Any) -> int:
         number = next(halves) if V.graph.is_backward else times
@@ -184,7 +185,7 @@ def test_kernels_that_take_more_memory_trigger_a_replan(
         assert remat.compiled_plans() == before
         return
     actual = two_steps(case, state, backend="remat", options={"budget": "95%"})
-    assert_same(actual, wanted, 1e-5)
+    assert_same(actual, expected, 1e-5)
     (plan,) = remat.compiled_plans()[len(before) :]
     assert plan.rounds == 2
     assert plan.budget_bytes is not None
@@ -194,11 +195,11 @@ def test_kernels_that_take_more_memory_trigger_a_replan(
 @needs_compiler
 @pytest.mark.slow
 def test_the_partitioner_works_without_the_backend() -> None:
-    case, state = made(blocks())
-    wanted = two_steps(case, state)
+    case, state = with_state(blocks())
+    expected = two_steps(case, state)
     before = len(remat.compiled_plans())
     settings = remat.Partitioner("60%", time_limit=5.0).settings()
-    assert_same(two_steps(case, state, options=settings), wanted, 1e-5)
+    assert_same(two_steps(case, state, options=settings), expected, 1e-5)
     (plan,) = remat.compiled_plans()[before:]
     assert plan.verified_bytes is not None
 
@@ -219,7 +220,7 @@ class Broken(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         first, second, third = self.parts
         x = x + first(x)
-        torch._dynamo.graph_break()  # in a loop, all of the frame would run as it is
+        torch._dynamo.graph_break()  # in a loop, dynamo would leave the whole frame to eager mode
         x = x + second(x)
         torch._dynamo.graph_break()
         x = x + third(x)
@@ -233,29 +234,29 @@ def test_graphs_of_one_step_share_a_budget() -> None:
     """The parameters of all, what the other graphs retain, and the gradients of later graphs
     count."""
     torch.manual_seed(0)
-    case, state = made(Case(Broken(), (torch.randn(1024, 32),), loss=lambda out: out))
-    wanted = [step(case, case.model, seed) for seed in (1, 2)]
+    case, state = with_state(Case(Broken(), (torch.randn(1024, 32),), loss=lambda out: out))
+    expected = [step(case, case.model, seed) for seed in (1, 2)]
     torch._dynamo.reset()
-    whole = measured_peak(case, torch.compile(case.model))
+    plain_peak = measured_peak(case, torch.compile(case.model))
     torch._dynamo.reset()
     before = len(remat.compiled_plans())
-    budget = whole * 99 // 100
+    budget = plain_peak * 99 // 100
     run = remat.compile(case.model, budget, time_limit=3.0)
     case.model.load_state_dict(state)
-    assert_same([step(case, run, seed) for seed in (1, 2)], wanted, 1e-5)
+    assert_same([step(case, run, seed) for seed in (1, 2)], expected, 1e-5)
     plans = remat.compiled_plans()[before:]
     assert len(plans) >= 3
     parameters = sum(p.nbytes for p in case.model.parameters())
     assert all(plan.external_bytes > parameters / 4 for plan in plans)
     assert measured_peak(case, run) <= budget
     with pytest.raises(Exception, match="are used outside this graph"):
-        step(case, remat.compile(case.model, whole * 9 // 10, inductor=False))
+        step(case, remat.compile(case.model, plain_peak * 9 // 10, inductor=False))
     shares = plans_of({"backend": "remat", "options": {"budget": "80%", "inductor": False}}, case)
     assert all(len(plan.plan.schedule) > len(plan.plan.graph) for plan in shares)
 
 
 class Wide(nn.Module):
-    """Its backward has more beside what was saved than others have."""
+    """A module whose backward needs more memory besides the saved tensors than others."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -323,8 +324,10 @@ def test_an_unknown_option_is_refused(
 
 
 def test_options_of_inductor_are_passed_on() -> None:
-    remat_options, left = read_options({"budget": "2GiB", "reserve": "1GiB", "max_autotune": True})
-    assert left == {"max_autotune": True}
+    remat_options, inductor_options = read_options(
+        {"budget": "2GiB", "reserve": "1GiB", "max_autotune": True}
+    )
+    assert inductor_options == {"max_autotune": True}
     assert remat_options.limits.available_bytes(10**12) == 2**30
     assert remat_options.strategy == remat.Auto(time_limit=8.0)
     assert remat_options.planning_s == 8.0
@@ -350,7 +353,7 @@ def test_reading_a_large_graph_does_not_use_up_the_time_limit(
 
 
 def test_an_infeasible_budget_names_the_smallest_feasible_one() -> None:
-    case, _ = made(PLAIN["checkpointed"]())
+    case, _ = with_state(PLAIN["checkpointed"]())
     run = remat.compile(case.model, "10%", inductor=False)
     with pytest.raises(Exception, match="Pass a budget of at least") as caught:
         step(case, run)
@@ -360,17 +363,17 @@ def test_an_infeasible_budget_names_the_smallest_feasible_one() -> None:
 
 
 def test_inference_is_not_planned() -> None:
-    case, _ = made(PLAIN["tied"]())
+    case, _ = with_state(PLAIN["tied"]())
     before = len(remat.compiled_plans())
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # where no plan was made before
-        wanted = case.model(*case.args)
+        expected = case.model(*case.args)
         actual = remat.compile(case.model, "50%", inductor=False)(*case.args)
-    assert torch.equal(actual, wanted)
+    assert torch.equal(actual, expected)
     assert len(remat.compiled_plans()) == before
 
 
-# -- sizes that are symbols -----------------------------------------------------------------------
+# -- symbolic sizes -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("marked", [False, True])
@@ -409,13 +412,13 @@ def test_lengths_never_exceed_the_budget() -> None:
     """Fifty batches of ten lengths: three compilations at most. The longest steps and every
     fifth are metered."""
     case = blocks()
-    model = case.model.eval()  # no dropout: eager mode draws other numbers
+    model = case.model.eval()  # no dropout: eager mode samples other numbers
     lengths = [48, 64, 80, 96, 120, 160, 200, 280, 400, 512]
     longest = torch.randint(0, 50, (8, 512))
     plain = torch.compile(model)
-    whole = measured_peak(Case(model, (longest,), loss=lambda out: out), plain)
+    plain_peak = measured_peak(Case(model, (longest,), loss=lambda out: out), plain)
     torch._dynamo.reset()
-    budget = whole * 7 // 10
+    budget = plain_peak * 7 // 10
     before = len(remat.compiled_plans())
     run = remat.compile(model, budget, dynamic=True, time_limit=5.0)
     torch.manual_seed(0)

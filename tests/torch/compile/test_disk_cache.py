@@ -1,4 +1,4 @@
-"""Code that torch takes from its cache on disk: the plans come with it."""
+"""Code that torch takes from its disk cache comes with its plans."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from tests.helpers.paths import ROOT
 from torch import nn
 
 import remat
+from remat.frontend.compile.registry import CompiledPlan
 
 pytestmark = [
     needs_compiler,
@@ -30,7 +31,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Of torch's cache; nothing is in it."""
+    """The folder of torch's cache, which is empty."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     with (
         inductor_config.patch(fx_graph_cache=True),
@@ -39,8 +40,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield tmp_path / "remat"
 
 
-class Halves(nn.Module):
-    """Two graphs, of which the first ends in no loss."""
+class TwoGraphs(nn.Module):
+    """A module of two graphs, of which the first does not end in the loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,10 +59,10 @@ class Halves(nn.Module):
         return (x + self.other(x)).square().mean()
 
 
-def first_step(budget: str) -> tuple[list[remat.CompiledPlan], dict[str, torch.Tensor]]:
-    """Compiled anew in this process: its plans, and its gradients."""
+def first_step(budget: str) -> tuple[list[CompiledPlan], dict[str, torch.Tensor]]:
+    """Compile in this process without earlier compilations; return the plans and the gradients."""
     torch._dynamo.reset()
-    model = Halves()
+    model = TwoGraphs()
     before = len(remat.compiled_plans())
     torch.manual_seed(1)
     run: Any = torch.compile(model, backend="remat", options={"budget": budget})
@@ -70,7 +71,7 @@ def first_step(budget: str) -> tuple[list[remat.CompiledPlan], dict[str, torch.T
     return remat.compiled_plans()[before:], gradients
 
 
-def figures(plan: remat.CompiledPlan) -> list[object]:
+def figures(plan: CompiledPlan) -> list[object]:
     of = (
         plan.budget_bytes,
         plan.external_bytes,
@@ -82,23 +83,23 @@ def figures(plan: remat.CompiledPlan) -> list[object]:
 
 
 def solved(caplog: pytest.LogCaptureFixture) -> int:
-    """How many graphs were, since it was asked last."""
+    """Return how many graphs were solved since the last call."""
     count = sum("solved in" in record.getMessage() for record in caplog.records)
     caplog.clear()
     return count
 
 
 def test_plans_are_cached_with_the_code(caplog: pytest.LogCaptureFixture) -> None:
-    """What one graph retains is available to the next."""
+    """The bytes that one graph retains are available to the next."""
     caplog.set_level(logging.INFO, "remat")
-    made, wanted = first_step("85%")
-    assert len(made) == solved(caplog) == 2
-    assert made[1].external_bytes == made[0].saved_bytes > 0
+    first_plans, expected = first_step("85%")
+    assert len(first_plans) == solved(caplog) == 2
+    assert first_plans[1].external_bytes == first_plans[0].saved_bytes > 0
     cached_plan, gradients = first_step("85%")
     assert "from torch's cache; planned peak" in caplog.text
     assert solved(caplog) == 0
-    assert [*map(figures, cached_plan)] == [*map(figures, made)]
-    assert all(torch.equal(gradients[name], wanted[name]) for name in wanted)
+    assert [*map(figures, cached_plan)] == [*map(figures, first_plans)]
+    assert all(torch.equal(gradients[name], expected[name]) for name in expected)
 
 
 @pytest.mark.slow
@@ -107,7 +108,7 @@ def test_missing_and_damaged_plans_are_replanned(
 ) -> None:
     """Also plans for another budget."""
     caplog.set_level(logging.INFO, "remat")
-    made, _ = first_step("85%")
+    first_plans, _ = first_step("85%")
     assert solved(caplog) == 2
     for text in (None, "{", "1"):
         for file in folder.iterdir():
@@ -117,7 +118,9 @@ def test_missing_and_damaged_plans_are_replanned(
                 file.write_text(text)
         replanned, _ = first_step("85%")
         assert solved(caplog) == 2
-        assert [figures(plan)[2] for plan in replanned] == [figures(plan)[2] for plan in made]
+        assert [figures(plan)[2] for plan in replanned] == [
+            figures(plan)[2] for plan in first_plans
+        ]
     assert not [file for file in folder.iterdir() if file.suffix != ".json"]
     first_step("90%")
     assert solved(caplog) == 2
@@ -129,22 +132,24 @@ def test_steps_without_a_plan_are_cached() -> None:
         torch._dynamo.reset()
         before = len(remat.compiled_plans())
         with torch.no_grad():
-            torch.compile(Halves(), backend="remat", options={"budget": "85%"})(torch.ones(512, 32))
+            torch.compile(TwoGraphs(), backend="remat", options={"budget": "85%"})(
+                torch.ones(512, 32)
+            )
         assert len(remat.compiled_plans()) == before
 
 
 @pytest.mark.filterwarnings("ignore:the budget")
 def test_an_evaluation_does_not_replace_a_plan_in_the_cache() -> None:
-    """Of the same graph, at the same budget."""
+    """It is an evaluation of the same graph, at the same budget."""
     planned, _ = first_step("85%")
     torch._dynamo.reset()
     with torch.no_grad():
-        torch.compile(Halves(), backend="remat", options={"budget": "85%"})(torch.ones(512, 32))
+        torch.compile(TwoGraphs(), backend="remat", options={"budget": "85%"})(torch.ones(512, 32))
     assert [figures(p) for p in first_step("85%")[0]] == [figures(p) for p in planned]
 
 
 def child() -> None:
-    """One training process: prints what it planned, and its gradients' sums."""
+    """Run one training process: print its plans, and the sums of its gradients."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]

@@ -1,5 +1,5 @@
-"""torch.compile(backend="remat") block by block; and on two real processes over gloo: DDP, FSDP2,
-tensor parallel."""
+"""torch.compile(backend="remat") block by block; and on two real processes over gloo: DDP,
+FSDP2, tensor parallel."""
 
 from __future__ import annotations
 
@@ -35,14 +35,16 @@ pytestmark = pytest.mark.usefixtures("empty_compile_caches")
 WIDTH = 128
 
 EAGER = "aot_eager_decomp_partition"
-"""What `inductor=False` plans on: torch's partitioner and Inductor's decompositions, run as is."""
+"""The backend on whose graph `inductor=False` plans: torch's partitioner and Inductor's
+decompositions, run as they are."""
 
 ONE_OR_BOTH = [False, pytest.param(True, marks=[pytest.mark.slow, needs_compiler])]
-"""With Inductor it takes a minute."""
+"""Without Inductor, and with it, which takes a minute."""
 
 
 class Block(nn.Module):
-    """Several parts with dropout, a norm and a residual: enough to recompute one by one."""
+    """A block of several parts with dropout, a norm and a residual: enough to recompute one by
+    one."""
 
     def __init__(self, parts: int, dropout: float) -> None:
         super().__init__()
@@ -58,7 +60,7 @@ class Block(nn.Module):
 
 
 class WithLoss(nn.Module):
-    """All of a step but for numbers is in its graph."""
+    """A module whose graph is the whole step, except for reading the loss."""
 
     def __init__(self, block: Block) -> None:
         super().__init__()
@@ -68,40 +70,41 @@ class WithLoss(nn.Module):
         return self.block(x).square().mean()
 
 
-def made(blocks: int = 2, parts: int = 3, dropout: float = 0.1) -> nn.Sequential:
-    """The same in each process."""
+def block_stack(blocks: int = 2, parts: int = 3, dropout: float = 0.1) -> nn.Sequential:
+    """Return a model with the same weights in each process."""
     torch.manual_seed(0)
     return nn.Sequential(*(Block(parts, dropout) for _ in range(blocks)))
 
 
 def batch(rows: int = 512) -> torch.Tensor:
-    """Another one in each process. As from an embedding: all blocks are one graph."""
+    """Return a batch that differs in each process and requires a gradient, as from an embedding:
+    all blocks have one graph."""
     torch.manual_seed(100 + dist.get_rank())
     return torch.randn(rows, WIDTH, requires_grad=True)
 
 
 def gradients(run: Any, x: torch.Tensor, seed: int = 7) -> list[torch.Tensor]:
-    """Of a step from nothing, whole."""
+    """Run one step without earlier gradients; return all gradients, gathered."""
     run.zero_grad(set_to_none=True)
     torch.manual_seed(seed)
     run(x).square().mean().backward()
-    return [whole(p.grad) for p in run.parameters()]
+    return [gathered(p.grad) for p in run.parameters()]
 
 
-def whole(tensor: torch.Tensor | None) -> torch.Tensor:
+def gathered(tensor: torch.Tensor | None) -> torch.Tensor:
     assert tensor is not None
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
 
 
 def assert_equal(actual: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
-    for actual_gradient, theirs in zip(actual, wanted, strict=True):
+    for actual_gradient, expected in zip(actual, wanted, strict=True):
         torch.testing.assert_close(
-            actual_gradient, theirs, rtol=1e-5, atol=1e-5 * theirs.abs().max().item()
+            actual_gradient, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item()
         )
 
 
 def assert_kept(plans: list[CompiledPlan], inductor: bool) -> None:
-    """Budgets; with Inductor, by what it made of the plans."""
+    """Check that plans are within their budgets; with Inductor, by the verified peaks."""
     assert plans
     for plan in plans:
         peak_bytes = plan.verified_bytes if inductor else plan.plan.peak_bytes
@@ -111,8 +114,8 @@ def assert_kept(plans: list[CompiledPlan], inductor: bool) -> None:
         assert len(plan.plan.schedule) > len(plan.plan.graph)
 
 
-def on_two(work: Callable[..., None], directory: Path, *args: object) -> None:
-    """Do this in two processes. What fails in one is raised here."""
+def run_in_two_processes(work: Callable[..., None], directory: Path, *args: object) -> None:
+    """Run a function in two processes, and raise the error of either."""
     mp.spawn(_process, args=(str(directory / "store"), work, args), nprocs=2)
 
 
@@ -143,7 +146,7 @@ def test_blocks_of_one_class_have_one_plan(needs_gradient: bool) -> None:
     block."""
     options = {"budget": "80%", "inductor": False, "time_limit": 2.0}
     x = torch.randn(512, WIDTH, requires_grad=needs_gradient)
-    plans = plans_of(made(blocks=4), [options] * 4, x)
+    plans = plans_of(block_stack(blocks=4), [options] * 4, x)
     assert len(plans) == (1 if needs_gradient else 2)
     assert all(plan.external_bytes == 0 for plan in plans)
 
@@ -165,16 +168,16 @@ def test_blocks_with_the_same_options_object_share_its_budget(is_shared: bool) -
 
 def _blocks_under_ddp(inductor: bool) -> None:
     torch._dynamo.config.optimize_ddp = False  # type: ignore[assignment]  # or blocks are cut
-    plain, model = made(), made()
+    plain, model = block_stack(), block_stack()
     options = {"budget": "75%", "time_limit": 2.0, "inductor": inductor}
     for block in plain:
         block.compile(backend="inductor" if inductor else EAGER)
     for block in model:
         block.compile(backend="remat", options=options)
     x = batch()
-    wanted, actual = (DistributedDataParallel(module) for module in (plain, model))
+    expected, actual = (DistributedDataParallel(module) for module in (plain, model))
     for seed in (1, 2):
-        assert_equal(gradients(actual, x, seed), gradients(wanted, x, seed))
+        assert_equal(gradients(actual, x, seed), gradients(expected, x, seed))
     assert_kept(remat.compiled_plans(), inductor)
 
 
@@ -182,15 +185,17 @@ def _blocks_under_ddp(inductor: bool) -> None:
 @pytest.mark.parametrize("inductor", ONE_OR_BOTH)
 def test_compiled_blocks_under_ddp_train_as_eager_mode(inductor: bool, tmp_path: Path) -> None:
     """Dropout included, in a second step too."""
-    on_two(_blocks_under_ddp, tmp_path, inductor)
+    run_in_two_processes(_blocks_under_ddp, tmp_path, inductor)
 
 
 def _all_of_ddp(inductor: bool) -> None:
     torch.manual_seed(0)
     plain = Block(8, 0.1)
     model = copy.deepcopy(plain)
-    wanted, actual = (DistributedDataParallel(module, bucket_cap_mb=2) for module in (plain, model))
-    compare = torch.compile(wanted, backend="inductor" if inductor else EAGER)
+    expected, actual = (
+        DistributedDataParallel(module, bucket_cap_mb=2) for module in (plain, model)
+    )
+    compare = torch.compile(expected, backend="inductor" if inductor else EAGER)
     options = {"budget": "85%", "time_limit": 2.0, "inductor": inductor}
     run = torch.compile(actual, backend="remat", options=options)
     x = batch()
@@ -214,7 +219,7 @@ def _all_of_ddp(inductor: bool) -> None:
 def test_a_compiled_ddp_model_trains_within_the_budget(inductor: bool, tmp_path: Path) -> None:
     """DDP cuts it at its gradient buckets: several graphs of one step, each of which counts what
     those before it retain."""
-    on_two(_all_of_ddp, tmp_path, inductor)
+    run_in_two_processes(_all_of_ddp, tmp_path, inductor)
 
 
 # -- FSDP2 ----------------------------------------------------------------------------------------
@@ -222,7 +227,7 @@ def test_a_compiled_ddp_model_trains_within_the_budget(inductor: bool, tmp_path:
 
 def _sharded(**options: Any) -> nn.Sequential:
     mesh = init_device_mesh("cpu", (2,))
-    model = made(blocks=3, dropout=0.0)
+    model = block_stack(blocks=3, dropout=0.0)
     for block in model:
         block.compile(**options)
         fully_shard(block, mesh=mesh)
@@ -231,21 +236,21 @@ def _sharded(**options: Any) -> nn.Sequential:
 
 
 def _sharded_blocks(inductor: bool) -> None:
-    eager, x = made(blocks=3, dropout=0.0), batch()
-    wanted = gradients(eager, x)
-    for gradient in wanted:
+    eager, x = block_stack(blocks=3, dropout=0.0), batch()
+    expected = gradients(eager, x)
+    for gradient in expected:
         dist.all_reduce(gradient)
         gradient /= 2
     plain = _sharded(backend="inductor" if inductor else EAGER)
-    budget = "65%" if inductor else "75%"  # in kernels much is made again without a run of its own
+    budget = "65%" if inductor else "75%"  # kernels recompute much without a separate run
     options = {"budget": budget, "time_limit": 2.0, "inductor": inductor}
     model = _sharded(backend="remat", options=options)
     for _ in range(2):
-        assert_equal(gradients(model, x), wanted)
-    assert_equal(gradients(plain, x), wanted)
+        assert_equal(gradients(model, x), expected)
+    assert_equal(gradients(plain, x), expected)
     (compiled,) = remat.compiled_plans()
     assert_kept([compiled], inductor)
-    # Blocks save less, three times; when shards are gathered and freed is not the same each time.
+    # Blocks save less, three times; the times of gathering and freeing shards vary.
     saved_bytes = compiled.baseline_saved_bytes - compiled.saved_bytes
     assert peak_of(model, x) < peak_of(plain, x) - saved_bytes
 
@@ -254,11 +259,11 @@ def _sharded_blocks(inductor: bool) -> None:
 @pytest.mark.parametrize("inductor", ONE_OR_BOTH)
 def test_compiled_fsdp2_blocks_train_as_eager_mode(inductor: bool, tmp_path: Path) -> None:
     """The peak is below torch.compile's."""
-    on_two(_sharded_blocks, tmp_path, inductor)
+    run_in_two_processes(_sharded_blocks, tmp_path, inductor)
 
 
 def peak_of(run: Any, x: torch.Tensor) -> int:
-    """Of a step that is not its first, above what was there before."""
+    """Return the peak of a later step, above the memory before it."""
     run.zero_grad(set_to_none=True)
     return allocated_peak(lambda: run(x).square().mean().backward())
 
@@ -276,9 +281,9 @@ def _tensor_parallel() -> None:
         parallelize_module(up, mesh, ColwiseParallel())
         parallelize_module(down, mesh, RowwiseParallel())
     run = torch.compile(model, backend="remat", options={"budget": "65%", "time_limit": 2.0})
-    wanted = gradients(eager, x)
+    expected = gradients(eager, x)
     for _ in range(2):
-        assert_equal(gradients(run, x), wanted)
+        assert_equal(gradients(run, x), expected)
     (compiled,) = remat.compiled_plans()
     assert_kept([compiled], inductor=True)
     plan = compiled.plan
@@ -297,4 +302,4 @@ def _tensor_parallel() -> None:
 @pytest.mark.slow
 def test_compiled_tensor_parallel_models_train_as_eager_mode(tmp_path: Path) -> None:
     """Collectives are in the graph, and run once."""
-    on_two(_tensor_parallel, tmp_path)
+    run_in_two_processes(_tensor_parallel, tmp_path)

@@ -1,5 +1,5 @@
-"""What makes planning hard under torch.compile, one trap each: three optimizer steps give what the
-same graph gives unplanned, bit for bit."""
+"""Modules that are hard to plan under torch.compile, one difficulty each: three optimizer steps
+equal those of the same graph without a plan, bit for bit."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ class Trap(nn.Module):
         self.setup()
 
     def setup(self) -> None:
-        """Its own parts."""
+        """Create the parts of the module."""
 
 
-class ViewsOfWhatWasGiven(Trap):
-    """Returned, beside views of what was made, and what no loss reads."""
+class ViewsOfInputs(Trap):
+    """Returns views of its input, views of computed tensors, and an output that no loss reads."""
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        made = self.last(self.first(x))
+        output = self.last(self.first(x))
         return (
-            made.t(),
+            output.t(),
             x[1:],
-            made.view(-1)[3:],
+            output.view(-1)[3:],
             self.first.get_parameter("0.0.weight").t(),
-            made.detach(),
+            output.detach(),
         )
 
 
 class ChangedBuffers(Trap):
-    """Read, changed and read again; by views too."""
+    """Buffers that are read, changed and read once more; by views too."""
 
     scale: torch.Tensor
     rows: torch.Tensor
@@ -62,17 +62,17 @@ class ChangedBuffers(Trap):
         x = x * self.scale
         self.rows[1].copy_(x.detach().mean(0))
         self.steps += 1
-        made = self.last(self.first(x)) * self.rows[1] * self.scale.exp() * self.steps
-        return made.square().mean() + self.scale.sum()
+        output = self.last(self.first(x)) * self.rows[1] * self.scale.exp() * self.steps
+        return output.square().mean() + self.scale.sum()
 
 
 class ChangedInput(Trap):
-    """One that takes part in the gradients: torch changes it when the forward has returned."""
+    """An input that takes part in the gradients: torch changes it when the forward has returned."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        made = torch.sin(x.clone()).exp() * self.first(x.clone())
+        output = torch.sin(x.clone()).exp() * self.first(x.clone())
         x.mul_(2.0)
-        return (self.last(made) * torch.cos(x)).square().mean()
+        return (self.last(output) * torch.cos(x)).square().mean()
 
 
 class InPlace(Trap):
@@ -102,7 +102,7 @@ class Nested(Trap):
 
 
 class Cube(torch.autograd.Function):
-    """Its gradient is not what autograd would find."""
+    """A function whose gradient is not the derivative."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -130,8 +130,8 @@ class Spectral(Trap):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         spectrum = torch.fft.rfft(self.first(x)) * self.weight * self.scale
-        made = self.last(torch.fft.irfft(spectrum, n=16)) + self.empty.sum()
-        return made.square().mean() + torch.view_as_real(spectrum).abs().mean()
+        output = self.last(torch.fft.irfft(spectrum, n=16)) + self.empty.sum()
+        return output.square().mean() + torch.view_as_real(spectrum).abs().mean()
 
 
 class Routed(Trap):
@@ -168,8 +168,8 @@ def once(run: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def of_views(run: Any, x: torch.Tensor) -> torch.Tensor:
-    made, shown, *_ = run(x)
-    loss = made.sum() + shown.mean()
+    computed, shown, *_ = run(x)
+    loss = computed.sum() + shown.mean()
     loss.backward()
     return loss
 
@@ -192,7 +192,7 @@ LossOf = Callable[[Any, torch.Tensor], torch.Tensor]
 
 
 def three_steps(kind: type[Trap], to_loss: LossOf, **options: Any) -> Any:
-    """Losses, gradients, parameters and buffers after each."""
+    """Return losses, gradients, parameters and buffers after each of three steps."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = kind().train()
@@ -214,7 +214,7 @@ def three_steps(kind: type[Trap], to_loss: LossOf, **options: Any) -> Any:
 
 
 CASES: list[tuple[type[Trap], LossOf]] = [
-    (ViewsOfWhatWasGiven, of_views), (ChangedBuffers, once), (ChangedInput, once), (InPlace, once),
+    (ViewsOfInputs, of_views), (ChangedBuffers, once), (ChangedInput, once), (InPlace, once),
     (Nested, once), (OwnFunction, once), (Spectral, once), (Routed, once), (RandomlyScaled, once),
     (Nested, twice_through_one_graph), (RandomlyScaled, two_at_once),
 ]  # fmt: skip
@@ -222,14 +222,14 @@ CASES: list[tuple[type[Trap], LossOf]] = [
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize(("kind", "to_loss"), CASES, ids=lambda each: each.__name__)
+@pytest.mark.parametrize(("kind", "to_loss"), CASES, ids=lambda case: case.__name__)
 def test_three_optimizer_steps_are_those_of_the_unplanned_graph(
     kind: type[Trap], to_loss: LossOf
 ) -> None:
-    wanted = three_steps(kind, to_loss, backend=EAGER)
+    expected = three_steps(kind, to_loss, backend=EAGER)
     options = {"budget": "min", "inductor": False, "time_limit": 1.0}
     actual = three_steps(kind, to_loss, backend="remat", options=options)
-    for actual_tensor, theirs in zip(actual, wanted, strict=True):
+    for actual_tensor, theirs in zip(actual, expected, strict=True):
         assert actual_tensor.keys() == theirs.keys()
         for name, tensor in theirs.items():
             assert torch.equal(actual_tensor[name], tensor), name

@@ -1,4 +1,4 @@
-"""What people see of torch.compile's backend: lines of the log, progress, plans by name."""
+"""The output of torch.compile's backend for users: log lines, progress, plans by name."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from remat import view
 from remat.errors import InfeasibleBudget, TraceError
 from remat.frontend.compile import solving
 from remat.frontend.compile.compat import cause_of_type
-from remat.frontend.compile.registry import register_plan, unregister_plan
+from remat.frontend.compile.registry import CompiledPlan, register_plan, unregister_plan
 from remat.plan import Plan
 from remat.solution import Solution
 from remat.strategies.base import Task
@@ -40,8 +40,8 @@ def checkpointed() -> Case:
     return PLAIN["checkpointed"]()
 
 
-def run(case: Case, budget: str = "min", **options: object) -> list[remat.CompiledPlan]:
-    """The plans that one step makes."""
+def run(case: Case, budget: str = "min", **options: object) -> list[CompiledPlan]:
+    """Return the plans of one step."""
     before = len(remat.compiled_plans())
     model = remat.compile(case.model, budget, **{"inductor": False, "time_limit": 3.0, **options})
     case.loss(model(*case.args, **case.kwargs)).backward()
@@ -77,8 +77,8 @@ def test_inductors_verified_peak_is_logged(caplog: pytest.LogCaptureFixture) -> 
     assert " Inductor kernels in the forward, " in caplog.messages[1]
     size = remat.limits.units.format_bytes
     assert caplog.messages[3:] == [
-        f"Sequential [0/0]: verified: the {half}'s kernels use {size(plan.verified_by_half[half])} of "
-        f"{size(plan.budget_bytes or 0)}"
+        f"Sequential [0/0]: verified: the {half}'s kernels use {size(plan.verified_by_half[half])}"
+        f" of {size(plan.budget_bytes or 0)}"
         for half in ("forward", "backward")
     ]
 
@@ -182,8 +182,8 @@ def test_an_infeasible_budget_says_what_uses_the_memory() -> None:
     assert "At the smallest, the peak of " in words
     assert " parameters, buffers and batch, " in words
     assert "; the largest are " in words
-    smallest, wanted = run(checkpointed()), error.min_feasible_bytes
-    assert smallest[0].plan.peak_bytes == pytest.approx(wanted, rel=0.02)
+    smallest, expected = run(checkpointed()), error.min_feasible_bytes
+    assert smallest[0].plan.peak_bytes == pytest.approx(expected, rel=0.02)
 
 
 def test_a_step_without_gradients_is_not_planned_and_warned_of() -> None:
@@ -209,7 +209,7 @@ def test_a_step_without_gradients_is_not_planned_and_warned_of() -> None:
 
 @dataclass(frozen=True)
 class Failing:
-    """A strategy of somebody's that has a bug."""
+    """A third-party strategy with a bug."""
 
     name: str = "failing"
 
@@ -248,7 +248,7 @@ def test_unsupported_graphs_are_an_error_or_fall_back_to_torch(inductor: bool) -
 
 
 class Branches(nn.Module):
-    """A higher-order operator, which nobody says may run again."""
+    """A module with a higher-order operator, for which nothing says that it may be recomputed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -267,23 +267,23 @@ def test_a_higher_order_operator_runs_once() -> None:
     torch.manual_seed(0)
     case = Case(Branches(), (torch.randn(64, 16),), loss=lambda out: out)
     case.loss(case.model(*case.args)).backward()
-    wanted = [p.grad for p in case.model.parameters()]
+    expected = [p.grad for p in case.model.parameters()]
     case.model.zero_grad()
     (plan,) = run(case)
-    torch.testing.assert_close([p.grad for p in case.model.parameters()], wanted)
+    torch.testing.assert_close([p.grad for p in case.model.parameters()], expected)
     graph, recomputed = plan.plan.graph, plan.plan.schedule.recomputed(plan.plan.graph)
-    assert recomputed, "other operations run again"
+    assert recomputed, "other operations are recomputed"
     conditions = [n for n, op in enumerate(graph.operations) if op.name.startswith("cond")]
     assert len(conditions) == 2
     assert not recomputed.keys() & set(conditions)
 
 
-# -- a compiled plan is a plan like any other -----------------------------------------------------
+# -- operations on a compiled plan ----------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def plans() -> list[Plan]:
-    """Of the same model within two budgets."""
+    """Plans of one model within two budgets."""
     torch._dynamo.reset()
     case = checkpointed()
     return [run(case, budget)[0].plan for budget in ("100%", "min")]

@@ -1,7 +1,7 @@
-"""Issues of torch's own ways to save memory under torch.compile, with remat beside them.
+"""Known issues of torch's own ways to save memory under torch.compile, compared with remat.
 
-What torch does is measured, printed and recorded, and asserted of 2.13 alone: a later one may mend
-it. A table:
+What torch does is measured, printed and recorded, and asserted for 2.13 only: a later version
+may fix it. A table:
 
     pytest -s -m "not gpu" tests/torch/compile/test_torch_issues.py
 """
@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 import remat
 from remat.errors import InfeasibleBudget
 from remat.frontend.compile.compat import cause_of_type
+from remat.frontend.compile.registry import CompiledPlan
 
 pytestmark = [needs_compiler, pytest.mark.slow, pytest.mark.usefixtures("empty_compile_caches")]
 
@@ -33,7 +34,8 @@ Record = Callable[[str, object], None]
 
 
 class Blocks(nn.Module):
-    """An MLP of residual blocks; `twice` as CoCa does it: the same blocks, again with a context."""
+    """An MLP of residual blocks; with `twice`, as in CoCa, the same blocks run a second time
+    with a context."""
 
     def __init__(self, dropout: float, depth: int = 3, width: int = 64, twice: bool = False):
         super().__init__()
@@ -49,9 +51,9 @@ class Blocks(nn.Module):
 
     def _through(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
-            made = checkpoint(block, x, use_reentrant=False) if self.is_checkpointed else block(x)
-            assert isinstance(made, torch.Tensor)
-            x = x + made
+            output = checkpoint(block, x, use_reentrant=False) if self.is_checkpointed else block(x)
+            assert isinstance(output, torch.Tensor)
+            x = x + output
         return x
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -59,13 +61,13 @@ class Blocks(nn.Module):
         return loss + self._through(x.roll(1, 0)).abs().mean() if self.twice else loss
 
 
-def made(rows: int = 512, **options: Any) -> Case:
+def residual_case(rows: int = 512, **options: Any) -> Case:
     torch.manual_seed(0)
     return Case(Blocks(**options), (torch.randn(rows, 64),), loss=lambda out: out)
 
 
 class Row:
-    """One method: its peak in bytes, and how far its gradients are off plain torch.compile's."""
+    """One method: its peak in bytes, and the error of its gradients against plain torch.compile."""
 
     def __init__(
         self, case: Case, options: dict[str, Any] | None, exact: Row | None = None
@@ -87,13 +89,13 @@ def table(record: Record, rows: dict[str, Row]) -> None:
         record(name, text)
 
 
-def by_budget(case: Case) -> tuple[dict[str, Row], dict[str, remat.CompiledPlan]]:
-    """Plain, torch's budgets, ours; and the plans of ours."""
+def by_budget(case: Case) -> tuple[dict[str, Row], dict[str, CompiledPlan]]:
+    """Return rows for plain torch.compile, torch's budgets and remat's; and remat's plans."""
     rows = {"inductor": (exact := Row(case, {}))}
     for share in BUDGETS:
         with functorch_config.patch(activation_memory_budget=share):
             rows[f"torch's budget {share}"] = Row(case, {}, exact)
-    plans: dict[str, remat.CompiledPlan] = {}
+    plans: dict[str, CompiledPlan] = {}
     for budget in REMAT_BUDGETS:
         options = {"budget": budget, "time_limit": 5.0}
         rows[f"remat {budget}"] = Row(case, {"backend": "remat", "options": options}, exact)
@@ -107,7 +109,7 @@ def test_smaller_budgets_lower_the_peak_and_gradients_stay_exact(
 ) -> None:
     """pytorch 190758 and 190717: with dropout, a recomputation samples other random numbers;
     197838: the peak rises as the budget falls."""
-    rows, plans = by_budget(made(dropout=dropout))
+    rows, plans = by_budget(residual_case(dropout=dropout))
     table(record_property, rows)
     remat_rows = [rows[f"remat {budget}"] for budget in REMAT_BUDGETS]
     assert all(row.error < 1e-5 for row in remat_rows)
@@ -123,8 +125,8 @@ def test_smaller_budgets_lower_the_peak_and_gradients_stay_exact(
 @pytest.mark.xfail(
     reason="pytorch 190758, 197838; once it passes, docs/how-to/compile.md is out of date"
 )
-def test_torchs_budgets_have_the_known_issues() -> None:
-    case = made(dropout=0.2)
+def test_torchs_budgets_have_the_reported_issues() -> None:
+    case = residual_case(dropout=0.2)
     exact = Row(case, {})
     peaks: list[int] = []
     for share in BUDGETS:
@@ -137,7 +139,7 @@ def test_torchs_budgets_have_the_known_issues() -> None:
 
 def test_the_compiled_peak_is_within_that_of_eager_checkpoints(record_property: Record) -> None:
     """pytorch 193193: compiled checkpoints take more than eager ones where blocks run twice."""
-    case = made(rows=2048, dropout=0.0, depth=4, twice=True)
+    case = residual_case(rows=2048, dropout=0.0, depth=4, twice=True)
     rows = {"inductor": (exact := Row(case, {}))}
     assert isinstance(case.model, Blocks)
     case.model.is_checkpointed = True
@@ -161,7 +163,7 @@ def test_the_compiled_peak_is_within_that_of_eager_checkpoints(record_property: 
 def test_a_matrix_product_is_not_delayed_by_a_fused_addition() -> None:
     """Inductor fuses both into one extern kernel, later than planned, while the inputs of the
     product stay live."""
-    case = made(dropout=0.2)
+    case = residual_case(dropout=0.2)
     Row(case, {"backend": "remat", "options": {"budget": "min"}})
     plan = remat.compiled_plans()[-1]
     assert plan.verified_bytes is not None

@@ -1,5 +1,5 @@
-"""Graphs that plain torch.compile takes, and that are at the edges of what a plan knows: what runs
-once, what must not change places, what makes no tensor, what a second compilation finds."""
+"""Unusual graphs that plain torch.compile accepts: operations that run once, that must not
+change places, that return no tensor, and second compilations."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from tests.helpers.cpp_compiler import needs_compiler
 from torch import nn
 
 import remat
+from remat.frontend.compile.registry import CompiledPlan
 from remat.frontend.memory.allocator_peak import allocated_peak
 
 pytestmark = [
@@ -27,7 +28,7 @@ def options(budget: str = "100%", **more: object) -> dict[str, Any]:
     return {"backend": "remat", "options": {"budget": budget, **more}}
 
 
-def planned(before: int) -> list[remat.CompiledPlan]:
+def planned(before: int) -> list[CompiledPlan]:
     return remat.compiled_plans()[before:]
 
 
@@ -38,11 +39,11 @@ def test_random_operations_without_a_seed_run_once() -> None:
         return F.dropout(x.sin(), 0.5) * 2
 
     x = torch.rand(256, 64).add_(0.1).requires_grad_()
-    made = torch.compile(dropped, **options("300%", fallback_random=True))(x)
-    made.sum().backward()
+    output = torch.compile(dropped, **options("300%", fallback_random=True))(x)
+    output.sum().backward()
     assert x.grad is not None
-    assert torch.equal(made != 0, x.grad != 0)
-    assert 0.4 < (made != 0).double().mean() < 0.6
+    assert torch.equal(output != 0, x.grad != 0)
+    assert 0.4 < (output != 0).double().mean() < 0.6
 
 
 def test_eager_random_operations_sample_once_within_the_budget() -> None:
@@ -57,13 +58,13 @@ def test_eager_random_operations_sample_once_within_the_budget() -> None:
         model.zero_grad(set_to_none=True)
         torch.manual_seed(1)
         run(x).square().mean().backward()
-        made = [p.grad for p in model.parameters() if p.grad is not None]
-        return made, torch.get_rng_state()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        return gradients, torch.get_rng_state()
 
-    wanted, state = step(model)
+    expected, state = step(model)
     before = len(remat.compiled_plans())
     actual, own_state = step(fast)
-    torch.testing.assert_close(actual, wanted)
+    torch.testing.assert_close(actual, expected)
     assert torch.equal(own_state, state)
     (compiled,) = planned(before)
     assert compiled.verified_bytes is not None
@@ -93,8 +94,8 @@ def test_bfloat16_products_have_a_workspace() -> None:
 
 
 class Averaging(nn.Module):
-    """Reads a buffer, and then writes there what takes much memory to make: "min" would have that
-    first."""
+    """A module that reads a buffer, then writes an expensive intermediate into it: a plan for
+    "min" would run that first."""
 
     average: torch.Tensor
     weight: torch.Tensor
@@ -138,7 +139,7 @@ def test_assertions_stay_in_the_graph(inductor: bool) -> None:
 
 
 class Inverting(nn.Module):
-    """torch orders the check of its result by a token."""
+    """A module whose check of a result is ordered by a token of torch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,15 +155,15 @@ def test_effect_tokens_are_passed_through(inductor: bool) -> None:
     torch.manual_seed(0)
     model, x = Inverting(), torch.randn(32, 8)
     model(x).backward()
-    wanted = [p.grad for p in model.parameters()]
+    expected = [p.grad for p in model.parameters()]
     model.zero_grad(set_to_none=True)
     torch.compile(model, **options(inductor=inductor))(x).backward()
-    for parameter, gradient in zip(model.parameters(), wanted, strict=True):
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-5, atol=1e-6)
 
 
 class Reshaping(nn.Module):
-    """Hands a size over a graph break."""
+    """A module that passes a size over a graph break."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -188,7 +189,7 @@ def test_sizes_may_be_outputs(inductor: bool) -> None:
 
 
 class Two(nn.Module):
-    """Two stacks, with sizes of their own."""
+    """Two stacks, with different sizes."""
 
     def __init__(self, width: int, depth: int, breaks: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The cost cache keeps what it is given, and never stands in the way."""
+"""The cost cache stores its entries, and its failures never stop a step."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_costs_survive_the_process(path: Path, warnings: list[str]) -> None:
     assert reopened.get(KEY) == COST
     assert reopened.get({**KEY, "op": "aten.bmm.default"}) is None
     assert reopened.get(dict(reversed(KEY.items()))) == COST, (
-        "the order of a key's parts is nothing"
+        "the order of a key's parts is irrelevant"
     )
     assert len(warnings) == 0
 

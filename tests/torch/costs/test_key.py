@@ -1,4 +1,4 @@
-"""Two operations have the same key when, and only when, one takes as long as the other."""
+"""Two operations have the same cost key if, and only if, they take equally long."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def tensor(device: str = "cuda:0", offset: int = 0) -> TensorMeta:
 def key(
     home: str = "cuda", second: str = "y", place: str = "cuda:0", **argument: str | int
 ) -> object:
-    """Of a product of x and another tensor; `given` is of x."""
+    """Return the key of a product of x and another tensor; `argument` is a property of x."""
     node = Node(
         name="product",
         target="aten.mm.default",

@@ -1,4 +1,4 @@
-"""Every operation gets a cost, each distinct one is run once, and nobody notices."""
+"""Every operation gets a cost, each distinct one is measured once, without side effects."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ITEM = {"uint8": 1, "float32": 4, "int64": 8, "bool": 1, "bfloat16": 2, "float64
 
 
 class Builder:
-    """Writes a trace by hand: one placeholder or operation at a time."""
+    """Builds a trace by hand: one placeholder or operation at a time."""
 
     def __init__(self) -> None:
         self.placeholders: list[Placeholder] = []
@@ -99,7 +99,7 @@ class Builder:
             nodes=tuple(self.nodes),
             outputs=(Output(name=last, differentiable=False),),
             gradients=(),
-            storages=tuple(self.storages),
+            storage_bytes=tuple(self.storages),
             inputs=Structure(kind="tuple"),
             result=Structure(kind="leaf", leaf=0),
             environment=Environment(torch=torch.__version__, training=True),
@@ -157,7 +157,7 @@ def test_equal_operations_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> 
     assert ran == ["aten.mm.default", "aten.relu.default"]
     assert len({node.cost_s for node in priced.nodes if node.target == "aten.mm.default"}) == 1
     second = measure(chain(4))
-    assert len(ran) == 2, "the second time the cost cache knows them"
+    assert len(ran) == 2, "the second time the costs are cached"
     assert [n.cost_s for n in second.nodes] == [n.cost_s for n in priced.nodes[:12]]
     measure(chain(1), cache=False)
     assert len(ran) == 4
@@ -166,12 +166,12 @@ def test_equal_operations_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> 
 def products(
     dtype: str = "float32", rows: int = 16, transposed: bool = False, alpha: int = 1
 ) -> Trace:
-    """One `addmm`."""
+    """Return a trace of one `addmm`."""
     b = Builder()
     added, x, w = (b.graph_input(*shape, dtype=dtype) for shape in ((8,), (rows, 4), (4, 8)))
     if transposed:
-        turned = TensorMeta(dtype=dtype, shape=(4, 8), stride=(1, 4), device="cpu")
-        w = b.call("aten.t.default", [b.graph_input(8, 4, dtype=dtype)], turned, view_of=w)
+        meta = TensorMeta(dtype=dtype, shape=(4, 8), stride=(1, 4), device="cpu")
+        w = b.call("aten.t.default", [b.graph_input(8, 4, dtype=dtype)], meta, view_of=w)
     b.call(
         "aten.addmm.default", [added, x, w], dense(rows, 8, dtype=dtype), kwargs={"alpha": alpha}
     )
@@ -193,7 +193,7 @@ CHANGES: dict[str, Callable[[pytest.MonkeyPatch], Trace]] = {
 
 @pytest.fixture
 def switches() -> Iterator[None]:
-    """torch's own, put back."""
+    """torch's precision switches, restored afterwards."""
     threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
     yield
     torch.set_num_threads(threads)
@@ -246,7 +246,7 @@ def test_longer_work_costs_more() -> None:
 
 
 class Clock:
-    """Stands still but for what a run takes: the n-th from 0 takes `durations(n)` seconds."""
+    """A clock that advances only during a run: the n-th run from 0 takes `durations(n)` seconds."""
 
     def __init__(self, durations: Callable[[int], float]) -> None:
         self.now_s, self.runs, self._durations = 0.0, 0, durations
@@ -407,8 +407,8 @@ def test_operands_have_the_shape_stride_and_alignment_of_the_trace() -> None:
     assert (x.shape, x.stride(), x.storage_offset()) == ((4, 1, 3), (6, 0, 2), 70 % 64)
 
 
-class Seen(TorchDispatchMode):
-    """What each operation returned."""
+class RecordedResults(TorchDispatchMode):
+    """A mode that records the results of every operation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -427,7 +427,7 @@ class Seen(TorchDispatchMode):
         return result
 
     def producer_of(self, tensor: object) -> str:
-        """The operation that returned this very tensor, the first one where it was looked into."""
+        """Return the operation that returned this very tensor, the first one where it is a view."""
         assert isinstance(tensor, torch.Tensor)
         storage = tensor.untyped_storage().data_ptr()
         return next(
@@ -487,7 +487,7 @@ def test_a_backward_operation_reads_real_outputs_of_its_forward(name: str) -> No
     operator = operators.resolve(target)
     assert isinstance(operator, OpOverload)
     operands = OperandFactory(tensor_metas(trace), "cpu", torch.device("cpu"), trace.nodes)
-    with Seen() as seen:
+    with RecordedResults() as seen:
         args, _ = operands.create_arguments(node, operator)
     by_name = dict(zip((a.name for a in operator._schema.arguments), args, strict=False))
     (forward,) = operands.required_forwards(node)
@@ -537,7 +537,7 @@ def test_measuring_changes_no_random_state_and_no_modes() -> None:
     assert torch.is_grad_enabled()
 
 
-def failing() -> Trace:
+def fail_with_bug() -> Trace:
     b = Builder()
     x = b.graph_input(64, 64)
     b.call("aten.mm.default", [x, b.graph_input(3, 3)], dense(64, 64))  # shapes do not fit
@@ -548,7 +548,7 @@ def failing() -> Trace:
 
 
 def test_operations_that_fail_are_estimated_and_marked(warned: pytest.LogCaptureFixture) -> None:
-    nodes = measure(failing()).nodes
+    nodes = measure(fail_with_bug()).nodes
     assert [node.cost_source.split(":")[0].split(" ")[0] for node in nodes] == [
         "estimated",
         "measured",
@@ -578,8 +578,8 @@ def test_operations_that_are_too_large_are_not_run(
 
 
 def test_estimates_are_not_cached(warned: pytest.LogCaptureFixture) -> None:
-    measure(failing())
-    measure(failing())
+    measure(fail_with_bug())
+    measure(fail_with_bug())
     assert len(warned.messages) == 4
 
 
@@ -706,7 +706,7 @@ def test_operand_sets_exceed_twice_the_cache(
 
 
 class Gpu:
-    """A device that runs behind a CPU: `launch_s` to launch a kernel, `kernel_s` to run it."""
+    """A device that runs asynchronously: `launch_s` to launch a kernel, `kernel_s` to run it."""
 
     def __init__(self, launch_s: float, kernel_s: float) -> None:
         self.launch_s, self.kernel_s, self.now_s, self.busy_until_s = launch_s, kernel_s, 0.0, 0.0
@@ -828,7 +828,7 @@ def test_cuda_times_and_workspaces_are_measured(warned: pytest.LogCaptureFixture
     assert add.cost_source.startswith("measured cuda NVIDIA")
     assert add.workspace_bytes == 0
     assert 8 * n / 10e12 < (add.cost_s or 0) < 1e-2
-    assert (sort.workspace_bytes or 0) > n, "sorting needs room beside its operands"
+    assert (sort.workspace_bytes or 0) > n, "sorting needs memory in addition to its operands"
 
 
 def test_every_operation_of_a_traced_gpt2_can_be_measured(

@@ -1,4 +1,5 @@
-"""FLOPs agree with torch's counter; the roofline prices them and needs neither torch nor device."""
+"""FLOPs agree with torch's counter; the roofline prices them and needs neither torch nor a
+device."""
 
 from __future__ import annotations
 
@@ -130,7 +131,7 @@ def test_views_cost_nothing() -> None:
     assert operation_seconds(view, {"a": meta(8)}, Roofline("cpu")) == 0
 
 
-def test_unknown_devices_are_refused_with_the_known_ones() -> None:
+def test_unknown_devices_are_refused_with_a_list_of_names() -> None:
     with pytest.raises(ValueError, match=r"'tpu'; known are .*h200.*Roofline\.custom"):
         Roofline("tpu")
     with pytest.raises(ValueError, match="efficiency"):
@@ -140,12 +141,12 @@ def test_unknown_devices_are_refused_with_the_known_ones() -> None:
 
 
 def test_custom_devices_can_be_described() -> None:
-    mine = Roofline.custom("mine", fp32_flops_per_s=1e12, bytes_per_s=1e11, launch_s=0)
-    assert mine.seconds(0, 10**11, "float32") == pytest.approx(1 / 0.85)
-    assert mine.flops_per_s("float64") == pytest.approx(0.5e12 * 0.7)
+    custom = Roofline.custom("mine", fp32_flops_per_s=1e12, bytes_per_s=1e11, launch_s=0)
+    assert custom.seconds(0, 10**11, "float32") == pytest.approx(1 / 0.85)
+    assert custom.flops_per_s("float64") == pytest.approx(0.5e12 * 0.7)
 
 
-def test_devices_are_found_by_name_and_by_description() -> None:
+def test_devices_are_looked_up_by_name_and_by_description() -> None:
     assert find_device("RTX 4090") is DEVICES["rtx4090"]
     assert match_device("NVIDIA H100 80GB HBM3") is DEVICES["h100"]
     assert match_device("NVIDIA A100-SXM4-80GB") is DEVICES["a100"]

@@ -1,4 +1,4 @@
-"""Documents: what is written is what is read, and whatever else is read is refused by name."""
+"""Documents are read as they were written; everything else is refused by name."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ FUZZ = settings(
 
 @functools.cache
 def documents(name: str) -> tuple[Case, remat.Trace, remat.Program]:
-    """A case with its trace, and a program of it that recomputes what it can."""
+    """Return a case with its trace, and a program of it that recomputes what it can."""
     torch.manual_seed(0)
     case = CASES[name]()
     trace = remat.trace(case.model, case.args, case.kwargs)
@@ -57,7 +57,7 @@ def tied() -> dict[str, Any]:
 
 
 def changed(data: dict[str, Any], path: str, value: object) -> str:
-    """The document's text with one place replaced: "forward.0.target"."""
+    """Return the document's text with one place replaced, such as "forward.0.target"."""
     data = copy.deepcopy(data)
     *parents, last = [int(part) if part.isdecimal() else part for part in path.split(".")]
     place: Any = data
@@ -101,7 +101,7 @@ def test_equal_documents_are_equal_files(tmp_path: Path) -> None:
     assert (tmp_path / "a.gz").read_bytes() == (tmp_path / "b.gz").read_bytes()
 
 
-# -- texts that are no documents ------------------------------------------------------------------
+# -- files that are no documents ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_equal_documents_are_equal_files(tmp_path: Path) -> None:
         (b"\xff\xfe\x00", "no JSON document"),
         (b"\x80\x04\x95pickle", "no JSON document"),
         ('{"format": "remat.plan", "version": 1}', "expected a remat.program document"),
-        ('{"format": "remat.program", "version": 2}', "version 2, this remat reads version 1"),
+        ('{"format": "remat.program", "version": 1}', "version 1, this remat reads version 2"),
         ('{"format": "remat.program"}', "version None"),
         ('{"format": "remat.program", "format": "remat.program"}', "two values for one key"),
         ("[" * 100_000, "nested too deeply"),
@@ -201,14 +201,14 @@ FORGED: list[tuple[str, object, str]] = [
     ("forward.0.args.0", {"code": "print()"}, "no argument of an operation"),
     ("forward.0.args.0", {"dtype": "load"}, "'load' is no torch dtype"),
     ("forward.0.args.0", {"device": "toaster"}, "no torch device"),
-    ("forward.0.args.0", {"ref": "nobody"}, "reads nobody, which is not there"),
+    ("forward.0.args.0", {"ref": "absent"}, "reads absent, which is not defined"),
     ("forward.0.args.0", 2**63, "does not fit into 64 bits"),
     ("forward.0.args.0", "x" * 10_000_000, "10,000,000 characters"),
     ("forward.0.kwargs", {"a=1, b": 1}, "not a plain identifier"),
-    ("forward.0.random", "save", "not a plain identifier"),
-    ("forward.0.random", "replay", "which is not there"),
+    ("forward.0.rng_action", "save", "not a plain identifier"),
+    ("forward.0.rng_action", "replay", "which is not defined"),
     ("forward.0.results.0.position", 2**63, "less than or equal to"),
-    ("forward.0.state", "x" * 10_000_000, "at most 200 characters"),
+    ("forward.0.rng_state", "x" * 10_000_000, "at most 200 characters"),
     ("placeholders.0.target", "a\x00b", "pattern"),
     ("placeholders.0.target", "a.b.c", "has none"),
     ("placeholders.0.target", "", "has none"),
@@ -222,11 +222,11 @@ FORGED: list[tuple[str, object, str]] = [
     ("predicted_peak_bytes", float("inf"), "integer"),
     ("predicted_peak_bytes", "1", "integer"),
     ("predicted_peak_bytes", None, "integer"),
-    ("saved.0", "nobody", "nobody is not defined"),
-    ("outputs.0.name", "nobody", "nobody is not defined"),
-    ("outputs.0.tangent", "nobody", "is no tangent"),
-    ("gradients.0.name", "nobody", "nobody is not defined"),
-    ("gradients.0.placeholder", "nobody", "is not defined"),
+    ("saved.0", "absent", "absent is not defined"),
+    ("outputs.0.name", "absent", "absent is not defined"),
+    ("outputs.0.tangent", "absent", "is no tangent"),
+    ("gradients.0.name", "absent", "absent is not defined"),
+    ("gradients.0.placeholder", "absent", "is not defined"),
     ("forward", [1] * 300_000, "forward.0: Input should be an object"),
     ("unknown", {f"k{i}": 0 for i in range(300_000)}, "has 300000 keys"),
     ("environment.autocast", ["cpu:float32"] * 3 + [4], "valid string"),
@@ -310,7 +310,7 @@ def test_damaged_constants_are_refused(data: str) -> None:
         ("storages.0", -1, "zero or more bytes"),
         ("storages.0", 2**63, "zero or more bytes"),
         ("storages.0", float("inf"), "integer"),
-        ("storages", [], "does not exist"),
+        ("storage_bytes", [], "does not exist"),
         ("nodes.0.cost_s", -1.0, "greater than or equal to 0"),
         ("nodes.0.cost_s", float("nan"), "finite"),
         ("nodes.0.workspace_bytes", -1, "greater than or equal to 0"),
@@ -318,8 +318,8 @@ def test_damaged_constants_are_refused(data: str) -> None:
         ("nodes.0.args.0", {"ref": "loss_that_is_not_there"}, "before it is defined"),
         ("nodes.0.results.0.storage", 0, "wrongly marked as view"),
         ("placeholders.1.name", "backward_start", "defined twice"),
-        ("gradients.0.name", "nobody", "is not defined"),
-        ("outputs.0.tangent", "nobody", "is no tangent"),
+        ("gradients.0.name", "absent", "is not defined"),
+        ("outputs.0.tangent", "absent", "is no tangent"),
     ],
 )
 def test_forged_traces_are_refused(path: str, value: object, message: str) -> None:
@@ -366,7 +366,7 @@ JSON = st.recursive(
 
 
 def places(data: object) -> Iterator[tuple[Any, Any]]:
-    """Every (container, key) of a JSON value."""
+    """Yield every (container, key) of a JSON value."""
     if isinstance(data, (dict, list)):
         keys = list(data) if isinstance(data, dict) else range(len(data))
         for key in keys:
@@ -445,7 +445,7 @@ def test_an_interrupted_write_leaves_the_old_file(
     real = Path.open
 
     def half(path: Path, mode: str) -> None:
-        """The new file is there, but nothing is in it yet."""
+        """Write a file that exists but is still empty."""
         real(path, mode).close()
         raise KeyboardInterrupt
 

@@ -1,4 +1,4 @@
-"""`rewrite`: what the statements of a program are, on small traces."""
+"""`rewrite`: the statements of a program, on small traces."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from torch import nn
 from torch._ops import OpOverload
 
 import remat
-from remat.documents.arguments import Ref, refs
+from remat.documents.arguments import Ref, referenced_names
 from remat.documents.program import Statement
-from remat.documents.trace import ACCUMULATE, ADD_INTO, COPY, Trace
+from remat.documents.trace import ACCUMULATE_TARGET, ADD_INTO_TARGET, COPY_TARGET, Trace
 from remat.errors import GraphError
 from remat.frontend.common.operators import resolve
 from remat.passes.gradient_accumulation import with_gradient_accumulation
-from remat.rewrite import BATCH_NORM, BATCH_NORM_AGAIN, RERUNS
+from remat.rewrite import BATCH_NORM, BATCH_NORM_RECOMPUTES, BATCH_NORM_WITHOUT_STATS
 
 
 class Net(nn.Module):
-    """Linear, dropout, a view that the backward reads, batch norm; the loss inside."""
+    """Linear, dropout, a view that the backward reads, batch norm; it contains the loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,8 +42,8 @@ def net() -> Trace:
 
 
 def reads(statement: Statement) -> set[str]:
-    used = set(refs((statement.args, *statement.kwargs.values())))
-    return used | ({statement.state} if statement.random == "replay" else set())
+    used = set(referenced_names((statement.args, *statement.kwargs.values())))
+    return used | ({statement.rng_state} if statement.rng_action == "replay" else set())
 
 
 def only(statements: tuple[Statement, ...], target: str) -> Statement:
@@ -61,7 +61,7 @@ def test_keep_all_runs_every_operation_once(net: Trace) -> None:
         expected = [n.target for n in net.nodes if not n.view and n.backward == backward]
         targets = [s.target for s in phase if s.target not in view_targets(net)]
         assert targets == expected
-        assert not any(s.rerun or s.random for s in phase)
+        assert not any(s.recomputation or s.rng_action for s in phase)
     assert (
         program.predicted_peak_bytes
         == remat.simulate(net.graph(), remat.Schedule.keep_all(net.graph())).peak_bytes
@@ -81,21 +81,23 @@ def test_views_are_recreated_where_they_are_read(net: Trace) -> None:
         for phase in (program.forward, program.backward):
             for statement in phase:
                 if statement.target in view_targets(net):
-                    assert not statement.rerun
-                    assert not statement.random
+                    assert not statement.recomputation
+                    assert not statement.rng_action
 
 
 def test_views_of_a_recomputed_value_show_the_new_copy(net: Trace) -> None:
     """Every read is of the latest copy of a value, or of a view of it."""
     program = recompute_all(net, times=2)
     is_view = {r.name: node.view for node in net.nodes for r in node.results}
-    latest: dict[str, str] = {}  # what was computed -> the variable of its latest copy
-    copy_of: dict[str, tuple[str, str]] = {}  # variable -> what it is or looks into, which copy
+    latest: dict[str, str] = {}  # value -> the variable of its latest copy
+    copy_of: dict[
+        str, tuple[str, str]
+    ] = {}  # variable -> the value that it is or views, and its copy
     looked: set[tuple[str, str]] = set()
     for statement in program.backward:
         sources = [copy_of[variable] for variable in reads(statement) if variable in copy_of]
-        for made, variable in sources:
-            assert latest[made] == variable, statement
+        for source_value, variable in sources:
+            assert latest[source_value] == variable, statement
         for bound in statement.results:
             name = bound.name.split("__")[0]
             if not is_view[name]:
@@ -111,22 +113,22 @@ def test_views_of_a_recomputed_value_show_the_new_copy(net: Trace) -> None:
 def test_a_batch_norm_updates_its_statistics_once(net: Trace) -> None:
     program = recompute_all(net, times=2)
     first = only(program.forward, BATCH_NORM)
-    reruns = [s for s in program.backward if s.target == BATCH_NORM_AGAIN]
+    reruns = [s for s in program.backward if s.target == BATCH_NORM_WITHOUT_STATS]
     assert len(reruns) == 2
     for rerun in reruns:
-        assert rerun.rerun
+        assert rerun.recomputation
         assert rerun.args[1:3] == first.args[1:3]  # weight and bias
         assert rerun.args[3:] == first.args[5:]  # without the running statistics
         assert all(b.position < 3 for b in rerun.results)
-    assert not any(s.target in (BATCH_NORM, COPY) for s in program.backward)
-    assert sum(s.target == COPY for s in program.forward) == 3
+    assert not any(s.target in (BATCH_NORM, COPY_TARGET) for s in program.backward)
+    assert sum(s.target == COPY_TARGET for s in program.forward) == 3
 
 
-@pytest.mark.parametrize("target", RERUNS)
+@pytest.mark.parametrize("target", BATCH_NORM_RECOMPUTES)
 def test_a_recomputed_batch_norm_keeps_its_arguments_by_name(target: str) -> None:
     """As torch names them. Where it needs statistics, tensors of their shape and dtype stand in;
     its updates of those come last and are dropped."""
-    rerun = RERUNS[target]
+    rerun = BATCH_NORM_RECOMPUTES[target]
     operations = resolve(target), resolve(rerun.target)
     first, second = (op._schema for op in operations if isinstance(op, OpOverload))
     stands_for = {"running_mean": "bias", "running_var": "weight"}
@@ -142,11 +144,11 @@ def test_statistics_come_from_the_first_run(net: Trace) -> None:
     runs = list(range(len(graph)))
     runs.insert(norm + 1, norm)  # before the statistics are copied into the buffers
     program = remat.rewrite(net, remat.Schedule(tuple(runs)))
-    made = {b.name for b in only(program.forward, BATCH_NORM).results}
-    written = [s.args[1] for s in program.forward if s.target == COPY]
-    assert [ref.name in made for ref in written if isinstance(ref, Ref)].count(True) == 2
-    (rerun,) = [s for s in program.forward if s.rerun]
-    assert not {b.name for b in rerun.results} & {r for a in written for r in refs(a)}
+    statistics = {b.name for b in only(program.forward, BATCH_NORM).results}
+    written = [s.args[1] for s in program.forward if s.target == COPY_TARGET]
+    assert [ref.name in statistics for ref in written if isinstance(ref, Ref)].count(True) == 2
+    (rerun,) = [s for s in program.forward if s.recomputation]
+    assert not {b.name for b in rerun.results} & {r for a in written for r in referenced_names(a)}
     assert {b.position for b in rerun.results} == {0, 1, 2}
 
 
@@ -164,25 +166,25 @@ def test_an_operation_may_have_any_name(net: Trace) -> None:
 
 
 def test_dropout_is_replayed_from_its_rng_state(net: Trace) -> None:
-    assert not keep_all(net).states
+    assert not keep_all(net).rng_states
     program = recompute_all(net, times=2)
-    (saved,) = [s for s in program.forward if s.random]
-    replays = [s for s in program.backward if s.random]
-    assert saved.random == "save"
-    assert [s.random for s in replays] == ["replay", "replay"]
-    assert {s.state for s in (saved, *replays)} == set(program.states)
+    (saved,) = [s for s in program.forward if s.rng_action]
+    replays = [s for s in program.backward if s.rng_action]
+    assert saved.rng_action == "save"
+    assert [s.rng_action for s in replays] == ["replay", "replay"]
+    assert {s.rng_state for s in (saved, *replays)} == set(program.rng_states)
     assert {s.device for s in (saved, *replays)} == {"cpu"}
     assert {s.target for s in (saved, *replays)} == {saved.target}
 
 
 def test_a_replay_within_the_forward_saves_no_state(net: Trace) -> None:
     graph = net.graph()
-    op = next(i for i, n in enumerate(net.operations) if n is not None and n.seeded)
+    op = next(i for i, n in enumerate(net.operations) if n is not None and n.random)
     runs = list(range(len(graph)))
     runs.insert(op + 1, op)
     program = remat.rewrite(net, remat.Schedule(tuple(runs)))
-    assert [s.random for s in program.forward if s.random] == ["save", "replay"]
-    assert not program.states
+    assert [s.rng_action for s in program.forward if s.rng_action] == ["save", "replay"]
+    assert not program.rng_states
 
 
 @pytest.mark.parametrize("name", ["mlp", "norms", "two-heads", "alias", "tied", "weights"])
@@ -194,11 +196,11 @@ def test_the_forward_saves_what_the_backward_reads(name: str, rewritten) -> None
     trace = remat.trace(case.model, case.args, case.kwargs)
     trace = remat.measure(trace, remat.Roofline("cpu"))
     program = rewritten(trace)
-    made = {b.name for s in program.backward for b in s.results}
+    computed = {b.name for s in program.backward for b in s.results}
     not_saved = {p.name for p in program.placeholders if p.kind in ("tangent", "constant")}
     read = {name for s in program.backward for name in reads(s)}
     read |= {g.name for g in program.gradients}
-    assert read - made - not_saved == {*program.saved, *program.states}
+    assert read - computed - not_saved == {*program.saved, *program.rng_states}
     assert [o.tangent for o in program.outputs] == [o.tangent for o in trace.outputs]
     assert [g.placeholder for g in program.gradients] == [g.placeholder for g in trace.gradients]
     assert program.result == trace.result
@@ -212,13 +214,15 @@ def test_every_computed_value_is_read(name: str) -> None:
     trace = remat.trace(case.model, case.args, case.kwargs)
     program = keep_all(remat.measure(trace, remat.Roofline("cpu")))
     ends = {
-        "forward": {*(o.name for o in program.outputs), *program.saved, *program.states},
+        "forward": {*(o.name for o in program.outputs), *program.saved, *program.rng_states},
         "backward": {g.name for g in program.gradients},
     }
     for phase, statements in (("forward", program.forward), ("backward", program.backward)):
         read = ends[phase] | {name for s in statements for name in reads(s)}
         for statement in statements:
-            assert statement.results or statement.target in (COPY, ADD_INTO), statement
+            assert statement.results or statement.target in (COPY_TARGET, ADD_INTO_TARGET), (
+                statement
+            )
             assert all(b.name in read for b in statement.results), statement
 
 
@@ -227,20 +231,20 @@ def test_accumulation_adds_each_gradient_as_soon_as_it_is_computed(net: Trace) -
     assert with_gradient_accumulation(trace) is trace
     trace = remat.measure(trace, remat.Roofline("cpu"))
     program = keep_all(trace)
-    assert program.accumulating
-    # As in a process that has read it from a file: equal words are other objects.
+    assert program.accumulates_gradients
+    # As if read from a file: equal strings are different objects.
     read = tuple(n.model_copy(update={"target": "".join([*n.target])}) for n in trace.nodes)
     assert keep_all(trace.replace(nodes=read)) == program
-    sinks = [s for s in program.backward if s.target == ACCUMULATE]
+    sinks = [s for s in program.backward if s.target == ACCUMULATE_TARGET]
     owners = {g.placeholder: g.name for g in net.gradients}
     assert {s.args for s in sinks} == {(Ref(owner), Ref(g)) for owner, g in owners.items()}
     assert {g.name for g in program.gradients} == {f"accumulate_{owner}" for owner in owners}
     for at, statement in enumerate(program.backward):
-        if statement.target == ACCUMULATE:
+        if statement.target == ACCUMULATE_TARGET:
             gradient = statement.args[1]
             before = program.backward[at - 1]
             assert isinstance(gradient, Ref)
-            assert before.target == ACCUMULATE or gradient.name in (
+            assert before.target == ACCUMULATE_TARGET or gradient.name in (
                 reads(before) | {b.name for b in before.results}
             )
     extra = program.predicted_peak_bytes - keep_all(net).predicted_peak_bytes
@@ -257,7 +261,7 @@ def test_tied_parameters_have_one_gradient() -> None:
         (owner,) = [p for p in program.placeholders if p.kind == "parameter"]
         assert owner.aliases
         (gradient,) = program.gradients
-        added = only(program.backward, ADD_INTO)
+        added = only(program.backward, ADD_INTO_TARGET)
         assert added.args[0] == Ref(gradient.name)
         assert added.args[1] != added.args[0]
         assert not added.results
@@ -277,7 +281,7 @@ def test_variables_of_recomputations_have_unique_names(net: Trace) -> None:
 
 
 class Returned(nn.Module):
-    """Returns its first activation, which the end of the backward reads."""
+    """A module that returns its first activation, which the end of the backward reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -300,7 +304,7 @@ def test_a_recomputed_output_stays_the_first_copy(where: str) -> None:
     graph = trace.graph()
     assert graph.boundary is not None
     storage = trace.storage_of[trace.outputs[1].name]
-    (op, made) = next(
+    (op, output_name) = next(
         (i, r.name)
         for i, node in enumerate(trace.operations)
         for r in (node.results if node else ())
@@ -309,10 +313,10 @@ def test_a_recomputed_output_stays_the_first_copy(where: str) -> None:
     runs = list(range(len(graph)))
     runs.insert(graph.boundary + (where == "backward"), op)
     program = remat.rewrite(trace, remat.Schedule(tuple(runs)))
-    (recomputed,) = [s for s in (*program.forward, *program.backward) if s.rerun]
+    (recomputed,) = [s for s in (*program.forward, *program.backward) if s.recomputation]
     assert recomputed.target == "aten.tanh.default"
     assert not recomputed.results
-    assert made in program.saved
+    assert output_name in program.saved
     step = run_step(remat.lower(program, copy.deepcopy(case.model)), case)
     assert_same(step, eager_step(case), tolerance=0.0)
     assert step.peak_bytes == program.predicted_peak_bytes

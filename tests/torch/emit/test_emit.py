@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import remat
-from remat import BlockPolicy
+from remat.blockwise.policies import BlockPolicy, Policies
 from remat.errors import InfeasibleBudget, RematError, TraceError
 from remat.frontend.emit import operator_profile, operators
 from remat.frontend.emit.operator_profile import OperatorCall
@@ -32,7 +32,7 @@ APPLY: dict[str, Callable[..., Any]] = {
 
 
 class Block(nn.Module):
-    """Random numbers twice: drawn into a new tensor, and (by dropout on CPUs) in place."""
+    """A block with two random operations: one out of place, and (dropout on CPUs) one in place."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -41,10 +41,10 @@ class Block(nn.Module):
         self.drop = nn.Dropout(0.1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        made = self.narrow(F.gelu(self.wide(self.norm(x)))).mul_(1.01)
-        made = made * torch.rand_like(made)
-        made = self.drop(made) * torch.rand_like(made)
-        return (x + made) * (1 + torch.rand_like(made))
+        output = self.narrow(F.gelu(self.wide(self.norm(x)))).mul_(1.01)
+        output = output * torch.rand_like(output)
+        output = self.drop(output) * torch.rand_like(output)
+        return (x + output) * (1 + torch.rand_like(output))
 
 
 class Net(nn.Module):
@@ -72,7 +72,7 @@ def loss_of(model: nn.Module, *batch: Any, **named: Any) -> torch.Tensor:
 
 
 def step(model: nn.Module, *batch: Any, **named: Any) -> list[torch.Tensor]:
-    """The loss, and the gradients."""
+    """Return the loss and the gradients."""
     torch.manual_seed(7)
     loss = loss_of(model, *batch, **named)
     loss.backward()
@@ -81,9 +81,9 @@ def step(model: nn.Module, *batch: Any, **named: Any) -> list[torch.Tensor]:
     return tensors
 
 
-def assert_same(actual: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
-    assert len(actual) == len(wanted)
-    assert all(map(torch.equal, actual, wanted))
+def assert_same(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    assert len(actual) == len(expected)
+    assert all(map(torch.equal, actual, expected))
 
 
 def peak_of(model: nn.Module, *batch: torch.Tensor, **named: Any) -> int:
@@ -98,7 +98,7 @@ def peak_of(model: nn.Module, *batch: torch.Tensor, **named: Any) -> int:
     return peak_bytes
 
 
-def emitted(model: nn.Module, budget: int | str, *batch: Any, **more: Any) -> remat.Policies:
+def emitted(model: nn.Module, budget: int | str, *batch: Any, **more: Any) -> Policies:
     options: dict[str, Any] = {"compare": False, "outputs": "dropped", **more}
     return remat.emit(model, budget, batch or None, **options)
 
@@ -107,14 +107,14 @@ def emitted(model: nn.Module, budget: int | str, *batch: Any, **more: Any) -> re
 @pytest.mark.parametrize("budget", [pytest.param("80%", marks=pytest.mark.slow), "65%", "min"])
 def test_gradients_are_eager_modes_and_the_peak_is_as_planned(budget: str, rules: str) -> None:
     model, ids = net()
-    wanted = step(model, ids)
+    expected = step(model, ids)
     policies = emitted(model, budget, ids, rules=rules)
     assert policies.rules == rules
     assert policies.time_s > policies.baseline_time_s
     assert peak_of(model, ids) == pytest.approx(policies.baseline_bytes, rel=0.01)
     applied = APPLY[rules](model, policies)
-    assert_same(step(model, ids), wanted)
-    assert_same(step(model, ids), wanted)
+    assert_same(step(model, ids), expected)
+    assert_same(step(model, ids), expected)
     measured_bytes = peak_of(model, ids)
     assert 0.95 * policies.peak_bytes <= measured_bytes <= policies.peak_bytes
     assert policies.peak_bytes <= policies.budget_bytes
@@ -122,11 +122,11 @@ def test_gradients_are_eager_modes_and_the_peak_is_as_planned(budget: str, rules
         model(ids)
     applied.remove()
     assert all("forward" not in m.__dict__ for m in model.modules())
-    assert_same(step(model, ids), wanted)
+    assert_same(step(model, ids), expected)
 
 
 class Run(nn.Module):
-    """A block by a policy, and a loss."""
+    """A module that runs a block by a policy, with a loss."""
 
     def __init__(self, inner: nn.Module, policy: BlockPolicy) -> None:
         super().__init__()
@@ -159,13 +159,13 @@ def test_every_policy_gives_the_same_gradients() -> None:
     torch.manual_seed(0)
     block, x = Block(32), torch.randn(64, 32, requires_grad=True)
     plain = BlockPolicy(block="block", how="as it is")
-    wanted = step(Run(copy.deepcopy(block), plain), x)
+    expected = step(Run(copy.deepcopy(block), plain), x)
     tried = operators.candidate_policies("block", block, lambda: block(x))
     assert len(tried) > 4
     assert any("aten.rand_like.default" in policy.operators for policy, _ in tried)
     for policy, share in tried:
         assert 0 <= share <= 1.01
-        assert_same(step(Run(copy.deepcopy(block), policy), x), wanted)
+        assert_same(step(Run(copy.deepcopy(block), policy), x), expected)
 
 
 def test_random_operations_are_saved_only_from_the_end_of_a_block() -> None:
@@ -174,7 +174,7 @@ def test_random_operations_are_saved_only_from_the_end_of_a_block() -> None:
 
     kinds = [ran("a"), ran("mm"), ran("b", fixed=True), ran("c"), ran("mm"), ran("d")]
     save_candidates, places = operator_profile.saving_candidates(kinds)
-    assert places == [1, 3, 4, 5]  # not what is drawn before b, which is drawn again
+    assert places == [1, 3, 4, 5]  # not what is sampled before b, which is resampled
     assert [c.needs for c in save_candidates] == [(), (3,), (), ()]
 
 
@@ -182,9 +182,9 @@ def test_tensors_that_are_written_later_are_not_saved() -> None:
     weight = torch.randn(8, 8, requires_grad=True)
 
     def forward() -> torch.Tensor:
-        made = weight.mm(weight)
-        other = weight.mm(made).tanh()
-        made.mul_(2)
+        output = weight.mm(weight)
+        other = weight.mm(output).tanh()
+        output.mul_(2)
         return other.exp()
 
     save_candidates, _ = operator_profile.profile_operators(lambda: forward().exp())
@@ -195,9 +195,9 @@ def test_tensors_that_are_written_later_are_not_saved() -> None:
 
 
 class _Checkpointing(Net):
-    """Its own code checkpoints, as that of many projects does."""
+    """A model that uses checkpointing in its own code, as many projects do."""
 
-    policies: remat.Policies
+    policies: Policies
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.embed(ids)
@@ -212,13 +212,13 @@ class _Checkpointing(Net):
 
 def test_policies_work_in_models_that_use_checkpointing() -> None:
     model, ids = net()
-    wanted = step(model, ids)
-    policies = remat.Policies.from_json(emitted(model, "65%", ids).to_json())
+    expected = step(model, ids)
+    policies = Policies.from_json(emitted(model, "65%", ids).to_json())
     other = _Checkpointing(list(model.blocks))
     other.load_state_dict(model.state_dict())
     other.policies = policies
     actual = step(other, ids)
-    assert torch.equal(actual[0], wanted[0])
+    assert torch.equal(actual[0], expected[0])
     assert peak_of(other, ids) <= policies.peak_bytes
     with pytest.raises(RematError, match=r"no policy for a block 'blocks.9'"):
         by_torch.context_fn(policies, "blocks.9")
@@ -226,7 +226,7 @@ def test_policies_work_in_models_that_use_checkpointing() -> None:
 
 def test_copies_and_pickles_have_their_own_forwards() -> None:
     model, ids = net()
-    wanted = step(model, ids)
+    expected = step(model, ids)
     by_torch.apply(model, emitted(model, "65%", ids))
     file = io.BytesIO()
     torch.save(model, file)
@@ -235,7 +235,7 @@ def test_copies_and_pickles_have_their_own_forwards() -> None:
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), loaded):
         with torch.no_grad():
             model.blocks[0].wide.weight.zero_()
-        assert_same(step(other, ids), wanted)
+        assert_same(step(other, ids), expected)
         assert peak_of(other, ids) < 0.7 * peak_of(Net(list(net()[0].blocks)), ids)
         model.load_state_dict(net()[0].state_dict())
 
@@ -243,12 +243,12 @@ def test_copies_and_pickles_have_their_own_forwards() -> None:
 def test_a_block_that_is_called_twice_has_one_policy() -> None:
     model, ids = net(2)
     model.blocks = nn.ModuleList([*model.blocks, *model.blocks, *model.blocks])
-    wanted = step(model, ids)
+    expected = step(model, ids)
     policies = emitted(model, "60%", ids)
     assert [p.block for p in policies.blocks] == ["blocks.0", "blocks.1"]
     by_torch.apply(model, policies)
     actual = step(model, ids)
-    for mine, other in zip(actual, wanted, strict=True):  # sums of three, in another order
+    for mine, other in zip(actual, expected, strict=True):  # sums of three, in another order
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-7)
     assert peak_of(model, ids) <= policies.peak_bytes
 
@@ -261,12 +261,12 @@ def test_blocks_that_change_their_state_get_no_policy() -> None:
     model = Net([*blocks, Block(32), Block(32)])
     ids = torch.randint(0, 50, (256,))
     other = copy.deepcopy(model)
-    wanted = step(other, ids)
+    expected = step(other, ids)
     policies = emitted(model, "min", ids)
     assert [p.how for p in policies.blocks[:2]] == ["as it is"] * 2
     assert policies.blocks[2].how != "as it is"
     by_torch.apply(model, policies)
-    assert_same(step(model, ids), wanted)
+    assert_same(step(model, ids), expected)
     for name, buffer in other.named_buffers():
         assert torch.equal(model.get_buffer(name), buffer), name
 
@@ -281,17 +281,18 @@ def test_frozen_blocks_are_profiled_separately(frozen: int, rules: str) -> None:
         block.requires_grad_(False)
     if frozen == 2:
         model.embed.requires_grad_(False)
-    wanted = step(model, ids)
+    expected = step(model, ids)
     policies = emitted(model, "75%", ids, rules=rules)
     assert peak_of(model, ids) == pytest.approx(policies.baseline_bytes, rel=0.03)
     assert len(policies.blocks) == (2 if frozen == 2 else 4)
     APPLY[rules](model, policies)
-    assert_same(step(model, ids), wanted)
+    assert_same(step(model, ids), expected)
     assert 0.93 * policies.peak_bytes <= peak_of(model, ids) <= policies.peak_bytes
 
 
 class _Passes(nn.Module):
-    """Returns one of its inputs as it is, as blocks of T5 do with the bias of their attention."""
+    """A block that returns one of its inputs unchanged, as blocks of T5 do with the bias of
+    their attention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -316,16 +317,16 @@ def test_returned_inputs_are_not_saved_outputs_of_a_block(budget: str, rules: st
     torch.manual_seed(0)
     model = _Biased([_Passes() for _ in range(4)])
     ids = torch.randint(0, 50, (256,))
-    wanted = step(model, ids)
+    expected = step(model, ids)
     policies = emitted(model, budget, ids, rules=rules)
     assert 0.92 * policies.baseline_bytes <= peak_of(model, ids) <= policies.baseline_bytes
     APPLY[rules](model, policies)
-    assert_same(step(model, ids), wanted)
+    assert_same(step(model, ids), expected)
     assert 0.9 * policies.peak_bytes <= peak_of(model, ids) <= policies.peak_bytes
 
 
 class _Counts(Block):
-    """What it returns depends on how often it ran."""
+    """A block whose output depends on how often it ran."""
 
     runs = 0
 
@@ -358,11 +359,11 @@ def test_random_operations_that_appear_later_are_saved() -> None:
         more = False
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            made = super().forward(x)
+            output = super().forward(x)
             if not self.more:
-                return made
-            made = made.exp() * torch.rand_like(made)
-            return F.dropout(made, 0.5) if self.more == "in place" else made
+                return output
+            output = output.exp() * torch.rand_like(output)
+            return F.dropout(output, 0.5) if self.more == "in place" else output
 
     torch.manual_seed(0)
     block, x = More(32), torch.randn(64, 32, requires_grad=True)
@@ -371,9 +372,9 @@ def test_random_operations_that_appear_later_are_saved() -> None:
     assert drawing
     plain = BlockPolicy(block="block", how="as it is")
     block.more = True
-    wanted = step(Run(copy.deepcopy(block), plain), x)
+    expected = step(Run(copy.deepcopy(block), plain), x)
     for policy in drawing:
-        assert_same(step(Run(copy.deepcopy(block), policy), x), wanted)
+        assert_same(step(Run(copy.deepcopy(block), policy), x), expected)
     block.more = "in place"  # type: ignore[assignment]
     with pytest.raises(RematError, match="writes random numbers in place after a random operator"):
         step(Run(copy.deepcopy(block), drawing[0]), x)
@@ -392,10 +393,10 @@ def test_under_autocast_the_peak_is_as_planned() -> None:
                 return self.inner(ids)
 
     lower = Lower(model)
-    wanted = step(lower, ids)
+    expected = step(lower, ids)
     policies = emitted(lower, "min", ids)
     by_torch.apply(lower, policies)
-    assert_same(step(lower, ids), wanted)
+    assert_same(step(lower, ids), expected)
     assert peak_of(lower, ids) <= policies.peak_bytes
 
 
@@ -429,7 +430,7 @@ def test_wrong_use_raises_an_error() -> None:
         by_torch.apply(model, policies)
     with pytest.raises(TraceError, match="has a policy already"):
         emitted(model, "80%", ids)
-    with pytest.raises(RematError, match="expected the result of remat.emit"):
+    with pytest.raises(RematError, match=r"expected the result of remat\.emit"):
         by_torch.apply(model, None)  # type: ignore[arg-type]
     applied.remove()
     by_torch.apply(model, policies)
@@ -476,15 +477,15 @@ def _language_model(kind: str) -> tuple[Any, dict[str, torch.Tensor]]:
 )
 def test_transformers_layers_checkpoint_by_their_policies(kind: str) -> None:
     model, batch = _language_model(kind)
-    wanted = step(model, **batch, **({} if kind == "bert" else {"use_cache": False}))
+    expected = step(model, **batch, **({} if kind == "bert" else {"use_cache": False}))
     policies = remat.emit(model, "70%", example_kwargs=batch, outputs="dropped", compare=False)
     assert len(policies.blocks) == 4
     assert not any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
     assert by_transformers.apply(model, policies) is model
-    assert_same(step(model, **batch), wanted)
+    assert_same(step(model, **batch), expected)
     measured_bytes = peak_of(model, **batch)
     assert 0.95 * policies.peak_bytes <= measured_bytes <= policies.peak_bytes
     model.activation_checkpointing_disable()
     assert peak_of(model, **batch) > policies.peak_bytes
-    by_torch.apply(model, policies)  # the same by torch alone: no cache then, either
-    assert_same(step(model, **batch), wanted)
+    by_torch.apply(model, policies)  # the same with torch only: no cache then, either
+    assert_same(step(model, **batch), expected)

@@ -1,7 +1,7 @@
-"""Policies as options of Megatron-core: its own models made with them, on the CPU.
+"""Policies as options of Megatron-core: its own models, built with them, on the CPU.
 
 Megatron is made for GPUs. Here its attention is another module, which any of its specs may name,
-and what it asks of CUDA (the current device, random numbers) is answered for the CPU.
+and its CUDA calls (the current device, random numbers) are answered for the CPU.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import nn
 import remat
 from remat.blockwise.block_step import BlockOption, BlockStep, StepEvent
 from remat.blockwise.choose import cheapest_setting
-from remat.blockwise.policies import BlockPolicy
+from remat.blockwise.policies import BlockPolicy, Policies
 from remat.errors import InfeasibleBudget, RematError, TraceError
 from remat.frontend.emit.megatron import settings
 from remat.frontend.memory.meter import measure_step
@@ -33,7 +33,7 @@ LENGTH, WORDS = 48, 128
 
 @pytest.fixture(scope="module")
 def core() -> Iterator[Any]:
-    with warnings.catch_warnings():  # of what is not installed beside it
+    with warnings.catch_warnings():  # of optional packages that are not installed
         warnings.simplefilter("ignore")
         package = pytest.importorskip("megatron.core")
     from megatron.core import parallel_state
@@ -120,7 +120,7 @@ def peak_of(model: nn.Module) -> int:
     return measure_step(one, [*model.parameters(), *inputs.values()]).peak_bytes
 
 
-def emitted(model: nn.Module, budget: int | str, **more: Any) -> remat.Policies:
+def emitted(model: nn.Module, budget: int | str, **more: Any) -> Policies:
     more = {"compare": False, "outputs": "dropped", **more}
     return remat.emit(model, budget, example_kwargs=batch(), rules="megatron", **more)
 
@@ -136,18 +136,18 @@ def emitted(model: nn.Module, budget: int | str, **more: Any) -> remat.Policies:
     ],
 )
 def test_a_model_with_the_options_has_the_predicted_peak(core: Any, name: str, budget: str) -> None:
-    wanted = step(MODELS[name]())
+    expected = step(MODELS[name]())
     policies = emitted(MODELS[name](), budget)
     assert policies.peak_bytes <= policies.budget_bytes
     assert policies.peak_bytes < 0.95 * policies.baseline_bytes
     options = megatron.options(policies)
-    assert options, "something runs again"
+    assert options, "something is recomputed"
     model = MODELS[name](**options)
     actual = step(model)
-    assert all(torch.equal(actual[n], wanted[n]) for n in wanted if wanted[n] is not None)
+    assert all(torch.equal(actual[n], expected[n]) for n in expected if expected[n] is not None)
     model.zero_grad(set_to_none=True)
     measured_bytes = peak_of(model)
-    # Megatron's experts keep tensors in objects of their own, counted with all that made them.
+    # Megatron's experts keep tensors in objects of their own, with their autograd history.
     least = 0.95 if name == "gpt" else 0.7
     assert least * policies.peak_bytes < measured_bytes <= policies.peak_bytes
 
@@ -169,8 +169,8 @@ def test_all_layers_get_the_same_setting() -> None:
         )
         for sets in ([("core_attn",), ("mlp",), ("core_attn", "mlp")], [("core_attn",)])
     ]
-    settings_found = set(settings(["a.0", "a.1", "b.0"], [dense, other, dense]))
-    assert settings_found == {
+    distinct_settings = set(settings(["a.0", "a.1", "b.0"], [dense, other, dense]))
+    assert distinct_settings == {
         (0, 0, 0), (2, 2, 2), (3, 0, 3), (4, 2, 4),  # nothing, core_attn, mlp, both
         (1, 0, 1), (1, 1, 1),  # the first layer of each stack, the first two
     }  # fmt: skip
@@ -209,10 +209,10 @@ def test_other_models_and_models_that_already_recompute_are_refused(core: Any) -
         emitted(gpt(recompute_granularity="selective"), "60%")
 
 
-def policies_of(*blocks: BlockPolicy, rules: str = "megatron") -> remat.Policies:
+def policies_of(*blocks: BlockPolicy, rules: str = "megatron") -> Policies:
     numbers = {"budget_bytes": 9, "peak_bytes": 8, "baseline_bytes": 10}
     times = {"time_s": 2.0, "baseline_time_s": 1.0}
-    return remat.Policies.model_validate({"blocks": blocks, "rules": rules, **numbers, **times})
+    return Policies.model_validate({"blocks": blocks, "rules": rules, **numbers, **times})
 
 
 def test_the_options_are_available_as_command_line_arguments() -> None:
@@ -225,8 +225,8 @@ def test_the_options_are_available_as_command_line_arguments() -> None:
     assert megatron.arguments(some) == [
         "--recompute-granularity", "selective", "--recompute-modules", "core_attn", "mlp",
     ]  # fmt: skip
-    whole = [BlockPolicy(block=f"l.{n}", how="checkpointed") for n in range(2)]
-    first = policies_of(*whole, BlockPolicy(block="l.2", how="as it is"))
+    policies = [BlockPolicy(block=f"l.{n}", how="checkpointed") for n in range(2)]
+    first = policies_of(*policies, BlockPolicy(block="l.2", how="as it is"))
     assert megatron.arguments(first) == [
         "--recompute-granularity", "full", "--recompute-method", "block",
         "--recompute-num-layers", "2",
@@ -236,7 +236,7 @@ def test_the_options_are_available_as_command_line_arguments() -> None:
         RematError, match="rules='operators', and this executor needs rules='megatron'"
     ):
         megatron.options(policies_of(BlockPolicy(block="l.0", how="as it is"), rules="operators"))
-    assert remat.Policies.from_json(some.to_json()) == some
+    assert Policies.from_json(some.to_json()) == some
     assert "recomputed" in str(some)
     with pytest.raises(ValueError, match=r"the policy of l\.0 lists what rules='megatron'"):
         policies_of(BlockPolicy(block="l.0", **selective), rules="regions")

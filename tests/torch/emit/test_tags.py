@@ -1,4 +1,4 @@
-"""Tags on a step in one graph, run by torch's own pass, which torchtitan's is."""
+"""Recomputation tags on the graph of a whole step, run by torch's own pass, as in torchtitan."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class Block(nn.Module):
         self.drop = drop
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        made = self.narrow(F.silu(self.wide(self.norm(x))))
+        output = self.narrow(F.silu(self.wide(self.norm(x))))
         if self.drop:
-            made = made * (torch.rand_like(made) > self.drop)
-        return x + made
+            output = output * (torch.rand_like(output) > self.drop)
+        return x + output
 
 
 def step_of(drop: float = 0.0, count: int = 4) -> tuple[fx.GraphModule, list[torch.Tensor]]:
-    """Parameters and a batch to a loss and gradients, in one graph, and its inputs."""
+    """Return the graph from parameters and a batch to a loss and gradients, and its inputs."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Block(32, drop) for _ in range(count)))
     names = [name for name, _ in model.named_parameters()]
@@ -61,8 +61,8 @@ def step_of(drop: float = 0.0, count: int = 4) -> tuple[fx.GraphModule, list[tor
     return gm, step_inputs
 
 
-def ran(gm: fx.GraphModule, inputs: list[torch.Tensor]) -> tuple[list[torch.Tensor], int]:
-    """What it returns, and the peak with its inputs."""
+def run_graph(gm: fx.GraphModule, inputs: list[torch.Tensor]) -> tuple[list[torch.Tensor], int]:
+    """Run a graph; return its results, and the peak with its inputs."""
     torch.manual_seed(3)
     with LiveStorageMeter() as meter, torch.no_grad():
         actual = gm(*inputs)
@@ -73,7 +73,7 @@ def ran(gm: fx.GraphModule, inputs: list[torch.Tensor]) -> tuple[list[torch.Tens
 @pytest.mark.parametrize("share", [pytest.param("80%", marks=pytest.mark.slow), "60%"])
 def test_the_tagged_graph_has_the_peak_of_the_plan(share: str, drop: float) -> None:
     gm, inputs = step_of(drop)
-    wanted, most_bytes = ran(gm, inputs)
+    expected, most_bytes = run_graph(gm, inputs)
     policy = memory_policy(share, costs=CPU)
     assert policy(gm, config=None) is gm
     plan = policy.plan
@@ -85,8 +85,8 @@ def test_the_tagged_graph_has_the_peak_of_the_plan(share: str, drop: float) -> N
     other = apply_recompute_tags(gm)
     recomputed = [n for n in other.graph.nodes if n.name.endswith("_recomputed")]
     assert recomputed
-    actual, peak_bytes = ran(other, inputs)
-    assert all(map(torch.equal, actual, wanted))
+    actual, peak_bytes = run_graph(other, inputs)
+    assert all(map(torch.equal, actual, expected))
     assert peak_bytes <= plan.peak_bytes
     assert peak_bytes >= 0.97 * plan.peak_bytes
 

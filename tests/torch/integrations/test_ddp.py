@@ -22,7 +22,7 @@ import remat
 
 @contextmanager
 def _group(rank: int, store: str) -> Iterator[None]:
-    """One of two processes."""
+    """Join as one of two processes."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     try:
         yield
@@ -114,7 +114,7 @@ def _block_by_block(rank: int, store: str, report: str) -> None:
             log.append("reduced")
             return allreduce_hook(dist.group.WORLD, bucket)
 
-        reduce.__annotations__.clear()  # DDP compares them with types, and these are texts
+        reduce.__annotations__.clear()  # DDP compares annotations with types, and these are strings
         for number, block in enumerate(model.blocks):
             block.register_full_backward_hook(
                 lambda *_, number=number: log.append(f"backward {number}")
@@ -142,6 +142,10 @@ def test_gradients_are_sent_while_earlier_blocks_still_compute(tmp_path: Path) -
         equal, within, log = (tmp_path / f"report.{rank}").read_text().split(" ", 2)
         assert (equal, within) == ("True", "True")
         order = log.split(",")
-        for later, earlier in ((3, 2), (2, 1), (1, 0)):  # a block's gradients go before the next
+        for later, earlier in (
+            (3, 2),
+            (2, 1),
+            (1, 0),
+        ):  # a block's gradients are sent before the next block's
             between = order[order.index(f"backward {later}") : order.index(f"backward {earlier}")]
             assert "reduced" in between

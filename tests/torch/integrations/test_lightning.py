@@ -1,4 +1,5 @@
-"""Lightning's `Trainer`, with the model inside of its module enabled: the same run."""
+"""Lightning's `Trainer`, with the model inside of its module enabled: the same run as in eager
+mode."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import torch
 from tests.helpers.models import gpt2
 
 import remat
+from remat.blockwise.blocks_plan import BlocksPlan
 
 lightning: Any = pytest.importorskip("pytorch_lightning")
 
@@ -23,7 +25,7 @@ STEPS, ROWS, TOKENS = 20, 4, 48
 
 
 class Module(lightning.LightningModule):
-    """Trains a language model; `seen` are its losses."""
+    """A module that trains a language model; `seen` are its losses."""
 
     def __init__(self, budget: str = "", scope: str = "model") -> None:
         super().__init__()
@@ -118,7 +120,7 @@ def test_a_run_can_be_resumed(tmp_path: Path) -> None:
 def test_a_callback_enables_the_module_for_a_fit(tmp_path: Path) -> None:
     from remat.integrations.lightning import RematCallback
 
-    plans: list[remat.Plan | remat.BlocksPlan] = []
+    plans: list[remat.Plan | BlocksPlan] = []
 
     class Looking(lightning.Callback):
         def on_train_end(self, _: Any, module: Any) -> None:

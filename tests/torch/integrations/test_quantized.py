@@ -1,6 +1,7 @@
-"""QLoRA: adapters of PEFT on a model whose weights bitsandbytes has quantized, under the Trainer.
+"""QLoRA: adapters of PEFT on a model whose weights bitsandbytes has quantized, under the
+Trainer.
 
-No capture sees its layers, so blocks run again as a whole.
+No capture can trace its layers, so blocks are recomputed as a whole.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 import remat
+from remat.blockwise.blocks_plan import BlocksPlan
 from remat.frontend.memory.meter import measure_step
 
 pytest.importorskip("bitsandbytes")
@@ -36,12 +38,13 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def quantized(folder: Path, bits: int, checkpoints: bool) -> Any:
-    """As PEFT's documentation has it; `checkpoints` is its default."""
+    """Return a quantized model with adapters, as in PEFT's documentation; `checkpoints` is its
+    default."""
     from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-    how = {"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.float32}
-    config = BitsAndBytesConfig(**(how if bits == 4 else {"load_in_8bit": True}))
+    quantization = {"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.float32}
+    config = BitsAndBytesConfig(**(quantization if bits == 4 else {"load_in_8bit": True}))
     model = AutoModelForCausalLM.from_pretrained(
         folder, quantization_config=config, device_map="cpu"
     )
@@ -97,13 +100,13 @@ def test_a_qlora_run_is_that_of_the_eager_model(
     saved: Path, tmp_path: Path, bits: int, checkpoints: bool
 ) -> None:
     eager = quantized(saved, bits, checkpoints=False)
-    wanted = losses(eager, tmp_path / "eager")
+    expected = losses(eager, tmp_path / "eager")
     model = quantized(saved, bits, checkpoints)
     remat.enable(model, "70%", scope="auto", outputs="dropped")
-    assert losses(model, tmp_path / "ours") == wanted
-    assert len(set(wanted)) == STEPS
+    assert losses(model, tmp_path / "ours") == expected
+    assert len(set(expected)) == STEPS
     measured_bytes = peak_of(model)
-    assert all(isinstance(plan, remat.BlocksPlan) for plan in remat.plans(model))
+    assert all(isinstance(plan, BlocksPlan) for plan in remat.plans(model))
     assert all(plan.peak_bytes <= plan.budget_bytes for plan in remat.plans(model))
     plan = remat.plans(model)[-1]
     assert 0.8 * plan.peak_bytes <= measured_bytes <= plan.peak_bytes

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
 import remat
+from remat.blockwise.blocks_plan import BlocksPlan
 from remat.frontend.memory.allocator_peak import allocated_peak
 
 pytest.importorskip("accelerate")
@@ -39,11 +40,11 @@ from remat.integrations.transformers import RematCallback
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:transformers")
 
 STEPS, EPOCH = 20, 10
-"""The run, and its half, which is kept."""
+"""The steps of the run, and of its first half, which is saved."""
 
 ROWS = 4
 NEAR = remat.Auto(gap=0.05)
-"""Near enough to the optimum, and sooner there."""
+"""A strategy with a larger gap, which takes less time."""
 _SIZE = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
 
 
@@ -68,7 +69,7 @@ def llama() -> PreTrainedModel:
 
 
 def mixtral() -> PreTrainedModel:
-    """With its default experts, which no capture sees."""
+    """Return a Mixtral with its default experts, which no capture can trace."""
     config = MixtralConfig(
         **_SIZE, intermediate_size=128, vocab_size=128, num_key_value_heads=2,
         num_local_experts=4, use_cache=False,
@@ -77,7 +78,7 @@ def mixtral() -> PreTrainedModel:
 
 
 def with_adapters(model: PreTrainedModel) -> Any:
-    """LoRA, as PEFT makes it: the model's own weights are frozen."""
+    """Return the model with LoRA adapters as PEFT adds them: the model's own weights are frozen."""
     from peft import LoraConfig, get_peft_model
 
     adapters = LoraConfig(
@@ -97,7 +98,7 @@ def examples(model: PreTrainedModel, count: int = EPOCH * ROWS) -> list[dict[str
 
 
 class Logged(Trainer):
-    """With the losses and gradients' norms of each step."""
+    """A trainer that records the loss and the gradients' norm of each step."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -126,19 +127,19 @@ def trainer(model: PreTrainedModel, folder: Path, steps: int = STEPS, **options:
     return Logged(model, arguments, train_dataset=dataset, eval_dataset=dataset[:8])
 
 
-def made(make: Any) -> PreTrainedModel:
+def fresh_model(make: Any) -> PreTrainedModel:
     torch.manual_seed(0)
     return make()
 
 
 def assert_same_weights(one: PreTrainedModel, other: PreTrainedModel) -> None:
-    actual, theirs = one.state_dict(), other.state_dict()
-    assert actual.keys() == theirs.keys()
-    assert all(torch.equal(actual[name], theirs[name]) for name in actual)
+    actual, expected = one.state_dict(), other.state_dict()
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], expected[name]) for name in actual)
 
 
-def recomputes(plan: remat.Plan | remat.BlocksPlan) -> bool:
-    if isinstance(plan, remat.BlocksPlan):
+def recomputes(plan: remat.Plan | BlocksPlan) -> bool:
+    if isinstance(plan, BlocksPlan):
         return plan.time_s > plan.baseline_time_s
     return len(plan.schedule) > len(plan.graph)
 
@@ -152,13 +153,13 @@ def test_a_callback_enables_the_model_for_a_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With memory for the optimizer, whose state exists after the first step."""
-    eager = trainer(made(gpt2), tmp_path / "eager", 2, gradient_checkpointing=True)
+    eager = trainer(fresh_model(gpt2), tmp_path / "eager", 2, gradient_checkpointing=True)
     eager.train()
-    model = made(gpt2)
+    model = fresh_model(gpt2)
     callback = RematCallback("4MB", strategy=NEAR, costs=remat.Roofline("cpu"))
     with_callback = trainer(model, tmp_path / "ours", 2, gradient_checkpointing=True)
     with_callback.add_callback(callback)
-    plans: list[remat.Plan | remat.BlocksPlan] = []
+    plans: list[remat.Plan | BlocksPlan] = []
     with_callback.add_callback(_Looking(plans))
     with caplog.at_level("WARNING", "remat"):
         with_callback.train()
@@ -169,12 +170,14 @@ def test_a_callback_enables_the_model_for_a_run(
     assert state_bytes <= left_bytes <= 1.1 * state_bytes  # blocks of the allocator, and counts
     with pytest.raises(remat.TraceError, match="not enabled"):
         remat.plans(model)
-    enabled = remat.enable(made(gpt2), "70%")
+    enabled = remat.enable(fresh_model(gpt2), "70%")
     second_trainer = trainer(enabled, tmp_path / "again", 1)
     second_trainer.add_callback(RematCallback("1KB"))
     second_trainer.train()
     assert len(remat.plans(enabled)) == 1
-    with pytest.raises(remat.BudgetError, match="'abc' is not a quantity"):  # not in an hour
+    with pytest.raises(
+        remat.BudgetError, match="'abc' is not a quantity"
+    ):  # at once, not at the first step
         RematCallback("abc")
     with pytest.raises(TypeError, match="there is no option 'output'; near are outputs"):
         RematCallback("8GiB", output="dropped")
@@ -201,9 +204,9 @@ class _Looking(TrainerCallback):
 def test_a_run_is_that_of_the_eager_model(
     make: Any, budget: str, scope: str, tmp_path: Path
 ) -> None:
-    eager = trainer(made(make), tmp_path / "eager")
+    eager = trainer(fresh_model(make), tmp_path / "eager")
     eager.train()
-    model = remat.enable(made(make), budget, strategy=NEAR, scope=scope)
+    model = remat.enable(fresh_model(make), budget, strategy=NEAR, scope=scope)
     with_remat = trainer(model, tmp_path / "ours")
     with_remat.train()
     assert with_remat.seen == eager.seen
@@ -213,12 +216,15 @@ def test_a_run_is_that_of_the_eager_model(
     (plan,) = remat.plans(model)
     assert plan.peak_bytes <= plan.budget_bytes
     assert recomputes(plan)
-    assert isinstance(plan, remat.Plan if scope == "model" else remat.BlocksPlan)
+    assert isinstance(plan, remat.Plan if scope == "model" else BlocksPlan)
     saved = type(model).from_pretrained(tmp_path / "ours" / f"checkpoint-{STEPS}")
     assert type(saved) is type(model)
     assert_same_weights(saved, model)
-    # At the end of an epoch, the Trainer itself does not go on as it would have.
-    resumed = [made(make), remat.enable(made(make), budget, strategy=NEAR, scope=scope)]
+    # Resumed at the end of an epoch, the Trainer itself does not continue identically.
+    resumed = [
+        fresh_model(make),
+        remat.enable(fresh_model(make), budget, strategy=NEAR, scope=scope),
+    ]
     resumed_trainers = [
         trainer(m, tmp_path / n) for m, n in zip(resumed, ("eager", "ours"), strict=True)
     ]
@@ -236,7 +242,7 @@ def test_lora_adapters_are_trained_saved_and_resumed(tmp_path: Path) -> None:
     PeftModel = pytest.importorskip("peft").PeftModel
 
     def fresh() -> Any:
-        return with_adapters(made(llama))
+        return with_adapters(fresh_model(llama))
 
     torch.manual_seed(1)
     eager = trainer(fresh(), tmp_path / "eager")
@@ -252,7 +258,7 @@ def test_lora_adapters_are_trained_saved_and_resumed(tmp_path: Path) -> None:
     (plan,) = remat.plans(model)
     assert plan.peak_bytes <= plan.budget_bytes
     assert recomputes(plan)
-    saved = PeftModel.from_pretrained(made(llama), tmp_path / "ours" / f"checkpoint-{STEPS}")
+    saved = PeftModel.from_pretrained(fresh_model(llama), tmp_path / "ours" / f"checkpoint-{STEPS}")
     assert_same_weights(saved, model)
     resumed = [fresh(), remat.enable(fresh(), "80%", strategy=NEAR)]
     resumed_trainers = [
@@ -276,9 +282,9 @@ def test_lora_adapters_are_trained_saved_and_resumed(tmp_path: Path) -> None:
 def test_trainer_options_that_change_the_step_are_followed(
     options: dict[str, Any], tmp_path: Path
 ) -> None:
-    eager = trainer(made(gpt2), tmp_path / "eager", 5, **options)
+    eager = trainer(fresh_model(gpt2), tmp_path / "eager", 5, **options)
     eager.train()
-    model = remat.enable(made(gpt2), "70%")
+    model = remat.enable(fresh_model(gpt2), "70%")
     with_remat = trainer(model, tmp_path / "ours", 5, **options)
     with_remat.train()
     assert with_remat.seen == eager.seen
@@ -299,9 +305,9 @@ def test_texts_of_any_length_need_two_captures(tmp_path: Path) -> None:
         mask = (labels != -100).long()
         return {"input_ids": input_ids, "labels": labels, "attention_mask": mask}
 
-    enabled = remat.enable(made(gpt2), "70%", strategy=NEAR, costs=remat.Roofline("cpu"))
+    enabled = remat.enable(fresh_model(gpt2), "70%", strategy=NEAR, costs=remat.Roofline("cpu"))
     runs = []
-    for number, model in enumerate((made(gpt2), enabled)):
+    for number, model in enumerate((fresh_model(gpt2), enabled)):
         one = trainer(model, tmp_path / str(number))
         one.data_collator = padded
         one.train_dataset = [{"input_ids": text} for text in texts]
@@ -347,9 +353,9 @@ def test_a_loop_of_accelerate_trains_as_in_eager_mode(options: dict[str, Any], s
         assert accelerator.unwrap_model(prepared, keep_fp32_wrapper=False) is model
         return losses_per_step
 
-    eager = made(gpt2)
+    eager = fresh_model(gpt2)
     eager.config.use_cache = False
-    model = made(gpt2)
+    model = fresh_model(gpt2)
     model.config.use_cache = False
     remat.enable(model, "70%", strategy=NEAR, scope=scope)
     assert losses(model) == losses(eager)
@@ -358,7 +364,8 @@ def test_a_loop_of_accelerate_trains_as_in_eager_mode(options: dict[str, Any], s
 
 
 class InTwoGraphs(nn.Module):
-    """As GPT-2 of Transformers: the graph of the loss has nothing to run again."""
+    """A model like GPT-2 of Transformers: there is nothing to recompute in the graph of the
+    loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -400,15 +407,15 @@ def test_a_model_compiled_by_accelerate_is_within_the_budget() -> None:
         assert made_plan.verified_bytes is not None
         assert made_plan.budget_bytes is not None
         assert made_plan.verified_bytes <= made_plan.budget_bytes
-    for mine, other in zip(model.parameters(), eager.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-5, atol=1e-8)
+    for actual, other in zip(model.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(actual.grad, other.grad, rtol=1e-5, atol=1e-8)
     with pytest.raises(ValueError, match="there is no option 'tiem_limit'; near are"):
         dynamo_plugin("60%", tiem_limit=2)
 
 
 @pytest.mark.slow
 def test_a_step_of_the_trainer_has_the_planned_peak(tmp_path: Path) -> None:
-    model = remat.enable(made(gpt2), "70%")
+    model = remat.enable(fresh_model(gpt2), "70%")
     with_remat = trainer(model, tmp_path, 1)
     with_remat.train()
     (plan,) = remat.plans(model)
@@ -436,9 +443,9 @@ def test_the_result_of_optimize_trains_and_the_model_saves(
     """The Trainer itself saves weights and configuration of a `PreTrainedModel` only."""
     steps = 2
     as_eager = {k: v for k, v in options.items() if "compile" not in k}
-    eager = trainer(made(gpt2), tmp_path / "eager", steps, save_strategy="no", **as_eager)
+    eager = trainer(fresh_model(gpt2), tmp_path / "eager", steps, save_strategy="no", **as_eager)
     eager.train()
-    fast = remat.optimize(made(gpt2), "70%", costs=remat.Roofline("cpu"))
+    fast = remat.optimize(fresh_model(gpt2), "70%", costs=remat.Roofline("cpu"))
     with_remat = trainer(fast, tmp_path / "ours", steps, save_strategy="no", **options)  # type: ignore[arg-type]
     with_remat.train()
     assert with_remat.seen == eager.seen

@@ -37,7 +37,7 @@ def test_every_family_trains_as_eager_mode_within_the_budget(family: str, budget
     try:
         gm = remat.optimize(model, limit, case.args, case.kwargs, costs=COSTS, strategy=STRATEGY)
     except remat.InfeasibleBudget as error:
-        # Parameters dominate: then the smallest feasible budget is what the message names.
+        # Parameters dominate: use the smallest feasible budget, which the message names.
         limit = error.min_feasible_bytes or 0
         gm = remat.optimize(model, limit, case.args, case.kwargs, costs=COSTS, strategy=STRATEGY)
     step = run_step(gm, case)
@@ -72,8 +72,7 @@ def test_a_plan_in_another_order_computes_the_same(family: str) -> None:
 
 
 class Branches(nn.Module):
-    """Two dropouts of which neither needs the other; less memory is needed to run the second
-    first."""
+    """Two independent dropouts; running the second first needs less memory."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-"""Laws 1 to 3 on plain modules with one trap each, under budgets from all to the least."""
+"""Laws 1 to 3 on plain modules with one difficulty each, under budgets from all memory to the
+smallest."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ import remat
 COSTS = remat.Roofline("cpu")
 STRATEGY = remat.Auto(time_limit=3.0)
 
-# What the loss outside of these models allocates is not remat's to plan.
+# The loss is outside of these models; its memory is not planned.
 EXTERNAL_LOSS = {"two-heads", "alias"}
 
 

@@ -29,7 +29,7 @@ from tests.helpers.recorded_steps import Step as Ran
 from tests.helpers.recorded_steps import assert_same, eager_step, run_step
 
 import remat
-from remat.rewrite import BATCH_NORM_AGAIN
+from remat.rewrite import BATCH_NORM_WITHOUT_STATS
 
 COSTS = remat.Roofline("cpu")
 STRATEGY = remat.Auto(gap=0.02, time_limit=0.5)
@@ -53,7 +53,8 @@ def case_of(steps: list[Step], seed: int, *, input_grad: bool) -> Case:
 
 
 def eager_or_none(case: Case) -> Ran | None:
-    """Eager's step, unless eager refuses (an in-place step on what the backward needs)."""
+    """Return eager mode's step; None where eager mode refuses (an in-place step on what the
+    backward needs)."""
     try:
         return eager_step(case)
     except RuntimeError as error:
@@ -100,7 +101,8 @@ def test_random_modules_train_as_eager_mode_within_random_budgets(
 
 
 def solved(trace: remat.Trace, share: float) -> remat.Plan:
-    """The plan for a share of what is not constant memory, or for the least that is feasible."""
+    """Return the plan for a share of the memory that is not constant, or for the smallest
+    feasible peak."""
     graph = trace.graph()
     baseline_bytes = remat.simulate(graph, remat.Schedule.keep_all(graph)).peak_bytes
     budget = graph.constant_bytes + int(share * (baseline_bytes - graph.constant_bytes))
@@ -123,8 +125,8 @@ def assert_runs_as_simulated(name: str, schedule: remat.Schedule) -> None:
     program = remat.rewrite(trace, schedule)
     actual = run_step(remat.lower(program, copy.deepcopy(case.model)), case)
     assert_bitwise(actual, eager)
-    if any(s.target == BATCH_NORM_AGAIN for s in (*program.forward, *program.backward)):
-        # It makes no running statistics, which the plan counts.
+    if any(s.target == BATCH_NORM_WITHOUT_STATS for s in (*program.forward, *program.backward)):
+        # The step has no running statistics, which the plan counts.
         assert 0.98 * program.predicted_peak_bytes < actual.peak_bytes
         assert actual.peak_bytes <= program.predicted_peak_bytes
     else:

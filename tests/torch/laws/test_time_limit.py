@@ -1,4 +1,4 @@
-"""More time makes no plan worse, by more than the gap that ends a search early."""
+"""A longer time limit makes no plan worse by more than the gap that ends a search early."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Budgets for CUDA devices: what libraries hold, what the allocator makes of a plan, and what
-has to be left to an optimizer. No device is needed; traces say that they are for one."""
+"""Budgets for CUDA devices: memory of libraries, the allocator's overhead, and the reserve for
+an optimizer. No device is needed; the traces are for one."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from torch import Tensor, nn
 import remat
 from remat.allocator.budget_fitting import solve_within_allocator_budget, uses_expandable_segments
 from remat.allocator.prediction import AllocatorPrediction, predict_allocator_peaks, uses_cublas
-from remat.errors import BudgetError
+from remat.errors import BudgetError, GraphError
 from remat.frontend.memory import auto_budget, device_memory
 from remat.frontend.memory.reserve import ReserveSize, reserve_size
 from remat.limits.budget import Budget, share_of_baseline
-from remat.strategies import Solution
+from remat.strategies import KeepAll, Solution
 
 HOPPER_BYTES = 64 << 20
 STRATEGY = remat.Auto(gap=0.02, time_limit=10.0)
@@ -33,7 +33,7 @@ STRATEGY = remat.Auto(gap=0.02, time_limit=10.0)
 
 @cache
 def readme_trace() -> remat.Trace:
-    """The README's own example, as it would be on a Hopper GPU."""
+    """Return the trace of the README's example for a Hopper GPU."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(n_layer=2, n_embd=128, n_head=4, vocab_size=2000, use_cache=False)
@@ -45,7 +45,7 @@ def readme_trace() -> remat.Trace:
 
 @cache
 def recorded_step() -> tuple[remat.Trace, remat.Schedule]:
-    """A small GPT's, captured on CUDA; see `test_allocator.py`."""
+    """Return a small GPT's step, captured on CUDA; see `tests/solver/allocator/test_replay.py`."""
     path = sorted((DATA / "allocator").glob("torch-*.json.gz"))[-1]
     recordings = json.loads(gzip.decompress(path.read_bytes()))
     recording = next(r for r in recordings if r["name"].startswith("plan gpt"))
@@ -60,7 +60,7 @@ def test_the_readmes_example_is_feasible_at_70_percent_on_hopper():
     plan = remat.solve(readme_trace(), "70%", STRATEGY)
     assert plan.share <= 0.7
     assert plan.budget_bytes == HOPPER_BYTES + (plan.baseline_peak_bytes - HOPPER_BYTES) * 7 // 10
-    with pytest.raises(remat.InfeasibleBudget):  # what 70% meant before
+    with pytest.raises(remat.InfeasibleBudget):  # the meaning of 70% in earlier versions
         remat.solve(readme_trace(), plan.baseline_peak_bytes * 70 // 100, STRATEGY)
     assert f"{plan.share:.1%} of" in plan.describe()
     assert "64.0 MiB libraries' and in no percentage" in plan.describe()
@@ -86,7 +86,7 @@ def test_a_percentage_is_unchanged_by_library_memory(rest: int, library: int, pe
 def test_the_graph_includes_the_memory_of_libraries():
     graph = readme_trace().graph()
     assert graph.library_bytes == HOPPER_BYTES < graph.constant_bytes
-    with pytest.raises(remat.GraphError, match="libraries hold 5 bytes"):
+    with pytest.raises(GraphError, match="libraries hold 5 bytes"):
         remat.Graph((), (), library_bytes=5)
 
 
@@ -123,7 +123,7 @@ def test_libraries_allocate_nothing_without_matrix_products_or_cuda():
     assert not uses_cublas("aten.mul.Tensor")
 
 
-# -- what is allocated ----------------------------------------------------------------------
+# -- allocated bytes ------------------------------------------------------------------------
 
 
 def test_a_plan_predicts_its_allocated_and_reserved_bytes():
@@ -133,7 +133,7 @@ def test_a_plan_predicts_its_allocated_and_reserved_bytes():
     assert prediction.requested_bytes <= plan.peak_bytes == prediction.expandable_allocated_bytes
     assert prediction.allocated_bytes <= prediction.reserved_bytes
     assert "reserved; with expandable segments" in plan.describe()
-    on_cpu = remat.solve(readme_trace().replace(device="cpu"), "100%", remat.KeepAll())
+    on_cpu = remat.solve(readme_trace().replace(device="cpu"), "100%", KeepAll())
     assert AllocatorPrediction.of_plan(on_cpu) is None
 
 
@@ -143,7 +143,7 @@ def test_a_budget_holds_for_the_allocated_bytes():
     full = replace(full, budget_bytes=full.peak_bytes)
     budget = full.peak_bytes
     assert predict_allocator_peaks(trace, full.schedule).allocated_bytes > budget, (
-        "or there is nothing to see"
+        "otherwise there is nothing to test"
     )
     requested_budgets: list[int | float | str] = []
 
@@ -157,7 +157,7 @@ def test_a_budget_holds_for_the_allocated_bytes():
     assert prediction is not None
     assert prediction.allocated_bytes <= budget
     assert plan.budget_bytes == requested_budgets[-1]
-    assert plan.budget_bytes < budget == plan.stats["asked_budget_bytes"]
+    assert plan.budget_bytes < budget == plan.stats["requested_budget_bytes"]
     assert "asked for, so that blocks fit as well" in plan.describe()
     assert len(requested_budgets) <= 4
     requested_budgets.clear()
@@ -173,13 +173,13 @@ def test_a_budget_holds_for_the_allocated_bytes():
 def test_where_nothing_fits_the_plan_reports_the_excess():
     """A strategy that has only one schedule cannot lower the peak."""
     trace, schedule = recorded_step()
-    plan = remat.solve(trace, "100%", remat.KeepAll())
+    plan = remat.solve(trace, "100%", KeepAll())
     budget = Budget.parse(plan.peak_bytes)
     plan_over_budget = solve_within_allocator_budget(
-        trace, budget, lambda b: remat.solve(trace, b, remat.KeepAll())
+        trace, budget, lambda b: remat.solve(trace, b, KeepAll())
     )
     assert plan_over_budget.schedule == plan.schedule
-    assert "asked_budget_bytes" not in plan_over_budget.stats
+    assert "requested_budget_bytes" not in plan_over_budget.stats
     assert schedule != plan.schedule
 
 
@@ -223,7 +223,7 @@ def test_segments_stay_within_the_memory_of_the_device():
     assert after.reserved_bytes < before.reserved_bytes
 
 
-# -- what is reserved -----------------------------------------------------------------------
+# -- the reserve ----------------------------------------------------------------------------
 
 
 def parameters() -> list[Tensor]:
@@ -307,7 +307,7 @@ def test_an_estimate_takes_the_reserve_into_account():
     assert "reserved  1.00 MiB; with the peak" in estimate.describe()
 
 
-# -- what is free ---------------------------------------------------------------------------
+# -- free memory ----------------------------------------------------------------------------
 
 
 class Wide(nn.Module):
@@ -335,7 +335,7 @@ def test_auto_counts_the_memory_of_the_model_once(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(auto_budget, "free_bytes", free)
     costs, optimizer = remat.Roofline("cpu"), torch.optim.SGD(parameters(), lr=0.1, momentum=0.9)
-    strategy = remat.KeepAll()
+    strategy = KeepAll()
     largest = remat.max_batch(make, "auto", costs=costs, strategy=strategy)
     assert alive == [True]
     model_bytes = sum(p.numel() * 4 for p in Wide().parameters()) + 8 * 64 * 4
@@ -354,7 +354,7 @@ def test_running_out_of_memory_means_that_a_batch_does_not_fit(most: int, start:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return model, (torch.zeros(8 * batch, 64),)
 
-    costs, strategy = remat.Roofline("cpu"), remat.KeepAll()
+    costs, strategy = remat.Roofline("cpu"), KeepAll()
     largest = remat.max_batch(make, "1GiB", start=start, costs=costs, strategy=strategy)
     assert largest.batch == largest.eager_batch == most
     assert not largest.is_proved

@@ -1,4 +1,4 @@
-"""The meter counts storages as one would by hand."""
+"""The meter counts the storages that are counted by hand."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def test_manually_resized_storages_are_tracked() -> None:
     """As FSDP2 frees and fills its gathered storages, also those from before the step."""
     before = torch.zeros(64)
     with LiveStorageMeter() as meter:
-        made = torch.zeros(128)
-        made.untyped_storage().resize_(0)
+        tensor = torch.zeros(128)
+        tensor.untyped_storage().resize_(0)
         assert (meter.live_bytes, meter.peak_bytes) == (0, 512)
-        made.untyped_storage().resize_(512)
+        tensor.untyped_storage().resize_(512)
         before.untyped_storage().resize_(0)
         assert meter.live_bytes == 512 - 256
-        del made
+        del tensor
         assert meter.live_bytes == -256
     before.untyped_storage().resize_(256)
     assert meter.live_bytes == -256
@@ -71,7 +71,7 @@ def test_tuples_resizes_and_reused_addresses_are_tracked() -> None:
         for _ in range(100):
             torch.zeros(256)
         assert meter.live_bytes == 0
-    assert meter.peak_bytes == KIB + 12, "while max ran, its input and both results were there"
+    assert meter.peak_bytes == KIB + 12, "while max ran, its input and both results were live"
 
 
 def test_the_peak_of_a_linear_layer_is_the_one_counted_by_hand() -> None:
@@ -148,6 +148,6 @@ def test_cuda_peak_includes_memory_allocated_before() -> None:
     resident = torch.zeros(KIB, device="cuda")
     before = torch.cuda.memory_allocated()
     peak_bytes = cuda_peak(lambda: torch.zeros(1 << 20, device="cuda"))
-    # Of a block that was there before, up to a mebibyte is not split off.
+    # Up to a mebibyte of an existing block is not split off.
     assert before + (1 << 22) <= peak_bytes <= before + (1 << 22) + (1 << 20)
     assert resident.is_cuda

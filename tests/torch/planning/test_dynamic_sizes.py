@@ -1,4 +1,4 @@
-"""Calls that differ in sizes: captured twice, whatever their number, and never over the budget."""
+"""Calls of different sizes: two captures for any number of them, and never over the budget."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ def plan_of(model: nn.Module) -> remat.Plan:
     return plan
 
 
-def cut(case: Case, rows: int, length: int) -> Case:
-    """The same model with other texts."""
+def shortened(case: Case, rows: int, length: int) -> Case:
+    """Return the same model with fewer rows and shorter texts."""
     kwargs = {k: v[:rows, :length].clone() for k, v in case.kwargs.items()}
     return Case(case.model, kwargs=kwargs)
 
 
 def eager_step_of(case: Case) -> Step:
-    """Of a copy of an enabled model."""
+    """Run the step on a copy in eager mode."""
     copied = copy.deepcopy(case)
     remat.disable(copied.model)
     return run_step(copied.model, copied)
 
 
 def assert_trains_as_eager(case: Case) -> remat.Plan:
-    """Bit for bit, with the peak that the plan says, at most its budget."""
+    """Check a step bit for bit, and that its peak is the plan's and within the budget."""
     step = run_step(case.model, case)
     assert_same(step, eager_step_of(case), tolerance=0.0)
     plan = plan_of(case.model)
@@ -70,7 +70,7 @@ def test_ten_lengths_need_two_captures() -> None:
     remat.enable(case.model, "60%", **OPTIONS)
     for _ in range(3):
         for length in LENGTHS:
-            plan = assert_trains_as_eager(cut(case, 4, length))
+            plan = assert_trains_as_eager(shortened(case, 4, length))
             assert plan.peak_bytes <= largest.budget_bytes
     assert planner_of(case.model).trace_cache.capture_count == 2
     assert len(remat.plans(case.model)) == len(LENGTHS)
@@ -83,25 +83,27 @@ def test_a_symbolic_capture_at_any_size_equals_a_capture_of_that_size(name: str)
     """Rows and lengths vary; every argument, stride and storage size is compared."""
     torch.manual_seed(0)
     case = FAMILIES[name]()
-    leaves, inputs = flatten(((), cut(case, 3, 40).kwargs), "")
+    leaves, inputs = flatten(((), shortened(case, 3, 40).kwargs), "")
     varying = {(n, d) for n in range(len(leaves)) for d in (0, 1)}
     symbolic = capture_symbolically(case.model, leaves, inputs, "auto", varying)
-    captured_key = topology_key(remat.trace(case.model, (), cut(case, 2, 50).kwargs))
+    captured_key = topology_key(remat.trace(case.model, (), shortened(case, 2, 50).kwargs))
     for rows, length in ((4, 64), (3, 33)):
-        smaller_case = cut(case, rows, length)
-        shapes = [tuple(t.shape) for t in smaller_case.kwargs.values()]
+        small_case = shortened(case, rows, length)
+        shapes = [tuple(t.shape) for t in small_case.kwargs.values()]
         trace = symbolic.trace_at(shapes)
         assert trace is not None
-        assert is_same_except_names(trace, remat.trace(case.model, (), smaller_case.kwargs))
+        assert is_same_except_names(trace, remat.trace(case.model, (), small_case.kwargs))
         assert topology_key(trace) == captured_key
-    assert not is_same_except_names(trace, remat.trace(case.model, (), cut(case, 2, 33).kwargs))
+    assert not is_same_except_names(
+        trace, remat.trace(case.model, (), shortened(case, 2, 33).kwargs)
+    )
 
 
 def test_gradient_accumulation_needs_no_other_capture() -> None:
     case = gpt2(layers=1)
     remat.enable(case.model, "70%", **OPTIONS)
     for length in (32, 48, 24):
-        one = cut(case, 4, length)
+        one = shortened(case, 4, length)
         copied = copy.deepcopy(one)
         remat.disable(copied.model)
         for zero_grad in (True, False):
@@ -111,7 +113,7 @@ def test_gradient_accumulation_needs_no_other_capture() -> None:
 
 
 class Branching(nn.Module):
-    """Another way for long inputs."""
+    """A model that branches for long inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +125,7 @@ class Branching(nn.Module):
 
 
 class Padding(nn.Module):
-    """To a multiple of eight."""
+    """A model that pads to a multiple of eight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,7 +137,7 @@ class Padding(nn.Module):
 
 
 class ByItsSize(nn.Module):
-    """Numbers of Python that were made of a size, by what does not know of symbols."""
+    """A model with Python numbers computed from a size, by code that cannot handle symbols."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,7 +150,7 @@ class ByItsSize(nn.Module):
 
 
 class Constants(nn.Module):
-    """What it makes of a size and asks about decides how it goes on."""
+    """A model that branches on a value computed from a size."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,7 +164,7 @@ class Constants(nn.Module):
 
 
 class Remembering(nn.Module):
-    """What a forward leaves in the module, of sizes."""
+    """A model that stores values computed from sizes in its attributes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,7 +181,13 @@ def test_attributes_that_a_forward_sets_have_the_current_sizes() -> None:
     torch.manual_seed(0)
     model = Remembering()
     remat.enable(model, "100%", **OPTIONS)
-    for rows in (8, 12, 16, 20, 25):  # each for the first time: a plan does not run the model
+    for rows in (
+        8,
+        12,
+        16,
+        20,
+        25,
+    ):  # each for the first time, as a planned step does not run the model
         assert_trains_as_eager(Case(model, (torch.randn(rows, 8),), loss=lambda out: out))
         assert (type(model.rows), model.rows, model.most, model.seen) == (int, rows, rows, [rows])
     pickle.dumps(model)
@@ -237,10 +245,10 @@ def test_smaller_sizes_may_use_the_budget_of_the_largest() -> None:
     for budget in ("80%", "min"):
         case = gpt2(layers=1, dropout=0.0)
         remat.enable(case.model, budget, **OPTIONS)
-        longest = assert_trains_as_eager(cut(case, 4, 64))
-        shorter = assert_trains_as_eager(cut(case, 4, 56))
+        longest = assert_trains_as_eager(shortened(case, 4, 64))
+        shorter = assert_trains_as_eager(shortened(case, 4, 56))
         assert shorter.budget_bytes == longest.budget_bytes
-        shortest = assert_trains_as_eager(cut(case, 4, 8))
+        shortest = assert_trains_as_eager(shortened(case, 4, 8))
         assert shortest.overhead == 0
         assert "none" in str(shortest.stats["strategy"])
 
@@ -249,9 +257,9 @@ def test_steps_planned_before_the_largest_are_replanned_after_it() -> None:
     torch.manual_seed(0)
     case = gpt2(layers=1, dropout=0.0)
     remat.enable(case.model, "80%", **OPTIONS)
-    first = assert_trains_as_eager(cut(case, 4, 32))
-    longest = assert_trains_as_eager(cut(case, 4, 64))
-    replanned = assert_trains_as_eager(cut(case, 4, 32))
+    first = assert_trains_as_eager(shortened(case, 4, 32))
+    longest = assert_trains_as_eager(shortened(case, 4, 64))
+    replanned = assert_trains_as_eager(shortened(case, 4, 32))
     assert first.overhead > replanned.overhead == 0
     assert replanned.budget_bytes == longest.budget_bytes
     assert len(remat.plans(case.model)) == 2
@@ -262,7 +270,7 @@ def test_the_limit_is_on_programs_not_on_lengths(caplog: pytest.LogCaptureFixtur
     remat.enable(case.model, 10**9, max_plans=2, **OPTIONS)
     random_lengths = random.Random(0).sample(range(2, 64), 20)
     for length in (64, *random_lengths, 64, *random_lengths):
-        run_step(case.model, cut(case, 4, length))
+        run_step(case.model, shortened(case, 4, length))
     assert "forgotten" not in caplog.text
     assert len(remat.plans(case.model)) == 21
     assert planner_of(case.model).trace_cache.capture_count == 2
@@ -271,15 +279,15 @@ def test_the_limit_is_on_programs_not_on_lengths(caplog: pytest.LogCaptureFixtur
 def test_a_size_that_does_not_fit_raises_before_it_runs() -> None:
     case = gpt2(layers=1, dropout=0.0)
     smallest = remat.optimize(
-        copy.deepcopy(case.model), "min", (), cut(case, 4, 32).kwargs, **OPTIONS
+        copy.deepcopy(case.model), "min", (), shortened(case, 4, 32).kwargs, **OPTIONS
     ).plan
     assert smallest is not None
     remat.enable(case.model, smallest.peak_bytes * 5 // 4, **OPTIONS)
-    assert_trains_as_eager(cut(case, 4, 32))
-    assert_trains_as_eager(cut(case, 4, 24))
+    assert_trains_as_eager(shortened(case, 4, 32))
+    assert_trains_as_eager(shortened(case, 4, 24))
     with pytest.raises(remat.InfeasibleBudget):
         run_step(case.model, case)
-    assert_trains_as_eager(cut(case, 4, 28))
+    assert_trains_as_eager(shortened(case, 4, 28))
 
 
 @pytest.mark.slow
@@ -288,9 +296,9 @@ def test_copies_keep_their_captures() -> None:
     case = gpt2(layers=1)
     remat.enable(case.model, "70%", **OPTIONS)
     for length in (32, 48):
-        run_step(case.model, cut(case, 4, length))
+        run_step(case.model, shortened(case, 4, length))
     for model in (copy.deepcopy(case.model), pickle.loads(pickle.dumps(case.model))):
         twin = Case(model, kwargs=case.kwargs)
         for length in (32, 48, 24, 40):
-            assert_trains_as_eager(cut(twin, 4, length))
+            assert_trains_as_eager(shortened(twin, 4, length))
         assert planner_of(model).trace_cache.capture_count <= 2

@@ -1,5 +1,5 @@
-"""The acceptance run, without a GPU: its parts on the CPU with tiny shapes, what becomes of parts
-that die, and that it needs nothing which a machine for its GPU lacks."""
+"""The acceptance run without a GPU: its parts on the CPU with tiny shapes, parts that crash, and
+the packages that it needs."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from pathlib import Path
 import pytest
 import torch
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import lines, marked, memory, speed
-from benchmarks.gpu.device import Peaks
-from benchmarks.gpu.lines import Line, Report
-from benchmarks.gpu.runner import FINISHED, NO_TIME, end_of, run_all
+from benchmarks.gpu import marked_tests, memory, speed, verdicts
+from benchmarks.gpu.device import StepPeaks
+from benchmarks.gpu.runner import FINISHED, NO_TIME, run_all, run_command
 from benchmarks.gpu.setting import Setting
 from benchmarks.gpu.steps import PARTS, TITLES, Part
+from benchmarks.gpu.verdicts import Check, Report
 from scripts import gpu_wheels
 from tests.helpers.paths import ROOT
 
@@ -33,13 +33,13 @@ QUICK = {
     "10-b-second-process",
 }  # fmt: skip
 SAME_ON_A_CPU = (1, 3, 4, 5, 9, 10)
-"""Steps that a CPU must meet as well: they are not about seconds, nor about CUDA's allocator."""
+"""Steps that a CPU must pass as well: they are neither about seconds nor about CUDA's allocator."""
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 
 
-def collected() -> tuple[Report, list[Line]]:
-    lines_written: list[Line] = []
+def collected() -> tuple[Report, list[Check]]:
+    lines_written: list[Check] = []
     return Report(lines_written.append), lines_written
 
 
@@ -57,13 +57,13 @@ def collected() -> tuple[Report, list[Line]]:
 def test_every_part_runs_on_a_cpu(
     key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)  # as it was, afterwards
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)  # restored afterwards
     part, setting = BY_KEY[key], Setting(tmp_path, dry=True)
     report, written_lines = collected()
     if key == "10-b-second-process":
         BY_KEY["10-a-first-process"].run(setting, report)
     part.run(setting, report)
-    assert {line.verdict for line in written_lines} - {"told"}, "something is wanted of each part"
+    assert {line.verdict for line in written_lines} - {"told"}, "each part has an expected result"
     if part.step in SAME_ON_A_CPU:
         assert [line for line in written_lines if line.verdict == "missed"] == []
         assert any(line.verdict == "met" for line in written_lines)
@@ -89,17 +89,17 @@ def test_memory_parts_cover_both_kinds_of_segments() -> None:
 def test_a_second_process_reports_a_missing_first_one(tmp_path: Path) -> None:
     report, written_lines = collected()
     BY_KEY["10-b-second-process"].run(Setting(tmp_path, dry=True), report)
-    assert [(line.verdict, line.found) for line in written_lines] == [
+    assert [(line.verdict, line.observed) for line in written_lines] == [
         ("skipped", "no cost cache: its first part did not finish")
     ]
 
 
-# -- what is met ----------------------------------------------------------------------------
+# -- expectations ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("allocated", "is_expandable", "verdict"),
-    [(100, True, "met"), (101, True, "missed"), (101, False, "told")],
+    [(100, True, "met"), (101, True, "missed"), (101, False, "info")],
 )
 def test_allocated_bytes_are_within_the_budget_with_expandable_segments(
     allocated: int, is_expandable: bool, verdict: str
@@ -109,16 +109,18 @@ def test_allocated_bytes_are_within_the_budget_with_expandable_segments(
         "budget_bytes": 100,
         "stats": {"allocated_peak_bytes": 7, "expandable_reserved_peak_bytes": 9},
     }
-    memory._judge_allocated(report, "60%", plan_fields, Peaks(90, allocated, 200, 3), is_expandable)
+    memory._judge_allocated(
+        report, "60%", plan_fields, StepPeaks(90, allocated, 200, 3), is_expandable
+    )
     assert written_lines[0].verdict == verdict
-    assert "3 retries" in written_lines[0].found
-    predicted_text = "9 B reserved foreseen" if is_expandable else "7 B allocated foreseen"
-    assert written_lines[0].found.endswith(predicted_text)
+    assert "3 retries" in written_lines[0].observed
+    predicted_text = "9 B reserved predicted" if is_expandable else "7 B allocated predicted"
+    assert written_lines[0].observed.endswith(predicted_text)
 
 
 def test_ratios_compare_times_of_the_same_round() -> None:
     times = {"eager": [1.0, 2.0, 4.0], "remat": [1.5, 2.0, 8.0]}
-    assert speed.ratio(times, "remat", "eager") == 1.5
+    assert speed.time_ratio(times, "remat", "eager") == 1.5
 
 
 # -- processes ------------------------------------------------------------------------------
@@ -130,11 +132,11 @@ def test_ratios_compare_times_of_the_same_round() -> None:
         ("pass", FINISHED),
         ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "killed by SIGSEGV"),
         ("raise SystemExit('the card is on fire')", "exit code 1: the card is on fire"),
-        ("raise SystemExit(4)", "exit code 4: it said nothing"),
+        ("raise SystemExit(4)", "exit code 4: no output"),
     ],
 )
 def test_the_end_of_a_process_is_a_result(code: str, ended: str, tmp_path: Path) -> None:
-    assert end_of([sys.executable, "-c", code], 60.0, tmp_path / "log") == ended
+    assert run_command([sys.executable, "-c", code], 60.0, tmp_path / "log") == ended
 
 
 def test_a_hanging_part_is_killed_with_its_children(tmp_path: Path) -> None:
@@ -145,13 +147,13 @@ def test_a_hanging_part_is_killed_with_its_children(tmp_path: Path) -> None:
         f"pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(child.pid))\n"
         "child.wait()"
     )
-    ended = end_of([sys.executable, "-c", code], 3.0, tmp_path / "log")
+    ended = run_command([sys.executable, "-c", code], 3.0, tmp_path / "log")
     assert ended == "killed: not done within 3 s"
     assert _is_gone(int((tmp_path / "pid").read_text()), within_s=30.0)
 
 
 def _is_gone(pid: int, within_s: float) -> bool:
-    """Whether that process ends: one that was killed may still run for a moment."""
+    """True if that process ends: a killed one may still run for a moment."""
     until = time.monotonic() + within_s
     while _is_running(pid) and time.monotonic() < until:
         time.sleep(0.05)
@@ -169,32 +171,32 @@ def test_the_environment_reaches_the_process(tmp_path: Path) -> None:
     code = "import os; print(os.environ['PYTORCH_ALLOC_CONF'])"
     log = tmp_path / "log"
     env = BY_KEY["03-gpt2-expandable"].env
-    assert end_of([sys.executable, "-c", code], 60.0, log, env) == FINISHED
+    assert run_command([sys.executable, "-c", code], 60.0, log, env) == FINISHED
     assert log.read_text() == "expandable_segments:True\n"
 
 
 def test_lines_before_a_crash_are_kept(tmp_path: Path) -> None:
-    report = lines.into(tmp_path / "lines")
+    report = verdicts.json_lines_report(tmp_path / "lines")
     report.judge("bytes", "few", "many", False, size=3)
-    report.tell("model", "small")
+    report.info("model", "small")
     with (tmp_path / "lines").open("a") as file:
-        file.write('{"what": "cut o')
-    assert lines.read(tmp_path / "lines") == [
-        Line("bytes", "few", "many", "missed", {"size": 3}),
-        Line("model", "", "small", "told"),
+        file.write('{"subject": "cut o')
+    assert verdicts.read_checks(tmp_path / "lines") == [
+        Check("bytes", "few", "many", "missed", {"size": 3}),
+        Check("model", "", "small", "info"),
     ]
-    assert lines.read(tmp_path / "nothing") == []
+    assert verdicts.read_checks(tmp_path / "nothing") == []
 
 
-def test_a_failed_part_is_a_row_and_runs_again_next_time(tmp_path: Path) -> None:
-    part = Part(2, "nobody", lambda setting, report: None)  # the child knows no such part
+def test_a_failed_part_is_a_row_and_is_not_stored(tmp_path: Path) -> None:
+    part = Part(2, "unknown", lambda setting, report: None)  # the child knows no such part
     (result,) = run_all([part], tmp_path, 60.0, dry=True)
     assert result.ended.startswith("exit code 1: ValueError")
     (row,) = result.rows()
-    assert (row.what, row.verdict) == ("the process", "missed")
-    assert json.loads((tmp_path / "02-nobody.json").read_text())["ended"] == result.ended
+    assert (row.subject, row.verdict) == ("the process", "missed")
+    assert json.loads((tmp_path / "02-unknown.json").read_text())["ended"] == result.ended
     (second_end,) = run_all([part], tmp_path, 0.0, dry=True)
-    assert second_end.ended == NO_TIME, "it would have been run again"
+    assert second_end.ended == NO_TIME, "it was not stored"
 
 
 def test_finished_parts_are_stored_and_written_to_the_results(
@@ -204,8 +206,8 @@ def test_finished_parts_are_stored_and_written_to_the_results(
     options = ["--dry", "--steps", "2", "--folder", str(folder), "--out", str(tmp_path / "out")]
     assert command.main(options) == 0
     shown = capsys.readouterr().out
-    assert "2. what libraries hold: products" in shown
-    assert "skipped  left by a product in forward, and in backward: a CPU's allocator" in shown
+    assert "2. library workspaces: products" in shown
+    assert "skipped  bytes left by a matmul in forward, and in backward: a CPU's" in shown
     (path,) = (tmp_path / "out").glob("*-gpu-dry.json")
     written = json.loads(path.read_text())
     (step,) = written["steps"]
@@ -217,13 +219,15 @@ def test_finished_parts_are_stored_and_written_to_the_results(
     (stored_end,) = run_all(parts, folder / "dry", 0.0, dry=True)  # there is no time for a process
     assert stored_end.ended == FINISHED
     assert stored_end.rows()
-    (repeated_end,) = run_all(parts, folder / "dry", 0.0, dry=True, again=True)
+    (repeated_end,) = run_all(parts, folder / "dry", 0.0, dry=True, repeat=True)
     assert repeated_end.ended == NO_TIME
     assert [row.verdict for row in repeated_end.rows()] == ["skipped"]
-    assert run_all(parts, folder / "dry", 0.0, dry=True) == [stored_end], "no time is no result"
+    assert run_all(parts, folder / "dry", 0.0, dry=True) == [stored_end], (
+        "running out of time is no result"
+    )
 
 
-# -- a machine without a GPU, and one that has nothing else ---------------------------------
+# -- machines without a GPU, or without other packages --------------------------------------
 
 
 @without_gpu
@@ -243,7 +247,7 @@ def test_without_a_gpu_the_command_says_so() -> None:
 
 def test_tests_marked_gpu_need_only_packages_of_the_gpu_machine() -> None:
     """A machine for its GPU has torch, transformers and pytest; the rest comes with the wheels."""
-    files = marked.files()
+    files = marked_tests.files()
     assert ROOT / "tests/torch/laws/test_gpu.py" in files
     assert Path(__file__) not in files
     allowed = {"torch", "transformers", "pytest", "_pytest", "remat", "tests", "benchmarks"}
@@ -255,7 +259,8 @@ def test_tests_marked_gpu_need_only_packages_of_the_gpu_machine() -> None:
 
 
 def _imports(file: Path) -> list[str]:
-    """What importing a file imports at once: not what its functions and `try` blocks do."""
+    """Return the imports at the top level of a file: not those of its functions and `try`
+    blocks."""
     names = []
     for node in ast.parse(file.read_text()).body:
         if isinstance(node, ast.Import):
@@ -266,7 +271,7 @@ def _imports(file: Path) -> list[str]:
 
 
 def _with_imported(files: list[Path]) -> set[Path]:
-    """Files with those of ours that they import."""
+    """Return files with the files of the repository that they import."""
     seen: set[Path] = set()
     waiting = list(files)
     while waiting:

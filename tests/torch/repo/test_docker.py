@@ -1,5 +1,5 @@
-"""What `docker/` says is true of the package, as far as no engine is needed to know. The images are
-built and run by `make test-versions`: scripts/versions/containers.py."""
+"""`docker/` agrees with the package, as far as no container engine is needed to check it. The
+images are built and run by `make test-versions`: scripts/versions/containers.py."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ COMPOSE = yaml.safe_load((DOCKER / "compose.yaml").read_text())
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 DASHBOARD = json.loads((DOCKER / "grafana/dashboards/dashboard.json").read_text())
 TARGET_OF_SERVICE = {"api": "server", "worker-gpu": "worker-gpu"}
-"""Services of our images, and the targets that these are."""
+"""The services that run remat's images, with their build targets."""
 
 each_service = pytest.mark.parametrize("name", SERVICES)
 each_remat_service = pytest.mark.parametrize("name", TARGET_OF_SERVICE)
@@ -49,8 +49,8 @@ each_target = pytest.mark.parametrize("target", TARGET_OF_SERVICE.values())
 def test_hadolint_reports_nothing() -> None:
     hadolint = Path(sys.executable).parent / "hadolint"
     command = [hadolint, "--no-color", DOCKER / "Dockerfile"]
-    said = subprocess.run(command, capture_output=True, text=True)
-    assert (said.returncode, said.stdout) == (0, ""), said.stdout + said.stderr
+    completed = subprocess.run(command, capture_output=True, text=True)
+    assert (completed.returncode, completed.stdout) == (0, ""), completed.stdout + completed.stderr
 
 
 @each_target
@@ -136,11 +136,11 @@ def test_references_between_services_exist(name: str) -> None:
     for secret in service.get("secrets", ()):
         assert secret in COMPOSE["secrets"]
     profiles = set(service.get("profiles", ()))
-    for other, how in service.get("depends_on", {}).items():
-        assert how["condition"] == "service_healthy"
+    for other, condition in service.get("depends_on", {}).items():
+        assert condition["condition"] == "service_healthy"
         needed = set(SERVICES[other].get("profiles", ()))
         is_there = not needed or (profiles and profiles <= needed)
-        assert is_there or how["required"] is False, f"{other} may not be on"
+        assert is_there or condition["required"] is False, f"{other} may not be on"
     image = service["image"]
     if name in TARGET_OF_SERVICE:
         build = service["build"]
@@ -208,7 +208,7 @@ def test_every_variable_of_compose_is_explained() -> None:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server without torch, and without all else that the server's image does not have."""
+    """A server without torch, and without everything else that the server's image lacks."""
     hooks = tmp_path_factory.mktemp("hooks")
     (hooks / "sitecustomize.py").write_text(ABSENT.format(absent=sorted(not_in_the_image())))
     path = os.pathsep.join([str(hooks), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
@@ -218,7 +218,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 def test_the_dashboard_shows_existing_metrics(server: Server) -> None:
     with server.http() as http:
-        for _ in range(2):  # the second is answered from the store
+        for _ in range(2):  # the second request is answered from the store
             assert finished(http, post(http, budget="70%").json()["id"])["status"] == "succeeded"
         text = http.get("/metrics").text
     labels_by_metric: dict[str, set[str]] = {}
@@ -267,7 +267,7 @@ def test_prometheus_authenticates_with_the_key() -> None:
     assert f"COPY {COMPOSE['secrets'][secret]['file']}" not in DOCKERFILE
 
 
-# -- the server's image, as far as it can be had without an engine ---------------------------------
+# -- the server's image, without an engine ---------------------------------------------------------
 
 
 def test_the_server_runs_without_torch(server: Server) -> None:
@@ -286,8 +286,8 @@ def test_torch_is_absent_in_that_environment(server: Server) -> None:
         return subprocess.run(command, capture_output=True, text=True, env=server.environment)
 
     assert "No module named 'torch'" in run("import torch").stderr
-    whole = "import remat_server.http.app, remat_server.work.child, remat.cli, psycopg"
-    assert run(whole).returncode == 0
+    imports = "import remat_server.http.app, remat_server.work.child, remat.cli, psycopg"
+    assert run(imports).returncode == 0
     assert (
         run("from remat_server.work import devices; print(devices.measurable())").stdout == "()\n"
     )
@@ -367,7 +367,7 @@ def test_the_service_writes_only_to_its_volumes() -> None:
             process.wait()
         assert "Read-only" not in log.read_text()
         assert health("api", environment).returncode != 0
-        assert health("worker", environment).returncode != 0, "it left the store"
+        assert health("worker", environment).returncode != 0, "it has no access to the store"
 
 
 # -- helpers ----------------------------------------------------------------------------------
@@ -387,7 +387,7 @@ class Finder(PathFinder):
 
 sys.meta_path[sys.meta_path.index(PathFinder)] = Finder
 """
-"""A `sitecustomize` that hides packages, in the children of a process too."""
+"""A `sitecustomize` that hides packages, also in child processes."""
 
 READ_ONLY = """
 import errno, os, sys
@@ -411,11 +411,11 @@ def hook(event, arguments):
 
 sys.addaudithook(hook)
 """
-"""A `sitecustomize` that lets nothing be written but in one folder."""
+"""A `sitecustomize` that allows writing in one folder only."""
 
 
 def stages() -> dict[str, dict[str, str]]:
-    """Of each stage its instructions, the last of each kind."""
+    """Return the last instruction of each kind, for each stage of the Dockerfile."""
     stages_by_name: dict[str, dict[str, str]] = {}
     text = re.sub(r"^#.*\n", "", DOCKERFILE, flags=re.MULTILINE).replace("\\\n", " ")
     current: dict[str, str] = {}
@@ -429,13 +429,13 @@ def stages() -> dict[str, dict[str, str]]:
 
 
 def image_environment(target: str) -> dict[str, str]:
-    """The REMAT_* that an image sets."""
+    """Return the REMAT_* variables that an image sets."""
     pairs = (part.partition("=") for part in stages()[target]["ENV"].split())
     return {name: value for name, _, value in pairs if name.startswith("REMAT_")}
 
 
 def interpolated(value: object, variables: dict[str, str] | None = None) -> str:
-    """A value of compose.yaml where these variables are set."""
+    """Return a value of compose.yaml with these variables set."""
     return re.sub(
         r"\$\{(\w+)(?::-([^}]*))?\}",
         lambda match: (variables or {}).get(match[1]) or match[2] or "",
@@ -444,7 +444,7 @@ def interpolated(value: object, variables: dict[str, str] | None = None) -> str:
 
 
 def settings_of(service: dict[str, Any], variables: dict[str, str] | None = None) -> Settings:
-    """The settings that a service of compose.yaml has."""
+    """Return the settings of a service of compose.yaml."""
     values = dict(image_environment(service["build"]["target"]))
     values |= {
         name: interpolated(value, variables) for name, value in service["environment"].items()
@@ -453,7 +453,7 @@ def settings_of(service: dict[str, Any], variables: dict[str, str] | None = None
 
 
 def dockerfile_requirements(file: str) -> set[str]:
-    """What the Dockerfile has `requirements.py` write to a file."""
+    """Return the extras that the Dockerfile passes to `requirements.py` for a file."""
     match = re.search(rf"requirements\.py ([\w,-]+)(?: ([\w,-]+))? > {file}", DOCKERFILE)
     assert match is not None
     extras, without = match[1].split(","), (match[2] or "").split(",")
@@ -462,11 +462,11 @@ def dockerfile_requirements(file: str) -> set[str]:
 
 
 def not_in_the_image() -> set[str]:
-    """The packages that are installed here and would not be in the server's image."""
+    """Return the packages that are installed here and not in the server's image."""
     ignored: set[tuple[str, str]] = set()
-    wanted = [Requirement(line) for line in dockerfile_requirements("server.txt")]
-    while wanted:
-        requirement = wanted.pop()
+    expected = [Requirement(line) for line in dockerfile_requirements("server.txt")]
+    while expected:
+        requirement = expected.pop()
         name = canonicalize_name(requirement.name)
         for extra in ("", *requirement.extras):
             if (name, extra) in ignored:
@@ -475,7 +475,7 @@ def not_in_the_image() -> set[str]:
             for line in distribution(name).requires or ():
                 further = Requirement(line)
                 if further.marker is None or further.marker.evaluate({"extra": extra}):
-                    wanted.append(further)
+                    expected.append(further)
     names = {name for name, _ in ignored} | {"remat"}
     return {
         package
@@ -485,7 +485,8 @@ def not_in_the_image() -> set[str]:
 
 
 def runs_as_nobody(environment: dict[str, str]) -> dict[str, Any]:
-    """How to start a process as the image's user, where we are root and that user may read us."""
+    """Return how to start a process as the image's user, where the tests run as root and that
+    user may read the code."""
     if os.geteuid() != 0:
         return {}
     user = {"user": 10001, "group": 10001, "extra_groups": []}
@@ -498,6 +499,6 @@ def runs_as_nobody(environment: dict[str, str]) -> dict[str, Any]:
 
 
 def health(what: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """What the image's health check says."""
+    """Return the output of the image's health check."""
     command = [sys.executable, DOCKER / "healthcheck.py", what]
     return subprocess.run(command, env=environment, cwd="/", capture_output=True, text=True)

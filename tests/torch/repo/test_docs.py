@@ -1,4 +1,4 @@
-"""What README.md and docs/ say is so: the site builds, code runs, messages and figures are real."""
+"""README.md and docs/ are true: the site builds, code runs, messages and figures are real."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import pytest
 import torch
 from tests.helpers import server as servers
 from tests.helpers.doc_snippets import ROOT, Block, Runner, blocks, check_syntax, pages
-from tests.helpers.fork_server import CAPTURE, Forking
+from tests.helpers.fork_server import CAPTURE, ForkServer
 from tests.helpers.server import Server
 
 import remat
@@ -30,7 +30,7 @@ PAGES = {str(page.relative_to(ROOT)): blocks(page) for page in pages()}
 BLOCKS = [block for page_blocks in PAGES.values() for block in page_blocks]
 NOT_RUN = [block for block in BLOCKS if block.reason]
 PORT = "8000"
-"""Of the service, in the pages."""
+"""The port of the service in the pages."""
 
 LANGUAGES = {"python", "console", "text", "json", "yaml", "bash"}
 
@@ -40,7 +40,7 @@ LANGUAGES = {"python", "console", "text", "json", "yaml", "bash"}
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Where `python` and `torchrun` are those of this source tree."""
+    """An environment in which `python` and `torchrun` are those of this source tree."""
     tools = tmp_path_factory.mktemp("bin")
     for name, module in {"python": [], "torchrun": ["-m", "torch.distributed.run"]}.items():
         write_tool(tools / name, [sys.executable, *module])
@@ -68,8 +68,8 @@ def write_tool(file: Path, words: list[str]) -> None:
 
 @pytest.fixture(scope="module")
 def remat_tool(environment: dict[str, str]) -> Iterator[None]:
-    """`remat`, of this source tree too. It need not start."""
-    forking = Forking(CAPTURE, environment)
+    """The command `remat` of this source tree, without its start-up time."""
+    forking = ForkServer(CAPTURE, environment)
     write_tool(Path(environment["PATH"].split(os.pathsep)[0], "remat"), forking.command)
     yield
     forking.close()
@@ -88,7 +88,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield running
 
 
-# What these show is what other tests do: distributed, cli_models, estimate, service, emit, trainer.
+# Other tests run the same code: DDP, the command line, estimate, service, emit, Transformers.
 SLOW_PAGES = {
     f"docs/how-to/{name}.md"
     for name in ("cli", "distributed", "estimate", "policies", "service", "training-loops")
@@ -114,8 +114,8 @@ def test_code_of_every_page_runs(
         page_blocks = [_elsewhere(block, port) for block in page_blocks]
     if any("curl" in block.commands for block in page_blocks) and shutil.which("curl") is None:
         pytest.skip("curl is not installed")
-    said = runner.run(page_blocks, tmp_path)
-    assert not said, said
+    error = runner.run(page_blocks, tmp_path)
+    assert not error, error
 
 
 def _elsewhere(block: Block, port: str) -> Block:
@@ -196,7 +196,7 @@ def test_every_decision_is_listed(site: Path) -> None:
         assert f"decisions/{decision.stem}.html" in listed
 
 
-# -- what is said -------------------------------------------------------------------------------
+# -- statements of the pages --------------------------------------------------------------------
 
 
 def test_quoted_messages_are_in_the_source() -> None:
@@ -213,7 +213,7 @@ def test_quoted_messages_are_in_the_source() -> None:
 
 
 def _texts() -> Iterator[str]:
-    """The literal texts of the source, with f-strings' gaps as `...`."""
+    """Return the string literals of the source, with gaps of f-strings as `...`."""
     for folder in ("solver", "server"):
         for path in (ROOT / folder).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())):
@@ -227,7 +227,7 @@ def _texts() -> Iterator[str]:
 
 
 def test_relative_links_lead_to_files() -> None:
-    """Of README.md and the decisions, which Sphinx does not check."""
+    """Check README.md and the decisions, which Sphinx does not check."""
     for page in (ROOT / "README.md", *(DOCS / "decisions").glob("*.md")):
         for target in re.findall(r"\]\(([^)#]+)[^)]*\)|src=\"([^\"]+)\"", page.read_text()):
             path = target[0] or target[1]
@@ -246,19 +246,19 @@ def test_the_readme_has_the_measured_figures(monkeypatch: pytest.MonkeyPatch) ->
 # -- the pictures -------------------------------------------------------------------------------
 
 
-def test_pictures_of_the_docs_are_what_the_library_draws(tmp_path: Path) -> None:
+def test_pictures_of_the_docs_are_up_to_date(tmp_path: Path) -> None:
     """After a change of the library's style the script has to draw them once more."""
     draw_plan = runpy.run_path(str(DOCS / "images" / "draw.py"))["draw_plan"]
     model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
     trace = remat.measure(remat.trace(model, (torch.randn(64, 8),)), remat.Roofline("h200"))
     draw_plan(remat.solve(trace, "100%"), tmp_path)
     assert {p.name for p in tmp_path.iterdir()} == {p.name for p in (DOCS / "images").glob("*.svg")}
-    for made in tmp_path.iterdir():
-        committed_picture = DOCS / "images" / made.name
-        assert _style(committed_picture) == _style(made), (
-            f"{made.name} is old: python docs/images/draw.py"
+    for new_picture in tmp_path.iterdir():
+        committed_picture = DOCS / "images" / new_picture.name
+        assert _style(committed_picture) == _style(new_picture), (
+            f"{new_picture.name} is old: python docs/images/draw.py"
         )
-        assert _title(committed_picture) == _title(made)
+        assert _title(committed_picture) == _title(new_picture)
 
 
 def test_the_timeline_of_the_docs_is_below_eager_mode() -> None:

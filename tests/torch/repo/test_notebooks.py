@@ -1,4 +1,4 @@
-"""The notebooks run from start to end, and show what they say."""
+"""The notebooks run from start to end, and show their outputs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LIMIT_S = 90.0
 LIMIT_BYTES = 1_000_000
 NAMES = [path.stem for path in sources()]
 SLOW = ("01", "02", "03", "05")
-"""Their models, sweeps and services are those of other tests, and of pages that are run."""
+"""Notebooks whose models, sweeps and services other tests and pages also run."""
 
 _PLACES = re.compile(r"/home/|/root/|/Users/|/tmp/|/var/folders/|[A-Z]:\\\\|site-packages")
 

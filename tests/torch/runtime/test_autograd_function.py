@@ -1,4 +1,4 @@
-"""The autograd node of a step: what gradients arrive in, and what is gone when."""
+"""The autograd node of a step: layouts of gradients, saved tensors, and when memory is freed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tests.helpers.programs import keep_all, recompute_all, traced
-from tests.helpers.recorded_steps import Reached
+from tests.helpers.recorded_steps import RecordedCalls
 from torch import nn
 
 import remat
@@ -39,7 +39,7 @@ def test_gradients_of_any_layout_are_accepted(kind: str, width: int) -> None:
     lowered = remat.lower(keep_all(traced(model, x)), model)
     expected = torch.autograd.grad(model(x), list(model.parameters()), gradient)
     out = lowered(x)
-    with Reached() as reached:
+    with RecordedCalls() as reached:
         actual = torch.autograd.grad(out, list(model.parameters()), gradient)
     for a, b in zip(actual, expected, strict=True):
         assert torch.allclose(a, b)
@@ -48,7 +48,7 @@ def test_gradients_of_any_layout_are_accepted(kind: str, width: int) -> None:
 
 
 class Sizes(nn.Module):
-    """Returns a size of one, whose stride means nothing."""
+    """Returns a dimension of size one, whose stride is meaningless."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,13 +64,13 @@ def test_the_stride_of_a_dimension_of_size_one_is_ignored() -> None:
     lowered = remat.lower(keep_all(traced(model, x)), model)
     gradient = torch.randn(5, 4).as_strided((5, 1, 4), (4, 17, 1))
     out = lowered(x)
-    with Reached() as reached:
+    with RecordedCalls() as reached:
         out.backward(gradient)
     assert torch.ops.aten.copy_.default not in [op for op, _, _ in reached.calls]
 
 
 class Late(nn.Module):
-    """What the loss is, comes last; and returns something that has no gradient."""
+    """Returns the loss last, after an output without gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,8 +119,8 @@ def test_one_of_several_gradients_may_be_missing(
         assert torch.equal(a, b)
 
 
-class Alive(Reached):
-    """For each operation, whether something was still there when it began."""
+class Alive(RecordedCalls):
+    """A mode that records, for each operation, whether an object still existed when it began."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,19 +154,19 @@ def test_a_gradient_is_freed_after_its_last_use() -> None:
 def test_saved_tensors_have_no_autograd_history() -> None:
     """Nor are they views of another tensor, which some kernels return; an output has its
     history."""
-    made = torch.rand(2, 3)
-    view, unused_workspace = made.t(), None
-    assert _detached_unless_output(made, ()) is made
+    tensor = torch.rand(2, 3)
+    view, unused_workspace = tensor.t(), None
+    assert _detached_unless_output(tensor, ()) is tensor
     saved = _detached_unless_output(view, ())
     assert not saved._is_view()
-    assert saved.data_ptr() == made.data_ptr()
+    assert saved.data_ptr() == tensor.data_ptr()
     assert saved.stride() == (1, 3)
     assert _detached_unless_output(view, {id(view)}) is view
     assert _detached_unless_output(unused_workspace, ()) is None  # type: ignore[arg-type]
 
 
 class Dropouts(nn.Module):
-    """As many generator states as dropouts."""
+    """A model with as many RNG states as dropouts."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -182,18 +182,20 @@ class Dropouts(nn.Module):
 def test_one_rng_state_is_saved_for_each_replay(count: int) -> None:
     model = Dropouts(count)
     program = recompute_all(traced(copy.deepcopy(model), X))
-    assert len(program.states) == count
+    assert len(program.rng_states) == count
     lowered = remat.lower(program, copy.deepcopy(model))
     for m in (model, lowered):
         torch.manual_seed(3)
         loss = m(X)
         loss.backward()
-    assert len(loss.grad_fn.rng_states) == count, "kept apart, for CUDA's are no tensors"
+    assert len(loss.grad_fn.rng_states) == count, (
+        "stored separately, as CUDA's states are no tensors"
+    )
     for a, b in zip(gradients(lowered), gradients(model), strict=True):
         assert torch.equal(a, b)
 
 
-# Of the compiler's own reading, and of its own speed on Python 3.13.0.
+# These warnings are about the compiler's tracing, and its speed on Python 3.13.0.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 @pytest.mark.filterwarnings("ignore:Guards may run slower")
 def test_a_compiled_caller_does_not_trace_into_the_step() -> None:

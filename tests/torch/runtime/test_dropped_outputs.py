@@ -1,4 +1,4 @@
-"""Outputs that the caller lets go of before the backward need no memory in it."""
+"""Outputs that the caller drops before the backward need no memory during it."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from tests.helpers.cpp_compiler import needs_compiler
 from torch import nn
 
 import remat
-from remat.documents.trace import BOUNDARY, Trace
+from remat.documents.trace import BOUNDARY_NAME, Trace
 from remat.frontend.memory.allocator_peak import allocated_peak
 
 WORDS = 700
 COSTS = remat.Roofline("cpu")
 
 
-class Speaker(nn.Module):
-    """Its largest tensor is what it returns beside the loss."""
+class LossAndLogits(nn.Module):
+    """A model whose largest tensor is an output next to the loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,9 +45,9 @@ def batch() -> torch.Tensor:
 LOGITS_BYTES = batch().numel() * WORDS * 4
 
 
-def speaker() -> Speaker:
+def speaker() -> LossAndLogits:
     torch.manual_seed(0)
-    return Speaker()
+    return LossAndLogits()
 
 
 def step(model: Any) -> dict[str, torch.Tensor]:
@@ -57,7 +57,7 @@ def step(model: Any) -> dict[str, torch.Tensor]:
 
 
 def measured_peak(model: nn.Module, run: Any) -> int:
-    """Of a warm step that keeps only the loss, by the allocator."""
+    """Return the peak by the allocator of a warm step that keeps only the loss."""
     step(model)
     model.zero_grad(set_to_none=True)
     ids = batch()
@@ -65,18 +65,18 @@ def measured_peak(model: nn.Module, run: Any) -> int:
     return peak + ids.nbytes + sum(p.nbytes for p in model.parameters())
 
 
-def assert_equal(actual: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
-    assert actual.keys() == theirs.keys()
-    assert all(torch.equal(actual[name], theirs[name]) for name in theirs)
+def assert_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
 def test_a_plan_with_dropped_outputs_takes_less_and_computes_the_same() -> None:
     model = speaker()
-    wanted = step(copy.deepcopy(model))
+    expected = step(copy.deepcopy(model))
     plans = {}
     for outputs in ("held", "dropped"):
         gm = remat.optimize(model, "min", (batch(),), costs=COSTS, outputs=outputs)
-        assert_equal(step(gm), wanted)
+        assert_equal(step(gm), expected)
         plans[outputs] = gm.plan
         assert gm.program is not None
         assert gm.program.outputs_dropped == (outputs == "dropped")
@@ -89,12 +89,12 @@ def test_dropped_outputs_exist_until_the_backward_starts() -> None:
     graph = trace.graph()
     assert graph.boundary is not None
     start = graph.operations[graph.boundary]
-    assert start.name == BOUNDARY
+    assert start.name == BOUNDARY_NAME
     assert LOGITS_BYTES in {graph.values[v].size_bytes for v in start.inputs}
     assert not graph.results.intersection(start.inputs)
     assert Trace.from_json(trace.to_json()).graph() == graph
     model = speaker()
-    eager_outputs = model(batch())  # who holds them after all reads them as they are
+    eager_outputs = model(batch())  # a caller that holds them anyway can read them
     gm = remat.optimize(model, "min", (batch(),), costs=COSTS, outputs="dropped")
     planned_outputs = gm(batch())
     planned_outputs["loss"].backward()
@@ -142,14 +142,14 @@ def test_an_unknown_value_of_outputs_is_refused(call: Any) -> None:
 @needs_compiler
 def test_dropped_outputs_work_under_torch_compile() -> None:
     model = speaker()
-    wanted = step(copy.deepcopy(model))
+    expected = step(copy.deepcopy(model))
     torch._dynamo.reset()
     before = len(remat.compiled_plans())
     run = remat.compile(model, "min", outputs="dropped", time_limit=4.0)
     run(batch())["loss"].backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None
-        torch.testing.assert_close(parameter.grad, wanted[name], rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-4, atol=1e-6)
     (plan,) = remat.compiled_plans()[before:]
     assert plan.verified_bytes is not None
     assert measured_peak(model, run) <= plan.verified_bytes

@@ -1,5 +1,5 @@
-"""Plain PyTorch that a plan must not run otherwise than eager mode: modules, buffers and hooks that
-are exchanged, tied weights, numbers that are drawn in Python, arguments and outputs of any kind."""
+"""Plain PyTorch that a plan must run as eager mode does: replaced modules, buffers and hooks,
+tied weights, random numbers of Python, arguments and outputs of any kind."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def optimized(model: nn.Module) -> Any:
 
 
 def assert_same_step(model: nn.Module, other: nn.Module, run: Any, *args: Any) -> None:
-    """The same gradients for `model`, which `run` trains, as for `other`, in eager mode."""
+    """Check that `model`, trained by `run`, gets the gradients of `other` in eager mode."""
     for module in (model, other):
         module.zero_grad(set_to_none=True)
     run(*args).backward()
@@ -80,13 +80,13 @@ def hooked(model: Summed) -> None:
 
 
 @pytest.mark.parametrize("change", [exchanged, submodules_exchanged, pruned, hooked])
-@pytest.mark.parametrize("how", [remat.optimize, remat.enable])
+@pytest.mark.parametrize("options", [remat.optimize, remat.enable])
 def test_modules_replaced_after_planning_are_used(
-    how: Any, change: Callable[[Summed], None]
+    options: Any, change: Callable[[Summed], None]
 ) -> None:
     model, x = Summed(layers()), torch.randn(4, 8)
     other = copy.deepcopy(model)
-    run = how(model, "100%", costs=COSTS)
+    run = options(model, "100%", costs=COSTS)
     run(x).backward()
     for module in (model, other):
         torch.manual_seed(1)
@@ -134,7 +134,7 @@ def test_a_buffer_of_another_shape_triggers_a_replan() -> None:
 
 
 class Tied(nn.Module):
-    """The gradient of the tied weight is that of what is added to it, too."""
+    """A tied weight with another use, so that its gradient has two parts."""
 
     def __init__(self, added: str) -> None:
         super().__init__()
@@ -252,8 +252,8 @@ class Indexing(nn.Module):
         self.layer = nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor, index: Any) -> torch.Tensor:
-        made = self.layer(x)
-        return made[index].sum() if not isinstance(index, float) else made.sum() * index
+        output = self.layer(x)
+        return output[index].sum() if not isinstance(index, float) else output.sum() * index
 
 
 def test_equal_python_values_of_different_types_are_distinguished() -> None:
@@ -356,9 +356,9 @@ def test_many_inputs_and_the_smallest_integer_are_supported() -> None:
 
 def test_a_module_with_its_own_plan_is_not_replanned() -> None:
     inner = remat.optimize(nn.Sequential(nn.Linear(4, 4), nn.Dropout()), "min", costs=COSTS)
-    for how in (remat.enable, remat.optimize):
+    for wrap in (remat.enable, remat.optimize):
         with pytest.raises(TraceError, match="0 inside of this Sequential is optimised by remat"):
-            how(nn.Sequential(inner, nn.Linear(4, 1)), "100%", costs=COSTS)
+            wrap(nn.Sequential(inner, nn.Linear(4, 1)), "100%", costs=COSTS)
 
 
 def test_evaluation_takes_any_argument() -> None:

@@ -1,4 +1,5 @@
-"""What a program assumed of a model and of a call: each difference is an error that names it."""
+"""The assumptions of a program about a model and a call: each difference is an error that names
+it."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ X, Y = torch.rand(4, 6), torch.rand(4, 6)
 
 
 class Net(nn.Module):
-    """Parameters of which one is frozen and two are one; buffers, a constant, two inputs."""
+    """Parameters of which one is frozen and two are tied; buffers, a constant, two inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +37,7 @@ class Net(nn.Module):
 
 @pytest.fixture(scope="module")
 def program() -> Program:
-    """Made with a second input that requires a gradient, and a first one that does not."""
+    """A program whose second input requires a gradient, and whose first does not."""
     return keep_all(traced(Net(), X, torch.rand(4, 6, requires_grad=True)))
 
 
@@ -48,7 +49,7 @@ def check(program: Program, model: nn.Module, *args: object, **kwargs: object) -
 def test_a_call_as_planned_passes_the_guards(program: Program) -> None:
     y = torch.rand(4, 6, requires_grad=True)
     check(program, Net(), X, y)
-    check(program, Net(), X, y.detach())  # its gradient is computed for nobody
+    check(program, Net(), X, y.detach())  # its gradient is computed but not used
 
 
 INPUTS: dict[str, tuple[torch.Tensor, str]] = {
@@ -147,7 +148,7 @@ def test_an_input_that_newly_requires_a_gradient_is_refused() -> None:
 
 
 class Reads(nn.Module):
-    """Has a gradient for its first input only."""
+    """A module that has a gradient for its first input only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -167,7 +168,7 @@ def test_an_input_without_gradient_in_the_model_has_none_in_the_program() -> Non
     check(program, model, x, y, X)
     with pytest.raises(GuardError, match=r"input \[0\]\[2\] requires a gradient"):
         check(program, model, x, y, x.detach().clone().requires_grad_())
-    # As it was written down before inputs said so.
+    # As in documents from before inputs had this field.
     untold = tuple(p.model_copy(update={"requires_grad": False}) for p in program.placeholders[2:])
     old = program.model_copy(update={"placeholders": (*program.placeholders[:2], *untold)})
     check(old, model, x, y.detach(), X)
@@ -240,7 +241,7 @@ def test_a_binding_reads_the_current_tensors(program: Program) -> None:
         binding.tensors([X, Y])
 
 
-# -- a watch --------------------------------------------------------------------------------
+# -- the tracker ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("more", [0, 300])
@@ -319,7 +320,7 @@ def test_a_tracker_reports_whether_any_parameter_trains() -> None:
     model.bias.requires_grad_(False)
     model.bias.grad = torch.zeros(2)
     assert tracker.has_trainable_parameters is True
-    assert tracker.has_gradients is False, "nobody adds to what is frozen"
+    assert tracker.has_gradients is False, "frozen parameters get no gradient"
     model.weight.grad = torch.zeros(2, 2)
     assert tracker.has_gradients is True
     model.requires_grad_(False)

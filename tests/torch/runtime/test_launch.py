@@ -1,4 +1,5 @@
-"""A launcher runs the very operations of its graph, frees what is dead, and looks at little."""
+"""A launcher runs exactly the operations of its graph, frees dead values, and has little
+overhead."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from tests.helpers.models import FAMILIES
-from tests.helpers.recorded_steps import Reached, assert_same, eager_step, run_step
+from tests.helpers.recorded_steps import RecordedCalls, assert_same, eager_step, run_step
 from torch import fx, nn
 
 import remat
@@ -92,15 +93,15 @@ def test_a_python_function_calls_its_overload(
         return [node(inner) for inner in item] if isinstance(item, list) else item
 
     operator = resolve(target)
-    made = tuple(node(item) for item in args)
-    graph.output([graph.call_function(operator, made, kwargs)])
+    nodes = tuple(node(item) for item in args)
+    graph.output([graph.call_function(operator, nodes, kwargs)])
     launch = generate_launcher(graph)
     assert PYTHON_FUNCTIONS[target] in launch.__closure__[1].cell_contents.__globals__.values()  # type: ignore[index]
     torch.manual_seed(0)
-    with torch.no_grad(), Reached() as wanted:
+    with torch.no_grad(), RecordedCalls() as wanted:
         expected = operator(*args, **kwargs)
     torch.manual_seed(0)
-    with torch.no_grad(), Reached() as reached:
+    with torch.no_grad(), RecordedCalls() as reached:
         (actual,) = launch(list(values))
     assert [call[0] for call in reached.calls] == [operator]
     torch.testing.assert_close(reached.calls[0][1], wanted.calls[0][1], rtol=0, atol=0)
@@ -125,15 +126,15 @@ def test_values_are_freed_after_their_last_use() -> None:
 
     def refresh(*tensors: torch.Tensor) -> torch.Tensor:
         alive.append([ref() is not None for ref in watched])
-        made = torch.zeros(1)
-        watched.append(weakref.ref(made))
-        return made
+        tensor = torch.zeros(1)
+        watched.append(weakref.ref(tensor))
+        return tensor
 
     graph = fx.Graph()
     first, unread = graph.placeholder("first"), graph.placeholder("boxed")
     a = graph.call_function(refresh, (first,))
     b = graph.call_function(refresh, (a,))
-    graph.call_function(refresh, (b,))  # nobody reads it
+    graph.call_function(refresh, (b,))  # unused
     graph.output([graph.call_function(refresh, (b,))])
     inputs = [torch.zeros(1), torch.zeros(1)]
     watched += [weakref.ref(inputs[0]), weakref.ref(inputs[1])]

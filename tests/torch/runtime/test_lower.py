@@ -1,4 +1,4 @@
-"""`lower`: what a program says is what runs; what is wrong with one is said before it does."""
+"""`lower`: a program runs as written, and errors in it are reported before it runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from remat.passes.gradient_accumulation import with_gradient_accumulation
 
 
 class FirstOf(nn.Module):
-    """Of one operation only the first result is read, of another only the second."""
+    """A module that reads only the first result of one operation, and only the second of
+    another."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +36,7 @@ class FirstOf(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """oneDNN's layer looks at whether gradients are enabled."""
+    """A recurrent layer: oneDNN's kernel depends on whether gradients are enabled."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +78,7 @@ def test_a_program_computes_what_the_model_does(
 def test_gradients_are_accumulated_into_existing_ones(name: str) -> None:
     case, trace = case_and_trace(name)
     program = accumulated(trace)
-    # As in a process that has read it from a file: equal words are other objects.
+    # As if read from a file: equal strings are different objects.
     read = tuple(s.model_copy(update={"target": "".join([*s.target])}) for s in program.backward)
     program = program.model_copy(update={"backward": read})
     lowered = remat.lower(program, copy.deepcopy(case.model))
@@ -102,7 +103,7 @@ def test_a_compiled_program_is_data() -> None:
 
 
 class Constant(nn.Module):
-    """Three numbers, and none, of its own."""
+    """A module with constants of three elements and of none."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""How an optimised module behaves: as the model, in everything that training does with one."""
+"""An optimised module behaves like the model in everything that training does with it."""
 
 from __future__ import annotations
 
@@ -81,9 +81,11 @@ def test_gradient_accumulation_allocates_no_second_copy(name: str) -> None:
         eager = run_step(reference, case, seed, zero_grad=False)
         step = run_step(gm, case, seed, zero_grad=False)
     assert_same(step, eager)
-    step = run_step(gm, case, 4, zero_grad=False)  # planned by now: nothing but the step is metered
+    step = run_step(
+        gm, case, 4, zero_grad=False
+    )  # planned before, so that only the step is metered
     assert gm.program is not None
-    assert gm.program.accumulating
+    assert gm.program.accumulates_gradients
     assert step.peak_bytes <= gm.program.predicted_peak_bytes
     assert step.peak_bytes >= 0.99 * gm.program.predicted_peak_bytes
 
@@ -164,7 +166,7 @@ def test_dropout_is_replayed_whatever_the_generator_did_since() -> None:
             m.zero_grad()
             torch.manual_seed(seed)
             loss = m(x)["loss"]
-            torch.rand(1000)  # somebody else draws between forward and backward
+            torch.rand(1000)  # other code samples between forward and backward
             loss.backward()
         for p, q in zip(model.parameters(), reference.parameters(), strict=True):
             assert (p.grad is None) == (q.grad is None)
@@ -234,7 +236,7 @@ def test_new_shapes_are_replanned_and_logged(caplog: pytest.LogCaptureFixture) -
     reference = copy.deepcopy(model)
     gm = optimized(model, "min")
     with caplog.at_level(logging.WARNING, logger="remat"):
-        for rows in (64, 96, 64, 96, 64):  # the second time 64 may take what 96 takes
+        for rows in (64, 96, 64, 96, 64):  # now 64 may use the budget of 96
             x = torch.randn(rows, 32)
             gm.zero_grad()
             reference.zero_grad()

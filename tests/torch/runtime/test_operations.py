@@ -1,5 +1,5 @@
-"""Operations with a trap in them, each in a module of its own: recomputed at random, the step is
-eager's bit for bit."""
+"""Operations that are hard to recompute, each in its own module: recomputed at random, the step
+equals eager mode's bit for bit."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def half_without_grad(m: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 class Doubled(torch.autograd.Function):
-    """A backward of its own, which is not the derivative."""
+    """A function with its own backward, which is not the derivative."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -208,8 +208,8 @@ CASES: dict[str, Callable[[], tuple[nn.Module, tuple[torch.Tensor, ...]]]] = {
 }
 
 
-# Kernels whose real results take more memory than their fakes say (oneDNN's LSTM workspace, 56 KB
-# here): only a measurement knows. Some bytes of scratch are then still seen that nobody returns.
+# Kernels whose real results are larger than those of fake tensors (oneDNN's LSTM workspace, 56 KB
+# here): only a measurement shows it. Some bytes of scratch remain, which no operation returns.
 LARGER_THAN_TRACED = {"lstm", "index-writes"}
 SCRATCH_BYTES = 128
 
@@ -246,8 +246,8 @@ def test_a_recomputed_operation_is_exact(name: str) -> None:
             assert gradient is None or torch.equal(actual, gradient), key
         for key, buffer in eager.buffers.items():
             assert torch.equal(step.buffers[key], buffer), key
-        for mine, theirs in zip(copied_case.args, case.args, strict=True):
-            assert torch.equal(mine, theirs), "an input was written differently"
+        for mine, expected in zip(copied_case.args, case.args, strict=True):
+            assert torch.equal(mine, expected), "an input was written differently"
         assert torch.equal(step.generator, eager.generator)
 
 

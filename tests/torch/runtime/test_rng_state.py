@@ -1,4 +1,4 @@
-"""What is drawn again is what was drawn, and nobody notices."""
+"""A recomputed random operation repeats its sample, and the generator is unaffected."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from remat.frontend.runtime.rng_state import generator_state, run_with_generator
 
 
 class Philox:
-    """A CUDA generator's numbers: each draw is known by seed and offset, and takes four offsets."""
+    """A CUDA generator: each sample is identified by seed and offset, and takes four offsets."""
 
     def __init__(self) -> None:
         self.seed, self.offset = 7, 0
@@ -94,7 +94,7 @@ def test_for_cuda_graphs_no_random_operation_is_recomputed() -> None:
     assert "replay" in random_statements(plain)
     assert random_statements(graphed) == []
     assert graphed.plan is not None
-    assert graphed.plan.schedule.recomputed(graphed.plan.graph), "everything else may run again"
+    assert graphed.plan.schedule.recomputed(graphed.plan.graph), "everything else may be recomputed"
     assert "random    drawn once" in graphed.plan.describe()
     assert plain.plan is not None
     assert "random" not in plain.plan.describe()

@@ -1,4 +1,4 @@
-"""What many clients at once, a lost answer or another name can do to the service: real servers."""
+"""Many concurrent clients, lost answers and foreign host names, on real servers."""
 
 from __future__ import annotations
 
@@ -47,21 +47,21 @@ def test_each_job_measures_its_costs_within_its_memory_limit(tmp_path: Path) -> 
 
 
 def accepted(http: httpx2.Client, body: dict[str, object]) -> dict[str, str] | None:
-    """The job; None while no worker has said what it can measure on."""
+    """Return the job; None while no worker has reported the devices it can measure on."""
     response = http.post("/solve", json=body)
     assert response.status_code == 202 or "no worker" in response.json()["detail"]
     return response.json() if response.status_code == 202 else None
 
 
 def limits_of_solves(folder: Path) -> list[int] | None:
-    """RLIMIT_DATA of the processes that solve, once each has one."""
+    """Return RLIMIT_DATA of the processes that solve, once each has one."""
     data_limits = [data_limit(pid) for pid in solving_processes(str(folder))]
     limits = [limit for limit in data_limits if limit is not None]
     return limits if len(limits) == len(data_limits) else None
 
 
 def data_limit(pid: int) -> int | None:
-    """RLIMIT_DATA of a process, where it has one."""
+    """Return RLIMIT_DATA of a process, where it has one."""
     for line in Path(f"/proc/{pid}/limits").read_text().splitlines():
         if line.startswith("Max data size"):
             limit = line.split()[3]
@@ -69,7 +69,7 @@ def data_limit(pid: int) -> int | None:
     return None
 
 
-# -- many at once -----------------------------------------------------------------------------
+# -- concurrent requests ----------------------------------------------------------------------
 
 
 def test_the_bytes_of_concurrent_bodies_are_limited(tmp_path: Path) -> None:
@@ -82,7 +82,9 @@ def test_the_bytes_of_concurrent_bodies_are_limited(tmp_path: Path) -> None:
         sending: list[socket.socket] = []
 
         def looked() -> httpx2.Response | None:
-            for sender in filter(is_answered, list(sending)):  # this look's body was there first
+            for sender in filter(
+                is_answered, list(sending)
+            ):  # the body of this request was there first
                 sending.remove(sender)
             while len(sending) < 4:
                 sending.append(stack.enter_context(connection(server)))
@@ -103,13 +105,13 @@ def is_answered(sending: socket.socket) -> bool:
 
 
 def answered(http: httpx2.Client, body: bytes, status: int) -> httpx2.Response | None:
-    """The answer once it has this status."""
+    """Return the answer once it has this status."""
     response = http.post("/solve", content=body, headers={"Content-Type": "application/json"})
     return response if response.status_code == status else None
 
 
 def posted(length: int) -> bytes:
-    """The head of a request with a body."""
+    """Return the head of a request with a body."""
     head = "POST /solve HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     return f"{head}Content-Length: {length}\r\n\r\n".encode()
 
@@ -147,7 +149,7 @@ def is_watched(http: httpx2.Client, path: str) -> bool:
         return response.status_code == 200
 
 
-# -- a client and its answers -------------------------------------------------------------------
+# -- lost answers -------------------------------------------------------------------------------
 
 
 def test_a_waiting_client_sends_one_request(tmp_path: Path) -> None:
@@ -180,7 +182,7 @@ def test_a_cancellation_with_a_lost_answer_deletes_no_job(tmp_path: Path) -> Non
     with ExitStack() as stack:
         server = stack.enter_context(servers.running(tmp_path, "--workers", "0"))
         http = stack.enter_context(server.http())
-        url, deleted = stack.enter_context(losing(server))
+        url, deleted = stack.enter_context(losing_delete_answers(server))
         client = stack.enter_context(Client(url))
         id = post(http, budget="70%").json()["id"]
         client.cancel(id)
@@ -195,8 +197,9 @@ def test_a_cancellation_with_a_lost_answer_deletes_no_job(tmp_path: Path) -> Non
 
 
 @contextmanager
-def losing(server: Server) -> Iterator[tuple[str, list[str]]]:
-    """A way to the server that loses the first answer of each DELETE; and what was deleted."""
+def losing_delete_answers(server: Server) -> Iterator[tuple[str, list[str]]]:
+    """Run a proxy that loses the first answer of each DELETE; yield its URL and the deleted
+    paths."""
     deleted: list[str] = []
 
     class LosingProxy(BaseHTTPRequestHandler):
@@ -221,7 +224,7 @@ def losing(server: Server) -> Iterator[tuple[str, list[str]]]:
         proxy.shutdown()
 
 
-# -- names, and no processes left ---------------------------------------------------------------
+# -- host names, and failing processes ----------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-"""Hostile requests: each is answered by a problem that says what is wrong, costs the server no more
-than a real one, and the next good request works."""
+"""Hostile requests: each is answered by a problem document that says what is wrong, costs the
+server no more than a real one, and the next valid request works."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture
 def http(server: Server) -> Iterator[httpx2.Client]:
-    """A client; what a test does to the server is judged after it."""
+    """A client; after the test, the state of the server is checked."""
     before = resident_bytes(server)
     with server.http() as client:
         yield client
@@ -80,12 +80,12 @@ def http(server: Server) -> Iterator[httpx2.Client]:
 def trace() -> dict[str, Any]:
     torch.manual_seed(0)
     case = PLAIN["mlp"]()
-    made = remat.trace(case.model, case.args, case.kwargs)
-    return json.loads(remat.measure(made, remat.Roofline("cpu")).to_json())
+    traced = remat.trace(case.model, case.args, case.kwargs)
+    return json.loads(remat.measure(traced, remat.Roofline("cpu")).to_json())
 
 
 def resident_bytes(server: Server) -> int:
-    """The most that the server held since this was asked last."""
+    """Return the peak of the server's resident memory since the last call."""
     process = Path(f"/proc/{server.process.pid}")
     lines = dict(line.split(":", 1) for line in (process / "status").read_text().splitlines())
     (process / "clear_refs").write_text("5")
@@ -93,7 +93,8 @@ def resident_bytes(server: Server) -> int:
 
 
 def is_good(http: httpx2.Client, budget: int = 10**6) -> None:
-    """A good request works; solved anew where its budget is another."""
+    """Check that a valid request works; with another budget it is solved rather than read from
+    the store."""
     request = {"graph": chain(4), "budget": budget, "options": QUICK}
     job = http.post("/solve", json=request)
     assert job.status_code == 202, job.text
@@ -101,7 +102,7 @@ def is_good(http: httpx2.Client, budget: int = 10**6) -> None:
 
 
 def refused(answer: httpx2.Response, *statuses: int) -> str:
-    """What a problem document says is wrong."""
+    """Return the reason in a problem document."""
     assert answer.status_code in (statuses or range(400, 500)), (answer.status_code, answer.text)
     assert answer.headers["content-type"] == "application/problem+json"
     problem = answer.json()
@@ -111,8 +112,8 @@ def refused(answer: httpx2.Response, *statuses: int) -> str:
     return problem["detail"]
 
 
-def judged(http: httpx2.Client, body: bytes, where: str = "/solve") -> str:
-    """Refused, or accepted and then brought to an end: which one."""
+def refused_or_ended(http: httpx2.Client, body: bytes, where: str = "/solve") -> str:
+    """Return whether a request was refused, or accepted and then brought to an end."""
     dry = http.post(f"{where}?dry_run=true", content=body, headers=JSON)
     answer = http.post(where, content=body, headers={**JSON, "Prefer": "wait=60"})
     if answer.status_code >= 400:
@@ -135,7 +136,7 @@ def judged(http: httpx2.Client, body: bytes, where: str = "/solve") -> str:
 
 
 def request_with(**changes: Any) -> bytes:
-    """A good request with a bare graph, and something changed."""
+    """Return a valid request with a bare graph, with a change."""
     return json.dumps({"graph": chain(4), "budget": "70%", "options": QUICK, **changes}).encode()
 
 
@@ -144,8 +145,8 @@ def request_with(**changes: Any) -> bytes:
 
 def archive() -> bytes:
     file = io.BytesIO()
-    with zipfile.ZipFile(file, "w") as made:
-        made.writestr("data.pkl", b"x")
+    with zipfile.ZipFile(file, "w") as zip_file:
+        zip_file.writestr("data.pkl", b"x")
     return file.getvalue()
 
 
@@ -324,7 +325,7 @@ def test_dense_documents_cost_no_more_than_large_real_ones(
     assert grown < 3 * GROWTH_BYTES
 
 
-# -- documents with something changed -------------------------------------------------------------
+# -- changed documents ----------------------------------------------------------------------------
 
 ODD = st.one_of(
     st.sampled_from(
@@ -347,7 +348,7 @@ ODD = st.one_of(
 
 
 def places(data: object) -> Iterator[tuple[Any, Any]]:
-    """Every (container, key) of a JSON value."""
+    """Yield every (container, key) of a JSON value."""
     if isinstance(data, (dict, list)):
         for key in list(data) if isinstance(data, dict) else range(len(data)):
             yield data, key
@@ -355,7 +356,8 @@ def places(data: object) -> Iterator[tuple[Any, Any]]:
 
 
 def mutated(data: st.DataObject, document: dict[str, Any]) -> dict[str, Any]:
-    """Some places of a document deleted, replaced, doubled, moved, renamed or made very deep."""
+    """Return a document with some places deleted, replaced, doubled, moved, renamed or deeply
+    nested."""
     document = copy.deepcopy(document)
     for _ in range(data.draw(st.integers(1, 3), "changes")):
         all_places = list(places(document))
@@ -389,7 +391,7 @@ def test_mutated_traces_are_solved_or_refused(
     if data.draw(st.booleans(), "priced"):
         request["options"]["costs"] = "roofline:h200"
     with server.http() as http:
-        judged(http, json.dumps(mutated(data, request)).encode())
+        refused_or_ended(http, json.dumps(mutated(data, request)).encode())
 
 
 @pytest.mark.slow
@@ -400,7 +402,7 @@ def test_mutated_graphs_are_solved_or_refused(server: Server, data: st.DataObjec
     budget = {"budget": "70%"} if where == "/solve" else {"budgets": ["70%", "min"]}
     with server.http() as http:
         changed = mutated(data, {"graph": chain(4), **budget, "options": QUICK})
-        judged(http, json.dumps(changed).encode(), where)
+        refused_or_ended(http, json.dumps(changed).encode(), where)
 
 
 @pytest.mark.parametrize(
@@ -427,9 +429,9 @@ def test_extreme_graphs_are_solved_or_refused(
     graph = chain(4)
     for record in graph[name]:
         record[key] = amount
-    assert judged(http, request_with(graph=graph)) == end
+    assert refused_or_ended(http, request_with(graph=graph)) == end
     sweep = {"graph": graph, "options": QUICK}
-    assert judged(http, json.dumps(sweep).encode(), "/sweeps") == end
+    assert refused_or_ended(http, json.dumps(sweep).encode(), "/sweeps") == end
 
 
 @pytest.mark.parametrize(
@@ -449,7 +451,7 @@ def test_extreme_graphs_are_solved_or_refused(
     ],
 )
 def test_invalid_graphs_are_refused(http: httpx2.Client, changes: dict[str, Any], end: str) -> None:
-    assert judged(http, request_with(graph={**chain(4), **changes})) == end
+    assert refused_or_ended(http, request_with(graph={**chain(4), **changes})) == end
 
 
 def test_cycles_are_refused(http: httpx2.Client, trace: dict[str, Any]) -> None:
@@ -473,9 +475,9 @@ def test_a_forward_that_views_the_backward_is_refused(
     view = {**nodes[0], "name": "v", "view": True, "backward": False}
     result = {"name": "vr", "tensor": tangent["tensor"], "storage": storage, "position": -1}
     reader = {**nodes[0], "name": "w", "view": False, "backward": False, "args": [{"ref": "vr"}]}
-    made = {**result, "name": "wr", "storage": len(trace["storages"])}
-    nodes += [{**view, "args": [], "results": [result]}, {**reader, "results": [made]}]
-    changed = {**trace, "nodes": nodes, "storages": [*trace["storages"], 4]}
+    view_result = {**result, "name": "wr", "storage": len(trace["storage_bytes"])}
+    nodes += [{**view, "args": [], "results": [result]}, {**reader, "results": [view_result]}]
+    changed = {**trace, "nodes": nodes, "storage_bytes": [*trace["storage_bytes"], 4]}
     answer = http.post("/solve?dry_run=true", json={"trace": changed, "budget": "70%"})
     assert "v of the forward views" in refused(answer, 422)
 
@@ -489,8 +491,8 @@ def test_operations_of_unknown_libraries_are_refused(
     changed = copy.deepcopy(trace)
     changed["nodes"][0]["target"] = target
     body = json.dumps({"trace": changed, "budget": "70%", "options": QUICK}).encode()
-    # What is in torch itself is data to the service; `remat.lower` refuses it.
-    assert judged(http, body) == ("succeeded" if target.startswith("aten") else "refused")
+    # To the service, names of torch operations are data; `remat.lower` refuses this one.
+    assert refused_or_ended(http, body) == ("succeeded" if target.startswith("aten") else "refused")
     if not target.startswith("aten"):
         answer = http.post("/solve", content=body, headers=JSON)
         assert f"{target}; this service takes" in refused(answer, 422)
@@ -513,7 +515,7 @@ def test_invalid_budgets_are_refused(http: httpx2.Client, budget: object) -> Non
 
 @pytest.mark.parametrize("budget", [2**62, 2**64, 10**30, 1e99, "9" * 99, "9000000TiB"])
 def test_huge_budgets_are_solved_or_refused(http: httpx2.Client, budget: float | str) -> None:
-    assert judged(http, request_with(budget=budget)) == "succeeded"
+    assert refused_or_ended(http, request_with(budget=budget)) == "succeeded"
 
 
 def test_too_many_budgets_are_refused(http: httpx2.Client) -> None:
@@ -572,9 +574,9 @@ OPTIONS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("strategy", OPTIONS, ids=lambda strategy: str(strategy)[:40])
 def test_invalid_options_are_refused(http: httpx2.Client, strategy: dict[str, Any]) -> None:
     body = request_with(options={"strategy": strategy})
-    said = refused(http.post("/solve", content=body, headers=JSON), 422)
+    reason = refused(http.post("/solve", content=body, headers=JSON), 422)
     for option in {*strategy} - {"name", "time_limit", "solver"}:
-        assert option in said
+        assert option in reason
 
 
 @pytest.mark.slow
@@ -602,7 +604,7 @@ def test_options_at_the_ends_of_their_ranges_are_checked(
     if name in ("auto", "selective", "lp_rounding", "checkmate"):
         strategy["time_limit"] = 2.0
     with server.http() as http:
-        judged(http, request_with(options={"strategy": strategy}, budget="60%"))
+        refused_or_ended(http, request_with(options={"strategy": strategy}, budget="60%"))
 
 
 # -- headers, paths, methods ----------------------------------------------------------------------
@@ -748,8 +750,8 @@ def address(server: Server) -> tuple[str, int]:
 
 
 def conversation(server: Server, head: str, parts: Iterable[bytes]) -> tuple[httpx2.Response, int]:
-    """What is answered to a POST /solve, until the connection is closed, and how many parts of
-    the body were sent before: for as long as nothing is answered."""
+    """Return the answer to a POST /solve until the connection is closed, and how many parts of
+    the body were sent before it: as many as possible without an answer."""
     text = f"POST /solve HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n{head}"
     taken, answer = 0, b""
     with socket.create_connection(address(server), timeout=60) as plain:
@@ -773,7 +775,7 @@ def conversation(server: Server, head: str, parts: Iterable[bytes]) -> tuple[htt
 
 
 def statuses(server: Server, path: str) -> list[int]:
-    """Of the requests of a path so far, as the service's log has them."""
+    """Return the statuses of the requests of a path so far, from the service's log."""
     lines = server.log.read_text().splitlines()
     records = [
         json.loads(line) for line in lines if f'"path": "{path}"' in line and line[-1] == "}"

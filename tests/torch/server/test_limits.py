@@ -1,4 +1,4 @@
-"""What the settings of the service do, at both sides of each limit, against real servers."""
+"""The limits of the service's settings, from both sides, on real servers."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from tests.helpers.models import PLAIN
 from tests.helpers.server import HARD, Server, chain, finished, post, solving_processes, wait_for
 
 import remat
+from remat.strategies import KeepAll
 from remat_server.http.auth import ANONYMOUS
 from remat_server.settings import Settings
 from remat_server.store import jobs, tables
@@ -40,11 +41,11 @@ def test_size_settings_are_in_bytes() -> None:
 
 @pytest.fixture(scope="module")
 def trace() -> dict[str, Any]:
-    """As many operations as the service takes."""
+    """A trace of as many operations as the service accepts."""
     case = PLAIN["mlp"]()
-    made = remat.measure(remat.trace(case.model, case.args, case.kwargs), remat.Roofline("cpu"))
-    assert len(made.nodes) == OPERATIONS
-    return json.loads(made.to_json())
+    traced = remat.measure(remat.trace(case.model, case.args, case.kwargs), remat.Roofline("cpu"))
+    assert len(traced.nodes) == OPERATIONS
+    return json.loads(traced.to_json())
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +72,7 @@ def http(server: Server) -> Iterator[httpx2.Client]:
 
 
 def dry(http: httpx2.Client, says: str = "", status: int = 422, **changes: Any) -> None:
-    """Accepted; or refused with a problem that says so."""
+    """Check that a dry run is accepted, or refused with a problem that contains the words."""
     options = {"strategy": {"name": "auto", "time_limit": 6.0}}
     body = {"graph": chain(4), "budget": "60%", "options": options, **changes}
     answer = http.post("/solve?dry_run=true", json=body)
@@ -79,7 +80,7 @@ def dry(http: httpx2.Client, says: str = "", status: int = 422, **changes: Any) 
     assert says in answer.text
 
 
-# -- what may be asked ----------------------------------------------------------------------------
+# -- limits of requests ---------------------------------------------------------------------------
 
 
 def test_only_allowed_hosts_are_answered(http: httpx2.Client) -> None:
@@ -145,7 +146,7 @@ def test_dry_runs_price_traces_by_a_data_sheet(http: httpx2.Client, trace: dict[
     for node in bare["nodes"]:
         node |= {"cost_s": None, "workspace_bytes": None, "cost_source": ""}
     strategy = {"name": "keep_all"}
-    for document, costs, said in (
+    for document, costs, costs_from in (
         (trace, None, "roofline cpu"),
         (trace, "roofline:h200", "roofline h200"),
         (bare, "roofline:h200", "roofline h200"),
@@ -153,19 +154,19 @@ def test_dry_runs_price_traces_by_a_data_sheet(http: httpx2.Client, trace: dict[
         options = {"strategy": strategy, "costs": costs}
         body = {"trace": document, "budget": "100%", "options": options}
         response = http.post("/solve?dry_run=true", json=body).json()
-        assert response["costs"] == said
+        assert response["costs"] == costs_from
         assert response["operations"] > 30
         assert response["baseline_peak_bytes"] > response["constant_bytes"] > 0
 
 
-# -- what is done ---------------------------------------------------------------------------------
+# -- limits of solves -----------------------------------------------------------------------------
 
 
 def test_waits_and_concurrent_solves_are_limited(server: Server, http: httpx2.Client) -> None:
     options = {"strategy": {**HARD, "time_limit": 6.0}}
     body = {"graph": chain(30), "budget": "22%", "options": options}
     response = http.post("/solve", json=body, headers={"Prefer": "respond-async, wait=30"})
-    assert response.status_code == 202, "it is not there in time"
+    assert response.status_code == 202, "the result is not ready in time"
     assert response.headers["Preference-Applied"] == "wait=0.3"
     assert response.headers["Location"] == f"/jobs/{response.json()['id']}"
     assert response.json()["status"] in ("queued", "running")
@@ -184,7 +185,7 @@ def test_waits_and_concurrent_solves_are_limited(server: Server, http: httpx2.Cl
 @pytest.mark.parametrize(("requested", "granted"), [(64, 2), (2, 2), (1, 1)])
 def test_the_threads_of_a_solve_are_limited(requested: int, granted: int) -> None:
     assert with_threads(remat.Auto(threads=requested), 2) == remat.Auto(threads=granted)
-    assert with_threads(remat.KeepAll(), 2) == remat.KeepAll()
+    assert with_threads(KeepAll(), 2) == KeepAll()
 
 
 def test_a_sweep_is_at_the_address_of_its_answer(http: httpx2.Client) -> None:
@@ -228,7 +229,7 @@ def test_a_starting_worker_deletes_old_jobs_and_fails_lost_ones(tmp_path: Path) 
         assert "lost 2 times" in lost["problem"]["detail"]
 
 
-# -- who may come ---------------------------------------------------------------------------------
+# -- hosts and keys -------------------------------------------------------------------------------
 
 
 def test_listening_for_other_machines_needs_keys_or_a_permission(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The OpenAPI document, and that the service does what it says: schemathesis against a server."""
+"""The OpenAPI document, and that the service follows it: schemathesis against a server."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ CONFIG = """
 hooks = "{hooks}"
 generation.deterministic = true
 
-[[operations]]  # of a job that has ended, and in no such form
+[[operations]]  # the job has ended, and has no result in that form
 include-path = "/jobs/{{id}}/result"
 checks.positive_data_acceptance.expected-statuses = ["2xx", "404", "406", "409"]
 """
@@ -173,7 +173,7 @@ def test_schema_and_service_accept_the_same_requests(server: Server) -> None:
         assert http.post("/solve", json=request, headers={"Prefer": "wait=30"}).status_code == 200
 
 
-# -- what the service does ------------------------------------------------------------------------
+# -- answers of the service -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_no_answer_is_undocumented(
 
             check()
         except Unsatisfiable:
-            assert mode is GenerationMode.NEGATIVE  # nothing can be wrong with /livez
+            assert mode is GenerationMode.NEGATIVE  # no request to /livez is wrong
 
 
 @pytest.mark.parametrize("has_key", [True, False], ids=["key", "open"])
@@ -218,7 +218,7 @@ def test_links_between_operations_lead_to_the_job(
             return {"headers": headers, "timeout": 60}
 
         def before_call(self, case: Case) -> None:
-            if case.method == "POST" and len(answers) % 4:  # else what was made up
+            if case.method == "POST" and len(answers) % 4:  # otherwise the generated value
                 budget = budgets[len(answers) % len(budgets)]
                 name = "budgets" if case.path == "/sweeps" else "budget"
                 case.body = {"graph": chain(4), name: [budget] if name == "budgets" else budget}
@@ -228,8 +228,8 @@ def test_links_between_operations_lead_to_the_job(
             answers.append((f"{case.method} {case.path}", response.status_code))
             case.validate_response(response, checks=CHECKS)
 
-    # A job's state changes by itself, so the same steps need not lead on to the same: then the
-    # search for further stories ends. Each answer was judged when it came.
+    # A job's state changes over time, so equal steps may have different results: then the search
+    # for further sequences ends. Each answer was checked when it came.
     with suppress(FlakyStrategyDefinition):
         Story.run(settings=settings(max_examples=8, stateful_step_count=8, **BOUNDED))
     assert len(answers) > 20
@@ -269,23 +269,23 @@ def test_answers_to_valid_requests_are_documented(server: Server) -> None:
         request("DELETE", "/jobs/{id}", 404, **job)
 
 
-# -- by the command line --------------------------------------------------------------------------
+# -- schemathesis ---------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_schemathesis_finds_no_failure(server: Server, tmp_path: Path) -> None:
     """All its checks, against a server that holds jobs of every end."""
     with server.http() as http:
-        documents = what_is_there(http)
+        documents = hook_documents(http)
         answers = run_schemathesis(server.url, documents, tmp_path, "--max-examples=5")
     forms = set(documents["forms"])
     offered = {"trace": forms, "graph": forms - {"python", "program"}, "sweep": {"json", "svg"}}
-    for how, id in documents["jobs"].items():
+    for end, id in documents["jobs"].items():
         for form in forms:
-            status = 200 if form in offered.get(how, forms) else 406
-            if how in ("failed", "cancelled"):
+            status = 200 if form in offered.get(end, forms) else 406
+            if end in ("failed", "cancelled"):
                 status = 409
-            assert ("GET", f"/jobs/{id}/result?format={form}", status) in answers, (how, form)
+            assert ("GET", f"/jobs/{id}/result?format={form}", status) in answers, (end, form)
     for status, count in ((202, 1), (204, 6)):
         ended = {
             path for method, path, documents in answers if (method, documents) == ("DELETE", status)
@@ -301,14 +301,14 @@ def test_schemathesis_finds_no_failure_with_keys(
     server, key = closed
     authorization = f"Authorization: Bearer {key}"
     with server.http(headers=[authorization.split(": ")]) as http:
-        documents = what_is_there(http) | {"has_key": True}
+        documents = hook_documents(http) | {"has_key": True}
     run_schemathesis(
         server.url, documents, tmp_path, "--max-examples=25", "--header", authorization
     )
 
 
-def what_is_there(http: httpx2.Client) -> dict[str, Any]:
-    """What `openapi_hooks` wants: jobs that ended in every way, and some to delete."""
+def hook_documents(http: httpx2.Client) -> dict[str, Any]:
+    """Return the data of `openapi_hooks`: jobs that ended in every way, and some to delete."""
     case = PLAIN["mlp"]()
     priced = remat.measure(remat.trace(case.model, case.args, case.kwargs), remat.Roofline("cpu"))
     trace = json.loads(priced.to_json())
@@ -333,8 +333,8 @@ def what_is_there(http: httpx2.Client) -> dict[str, Any]:
         }
         assert http.delete(f"/jobs/{jobs['cancelled']}").status_code == 202
         solved = dict.fromkeys(("trace", "graph", "sweep"), "succeeded")
-        for how, id in jobs.items():
-            assert finished(http, id)["status"] == solved.get(how, how)
+        for end, id in jobs.items():
+            assert finished(http, id)["status"] == solved.get(end, end)
         return jobs
 
     parameters = http.get("/openapi.json").json()["paths"]["/jobs/{id}/result"]["get"]["parameters"]
@@ -351,7 +351,7 @@ def what_is_there(http: httpx2.Client) -> dict[str, Any]:
 def run_schemathesis(
     url: str, documents: dict[str, Any], directory: Path, *options: str
 ) -> set[tuple[str, str, int]]:
-    """The answers (method, path with query, status) of a run that must find nothing."""
+    """Return the answers (method, path with query, status) of a run that must find no failure."""
     config, archive = directory / "schemathesis.toml", directory / "requests.har"
     config.write_text(CONFIG.format(hooks=ROOT / "tests/helpers/openapi_hooks.py"))
     (directory / "given.json").write_text(json.dumps(documents))

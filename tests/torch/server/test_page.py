@@ -1,4 +1,4 @@
-"""The page of the service, in a real browser: what a user does and sees."""
+"""The page of the service in a real browser: what a user does and sees."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ expect.set_options(timeout=60_000)  # machines that run tests are busy
 
 
 class Tiny(nn.Module):
-    """A few layers, whose activations are what takes memory."""
+    """A few layers, whose activations take most of the memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,8 +133,8 @@ def figure(page: Page, name: str) -> str:
 
 
 def wait_until(page: Page, condition: str) -> None:
-    """JavaScript that becomes true. Asked from outside: `wait_for_function` polls by eval inside of
-    the page, which our policy refuses from the second look on."""
+    """Wait until JavaScript is true. It is evaluated from outside: `wait_for_function` polls by
+    eval inside of the page, which the policy refuses from the second poll on."""
     for _ in range(600):
         if page.evaluate(condition):
             return
@@ -143,7 +143,7 @@ def wait_until(page: Page, condition: str) -> None:
 
 
 def expect_pictures(page: Page, count: int) -> None:
-    """So many pictures are there and could be drawn, once they have arrived."""
+    """Wait until this many pictures are loaded and can be drawn."""
     script = "[...document.images].filter((i) => i.naturalWidth > 100).length"
     wait_until(page, f"{script} >= {count}")
     assert page.evaluate(script) == count
@@ -235,7 +235,7 @@ def test_check_only_shows_the_sizes(page: Page, server: Server, trace_file: Path
     assert page.url.rstrip("#/") == server.url
 
 
-# -- what goes wrong ---------------------------------------------------------------------------
+# -- errors ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -372,17 +372,17 @@ def test_the_queue_updates_and_has_pages(page: Page, tmp_path: Path, browser: Br
 def test_the_page_can_be_used_by_keyboard_alone(
     page: Page, server: Server, trace_file: Path
 ) -> None:
-    page.on("filechooser", lambda chooser: None)  # from the first one on, none is missed
+    page.on("filechooser", lambda chooser: None)  # including the first one
     page.goto(server.url)
     expect(page.locator("#queue tbody tr, #queue-empty:visible").first).to_be_visible()
 
     def tab_to(name: str) -> None:
         for _ in range(40):
             page.keyboard.press("Tab")
-            here = "document.activeElement"
-            focused = page.evaluate(f"{here}.id || {here}.textContent")
+            active_element = "document.activeElement"
+            focused = page.evaluate(f"{active_element}.id || {active_element}.textContent")
             if focused == name:
-                width = page.evaluate(f"getComputedStyle({here}).outlineWidth")
+                width = page.evaluate(f"getComputedStyle({active_element}).outlineWidth")
                 assert width == "3px", "the focus can be seen"
                 return
         raise AssertionError(f"{name} cannot be reached by Tab")
@@ -409,10 +409,10 @@ def test_the_page_can_be_used_by_keyboard_alone(
 def test_a_key_is_requested_and_remembered(page: Page, tmp_path: Path, trace_file: Path) -> None:
     with servers.running(tmp_path / "data") as server:
         command = [sys.executable, "-m", "remat.cli", "keys", "add", "ada"]
-        made = subprocess.run(command, env=server.environment, capture_output=True, check=True)
-        key = made.stdout.decode().strip()
+        completed = subprocess.run(command, env=server.environment, capture_output=True, check=True)
+        key = completed.stdout.decode().strip()
         with server.http() as http:
-            http.get("/jobs")  # from now on the service knows that there are keys, or soon
+            http.get("/jobs")  # the service notices the new key within a second
         page.wait_for_timeout(1100)
         page.goto(server.url)
         dialog = page.get_by_role("dialog", name="API key")
@@ -459,7 +459,7 @@ def test_colours_have_enough_contrast(page: Page, server: Server, scheme: Any) -
 
 
 def contrast(one: str, other: str) -> float:
-    """The ratio of WCAG 2, of two colours such as "#1a1a1a"."""
+    """Return the contrast ratio of WCAG 2 of two colours such as "#1a1a1a"."""
 
     def luminance(colour: str) -> float:
         parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]

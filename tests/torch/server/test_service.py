@@ -22,6 +22,7 @@ from tests.helpers.server import HARD, Server, chain, finished, post, solving_pr
 import remat
 from remat.documents.plan import GraphRecord
 from remat.service.wire import Answer, SolveRequest, SweepRequest
+from remat.strategies import ChenSqrt, KeepAll
 
 QUICK = remat.Auto(gap=0.02)
 
@@ -58,7 +59,7 @@ def test_a_request_keeps_budgets_as_written(graph: remat.Graph) -> None:
             SolveRequest(graph=record, budget=wrong)
 
 
-# -- as a new user would ----------------------------------------------------------------------
+# -- the first steps of a user ----------------------------------------------------------------
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
@@ -104,7 +105,7 @@ def test_a_plan_requested_by_curl_trains_within_its_budget(server: Server, tmp_p
 def test_the_client_optimizes_as_the_library_does(server: Server) -> None:
     case = gpt2(dropout=0.0)
     costs = remat.Roofline("h200")
-    # With one thread, whichever comes first of two plans of the same time is always the same.
+    # With one thread, the choice among plans of equal time is deterministic.
     one_thread = remat.Auto(threads=1)
     seen: list[remat.Progress] = []
     with server.client() as client:
@@ -176,7 +177,7 @@ def test_a_trace_for_a_device_that_no_worker_has_is_refused(server: Server) -> N
     assert "roofline" in answer.json()["detail"]
 
 
-# -- the same errors --------------------------------------------------------------------------
+# -- errors -----------------------------------------------------------------------------------
 
 
 def test_the_client_raises_the_errors_of_the_library(server: Server, graph: remat.Graph) -> None:
@@ -184,7 +185,7 @@ def test_the_client_raises_the_errors_of_the_library(server: Server, graph: rema
         for budget, strategy, is_proved, least in (
             (250, remat.Auto(), True, 300),
             ("5%", remat.Auto(), True, 300),
-            (350, remat.ChenSqrt(), False, 800),
+            (350, ChenSqrt(), False, 800),
         ):
             with pytest.raises(remat.InfeasibleBudget) as remote:
                 client.solve(graph, budget, strategy)
@@ -230,8 +231,8 @@ def test_results_of_the_service_are_those_of_the_library(
     server: Server, graph: remat.Graph
 ) -> None:
     with server.client() as client:
-        for strategy in (remat.Auto(), remat.ChenSqrt(), remat.Exact(), remat.KeepAll()):
-            budget = "100%" if isinstance(strategy, remat.KeepAll) else "70%"
+        for strategy in (remat.Auto(), ChenSqrt(), remat.Exact(), KeepAll()):
+            budget = "100%" if isinstance(strategy, KeepAll) else "70%"
             remote = client.solve(graph, budget, strategy)
             local = remat.solve(graph, budget, strategy)
             assert remote.overhead == local.overhead
@@ -325,8 +326,8 @@ def test_an_unchanged_job_is_answered_with_304(http: httpx2.Client) -> None:
 
 @pytest.mark.slow
 def test_jobs_are_listed_in_pages(http: httpx2.Client) -> None:
-    made = [post(http, budget=2000 + i).json()["id"] for i in range(5)]
-    for id in made:
+    job_ids = [post(http, budget=2000 + i).json()["id"] for i in range(5)]
+    for id in job_ids:
         finished(http, id)
     listed: list[str] = []
     cursor = None
@@ -337,13 +338,13 @@ def test_jobs_are_listed_in_pages(http: httpx2.Client) -> None:
         cursor = page["next"]
         if cursor is None:
             break
-    assert listed[:5] == made[::-1]
+    assert listed[:5] == job_ids[::-1]
     assert len(listed) == len(set(listed))
     page = http.get("/jobs", params={"status": "succeeded", "limit": 5}).json()
-    assert [job["id"] for job in page["jobs"]] == made[::-1]
+    assert [job["id"] for job in page["jobs"]] == job_ids[::-1]
 
 
-# -- live, cancel -------------------------------------------------------------------------------
+# -- events and cancellation --------------------------------------------------------------------
 
 
 def test_events_report_the_states_of_a_job_and_resume(http: httpx2.Client) -> None:
@@ -439,7 +440,7 @@ def test_generated_python_of_a_trace_is_available(server: Server, http: httpx2.C
     assert remat.Plan.from_json(plan) == answer.plan.read(remat.Plan)
     with server.client() as client:
         second = client.submit(SolveRequest(trace=trace, budget="80%"))
-    assert second.model == trace.model, "what is answered from the store has its name too"
+    assert second.model == trace.model, "answers from the store have a name, too"
 
 
 @pytest.mark.parametrize("form", ["svg", "schedule", "modules", "html"])
@@ -487,11 +488,16 @@ def test_health_and_metrics_are_available(http: httpx2.Client) -> None:
 def test_every_answer_has_an_id_and_safe_headers(http: httpx2.Client) -> None:
     with_id = http.get("/livez", headers={"X-Request-ID": "abc-1"})
     assert with_id.headers["X-Request-ID"] == "abc-1"
-    made = http.get("/nothing", headers={"X-Request-ID": "a b<script>"})
-    assert made.status_code == 404
-    assert made.headers["content-type"] == "application/problem+json"
-    assert "script" not in made.headers["X-Request-ID"]
-    for answer in (made, http.get("/"), http.get("/jobs"), http.get("/", headers={"Host": "evil"})):
+    with_bad_id = http.get("/nothing", headers={"X-Request-ID": "a b<script>"})
+    assert with_bad_id.status_code == 404
+    assert with_bad_id.headers["content-type"] == "application/problem+json"
+    assert "script" not in with_bad_id.headers["X-Request-ID"]
+    for answer in (
+        with_bad_id,
+        http.get("/"),
+        http.get("/jobs"),
+        http.get("/", headers={"Host": "evil"}),
+    ):
         policy = answer.headers["Content-Security-Policy"].split("; ")
         assert {"default-src 'none'", "script-src 'self'", "frame-ancestors 'none'"} <= {*policy}
         assert "unsafe" not in str(policy)

@@ -27,17 +27,25 @@ import torch
 from tests.helpers.graphs import chain
 from tests.helpers.models import gpt2
 from tests.helpers.paths import DATA
-from tests.helpers.plans import HOSTILE, half_recomputed, hostile_plan, lone, plan_of, plans
+from tests.helpers.plans import (
+    HOSTILE,
+    half_recomputed,
+    hostile_plan,
+    one_operation_graph,
+    plan_of,
+    plans,
+)
 from torch import nn
 from torch.cuda import _memory_viz
 
 import remat
 from remat.documents.arguments import Literal, Ref
-from remat.documents.program import Bound, Program, Statement
+from remat.documents.program import Binding, Program, Statement
 from remat.documents.trace import Trace
 from remat.graph import Graph, Operation, Value
 from remat.plan import Plan
 from remat.schedule import Schedule
+from remat.strategies import KeepAll, RecomputeAll
 from remat.strategies.baselines.per_block import PerBlock
 from remat.view import (
     annotated_code,
@@ -60,7 +68,7 @@ def traced() -> tuple[Trace, Plan, Program]:
         nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.1), nn.BatchNorm1d(64), nn.Linear(64, 1)
     )
     trace = remat.measure(remat.trace(model, (torch.randn(32, 16),)), device=remat.Roofline("h200"))
-    plan = remat.solve(trace, "min", remat.RecomputeAll())
+    plan = remat.solve(trace, "min", RecomputeAll())
     assert plan.schedule.recomputed(plan.graph)
     return trace, plan, remat.rewrite(trace, plan.schedule)
 
@@ -125,7 +133,7 @@ def test_a_chrome_trace_has_two_tracks() -> None:
 
 
 def live_bytes(events: list[dict[str, Any]]) -> Iterator[tuple[int, int]]:
-    """(run, live bytes) after each event; checks that no two live blocks overlap."""
+    """Return (run, live bytes) after each event; check that no two live blocks overlap."""
     live: dict[int, int] = {}
     for event in events:
         address, size = event["addr"], event["size"]
@@ -170,8 +178,8 @@ def test_torch_loads_a_snapshot(tmp_path: Path) -> None:
     assert _memory_viz.segments(snapshot, format_flamegraph=str)
     assert "total_allocated: 33.0MiB" in _memory_viz.segsum(snapshot)
     assert "TOTAL MEM" in _memory_viz.trace(snapshot)
-    left = _memory_viz.filter_alloc_free_pairs(memory_snapshot(plan))["device_traces"][0]
-    assert [event["action"] for event in left] == ["alloc", "alloc"]
+    unmatched = _memory_viz.filter_alloc_free_pairs(memory_snapshot(plan))["device_traces"][0]
+    assert [event["action"] for event in unmatched] == ["alloc", "alloc"]
     first = next(e for e in snapshot["device_traces"][0] if e["frames"][0]["name"] == "f0")
     assert [(frame["filename"], frame["name"]) for frame in first["frames"]] == [
         ("layer.0", "f0"),
@@ -219,7 +227,7 @@ def test_torchs_memory_viz_commands_read_a_snapshot(
     shown = pickle.loads(base64.b64decode(encoded))
     events = [event["action"] for event in shown["device_traces"][0]]
     if "--filter_freed" in command:
-        # What is left at the end: constant memory and the results.
+        # Constant memory and the results are left at the end.
         results = gpt2_plan.graph.results
         sized = [v for v in results if gpt2_plan.graph.values[v].size_bytes]
         assert events == ["alloc"] * (1 + len(sized))
@@ -228,7 +236,7 @@ def test_torchs_memory_viz_commands_read_a_snapshot(
 
 
 def test_torch_compares_two_snapshots(gpt2_plan: Plan, capsys: pytest.CaptureFixture[str]) -> None:
-    eager = remat.solve(gpt2_plan.graph, "100%", remat.KeepAll())
+    eager = remat.solve(gpt2_plan.graph, "100%", KeepAll())
     before, after = (memory_snapshot(plan)["segments"] for plan in (eager, gpt2_plan))
     flames = _memory_viz.compare(before, after, format_flamegraph=str)
     assert "only_before;stream_0" in flames
@@ -266,17 +274,17 @@ def test_annotated_code_has_a_line_for_every_statement(traced: tuple[Trace, Plan
     assert isinstance(forward, ast.FunctionDef)
     assert isinstance(backward, ast.FunctionDef)
     assert (forward.name, backward.name) == ("forward", "backward")
-    # Beside the statements: what is returned, what is saved, and the return.
+    # In addition to the statements: the outputs, the saved values, and the return.
     assert len(forward.body) == len(program.forward) + 3
     assert len(backward.body) == len(program.backward) + 2
     recomputed = sum(plan.schedule.recomputed(plan.graph).values())
     assert text.count("recomputed, run ") == recomputed
     assert text.count("run 1 of ") == len(plan.schedule.recomputed(plan.graph))
-    (state,) = program.states
+    (state,) = program.rng_states
     assert text.count(f"saves {state}") == 1
-    replays = [s for s in program.backward if s.random and s.random != "save"]
+    replays = [s for s in program.backward if s.rng_action and s.rng_action != "save"]
     assert text.count(f"replays {state}") == len(replays) > 0
-    assert text.count(", kept") == len(set(program.saved) & _made(program))
+    assert text.count(", saved") == len(set(program.saved) & _made(program))
     assert "  # 0, 8.00 KiB" in text
     assert "view" in text
 
@@ -290,7 +298,7 @@ def test_long_calls_are_wrapped_and_stay_one_statement() -> None:
     statement = Statement(
         target="aten.cat.default",
         args=tuple(map(Ref, names)),
-        results=(Bound(name="y", position=0),),
+        results=(Binding(name="y", position=0),),
         module="net.h.0",
     )
     lines = _lines(statement, "net.h.0, 4 B")
@@ -331,7 +339,7 @@ def test_literals_stay_on_their_line() -> None:
             Literal("device", "cuda:0"),
             Literal("dtype", "x);y("),
         ),
-        results=(Bound(name="y", position=0), Bound(name="z", position=2)),
+        results=(Binding(name="y", position=0), Binding(name="z", position=2)),
     )
     (line,) = ast.parse(textwrap.dedent("\n".join(_lines(statement, "net")))).body
     assert isinstance(line, ast.Assign)
@@ -394,7 +402,7 @@ def test_graphs_keep_operations_and_edges() -> None:
     }
 
 
-@pytest.mark.parametrize("graph", [Graph((), ()), lone()], ids=["empty", "one"])
+@pytest.mark.parametrize("graph", [Graph((), ()), one_operation_graph()], ids=["empty", "one"])
 def test_degenerate_plans_have_exports(graph: Graph) -> None:
     plan = plan_of(graph, Schedule.keep_all(graph))
     assert len(json.loads(chrome_trace(plan))["traceEvents"]) == 3 + (3 if len(graph) else 0)

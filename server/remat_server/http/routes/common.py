@@ -9,7 +9,7 @@ from fastapi import Depends, Path, Request
 
 from remat.documents.base import Record
 from remat.service.wire import Problem
-from remat_server.http.answers import MEDIA_TYPE
+from remat_server.http.problem_responses import MEDIA_TYPE
 from remat_server.problems import ServiceProblem
 from remat_server.store.database import Database
 

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
 
 from remat import view
-from remat.documents.base import validated
+from remat.documents.base import validate_json
 from remat.documents.plan import PlanDocument
 from remat.documents.program import Program
 from remat.plan import Plan
@@ -113,11 +113,11 @@ def result_response(
 
 def _render(form: Form, kind: str, body: bytes) -> str:
     if kind == "sweep":
-        plans = [each.read(Plan) for each in validated(SweepAnswer, body, "answer").plans]
+        plans = [each.read(Plan) for each in validate_json(SweepAnswer, body, "answer").plans]
         if form != "svg":
             raise ServiceProblem(406, "a sweep is offered as JSON and as SVG")
         return view.frontier_svg(plans)
-    answer = validated(Answer, body, "answer")
+    answer = validate_json(Answer, body, "answer")
     plan = answer.plan.read(Plan)
     match form:
         case "svg":

@@ -12,9 +12,9 @@ from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from typing import cast
 
-from remat_server.work.kernel import data_bytes
+from remat_server.work.linux_process import data_bytes
 from remat_server.work.messages import MESSAGES, Answered, Ready, Task
-from remat_server.work.placements.port import Lost, Run, Said
+from remat_server.work.placements.interface import Lost, Run, Said
 
 _COMMAND = (sys.executable, "-m", "remat_server.work.child")
 

@@ -16,7 +16,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from remat.errors import ServiceError
 from remat_server.work.messages import MESSAGES, Answered, Task
 from remat_server.work.placements.local import LocalRun
-from remat_server.work.placements.port import Gone, Lost, Run, Said
+from remat_server.work.placements.interface import Gone, Lost, Run, Said
 
 _CONNECT_S = 5.0
 _LOOK_S = 0.1

@@ -1,6 +1,6 @@
-"""How a command ends: exit codes, and errors as one line on stderr.
+"""Exit codes of the commands, and errors as one line on stderr.
 
-0 done, 1 failed, 2 usage (also a budget that cannot be read), 3 infeasible, 4 time limit without a
+0 success, 1 failure, 2 usage (also a malformed budget), 3 infeasible budget, 4 time limit without a
 plan, 128 + n ended by signal n (130 is Ctrl-C, 143 SIGTERM).
 """
 
@@ -15,90 +15,91 @@ from importlib import metadata
 from remat.errors import BudgetError, InfeasibleBudget, RematError, SolverTimeout
 from remat.view.drawing.text import plain
 
-FAILED, USAGE, INFEASIBLE, TIMEOUT = 1, 2, 3, 4
+EXIT_FAILED, EXIT_USAGE, EXIT_INFEASIBLE, EXIT_TIMEOUT = 1, 2, 3, 4
 
-_OF_EXTRA = re.compile(r"""(?P<name>[\w-]+).*\bextra\s*==\s*["'](?P<extra>[\w-]+)""")
-"""A line of the package's own metadata that tells what an extra installs."""
+_EXTRA_REQUIREMENT = re.compile(r"""(?P<name>[\w-]+).*\bextra\s*==\s*["'](?P<extra>[\w-]+)""")
+"""A line of remat's metadata that requires a package for an extra."""
 
 
 class UsageError(RematError):
-    """Arguments that cannot be, or not together."""
+    """Wrong arguments, or arguments that cannot be combined."""
 
 
-class Interrupted(RematError):
-    """A signal ended the command before it had anything to show."""
+class InterruptedWithoutResult(RematError):
+    """A signal ended the command before it had a result."""
 
     def __init__(self, signum: int, message: str) -> None:
         super().__init__(message)
         self.signum = signum
 
 
-class Stopped(BaseException):
-    """A signal, where there is nothing to show. Not an `Exception`, so that whoever goes on after
-    any error does not after this."""
+class SignalExit(BaseException):
+    """A signal outside of interruptible work. Not an `Exception`, so that code which continues after
+    any error does not continue after this."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(signum)
         self.signum = signum
 
 
-class Leave(Stopped):
-    """A second signal: leave at once, whatever still runs."""
+class ImmediateExit(SignalExit):
+    """A second signal: exit immediately, even if work is still running."""
 
 
-def word(signum: int) -> str:
-    """What a signal did to us."""
+def describe_signal(signum: int) -> str:
+    """Return "interrupted" for Ctrl-C, "terminated" for any other signal."""
     return "interrupted" if signum == signal.SIGINT else "terminated"
 
 
-def code_of_signal(signum: int) -> int:
-    """As shells say it."""
+def signal_exit_code(signum: int) -> int:
+    """Return the exit code that shells use for a process that a signal ended."""
     return 128 + signum
 
 
-def code_of(error: BaseException) -> int:
-    """The exit code for an exception."""
+def exit_code(error: BaseException) -> int:
+    """Return the exit code for an exception."""
     match error:
-        case Interrupted(signum=signum):
-            return code_of_signal(signum)
+        case InterruptedWithoutResult(signum=signum):
+            return signal_exit_code(signum)
         case UsageError() | BudgetError():
-            return USAGE
+            return EXIT_USAGE
         case InfeasibleBudget():
-            return INFEASIBLE
+            return EXIT_INFEASIBLE
         case SolverTimeout():
-            return TIMEOUT
-    code = getattr(error, "exit_code", FAILED)  # typer's own
-    return code if isinstance(code, int) else FAILED
+            return EXIT_TIMEOUT
+    code = getattr(error, "exit_code", EXIT_FAILED)  # typer's errors have it
+    return code if isinstance(code, int) else EXIT_FAILED
 
 
-def line_of(error: BaseException) -> str:
-    """What is wrong and what to do, on one line."""
+def error_line(error: BaseException) -> str:
+    """Return an exception's message on one line: what is wrong, and what to do."""
     if isinstance(error, RematError):
         return " ".join(plain(str(error)).split())
     if isinstance(error, ModuleNotFoundError) and error.name:
-        return _missing(error.name)
+        return _missing_package_line(error.name)
     if isinstance(error, MemoryError):
-        return "out of memory: free some, or ask for less (fewer slots, a smaller model)"
+        return "out of memory: free some memory, or solve a smaller problem (fewer slots, a smaller model)"
     if isinstance(error, OSError):
-        where = f"{error.filename}: " if error.filename else ""
-        return plain(f"{where}{error.strerror or error}")
-    if (tell := getattr(error, "format_message", None)) is not None:  # typer's own
+        file = f"{error.filename}: " if error.filename else ""
+        return plain(f"{file}{error.strerror or error}")
+    format_message = getattr(error, "format_message", None)
+    if format_message is not None:  # an error of typer
         command = getattr(getattr(error, "ctx", None), "command_path", "remat")
-        text = " ".join(plain(str(tell())).split())
+        text = " ".join(plain(str(format_message())).split())
         return f"{text} See `{command} --help`." if text else ""
-    what = " ".join(plain(f"{type(error).__name__}: {error}").split())[:300]
-    return f"a bug of remat, {what}: see `remat --debug COMMAND`, and please report it"
+    description = " ".join(plain(f"{type(error).__name__}: {error}").split())[:300]
+    return f"a bug in remat, {description}: see `remat --debug COMMAND`, and please report it"
 
 
-def say(message: str) -> None:
-    """One line for people on stderr."""
+def print_message(message: str) -> None:
+    """Print one line on stderr, after the prefix "remat: "."""
     print(f"remat: {plain(message)}", file=sys.stderr, flush=True)
 
 
-def _missing(module: str) -> str:
-    top = module.partition(".")[0]
+def _missing_package_line(module: str) -> str:
+    package = module.partition(".")[0]
     with suppress(metadata.PackageNotFoundError):  # a source tree that is not installed
-        for found in filter(None, map(_OF_EXTRA.match, metadata.requires("remat") or ())):
-            if found["name"].replace("-", "_") == top:
-                return f"this needs the package {top!r}: pip install 'remat[{found['extra']}]'"
-    return f"this needs the package {plain(top)!r}, which is not installed: pip install it"
+        for match in filter(None, map(_EXTRA_REQUIREMENT.match, metadata.requires("remat") or ())):
+            if match["name"].replace("-", "_") == package:
+                return f"this needs the package {package!r}: pip install 'remat[{match['extra']}]'"
+    return f"this needs the package {plain(package)!r}, which is not installed: pip install it"

@@ -1,6 +1,6 @@
-"""Documents in and out: files, gzipped or not, and `-` for stdin.
+"""Reads documents from files or stdin (`-`), gzipped or not; writes and prints results.
 
-What a command is to write is checked before it begins, as a solve may take an hour.
+Output paths are checked before a command starts, because a solve may take an hour.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from remat.commands.common.exits import UsageError
-from remat.documents.base import MAX_BYTES, parse_plain_json, write_atomically
+from remat.documents.base import MAX_BYTES, parse_strict_json, write_atomically
 from remat.documents.sweep import SweepDocument
 from remat.documents.trace import Trace
 from remat.errors import DocumentError, RematError
@@ -31,59 +31,61 @@ _UNPRINTABLE = re.compile(r"[\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ud
 
 
 def read_trace(path: str) -> Trace:
-    """The trace of a file."""
-    return _named(path, lambda: Trace.from_json(_read(path)))
+    """Read a trace from a file or stdin. Raises `DocumentError`."""
+    return _with_source_name(path, lambda: Trace.from_json(_read(path)))
 
 
-def read_measured(path: str) -> Trace:
-    """The trace of a file, which must have costs."""
+def read_measured_trace(path: str) -> Trace:
+    """Read a trace that has costs. Raises `RematError` if it has none."""
     trace = read_trace(path)
     if not trace.measured:
         raise RematError(
-            f"{_name(path)} has no costs yet: `remat measure {path}` times its operations here, "
+            f"{_source_name(path)} has no costs yet: `remat measure {path}` times its operations here, "
             "`remat measure --roofline h200` estimates them"
         )
     return trace
 
 
 def read_plan(path: str) -> Plan:
-    """The plan of a file."""
-    return _named(path, lambda: Plan.from_json(_read(path)))
+    """Read a plan from a file or stdin. Raises `DocumentError`."""
+    return _with_source_name(path, lambda: Plan.from_json(_read(path)))
 
 
 def read_plans(path: str) -> list[Plan]:
-    """The plans of a file: those of a sweep, or the one of a solve."""
+    """Read the plans of a sweep, or the only plan of a solve. Raises `DocumentError`."""
 
     def plans() -> list[Plan]:
         text = _read(path)
-        header = parse_plain_json(text, "remat.plan or remat.sweep")
+        header = parse_strict_json(text, "remat.plan or remat.sweep")
         if isinstance(header, dict) and header.get("format") == SweepDocument.FORMAT:
             return SweepDocument.from_json(text).read(Plan)
         return [Plan.from_json(text)]
 
-    return _named(path, plans)
+    return _with_source_name(path, plans)
 
 
 def check_one_stdin(*paths: str) -> None:
-    """Stdin can be read only once."""
+    """Raise `UsageError` if two paths are stdin, which can be read only once."""
     if paths.count("-") > 1:
         raise UsageError("only one document can come from stdin (-); give the other one as a file")
 
 
 def check_outputs(*paths: Path | None) -> None:
-    """Raises `RematError` for an output that could not be written."""
+    """Raise `RematError` for an output file that cannot be written."""
     for path in paths:
         if path is None:
             continue
         if str(path) == "-":
-            raise UsageError("-o takes a file; for stdout use --json")
+            raise UsageError("-o takes a file; use --json to print on stdout")
         if path.is_dir():
             raise RematError(f"cannot write {path}: it is a directory; name a file in it")
         if _is_special(path):
             continue
-        folder = _real(path).parent
+        folder = _resolve_link(path).parent
         if not folder.is_dir():
-            raise RematError(f"cannot write {path}: there is no directory {folder}; make it first")
+            raise RematError(
+                f"cannot write {path}: there is no directory {folder}; create it first"
+            )
         try:
             with tempfile.TemporaryFile(dir=folder):
                 pass
@@ -91,34 +93,35 @@ def check_outputs(*paths: Path | None) -> None:
             raise RematError(f"cannot write {path}: {error.strerror}") from None
 
 
-def suffix_of(path: Path) -> str:
-    """The ending that tells the kind, without `.gz`: ".svg"."""
+def suffix_without_gz(path: Path) -> str:
+    """Return the last file name ending in lower case, such as ".svg", without `.gz`."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     if suffixes[-1:] == [".gz"]:
         suffixes.pop()
     return suffixes[-1] if suffixes else ""
 
 
-def write(path: Path, content: str | bytes) -> None:
-    """All or nothing, gzipped where the name ends in `.gz`; a device or a pipe is written to."""
+def write_output(path: Path, content: str | bytes) -> None:
+    """Write a file atomically, gzipped if its name ends in `.gz`; write to a device or a pipe directly."""
     data = content.encode() if isinstance(content, str) else content
     try:
         if _is_special(path):
             path.write_bytes(data)
         else:
-            write_atomically(_real(path), data)
+            write_atomically(_resolve_link(path), data)
     except OSError as error:
         raise RematError(f"cannot write {path}: {error.strerror}") from None
 
 
-def show(text: str) -> None:
-    """Text for people on stdout, without what would steer a terminal."""
+def print_text(text: str) -> None:
+    """Print text on stdout, without control characters."""
     _print("\n".join(plain(line) for line in text.split("\n")))
 
 
-def show_json(text: str) -> None:
-    """One JSON document on stdout. Names in it may be hostile: what does not print is escaped."""
-    _print(_UNPRINTABLE.sub(lambda found: f"\\u{ord(found.group()):04x}", text))
+def print_json(text: str) -> None:
+    """Print a JSON document on stdout. Names in it may be hostile, so unprintable characters are
+    escaped."""
+    _print(_UNPRINTABLE.sub(lambda match: f"\\u{ord(match.group()):04x}", text))
 
 
 def _print(text: str) -> None:
@@ -132,32 +135,32 @@ def _read(path: str) -> bytes:
                 raise UsageError("- reads a document from stdin, but nothing is piped into it")
             data = sys.stdin.buffer.read(MAX_BYTES + 1)
         else:
-            with open(path, "rb") as file:  # once: it may be a pipe
+            with open(path, "rb") as file:  # read once: it may be a pipe
                 data = file.read(MAX_BYTES + 1)
         if data[:2] == b"\x1f\x8b":
             with gzip.open(io.BytesIO(data)) as file:
-                return file.read(MAX_BYTES + 1)  # no document is longer, zipped or not
+                return file.read(MAX_BYTES + 1)  # the largest size of a document, zipped or not
     except (OSError, EOFError, ValueError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
-        raise DocumentError(f"cannot read {_name(path)}: {reason}") from None
+        raise DocumentError(f"cannot read {_source_name(path)}: {reason}") from None
     return data
 
 
-def _named(path: str, read: Callable[[], _T]) -> _T:
+def _with_source_name(path: str, read: Callable[[], _T]) -> _T:
     try:
         return read()
     except DocumentError as error:
         text = str(error)
-        where = "" if text.startswith("cannot read") else f"{_name(path)}: "
-        raise DocumentError(f"{where}{text}") from None
+        prefix = "" if text.startswith("cannot read") else f"{_source_name(path)}: "
+        raise DocumentError(f"{prefix}{text}") from None
 
 
-def _name(path: str) -> str:
+def _source_name(path: str) -> str:
     return "stdin" if path == "-" else path
 
 
-def _real(path: Path) -> Path:
-    """Where a link leads: it is the file that is replaced, not the link."""
+def _resolve_link(path: Path) -> Path:
+    """Return the target of a symbolic link, so that writing replaces the target, not the link."""
     return Path(os.path.realpath(path))
 
 

@@ -1,8 +1,8 @@
-"""Work that Ctrl-C and SIGTERM end early, with what it has found.
+"""Runs work that Ctrl-C and SIGTERM end early, with its best result so far.
 
-Solvers run in C, and Python's signal handlers only in the main thread: so the work is done in
-another one while the main thread waits. The first signal sets the work's `cancel`, the second one
-leaves at once.
+Solvers run in C, and Python's signal handlers run only in the main thread. So the work runs in
+another thread while the main thread waits. The first signal sets the work's `cancel`, the second
+one exits immediately.
 """
 
 from __future__ import annotations
@@ -16,75 +16,90 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Generic, TypeVar
 
-from remat.commands.common.exits import Interrupted, Leave, say, word
+from remat.commands.common.exits import (
+    ImmediateExit,
+    InterruptedWithoutResult,
+    describe_signal,
+    print_message,
+)
 from remat.errors import RematError
 from remat.progress import Cancel
 
 _T = TypeVar("_T")
-_LOOK_S = 0.2
+_POLL_INTERVAL_S = 0.2
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass(frozen=True)
-class Ended(Generic[_T]):
-    """What the work has made; `signum` is the signal that ended it early, if one did."""
+class Outcome(Generic[_T]):
+    """The result of interruptible work; `signum` is the signal that ended it early, if any."""
 
     result: _T
     signum: int | None
 
 
 @dataclass
-class _Stop:
+class _CancelOnSignal:
+    """Signal handler: the first signal sets `event`, the second one exits."""
+
     event: threading.Event = field(default_factory=threading.Event)
     signum: int | None = None
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
         if self.signum is not None:
-            raise Leave(signum)
+            raise ImmediateExit(signum)
         self.signum = signum
         self.event.set()
         if sys.stderr.isatty():
-            say(f"{word(signum)}: ending with the best so far; once more leaves at once")
+            print_message(
+                f"{describe_signal(signum)}: stopping with the best plan so far; interrupt once more "
+                "to exit immediately"
+            )
 
 
-def interruptible(work: Callable[[Cancel], _T]) -> Ended[_T]:
-    """The work's result. Raises what it raises, or `Interrupted` where a signal ended it before it
-    had a result."""
-    stop = _Stop()
+def run_interruptibly(work: Callable[[Cancel], _T]) -> Outcome[_T]:
+    """Run work in a thread until it ends or a signal cancels it.
+
+    Raises the work's exception, or `InterruptedWithoutResult` if a signal ended it before it had a
+    result.
+    """
+    handler = _CancelOnSignal()
     results: list[_T] = []
     errors: list[BaseException] = []
-    done = threading.Event()
+    finished = threading.Event()
 
     def run() -> None:
         try:
-            results.append(work(stop.event))
+            results.append(work(handler.event))
         except BaseException as error:
             errors.append(error)
         finally:
-            done.set()
+            finished.set()
 
-    with _handling(stop):
+    with _signals_handled_by(handler):
         threading.Thread(target=run, name="solve", daemon=True).start()
-        while not done.wait(_LOOK_S):  # a wait without a limit would not notice signals everywhere
+        # On some systems, a wait without a timeout does not notice signals.
+        while not finished.wait(_POLL_INTERVAL_S):
             pass
     if results:
-        return Ended(results[0], stop.signum)
+        return Outcome(results[0], handler.signum)
     error = errors[0]
-    if stop.signum is not None and isinstance(error, RematError):
-        raise Interrupted(
-            stop.signum, f"{word(stop.signum)} before any plan was known: nothing is written"
+    if handler.signum is not None and isinstance(error, RematError):
+        raise InterruptedWithoutResult(
+            handler.signum,
+            f"{describe_signal(handler.signum)} before a plan was found; nothing was written",
         ) from error
     raise error
 
 
 @contextmanager
-def _handling(stop: _Stop) -> Iterator[None]:
-    before = {signum: signal.getsignal(signum) for signum in _SIGNALS}
-    for signum, handler in before.items():
-        if handler != signal.SIG_IGN:  # as under nohup
-            signal.signal(signum, stop)
+def _signals_handled_by(new_handler: _CancelOnSignal) -> Iterator[None]:
+    previous_handlers = {signum: signal.getsignal(signum) for signum in _SIGNALS}
+    for signum, handler in previous_handlers.items():
+        if handler != signal.SIG_IGN:  # ignored under nohup
+            signal.signal(signum, new_handler)
     try:
         yield
     finally:
-        for signum, handler in before.items():
+        for signum, handler in previous_handlers.items():
             signal.signal(signum, handler)

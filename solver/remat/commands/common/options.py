@@ -1,4 +1,4 @@
-"""Options that several commands have, and how a strategy is put together from them."""
+"""Command-line options that several commands share, and the strategy and limits that they describe."""
 
 from __future__ import annotations
 
@@ -25,34 +25,34 @@ from remat.strategies.registry import (
 )
 
 GPUS = tuple(name for name, device in DEVICES.items() if device.capability)
-AUTOCAST = ("bfloat16", "float16")
+AUTOCAST_DTYPES = ("bfloat16", "float16")
 
 
-def _beginning(names: Iterable[str], typed: str) -> list[str]:
-    return [name for name in names if name.startswith(typed)]
+def _starting_with(names: Iterable[str], prefix: str) -> list[str]:
+    return [name for name in names if name.startswith(prefix)]
 
 
 def complete_strategy(incomplete: str) -> list[str]:
-    """For the shell."""
-    return _beginning(STRATEGIES, incomplete)
+    """Complete the name of a strategy, for the shell."""
+    return _starting_with(STRATEGIES, incomplete)
 
 
 def complete_strategies(incomplete: str) -> list[str]:
-    """For the shell: the last of names with commas between them."""
+    """Complete the last of several names separated by commas, for the shell."""
     before, comma, last = incomplete.rpartition(",")
-    return [f"{before}{comma}{name}" for name in _beginning(STRATEGIES, last)]
+    return [f"{before}{comma}{name}" for name in _starting_with(STRATEGIES, last)]
 
 
 def complete_device(incomplete: str) -> list[str]:
-    """For the shell."""
-    return _beginning(DEVICES, incomplete)
+    """Complete the name of a device, for the shell."""
+    return _starting_with(DEVICES, incomplete)
 
 
 TraceFile = Annotated[
-    str, typer.Argument(metavar="TRACE", help="A trace's file, .json or .json.gz; - is stdin.")
+    str, typer.Argument(metavar="TRACE", help="The file of a trace, .json or .json.gz; - is stdin.")
 ]
 PlanFile = Annotated[
-    str, typer.Argument(metavar="PLAN", help="A plan's file, .json or .json.gz; - is stdin.")
+    str, typer.Argument(metavar="PLAN", help="The file of a plan, .json or .json.gz; - is stdin.")
 ]
 Source = Annotated[
     str,
@@ -65,11 +65,11 @@ Source = Annotated[
 ]
 Output = Annotated[
     Path | None,
-    typer.Option("--output", "-o", metavar="FILE", help="Write here; gzipped if it ends in .gz."),
+    typer.Option("--output", "-o", metavar="FILE", help="Output file; gzipped if it ends in .gz."),
 ]
 ProgramOutput = Annotated[
     Path | None,
-    typer.Option("--program", metavar="FILE", help="Write the program for remat.lower here."),
+    typer.Option("--program", metavar="FILE", help="Output file of the program, for remat.lower."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 BudgetText = Annotated[
@@ -83,7 +83,7 @@ BudgetText = Annotated[
 ]
 BudgetTexts = Annotated[
     list[str] | None,
-    typer.Option("--budget", "-b", metavar="BUDGET", help="As for solve; may be repeated."),
+    typer.Option("--budget", "-b", metavar="BUDGET", help="Peak memory, as for solve; repeatable."),
 ]
 StrategyName = Annotated[
     str,
@@ -102,10 +102,13 @@ StrategyOptions = Annotated[
 ]
 Gap = Annotated[
     float | None,
-    typer.Option("--gap", help="End once the time is proved within this share of the best."),
+    typer.Option(
+        "--gap",
+        help="Stop once the time is proved to be within this fraction of the best, e.g. 0.01.",
+    ),
 ]
 TimeLimit = Annotated[
-    float | None, typer.Option("--time-limit", metavar="SECONDS", help="End after this time.")
+    float | None, typer.Option("--time-limit", metavar="SECONDS", help="Stop after this time.")
 ]
 Solver = Annotated[
     str | None, typer.Option("--solver", metavar="NAME", help="HiGHS, CBC, Gurobi, SCIP, ...")
@@ -115,11 +118,11 @@ Roofline = Annotated[
     typer.Option(
         "--roofline",
         metavar="DEVICE",
-        help=f"Estimate for a device by its data sheet: {', '.join(DEVICES)}.",
+        help=f"Estimate the costs from a data sheet: {', '.join(DEVICES)}.",
         autocompletion=complete_device,
     ),
 ]
-PictureDevice = Annotated[
+PlotDevice = Annotated[
     str | None,
     typer.Option(
         "--device",
@@ -130,32 +133,34 @@ PictureDevice = Annotated[
     ),
 ]
 Batch = Annotated[int, typer.Option("--batch", min=1, help="Batch size, for hf: and config.json.")]
-Tokens = Annotated[int, typer.Option("--tokens", min=1, help="Tokens of a sequence.")]
+Tokens = Annotated[int, typer.Option("--tokens", min=1, help="Length of a sequence, in tokens.")]
 Image = Annotated[
     int | None,
-    typer.Option("--image", min=1, help="Pixels of an image's side.", show_default=False),
+    typer.Option(
+        "--image", min=1, help="Height and width of an image, in pixels.", show_default=False
+    ),
 ]
 Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="NAME=VALUE", help="Change the configuration, e.g. n_layer=4."),
 ]
-Seed = Annotated[int, typer.Option("--seed", help="For weights and inputs.")]
+Seed = Annotated[int, typer.Option("--seed", help="Random seed of weights and inputs.")]
 Reserve = Annotated[
     str | None,
     typer.Option(
         "--reserve",
         metavar="BYTES",
-        help="Leave this of the budget to others, such as an optimizer's state: 2GiB.",
+        help="Part of the budget to reserve for other users, such as an optimizer's state: 2GiB.",
         show_default=False,
     ),
 ]
-OnDevice = Annotated[str, typer.Option("--device", help="cpu or cuda.")]
-ForDevice = Annotated[
+LocalDevice = Annotated[str, typer.Option("--device", help="cpu or cuda.")]
+TargetDevice = Annotated[
     str | None,
     typer.Option(
         "--device",
         metavar="DEVICE",
-        help=f"cpu, cuda, or a GPU that is not here: {', '.join(GPUS)}.",
+        help=f"cpu, cuda, or the name of an absent GPU: {', '.join(GPUS)}.",
         autocompletion=complete_device,
         show_default=False,
     ),
@@ -173,18 +178,18 @@ DropOutputs = Annotated[
     bool,
     typer.Option(
         "--drop-outputs",
-        help="Of what the model returns only the loss is held during the backward.",
+        help="Assume that the caller releases all outputs except the loss before the backward.",
     ),
 ]
 
 
-def outputs_of(drop: bool) -> str:
-    """What the library is told of `--drop-outputs`."""
+def outputs_option(drop: bool) -> str:
+    """Return the library's option `outputs` for `--drop-outputs`."""
     return OUTPUTS_DROPPED if drop else OUTPUTS_HELD
 
 
-def limits_of(budget: str, reserve: str | None) -> Limits:
-    """Return the limits that `--budget` and `--reserve` ask for. Raises `BudgetError`."""
+def limits_from_options(budget: str, reserve: str | None) -> Limits:
+    """Return the limits that `--budget` and `--reserve` set. Raises `BudgetError`."""
     limits = Limits(Budget.parse(budget), parse_reserve(reserve or 0))
     if limits.reserve_bytes:
         limits.check_reserve()
@@ -192,74 +197,79 @@ def limits_of(budget: str, reserve: str | None) -> Limits:
 
 
 def check_autocast(dtype: str | None) -> None:
-    """Raises `UsageError` for what autocast has not."""
-    if dtype not in (None, *AUTOCAST):
-        raise UsageError(f"--autocast {dtype!r}: it is {' or '.join(AUTOCAST)}")
+    """Raise `UsageError` for a dtype that autocast does not support."""
+    if dtype not in (None, *AUTOCAST_DTYPES):
+        raise UsageError(f"--autocast {dtype!r}: it must be {' or '.join(AUTOCAST_DTYPES)}")
 
 
-def strategy_of(
+def strategy_from_options(
     name: str,
     options: Sequence[str] | None,
     gap: float | None,
     time_limit: float | None,
     solver: str | None,
 ) -> Strategy:
-    """The strategy with its options. Raises `UsageError` that says which there are."""
-    given: dict[str, Any] = {}
+    """Return the strategy with its options. Raises `UsageError`, which lists the valid ones."""
+    options_data: dict[str, Any] = {}
     for option in options or ():
         key, equals, text = option.partition("=")
         if not equals or not key:
-            raise UsageError(f"--option {option!r} is not of the form name=value")
-        given[key.strip()] = _value(text)
-    return _checked({"name": name} | given | _shortcuts(gap, time_limit, solver))
+            raise UsageError(f"--option {option!r} is not of the form NAME=VALUE, as in k=4")
+        options_data[key.strip()] = _parse_value(text)
+    return _build_strategy(
+        {"name": name} | options_data | _strategy_shortcuts(gap, time_limit, solver)
+    )
 
 
-def compared(
+def strategies_to_compare(
     names: str | None, gap: float | None, time_limit: float | None, solver: str | None
 ) -> list[Strategy]:
-    """The strategies to compare; a shortcut goes to those that have such an option."""
-    found: list[Strategy] = []
+    """Return the strategies to compare. Gap, time limit and solver apply to those that have such an
+    option."""
+    strategies: list[Strategy] = []
     if names is None:
-        found += compared_by_default()
+        strategies += compared_by_default()
     else:
         for name in (part.strip() for part in names.split(",") if part.strip()):
-            found += COMPARED_AS.get(name) or (_checked({"name": name}),)
-    if not found:
-        raise UsageError(f"--strategies names none; there are {', '.join(STRATEGIES)}")
-    shortcuts = _shortcuts(gap, time_limit, solver)
-    changed: list[Strategy] = []
-    for strategy in found:
+            strategies += COMPARED_AS.get(name) or (_build_strategy({"name": name}),)
+    if not strategies:
+        raise UsageError(f"--strategies is empty; there are {', '.join(STRATEGIES)}")
+    shortcuts = _strategy_shortcuts(gap, time_limit, solver)
+    configured: list[Strategy] = []
+    for strategy in strategies:
         data = to_data(strategy)
-        own = {key: value for key, value in shortcuts.items() if key in data}
-        changed.append(_checked(data | own) if own else strategy)
-    if unused := [key for key in shortcuts if not any(key in to_data(s) for s in found)]:
+        applicable = {key: value for key, value in shortcuts.items() if key in data}
+        configured.append(_build_strategy(data | applicable) if applicable else strategy)
+    if unused := [key for key in shortcuts if not any(key in to_data(s) for s in strategies)]:
         raise UsageError(f"none of these strategies has the option {unused[0]}")
-    return changed
+    return configured
 
 
-def _shortcuts(gap: float | None, time_limit: float | None, solver: str | None) -> dict[str, Any]:
-    every = {"gap": gap, "time_limit": time_limit, "solver": solver}
-    return {key: value for key, value in every.items() if value is not None}
+def _strategy_shortcuts(
+    gap: float | None, time_limit: float | None, solver: str | None
+) -> dict[str, Any]:
+    shortcuts = {"gap": gap, "time_limit": time_limit, "solver": solver}
+    return {key: value for key, value in shortcuts.items() if value is not None}
 
 
-def _checked(data: dict[str, Any]) -> Strategy:
+def _build_strategy(data: dict[str, Any]) -> Strategy:
     try:
         return from_data(data)
     except ValueError as error:
         raise UsageError(str(error)) from None
 
 
-def _value(text: str) -> Any:
-    for read in (json.loads, float):  # a float also reads nan and inf
+def _parse_value(text: str) -> Any:
+    for parse in (json.loads, float):  # a float also parses nan and inf
         try:
-            return read(text)
+            return parse(text)
         except ValueError:
             continue
     return text
 
 
 def check_device(name: str | None) -> None:
-    """Raises `UsageError` for a device of which there is no data sheet."""
+    """Raise `UsageError` for a device without a data sheet."""
     try:
         if name is not None:
             find_device(name)
@@ -267,29 +277,32 @@ def check_device(name: str | None) -> None:
         raise UsageError(str(error)) from None
 
 
-def check_target(device: str | None) -> None:
-    """Raises `UsageError` for what is neither a device of torch nor a GPU known by name."""
+def check_target_device(device: str | None) -> None:
+    """Raise `UsageError` for a name that is neither a torch device nor a GPU with a data sheet."""
     if device is None or device.partition(":")[0] in ("cpu", "cuda"):
         return
     try:
-        known = find_device(device).capability is not None
+        is_gpu = find_device(device).capability is not None
     except ValueError:
-        known = False
-    if not known:
+        is_gpu = False
+    if not is_gpu:
         raise UsageError(f"--device {device!r}: use cpu, cuda, or a GPU: {', '.join(GPUS)}")
 
 
-def check_here(device: str | None, verb: str, instead: str) -> None:
-    """Raises `UsageError` for a device that is known by name only; `instead` says what to use."""
+def check_local_device(device: str | None, command: str, instead: str) -> None:
+    """Raise `UsageError` for a device other than the local cpu or cuda.
+
+    `instead` is the command to suggest for a device with a data sheet; it may contain "{name}".
+    """
     if device is None or device.partition(":")[0] in ("cpu", "cuda"):
         return
     try:
         name = find_device(device).name
     except ValueError:
         raise UsageError(
-            f"--device {device!r} is no device of this machine; use cpu or cuda"
+            f"--device {device!r} is not a device of this machine; use cpu or cuda"
         ) from None
     raise UsageError(
-        f"--device {device}: `remat {verb}` runs operations on this machine's cpu or cuda; "
+        f"--device {device}: `remat {command}` runs operations on this machine's cpu or cuda; "
         + instead.format(name=name)
     )

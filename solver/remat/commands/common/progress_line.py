@@ -1,4 +1,4 @@
-"""How far a command is: one live line on stderr where that is a terminal, nothing elsewhere."""
+"""The progress of a command, as one live line on stderr if that is a terminal."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from remat.progress import Progress
-from remat.report.standing import standing
+from remat.report.solve_progress import format_progress
 from remat.view.drawing.text import plain
 
 if TYPE_CHECKING:
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
 
-class Line:
-    """The line; silent without a terminal."""
+class ProgressLine:
+    """A live line with a title and a description; prints nothing without a terminal."""
 
     def __init__(self, bars: Bars | None, task: TaskID | None, title: str) -> None:
         self._bars, self._task, self._title = bars, task, title
 
-    def solving(self, progress: Progress) -> None:
-        """As the `progress` of `remat.solve`."""
-        self.tell(f"{self._title}: {standing(progress)}")
+    def on_solve_progress(self, progress: Progress) -> None:
+        """Show the progress of `remat.solve`, as its `progress` callback."""
+        self.set_description(f"{self._title}: {format_progress(progress)}")
 
-    def measuring(self, done: int, total: int, name: str) -> None:
-        """As the `progress` of `remat.measure`."""
+    def on_measure_progress(self, done: int, total: int, name: str) -> None:
+        """Show the progress of `remat.measure`, as its `progress` callback."""
         if self._bars is not None and self._task is not None:
             description = plain(f"{self._title} {name}")
             self._bars.update(
@@ -35,21 +35,21 @@ class Line:
             )
 
     def advance(self) -> None:
-        """One more of the steps is done."""
+        """Advance the bar by one step."""
         if self._bars is not None and self._task is not None:
             self._bars.advance(self._task)
 
-    def tell(self, text: str) -> None:
-        """Change the words."""
+    def set_description(self, text: str) -> None:
+        """Replace the text of the line."""
         if self._bars is not None and self._task is not None:
             self._bars.update(self._task, description=plain(text))
 
 
 @contextmanager
-def live(title: str, steps: int | None = None) -> Iterator[Line]:
-    """A line with the time that has passed and, where the number of `steps` is known, a bar."""
+def show_progress(title: str, steps: int | None = None) -> Iterator[ProgressLine]:
+    """Show a line with the elapsed time and, if the number of `steps` is given, a bar."""
     if not sys.stderr.isatty():
-        yield Line(None, None, title)
+        yield ProgressLine(None, None, title)
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn
@@ -57,8 +57,8 @@ def live(title: str, steps: int | None = None) -> Iterator[Line]:
     from rich.progress import TimeElapsedColumn as Elapsed
 
     bar = [] if steps is None else [BarColumn(bar_width=20), MofNCompleteColumn()]
-    words = TextColumn("{task.description}", markup=False)
+    description = TextColumn("{task.description}", markup=False)
     with Bars(
-        SpinnerColumn(), *bar, Elapsed(), words, console=Console(stderr=True), transient=True
+        SpinnerColumn(), *bar, Elapsed(), description, console=Console(stderr=True), transient=True
     ) as bars:
-        yield Line(bars, bars.add_task(title, total=steps), title)
+        yield ProgressLine(bars, bars.add_task(title, total=steps), title)

@@ -1,3 +1,8 @@
-"""Models by name: from a user's file, or with random weights from a configuration of transformers
-or diffusers. `sources` is the entrance.
+"""Loads the model that a SOURCE on the command line names, with random weights and one batch.
+
+- `sources`: parses a SOURCE and loads the training step; the entry point of this package.
+- `factories`: calls a function of the user's code, and locates its errors.
+- `configurations`: builds a model of transformers from a configuration.
+- `diffusion`: builds a model of diffusers from a configuration.
+- `batches`: random batches for models of transformers.
 """

@@ -1,4 +1,4 @@
-"""Batches of random data for the training steps of transformers' models."""
+"""Random batches for training steps of transformers' models."""
 
 from __future__ import annotations
 
@@ -20,13 +20,17 @@ TASKS = (
     "TOKEN_CLASSIFICATION",
     "QUESTION_ANSWERING",
 )
-"""Of transformers' tables from configurations to models, those with a batch here. The first that
-has a configuration is its task, unless its `architectures` say another."""
+"""Tasks of transformers' tables `MODEL_FOR_{task}_MAPPING` for which `make_batch` has a batch.
+
+The task of a configuration is the first one whose table has it, unless its `architectures` name a
+model of another task.
+"""
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """Of the batch: samples, tokens of each, pixels of an image's side (None: the model's own)."""
+class BatchSizes:
+    """Size of a batch: samples, tokens per sample, and height and width of an image in pixels (None:
+    the model's default)."""
 
     batch: int = 2
     tokens: int = 128
@@ -38,32 +42,34 @@ class Sizes:
                 raise TraceError(f"--{name} is {size}; it must be at least 1")
 
 
-def batch(task: str, config: Any, sizes: Sizes) -> dict[str, torch.Tensor]:
-    """Keyword arguments that a loss comes out of. Completes the special tokens in `config` that the
-    task cannot do without."""
+def make_batch(task: str, config: Any, sizes: BatchSizes) -> dict[str, torch.Tensor]:
+    """Return keyword arguments for which the model returns a loss.
+
+    Sets special tokens in `config` if the task needs them and they are missing.
+    """
     if task in _IMAGES:
-        return _images(task, config, sizes)
+        return _image_batch(task, config, sizes)
     text = config.get_text_config()
     ids = _token_ids(text, sizes)
     if task == SEQ_TO_SEQ and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = text.pad_token_id or 0
     if task == "SEQUENCE_CLASSIFICATION":
         if text.pad_token_id is None:
-            # Decoders find the last token of a sample by it.
+            # Decoders locate the last token of a sample by the padding token.
             text.pad_token_id = text.vocab_size - 1
-        return {"input_ids": ids, "labels": _classes(config, (sizes.batch,))}
+        return {"input_ids": ids, "labels": _random_labels(config, (sizes.batch,))}
     if task == "TOKEN_CLASSIFICATION":
-        return {"input_ids": ids, "labels": _classes(config, (sizes.batch, sizes.tokens))}
+        return {"input_ids": ids, "labels": _random_labels(config, (sizes.batch, sizes.tokens))}
     if task == "QUESTION_ANSWERING":
         start = torch.randint(0, sizes.tokens, (sizes.batch,))
         return {"input_ids": ids, "start_positions": start, "end_positions": start}
     return {"input_ids": ids, "labels": ids}
 
 
-def _token_ids(config: Any, sizes: Sizes) -> torch.Tensor:
-    """Random ones, none of them special where there are others."""
+def _token_ids(config: Any, sizes: BatchSizes) -> torch.Tensor:
+    """Return random token ids. They exclude special tokens, unless all tokens are special."""
     allowed = torch.ones(config.vocab_size, dtype=torch.bool)
-    for value in special_tokens(config).values():
+    for value in special_token_ids(config).values():
         for token in value if isinstance(value, list) else [value]:
             if 0 <= token < config.vocab_size:
                 allowed[token] = False
@@ -73,28 +79,28 @@ def _token_ids(config: Any, sizes: Sizes) -> torch.Tensor:
     return ids[torch.randint(0, len(ids), (sizes.batch, sizes.tokens))]
 
 
-def _images(task: str, config: Any, sizes: Sizes) -> dict[str, torch.Tensor]:
+def _image_batch(task: str, config: Any, sizes: BatchSizes) -> dict[str, torch.Tensor]:
     size = sizes.image or getattr(config, "image_size", None) or 224
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
     pixels = torch.randn(sizes.batch, getattr(config, "num_channels", 3), height, width)
     shape = (sizes.batch, height, width) if task == "SEMANTIC_SEGMENTATION" else (sizes.batch,)
-    return {"pixel_values": pixels, "labels": _classes(config, shape)}
+    return {"pixel_values": pixels, "labels": _random_labels(config, shape)}
 
 
-def _classes(config: Any, shape: tuple[int, ...]) -> torch.Tensor:
-    # One label is a regression.
+def _random_labels(config: Any, shape: tuple[int, ...]) -> torch.Tensor:
+    # A single label means regression.
     return (
         torch.randint(0, config.num_labels, shape) if config.num_labels > 1 else torch.rand(shape)
     )
 
 
-def special_tokens(config: Any) -> dict[str, int | list[int]]:
-    """Ids that mean something: padding, ends, images."""
-    ends = ("_token_id", "_token_index")
-    found = {k: v for k, v in config.to_dict().items() if k.endswith(ends)}
+def special_token_ids(config: Any) -> dict[str, int | list[int]]:
+    """Return the configuration's fields with ids of special tokens: padding, end of text, images."""
+    suffixes = ("_token_id", "_token_index")
+    fields = {k: v for k, v in config.to_dict().items() if k.endswith(suffixes)}
     return {
         key: value
-        for key, value in found.items()
+        for key, value in fields.items()
         if isinstance(value, int)
         or (isinstance(value, list) and all(isinstance(token, int) for token in value))
     }

@@ -1,5 +1,5 @@
-"""Models with random weights from configurations of transformers and diffusers, and a training step
-for each: a batch of random data that a loss comes out of."""
+"""Training steps from configurations of transformers and diffusers: a model with random weights, and
+a random batch for which it returns a loss."""
 
 from __future__ import annotations
 
@@ -15,40 +15,44 @@ import torch
 from torch import nn
 
 from remat.commands.models import diffusion
-from remat.commands.models.batches import SEQ_TO_SEQ, TASKS, Sizes, batch, special_tokens
-from remat.errors import TraceError, nearest, one_line
+from remat.commands.models.batches import (
+    SEQ_TO_SEQ,
+    TASKS,
+    BatchSizes,
+    make_batch,
+    special_token_ids,
+)
+from remat.errors import TraceError, one_line, similar_names_hint
 from remat.frontend.memory.device_memory import free_bytes
 from remat.limits.units import format_bytes
 
-Named = tuple[str, nn.Module, tuple[Any, ...], dict[str, Any]]
-Data = dict[str, Any]
+NamedStep = tuple[str, nn.Module, tuple[Any, ...], dict[str, Any]]
+ConfigData = dict[str, Any]
 
-_FACTORY = "write a function that returns (model, kwargs): path/to/script.py:factory"
+_FACTORY_REMEDY = "write a function that returns (model, kwargs): path/to/script.py:factory"
 
 
-def from_name(name: str, sizes: Sizes, overrides: Sequence[str]) -> Named:
-    """`gpt2`, a model type in its default configuration, or `org/name`, a configuration of the hub.
-
-    Raises `TraceError`.
+def step_from_name(name: str, sizes: BatchSizes, overrides: Sequence[str]) -> NamedStep:
+    """Build the training step for `gpt2`, a model type in its default configuration, or `org/name`, a
+    configuration from the hub. Raises `TraceError`.
     """
-    transformers = _package("transformers")
+    transformers = _import_package("transformers")
     if "/" not in name:
-        model_type = _known_type(transformers, name)
-        return name, *_step({"model_type": model_type}, name, sizes, overrides)
-    with _quiet(transformers):
+        model_type = _find_model_type(transformers, name)
+        return name, *_build_step({"model_type": model_type}, name, sizes, overrides)
+    with _without_warnings(transformers):
         try:
             data, _ = transformers.PretrainedConfig.get_config_dict(name)
         except Exception as error:
             raise TraceError(
-                f"the configuration of {name!r} did not come from the hub: {one_line(error)}"
+                f"cannot load the configuration of {name!r} from the hub: {one_line(error)}"
             ) from error
-    return name.rpartition("/")[2], *_step(data, name, sizes, overrides)
+    return name.rpartition("/")[2], *_build_step(data, name, sizes, overrides)
 
 
-def from_file(file: str, sizes: Sizes, overrides: Sequence[str]) -> Named:
-    """A configuration in a file: with "model_type" for transformers, "_class_name" for diffusers.
-
-    Raises `TraceError`.
+def step_from_configuration(file: str, sizes: BatchSizes, overrides: Sequence[str]) -> NamedStep:
+    """Build the training step for a configuration file, which has "model_type" for transformers or
+    "_class_name" for diffusers. Raises `TraceError`.
     """
     path = Path(file).expanduser()
     try:
@@ -56,28 +60,29 @@ def from_file(file: str, sizes: Sizes, overrides: Sequence[str]) -> Named:
     except (OSError, ValueError) as error:
         raise TraceError(f"cannot read the configuration {file}: {one_line(error)}") from error
     if not isinstance(data, dict):
-        raise TraceError(
-            f"{file} holds a JSON {type(data).__name__}, and a configuration is a dict"
-        )
-    return path.stem, *_step(data, file, sizes, overrides)
+        raise TraceError(f"{file} has a JSON {type(data).__name__}, but a configuration is a dict")
+    return path.stem, *_build_step(data, file, sizes, overrides)
 
 
-def _step(data: Data, source: str, sizes: Sizes, overrides: Sequence[str]) -> diffusion.Call:
-    changes = dict(_override(text) for text in overrides)
+def _build_step(
+    data: ConfigData, source: str, sizes: BatchSizes, overrides: Sequence[str]
+) -> diffusion.ModelCall:
+    changes = dict(_parse_override(text) for text in overrides)
     if "model_type" not in data and "_class_name" in data:
-        return diffusion.denoising_step(_package("diffusers"), data, source, sizes, changes)
+        return diffusion.denoising_step(_import_package("diffusers"), data, source, sizes, changes)
     if not isinstance(data.get("model_type"), str):
         raise TraceError(
-            f'{source} has no "model_type" (transformers) and no "_class_name" (diffusers), so it '
-            f"is no configuration of a model that remat can make; {_FACTORY}"
+            f'{source} has no "model_type" (transformers) and no "_class_name" (diffusers), so '
+            f"remat cannot build a model from it; {_FACTORY_REMEDY}"
         )
-    transformers = _package("transformers")
-    with _quiet(transformers):
-        config = _configuration(transformers, data, source, sizes, changes)
-        task, model_class = _model_class(transformers, config, source)
+    transformers = _import_package("transformers")
+    with _without_warnings(transformers):
+        config = _build_configuration(transformers, data, source, sizes, changes)
+        task, model_class = _task_and_model_class(transformers, config, source)
         try:
-            with torch.device("cpu"):  # where the default is "meta", its numbers are needed still
-                kwargs = batch(task, config, sizes)
+            # The batch needs real elements even if the default device is "meta".
+            with torch.device("cpu"):
+                kwargs = make_batch(task, config, sizes)
             if torch.get_default_device().type != "meta":
                 _check_memory(model_class, config, source)
             model = model_class(config)
@@ -86,12 +91,12 @@ def _step(data: Data, source: str, sizes: Sizes, overrides: Sequence[str]) -> di
             raise
         except Exception as error:
             raise TraceError(
-                f"{model_class.__name__} cannot be made from {source}: {one_line(error)}"
+                f"cannot build {model_class.__name__} from {source}: {one_line(error)}"
             ) from error
     return model.train(), (), dict(kwargs)
 
 
-def _package(name: str) -> ModuleType:
+def _import_package(name: str) -> ModuleType:
     try:
         return import_module(name)
     except ImportError as error:
@@ -101,94 +106,97 @@ def _package(name: str) -> ModuleType:
 
 
 @contextmanager
-def _quiet(transformers: ModuleType) -> Iterator[None]:
-    """Without its remarks on configurations that are about to be changed."""
+def _without_warnings(transformers: ModuleType) -> Iterator[None]:
+    """Silence transformers' warnings about the configuration."""
     logging = transformers.utils.logging
-    before = logging.get_verbosity()
+    verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
         yield
     finally:
-        logging.set_verbosity(before)
+        logging.set_verbosity(verbosity)
 
 
 # -- the configuration ----------------------------------------------------------------------------
 
 
-def _override(text: str) -> tuple[str, object]:
-    """ "n_layer=4": the name and its value, JSON where it can be read as such, else text."""
+def _parse_override(text: str) -> tuple[str, object]:
+    """Return name and value of an override such as "n_layer=4"; a value that is not JSON is text."""
     key, equals, value = text.partition("=")
     if not equals or not key.strip():
-        raise TraceError(f"{text!r} sets nothing; write NAME=VALUE, as in n_layer=4")
+        raise TraceError(f"{text!r} is not of the form NAME=VALUE, as in n_layer=4")
     try:
         return key.strip(), json.loads(value)
     except ValueError:
         return key.strip(), value
 
 
-def _known_type(transformers: ModuleType, name: str) -> str:
+def _find_model_type(transformers: ModuleType, name: str) -> str:
     types = list(transformers.CONFIG_MAPPING)
-    # Spelt with dashes as often as with underscores.
-    spelt = {_letters(known): known for known in types}
-    if _letters(name) not in spelt:
+    # Model types are spelled with dashes or with underscores.
+    by_letters = {_letters(model_type): model_type for model_type in types}
+    if _letters(name) not in by_letters:
         raise TraceError(
-            f"{name!r} is no model type of transformers {transformers.__version__}"
-            f"{nearest(name, types)}; a configuration of the hub is hf:org/name"
+            f"{name!r} is not a model type of transformers {transformers.__version__}"
+            f"{similar_names_hint(name, types)}; write hf:org/name for a configuration from the hub"
         )
-    return name if name in types else spelt[_letters(name)]
+    return name if name in types else by_letters[_letters(name)]
 
 
 def _letters(name: str) -> str:
     return "".join(c for c in name.lower() if c.isalnum())
 
 
-def _configuration(
-    transformers: ModuleType, data: Data, source: str, sizes: Sizes, changes: Data
+def _build_configuration(
+    transformers: ModuleType, data: ConfigData, source: str, sizes: BatchSizes, changes: ConfigData
 ) -> Any:
-    """The configuration with the changes, without a cache, its special tokens in the vocabulary."""
+    """Return the configuration with the changes, without a cache, and with special tokens within its
+    vocabulary."""
     model_type = data["model_type"]
     if model_type not in transformers.CONFIG_MAPPING:
         code = "auto_map" in data
         remote = " (it needs code from the hub, which remat does not run)" if code else ""
         raise TraceError(
-            f"{source} is of the model type {model_type!r}, which transformers "
-            f"{transformers.__version__} does not have{remote}; {_FACTORY}"
+            f"{source} has the model type {model_type!r}, which transformers "
+            f"{transformers.__version__} does not have{remote}; {_FACTORY_REMEDY}"
         )
     config_class = transformers.CONFIG_MAPPING[model_type]
     try:
-        plain = config_class.from_dict(data)
+        unchanged = config_class.from_dict(data)
         for key in changes:
-            if not hasattr(plain, key):
-                raise diffusion.no_field(key, [*plain.to_dict(), *plain.attribute_map], source)
-        if sizes.image is not None and hasattr(plain, "image_size"):
+            if not hasattr(unchanged, key):
+                raise diffusion.unknown_field_error(
+                    key, [*unchanged.to_dict(), *unchanged.attribute_map], source
+                )
+        if sizes.image is not None and hasattr(unchanged, "image_size"):
             changes = {"image_size": sizes.image, **changes}
-        known = {config_class.attribute_map.get(k, k): value for k, value in changes.items()}
-        config = config_class.from_dict(_consistent(data | known))
+        fields = {config_class.attribute_map.get(k, k): value for k, value in changes.items()}
+        config = config_class.from_dict(_with_matching_layer_types(data | fields))
         for part in {id(c): c for c in (config, config.get_text_config())}.values():
             if hasattr(part, "use_cache"):
                 part.use_cache = False
-            _keep_in_vocabulary(part)
+            _move_tokens_into_vocabulary(part)
         return config
     except TraceError:
         raise
     except Exception as error:
-        raise TraceError(f"{source} is no valid configuration: {one_line(error)}") from error
+        raise TraceError(f"{source} is not a valid configuration: {one_line(error)}") from error
 
 
-def _consistent(data: Data) -> Data:
-    """Fewer layers than a file's list of layer types: the first of them."""
+def _with_matching_layer_types(data: ConfigData) -> ConfigData:
+    """Truncate the list of layer types to the number of layers."""
     layers, types = data.get("num_hidden_layers"), data.get("layer_types")
     if isinstance(layers, int) and isinstance(types, list) and len(types) > layers:
         return data | {"layer_types": types[:layers]}
     return data
 
 
-def _keep_in_vocabulary(config: Any) -> None:
-    """A smaller vocabulary moves the special tokens to its end."""
+def _move_tokens_into_vocabulary(config: Any) -> None:
+    """Move special tokens beyond the vocabulary to its last token."""
     vocabulary = getattr(config, "vocab_size", None)
     if not isinstance(vocabulary, int):
         return
-    for name, value in special_tokens(config).items():
+    for name, value in special_token_ids(config).items():
         if isinstance(value, int) and value >= vocabulary:
             setattr(config, name, vocabulary - 1)
         elif isinstance(value, list):
@@ -198,40 +206,45 @@ def _keep_in_vocabulary(config: Any) -> None:
 # -- the model ------------------------------------------------------------------------------------
 
 
-def _model_class(transformers: ModuleType, config: Any, source: str) -> tuple[str, type[nn.Module]]:
-    """Its task and class: the first of its `architectures` that is trained by a task known here,
-    else what transformers has for the configuration."""
+def _task_and_model_class(
+    transformers: ModuleType, config: Any, source: str
+) -> tuple[str, type[nn.Module]]:
+    """Return the task and the model class of a configuration.
+
+    It is the first of the configuration's `architectures` that has a task of `TASKS`, else the first
+    class that transformers has for the configuration.
+    """
     tables = {task: getattr(transformers, f"MODEL_FOR_{task}_MAPPING") for task in TASKS}
-    offered = {
-        task: found if isinstance(found, tuple) else (found,)
+    classes_by_task = {
+        task: entry if isinstance(entry, tuple) else (entry,)
         for task, table in tables.items()
-        if (found := table.get(type(config), None)) is not None
+        if (entry := table.get(type(config), None)) is not None
     }
     for name in config.architectures or ():
-        for task, classes in offered.items():
+        for task, classes in classes_by_task.items():
             for model_class in classes:
                 if model_class.__name__ == name:
                     return task, model_class
-    for task, classes in offered.items():
-        # Of an encoder and a decoder, half would be left out, or is not there.
+    for task, classes in classes_by_task.items():
+        # A causal model would leave out the encoder; a sequence-to-sequence model needs one.
         if (task == "CAUSAL_LM" and config.is_encoder_decoder) or (
             task == SEQ_TO_SEQ and not config.is_encoder_decoder
         ):
             continue
         return task, classes[0]
     raise TraceError(
-        f"remat knows no training step for the model type {config.model_type!r} of {source}: it is "
-        f"no language model, image classifier or segmenter of transformers; {_FACTORY}"
+        f"remat has no training step for the model type {config.model_type!r} of {source}: it is not "
+        f"a language model, image classifier or segmenter of transformers; {_FACTORY_REMEDY}"
     )
 
 
 def _check_memory(model_class: type[nn.Module], config: Any, source: str) -> None:
-    """Better an error now than the end of the process by the system."""
+    """Raise `TraceError` if the weights do not fit into memory: the system would kill the process."""
     try:
         with torch.device("meta"):
             size_bytes = sum(p.nbytes for p in model_class(config).parameters())
     except Exception:
-        # Some constructors compute with real numbers; then the size is not known beforehand.
+        # Some constructors read elements of tensors, which fails on "meta": the size is unknown.
         return
     free = free_bytes("cpu")
     if free is not None and size_bytes > free:
@@ -242,17 +255,17 @@ def _check_memory(model_class: type[nn.Module], config: Any, source: str) -> Non
 
 
 def _check_positions(model: nn.Module, config: Any, tokens: int, source: str) -> None:
-    """That the tokens are no more than the model has positions for."""
-    most = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if not isinstance(most, int) or most < 1:
+    """Raise `TraceError` if there are more tokens than the model has positions."""
+    max_tokens = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if not isinstance(max_tokens, int) or max_tokens < 1:
         return
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and name.endswith("position_embeddings"):
-            # RoBERTa and its kin count positions from behind the padding's.
-            most -= 0 if module.padding_idx is None else module.padding_idx + 1
+            # RoBERTa and similar models start positions after the padding index.
+            max_tokens -= 0 if module.padding_idx is None else module.padding_idx + 1
             break
-    if tokens > most:
+    if tokens > max_tokens:
         raise TraceError(
-            f"{source} has positions for {most:,} tokens, and --tokens is {tokens:,}; use at most "
-            f"--tokens {most}, or more positions: --set max_position_embeddings={2 * tokens}"
+            f"{source} has positions for {max_tokens:,} tokens, but --tokens is {tokens:,}; use at most "
+            f"--tokens {max_tokens}, or more positions: --set max_position_embeddings={2 * tokens}"
         )

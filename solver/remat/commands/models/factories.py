@@ -1,4 +1,4 @@
-"""A model and its call from a function that the user wrote, and where in his file it fails."""
+"""Calls a user's function that returns a model and the arguments of one call; locates its errors."""
 
 from __future__ import annotations
 
@@ -19,43 +19,46 @@ from torch import nn
 from remat.errors import RematError, TraceError, one_line
 from remat.frontend.common.code_origin import is_user_code
 
-Call = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
+ModelCall = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 
-_EXPECTED = "return (model, args), (model, kwargs) or (model, args, kwargs)"
+_EXPECTED_RESULT = "return (model, args), (model, kwargs) or (model, args, kwargs)"
 
 
-def from_factory(place: str, name: str) -> Call:
-    """Call `name` of `place`, a file or a dotted module. Raises `TraceError`, of one line."""
+def step_from_factory(place: str, name: str) -> ModelCall:
+    """Call the function `name` of `place`, a file or a dotted module; return its model and arguments.
+
+    Raises `TraceError` with one line.
+    """
     source = f"{place}:{name}"
-    module = _from_file(place) if _is_file(place) else _from_module(place)
-    factory = _find(module, place, name)
+    module = _import_file(place) if _is_file(place) else _import_module(place)
+    factory = _find_attribute(module, place, name)
     _check_callable(factory, source, module)
-    with _located(f"{source} failed", _file_of(module)):
-        made = factory()
-    return _call(made, source)
+    with _errors_located(f"{source} failed", _file_of(module)):
+        result = factory()
+    return _check_result(result, source)
 
 
 def _is_file(place: str) -> bool:
     return place.endswith(".py") or "/" in place or os.sep in place
 
 
-def _from_file(place: str) -> ModuleType:
+def _import_file(place: str) -> ModuleType:
     path = Path(place).expanduser().resolve()
     if not path.is_file():
         raise TraceError(f"there is no file {place}")
-    _search_first(path.parent)
+    _put_first_on_path(path.parent)
     name = path.stem
-    known = sys.modules.get(name)
-    if known is not None and _file_of(known) != path:
-        # Its own classes are looked up by the module's name, so it must not hide another's.
+    loaded = sys.modules.get(name)
+    if loaded is not None and _file_of(loaded) != path:
+        # Classes are looked up by their module's name, so the file must not replace another module.
         name = f"{name}_source"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise TraceError(f"{place} is no Python file; name a .py file or a module")
+        raise TraceError(f"{place} is not a Python file; name a .py file or a module")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
-        with _located(f"cannot import {place}", path):
+        with _errors_located(f"cannot import {place}", path):
             spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[name]
@@ -63,145 +66,151 @@ def _from_file(place: str) -> ModuleType:
     return module
 
 
-def _from_module(place: str) -> ModuleType:
-    _search_first(Path.cwd())
+def _import_module(place: str) -> ModuleType:
+    _put_first_on_path(Path.cwd())
     importlib.invalidate_caches()
     try:
         spec = importlib.util.find_spec(place)
     except ModuleNotFoundError as error:
         # A parent is missing, or imports something that is.
         if error.name is None or not f"{place}.".startswith(f"{error.name}."):
-            raise TraceError(f"cannot import {place}: {_where(error)}{one_line(error)}") from error
+            raise TraceError(
+                f"cannot import {place}: {_error_location(error)}{one_line(error)}"
+            ) from error
         spec = None
     except Exception as error:
-        raise TraceError(f"cannot import {place}: {_where(error)}{one_line(error)}") from error
+        raise TraceError(
+            f"cannot import {place}: {_error_location(error)}{one_line(error)}"
+        ) from error
     if spec is None:
         raise TraceError(
             f"there is no module {place!r} in {Path.cwd()} or the environment; check its name, or "
             "name a file: path/to/script.py:factory"
         )
     file = Path(spec.origin) if spec.origin and spec.has_location else None
-    with _located(f"cannot import {place}", file):
+    with _errors_located(f"cannot import {place}", file):
         return importlib.import_module(place)
 
 
-def _search_first(directory: Path) -> None:
-    """As Python does for the directory of a script."""
+def _put_first_on_path(directory: Path) -> None:
+    """Put a directory first on `sys.path`, as Python does for the directory of a script."""
     if str(directory) not in sys.path:
         sys.path.insert(0, str(directory))
 
 
-def _find(module: ModuleType, place: str, name: str) -> Any:
-    found: Any = module
+def _find_attribute(module: ModuleType, place: str, name: str) -> Any:
+    value: Any = module
     for part in name.split("."):
         try:
-            found = getattr(found, part)
+            value = getattr(value, part)
         except AttributeError as error:
-            own = sorted(
+            functions = sorted(
                 key
-                for key, value in vars(module).items()
-                if inspect.isfunction(value) and value.__module__ == module.__name__
+                for key, item in vars(module).items()
+                if inspect.isfunction(item) and item.__module__ == module.__name__
             )
-            defined = f"it defines {', '.join(own)}" if own else "it defines no function"
+            defined = (
+                f"it defines {', '.join(functions)}" if functions else "it defines no function"
+            )
             raise TraceError(f"{place} has no {name!r}; {defined}") from error
-    return found
+    return value
 
 
 def _check_callable(factory: Any, source: str, module: ModuleType) -> None:
     if not callable(factory):
         raise TraceError(
             f"{source} is a {type(factory).__name__} and not a function; name a function that "
-            f"takes no arguments and does {_EXPECTED}"
+            f"takes no arguments and does {_EXPECTED_RESULT}"
         )
     try:
         signature = inspect.signature(factory)
     except (TypeError, ValueError):
-        # Callables made in C do not tell.
+        # Callables written in C may have no signature.
         return
     try:
         signature.bind()
     except TypeError as error:
         line = inspect.getsourcelines(factory)[1] if inspect.isfunction(factory) else None
         file = _file_of(module)
-        at = f" ({_shown(file)}:{line})" if file and line else ""
+        location = f" ({_relative_path(file)}:{line})" if file and line else ""
         raise TraceError(
-            f"{source}{signature}{at} needs arguments, and is called without any; give them "
-            "defaults, or name a function that calls it"
+            f"{source}{signature}{location} needs arguments, but is called without any; give "
+            "them defaults, or name a function that calls it"
         ) from error
 
 
-def _call(made: object, source: str) -> Call:
-    if isinstance(made, nn.Module):
+def _check_result(result: object, source: str) -> ModelCall:
+    if isinstance(result, nn.Module):
         raise TraceError(
-            f"{source} returned a {type(made).__name__} without the arguments of its call; it must "
-            f"{_EXPECTED}"
+            f"{source} returned a {type(result).__name__} without the arguments of a call; it must "
+            f"{_EXPECTED_RESULT}"
         )
-    if not isinstance(made, (tuple, list)) or len(made) not in (2, 3):
-        what = type(made).__name__
-        if isinstance(made, (tuple, list)):
-            what += f" of {len(made)}"
-        raise TraceError(f"{source} returned a {what}; it must {_EXPECTED}")
-    model, given, *rest = made
+    if not isinstance(result, (tuple, list)) or len(result) not in (2, 3):
+        description = type(result).__name__
+        if isinstance(result, (tuple, list)):
+            description += f" of {len(result)}"
+        raise TraceError(f"{source} returned a {description}; it must {_EXPECTED_RESULT}")
+    model, arguments, *rest = result
     if not isinstance(model, nn.Module):
         raise TraceError(
-            f"{source} returned a {type(model).__name__} where the model belongs, which must be a "
-            f"torch.nn.Module: {_EXPECTED}"
+            f"{source} returned a {type(model).__name__} instead of a model, which must be a "
+            f"torch.nn.Module: {_EXPECTED_RESULT}"
         )
-    if not rest and isinstance(given, Mapping):
-        return model, (), _keywords(given, source)
-    if isinstance(given, torch.Tensor):
-        given = (given,)
-    if not isinstance(given, (tuple, list)):
+    if not rest and isinstance(arguments, Mapping):
+        return model, (), _keyword_arguments(arguments, source)
+    if isinstance(arguments, torch.Tensor):
+        arguments = (arguments,)
+    if not isinstance(arguments, (tuple, list)):
         raise TraceError(
-            f"{source} returned a {type(given).__name__} where the model's arguments belong; use a "
-            "tuple of positional ones, a dict of keyword ones, or one tensor"
+            f"{source} returned a {type(arguments).__name__} instead of the model's arguments; use a "
+            "tuple of positional arguments, a dict of keyword arguments, or one tensor"
         )
-    return model, tuple(given), _keywords(rest[0], source) if rest else {}
+    return model, tuple(arguments), _keyword_arguments(rest[0], source) if rest else {}
 
 
-def _keywords(given: object, source: str) -> dict[str, Any]:
-    if given is None:
+def _keyword_arguments(arguments: object, source: str) -> dict[str, Any]:
+    if arguments is None:
         return {}
-    if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
+    if not isinstance(arguments, Mapping) or not all(isinstance(key, str) for key in arguments):
         raise TraceError(
-            f"{source} returned a {type(given).__name__} where the keyword arguments belong; use a "
+            f"{source} returned a {type(arguments).__name__} instead of the keyword arguments; use a "
             "dict from names to values"
         )
-    return {str(key): value for key, value in given.items()}
+    return {str(key): value for key, value in arguments.items()}
 
 
 # -- where it failed ------------------------------------------------------------------------------
 
 
 @contextmanager
-def _located(what: str, file: Path | None) -> Iterator[None]:
-    """Everything raised inside as a `TraceError` that names the place in the user's code."""
+def _errors_located(failure: str, file: Path | None) -> Iterator[None]:
+    """Raise errors of the block as a `TraceError` that names the line in the user's code."""
     try:
         yield
     except TraceError:
         raise
     except (Exception, SystemExit) as error:
-        # A script that reads its arguments when imported leaves by SystemExit.
-        said = str(error) if isinstance(error, RematError) else one_line(error)
-        raise TraceError(f"{what}: {_where(error, file)}{said}") from error
+        # A script that parses its arguments on import raises SystemExit.
+        message = str(error) if isinstance(error, RematError) else one_line(error)
+        raise TraceError(f"{failure}: {_error_location(error, file)}{message}") from error
 
 
-def _where(error: BaseException, file: Path | None = None) -> str:
-    """ "file:line: " of the innermost frame in the user's code, "" if there is none."""
+def _error_location(error: BaseException, file: Path | None = None) -> str:
+    """Return "file:line: " for the innermost frame in the user's code; "" if there is none."""
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
-        return f"{_shown(Path(error.filename))}:{error.lineno}: "
-    found = ""
-    step = error.__traceback__
-    while step is not None:
-        path = Path(step.tb_frame.f_code.co_filename)
+        return f"{_relative_path(Path(error.filename))}:{error.lineno}: "
+    location = ""
+    entry = error.__traceback__
+    while entry is not None:
+        path = Path(entry.tb_frame.f_code.co_filename)
         if path == file or is_user_code(path):
-            found = f"{_shown(path)}:{step.tb_lineno}: "
-        step = step.tb_next
-    return found
+            location = f"{_relative_path(path)}:{entry.tb_lineno}: "
+        entry = entry.tb_next
+    return location
 
 
-def _shown(path: Path) -> str:
-    """As the user would write it: from the current directory where it lies below that."""
+def _relative_path(path: Path) -> str:
+    """Return the path relative to the current directory if it is below it."""
     try:
         return str(path.relative_to(Path.cwd()))
     except ValueError:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from remat.allocator.budget_fitting import solve_within_allocator_budget
-from remat.batch import Attempt
+from remat.batch import BatchAttempt
 from remat.costs.roofline import Roofline
 from remat.documents.trace import Trace
 from remat.errors import InfeasibleBudget, SolverTimeout, TraceError
@@ -43,7 +43,7 @@ inputs; and where gradients are the peak of small batches, a line through these 
 _MAX_LINE_GUESSES = 6
 """Number of guesses by a line; after them, the search halves the interval."""
 
-Call = tuple[Any, ...]
+ModelFnResult = tuple[Any, ...]
 """(model, args), (model, kwargs) or (model, args, kwargs)."""
 
 
@@ -56,18 +56,18 @@ class BatchSearch:
     the reserve; `segments_bytes` limits the segments of torch's allocator if the budget is "auto".
     """
 
-    model_fn: Callable[[int], Call]
+    model_fn: Callable[[int], ModelFnResult]
     strategy: Strategy
     costs: str | Roofline | None
     cache: CostCache | str | None
     max_overhead: float | None
-    progress: Callable[[Attempt], None] | None
+    progress: Callable[[BatchAttempt], None] | None
     max_batch: int
     device: str | torch.device | None
     budget: Budget | None
     reserve: ReserveSize
     budget_bytes: int = 0
-    attempts: list[Attempt] = field(default_factory=list)
+    attempts: list[BatchAttempt] = field(default_factory=list)
     segments_bytes: int | None = None
     is_out_of_memory: bool = False
     _traces: dict[int, Trace] = field(default_factory=dict)
@@ -81,15 +81,15 @@ class BatchSearch:
         batch = start
         while batch:
             try:
-                call = self._call_model_fn(batch)
+                model_and_inputs = self._call_model_fn(batch)
                 break
             except _BatchTooLargeError:
                 batch //= 2
         else:
             raise InfeasibleBudget("model_fn(1) ran out of memory: not even a batch of 1 fits")
-        traced = self.trace(batch, call)
+        traced = self.trace(batch, model_and_inputs)
         if self.budget is None:
-            is_allocated = any(p.device.type != "meta" for p in call[0].parameters())
+            is_allocated = any(p.device.type != "meta" for p in model_and_inputs[0].parameters())
             auto = auto_limits(traced, self.reserve, is_allocated=is_allocated)
             limits, self.segments_bytes = auto.limits, auto.segments_bytes
         else:
@@ -98,23 +98,23 @@ class BatchSearch:
         assert budget_bytes is not None  # `max_batch` takes no relative budget
         self.budget_bytes = budget_bytes
 
-    def trace(self, batch: int, call: _ModelCall | None = None) -> Trace:
+    def trace(self, batch: int, model_and_inputs: _ModelAndInputs | None = None) -> Trace:
         """Return the trace of a batch's step with costs; capture it the first time. Raises
         `_BatchTooLargeError`."""
         if batch not in self._traces:
-            model, args, kwargs = call or self._call_model_fn(batch)
+            model, args, kwargs = model_and_inputs or self._call_model_fn(batch)
             traced = capture(model, args, kwargs, device=self.device)
             costs = self.costs or traced.device.split(":")[0]
             self._traces[batch] = measure(traced, costs, cache=self.cache)
         return self._traces[batch]
 
-    def _call_model_fn(self, batch: int) -> _ModelCall:
+    def _call_model_fn(self, batch: int) -> _ModelAndInputs:
         """Return the model and inputs for a batch. Raises `_BatchTooLargeError` where `model_fn`
         runs out of memory."""
         if batch > self.max_batch:
             raise _BatchTooLargeError
         try:
-            return _checked_call(self.model_fn(batch))
+            return _parse_model_fn_result(self.model_fn(batch))
         except (RuntimeError, MemoryError) as error:
             if not _is_out_of_memory(error):
                 raise
@@ -164,7 +164,7 @@ class BatchSearch:
                 guess = (fits + min(exceeds, _MAX_GROWTH * fits)) // 2
         return fits
 
-    def largest_batch(self, eager_batch: int, start: int) -> tuple[int, Attempt | None]:
+    def largest_batch(self, eager_batch: int, start: int) -> tuple[int, BatchAttempt | None]:
         """Return the largest batch with a plan, 0 if there is none, and the attempt at the next
         batch; None if that is more than `max_batch`. `eager_batch` fits without recomputation."""
         fits = eager_batch
@@ -204,13 +204,13 @@ class BatchSearch:
                 guess = self._batch_at_budget((0, bytes_at_zero), (exceeds, failed.min_peak_bytes))
         return fits, failed
 
-    def _out_of_memory_attempt(self, batch: int) -> Attempt | None:
+    def _out_of_memory_attempt(self, batch: int) -> BatchAttempt | None:
         """Record and return the attempt at a batch for which `model_fn` has no memory; None if it
         never ran out of memory."""
         if not self.is_out_of_memory:
             return None
         return self._record(
-            Attempt(batch, fits=False, is_proved=False, seconds=0.0, out_of_memory=True)
+            BatchAttempt(batch, fits=False, is_proved=False, elapsed_s=0.0, out_of_memory=True)
         )
 
     def best_plan(self, batch: int) -> Plan:
@@ -237,7 +237,7 @@ class BatchSearch:
         (x, a), (y, b) = sorted(points)
         return self.max_batch if b <= a else x + (self.budget_bytes - a) * (y - x) // (b - a)
 
-    def _try_batch(self, batch: int) -> Attempt:
+    def _try_batch(self, batch: int) -> BatchAttempt:
         """Solve a batch until it is clear whether it fits; record and return the attempt."""
         start = time.monotonic()
         traced = self.trace(batch)
@@ -256,9 +256,11 @@ class BatchSearch:
         else:
             outcome = self._outcome(plan)
             self._plans[batch] = plan
-        return self._record(Attempt(batch=batch, seconds=time.monotonic() - start, **outcome))
+        return self._record(
+            BatchAttempt(batch=batch, elapsed_s=time.monotonic() - start, **outcome)
+        )
 
-    def _record(self, attempt: Attempt) -> Attempt:
+    def _record(self, attempt: BatchAttempt) -> BatchAttempt:
         """Append the attempt, call `progress` with it, and return it."""
         self.attempts.append(attempt)
         if self.progress is not None:
@@ -308,10 +310,10 @@ def _is_out_of_memory(error: RuntimeError | MemoryError) -> bool:
     )
 
 
-_ModelCall = tuple[nn.Module, Any, Mapping[str, Any] | None]
+_ModelAndInputs = tuple[nn.Module, Any, Mapping[str, Any] | None]
 
 
-def _checked_call(returned: object) -> _ModelCall:
+def _parse_model_fn_result(returned: object) -> _ModelAndInputs:
     """Return the model, inputs and keyword inputs that `model_fn` returned. Raises `TraceError`
     for any other value."""
     if isinstance(returned, tuple) and len(returned) in (2, 3):

@@ -19,7 +19,7 @@ from torch import nn
 
 from remat.blockwise.blocks_plan import BlocksPlan
 from remat.costs.roofline import Roofline
-from remat.errors import InfeasibleBudget, TraceError, nearest
+from remat.errors import InfeasibleBudget, TraceError, similar_names_hint
 from remat.frontend.api.nested_plans import FORWARD_ATTRIBUTE, check_no_planned_submodule
 from remat.frontend.api.optimize import optimize_options
 from remat.frontend.blocks.fsdp2 import check_unsharded, is_sharded, local_tensor
@@ -43,7 +43,7 @@ logger = logging.getLogger("remat")
 Model = TypeVar("Model", bound=nn.Module)
 
 
-class Options(TypedDict, total=False):
+class EnableOptions(TypedDict, total=False):
     """The options of `enable`: those of `remat.optimize`, `scope` and `in_flight`."""
 
     strategy: Strategy | None
@@ -65,7 +65,7 @@ def enable(
     budget: int | str,
     example_inputs: Any = None,
     example_kwargs: Mapping[str, Any] | None = None,
-    **options: Unpack[Options],
+    **options: Unpack[EnableOptions],
 ) -> Model:
     """Plan the training step of `model` within `budget`, in place, and return the model.
 
@@ -254,12 +254,12 @@ def check_not_planned(model: object, scope: str = MODEL) -> None:
         check_unsharded(model)
 
 
-def check_options(budget: int | str, options: Options) -> None:
+def check_options(budget: int | str, options: EnableOptions) -> None:
     """Raise the errors of `enable` for an invalid budget or option, whatever the model: for
     integrations that enable a model later."""
-    if unknown := sorted(options.keys() - Options.__annotations__.keys()):
-        near = nearest(unknown[0], Options.__annotations__)
-        names = ", ".join(Options.__annotations__)
+    if unknown := sorted(options.keys() - EnableOptions.__annotations__.keys()):
+        near = similar_names_hint(unknown[0], EnableOptions.__annotations__)
+        names = ", ".join(EnableOptions.__annotations__)
         raise TypeError(f"there is no option {unknown[0]!r}{near}; there are {names}")
     scope = options.get("scope", AUTO)
     _check_scope(scope)
@@ -270,7 +270,7 @@ def check_options(budget: int | str, options: Options) -> None:
 
 def _check_scope(scope: object) -> None:
     if scope not in SCOPES:
-        near = nearest(scope, SCOPES) if isinstance(scope, str) else ""
+        near = similar_names_hint(scope, SCOPES) if isinstance(scope, str) else ""
         raise ValueError(
             f"scope is {scope!r}{near}; pass {MODEL!r} to plan the whole model, {BLOCKS!r} to plan "
             f"its repeated blocks, or {AUTO!r}: the whole if that can be captured, else blocks"

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import torch
 
-from remat.batch import Attempt, MaxBatch
+from remat.batch import BatchAttempt, MaxBatch
 from remat.costs.roofline import Roofline
 from remat.errors import BudgetError, InfeasibleBudget
-from remat.frontend.api.batch_search import BatchSearch, Call
+from remat.frontend.api.batch_search import BatchSearch, ModelFnResult
 from remat.frontend.common.target_gpu import find_target_gpu
 from remat.frontend.costs.cost_cache import CostCache
 from remat.frontend.memory.reserve import Reserve, reserve_size
@@ -20,7 +20,7 @@ from remat.strategies import Auto, Strategy
 
 
 def max_batch(
-    model_fn: Callable[[int], Call],
+    model_fn: Callable[[int], ModelFnResult],
     budget: int | str,
     *,
     start: int = 1,
@@ -29,7 +29,7 @@ def max_batch(
     costs: str | Roofline | None = None,
     cache: CostCache | str | None = None,
     max_overhead: float | None = None,
-    progress: Callable[[Attempt], None] | None = None,
+    progress: Callable[[BatchAttempt], None] | None = None,
     reserve: Reserve | None = None,
     device: str | torch.device | None = None,
 ) -> MaxBatch:
@@ -97,7 +97,7 @@ def max_batch(
         eager_time_s=search.trace(eager_batch).graph().total_cost_s if eager_batch else None,
         is_proved=next_attempt is None or next_attempt.is_proved,
         attempts=tuple(search.attempts),
-        is_most=batch == search.max_batch and not search.is_out_of_memory,
+        reached_most=batch == search.max_batch and not search.is_out_of_memory,
     )
 
 
@@ -111,7 +111,7 @@ def _check_in_bytes(budget: Budget) -> Budget:
     return budget
 
 
-def _nothing_fits(attempt: Attempt, search: BatchSearch) -> InfeasibleBudget:
+def _nothing_fits(attempt: BatchAttempt, search: BatchSearch) -> InfeasibleBudget:
     """Return the error for a failed attempt at a batch of 1."""
     budget = format_bytes(search.budget_bytes)
     if attempt.overhead is not None:

@@ -31,7 +31,7 @@ from remat.frontend.runtime.module import RematModule
 from remat.limits.outputs import OUTPUTS_DROPPED, OUTPUTS_HELD
 from remat.limits.units import format_bytes, format_seconds
 from remat.plan import Plan
-from remat.report.tables import aligned
+from remat.report.tables import align_columns
 
 if TYPE_CHECKING:
     from remat.frontend.compile.registry import CompiledPlan
@@ -138,7 +138,7 @@ def compiled_plans_table(plans: tuple[CompiledPlan, ...]) -> str:
                 format_seconds(compiled.planned_s),
             )
         )
-    return "\n".join(aligned(lines, left=2))
+    return "\n".join(align_columns(lines, left=2))
 
 
 def run_eager_trial(

@@ -118,7 +118,7 @@ class BlockSolver:
             )
         except (TraceError, DocumentError) as error:
             return short_reason(error)
-        return with_gradient_accumulation(trace) if signature.accumulating else trace
+        return with_gradient_accumulation(trace) if signature.accumulates_gradients else trace
 
     def capture_failure(self, call: DryRunCall) -> str:
         """Return why a block cannot be captured, or "". Blocks of the same class and input

@@ -17,7 +17,7 @@ from remat.frontend.blocks.dry_run import DryRun, run_dry
 from remat.frontend.planning.options import OptimizeOptions
 from remat.frontend.runtime.guards import ModelCall
 from remat.limits.outputs import are_dropped
-from remat.report.tables import starred
+from remat.report.tables import fold_layer_numbers
 
 _DATA_DEPENDENT = "its calls depend on the data"
 
@@ -127,4 +127,4 @@ def _data_dependent(dry_run: DryRun, parts: dict[int, Submodule]) -> dict[int, S
 
 
 def _list_and_class(submodule: Submodule) -> tuple[str, str]:
-    return starred(submodule.path), submodule.class_name
+    return fold_layer_numbers(submodule.path), submodule.class_name

@@ -16,7 +16,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 
 from remat.documents.arguments import Argument, Literal, Ref
 from remat.documents.base import NAMESPACES, check_target
-from remat.documents.trace import COPY
+from remat.documents.trace import COPY_TARGET
 from remat.errors import DocumentError, TraceError
 
 Operator: TypeAlias = Callable[..., object]
@@ -84,10 +84,10 @@ def _lookup(namespace: str, name: str, overload: str) -> OpOverload | None:
 
 def _check_functional(target: str, operator: OpOverload) -> None:
     schema = operator._schema
-    if target == COPY:
+    if target == COPY_TARGET:
         return
     if schema.is_mutable:
-        raise DocumentError(f"{target} mutates its arguments: only {COPY} may do that")
+        raise DocumentError(f"{target} mutates its arguments: only {COPY_TARGET} may do that")
     returns_tensors = any("Tensor" in str(item.type) for item in schema.returns)
     if not returns_tensors or target in _ACCESSES_FILES:
         raise DocumentError(f"{target} is not allowed: it is no function from tensors to tensors")

@@ -57,13 +57,13 @@ class _Flattener:
             return Structure(kind="value", value=_builtin_scalar(node))
         if isinstance(node, tuple) and hasattr(node, "_fields"):
             return Structure(
-                kind="namedtuple", type=_type_name(node), children=self._items(node, path)
+                kind="namedtuple", type=_type_name(node), children=self._children(node, path)
             )
         if dataclasses.is_dataclass(node) and not isinstance(node, type):
             return self._dataclass(node, path)
         if isinstance(node, (list, tuple)) and type(node) in (list, tuple, torch.Size):
             kind = "list" if isinstance(node, list) else "tuple"
-            return Structure(kind=kind, children=self._items(node, path))
+            return Structure(kind=kind, children=self._children(node, path))
         if isinstance(node, Mapping):
             if not all(isinstance(key, (str, int)) for key in node):
                 raise TraceError(
@@ -81,7 +81,7 @@ class _Flattener:
             f"{self._label}{path} is a {type(node).__name__}, which cannot be traced; {remedy}"
         )
 
-    def _items(self, node: Sequence[object], path: str) -> tuple[Structure, ...]:
+    def _children(self, node: Sequence[object], path: str) -> tuple[Structure, ...]:
         return tuple(self.flatten(item, f"{path}[{i}]") for i, item in enumerate(node))
 
     def _dataclass(self, node: Any, path: str) -> Structure:

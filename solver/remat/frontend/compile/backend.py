@@ -39,7 +39,7 @@ from remat.frontend.compile.registry import (
     register_plan,
 )
 from remat.limits.units import format_bytes
-from remat.report.holding import held_at_peak
+from remat.report.describe import describe_peak
 
 _MAX_ROUNDS = 3
 """Plans of one graph before its budget counts as infeasible."""
@@ -277,7 +277,7 @@ def _infeasible_after_rounds(
     external_bytes = compiled.external_bytes + options.limits.reserve_bytes
     peak_bytes = (compiled.verified_bytes or 0) + external_bytes
     external = f", of which {format_bytes(external_bytes)} are used outside this graph"
-    largest = held_at_peak(compiled.plan.graph, compiled.plan.schedule)
+    largest = describe_peak(compiled.plan.graph, compiled.plan.schedule)
     return InfeasibleBudget(
         f"{compiled.title}: {exceeded.summary}, after {rounds} plans; raise the budget to "
         f"{peak_bytes:,} bytes{external if external_bytes else ''}. As planned, {largest}.",

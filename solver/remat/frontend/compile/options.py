@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from torch import nn
 
-from remat.errors import BudgetError, nearest
+from remat.errors import BudgetError, similar_names_hint
 from remat.limits.budget import Budget
 from remat.limits.limits import Limits
 from remat.limits.outputs import OUTPUTS_HELD, are_dropped
@@ -91,7 +91,7 @@ def read_options(
     """
     remaining = dict(options)
     if "budget" not in remaining:
-        typos = (key for key in remaining if nearest(key, ["budget"]))
+        typos = (key for key in remaining if similar_names_hint(key, ["budget"]))
         hint = next((f" ({key!r} is no option)" for key in typos), "")
         raise BudgetError(
             'the remat backend needs a budget: options={"budget": "60%"}, or "8GiB", or "min"'
@@ -148,7 +148,7 @@ def _check_inductor_options(options: Mapping[str, Any]) -> None:
     inductor_options = config.get_config_copy()
     for key in options:
         if key.replace("-", "_") not in inductor_options:
-            near = nearest(key, [*_OPTIONS, *inductor_options])
+            near = similar_names_hint(key, [*_OPTIONS, *inductor_options])
             raise ValueError(
                 f"there is no option {key!r}{near}; remat's are {', '.join(sorted(_OPTIONS))}, all "
                 "others are Inductor's"

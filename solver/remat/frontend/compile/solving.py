@@ -15,8 +15,8 @@ from remat.errors import InfeasibleBudget, RematError, SolverTimeout
 from remat.graph import Graph
 from remat.plan import Plan
 from remat.progress import Progress, ProgressCallback
-from remat.report.holding import held_at_peak
-from remat.report.standing import standing
+from remat.report.describe import describe_peak
+from remat.report.solve_progress import format_progress
 from remat.solve import solve
 from remat.strategies import Auto, Strategy
 
@@ -110,7 +110,7 @@ def solve_cached(
 
 
 def _show_progress(progress: Progress) -> None:
-    line = f"remat plans: {standing(progress)}, {progress.elapsed_s:.1f} s"
+    line = f"remat plans: {format_progress(progress)}, {progress.elapsed_s:.1f} s"
     sys.stderr.write(f"{_ERASE_LINE}{line}")
     sys.stderr.flush()
 
@@ -125,7 +125,7 @@ def explain_infeasible(graph: Graph, title: str) -> Iterator[None]:
         explanation = ""
         with suppress(RematError):
             schedule = solve(graph, "min", Auto(time_limit=_SMALLEST_PEAK_TIME_S)).schedule
-            explanation = f" At the smallest, {held_at_peak(graph, schedule)}."
+            explanation = f" At the smallest, {describe_peak(graph, schedule)}."
         raise InfeasibleBudget(
             f"{title}: {error}{explanation}",
             min_feasible_bytes=error.min_feasible_bytes,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from remat.documents.arguments import Argument, Literal, Ref, encode
+from remat.documents.arguments import Argument, Literal, Ref, encode_argument
 from remat.documents.records import Node, TensorMeta
 
 _OFFSET_MODULUS = 64
@@ -42,7 +42,7 @@ def cost_key(
             case Literal("device", text):
                 return {"device": _device_label(text, trace_device_type)}
             case _:
-                return encode(argument)
+                return encode_argument(argument)
 
     return {
         "op": node.target,

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 from torch._ops import OpOverload
 
-from remat.documents.arguments import Argument, Literal, Ref, refs
+from remat.documents.arguments import Argument, Literal, Ref, referenced_names
 from remat.documents.records import Node, Result, TensorMeta
 from remat.errors import RematError
 from remat.frontend.common.operators import decode_literal, resolve
@@ -80,7 +80,7 @@ class OperandFactory:
         """Return the forward operations of which `node` reads another result than the first, in the
         order in which they run."""
         forwards: dict[int, Node] = {}
-        for name in (*refs(node.args), *refs(node.kwargs)):
+        for name in (*referenced_names(node.args), *referenced_names(node.kwargs)):
             index, producer, result = self._allocating_operation(name)
             if producer is None or result is None or producer.backward or result.position <= 0:
                 continue
@@ -103,7 +103,7 @@ class OperandFactory:
             _, producer, _ = self._producers.get(name, (-1, None, None))
             if producer is None or not producer.view:
                 return
-            name = next(refs(producer.args), None)
+            name = next(referenced_names(producer.args), None)
 
     def _run(self, node: Node, tensors: dict[str, object]) -> dict[str, object]:
         """Run an operation and return its results by name. Its operands are added to `tensors`,
@@ -207,7 +207,7 @@ def span_elements(shape: Sequence[int], stride: Sequence[int]) -> int:
 
 def operand_and_result_bytes(node: Node, metas: Mapping[str, TensorMeta]) -> int:
     """Return the bytes of an operation's operands and results, which running it alone needs."""
-    names = (*refs(node.args), *refs(node.kwargs))
+    names = (*referenced_names(node.args), *referenced_names(node.kwargs))
     tensors = [metas[name] for name in set(names)] + [result.tensor for result in node.results]
     return sum(
         span_elements(meta.shape, meta.stride) * getattr(torch, meta.dtype).itemsize

@@ -20,7 +20,7 @@ from remat.blockwise.block_step import BlockStep
 from remat.blockwise.choose import cheapest_setting, choose_options
 from remat.blockwise.policies import OPERATORS, RULES, BlockPolicy, Policies
 from remat.costs.roofline import Roofline
-from remat.errors import InfeasibleBudget, RematError, TraceError, nearest
+from remat.errors import InfeasibleBudget, RematError, TraceError, similar_names_hint
 from remat.frontend.api.enable import check_not_planned
 from remat.frontend.api.optimize import optimize_options
 from remat.frontend.blocks.block_planning import plan_blocks
@@ -77,7 +77,8 @@ def emit(
     check_no_policies_applied(model)
     if rules not in RULES:
         raise ValueError(
-            f"rules is {rules!r}{nearest(rules, RULES)}; it must be one of {', '.join(RULES)}"
+            f"rules is {rules!r}{similar_names_hint(rules, RULES)}; it must be one of "
+            f"{', '.join(RULES)}"
         )
     EXECUTORS[rules].check_model(model)
     options = optimize_options(

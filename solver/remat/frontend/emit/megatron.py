@@ -173,7 +173,7 @@ def _switches_of(layer: nn.Module, name: str) -> Iterator[tuple[nn.Module, str]]
     config: Any = getattr(layer, "config", None)
     is_moe = bool(getattr(layer, "is_moe_layer", False))
     is_absent = {
-        # Megatron's checkpoint of a module that returns its bias recurses without end.
+        # Megatron's checkpoint of a module that returns its bias never ends (0.16.1).
         "mlp": is_moe or config.add_bias_linear,
         "moe": not is_moe,
         "shared_experts": not getattr(config, "moe_shared_expert_intermediate_size", None),

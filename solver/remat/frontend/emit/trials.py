@@ -17,7 +17,7 @@ from remat.frontend.capture.model.preserved_state import rng_state_preserved
 from remat.frontend.emit.executors import Executor
 from remat.frontend.emit.operator_profile import block_fingerprint
 from remat.frontend.memory.gauge import Gauge
-from remat.report.tables import starred
+from remat.report.tables import fold_layer_numbers
 
 logger = logging.getLogger("remat")
 
@@ -53,7 +53,7 @@ class PolicyTrials:
             self._results[key] = self._try_policies(gauge, call, obstacle)
         options, policies, reason = self._results[key]
         if reason:
-            self.uncheckpointable[starred(call.submodule.path)] = reason
+            self.uncheckpointable[fold_layer_numbers(call.submodule.path)] = reason
         self.policies.append(policies)
         return options
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from remat.documents.trace import Trace, accumulated_bytes
+from remat.documents.trace import Trace, accumulated_gradient_bytes
 from remat.errors import BudgetError
 from remat.frontend.memory.device_memory import free_bytes
 from remat.frontend.memory.reserve import ReserveSize
@@ -42,7 +42,7 @@ def auto_limits(trace: Trace, reserve: ReserveSize, *, is_allocated: bool = True
     if is_allocated:
         storages = {p.storage for p in trace.placeholders if p.kind != "tangent"}
         allocated_bytes = sum(map(trace.allocated_bytes, storages))
-        allocated_bytes += accumulated_bytes(trace) if trace.accumulating else 0
+        allocated_bytes += accumulated_gradient_bytes(trace) if trace.accumulates_gradients else 0
     return auto_limits_of_device(trace.device, allocated_bytes, reserve)
 
 

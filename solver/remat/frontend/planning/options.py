@@ -17,7 +17,7 @@ from remat.plan import Plan
 from remat.progress import Progress
 from remat.strategies import Strategy
 
-ELSEWHERE = "elsewhere"
+MEASURED_BY_SERVICE = "elsewhere"
 """A value of `OptimizeOptions.costs`: the `service` that solves also measures the costs."""
 
 Service = Callable[[Trace, int | str], tuple[Plan, Program]]

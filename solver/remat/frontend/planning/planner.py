@@ -26,7 +26,7 @@ from remat.frontend.common.operators import check_operations_allowed
 from remat.frontend.costs.measure import measure
 from remat.frontend.memory.auto_budget import auto_limits
 from remat.frontend.memory.reserve import reserve_size
-from remat.frontend.planning.options import ELSEWHERE, OptimizeOptions
+from remat.frontend.planning.options import MEASURED_BY_SERVICE, OptimizeOptions
 from remat.frontend.planning.plan_cache import PlanEntry, PlannerState
 from remat.frontend.planning.schedule_reuse import ScheduleReuse, superseded_keys
 from remat.frontend.planning.trace_cache import TraceCache
@@ -139,26 +139,26 @@ class Planner:
     def _plan(self, model: nn.Module, call: ModelCall, key: CallSignature) -> PlanEntry:
         """Plan a call's step. Subclasses override this to plan a model block by block."""
         self.timings_s = {}
-        accumulating = key.accumulating
+        accumulates_gradients = key.accumulates_gradients
         with self._timed("trace"):
             traced = self.trace_cache.trace(model, call, key)
             check_operations_allowed((n.target for n in traced.nodes), self.options.namespaces)
-            if accumulating:
+            if accumulates_gradients:
                 traced = with_gradient_accumulation(traced)
             if self.options.cuda_graphs:
                 traced = without_random_recomputation(traced)
-        nominal_bytes = traced.storages
-        traced, plan, program, is_reused = self._plan_trace(traced, accumulating)
+        nominal_bytes = traced.storage_bytes
+        traced, plan, program, is_reused = self._plan_trace(traced, accumulates_gradients)
         plan = self._with_option_stats(plan)
         if program is None:
             with self._timed("rewrite"):
                 program = rewrite(traced, plan.schedule)
         with self._timed("lower"):
             step = BoundProgram(lower_program(program, self.options.namespaces), model, plan)
-        self._log(plan, is_reused=is_reused, accumulating=accumulating)
+        self._log(plan, is_reused=is_reused, accumulates_gradients=accumulates_gradients)
         return PlanEntry(step, traced, plan, nominal_bytes, is_reused)
 
-    def _plan_trace(self, traced: Trace, accumulating: bool) -> _PlanningResult:
+    def _plan_trace(self, traced: Trace, accumulates_gradients: bool) -> _PlanningResult:
         """Reuse a schedule if one is good enough; else measure the trace and solve it."""
         plan_limits = self._plan_limits(traced)
         budget = plan_limits.limits.budget_after_reserve
@@ -166,7 +166,7 @@ class Planner:
         if not plan_limits.segments_bytes:
             reuse = ScheduleReuse.from_entries(traced, self._entries.values())
         if reuse is None:
-            return self._solve(self._measure(traced), budget, plan_limits, accumulating)
+            return self._solve(self._measure(traced), budget, plan_limits, accumulates_gradients)
         budget = reuse.budget_at_largest_size(budget)
         reused_plan = reuse.fastest_plan(budget)
         reused = None
@@ -177,7 +177,7 @@ class Planner:
                 return reused
         measured = reuse.trace if reuse.has_larger_plan else self._measure(traced)
         try:
-            solved = self._solve(measured, budget, plan_limits, accumulating)
+            solved = self._solve(measured, budget, plan_limits, accumulates_gradients)
         except SolverTimeout:
             if reused is None:
                 raise
@@ -188,7 +188,7 @@ class Planner:
 
     def _measure(self, traced: Trace) -> Trace:
         """Return the trace with costs, unless the service measures them."""
-        if self.options.costs == ELSEWHERE:
+        if self.options.costs == MEASURED_BY_SERVICE:
             return traced
         with self._timed("measure"):
             costs = self.options.costs or traced.device.split(":")[0]
@@ -203,7 +203,7 @@ class Planner:
         return _PlanLimits(Limits(self.options.budget, reserve.total_bytes))
 
     def _solve(
-        self, traced: Trace, budget: Budget, plan_limits: _PlanLimits, accumulating: bool
+        self, traced: Trace, budget: Budget, plan_limits: _PlanLimits, accumulates_gradients: bool
     ) -> _PlanningResult:
         """Solve a trace within `budget`, in this process or by the service."""
         options = self.options
@@ -230,7 +230,7 @@ class Planner:
                 )
             return _PlanningResult(traced, plan, programs.get(plan.schedule))
         except InfeasibleBudget as error:
-            if not accumulating:
+            if not accumulates_gradients:
                 raise
             raise InfeasibleBudget(
                 f"{error} This call accumulates into gradients that are already there, which use "
@@ -272,10 +272,10 @@ class Planner:
         if len(reused) > _MAX_REUSED_PLANS:
             del self._entries[reused[0]]
 
-    def _log(self, plan: Plan, *, is_reused: bool, accumulating: bool) -> None:
+    def _log(self, plan: Plan, *, is_reused: bool, accumulates_gradients: bool) -> None:
         """Log a new plan: as a warning where changed inputs caused a full planning."""
         phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.timings_s.items())
-        purpose = " for gradient accumulation" if accumulating else ""
+        purpose = " for gradient accumulation" if accumulates_gradients else ""
         if not self._entries:
             logger.info("planned%s: %r (%s)", purpose, plan, phases)
         elif is_reused:

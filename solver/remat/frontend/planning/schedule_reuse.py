@@ -156,7 +156,7 @@ class _SolvedBlock:
 
     def is_similar_in_size(self, trace: Trace) -> bool:
         """True if neither all storages together are 8 times as large as the other trace's."""
-        size_bytes, solved_bytes = sum(trace.storages), sum(self.nominal_bytes)
+        size_bytes, solved_bytes = sum(trace.storage_bytes), sum(self.nominal_bytes)
         smaller_bytes, larger_bytes = sorted((size_bytes, solved_bytes))
         return larger_bytes <= _MAX_SIZE_RATIO * smaller_bytes
 
@@ -176,7 +176,7 @@ class BlockScheduleCache:
     def add(self, trace: Trace, measured: Trace, plans: tuple[Plan, ...]) -> None:
         """Add the plans of a block: `trace` is as captured, `measured` the same with measured costs
         and sizes."""
-        block = _SolvedBlock(topology_key(trace), measured, trace.storages, plans)
+        block = _SolvedBlock(topology_key(trace), measured, trace.storage_bytes, plans)
         self._blocks.append(block)
 
     def find(self, trace: Trace) -> tuple[Trace, list[tuple[BlockOption, Plan]]] | None:
@@ -206,7 +206,7 @@ def _reused_plan(
 
 def _requested_budget_bytes(plan: Plan) -> int:
     """Return the budget of a plan before the allocator's fragmentation was subtracted from it."""
-    return int(plan.stats.get("asked_budget_bytes", plan.budget_bytes))
+    return int(plan.stats.get("requested_budget_bytes", plan.budget_bytes))
 
 
 def _allocated_peak_bytes(trace: Trace, schedule: Schedule) -> int:

@@ -153,7 +153,7 @@ def _call_kind(leaves: Sequence[torch.Tensor], key: CallSignature) -> _CallKind:
     """Return the kind of a call with these input tensors."""
     inputs = ((t.dim(), t.dtype, t.device, t.requires_grad, _layout(t)) for t in leaves)
     # Gradients that exist before the step do not change a capture.
-    return _CallKind(key._replace(inputs=(), accumulating=False), tuple(inputs))
+    return _CallKind(key._replace(inputs=(), accumulates_gradients=False), tuple(inputs))
 
 
 def _differing_dimensions(first: Shapes, second: Shapes) -> Iterator[InputDimension]:

@@ -66,7 +66,7 @@ class _StepFunction(torch.autograd.Function):
         program = lowered.program
         outputs = tuple(map(_without_view, results[: len(program.outputs)]))
         ctx.output_refs = output_monitor.weak_refs(outputs)
-        first_state = len(results) - len(program.states)
+        first_state = len(results) - len(program.rng_states)
         ctx.rng_states = results[first_state:]
         output_ids = {id(output) for output in outputs}
         ctx.save_for_backward(
@@ -141,8 +141,8 @@ def _tangents(lowered: LoweredProgram, grads: list[torch.Tensor | None]) -> list
                 path = program.result.path_of(index)
                 raise GuardError(
                     f"a gradient arrived at the output {path!r}, but the plan differentiates other "
-                    f'outputs only. Pass differentiate={path!r}, or "all", to what plans: '
-                    "remat.enable, remat.optimize"
+                    f'outputs only. Pass differentiate={path!r}, or "all", to '
+                    "remat.enable or remat.optimize"
                 )
             continue
         tangents.append(_with_planned_layout(grad, lowered.tangent_metas[output.tangent]))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from remat.documents.trace import ADD_INTO
+from remat.documents.trace import ADD_INTO_TARGET
 from remat.frontend.common.operators import register
 
 
@@ -18,7 +18,7 @@ def add_in_place(total: torch.Tensor, gradient: torch.Tensor) -> None:
     total.add_(gradient)
 
 
-register(ADD_INTO, add_in_place)
+register(ADD_INTO_TARGET, add_in_place)
 
 
 def accumulate_grad(parameter: torch.Tensor | None, gradient: torch.Tensor) -> torch.Tensor | None:
@@ -44,7 +44,7 @@ def accumulate_grad(parameter: torch.Tensor | None, gradient: torch.Tensor) -> t
 
 def accumulation_target(parameter: torch.Tensor) -> torch.Tensor | None:
     """Return the parameter if the running backward will accumulate into its `.grad`, else None
-    (for `torch.autograd.grad`, say). To be called before the graph runs, which is below autograd.
+    (for `torch.autograd.grad`, say). Must be called before the graph runs, which is below autograd.
     """
     with torch.enable_grad():
         node = torch.autograd.graph.get_gradient_edge(parameter).node

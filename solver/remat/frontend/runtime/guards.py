@@ -44,7 +44,7 @@ class CallSignature(NamedTuple):
     training: bool
     training_exceptions: tuple[str, ...]
     autocast: tuple[str, ...]
-    accumulating: bool
+    accumulates_gradients: bool
     buffers: tuple[TensorProperties | None, ...] = ()
     hook_ids: tuple[int, ...] = ()
 
@@ -205,7 +205,7 @@ def call_signature(
         training=tracker.model.training,
         training_exceptions=tracker.training_exceptions(),
         autocast=autocast_modes(),
-        accumulating=tracker.has_gradients,
+        accumulates_gradients=tracker.has_gradients,
         buffers=tracker.buffer_properties(),
         hook_ids=tracker.hook_ids(),
     )

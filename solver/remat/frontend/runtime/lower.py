@@ -17,10 +17,10 @@ import torch
 from torch import fx, nn
 from torch.fx.graph import _BoxedCodeGen
 
-from remat.documents.arguments import Argument, refs
+from remat.documents.arguments import Argument, referenced_names
 from remat.documents.program import Program, Statement
 from remat.documents.records import Placeholder, TensorMeta
-from remat.documents.trace import ACCUMULATE
+from remat.documents.trace import ACCUMULATE_TARGET
 from remat.errors import DocumentError, GuardError
 from remat.frontend.common.operators import NAMESPACES, decode_argument, decode_literal, resolve
 from remat.frontend.common.pytree import unflattener
@@ -37,7 +37,7 @@ class LoweredProgram:
 
     `launch_forward` takes the tensors of `input_names`, then the constants, in a list that it
     empties. It returns the outputs, then the saved tensors that are no inputs, then the RNG states
-    (`program.states`). `launch_backward` takes the saved tensors, inputs first, then the RNG
+    (`program.rng_states`). `launch_backward` takes the saved tensors, inputs first, then the RNG
     states, the tangents, the constants, and the parameters whose gradients it accumulates. It
     returns the gradients in the order of `program.gradients`.
 
@@ -130,7 +130,12 @@ def _constant_names(program: Program) -> list[str]:
 
 def _accumulated_names(program: Program) -> list[str]:
     """Return the names of the parameters into whose `.grad` the backward accumulates."""
-    return [n for s in program.backward if s.target == ACCUMULATE for n in refs(s.args[0])]
+    return [
+        n
+        for s in program.backward
+        if s.target == ACCUMULATE_TARGET
+        for n in referenced_names(s.args[0])
+    ]
 
 
 def _forward_graph(program: Program, namespaces: Collection[str]) -> fx.Graph:
@@ -139,7 +144,7 @@ def _forward_graph(program: Program, namespaces: Collection[str]) -> fx.Graph:
     return _build_graph(
         program.forward,
         inputs=[*_input_names(program), *_constant_names(program)],
-        outputs=[*(o.name for o in program.outputs), *saved, *program.states],
+        outputs=[*(o.name for o in program.outputs), *saved, *program.rng_states],
         namespaces=namespaces,
     )
 
@@ -150,7 +155,7 @@ def _backward_graph(program: Program, namespaces: Collection[str]) -> fx.Graph:
         program.backward,
         inputs=[
             *sorted(program.saved, key=lambda name: name not in placeholders),  # inputs first
-            *program.states,
+            *program.rng_states,
             *(o.tangent for o in program.outputs if o.tangent),
             *_constant_names(program),
             *(f"into_{name}" for name in _accumulated_names(program)),
@@ -186,19 +191,19 @@ def _append(
         return decode_argument(argument, nodes)
 
     args = statement.args
-    if statement.target == ACCUMULATE:
-        parameter = nodes[f"into_{next(refs(args[0]))}"]
+    if statement.target == ACCUMULATE_TARGET:
+        parameter = nodes[f"into_{next(referenced_names(args[0]))}"]
         call = graph.call_function(accumulate_grad, (parameter, decode(args[1])))
     else:
         operation: Any = resolve(statement.target, namespaces)
         decoded = tuple(decode(item) for item in args)
         kwargs = {key: decode(item) for key, item in statement.kwargs.items()}
         call_arguments = operation, decoded, kwargs
-        if statement.random == "save":
+        if statement.rng_action == "save":
             state_node = graph.call_function(generator_state, (statement.device,))
-            nodes[statement.state] = _named(state_node, statement.state)
-        if statement.random == "replay":
-            state: Any = nodes[statement.state]
+            nodes[statement.rng_state] = _named(state_node, statement.rng_state)
+        if statement.rng_action == "replay":
+            state: Any = nodes[statement.rng_state]
             call = graph.call_function(
                 run_with_generator_state, (state, statement.device, *call_arguments)
             )
@@ -206,7 +211,7 @@ def _append(
             call = graph.call_function(run_with_grad_mode, call_arguments)
         else:
             call = graph.call_function(*call_arguments)
-    call.meta["remat"] = {"module": statement.module, "rerun": statement.rerun}
+    call.meta["remat"] = {"module": statement.module, "recomputation": statement.recomputation}
     for result in statement.results:
         result_node = call
         if result.position >= 0:

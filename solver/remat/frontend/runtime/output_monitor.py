@@ -30,7 +30,7 @@ class OutputReleaseMonitor:
     """
 
     def __init__(self, program: Program) -> None:
-        has_recomputation = any(statement.rerun for statement in program.backward)
+        has_recomputation = any(statement.recomputation for statement in program.backward)
         self._is_active = has_recomputation and not program.outputs_dropped
         self._unsaved_outputs = [
             index for index, o in enumerate(program.outputs) if o.name not in program.saved

@@ -1,4 +1,4 @@
-"""Keep everything, recompute nothing: what PyTorch does without checkpointing."""
+"""Retain everything, recompute nothing: what PyTorch does without checkpointing."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from remat.strategies.options import Checked
 
 @dataclass(frozen=True)
 class KeepAll(Checked):
-    """Every operation once. The fastest schedule there is, and the one with the largest peak."""
+    """Every operation once: the fastest schedule, and the one with the largest peak."""
 
     name = "keep_all"
 
     def run(self, task: Task) -> Solution:
-        """The graph's own order; `InfeasibleBudget` if that does not fit."""
+        """Return the graph's own order. Raises `InfeasibleBudget` if it does not fit."""
         graph, budget_bytes = task.graph, task.budget_bytes
         schedule = Schedule.keep_all(graph)
         peak_bytes = simulate(graph, schedule).peak_bytes

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from remat.errors import RematError
 from remat.solution import Solution
 from remat.strategies.base import Task
-from remat.strategies.baselines.schedule_builder import select_cheapest, checkpoint_segments
 from remat.strategies.baselines.module_blocks import find_blocks
+from remat.strategies.baselines.schedule_builder import checkpoint_segments, select_cheapest
 from remat.strategies.options import Checked
 
 
@@ -16,20 +16,20 @@ from remat.strategies.options import Checked
 class PerBlock(Checked):
     """torch.utils.checkpoint (non-reentrant, with early stop) around each repeated block.
 
-    Blocks come from the operations' module paths (see `module_blocks`). What crosses a
-    block's border is kept, and so is all that belongs to no block. Equivalent to
+    Blocks come from the operations' module paths (see `module_blocks`). Values that cross a block's
+    border are retained, and so is everything outside blocks. Equivalent to
     `model.gradient_checkpointing_enable()` of transformers.
     """
 
     name = "per_block"
 
     def run(self, task: Task) -> Solution:
-        """The one schedule there is. Raises `RematError` for a graph without numbered modules."""
-        found = find_blocks(task.graph)
-        if not found:
+        """Return the single schedule. Raises `RematError` for a graph without numbered modules."""
+        blocks = find_blocks(task.graph)
+        if not blocks:
             raise RematError(
                 "per_block needs repeated blocks, but no operation has a module path with a "
                 'number, such as "layers.0": use EveryK, or ChenSqrt'
             )
-        candidates = [(f"{len(found)} blocks", checkpoint_segments(task.graph, found))]
+        candidates = [(f"{len(blocks)} blocks", checkpoint_segments(task.graph, blocks))]
         return select_cheapest(task, candidates, strategy=self.name)

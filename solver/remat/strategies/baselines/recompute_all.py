@@ -1,4 +1,4 @@
-"""Keep nothing of the forward pass: the other end from `KeepAll`."""
+"""Retain nothing of the forward pass: the opposite of `KeepAll`."""
 
 from __future__ import annotations
 
@@ -8,23 +8,27 @@ from remat.graph import Graph
 from remat.schedule import Schedule
 from remat.solution import Solution
 from remat.strategies.base import Task
-from remat.strategies.baselines.schedule_builder import ScheduleBuilder, select_cheapest, forward_count
+from remat.strategies.baselines.schedule_builder import (
+    ScheduleBuilder,
+    forward_count,
+    select_cheapest,
+)
 from remat.strategies.options import Checked
 
 
 @dataclass(frozen=True)
 class RecomputeAll(Checked):
-    """Before each operation of the backward pass, everything that it reads is made again from the
-    inputs, and dropped after it: quadratic time.
+    """Before each operation of the backward pass, recompute everything that it reads from the
+    inputs, and drop it afterwards: quadratic time.
 
-    Not the smallest peak, as a recomputation is as wide as the forward pass between two reads.
-    Without a backward pass, each operation begins anew.
+    This is not the smallest peak, as a recomputation needs as much memory as the forward pass
+    between two reads. Without a backward pass, each operation starts from the inputs.
     """
 
     name = "recompute_all"
 
     def run(self, task: Task) -> Solution:
-        """The one schedule there is; `InfeasibleBudget` if that does not fit."""
+        """Return the single schedule. Raises `InfeasibleBudget` if it does not fit."""
         return select_cheapest(task, [("all", _schedule(task.graph))], strategy=self.name)
 
 
@@ -36,9 +40,9 @@ def _schedule(graph: Graph) -> Schedule:
     builder.drop(v for op in range(count) for v in graph.operations[op].outputs)
     for op in range(count, len(graph)):
         operation = graph.operations[op]
-        again = builder.missing_operations(operation.inputs)
-        for parent in again:
+        recomputed = builder.missing_operations(operation.inputs)
+        for parent in recomputed:
             builder.run(parent)
         builder.run(op)
-        builder.drop(v for o in (*again, op) for v in graph.operations[o].outputs)
+        builder.drop(v for o in (*recomputed, op) for v in graph.operations[o].outputs)
     return builder.schedule()

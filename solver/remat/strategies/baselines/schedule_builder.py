@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from remat.errors import RematError
 from remat.graph import Graph
-from remat.limits.budget import format_bytes
+from remat.limits.units import format_bytes
 from remat.schedule import Schedule
 from remat.simulate import peak_and_time
 from remat.solution import Solution

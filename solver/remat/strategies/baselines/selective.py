@@ -1,13 +1,14 @@
-"""What to save for the backward pass, by a program: everything else is made again, once.
+"""Which values to save for the backward pass, by a mixed-integer program: the others are recomputed
+once.
 
-The rules of selective checkpointing as compilers run it (tags on a joint graph: torch's own passes,
-torchtitan's): a forward value is saved, or made again in the backward where it is first read, from
-what is saved or was made again itself, and stays until its last reader.
+The rules are those of selective checkpointing in compilers (tags on a joint graph: torch's own
+passes, torchtitan's): a forward value is saved, or it is recomputed in the backward where it is
+first read, from saved or recomputed values, and stays until its last reader.
 
-The program chooses the cheapest set to make again, with a row for each of many moments of the
-backward: what is saved and still to be read, what was made again, and what is there anyway. When a
-value is made again depends on who else is, which the rows do not see; so the schedule is simulated,
-and where it takes more than they say, the program is asked again with so much less.
+The program chooses the cheapest set to recompute, with a memory row for each of many operations of
+the backward: saved values that are still to be read, recomputed values, and what is live anyway.
+When a value is recomputed depends on which others are, which the rows do not model; so the schedule
+is simulated, and where it takes more memory, the program is solved with that much less.
 """
 
 from __future__ import annotations
@@ -31,25 +32,27 @@ from remat.solution import Solution
 from remat.strategies.base import Task
 from remat.strategies.baselines.schedule_builder import (
     ScheduleBuilder,
-    select_cheapest,
-    forward_count,
     required_forward_count,
+    save_values,
+    select_cheapest,
 )
 from remat.strategies.options import Checked, Seconds, Threads, between
 
 _GAP = 1e-3
 
-_MOMENTS = 96
-"""Of the backward that have a row."""
+_MAX_MEMORY_ROWS = 96
+"""Operations of the backward that have a memory row."""
 
-_NEAR = 0.005
-"""A peak that is by so little below the budget is not improved on."""
+_GOOD_ENOUGH_SHARE = 0.005
+"""A peak that is below the budget by at most this share of it is not improved on."""
 
 
 @dataclass(frozen=True)
 class Selective(Checked):
-    """Saves the best set of forward values; the others are made again once. `choices` numbers of
-    bytes are tried at most, within `time_limit` seconds together."""
+    """Saves the best set of forward values; the others are recomputed once.
+
+    At most `choices` memory limits are tried, within `time_limit` seconds in total.
+    """
 
     choices: Annotated[int, between(1, 1_000)] = 16
     time_limit: Seconds = 30.0
@@ -57,145 +60,142 @@ class Selective(Checked):
     name = "selective"
 
     def run(self, task: Task) -> Solution:
-        """The cheapest fitting choice. Raises `RematError` without a backward pass, and
-        `InfeasibleBudget` where no choice fits."""
+        """Return the cheapest choice that fits. Raises `RematError` without a backward pass, and
+        `InfeasibleBudget` if no choice fits."""
         count = required_forward_count(task.graph, self.name)
         return select_cheapest(task, self._candidates(task, count), strategy=self.name)
 
     def _candidates(self, task: Task, count: int) -> Iterator[tuple[str, Schedule]]:
         graph, budget_bytes = task.graph, task.budget_bytes
-        everything = saving(graph, frozenset(range(len(graph.values))))
-        yield "saves everything", everything
-        if budget_bytes is not None and peak_and_time(graph, everything)[0] <= budget_bytes:
+        save_all = save_values(graph, frozenset(range(len(graph.values))))
+        yield "saves everything", save_all
+        if budget_bytes is not None and peak_and_time(graph, save_all)[0] <= budget_bytes:
             return
-        program = _Program(graph, count, everything)
-        ends = time.perf_counter() + self.time_limit
-        room_bytes, fits = budget_bytes or 0, False
+        program = _SelectionMilp(graph, count, save_all)
+        deadline = time.perf_counter() + self.time_limit
+        available_bytes, fits = budget_bytes or 0, False
         for choice in range(self.choices if budget_bytes is not None else 0):
-            saved = self._solved(program, room_bytes, choice, ends)
+            saved = self._solve(program, available_bytes, choice, deadline)
             if saved is None:
                 break
-            schedule = saving(graph, saved)
-            yield f"saves {_bytes(graph, saved)}", schedule
+            schedule = save_values(graph, saved)
+            yield f"saves {_saved_size(graph, saved)}", schedule
             excess_bytes = peak_and_time(graph, schedule)[0] - (budget_bytes or 0)
             fits = fits or excess_bytes <= 0
-            if -_NEAR * (budget_bytes or 0) <= excess_bytes <= 0:
+            if -_GOOD_ENOUGH_SHARE * (budget_bytes or 0) <= excess_bytes <= 0:
                 break
-            room_bytes -= excess_bytes if excess_bytes > 0 else excess_bytes // 2
+            available_bytes -= excess_bytes if excess_bytes > 0 else excess_bytes // 2
         if fits:
             return
-        most_bytes = peak_and_time(graph, everything)[0]
-        for choice in range(self.choices):  # the smallest peak: less and less room
-            room_bytes = most_bytes - most_bytes * choice // self.choices
-            saved = self._solved(program, room_bytes, choice, ends)
+        max_bytes = peak_and_time(graph, save_all)[0]
+        for choice in range(self.choices):  # for the smallest peak: smaller and smaller limits
+            available_bytes = max_bytes - max_bytes * choice // self.choices
+            saved = self._solve(program, available_bytes, choice, deadline)
             if saved is None:
                 return
-            yield f"saves {_bytes(graph, saved)}", saving(graph, saved)
+            yield f"saves {_saved_size(graph, saved)}", save_values(graph, saved)
 
-    def _solved(
-        self, program: _Program, room_bytes: int, choice: int, ends: float
+    def _solve(
+        self, program: _SelectionMilp, available_bytes: int, choice: int, deadline: float
     ) -> frozenset[int] | None:
-        left_s = (ends - time.perf_counter()) / (self.choices - choice)
-        return program.solved(room_bytes, max(0.1, left_s), self.threads)
+        left_s = (deadline - time.perf_counter()) / (self.choices - choice)
+        return program.solve(available_bytes, max(0.1, left_s), self.threads)
 
 
-def _bytes(graph: Graph, saved: frozenset[int]) -> str:
+def _saved_size(graph: Graph, saved: frozenset[int]) -> str:
     return format_bytes(sum(graph.values[v].size_bytes for v in saved))
 
 
-def saving(graph: Graph, saved: frozenset[int]) -> Schedule:
-    """The schedule that holds these forward values, as far as the backward reads them, and makes
-    each other value again where it is first read."""
-    builder = ScheduleBuilder(graph)
-    count = forward_count(graph) or 0
-    for op in range(count):
-        builder.run(op)
-    made = (v for op in range(count) for v in graph.operations[op].outputs)
-    builder.drop(v for v in made if v not in saved)
-    for op in range(count, len(graph)):
-        builder.recompute(graph.operations[op].inputs, drops_others=False)
-        builder.run(op)
-    return builder.schedule()
-
-
-def _read_from_to(
+def _read_intervals(
     graph: Graph, count: int, is_droppable: Sequence[bool]
 ) -> tuple[dict[int, int], dict[int, int]]:
-    """When each forward value that the backward needs is first and last read there, as far as that
-    does not depend on what is made again: by the backward itself, or else by what is made from it
-    and read there."""
+    """Return at which operation each forward value that the backward needs is first and last read
+    there, as far as that does not depend on what is recomputed.
+
+    That is by the backward directly, or else by what is recomputed from it and read there.
+    """
     first: dict[int, int] = {}
     last: dict[int, int] = {}
 
-    def read(value: int, moment: int) -> None:
+    def read(value: int, row_operation: int) -> None:
         if is_droppable[value]:
-            first[value] = min(moment, first.get(value, moment))
-            last[value] = max(moment, last.get(value, moment))
+            first[value] = min(row_operation, first.get(value, row_operation))
+            last[value] = max(row_operation, last.get(value, row_operation))
 
     for op in range(count, len(graph)):
         for value in graph.operations[op].inputs:
             read(value, op)
-    itself = set(first)
+    read_directly = set(first)
     for op in reversed(range(count)):
-        when = [first[v] for v in graph.operations[op].outputs if v in first]
-        for value in graph.operations[op].inputs if when else ():
-            if value not in itself:
-                read(value, min(when))
+        first_reads = [first[v] for v in graph.operations[op].outputs if v in first]
+        for value in graph.operations[op].inputs if first_reads else ():
+            if value not in read_directly:
+                read(value, min(first_reads))
     return first, last
 
 
-class _Program:
-    """A binary for each value that may be saved and each operation that may run again."""
+class _SelectionMilp:
+    """A binary for each value that may be saved and for each operation that may be recomputed."""
 
-    def __init__(self, graph: Graph, count: int, everything: Schedule) -> None:
+    def __init__(self, graph: Graph, count: int, save_all: Schedule) -> None:
         self._graph, self._count = graph, count
         droppable = ScheduleBuilder(graph).is_droppable
-        self._first, self._last = _read_from_to(graph, count, droppable)
-        self._values = sorted(self._first)
+        self._first_read, self._last_read = _read_intervals(graph, count, droppable)
+        self._values = sorted(self._first_read)
         self._operations = sorted({graph.producer[v] for v in self._values})
-        timeline = simulate(graph, everything)
-        stride = max(1, (len(graph) - count) // _MOMENTS)
-        self._moments = [count - 1, *range(count, len(graph), stride)]
-        ends = {v: max(graph.consumers[v]) for v in self._values}
+        timeline = simulate(graph, save_all)
+        stride = max(1, (len(graph) - count) // _MAX_MEMORY_ROWS)
+        self._row_operations = [count - 1, *range(count, len(graph), stride)]
+        last_reader = {v: max(graph.consumers[v]) for v in self._values}
         sizes = {v: graph.values[v].size_bytes for v in self._values}
         self._fixed_bytes = {
-            moment: timeline.during_bytes[moment]
-            - sum(sizes[v] for v in self._values if graph.producer[v] <= moment <= ends[v])
-            for moment in self._moments
+            row_operation: timeline.during_bytes[row_operation]
+            - sum(
+                sizes[v]
+                for v in self._values
+                if graph.producer[v] <= row_operation <= last_reader[v]
+            )
+            for row_operation in self._row_operations
         }
         self._unit_bytes = max(timeline.peak_bytes, 1)
 
-    def solved(self, room_bytes: int, limit_s: float, threads: int) -> frozenset[int] | None:
-        """The values to save within that room, as far as the rows see; None where there are none,
-        or none are found in time."""
+    def solve(self, available_bytes: int, limit_s: float, threads: int) -> frozenset[int] | None:
+        """Return the values to save within `available_bytes`, as far as the rows model it; None if
+        there are none, or none are found in time."""
         graph = self._graph
         problem = pulp.LpProblem("selective", pulp.LpMinimize)
         saved = {v: problem.add_variable(f"s{v}", 0, 1, pulp.LpInteger) for v in self._values}
-        again = {o: problem.add_variable(f"r{o}", 0, 1, pulp.LpInteger) for o in self._operations}
+        recomputed = {
+            o: problem.add_variable(f"r{o}", 0, 1, pulp.LpInteger) for o in self._operations
+        }
         rows: list[tuple[str, dict[pulp.LpVariable, float], int, float]] = []
         for v in self._values:
             if graph.consumers[v][-1] >= self._count:
-                terms = {saved[v]: 1.0, again[graph.producer[v]]: 1.0}
+                terms = {saved[v]: 1.0, recomputed[graph.producer[v]]: 1.0}
                 rows.append((f"read{v}", terms, pulp.LpConstraintGE, 1.0))
         for op in self._operations:
             for v in graph.operations[op].inputs:
                 if v in saved:
-                    terms = {saved[v]: 1.0, again[graph.producer[v]]: 1.0, again[op]: -1.0}
+                    terms = {
+                        saved[v]: 1.0,
+                        recomputed[graph.producer[v]]: 1.0,
+                        recomputed[op]: -1.0,
+                    }
                     rows.append((f"from{op}_{v}", terms, pulp.LpConstraintGE, 0.0))
-        for moment in self._moments:
+        for row_operation in self._row_operations:
             terms: dict[pulp.LpVariable, float] = {}
             for v in self._values:
                 size = graph.values[v].size_bytes / self._unit_bytes
-                if self._last[v] >= moment:
+                if self._last_read[v] >= row_operation:
                     terms[saved[v]] = size
-                    if self._first[v] <= moment:
-                        run = again[graph.producer[v]]
+                    if self._first_read[v] <= row_operation:
+                        run = recomputed[graph.producer[v]]
                         terms[run] = terms.get(run, 0.0) + size
-            room = (room_bytes - self._fixed_bytes[moment]) / self._unit_bytes
-            rows.append((f"at{moment}", terms, pulp.LpConstraintLE, room))
+            row_limit = (available_bytes - self._fixed_bytes[row_operation]) / self._unit_bytes
+            rows.append((f"at{row_operation}", terms, pulp.LpConstraintLE, row_limit))
         pulp_versions.add_rows(problem, rows)
         unit_s = max((graph.operations[o].cost_s for o in self._operations), default=0.0) or 1.0
-        costs = {x: graph.operations[o].cost_s / unit_s for o, x in again.items()}
+        costs = {x: graph.operations[o].cost_s / unit_s for o, x in recomputed.items()}
         problem.setObjective(expression(costs))
         run = HighsSolver(gap=_GAP, time_limit=limit_s, threads=threads)
         outcome = run.solve(pulp_versions.read_arrays(problem)).outcome

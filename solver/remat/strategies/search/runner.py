@@ -13,9 +13,9 @@ from remat.graph import Graph
 from remat.heuristics.polish import prune
 from remat.milp import backends, model
 from remat.milp.backends import Outcome, SolverRun
+from remat.milp.shared_decisions import SharedDecisions
 from remat.milp.slots import Slots
 from remat.milp.solvers.highs import BoundsCallback
-from remat.milp.shared_decisions import SharedDecisions
 from remat.progress import Progress, ProgressCallback
 from remat.schedule import Schedule
 from remat.simulate import peak_and_time
@@ -25,7 +25,7 @@ from remat.strategies.search.deadline import Clock
 from remat.strategies.search.stall import StallDetector
 
 _MAX_ATTEMPTS = 5
-"""Programs that are tried until the schedule fits the budget without tolerance."""
+"""Attempts with ever tighter programs until the simulated schedule fits the budget."""
 
 _ROW_S = 2.5e-4
 """Seconds per row that HiGHS may take before it first checks the time. 9 s were measured for 21,000

@@ -1,4 +1,4 @@
-"""Marks for many strategies in one picture, told apart by shape as well as by colour."""
+"""Markers for several strategies in one picture, which differ in shape as well as in colour."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from remat.view.drawing import svg
 
 RADIUS = 5.0
+"""Radius of a marker in pixels."""
 
 _BAR = 0.36
+"""Half the width of a bar of the plus-shaped marker, for a radius of one."""
 
 SHAPES: tuple[tuple[str, tuple[tuple[float, float], ...]], ...] = (
     ("s", ((-0.8, -0.8), (0.8, -0.8), (0.8, 0.8), (-0.8, 0.8))),
@@ -33,41 +35,46 @@ SHAPES: tuple[tuple[str, tuple[tuple[float, float], ...]], ...] = (
     ("<", ((-1.1, 0), (0.8, -1.1), (0.8, 1.1))),
     (">", ((1.1, 0), (-0.8, -1.1), (-0.8, 1.1))),
 )
-"""Each shape's marker in matplotlib, and its corners for a radius of one."""
+"""The shape of each marker: its code in matplotlib, and its corners for a radius of one."""
 
-_UP = ((0.0, -1.0), (1.0, 0.8), (-1.0, 0.8))
+_TRIANGLE = ((0.0, -1.0), (1.0, 0.8), (-1.0, 0.8))
 
 
-def series(index: int) -> str:
-    """The colour of the strategy of that number."""
+def strategy_colour(index: int) -> str:
+    """Return the colour of the strategy with this index."""
     return svg.SERIES[index % len(svg.SERIES)]
 
 
-def marker(index: int) -> str:
-    """Its marker in matplotlib."""
+def matplotlib_marker(index: int) -> str:
+    """Return matplotlib's code of the marker of the strategy with this index."""
     return SHAPES[index % len(SHAPES)][0]
 
 
-def mark(index: int, x: float, y: float, tip: str | None = None) -> str:
-    """The mark of the strategy of that number."""
-    return svg.path(_outline(_corners(index), x, y, RADIUS), "point", tip, fill=series(index))
+def strategy_mark(index: int, x: float, y: float, tip: str | None = None) -> str:
+    """Return the marker of the strategy with this index, as SVG at (x, y), with the tooltip
+    `tip`."""
+    return svg.path(
+        _outline(_corners(index), x, y, RADIUS), "point", tip, fill=strategy_colour(index)
+    )
 
 
-def ring(index: int, x: float, y: float, around: int, tip: str) -> str:
-    """Its outline around `around` other marks at the same place."""
+def strategy_ring(index: int, x: float, y: float, around: int, tip: str) -> str:
+    """Return the outline of a strategy's marker, drawn around `around` other markers at (x, y)."""
     data = _outline(_corners(index), x, y, RADIUS + 3.0 * min(around, 3))
-    return svg.path(data, "ring", tip, stroke=series(index))
+    return svg.path(data, "ring", tip, stroke=strategy_colour(index))
 
 
-def triangle(index: int, x: float, y: float, tip: str) -> str:
-    """An arrow head in its colour, for what is above the edge."""
-    return svg.path(_outline(_UP, x, y, RADIUS), "point", tip, fill=series(index))
+def strategy_triangle(index: int, x: float, y: float, tip: str) -> str:
+    """Return a triangle in a strategy's colour that points up, for a point above the picture's
+    upper edge."""
+    return svg.path(_outline(_TRIANGLE, x, y, RADIUS), "point", tip, fill=strategy_colour(index))
 
 
 def _corners(index: int) -> tuple[tuple[float, float], ...]:
     return SHAPES[index % len(SHAPES)][1]
 
 
-def _outline(corners: Sequence[tuple[float, float]], x: float, y: float, r: float) -> str:
-    places = (f"{svg.number(x + r * dx)} {svg.number(y + r * dy)}" for dx, dy in corners)
-    return "M" + "L".join(places) + "z"
+def _outline(corners: Sequence[tuple[float, float]], x: float, y: float, radius: float) -> str:
+    """Return the path data of a polygon around (x, y)."""
+    points = (f"{svg.number(x + radius * dx)} {svg.number(y + radius * dy)}" for dx, dy in corners)
+    return "M" + "L".join(points) + "z"

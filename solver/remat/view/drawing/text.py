@@ -1,7 +1,7 @@
-"""Names as text that is safe to write anywhere.
+"""Names of operations and modules as text that is safe to display.
 
-A bare `Graph` may call its operations what it likes: markup, line breaks, characters that turn the
-direction of writing. What is shown is first made plain, then escaped for where it goes.
+A bare `Graph` may have operations with any name: markup, line breaks, characters that change the
+direction of writing. Text is first made plain, then escaped for XML and HTML.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ _ENTITIES = str.maketrans(
 
 
 def plain(text: str) -> str:
-    """`text` on one line: white space becomes a blank, and characters that do not print (control
-    characters, lone surrogates, marks that turn the direction of writing) become U+FFFD."""
+    """Return `text` on one line: white space becomes a blank, and characters that do not print
+    (control characters, lone surrogates, marks that change the direction of writing) become
+    U+FFFD."""
     if text.isprintable():
         return text
     return "".join(
@@ -27,8 +28,8 @@ def plain(text: str) -> str:
 
 
 def shorten(text: str, limit: int) -> str:
-    """`text` in at most `limit` characters; what is left out of the middle is an ellipsis. Ends of
-    names tell more than their beginnings."""
+    """Return `text` in at most `limit` characters, with an ellipsis for what is cut. More of the
+    end than of the beginning is left, because the ends of names distinguish them better."""
     if len(text) <= limit:
         return text
     head = (limit - 1) // 3
@@ -36,10 +37,10 @@ def shorten(text: str, limit: int) -> str:
 
 
 def escape(text: str) -> str:
-    """`text` made plain and escaped for XML and HTML, inside elements and attributes."""
+    """Return `text` made plain and escaped for XML and HTML, for elements and attributes."""
     return plain(text).translate(_ENTITIES)
 
 
 def escape_lines(text: str) -> str:
-    """As `escape`, but line feeds stay: for preformatted text."""
+    """Return preformatted text escaped as by `escape`, with its line feeds."""
     return "\n".join(escape(line) for line in text.split("\n"))

@@ -1,4 +1,4 @@
-"""`Auto` begins from the quick baselines: it is never worse than one of them, and ends in time."""
+"""`Auto` starts from the quick baselines: it is never worse than one of them, and ends in time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 import hypothesis
 import pytest
 from hypothesis import HealthCheck, settings
-from tests.helpers.graphs import small_graphs, uneven
+from tests.helpers.graphs import small_graphs, uneven_layers
 
 from remat.errors import RematError, SolverError
 from remat.graph import Graph
@@ -60,7 +60,7 @@ def test_quick_baseline_schedules_fit_their_budget(graph: Graph) -> None:
 
 
 def test_an_attempt_that_becomes_too_expensive_is_abandoned() -> None:
-    graph = uneven(6)
+    graph = uneven_layers(6)
     budget_bytes = int(0.7 * simulate(graph, Schedule.keep_all(graph)).peak_bytes)
     schedule = evict(graph, budget_bytes)
     assert schedule is not None
@@ -76,12 +76,12 @@ def test_an_attempt_that_becomes_too_expensive_is_abandoned() -> None:
 def test_a_missing_solver_is_an_error_even_where_no_program_is_solved() -> None:
     began = time.monotonic()
     with pytest.raises(SolverError, match="not available here"):
-        solve(uneven(3), "100%", Auto(solver="GLPK_CMD"))
+        solve(uneven_layers(3), "100%", Auto(solver="GLPK_CMD"))
     assert time.monotonic() - began < 5
 
 
 def test_quick_baselines_end_at_the_time_limit() -> None:
-    graph = uneven(6)
+    graph = uneven_layers(6)
     calls = 0
 
     def stop() -> bool:

@@ -1,4 +1,5 @@
-"""What a plan says that is proved, is; also where the search considered a part of the schedules."""
+"""The bound of a plan holds for the scope that it names, also where a search considered only
+some schedules."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import threading
 
 import highspy
 import pytest
-from tests.helpers.graphs import uneven_stages
+from tests.helpers.graphs import random_stages
 
 import remat
 from remat.errors import InfeasibleBudget
@@ -17,7 +18,8 @@ from remat.strategies import Auto, Exact, Strategy
 from remat.strategies.base import Task
 
 NEAR = Auto(order="off", threads=1, complete_slots=0)
-"""On graphs of a dozen operations it offers nothing but what the schedules it knows run again."""
+"""A strategy that, on graphs of a dozen operations, has slots only for what its incumbents
+recompute."""
 
 Row = tuple[tuple[int, ...], float, int, int]
 """Inputs, seconds, workspace in bytes, bytes of the one output."""
@@ -35,7 +37,8 @@ def table(*rows: Row) -> Graph:
 
 @pytest.fixture(scope="module")
 def narrow() -> Graph:
-    """What eviction finds within 27 bytes is not the best, and the slots have nothing better."""
+    """Return a graph where eviction's schedule within 27 bytes is not optimal, and the slots
+    have no better one."""
     return table(
         ((), 9.0, 0, 1), ((0,), 8.0, 2, 7), ((0, 1), 1.0, 4, 8), ((1, 2), 6.0, 0, 8),
         ((3,), 9.0, 4, 5), ((1, 3, 4), 3.0, 2, 5), ((4,), 4.0, 0, 7), ((3,), 3.0, 0, 6),
@@ -45,7 +48,8 @@ def narrow() -> Graph:
 
 @pytest.fixture(scope="module")
 def missed() -> Graph:
-    """Eviction finds nothing within 27 bytes, the slots have nothing, and there is a schedule."""
+    """Return a graph where eviction and the slots find no schedule within 27 bytes, though there
+    is one."""
     return table(
         ((), 8.0, 0, 7), ((0,), 4.0, 4, 9), ((0,), 8.0, 4, 7), ((0, 1), 6.0, 4, 1),
         ((1, 2), 8.0, 4, 2), ((0, 4), 5.0, 0, 6), ((1, 2), 4.0, 0, 1), ((4, 5), 5.0, 4, 8),
@@ -100,7 +104,7 @@ def test_a_program_solved_to_the_end_proves_the_smallest_peak(
 ) -> None:
     assert Exact(threads=1).run(Task(missed)).proved
     monkeypatch.setattr(highspy.Highs, "run", lambda self: highspy.HighsStatus.kError)
-    graph = uneven_stages(2, 14)
+    graph = random_stages(2, 14)
     solution = Exact(threads=1).run(Task(graph))
     assert not solution.proved
     assert solution.bound is not None

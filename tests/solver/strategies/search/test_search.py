@@ -1,4 +1,4 @@
-"""The search itself: when it asks a program, what it offers it, and what it says is proved."""
+"""The search: when it solves a program, from which slots and incumbents, and what it proves."""
 
 from __future__ import annotations
 
@@ -11,8 +11,15 @@ from typing import Any
 
 import highspy
 import pytest
-from tests.helpers.graphs import chain, uneven_stages
-from tests.helpers.search_states import CHAIN, EXACT, STAGES, SlotSource, failing, search_state_of
+from tests.helpers.graphs import chain, random_stages
+from tests.helpers.search_states import (
+    CHAIN,
+    EXACT,
+    STAGES,
+    SlotSource,
+    fail_with_bug,
+    search_state_of,
+)
 
 from remat.errors import InfeasibleBudget, RematError, SolverError, SolverTimeout, SolverWarning
 from remat.graph import Graph, Value
@@ -34,24 +41,29 @@ from remat.strategies.search.steps import eviction
 from remat.strategies.search.steps.feasibility import find_feasible_schedule
 
 
-def least_cost(
+def search_lowest_cost(
     graph: Graph, slot_source: SlotSource, budget_bytes: int, *options: Auto, **more: Any
 ) -> Solution:
+    """Run the search for the lowest cost within a budget."""
     return search(
         search_state_of(graph, slot_source, budget_bytes, *options, **more),
         pipeline.exact_pipeline(),
     )
 
 
-def least_peak(graph: Graph, slot_source: SlotSource, *options: Auto, **more: Any) -> Solution:
+def search_smallest_peak(
+    graph: Graph, slot_source: SlotSource, *options: Auto, **more: Any
+) -> Solution:
+    """Run the search for the smallest peak."""
     return search(
         search_state_of(graph, slot_source, None, *options, **more), pipeline.exact_pipeline()
     )
 
 
-def reached(
+def search_feasible(
     graph: Graph, slot_source: SlotSource, budget_bytes: int, *options: Auto, **more: Any
 ) -> Schedule:
+    """Run the search for a feasible schedule; return the best."""
     state = search_state_of(graph, slot_source, budget_bytes, *options, **more)
     steps = pipeline.exact_pipeline()
     find_feasible_schedule(steps.peak, steps.quick_peak, state, state.clock)
@@ -75,39 +87,39 @@ def cancelled() -> threading.Event:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """What the search takes for the time: `at`."""
+    """The time that the search sees: `at`, in seconds."""
     fake_clock = SimpleNamespace(at=0.0)
     monkeypatch.setattr(clocks, "time", SimpleNamespace(monotonic=lambda: fake_clock.at))
     return fake_clock
 
 
-# -- the least cost -------------------------------------------------------------------------------
+# -- the lowest cost ------------------------------------------------------------------------------
 
 
 def test_retaining_everything_needs_no_program() -> None:
     slot_source = SlotSource()
     for budget_bytes in (9, 10):
-        solution = least_cost(CHAIN, slot_source, budget_bytes)
+        solution = search_lowest_cost(CHAIN, slot_source, budget_bytes)
         assert solution.schedule == Schedule.keep_all(CHAIN)
         assert (solution.bound, solution.bound_scope, solution.proved) == (16.0, "all orders", True)
     assert slot_source.requests == []
-    assert len(least_cost(CHAIN, slot_source, 8).schedule) > 16
+    assert len(search_lowest_cost(CHAIN, slot_source, 8).schedule) > 16
 
 
 def test_a_budget_below_one_operations_need_is_proved_infeasible() -> None:
     slot_source = SlotSource()
     with pytest.raises(InfeasibleBudget, match="one operation needs 3 bytes, with what") as error:
-        least_cost(CHAIN, slot_source, 2)
+        search_lowest_cost(CHAIN, slot_source, 2)
     assert error.value.is_proved
     assert error.value.min_feasible_bytes == 3
     assert slot_source.requests == []
-    assert peak(CHAIN, least_cost(CHAIN, slot_source, 3).schedule) == 3
+    assert peak(CHAIN, search_lowest_cost(CHAIN, slot_source, 3).schedule) == 3
 
 
 def test_a_schedule_at_the_bound_needs_no_program() -> None:
     slot_source = SlotSource()
-    dear = least_cost(CHAIN, SlotSource(), 3).schedule
-    solution = least_cost(CHAIN, slot_source, 5, replace(EXACT, gap=1e-3), start=dear)
+    expensive = search_lowest_cost(CHAIN, SlotSource(), 3).schedule
+    solution = search_lowest_cost(CHAIN, slot_source, 5, replace(EXACT, gap=1e-3), start=expensive)
     assert slot_source.requests == []
     assert time_s(CHAIN, solution.schedule) == 20.0
     assert solution.bound == pytest.approx(20.0)
@@ -118,7 +130,7 @@ def test_the_program_starts_from_the_cheapest_incumbent() -> None:
     """It gets no slot for an operation that costs more than the incumbent's excess over the
     bound."""
     slot_source = SlotSource()
-    solution = least_cost(CHAIN, slot_source, 4)
+    solution = search_lowest_cost(CHAIN, slot_source, 4)
     (((start_schedule,), affordable_s),) = slot_source.requests
     assert affordable_s == pytest.approx(time_s(CHAIN, start_schedule) - CHAIN.total_cost_s)
     assert time_s(CHAIN, solution.schedule) == 23.0
@@ -129,8 +141,8 @@ def test_the_program_starts_from_the_cheapest_incumbent() -> None:
 def test_where_the_program_fails_the_cheapest_incumbent_is_the_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    graph, slot_source = uneven_stages(0, 14), SlotSource()
-    monkeypatch.setattr(MilpRunner, "minimize_cost", failing)
+    graph, slot_source = random_stages(0, 14), SlotSource()
+    monkeypatch.setattr(MilpRunner, "minimize_cost", fail_with_bug)
     at_work = search_state_of(graph, slot_source, 115)
     with pytest.warns(SolverWarning, match="milp"):
         solution = search(at_work, pipeline.exact_pipeline())
@@ -145,7 +157,7 @@ def test_where_the_program_fails_the_cheapest_incumbent_is_the_answer(
 
 def test_a_bound_over_incomplete_slots_is_reported_separately() -> None:
     slot_source = SlotSource(is_complete=False)
-    solution = least_cost(CHAIN, slot_source, 4)
+    solution = search_lowest_cost(CHAIN, slot_source, 4)
     assert solution.bound == pytest.approx(21.0)
     assert solution.stats["slots_bound"] == pytest.approx(23 / 16 - 1)
     assert not solution.proved
@@ -154,11 +166,11 @@ def test_a_bound_over_incomplete_slots_is_reported_separately() -> None:
 def test_a_schedule_over_incomplete_slots_may_meet_the_bound_of_the_order() -> None:
     """A program finds 23 s where the incumbent takes 30 s, and the bound for the order is 21 s."""
     slot_source, loose = SlotSource(is_complete=False), replace(EXACT, gap=0.1)
-    dear = Schedule.of([*range(8), *range(7), *range(7), *range(8, 16)])
-    at_work = search_state_of(CHAIN, slot_source, 4, loose, start=dear)
+    expensive = Schedule.of([*range(8), *range(7), *range(7), *range(8, 16)])
+    at_work = search_state_of(CHAIN, slot_source, 4, loose, start=expensive)
     run_steps(pipeline.exact_pipeline().cost[:1], at_work)
     assert not at_work.is_within_gap
-    at_work.add_schedules([least_cost(CHAIN, SlotSource(), 4).schedule])
+    at_work.add_schedules([search_lowest_cost(CHAIN, SlotSource(), 4).schedule])
     assert at_work.is_within_gap
     assert at_work.bound == pytest.approx(21.0)
 
@@ -167,35 +179,39 @@ def test_incumbents_are_sorted_by_time() -> None:
     """If they fit, once each, without runs that no operation reads, and polished to retain as much
     as fits."""
     at_work = search_state_of(CHAIN, SlotSource(), 5)
-    cheap, dear = (least_cost(CHAIN, SlotSource(), budget).schedule for budget in (5, 3))
-    better = polish(CHAIN, dear, 5)
-    assert time_s(CHAIN, cheap) < time_s(CHAIN, better) < time_s(CHAIN, dear)
-    wasteful = Schedule.of([*dear.runs, 0])
-    at_work.add_schedules([dear, Schedule.keep_all(CHAIN), cheap, wasteful, cheap])
+    cheap, expensive = (
+        search_lowest_cost(CHAIN, SlotSource(), budget).schedule for budget in (5, 3)
+    )
+    better = polish(CHAIN, expensive, 5)
+    assert time_s(CHAIN, cheap) < time_s(CHAIN, better) < time_s(CHAIN, expensive)
+    wasteful = Schedule.of([*expensive.runs, 0])
+    at_work.add_schedules([expensive, Schedule.keep_all(CHAIN), cheap, wasteful, cheap])
     assert at_work.schedules == [cheap, better]
     assert at_work.objective == time_s(CHAIN, cheap)
     small = at_work.peak_search_state()
-    small.add_schedules([cheap, dear])
-    assert small.best == dear
+    small.add_schedules([cheap, expensive])
+    assert small.best == expensive
     assert small.objective == 3
 
 
 def test_a_schedule_that_fits_only_with_nothing_set_aside_may_be_the_best() -> None:
     at_work = search_state_of(CHAIN, SlotSource(), 5)
-    cheap, dear = (least_cost(CHAIN, SlotSource(), budget).schedule for budget in (5, 3))
+    cheap, expensive = (
+        search_lowest_cost(CHAIN, SlotSource(), budget).schedule for budget in (5, 3)
+    )
     at_work.switch_graph(replace(CHAIN), 4)
-    at_work.add_schedules([dear, cheap])
-    assert at_work.best == polish(CHAIN, dear, 4)
+    at_work.add_schedules([expensive, cheap])
+    assert at_work.best == polish(CHAIN, expensive, 4)
     assert at_work.best_overall() == (cheap, time_s(CHAIN, cheap))
 
 
 def test_a_finished_program_over_all_slots_is_a_proof(cancelled: threading.Event) -> None:
     """Also where its bound is below the time by a rounding error. An unfinished program proves
     nothing."""
-    solution = least_cost(STAGES, SlotSource(), 57)
+    solution = search_lowest_cost(STAGES, SlotSource(), 57)
     assert solution.bound == pytest.approx(time_s(STAGES, solution.schedule))
     assert solution.proved
-    solution = least_cost(STAGES, SlotSource(), 57, cancel=cancelled)
+    solution = search_lowest_cost(STAGES, SlotSource(), 57, cancel=cancelled)
     assert solution.bound is not None
     assert solution.bound < time_s(STAGES, solution.schedule)
     assert not solution.proved
@@ -204,12 +220,12 @@ def test_a_finished_program_over_all_slots_is_a_proof(cancelled: threading.Event
 def test_where_eviction_fails_a_fitting_incumbent_is_the_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    small = least_cost(CHAIN, SlotSource(), 3).schedule
-    large = least_cost(CHAIN, SlotSource(), 8).schedule
-    monkeypatch.setattr(eviction, "schedules_within_budget", failing)
+    small = search_lowest_cost(CHAIN, SlotSource(), 3).schedule
+    large = search_lowest_cost(CHAIN, SlotSource(), 8).schedule
+    monkeypatch.setattr(eviction, "schedules_within_budget", fail_with_bug)
     slot_source = SlotSource()
     with pytest.warns(SolverWarning, match="eviction"):
-        least_cost(CHAIN, slot_source, 4, start=small)
+        search_lowest_cost(CHAIN, slot_source, 4, start=small)
     assert slot_source.requests[0][0] == [polish(CHAIN, small, 4)]
     at_work = search_state_of(CHAIN, SlotSource(), 4, start=large)
     assert at_work.schedules == []
@@ -217,7 +233,7 @@ def test_where_eviction_fails_a_fitting_incumbent_is_the_answer(
 
 def test_a_start_in_another_order_is_ignored() -> None:
     keep_all = Schedule.keep_all(CHAIN)
-    branches = uneven_stages(0, 4)
+    branches = random_stages(0, 4)
     reordered = Schedule.of([1, 0, *range(2, len(branches))])
     assert search_state_of(CHAIN, SlotSource()).start is None
     assert search_state_of(CHAIN, SlotSource(), start=keep_all).start is keep_all
@@ -229,7 +245,7 @@ def test_a_start_in_another_order_is_ignored() -> None:
 
 def test_a_peak_at_the_lower_bound_is_proved_without_a_program() -> None:
     slot_source = SlotSource()
-    solution = least_peak(CHAIN, slot_source)
+    solution = search_smallest_peak(CHAIN, slot_source)
     assert peak(CHAIN, solution.schedule) == 3
     assert (solution.bound, solution.bound_scope, solution.proved) == (3.0, "order", True)
     assert slot_source.requests == []
@@ -237,8 +253,8 @@ def test_a_peak_at_the_lower_bound_is_proved_without_a_program() -> None:
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_the_smallest_peak_is_proved_by_a_program_over_all_slots(seed: int) -> None:
-    graph, slot_source = uneven_stages(seed, 10), SlotSource()
-    solution = least_peak(graph, slot_source)
+    graph, slot_source = random_stages(seed, 10), SlotSource()
+    solution = search_smallest_peak(graph, slot_source)
     assert solution.proved
     assert solution.bound == pytest.approx(peak(graph, solution.schedule))
     ((_, affordable_s),) = slot_source.requests
@@ -247,7 +263,7 @@ def test_the_smallest_peak_is_proved_by_a_program_over_all_slots(seed: int) -> N
 
 def test_incomplete_slots_prove_no_smallest_peak() -> None:
     slot_source = SlotSource(is_complete=False)
-    solution = least_peak(STAGES, slot_source)
+    solution = search_smallest_peak(STAGES, slot_source)
     assert len(slot_source.requests) == 1
     assert peak(STAGES, solution.schedule) > 48
     assert (solution.bound, solution.proved) == (39.0, False)
@@ -256,18 +272,18 @@ def test_incomplete_slots_prove_no_smallest_peak() -> None:
 def test_a_cancelled_search_solves_no_program(cancelled: threading.Event) -> None:
     """Its answer is the start."""
     slot_source = SlotSource()
-    start = least_peak(STAGES, slot_source).schedule
+    start = search_smallest_peak(STAGES, slot_source).schedule
     slot_source.requests.clear()
-    solution = least_peak(STAGES, slot_source, start=start, cancel=cancelled)
+    solution = search_smallest_peak(STAGES, slot_source, start=start, cancel=cancelled)
     assert slot_source.requests == []
     assert solution.schedule == start
     assert (solution.bound, solution.proved) == (39.0, False)
-    solution = least_peak(STAGES, slot_source, cancel=cancelled)
+    solution = search_smallest_peak(STAGES, slot_source, cancel=cancelled)
     assert solution.schedule == Schedule.keep_all(STAGES)
 
 
 def test_a_peak_is_small_enough_within_its_gap() -> None:
-    """Of its bound, 30 bytes; or of a target."""
+    """The gap is relative to its bound, 30 bytes, or to a target."""
     graph = chain(8, size=10)
     strict, loose = (
         search_state_of(graph, SlotSource(), None, replace(EXACT, peak_gap=gap))
@@ -285,7 +301,7 @@ def test_a_peak_is_small_enough_within_its_gap() -> None:
 def test_a_budget_that_eviction_reaches_needs_no_program() -> None:
     slot_source = SlotSource()
     for budget_bytes in (54, 60):
-        schedule = reached(STAGES, slot_source, budget_bytes)
+        schedule = search_feasible(STAGES, slot_source, budget_bytes)
         assert peak(STAGES, schedule) <= budget_bytes
     assert slot_source.requests == []
 
@@ -293,7 +309,7 @@ def test_a_budget_that_eviction_reaches_needs_no_program() -> None:
 @pytest.mark.parametrize("budget_bytes", [48, 50])
 def test_a_budget_that_eviction_does_not_reach_needs_a_program(budget_bytes: int) -> None:
     slot_source = SlotSource()
-    schedule = reached(STAGES, slot_source, budget_bytes)
+    schedule = search_feasible(STAGES, slot_source, budget_bytes)
     assert peak(STAGES, schedule) <= budget_bytes
     ((_, affordable_s),) = slot_source.requests
     assert affordable_s == math.inf
@@ -302,7 +318,7 @@ def test_a_budget_that_eviction_does_not_reach_needs_a_program(budget_bytes: int
 @pytest.mark.parametrize("peak_gap", [0.0, 1e-4])
 def test_a_program_over_all_slots_proves_infeasibility(peak_gap: float) -> None:
     with pytest.raises(InfeasibleBudget, match="no schedule of this order") as error:
-        least_cost(STAGES, SlotSource(), 47, replace(EXACT, peak_gap=peak_gap))
+        search_lowest_cost(STAGES, SlotSource(), 47, replace(EXACT, peak_gap=peak_gap))
     assert error.value.is_proved
     assert error.value.min_feasible_bytes == 48
 
@@ -312,13 +328,13 @@ def test_one_byte_too_few_is_proved_infeasible() -> None:
     values = tuple(Value(v.name, v.size_bytes << 24) for v in STAGES.values)
     large = replace(STAGES, values=values)
     with pytest.raises(InfeasibleBudget) as error:
-        least_cost(large, SlotSource(), (48 << 24) - 1)
+        search_lowest_cost(large, SlotSource(), (48 << 24) - 1)
     assert error.value.is_proved
 
 
 def test_incomplete_slots_prove_no_infeasibility() -> None:
     with pytest.raises(InfeasibleBudget, match="no proof that there is none") as error:
-        least_cost(STAGES, SlotSource(is_complete=False), 50)
+        search_lowest_cost(STAGES, SlotSource(is_complete=False), 50)
     assert not error.value.is_proved
     smallest_bytes = error.value.min_feasible_bytes
     assert smallest_bytes is not None
@@ -329,9 +345,11 @@ def test_a_peak_within_its_gap_proves_no_smaller_one_infeasible() -> None:
     """These peaks are feasible; a program with a gap of a half often ends before it finds them."""
     refused = []
     for seed, least_bytes in ((1, 54), (3, 70), (6, 62), (7, 50), (9, 61)):
-        graph = uneven_stages(seed, 12)
+        graph = random_stages(seed, 12)
         try:
-            schedule = reached(graph, SlotSource(), least_bytes, replace(EXACT, peak_gap=0.5))
+            schedule = search_feasible(
+                graph, SlotSource(), least_bytes, replace(EXACT, peak_gap=0.5)
+            )
             assert peak(graph, schedule) == least_bytes
         except InfeasibleBudget as error:
             refused.append(error)
@@ -344,12 +362,12 @@ def test_a_search_that_runs_out_of_time_proves_no_infeasibility() -> None:
     """A solver has at least a tenth of a second, which is far too little here."""
     graph = chain(40)
     with pytest.raises(SolverTimeout, match="not excluded that there is one"):
-        reached(graph, SlotSource(), 3, replace(EXACT, time_limit=1e-6))
+        search_feasible(graph, SlotSource(), 3, replace(EXACT, time_limit=1e-6))
 
 
 def test_a_cancelled_search_without_a_schedule_has_no_answer(cancelled: threading.Event) -> None:
     with pytest.raises(RematError, match="cancelled before any schedule was found"):
-        reached(STAGES, SlotSource(), 50, cancel=cancelled)
+        search_feasible(STAGES, SlotSource(), 50, cancel=cancelled)
 
 
 def test_a_failed_solver_is_named_where_there_is_no_incumbent(
@@ -357,8 +375,8 @@ def test_a_failed_solver_is_named_where_there_is_no_incumbent(
 ) -> None:
     monkeypatch.setattr(highspy.Highs, "run", lambda self: highspy.HighsStatus.kError)
     with pytest.raises(SolverError, match="the smallest peak found is 54 bytes"):
-        reached(STAGES, SlotSource(), 50)
-    solution = least_peak(STAGES, SlotSource())
+        search_feasible(STAGES, SlotSource(), 50)
+    solution = search_smallest_peak(STAGES, SlotSource())
     assert (solution.bound, solution.proved) == (39.0, False)
 
 
@@ -408,12 +426,12 @@ def test_eviction_continues_briefly_within_the_gap(
 
 def test_a_step_ends_after_its_share_of_the_remaining_time(clock: SimpleNamespace) -> None:
     cancel = threading.Event()
-    whole = Clock.of(1000.0, cancel)
-    end = whole.remaining_s
+    whole_clock = Clock.of(1000.0, cancel)
+    end = whole_clock.remaining_s
 
     def ends(left_s: float, share: float) -> bool:
         clock.at = end - 400.0
-        part = whole.limited_to_share(share)
+        part = whole_clock.limited_to_share(share)
         clock.at = end - left_s
         return part.is_over()
 
@@ -423,11 +441,11 @@ def test_a_step_ends_after_its_share_of_the_remaining_time(clock: SimpleNamespac
     assert not ends(0.5, 2.0)
     assert ends(-0.5, 2.0), "the search's own end"
     also = threading.Event()
-    part = whole.with_cancel(also)
+    part = whole_clock.with_cancel(also)
     clock.at = end - 400.0
     assert not part.is_over()
     also.set()
     assert part.is_over()
-    assert not whole.is_over()
+    assert not whole_clock.is_over()
     cancel.set()
     assert ends(301.0, 0.25)

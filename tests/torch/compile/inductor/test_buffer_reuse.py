@@ -1,4 +1,4 @@
-"""What Inductor writes over what it has read for the last time: foreseen, planned, measured."""
+"""Buffers that Inductor overwrites after their last read: predicted, planned, measured."""
 
 from __future__ import annotations
 
@@ -36,13 +36,15 @@ def test_inductor_reuses_the_predicted_buffers(
 
     def predict_reuses(nodes: Any, graph_inputs: Any) -> dict[str, str]:
         reuses = ask(nodes, graph_inputs)
-        predicted_reuses.update((id(V.graph), made, before) for made, before in reuses.items())
-        graphs[-id(V.graph)] = V.graph  # so that no other takes its number
+        predicted_reuses.update(
+            (id(V.graph), new_buffer, before) for new_buffer, before in reuses.items()
+        )
+        graphs[-id(V.graph)] = V.graph  # kept alive, so that no other object gets its id
         return reuses
 
-    def written(self: Any, before: ir.Buffer, made: ir.Buffer) -> None:
-        applied_reuses.add((id(V.graph), made.get_name(), before.get_name()))
-        write(self, before, made)
+    def written(self: Any, before: ir.Buffer, new_buffer: ir.Buffer) -> None:
+        applied_reuses.add((id(V.graph), new_buffer.get_name(), before.get_name()))
+        write(self, before, new_buffer)
 
     def generated(self: Any, is_inference: bool) -> Any:
         graphs[id(V.graph)] = V.graph

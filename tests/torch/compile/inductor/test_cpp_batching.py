@@ -1,4 +1,4 @@
-"""C++ kernels that share files: each does what it would by itself."""
+"""C++ kernels that are compiled in one file behave like separately compiled ones."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ HELPED = DOUBLE.replace('extern "C"', 'static float two = 2;\nextern "C"').repla
 
 
 def compiled(*kernels: tuple[list[str], str]) -> list[Any]:
-    """As the code that Inductor generates has its kernels compiled."""
+    """Compile kernels as Inductor's generated code requests it."""
     with batched_cpp_files():
         compiler = AsyncCompile()
         scope = {str(n): compiler.cpp_pybinding(*kernel) for n, kernel in enumerate(kernels)}
@@ -86,7 +86,7 @@ def test_kernels_that_cannot_be_batched_are_compiled_separately() -> None:
 def test_one_compile_thread_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine with one core, where nothing is compiled concurrently."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(codecache, "LOCK_TIMEOUT", 120)  # for which a kernel would wait for itself
+    monkeypatch.setattr(codecache, "LOCK_TIMEOUT", 120)  # as a kernel would wait for its own thread
     with config.patch(compile_threads=1):
         seven, nine = (SCALE.replace("FACTOR", factor) for factor in "79")
         by_seven, by_nine = compiled((POINTERS, seven), (POINTERS, nine))

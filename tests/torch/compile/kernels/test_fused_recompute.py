@@ -1,4 +1,5 @@
-"""What kernels of the backward make again beside their own, so that nobody keeps it."""
+"""Recomputations inside of backward kernels that have other outputs too, so that activations
+need not be retained."""
 
 from __future__ import annotations
 
@@ -8,11 +9,11 @@ import pytest
 import torch
 from tests.helpers.compiled_steps import (
     assert_same,
-    dropping,
-    made,
+    dropout_case,
     measured_peak,
     plans_of,
     two_steps,
+    with_state,
 )
 from tests.helpers.cpp_compiler import needs_compiler
 from tests.helpers.recorded_steps import Case
@@ -24,23 +25,24 @@ import remat
 pytestmark = [needs_compiler, pytest.mark.usefixtures("empty_compile_caches")]
 
 
-def rectified() -> Case:
-    """Inductor keeps where a ReLU was zero and what was dropped, as truth values."""
+def relu_case() -> Case:
+    """Return a case in which Inductor saves where a ReLU was zero and what was dropped, as
+    boolean masks."""
     torch.manual_seed(0)
     made_of = [nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.1)) for _ in range(8)]
     return Case(nn.Sequential(*made_of), (torch.randn(512, 64),), loss=lambda out: out.sum())
 
 
 # 0.75 would do for what drops, but torch 2.11 holds the gradient of the output to the end.
-@pytest.mark.parametrize(("make", "share"), [(dropping, 0.8), (rectified, 0.95)])
+@pytest.mark.parametrize(("make", "share"), [(dropout_case, 0.8), (relu_case, 0.95)])
 def test_fused_recomputation_saves_memory_without_extra_kernels(
     make: Callable[[], Case], share: float
 ) -> None:
-    case, state = made(make())
-    wanted = two_steps(case, state)
+    case, state = with_state(make())
+    expected = two_steps(case, state)
     before = len(remat.compiled_plans())
     actual = two_steps(case, state, backend="remat", options={"budget": f"{share:.0%}"})
-    assert_same(actual, wanted, 1e-6)
+    assert_same(actual, expected, 1e-6)
     (compiled,) = remat.compiled_plans()[before:]
     assert len(compiled.plan.schedule) == len(compiled.plan.graph)
     assert compiled.rounds == 1
@@ -51,7 +53,7 @@ def test_fused_recomputation_saves_memory_without_extra_kernels(
 def test_recomputed_activations_are_not_retained() -> None:
     """By the allocator, and by name: each activation is computed in the forward and in the
     backward."""
-    case, state = made(dropping())
+    case, state = with_state(dropout_case())
     plain_bytes = measured_peak(case, torch.compile(case.model))
     case.model.load_state_dict(state)
     torch._dynamo.reset()
@@ -68,22 +70,22 @@ def test_recomputed_activations_are_not_retained() -> None:
         if graph.producer[v] < graph.boundary
         and any(reader > graph.boundary for reader in graph.consumers[v])
     }
-    assert len(retained) == 4  # what goes into each GELU; what comes out is made again
+    assert len(retained) == 4  # the input of each GELU; its output is recomputed
 
 
 def test_nothing_is_recomputed_where_everything_fits() -> None:
-    (compiled,) = plans_of({"backend": "remat", "options": {"budget": "100%"}}, rectified())
+    (compiled,) = plans_of({"backend": "remat", "options": {"budget": "100%"}}, relu_case())
     assert len(compiled.plan.schedule) == len(compiled.plan.graph)
     truths = [v for v in compiled.plan.graph.values if v.size_bytes == 512 * 64]
-    # On CPUs they take longer to write and read than to make again; that of the last ReLU, whose
-    # result nobody reads in the backward, takes less than what it is made of.
+    # On CPUs these masks take longer to write and read than to recompute. The mask of the last
+    # ReLU, whose result the backward does not read, is smaller than the inputs of its computation.
     assert len(truths) <= 1
 
 
 def test_an_infeasible_budget_names_the_smallest_of_all_variants() -> None:
     with pytest.raises(BackendCompilerFailed) as caught:
-        plans_of({"backend": "remat", "options": {"budget": "10%"}}, dropping())
-    (smallest,) = plans_of({"backend": "remat", "options": {"budget": "min"}}, dropping())
+        plans_of({"backend": "remat", "options": {"budget": "10%"}}, dropout_case())
+    (smallest,) = plans_of({"backend": "remat", "options": {"budget": "min"}}, dropout_case())
     error = caught.value.inner_exception
     assert isinstance(error, remat.InfeasibleBudget)
     assert error.min_feasible_bytes is not None

@@ -1,4 +1,5 @@
-"""What kernels make again instead of reading it; and parts of concatenations, of their own."""
+"""Producers that kernels recompute instead of reading them; and parts of concatenations as
+separate buffers."""
 
 from __future__ import annotations
 
@@ -7,7 +8,14 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch._dynamo
-from tests.helpers.compiled_steps import assert_same, made, measured_peak, plans_of, step, two_steps
+from tests.helpers.compiled_steps import (
+    assert_same,
+    measured_peak,
+    plans_of,
+    step,
+    two_steps,
+    with_state,
+)
 from tests.helpers.cpp_compiler import needs_compiler
 from tests.helpers.recorded_steps import Case
 from torch import nn
@@ -18,7 +26,7 @@ pytestmark = [needs_compiler, pytest.mark.usefixtures("empty_compile_caches")]
 
 
 class Experts(nn.Module):
-    """Each token's experts as a copy of their weights, as Transformers' "batched_mm" has them."""
+    """Each token's experts as a copy of their weights, as in Transformers' "batched_mm"."""
 
     def __init__(self, experts: int = 4, width: int = 48, layers: int = 2) -> None:
         super().__init__()
@@ -34,7 +42,8 @@ class Experts(nn.Module):
 
 
 class Normed(nn.Module):
-    """Convolution, batch norm, ReLU: sums of its backward are of what another kernel reads, too."""
+    """Convolution, batch norm, ReLU: reductions of its backward read what another kernel reads,
+    too."""
 
     def __init__(self, depth: int = 3, width: int = 8) -> None:
         super().__init__()
@@ -54,7 +63,7 @@ class Normed(nn.Module):
 
 
 class Joined(nn.Module):
-    """Parts of a concatenation that something else reads, much later."""
+    """Parts of a concatenation that another operation reads, much later."""
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()
@@ -65,8 +74,8 @@ class Joined(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         part = torch.tanh(self.first(x))
         others = [torch.sigmoid(part), torch.cos(part), torch.sin(part)]
-        whole = torch.cat([part, *others], dim=-1)
-        return (self.third(torch.tanh(self.second(whole))) * part).square().mean()
+        joined_parts = torch.cat([part, *others], dim=-1)
+        return (self.third(torch.tanh(self.second(joined_parts))) * part).square().mean()
 
 
 def experts() -> Case:
@@ -101,16 +110,16 @@ since_2_13 = pytest.mark.skipif(
 )
 def test_the_planned_peak_is_the_measured_one(make: Callable[[], Case]) -> None:
     """At the smallest peak, where every difference shows; gradients are unchanged."""
-    case, state = made(make())
-    wanted = two_steps(case, state)
+    case, state = with_state(make())
+    expected = two_steps(case, state)
     options = {"budget": "min", "time_limit": 5.0}
     torch._dynamo.reset()
     case.model.load_state_dict(state)
     before = len(remat.compiled_plans())
     run = torch.compile(case.model, backend="remat", options=options)
-    # Batch norms whose scale the next one cancels have gradients that are mostly rounding.
+    # Batch norms whose scale the next one cancels have gradients that are mostly rounding error.
     tolerance = 1e-4 if make is normed else 1e-5
-    assert_same([step(case, run, seed) for seed in (1, 2)], wanted, tolerance)
+    assert_same([step(case, run, seed) for seed in (1, 2)], expected, tolerance)
     (compiled,) = remat.compiled_plans()[before:]
     assert compiled.verified_bytes is not None
     assert compiled.verified_bytes == pytest.approx(compiled.plan.peak_bytes, rel=0.005)
@@ -125,11 +134,11 @@ def test_gathered_weights_are_never_written_to_memory() -> None:
     (compiled,) = plans_of({"backend": "remat", "options": {"budget": "100%"}}, case)
     assert compiled.baseline_bytes > gathered_bytes
     graph = compiled.plan.graph
-    made = [
+    written_values = [
         v for operation in graph.operations if not operation.backward for v in operation.outputs
     ]
-    assert made
-    assert all(graph.values[v].size_bytes < gathered_bytes for v in made)
+    assert written_values
+    assert all(graph.values[v].size_bytes < gathered_bytes for v in written_values)
     assert compiled.verified_bytes is not None
     assert compiled.verified_bytes <= compiled.baseline_bytes
     assert compiled.plan.schedule.runs == tuple(range(len(compiled.plan.graph)))
@@ -152,7 +161,7 @@ def test_inputs_of_a_reduction_are_inlined() -> None:
         and not large.intersection(operation.outputs)
     ]
     assert len(sums) == 3
-    # Of the first, the gradient that comes in is the output's, which it makes by itself.
+    # The first one computes its incoming gradient, that of the output, in the same kernel.
     assert [len(large.intersection(operation.inputs)) for operation in sums] == [1, 2, 2]
 
 
@@ -165,7 +174,7 @@ def test_the_last_convolution_has_the_layout_that_inductor_chooses() -> None:
     ]
     images = torch.randn(4, 3, 48, 48)
     case = Case(nn.Sequential(*layers), (images,), loss=lambda out: out.mean((2, 3)).square().sum())
-    case, state = made(case)
+    case, state = with_state(case)
     strides: list[tuple[int, ...]] = []
 
     def saved(tensor: torch.Tensor) -> torch.Tensor:
@@ -173,9 +182,9 @@ def test_the_last_convolution_has_the_layout_that_inductor_chooses() -> None:
             strides.append(tensor.stride())
         return tensor
 
-    wanted = two_steps(case, state)
+    expected = two_steps(case, state)
     with torch.autograd.graph.saved_tensors_hooks(saved, lambda tensor: tensor):
         actual = two_steps(case, state, backend="remat", options={"budget": "80%"})
-    assert_same(actual, wanted, 1e-5)
+    assert_same(actual, expected, 1e-5)
     assert strides
     assert set(strides) == {(32 * 24 * 24, 1, 32 * 24, 32)}

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from remat.documents.arguments import Literal, Ref, refs
+from remat.documents.arguments import Literal, Ref, referenced_names
 from remat.documents.records import Gradient, Node, Placeholder, TensorMeta
-from remat.documents.trace import ADD_INTO
+from remat.documents.trace import ADD_INTO_TARGET
 from remat.frontend.capture.reading.trace_builder import TraceBuilder
 
 
@@ -47,7 +47,7 @@ def add_gradients(builder: TraceBuilder, gradients: Sequence[tuple[Placeholder, 
         for index, summand in enumerate(summands):
             addition = Node(
                 name=f"tied_{owner.name}_{index}",
-                target=ADD_INTO,
+                target=ADD_INTO_TARGET,
                 args=(Ref(name), Ref(summand)),
                 backward=True,
                 recomputable=False,
@@ -66,7 +66,7 @@ def _is_storage_shared(builder: TraceBuilder, name: str, gradients: Sequence[str
     return any(
         any(
             builder.storage_by_name.get(read) == storage
-            for read in (*refs(n.args), *refs(n.kwargs))
+            for read in (*referenced_names(n.args), *referenced_names(n.kwargs))
         )
         and (not n.results or any(r.storage in others for r in n.results))
         for n in builder.nodes
@@ -95,13 +95,13 @@ def _add_copy(builder: TraceBuilder, name: str, owner: Placeholder, stride: tupl
 
 def _insert_after_producers(builder: TraceBuilder, node: Node) -> None:
     """Insert a node after the last one that produces, or adds into, a tensor that it reads."""
-    read = set(refs(node.args))
+    read = set(referenced_names(node.args))
     last = max(
         (
             i
             for i, n in enumerate(builder.nodes)
             if any(r.name in read for r in n.results)
-            or (n.target == ADD_INTO and read & set(refs(n.args)))
+            or (n.target == ADD_INTO_TARGET and read & set(referenced_names(n.args)))
         ),
         default=-1,
     )

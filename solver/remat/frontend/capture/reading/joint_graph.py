@@ -71,7 +71,7 @@ class CapturedJointGraph:
             nodes=tuple(builder.nodes),
             outputs=tuple(builder.outputs),
             gradients=tuple(builder.gradients),
-            storages=tuple(builder.storage_bytes),
+            storage_bytes=tuple(builder.storage_bytes),
             inputs=self._inputs,
             result=result,
             environment=self._environment,
@@ -95,7 +95,7 @@ def _with_attention_seeds_on_cpu(trace: Trace) -> Trace:
         {
             result.storage
             for node in trace.nodes
-            if node.target == _EFFICIENT_ATTENTION and node.seeded
+            if node.target == _EFFICIENT_ATTENTION and node.random
             for result in node.results
             if result.position in (2, 3)
         },

@@ -8,12 +8,12 @@ the old value.
 
 from __future__ import annotations
 
-from remat.documents.arguments import Ref, rename
+from remat.documents.arguments import Ref, rename_refs
 from remat.documents.records import Node, Placeholder, Result
-from remat.documents.trace import COPY
+from remat.documents.trace import COPY_TARGET
 from remat.errors import TraceError
 from remat.frontend.capture.reading.trace_builder import TraceBuilder, tensors_read
-from remat.rewrite import BATCH_NORM, BATCH_NORM_OF_CUDA, RERUNS
+from remat.rewrite import BATCH_NORM, BATCH_NORM_CUDA, BATCH_NORM_RECOMPUTES
 
 BATCH_NORM_TRAINING_INDEX = 5
 """Position of `training` among the arguments of `BATCH_NORM`; two later in the backwards."""
@@ -50,7 +50,7 @@ def write_back(builder: TraceBuilder, buffer: Placeholder, new_value: str) -> No
     )
     write = Node(
         name=f"write_{buffer.name}",
-        target=COPY,
+        target=COPY_TARGET,
         args=(Ref(buffer.name), Ref(new_value)),
         recomputable=False,
     )
@@ -97,11 +97,11 @@ def forbid_batch_norm_recomputation(builder: TraceBuilder) -> None:
         for name in tensors_read(node):
             readers.setdefault(name, []).append(node)
     for i, node in enumerate(builder.nodes):
-        if node.target not in RERUNS:
+        if node.target not in BATCH_NORM_RECOMPUTES:
             continue
-        results_of_rerun = RERUNS[node.target].results
+        results_of_rerun = BATCH_NORM_RECOMPUTES[node.target].results
         statistics = [r.name for r in node.results if r.position >= results_of_rerun]
-        other_readers = [n for s in statistics for n in readers.get(s, ()) if n.target != COPY]
+        other_readers = [n for s in statistics for n in readers.get(s, ()) if n.target != COPY_TARGET]
         if other_readers or not is_training_batch_norm(node):
             builder.nodes[i] = node.model_copy(update={"recomputable": False})
 
@@ -111,7 +111,7 @@ def is_training_batch_norm(node: Node) -> bool:
     them."""
     if node.target == BATCH_NORM:
         return node.args[BATCH_NORM_TRAINING_INDEX] is True
-    return node.target == BATCH_NORM_OF_CUDA
+    return node.target == BATCH_NORM_CUDA
 
 
 def _with_renamed_arguments(node: Node, names: dict[str, str]) -> Node:
@@ -120,7 +120,7 @@ def _with_renamed_arguments(node: Node, names: dict[str, str]) -> Node:
 
     return node.model_copy(
         update={
-            "args": tuple(rename(item, new_name) for item in node.args),
-            "kwargs": {key: rename(item, new_name) for key, item in node.kwargs.items()},
+            "args": tuple(rename_refs(item, new_name) for item in node.args),
+            "kwargs": {key: rename_refs(item, new_name) for key, item in node.kwargs.items()},
         }
     )

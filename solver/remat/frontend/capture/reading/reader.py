@@ -212,7 +212,7 @@ class JointGraphReader:
                 results=results,
                 view=is_view,
                 backward=node not in self._forward,
-                seeded=is_random(node),
+                random=is_random(node),
                 module=node.meta.get("custom", {}).get(MODULE_PATH_KEY, ""),
             )
         )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from remat.documents.arguments import refs
+from remat.documents.arguments import referenced_names
 from remat.documents.records import Gradient, Node, Output, Placeholder, Result, TensorMeta
 from remat.errors import TraceError
 from remat.frontend.capture.symbol_values import SymbolValues
@@ -116,4 +116,4 @@ class TraceBuilder:
 
 def tensors_read(node: Node) -> tuple[str, ...]:
     """Return the names of the tensors among a node's arguments."""
-    return tuple(refs((node.args, *node.kwargs.values())))
+    return tuple(referenced_names((node.args, *node.kwargs.values())))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from remat.costs.trace_costs import MIN_COST_S
-from remat.documents.trace import BOUNDARY
+from remat.documents.trace import BOUNDARY_NAME
 from remat.frontend.common.aliases import storage_base
 from remat.frontend.compile.joint.fx_utils import (
     is_recomputable,
@@ -75,7 +75,7 @@ def build_problem(
     retained = joint.retained_outputs(outputs)
     operations: list[Operation] = []
     group_of: list[FusionGroup | None] = []
-    used_names: set[str] = {BOUNDARY}
+    used_names: set[str] = {BOUNDARY_NAME}
     boundary: int | None = None
     for group in groups:
         if group.is_backward and boundary is None:
@@ -83,7 +83,7 @@ def build_problem(
             dropped = tuple(sorted(value_of[n] for n in joint.computed_outputs - retained))
             tangents = add_values(joint.tangents)
             operations.append(
-                Operation(BOUNDARY, dropped, tangents, 0.0, recomputable=False, backward=True)
+                Operation(BOUNDARY_NAME, dropped, tangents, 0.0, recomputable=False, backward=True)
             )
             group_of.append(None)
         inputs = tuple(sorted(value_of[n] for n in tensors_read(group) if n in value_of))
@@ -101,7 +101,7 @@ def build_problem(
                 backward=group.is_backward,
                 recomputable=is_repeatable and bool(written) and not group.is_backward,
                 module=_module_path(group.all_nodes[-1]),
-                sequenced=not joint.mutated.isdisjoint(storages_read_by(group.all_nodes)),
+                order_sensitive=not joint.mutated.isdisjoint(storages_read_by(group.all_nodes)),
             )
         )
         group_of.append(group)

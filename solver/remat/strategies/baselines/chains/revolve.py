@@ -3,7 +3,7 @@
 Griewank, Walther: Algorithm 799: revolve (ACM TOMS 26, 2000). With c checkpoints, the state before
 the first stage among them, a chain of l stages is reversed with
 
-    t(l, c) = r l - C(c + r, r - 1)        r the least with C(c + r, c) >= l
+    t(l, c) = r l - C(c + r, r - 1)        r the smallest with C(c + r, c) >= l
 
 runs of a stage that only advance the state; each stage runs once more to write its tape. No
 schedule with c checkpoints takes fewer, for stages of equal cost.
@@ -25,7 +25,8 @@ from remat.strategies.options import Checked, between
 
 @dataclass(frozen=True)
 class Revolve(Checked):
-    """Binomial checkpointing with `checkpoints` states held, or the best number if that is None.
+    """Binomial checkpointing with `checkpoints` retained states, or the best number if that is
+    None.
 
     Optimal for stages of equal time and size whose tape is as small as a state, which those of
     networks are not: see `Rotor`.
@@ -35,8 +36,8 @@ class Revolve(Checked):
     name = "revolve"
 
     def run(self, task: Task) -> Solution:
-        """The cheapest fitting number of checkpoints. Raises `RematError` if the graph is no
-        chain, `InfeasibleBudget` where no number fits."""
+        """Return the cheapest number of checkpoints that fits. Raises `RematError` if the graph is
+        no chain, `InfeasibleBudget` if no number fits."""
         chain = Chain.of(task.graph, strategy=self.name)
         return select_cheapest(task, self._candidates(chain), strategy=self.name)
 
@@ -47,13 +48,14 @@ class Revolve(Checked):
         )
         splits = _splits(length, max(wanted))
         for checkpoints in wanted:
-            sweep = ChainScheduleWriter(chain)
-            _reverse(sweep, splits, 0, length, checkpoints)
-            yield f"c={checkpoints}", sweep.schedule()
+            writer = ChainScheduleWriter(chain)
+            _reverse(writer, splits, 0, length, checkpoints)
+            yield f"c={checkpoints}", writer.schedule()
 
 
 def _splits(length: int, checkpoints: int) -> list[list[int]]:
-    """How far to advance before the next checkpoint: `[c][l]` with c checkpoints for l stages."""
+    """Return how far to advance before the next checkpoint: `[c][l]` with c checkpoints for l
+    stages."""
     advances = [[stages * (stages - 1) // 2 for stages in range(length + 1)]] * 2
     splits = [[0] * (length + 1)] * 2
     for c in range(2, checkpoints + 1):
@@ -69,29 +71,31 @@ def _splits(length: int, checkpoints: int) -> list[list[int]]:
     return splits
 
 
-def _reverse(sweep: ChainScheduleWriter, splits: list[list[int]], first: int, end: int, checkpoints: int) -> None:
-    """Reverse the stages from `first` to before `end`; the state before `first` is held, and one
-    of the `checkpoints`."""
+def _reverse(
+    writer: ChainScheduleWriter, splits: list[list[int]], first: int, end: int, checkpoints: int
+) -> None:
+    """Reverse the stages from `first` to before `end`. The state before `first` is retained, and
+    one of the `checkpoints`."""
     if end - first == 1:
-        sweep.tape(first, with_state=False)
-        sweep.backward(first)
+        writer.run_for_tape(first, retains_state=False)
+        writer.backward(first)
     elif checkpoints == 1:
         for last in reversed(range(first, end)):
-            _advance(sweep, first, last)
-            sweep.tape(last, with_state=False)
-            sweep.backward(last)
+            _advance(writer, first, last)
+            writer.run_for_tape(last, retains_state=False)
+            writer.backward(last)
             if last > first:
-                sweep.drop(last - 1)
+                writer.drop(last - 1)
     else:
         middle = first + splits[checkpoints][end - first]
-        _advance(sweep, first, middle)
-        _reverse(sweep, splits, middle, end, checkpoints - 1)
-        sweep.drop(middle - 1)
-        _reverse(sweep, splits, first, middle, checkpoints)
+        _advance(writer, first, middle)
+        _reverse(writer, splits, middle, end, checkpoints - 1)
+        writer.drop(middle - 1)
+        _reverse(writer, splits, first, middle, checkpoints)
 
 
-def _advance(sweep: ChainScheduleWriter, first: int, end: int) -> None:
+def _advance(writer: ChainScheduleWriter, first: int, end: int) -> None:
     for number in range(first, end):
-        sweep.advance(number)
+        writer.advance(number)
         if number > first:
-            sweep.drop(number - 1)
+            writer.drop(number - 1)

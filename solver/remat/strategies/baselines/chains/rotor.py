@@ -2,16 +2,16 @@
 
 Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova: Optimal checkpointing for heterogeneous chains:
 how to train deep neural networks with limited memory (Inria RR-9302, 2019), theorem 1. The least
-time to reverse stages s to t within m bytes, the state before s held and not counted:
+time to reverse stages s to t within m bytes, the state before s retained and not counted:
 
     C(s, t, m) = min of
         min over s < j <= t of   advance s to j - 1  +  C(j, t, m - a_{j-1})  +  C(s, j - 1, m)
-        tape s and keep that:    C(s + 1, t, m - abar_s)
+        tape s and retain that:  C(s + 1, t, m - abar_s)
 
-as far as what runs meanwhile fits m. It departs from the paper in what is counted. Every stage is
-taped exactly once, so that is a constant; the first run of a stage happens anyway, so to advance
-it first means that its tape costs a recomputation later (`tape_s`), and to advance it again costs
-`advance_s`. Hence two tables, `first` and `again`.
+as far as the peaks of these runs fit m. It departs from the paper in what is counted. Every stage
+runs for its tape exactly once, so that is a constant; the first run of a stage is needed anyway, so
+to advance it first means that its tape costs a recomputation later (`tape_s`), and to advance it
+later costs `advance_s`. Hence two tables, `first` and `later`.
 """
 
 from __future__ import annotations
@@ -32,35 +32,35 @@ from remat.strategies.baselines.chains.chain_costs import ChainCosts, Floats
 from remat.strategies.baselines.schedule_builder import select_cheapest
 from remat.strategies.options import Checked, between
 
-_ALLOWANCE = 1.25
-"""Sizes are rounded up and the peaks of different stages need not meet, so a schedule for more
+_BUDGET_FACTOR = 1.25
+"""Sizes are rounded up and the peaks of different stages need not coincide, so a schedule for more
 than the budget may fit it: the simulator decides."""
 
-_KEEP = 0
-"""The choice to keep a tape; any other is the stage to advance to."""
+_RETAIN_TAPE = 0
+"""The choice to retain a tape; any other choice is the stage to advance to."""
 
 
 @dataclass(frozen=True)
 class Rotor(Checked):
-    """Beaumont's dynamic program, memory counted in `slots` pieces.
+    """Beaumont's dynamic program, with memory counted in `slots` units.
 
-    Optimal among persistent schedules (a checkpoint stays until it is used) that keep of a stage
-    its state, its whole tape, or nothing.
+    Optimal among persistent schedules (a checkpoint stays until it is used) that retain of a stage
+    its state, its entire tape, or nothing.
     """
 
     slots: Annotated[int, between(1, 10_000)] = 500
     name = "rotor"
 
     def run(self, task: Task) -> Solution:
-        """The cheapest fitting of the program's schedules, one for each cost in its table. Raises
-        `RematError` if the graph is no chain, `InfeasibleBudget` where none fits."""
+        """Return the cheapest of the program's schedules that fits; there is one for each cost in
+        its table. Raises `RematError` if the graph is no chain, `InfeasibleBudget` if none fits."""
         chain, budget_bytes = Chain.of(task.graph, strategy=self.name), task.budget_bytes
         costs = ChainCosts.of(chain)
-        most_bytes = _keep_all_bytes(costs, self.slots)
-        limits_bytes = [most_bytes]
-        if budget_bytes is not None and budget_bytes * _ALLOWANCE < most_bytes:
-            # A finer unit where the budget is; the wide table also says what the least peak is.
-            limits_bytes = [int(budget_bytes * _ALLOWANCE), most_bytes]
+        max_bytes = _all_tapes_bytes(costs, self.slots)
+        limits_bytes = [max_bytes]
+        if budget_bytes is not None and budget_bytes * _BUDGET_FACTOR < max_bytes:
+            # A finer unit near the budget; the wide table also gives the smallest peak.
+            limits_bytes = [int(budget_bytes * _BUDGET_FACTOR), max_bytes]
         tables = (self._candidates(chain, costs, limit) for limit in limits_bytes)
         candidates = itertools.chain.from_iterable(tables)
         return select_cheapest(task, candidates, strategy=self.name, is_sorted=True)
@@ -68,109 +68,122 @@ class Rotor(Checked):
     def _candidates(
         self, chain: Chain, costs: ChainCosts, limit_bytes: int
     ) -> Iterator[tuple[str, Schedule]]:
-        unit = max(1.0, (limit_bytes - costs.reserved_bytes) / self.slots)
-        program = _Tables(costs, unit, self.slots)
+        unit = max(1.0, (limit_bytes - costs.always_live_bytes) / self.slots)
+        program = _CostTables(costs, unit, self.slots)
         end = len(chain.stages) - 1
         levels = program.first[0, end]
         for m in range(self.slots, -1, -1):
             if np.isfinite(levels[m]) and (m == 0 or levels[m - 1] > levels[m]):
-                sweep = ChainScheduleWriter(chain)
-                program.write(sweep, 0, end, m, is_first=True)
-                yield f"{m} of {self.slots} slots", sweep.schedule()
+                writer = ChainScheduleWriter(chain)
+                program.write(writer, 0, end, m, is_first=True)
+                yield f"{m} of {self.slots} slots", writer.schedule()
 
 
-def _keep_all_bytes(costs: ChainCosts, slots: int) -> int:
-    """Enough to keep every tape, rounded up to pieces of that by `slots`."""
-    peak = max(np.max(costs.held_bytes + costs.tape_bytes), np.max(costs.backward_bytes))
+def _all_tapes_bytes(costs: ChainCosts, slots: int) -> int:
+    """Return a size that is enough to retain every tape, rounded up to units of that by `slots`."""
+    peak = max(np.max(costs.backward_live_bytes + costs.tape_bytes), np.max(costs.backward_bytes))
     dynamic = float(np.sum(costs.saved_bytes) + peak)
     pieces = max(slots - len(costs.saved_bytes) - 1, slots // 2, 1)
-    return costs.reserved_bytes + int(dynamic * slots / pieces) + slots
+    return costs.always_live_bytes + int(dynamic * slots / pieces) + slots
 
 
-class _Tables:
-    """The two tables and the choices behind them."""
+class _CostTables:
+    """The two cost tables [stages][memory] and the choices that lead to them.
+
+    `first` is for stages that have not run yet, `later` for stages that have.
+    """
 
     def __init__(self, costs: ChainCosts, unit_bytes: float, slots: int) -> None:
         self.costs = costs
         self.slots = slots
         self._unit_bytes = unit_bytes
-        self._state = [self._pieces(size) for size in costs.state_bytes]
-        self._saved = [self._pieces(size) for size in costs.saved_bytes]
+        self._state = [self._in_slots(size) for size in costs.state_bytes]
+        self._saved = [self._in_slots(size) for size in costs.saved_bytes]
         length = len(self._state)
         self.first: dict[tuple[int, int], Floats] = {}
-        self.again: dict[tuple[int, int], Floats] = {}
+        self.later: dict[tuple[int, int], Floats] = {}
         self._choices: dict[tuple[bool, int, int], npt.NDArray[np.int16]] = {}
         for span in range(length):
             for s in range(length - span):
                 self._fill(s, s + span)
 
-    def write(self, sweep: ChainScheduleWriter, s: int, t: int, m: int, *, is_first: bool) -> None:
-        """The schedule that the tables say is the cheapest for stages s to t within m pieces."""
+    def write(self, writer: ChainScheduleWriter, s: int, t: int, m: int, *, is_first: bool) -> None:
+        """Write the cheapest schedule for stages s to t within m units of memory."""
         if s == t:
-            sweep.tape(s, with_state=False)
-            sweep.backward(s)
+            writer.run_for_tape(s, retains_state=False)
+            writer.backward(s)
             return
         choice = int(self._choices[is_first, s, t][m])
-        if choice == _KEEP:
-            sweep.tape(s, with_state=True)
-            self.write(sweep, s + 1, t, m - self._saved[s], is_first=is_first)
-            sweep.backward(s)
+        if choice == _RETAIN_TAPE:
+            writer.run_for_tape(s, retains_state=True)
+            self.write(writer, s + 1, t, m - self._saved[s], is_first=is_first)
+            writer.backward(s)
             return
         for number in range(s, choice):
-            sweep.advance(number)
+            writer.advance(number)
             if number > s:
-                sweep.drop(number - 1)
-        self.write(sweep, choice, t, m - self._state[choice - 1], is_first=is_first)
-        sweep.drop(choice - 1)
-        self.write(sweep, s, choice - 1, m, is_first=False)
+                writer.drop(number - 1)
+        self.write(writer, choice, t, m - self._state[choice - 1], is_first=is_first)
+        writer.drop(choice - 1)
+        self.write(writer, s, choice - 1, m, is_first=False)
 
     def _fill(self, s: int, t: int) -> None:
         costs = self.costs
-        held = costs.held_bytes[t]
+        live_bytes = costs.backward_live_bytes[t]
         if s == t:
-            least = self._pieces(max(held + costs.tape_bytes[s], costs.backward_bytes[s]))
-            self.first[s, t] = self.again[s, t] = self._above(np.zeros(self.slots + 1), least)
+            min_slots = self._in_slots(
+                max(live_bytes + costs.tape_bytes[s], costs.backward_bytes[s])
+            )
+            self.first[s, t] = self.later[s, t] = self._finite_from(
+                np.zeros(self.slots + 1), min_slots
+            )
             return
-        least = self._pieces(max(held + costs.tape_bytes[s], costs.backward_bytes[s]))
+        min_slots = self._in_slots(max(live_bytes + costs.tape_bytes[s], costs.backward_bytes[s]))
         rows: list[tuple[Floats, Floats]] = []
-        extra_s = costs.both_s[s] - costs.tape_s[s]
-        for table, keep_s in ((self.first, 0.0), (self.again, extra_s)):
-            rest = _shifted(table[s + 1, t], self._saved[s]) + keep_s
-            rows.append((self._above(rest, least), table[s + 1, t]))
+        extra_s = costs.tape_and_state_s[s] - costs.tape_s[s]
+        for table, retain_s in ((self.first, 0.0), (self.later, extra_s)):
+            rest = _shift_right(table[s + 1, t], self._saved[s]) + retain_s
+            rows.append((self._finite_from(rest, min_slots), table[s + 1, t]))
         options = {False: [rows[1][0]], True: [rows[0][0]]}
-        peak = first_s = again_s = 0.0
+        peak = first_run_s = later_s = 0.0
         for j in range(s + 1, t + 1):
             before = costs.state_bytes[j - 2] if j - 1 > s else 0.0
             peak = max(peak, before + costs.advance_bytes[j - 1])
-            first_s += costs.tape_s[j - 1]
-            again_s += costs.advance_s[j - 1]
+            first_run_s += costs.tape_s[j - 1]
+            later_s += costs.advance_s[j - 1]
             state = self._state[j - 1]
-            least = self._pieces(held + peak)
-            left = self.again[s, j - 1]
+            min_slots = self._in_slots(live_bytes + peak)
+            earlier_stages = self.later[s, j - 1]
             options[True].append(
-                self._above(_shifted(self.first[j, t], state) + left + first_s, least)
+                self._finite_from(
+                    _shift_right(self.first[j, t], state) + earlier_stages + first_run_s, min_slots
+                )
             )
             options[False].append(
-                self._above(_shifted(self.again[j, t], state) + left + again_s, least)
+                self._finite_from(
+                    _shift_right(self.later[j, t], state) + earlier_stages + later_s, min_slots
+                )
             )
-        for is_first, table in ((True, self.first), (False, self.again)):
+        for is_first, table in ((True, self.first), (False, self.later)):
             stacked = np.stack(options[is_first])
             best = np.argmin(stacked, axis=0)
             table[s, t] = np.take_along_axis(stacked, best[None], axis=0)[0]
-            self._choices[is_first, s, t] = np.where(best == 0, _KEEP, s + best).astype(np.int16)
+            self._choices[is_first, s, t] = np.where(best == 0, _RETAIN_TAPE, s + best).astype(
+                np.int16
+            )
 
-    def _pieces(self, size_bytes: float) -> int:
+    def _in_slots(self, size_bytes: float) -> int:
         return int(np.ceil(size_bytes / self._unit_bytes))
 
-    def _above(self, row: Floats, least: int) -> Floats:
-        """`row` where at least that many pieces are there, infinite elsewhere."""
+    def _finite_from(self, row: Floats, min_slots: int) -> Floats:
+        """Return `row` with infinity below `min_slots` units of memory."""
         row = row.copy()
-        row[: min(max(least, 0), len(row))] = np.inf
+        row[: min(max(min_slots, 0), len(row))] = np.inf
         return row
 
 
-def _shifted(row: Floats, by: int) -> Floats:
-    """`row[m - by]`, infinite where that is less than nothing."""
+def _shift_right(row: Floats, by: int) -> Floats:
+    """Return `row[m - by]`, infinity where that index is negative."""
     if by == 0:
         return row
     moved = np.full(len(row), np.inf)

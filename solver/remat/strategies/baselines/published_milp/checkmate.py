@@ -24,14 +24,17 @@ from remat.strategies.baselines.published_milp.checkmate_program import Checkmat
 from remat.strategies.infeasible import infeasible
 from remat.strategies.options import Checked, Seconds, Seed, Share, Threads, between
 
-_TIGHTENINGS = 5
+_MAX_ATTEMPTS = 5
 
 
 @dataclass(frozen=True)
 class CheckmateMilp(Checked):
     """The optimum over every schedule of the order, by the published program. Equivalent to
-    `Exact`, which finds it sooner. `time_limit` is for all programs together, but for the one that
-    finds the smallest peak where the budget is infeasible: it has as long."""
+    `Exact`, which finds it sooner.
+
+    `time_limit` is for all programs together, except for the one that finds the smallest peak if
+    the budget is infeasible: it has the same limit.
+    """
 
     gap: Share = 0.0
     time_limit: Seconds = 300.0
@@ -41,9 +44,9 @@ class CheckmateMilp(Checked):
     name = "checkmate"
 
     def run(self, task: Task) -> Solution:
-        """The cheapest schedule within the budget, or the one with the smallest peak. Raises
+        """Return the cheapest schedule within the budget, or the one with the smallest peak. Raises
         `RematError` for a graph that is too large, `InfeasibleBudget`, `SolverTimeout`, and
-        `SolverError` where HiGHS fails and keeping everything does not fit."""
+        `SolverError` if HiGHS fails and retaining everything does not fit."""
         graph, budget_bytes, cancel = task.graph, task.budget_bytes, task.cancel
         if len(graph) > self.max_operations:
             raise RematError(
@@ -54,7 +57,7 @@ class CheckmateMilp(Checked):
         bound: float | None = None
         limit = budget_bytes
         deadline = time.monotonic() + self.time_limit
-        for attempt in range(_TIGHTENINGS):
+        for attempt in range(_MAX_ATTEMPTS):
             program = CheckmateModel(graph, limit)
             try:
                 left_s = max(0.1, deadline - time.monotonic())
@@ -75,11 +78,11 @@ class CheckmateMilp(Checked):
                     "Auto"
                 )
             if attempt == 0 and answer.bound is not None:
-                bound = program.unbiased(answer.bound)
+                bound = program.bound_in_units(answer.bound)
             schedule = program.schedule()
             peak_bytes, _ = peak_and_time(graph, schedule)
-            over_bytes = 0 if budget_bytes is None else peak_bytes - budget_bytes
-            if limit is None or budget_bytes is None or over_bytes <= 0:
+            excess_bytes = 0 if budget_bytes is None else peak_bytes - budget_bytes
+            if limit is None or budget_bytes is None or excess_bytes <= 0:
                 is_proved = answer.outcome is Outcome.OPTIMAL and attempt == 0
                 stats: dict[str, str | int | float] = {
                     "solver": "HiGHS",
@@ -88,9 +91,10 @@ class CheckmateMilp(Checked):
                     "solver_s": answer.seconds,
                 }
                 return Solution(schedule, bound, "order", is_proved, stats)
-            # HiGHS's tolerance let it through: it gets a smaller one, then a smaller budget.
-            limit -= over_bytes if attempt else 0
-        raise SolverError(f"HiGHS exceeds the budget by its tolerance, {_TIGHTENINGS} times")
+            # HiGHS's tolerance allowed it: retry with a smaller tolerance, then with a smaller
+            # budget.
+            limit -= excess_bytes if attempt else 0
+        raise SolverError(f"HiGHS exceeds the budget by its tolerance, {_MAX_ATTEMPTS} times")
 
     def _solve(
         self,

@@ -1,26 +1,26 @@
 """Checkmate's own program, as published, for reference.
 
-Jain et al.: Checkmate: breaking the memory wall with optimal tensor rematerialization (MLSys
-2020), equations 1 to 9, with frontier-advancing stages: in stage t, operations 0 to t - 1 may run
-again, then t runs for the first time. All variables but U are binary:
+Jain et al.: Checkmate: breaking the memory wall with optimal tensor rematerialization (MLSys 2020),
+equations 1 to 9, with frontier-advancing stages: in stage t, operations 0 to t - 1 may be
+recomputed, then t runs for the first time. All variables but U are binary:
 
     R[t,k]    operation k runs in stage t
-    S[t,i]    value i is held when stage t begins
+    S[t,i]    value i is retained when stage t begins
     F[t,i,k]  value i is freed after k in stage t (FREE)
-    U[t,k]    bytes held before k in stage t, constant memory excluded
+    U[t,k]    bytes retained before k in stage t, constant memory excluded
 
 Minimise the sum of cost_k R[t,k] subject to
     R[t,k] <= R[t,producer(i)] + S[t,i]     i an input of k                           (1b)
     S[t+1,i] <= R[t,producer(i)] + S[t,i]                                             (1c)
-    R[t,t] = 1,  R[t,k] = 0 for k > t,  S[t,i] = 0 for i not yet made                 (8)
+    R[t,t] = 1,  R[t,k] = 0 for k > t,  S[t,i] = 0 for i not yet produced             (8)
     U[t,0] = sum_i size_i S[t,i]                                                      (2)
-    U[t,k+1] = U[t,k] + R[t,k] bytes made - sum_i size_i F[t,i,k]                     (3)
-    U[t,k] + R[t,k] (bytes made + workspace) - sum_i size_i F[t,i,k] <= room          (4)
+    U[t,k+1] = U[t,k] + R[t,k] output bytes - sum_i size_i F[t,i,k]                   (3)
+    U[t,k] + R[t,k] (output bytes + workspace) - sum_i size_i F[t,i,k] <= budget      (4)
     F[t,i,k] = 1 iff R[t,k] = 1, S[t+1,i] = 0 and no later reader of i runs in t      (5 to 7)
 
-It departs from the paper where the simulator does: an operation may have several outputs,
-workspace counts while it runs, a result is held from its first production on, and what is made of
-it again is gone right after.
+It departs from the paper where the simulator does: an operation may have several outputs, workspace
+counts while it runs, a result is retained from its first production on, and a recomputed copy of it
+is freed right after its run.
 """
 
 from __future__ import annotations
@@ -33,39 +33,42 @@ from remat.milp.solvers.pulp_versions import expression
 from remat.schedule import Schedule
 
 _Term = pulp.LpVariable | int
+"""A variable, or its fixed value."""
 
 
 class CheckmateModel:
     """The rows, built on construction; bytes are divided by a power of two, so none is rounded.
 
-    `problem` is for a solver; `schedule` and `unbiased` read what it found.
+    `problem` is for a solver; `schedule` and `bound_in_units` read its solution.
     """
 
     def __init__(self, graph: Graph, budget_bytes: int | None) -> None:
         self.graph = graph
         self.budget_bytes = budget_bytes
-        most = budget_bytes or sum(value.size_bytes for value in graph.values)
-        self.unit_bytes = 1 << max(0, most.bit_length() - 11)
+        scale_bytes = budget_bytes or sum(value.size_bytes for value in graph.values)
+        self.unit_bytes = 1 << max(0, scale_bytes.bit_length() - 11)
         self.sizes = [value.size_bytes / self.unit_bytes for value in graph.values]
         self.problem = pulp.LpProblem("checkmate", pulp.LpMinimize)
         self._rows: list[tuple[str, dict[pulp.LpVariable, float], int, float]] = []
-        self.room: float | pulp.LpVariable = (
+        self.available: float | pulp.LpVariable = (
             self.problem.add_variable("b", 0)
             if budget_bytes is None
             else (budget_bytes - graph.constant_bytes) / self.unit_bytes
         )
         count = len(graph)
-        self.r = [[self._run(t, k) for k in range(t + 1)] for t in range(count)]
-        self.s = [[self._held(t, i) for i in range(len(graph.values))] for t in range(count + 1)]
+        self.runs = [[self._run_term(t, k) for k in range(t + 1)] for t in range(count)]
+        self.retained = [
+            [self._retained_term(t, i) for i in range(len(graph.values))] for t in range(count + 1)
+        ]
         for t in range(count):
             self._dependencies(t)
             self._memory(t)
-        if isinstance(self.room, pulp.LpVariable):
-            self.problem.setObjective(expression({self.room: 1.0}))
+        if isinstance(self.available, pulp.LpVariable):
+            self.problem.setObjective(expression({self.available: 1.0}))
         else:
             costs = {
                 run: graph.operations[k].cost_s / self._cost_unit_s()
-                for row in self.r
+                for row in self.runs
                 for k, run in enumerate(row)
                 if isinstance(run, pulp.LpVariable)
             }
@@ -74,79 +77,85 @@ class CheckmateModel:
         pulp_versions.add_rows(self.problem, self._rows)
 
     def schedule(self) -> Schedule:
-        """R, read row by row."""
+        """Return the schedule of R, read row by row."""
         return Schedule.of(
             k
-            for row in self.r
+            for row in self.runs
             for k, run in enumerate(row)
             if (run if isinstance(run, int) else run.varValue or 0.0) > 0.5
         )
 
-    def unbiased(self, bound: float) -> float:
-        """A bound on the objective in seconds, or bytes with constant memory."""
+    def bound_in_units(self, bound: float) -> float:
+        """Convert a bound on the objective to seconds, or to bytes with constant memory."""
         if self.budget_bytes is None:
             return bound * self.unit_bytes + self.graph.constant_bytes
         return bound * self._cost_unit_s()
 
     def _dependencies(self, t: int) -> None:
-        for k, run in enumerate(self.r[t]):
+        for k, run in enumerate(self.runs[t]):
             for i in self.graph.operations[k].inputs:
-                made = self.r[t][self.graph.producer[i]]
-                self._at_most([(1, run), (-1, made), (-1, self.s[t][i])], 0)
+                producer_run = self.runs[t][self.graph.producer[i]]
+                self._at_most([(1, run), (-1, producer_run), (-1, self.retained[t][i])], 0)
         for i, producer in enumerate(self.graph.producer):
             if producer <= t:
-                made = self.r[t][producer]
-                self._at_most([(1, self.s[t + 1][i]), (-1, made), (-1, self.s[t][i])], 0)
+                producer_run = self.runs[t][producer]
+                self._at_most(
+                    [(1, self.retained[t + 1][i]), (-1, producer_run), (-1, self.retained[t][i])], 0
+                )
 
     def _memory(self, t: int) -> None:
         live: list[tuple[float, _Term]] = [
-            (size, self.s[t][i]) for i, size in enumerate(self.sizes)
+            (size, self.retained[t][i]) for i, size in enumerate(self.sizes)
         ]
-        for k, run in enumerate(self.r[t]):
+        for k, run in enumerate(self.runs[t]):
             operation = self.graph.operations[k]
-            made = sum(self.sizes[i] for i in operation.outputs)
+            output_bytes = sum(self.sizes[i] for i in operation.outputs)
             workspace = operation.workspace_bytes / self.unit_bytes
-            need = [*live, (made + workspace, run)]
-            if k == t:  # what it overwrites runs once
-                need += [(-self.sizes[i], self._freed(t, i, k)) for i in operation.overwrites]
-            if isinstance(self.room, pulp.LpVariable):
-                self._at_most([*need, (-1, self.room)], 0)
+            need = [*live, (output_bytes + workspace, run)]
+            if k == t:  # operations that overwrite run once
+                need += [
+                    (-self.sizes[i], self._free_variable(t, i, k)) for i in operation.overwrites
+                ]
+            if isinstance(self.available, pulp.LpVariable):
+                self._at_most([*need, (-1, self.available)], 0)
             else:
-                self._at_most(need, self.room)
+                self._at_most(need, self.available)
             if k == t:
                 return
             live_after = self._variable(f"u_{t}_{k + 1}", pulp.LpContinuous)
-            # A result was made before: what k makes of it here is gone right after.
-            stays = sum(self.sizes[i] for i in operation.outputs if i not in self.graph.results)
-            terms = [*live, (stays, run)]
+            # A result was produced before: the copy that k produces here is freed right after.
+            retained_bytes = sum(
+                self.sizes[i] for i in operation.outputs if i not in self.graph.results
+            )
+            terms = [*live, (retained_bytes, run)]
             for i in (*operation.inputs, *operation.outputs):
                 if i not in self.graph.results and self.sizes[i] > 0:
-                    terms.append((-self.sizes[i], self._freed(t, i, k)))
+                    terms.append((-self.sizes[i], self._free_variable(t, i, k)))
             self._equal([*terms, (-1, live_after)])
             live = [(1, live_after)]
 
-    def _freed(self, t: int, i: int, k: int) -> pulp.LpVariable:
+    def _free_variable(self, t: int, i: int, k: int) -> pulp.LpVariable:
         free = self._variable(f"f_{t}_{i}_{k}", pulp.LpInteger, 1)
-        readers = [self.r[t][j] for j in self.graph.consumers[i] if k < j <= t]
+        readers = [self.runs[t][j] for j in self.graph.consumers[i] if k < j <= t]
         hazards: list[tuple[float, _Term]] = [
-            (-1, self.r[t][k]),
-            (1, self.s[t + 1][i]),
+            (-1, self.runs[t][k]),
+            (1, self.retained[t + 1][i]),
             *((1, reader) for reader in readers),
         ]
         # hazards + 1 counts the reasons not to free: 1 - F <= that <= (their number) (1 - F).
         self._at_most([(-1, free), *((-c, x) for c, x in hazards)], 0)
-        most = len(readers) + 2
-        self._at_most([*hazards, (most, free)], most - 1)
+        reasons = len(readers) + 2
+        self._at_most([*hazards, (reasons, free)], reasons - 1)
         return free
 
-    def _run(self, t: int, k: int) -> _Term:
+    def _run_term(self, t: int, k: int) -> _Term:
         if k == t:
             return 1
         if not self.graph.operations[k].recomputable:
             return 0
         return self._variable(f"r_{t}_{k}", pulp.LpInteger, 1)
 
-    def _held(self, t: int, i: int) -> _Term:
+    def _retained_term(self, t: int, i: int) -> _Term:
         if self.graph.producer[i] >= t:
             return 0
         if i in self.graph.results:

@@ -1,11 +1,11 @@
 """Two-phase rounding of the linear relaxation.
 
-Jain et al.: Checkmate (MLSys 2020), section 5: solve the relaxed program, round what it holds (S),
-and run again what is then missing, and only that (R). As the rounded schedule may exceed the
-budget, the program gets (1 - epsilon) of it, for the least epsilon that works.
+Jain et al.: Checkmate (MLSys 2020), section 5: solve the relaxed program, round what it retains
+(S), and recompute what is then missing, and only that (R). As the rounded schedule may exceed the
+budget, the program gets (1 - epsilon) of it, for the smallest epsilon that works.
 
-The relaxation is that of `remat.milp.model` over complete slots, which is tighter than the
-paper's, and its optimum a bound on every schedule of the order.
+The relaxation is that of `remat.milp.model` over complete slots, which is tighter than the paper's,
+and its optimum is a bound on every schedule of the order.
 """
 
 from __future__ import annotations
@@ -30,23 +30,24 @@ from remat.schedule import Schedule
 from remat.simulate import peak_and_time
 from remat.solution import Solution, Stats
 from remat.strategies.base import Task
+from remat.strategies.baselines.published_milp.rounding import retained_share_matrix, round_schedule
 from remat.strategies.baselines.schedule_builder import select_cheapest
-from remat.strategies.baselines.published_milp.rounding import retained_share_matrix, rounded
 from remat.strategies.infeasible import infeasible
 from remat.strategies.options import Checked, Seconds, Seed, Share, Threads, between
 
 _THRESHOLDS = (0.5, 0.25, 0.75)
-_MORE = 0.2
-"""Where only the peak counts, the program holds and runs by fractions; cost makes it decide."""
+_EXTRA_PEAK_SHARE = 0.2
+"""If only the peak counts, the program retains and runs fractions; with this much more memory,
+costs make its solution integral."""
 
 
 @dataclass(frozen=True)
 class LpRounding(Checked):
     """Checkmate's approximation: deterministic rounding at 0.5 and other thresholds, and `samples`
-    times at random, with one draw a value and one a stage and value by turns.
+    random roundings, which sample a threshold per value and one per stage and value by turns.
 
-    `allowances` are the epsilons, tried in order. Graphs of more than `max_operations` are
-    refused: the relaxation has a row for each operand of n (n - 1) / 2 slots.
+    `allowances` are the epsilons, tried in order. Graphs of more than `max_operations` are refused:
+    the relaxation has a row for each operand of n (n - 1) / 2 slots.
     """
 
     allowances: Annotated[
@@ -61,10 +62,12 @@ class LpRounding(Checked):
     name = "lp_rounding"
 
     def run(self, task: Task) -> Solution:
-        """The cheapest fitting rounding of the first allowance with one; the bound is the
-        relaxation's. Raises `RematError` for a graph that is too large, `InfeasibleBudget`,
-        `SolverTimeout` where the relaxation takes too long, and `SolverError` where HiGHS fails
-        before a rounding fits."""
+        """Return the cheapest rounding that fits, at the first allowance with one; the bound is the
+        relaxation's.
+
+        Raises `RematError` for a graph that is too large, `InfeasibleBudget`, `SolverTimeout` if
+        the relaxation takes too long, and `SolverError` if HiGHS fails before a rounding fits.
+        """
         graph, cancel = task.graph, task.cancel
         if len(graph) > self.max_operations:
             raise RematError(
@@ -72,23 +75,23 @@ class LpRounding(Checked):
                 f"up to {self.max_operations} operations, not {len(graph)}: use Auto, or raise "
                 "`max_operations`"
             )
-        until = time.monotonic() + self.time_limit
+        deadline = time.monotonic() + self.time_limit
         if task.budget_bytes is None:
             failures: list[SolverError] = []
-            candidates = self._least(graph, until, cancel, failures)
-            found = select_cheapest(Task(graph), candidates, strategy=self.name)
-            return Solution(found.schedule, stats={**found.stats, **_told(failures)})
-        return self._within(graph, task.budget_bytes, until, cancel)
+            candidates = self._small_peak_roundings(graph, deadline, cancel, failures)
+            solution = select_cheapest(Task(graph), candidates, strategy=self.name)
+            return Solution(solution.schedule, stats={**solution.stats, **_failure_stats(failures)})
+        return self._round_within_budget(graph, task.budget_bytes, deadline, cancel)
 
-    def _within(
-        self, graph: Graph, budget_bytes: int, until: float, cancel: Cancel | None
+    def _round_within_budget(
+        self, graph: Graph, budget_bytes: int, deadline: float, cancel: Cancel | None
     ) -> Solution:
         bound_s: float | None = None
         is_proved = False
         failures: list[SolverError] = []
         peaks_bytes: list[int] = []
 
-        def best_of(candidates: Iterator[tuple[str, Schedule]]) -> Solution | None:
+        def best_rounding(candidates: Iterator[tuple[str, Schedule]]) -> Solution | None:
             try:
                 return select_cheapest(Task(graph, budget_bytes), candidates, strategy=self.name)
             except InfeasibleBudget as error:
@@ -96,28 +99,28 @@ class LpRounding(Checked):
                 return None
 
         for allowance in self.allowances:
-            room = budget_bytes - graph.constant_bytes
-            limit = graph.constant_bytes + int(room * (1 - allowance))
+            available_bytes = budget_bytes - graph.constant_bytes
+            limit = graph.constant_bytes + int(available_bytes * (1 - allowance))
             try:
-                relaxed, least_s = self._relax(graph, limit, until, cancel)
+                relaxed, relaxed_time_s = self._relax(graph, limit, deadline, cancel)
             except SolverError as error:
                 failures.append(error)
                 break
             if relaxed is None:
                 is_proved = bound_s is None and allowance == 0
                 break
-            if allowance == 0:  # of less room than was given it bounds nothing
-                bound_s = least_s
-            found = best_of(self._roundings(graph, relaxed, f"allowance {allowance:.0%}"))
-            if found is not None:
-                time_s = peak_and_time(graph, found.schedule)[1]
+            if allowance == 0:  # with less memory than the budget it bounds nothing
+                bound_s = relaxed_time_s
+            solution = best_rounding(self._roundings(graph, relaxed, f"allowance {allowance:.0%}"))
+            if solution is not None:
+                time_s = peak_and_time(graph, solution.schedule)[1]
                 is_best = bound_s is not None and time_s <= bound_s * (1 + 1e-9)
-                return Solution(found.schedule, bound_s, "order", is_best, found.stats)
-        # A rounding of the least relaxed peak may fit where none of the above did.
-        found = best_of(self._least(graph, until, cancel, failures))
-        if found is not None:
-            stats = {**found.stats, **_told(failures)}
-            return Solution(found.schedule, bound_s, "order", stats=stats)
+                return Solution(solution.schedule, bound_s, "order", is_best, solution.stats)
+        # A rounding of the smallest relaxed peak may fit where none of the above did.
+        solution = best_rounding(self._small_peak_roundings(graph, deadline, cancel, failures))
+        if solution is not None:
+            stats = {**solution.stats, **_failure_stats(failures)}
+            return Solution(solution.schedule, bound_s, "order", stats=stats)
         if failures:
             raise failures[0]
         reason = "no rounding of the relaxation fits, whatever the allowance"
@@ -125,39 +128,43 @@ class LpRounding(Checked):
             reason = "even the relaxation has no solution"
         raise infeasible(graph, budget_bytes, min(peaks_bytes), reason, proved=is_proved)
 
-    def _least(
-        self, graph: Graph, until: float, cancel: Cancel | None, failures: list[SolverError]
+    def _small_peak_roundings(
+        self, graph: Graph, deadline: float, cancel: Cancel | None, failures: list[SolverError]
     ) -> Iterator[tuple[str, Schedule]]:
-        """Roundings for a small peak, the least relaxed peak and a little more as the budget; ends
-        where HiGHS fails."""
+        """Yield roundings for a small peak, with the smallest relaxed peak and a little more as the
+        budget; ends if HiGHS fails."""
         yield "nothing dropped", Schedule.keep_all(graph)
         try:
-            relaxed, least_bytes = self._relax(graph, None, until, cancel)
+            relaxed, relaxed_peak_bytes = self._relax(graph, None, deadline, cancel)
         except SolverError as error:
             failures.append(error)
             return
         assert relaxed is not None, "some budget is feasible"
         yield from self._roundings(graph, relaxed, "least relaxed peak")
         try:
-            limit = graph.constant_bytes + math.ceil(least_bytes * (1 + _MORE))
-            relaxed, _ = self._relax(graph, limit, until, cancel)
+            limit = graph.constant_bytes + math.ceil(relaxed_peak_bytes * (1 + _EXTRA_PEAK_SHARE))
+            relaxed, _ = self._relax(graph, limit, deadline, cancel)
         except SolverTimeout:
             return
         except SolverError as error:
             failures.append(error)
             return
         if relaxed is not None:
-            yield from self._roundings(graph, relaxed, f"least relaxed peak and {_MORE:.0%}")
+            yield from self._roundings(
+                graph, relaxed, f"least relaxed peak and {_EXTRA_PEAK_SHARE:.0%}"
+            )
 
     def _relax(
-        self, graph: Graph, limit_bytes: int | None, until: float, cancel: Cancel | None
+        self, graph: Graph, limit_bytes: int | None, deadline: float, cancel: Cancel | None
     ) -> tuple[MilpModel | None, float]:
-        """The solved relaxation (None if it has no solution) with its least time in seconds or, if
-        there is no limit, its least peak in bytes without constant memory."""
+        """Return the solved relaxation (None if it has no solution) with its time in seconds or,
+        without a limit, its peak in bytes without constant memory."""
         relaxed = model.build(graph, slots.build_complete_slots(graph), limit_bytes)
-        left = max(0.1, until - time.monotonic())
+        remaining_s = max(0.1, deadline - time.monotonic())
         is_cancelled = None if cancel is None else cancel.is_set
-        highs = HighsSolver(gap=0.0, time_limit=left, threads=self.threads, is_cancelled=is_cancelled)
+        highs = HighsSolver(
+            gap=0.0, time_limit=remaining_s, threads=self.threads, is_cancelled=is_cancelled
+        )
         try:
             answer = highs.solve(relaxed.arrays.relaxed())
         except SolverError as error:
@@ -173,18 +180,24 @@ class LpRounding(Checked):
         return relaxed, answer.objective * unit
 
     def _roundings(
-        self, graph: Graph, relaxed: MilpModel, where: str
+        self, graph: Graph, relaxed: MilpModel, budget_text: str
     ) -> Iterator[tuple[str, Schedule]]:
         shares = retained_share_matrix(graph, relaxed)
         for threshold in _THRESHOLDS:
-            yield f"{where}, threshold {threshold:g}", rounded(graph, shares > threshold)
+            yield (
+                f"{budget_text}, threshold {threshold:g}",
+                round_schedule(graph, shares > threshold),
+            )
         for sample in range(self.samples):
             random = np.random.default_rng((self.seed, sample))
-            # One draw a value for all stages, or one for each: the paper's, which drops and makes
-            # again what the other holds throughout.
-            draw = random.random((1, shares.shape[1]) if sample % 2 else shares.shape)
-            yield f"{where}, sample {sample}", rounded(graph, shares > np.minimum(draw, 0.999))
+            # One sample per value for all stages, or one for each: the paper's, which drops and
+            # recomputes what the other retains throughout.
+            thresholds = random.random((1, shares.shape[1]) if sample % 2 else shares.shape)
+            yield (
+                f"{budget_text}, sample {sample}",
+                round_schedule(graph, shares > np.minimum(thresholds, 0.999)),
+            )
 
 
-def _told(failures: list[SolverError]) -> Stats:
+def _failure_stats(failures: list[SolverError]) -> Stats:
     return {"solver_error": str(failures[0])} if failures else {}

@@ -1,4 +1,4 @@
-"""Plans and traces in figures: flat JSON with units in its keys, and lines of text."""
+"""Plans and traces as flat JSON with units in its keys, as CSV, and as tables of text."""
 
 from __future__ import annotations
 
@@ -15,18 +15,21 @@ from remat.frontend.compile.registry import CompiledPlan
 from remat.limits.units import format_bytes, format_seconds
 from remat.plan import Plan
 from remat.plan_data import RESERVED_BYTES_STAT
-from remat.report.tables import aligned, largest
+from remat.report.tables import align_columns, largest_rows
 from remat.schedule import Schedule
 from remat.simulate import simulate
 
-Figures = dict[str, object]
+JsonObject = dict[str, object]
+"""A flat JSON object: a name with its unit, and the value."""
 
-_TARGETS = 12
+_MAX_TARGETS = 12
+"""Kinds of operation in the table of costs."""
 
 
-def plan_figures(plan: Plan) -> Figures:
-    """A plan without its schedule. Overheads are shares of the time without recomputation."""
-    again = plan.schedule.recomputed(plan.graph)
+def plan_summary(plan: Plan) -> JsonObject:
+    """Return the numbers of a plan, without its schedule. Overheads are fractions of the baseline's
+    time."""
+    recomputed = plan.schedule.recomputed(plan.graph)
     return {
         "status": plan.status.name,
         "strategy": plan.stats.get("strategy"),
@@ -44,20 +47,23 @@ def plan_figures(plan: Plan) -> Figures:
         "bound_scope": plan.bound_scope,
         "gap": plan.gap,
         "operations": len(plan.graph),
-        "recomputed_operations": len(again),
-        "recomputations": sum(again.values()),
+        "recomputed_operations": len(recomputed),
+        "recomputations": sum(recomputed.values()),
         "solved_in_s": plan.stats.get("total_s"),
         "cost_source": plan.stats.get("cost_source"),
     }
 
 
-def compiled_figures(compiled: CompiledPlan) -> Figures:
-    """A plan of torch.compile's backend: that, and what became of it. `asked_bytes` is what the
-    graph's part of the budget was, None for "min"; the plan's own may be less, after rounds."""
+def compiled_plan_summary(compiled: CompiledPlan) -> JsonObject:
+    """Return the numbers of a plan of torch.compile's backend, with the verified peak.
+
+    `graph_budget_bytes` is the graph's part of the budget, None for "min". After replanning, the
+    plan's `budget_bytes` may be smaller.
+    """
     return {
         "module": compiled.module,
-        **plan_figures(compiled.plan),
-        "asked_bytes": compiled.budget_bytes,
+        **plan_summary(compiled.plan),
+        "graph_budget_bytes": compiled.budget_bytes,
         "verified_bytes": compiled.verified_bytes,
         "torch_compile_bytes": compiled.baseline_bytes,
         "external_bytes": compiled.external_bytes,
@@ -66,13 +72,13 @@ def compiled_figures(compiled: CompiledPlan) -> Figures:
     }
 
 
-def json_of(figures: Mapping[str, object]) -> str:
-    """JSON text, in the standard's own terms: no NaN, no infinity."""
-    return json.dumps(figures, indent=2, allow_nan=False)
+def to_json_text(summary: Mapping[str, object]) -> str:
+    """Return strict JSON text, without NaN and infinity."""
+    return json.dumps(summary, indent=2, allow_nan=False)
 
 
-def csv_of(rows: Sequence[Mapping[str, object]]) -> str:
-    """A line for each row, under the names of the first one's columns."""
+def to_csv_text(rows: Sequence[Mapping[str, object]]) -> str:
+    """Return CSV text with a header line; the columns are the keys of the first row."""
     text = io.StringIO()
     writer = csv.DictWriter(text, fieldnames=list(rows[0]) if rows else [], lineterminator="\n")
     writer.writeheader()
@@ -81,8 +87,19 @@ def csv_of(rows: Sequence[Mapping[str, object]]) -> str:
 
 
 def frontier_table(plans: Iterable[Plan]) -> str:
-    """A line for each plan."""
-    table = [["budget", "peak", "of all", "extra time", "at least", "gap", "again", "solved in"]]
+    """Return a table of plans, one line each."""
+    table = [
+        [
+            "budget",
+            "peak",
+            "of baseline",
+            "extra time",
+            "lower bound",
+            "gap",
+            "recomputed",
+            "solved in",
+        ]
+    ]
     for plan in plans:
         solved_s = plan.stats.get("total_s")
         table.append(
@@ -97,24 +114,23 @@ def frontier_table(plans: Iterable[Plan]) -> str:
                 format_seconds(solved_s) if isinstance(solved_s, float) else "",
             ]
         )
-    return "\n".join(aligned(table))
+    return "\n".join(align_columns(table))
 
 
 def describe_trace(trace: Trace) -> str:
-    """What a trace holds, with where its costs come from."""
+    """Describe a trace: model, device, operations, graph inputs, peak, and the source of its costs."""
     nodes = [node for node in trace.nodes if not node.view]
     backward = sum(node.backward for node in nodes)
     sizes: Counter[str] = Counter()
     for kind, storage in dict.fromkeys((p.kind, p.storage) for p in trace.placeholders):
         sizes[kind] += trace.allocated_bytes(storage)
     resident = ", ".join(f"{format_bytes(size)} {kind}s" for kind, size in sizes.items())
-    priced = trace if trace.measured else _free_of_charge(trace)
-    graph = priced.graph()
+    graph = (trace if trace.measured else _with_zero_costs(trace)).graph()
     baseline = simulate(graph, Schedule.keep_all(graph))
     lines = [
-        f"trace       {trace.model or 'a model'} on {trace.place}",
+        f"trace       {trace.model or 'a model'} on {trace.device_label}",
         f"operations  {len(nodes)}: {len(nodes) - backward} forward, {backward} backward",
-        f"placed      {resident or 'nothing'}",
+        f"resident    {resident or 'nothing'}",
         f"peak        {format_bytes(baseline.peak_bytes)} without recomputation "
         f"({format_bytes(graph.constant_bytes)} constant)",
     ]
@@ -126,7 +142,7 @@ def describe_trace(trace: Trace) -> str:
 
 
 def describe_costs(trace: Trace) -> str:
-    """Where a step's time goes, by kind of operation; the dearest first."""
+    """Return a table of the step's time by kind of operation, the most expensive first."""
     sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
     for node in trace.nodes:
         if not node.view:
@@ -135,21 +151,21 @@ def describe_costs(trace: Trace) -> str:
     total_s = sum(spent_s for spent_s, _ in sums.values()) or 1.0
     rows = [
         (name, str(runs), format_seconds(spent_s), f"{spent_s / total_s:.1%}")
-        for name, (spent_s, runs) in largest(sums, _TARGETS, "more kinds")
+        for name, (spent_s, runs) in largest_rows(sums, _MAX_TARGETS, "more kinds")
     ]
-    return "\n".join(aligned([("operation", "runs", "time", "share"), *rows]))
+    return "\n".join(align_columns([("operation", "runs", "time", "share"), *rows]))
 
 
-def check_any(plans: Sequence[Plan], budgets: Sequence[str] | None) -> None:
-    """Raises `RematError` where no budget at all could be met."""
+def require_feasible_plan(plans: Sequence[Plan], budgets: Sequence[str] | None) -> None:
+    """Raise `RematError` if no budget is feasible."""
     if not plans:
         raise RematError(
-            f"none of the budgets {', '.join(budgets or ())} can be met: `--budget min` tells the "
-            "smallest that can"
+            f"none of the budgets {', '.join(budgets or ())} is feasible; `--budget min` finds the "
+            "smallest feasible one"
         )
 
 
-def _free_of_charge(trace: Trace) -> Trace:
-    """With costs of zero: sizes need no clock."""
-    free = OperationCost(0.0, 0, "none")
-    return with_costs(trace, {node.name: free for node in trace.nodes if not node.view})
+def _with_zero_costs(trace: Trace) -> Trace:
+    """Return the trace with costs of zero, which is enough to simulate the memory."""
+    zero_cost = OperationCost(0.0, 0, "none")
+    return with_costs(trace, {node.name: zero_cost for node in trace.nodes if not node.view})

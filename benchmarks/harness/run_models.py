@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch._dynamo
 
-from benchmarks import machine, report
-from benchmarks.workloads import Workload
+from benchmarks.harness import machine, report
+from benchmarks.models.workloads import Workload
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -50,6 +50,7 @@ def run_models(
         result["models"][name] = {"size": workload.size, **run(name, workload, device)}
         if out:  # after each: what is interrupted has what was done
             print(
-                "written:", report.write(Path(out), f"{benchmark}-{machine.slug(device)}", result)
+                "written:",
+                report.write_result(Path(out), f"{benchmark}-{machine.slug(device)}", result),
             )
     return 0

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import remat
-from benchmarks.workloads import Workload
+from benchmarks.models.workloads import Workload
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Method:
     failure: str = ""
 
 
-def attempt(name: str, make: Callable[[], Method]) -> Method:
+def try_method(name: str, make: Callable[[], Method]) -> Method:
     """What `make` makes, or a method that says how it failed."""
     try:
         return make()
@@ -38,19 +38,19 @@ def attempt(name: str, make: Callable[[], Method]) -> Method:
         return Method(name, failure=f"{type(error).__name__}: {error}"[:500])
 
 
-def twin(model: nn.Module) -> nn.Module:
+def copy_sharing_parameters(model: nn.Module) -> nn.Module:
     """A copy of the modules around the very same parameters and buffers."""
     shared = {id(t): t for t in (*model.parameters(), *model.buffers())}
     return copy.deepcopy(model, shared)
 
 
 def _loss(module: nn.Module, workload: Workload) -> torch.Tensor:
-    with workload.precision():
+    with workload.autocast_context():
         output = module(**workload.batch)
     return output if isinstance(output, torch.Tensor) else output.loss
 
 
-def step(module: nn.Module, workload: Workload) -> torch.Tensor:
+def run_step(module: nn.Module, workload: Workload) -> torch.Tensor:
     """Forward and backward into fresh gradients, as most loops have it: of what the model returns,
     only the loss is there in the backward. Returns the loss."""
     workload.model.zero_grad(set_to_none=True)
@@ -59,14 +59,14 @@ def step(module: nn.Module, workload: Workload) -> torch.Tensor:
     return loss.detach()
 
 
-def eager(workload: Workload) -> Method:
+def eager_method(workload: Workload) -> Method:
     """The model as it is."""
     return Method("eager", workload.model)
 
 
-def per_block(workload: Workload) -> Method:
+def per_block_method(workload: Workload) -> Method:
     """`torch.utils.checkpoint` around every block, without reentry: what most people use."""
-    model = twin(workload.model)
+    model = copy_sharing_parameters(workload.model)
     for block in workload.blocks(model):
         block.forward = _checkpointed(block.forward)  # type: ignore[method-assign]
     return Method("per-block checkpoint", model)
@@ -79,16 +79,16 @@ def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def torch_budget(workload: Workload, share: float, backend: str) -> Method:
+def torch_budget_method(workload: Workload, share: float, backend: str) -> Method:
     """torch's own partitioner with `activation_memory_budget`, compiled now."""
-    model = twin(workload.model)
+    model = copy_sharing_parameters(workload.model)
     compiled = torch.compile(model, backend=backend)
     began = time.perf_counter()
     settings = {"activation_memory_budget": share, "enable_autograd_cache": False}
     limits = {"recompile_limit": 256, "fail_on_recompile_limit_hit": True}
     torch._dynamo.utils.counters.clear()
     with torch._functorch.config.patch(settings), torch._dynamo.config.patch(limits):
-        step(compiled, workload)  # type: ignore[arg-type]
+        run_step(compiled, workload)  # type: ignore[arg-type]
     if not torch._dynamo.utils.counters["stats"]["unique_graphs"]:
         raise RuntimeError(
             "torch ran code that it compiled for another budget; give one --torch-budgets a run"
@@ -106,13 +106,13 @@ def torch_budget(workload: Workload, share: float, backend: str) -> Method:
     )
 
 
-def rematerialized(
+def remat_method(
     workload: Workload, name: str, budget: int | str, time_limit_s: float, cache: str
 ) -> Method:
     """remat within a budget in bytes, with costs measured on the workload's device."""
     workload.model.zero_grad(set_to_none=True)  # with gradients there, accumulation is planned
     began = time.perf_counter()
-    with workload.precision():
+    with workload.autocast_context():
         gm = remat.optimize(
             workload.model,
             budget,

@@ -1,7 +1,7 @@
 """Training graphs of real architectures at real sizes, traced without a number computed.
 
-    python -m benchmarks.traced                          # all of them, into the cache
-    python -m benchmarks.traced --models gpt12 unet --fresh
+    python -m benchmarks.models.traced                          # all of them, into the cache
+    python -m benchmarks.models.traced --models gpt12 unet --fresh
 
 Models and batches are fake tensors: shapes without storage, so that the largest needs no more
 memory than its graph. Costs come from a roofline. Traces are kept as JSON in a cache folder.
@@ -24,14 +24,14 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 import remat
-from benchmarks.networks import DenseNet, SegmentationUNet
-from benchmarks.workloads import WithLoss
+from benchmarks.models.networks import DenseNet, SegmentationUNet
+from benchmarks.models.workloads import DenoisingLoss
 
 Example = tuple[nn.Module, dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Source:
+class TracedModel:
     """How a model and its batch are made, and what size they have, in words."""
 
     size: str
@@ -49,7 +49,7 @@ def _images(rows: int, side: int) -> dict[str, torch.Tensor]:
     }
 
 
-def _gpt(layers: int, rows: int = 4, tokens: int = 1024) -> Source:
+def _gpt(layers: int, rows: int = 4, tokens: int = 1024) -> TracedModel:
     def make() -> Example:
         from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -57,12 +57,12 @@ def _gpt(layers: int, rows: int = 4, tokens: int = 1024) -> Source:
         ids = _tokens(config.vocab_size, rows, tokens)
         return GPT2LMHeadModel(config), {"input_ids": ids, "labels": ids}
 
-    return Source(
+    return TracedModel(
         f"GPT-2, {layers} layers of width 768, batch {rows} x {tokens} tokens, dropout 0.1", make
     )
 
 
-def _narrow_gpt(layers: int) -> Source:
+def _narrow_gpt(layers: int) -> TracedModel:
     def make() -> Example:
         from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -72,10 +72,12 @@ def _narrow_gpt(layers: int) -> Source:
         ids = _tokens(config.vocab_size, 8, 256)
         return GPT2LMHeadModel(config), {"input_ids": ids, "labels": ids}
 
-    return Source(f"GPT-2, {layers} layers of width 256, batch 8 x 256 tokens, dropout 0.1", make)
+    return TracedModel(
+        f"GPT-2, {layers} layers of width 256, batch 8 x 256 tokens, dropout 0.1", make
+    )
 
 
-def _narrow_albert(layers: int) -> Source:
+def _narrow_albert(layers: int) -> TracedModel:
     def make() -> Example:
         from transformers import AlbertConfig, AlbertForMaskedLM
 
@@ -86,10 +88,10 @@ def _narrow_albert(layers: int) -> Source:
         ids = _tokens(config.vocab_size, 8, 128)
         return AlbertForMaskedLM(config), {"input_ids": ids, "labels": ids}
 
-    return Source(f"ALBERT, {layers} layers of width 256, batch 8 x 128 tokens", make)
+    return TracedModel(f"ALBERT, {layers} layers of width 256, batch 8 x 128 tokens", make)
 
 
-def _llama(layers: int, width: int, rows: int, tokens: int) -> Source:
+def _llama(layers: int, width: int, rows: int, tokens: int) -> TracedModel:
     def make() -> Example:
         from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -100,10 +102,12 @@ def _llama(layers: int, width: int, rows: int, tokens: int) -> Source:
         ids = _tokens(config.vocab_size, rows, tokens)
         return LlamaForCausalLM(config), {"input_ids": ids, "labels": ids}
 
-    return Source(f"Llama, {layers} layers of width {width}, batch {rows} x {tokens} tokens", make)
+    return TracedModel(
+        f"Llama, {layers} layers of width {width}, batch {rows} x {tokens} tokens", make
+    )
 
 
-def _t5(layers: int, rows: int, tokens: int) -> Source:
+def _t5(layers: int, rows: int, tokens: int) -> TracedModel:
     def make() -> Example:
         from transformers import T5Config, T5ForConditionalGeneration
 
@@ -117,14 +121,14 @@ def _t5(layers: int, rows: int, tokens: int) -> Source:
             "input_ids": ids, "decoder_input_ids": ids, "labels": ids,
         }  # fmt: skip
 
-    return Source(
+    return TracedModel(
         f"T5 base, {layers} + {layers} layers of width 768, batch {rows} x {tokens} tokens, "
         "dropout 0.1",
         make,
     )
 
 
-def _resnet(depths: Sequence[int], rows: int, side: int) -> Source:
+def _resnet(depths: Sequence[int], rows: int, side: int) -> TracedModel:
     def make() -> Example:
         from transformers import ResNetConfig, ResNetForImageClassification
 
@@ -132,10 +136,12 @@ def _resnet(depths: Sequence[int], rows: int, side: int) -> Source:
         config.num_labels = 1000
         return ResNetForImageClassification(config), _images(rows, side)
 
-    return Source(f"bottleneck layers {list(depths)}, batch {rows} x 3 x {side} x {side}", make)
+    return TracedModel(
+        f"bottleneck layers {list(depths)}, batch {rows} x 3 x {side} x {side}", make
+    )
 
 
-def _swin(rows: int) -> Source:
+def _swin(rows: int) -> TracedModel:
     def make() -> Example:
         from transformers import SwinConfig, SwinForImageClassification
 
@@ -143,10 +149,10 @@ def _swin(rows: int) -> Source:
         config.num_labels = 1000
         return SwinForImageClassification(config), _images(rows, 224)
 
-    return Source(f"Swin base, layers [2, 2, 18, 2], batch {rows} x 3 x 224 x 224", make)
+    return TracedModel(f"Swin base, layers [2, 2, 18, 2], batch {rows} x 3 x 224 x 224", make)
 
 
-def _unet(rows: int, side: int) -> Source:
+def _unet(rows: int, side: int) -> TracedModel:
     def make() -> Example:
         from diffusers import UNet2DModel
 
@@ -158,31 +164,35 @@ def _unet(rows: int, side: int) -> Source:
         )  # fmt: skip
         image = torch.randn(rows, 3, side, side)
         steps = torch.randint(0, 1000, (rows,))
-        return WithLoss(model), {"noisy": image, "steps": steps, "noise": torch.randn_like(image)}
+        return DenoisingLoss(model), {
+            "noisy": image,
+            "steps": steps,
+            "noise": torch.randn_like(image),
+        }
 
-    return Source(
+    return TracedModel(
         f"diffusion U-Net, widths [128, 256, 512, 512], batch {rows} x 3 x {side} x {side}", make
     )
 
 
-def _segmentation(rows: int, side: int) -> Source:
+def _segmentation(rows: int, side: int) -> TracedModel:
     def make() -> Example:
         labels = torch.randint(0, 21, (rows, side, side))
         return SegmentationUNet(), {
             "pixel_values": torch.randn(rows, 3, side, side), "labels": labels,
         }  # fmt: skip
 
-    return Source(f"segmentation U-Net, width 64, batch {rows} x 3 x {side} x {side}", make)
+    return TracedModel(f"segmentation U-Net, width 64, batch {rows} x 3 x {side} x {side}", make)
 
 
-def _densenet(rows: int) -> Source:
-    return Source(
+def _densenet(rows: int) -> TracedModel:
+    return TracedModel(
         f"DenseNet-121, growth 32, batch {rows} x 3 x 224 x 224",
         lambda: (DenseNet(), _images(rows, 224)),
     )
 
 
-SOURCES: dict[str, Source] = {
+TRACED_MODELS: dict[str, TracedModel] = {
     "gpt4_narrow": _narrow_gpt(4),
     "albert4_narrow": _narrow_albert(4),
     "gpt12": _gpt(12),
@@ -203,7 +213,7 @@ SOURCES: dict[str, Source] = {
 def trace(name: str, costs: str = "h200") -> remat.Trace:
     """The training step of a named model, with roofline costs."""
     with FakeTensorMode():
-        model, batch = SOURCES[name].make()
+        model, batch = TRACED_MODELS[name].make()
     return remat.measure(remat.trace(model.train(), (), batch), remat.Roofline(costs))
 
 
@@ -213,7 +223,7 @@ def default_cache() -> Path:
     return Path(root) / "remat-benchmarks"
 
 
-def tracer() -> str:
+def tracer_digest() -> str:
     """A digest of the code that traces and prices, and of torch's version."""
     digest = hashlib.sha256(torch.__version__.encode())
     package = Path(remat.__file__).parent
@@ -223,7 +233,7 @@ def tracer() -> str:
     return digest.hexdigest()[:16]
 
 
-def cached(
+def load_or_trace(
     name: str, folder: Path, fresh: bool = False, costs: str = "h200"
 ) -> tuple[Path, dict[str, Any]]:
     """The trace's file and facts about it: operations, peak, seconds that tracing took. Traced now
@@ -239,30 +249,32 @@ def cached(
         peak_bytes = remat.simulate(graph, remat.Schedule.keep_all(graph)).peak_bytes
         facts = {
             "model": name,
-            "size": SOURCES[name].size,
+            "size": TRACED_MODELS[name].size,
             "costs": costs,
             "operations": len(graph),
             "trace_s": round(trace_s, 2),
             "baseline_peak_bytes": peak_bytes,
             "constant_bytes": graph.constant_bytes,
-            "tracer": tracer(),
+            "tracer": tracer_digest(),
         }
         about.write_text(json.dumps(facts, indent=1) + "\n")
     facts = json.loads(about.read_text())
-    return path, facts | {"outdated": facts["tracer"] != tracer()}
+    return path, facts | {"outdated": facts["tracer"] != tracer_digest()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Trace what is not in the cache yet; one line for each model."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.traced", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.models.traced", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--models", nargs="+", choices=list(SOURCES), default=list(SOURCES))
+    parser.add_argument(
+        "--models", nargs="+", choices=list(TRACED_MODELS), default=list(TRACED_MODELS)
+    )
     parser.add_argument("--cache", type=Path, default=default_cache(), help="folder of the traces")
     parser.add_argument("--fresh", action="store_true", help="trace anew what is there")
     options = parser.parse_args(argv)
     print(f"{'model':<18} {'operations':>10} {'trace s':>8} {'peak GiB':>9}  size")
     for name in options.models:
-        _, facts = cached(name, options.cache, options.fresh)
+        _, facts = load_or_trace(name, options.cache, options.fresh)
         peak_gib = facts["baseline_peak_bytes"] / 2**30
         old = "  (by other code; --fresh traces anew)" if facts["outdated"] else ""
         print(

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 import remat
-from benchmarks.coverage.small import made
+from benchmarks.coverage.small_models import build_small_model
+from remat.blockwise.blocks_plan import BlocksPlan
 
 EQUAL, CLOSE, WRONG = "equal", "close", "wrong"
 REFUSED, FAILED, HUNG = "refused", "failed", "killed"
@@ -31,45 +32,51 @@ TOLERANCE = 1e-5
 Row = dict[str, Any]
 
 
-def tell(sender: Any, ask: Callable[[str, str], Row], kind: str, name: str) -> None:
+def send_row(sender: Any, ask: Callable[[str, str], Row], kind: str, name: str) -> None:
     """Of one architecture, in a process of its own."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     sender.send(ask(kind, name))
 
 
-def compared(kind: str, name: str) -> Row:
+def check_enable(kind: str, name: str) -> Row:
     """The outcome for one architecture, and why."""
     try:
-        model, batch = made(kind, name)
+        model, batch = build_small_model(kind, name)
         model(**batch)  # some make parts of themselves in their first call, from random numbers
         eager = copy.deepcopy(model)
         wanted = gradients(eager, eager, batch)
         if not wanted:
             raise ValueError("no gradient")
     except Exception as error:
-        return row_of(NOT_EAGER, error)
+        return failure_row(NOT_EAGER, error)
     try:
         strategy = remat.Auto(time_limit=5.0, gap=0.1)
         costs = remat.Roofline("cpu")
         remat.enable(model, "min", scope="auto", costs=costs, strategy=strategy)
         found = gradients(model, model, batch)
     except remat.RematError as error:
-        return row_of(REFUSED, error)
+        return failure_row(REFUSED, error)
     except Exception as error:
-        return row_of(FAILED, error)
+        return failure_row(FAILED, error)
     plan = remat.plans(model)[-1]
-    error = error_of(wanted, found)
+    error = largest_error(wanted, found)
     outcome = EQUAL if error == 0.0 else CLOSE if error <= TOLERANCE else WRONG
     return {"outcome": outcome, "why": "", "error": error, **_how(plan)}
 
 
-def _how(plan: remat.Plan | remat.BlocksPlan) -> Row:
+def _how(plan: remat.Plan | BlocksPlan) -> Row:
     """Planned as a whole, or by blocks, and what was left to eager mode then."""
     if isinstance(plan, remat.Plan):
         return {"planned": "whole", "recomputed": len(plan.schedule) - len(plan.graph)}
     own = [c.plan for c in plan.calls if c.plan is not None]
-    reasons = sorted({f"{c.class_name}: {_anywhere(c.unplanned_reason)}"[:300] for c in plan.unplanned if c.unplanned_reason})
+    reasons = sorted(
+        {
+            f"{c.class_name}: {_anywhere(c.unplanned_reason)}"[:300]
+            for c in plan.unplanned
+            if c.unplanned_reason
+        }
+    )
     return {
         "planned": "blocks" if own else "nothing",
         "recomputed": sum(len(p.schedule) - len(p.graph) for p in own),
@@ -84,7 +91,7 @@ def _anywhere(why: str) -> str:
     return re.sub(r"\S*/site-packages/", "", why)
 
 
-def row_of(outcome: str, error: Exception) -> Row:
+def failure_row(outcome: str, error: Exception) -> Row:
     """Of one that did not come to a step."""
     first = str(error).strip().splitlines()[0] if str(error).strip() else ""
     return {"outcome": outcome, "why": f"{type(error).__name__}: {first}"[:500]}
@@ -99,7 +106,7 @@ def gradients(
     return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-def error_of(wanted: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]) -> float:
+def largest_error(wanted: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]) -> float:
     """The largest difference, relative to the largest number of a gradient or, where all of it is
     rounding (the bias of a key before a softmax), to a hundredth of the largest of all."""
     if wanted.keys() != found.keys():

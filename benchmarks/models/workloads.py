@@ -27,14 +27,14 @@ class Workload:
     blocks: Callable[[nn.Module], list[nn.Module]]
     autocast: torch.dtype | None = None
 
-    def precision(self) -> contextlib.AbstractContextManager[object]:
+    def autocast_context(self) -> contextlib.AbstractContextManager[object]:
         """What the forward is called in."""
         if self.autocast is None:
             return contextlib.nullcontext()
         return torch.autocast(next(self.model.parameters()).device.type, dtype=self.autocast)
 
 
-class WithLoss(nn.Module):
+class DenoisingLoss(nn.Module):
     """A diffusion model's training step."""
 
     def __init__(self, unet: nn.Module) -> None:
@@ -48,11 +48,11 @@ class WithLoss(nn.Module):
         return F.mse_loss(self.unet(noisy, steps).sample, noise)
 
 
-def _ready(model: nn.Module, device: torch.device) -> nn.Module:
+def _to_training(model: nn.Module, device: torch.device) -> nn.Module:
     return model.to(device).train()
 
 
-def of_kinds(*kinds: str) -> Callable[[nn.Module], list[nn.Module]]:
+def modules_of_classes(*kinds: str) -> Callable[[nn.Module], list[nn.Module]]:
     """All modules of these classes."""
     return lambda model: [m for m in model.modules() if type(m).__name__ in kinds]
 
@@ -66,7 +66,7 @@ def labelled_images(rows: int, side: int, labels: int, device: torch.device) -> 
 
 
 def noisy_images(rows: int, side: int, device: torch.device) -> dict[str, Any]:
-    """A batch for `WithLoss`."""
+    """A batch for `DenoisingLoss`."""
     return {
         "noisy": torch.randn(rows, 3, side, side, device=device),
         "steps": torch.randint(0, 1000, (rows,), device=device),
@@ -91,7 +91,7 @@ def gpt2(device: torch.device, quick: bool) -> Workload:
     return Workload(
         f"{layers} layers of width {width}, {heads} heads, vocabulary {vocabulary}, "
         f"batch {rows} x {tokens} tokens, dropout 0.1",
-        _ready(GPT2LMHeadModel(config), device),
+        _to_training(GPT2LMHeadModel(config), device),
         {"input_ids": ids, "labels": ids},
         lambda model: list(model.get_submodule("transformer.h").children()),
     )
@@ -107,9 +107,9 @@ def resnet50(device: torch.device, quick: bool) -> Workload:
     config.num_labels = 1000
     return Workload(
         f"bottleneck layers {depths}, batch {rows} x 3 x {side} x {side}",
-        _ready(ResNetForImageClassification(config), device),
+        _to_training(ResNetForImageClassification(config), device),
         labelled_images(rows, side, 1000, device),
-        of_kinds("ResNetBottleNeckLayer"),
+        modules_of_classes("ResNetBottleNeckLayer"),
     )
 
 
@@ -131,9 +131,11 @@ def unet2d(device: torch.device, quick: bool) -> Workload:
     )  # fmt: skip
     return Workload(
         f"widths {list(widths)}, {layers} layers per block, batch {rows} x 3 x {side} x {side}",
-        _ready(WithLoss(model), device),
+        _to_training(DenoisingLoss(model), device),
         noisy_images(rows, side, device),
-        of_kinds("ResnetBlock2D", "Attention"),  # what diffusers itself checkpoints, and attention
+        modules_of_classes(
+            "ResnetBlock2D", "Attention"
+        ),  # what diffusers itself checkpoints, and attention
     )
 
 

@@ -68,7 +68,7 @@ def architectures(kind: str) -> list[str]:
     return sorted({config.model_type for config in table if config.model_type})
 
 
-def made(kind: str, model_type: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+def build_small_model(kind: str, model_type: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     """A small model and its batch, with labels. Raises whatever its code raises."""
     import transformers
 

@@ -10,22 +10,22 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.methods import Method, step
-from benchmarks.workloads import Workload
+from benchmarks.harness.methods import Method, run_step
+from benchmarks.models.workloads import Workload
 from remat.documents.trace import CUDA_ALIGNMENT_BYTES
 from remat.frontend.memory.allocator_peak import allocated_peak, cuda_peak
 from remat.frontend.memory.meter import measure_step, unique_bytes
 
 
 @dataclass(frozen=True)
-class Use:
+class StepUsage:
     """What one warm step takes. FLOPs are of matrix products and convolutions."""
 
     peak_bytes: int
     flops: int | None
 
 
-def use_of(method: Method, workload: Workload, device: torch.device) -> Use:
+def measure_usage(method: Method, workload: Workload, device: torch.device) -> StepUsage:
     """Peak of allocated bytes, with parameters, buffers, gradients and batch, and FLOPs.
 
     On the CPU, of live storages. The meter cannot see into what torch has compiled (dynamo steps
@@ -34,26 +34,28 @@ def use_of(method: Method, workload: Workload, device: torch.device) -> Use:
     """
     module = method.module
     assert module is not None
-    constants = resident(workload)
-    step(module, workload)
+    constants = resident_tensors(workload)
+    run_step(module, workload)
     workload.model.zero_grad(set_to_none=True)
     gc.collect()
     compiled = "backend" in method.facts
     if device.type != "cuda" and compiled:
-        return Use(allocated_peak(lambda: step(module, workload)) + unique_bytes(constants), None)
+        return StepUsage(
+            allocated_peak(lambda: run_step(module, workload)) + unique_bytes(constants), None
+        )
     flops = None
     if not compiled:
-        metered = measure_step(lambda: step(module, workload), constants, flops=True)
+        metered = measure_step(lambda: run_step(module, workload), constants, flops=True)
         flops = metered.flops
         if device.type != "cuda":
-            return Use(metered.peak_bytes, flops)
-    step(module, workload)
+            return StepUsage(metered.peak_bytes, flops)
+    run_step(module, workload)
     workload.model.zero_grad(set_to_none=True)
     gc.collect()
     torch.cuda.synchronize(device)
     own = sum(-(-unique_bytes([t]) // CUDA_ALIGNMENT_BYTES) for t in constants)
     foreign = torch.cuda.memory_allocated(device) - own * CUDA_ALIGNMENT_BYTES
-    return Use(cuda_peak(lambda: step(module, workload), device) - foreign, flops)
+    return StepUsage(cuda_peak(lambda: run_step(module, workload), device) - foreign, flops)
 
 
 def keep_freed_memory() -> bool:
@@ -68,14 +70,14 @@ def keep_freed_memory() -> bool:
     return bool(mallopt(largest_mapped, 0)) and bool(mallopt(trim_at, -1))
 
 
-def resident(workload: Workload) -> list[torch.Tensor]:
+def resident_tensors(workload: Workload) -> list[torch.Tensor]:
     """The tensors that are there before the step, one for each storage."""
     batch = [t for t in workload.batch.values() if isinstance(t, torch.Tensor)]
     found = [*workload.model.parameters(), *workload.model.buffers(), *batch]
     return list({t.untyped_storage()._cdata: t for t in found}.values())
 
 
-def interleaved(
+def interleaved_step_times(
     methods: list[Method], workload: Workload, device: torch.device, rounds: int
 ) -> dict[str, list[float]]:
     """Step times in seconds, A B C A B C ...: what else the machine does, it does to all. The
@@ -89,14 +91,14 @@ def interleaved(
             gc.collect()
             _synchronize(device)
             began = time.perf_counter()
-            step(method.module, workload)
+            run_step(method.module, workload)
             _synchronize(device)
             if number >= 0:  # the first round warms up
                 times[method.name].append(time.perf_counter() - began)
     return times
 
 
-def summary(times: dict[str, list[float]], name: str) -> dict[str, float | int | list[float]]:
+def time_summary(times: dict[str, list[float]], name: str) -> dict[str, float | int | list[float]]:
     """Minimum and median, and the same of the ratios to eager's step of the same round."""
     own = times[name]
     ratios = [a / b for a, b in zip(own, times["eager"], strict=True)]

@@ -1,4 +1,4 @@
-"""Step 0: the tests marked gpu, a file at a time."""
+"""Step 0 of the acceptance run: the tests marked gpu, one file at a time."""
 
 from __future__ import annotations
 
@@ -9,26 +9,29 @@ from collections.abc import Callable
 from pathlib import Path
 from xml.etree import ElementTree
 
-from benchmarks.gpu.lines import Report
 from benchmarks.gpu.setting import Setting
+from benchmarks.gpu.verdicts import Report
 
 ROOT = Path(__file__).parents[2]
 
 _MARKED = re.compile(r"^(@|pytestmark = )pytest\.mark\.gpu$", re.MULTILINE)
 
 
-def files(folder: Path = ROOT / "tests") -> list[Path]:
-    """Those with tests marked gpu. The others may import what is not installed beside a GPU."""
+def marked_files(folder: Path = ROOT / "tests") -> list[Path]:
+    """Return the test files with tests marked gpu.
+
+    The other files may import packages that the GPU machine lacks.
+    """
     return [p for p in sorted(folder.rglob("test_*.py")) if _MARKED.search(p.read_text())]
 
 
-def tests(file: Path) -> Callable[[Setting, Report], None]:
-    """Run those of a file, in a process that may die."""
+def run_marked_tests(file: Path) -> Callable[[Setting, Report], None]:
+    """Return a part that runs the tests marked gpu of one file, in a process of their own."""
 
     def run(setting: Setting, report: Report) -> None:
         results = setting.folder / f"{file.stem}.xml"
         results.unlink(missing_ok=True)
-        done = subprocess.run(
+        completed = subprocess.run(
             [
                 sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-rfE", "--tb=short",
                 "-p", "no:cacheprovider", f"--junitxml={results}", str(file),
@@ -36,26 +39,30 @@ def tests(file: Path) -> Callable[[Setting, Report], None]:
             cwd=ROOT,
             check=False,
         )  # fmt: skip
-        what, want = file.name, "all pass"
+        subject, requirement = file.name, "all pass"
         if not results.exists():
-            report.judge(what, want, f"pytest ended with {done.returncode}, no results", False)
+            observed = f"pytest ended with {completed.returncode}, no results"
+            report.judge(subject, requirement, observed, False)
             return
         counts, failed = _read(results)
-        ran = counts["tests"] - counts["skipped"]
-        text = f"{ran - counts['failures'] - counts['errors']} of {ran} passed"
+        run_count = counts["tests"] - counts["skipped"]
+        passed = run_count - counts["failures"] - counts["errors"]
+        observed = f"{passed} of {run_count} passed"
         if counts["skipped"]:
-            text += f", {counts['skipped']} skipped"
+            observed += f", {counts['skipped']} skipped"
         if failed:
-            text += f"; failed: {', '.join(failed)}"
-        if done.returncode == 0 and not ran:
-            report.skip(what, want, text)
+            observed += f"; failed: {', '.join(failed)}"
+        if completed.returncode == 0 and not run_count:
+            report.skip(subject, requirement, observed)
         else:
-            report.judge(what, want, text, done.returncode == 0, **counts, failed=failed)
+            is_met = completed.returncode == 0
+            report.judge(subject, requirement, observed, is_met, **counts, failed=failed)
 
     return run
 
 
 def _read(results: Path) -> tuple[dict[str, int], list[str]]:
+    """Return the counts of a JUnit XML file, and the names of the tests that failed."""
     suites = list(ElementTree.parse(results).getroot().iter("testsuite"))
     names = ("tests", "skipped", "failures", "errors")
     counts = {name: sum(int(s.get(name, 0)) for s in suites) for name in names}

@@ -17,7 +17,7 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def cells(row: Row, eager: Row) -> tuple[str, ...]:
+def table_cells(row: Row, eager_method: Row) -> tuple[str, ...]:
     """One method's row of the table."""
     if row["failure"]:
         return (row["method"], *[""] * 6, row["failure"][:60])
@@ -29,7 +29,7 @@ def cells(row: Row, eager: Row) -> tuple[str, ...]:
         row["method"],
         format_bytes(budget) if budget else "",
         format_bytes(row["peak_bytes"]),
-        f"{row['peak_bytes'] / eager['peak_bytes']:.3f}",
+        f"{row['peak_bytes'] / eager_method['peak_bytes']:.3f}",
         f"{row['step_s_median']:.3f} s ({row['step_s_min']:.3f} s)",
         f"{row['time_ratio_median']:.3f}",
         f"{row['flops_ratio']:.3f}" if row["flops_ratio"] else "",
@@ -37,9 +37,9 @@ def cells(row: Row, eager: Row) -> tuple[str, ...]:
     )
 
 
-def show(title: str, rows: list[Row]) -> None:
+def print_table(title: str, rows: list[Row]) -> None:
     """Print the table, with rich where it is installed."""
-    lines = [cells(row, rows[0]) for row in rows]
+    lines = [table_cells(row, rows[0]) for row in rows]
     try:
         from rich.console import Console
         from rich.table import Table
@@ -55,7 +55,7 @@ def show(title: str, rows: list[Row]) -> None:
     console.print(table) if console.is_terminal else Console(width=200).print(table)
 
 
-def write(folder: Path, name: str, result: dict[str, Any]) -> Path:
+def write_result(folder: Path, name: str, result: dict[str, Any]) -> Path:
     """Write the result as `YYYY-MM-DD-name.json`."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{datetime.date.today().isoformat()}-{name}.json"

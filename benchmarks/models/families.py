@@ -11,33 +11,39 @@ from typing import Any
 
 import torch
 
-from benchmarks.workloads import WithLoss, Workload, labelled_images, noisy_images, of_kinds
+from benchmarks.models.workloads import (
+    DenoisingLoss,
+    Workload,
+    labelled_images,
+    modules_of_classes,
+    noisy_images,
+)
 
 
 def small_gpt(device: torch.device, quick: bool) -> Workload:
     """GPT-2: one graph break in its forward."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    layers, width, _, tokens, vocabulary = _text(device, quick)
+    layers, width, _, tokens, vocabulary = _text_model_sizes(device, quick)
     config = GPT2Config(
         n_layer=layers, n_embd=width, n_head=width // 64, vocab_size=vocabulary, n_positions=tokens,
         use_cache=False, bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
-    return _language("GPT-2", GPT2LMHeadModel(config), "transformer.h", device, quick)
+    return _language_workload("GPT-2", GPT2LMHeadModel(config), "transformer.h", device, quick)
 
 
 def llama(device: torch.device, quick: bool) -> Workload:
     """Rotary embeddings, RMS norms, grouped queries, gated MLPs; no dropout."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    layers, width, _, tokens, vocabulary = _text(device, quick)
+    layers, width, _, tokens, vocabulary = _text_model_sizes(device, quick)
     config = LlamaConfig(
         vocab_size=vocabulary, hidden_size=width, intermediate_size=width * 8 // 3 // 64 * 64,
         num_hidden_layers=layers, num_attention_heads=width // 64,
         num_key_value_heads=max(1, width // 128), max_position_embeddings=tokens, use_cache=False,
         pad_token_id=0, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
-    return _language("Llama", LlamaForCausalLM(config), "model.layers", device, quick)
+    return _language_workload("Llama", LlamaForCausalLM(config), "model.layers", device, quick)
 
 
 def qwen3_moe(device: torch.device, quick: bool) -> Workload:
@@ -45,7 +51,7 @@ def qwen3_moe(device: torch.device, quick: bool) -> Workload:
     own copy of two experts' weights, so that on the CPU there are few tokens."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    layers, width, rows, tokens, vocabulary = _text(device, quick)
+    layers, width, rows, tokens, vocabulary = _text_model_sizes(device, quick)
     if device.type != "cuda":
         rows, tokens = 2, 64
     more: dict[str, Any] = {"head_dim": 64}  # not in the signature
@@ -59,20 +65,22 @@ def qwen3_moe(device: torch.device, quick: bool) -> Workload:
     model = Qwen3MoeForCausalLM(config)
     model.set_experts_implementation("batched_mm")  # the default loops over experts: no graph
     batch = (rows, tokens)
-    return _language("Qwen3-MoE", model, "model.layers", device, quick, batch)
+    return _language_workload("Qwen3-MoE", model, "model.layers", device, quick, batch)
 
 
 def bert(device: torch.device, quick: bool) -> Workload:
     """Masked language modelling, padding in a quarter of the batch."""
     from transformers import BertConfig, BertForMaskedLM
 
-    layers, width, rows, tokens, vocabulary = _text(device, quick)
+    layers, width, rows, tokens, vocabulary = _text_model_sizes(device, quick)
     config = BertConfig(
         vocab_size=vocabulary, hidden_size=width, num_hidden_layers=layers,
         num_attention_heads=width // 64, intermediate_size=4 * width,
         max_position_embeddings=tokens,
     )  # fmt: skip
-    workload = _language("BERT", BertForMaskedLM(config), "bert.encoder.layer", device, quick)
+    workload = _language_workload(
+        "BERT", BertForMaskedLM(config), "bert.encoder.layer", device, quick
+    )
     mask = torch.ones(rows, tokens, dtype=torch.long, device=device)
     mask[: rows // 4, tokens // 2 :] = 0
     workload.batch["attention_mask"] = mask
@@ -83,7 +91,7 @@ def t5(device: torch.device, quick: bool) -> Workload:
     """Encoder and decoder."""
     from transformers import T5Config, T5ForConditionalGeneration
 
-    layers, width, rows, tokens, vocabulary = _text(device, quick)
+    layers, width, rows, tokens, vocabulary = _text_model_sizes(device, quick)
     more: dict[str, Any] = {"decoder_start_token_id": 0}  # not in the signature
     config = T5Config(
         vocab_size=vocabulary, d_model=width, d_kv=64, d_ff=4 * width,
@@ -97,7 +105,7 @@ def t5(device: torch.device, quick: bool) -> Workload:
         f"{size} tokens, dropout 0.1",
         model.to(device).train(),
         {"input_ids": ids, "labels": ids},
-        of_kinds("T5Block"),
+        modules_of_classes("T5Block"),
         _precision(device),
     )
 
@@ -106,7 +114,7 @@ def vit(device: torch.device, quick: bool) -> Workload:
     """Images as 197 tokens on CUDA, 65 on the CPU."""
     from transformers import ViTConfig, ViTForImageClassification
 
-    layers, width, *_ = _text(device, quick)
+    layers, width, *_ = _text_model_sizes(device, quick)
     rows, side, patch = (128, 224, 16) if device.type == "cuda" and not quick else (64, 64, 8)
     if device.type != "cuda":
         width = 128
@@ -120,7 +128,7 @@ def vit(device: torch.device, quick: bool) -> Workload:
         f"ViT, {layers} layers of width {width}, batch {rows} x 3 x {side} x {side}, dropout 0.1",
         model.to(device).train(),
         labelled_images(rows, side, 100, device),
-        of_kinds("ViTLayer"),
+        modules_of_classes("ViTLayer"),
         _precision(device),
     )
 
@@ -147,7 +155,7 @@ def resnet(device: torch.device, quick: bool) -> Workload:
         f"ResNet, layers {config.depths}, batch {rows} x 3 x {side} x {side}",
         model.to(device).train(),
         labelled_images(rows, side, 100, device),
-        of_kinds("ResNetBasicLayer", "ResNetBottleNeckLayer"),
+        modules_of_classes("ResNetBasicLayer", "ResNetBottleNeckLayer"),
         _precision(device),
     )
 
@@ -169,14 +177,14 @@ def unet2d(device: torch.device, quick: bool) -> Workload:
     shape = f"{rows} x 3 x {side} x {side}"
     return Workload(
         f"U-Net, widths {list(widths)}, {layers} layers a block, batch {shape}",
-        WithLoss(unet).to(device).train(),
+        DenoisingLoss(unet).to(device).train(),
         noisy_images(rows, side, device),
-        of_kinds("ResnetBlock2D", "Attention"),
+        modules_of_classes("ResnetBlock2D", "Attention"),
         _precision(device),
     )
 
 
-def _text(device: torch.device, quick: bool) -> tuple[int, int, int, int, int]:
+def _text_model_sizes(device: torch.device, quick: bool) -> tuple[int, int, int, int, int]:
     """Layers, width, rows, tokens, vocabulary."""
     if device.type == "cuda" and not quick:
         return 12, 768, 16, 1024, 50304
@@ -187,22 +195,22 @@ def _precision(device: torch.device) -> torch.dtype | None:
     return torch.bfloat16 if device.type == "cuda" else None
 
 
-def _language(
+def _language_workload(
     name: str,
     model: Any,
-    layers_at: str,
+    layers_path: str,
     device: torch.device,
     quick: bool,
     batch: tuple[int, int] | None = None,
 ) -> Workload:
-    layers, width, rows, tokens, vocabulary = _text(device, quick)
+    layers, width, rows, tokens, vocabulary = _text_model_sizes(device, quick)
     rows, tokens = batch or (rows, tokens)
     ids = torch.randint(0, vocabulary, (rows, tokens), device=device)
     return Workload(
         f"{name}, {layers} layers of width {width}, batch {rows} x {tokens} tokens",
         model.to(device).train(),
         {"input_ids": ids, "labels": ids},
-        lambda model: list(model.get_submodule(layers_at).children()),
+        lambda model: list(model.get_submodule(layers_path).children()),
         _precision(device),
     )
 

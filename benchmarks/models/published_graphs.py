@@ -19,7 +19,7 @@ import remat
 
 
 @dataclass(frozen=True)
-class Instance:
+class PublishedGraph:
     """A published file: its name, and what it holds."""
 
     file: str
@@ -27,21 +27,21 @@ class Instance:
     baseline_peak_bytes: int
 
 
-INSTANCES = {
-    "CM1": Instance("cm1_fcn8_vgg_b32.json", 73, 13_484_795_520),
-    "CM2": Instance("cm2_resnet50_b256.json", 353, 38_059_356_160),
-    "RL1": Instance("rl1_n100.json", 100, 46_319),
-    "RL2": Instance("rl2_n250.json", 250, 146_840),
-    "RL3": Instance("rl3_n500.json", 500, 284_439),
-    "RL4": Instance("rl4_n1000.json", 1_000, 608_619),
+PUBLISHED_GRAPHS = {
+    "CM1": PublishedGraph("cm1_fcn8_vgg_b32.json", 73, 13_484_795_520),
+    "CM2": PublishedGraph("cm2_resnet50_b256.json", 353, 38_059_356_160),
+    "RL1": PublishedGraph("rl1_n100.json", 100, 46_319),
+    "RL2": PublishedGraph("rl2_n250.json", 250, 146_840),
+    "RL3": PublishedGraph("rl3_n500.json", 500, 284_439),
+    "RL4": PublishedGraph("rl4_n1000.json", 1_000, 608_619),
 }
 """CM: training graphs of Checkmate (MLSys 2020), sizes in bytes. RL: random layered graphs of
 Moccasin (ICML 2023), sizes in units."""
 
 
-def load(folder: Path, name: str) -> remat.Graph:
+def load_published_graph(folder: Path, name: str) -> remat.Graph:
     """A published graph by its short name. Raises `ValueError` where the file is another one."""
-    known = INSTANCES[name]
+    known = PUBLISHED_GRAPHS[name]
     document = json.loads((folder / known.file).read_text())
     graph = _checkmate(document) if name.startswith("CM") else _layered(document)
     peak = remat.simulate(graph, remat.Schedule.keep_all(graph)).peak_bytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from remat.limits.units import format_bytes, format_seconds
 from remat.plan_data import PlanData
-from remat.report.tables import aligned
+from remat.report.tables import align_columns
 from remat.solution import STEP_STAT_SUFFIXES, step_names
 
 Figures = dict[str, str | int | float]
@@ -13,7 +13,7 @@ _PEAK = ("smallest peak", "took", "peak", "at least")
 _COST = ("least time", "took", "extra time", "at least")
 
 
-def steps(plan: PlanData) -> list[Figures]:
+def solve_steps(plan: PlanData) -> list[Figures]:
     """For each step of the solve in its order: its name as `step`, `seconds_s`, and what was known
     after it: `cost` and `bound`, shares of extra time, or, where the smallest peak was looked for,
     `bytes` and `bound_bytes`; `note` where it ran beside others, or failed."""
@@ -26,10 +26,10 @@ def steps(plan: PlanData) -> list[Figures]:
     return found
 
 
-def describe_steps(plan: PlanData) -> str:
+def describe_solve_steps(plan: PlanData) -> str:
     """A line for each step of the solve: its seconds, and the best and the bound after it. Steps
     for the smallest peak, whose figures are bytes, are a table before that of the least time."""
-    found = steps(plan)
+    found = solve_steps(plan)
     if not found:
         return _why_none(plan)
     costs = [step for step in found if "bound" in step]
@@ -39,7 +39,7 @@ def describe_steps(plan: PlanData) -> str:
     for table in tables:
         if len(table) > 1:
             lines += [("", "", "", ""), *table] if lines else table
-    return "\n".join(aligned(lines))
+    return "\n".join(align_columns(lines))
 
 
 def _note(plan: PlanData, name: str) -> Figures:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from benchmarks.report import Row
+from benchmarks.harness.report import Row
 
 EQUAL = 1e-9
 """Overheads that differ by less are equal."""
 
 
-class Ours:
+class RematPlans:
     """Plans by their peaks. `solve` gives a row for a budget; it is asked only where the plans
     known so far do not settle the question."""
 
@@ -18,13 +18,13 @@ class Ours:
         self._solve = solve
         self._rows: dict[str | int, Row] = {row["budget"]: row for row in known}
 
-    def at(self, budget: str | int) -> Row:
+    def row_at(self, budget: str | int) -> Row:
         """remat's row for a budget."""
         if budget not in self._rows:
             self._rows[budget] = self._solve(budget)
         return self._rows[budget]
 
-    def within(self, budget_bytes: int) -> float | None:
+    def best_overhead_within(self, budget_bytes: int) -> float | None:
         """The least overhead of a known plan that fits."""
         fits = [
             row["overhead"]
@@ -33,12 +33,12 @@ class Ours:
         ]
         return min(fits, default=None)
 
-    def beside(self, theirs: Row) -> float | None:
+    def overhead_against(self, theirs: Row) -> float | None:
         """remat's overhead at a baseline's budget, or at its peak where that is its own minimum;
         None where remat has no plan there."""
         size = theirs["peak_bytes"] if theirs["budget"] == "min" else theirs["budget_bytes"]
-        best = self.within(size)
+        best = self.best_overhead_within(size)
         if best is None or best > theirs["overhead"] + EQUAL:
-            self.at(size)
-            best = self.within(size)
+            self.row_at(size)
+            best = self.best_overhead_within(size)
         return best

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from benchmarks.report import Row
+from benchmarks.harness.report import Row
+from benchmarks.models.traced import load_or_trace
 from benchmarks.solver import jobs
-from benchmarks.solver.record import Record, decimal, meets, mib, percent
-from benchmarks.traced import cached
+from benchmarks.solver.record import (
+    ResultRecord,
+    all_met,
+    format_decimal,
+    format_mib,
+    format_percent,
+)
 
 BUDGETS = ("70%", "50%", "35%", "20%", "min")
 LARGEST = "gpt_10000"
@@ -21,7 +27,7 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-def asked_gap(name: str, budget: str) -> float:
+def requested_gap(name: str, budget: str) -> float:
     """The gap that a solve shall prove."""
     return 0.01 if name == LARGEST or budget in ("20%", "min") else 0.005
 
@@ -31,25 +37,25 @@ def limit_s(name: str, options: Namespace) -> float:
     return min(options.time_limit, 180.0 if name == LARGEST else 60.0)
 
 
-def traced(record: Record, options: Namespace) -> None:
+def run_traced(record: ResultRecord, options: Namespace) -> None:
     """Each graph at each budget, each solve in a process of its own."""
-    record.begin("traced", "traced training steps, roofline costs", _COLUMNS)
+    record.begin_section("traced", "traced training steps, roofline costs", _COLUMNS)
     for name in options.models:
-        record.progress(f"traced {name}: trace")
-        path, facts = cached(name, options.cache)
-        record.note("traced", name, facts)
+        record.print_progress(f"traced {name}: trace")
+        path, facts = load_or_trace(name, options.cache)
+        record.add_summary("traced", name, facts)
         for budget in options.budgets:
-            record.progress(f"traced {name} {budget}")
+            record.print_progress(f"traced {name} {budget}")
             row = jobs.solve(
-                jobs.traced(path),
+                jobs.traced_graph_job(path),
                 budget,
-                gap=asked_gap(name, budget),
+                gap=requested_gap(name, budget),
                 time_limit=limit_s(name, options),
             )
-            add(record, row | {"graph": name, "trace_s": facts["trace_s"]})
+            judge_and_add(record, row | {"graph": name, "trace_s": facts["trace_s"]})
 
 
-def add(record: Record, row: Row) -> None:
+def judge_and_add(record: ResultRecord, row: Row) -> None:
     """Judge and keep one row."""
     infeasible = row["status"] == "INFEASIBLE"
     if infeasible:
@@ -57,11 +63,11 @@ def add(record: Record, row: Row) -> None:
     else:
         gap = row.get("gap")
         is_small = row.get("operations", 0) <= _SMALL
-        row["met"] = meets(
+        row["met"] = all_met(
             gap is not None and gap <= row["options"]["gap"],
             row.get("gap_s", float("inf")) <= _SMALL_S if is_small else None,
         )
-    record.add("traced", row, _cells(row))
+    record.add_row("traced", row, _cells(row))
 
 
 def _cells(row: Row) -> tuple[object, ...]:
@@ -69,14 +75,14 @@ def _cells(row: Row) -> tuple[object, ...]:
     if row["status"] == "INFEASIBLE":
         proof = "proved" if row["proved"] else "not proved"
         smallest = row["smallest_peak_bytes"] / row["baseline_peak_bytes"]
-        note = f"{proof}; smallest peak {percent(smallest, 1)}"
+        note = f"{proof}; smallest peak {format_percent(smallest, 1)}"
     elif row["budget"] == "min" and (bound := row["stats"].get("peak_bound_bytes")):
-        note = f"peak at least {percent(bound / row['baseline_peak_bytes'], 1)}"
+        note = f"peak at least {format_percent(bound / row['baseline_peak_bytes'], 1)}"
     share = row["peak_bytes"] / row["baseline_peak_bytes"] if "peak_bytes" in row else None
     return (
-        row["graph"], row["budget"], percent(share, 1),
-        percent(row.get("overhead")), percent(row.get("gap")), row.get("bound_scope"),
+        row["graph"], row["budget"], format_percent(share, 1),
+        format_percent(row.get("overhead")), format_percent(row.get("gap")), row.get("bound_scope"),
         row["status"], row.get("operations"), row.get("slots"), row.get("rows"),
-        decimal(row.get("first_schedule_s")), decimal(row.get("gap_s")),
-        decimal(row.get("seconds")), mib(row.get("peak_rss_bytes")), row["met"], note,
+        format_decimal(row.get("first_schedule_s")), format_decimal(row.get("gap_s")),
+        format_decimal(row.get("seconds")), format_mib(row.get("peak_rss_bytes")), row["met"], note,
     )  # fmt: skip

@@ -1,0 +1,95 @@
+"""Solves with a progress line on stderr, until the solve ends or a signal interrupts it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+import typer
+
+from remat.allocator.budget_fitting import solve_within_allocator_budget
+from remat.commands.common.exits import describe_signal, print_message, signal_exit_code
+from remat.commands.common.interrupt import run_interruptibly
+from remat.commands.common.progress_line import ProgressLine, show_progress
+from remat.documents.trace import Trace
+from remat.errors import SolverWarning
+from remat.limits.budget import Budget
+from remat.plan import Plan
+from remat.progress import Cancel
+from remat.solve import solve
+from remat.strategies.base import Strategy
+
+_T = TypeVar("_T")
+
+
+def solve_trace(trace: Trace, budget: Budget, strategy: Strategy) -> tuple[Plan, int | None]:
+    """Solve within the budget; return the plan, and the signal that ended the solve early, if any."""
+    return run_with_progress(
+        "solving",
+        None,
+        lambda line, cancel: solve_within_allocator_budget(
+            trace,
+            budget,
+            lambda solver_budget: solve(
+                trace, solver_budget, strategy, progress=line.on_solve_progress, cancel=cancel
+            ),
+            cancel=cancel,
+        ),
+    )
+
+
+def run_with_progress(
+    title: str, steps: int | None, work: Callable[[ProgressLine, Cancel], _T]
+) -> tuple[_T, int | None]:
+    """Run interruptible work below a progress line; return its result and the signal, if any.
+
+    `work` gets the line and the event that cancels it. Warnings about failed solvers are printed
+    after the line.
+    """
+    with _solver_warnings_as_messages(), show_progress(title, steps) as line:
+        outcome = run_interruptibly(lambda cancel: work(line, cancel))
+    return outcome.result, outcome.signum
+
+
+@contextmanager
+def _solver_warnings_as_messages() -> Iterator[None]:
+    """Print the block's solver warnings at its end, each once, as one line on stderr. Other warnings
+    are shown as usual."""
+    recorded: list[warnings.WarningMessage] = []
+    try:
+        with warnings.catch_warnings(record=True) as recorded:
+            warnings.simplefilter("always", SolverWarning)
+            yield
+    finally:
+        solver_warnings = [item for item in recorded if issubclass(item.category, SolverWarning)]
+        for text in dict.fromkeys(str(item.message) for item in solver_warnings):
+            print_message(" ".join(text.split()))
+        for item in recorded:
+            if item not in solver_warnings:
+                warnings.showwarning(item.message, item.category, item.filename, item.lineno)
+
+
+def exit_if_interrupted(signum: int | None, result: str) -> None:
+    """Exit with the code of an interrupted command if there was a signal; `result` describes what was
+    written and printed."""
+    if signum is not None:
+        print_message(f"{describe_signal(signum)}: this is {result}")
+        raise typer.Exit(signal_exit_code(signum))
+
+
+def describe_incumbent(plan: Plan) -> str:
+    """Describe the plan of an interrupted solve, with its proved gap."""
+    if plan.gap is None:
+        return "the best plan so far; no bound is proved"
+    return f"the best plan so far, within {plan.gap:.2%} of the best possible time"
+
+
+def hint_how_to_save(output: Path | None, as_json: bool, document: str, name: str) -> None:
+    """Print how to save a document, if the command only printed a summary of it."""
+    if output is None and not as_json:
+        print_message(
+            f"the {document} was not saved: use -o {name} to write it, or --json to print it"
+        )

@@ -1,0 +1,130 @@
+"""The file formats of `remat plot`: one writer for each kind of plot and file name ending."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from remat import view
+from remat.commands.common.exits import UsageError
+from remat.commands.common.frontier_files import FRONTIER_WRITERS, FrontierContent, figure_bytes
+from remat.commands.common.summaries import frontier_table, plan_summary, to_csv_text
+from remat.documents.program import Program
+from remat.documents.trace import Trace
+from remat.plan import Plan
+from remat.rewrite import rewrite
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True)
+class PlotInput:
+    """Input of a plot: the plans of a file, the trace of the first plan if given, and the device
+    whose memory a frontier shows."""
+
+    plans: Sequence[Plan]
+    trace: Trace | None = None
+    device: str | None = None
+
+    @property
+    def plan(self) -> Plan:
+        """The only plan. Raises `UsageError` if there are several."""
+        if len(self.plans) != 1:
+            raise UsageError(
+                f"this file has the {len(self.plans)} plans of a sweep, which only --kind frontier "
+                "can plot; give one plan for any other kind"
+            )
+        return self.plans[0]
+
+    @property
+    def program(self) -> Program | None:
+        """The program of the only plan; None without a trace."""
+        return None if self.trace is None else rewrite(self.trace, self.plan.schedule)
+
+
+PlotWriter = Callable[[PlotInput], str | bytes]
+"""Returns the content of an output file."""
+
+
+def _page_html(plot_input: PlotInput) -> str:
+    return view.plan_html(plot_input.plan, plot_input.program)
+
+
+def _annotated_code(plot_input: PlotInput) -> str:
+    program = plot_input.program
+    if program is None:
+        raise UsageError("--kind code needs the trace of the plan: --trace TRACE")
+    return view.annotated_code(program, plot_input.plan, plot_input.trace)
+
+
+def _frontier_writer(suffix: str) -> PlotWriter:
+    return lambda plot_input: FRONTIER_WRITERS[suffix](
+        FrontierContent(
+            plot_input.plans, frontier_table(plot_input.plans), device=plot_input.device
+        )
+    )
+
+
+def _figure_writer(suffix: str, draw_figure: Callable[[Plan], Figure]) -> PlotWriter:
+    return lambda plot_input: figure_bytes(draw_figure(plot_input.plan), suffix)
+
+
+PLOT_WRITERS: dict[tuple[str, str], PlotWriter] = {
+    ("timeline", ".svg"): lambda plot_input: view.timeline_svg(plot_input.plan),
+    ("schedule", ".svg"): lambda plot_input: view.schedule_svg(plot_input.plan),
+    ("modules", ".svg"): lambda plot_input: view.modules_svg(plot_input.plan),
+    ("page", ".html"): _page_html,
+    ("csv", ".csv"): lambda plot_input: view.operations_csv(plot_input.plan),
+    **{("frontier", suffix): _frontier_writer(suffix) for suffix in FRONTIER_WRITERS},
+    ("frontier", ".csv"): lambda plot_input: to_csv_text(
+        [plan_summary(p) for p in plot_input.plans]
+    ),
+    ("chrome", ".json"): lambda plot_input: view.chrome_trace(plot_input.plan),
+    ("snapshot", ".pickle"): lambda plot_input: pickle.dumps(
+        view.memory_snapshot(plot_input.plan), protocol=4
+    ),
+    ("code", ".py"): _annotated_code,
+    ("dot", ".dot"): lambda plot_input: view.graph_dot(plot_input.plan.graph, plot_input.plan),
+    ("graphml", ".graphml"): lambda plot_input: view.graph_graphml(plot_input.plan.graph),
+    **{
+        (kind, suffix): _figure_writer(suffix, draw_figure)
+        for suffix in (".png", ".pdf")
+        for kind, draw_figure in (
+            ("timeline", view.timeline_figure),
+            ("schedule", view.schedule_figure),
+            ("modules", view.modules_figure),
+        )
+    },
+}
+"""Writers by kind and suffix. If several kinds share a suffix, the first one is the default."""
+
+PLOT_KINDS = tuple(dict.fromkeys(kind for kind, _ in PLOT_WRITERS))
+PLOT_SUFFIXES = tuple(dict.fromkeys(suffix for _, suffix in PLOT_WRITERS))
+
+
+def find_plot_writer(kind: str | None, suffix: str, is_sweep: bool) -> PlotWriter:
+    """Return the writer for a suffix and a kind; None selects the suffix's default kind. Raises
+    `UsageError` if there is none."""
+    if kind is not None and kind not in PLOT_KINDS:
+        raise UsageError(f"there is no kind {kind!r}; there are {', '.join(PLOT_KINDS)}")
+    if kind is None and is_sweep:
+        kind = "frontier"
+    kinds = [k for k, s in PLOT_WRITERS if s == suffix]
+    if kind is None and kinds:
+        kind = kinds[0]
+    if kind is None:
+        raise UsageError(
+            f"the file name ending {suffix!r} does not select a kind: use one of "
+            f"{', '.join(PLOT_SUFFIXES)}, or --kind"
+        )
+    if (kind, suffix) in PLOT_WRITERS:
+        return PLOT_WRITERS[kind, suffix]
+    kind_suffixes = [s for k, s in PLOT_WRITERS if k == kind]
+    if suffix in PLOT_SUFFIXES or not suffix:
+        raise UsageError(
+            f"the kind {kind} is written as {' or '.join(kind_suffixes)}, not as {suffix!r}"
+        )
+    return PLOT_WRITERS[kind, kind_suffixes[0]]  # --kind and an ending that no kind has

@@ -1,0 +1,114 @@
+"""The memory of each run of a plan, split by what it is used for; and where the backward starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+from remat.plan_data import PlanData
+from remat.schedule import Schedule
+from remat.simulate import Copy, Timeline
+
+LAYERS = {
+    "constant": "constant (parameters, buffers, batch)",
+    "results": "results (gradients, outputs)",
+    "activations": "retained activations",
+    "activation-gradients": "gradients of activations",
+    "recomputed": "recomputed",
+    "workspace": "workspace",
+}
+"""The layers of the memory picture, bottom first: the key of each, and its label.
+
+*Constant* memory is a single number in a plan. *Results* stay in memory to the end. *Activations*
+are the first copies of what forward operations write, *activation gradients* those of what backward
+operations write, and *recomputed* are all later copies. *Workspace* is live while its operation
+runs.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLayers:
+    """The live bytes of each layer at each run: `layers[name][run]`. Summed over the layers they
+    are the simulator's `during_bytes[run]`."""
+
+    layers: dict[str, list[int]]
+    timeline: Timeline
+
+    @property
+    def used(self) -> list[str]:
+        """The names of the layers that are not always empty, bottom first."""
+        return [name for name, sizes in self.layers.items() if any(sizes)]
+
+
+def memory_layers(plan: PlanData) -> MemoryLayers:
+    """Return the live bytes of a plan, by layer and run."""
+    graph, runs = plan.graph, plan.schedule.runs
+    timeline = plan.timeline()
+    count = len(runs)
+    of_copies = ("results", "activations", "activation-gradients", "recomputed")
+    change = {name: [0] * (count + 2) for name in of_copies}
+    layer_names = copy_layers(plan, timeline)
+    for copy, name in zip(timeline.copies, layer_names, strict=True):
+        size = graph.values[copy.value].size_bytes
+        change[name][copy.start] += size
+        change[name][copy.end + 1] -= size
+    layers = {"constant": [graph.constant_bytes] * count}
+    layers |= {name: list(accumulate(delta[:count])) for name, delta in change.items()}
+    layers["workspace"] = [graph.operations[op].workspace_bytes for op in runs]
+    for copy, name in zip(timeline.copies, layer_names, strict=True):
+        if is_overwritten_in_place(plan, copy):  # its memory is counted as that of the output
+            layers[name][copy.end] -= graph.values[copy.value].size_bytes
+    return MemoryLayers(layers, timeline)
+
+
+def is_overwritten_in_place(plan: PlanData, copy: Copy) -> bool:
+    """True if the last run that reads a copy writes its output into the copy's memory."""
+    runs = plan.schedule.runs
+    if not copy.start < copy.end < len(runs):
+        return False
+    return copy.value in plan.graph.operations[runs[copy.end]].overwrites
+
+
+def copy_layers(plan: PlanData, timeline: Timeline) -> list[str]:
+    """Return the name of the layer that each copy of the timeline belongs to."""
+    graph, count = plan.graph, len(plan.schedule)
+    seen: set[int] = set()
+    names: list[str] = []
+    for copy in timeline.copies:
+        if copy.value in seen:
+            names.append("recomputed")
+            continue
+        seen.add(copy.value)
+        if copy.end >= count:
+            names.append("results")
+        else:
+            is_backward = graph.operations[graph.producer[copy.value]].backward
+            names.append("activation-gradients" if is_backward else "activations")
+    return names
+
+
+def first_backward_run(plan: PlanData) -> int | None:
+    """Return the run that starts the backward pass: that of the boundary operation or, if the graph
+    has none, the first of a backward operation. None if there is neither."""
+    graph = plan.graph
+    for run, op in enumerate(plan.schedule.runs):
+        if op == graph.boundary if graph.boundary is not None else graph.operations[op].backward:
+            return run
+    return None
+
+
+def earlier_run_counts(schedule: Schedule) -> list[int]:
+    """Return, for each run, how many times its operation ran before. Above 0 the run is a
+    recomputation."""
+    counts: dict[int, int] = {}
+    earlier: list[int] = []
+    for op in schedule.runs:
+        earlier.append(counts.get(op, 0))
+        counts[op] = earlier[-1] + 1
+    return earlier
+
+
+def run_start_times_s(plan: PlanData) -> list[float]:
+    """Return the start of each run, and the end of the last one, in seconds."""
+    costs = (plan.graph.operations[op].cost_s for op in plan.schedule.runs)
+    return list(accumulate(costs, initial=0.0))
