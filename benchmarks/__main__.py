@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: all of them, each with its defaults."""
+"""Run `solver`, `overhead` and `service` with their defaults: `python -m benchmarks`."""
 
 from __future__ import annotations
 

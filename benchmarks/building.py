@@ -31,15 +31,22 @@ from remat.simulate import peak_and_time
 from remat.strategies import Auto
 
 
-def offered(path: Path) -> tuple[Graph, Slots, int, Schedule]:
+def load_problem(path: Path) -> tuple[Graph, Slots, int, Schedule]:
     """A trace's graph, the slots that `Auto` offers, a budget, and a schedule within it."""
     graph = Trace.load(path).graph()
     budget_bytes = peak_and_time(graph, Schedule.keep_all(graph))[0] // 2
-    known = incumbent.schedules_within_budget(graph, budget_bytes, max_runs=1)[0].schedule
-    return graph, Auto()._build_slots(graph, [known], math.inf, 1), budget_bytes, known
+    incumbent_schedule = incumbent.schedules_within_budget(graph, budget_bytes, max_runs=1)[
+        0
+    ].schedule
+    return (
+        graph,
+        Auto()._build_slots(graph, [incumbent_schedule], math.inf, 1),
+        budget_bytes,
+        incumbent_schedule,
+    )
 
 
-def silent() -> highspy.Highs:
+def quiet_highs() -> highspy.Highs:
     """HiGHS that prints nothing."""
     highs = highspy.Highs()
     highs.setOptionValue("output_flag", False)
@@ -55,21 +62,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     print(f"PuLP {metadata.version('pulp')}; CPU seconds, medians of {options.repeat}")
     for path in options.traces:
-        graph, slots, budget_bytes, known = offered(path)
+        graph, slots, budget_bytes, incumbent_schedule = load_problem(path)
         program = model.build(graph, slots, budget_bytes)
-        spent: dict[str, list[float]] = {"build": [], "pass": [], "start": []}
+        times: dict[str, list[float]] = {"build": [], "pass": [], "start": []}
         for _ in range(options.repeat):
             gc.collect()
             clock = [time.process_time()]
             program = model.build(graph, slots, budget_bytes)
             clock.append(time.process_time())
-            load_program(silent(), program.arrays)
+            load_program(quiet_highs(), program.arrays)
             clock.append(time.process_time())
-            start_values(program, known)
+            start_values(program, incumbent_schedule)
             clock.append(time.process_time())
-            for name, before, after in zip(spent, clock, clock[1:], strict=False):
-                spent[name].append(after - before)
-        medians = ", ".join(f"{name} {statistics.median(s):.2f}" for name, s in spent.items())
+            for name, before, after in zip(times, clock, clock[1:], strict=False):
+                times[name].append(after - before)
+        medians = ", ".join(f"{name} {statistics.median(s):.2f}" for name, s in times.items())
         print(
             f"{path.name}: {len(graph):,} operations, {program.rows:,} rows, "
             f"{program.columns:,} columns, {len(program.arrays.indices):,} entries: {medians}"

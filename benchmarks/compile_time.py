@@ -27,7 +27,6 @@ import torch
 import remat
 from benchmarks.harness import machine, report
 from benchmarks.harness.methods import copy_sharing_parameters, run_step
-from benchmarks.harness.run_models import RESULTS
 from benchmarks.models.families import FAMILIES
 from remat.report.tables import align_columns
 
@@ -47,23 +46,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         "models": {},
     }
     for name in options.models:
-        result["models"][name] = rows = _compared(name, options)
-        _show(name, rows)
+        result["models"][name] = rows = _compare_methods(name, options)
+        _print_rows(name, rows)
         if options.out:
             print(report.write_result(Path(options.out), "compile-time-cpu", result), flush=True)
     return 0
 
 
-def _compared(name: str, options: argparse.Namespace) -> list[report.Row]:
+def _compare_methods(name: str, options: argparse.Namespace) -> list[report.Row]:
     methods = [INDUCTOR, *options.budgets]
     cold: dict[str, list[report.Row]] = {method: [] for method in methods}
     warm: dict[str, report.Row] = {}
     for _ in range(options.rounds):
         for method in methods:
             with tempfile.TemporaryDirectory() as caches:
-                cold[method].append(_in_process(name, method, caches))
+                cold[method].append(_measure_in_process(name, method, caches))
                 if method not in warm:
-                    warm[method] = _in_process(name, method, caches)
+                    warm[method] = _measure_in_process(name, method, caches)
     plain_s = min(row["total_s"] for row in cold[INDUCTOR])
     rows: list[report.Row] = []
     for method in methods:
@@ -77,7 +76,7 @@ def _compared(name: str, options: argparse.Namespace) -> list[report.Row]:
     return rows
 
 
-def _in_process(name: str, method: str, caches: str) -> report.Row:
+def _measure_in_process(name: str, method: str, caches: str) -> report.Row:
     command = [sys.executable, "-m", "benchmarks.compile_time", "--models", name, "--one", method]
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": caches, "XDG_CACHE_HOME": caches}
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -99,8 +98,8 @@ def _first_step(name: str, method: str) -> report.Row:
         module = torch.compile(
             copy_sharing_parameters(workload.model), backend="remat", options=options
         )
-    told = _Told()
-    logging.getLogger("remat").addHandler(told)
+    counter = _PlanningCounter()
+    logging.getLogger("remat").addHandler(counter)
     logging.getLogger("remat").setLevel(logging.INFO)
     began = time.perf_counter()
     run_step(module, workload)  # type: ignore[arg-type]
@@ -109,19 +108,19 @@ def _first_step(name: str, method: str) -> report.Row:
         {"operations": p.operations, "kernels": len(p.plan.graph), "planned_s": p.planned_s}
         for p in remat.compiled_plans()[before:]
     ]
-    return {"total_s": total_s, "rounds": told.plannings, "plans": plans}
+    return {"total_s": total_s, "rounds": counter.planning_count, "plans": plans}
 
 
-class _Told(logging.Handler):
+class _PlanningCounter(logging.Handler):
     """Counts how often something is planned: not where the plan is taken from a cache."""
 
-    plannings = 0
+    planning_count = 0
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.plannings += ": planning " in record.getMessage()
+        self.planning_count += ": planning " in record.getMessage()
 
 
-def _show(title: str, rows: list[report.Row]) -> None:
+def _print_rows(title: str, rows: list[report.Row]) -> None:
     lines = [("", "first step", "more than Inductor", "planning", "operations", "warm")]
     for row in rows:
         plans = row["plans"]
@@ -147,7 +146,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--budgets", nargs="+", default=["50%", "min"])
     add("--rounds", type=int, default=2)
     add("--one", metavar="METHOD", help=argparse.SUPPRESS)
-    add("--out", default=str(RESULTS), help="a folder for the results")
+    add("--out", default=str(report.RESULTS), help="a folder for the results")
     return parser.parse_args(argv)
 
 

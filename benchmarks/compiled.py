@@ -44,12 +44,13 @@ from benchmarks.harness.methods import (
 from benchmarks.harness.run_models import run_models
 from benchmarks.models.families import FAMILIES
 from benchmarks.models.workloads import Workload
+from remat.frontend.compile.backend import remat_backend
 from remat.limits.units import format_bytes
 from remat.report.tables import align_columns
 
 INDUCTOR = "inductor"
 AT_PEAK = "remat, at the peak of "
-Maker = tuple[str, Callable[[], Method]]
+NamedBuilder = tuple[str, Callable[[], Method]]
 _SEED = 3
 _STEPS = 3
 
@@ -58,9 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run, print, write."""
     options = _options(argv)
 
-    def one(name: str, workload: Workload, device: torch.device) -> dict[str, Any]:
+    def benchmark_model(name: str, workload: Workload, device: torch.device) -> dict[str, Any]:
         rows = run(workload, device, options)
-        show(f"{name}: {workload.size}", rows)
+        print_rows(f"{name}: {workload.size}", rows)
         return {"methods": rows}
 
     keep_freed_memory()
@@ -70,16 +71,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         torch._inductor.config.patch(fx_graph_cache=False),
     ):
         name = "compiled-at-peaks" if options.at_peaks else "compiled"
-        return run_models(name, options, {"units": units}, FAMILIES, one)
+        return run_models(name, options, {"units": units}, FAMILIES, benchmark_model)
 
 
 def run(workload: Workload, device: torch.device, options: argparse.Namespace) -> list[report.Row]:
     """One row for each method."""
     rows: dict[str, report.Row] = {}
     methods: list[Method] = []
-    wanted: Steps = []
+    expected: StepTensors = []
     buffers = {n: b.clone() for n, b in workload.model.named_buffers()}
-    for name, make in _makers(workload, rows, options):
+    for name, make in _method_builders(workload, rows, options):
         method = try_method(name, make)
         rows[name] = {
             "method": name, "failure": method.failure, "setup_s": method.setup_s, **method.facts,
@@ -87,15 +88,15 @@ def run(workload: Workload, device: torch.device, options: argparse.Namespace) -
         if method.failure:
             continue
         try:
-            found = _steps(method, workload, buffers)
+            steps = _run_steps(method, workload, buffers)
             rows[name]["peak_bytes"] = measure_usage(method, workload, device).peak_bytes
         except Exception as error:
             rows[name]["failure"] = f"{type(error).__name__}: {error}"[:500]
             continue
         if name == INDUCTOR:
-            wanted = found
-        if wanted and "backend" in method.facts:
-            rows[name] |= _errors(wanted, found)
+            expected = steps
+        if expected and "backend" in method.facts:
+            rows[name] |= _largest_errors(expected, steps)
         if (limit := method.facts.get("budget_bytes")) is not None:
             rows[name]["within_budget"] = rows[name]["peak_bytes"] <= limit
         methods.append(method)
@@ -114,9 +115,9 @@ def run(workload: Workload, device: torch.device, options: argparse.Namespace) -
     return list(rows.values())
 
 
-def _makers(
+def _method_builders(
     workload: Workload, rows: Mapping[str, report.Row], options: argparse.Namespace
-) -> Iterator[Maker]:
+) -> Iterator[NamedBuilder]:
     """Methods by name. `rows` has what was found of those before."""
     yield "eager", lambda: eager_method(workload)
     if not options.at_peaks:
@@ -138,12 +139,14 @@ def _makers(
             yield name, _remat_with_operation_costs(workload, name, options)
 
 
-def _ratio(times: Mapping[str, list[float]], one: str, other: str) -> float:
+def _ratio(times: Mapping[str, list[float]], benchmark_model: str, other: str) -> float:
     """Of their steps of the same round, the median."""
-    return statistics.median(a / b for a, b in zip(times[one], times[other], strict=True))
+    return statistics.median(
+        a / b for a, b in zip(times[benchmark_model], times[other], strict=True)
+    )
 
 
-def show(title: str, rows: list[report.Row]) -> None:
+def print_rows(title: str, rows: list[report.Row]) -> None:
     """Print the table."""
     lines = [("", "peak", "/ inductor", "budget", "time / inductor", "gradients off by", "set-up")]
     for row in rows:
@@ -181,9 +184,9 @@ def _compiled(
     setup_s = {"total": time.perf_counter() - began}
     plans = remat.compiled_plans()[before:]
     facts: dict[str, Any] = {"backend": str(backend)}
-    asked = options.get("options", {}).get("budget")
-    if isinstance(asked, int):  # as many bytes as another row had: that one's code runs
-        facts["budget_bytes"] = asked
+    options_ = options.get("options", {}).get("budget")
+    if isinstance(options_, int):  # as many bytes as another row had: that one's code runs
+        facts["budget_bytes"] = options_
     if plans:
         limits = [p.budget_bytes + p.external_bytes for p in plans if p.budget_bytes is not None]
         facts["budget_bytes"] = max(limits, default=None)
@@ -221,9 +224,9 @@ def _torch_budget(workload: Workload, name: str, share: float) -> Callable[[], M
 def _remat(
     workload: Workload, name: str, budget: int | str, options: argparse.Namespace
 ) -> Callable[[], Method]:
-    asked = {"budget": budget, "time_limit": options.time_limit, "outputs": "dropped"}
+    options_ = {"budget": budget, "time_limit": options.time_limit, "outputs": "dropped"}
     return lambda: _compiled(
-        workload, name, copy_sharing_parameters(workload.model), "remat", options=asked
+        workload, name, copy_sharing_parameters(workload.model), "remat", options=options_
     )
 
 
@@ -231,41 +234,46 @@ def _remat_with_operation_costs(
     workload: Workload, name: str, options: argparse.Namespace
 ) -> Callable[[], Method]:
     """Return a method that plans as if each operation were a kernel of its own."""
-    compile_planned = _remat(workload, name, options.operations, options)
+    remat_options = {
+        "budget": options.operations, "time_limit": options.time_limit, "outputs": "dropped",
+    }  # fmt: skip
 
-    def compile_with_operation_costs() -> Method:
+    # A backend of its own: dynamo would run what it compiled with the same options before.
+    def backend(gm: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
         with mock.patch.object(remat.Partitioner, "_has_fused_costs", False):
-            return compile_planned()
+            return remat_backend(gm, inputs, options=remat_options)
 
-    return compile_with_operation_costs
-
-
-Steps = list[dict[str, dict[str, torch.Tensor]]]
+    return lambda: _compiled(workload, name, copy_sharing_parameters(workload.model), backend)
 
 
-def _steps(method: Method, workload: Workload, buffers: Mapping[str, torch.Tensor]) -> Steps:
+StepTensors = list[dict[str, dict[str, torch.Tensor]]]
+
+
+def _run_steps(
+    method: Method, workload: Workload, buffers: Mapping[str, torch.Tensor]
+) -> StepTensors:
     """Loss, gradients and buffers of some steps, each from a seed; buffers go on from step to step,
     beginning with these."""
     assert method.module is not None
     model = workload.model
     for name, buffer in model.named_buffers():  # each step that a method was made with changed them
         buffer.copy_(buffers[name])
-    found: Steps = []
+    steps: StepTensors = []
     for number in range(_STEPS):
         torch.manual_seed(_SEED + number)
         loss = run_step(method.module, workload)
         grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
         now = {n: b.clone() for n, b in model.named_buffers() if b.is_floating_point()}
-        found.append({"loss": {"": loss}, "gradient": grads, "buffer": now})
+        steps.append({"loss": {"": loss}, "gradient": grads, "buffer": now})
     model.zero_grad(set_to_none=True)
-    return found
+    return steps
 
 
-def _errors(wanted: Steps, found: Steps) -> dict[str, float]:
+def _largest_errors(expected: StepTensors, steps: StepTensors) -> dict[str, float]:
     """The largest difference in any step, relative to the tensor's largest number or, where all of
     it is rounding, to a hundredth of the largest number of its kind."""
     errors = {"loss_error": 0.0, "gradient_error": 0.0, "buffer_error": 0.0}
-    for own, other in zip(wanted, found, strict=True):
+    for own, other in zip(expected, steps, strict=True):
         for kind, tensors in own.items():
             sizes = {name: t.abs().max().item() for name, t in tensors.items() if t.numel()}
             least = 1e-2 * max(sizes.values(), default=0.0)

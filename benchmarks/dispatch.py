@@ -28,7 +28,6 @@ from benchmarks.harness import machine, report
 from remat.strategies import KeepAll
 
 LIMIT = 1.05
-RESULTS = Path(__file__).parent / "results"
 
 
 def gpt2(layers: int, dropout: float) -> tuple[nn.Module, dict[str, torch.Tensor]]:
@@ -58,32 +57,33 @@ def run(layers: int, dropout: float, rounds: int) -> dict[str, Any]:
     costs = remat.Roofline("h200")
     planned = remat.optimize(model, "100%", example_kwargs=inputs, costs=costs, strategy=KeepAll())
     assert planned.program is not None
-    sides: dict[str, nn.Module] = {"eager": model, "remat": planned}
-    spent: dict[str, list[float]] = {side: [] for side in sides}
+    modules: dict[str, nn.Module] = {"eager": model, "remat": planned}
+    step_times: dict[str, list[float]] = {method: [] for method in modules}
     gc.collect()
     gc.disable()
     try:
         for number in range(rounds + 5):
-            for side, module in sides.items():
+            for method, module in modules.items():
                 start = time.perf_counter()
                 module(**inputs).loss.backward()
                 if number >= 5:
-                    spent[side].append(time.perf_counter() - start)
+                    step_times[method].append(time.perf_counter() - start)
                 for parameter in parameters:
                     parameter.grad = None
     finally:
         gc.enable()
-    ratio = min(spent["remat"]) / min(spent["eager"])
+    ratio = min(step_times["remat"]) / min(step_times["eager"])
     return {
         "layers": layers,
         "dropout": dropout,
         "statements": len(planned.program.forward) + len(planned.program.backward),
         "rounds": rounds,
-        "min_s": {side: min(times) for side, times in spent.items()},
-        "median_s": {side: statistics.median(times) for side, times in spent.items()},
+        "min_s": {method: min(times) for method, times in step_times.items()},
+        "median_s": {method: statistics.median(times) for method, times in step_times.items()},
         "ratio_of_mins": ratio,
         "ratio_median": statistics.median(
-            ours / theirs for ours, theirs in zip(spent["remat"], spent["eager"], strict=True)
+            ours / theirs
+            for ours, theirs in zip(step_times["remat"], step_times["eager"], strict=True)
         ),
         "aim": f"at most {LIMIT} of eager's dispatch time",
         "met": ratio <= LIMIT,
@@ -110,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{row['statements']:,} statements, ratio {row['ratio_of_mins']:.3f} "
             f"({'met' if row['met'] else 'MISSED'}: {row['aim']})"
         )
-    out = options.out or (None if options.quick else RESULTS)
+    out = options.out or (None if options.quick else report.RESULTS)
     if out:
         print("written:", report.write_result(Path(out), "dispatch-cpu", result))
     return 0

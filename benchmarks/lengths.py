@@ -31,7 +31,6 @@ from remat.frontend.memory.meter import measure_step, unique_bytes
 from remat.frontend.planning.planner import Planner
 from remat.limits.units import format_bytes
 
-RESULTS = Path(__file__).parent / "results"
 LENGTHS = (64, 96, 128, 160, 208, 256, 304, 368, 448, 512)
 ROWS, VOCABULARY, EPOCHS = 4, 8192, 3
 
@@ -189,7 +188,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--layers", type=int, default=4)
     add("--budgets", nargs="+", default=["60%", "min"])
     add("--rounds", type=int, default=5)
-    add("--out", default=str(RESULTS), help="a folder for the results")
+    add("--out", default=str(report.RESULTS), help="a folder for the results")
     return parser.parse_args(argv)
 
 

@@ -104,7 +104,7 @@ def mutation_sites(module: str) -> dict[Site, list[tuple[str, int]]]:
     from cosmic_ray.plugins import get_operator, operator_names  # pyright: ignore[reportMissingImports]
 
     nodes = list(ast_nodes(get_ast((ROOT / module).read_text())))
-    found: dict[Site, list[tuple[str, int]]] = {}
+    operators_by_site: dict[Site, list[tuple[str, int]]] = {}
     for name in operator_names():
         kind = get_operator(name)
         if kind.arguments():
@@ -112,8 +112,8 @@ def mutation_sites(module: str) -> dict[Site, list[tuple[str, int]]]:
         positions = (start for node in nodes for start, _ in kind().mutation_positions(node))
         family = "_".join(name.split("_")[:2])
         for occurrence, start in enumerate(positions):
-            found.setdefault((module, start, family), []).append((name, occurrence))
-    return found
+            operators_by_site.setdefault((module, start, family), []).append((name, occurrence))
+    return operators_by_site
 
 
 def make_mutant(module: str, operator: str, occurrence: int) -> tuple[Mutant, str] | None:
@@ -225,17 +225,17 @@ def sample(modules: Sequence[str], seed: int) -> list[tuple[str, str, int]]:
     """One bug for every place, the modules taking turns: any beginning of the list is a sample of
     each of them."""
     rng = random.Random(seed)
-    piles: list[list[tuple[str, str, int]]] = []
+    shuffled: list[list[tuple[str, str, int]]] = []
     for module in modules:
-        piles.append(
+        shuffled.append(
             [
                 (module, *rng.choice(operators_at_site))
                 for operators_at_site in mutation_sites(module).values()
             ]
         )
-        rng.shuffle(piles[-1])
-    most = max(map(len, piles), default=0)
-    return [pile[turn] for turn in range(most) for pile in piles if turn < len(pile)]
+        rng.shuffle(shuffled[-1])
+    longest = max(map(len, shuffled), default=0)
+    return [sites[turn] for turn in range(longest) for sites in shuffled if turn < len(sites)]
 
 
 def run(
@@ -243,7 +243,7 @@ def run(
 ) -> tuple[list[Trial], int]:
     """What became of as many mutants as there was time for, and how many places there are."""
     until = time.monotonic() + 60 * minutes
-    tried: list[Trial] = []
+    trials: list[Trial] = []
     with tempfile.TemporaryDirectory(prefix="remat-mutants-") as folder:
         copies = [Checkout(Path(folder, str(number), "remat")) for number in range(jobs)]
         usual_s: dict[str, float] = {}
@@ -276,28 +276,28 @@ def run(
         def attempt(copy: Checkout, item: tuple[str, str, int]) -> None:
             made = make_mutant(*item)
             if made is not None:
-                tried.append(copy.run_mutant(*made, usual_s[made[0].module]))
-                on_trial(tried[-1])
+                trials.append(copy.run_mutant(*made, usual_s[made[0].module]))
+                on_trial(trials[-1])
 
         in_parallel(modules, check)
         ready = [module for module in modules if module in usual_s]
         waiting = sample(ready, seed)
         in_parallel(waiting, attempt)
-    return tried, len(waiting)
+    return trials, len(waiting)
 
 
-def summary(tried: Sequence[Trial]) -> dict[str, Any]:
+def summary(trials: Sequence[Trial]) -> dict[str, Any]:
     """Counts, the share that was noticed of those that somebody could notice, and the survivors."""
     counts = dict.fromkeys(("caught", "too long", "survived", "explained"), 0)
-    for one in tried:
-        counts[one.outcome] += 1
+    for trial in trials:
+        counts[trial.outcome] += 1
     noticed = counts["caught"] + counts["too long"]
     visible = noticed + counts["survived"]
     return {
-        "tried": len(tried),
+        "tried": len(trials),
         **counts,
         "noticed": round(noticed / visible, 4) if visible else None,
-        "survivors": [asdict(one.make_mutant) for one in tried if one.outcome == "survived"],
+        "survivors": [asdict(trial.make_mutant) for trial in trials if trial.outcome == "survived"],
     }
 
 
@@ -315,18 +315,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not modules:
         parser.error(f"no module is called so; there are {', '.join(MODULES)}")
 
-    def on_trial(one: Trial) -> None:
-        print(f"{one.outcome:<9} {one.seconds:6.1f} s  {one.make_mutant.name}", flush=True)
+    def on_trial(trial: Trial) -> None:
+        print(f"{trial.outcome:<9} {trial.seconds:6.1f} s  {trial.make_mutant.name}", flush=True)
 
     began = time.monotonic()
-    tried, count = run(modules, options.minutes, options.seed, options.jobs, on_trial)
-    result = summary(tried)
+    trials, count = run(modules, options.minutes, options.seed, options.jobs, on_trial)
+    result = summary(trials)
     by_module = {
-        name: summary([t for t in tried if t.make_mutant.module == name]) for name in modules
+        name: summary([t for t in trials if t.make_mutant.module == name]) for name in modules
     }
     for name, row in by_module.items():
-        print(f"{name:<40} {row['caught'] + row['too long']:>4} of {row['tried']:>4}")
-    print(f"noticed {result['noticed']} of {result['tried']} tried, {count} places in all")
+        print(f"{name:<40} {row['caught'] + row['too long']:>4} of {row['trials']:>4}")
+    print(f"noticed {result['noticed']} of {result['trials']} tried, {count} places in all")
     path = report.write_result(
         options.out,
         "mutants",

@@ -42,12 +42,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run, print, write."""
     options = _options(argv)
 
-    def one(name: str, workload: Workload, device: torch.device) -> dict[str, Any]:
+    def benchmark_model(name: str, workload: Workload, device: torch.device) -> dict[str, Any]:
         rows = run(workload, device, options)
         aims = check_aims(name, rows)
         report.print_table(f"{name}: {workload.size}", rows)
         for aim in aims:
-            print(f"  {'met   ' if aim['met'] else 'MISSED'} {aim['aim']}: {aim['found']}")
+            print(f"  {'met   ' if aim['met'] else 'MISSED'} {aim['aim']}: {aim['observed']}")
         return {"methods": rows, "aims": aims}
 
     facts = {
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         else "live storages, with parameters, buffers, gradients and batch; of compiled methods "
         "what the allocator gave out, because the meter cannot see into their graphs",
     }
-    return run_models("overhead", options, facts, WORKLOADS, one)
+    return run_models("overhead", options, facts, WORKLOADS, benchmark_model)
 
 
 def run(workload: Workload, device: torch.device, options: argparse.Namespace) -> list[report.Row]:
@@ -78,21 +78,21 @@ def run(workload: Workload, device: torch.device, options: argparse.Namespace) -
                     lambda share=share: torch_budget_method(workload, share, options.torch_backend),
                 )
             )
-        rows = {method.name: _measured(method, workload, device) for method in peers}
-        ours: list[Method] = []
+        rows = {method.name: _measured_row(method, workload, device) for method in peers}
+        remat_methods: list[Method] = []
         block_peak = rows[PER_BLOCK].get("peak_bytes")
         if block_peak:
             # The first plan finds an empty cost cache, its repetition a full one.
-            rows[COLD] = _setup_only(remat_at(COLD, block_peak))
-            ours.append(remat_at(AT_BLOCKS, block_peak))
-        ours.append(remat_at(KEEP_ALL, "100%"))
+            rows[COLD] = _setup_row(remat_at(COLD, block_peak))
+            remat_methods.append(remat_at(AT_BLOCKS, block_peak))
+        remat_methods.append(remat_at(KEEP_ALL, "100%"))
         for method in peers[2:]:
             peak = rows[method.name].get("peak_bytes")
             if peak and peak < rows["eager"]["peak_bytes"]:
-                ours.append(remat_at(f"remat at peak of {method.name}", peak))
-        for method in ours:
-            rows[method.name] = _measured(method, workload, device)
-    running = [m for m in (*peers, *ours) if not rows[m.name]["failure"]]
+                remat_methods.append(remat_at(f"remat at peak of {method.name}", peak))
+        for method in remat_methods:
+            rows[method.name] = _measured_row(method, workload, device)
+    running = [m for m in (*peers, *remat_methods) if not rows[m.name]["failure"]]
     times = interleaved_step_times(running, workload, device, options.rounds)
     for method in running:
         rows[method.name] |= time_summary(times, method.name)
@@ -103,8 +103,8 @@ def run(workload: Workload, device: torch.device, options: argparse.Namespace) -
     ]
 
 
-def _measured(method: Method, workload: Workload, device: torch.device) -> report.Row:
-    row = _setup_only(method)
+def _measured_row(method: Method, workload: Workload, device: torch.device) -> report.Row:
+    row = _setup_row(method)
     if method.failure:
         return row
     try:
@@ -116,7 +116,7 @@ def _measured(method: Method, workload: Workload, device: torch.device) -> repor
     return row | {"peak_bytes": use.peak_bytes, "flops": use.flops}
 
 
-def _setup_only(method: Method) -> report.Row:
+def _setup_row(method: Method) -> report.Row:
     return {
         "method": method.name,
         "failure": method.failure,
@@ -131,12 +131,12 @@ def check_aims(model: str, rows: list[report.Row]) -> list[dict[str, Any]]:
     by_name = {row["method"]: row for row in rows}
     aims: list[dict[str, Any]] = []
 
-    def aim(text: str, met: bool, found: str) -> None:
-        aims.append({"aim": text, "met": met, "found": found})
+    def aim(text: str, met: bool, observed: str) -> None:
+        aims.append({"aim": text, "met": met, "found": observed})
 
-    ours = [r for r in rows if r["method"].startswith("remat") and "step_s" in r]
-    worst = max((r["peak_bytes"] / r["budget_bytes"] for r in ours), default=0.0)
-    aim("never above the budget", bool(ours) and worst <= 1, f"at most {worst:.4f} of it")
+    remat_methods = [r for r in rows if r["method"].startswith("remat") and "step_s" in r]
+    worst = max((r["peak_bytes"] / r["budget_bytes"] for r in remat_methods), default=0.0)
+    aim("never above the budget", bool(remat_methods) and worst <= 1, f"at most {worst:.4f} of it")
     blocks, at_blocks = by_name[PER_BLOCK], by_name.get(AT_BLOCKS, {})
     if "step_s" in blocks and "step_s" in at_blocks:
         theirs, extra = blocks["time_ratio_median"] - 1, at_blocks["time_ratio_median"] - 1

@@ -33,12 +33,11 @@ from remat.frontend.memory.meter import measure_step, unique_bytes
 from remat.integrations import transformers as in_transformers
 from remat.limits.units import format_bytes
 
-RESULTS = Path(__file__).parent / "results"
 CPU = torch.device("cpu")
-METERED = 2
+METERED_STEP = 2
 """The step whose peak is taken, and not its time: the first plans, compiles, allocates."""
 
-Make = Callable[[Workload], Any]
+WorkloadBuilder = Callable[[Workload], Any]
 Row = dict[str, Any]
 
 
@@ -57,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "models": {},
     }
     for name in options.models:
-        result["models"][name] = _compared(name, options)
+        result["models"][name] = _compare_methods(name, options)
         print(
             "written:", report.write_result(Path(options.out), "training-cpu", result), flush=True
         )
@@ -68,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 @dataclass
-class Run:
+class MethodRun:
     """One method's Trainer, and what came of it."""
 
     name: str
@@ -83,26 +82,30 @@ class Run:
 
 def _methods(
     checkpointed_bytes: int | None, options: argparse.Namespace, workload: Workload
-) -> list[Run]:
+) -> list[MethodRun]:
     checkpointing = {"gradient_checkpointing": True}
     kwargs = {"gradient_checkpointing_kwargs": {"use_reentrant": False}}
-    found = [
-        Run("eager", lambda model: model),
-        Run("checkpointing, all", lambda model: model, {**checkpointing, **kwargs}),
-        Run("checkpointing, every second", _every_second),
+    methods = [
+        MethodRun("eager", lambda model: model),
+        MethodRun("checkpointing, all", lambda model: model, {**checkpointing, **kwargs}),
+        MethodRun("checkpointing, every second", _every_second),
     ]
     if checkpointed_bytes is None:
-        return found[1:2]
+        return methods[1:2]
     for budget in (checkpointed_bytes, "60%"):
         at = "60%" if budget == "60%" else "its peak"
         for scope in ("model", "blocks"):
-            found.append(Run(f"remat, {scope}, {at}", _enabled(budget, scope)))
-    found.append(Run("checkpointing by remat.emit, 60%", _by_policies("60%", workload)))
+            methods.append(MethodRun(f"remat, {scope}, {at}", _enabled(budget, scope)))
+    methods.append(MethodRun("checkpointing by remat.emit, 60%", _by_policies("60%", workload)))
     if options.compile:
-        found.append(Run("torch.compile", _compiled("inductor"), is_compiled=True))
-        wanted = {"budget": "60%", "outputs": "dropped"}
-        found.append(Run("torch.compile, remat, 60%", _compiled("remat", wanted), is_compiled=True))
-    return found
+        methods.append(MethodRun("torch.compile", _compiled("inductor"), is_compiled=True))
+        backend_options = {"budget": "60%", "outputs": "dropped"}
+        methods.append(
+            MethodRun(
+                "torch.compile, remat, 60%", _compiled("remat", backend_options), is_compiled=True
+            )
+        )
+    return methods
 
 
 def _enabled(budget: int | str, scope: str) -> Callable[[Any], Any]:
@@ -128,9 +131,9 @@ def _every_second(model: Any) -> Any:
     return model
 
 
-def _compiled(backend: str, wanted: Row | None = None) -> Callable[[Any], Any]:
+def _compiled(backend: str, backend_options: Row | None = None) -> Callable[[Any], Any]:
     def prepare(model: Any) -> Any:
-        model.compile(backend=backend, **({"options": wanted} if wanted else {}))
+        model.compile(backend=backend, **({"options": backend_options} if backend_options else {}))
         return model
 
     return prepare
@@ -139,10 +142,10 @@ def _compiled(backend: str, wanted: Row | None = None) -> Callable[[Any], Any]:
 # -- one model ------------------------------------------------------------------------------------
 
 
-def _compared(name: str, options: argparse.Namespace) -> Row:
+def _compare_methods(name: str, options: argparse.Namespace) -> Row:
     workload = _workload(name)
     (probe,) = _methods(None, options, workload)
-    _train([probe], name, METERED + 1)
+    _train([probe], name, METERED_STEP + 1)
     if probe.failure:
         raise RuntimeError(f"{name} does not train with checkpoints: {probe.failure}")
     runs = _methods(probe.peak_bytes, options, workload)
@@ -155,10 +158,10 @@ def _compared(name: str, options: argparse.Namespace) -> Row:
     return {"size": workload.size, "methods": rows}
 
 
-def _row(run: Run, eager: Run, workload: Workload) -> Row:
+def _row(run: MethodRun, eager: MethodRun, workload: Workload) -> Row:
     if run.failure:
         return {"method": run.name, "failure": run.failure}
-    warm, theirs = run.step_s[METERED + 1 :], eager.step_s[METERED + 1 :]
+    warm, theirs = run.step_s[METERED_STEP + 1 :], eager.step_s[METERED_STEP + 1 :]
     turns = [ours / other for ours, other in zip(warm, theirs, strict=True)]
     step_s = statistics.median(warm)
     pairs = zip(run.losses, eager.losses, strict=True)
@@ -192,13 +195,15 @@ def _workload(name: str) -> Workload:
     if name == "llama_lora":
         from peft import LoraConfig, get_peft_model
 
-        found = families.llama(CPU, False)
-        model: Any = found.model
+        methods = families.llama(CPU, False)
+        model: Any = methods.model
         adapters = LoraConfig(
             r=8, lora_dropout=0.05, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"
         )
         model = get_peft_model(model, adapters)
-        return Workload(f"{found.size}, LoRA", model, found.batch, found.blocks, found.autocast)
+        return Workload(
+            f"{methods.size}, LoRA", model, methods.batch, methods.blocks, methods.autocast
+        )
     return getattr(families, {"gpt2": "small_gpt"}.get(name, name))(CPU, False)
 
 
@@ -237,10 +242,10 @@ class Baton:
             self._changed.notify_all()
 
 
-def _train(runs: list[Run], name: str, steps: int) -> None:
+def _train(runs: list[MethodRun], name: str, steps: int) -> None:
     baton = Baton(len(runs))
     threads = [
-        threading.Thread(target=_one, args=(run, number, baton, name, steps))
+        threading.Thread(target=_run_thread, args=(run, number, baton, name, steps))
         for number, run in enumerate(runs)
     ]
     for thread in threads:
@@ -249,7 +254,7 @@ def _train(runs: list[Run], name: str, steps: int) -> None:
         thread.join()
 
 
-def _one(run: Run, number: int, baton: Baton, name: str, steps: int) -> None:
+def _run_thread(run: MethodRun, number: int, baton: Baton, name: str, steps: int) -> None:
     baton.wait(number)
     try:
         with tempfile.TemporaryDirectory() as folder:
@@ -263,7 +268,13 @@ def _one(run: Run, number: int, baton: Baton, name: str, steps: int) -> None:
 
 
 def _trainer(
-    model: Any, workload: Workload, run: Run, number: int, baton: Baton, folder: Path, steps: int
+    model: Any,
+    workload: Workload,
+    run: MethodRun,
+    number: int,
+    baton: Baton,
+    folder: Path,
+    steps: int,
 ) -> Any:
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -279,21 +290,21 @@ def _trainer(
         def training_step(
             self, model: Any, inputs: Any, num_items_in_batch: Any = None
         ) -> torch.Tensor:
-            found: list[torch.Tensor] = []
+            methods: list[torch.Tensor] = []
 
             def step() -> None:
-                found.append(Trainer.training_step(self, model, inputs, num_items_in_batch))
+                methods.append(Trainer.training_step(self, model, inputs, num_items_in_batch))
 
-            if self.state.global_step == METERED:
-                held = [*model.parameters(), *model.buffers(), *inputs.values()]
+            if self.state.global_step == METERED_STEP:
+                constants = [*model.parameters(), *model.buffers(), *inputs.values()]
                 if run.is_compiled:  # the meter cannot see into what is compiled
-                    run.peak_bytes = allocated_peak(step) + unique_bytes(held)
+                    run.peak_bytes = allocated_peak(step) + unique_bytes(constants)
                 else:
-                    run.peak_bytes = measure_step(step, held).peak_bytes
+                    run.peak_bytes = measure_step(step, constants).peak_bytes
             else:
                 step()
-            run.losses.append(found[0].item())
-            return found[0]
+            run.losses.append(methods[0].item())
+            return methods[0]
 
     batch = workload.batch
     rows = next(iter(batch.values())).shape[0]
@@ -328,7 +339,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--steps", type=int, default=50)
     add("--threads", type=int, default=torch.get_num_threads())
     add("--no-compile", dest="compile", action="store_false", help="leave torch.compile out")
-    add("--out", default=str(RESULTS), help="a folder for the results")
+    add("--out", default=str(report.RESULTS), help="a folder for the results")
     return parser.parse_args(argv)
 
 

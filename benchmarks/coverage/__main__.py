@@ -44,7 +44,6 @@ from benchmarks.coverage.eager_comparison import (
 from benchmarks.coverage.small_models import KINDS, architectures
 from benchmarks.harness import machine, report
 
-RESULTS = Path(__file__).parents[1] / "results"
 _CHECKS = {
     "": (eager_comparison.check_enable, eager_comparison.OUTCOMES),
     "sizes": (sizes.check_sizes, sizes.OUTCOMES),
@@ -56,10 +55,10 @@ _CHECKS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run, print, write."""
     options = _options(argv)
-    asked = [(k, name) for k in options.kinds for name in architectures(k)]
-    asked = [(k, name) for k, name in asked if not options.only or name in options.only]
+    selected = [(k, name) for k in options.kinds for name in architectures(k)]
+    selected = [(k, name) for k, name in selected if not options.only or name in options.only]
     with ThreadPoolExecutor(options.jobs) as pool:  # a thread for each process that runs
-        rows = list(pool.map(lambda each: _in_a_process(options, each[0], each[1]), asked))
+        rows = list(pool.map(lambda each: _in_a_process(options, each[0], each[1]), selected))
     counted = [row for row in rows if row["outcome"] not in (NOT_EAGER, compiled.NOT_COMPILED)]
     name = f"coverage-{options.check}" if options.check else "coverage"
     result = {
@@ -80,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         mode = "plain torch.compile" if options.check else "eager mode"
         print(f"{good} of {len(counted)} that train in {mode} train with its gradients")
     if options.out or not options.only:
-        folder = Path(options.out or RESULTS)
+        folder = Path(options.out or report.RESULTS)
         print("written:", report.write_result(folder, f"{name}-cpu", result))
     return 0
 

@@ -58,23 +58,23 @@ def check_compiled(kind: str, name: str) -> Row:
             model, batch = build_small_model(kind, name)
             model(**batch)  # some make parts of themselves in their first call
             plain, planned = copy.deepcopy(model), copy.deepcopy(model)
-            wanted, plain_bytes = _step(torch.compile(plain), plain, batch)
-            again, _ = _step(torch.compile(plain), plain, batch)
-            if not wanted or largest_error(wanted, again) > TOLERANCE:
+            expected, plain_bytes = _step(torch.compile(plain), plain, batch)
+            repeated, _ = _step(torch.compile(plain), plain, batch)
+            if not expected or largest_error(expected, repeated) > TOLERANCE:
                 raise ValueError("no gradient, or another one each time")
         except Exception as error:
             return failure_row(NOT_COMPILED, error)
         try:
             options = {"budget": "min", "gap": 0.05, "time_limit": 5.0}
-            ours = torch.compile(planned, backend="remat", options=options)
-            found, peak_bytes = _step(ours, planned, batch)
+            remat_step = torch.compile(planned, backend="remat", options=options)
+            actual, peak_bytes = _step(remat_step, planned, batch)
         except remat.RematError as error:
             return failure_row(REFUSED, error)
         except Exception as error:
             inside = error.__cause__ or error.__context__
             is_ours = isinstance(inside, remat.RematError)
             return failure_row(REFUSED if is_ours else FAILED, error)
-    return _judged(largest_error(wanted, found), peak_bytes, plain_bytes)
+    return _judged(largest_error(expected, actual), peak_bytes, plain_bytes)
 
 
 def _judged(error: float, peak_bytes: int, plain_bytes: int) -> Row:
@@ -96,8 +96,8 @@ def _step(
     run: Compiled, model: nn.Module, batch: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, torch.Tensor], int]:
     """Gradients of a first step, and the peak bytes of another, of what takes part in it."""
-    found = {n: g.clone() for n, g in gradients(run, model, batch).items()}
-    used = [p for name, p in model.named_parameters() if name in found]
+    actual = {n: g.clone() for n, g in gradients(run, model, batch).items()}
+    used = [p for name, p in model.named_parameters() if name in actual]
     model.zero_grad(set_to_none=True)
 
     def step() -> None:
@@ -106,4 +106,4 @@ def _step(
     there = unique_bytes([*used, *model.buffers(), *batch.values()])
     peak_bytes = allocated_peak(step) + there
     model.zero_grad(set_to_none=True)
-    return found, peak_bytes
+    return actual, peak_bytes

@@ -45,8 +45,8 @@ def check_enable(kind: str, name: str) -> Row:
         model, batch = build_small_model(kind, name)
         model(**batch)  # some make parts of themselves in their first call, from random numbers
         eager = copy.deepcopy(model)
-        wanted = gradients(eager, eager, batch)
-        if not wanted:
+        expected = gradients(eager, eager, batch)
+        if not expected:
             raise ValueError("no gradient")
     except Exception as error:
         return failure_row(NOT_EAGER, error)
@@ -54,13 +54,13 @@ def check_enable(kind: str, name: str) -> Row:
         strategy = remat.Auto(time_limit=5.0, gap=0.1)
         costs = remat.Roofline("cpu")
         remat.enable(model, "min", scope="auto", costs=costs, strategy=strategy)
-        found = gradients(model, model, batch)
+        actual = gradients(model, model, batch)
     except remat.RematError as error:
         return failure_row(REFUSED, error)
     except Exception as error:
         return failure_row(FAILED, error)
     plan = remat.plans(model)[-1]
-    error = largest_error(wanted, found)
+    error = largest_error(expected, actual)
     outcome = EQUAL if error == 0.0 else CLOSE if error <= TOLERANCE else WRONG
     return {"outcome": outcome, "why": "", "error": error, **_how(plan)}
 
@@ -106,16 +106,18 @@ def gradients(
     return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-def largest_error(wanted: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]) -> float:
+def largest_error(
+    expected: Mapping[str, torch.Tensor], actual: Mapping[str, torch.Tensor]
+) -> float:
     """The largest difference, relative to the largest number of a gradient or, where all of it is
     rounding (the bias of a key before a softmax), to a hundredth of the largest of all."""
-    if wanted.keys() != found.keys():
+    if expected.keys() != actual.keys():
         return float("inf")
     errors = [0.0]
-    sizes = {name: gradient.abs().max().item() for name, gradient in wanted.items()}
+    sizes = {name: gradient.abs().max().item() for name, gradient in expected.items()}
     least = 1e-2 * max(sizes.values())
-    for name, gradient in wanted.items():
-        if not torch.equal(gradient, found[name]):
+    for name, gradient in expected.items():
+        if not torch.equal(gradient, actual[name]):
             scale = max(sizes[name], least) or 1.0
-            errors.append((gradient - found[name]).abs().max().item() / scale)
+            errors.append((gradient - actual[name]).abs().max().item() / scale)
     return max(errors)

@@ -54,7 +54,7 @@ def _is_what_a_capture_gives(
     batch: dict[str, Any] = batch_of(kind, model, size)
     call = ModelCall.of((), batch, "the batch ")
     with torch.enable_grad():
-        found = trace_cache.trace(
+        actual = trace_cache.trace(
             model, call, call_signature(ModelTracker(model), call.structure, call.leaves)
         )
-    return is_same_except_names(found, remat.trace(model, (), batch))
+    return is_same_except_names(actual, remat.trace(model, (), batch))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from benchmarks.gpu.setting import Setting
 from benchmarks.gpu.steps import PARTS
+from benchmarks.gpu.verdicts import json_lines_report
 
 
 def main(argv: list[str]) -> int:

@@ -1,9 +1,8 @@
-"""Steps 1, 5 and 9: operations that can be measured, and steps that compute what eager's does."""
+"""Steps 1, 5 and 9: every operation can be measured, and planned steps equal eager's."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -12,18 +11,16 @@ import remat
 from benchmarks.gpu.device import is_cuda, make_cuda_graphs, use_deterministic_kernels
 from benchmarks.gpu.memory import optimize_workload, plan_figures
 from benchmarks.gpu.models import Positional
-from benchmarks.gpu.setting import Setting
+from benchmarks.gpu.setting import PartFunction, Setting, WorkloadBuilder
 from benchmarks.gpu.verdicts import Report
 from benchmarks.harness.methods import run_step
 from benchmarks.models.workloads import Workload
 
 TOLERANCE = 1e-4
 
-WorkloadBuilder = Callable[[Setting], Workload]
 
-
-def check_all_measured(build_workload: WorkloadBuilder) -> Callable[[Setting, Report], None]:
-    """Step 1 for one model: every operation is measured, nothing is estimated."""
+def check_all_measured(build_workload: WorkloadBuilder) -> PartFunction:
+    """Step 1 for one model: check that every operation is measured and none estimated."""
 
     def run(setting: Setting, report: Report) -> None:
         torch.manual_seed(0)
@@ -49,8 +46,11 @@ def check_all_measured(build_workload: WorkloadBuilder) -> Callable[[Setting, Re
 
 def check_equals_eager(
     build_workload: WorkloadBuilder, budget: str, replays: int = 0
-) -> Callable[[Setting, Report], None]:
-    """Step 5 for one model: loss, gradients, buffers and generator state are eager's."""
+) -> PartFunction:
+    """Step 5 for one model: compare loss, gradients, buffers and generator state with eager's.
+
+    The plan must replay the RNG state at least `replays` times.
+    """
 
     def run(setting: Setting, report: Report) -> None:
         device = setting.device
@@ -60,11 +60,11 @@ def check_equals_eager(
         reference = copy.deepcopy(workload.model)
         gm = optimize_workload(workload, budget, setting)
         assert gm.program is not None
-        random = [s.rng_action for s in (*gm.program.forward, *gm.program.backward)]
+        rng_actions = [s.rng_action for s in (*gm.program.forward, *gm.program.backward)]
         if replays:
-            requirement = setting.sized(replays, 1)
-            found = random.count("replay")
-            report.judge("replays in the plan", f"at least {requirement}", str(found), found >= requirement)
+            minimum = setting.sized(replays, 1)
+            count = rng_actions.count("replay")
+            report.judge("replays in the plan", f"at least {minimum}", str(count), count >= minimum)
         loss, state = _seeded(reference, workload, device)
         remat_loss, remat_state = _seeded(gm, workload, device)
         report.judge(
@@ -78,8 +78,8 @@ def check_equals_eager(
         buffers = dict(reference.named_buffers())
         wrong = [
             name
-            for name, found in workload.model.named_buffers()
-            if _error(buffers[name], found) > TOLERANCE
+            for name, buffer in workload.model.named_buffers()
+            if _error(buffers[name], buffer) > TOLERANCE
         ]
         observed = f"{len(buffers) - len(wrong)} of {len(buffers)} are; {', '.join(wrong[:3])}"
         report.judge("buffers", f"within {TOLERANCE:g}", observed.rstrip("; "), not wrong)
@@ -93,7 +93,10 @@ def check_equals_eager(
 def _seeded(
     module: nn.Module, workload: Workload, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A step's loss, and the generator's state after it. Gradients are left on the module."""
+    """Run a step from a fixed seed; return its loss, and the generator's state after it.
+
+    The gradients stay on the module's parameters.
+    """
     torch.manual_seed(7)
     module.zero_grad(set_to_none=True)
     loss = run_step(module, workload)
@@ -102,31 +105,37 @@ def _seeded(
 
 
 def _judge_gradients(report: Report, reference: nn.Module, model: nn.Module) -> None:
+    """Report the largest relative error of the gradients of `model` against `reference`."""
     parameters = dict(model.named_parameters())
     errors: dict[str, float] = {}
-    same = 0
+    equal_count = 0
     for name, parameter in reference.named_parameters():
-        expected, found = parameter.grad, parameters[name].grad
-        if expected is None or found is None:
-            errors[name] = 0.0 if expected is found else float("inf")
+        expected, actual = parameter.grad, parameters[name].grad
+        if expected is None or actual is None:
+            errors[name] = 0.0 if expected is actual else float("inf")
             continue
-        errors[name] = _error(expected, found)
-        same += torch.equal(expected, found)
+        errors[name] = _error(expected, actual)
+        equal_count += torch.equal(expected, actual)
     worst = max(errors, key=lambda name: errors[name])
-    observed = f"{errors[worst]:.2g} relative in {worst}; {same} of {len(errors)} bit for bit"
-    report.judge("gradients", f"within {TOLERANCE:g}", observed, errors[worst] <= TOLERANCE, same=same)
+    report.judge(
+        "gradients",
+        f"within {TOLERANCE:g}",
+        f"{errors[worst]:.2g} relative in {worst}; {equal_count} of {len(errors)} bit for bit",
+        errors[worst] <= TOLERANCE,
+        same=equal_count,
+    )
 
 
-def _error(expected: torch.Tensor, found: torch.Tensor) -> float:
-    """The largest difference, relative to the largest element."""
-    expected, found = expected.detach().double(), found.detach().double()
+def _error(expected: torch.Tensor, actual: torch.Tensor) -> float:
+    """Return the largest difference, relative to the largest element of `expected`."""
+    expected, actual = expected.detach().double(), actual.detach().double()
     if not expected.numel():
         return 0.0
-    return (expected - found).abs().max().item() / max(expected.abs().max().item(), 1e-30)
+    return (expected - actual).abs().max().item() / max(expected.abs().max().item(), 1e-30)
 
 
-def check_cuda_graphs(build_workload: WorkloadBuilder) -> Callable[[Setting, Report], None]:
-    """Step 9: three steps as CUDA graphs, with recomputation, have eager's losses."""
+def check_cuda_graphs(build_workload: WorkloadBuilder) -> PartFunction:
+    """Step 9: check that three steps with recomputation, as CUDA graphs, have eager's losses."""
 
     def run(setting: Setting, report: Report) -> None:
         device = setting.device
@@ -138,7 +147,7 @@ def check_cuda_graphs(build_workload: WorkloadBuilder) -> Callable[[Setting, Rep
         gm = optimize_workload(workload, "60%", setting, cuda_graphs=True)
         assert gm.plan is not None
         recomputed_count = sum(gm.plan.schedule.recomputed(gm.plan.graph).values())
-        report.judge("operations that run again", "some", str(recomputed_count), recomputed_count > 0)
+        report.judge("recomputed operations", "some", str(recomputed_count), recomputed_count > 0)
         module = make_cuda_graphs(Positional(gm, names), args, device)
         losses: list[list[float]] = []
         for module_under_test in (eager, module):
@@ -158,7 +167,7 @@ def check_cuda_graphs(build_workload: WorkloadBuilder) -> Callable[[Setting, Rep
 
 
 def _train_step(module: nn.Module, args: tuple[torch.Tensor, ...], workload: Workload) -> float:
-    """Forward, backward, a step of gradient descent; the loss."""
+    """Run forward, backward and one step of gradient descent; return the loss."""
     module.zero_grad(set_to_none=True)
     with workload.autocast_context():
         loss = module(*args)

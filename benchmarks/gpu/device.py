@@ -1,4 +1,4 @@
-"""What differs between a GPU and a CPU in measuring: memory, time, limits, graphs."""
+"""Measurements that differ between a GPU and a CPU: memory, time, memory limits, CUDA graphs."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ Step = Callable[[], object]
 
 @dataclass(frozen=True)
 class StepPeaks:
-    """Of one step, with everything that was there before, in bytes. A CPU's allocator tells only
-    what live storages take, and that is what is requested."""
+    """Peaks of one step in bytes, including everything that was allocated before it.
+
+    On a CPU, only the requested bytes are known: the bytes of live storages.
+    """
 
     requested_bytes: int
     allocated_bytes: int | None = None
@@ -28,18 +30,18 @@ class StepPeaks:
 
 
 def is_cuda(device: torch.device) -> bool:
-    """Whether it is a GPU."""
+    """True if `device` is a CUDA device."""
     return device.type == "cuda"
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for what was launched."""
+    """Wait for all launched kernels of a GPU. Does nothing on a CPU."""
     if is_cuda(device):
         torch.cuda.synchronize(device)
 
 
 def free_unused_memory(device: torch.device) -> None:
-    """Drop what nobody holds, in Python and in the allocator."""
+    """Free unreachable Python objects and the allocator's cached blocks."""
     gc.collect()
     if is_cuda(device):
         torch.cuda.synchronize(device)
@@ -47,7 +49,7 @@ def free_unused_memory(device: torch.device) -> None:
 
 
 def measure_peaks(step: Step, device: torch.device, constants: list[torch.Tensor]) -> StepPeaks:
-    """Run a step and read its peaks. `constants` are parameters, buffers and batch."""
+    """Run a step and return its peaks. `constants` are the parameters, buffers and batch."""
     if not is_cuda(device):
         return StepPeaks(measure_step(step, constants).peak_bytes)
     torch.cuda.synchronize(device)
@@ -65,32 +67,36 @@ def measure_peaks(step: Step, device: torch.device, constants: list[torch.Tensor
 
 
 def allocated_bytes(device: torch.device) -> int:
-    """What is allocated now; nothing is known of a CPU."""
+    """Return the bytes that are allocated now on a GPU; 0 for a CPU, where they are not known."""
     return torch.cuda.memory_allocated(device) if is_cuda(device) else 0
 
 
 def interleaved_step_times(
     steps_by_name: Mapping[str, Step], device: torch.device, rounds: int, steps: int
 ) -> dict[str, list[float]]:
-    """Seconds of a step: the mean of `steps` between two events, one for each round. Sides take
-    turns, and the order turns by one each round; a first round warms up."""
-    found: dict[str, list[float]] = {name: [] for name in steps_by_name}
+    """Return the seconds of each step function in each round, as the mean over `steps` calls.
+
+    The functions take turns, and their order rotates by one each round. An extra first round warms
+    up. GPU times are taken between two CUDA events.
+    """
+    times: dict[str, list[float]] = {name: [] for name in steps_by_name}
     names = list(steps_by_name)
     gc.collect()
     gc.disable()
     try:
-        for number in range(-1, rounds):
-            at = number % len(names)
-            for name in (*names[at:], *names[:at]):
-                seconds = _seconds(steps_by_name[name], device, steps)
-                if number >= 0:
-                    found[name].append(seconds)
+        for round_index in range(-1, rounds):
+            first = round_index % len(names)
+            for name in (*names[first:], *names[:first]):
+                seconds = _mean_step_s(steps_by_name[name], device, steps)
+                if round_index >= 0:
+                    times[name].append(seconds)
     finally:
         gc.enable()
-    return found
+    return times
 
 
-def _seconds(step: Step, device: torch.device, steps: int) -> float:
+def _mean_step_s(step: Step, device: torch.device, steps: int) -> float:
+    """Return the mean seconds of `steps` consecutive steps."""
     if not is_cuda(device):
         start_s = time.perf_counter()
         for _ in range(steps):
@@ -108,7 +114,7 @@ def _seconds(step: Step, device: torch.device, steps: int) -> float:
 
 @contextlib.contextmanager
 def memory_limit(device: torch.device, limit_bytes: int) -> Iterator[None]:
-    """torch's allocator takes no more from the device than this. A CPU has no such limit."""
+    """Limit the bytes that torch's allocator may reserve on a GPU. Does nothing on a CPU."""
     if not is_cuda(device):
         yield
         return
@@ -123,14 +129,14 @@ def memory_limit(device: torch.device, limit_bytes: int) -> Iterator[None]:
 def make_cuda_graphs(
     module: nn.Module, args: tuple[torch.Tensor, ...], device: torch.device
 ) -> nn.Module:
-    """Forward and backward as CUDA graphs; on a CPU the module as it is."""
+    """Return the module with forward and backward as CUDA graphs; unchanged on a CPU."""
     if not is_cuda(device):
         return module
     return torch.cuda.make_graphed_callables(module, args)  # type: ignore[return-value]
 
 
 def use_deterministic_kernels(device: torch.device) -> None:
-    """Kernels that round the same way each time: no TF32, no tuning. A CPU's do."""
+    """Seed the generator and select deterministic kernels: no TF32, no tuning."""
     torch.manual_seed(0)
     if not is_cuda(device):
         return

@@ -1,8 +1,7 @@
-"""Steps 2, 3, 4 and 10: bytes that are predicted, requested, allocated and reserved."""
+"""Steps 2, 3, 4 and 10: predicted bytes against requested, allocated and reserved bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -17,7 +16,7 @@ from benchmarks.gpu.device import (
     measure_peaks,
     memory_limit,
 )
-from benchmarks.gpu.setting import Setting
+from benchmarks.gpu.setting import PartFunction, Setting, WorkloadBuilder
 from benchmarks.gpu.verdicts import Report
 from benchmarks.harness.measurement import resident_tensors
 from benchmarks.harness.methods import run_step
@@ -28,21 +27,22 @@ from remat.limits.units import format_bytes
 
 TOLERANCE_BYTES = 2 << 20
 
-WorkloadBuilder = Callable[[Setting], Workload]
-
 
 def check_library_workspaces(setting: Setting, report: Report) -> None:
-    """Step 2: what matrix products leave allocated, on the thread of the forward and on that of the
-    backward; and what linear layers add, which may run in another library."""
+    """Step 2: check the workspaces that matmuls leave allocated.
+
+    Measured on the forward's thread and on the backward's, which have a workspace each; and for
+    linear layers, which may run in another library.
+    """
     device = setting.device
     expected_bytes = library_bytes(device, ["aten.mm.default"]) if keeps_workspaces() else 0
     bytes_left: dict[str, tuple[int, int]] = {}
-    for kind in ("product", "linear"):
-        # Up to a mebibyte, blocks are as large as was asked for.
+    for kind in ("matmul", "linear"):
+        # Up to 1 MiB, the allocator's blocks are as large as the request.
         x, w = (torch.randn(256, 256, device=device, requires_grad=True) for _ in range(2))
         bias = torch.randn(256, device=device)
         before = allocated_bytes(device)
-        y = x @ w if kind == "product" else F.linear(x, w, bias)
+        y = x @ w if kind == "matmul" else F.linear(x, w, bias)
         forward_bytes = allocated_bytes(device) - before - _rounded(y)
         gradient = torch.ones_like(y)
         y.backward(gradient)
@@ -50,18 +50,20 @@ def check_library_workspaces(setting: Setting, report: Report) -> None:
         assert w.grad is not None
         tensor_bytes = sum(map(_rounded, (y, gradient, x.grad, w.grad)))
         bytes_left[kind] = forward_bytes, allocated_bytes(device) - before - tensor_bytes
-    subject = "left by a product in forward, and in backward"
-    requirement = f"{format_bytes(expected_bytes)} in all, within 2 MiB"
+    subject = "bytes left by a matmul in forward, and in backward"
+    requirement = f"{format_bytes(expected_bytes)} in total, within 2 MiB"
     if not is_cuda(device):
-        report.skip(subject, requirement, "a CPU's allocator keeps no count")
+        report.skip(subject, requirement, "a CPU's allocator has no such counter")
         return
-    forward_bytes, all_bytes = bytes_left["product"]
-    measured = f"{format_bytes(forward_bytes)}, then {format_bytes(all_bytes)}"
-    report.judge(subject, requirement, measured, abs(all_bytes - expected_bytes) <= TOLERANCE_BYTES, bytes_left=bytes_left)
+    forward_bytes, total_bytes = bytes_left["matmul"]
+    observed = f"{format_bytes(forward_bytes)}, then {format_bytes(total_bytes)}"
+    is_met = abs(total_bytes - expected_bytes) <= TOLERANCE_BYTES
+    report.judge(subject, requirement, observed, is_met, bytes_left=bytes_left)
     report.info("linear layers add", format_bytes(bytes_left["linear"][1]))
 
 
 def _rounded(tensor: torch.Tensor) -> int:
+    """Return a tensor's bytes, rounded up to the allocator's alignment."""
     return -(-tensor.untyped_storage().nbytes() // CUDA_ALIGNMENT_BYTES) * CUDA_ALIGNMENT_BYTES
 
 
@@ -74,22 +76,22 @@ def optimize_workload(
     cache: str = "",
     cuda_graphs: bool = False,
 ) -> remat.RematModule:
-    """The model within a budget, by costs that are measured here."""
-    workload.model.zero_grad(set_to_none=True)  # with gradients there, accumulation is planned
+    """Return `remat.optimize` of the workload's model, with costs measured on this device."""
+    workload.model.zero_grad(set_to_none=True)  # existing gradients would plan for accumulation
     with workload.autocast_context():
         return remat.optimize(
             workload.model,
             budget,
             (),
             workload.batch,
-            strategy=remat.Auto(gap=0.02, time_limit=setting.solve_s(solve_s)),
+            strategy=remat.Auto(gap=0.02, time_limit=setting.solve_limit_s(solve_s)),
             cache=cache or setting.costs,
             cuda_graphs=cuda_graphs,
         )
 
 
 def plan_figures(gm: remat.RematModule) -> dict[str, object]:
-    """What a plan predicts."""
+    """Return the figures that a module's plan predicts: budget, peak, overhead, status, bytes."""
     plan = gm.plan
     assert plan is not None
     assert gm.program is not None
@@ -102,8 +104,8 @@ def plan_figures(gm: remat.RematModule) -> dict[str, object]:
     }
 
 
-def check_predicted_bytes(build_workload: WorkloadBuilder, is_expandable: bool) -> Callable[[Setting, Report], None]:
-    """Step 3 for one model: what is predicted against what is requested, allocated, reserved."""
+def check_predicted_bytes(build_workload: WorkloadBuilder, is_expandable: bool) -> PartFunction:
+    """Step 3 for one model: check predicted bytes against requested and allocated bytes."""
 
     def run(setting: Setting, report: Report) -> None:
         torch.manual_seed(0)
@@ -135,18 +137,24 @@ def check_predicted_bytes(build_workload: WorkloadBuilder, is_expandable: bool) 
 
 
 def _peaks(gm: remat.RematModule, workload: Workload, device: torch.device) -> StepPeaks:
+    """Return the peaks of one step that starts without gradients and cached blocks."""
     workload.model.zero_grad(set_to_none=True)
     free_unused_memory(device)
     return measure_peaks(lambda: run_step(gm, workload), device, resident_tensors(workload))
 
 
 def _judge_allocated(
-    report: Report, subject: str, predicted: dict[str, object], measured: StepPeaks, is_expandable: bool
+    report: Report,
+    subject: str,
+    predicted: dict[str, object],
+    measured: StepPeaks,
+    is_expandable: bool,
 ) -> None:
+    """Report the allocated bytes: a requirement with expandable segments, a figure without."""
     limit_bytes = _int(predicted["budget_bytes"])
     requirement = f"at most the budget of {format_bytes(limit_bytes)}"
     if measured.allocated_bytes is None or measured.reserved_bytes is None:
-        report.skip(subject, requirement, "a CPU's allocator keeps no count")
+        report.skip(subject, requirement, "a CPU's allocator has no such counter")
         return
     observed = (
         f"{format_bytes(measured.allocated_bytes)} ({measured.allocated_bytes / limit_bytes:.4f}), "
@@ -157,15 +165,15 @@ def _judge_allocated(
     assert isinstance(predicted_stats, dict)
     for kind in ("allocated", "reserved"):
         if (size := predicted_stats.get(f"{prefix}{kind}_peak_bytes")) is not None:
-            observed += f"; {format_bytes(int(size))} {kind} foreseen"
+            observed += f"; {format_bytes(int(size))} {kind} predicted"
     if is_expandable:
         report.judge(subject, requirement, observed, measured.allocated_bytes <= limit_bytes)
     else:
         report.info(subject, observed)
 
 
-def check_hard_limit(build_workload: WorkloadBuilder) -> Callable[[Setting, Report], None]:
-    """Step 4 for one model: three steps at 60% where the device has no more than 1.05 of that."""
+def check_hard_limit(build_workload: WorkloadBuilder) -> PartFunction:
+    """Step 4 for one model: three steps at 60% on a device limited to 1.05 times that budget."""
 
     def run(setting: Setting, report: Report) -> None:
         torch.manual_seed(0)
@@ -174,7 +182,7 @@ def check_hard_limit(build_workload: WorkloadBuilder) -> Callable[[Setting, Repo
         gm = optimize_workload(workload, "60%", setting)
         limit_bytes = int(1.05 * _int(plan_figures(gm)["budget_bytes"]))
         free_unused_memory(device)
-        subject, requirement = "60%, where the device has 1.05 of that", "no out-of-memory error"
+        subject, requirement = "60%, on a device of 1.05 times that", "no out-of-memory error"
         with memory_limit(device, limit_bytes):
             try:
                 for _ in range(2):
@@ -184,9 +192,8 @@ def check_hard_limit(build_workload: WorkloadBuilder) -> Callable[[Setting, Repo
                 report.judge(subject, requirement, str(error)[:300], False, **plan_figures(gm))
                 return
         retries = _retries(device)
-        report.judge(
-            subject, requirement, f"three steps, {retries} retries", True, **plan_figures(gm), **vars(measured)
-        )
+        observed = f"three steps, {retries} retries"
+        report.judge(subject, requirement, observed, True, **plan_figures(gm), **vars(measured))
 
     return run
 
@@ -195,8 +202,8 @@ def _retries(device: torch.device) -> int:
     return torch.cuda.memory_stats(device)["num_alloc_retries"] if is_cuda(device) else 0
 
 
-def fill_cost_cache(build_workload: WorkloadBuilder) -> Callable[[Setting, Report], None]:
-    """Step 10, first half: a process that fills a cost cache."""
+def fill_cost_cache(build_workload: WorkloadBuilder) -> PartFunction:
+    """Step 10, first half: fill a cost cache in one process."""
 
     def run(setting: Setting, report: Report) -> None:
         torch.manual_seed(0)
@@ -209,8 +216,8 @@ def fill_cost_cache(build_workload: WorkloadBuilder) -> Callable[[Setting, Repor
     return run
 
 
-def check_warm_process(build_workload: WorkloadBuilder) -> Callable[[Setting, Report], None]:
-    """Step 10, second half: the first step of a process that measures nothing."""
+def check_warm_process(build_workload: WorkloadBuilder) -> PartFunction:
+    """Step 10, second half: check the first step of a process with a full cost cache."""
 
     def run(setting: Setting, report: Report) -> None:
         subject, requirement = "the first step with a warm cost cache", "within the budget"
@@ -222,17 +229,21 @@ def check_warm_process(build_workload: WorkloadBuilder) -> Callable[[Setting, Re
         torch.backends.cudnn.benchmark = True
         workload, device = build_workload(setting), setting.device
         gm = optimize_workload(workload, "60%", setting, cache=str(cache))
-        measured = _peaks(gm, workload, device)  # no step before it
+        measured = _peaks(gm, workload, device)  # the process's first step
         predicted = plan_figures(gm)
         limit_bytes = _int(predicted["budget_bytes"])
-        size = measured.requested_bytes if measured.allocated_bytes is None else measured.allocated_bytes
-        observed = f"{format_bytes(size)} ({size / limit_bytes:.4f} of it)"
-        report.judge(subject, requirement, observed, size <= limit_bytes, **predicted, **vars(measured))
+        peak_bytes = measured.allocated_bytes
+        if peak_bytes is None:
+            peak_bytes = measured.requested_bytes
+        observed = f"{format_bytes(peak_bytes)} ({peak_bytes / limit_bytes:.4f} of it)"
+        is_met = peak_bytes <= limit_bytes
+        report.judge(subject, requirement, observed, is_met, **predicted, **vars(measured))
 
     return run
 
 
 def _cache(setting: Setting) -> Path:
+    """Return the path of step 10's own cost cache."""
     return setting.folder / "warm.sqlite"
 
 

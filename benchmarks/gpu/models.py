@@ -1,4 +1,4 @@
-"""The models of the run, with random weights and the loss inside; tiny in a dry run."""
+"""Models of the acceptance run, with random weights and the loss inside; tiny in a dry run."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ def _to_workload(
     blocks: Callable[[nn.Module], list[nn.Module]],
     half: bool,
 ) -> Workload:
+    """Return a workload of the model in training mode, on the setting's device."""
     device = setting.device
     batch = {name: tensor.to(device) for name, tensor in batch.items()}
     size = f"{size}, {'bfloat16 autocast' if half else 'float32'}"
@@ -38,7 +39,7 @@ def gpt2(
     half: bool = False,
     mask: bool = False,
 ) -> Workload:
-    """GPT-2; `mask` hides the last tokens of each row."""
+    """Return a GPT-2 workload. `mask` masks out the last tokens of each row."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     layers, width = setting.sized((layers, width), (min(layers, 2), 16))
@@ -62,7 +63,7 @@ def gpt2(
 
 
 def bert(setting: Setting, *, rows: int = 8, tokens: int = 512) -> Workload:
-    """BERT with its mask, in float32."""
+    """Return a BERT workload with an attention mask, in float32."""
     from transformers import BertConfig, BertForMaskedLM
 
     layers, width, heads, vocabulary = setting.sized((12, 768, 12, 30522), (2, 16, 2, 64))
@@ -82,7 +83,7 @@ def bert(setting: Setting, *, rows: int = 8, tokens: int = 512) -> Workload:
 
 
 def llama(setting: Setting, *, rows: int = 2, tokens: int = 2048) -> Workload:
-    """Of the size of Llama 3.2 1B: 16 layers, grouped queries, bfloat16."""
+    """Return a Llama workload of the size of Llama 3.2 1B: 16 layers, grouped queries, bfloat16."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     layers, width, inner, vocabulary = setting.sized((16, 2048, 8192, 128256), (2, 16, 32, 64))
@@ -110,7 +111,7 @@ def _images(rows: int, side: int, labels: int) -> dict[str, torch.Tensor]:
 
 
 def resnet50(setting: Setting, *, rows: int, half: bool = False) -> Workload:
-    """ResNet-50: bottleneck layers 3, 4, 6, 3."""
+    """Return a ResNet-50 workload (bottleneck layers 3, 4, 6, 3)."""
     from transformers import ResNetConfig, ResNetForImageClassification
 
     depths = setting.sized([3, 4, 6, 3], [1, 1])
@@ -130,7 +131,7 @@ def resnet50(setting: Setting, *, rows: int, half: bool = False) -> Workload:
 
 
 def vit(setting: Setting, *, rows: int = 64) -> Workload:
-    """ViT-B/16 with bfloat16 autocast."""
+    """Return a ViT-B/16 workload with bfloat16 autocast."""
     from transformers import ViTConfig, ViTForImageClassification
 
     layers, width, heads = setting.sized((12, 768, 12), (2, 16, 2))
@@ -150,7 +151,7 @@ def vit(setting: Setting, *, rows: int = 64) -> Workload:
 
 
 class Positional(nn.Module):
-    """A model that takes its batch by position and returns its loss, as CUDA graphs want it."""
+    """A model with a positional batch that returns its loss, as `make_graphed_callables` needs."""
 
     def __init__(self, module: nn.Module, names: tuple[str, ...]) -> None:
         super().__init__()
@@ -158,5 +159,5 @@ class Positional(nn.Module):
         self._names = names
 
     def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
-        """The loss."""
+        """Return the loss."""
         return self.module(**dict(zip(self._names, tensors, strict=True))).loss

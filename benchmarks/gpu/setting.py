@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 import torch
+
+from benchmarks.gpu.verdicts import Report
+from benchmarks.models.workloads import Workload
 
 T = TypeVar("T")
 
@@ -36,6 +40,11 @@ class Setting:
         """Return `full` on a GPU, and `dry` in a dry run."""
         return dry if self.dry else full
 
-    def solve_s(self, full: float) -> float:
+    def solve_limit_s(self, full: float) -> float:
         """Return the time limit of a solve: `full` seconds, or 2 in a dry run."""
         return self.sized(full, 2.0)
+
+
+WorkloadBuilder = Callable[[Setting], Workload]
+PartFunction = Callable[[Setting, Report], None]
+"""The work of a part: make checks in a setting, and report them."""

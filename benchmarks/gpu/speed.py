@@ -1,4 +1,4 @@
-"""Steps 6, 7 and 8: seconds of a step, beside eager's, the predicted ones, and other methods'."""
+"""Steps 6, 7 and 8: seconds of a step against eager's, predicted ones and other methods'."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from benchmarks.gpu.device import (
 )
 from benchmarks.gpu.memory import optimize_workload, plan_figures
 from benchmarks.gpu.models import Positional
-from benchmarks.gpu.setting import Setting
+from benchmarks.gpu.setting import PartFunction, Setting, WorkloadBuilder
 from benchmarks.gpu.verdicts import Report
 from benchmarks.harness.measurement import resident_tensors
 from benchmarks.harness.methods import (
@@ -32,22 +32,24 @@ from benchmarks.harness.methods import (
 from benchmarks.models.workloads import Workload
 from remat.limits.units import format_bytes
 
-WorkloadBuilder = Callable[[Setting], Workload]
 Times = dict[str, list[float]]
 
 
 def time_ratio(times: Times, name: str, to: str) -> float:
-    """The median of the ratios within a round."""
+    """Return the median over the rounds of the ratio of two methods' step times."""
     return statistics.median(a / b for a, b in zip(times[name], times[to], strict=True))
 
 
 def median_ms(times: Times, name: str) -> str:
-    """A step's median."""
+    """Return the median step time of a method as text, in milliseconds."""
     return f"{statistics.median(times[name]) * 1e3:.2f} ms"
 
 
-def check_keep_all(build_workload: WorkloadBuilder, limit: float) -> Callable[[Setting, Report], None]:
-    """Step 6 for one size: "100%" and CUDA graphs beside eager mode."""
+def check_keep_all(build_workload: WorkloadBuilder, limit: float) -> PartFunction:
+    """Step 6 for one size: compare the budget "100%", also as CUDA graphs, with eager mode.
+
+    `limit` is the allowed ratio of remat's step time to eager's.
+    """
 
     def run(setting: Setting, report: Report) -> None:
         torch.manual_seed(0)
@@ -55,20 +57,20 @@ def check_keep_all(build_workload: WorkloadBuilder, limit: float) -> Callable[[S
         report.info("model", workload.size)
         gm = optimize_workload(workload, "100%", setting)
         rounds, steps = setting.sized((15, 10), (2, 1))
-        steps_by_name = _sides({"eager": workload.model, "remat": gm}, workload)
+        steps_by_name = _step_functions({"eager": workload.model, "remat": gm}, workload)
         times = interleaved_step_times(steps_by_name, device, rounds, steps)
-        found = time_ratio(times, "remat", "eager")
-        observed = f"{found:.3f} of eager's {median_ms(times, 'eager')}"
-        report.judge("100%", f"<= {limit:g} of eager", observed, found <= limit, times=times)
+        ratio = time_ratio(times, "remat", "eager")
+        observed = f"{ratio:.3f} of eager's {median_ms(times, 'eager')}"
+        report.judge("100%", f"<= {limit:g} of eager", observed, ratio <= limit, times=times)
         names, args = tuple(workload.batch), tuple(workload.batch.values())
-        remat_extra = optimize_workload(workload, "100%", setting, cuda_graphs=True)
-        module = make_cuda_graphs(Positional(remat_extra, names), args, device)
+        capturable = optimize_workload(workload, "100%", setting, cuda_graphs=True)
+        module = make_cuda_graphs(Positional(capturable, names), args, device)
         steps_by_name["graphed"] = lambda: _positional_step(module, args, workload)
         times = interleaved_step_times(steps_by_name, device, rounds, steps)
-        found, requirement = time_ratio(times, "graphed", "eager"), "< 1 of eager"
+        ratio, requirement = time_ratio(times, "graphed", "eager"), "< 1 of eager"
         if is_cuda(device):
-            observed = f"{found:.3f} of eager's {median_ms(times, 'eager')}"
-            report.judge("100% as CUDA graphs", requirement, observed, found < 1, times=times)
+            observed = f"{ratio:.3f} of eager's {median_ms(times, 'eager')}"
+            report.judge("100% as CUDA graphs", requirement, observed, ratio < 1, times=times)
         else:
             report.skip("100% as CUDA graphs", requirement, "a CPU has none: it ran without")
 
@@ -76,14 +78,15 @@ def check_keep_all(build_workload: WorkloadBuilder, limit: float) -> Callable[[S
 
 
 def _positional_step(module: nn.Module, args: tuple[torch.Tensor, ...], workload: Workload) -> None:
+    """Run forward and backward of a module that takes the batch as positional arguments."""
     workload.model.zero_grad(set_to_none=True)
     with workload.autocast_context():
         loss = module(*args)
     loss.backward()
 
 
-def check_predicted_times(build_workload: WorkloadBuilder) -> Callable[[Setting, Report], None]:
-    """Step 7 for one model: seconds and overhead, as the plan has them and as they are."""
+def check_predicted_times(build_workload: WorkloadBuilder) -> PartFunction:
+    """Step 7 for one model: check the plan's seconds and overhead against measured ones."""
 
     def run(setting: Setting, report: Report) -> None:
         torch.manual_seed(0)
@@ -96,7 +99,9 @@ def check_predicted_times(build_workload: WorkloadBuilder) -> Callable[[Setting,
             except remat.InfeasibleBudget as error:
                 report.judge(f"{budget}: a plan", "there is one", str(error), False)
         rounds, steps = setting.sized((9, 5), (2, 1))
-        times = interleaved_step_times(_sides(modules, workload), setting.device, rounds, steps)
+        times = interleaved_step_times(
+            _step_functions(modules, workload), setting.device, rounds, steps
+        )
         for budget, gm in modules.items():
             plan = gm.plan
             assert plan is not None
@@ -124,9 +129,11 @@ def check_predicted_times(build_workload: WorkloadBuilder) -> Callable[[Setting,
     return run
 
 
-def compare_methods(build_workload: WorkloadBuilder) -> Callable[[Setting, Report], None]:
-    """Step 8 for one model: extra time at the peak of per-block checkpointing; then torch.compile
-    and torch's own budget, which may take long or fail."""
+def compare_methods(build_workload: WorkloadBuilder) -> PartFunction:
+    """Step 8 for one model: compare the extra time at the peak of per-block checkpointing.
+
+    Then report torch.compile and torch's own budget, which may take long or fail.
+    """
 
     def run(setting: Setting, report: Report) -> None:
         torch.manual_seed(0)
@@ -141,20 +148,24 @@ def compare_methods(build_workload: WorkloadBuilder) -> Callable[[Setting, Repor
             "per-block": per_block.module,
             "remat": gm,
         }
-        peak_bytes_by_name = {name: _peak(module, workload, device) for name, module in modules.items()}
+        peak_bytes_by_name = {
+            name: _peak(module, workload, device) for name, module in modules.items()
+        }
         rounds, steps = setting.sized((9, 2), (2, 1))
-        times = interleaved_step_times(_sides(modules, workload), device, rounds, steps)
+        times = interleaved_step_times(_step_functions(modules, workload), device, rounds, steps)
         for name in modules:
             extra = time_ratio(times, name, "eager") - 1
+            size_bytes = peak_bytes_by_name[name]
             report.info(
                 name,
-                f"{median_ms(times, name)} ({extra:+.1%}), {format_bytes(peak_bytes_by_name[name])}",
+                f"{median_ms(times, name)} ({extra:+.1%}), {format_bytes(size_bytes)}",
                 step_s=times[name],
-                requested_bytes=peak_bytes_by_name[name],
+                requested_bytes=size_bytes,
             )
         share = peak_bytes_by_name["remat"] / peak_bytes
         report.judge("remat's peak", "at most per-block's", f"{share:.4f} of it", share <= 1)
-        per_block_extra, remat_extra = (time_ratio(times, name, "eager") - 1 for name in ("per-block", "remat"))
+        per_block_extra = time_ratio(times, "per-block", "eager") - 1
+        remat_extra = time_ratio(times, "remat", "eager") - 1
         report.judge(
             "extra time at per-block's peak",
             "<= 0.75 of per-block's",
@@ -164,13 +175,15 @@ def compare_methods(build_workload: WorkloadBuilder) -> Callable[[Setting, Repor
         )
         del modules, gm, per_block
         for share in (1.0, 0.5):
-            _compiled(setting, report, workload, share)
+            _report_torch_compile(setting, report, workload, share)
 
     return run
 
 
-def _compiled(setting: Setting, report: Report, workload: Workload, share: float) -> None:
-    """torch.compile with torch's activation memory budget; 1 is what it does by default."""
+def _report_torch_compile(
+    setting: Setting, report: Report, workload: Workload, share: float
+) -> None:
+    """Report torch.compile with `share` as torch's activation memory budget; 1 is its default."""
     name = "torch.compile" if share == 1 else f"torch.compile, budget {share:g}"
     torch._dynamo.reset()
     free_unused_memory(setting.device)
@@ -181,29 +194,32 @@ def _compiled(setting: Setting, report: Report, workload: Workload, share: float
         return
     modules = {"eager": workload.model, name: method.module}
     rounds, steps = setting.sized((5, 2), (1, 1))
-    times = interleaved_step_times(_sides(modules, workload), setting.device, rounds, steps)
+    times = interleaved_step_times(
+        _step_functions(modules, workload), setting.device, rounds, steps
+    )
     extra = time_ratio(times, name, "eager") - 1
     observed = f"{median_ms(times, name)} ({extra:+.1%})"
     figures: dict[str, object] = {"step_s": times[name], **method.setup_s}
-    if is_cuda(setting.device):  # on a CPU nobody counts what compiled code takes
+    if is_cuda(setting.device):  # on a CPU, the memory of compiled code is not counted
         figures["requested_bytes"] = size = _peak(method.module, workload, setting.device)
         observed += f", {format_bytes(size)}"
     report.info(name, observed, **figures)
 
 
-def _sides(modules: Mapping[str, nn.Module], workload: Workload) -> dict[str, Callable[[], object]]:
+def _step_functions(
+    modules: Mapping[str, nn.Module], workload: Workload
+) -> dict[str, Callable[[], object]]:
+    """Return for each module a function that runs one training step of the workload."""
     return {
         name: (lambda module=module: run_step(module, workload)) for name, module in modules.items()
     }
 
 
 def _peak(module: nn.Module, workload: Workload, device: torch.device) -> int:
-    """Requested bytes of a warm step."""
+    """Return the peak of the requested bytes in a warm step."""
     run_step(module, workload)
     workload.model.zero_grad(set_to_none=True)
     free_unused_memory(device)
-    found = measure_peaks(
-        lambda: run_step(module, workload), device, resident_tensors(workload)
-    ).requested_bytes
+    peaks = measure_peaks(lambda: run_step(module, workload), device, resident_tensors(workload))
     workload.model.zero_grad(set_to_none=True)
-    return found
+    return peaks.requested_bytes

@@ -1,29 +1,24 @@
-"""The table: which parts each step has, each for a process of its own."""
+"""Table of the acceptance run: the parts of each step, each run in a process of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
 from benchmarks.gpu import correctness, marked_tests, memory, models, speed
-from benchmarks.gpu.setting import Setting
-from benchmarks.gpu.verdicts import Report
-from benchmarks.models.workloads import Workload
-
-Run = Callable[[Setting, Report], None]
-WorkloadBuilder = Callable[[Setting], Workload]
+from benchmarks.gpu.setting import PartFunction, WorkloadBuilder
 
 TITLES = {
     0: "the tests marked gpu",
     1: "every operation can be measured",
-    2: "what libraries hold",
+    2: "library workspaces",
     3: "bytes predicted, requested, allocated, reserved",
     4: "at 60%, on a device of 1.05 times that",
-    5: "the numbers are eager's",
-    6: "keeping everything, and CUDA graphs, beside eager",
+    5: "results equal eager's",
+    6: "keeping everything, and CUDA graphs, against eager",
     7: "seconds predicted and measured",
-    8: "extra time beside per-block checkpointing at its peak",
+    8: "extra time at the peak of per-block checkpointing",
     9: "steps with recomputation as CUDA graphs",
     10: "the first step of a second process",
 }
@@ -31,22 +26,22 @@ TITLES = {
 
 @dataclass(frozen=True)
 class Part:
-    """Of a step; `env` is added to the process's environment, which has `limit_s` to end."""
+    """A part of a step, run in a process of its own for up to `limit_s`, with `env` added."""
 
     step: int
     name: str
-    run: Run
+    run: PartFunction
     limit_s: float = 120.0
     env: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def key(self) -> str:
-        """As it is named in files."""
+        """The part's name in file names and on the command line."""
         return f"{self.step:02d}-{self.name}"
 
 
 def _segments(is_expandable: bool) -> dict[str, str]:
-    """Both names of the setting: torch renamed it."""
+    """Return the environment that sets expandable segments, under torch's old and new name."""
     value = f"expandable_segments:{is_expandable}"
     return {"PYTORCH_CUDA_ALLOC_CONF": value, "PYTORCH_ALLOC_CONF": value}
 
@@ -68,23 +63,27 @@ _RESNET: WorkloadBuilder = partial(models.resnet50, rows=128, half=True)
 
 
 def _parts() -> list[Part]:
+    """Return the parts of all steps, ordered by step."""
     parts = [
         Part(0, file.stem.removeprefix("test_"), marked_tests.run_marked_tests(file), 240.0)
         for file in marked_tests.marked_files()
     ]
     parts += [
-        Part(1, name, correctness.check_all_measured(build_workload)) for name, build_workload in _MEASURED.items()
+        Part(1, name, correctness.check_all_measured(build)) for name, build in _MEASURED.items()
     ]
     parts += [Part(2, "products", memory.check_library_workspaces, 60.0)]
     for is_expandable in (False, True):
         kind = "expandable" if is_expandable else "default"
-        for name, build_workload in _PLANNED.items():
+        for name, build in _PLANNED.items():
             parts += [
                 Part(
-                    3, f"{name}-{kind}", memory.check_predicted_bytes(build_workload, is_expandable),
+                    3, f"{name}-{kind}", memory.check_predicted_bytes(build, is_expandable),
                     env=_segments(is_expandable),
                 ),
-                Part(4, f"{name}-{kind}", memory.check_hard_limit(build_workload), env=_segments(is_expandable)),
+                Part(
+                    4, f"{name}-{kind}", memory.check_hard_limit(build),
+                    env=_segments(is_expandable),
+                ),
             ]  # fmt: skip
     parts += [
         Part(
@@ -109,8 +108,8 @@ def _parts() -> list[Part]:
         Part(8, "llama-1b-2x2048", speed.compare_methods(models.llama), 300.0),
     ]
     for dropout in (0.0, 0.1):
-        build_workload = partial(models.gpt2, layers=4, rows=4, tokens=256, dropout=dropout)
-        parts.append(Part(9, f"gpt2-dropout-{dropout:g}", correctness.check_cuda_graphs(build_workload)))
+        build = partial(models.gpt2, layers=4, rows=4, tokens=256, dropout=dropout)
+        parts.append(Part(9, f"gpt2-dropout-{dropout:g}", correctness.check_cuda_graphs(build)))
     warm: WorkloadBuilder = partial(models.resnet50, rows=64)
     parts += [
         Part(10, "a-first-process", memory.fill_cost_cache(warm), env=_segments(True)),

@@ -1,4 +1,4 @@
-"""What a result was measured on."""
+"""Description of the machine that a result was measured on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 def describe(device: torch.device) -> dict[str, str | int | float | None]:
-    """The machine, as it belongs into a result."""
+    """Return device, CPU, memory, load and versions, as a result file records them."""
     cuda = device.type == "cuda"
     return {
         "device": torch.cuda.get_device_name(device) if cuda else "cpu",
@@ -31,12 +31,13 @@ def describe(device: torch.device) -> dict[str, str | int | float | None]:
 
 
 def slug(device: torch.device) -> str:
-    """The device's name as part of a file name."""
+    """Return the device's name in a form that fits into a file name."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def _cpu() -> str:
+    """Return the CPU's model name."""
     info = Path("/proc/cpuinfo")
     if info.exists():
         for line in info.read_text().splitlines():

@@ -1,4 +1,4 @@
-"""Peaks, FLOPs and interleaved step times."""
+"""Measurement of peaks, FLOPs and interleaved step times."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ from remat.frontend.memory.meter import measure_step, unique_bytes
 
 @dataclass(frozen=True)
 class StepUsage:
-    """What one warm step takes. FLOPs are of matrix products and convolutions."""
+    """Peak bytes and FLOPs of one warm step. FLOPs are those of matmuls and convolutions."""
 
     peak_bytes: int
     flops: int | None
 
 
 def measure_usage(method: Method, workload: Workload, device: torch.device) -> StepUsage:
-    """Peak of allocated bytes, with parameters, buffers, gradients and batch, and FLOPs.
+    """Return the peak of a step with parameters, buffers, gradients and batch, and its FLOPs.
 
-    On the CPU, of live storages. The meter cannot see into what torch has compiled (dynamo steps
-    aside under it), so that is asked of the allocator; it counts kernels' scratch memory too. On
-    CUDA `max_memory_allocated` after warm-up, less what others (library workspaces) hold at rest.
+    On the CPU, the peak is that of live storages. The meter cannot see into compiled code, because
+    dynamo skips compilation under a dispatch mode; there the allocator's peak is read, which also
+    counts the scratch memory of kernels. On CUDA, the peak is `max_memory_allocated` after warm-up,
+    without the bytes that other users (library workspaces) hold between steps.
     """
     module = method.module
     assert module is not None
@@ -53,15 +54,18 @@ def measure_usage(method: Method, workload: Workload, device: torch.device) -> S
     workload.model.zero_grad(set_to_none=True)
     gc.collect()
     torch.cuda.synchronize(device)
-    own = sum(-(-unique_bytes([t]) // CUDA_ALIGNMENT_BYTES) for t in constants)
-    foreign = torch.cuda.memory_allocated(device) - own * CUDA_ALIGNMENT_BYTES
-    return StepUsage(cuda_peak(lambda: run_step(module, workload), device) - foreign, flops)
+    constant_blocks = sum(-(-unique_bytes([t]) // CUDA_ALIGNMENT_BYTES) for t in constants)
+    constant_bytes = constant_blocks * CUDA_ALIGNMENT_BYTES
+    other_bytes = torch.cuda.memory_allocated(device) - constant_bytes
+    return StepUsage(cuda_peak(lambda: run_step(module, workload), device) - other_bytes, flops)
 
 
 def keep_freed_memory() -> bool:
-    """Have glibc keep what is freed, as torch's allocator on CUDA does: else it returns each large
-    block to the system, and a step pays for its memory anew, page by page. False where there is no
-    glibc."""
+    """Make glibc keep freed memory in the process, as torch's CUDA allocator does.
+
+    By default glibc returns each large block to the system, and each step pays for the page faults
+    of its memory. Return False if the process does not use glibc.
+    """
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
@@ -71,21 +75,24 @@ def keep_freed_memory() -> bool:
 
 
 def resident_tensors(workload: Workload) -> list[torch.Tensor]:
-    """The tensors that are there before the step, one for each storage."""
+    """Return the parameters, buffers and batch of a workload, one tensor for each storage."""
     batch = [t for t in workload.batch.values() if isinstance(t, torch.Tensor)]
-    found = [*workload.model.parameters(), *workload.model.buffers(), *batch]
-    return list({t.untyped_storage()._cdata: t for t in found}.values())
+    tensors = [*workload.model.parameters(), *workload.model.buffers(), *batch]
+    return list({t.untyped_storage()._cdata: t for t in tensors}.values())
 
 
 def interleaved_step_times(
     methods: list[Method], workload: Workload, device: torch.device, rounds: int
 ) -> dict[str, list[float]]:
-    """Step times in seconds, A B C A B C ...: what else the machine does, it does to all. The
-    order turns by one each round, so that nobody always follows the same neighbour."""
+    """Return the step times of each method in seconds; the methods take turns, A B C A B C ...
+
+    So other load of the machine affects all methods alike. The order rotates by one each round, so
+    that no method always follows the same one. An extra first round warms up.
+    """
     times: dict[str, list[float]] = {method.name: [] for method in methods}
-    for number in range(-1, rounds):
-        at = number % len(methods)
-        for method in (*methods[at:], *methods[:at]):
+    for round_index in range(-1, rounds):
+        first = round_index % len(methods)
+        for method in (*methods[first:], *methods[:first]):
             assert method.module is not None
             workload.model.zero_grad(set_to_none=True)
             gc.collect()
@@ -93,22 +100,25 @@ def interleaved_step_times(
             began = time.perf_counter()
             run_step(method.module, workload)
             _synchronize(device)
-            if number >= 0:  # the first round warms up
+            if round_index >= 0:
                 times[method.name].append(time.perf_counter() - began)
     return times
 
 
 def time_summary(times: dict[str, list[float]], name: str) -> dict[str, float | int | list[float]]:
-    """Minimum and median, and the same of the ratios to eager's step of the same round."""
-    own = times[name]
-    ratios = [a / b for a, b in zip(own, times["eager"], strict=True)]
+    """Return minimum and median of a method's step times, and of their ratios to eager's.
+
+    A ratio compares two steps of the same round.
+    """
+    step_s = times[name]
+    ratios = [a / b for a, b in zip(step_s, times["eager"], strict=True)]
     return {
-        "step_s_median": statistics.median(own),
-        "step_s_min": min(own),
+        "step_s_median": statistics.median(step_s),
+        "step_s_min": min(step_s),
         "time_ratio_median": statistics.median(ratios),
-        "time_ratio_of_mins": min(own) / min(times["eager"]),
-        "runs": len(own),
-        "step_s": own,
+        "time_ratio_of_mins": min(step_s) / min(times["eager"]),
+        "runs": len(step_s),
+        "step_s": step_s,
     }
 
 

@@ -1,4 +1,4 @@
-"""The methods that are compared. Each is a module that takes the workload's batch to a loss."""
+"""Compared methods: modules that compute the loss of a workload's batch, each in another way."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ from benchmarks.models.workloads import Workload
 
 @dataclass
 class Method:
-    """One way to run the step, with what it took to set up. `failure` says why it does not run."""
+    """One way to run the training step, and the seconds of its set-up.
+
+    `facts` go into the result file. `failure` is the error message of a method that cannot run.
+    """
 
     name: str
     module: nn.Module | None = None
@@ -31,28 +34,31 @@ class Method:
 
 
 def try_method(name: str, make: Callable[[], Method]) -> Method:
-    """What `make` makes, or a method that says how it failed."""
+    """Return the method that `make` builds, or a failed one with the error message."""
     try:
         return make()
-    except Exception as error:  # whatever a peer raises is a result
+    except Exception as error:  # a failure of a compared method is a result
         return Method(name, failure=f"{type(error).__name__}: {error}"[:500])
 
 
 def copy_sharing_parameters(model: nn.Module) -> nn.Module:
-    """A copy of the modules around the very same parameters and buffers."""
+    """Return a copy of the model's modules with the same parameters and buffers."""
     shared = {id(t): t for t in (*model.parameters(), *model.buffers())}
     return copy.deepcopy(model, shared)
 
 
 def _loss(module: nn.Module, workload: Workload) -> torch.Tensor:
+    """Return the loss of the workload's batch under `module`."""
     with workload.autocast_context():
         output = module(**workload.batch)
     return output if isinstance(output, torch.Tensor) else output.loss
 
 
 def run_step(module: nn.Module, workload: Workload) -> torch.Tensor:
-    """Forward and backward into fresh gradients, as most loops have it: of what the model returns,
-    only the loss is there in the backward. Returns the loss."""
+    """Run forward and backward into new gradients, and return the loss.
+
+    As in most training loops, the loss is the only output that is referenced during the backward.
+    """
     workload.model.zero_grad(set_to_none=True)
     loss = _loss(module, workload)
     loss.backward()
@@ -60,12 +66,15 @@ def run_step(module: nn.Module, workload: Workload) -> torch.Tensor:
 
 
 def eager_method(workload: Workload) -> Method:
-    """The model as it is."""
+    """Return the method that runs the unchanged model."""
     return Method("eager", workload.model)
 
 
 def per_block_method(workload: Workload) -> Method:
-    """`torch.utils.checkpoint` around every block, without reentry: what most people use."""
+    """Return the method with non-reentrant `torch.utils.checkpoint` around every block.
+
+    This is what most users have.
+    """
     model = copy_sharing_parameters(workload.model)
     for block in workload.blocks(model):
         block.forward = _checkpointed(block.forward)  # type: ignore[method-assign]
@@ -80,7 +89,7 @@ def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def torch_budget_method(workload: Workload, share: float, backend: str) -> Method:
-    """torch's own partitioner with `activation_memory_budget`, compiled now."""
+    """Return the method of torch's own partitioner with `activation_memory_budget`, compiled."""
     model = copy_sharing_parameters(workload.model)
     compiled = torch.compile(model, backend=backend)
     began = time.perf_counter()
@@ -91,7 +100,7 @@ def torch_budget_method(workload: Workload, share: float, backend: str) -> Metho
         run_step(compiled, workload)  # type: ignore[arg-type]
     if not torch._dynamo.utils.counters["stats"]["unique_graphs"]:
         raise RuntimeError(
-            "torch ran code that it compiled for another budget; give one --torch-budgets a run"
+            "torch used code that it compiled for another budget; pass one value to --torch-budgets"
         )
     facts = {
         "activation_memory_budget": share,
@@ -109,8 +118,8 @@ def torch_budget_method(workload: Workload, share: float, backend: str) -> Metho
 def remat_method(
     workload: Workload, name: str, budget: int | str, time_limit_s: float, cache: str
 ) -> Method:
-    """remat within a budget in bytes, with costs measured on the workload's device."""
-    workload.model.zero_grad(set_to_none=True)  # with gradients there, accumulation is planned
+    """Return the method of `remat.optimize` with costs measured on the workload's device."""
+    workload.model.zero_grad(set_to_none=True)  # existing gradients would plan for accumulation
     began = time.perf_counter()
     with workload.autocast_context():
         gm = remat.optimize(

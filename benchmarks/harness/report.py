@@ -1,4 +1,4 @@
-"""Results as a table and as a dated file."""
+"""Output of benchmark results: a printed table, and a dated JSON file."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from typing import Any
 
 from remat.limits.units import format_bytes
 
+RESULTS = Path(__file__).parents[1] / "results"
+"""The folder of result files that the documentation reads."""
+
 Row = dict[str, Any]
 
 COLUMNS = (
@@ -18,7 +21,7 @@ COLUMNS = (
 
 
 def table_cells(row: Row, eager_method: Row) -> tuple[str, ...]:
-    """One method's row of the table."""
+    """Return the table cells of one method's row."""
     if row["failure"]:
         return (row["method"], *[""] * 6, row["failure"][:60])
     setup = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in row["setup_s"].items())
@@ -38,7 +41,7 @@ def table_cells(row: Row, eager_method: Row) -> tuple[str, ...]:
 
 
 def print_table(title: str, rows: list[Row]) -> None:
-    """Print the table, with rich where it is installed."""
+    """Print a table of methods, with rich if it is installed."""
     lines = [table_cells(row, rows[0]) for row in rows]
     try:
         from rich.console import Console
@@ -56,7 +59,7 @@ def print_table(title: str, rows: list[Row]) -> None:
 
 
 def write_result(folder: Path, name: str, result: dict[str, Any]) -> Path:
-    """Write the result as `YYYY-MM-DD-name.json`."""
+    """Write a result to `YYYY-MM-DD-name.json` in `folder`, and return the path."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{datetime.date.today().isoformat()}-{name}.json"
     path.write_text(json.dumps(result, indent=1) + "\n")

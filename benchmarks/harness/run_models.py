@@ -1,4 +1,4 @@
-"""Runs a benchmark over models: what is the same for all that compare ways to run a step."""
+"""Run a benchmark over models, and write its result file after each of them."""
 
 from __future__ import annotations
 
@@ -14,26 +14,28 @@ import torch._dynamo
 from benchmarks.harness import machine, report
 from benchmarks.models.workloads import Workload
 
-RESULTS = Path(__file__).parent / "results"
+WorkloadBuilder = Callable[[torch.device, bool], Workload]
+"""Builds a workload on a device; the second argument asks for a small one."""
 
-Make = Callable[[torch.device, bool], Workload]
-Run = Callable[[str, Workload, torch.device], dict[str, Any]]
-"""The result of one model, once it is shown; by its name."""
+ModelBenchmark = Callable[[str, Workload, torch.device], dict[str, Any]]
+"""Runs a named model's workload, prints its table and returns its part of the result file."""
 
 
 def run_models(
     benchmark: str,
     options: argparse.Namespace,
     facts: Mapping[str, Any],
-    models: Mapping[str, Make],
-    run: Run,
+    models: Mapping[str, WorkloadBuilder],
+    run: ModelBenchmark,
 ) -> int:
-    """Run each of `options.models`, and write the results. Returns 0: an aim that is missed is a
-    result, not an error."""
+    """Run the benchmark for each of `options.models` and write the results.
+
+    Return 0 even if an aim is missed: that is a result, not an error.
+    """
     if options.threads:
         torch.set_num_threads(options.threads)
     warnings.simplefilter("ignore")
-    torch._dynamo.config.recompile_limit = 256  # every method compiles the same code anew
+    torch._dynamo.config.recompile_limit = 256  # each method compiles the same code objects
     torch._dynamo.config.accumulated_recompile_limit = 1024
     device = torch.device(options.device)
     result: dict[str, Any] = {
@@ -43,7 +45,7 @@ def run_models(
         "machine": machine.describe(device),
         "models": {},
     }
-    out = options.out or (None if options.quick else RESULTS)
+    out = options.out or (None if options.quick else report.RESULTS)
     for name in options.models:
         torch.manual_seed(0)
         workload = models[name](device, options.quick)

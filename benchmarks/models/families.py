@@ -1,7 +1,7 @@
-"""The families of the benchmark of torch.compile: what people train, with their own dropout.
+"""Model families that users train, with their default dropout, for the benchmarks of torch.compile.
 
-On the CPU so small that each compiles in half a minute, with batches that make activations most of
-the memory; on CUDA larger, in bfloat16.
+On the CPU they are small enough to compile in half a minute, with batches that make activations
+most of the memory. On CUDA they are larger and run in bfloat16.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from benchmarks.models.workloads import (
 
 
 def small_gpt(device: torch.device, quick: bool) -> Workload:
-    """GPT-2: one graph break in its forward."""
+    """Return a GPT-2 workload; its forward has one graph break."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     layers, width, _, tokens, vocabulary = _text_model_sizes(device, quick)
@@ -33,7 +33,7 @@ def small_gpt(device: torch.device, quick: bool) -> Workload:
 
 
 def llama(device: torch.device, quick: bool) -> Workload:
-    """Rotary embeddings, RMS norms, grouped queries, gated MLPs; no dropout."""
+    """Return a Llama workload: rotary embeddings, RMS norms, grouped queries, gated MLPs."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     layers, width, _, tokens, vocabulary = _text_model_sizes(device, quick)
@@ -47,8 +47,10 @@ def llama(device: torch.device, quick: bool) -> Workload:
 
 
 def qwen3_moe(device: torch.device, quick: bool) -> Workload:
-    """Eight experts, two for each token, all of them run by batched products: each token has its
-    own copy of two experts' weights, so that on the CPU there are few tokens."""
+    """Return a Qwen3-MoE workload: eight experts, two for each token, as batched matmuls.
+
+    Batched matmuls copy the weights of two experts for each token, so the CPU gets few tokens.
+    """
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     layers, width, rows, tokens, vocabulary = _text_model_sizes(device, quick)
@@ -69,7 +71,7 @@ def qwen3_moe(device: torch.device, quick: bool) -> Workload:
 
 
 def bert(device: torch.device, quick: bool) -> Workload:
-    """Masked language modelling, padding in a quarter of the batch."""
+    """Return a BERT workload of masked language modelling, with padding in a quarter of the batch."""
     from transformers import BertConfig, BertForMaskedLM
 
     layers, width, rows, tokens, vocabulary = _text_model_sizes(device, quick)
@@ -88,7 +90,7 @@ def bert(device: torch.device, quick: bool) -> Workload:
 
 
 def t5(device: torch.device, quick: bool) -> Workload:
-    """Encoder and decoder."""
+    """Return a T5 workload with encoder and decoder."""
     from transformers import T5Config, T5ForConditionalGeneration
 
     layers, width, rows, tokens, vocabulary = _text_model_sizes(device, quick)
@@ -106,12 +108,12 @@ def t5(device: torch.device, quick: bool) -> Workload:
         model.to(device).train(),
         {"input_ids": ids, "labels": ids},
         modules_of_classes("T5Block"),
-        _precision(device),
+        _autocast_dtype(device),
     )
 
 
 def vit(device: torch.device, quick: bool) -> Workload:
-    """Images as 197 tokens on CUDA, 65 on the CPU."""
+    """Return a ViT workload: images of 197 tokens on CUDA, of 65 tokens on the CPU."""
     from transformers import ViTConfig, ViTForImageClassification
 
     layers, width, *_ = _text_model_sizes(device, quick)
@@ -129,12 +131,12 @@ def vit(device: torch.device, quick: bool) -> Workload:
         model.to(device).train(),
         labelled_images(rows, side, 100, device),
         modules_of_classes("ViTLayer"),
-        _precision(device),
+        _autocast_dtype(device),
     )
 
 
 def resnet(device: torch.device, quick: bool) -> Workload:
-    """Convolutions and batch norms."""
+    """Return a ResNet workload with convolutions and batch norms."""
     from transformers import ResNetConfig, ResNetForImageClassification
 
     large = device.type == "cuda" and not quick
@@ -156,12 +158,12 @@ def resnet(device: torch.device, quick: bool) -> Workload:
         model.to(device).train(),
         labelled_images(rows, side, 100, device),
         modules_of_classes("ResNetBasicLayer", "ResNetBottleNeckLayer"),
-        _precision(device),
+        _autocast_dtype(device),
     )
 
 
 def unet2d(device: torch.device, quick: bool) -> Workload:
-    """A diffusion U-Net with attention."""
+    """Return the workload of a diffusion U-Net with attention."""
     from diffusers import UNet2DModel
 
     large = device.type == "cuda" and not quick
@@ -180,18 +182,19 @@ def unet2d(device: torch.device, quick: bool) -> Workload:
         DenoisingLoss(unet).to(device).train(),
         noisy_images(rows, side, device),
         modules_of_classes("ResnetBlock2D", "Attention"),
-        _precision(device),
+        _autocast_dtype(device),
     )
 
 
 def _text_model_sizes(device: torch.device, quick: bool) -> tuple[int, int, int, int, int]:
-    """Layers, width, rows, tokens, vocabulary."""
+    """Return layers, width, rows, tokens and vocabulary of a text model."""
     if device.type == "cuda" and not quick:
         return 12, 768, 16, 1024, 50304
     return (1 if quick else 4), 256, 8, 128 if quick else 256, 1000
 
 
-def _precision(device: torch.device) -> torch.dtype | None:
+def _autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """Return the autocast dtype: bfloat16 on CUDA, None on the CPU."""
     return torch.bfloat16 if device.type == "cuda" else None
 
 
@@ -203,6 +206,7 @@ def _language_workload(
     quick: bool,
     batch: tuple[int, int] | None = None,
 ) -> Workload:
+    """Return the workload of a language model whose blocks are the children of `layers_path`."""
     layers, width, rows, tokens, vocabulary = _text_model_sizes(device, quick)
     rows, tokens = batch or (rows, tokens)
     ids = torch.randint(0, vocabulary, (rows, tokens), device=device)
@@ -211,7 +215,7 @@ def _language_workload(
         model.to(device).train(),
         {"input_ids": ids, "labels": ids},
         lambda model: list(model.get_submodule(layers_path).children()),
-        _precision(device),
+        _autocast_dtype(device),
     )
 
 

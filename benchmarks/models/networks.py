@@ -1,4 +1,4 @@
-"""Architectures that no library at hand has, written out compactly, for tracing."""
+"""Architectures that no installed library has, for tracing."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from torch import nn
 
 
 class DenseNet(nn.Module):
-    """DenseNet-BC (Huang et al. 2017): every layer reads the concatenation of all before it in its
-    block. Returns the cross-entropy of a batch of images with their labels."""
+    """DenseNet-BC (Huang et al. 2017), which returns the cross-entropy of labelled images.
+
+    Each layer reads the concatenation of all earlier outputs of its block.
+    """
 
     def __init__(
         self, blocks: Sequence[int] = (6, 12, 24, 16), growth: int = 32, classes: int = 1000
@@ -45,13 +47,13 @@ class DenseNet(nn.Module):
         self.head = nn.Linear(width, classes)
 
     def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """The loss."""
+        """Return the loss."""
         x = self.stem(pixel_values)
         for number, block in enumerate(self.blocks):
-            found = [x]
+            features = [x]
             for layer in block.children():
-                found.append(layer(found))
-            x = torch.cat(found, 1)
+                features.append(layer(features))
+            x = torch.cat(features, 1)
             if number < len(self.transitions):
                 x = self.transitions[number](x)
         x = F.adaptive_avg_pool2d(F.relu(self.norm(x)), 1).flatten(1)
@@ -66,28 +68,31 @@ class _DenseLayer(nn.Module):
         self.norm2 = nn.BatchNorm2d(4 * growth)
         self.conv2 = nn.Conv2d(4 * growth, growth, 3, padding=1, bias=False)
 
-    def forward(self, found: list[torch.Tensor]) -> torch.Tensor:
-        x = self.conv1(F.relu(self.norm1(torch.cat(found, 1)), inplace=True))
+    def forward(self, features: list[torch.Tensor]) -> torch.Tensor:
+        x = self.conv1(F.relu(self.norm1(torch.cat(features, 1)), inplace=True))
         return self.conv2(F.relu(self.norm2(x), inplace=True))
 
 
 class SegmentationUNet(nn.Module):
-    """The U-Net of Ronneberger et al. 2015, with padding and batch norm. Returns the cross-entropy
-    of a batch of images with a label for every pixel."""
+    """The U-Net of Ronneberger et al. 2015, with padding and batch norm.
+
+    It returns the cross-entropy of images with a label for every pixel.
+    """
 
     def __init__(self, width: int = 64, levels: int = 4, classes: int = 21) -> None:
         super().__init__()
         widths = [width << level for level in range(levels + 1)]
         self.down = nn.ModuleList(
-            _pair(before, after) for before, after in zip([3, *widths], widths, strict=False)
+            _double_convolution(before, after)
+            for before, after in zip([3, *widths], widths, strict=False)
         )
         deep_first = list(zip(widths[:0:-1], widths[-2::-1], strict=True))
         self.grow = nn.ModuleList(nn.ConvTranspose2d(a, b, 2, stride=2) for a, b in deep_first)
-        self.up = nn.ModuleList(_pair(2 * b, b) for _, b in deep_first)
+        self.up = nn.ModuleList(_double_convolution(2 * b, b) for _, b in deep_first)
         self.head = nn.Conv2d(width, classes, 1)
 
     def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """The loss."""
+        """Return the loss."""
         x, skipped = self.down[0](pixel_values), list[torch.Tensor]()
         for block in self.down[1:]:
             skipped.append(x)
@@ -97,8 +102,8 @@ class SegmentationUNet(nn.Module):
         return F.cross_entropy(self.head(x), labels)
 
 
-def _pair(before: int, after: int) -> nn.Module:
-    """Two convolutions, each with batch norm and ReLU."""
+def _double_convolution(before: int, after: int) -> nn.Module:
+    """Return two convolutions, each followed by batch norm and ReLU."""
     layers: list[nn.Module] = []
     for width in (before, after):
         layers.append(nn.Conv2d(width, after, 3, padding=1, bias=False))

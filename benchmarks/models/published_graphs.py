@@ -1,9 +1,9 @@
-"""The published benchmark graphs, read from a folder that the user names.
+"""Published benchmark graphs, read from a folder that the user names.
 
-The files are data of others and no part of this repository. Memory is counted as in the published
-figures: a node's inputs and output are there while it runs, an output without a user lives only
-during its own step, and nothing else counts. Reading checks the peak without recomputation to the
-unit, so that a figure is never compared on another graph.
+The files belong to others and are not part of this repository. Memory is counted as in the
+published figures: a node's inputs and output are live while it runs, an output without a consumer
+is live only while its node runs, and nothing else counts. Reading checks the exact peak without
+recomputation, so that figures are never compared on different graphs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import remat
 
 @dataclass(frozen=True)
 class PublishedGraph:
-    """A published file: its name, and what it holds."""
+    """File name, number of operations, and peak without recomputation of a published graph."""
 
     file: str
     operations: int
@@ -35,26 +35,35 @@ PUBLISHED_GRAPHS = {
     "RL3": PublishedGraph("rl3_n500.json", 500, 284_439),
     "RL4": PublishedGraph("rl4_n1000.json", 1_000, 608_619),
 }
-"""CM: training graphs of Checkmate (MLSys 2020), sizes in bytes. RL: random layered graphs of
-Moccasin (ICML 2023), sizes in units."""
+"""The graphs by short name.
+
+CM: training graphs of Checkmate (MLSys 2020), sizes in bytes. RL: random layered graphs of Moccasin
+(ICML 2023), sizes without a unit.
+"""
 
 
 def load_published_graph(folder: Path, name: str) -> remat.Graph:
-    """A published graph by its short name. Raises `ValueError` where the file is another one."""
-    known = PUBLISHED_GRAPHS[name]
-    document = json.loads((folder / known.file).read_text())
+    """Return the published graph with a short name.
+
+    Raises `ValueError` if the file has other operations or another peak than the published one.
+    """
+    published = PUBLISHED_GRAPHS[name]
+    document = json.loads((folder / published.file).read_text())
     graph = _checkmate(document) if name.startswith("CM") else _layered(document)
     peak = remat.simulate(graph, remat.Schedule.keep_all(graph)).peak_bytes
-    if (len(graph), peak) != (known.operations, known.baseline_peak_bytes):
+    if (len(graph), peak) != (published.operations, published.baseline_peak_bytes):
         raise ValueError(
-            f"{known.file} is not the published {name}: {len(graph)} operations with a peak of "
-            f"{peak:,}, expected {known.operations} with {known.baseline_peak_bytes:,}"
+            f"{published.file} is not the published {name}: {len(graph)} operations with a peak of "
+            f"{peak:,}, expected {published.operations} with {published.baseline_peak_bytes:,}"
         )
     return graph
 
 
 def _checkmate(document: dict[str, Any]) -> remat.Graph:
-    """`cost_cpu` and `cost_ram` on nodes; the order is networkx's topological sort."""
+    """Return the graph of a Checkmate file.
+
+    Nodes have `cost_cpu` and `cost_ram`; the order is networkx's topological sort.
+    """
     g = nx.DiGraph()
     for node in document["nodes"]:
         g.add_node(
@@ -65,7 +74,10 @@ def _checkmate(document: dict[str, Any]) -> remat.Graph:
 
 
 def _layered(document: dict[str, Any]) -> remat.Graph:
-    """`duration` and `out_cost` on nodes; the file names the order."""
+    """Return the graph of a Moccasin file.
+
+    Nodes have `duration` and `out_cost`; the file contains the order.
+    """
     g = nx.DiGraph()
     for node in document["nodes"]:
         g.add_node(node["name"], cost=node["duration"], size=node["out_cost"])

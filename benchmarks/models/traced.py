@@ -1,10 +1,10 @@
-"""Training graphs of real architectures at real sizes, traced without a number computed.
+"""Training graphs of real architectures at real sizes, traced on fake tensors.
 
     python -m benchmarks.models.traced                          # all of them, into the cache
     python -m benchmarks.models.traced --models gpt12 unet --fresh
 
-Models and batches are fake tensors: shapes without storage, so that the largest needs no more
-memory than its graph. Costs come from a roofline. Traces are kept as JSON in a cache folder.
+Fake tensors have shapes and no storage, so that the largest model needs no more memory than its
+graph. Costs come from a roofline. Traces are stored as JSON in a cache folder.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Example = tuple[nn.Module, dict[str, Any]]
 
 @dataclass(frozen=True)
 class TracedModel:
-    """How a model and its batch are made, and what size they have, in words."""
+    """A model to trace: a description of its size, and the function that builds it with a batch."""
 
     size: str
     make: Callable[[], Example]
@@ -116,7 +116,7 @@ def _t5(layers: int, rows: int, tokens: int) -> TracedModel:
             use_cache=False,
         )  # fmt: skip
         ids = _tokens(config.vocab_size, rows, tokens)
-        # With labels alone, the model looks at their values to mask some out.
+        # Without decoder ids, the model reads the values of the labels to mask some of them.
         return T5ForConditionalGeneration(config), {
             "input_ids": ids, "decoder_input_ids": ids, "labels": ids,
         }  # fmt: skip
@@ -211,20 +211,20 @@ TRACED_MODELS: dict[str, TracedModel] = {
 
 
 def trace(name: str, costs: str = "h200") -> remat.Trace:
-    """The training step of a named model, with roofline costs."""
+    """Return the trace of a named model's training step, with roofline costs."""
     with FakeTensorMode():
         model, batch = TRACED_MODELS[name].make()
     return remat.measure(remat.trace(model.train(), (), batch), remat.Roofline(costs))
 
 
 def default_cache() -> Path:
-    """The user's cache folder."""
+    """Return the folder of traces in the user's cache folder."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "remat-benchmarks"
 
 
 def tracer_digest() -> str:
-    """A digest of the code that traces and prices, and of torch's version."""
+    """Return a digest of the code that traces and estimates costs, and of torch's version."""
     digest = hashlib.sha256(torch.__version__.encode())
     package = Path(remat.__file__).parent
     code = [*package.glob("frontend/**/*.py"), *package.glob("costs/*.py")]
@@ -236,16 +236,19 @@ def tracer_digest() -> str:
 def load_or_trace(
     name: str, folder: Path, fresh: bool = False, costs: str = "h200"
 ) -> tuple[Path, dict[str, Any]]:
-    """The trace's file and facts about it: operations, peak, seconds that tracing took. Traced now
-    where the file is not there; `outdated` says that other code than today's has traced it."""
+    """Return a trace's file and facts about it: operations, peak, seconds of tracing.
+
+    A missing file is traced now. The fact `outdated` is True if another version of the code traced
+    the file.
+    """
     path, about = folder / f"{name}.trace.json", folder / f"{name}.about.json"
     if fresh or not (path.exists() and about.exists()):
         folder.mkdir(parents=True, exist_ok=True)
         began = time.perf_counter()
-        found = trace(name, costs)
+        traced_step = trace(name, costs)
         trace_s = time.perf_counter() - began
-        found.save(path)
-        graph = found.graph()
+        traced_step.save(path)
+        graph = traced_step.graph()
         peak_bytes = remat.simulate(graph, remat.Schedule.keep_all(graph)).peak_bytes
         facts = {
             "model": name,
@@ -263,23 +266,23 @@ def load_or_trace(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Trace what is not in the cache yet; one line for each model."""
+    """Trace the models that the cache lacks, and print a line for each model."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.models.traced", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
         "--models", nargs="+", choices=list(TRACED_MODELS), default=list(TRACED_MODELS)
     )
     parser.add_argument("--cache", type=Path, default=default_cache(), help="folder of the traces")
-    parser.add_argument("--fresh", action="store_true", help="trace anew what is there")
+    parser.add_argument("--fresh", action="store_true", help="also trace cached models")
     options = parser.parse_args(argv)
     print(f"{'model':<18} {'operations':>10} {'trace s':>8} {'peak GiB':>9}  size")
     for name in options.models:
         _, facts = load_or_trace(name, options.cache, options.fresh)
         peak_gib = facts["baseline_peak_bytes"] / 2**30
-        old = "  (by other code; --fresh traces anew)" if facts["outdated"] else ""
+        note = "  (traced by another version; --fresh repeats)" if facts["outdated"] else ""
         print(
             f"{name:<18} {facts['operations']:>10} {facts['trace_s']:>8.1f} {peak_gib:>9.2f}  "
-            f"{facts['size']}{old}",
+            f"{facts['size']}{note}",
             flush=True,
         )
     return 0

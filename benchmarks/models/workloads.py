@@ -1,7 +1,7 @@
-"""The models of the benchmarks: real architectures with random weights, the loss inside.
+"""Workloads: real architectures with random weights and a batch, the loss inside the model.
 
-Sizes are such that activations dominate and one eager step takes some seconds on two CPU cores, or
-fills a good part of a large GPU.
+Sizes are such that activations dominate, and one eager step takes some seconds on two CPU cores or
+fills a large part of a large GPU.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ from torch import nn
 
 @dataclass
 class Workload:
-    """A model with its batch. `blocks` are what per-block checkpointing checkpoints; `autocast` is
-    the lower precision that its forward runs in, if any."""
+    """A model with its batch.
+
+    `blocks` returns the modules that per-block checkpointing checkpoints; `autocast` is the dtype of
+    the forward's autocast, if any.
+    """
 
     size: str
     model: nn.Module
@@ -28,14 +31,14 @@ class Workload:
     autocast: torch.dtype | None = None
 
     def autocast_context(self) -> contextlib.AbstractContextManager[object]:
-        """What the forward is called in."""
+        """Return the autocast context of the forward, or a null context."""
         if self.autocast is None:
             return contextlib.nullcontext()
         return torch.autocast(next(self.model.parameters()).device.type, dtype=self.autocast)
 
 
 class DenoisingLoss(nn.Module):
-    """A diffusion model's training step."""
+    """The loss of a diffusion model that predicts the noise of an image."""
 
     def __init__(self, unet: nn.Module) -> None:
         super().__init__()
@@ -44,7 +47,7 @@ class DenoisingLoss(nn.Module):
     def forward(
         self, noisy: torch.Tensor, steps: torch.Tensor, noise: torch.Tensor
     ) -> torch.Tensor:
-        """Mean squared error of the predicted noise."""
+        """Return the mean squared error of the predicted noise."""
         return F.mse_loss(self.unet(noisy, steps).sample, noise)
 
 
@@ -53,12 +56,12 @@ def _to_training(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def modules_of_classes(*kinds: str) -> Callable[[nn.Module], list[nn.Module]]:
-    """All modules of these classes."""
+    """Return a function that lists the modules of a model whose class has one of these names."""
     return lambda model: [m for m in model.modules() if type(m).__name__ in kinds]
 
 
 def labelled_images(rows: int, side: int, labels: int, device: torch.device) -> dict[str, Any]:
-    """A batch as transformers' classifiers take it."""
+    """Return a batch of random images for an image classifier of Transformers."""
     return {
         "pixel_values": torch.randn(rows, 3, side, side, device=device),
         "labels": torch.randint(0, labels, (rows,), device=device),
@@ -66,7 +69,7 @@ def labelled_images(rows: int, side: int, labels: int, device: torch.device) -> 
 
 
 def noisy_images(rows: int, side: int, device: torch.device) -> dict[str, Any]:
-    """A batch for `DenoisingLoss`."""
+    """Return a random batch for `DenoisingLoss`."""
     return {
         "noisy": torch.randn(rows, 3, side, side, device=device),
         "steps": torch.randint(0, 1000, (rows,), device=device),
@@ -75,7 +78,7 @@ def noisy_images(rows: int, side: int, device: torch.device) -> dict[str, Any]:
 
 
 def gpt2(device: torch.device, quick: bool) -> Workload:
-    """GPT-2 with 12 layers; narrower on the CPU, with a small vocabulary."""
+    """Return a GPT-2 workload of 12 layers; narrower on the CPU, with a small vocabulary."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     layers = 3 if quick else 12
@@ -98,7 +101,7 @@ def gpt2(device: torch.device, quick: bool) -> Workload:
 
 
 def resnet50(device: torch.device, quick: bool) -> Workload:
-    """ResNet-50: bottleneck layers 3, 4, 6, 3."""
+    """Return a ResNet-50 workload (bottleneck layers 3, 4, 6, 3)."""
     from transformers import ResNetConfig, ResNetForImageClassification
 
     depths = [1, 1, 1, 1] if quick else [3, 4, 6, 3]
@@ -114,7 +117,7 @@ def resnet50(device: torch.device, quick: bool) -> Workload:
 
 
 def unet2d(device: torch.device, quick: bool) -> Workload:
-    """A diffusion U-Net with attention, as diffusers builds it."""
+    """Return the workload of diffusers' U-Net with attention."""
     from diffusers import UNet2DModel
 
     if device.type == "cuda" and not quick:
@@ -135,7 +138,7 @@ def unet2d(device: torch.device, quick: bool) -> Workload:
         noisy_images(rows, side, device),
         modules_of_classes(
             "ResnetBlock2D", "Attention"
-        ),  # what diffusers itself checkpoints, and attention
+        ),  # the blocks diffusers checkpoints, and attention
     )
 
 

@@ -49,9 +49,9 @@ def main(arguments: list[str] | None = None) -> int:
         }
         for section in options.sections:
             with tempfile.TemporaryDirectory() as folder:
-                found = SECTIONS[section](Path(folder), settings, options)
-            result["sections"][section] = found
-            print(section, *(f"  {key}: {value}" for key, value in found.items()), sep="\n")
+                answers = SECTIONS[section](Path(folder), settings, options)
+            result["sections"][section] = answers
+            print(section, *(f"  {key}: {value}" for key, value in answers.items()), sep="\n")
             report.write_result(options.out, f"service-{name}", result)
     return 0
 

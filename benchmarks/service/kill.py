@@ -26,15 +26,15 @@ def run(folder: Path, settings: dict[str, str], options: argparse.Namespace) -> 
     chance = random.Random(options.seed)
     settings = {**settings, "REMAT_LEASE_S": _LEASE_S}
     server = servers.start(folder, "--workers", "2", port=None, **settings)
-    made: list[str] = []
+    job_ids: list[str] = []
     began = time.monotonic()
     try:
         for turn in range(2 * options.kills):
             with server.http() as http:
                 for _ in range(options.in_flight):
-                    answer = http.post("/solve", json=jobs.body(len(made)))
+                    answer = http.post("/solve", json=jobs.body(len(job_ids)))
                     assert answer.status_code == 202, answer.text
-                    made.append(answer.json()["id"])
+                    job_ids.append(answer.json()["id"])
             time.sleep(chance.uniform(*_MOMENTS_S))
             if turn % 2:
                 os.kill(worker_of(server), signal.SIGKILL)
@@ -43,12 +43,12 @@ def run(folder: Path, settings: dict[str, str], options: argparse.Namespace) -> 
                 port = int(server.url.rpartition(":")[2])
                 server = servers.start(folder, "--workers", "2", port=port, **settings)
             with server.http() as http:
-                for id in made[-options.in_flight :]:
+                for id in job_ids[-options.in_flight :]:
                     servers.finished(http, id, _PATIENCE_S)
         with server.http() as http:
-            for id in made:
+            for id in job_ids:
                 jobs.check(http, id, plan)
-        lost = server.log.read_text().count("the worker ended and is started again")
+        lost = server.log.read_text().count("the worker exited and is restarted")
     finally:
         server.process.kill()
         server.process.wait()
@@ -57,8 +57,8 @@ def run(folder: Path, settings: dict[str, str], options: argparse.Namespace) -> 
         "kills_of_the_worker": options.kills,
         "worker_restarts_seen": lost,
         "in_flight": options.in_flight,
-        "accepted": len(made),
-        "finished_once_and_right": len(made),
+        "accepted": len(job_ids),
+        "finished_once_and_right": len(job_ids),
         "seconds": round(time.monotonic() - began, 1),
     }
 

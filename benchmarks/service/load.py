@@ -29,22 +29,24 @@ def run(folder: Path, settings: dict[str, str], options: argparse.Namespace) -> 
         began = time.monotonic()
         with ThreadPoolExecutor(options.clients) as pool:
             share = [range(c, options.jobs, options.clients) for c in range(options.clients)]
-            made = [id for ids in pool.map(lambda part: _submit(server, part), share) for id in ids]
+            job_ids = [
+                id for ids in pool.map(lambda part: _submit(server, part), share) for id in ids
+            ]
         submitted_s = time.monotonic() - began
-        assert len(set(made)) == options.jobs
+        assert len(set(job_ids)) == options.jobs
         solving = threading.Event()
-        looks = _StatusPoller(server, made, solving)
+        looks = _StatusPoller(server, job_ids, solving)
         looks.start()
         with server.http() as http:
-            for id in made:
+            for id in job_ids:
                 servers.finished(http, id, _PATIENCE_S)
             done_s = time.monotonic() - began
             solving.set()
             looks.join()
-            for id in made:
+            for id in job_ids:
                 jobs.check(http, id, plan)
             listed = [id for id in _all_jobs(http) if id not in before]
-        assert sorted(listed) == sorted(made), "a job is lost, or there is one too many"
+        assert sorted(listed) == sorted(job_ids), "a job is lost, or there is one too many"
     percentiles = statistics.quantiles(looks.seconds, n=100)
     return {
         "jobs": options.jobs,
@@ -60,12 +62,12 @@ def run(folder: Path, settings: dict[str, str], options: argparse.Namespace) -> 
 
 def _submit(server: Server, numbers: range) -> list[str]:
     with server.http() as http:
-        found = []
+        answers = []
         for number in numbers:
             answer = http.post("/solve", json=jobs.body(number))
             assert answer.status_code == 202, answer.text
-            found.append(answer.json()["id"])
-        return found
+            answers.append(answer.json()["id"])
+        return answers
 
 
 class _StatusPoller(threading.Thread):
@@ -90,11 +92,11 @@ class _StatusPoller(threading.Thread):
 
 
 def _all_jobs(http: Any) -> list[str]:
-    found, cursor = [], None
+    answers, cursor = [], None
     while True:
         query = {"limit": 100} | ({"cursor": cursor} if cursor else {})
         page = http.get("/jobs", params=query).json()
-        found += [job["id"] for job in page["jobs"]]
+        answers += [job["id"] for job in page["jobs"]]
         cursor = page["next"]
         if cursor is None:
-            return found
+            return answers

@@ -53,9 +53,9 @@ def run(folder: Path, settings: dict[str, str], options: argparse.Namespace) -> 
             time.sleep(2.0)
             for kind in client_s:
                 began = time.perf_counter()
-                found = client.plan(trace, f"{200 + number}%", _STRATEGY)
+                answers = client.plan(trace, f"{200 + number}%", _STRATEGY)
                 client_s[kind].append(time.perf_counter() - began)
-                assert found[0].schedule == plan.schedule
+                assert answers[0].schedule == plan.schedule
     library_s = statistics.median(local)
     http_medians = {kind: statistics.median(seconds) for kind, seconds in http_s.items()}
     client_medians = {kind: statistics.median(seconds) for kind, seconds in client_s.items()}

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.harness import machine
+from benchmarks.harness import machine, report
 from benchmarks.models.traced import TRACED_MODELS, default_cache
 from benchmarks.solver import baselines, peers, published, traced_graphs
 from benchmarks.solver.baseline_worker import NAMES
@@ -41,7 +41,6 @@ SECTIONS: dict[str, Callable[[ResultRecord, argparse.Namespace], None]] = {
 }
 NEED_FILES = ("published", "random", "table2")
 PATHS = ("instances", "cache", "out")
-RESULTS = Path(__file__).parents[1] / "results"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -90,7 +89,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--peer-models", nargs="+", choices=("gpt", "resnet"), default=["gpt", "resnet"])
     add("--orders", nargs="+", choices=("on", "off"), default=["on", "off"])
     add("--threads", type=int, default=2, help="of torch, in `peers`")
-    add("--out", default=str(RESULTS), help='folder for the result, or "none"')
+    add("--out", default=str(report.RESULTS), help='folder for the result, or "none"')
     options = parser.parse_args(argv)
     if options.sections is None:
         options.sections = [s for s in SECTIONS if options.instances or s not in NEED_FILES]

@@ -26,23 +26,23 @@ def main() -> int:
     return 0
 
 
-def _facts(found: ComparisonRow, compared: Comparison) -> dict[str, Any]:
+def _facts(comparison_row: ComparisonRow, compared: Comparison) -> dict[str, Any]:
     row: dict[str, Any] = {
-        "strategy": found.strategy,
-        "budget": found.budget,
-        "budget_bytes": found.budget_bytes,
+        "strategy": comparison_row.strategy,
+        "budget": comparison_row.budget,
+        "budget_bytes": comparison_row.budget_bytes,
         "baseline_peak_bytes": compared.baseline_peak_bytes,
-        "seconds": found.seconds,
-        "applicable": found.is_applicable,
-        "status": "NO PLAN" if found.plan is None else found.plan.status.name,
-        "reason": found.reason,
+        "seconds": comparison_row.solve_s,
+        "applicable": comparison_row.is_applicable,
+        "status": "NO PLAN" if comparison_row.plan is None else comparison_row.plan.status.name,
+        "reason": comparison_row.reason,
         "peak_rss_bytes": peak_rss_bytes(),
     }
-    if found.plan is not None:
+    if comparison_row.plan is not None:
         row |= {
-            "peak_bytes": found.plan.peak_bytes,
-            "overhead": found.plan.overhead,
-            "gap": found.plan.gap,
+            "peak_bytes": comparison_row.plan.peak_bytes,
+            "overhead": comparison_row.plan.overhead,
+            "gap": comparison_row.plan.gap,
         }
     return row
 

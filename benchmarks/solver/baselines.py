@@ -110,11 +110,11 @@ def _rows(
     record.print_progress(f"{name} {strategy}")
     limit = min(options.baseline_limit, options.time_limit)
     job = source | {"budgets": list(budgets), "strategy": strategy, "time_limit": limit}
-    found = jobs.run_worker("baseline_worker", job, len(budgets) * limit, slack_s=_SLACK_S)
-    if found.get("status") == "FAILED":
-        return [{"graph": name, "strategy": strategy, **found}]
+    answer = jobs.run_worker("baseline_worker", job, len(budgets) * limit, slack_s=_SLACK_S)
+    if answer.get("status") == "FAILED":
+        return [{"graph": name, "strategy": strategy, **answer}]
     rows: list[Row] = []
-    for row in found["rows"]:
+    for row in answer["rows"]:
         rows.append({"graph": name, **row})
         if not row["applicable"]:
             break

@@ -90,5 +90,5 @@ def format_mib(size_bytes: float | None) -> str | None:
 
 def all_met(*conditions: bool | None) -> bool | None:
     """Whether all conditions that apply hold; None where none applies."""
-    known = [condition for condition in conditions if condition is not None]
-    return all(known) if known else None
+    applicable = [condition for condition in conditions if condition is not None]
+    return all(applicable) if applicable else None

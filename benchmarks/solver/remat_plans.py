@@ -14,9 +14,9 @@ class RematPlans:
     """Plans by their peaks. `solve` gives a row for a budget; it is asked only where the plans
     known so far do not settle the question."""
 
-    def __init__(self, solve: Callable[[str | int], Row], known: Iterable[Row] = ()) -> None:
+    def __init__(self, solve: Callable[[str | int], Row], rows: Iterable[Row] = ()) -> None:
         self._solve = solve
-        self._rows: dict[str | int, Row] = {row["budget"]: row for row in known}
+        self._rows: dict[str | int, Row] = {row["budget"]: row for row in rows}
 
     def row_at(self, budget: str | int) -> Row:
         """remat's row for a budget."""

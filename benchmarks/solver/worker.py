@@ -48,33 +48,33 @@ def solve_row(graph: remat.Graph, budget: str | int, options: dict[str, Any]) ->
     strategy = remat.Auto(**options)
     before_bytes = peak_rss_bytes()
     began = time.perf_counter()
-    marks: dict[str, float] = {}
+    times_s: dict[str, float] = {}
 
-    def mark(told: Progress) -> None:
-        if told.phase == "cost" and told.incumbent is not None:
-            marks.setdefault("first_schedule_s", time.perf_counter() - began)
-            if told.gap is not None and told.gap <= strategy.gap:
-                marks.setdefault("gap_s", time.perf_counter() - began)
+    def record_time(event: Progress) -> None:
+        if event.phase == "cost" and event.incumbent is not None:
+            times_s.setdefault("first_schedule_s", time.perf_counter() - began)
+            if event.gap is not None and event.gap <= strategy.gap:
+                times_s.setdefault("gap_s", time.perf_counter() - began)
 
     try:
-        found = _facts(remat.solve(graph, budget, strategy, progress=mark))
+        outcome = _plan_facts(remat.solve(graph, budget, strategy, progress=record_time))
     except remat.InfeasibleBudget as error:
-        found = {
+        outcome = {
             "status": "INFEASIBLE",
             "smallest_peak_bytes": error.min_feasible_bytes,
             "proved": error.is_proved,
             "message": str(error),
         }
     except remat.SolverTimeout as error:
-        found = {"status": "TIMEOUT", "message": str(error)}
+        outcome = {"status": "TIMEOUT", "message": str(error)}
     seconds = time.perf_counter() - began
-    if "overhead" in found:
-        marks = {"first_schedule_s": seconds, "gap_s": seconds} | marks
+    if "overhead" in outcome:
+        times_s = {"first_schedule_s": seconds, "gap_s": seconds} | times_s
     memory = {"peak_rss_bytes": peak_rss_bytes(), "loaded_rss_bytes": before_bytes}
-    return row | found | marks | {"seconds": seconds} | memory
+    return row | outcome | times_s | {"seconds": seconds} | memory
 
 
-def _facts(plan: remat.Plan) -> dict[str, Any]:
+def _plan_facts(plan: remat.Plan) -> dict[str, Any]:
     return {
         "status": plan.status.name,
         "budget_bytes": plan.budget_bytes,

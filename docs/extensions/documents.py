@@ -24,7 +24,7 @@ from tables import Cell, inline, table
 import remat
 from remat.documents.plan import PlanDocument
 from remat.plan import Plan
-from remat.service.wire import Answer, SolveRequest
+from remat.service.wire import SolveResult, SolveRequest
 
 _LONG = 3
 """Items of a list, and of an object with names as keys, that an example shows."""
@@ -199,7 +199,7 @@ def _request() -> str:
 
 def _answer() -> str:
     trace, plan, program = _made()
-    answer = Answer(
+    answer = SolveResult(
         plan=PlanDocument.of(plan), program=program, costs=trace.cost_source
     )
     return answer.model_dump_json()

@@ -59,7 +59,7 @@ def check_server(compose: Compose) -> None:
     assert "No module named 'torch'" in compose.ended(*_in("api"), "import torch").stderr
     solves(compose, key)
     assert [job["status"] for job in get("/jobs", key)["jobs"]] == ["succeeded"]
-    ends_in_order(compose, "api", "service ends")
+    ends_in_order(compose, "api", "service stopped")
     compose("down", "--volumes")
 
     password = secrets.token_hex(24)
@@ -75,7 +75,7 @@ def check_server(compose: Compose) -> None:
     compose.up("prometheus")
     wait_until_scraped(compose)
     dashboard_is_understood(compose)
-    ends_in_order(compose, "api", "service ends")
+    ends_in_order(compose, "api", "service stopped")
     ends_in_order(compose, "postgres", "database system is shut down")
 
 
@@ -90,7 +90,7 @@ def check_worker(compose: Compose) -> None:
     has_little_power(compose, "worker-gpu")
     script = _MEASURE.format(key=key)
     print(compose.told(*_in("worker-gpu"), script), flush=True)
-    ends_in_order(compose, "worker-gpu", "worker ends")
+    ends_in_order(compose, "worker-gpu", "worker stopped")
 
 
 def with_postgres(compose: Compose, password: str) -> str:

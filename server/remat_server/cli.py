@@ -1,6 +1,6 @@
-"""`remat serve`, `remat worker` and `remat keys`.
+"""The commands `remat serve`, `remat worker` and `remat keys`.
 
-What they need is imported when they run: `remat --help` shows them, and is fast.
+They import the service when they run, so that `remat --help` is fast.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ keys_app = typer.Typer(help="API keys of the service.", no_args_is_help=True)
 
 DatabaseUrl = Annotated[
     str | None,
-    typer.Option(help="The store, e.g. postgresql://user@host/name; by default SQLite"),
+    typer.Option(help="URL of the job store, e.g. postgresql://user@host/name; by default SQLite"),
 ]
 
 
@@ -36,19 +36,22 @@ def register(app: typer.Typer) -> None:
 
 def serve(
     host: Annotated[str | None, typer.Option(help="Address to listen on")] = None,
-    port: Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one")] = None,
+    port: Annotated[
+        int | None, typer.Option(help="Port to listen on; 0 selects a free one")
+    ] = None,
     database_url: DatabaseUrl = None,
     workers: Annotated[
-        int | None, typer.Option(help="Concurrent solves; 0: solve elsewhere (remat worker)")
+        int | None, typer.Option(help="Concurrent solves; 0 to solve only elsewhere (remat worker)")
     ] = None,
 ) -> None:
-    """Start the service: the API, the page at /, and a worker that solves.
+    """Start the service: the API, the web page at /, and a worker that solves jobs.
 
-    Everything can be set by REMAT_* in the environment; options go before it.
+    Settings come from the environment variables REMAT_*; options override them.
     """
     import uvicorn
 
     from remat_server.http.app import check_keys, create_app
+    from remat_server.http.state import app_state
 
     settings = _settings(
         host=host,
@@ -58,7 +61,8 @@ def serve(
         concurrent_solves=workers or None,
     )
     app = create_app(settings)
-    app.state.database.migrate()  # what is wrong is said in one line, before uvicorn's traceback
+    # Reports errors of the store in one line; uvicorn would print a traceback.
+    app_state(app).database.migrate()
     check_keys(app)
     config = uvicorn.Config(
         app,
@@ -77,11 +81,13 @@ def serve(
 
 def worker(
     database_url: DatabaseUrl = None,
-    concurrent_solves: Annotated[int | None, typer.Option(help="Solves at the same time")] = None,
+    concurrent_solves: Annotated[
+        int | None, typer.Option(help="Number of concurrent solves")
+    ] = None,
 ) -> None:
     """Solve the jobs of a store, on this machine or on a Ray cluster (REMAT_PLACEMENT=ray).
 
-    Any number of workers may share one PostgreSQL store.
+    Any number of workers can share one PostgreSQL store.
     """
     from remat_server.work.processes import run_worker
 
@@ -90,52 +96,54 @@ def worker(
 
 @keys_app.command("add")
 def add_key(
-    name: Annotated[str, typer.Argument(help="Whose key it is, or what for")],
+    name: Annotated[str, typer.Argument(help="Owner or purpose of the key")],
     database_url: DatabaseUrl = None,
 ) -> None:
-    """Make a key and print it; it cannot be seen again. From the first key on, keys are needed."""
+    """Create an API key and print it, once. From the first key on, all requests need one."""
     from rich.console import Console
 
     from remat_server.store import keys
 
-    with _store(database_url) as database, database.write() as connection:
+    with _open_store(database_url) as database, database.write() as connection:
         id, key = keys.add(connection, name)
-    told = f"key {id} for {name!r}; this is the only time it is shown:"
-    Console(stderr=True).print(told, markup=False)
+    message = f"key {id} for {name!r}; it is shown only this time:"
+    Console(stderr=True).print(message, markup=False)
     print(key)
 
 
 @keys_app.command("list")
 def list_keys(database_url: DatabaseUrl = None) -> None:
-    """List the keys, without the keys themselves."""
+    """List ids and names of the API keys; the keys themselves are not stored."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
     from remat_server.store import keys
 
-    table = Table("id", "name", "made", "revoked")
-    with _store(database_url) as database, database.read() as connection:
-        for key in keys.listed(connection):
-            table.add_row(key.id, escape(key.name), _when(key.created_at), _when(key.revoked_at))
+    table = Table("id", "name", "created", "revoked")
+    with _open_store(database_url) as database, database.read() as connection:
+        for key in keys.list_keys(connection):
+            table.add_row(
+                key.id, escape(key.name), _format_time(key.created_at), _format_time(key.revoked_at)
+            )
     Console().print(table)
 
 
 @keys_app.command("revoke")
 def revoke_key(
-    id: Annotated[str, typer.Argument(help="As `remat keys list` shows it")],
+    id: Annotated[str, typer.Argument(help="The id that `remat keys list` shows")],
     database_url: DatabaseUrl = None,
 ) -> None:
-    """End a key's use, at once."""
+    """Revoke an API key immediately."""
     from remat_server.store import keys
 
-    with _store(database_url) as database, database.write() as connection:
+    with _open_store(database_url) as database, database.write() as connection:
         if not keys.revoke(connection, id):
-            raise ServiceError(f"no key {id!r} is in use; `remat keys list` shows them")
+            raise ServiceError(f"there is no active key {id!r}; `remat keys list` shows all keys")
 
 
 @contextmanager
-def _store(database_url: str | None) -> Iterator[Database]:
+def _open_store(database_url: str | None) -> Iterator[Database]:
     from remat_server.store.database import Database
 
     database = Database(_settings(database_url=database_url).store_url)
@@ -146,16 +154,16 @@ def _store(database_url: str | None) -> Iterator[Database]:
         database.close()
 
 
-def _settings(**given: Any) -> Settings:
+def _settings(**options: Any) -> Settings:
     try:
-        return Settings(**{name: value for name, value in given.items() if value is not None})
+        return Settings(**{name: value for name, value in options.items() if value is not None})
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         name = "REMAT_" + "_".join(str(part) for part in first["loc"]).upper()
-        raise ServiceError(f"{name}: {first['msg']} (found {first['input']!r})") from None
+        raise ServiceError(f"{name}: {first['msg']} (got {first['input']!r})") from None
 
 
-def _when(seconds: float | None) -> str:
+def _format_time(seconds: float | None) -> str:
     if seconds is None:
         return ""
     return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))

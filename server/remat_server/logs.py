@@ -1,4 +1,4 @@
-"""Structured logs on stderr: one JSON object a line, with the ids of request and job."""
+"""Structured logs on stderr: one JSON object per line, with the ids of request and job."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from remat_server.settings import Settings
 
 
 def configure(settings: Settings) -> None:
-    """Route structlog, and the standard library's loggers, to stderr."""
+    """Send the logs of structlog and of the standard library's loggers to stderr."""
     shared: list[Any] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
@@ -48,4 +48,4 @@ def configure(settings: Settings) -> None:
         logging.getLogger(name).handlers[:] = []
         logging.getLogger(name).propagate = True
     logging.getLogger("alembic").setLevel("WARNING")
-    logging.getLogger("uvicorn.access").disabled = True  # the middleware says more
+    logging.getLogger("uvicorn.access").disabled = True  # the middleware logs requests

@@ -1,7 +1,7 @@
-"""Errors as RFC 9457 problem documents, with stable `type` URIs.
+"""RFC 9457 problem documents for errors, with stable `type` URIs.
 
-Solving processes make them too, and start faster without the web framework: what answers requests
-with them is in `remat_server.http.problem_responses`.
+Solving processes use this module too, and start faster without the web framework. Therefore the
+responses with problem documents are in `remat_server.http.problem_responses`.
 """
 
 from __future__ import annotations
@@ -9,45 +9,45 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from remat.errors import InfeasibleBudget, RematError
-from remat.service.wire import PROBLEMS, Problem, problem_name
+from remat.service.wire import PROBLEM_TYPE_PREFIX, ProblemDetails, problem_type_name
 
-_LONGEST = 1900
-"""Characters of a detail: it may quote what was posted."""
+_MAX_DETAIL_LENGTH = 1900
+"""Limit of a detail in characters, because it may quote the request."""
 
-_TITLES = {
-    400: ("bad-request", "The request cannot be read"),
+_NAMES_AND_TITLES_BY_STATUS = {
+    400: ("bad-request", "The request is malformed"),
     401: ("unauthorized", "An API key is needed"),
-    403: ("forbidden", "This is not allowed"),
-    404: ("not-found", "There is no such thing"),
-    405: ("method-not-allowed", "This method is not offered here"),
-    406: ("not-acceptable", "No such form of the result"),
-    408: ("too-slow", "The request took too long to come"),
+    403: ("forbidden", "Access is forbidden"),
+    404: ("not-found", "The resource does not exist"),
+    405: ("method-not-allowed", "The method is not supported here"),
+    406: ("not-acceptable", "The result has no such format"),
+    408: ("too-slow", "The request took too long to arrive"),
     409: ("not-ready", "The job has no result"),
-    411: ("length-required", "The length of the body is needed"),
+    411: ("length-required", "The request needs a Content-Length"),
     413: ("too-large", "The request is too large"),
-    415: ("unsupported-media-type", "This kind of body is not understood"),
-    422: ("invalid", "The request is wrong"),
+    415: ("unsupported-media-type", "The format of the body is not supported"),
+    422: ("invalid", "The request is invalid"),
     429: ("too-many", "Too many requests"),
-    503: ("unavailable", "The service cannot do this now"),
+    503: ("unavailable", "The service is temporarily unavailable"),
 }
 
-_NAMED = {
-    "budget": "The budget cannot be read",
+_TITLES_BY_NAME = {
+    "budget": "The budget is malformed",
     "crashed": "The solve ended without an answer",
-    "document": "The document is wrong",
-    "graph": "The graph is wrong",
-    "internal": "The solve met a bug",
+    "document": "The document is invalid",
+    "graph": "The graph is invalid",
+    "internal": "The solve failed because of a bug",
     "infeasible": "No schedule fits the budget",
-    "memory": "The solve needed too much memory",
+    "memory": "The solve exceeded its memory limit",
     "solver": "The solver cannot be used",
     "timeout": "No schedule was found in time",
     "worker-lost": "The job's workers were lost",
 }
-"""Titles of problems that are more than their status."""
+"""Titles of problems with a more specific name than their status."""
 
 
 class ServiceProblem(Exception):
-    """Raised anywhere in a request, answered as a problem document."""
+    """An error in a request that the service answers with a problem document."""
 
     def __init__(
         self, status: int, detail: str, *, name: str = "", headers: Mapping[str, str] | None = None
@@ -57,30 +57,32 @@ class ServiceProblem(Exception):
         self.name = name
 
 
-def problem(status: int, detail: str, name: str = "") -> Problem:
-    """The document for a status; `name` is the last part of its type."""
-    usual, title = _TITLES.get(status, ("error", "The request failed"))
-    title = _NAMED.get(name, title)
-    if len(detail) > _LONGEST:
-        detail = detail[:_LONGEST] + "..."
-    detail = detail.encode(errors="replace").decode()  # half a surrogate pair is no UTF-8
-    return Problem(type=PROBLEMS + (name or usual), title=title, status=status, detail=detail)
+def make_problem(status: int, detail: str, name: str = "") -> ProblemDetails:
+    """Return the problem document for a status; `name` is the last part of its `type`."""
+    default_name, title = _NAMES_AND_TITLES_BY_STATUS.get(status, ("error", "The request failed"))
+    title = _TITLES_BY_NAME.get(name, title)
+    if len(detail) > _MAX_DETAIL_LENGTH:
+        detail = detail[:_MAX_DETAIL_LENGTH] + "..."
+    detail = detail.encode(errors="replace").decode()  # UTF-8 has no lone surrogates
+    return ProblemDetails(
+        type=PROBLEM_TYPE_PREFIX + (name or default_name), title=title, status=status, detail=detail
+    )
 
 
-def out_of_memory(limit_bytes: int) -> Problem:
-    """The document for a solve that needed more memory than it may take."""
-    return problem(
+def out_of_memory_problem(limit_bytes: int) -> ProblemDetails:
+    """Return the problem document for a solve that exceeded its memory limit."""
+    return make_problem(
         500,
-        f"the solve needed more memory than the {limit_bytes:,} bytes that a solve may take here; "
-        "offer fewer slots (option near_slots), or raise REMAT_SOLVE_MEMORY_BYTES",
+        f"the solve exceeded its memory limit of {limit_bytes:,} bytes; use fewer slots (option "
+        "near_slots), or raise REMAT_SOLVE_MEMORY_BYTES",
         "memory",
     )
 
 
-def of_error(error: RematError, status: int = 422) -> Problem:
-    """The document for an exception of the library; `Problem.exception` is the inverse."""
-    found = problem(status, str(error), problem_name(error))
+def problem_from_error(error: RematError, status: int = 422) -> ProblemDetails:
+    """Return the problem document for a `RematError`; `ProblemDetails.exception` is the inverse."""
+    document = make_problem(status, str(error), problem_type_name(error))
     if not isinstance(error, InfeasibleBudget):
-        return found
-    least = {"min_feasible_bytes": error.min_feasible_bytes, "is_proved": error.is_proved}
-    return found.model_copy(update=least)
+        return document
+    update = {"min_feasible_bytes": error.min_feasible_bytes, "is_proved": error.is_proved}
+    return document.model_copy(update=update)

@@ -74,7 +74,7 @@ def compare(
                     break
                 failed_row = None if row.is_applicable else row
             else:
-                row = replace(failed_row, budget=budget.requested, seconds=0.0)
+                row = replace(failed_row, budget=budget.requested, solve_s=0.0)
             if row.plan is None:
                 row = replace(row, budget_bytes=size)
             rows.append(row)
@@ -103,4 +103,6 @@ def _row(
         is_applicable = False
     seconds = time.monotonic() - started_at
     budget_bytes = None if plan is None else plan.budget_bytes
-    return ComparisonRow(strategy.name, budget.requested, budget_bytes, plan, reason, seconds, is_applicable)
+    return ComparisonRow(
+        strategy.name, budget.requested, budget_bytes, plan, reason, seconds, is_applicable
+    )

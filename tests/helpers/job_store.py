@@ -54,12 +54,14 @@ def submitted(database: Database, content: str = "content", **fields: Any) -> st
         return jobs.submit(connection, new(content, **fields))
 
 
-def claim(database: Database, worker: str, devices: tuple[str, ...] = ()) -> leases.Claimed | None:
+def claim(
+    database: Database, worker: str, devices: tuple[str, ...] = ()
+) -> leases.ClaimedJob | None:
     with database.write() as connection:
         return leases.claim(connection, worker, devices, 60.0)
 
 
-def claimed(database: Database, worker: str) -> leases.Claimed:
+def claimed(database: Database, worker: str) -> leases.ClaimedJob:
     lease = claim(database, worker)
     assert lease is not None
     return lease
@@ -112,12 +114,12 @@ def answer(connection: sa.Connection, id: str) -> bytes | None:
 
 def kinds(database: Database, id: str) -> list[str]:
     with database.read() as connection:
-        return [event.kind for event in events.after(connection, id, 0)]
+        return [event.kind for event in events.events_after(connection, id, 0)]
 
 
 def numbers(database: Database, id: str, after: int = 0) -> list[int]:
     with database.read() as connection:
-        return [event.number for event in events.after(connection, id, after)]
+        return [event.number for event in events.events_after(connection, id, after)]
 
 
 def age(database: Database, seconds: float) -> None:

@@ -49,8 +49,8 @@ class SlotSource:
     ) -> Slots:
         self.requests.append((list(schedules), affordable_s))
         if self.is_complete:
-            return slots.complete(graph, affordable_s)
-        return slots.recombined(graph, schedules, region=1)
+            return slots.build_complete_slots(graph, affordable_s)
+        return slots.build_recombination_slots(graph, schedules, group_span=1)
 
 
 def search_state_of(

@@ -205,7 +205,7 @@ def test_the_client_waits_for_a_place_in_the_queue(closed: Closed) -> None:
         client.cancel(second)
     with (
         closed.server.client(closed.revoked) as client,
-        pytest.raises(remat.ServiceError, match="not known here, or was revoked"),
+        pytest.raises(remat.ServiceError, match="is unknown or was revoked"),
     ):
         client.job(first)
 

@@ -11,7 +11,7 @@ import sqlalchemy as sa
 from starlette.requests import Request
 
 from remat_server.http import auth
-from remat_server.http.auth import ANONYMOUS, Gate
+from remat_server.http.auth import ANONYMOUS, AccessControl
 from remat_server.problems import ServiceProblem
 from remat_server.settings import Settings
 from remat_server.store import keys
@@ -31,14 +31,14 @@ def test_the_existence_of_keys_is_queried_once_a_second(
 ) -> None:
     clock = SimpleNamespace(monotonic=lambda: 100.0)
     monkeypatch.setattr(auth, "time", clock)
-    gate = Gate(Settings(), database)
-    assert gate.is_closed is False
+    gate = AccessControl(Settings(), database)
+    assert gate.requires_key is False
     with database.write() as connection:
         keys.add(connection, "ann")
     clock.monotonic = lambda: 100.9
-    assert gate.is_closed is False
+    assert gate.requires_key is False
     clock.monotonic = lambda: 101.1
-    assert gate.is_closed is True
+    assert gate.requires_key is True
 
 
 def test_once_keys_exist_access_stays_closed(
@@ -48,16 +48,16 @@ def test_once_keys_exist_access_stays_closed(
     _create_key(database)
     clock = SimpleNamespace(monotonic=lambda: 100.0)
     monkeypatch.setattr(auth, "time", clock)
-    gate = Gate(Settings(), database)
-    assert gate.is_closed
+    gate = AccessControl(Settings(), database)
+    assert gate.requires_key
     with database.write() as connection:
         connection.execute(sa.text("DELETE FROM keys"))
     clock.monotonic = lambda: 1000.0
-    assert gate.is_closed
+    assert gate.requires_key
 
 
 def test_without_keys_all_users_are_anonymous(database: Database) -> None:
-    gate = Gate(Settings(), database)
+    gate = AccessControl(Settings(), database)
     assert gate.owner(_request()) == ANONYMOUS
     assert gate.owner(_request("Bearer remat_x_y")) == ANONYMOUS
     assert gate.owner(_request(address=None)) == ANONYMOUS, "as over a socket of this machine"
@@ -67,7 +67,7 @@ def test_without_keys_all_users_are_anonymous(database: Database) -> None:
 def test_a_key_identifies_its_owner(database: Database, scheme: str) -> None:
     id, key = _create_key(database)
     _, other = _create_key(database)
-    gate = Gate(Settings(), database)
+    gate = AccessControl(Settings(), database)
     assert gate.owner(_request(scheme.format(key))) == id
     assert gate.owner(_request(scheme.format(other))) != id
 
@@ -75,10 +75,10 @@ def test_a_key_identifies_its_owner(database: Database, scheme: str) -> None:
 @pytest.mark.parametrize("scheme", ["", "Basic {}", "Digest {}", "Token {}", "{}", "Bearer{}"])
 def test_other_authentication_schemes_carry_no_key(database: Database, scheme: str) -> None:
     _, key = _create_key(database)
-    refused = _refused(Gate(Settings(), database), scheme.format(key))
+    refused = _refused(AccessControl(Settings(), database), scheme.format(key))
     assert refused.status == 401
     assert refused.detail == (
-        "this service needs an API key, as `Authorization: Bearer remat_...`; the operator makes "
+        "this service needs an API key, as `Authorization: Bearer remat_...`; the operator creates "
         "one with `remat keys add NAME`"
     )
     assert refused.headers == {"WWW-Authenticate": "Bearer"}
@@ -86,17 +86,16 @@ def test_other_authentication_schemes_carry_no_key(database: Database, scheme: s
 
 def test_a_wrong_key_is_reported_as_such(database: Database) -> None:
     _, key = _create_key(database)
-    refused = _refused(Gate(Settings(), database), f"Bearer {key}x")
+    refused = _refused(AccessControl(Settings(), database), f"Bearer {key}x")
     assert refused.status == 401
     assert refused.detail == (
-        "this API key is not known here, or was revoked; the operator makes one with `remat keys "
-        "add NAME`"
+        "this API key is unknown or was revoked; the operator creates one with `remat keys add NAME`"
     )
     assert refused.headers == {"WWW-Authenticate": 'Bearer error="invalid_token"'}
 
 
 def test_rate_limits_are_per_address_without_keys(database: Database) -> None:
-    gate = Gate(Settings(requests_per_minute=3), database)
+    gate = AccessControl(Settings(requests_per_minute=3), database)
     for address in ("192.0.2.1", "192.0.2.2"):
         passed, refused = _requests_until_refused(gate, address=address)
         assert 3 <= passed <= 6
@@ -107,7 +106,7 @@ def test_rate_limits_are_per_address_without_keys(database: Database) -> None:
 
 def test_rate_limits_are_per_key_for_any_address(database: Database) -> None:
     (_, ann), (_, bob) = _create_key(database), _create_key(database)
-    gate = Gate(Settings(requests_per_minute=3), database)
+    gate = AccessControl(Settings(requests_per_minute=3), database)
     for address, key in (("192.0.2.1", ann), ("192.0.2.2", bob)):
         assert 3 <= _requests_until_refused(gate, f"Bearer {key}", address)[0] <= 6
     for address in ("192.0.2.1", "192.0.2.3"):
@@ -116,7 +115,7 @@ def test_rate_limits_are_per_key_for_any_address(database: Database) -> None:
 
 def test_wrong_keys_count_for_their_address(database: Database) -> None:
     _, key = _create_key(database)
-    gate = Gate(Settings(requests_per_minute=3), database)
+    gate = AccessControl(Settings(requests_per_minute=3), database)
     assert _refused(gate, "Bearer remat_a_0").status == 401
     assert _requests_until_refused(gate, "Bearer remat_b_0")[1].status == 429
     assert gate.owner(_request(f"Bearer {key}")), "the right key has its own count"
@@ -134,14 +133,14 @@ def _request(authorization: str = "", address: str | None = "192.0.2.1") -> Requ
     return Request({"type": "http", "headers": headers, "client": client})
 
 
-def _refused(gate: Gate, authorization: str) -> ServiceProblem:
+def _refused(gate: AccessControl, authorization: str) -> ServiceProblem:
     with pytest.raises(ServiceProblem) as refused:
         gate.owner(_request(authorization))
     return refused.value
 
 
 def _requests_until_refused(
-    gate: Gate, authorization: str = "", address: str = "192.0.2.1"
+    gate: AccessControl, authorization: str = "", address: str = "192.0.2.1"
 ) -> tuple[int, ServiceProblem]:
     """Return how many requests of a minute pass, or a few more where a minute ends in between,
     and the error of the next."""

@@ -41,17 +41,17 @@ def test_jobs_are_claimed_in_order(database: Database) -> None:
 
 
 def test_a_free_job_is_one_that_a_claim_would_take(database: Database) -> None:
-    def is_any_free() -> bool:
+    def has_claimable_job() -> bool:
         with database.read() as connection:
-            return leases.is_any_free(connection, ())
+            return leases.has_claimable_job(connection, ())
 
-    assert not is_any_free()
+    assert not has_claimable_job()
     submitted(database)
-    assert is_any_free()
+    assert has_claimable_job()
     claimed(database, "w")
-    assert not is_any_free()
+    assert not has_claimable_job()
     expire(database)
-    assert is_any_free()
+    assert has_claimable_job()
 
 
 def test_two_claimers_never_get_the_same_job(database: Database) -> None:
@@ -65,14 +65,14 @@ def test_two_claimers_never_get_the_same_job(database: Database) -> None:
                 own_claims.append(job.id)
                 continue
             with database.read() as connection:
-                if not leases.is_any_free(connection, ()):
+                if not leases.has_claimable_job(connection, ()):
                     return own_claims
 
     taken = at_once(take, 4)
     assert Counter(id for claims in taken for id in claims) == Counter(ids)
     with database.read() as connection:
         for number, actual in enumerate(taken):
-            assert leases.still_held(connection, f"w{number}", list(ids)) == set(actual)
+            assert leases.owned_jobs(connection, f"w{number}", list(ids)) == set(actual)
 
 
 def test_a_job_goes_only_where_its_device_is(database: Database) -> None:
@@ -175,12 +175,12 @@ def test_operations_on_a_job_affect_only_that_job(database: Database) -> None:
     with database.write() as connection:
         for worker in "az":
             assert leases.renew(connection, worker, ids, 15.0) == set()
-            assert leases.still_held(connection, worker, ids) == set()
+            assert leases.owned_jobs(connection, worker, ids) == set()
             assert not leases.finish(connection, worker, id, "failed", seconds=1.0)
             leases.report(connection, worker, id, progress, is_incumbent=False)
-            leases.give_back(connection, worker, ids)
-        assert leases.still_held(connection, "m", ids) == set(ids)
-        assert leases.still_held(connection, "m", [id]) == {id}
+            leases.release(connection, worker, ids)
+        assert leases.owned_jobs(connection, "m", ids) == set(ids)
+        assert leases.owned_jobs(connection, "m", [id]) == {id}
         assert leases.renew(connection, "m", [id], 15.0) == {id}
         assert [viewed(connection, job_id).progress for job_id in ids] == [None] * 3
         leases.report(connection, "m", id, progress, is_incumbent=False)
@@ -189,8 +189,8 @@ def test_operations_on_a_job_affect_only_that_job(database: Database) -> None:
             False,
             True,
         ]
-        leases.give_back(connection, "m", [id])
-        assert leases.still_held(connection, "m", ids) == {before, after}
+        leases.release(connection, "m", [id])
+        assert leases.owned_jobs(connection, "m", ids) == {before, after}
         assert not leases.finish(connection, "m", id, "failed", seconds=1.0)
     assert claimed(database, "other").id == id
     assert not finish(database, "m", id)
@@ -206,13 +206,13 @@ def test_operations_on_a_job_affect_only_that_job(database: Database) -> None:
 def test_every_claim_counts_as_an_attempt_unless_it_is_given_back(database: Database) -> None:
     id = submitted(database)
     for attempt in (1, 2, 3):
-        for is_attempt in (False, True):
+        for counts_as_attempt in (False, True):
             assert claimed(database, "w").attempts == attempt
             with database.write() as connection:
-                leases.give_back(connection, "w", [id], is_attempt=is_attempt)
+                leases.release(connection, "w", [id], counts_as_attempt=counts_as_attempt)
     assert kinds(database, id) == ["status"] * (1 + 6 * 2)
     with database.read() as connection:
-        statuses = [event.data["status"] for event in events.after(connection, id, 0)]
+        statuses = [event.data["status"] for event in events.events_after(connection, id, 0)]
     assert statuses == ["queued", *(["running", "queued"] * 6)]
 
 
@@ -247,7 +247,7 @@ def test_a_job_with_an_expired_lease_is_reclaimed(database: Database) -> None:
     with database.write() as connection:
         assert leases.renew(connection, "dead", [id], 15.0) == set()
     with database.read() as connection:
-        assert leases.still_held(connection, "dead", [id]) == set()
+        assert leases.owned_jobs(connection, "dead", [id]) == set()
 
 
 def test_a_renewed_lease_does_not_end(database: Database) -> None:
@@ -294,15 +294,15 @@ def test_every_change_of_a_job_raises_its_revision(database: Database) -> None:
         assert job is not None
         return job[1]
 
-    def give_back() -> None:
+    def release() -> None:
         with database.write() as connection:
-            leases.give_back(connection, "w", [id])
+            leases.release(connection, "w", [id])
 
     seen = [revision()]
     for change in (
         lambda: claimed(database, "w"),
         lambda: report(database, "w", id),
-        give_back,
+        release,
         lambda: claimed(database, "w"),
         lambda: finish(database, "w", id),
     ):
@@ -311,7 +311,7 @@ def test_every_change_of_a_job_raises_its_revision(database: Database) -> None:
     assert seen == sorted(set(seen))
     before = revision(other)
     with database.write() as connection:
-        jobs.cancel(connection, "ann", other)
+        jobs.cancel_or_delete(connection, "ann", other)
     assert revision(other) > before
     assert revision() == seen[-1], "the job has not changed"
 
@@ -363,14 +363,14 @@ def test_a_released_job_returns_to_the_queue(database: Database) -> None:
     id = submitted(database)
     claimed(database, "w")
     with database.write() as connection:
-        leases.give_back(connection, "another", [id])
+        leases.release(connection, "another", [id])
     assert status(database, id) == "running"
     with database.write() as connection:
-        leases.give_back(connection, "w", [id])
+        leases.release(connection, "w", [id])
     assert status(database, id) == "queued"
     assert claimed(database, "w").attempts == 1, "a drained worker is no attempt"
     with database.write() as connection:
-        leases.give_back(connection, "w", [id], is_attempt=True)
+        leases.release(connection, "w", [id], counts_as_attempt=True)
     assert claimed(database, "w").attempts == 2
 
 
@@ -380,8 +380,8 @@ def test_a_job_that_loses_every_worker_fails(database: Database) -> None:
         claimed(database, "w")
         expire(database)
     with database.write() as connection:
-        assert upkeep.fail_hopeless(connection, attempts=3) == []
-        assert upkeep.fail_hopeless(connection, attempts=2) == [id]
+        assert upkeep.fail_lost_jobs(connection, attempts=3) == []
+        assert upkeep.fail_lost_jobs(connection, attempts=2) == [id]
     with database.read() as connection:
         job = viewed(connection, id)
     assert job.status == "failed"
@@ -395,40 +395,40 @@ def test_a_job_that_loses_every_worker_fails(database: Database) -> None:
 
 def test_workers_come_and_go(database: Database) -> None:
     with database.write() as connection:
-        leases.present(connection, "a", ("cpu",), 2)
-        leases.present(connection, "a", ("cpu", "cuda"), 4)
-        leases.present(connection, "b", (), 1)
+        leases.register_worker(connection, "a", ("cpu",), 2)
+        leases.register_worker(connection, "a", ("cpu", "cuda"), 4)
+        leases.register_worker(connection, "b", (), 1)
     with database.read() as connection:
         assert leases.worker_count(connection, 60.0) == 2
-        assert leases.devices_present(connection, 15.0) == {"cpu", "cuda"}
+        assert leases.available_devices(connection, 15.0) == {"cpu", "cuda"}
         assert leases.worker_count(connection, -1.0) == 0
     with database.write() as connection:
-        leases.leave(connection, "a")
+        leases.unregister_worker(connection, "a")
     with database.read() as connection:
         assert leases.worker_count(connection, 60.0) == 1
-        assert leases.devices_present(connection, 15.0) == set()
+        assert leases.available_devices(connection, 15.0) == set()
 
 
 def test_a_leaving_worker_does_not_affect_the_others(database: Database) -> None:
     with database.write() as connection:
         for name in "abc":
-            leases.present(connection, name, (name,), 1)
-        leases.leave(connection, "b")
-        assert leases.devices_present(connection, 15.0) == {"a", "c"}
+            leases.register_worker(connection, name, (name,), 1)
+        leases.unregister_worker(connection, "b")
+        assert leases.available_devices(connection, 15.0) == {"a", "c"}
 
 
 def test_silent_workers_are_not_listed(database: Database) -> None:
     def seen() -> tuple[int, set[str]]:
         with database.read() as connection:
             count = leases.worker_count(connection, 60.0)
-            return count, leases.devices_present(connection, 60.0)
+            return count, leases.available_devices(connection, 60.0)
 
     with database.write() as connection:
-        leases.present(connection, "a", ("cpu",), 1)
-        leases.present(connection, "b", ("cuda",), 1)
+        leases.register_worker(connection, "a", ("cpu",), 1)
+        leases.register_worker(connection, "b", ("cuda",), 1)
     assert seen() == (2, {"cpu", "cuda"})
     age(database, 120.0)
     assert seen() == (0, set())
     with database.write() as connection:
-        leases.present(connection, "a", ("cpu",), 1)
+        leases.register_worker(connection, "a", ("cpu",), 1)
     assert seen() == (1, {"cpu"})

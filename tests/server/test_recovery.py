@@ -40,8 +40,8 @@ from remat_server.store import leases
 from remat_server.store.database import Database, now
 from remat_server.store.tables import jobs as jobs_table
 from remat_server.work import worker as workers
-from remat_server.work.messages import Advanced, Answered, Task
-from remat_server.work.placements.interface import Lost, Said
+from remat_server.work.messages import AnswerMessage, ProgressMessage, SolveTask
+from remat_server.work.placements.interface import SolveLost, SolveMessage
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +122,7 @@ def test_a_lease_that_expires_during_its_solve_starts_no_second_solve_here(tmp_p
         database.close()
         assert finished(http, post(http, budget="60%").json()["id"])["status"] == "succeeded"
         assert solving_processes(str(tmp_path)) == solving
-        starts = [line for line in server.log.read_text().splitlines() if "solve starts" in line]
+        starts = [line for line in server.log.read_text().splitlines() if "solve started" in line]
         assert [json.loads(line)["job"] == id for line in starts] == [True, False]
         assert http.delete(f"/jobs/{id}").status_code == 202
         wait_for(lambda: not solving_processes(str(tmp_path)), 5)
@@ -139,7 +139,7 @@ def test_a_solving_process_ends_silently_when_its_worker_is_gone(has_task: bool)
     connection = Connection(worker_side.detach())
     if has_task:
         request = {"graph": chain(30), "budget": "22%", "options": {"strategy": HARD}}
-        task = Task(kind="solve", memory_bytes=1 << 32, niceness=1, threads=1, device="")
+        task = SolveTask(kind="solve", memory_bytes=1 << 32, niceness=1, threads=1, device="")
         for frame in (task.model_dump_json().encode(), gzip.compress(json.dumps(request).encode())):
             connection.send_bytes(frame)
         for _ in range(2):
@@ -173,7 +173,7 @@ def test_sigterm_ends_streams_and_gives_jobs_back(tmp_path: Path) -> None:
     assert not solving_processes(str(tmp_path))
     log = server.log.read_text()
     assert "graceful shutdown exceeded" not in log
-    assert '"given_back": 1' in log
+    assert '"released_jobs": 1' in log
     assert "Traceback" not in log
     database = Database(f"sqlite:///{tmp_path / 'jobs.sqlite'}")
     with database.read() as connection:
@@ -247,7 +247,7 @@ class Holding:
     held_bytes: int
     is_killed: bool = False
 
-    def messages(self) -> list[Said]:
+    def messages(self) -> list[SolveMessage]:
         return []
 
     def memory_bytes(self) -> int:
@@ -266,9 +266,9 @@ def test_a_solve_that_stays_at_its_memory_limit_is_ended(
     clock = SimpleNamespace(now=100.0)
     monkeypatch.setattr(workers.time, "monotonic", lambda: clock.now)
     worker = workers.Worker(settings, Database(settings.store_url), SimpleNamespace())
-    job = leases.Claimed("id", "solve", b"", "", 1, "")
+    job = leases.ClaimedJob("id", "solve", b"", "", 1, "")
     full, roomy = Holding((1 << 28) - 4096), Holding((1 << 28) - (4 << 20))
-    active_runs = [workers.Active(job, run) for run in (full, roomy)]
+    active_runs = [workers.ActiveJob(job, run) for run in (full, roomy)]
 
     def look(at: float) -> list[str]:
         clock.now = at
@@ -292,19 +292,19 @@ class Ending(Holding):
 
     has_reported: bool = False
 
-    def messages(self) -> list[Said]:
+    def messages(self) -> list[SolveMessage]:
         if self.has_reported:
-            raise Lost("ended with code 0")
+            raise SolveLost("ended with code 0")
         self.has_reported = True
         progress = ProgressRecord(phase="solve", elapsed_s=1.0)
-        answer = Answered(summary=(), is_shared=True)
-        return [Advanced(progress=progress, is_incumbent=False), (answer, b"the answer")]
+        answer = AnswerMessage(summary=(), is_shared=True)
+        return [ProgressMessage(progress=progress, is_incumbent=False), (answer, b"the answer")]
 
 
 def test_an_answer_during_an_outage_of_the_store_is_kept(tmp_path: Path) -> None:
     settings = Settings(database_url=f"sqlite:///{tmp_path}/jobs.sqlite")
     worker = workers.Worker(settings, Database(settings.store_url), SimpleNamespace())
-    active = workers.Active(leases.Claimed("id", "solve", b"", "", 1, ""), Ending(0))
+    active = workers.ActiveJob(leases.ClaimedJob("id", "solve", b"", "", 1, ""), Ending(0))
     with pytest.raises(OperationalError):  # there is no table of jobs
         worker._hear(active)
     assert isinstance(active.outcome, tuple)
@@ -350,7 +350,7 @@ def test_a_worker_without_its_store_logs_it(tmp_path: Path) -> None:
     assert ended.returncode == 1
     (line,) = map(json.loads, ended.stderr.splitlines())
     assert line["event"] == "the worker cannot start"
-    assert "does not answer" in line["error"]
+    assert "does not respond" in line["error"]
     assert "secret" not in ended.stderr
 
 
@@ -468,7 +468,7 @@ def restart_time(log: Path) -> float:
     from datetime import datetime
 
     lines = [json.loads(line) for line in log.read_text().splitlines()]
-    started = [line["timestamp"] for line in lines if line["event"] == "service starts"]
+    started = [line["timestamp"] for line in lines if line["event"] == "service started"]
     return datetime.fromisoformat(started[-1]).timestamp()
 
 

@@ -163,7 +163,7 @@ def test_a_failed_write_is_rolled_back(database: Database) -> None:
     with pytest.raises(RuntimeError, match="half way"):
         submit_and_fail()
     with database.read() as connection:
-        assert upkeep.depth(connection) == {}
+        assert upkeep.job_counts(connection) == {}
         assert tallies.read(connection) == {}
 
 
@@ -172,9 +172,9 @@ def test_readers_see_a_consistent_snapshot(database: Database) -> None:
     with database.read() as reader:
         assert viewed(reader, id).status == "queued"
         with database.write() as writer:
-            assert jobs.cancel(writer, "ann", id) == "cancelled"
+            assert jobs.cancel_or_delete(writer, "ann", id) == "cancelled"
         assert viewed(reader, id).status == "queued"
-        assert upkeep.depth(reader) == {"queued": 1}
+        assert upkeep.job_counts(reader) == {"queued": 1}
     assert status(database, id) == "cancelled"
 
 
@@ -198,7 +198,7 @@ def test_an_unreachable_store_is_named_without_its_password(tmp_path: Path) -> N
     nobody = f"postgresql://ann:secret@/name?host={tmp_path}"
     for url in (nobody, f"sqlite:///{tmp_path}"):
         database = Database(url)
-        with pytest.raises(ServiceError, match="does not answer") as refused:
+        with pytest.raises(ServiceError, match="does not respond") as refused:
             database.migrate()
         assert "secret" not in str(refused.value)
         database.close()
@@ -213,7 +213,7 @@ def test_a_database_without_an_encoding_stores_text(postgres_url: str) -> None:
         with database.write() as connection:
             keys.add(connection, "Jürgen")
         with database.read() as connection:
-            assert [key.name for key in keys.listed(connection)] == ["Jürgen"]
+            assert [key.name for key in keys.list_keys(connection)] == ["Jürgen"]
         database.close()
 
 
@@ -223,17 +223,17 @@ def test_a_database_without_an_encoding_stores_text(postgres_url: str) -> None:
 def test_a_cancelled_job_has_no_holder(database: Database) -> None:
     queued, running = submitted(database, content="q"), submitted(database, content="r")
     with database.write() as connection:
-        assert jobs.cancel(connection, "bob", queued) is None, "it is another user's job"
-        assert jobs.cancel(connection, "ann", queued) == "cancelled"
+        assert jobs.cancel_or_delete(connection, "bob", queued) is None, "it is another user's job"
+        assert jobs.cancel_or_delete(connection, "ann", queued) == "cancelled"
     assert claimed(database, "w").id == running
     with database.write() as connection:
-        assert jobs.cancel(connection, "ann", running) == "cancelled"
+        assert jobs.cancel_or_delete(connection, "ann", running) == "cancelled"
     with database.read() as connection:
-        assert leases.still_held(connection, "w", [running]) == set()
+        assert leases.owned_jobs(connection, "w", [running]) == set()
     assert not finish(database, "w", running)
     report(database, "w", running)
     with database.write() as connection:
-        leases.give_back(connection, "w", [running])
+        leases.release(connection, "w", [running])
     assert claim(database, "w") is None
     assert status(database, running) == "cancelled"
     assert kinds(database, running)[-2:] == ["status", "done"]
@@ -242,9 +242,9 @@ def test_a_cancelled_job_has_no_holder(database: Database) -> None:
 def test_an_ended_job_is_deleted_with_its_events(database: Database) -> None:
     id = submitted(database)
     with database.write() as connection:
-        jobs.cancel(connection, "ann", id)
-        assert jobs.cancel(connection, "ann", id) == "forgotten"
-        assert jobs.cancel(connection, "ann", id) is None
+        jobs.cancel_or_delete(connection, "ann", id)
+        assert jobs.cancel_or_delete(connection, "ann", id) == "deleted"
+        assert jobs.cancel_or_delete(connection, "ann", id) is None
     assert numbers(database, id) == []
 
 
@@ -254,7 +254,7 @@ def test_users_see_their_own_jobs_only(database: Database) -> None:
         assert jobs.view(connection, "ann", id) is not None
         assert jobs.view(connection, "bob", id) is None
         assert jobs.result(connection, "bob", id) is None
-        assert jobs.views(connection, "bob", None, None, 10) == ([], None)
+        assert jobs.list_views(connection, "bob", None, None, 10) == ([], None)
         assert jobs.active_count(connection, "ann") == 1
         assert jobs.active_count(connection, "bob") == 0
 
@@ -263,7 +263,7 @@ def test_unknown_ids_are_of_no_job(database: Database) -> None:
     with database.write() as connection:
         for id in ("", "nothing", "nul\0", "ü'\"; --", "x" * 64):
             assert jobs.view(connection, "ann", id) is None
-            assert jobs.cancel(connection, "ann", id) is None
+            assert jobs.cancel_or_delete(connection, "ann", id) is None
 
 
 def test_pages_have_no_gap_and_no_overlap(database: Database) -> None:
@@ -272,7 +272,7 @@ def test_pages_have_no_gap_and_no_overlap(database: Database) -> None:
     before = None
     while True:
         with database.read() as connection:
-            page, before = jobs.views(connection, "ann", "queued", before, 3)
+            page, before = jobs.list_views(connection, "ann", "queued", before, 3)
         seen += [job.id for job in page]
         if before is None:
             break
@@ -283,15 +283,15 @@ def test_pages_of_a_state_list_only_that_state(database: Database) -> None:
     ids = [submitted(database, content=f"c{i}") for i in range(5)]
     with database.write() as connection:
         for id in ids[::2]:
-            jobs.cancel(connection, "ann", id)
+            jobs.cancel_or_delete(connection, "ann", id)
     with database.read() as connection:
-        page, before = jobs.views(connection, "ann", "cancelled", None, 2)
-        rest, end = jobs.views(connection, "ann", "cancelled", before, 2)
+        page, before = jobs.list_views(connection, "ann", "cancelled", None, 2)
+        rest, end = jobs.list_views(connection, "ann", "cancelled", before, 2)
         assert [job.id for job in (*page, *rest)] == ids[::-2]
         assert end is None
-        queued, _ = jobs.views(connection, "ann", "queued", None, 9)
+        queued, _ = jobs.list_views(connection, "ann", "queued", None, 9)
         assert [job.id for job in queued] == ids[3::-2]
-        assert jobs.views(connection, "ann", "failed", None, 9) == ([], None)
+        assert jobs.list_views(connection, "ann", "failed", None, 9) == ([], None)
 
 
 def test_the_position_is_the_number_of_jobs_before(database: Database) -> None:
@@ -319,7 +319,7 @@ def test_an_idempotency_key_makes_one_job(database: Database) -> None:
         assert jobs.by_idempotency_key(connection, "bob", "once", "c") is None
         with pytest.raises(IdempotencyConflict):
             jobs.by_idempotency_key(connection, "ann", "once", "other")
-        assert upkeep.depth(connection) == {"queued": 1}
+        assert upkeep.job_counts(connection) == {"queued": 1}
         assert tallies.read(connection)["submitted"] == {(("kind", "solve"),): 1.0}
     with database.write() as connection:
         jobs.submit(connection, new("c", owner="bob", idempotency_key="once"))
@@ -347,16 +347,16 @@ def test_jobs_that_ended_long_ago_are_deleted(database: Database) -> None:
     claimed(database, "w")
     finish(database, "w", ended)
     with database.write() as connection:
-        leases.present(connection, "w", (), 1)
-        assert upkeep.clean(connection, 60.0) == 0
+        leases.register_worker(connection, "w", (), 1)
+        assert upkeep.delete_expired(connection, 60.0) == 0
     age(database, 120.0)
     with database.write() as connection:
-        assert upkeep.clean(connection, 60.0) == 1
+        assert upkeep.delete_expired(connection, 60.0) == 1
     with database.read() as connection:
         assert jobs.view(connection, "ann", ended) is None
         assert jobs.view(connection, "ann", live) is not None
         assert not jobs.is_answered(connection, "old")
-        assert events.after(connection, ended, 0) == []
+        assert events.events_after(connection, ended, 0) == []
 
 
 def test_an_answer_in_use_is_kept(database: Database) -> None:
@@ -366,7 +366,7 @@ def test_an_answer_in_use_is_kept(database: Database) -> None:
     age(database, 120.0)
     second = submitted(database)
     with database.write() as connection:
-        assert upkeep.clean(connection, 60.0) == 1
+        assert upkeep.delete_expired(connection, 60.0) == 1
     with database.read() as connection:
         assert answer(connection, second) == b"body"
 
@@ -380,7 +380,7 @@ def test_an_answer_that_a_later_job_uses_is_kept(database: Database) -> None:
     assert claim(database, "w") is None
     assert status(database, second) == "succeeded"
     with database.write() as connection:
-        assert upkeep.clean(connection, 60.0) == 1
+        assert upkeep.delete_expired(connection, 60.0) == 1
     with database.read() as connection:
         assert answer(connection, second) == b"body"
         assert viewed(connection, second).summary != ()
@@ -420,7 +420,7 @@ def test_events_are_numbered_without_gaps(database: Database) -> None:
         event_numbers = numbers(database, id)
         assert event_numbers == list(range(1, len(event_numbers) + 1))
         assert len(event_numbers) == 2 + 8 + 2
-        assert numbers(database, id, after=4) == event_numbers[4:]
+        assert numbers(database, id, events_after=4) == event_numbers[4:]
 
 
 # -- tallies ----------------------------------------------------------------------------------
@@ -461,7 +461,7 @@ def test_keys_are_created_listed_and_revoked(database: Database) -> None:
             return keys.owner_of(connection, key)
 
     with database.write() as connection:
-        assert not keys.is_any(connection)
+        assert not keys.any_exist(connection)
         id, key = keys.add(connection, "ann" * 100)
         other, other_key = keys.add(connection, "bob")
     assert owner(key) == id
@@ -485,7 +485,7 @@ def test_keys_are_created_listed_and_revoked(database: Database) -> None:
         assert owner(wrong) is None, wrong
     with database.read() as connection:
         stored = connection.execute(sa.text("SELECT * FROM keys")).all()
-        assert [listed_key.name for listed_key in keys.listed(connection)] == [
+        assert [listed_key.name for listed_key in keys.list_keys(connection)] == [
             ("ann" * 100)[:200],
             "bob",
         ]
@@ -497,7 +497,7 @@ def test_keys_are_created_listed_and_revoked(database: Database) -> None:
     assert owner(key) is None
     assert owner(other_key) == other
     with database.read() as connection:
-        assert keys.is_any(connection), "a service that had keys does not open again"
+        assert keys.any_exist(connection), "a service that had keys does not open again"
 
 
 # -- helpers ----------------------------------------------------------------------------------

@@ -38,14 +38,14 @@ def test_networkx_round_trip_keeps_single_output_graphs() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"recomputable": True}, "may run again"),
+        ({"recomputable": True}, "it must have recomputable=False"),
         ({"overwrites": (1,)}, "must be inputs"),
         ({"overwrites": (0, 0)}, "must be inputs"),
         ({"overwrites": (0, 1), "inputs": (0, 1)}, "overwrites 8 bytes; its outputs have 4"),
         ({"overwrites": (2,), "inputs": (2,)}, "overwrites a result"),
     ],
 )
-def test_overwriting_a_value_that_is_read_later_is_refused(
+def test_invalid_overwrites_are_refused(
     change: dict[str, Any], message: str
 ) -> None:
     operations = [Operation(f"op{i}", (), (i,), 1.0) for i in range(3)]

@@ -152,7 +152,7 @@ def test_a_forged_document_is_refused(plan: Plan, key: str, value: object) -> No
 
 def test_an_optimum_has_a_bound(plan: Plan) -> None:
     text = _with(plan.to_json(), status="OPTIMAL", lower_bound=None)
-    with pytest.raises(DocumentError, match="OPTIMAL, but no lower_bound"):
+    with pytest.raises(DocumentError, match="OPTIMAL, but there is no lower_bound"):
         Plan.from_json(text)
 
 
@@ -200,7 +200,7 @@ def test_the_description_has_units(plan: Plan) -> None:
 
 def test_the_reserve_is_described_and_the_searchs_margin_is_not(plan: Plan) -> None:
     assert "reserved" not in replace(plan, stats={"reserve_bytes": 1024}).describe()
-    assert "beside 1.00 KiB reserved" in with_reserve_stat(plan, 1024).describe()
+    assert "plus 1.00 KiB reserved" in with_reserve_stat(plan, 1024).describe()
     assert with_reserve_stat(plan, 0) == plan
 
 

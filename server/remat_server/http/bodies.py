@@ -1,4 +1,4 @@
-"""Request bodies: read and unzipped within limits of bytes and time, refused by what they are."""
+"""Request bodies: reads and unzips them within limits of size and time; refuses other formats."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from remat_server.problems import ServiceProblem
 
-_MAGIC = {
+_FORMATS_BY_MAGIC = {
     b"PK\x03\x04": "a zip archive (perhaps a .pt2 or .pt file)",
     b"\x80\x02": "a pickle",
     b"\x80\x03": "a pickle",
@@ -19,103 +19,110 @@ _MAGIC = {
     b"\x80\x05": "a pickle",
     b"\x1f\x8b": "gzip without the header `Content-Encoding: gzip`",
 }
-_CLOSE = {"Connection": "close"}
-"""The rest of such a body is not read."""
-_INSTEAD = (
+_CLOSE_CONNECTION = {"Connection": "close"}
+"""Header of a response to a body of which the rest is not read."""
+_EXPECTED_BODY = (
     '; post JSON: {"trace": ..., "budget": ...} with the document that trace.save() wrote. '
-    "Archives and pickles can run code when they are read, so the service reads neither"
+    "Archives and pickles can run code when they are loaded, so the service accepts neither"
 )
-_AT_ONCE = 4
-"""How many bodies of the largest size are held at a time."""
-_LONGEST_S = 120.0
-"""For a body to come, so that nobody holds its memory by sending nothing more."""
+_CONCURRENT_BODIES = 4
+"""Bodies of the largest size that fit into memory at a time."""
+_BODY_TIMEOUT_S = 120.0
+"""Time limit for a body to arrive, so that a stalled client does not occupy its memory."""
 
 
-class Bodies:
-    """Reads bodies, and holds no more of them at a time than there is room for."""
+class BodyReader:
+    """Reads bodies, within a limit of the memory for all bodies together."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
-        self._room_bytes = _AT_ONCE * limit_bytes
+        self._free_bytes = _CONCURRENT_BODIES * limit_bytes
 
     @asynccontextmanager
     async def read(self, request: Request) -> AsyncIterator[bytes]:
-        """The body's JSON text, for as long as it is needed.
+        """Provide the body's JSON text within the `with` block, and free its memory at the end.
 
-        Raises `ServiceProblem` 400, 408, 413, 415 or, where there is no room for now, 503.
+        Raises `ServiceProblem` 400, 408, 413, 415, or 503 if too many bodies are in memory.
         """
         is_zipped = _is_zipped(request, self._limit_bytes)
         parts: list[bytes] = []
         try:
             try:
-                with fail_after(_LONGEST_S):
-                    async for part in _parts(request, self._limit_bytes, is_zipped=is_zipped):
-                        self._take(len(part))
+                with fail_after(_BODY_TIMEOUT_S):
+                    async for part in _unzipped_parts(
+                        request, self._limit_bytes, is_zipped=is_zipped
+                    ):
+                        self._reserve(len(part))
                         parts.append(part)
             except TimeoutError:
-                text = f"the body did not come within {_LONGEST_S:g} s"
-                raise ServiceProblem(408, text, headers=_CLOSE) from None
-            yield _checked(b"".join(parts))
+                text = f"the body did not arrive within {_BODY_TIMEOUT_S:g} s"
+                raise ServiceProblem(408, text, headers=_CLOSE_CONNECTION) from None
+            yield _check_json(b"".join(parts))
         finally:
-            self._room_bytes += sum(map(len, parts))
+            self._free_bytes += sum(map(len, parts))
 
-    def _take(self, size_bytes: int) -> None:
-        if size_bytes > self._room_bytes:
-            text = "many large requests are being sent to this service now; try again"
-            raise ServiceProblem(503, text, headers={"Retry-After": "2", **_CLOSE})
-        self._room_bytes -= size_bytes
+    def _reserve(self, size_bytes: int) -> None:
+        if size_bytes > self._free_bytes:
+            text = "too many large requests are being sent to this service now; try again"
+            raise ServiceProblem(503, text, headers={"Retry-After": "2", **_CLOSE_CONNECTION})
+        self._free_bytes -= size_bytes
 
 
 def _is_zipped(request: Request, limit_bytes: int) -> bool:
-    """What the headers say of a body. Raises `ServiceProblem` 413 or 415."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json" and not kind.endswith("+json"):
-        raise ServiceProblem(415, f"the body is {kind[:80] or 'of no stated kind'}{_INSTEAD}")
-    coding = request.headers.get("content-encoding", "identity").strip().lower()
-    if coding not in ("gzip", "identity"):
-        raise ServiceProblem(415, f"the coding {coding[:80]} is not understood; use gzip")
+    """True if the headers declare a gzipped body. Raises `ServiceProblem` 413 or 415."""
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json" and not media_type.endswith("+json"):
+        declared = media_type[:80] or "without a Content-Type"
+        raise ServiceProblem(415, f"the body is {declared}{_EXPECTED_BODY}")
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("gzip", "identity"):
+        raise ServiceProblem(
+            415, f"the Content-Encoding {encoding[:80]} is not supported; use gzip"
+        )
     length = request.headers.get("content-length", "")
     if length.isdecimal() and (len(length) > 18 or int(length) > limit_bytes):
         raise _too_large(limit_bytes)
-    return coding == "gzip"
+    return encoding == "gzip"
 
 
-def _checked(body: bytes) -> bytes:
-    for magic, what in _MAGIC.items():
+def _check_json(body: bytes) -> bytes:
+    for magic, description in _FORMATS_BY_MAGIC.items():
         if body.startswith(magic):
-            raise ServiceProblem(415, f"the body is {what}{_INSTEAD}")
+            raise ServiceProblem(415, f"the body is {description}{_EXPECTED_BODY}")
     if not body:
-        raise ServiceProblem(400, "the body is empty" + _INSTEAD)
+        raise ServiceProblem(400, "the body is empty" + _EXPECTED_BODY)
     return body
 
 
-async def _parts(request: Request, limit_bytes: int, *, is_zipped: bool) -> AsyncIterator[bytes]:
+async def _unzipped_parts(
+    request: Request, limit_bytes: int, *, is_zipped: bool
+) -> AsyncIterator[bytes]:
     unzip = zlib.decompressobj(wbits=31) if is_zipped else None
     size = received = 0
     try:
         async for chunk in request.stream():
             part = chunk
-            received += len(chunk)  # which a gzip stream of nothing makes large, too
+            received += len(chunk)  # can be large even if a gzip stream unzips to nothing
             if unzip is not None:
                 part = unzip.decompress(chunk, limit_bytes + 1 - size)
                 if unzip.unused_data:
-                    raise ServiceProblem(400, "the gzip stream is followed by something else")
+                    raise ServiceProblem(400, "the gzip stream is followed by other data")
             size += len(part)
             if max(size, received) > limit_bytes or (unzip is not None and unzip.unconsumed_tail):
                 raise _too_large(limit_bytes)
             yield part
     except zlib.error as error:
-        raise ServiceProblem(400, f"the body is no gzip stream: {error}") from None
+        raise ServiceProblem(400, f"the body is not a gzip stream: {error}") from None
     except ClientDisconnect:
-        raise ServiceProblem(400, "the body was cut off") from None
+        raise ServiceProblem(400, "the body is incomplete") from None
     if unzip is not None and not unzip.eof:
-        raise ServiceProblem(400, "the gzip stream is cut off")
+        raise ServiceProblem(400, "the gzip stream is incomplete")
 
 
 def _too_large(limit_bytes: int) -> ServiceProblem:
     return ServiceProblem(
         413,
-        f"the body is over {limit_bytes:,} bytes when unzipped; a real trace of a hundred layers "
-        "has about 10 MB. The operator may raise REMAT_BODY_BYTES",
-        headers=_CLOSE,
+        f"the body is over {limit_bytes:,} bytes when unzipped; a typical trace of a hundred "
+        "layers has about 10 MB. The operator may raise REMAT_BODY_BYTES",
+        headers=_CLOSE_CONNECTION,
     )

@@ -1,4 +1,4 @@
-"""From a posted body to a job: what is accepted, what it will need, and what is known already."""
+"""Validates request bodies against the service's limits, and submits them as jobs."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from dataclasses import dataclass, fields, is_dataclass
 from sqlalchemy.exc import IntegrityError
 
 import remat
-from remat.costs.trace_costs import with_roofline_costs
 from remat.costs.roofline import Roofline
+from remat.costs.trace_costs import with_roofline_costs
 from remat.documents.base import NAMESPACES, parse_strict_json
 from remat.documents.trace import Trace
 from remat.errors import DocumentError, SolverError
 from remat.limits.budget import Budget
 from remat.milp.solvers.pulp_solvers import is_highs
 from remat.schedule import Schedule
-from remat.service.wire import JobView, Kind, Sizes, SolveRequest, graph_of
+from remat.service.wire import DryRunResult, JobKind, JobView, SolveRequest, graph_of
 from remat.simulate import simulate
 from remat_server.problems import ServiceProblem
 from remat_server.settings import Settings
@@ -27,73 +27,75 @@ from remat_server.store.jobs import IdempotencyConflict, NewJob
 from remat_server.work.solving import Request, read_request
 
 _PARTS_PER_OPERATION = 60
-"""Objects, lists and items of a document for each operation: real traces have 40."""
+"""Limit of objects, lists and items in a document, per operation. Real traces have 40."""
 
-_STRUCTURE = 50_000
-"""Nodes of the structures of a model's arguments and results."""
+_MAX_STRUCTURE_NODES = 50_000
+"""Limit of nodes in the structures of a model's arguments and results."""
 
 
 @dataclass(frozen=True, slots=True)
-class Intake:
-    """Accepts requests into the store."""
+class RequestIntake:
+    """Validates requests and submits them to the job store."""
 
     settings: Settings
     database: Database
 
-    def accept(
-        self, kind: Kind, body: bytes, owner: str, idempotency_key: str | None, request_id: str
+    def submit(
+        self, kind: JobKind, body: bytes, owner: str, idempotency_key: str | None, request_id: str
     ) -> JobView:
-        """The job for a body: a new one, or the one that this idempotency key made before.
+        """Submit a body; return its job, or the earlier job with the same idempotency key.
 
-        A body that was solved before is not even validated again: it is the same, byte for byte.
-        Raises `ServiceProblem` and `DocumentError`.
+        A body for which the store has an answer is not validated, since it is the same byte for
+        byte. Raises `ServiceProblem` and `DocumentError`.
         """
-        content = digest(kind, body)
+        content = content_digest(kind, body)
         with self.database.read() as connection:
-            if found := self._known(connection, owner, idempotency_key, content):
-                return found
+            if job := self._job_with_key(connection, owner, idempotency_key, content):
+                return job
             is_answered = jobs.is_answered(connection, content)
             active = jobs.active_count(connection, owner)
-            devices = leases.devices_present(connection, 3 * self.settings.lease_s)
-        model, needs = "", ""
+            devices = leases.available_devices(connection, 3 * self.settings.lease_s)
+        model, device = "", ""
         if not is_answered:
             request = self.validate(kind, body)
             model = request.trace.model if request.trace is not None else ""
-            model = model.replace("\0", "")  # PostgreSQL has no such text
-            needs = self._needs(request, devices)
+            model = model.replace("\0", "")  # PostgreSQL refuses NUL in text
+            device = self._required_device(request, devices)
             if active >= self.settings.queued_per_key:
                 raise ServiceProblem(
                     429,
-                    f"{active} of your jobs have not ended yet, the most that this service keeps; "
+                    f"{active} of your jobs have not ended, which is the limit of this service; "
                     "wait for some of them, or cancel them",
                     name="queue-full",
                     headers={"Retry-After": "30"},
                 )
-        job = NewJob(
+        new_job = NewJob(
             owner=owner,
             kind=kind,
             content=content,
             request=gzip.compress(body, compresslevel=1, mtime=0),
             model=model,
-            needs=needs,
+            needs=device,
             idempotency_key=idempotency_key,
             request_id=request_id,
         )
         try:
             with self.database.write() as connection:
-                id = jobs.submit(connection, job)
-                found = jobs.view(connection, owner, id)
-        except IntegrityError:  # the same key at the same time: the other one was first
+                id = jobs.submit(connection, new_job)
+                view_and_revision = jobs.view(connection, owner, id)
+        except IntegrityError:  # a concurrent request with the same key was first
             with self.database.read() as connection:
-                if again := self._known(connection, owner, idempotency_key, content):
-                    return again
+                if job := self._job_with_key(connection, owner, idempotency_key, content):
+                    return job
             raise
-        assert found is not None
-        return found[0]
+        assert view_and_revision is not None
+        return view_and_revision[0]
 
-    def _known(
+    def _job_with_key(
         self, connection: jobs.Connection, owner: str, key: str | None, content: str
     ) -> JobView | None:
+        """Return the owner's job with this idempotency key; None if there is none. Raises
+        `ServiceProblem` 422 if the key belongs to another request."""
         if key is None:
             return None
         try:
@@ -101,16 +103,17 @@ class Intake:
         except IdempotencyConflict:
             raise ServiceProblem(
                 422,
-                "this Idempotency-Key was used for another request; use a new one for each",
+                "this Idempotency-Key was used for another request; use a new key for each request",
                 name="idempotency-key-reused",
             ) from None
-        found = None if id is None else jobs.view(connection, owner, id)
-        return None if found is None else found[0]
+        view_and_revision = None if id is None else jobs.view(connection, owner, id)
+        return None if view_and_revision is None else view_and_revision[0]
 
-    def validate(self, kind: Kind, body: bytes) -> Request:
-        """The request within this service's limits.
+    def validate(self, kind: JobKind, body: bytes) -> Request:
+        """Return the parsed request if it is within the service's limits.
 
-        Sizes come first: to validate takes far more time and memory than to count.
+        Sizes are checked first, because validation takes far more time and memory. Raises
+        `ServiceProblem` and `DocumentError`.
         """
         self._check_parts(body)
         self._check_counts(parse_strict_json(body, "request"))
@@ -122,32 +125,34 @@ class Intake:
 
     def _check_parts(self, body: bytes) -> None:
         parts = sum(map(body.count, (b"{", b"[", b",")))
-        most = _PARTS_PER_OPERATION * self.settings.operations
-        if parts > most:
+        limit = _PARTS_PER_OPERATION * self.settings.operations
+        if parts > limit:
             raise ServiceProblem(
                 413,
-                f"the document has {parts:,} parts (objects, lists, items); this service takes up "
-                f"to {most:,}, {_PARTS_PER_OPERATION} for each of the operations that it takes. "
+                f"the document has {parts:,} parts (objects, lists, items); this service accepts "
+                f"up to {limit:,}, {_PARTS_PER_OPERATION} for each operation that it accepts. "
                 "The operator may raise REMAT_OPERATIONS",
             )
 
     def _check_counts(self, document: object) -> None:
-        trace, graph = _part(document, "trace"), _part(document, "graph")
+        trace, graph = _field(document, "trace"), _field(document, "graph")
         limits = self.settings.operations, self.settings.values
-        for what, most, lists in (
-            ("operations", limits[0], (_part(trace, "nodes"), _part(graph, "operations"))),
-            ("values", limits[1], (_part(trace, "storage_bytes"), _part(graph, "values"))),
+        for name, limit, lists in (
+            ("operations", limits[0], (_field(trace, "nodes"), _field(graph, "operations"))),
+            ("values", limits[1], (_field(trace, "storage_bytes"), _field(graph, "values"))),
         ):
-            found = max(len(each) if isinstance(each, list) else 0 for each in lists)
-            if found > most:
+            count = max(len(items) if isinstance(items, list) else 0 for items in lists)
+            if count > limit:
                 raise ServiceProblem(
                     413,
-                    f"the graph has {found:,} {what}; this service takes up to {most:,}. The "
-                    f"operator may raise REMAT_{what.upper()}",
+                    f"the graph has {count:,} {name}; this service accepts up to {limit:,}. The "
+                    f"operator may raise REMAT_{name.upper()}",
                 )
-        if _is_larger([_part(trace, "inputs"), _part(trace, "result")], _STRUCTURE):
+        if _has_more_nodes(
+            [_field(trace, "inputs"), _field(trace, "result")], _MAX_STRUCTURE_NODES
+        ):
             raise ServiceProblem(
-                413, f"the model's arguments and results have over {_STRUCTURE:,} items"
+                413, f"the model's arguments and results have over {_MAX_STRUCTURE_NODES:,} items"
             )
 
     def _check_operations(self, trace: Trace) -> None:
@@ -155,9 +160,9 @@ class Intake:
         for node in trace.nodes:
             if node.target.partition(".")[0] not in allowed:
                 raise DocumentError(
-                    f"operation {node.name} is {node.target}; this service takes operations of "
-                    f"{', '.join(sorted(allowed))} only. The operator may allow more by "
-                    "REMAT_NAMESPACES"
+                    f"operation {node.name} is {node.target}; this service accepts only operators "
+                    f"of {', '.join(sorted(allowed))}. The operator of the service may allow more "
+                    "with REMAT_NAMESPACES"
                 )
 
     def _check_strategy(self, request: Request) -> None:
@@ -165,53 +170,62 @@ class Intake:
         if not is_dataclass(strategy):
             return
         options = {f.name: getattr(strategy, f.name) for f in fields(strategy)}
-        limit, most = options.get("time_limit", 0.0), self.settings.solve_limit_s
-        if limit > most:
+        time_limit, max_time_limit = options.get("time_limit", 0.0), self.settings.solve_limit_s
+        if time_limit > max_time_limit:
             raise ServiceProblem(
-                422, f"the time limit is {limit:g} s; this service solves for up to {most:g} s"
+                422,
+                f"the time limit is {time_limit:g} s; this service accepts up to "
+                f"{max_time_limit:g} s",
             )
         solver = options.get("solver", "HiGHS")
         allowed = [name.lower() for name in self.settings.solvers]
         if not is_highs(solver) and solver.lower() not in allowed:
             raise SolverError(
                 f"this service does not offer the solver {solver[:80]!r}, only "
-                f"{', '.join(self.settings.solvers)}; the operator may set REMAT_SOLVERS"
+                f"{', '.join(self.settings.solvers)}; the operator may add it to REMAT_SOLVERS"
             )
 
-    def _needs(self, request: Request, devices: set[str]) -> str:
-        if not request.is_measured_here or request.trace is None:
+    def _required_device(self, request: Request, devices: set[str]) -> str:
+        """Return the device type that must measure the costs; "" if the request has costs."""
+        if not request.needs_measurement or request.trace is None:
             return ""
-        needed = request.trace.device.partition(":")[0]
-        if needed not in devices:
+        device = request.trace.device.partition(":")[0]
+        if device not in devices:
             raise ServiceProblem(
                 422,
-                f"the costs of this trace are to be measured on {needed[:40]}, and no worker of "
-                'this service can; set options.costs to "roofline:h200" (or another known '
-                "device), or measure it where you traced it: remat.measure(trace)",
+                f"the costs of this trace must be measured on {device[:40]}, which no worker of "
+                'this service has; set options.costs to "roofline:h200" (or another device with '
+                "a data sheet), or measure it where you traced it: remat.measure(trace)",
                 name="no-device",
             )
-        return needed
+        return device
 
-    def sizes(self, kind: Kind, body: bytes) -> Sizes:
-        """What a dry run tells."""
+    def dry_run_sizes(self, kind: JobKind, body: bytes) -> DryRunResult:
+        """Validate a request, and return the sizes that a dry run reports."""
         request = self.validate(kind, body)
-        found = graph_of(request)
-        if request.is_measured_here and isinstance(found, Trace):
-            operations, values, peak = len(found.operations), len(found.storage_bytes), None
+        graph_or_trace = graph_of(request)
+        if request.needs_measurement and isinstance(graph_or_trace, Trace):
+            operations, values, peak = (
+                len(graph_or_trace.operations),
+                len(graph_or_trace.storage_bytes),
+                None,
+            )
             constants, costs = 0, "to be measured"
         else:
             costs = request.options.costs or ""
-            if isinstance(found, Trace) and costs:
-                found = with_roofline_costs(found, Roofline(costs.partition(":")[2]))
-            graph = found.graph() if isinstance(found, Trace) else found
-            costs = found.cost_source if isinstance(found, Trace) else "as given"
+            if isinstance(graph_or_trace, Trace) and costs:
+                graph_or_trace = with_roofline_costs(
+                    graph_or_trace, Roofline(costs.partition(":")[2])
+                )
+            graph = graph_or_trace.graph() if isinstance(graph_or_trace, Trace) else graph_or_trace
+            costs = graph_or_trace.cost_source if isinstance(graph_or_trace, Trace) else "as given"
             operations, values = len(graph), len(graph.values)
             constants = graph.constant_bytes
             peak = simulate(graph, Schedule.keep_all(graph)).peak_bytes
             budgets = [request.budget] if isinstance(request, SolveRequest) else request.budgets
             for budget in budgets or ():
                 Budget.parse(budget).in_bytes(peak, graph.library_bytes)
-        return Sizes(
+        return DryRunResult(
             operations=operations,
             values=values,
             constant_bytes=constants,
@@ -220,23 +234,24 @@ class Intake:
         )
 
 
-def _part(document: object, key: str) -> object:
+def _field(document: object, key: str) -> object:
     return document.get(key) if isinstance(document, dict) else None
 
 
-def _is_larger(structures: list[object], most: int) -> bool:
-    """Whether there are more nodes than that; see `remat.documents.structure.Structure`."""
+def _has_more_nodes(structures: list[object], limit: int) -> bool:
+    """True if the structures (see `remat.documents.structure.Structure`) have more than `limit`
+    nodes."""
     count = 0
-    while structures and count <= most:
+    while structures and count <= limit:
         node = structures.pop()
-        children = _part(node, "children")
+        children = _field(node, "children")
         if isinstance(children, list):
             structures += children
         count += 1
-    return count > most
+    return count > limit
 
 
-def digest(kind: Kind, body: bytes) -> str:
-    """Names what is asked: the same bytes, of the same kind, for the same version of the solver."""
-    head = f"{kind} {remat.__version__}\n".encode()
-    return hashlib.sha256(head + body).hexdigest()
+def content_digest(kind: JobKind, body: bytes) -> str:
+    """Return a digest of a request: its bytes, its kind, and the version of the solver."""
+    header = f"{kind} {remat.__version__}\n".encode()
+    return hashlib.sha256(header + body).hexdigest()

@@ -1,5 +1,5 @@
-"""Prometheus metrics: of jobs from the store, so they are true across machines and restarts; of
-HTTP from this process."""
+"""Prometheus metrics. Metrics of jobs come from the store, so they cover all machines and restarts;
+metrics of HTTP requests come from this process."""
 
 from __future__ import annotations
 
@@ -23,18 +23,22 @@ from remat_server.store import leases, tallies, upkeep
 
 _COUNTERS = {
     "submitted": ("remat_jobs_submitted", "Jobs accepted", ("kind",)),
-    "finished": ("remat_jobs_finished", "Jobs ended", ("kind", "status")),
-    "answered_from_store": ("remat_jobs_answered_from_store", "Not solved again", ("kind",)),
+    "finished": ("remat_jobs_finished", "Jobs finished", ("kind", "status")),
+    "answered_from_store": (
+        "remat_jobs_answered_from_store",
+        "Jobs answered from the store",
+        ("kind",),
+    ),
 }
 _HISTOGRAMS: dict[str, tuple[str, str, Sequence[float]]] = {
-    "solve_seconds": ("remat_solve_seconds", "Time of solves", tallies.SECONDS),
-    "gap": ("remat_solve_gap", "Proved gap of plans", tallies.GAPS),
+    "solve_seconds": ("remat_solve_seconds", "Time of solves, in seconds", tallies.SECONDS),
+    "gap": ("remat_solve_gap", "Proved gap of plans, as a fraction", tallies.GAPS),
 }
 _STATES = ("queued", "running", "succeeded", "infeasible", "failed", "cancelled")
 
 
 def request_histogram() -> Histogram:
-    """The seconds of HTTP requests, by method, route and status."""
+    """Create the histogram of the seconds of HTTP requests, by method, route and status."""
     return Histogram(
         "remat_http_request_seconds",
         "Time of HTTP requests",
@@ -44,29 +48,29 @@ def request_histogram() -> Histogram:
     )
 
 
-def registry(connection: Connection, requests: Histogram) -> CollectorRegistry:
-    """All metrics as they are now."""
-    found = CollectorRegistry()
-    found.register(requests)
-    found.register(_FromStore(connection))
-    ProcessCollector(registry=found)
-    PlatformCollector(registry=found)
-    return found
+def build_registry(connection: Connection, requests: Histogram) -> CollectorRegistry:
+    """Return all metrics with their current values."""
+    collectors = CollectorRegistry()
+    collectors.register(requests)
+    collectors.register(_StoreCollector(connection))
+    ProcessCollector(registry=collectors)
+    PlatformCollector(registry=collectors)
+    return collectors
 
 
-class _FromStore:
-    """Reads the store once, when it is collected."""
+class _StoreCollector:
+    """Collects the metrics that were read from the store at construction."""
 
     def __init__(self, connection: Connection) -> None:
-        self._metrics = [*_of_jobs(connection), *_of_tallies(connection)]
+        self._metrics = [*_job_metrics(connection), *_tally_metrics(connection)]
 
     def collect(self) -> Iterator[Metric]:
         yield from self._metrics
 
 
-def _of_jobs(connection: Connection) -> Iterator[Metric]:
-    depth = upkeep.depth(connection)
-    jobs = GaugeMetricFamily("remat_jobs", "Jobs kept, by state", labels=("status",))
+def _job_metrics(connection: Connection) -> Iterator[Metric]:
+    depth = upkeep.job_counts(connection)
+    jobs = GaugeMetricFamily("remat_jobs", "Jobs in the store, by state", labels=("status",))
     for state in _STATES:
         jobs.add_metric((state,), depth.get(state, 0))
     yield jobs
@@ -74,7 +78,7 @@ def _of_jobs(connection: Connection) -> Iterator[Metric]:
     yield GaugeMetricFamily("remat_workers", "Workers seen in the last minute", value=workers)
 
 
-def _of_tallies(connection: Connection) -> Iterator[Metric]:
+def _tally_metrics(connection: Connection) -> Iterator[Metric]:
     read = tallies.read(connection)
     for key, (name, text, labels) in _COUNTERS.items():
         counter = CounterMetricFamily(name, text, labels=labels)

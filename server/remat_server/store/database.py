@@ -1,4 +1,4 @@
-"""`Database`: connections to the store, and transactions that do not get in each other's way."""
+"""Connections to the job store, and transactions that can run concurrently."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from sqlalchemy.sql.functions import FunctionElement
 
 from remat.errors import ServiceError
 
-_BUSY_S = 30
-_AGAIN_S = 0.01
+_BUSY_TIMEOUT_S = 30
+_RETRY_INTERVAL_S = 0.01
 
 
 class now(FunctionElement[float]):  # reads as the SQL function it is
-    """The database's own clock, so that machines need not agree on the time."""
+    """SQL function: seconds since 1970 by the database's clock, which all machines share."""
 
     type = Double()
     inherit_cache = True
@@ -40,17 +40,17 @@ def _postgresql_now(element: now, compiler: Any, **options: Any) -> str:
     return "extract(epoch from clock_timestamp())::double precision"
 
 
-def insert_or(connection: Connection, table: Table) -> postgresql.Insert | sqlite.Insert:
-    """An INSERT that can be told what to do instead, where there is such a row."""
+def upsert_into(connection: Connection, table: Table) -> postgresql.Insert | sqlite.Insert:
+    """Return an INSERT statement that supports ON CONFLICT."""
     is_postgresql = connection.dialect.name == "postgresql"
     return postgresql.insert(table) if is_postgresql else sqlite.insert(table)
 
 
 class Database:
-    """The store's engine. `read()` and `write()` give connections; `write()` commits at its end.
+    """The job store. `read()` and `write()` provide connections; `write()` commits at its end.
 
-    SQLite takes its write lock when a transaction begins: one that reads first and then writes
-    would otherwise fail where another wrote in between.
+    With SQLite, `write()` acquires the write lock when its transaction begins. Otherwise a
+    transaction that reads and then writes would fail if another one wrote in between.
     """
 
     def __init__(self, url: str) -> None:
@@ -63,26 +63,26 @@ class Database:
                 Path(parsed.database).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             options: dict[str, Any] = {"pool_pre_ping": True}
             if self.is_sqlite:
-                options["connect_args"] = {"timeout": _BUSY_S, "isolation_level": None}
+                options["connect_args"] = {"timeout": _BUSY_TIMEOUT_S, "isolation_level": None}
             else:
                 options |= {"pool_size": 10, "max_overflow": 40}
-                # A database made in the locale "C" has no encoding, and would answer in bytes.
+                # A database created in the locale "C" has no encoding, and would return bytes.
                 options["connect_args"] = {"client_encoding": "utf8"}
-            self._of_reads = {} if self.is_sqlite else {"isolation_level": "REPEATABLE READ"}
+            self._read_options = {} if self.is_sqlite else {"isolation_level": "REPEATABLE READ"}
             self.url = parsed
             self.engine = create_engine(parsed, **options)
         except Exception as error:
             raise ServiceError(
                 f"the store {_without_password(url)} cannot be opened: {error}; REMAT_DATABASE_URL "
-                "is like postgresql://user@host/name (pip install 'remat[postgres]')"
+                "must be of the form postgresql://user@host/name (pip install 'remat[postgres]')"
             ) from None
         if self.is_sqlite:
             event.listen(self.engine, "connect", _configure_sqlite)
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
-        """A connection to read with: what it sees is consistent."""
-        with self.engine.connect().execution_options(**self._of_reads) as connection:
+        """Provide a connection for reading, which sees one consistent state of the store."""
+        with self.engine.connect().execution_options(**self._read_options) as connection:
             if self.is_sqlite:
                 connection.exec_driver_sql("BEGIN")
             yield connection
@@ -90,7 +90,7 @@ class Database:
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
-        """A transaction: all of it, or nothing."""
+        """Provide a connection for one transaction. An exception in the block rolls it back."""
         with self.engine.connect() as connection:
             if self.is_sqlite:
                 connection.exec_driver_sql("BEGIN IMMEDIATE")
@@ -102,16 +102,16 @@ class Database:
                 raise
 
     def migrate(self) -> None:
-        """Bring the tables to this version's. Several processes may do so at once.
+        """Migrate the tables to this version. Several processes may do so concurrently.
 
-        Raises `ServiceError` where the store cannot be reached.
+        Raises `ServiceError` if the store cannot be reached.
         """
         try:
             with self.write() as connection:
                 self._migrate(connection)
         except OperationalError as error:
             shown = self.url.render_as_string(hide_password=True)
-            raise ServiceError(f"the store {shown} does not answer: {error.orig}") from None
+            raise ServiceError(f"the store {shown} does not respond: {error.orig}") from None
 
     def _migrate(self, connection: Connection) -> None:
         if not self.is_sqlite:
@@ -122,28 +122,29 @@ class Database:
         command.upgrade(config, "head")
 
     def close(self) -> None:
-        """Give all connections back."""
+        """Close all connections."""
         self.engine.dispose()
 
 
 def _configure_sqlite(connection: Any, record: object) -> None:
-    until = time.monotonic() + _BUSY_S
-    # Of those who turn a new file to WAL at once, one does and the others are told that it is
-    # locked, however long they would wait: they ask again, and find it done.
+    deadline_s = time.monotonic() + _BUSY_TIMEOUT_S
+    # If several processes switch a new file to WAL concurrently, one succeeds, and the others get
+    # "locked" immediately, whatever their timeout: they retry, and then the file is in WAL mode.
     while True:
         try:
             connection.execute("PRAGMA journal_mode=WAL")
             break
         except sqlite3.OperationalError as error:
-            if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > until:
+            if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > deadline_s:
                 raise
-            time.sleep(_AGAIN_S)
+            time.sleep(_RETRY_INTERVAL_S)
     for pragma in ("synchronous=FULL", "foreign_keys=ON"):
         connection.execute(f"PRAGMA {pragma}")
 
 
 def _without_password(url: str) -> str:
+    """Return the URL with a hidden password, for messages."""
     try:
         return make_url(url).render_as_string(hide_password=True)
     except Exception:
-        return "of REMAT_DATABASE_URL"
+        return "in REMAT_DATABASE_URL"

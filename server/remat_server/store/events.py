@@ -1,4 +1,4 @@
-"""What happened to a job, in order, for those who watch."""
+"""The events of each job in order, for clients that watch it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from remat_server.store.tables import events
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """`kind` is status, progress, incumbent or done."""
+    """One event of a job; `kind` is "status", "progress", "incumbent" or "done"."""
 
     number: int
     kind: str
@@ -20,14 +20,15 @@ class Event:
 
 
 def append(connection: Connection, job: str, kind: str, data: dict[str, Any]) -> None:
-    """Add an event. Only who holds the job's row or its lease does, so numbers do not clash."""
-    last = select(func.coalesce(func.max(events.c.number), 0)).where(events.c.job == job)
-    number = connection.execute(last).scalar_one() + 1
+    """Append an event. Call it only with the job's row locked or its lease owned, so that the
+    numbers are unique."""
+    last_number = select(func.coalesce(func.max(events.c.number), 0)).where(events.c.job == job)
+    number = connection.execute(last_number).scalar_one() + 1
     connection.execute(insert(events).values(job=job, number=number, kind=kind, data=data))
 
 
-def after(connection: Connection, job: str, number: int) -> list[Event]:
-    """The events after a number, at most a thousand."""
+def events_after(connection: Connection, job: str, number: int) -> list[Event]:
+    """Return the events of a job after a number, at most 1000."""
     query = (
         select(events.c.number, events.c.kind, events.c.data)
         .where(events.c.job == job, events.c.number > number)

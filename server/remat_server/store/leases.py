@@ -1,8 +1,8 @@
-"""Jobs as workers see them: claim, keep, report, finish, give back.
+"""Jobs from the worker's view: claim, renew, report, finish and release.
 
-A worker holds a job by a lease that it renews. Where it does not, another takes the job: a solve is
-pure, so running one twice is harmless, and only the holder of the lease can finish it. A job that
-does not run has no worker and no lease.
+A worker owns a job by a lease, which it renews. If the lease expires, another worker may claim the
+job: a solve has no side effects, so solving twice is harmless, and only the owner of the lease can
+finish the job. A job that is not running has no worker and no lease.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from typing import Any
 
 from sqlalchemy import Connection, Select, and_, delete, exists, func, or_, select, update
 
-from remat_server.store.database import insert_or, now
+from remat_server.store.database import now, upsert_into
 from remat_server.store.events import append
-from remat_server.store.jobs import end, is_answered, own_content
+from remat_server.store.jobs import end, is_answered, unshared_content
 from remat_server.store.tables import answers, jobs, workers
 from remat_server.store.tallies import GAPS, SECONDS, count, observe
 
 IS_FREE = or_(
     jobs.c.status == "queued", and_(jobs.c.status == "running", jobs.c.lease_until < now())
 )
-"""Of a job: it waits, or its worker is lost. PostgreSQL asks this again once the job is locked, and
-not what is asked of others."""
+"""SQL condition: the job is queued, or its worker is lost. PostgreSQL evaluates the condition a
+second time once the job's row is locked, but not conditions on other rows."""
 
 
 @dataclass(frozen=True, slots=True)
-class Claimed:
-    """A job to solve."""
+class ClaimedJob:
+    """A job that a worker has claimed."""
 
     id: str
     kind: str
@@ -40,22 +40,23 @@ class Claimed:
 
 def claim(
     connection: Connection, worker: str, devices: Sequence[str], lease_s: float
-) -> Claimed | None:
-    """Take the oldest job that can be done here: queued, or lost by its worker.
+) -> ClaimedJob | None:
+    """Claim the oldest job that is queued or lost by its worker and needs none but these devices.
 
-    A job that asks what another asks that is being solved waits for that one's answer.
+    Return None if there is none. While a job is being solved, other jobs with the same request wait
+    for its answer.
     """
     while True:
         query = _next(devices).with_for_update(skip_locked=True)
-        found = connection.execute(query).first()
-        if found is None:
+        row = connection.execute(query).first()
+        if row is None:
             return None
-        if is_answered(connection, found.content):
-            _answer_from_store(connection, found)
+        if is_answered(connection, row.content):
+            _answer_from_store(connection, row)
             continue
-        taken = update(jobs).where(jobs.c.id == found.id)
+        claimed = update(jobs).where(jobs.c.id == row.id)
         connection.execute(
-            taken.values(
+            claimed.values(
                 status="running",
                 worker=worker,
                 lease_until=now() + lease_s,
@@ -65,32 +66,32 @@ def claim(
                 revision=jobs.c.revision + 1,
             )
         )
-        append(connection, found.id, "status", {"status": "running"})
-        return Claimed(
-            id=found.id,
-            kind=found.kind,
-            request=found.request,
-            request_id=found.request_id,
-            attempts=found.attempts + 1,
-            needs=found.needs,
+        append(connection, row.id, "status", {"status": "running"})
+        return ClaimedJob(
+            id=row.id,
+            kind=row.kind,
+            request=row.request,
+            request_id=row.request_id,
+            attempts=row.attempts + 1,
+            needs=row.needs,
         )
 
 
-def is_any_free(connection: Connection, devices: Sequence[str]) -> bool:
-    """Whether `claim` would most likely find a job; only reads."""
+def has_claimable_job(connection: Connection, devices: Sequence[str]) -> bool:
+    """True if `claim` would probably return a job. Only reads."""
     return connection.execute(_next(devices)).first() is not None
 
 
 def _next(devices: Sequence[str]) -> Select[Any]:
     other = jobs.alias()
-    is_solved_now = exists().where(
+    is_being_solved = exists().where(
         other.c.content == jobs.c.content,
         other.c.status == "running",
         other.c.lease_until >= now(),
     )
     return (
         select(jobs)
-        .where(IS_FREE, jobs.c.needs.in_(["", *devices]), ~is_solved_now)
+        .where(IS_FREE, jobs.c.needs.in_(["", *devices]), ~is_being_solved)
         .order_by(jobs.c.number)
         .limit(1)
     )
@@ -102,18 +103,18 @@ def _answer_from_store(connection: Connection, job: Any) -> None:
 
 
 def renew(connection: Connection, worker: str, ids: Sequence[str], lease_s: float) -> set[str]:
-    """Keep jobs for another while; returns those that are still this worker's."""
-    kept = (
+    """Renew a worker's leases; return the jobs that it still owns."""
+    renewed = (
         update(jobs)
         .where(jobs.c.id.in_(ids), jobs.c.worker == worker)
         .values(lease_until=now() + lease_s)
         .returning(jobs.c.id)
     )
-    return {row.id for row in connection.execute(kept)}
+    return {row.id for row in connection.execute(renewed)}
 
 
-def still_held(connection: Connection, worker: str, ids: Sequence[str]) -> set[str]:
-    """Those of the jobs that are still this worker's: a cancelled job is nobody's."""
+def owned_jobs(connection: Connection, worker: str, ids: Sequence[str]) -> set[str]:
+    """Return those of the jobs that the worker still owns. Nothing owns a cancelled job."""
     query = select(jobs.c.id).where(jobs.c.id.in_(ids), jobs.c.worker == worker)
     return {row.id for row in connection.execute(query)}
 
@@ -121,13 +122,13 @@ def still_held(connection: Connection, worker: str, ids: Sequence[str]) -> set[s
 def report(
     connection: Connection, worker: str, id: str, progress: dict[str, Any], is_incumbent: bool
 ) -> None:
-    """Tell how far a job is; nothing happens where it is no longer this worker's."""
-    told = (
+    """Store the progress of a job; do nothing if the worker does not own it any more."""
+    updated = (
         update(jobs)
         .where(jobs.c.id == id, jobs.c.worker == worker)
         .values(progress=progress, revision=jobs.c.revision + 1)
     )
-    if connection.execute(told).rowcount:
+    if connection.execute(updated).rowcount:
         append(connection, id, "incumbent" if is_incumbent else "progress", progress)
 
 
@@ -143,23 +144,24 @@ def finish(
     problem: dict[str, Any] | None = None,
     seconds: float,
 ) -> bool:
-    """End a job with its answer or its problem. False where it is no longer this worker's.
+    """Finish a job with its answer or its problem; return False if the worker does not own it.
 
-    An answer that is not shared is this job's only: whoever asks the same is solved for again.
+    An answer that is not shared belongs to this job only: other jobs with the same request are
+    solved separately.
     """
     query = select(jobs.c.content, jobs.c.kind).where(jobs.c.id == id, jobs.c.worker == worker)
-    held = connection.execute(query.with_for_update()).first()
-    if held is None:
+    row = connection.execute(query.with_for_update()).first()
+    if row is None:
         return False
     if body is not None:
-        content = held.content if is_shared else own_content(held.content, id)
+        content = row.content if is_shared else unshared_content(row.content, id)
         connection.execute(update(jobs).where(jobs.c.id == id).values(content=content))
-        made = insert_or(connection, answers).values(
+        statement = upsert_into(connection, answers).values(
             content=content, body=body, summary=list(summary), used_at=now()
         )
-        connection.execute(made.on_conflict_do_nothing(index_elements=["content"]))
+        connection.execute(statement.on_conflict_do_nothing(index_elements=["content"]))
     end(connection, id, status, problem)
-    count(connection, "finished", kind=held.kind, status=status)
+    count(connection, "finished", kind=row.kind, status=status)
     observe(connection, "solve_seconds", seconds, SECONDS)
     for plan in summary:
         if plan["gap"] is not None:
@@ -167,51 +169,52 @@ def finish(
     return True
 
 
-def give_back(
-    connection: Connection, worker: str, ids: Sequence[str], *, is_attempt: bool = False
+def release(
+    connection: Connection, worker: str, ids: Sequence[str], *, counts_as_attempt: bool = False
 ) -> None:
-    """Queue jobs again that this worker will not finish; by default this is no attempt."""
-    given = (
+    """Put jobs that the worker will not finish back into the queue. By default, this does not count
+    as an attempt."""
+    released = (
         update(jobs)
         .where(jobs.c.id.in_(ids), jobs.c.worker == worker)
         .values(
             status="queued",
             worker=None,
             lease_until=None,
-            attempts=jobs.c.attempts - (0 if is_attempt else 1),
+            attempts=jobs.c.attempts - (0 if counts_as_attempt else 1),
             revision=jobs.c.revision + 1,
         )
         .returning(jobs.c.id)
     )
-    for row in connection.execute(given).all():
+    for row in connection.execute(released).all():
         append(connection, row.id, "status", {"status": "queued"})
 
 
-def present(connection: Connection, name: str, devices: Sequence[str], slots: int) -> None:
-    """Tell that a worker is there, and what it can do."""
-    told = insert_or(connection, workers).values(
+def register_worker(connection: Connection, name: str, devices: Sequence[str], slots: int) -> None:
+    """Record that a worker is alive, with its device types and its number of concurrent solves."""
+    statement = upsert_into(connection, workers).values(
         name=name, devices=list(devices), slots=slots, seen_at=now()
     )
     connection.execute(
-        told.on_conflict_do_update(
+        statement.on_conflict_do_update(
             index_elements=["name"],
-            set_={"devices": told.excluded.devices, "slots": slots, "seen_at": now()},
+            set_={"devices": statement.excluded.devices, "slots": slots, "seen_at": now()},
         )
     )
 
 
-def leave(connection: Connection, name: str) -> None:
-    """The worker goes."""
+def unregister_worker(connection: Connection, name: str) -> None:
+    """Delete the record of a worker that ends."""
     connection.execute(delete(workers).where(workers.c.name == name))
 
 
-def devices_present(connection: Connection, lease_s: float) -> set[str]:
-    """The device types that some living worker can measure on."""
+def available_devices(connection: Connection, lease_s: float) -> set[str]:
+    """Return the device types on which a worker that is alive can measure."""
     query = select(workers.c.devices).where(workers.c.seen_at > now() - lease_s)
     return {device for row in connection.execute(query) for device in row.devices}
 
 
 def worker_count(connection: Connection, seconds: float) -> int:
-    """How many workers were seen lately."""
+    """Return the number of workers that were alive within this many seconds."""
     query = select(func.count()).where(workers.c.seen_at > now() - seconds)
     return connection.execute(query).scalar_one()

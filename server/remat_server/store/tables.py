@@ -1,4 +1,5 @@
-"""The tables. Their history is in `migrations/`; times are seconds since 1970, by the database."""
+"""The tables of the store. `migrations/` has their history. Times are seconds since 1970 by the
+database's clock."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ keys = sa.Table(
     sa.Column("created_at", sa.Double, nullable=False),
     sa.Column("revoked_at", sa.Double),
 )
-"""API keys: the digest of the secret, never the secret."""
+"""API keys, with a digest of the secret, not the secret."""
 
 answers = sa.Table(
     "answers",
@@ -25,7 +26,8 @@ answers = sa.Table(
     sa.Column("summary", sa.JSON, nullable=False),
     sa.Column("used_at", sa.Double, nullable=False, index=True),
 )
-"""What was solved, by the digest of what was asked. Shared by all jobs that ask the same."""
+"""Answers of successful jobs, by the digest of the request. Jobs with the same request share
+one."""
 
 jobs = sa.Table(
     "jobs",
@@ -55,8 +57,8 @@ jobs = sa.Table(
     sa.Index("jobs_by_status", "status", "number"),
     sa.Index("jobs_by_owner", "owner", "number"),
 )
-"""`request` is gzipped JSON, dropped once the job has ended; `needs` is the device type that its
-costs must be measured on, or "". An ended job's answer is `answers[content]`."""
+"""Jobs. `request` is gzipped JSON, deleted once the job has ended. `needs` is the device type that
+must measure the costs, or "". The answer of a job that has ended is `answers[content]`."""
 
 events = sa.Table(
     "events",
@@ -66,7 +68,7 @@ events = sa.Table(
     sa.Column("kind", sa.String(20), nullable=False),
     sa.Column("data", sa.JSON, nullable=False),
 )
-"""What happened to a job, in order."""
+"""The events of each job, in order."""
 
 workers = sa.Table(
     "workers",
@@ -76,7 +78,7 @@ workers = sa.Table(
     sa.Column("slots", sa.Integer, nullable=False),
     sa.Column("seen_at", sa.Double, nullable=False),
 )
-"""Who solves, and on which device types it can measure."""
+"""Workers, and the device types on which they can measure."""
 
 tallies = sa.Table(
     "tallies",
@@ -85,4 +87,4 @@ tallies = sa.Table(
     sa.Column("labels", sa.String(200), primary_key=True),
     sa.Column("amount", sa.Double, nullable=False),
 )
-"""Counters that outlive processes, for the metrics."""
+"""Counters for the metrics, which survive restarts of the service."""

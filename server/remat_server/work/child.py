@@ -1,7 +1,7 @@
-"""The process that solves one request and ends: `python -m remat_server.work.child FD PARENT`.
+"""The process that solves one request and exits: `python -m remat_server.work.child FD PARENT`.
 
-It loads the solver first and says that it is ready, so that a worker can keep one waiting. It dies
-with its worker, holds no more memory than it may, and does nothing else: no store, no network.
+It loads the solver and reports that it is ready, so that a worker can have one process in reserve.
+It exits with its worker, has a memory limit, and uses neither the store nor the network.
 """
 
 from __future__ import annotations
@@ -18,94 +18,99 @@ import traceback
 import warnings
 from multiprocessing.connection import Connection
 
-import highspy  # noqa: F401  # loaded before the request comes
+import highspy  # noqa: F401  # loaded before the request arrives
 
 from remat.errors import SolverWarning
-from remat_server.problems import out_of_memory, problem
+from remat_server.problems import make_problem, out_of_memory_problem
 from remat_server.work.linux_process import data_bytes, die_with_parent
-from remat_server.work.messages import Answered, Failed, Ready, Task
-from remat_server.work.solving import perform
+from remat_server.work.messages import AnswerMessage, FailureMessage, ReadyMessage, SolveTask
+from remat_server.work.solving import solve_request
 
-_NEARLY = 0.7
-_WITHOUT_MEMORY = (MemoryError, SystemError)
-"""The second is what CPython raises where it could not even make the first."""
+_NEARLY_FULL = 0.7
+"""Fraction of the memory limit above which any error is attributed to the limit."""
+_MEMORY_ERRORS = (MemoryError, SystemError)
+"""CPython raises `SystemError` if it has no memory to create a `MemoryError`."""
 
 
 def main() -> int:
-    """Serve one task on the connection whose file descriptor is the argument."""
+    """Solve one task from the connection whose file descriptor is the first argument."""
     die_with_parent(int(sys.argv[2]))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the worker, which ends us
-    warnings.simplefilter("always", SolverWarning)  # the plan says so, and so does the log
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the worker handles Ctrl-C, and ends this process
+    warnings.simplefilter("always", SolverWarning)  # reported in the plan and in the log
     warnings.showwarning = _log_warning
-    logging.getLogger("remat").addHandler(_Lines())
+    logging.getLogger("remat").addHandler(_JsonLogHandler())
     try:
-        _serve(Connection(int(sys.argv[1])))
-    except (EOFError, ConnectionError):  # the worker is gone
+        _solve_task(Connection(int(sys.argv[1])))
+    except (EOFError, ConnectionError):  # the worker has exited
         return 1
     return 0
 
 
-def _serve(connection: Connection) -> None:
+def _solve_task(connection: Connection) -> None:
     gc.freeze()
     gc.set_threshold(100_000)  # documents are many small objects without cycles
-    connection.send_bytes(Ready().model_dump_json().encode())
-    task = Task.model_validate_json(connection.recv_bytes())
+    connection.send_bytes(ReadyMessage().model_dump_json().encode())
+    task = SolveTask.model_validate_json(connection.recv_bytes())
     request = gzip.decompress(connection.recv_bytes())
     os.nice(task.niceness)
-    if task.device != "cuda":  # which reserves far more than it uses
+    if task.device != "cuda":  # CUDA reserves far more memory than it uses
         _limit_memory(task.memory_bytes)
     try:
-        found = perform(
+        outcome = solve_request(
             task.kind,
             request,
             threads=task.threads,
             device=task.device,
-            tell=lambda message: connection.send_bytes(message.model_dump_json().encode()),
+            on_progress=lambda message: connection.send_bytes(message.model_dump_json().encode()),
         )
     except ConnectionError:
         raise
     except Exception as error:
-        # Without memory, any call may fail in any way; while the error is looked at, its traceback
-        # still holds what was there.
-        if isinstance(error, _WITHOUT_MEMORY) or data_bytes("self") > _NEARLY * task.memory_bytes:
-            found = Failed(status="failed", problem=out_of_memory(task.memory_bytes))
+        # Without memory, any call may raise any error. The traceback still references the objects
+        # that used the memory.
+        is_nearly_full = data_bytes("self") > _NEARLY_FULL * task.memory_bytes
+        if isinstance(error, _MEMORY_ERRORS) or is_nearly_full:
+            memory_problem = out_of_memory_problem(task.memory_bytes)
+            outcome = FailureMessage(status="failed", problem=memory_problem)
         else:
-            _log(error)
-            found = Failed(status="failed", problem=problem(500, A_BUG, "internal"))
-    if isinstance(found, Failed):
-        connection.send_bytes(found.model_dump_json().encode())
+            _log_error(error)
+            internal_problem = make_problem(500, _BUG_DETAIL, "internal")
+            outcome = FailureMessage(status="failed", problem=internal_problem)
+    if isinstance(outcome, FailureMessage):
+        connection.send_bytes(outcome.model_dump_json().encode())
         return
-    answered, body = found
-    assert isinstance(answered, Answered)
-    connection.send_bytes(answered.model_dump_json().encode())
+    answer, body = outcome
+    assert isinstance(answer, AnswerMessage)
+    connection.send_bytes(answer.model_dump_json().encode())
     connection.send_bytes(body)
 
 
-A_BUG = "this is a bug of remat: the service's log has its traceback; please report it"
+_BUG_DETAIL = "this is a bug in remat: the service's log has the traceback; please report it"
 
 
-def _log(error: Exception) -> None:
-    """One line, as the service's log is, and without what was posted."""
+def _log_error(error: Exception) -> None:
+    """Log an error as one JSON line, without its message, which may quote the request."""
     lines = traceback.format_tb(error.__traceback__)
-    told = {"event": "solve met a bug", "level": "error", "exception": type(error).__name__}
-    print(json.dumps({**told, "traceback": "".join(lines)}), file=sys.stderr, flush=True)
+    record = {"event": "a solve failed", "level": "error", "exception": type(error).__name__}
+    print(json.dumps({**record, "traceback": "".join(lines)}), file=sys.stderr, flush=True)
 
 
-class _Lines(logging.Handler):
-    """What the library logs, as lines of the service's log."""
+class _JsonLogHandler(logging.Handler):
+    """Prints the library's log records as JSON lines, like the service's log."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        told = {"event": record.getMessage(), "level": record.levelname.lower()}
-        print(json.dumps(told), file=sys.stderr, flush=True)
+        line = {"event": record.getMessage(), "level": record.levelname.lower()}
+        print(json.dumps(line), file=sys.stderr, flush=True)
 
 
-def _log_warning(message: Warning | str, category: type[Warning], *where: object) -> None:
-    told = {"event": "a solve met a warning", "level": "warning", "warning": category.__name__}
-    print(json.dumps({**told, "reason": str(message)}), file=sys.stderr, flush=True)
+def _log_warning(message: Warning | str, category: type[Warning], *location: object) -> None:
+    record = {"event": "a solve warned", "level": "warning", "warning": category.__name__}
+    print(json.dumps({**record, "reason": str(message)}), file=sys.stderr, flush=True)
 
 
 def _limit_memory(size_bytes: int) -> None:
-    """Of data, not of addresses: reserved addresses of thread stacks and arenas cost nothing."""
+    """Limit the process's data, not its addresses: thread stacks and arenas reserve addresses that
+    use no memory."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if sys.platform == "linux":
         resource.setrlimit(resource.RLIMIT_DATA, (size_bytes, size_bytes))

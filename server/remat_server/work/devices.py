@@ -1,4 +1,4 @@
-"""On which types of device this machine can measure, found without importing torch."""
+"""Device types on which this machine can measure, determined without importing torch."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import shutil
 import subprocess
 
 
-def measurable() -> tuple[str, ...]:
-    """Of "cpu" and "cuda", those that torch is installed and present for."""
+def measurable_devices() -> tuple[str, ...]:
+    """Return the device types, of "cpu" and "cuda", on which torch can measure here."""
     if importlib.util.find_spec("torch") is None:
         return ()
     return ("cpu", "cuda") if _has_cuda() else ("cpu",)

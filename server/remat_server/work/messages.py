@@ -1,7 +1,7 @@
-"""What a solving process and its worker tell each other: JSON in frames, never pickle.
+"""Messages between a worker and a solving process, as frames of JSON, not pickle.
 
-To the process: the options of the solve, then the request. From it: progress, and at the end one
-of answer (followed by a frame with the gzipped body) and problem.
+The worker sends a `SolveTask`, then the request. The process sends a `ReadyMessage`, progress, and
+at the end an `AnswerMessage` (followed by a frame with the gzipped body) or a `FailureMessage`.
 """
 
 from __future__ import annotations
@@ -11,53 +11,57 @@ from typing import Annotated, Literal
 from pydantic import Field, TypeAdapter
 
 from remat.documents.base import Record
-from remat.service.wire import Kind, Problem, ProgressRecord, Summary
+from remat.service.wire import JobKind, PlanSummary, ProblemDetails, ProgressRecord
 
 
-class Task(Record):
-    """What to do, before the request itself."""
+class SolveTask(Record):
+    """Options of a solve; the request is the next frame."""
 
-    kind: Kind
+    kind: JobKind
     memory_bytes: int
     niceness: int
     threads: int
     device: str
-    """Where to measure, where costs are measured here."""
+    """Device type to measure on, if the service measures the costs, else ""."""
 
 
-class Ready(Record):
-    """The process has loaded what it needs."""
+class ReadyMessage(Record):
+    """The process has loaded the solver."""
 
     message: Literal["ready"] = "ready"
 
 
-class Advanced(Record):
-    """Progress; `is_incumbent` where a better schedule was found."""
+class ProgressMessage(Record):
+    """Progress of the solve; `is_incumbent` is True if there is a better schedule."""
 
     message: Literal["progress"] = "progress"
     progress: ProgressRecord
     is_incumbent: bool
 
 
-class Answered(Record):
-    """Solved; the next frame is the answer's body."""
+class AnswerMessage(Record):
+    """The solve succeeded; the next frame is the gzipped answer."""
 
     message: Literal["answer"] = "answer"
-    summary: tuple[Summary, ...]
+    summary: tuple[PlanSummary, ...]
     is_shared: bool
-    """Whether it is the answer for everybody who asks the same: not where costs were measured, as
-    another worker's device has others, nor where the solver failed."""
+    """True if the answer is valid for all jobs with the same request. False if the costs were
+    measured, since the device of another worker has other costs, and if the solver failed."""
 
 
-class Failed(Record):
-    """Not solved; `status` is infeasible or failed."""
+class FailureMessage(Record):
+    """The solve did not succeed: it is infeasible, or it failed."""
 
     message: Literal["problem"] = "problem"
     status: Literal["infeasible", "failed"]
-    problem: Problem
+    problem: ProblemDetails
 
 
-Message = Annotated[Ready | Advanced | Answered | Failed, Field(discriminator="message")]
+Message = Annotated[
+    ReadyMessage | ProgressMessage | AnswerMessage | FailureMessage, Field(discriminator="message")
+]
 
-MESSAGES: TypeAdapter[Ready | Advanced | Answered | Failed] = TypeAdapter(Message)
-"""Reads a frame that a solving process sent."""
+MESSAGES: TypeAdapter[ReadyMessage | ProgressMessage | AnswerMessage | FailureMessage] = (
+    TypeAdapter(Message)
+)
+"""Parses a frame from a solving process."""

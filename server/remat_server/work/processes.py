@@ -1,4 +1,4 @@
-"""The worker as a process, alone or kept by the service:
+"""The worker as a process, standalone or supervised by the service:
 `python -m remat_server.work.processes`."""
 
 from __future__ import annotations
@@ -16,23 +16,24 @@ from remat_server.settings import Settings
 from remat_server.store.database import Database
 from remat_server.work import devices
 from remat_server.work.linux_process import die_with_parent
-from remat_server.work.placements.local import LocalPlacement
 from remat_server.work.placements.interface import Placement
+from remat_server.work.placements.local import LocalPlacement
 from remat_server.work.worker import Worker
 
 log = structlog.get_logger()
 
-_WITH_PARENT = "REMAT_WORKER_OF"
+_PARENT_VARIABLE = "REMAT_WORKER_OF"
+"""Environment variable with the process id of the supervising service."""
 _RESTART_S = 1.0
 
 
 def run_worker(settings: Settings) -> None:
-    """Solve jobs of the store until SIGTERM or SIGINT."""
+    """Solve jobs from the store until SIGTERM or SIGINT."""
     logs.configure(settings)
     database = Database(settings.store_url)
     database.migrate()
     placement = _placement(settings)
-    worker = Worker(settings, database, placement, devices.measurable())
+    worker = Worker(settings, database, placement, devices.measurable_devices())
     signal.signal(signal.SIGTERM, worker.stop)
     signal.signal(signal.SIGINT, worker.stop)
     worker.run()
@@ -49,8 +50,9 @@ def _placement(settings: Settings) -> Placement:
     return RayPlacement(settings.ray_address)
 
 
-class KeptWorker:
-    """The service's own worker: starts with it, starts again where it dies, drains at the end."""
+class SupervisedWorker:
+    """The service's worker process: started with the service, restarted if it exits, drained at the
+    end."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -58,12 +60,12 @@ class KeptWorker:
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
-        """Start the worker and keep it."""
+        """Start the worker process, and restart it whenever it exits."""
         self._process = await self._spawn()
-        self._task = asyncio.create_task(self._keep())
+        self._task = asyncio.create_task(self._supervise())
 
     async def stop(self) -> None:
-        """Let the worker drain; it is killed where it takes longer than it may."""
+        """Stop the worker once its running solves end; kill it after `drain_s` and 10 s more."""
         if self._task is not None:
             self._task.cancel()
         if self._process is None or self._process.returncode is not None:
@@ -76,7 +78,11 @@ class KeptWorker:
             await self._process.wait()
 
     async def _spawn(self) -> asyncio.subprocess.Process:
-        environment = {**os.environ, **self._settings.environment(), _WITH_PARENT: str(os.getpid())}
+        environment = {
+            **os.environ,
+            **self._settings.environment(),
+            _PARENT_VARIABLE: str(os.getpid()),
+        }
         return await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
@@ -86,25 +92,25 @@ class KeptWorker:
             start_new_session=True,
         )
 
-    async def _keep(self) -> None:
+    async def _supervise(self) -> None:
         while True:
             assert self._process is not None
             code = await self._process.wait()
-            log.error("the worker ended and is started again", code=code)
-            self._process = await self._spawn_again()
+            log.error("the worker exited and is restarted", code=code)
+            self._process = await self._respawn()
 
-    async def _spawn_again(self) -> asyncio.subprocess.Process:
+    async def _respawn(self) -> asyncio.subprocess.Process:
         while True:
             await asyncio.sleep(_RESTART_S)
             try:
                 return await self._spawn()
-            except OSError as error:  # no memory, no process left: for now
-                log.error("the worker cannot be started; it is tried again", error=str(error))
+            except OSError as error:  # temporarily out of memory or processes
+                log.error("the worker cannot be started; retrying", error=str(error))
 
 
 def main() -> int:
-    """The worker of a service: its settings are in the environment."""
-    parent = os.environ.pop(_WITH_PARENT, "")
+    """Run the worker of a service, with settings from the environment."""
+    parent = os.environ.pop(_PARENT_VARIABLE, "")
     if parent:
         die_with_parent(int(parent))
     try:

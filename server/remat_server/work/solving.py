@@ -1,4 +1,4 @@
-"""From a request to an answer: what a solving process does, without the process."""
+"""Solves a request, within a solving process."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from remat.costs.trace_costs import with_roofline_costs
 from remat.costs.roofline import Roofline
+from remat.costs.trace_costs import with_roofline_costs
 from remat.documents.base import validate_json
 from remat.documents.plan import PlanDocument
 from remat.documents.trace import Trace
@@ -23,64 +23,69 @@ from remat.service import wire
 from remat.solution import FAILURES
 from remat.solve import solve, sweep
 from remat.strategies.base import Strategy
-from remat_server.problems import of_error, problem
-from remat_server.work.messages import Advanced, Answered, Failed
+from remat_server.problems import make_problem, problem_from_error
+from remat_server.work.messages import AnswerMessage, FailureMessage, ProgressMessage
 
-Told = Callable[[Advanced], None]
+ProgressSink = Callable[[ProgressMessage], None]
+"""Receives the progress of a solve."""
 Request = wire.SolveRequest | wire.SweepRequest
 
-_EVERY_S = 0.5
-_REMEDY = "/docs describes requests, and remat.Client writes them"
+_PROGRESS_INTERVAL_S = 0.5
+_REMEDY = "/docs describes requests, and remat.Client sends them"
 
 
-def read_request(kind: wire.Kind, body: bytes) -> Request:
-    """The validated request. Raises `DocumentError`."""
+def read_request(kind: wire.JobKind, body: bytes) -> Request:
+    """Parse and validate a request. Raises `DocumentError`."""
     return validate_json(
         wire.SolveRequest if kind == "solve" else wire.SweepRequest, body, "request", _REMEDY
     )
 
 
-def perform(
-    kind: wire.Kind, body: bytes, *, threads: int, device: str, tell: Told
-) -> tuple[Answered, bytes] | Failed:
-    """The answer with its gzipped body, or what is wrong. Lets MemoryError pass."""
+def solve_request(
+    kind: wire.JobKind, body: bytes, *, threads: int, device: str, on_progress: ProgressSink
+) -> tuple[AnswerMessage, bytes] | FailureMessage:
+    """Solve a request; return the answer with its gzipped body, or the failure.
+
+    Raises MemoryError.
+    """
     try:
         request = read_request(kind, body)
         strategy = with_threads(request.options.strategy, threads)
-        graph, costs = _priced(request, device)
-        progress = _teller(tell)
+        graph, costs = _with_costs(request, device)
+        progress = _throttled(on_progress)
         if isinstance(request, wire.SweepRequest):
             plans = sweep(graph, request.budgets, strategy, progress=progress)
             if not plans:
                 raise InfeasibleBudget(
-                    'none of the budgets is feasible; include "min" to learn the smallest peak'
+                    'none of the budgets is feasible; include "min" to get the smallest peak'
                 )
             documents = tuple(PlanDocument.of(plan) for plan in plans)
-            answer = wire.SweepAnswer(plans=documents, costs=costs).model_dump_json()
+            answer = wire.SweepResult(plans=documents, costs=costs).model_dump_json()
         else:
             plan = solve(graph, request.budget, strategy, progress=progress)
             plans = [plan]
             program = rewrite(graph, plan.schedule) if isinstance(graph, Trace) else None
-            answer = wire.Answer(
+            answer = wire.SolveResult(
                 plan=PlanDocument.of(plan), program=program, costs=costs
             ).model_dump_json()
     except InfeasibleBudget as error:
-        return Failed(status="infeasible", problem=of_error(error, 200))
+        return FailureMessage(status="infeasible", problem=problem_from_error(error, 200))
     except RematError as error:
-        return Failed(status="failed", problem=of_error(error))
+        return FailureMessage(status="failed", problem=problem_from_error(error))
     except ValidationError as error:
-        wrong = f"this trace makes no program: {error.errors()[0]['msg']}; it was not made by remat"
-        return Failed(status="failed", problem=problem(422, wrong, "document"))
+        detail = f"this trace is invalid, and not written by remat: {error.errors()[0]['msg']}"
+        return FailureMessage(status="failed", problem=make_problem(422, detail, "document"))
     except RecursionError:
-        return Failed(status="failed", problem=problem(422, "the graph is nested too deeply"))
+        too_deep = make_problem(422, "the graph is nested too deeply")
+        return FailureMessage(status="failed", problem=too_deep)
     zipped = gzip.compress(answer.encode(), compresslevel=5, mtime=0)
     has_failed = any(failure in plan.stats for plan in plans for failure in FAILURES)
-    is_shared = not (request.is_measured_here or has_failed)
-    return Answered(summary=tuple(map(summarise, plans)), is_shared=is_shared), zipped
+    is_shared = not (request.needs_measurement or has_failed)
+    return AnswerMessage(summary=tuple(map(summarize_plan, plans)), is_shared=is_shared), zipped
 
 
 def with_threads(strategy: Strategy, threads: int) -> Strategy:
-    """The strategy with no more threads than the service gives to a solve."""
+    """Return the strategy with at most `threads` threads."""
     options: dict[str, Any] = {}
     if is_dataclass(strategy) and any(f.name == "threads" for f in fields(strategy)):
         options["threads"] = min(threads, getattr(strategy, "threads", threads))
@@ -88,9 +93,9 @@ def with_threads(strategy: Strategy, threads: int) -> Strategy:
     return strategy
 
 
-def summarise(plan: Plan) -> wire.Summary:
-    """A plan in figures."""
-    return wire.Summary(
+def summarize_plan(plan: Plan) -> wire.PlanSummary:
+    """Return the numbers of a plan."""
+    return wire.PlanSummary(
         status=plan.status.name,
         budget_bytes=plan.budget_bytes,
         peak_bytes=plan.peak_bytes,
@@ -105,13 +110,13 @@ def summarise(plan: Plan) -> wire.Summary:
     )
 
 
-def _priced(request: Request, device: str) -> tuple[Any, str]:
-    """The graph or the trace with costs, and where these come from."""
+def _with_costs(request: Request, device: str) -> tuple[Any, str]:
+    """Return the graph or trace with costs, and the source of the costs."""
     graph = wire.graph_of(request)
     if not isinstance(graph, Trace):
         return graph, "as given"
     costs = request.options.costs
-    if request.is_measured_here:
+    if request.needs_measurement:
         from remat.frontend.costs.measure import measure
 
         graph = measure(graph, device=device)
@@ -120,22 +125,24 @@ def _priced(request: Request, device: str) -> tuple[Any, str]:
     return graph, graph.cost_source
 
 
-def _teller(tell: Told) -> ProgressCallback:
-    """Passes on what is of use: each better schedule, else how things stand twice a second."""
-    told: Progress | None = None
-    told_at_s = float("-inf")
+def _throttled(on_progress: ProgressSink) -> ProgressCallback:
+    """Return a progress callback that reports each better schedule, and other progress twice a
+    second."""
+    last_sent: Progress | None = None
+    sent_at_s = float("-inf")
 
-    def progress(now: Progress) -> None:
-        nonlocal told, told_at_s
-        is_incumbent = now.incumbent is not None and (
-            told is None
-            or (now.phase, now.budget_bytes, now.incumbent)
-            != (told.phase, told.budget_bytes, told.incumbent)
+    def progress(current: Progress) -> None:
+        nonlocal last_sent, sent_at_s
+        is_incumbent = current.incumbent is not None and (
+            last_sent is None
+            or (current.phase, current.budget_bytes, current.incumbent)
+            != (last_sent.phase, last_sent.budget_bytes, last_sent.incumbent)
         )
-        # `elapsed_s` begins anew at each budget of a sweep.
-        if not is_incumbent and time.monotonic() - told_at_s < _EVERY_S:
+        # Not `current.elapsed_s`, which starts at 0 for each budget of a sweep.
+        if not is_incumbent and time.monotonic() - sent_at_s < _PROGRESS_INTERVAL_S:
             return
-        told, told_at_s = now, time.monotonic()
-        tell(Advanced(progress=wire.ProgressRecord(**asdict(now)), is_incumbent=is_incumbent))
+        last_sent, sent_at_s = current, time.monotonic()
+        record = wire.ProgressRecord(**asdict(current))
+        on_progress(ProgressMessage(progress=record, is_incumbent=is_incumbent))
 
     return progress

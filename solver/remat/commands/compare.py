@@ -57,8 +57,8 @@ def compare(
     files.check_outputs(output)
     if output is not None and files.suffix_without_gz(output) not in _COMPARISON_WRITERS:
         raise UsageError(
-            f"{output}: a comparison can be written as {', '.join(_COMPARISON_WRITERS)}; use one of these "
-            "file name endings"
+            f"{output}: a comparison can be written as {', '.join(_COMPARISON_WRITERS)}; use one "
+            "of these file name endings"
         )
     trace_document = files.read_measured_trace(trace)
 
@@ -96,7 +96,7 @@ def _row_summary(row: ComparisonRow[Plan]) -> JsonObject:
         "budget_bytes": row.budget_bytes,
         "is_applicable": row.is_applicable,
         "reason": row.reason,
-        "seconds": row.seconds,
+        "seconds": row.solve_s,
         "plan": None if row.plan is None else plan_summary(row.plan),
     }
 

@@ -39,8 +39,8 @@ _NVIDIA_SMI_TIMEOUT_S = 3.0
 class Check:
     """One line of the report.
 
-    State `untested` is a version newer than those that remat was tested with, which may work.
-    State `missing` is an optional part that is not installed. `remedy` is the action to take, "" for
+    State `untested` is a version newer than those that remat was tested with, which may work. State
+    `missing` is an optional part that is not installed. `remedy` is the action to take, "" for
     none.
     """
 
@@ -248,9 +248,9 @@ def _installed_state(requirement: Requirement) -> tuple[State, str]:
         return "missing", f"{requirement.name} is not installed"
     state, note = requirement.check_version(version)
     if state == "wrong":
-        return "missing", f"{requirement.name} {version} is older than {requirement.least}"
+        return "missing", f"{requirement.name} {version} is older than {requirement.min_version}"
     for part in requirements(requirement.name):
-        if part.extra in requirement.parts and version_of(part.name) is None:
+        if part.extra in requirement.required_extras and version_of(part.name) is None:
             return "missing", f"{part.name} is not installed"
     return state, f"{requirement.name} {version}{note}"
 

@@ -59,14 +59,15 @@ class Requirement:
         return f"pip install '{self.name}>={self.min_version}{below_version}'"
 
     def check_version(self, version: str) -> tuple[State, str]:
-        """Return the state of an installed version, and a text to append to it, such as "; remat needs
-        2.11"."""
+        """Return the state of an installed version, and a text to append to it, such as "; remat
+        needs 2.11"."""
         if _release_numbers(version) < _release_numbers(self.min_version):
             return "wrong", f"; remat needs {self.min_version}"
         if self.below_version and _release_numbers(version) >= _release_numbers(self.below_version):
             return (
                 "untested",
-                f", outside the tested range ({self.min_version} or newer, below {self.below_version})",
+                f", outside the tested range ({self.min_version} or newer, "
+                f"below {self.below_version})",
             )
         return "ok", ""
 

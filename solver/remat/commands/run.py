@@ -1,4 +1,4 @@
-"""`remat run`: a training step in eager mode or torch.compile, compared with the step under a plan."""
+"""`remat run`: compares a training step without and with a plan, eager or compiled."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def run(
     options.check_autocast(autocast)
     if compiled and program is not None:
         raise UsageError(
-            "--program cannot be combined with --compile: torch.compile makes no program; leave one out"
+            "--program cannot be combined with --compile, which makes no program; leave one out"
         )
     files.check_outputs(program)
     from remat.commands.models.batches import BatchSizes

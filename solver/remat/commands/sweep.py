@@ -55,8 +55,8 @@ def sweep(
     files.check_outputs(output)
     if output is not None and files.suffix_without_gz(output) not in _SWEEP_WRITERS:
         raise UsageError(
-            f"{output}: a sweep can be written as {', '.join(_SWEEP_WRITERS)}; use one of these file "
-            "name endings"
+            f"{output}: a sweep can be written as {', '.join(_SWEEP_WRITERS)}; use one of these "
+            "file name endings"
         )
     traced = files.read_measured_trace(trace)
 

@@ -23,8 +23,8 @@ def trace(
 ) -> None:
     """Capture one training step of a model.
 
-    With --device h100, as that GPU would run it, even if this machine has none; nothing is allocated
-    then.
+    With --device h100, as that GPU would run it, even if this machine has none; nothing is
+    allocated then.
     """
     options.check_autocast(autocast)
     options.check_target_device(device)

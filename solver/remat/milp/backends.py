@@ -23,9 +23,9 @@ import pulp
 from remat.errors import SolverError
 from remat.milp.model import MilpModel
 from remat.milp.solvers import pulp_solvers, pulp_versions
-from remat.milp.solvers.solver_processes import interrupt_commands_when
-from remat.milp.solvers.highs import TIGHT_TOLERANCES, HighsSolver, BoundsCallback
+from remat.milp.solvers.highs import TIGHT_TOLERANCES, BoundsCallback, HighsSolver
 from remat.milp.solvers.outcome import Outcome, SolverRun
+from remat.milp.solvers.solver_processes import interrupt_commands_when
 from remat.milp.warm_start import Values, is_solution, start_values
 from remat.schedule import Schedule
 
@@ -108,9 +108,9 @@ def _run_pulp(
             seconds = time.monotonic() - started_at
             return SolverRun(Outcome.UNKNOWN, None, None, None, 0, seconds, "cancelled")
         raise SolverError(
-            f"{name} ({backend.name}) stopped without an answer: {_describe_error(error, backend)}. Check "
-            f"its installation, and that its licence allows {model.columns:,} variables and "
-            f"{model.rows:,} rows; or {pulp_solvers.DEFAULT}"
+            f"{name} ({backend.name}) stopped without an answer: "
+            f"{_describe_error(error, backend)}. Check its installation, and that its licence "
+            f"allows {model.columns:,} variables and {model.rows:,} rows; or {pulp_solvers.DEFAULT}"
         ) from error
     finally:
         with suppress(Exception):  # for example if the licence that it returns is lost

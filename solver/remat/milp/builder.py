@@ -8,10 +8,10 @@ from collections.abc import Hashable, Iterable
 import pulp
 
 from remat.graph import Graph
+from remat.milp.shared_decisions import SharedDecisions
 from remat.milp.slots import Slots
 from remat.milp.solvers import pulp_versions
 from remat.milp.solvers.pulp_versions import expression
-from remat.milp.shared_decisions import SharedDecisions
 
 COST_SCALE = 1000.0
 """The total cost of one step without recomputation, in units of the objective."""

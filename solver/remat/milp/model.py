@@ -15,11 +15,14 @@ Variables
     b >= 0            the budget, only where the peak itself is minimised
 
 Minimise the sum of cost_{op(s)} r_s (`remat.milp.builder`) subject to
-    consume   r_s <= h_{d,e-1},  h_{d,e} <= h_{d,e-1}            d an input of s    (`_write_consume`)
-    produce   h_{d,e} <= h_{d,e-1} + r_s,  r_s + h_{d,e-1} <= 1  d an output of s   (`_write_produce`)
-    balance   u_{s+1} = u_s + sum_d size_d (h_{d,e} - h_{d,e-1}) d touched at s     (`_write_balance`)
-    peak      u_s + r_s (output bytes + workspace of op(s)) <= b - constant memory  (`_write_peak`)
-    group     at most one slot of a group runs, on inputs that are live       (`remat.milp.group_cuts`)
+    consume   r_s <= h_{d,e-1},  h_{d,e} <= h_{d,e-1}             d an input of s
+    produce   h_{d,e} <= h_{d,e-1} + r_s,  r_s + h_{d,e-1} <= 1   d an output of s
+    balance   u_{s+1} = u_s + sum_d size_d (h_{d,e} - h_{d,e-1})  d touched at s
+    peak      u_s + r_s (output bytes + workspace of op(s)) <= b - constant memory
+    group     at most one slot of a group runs, on inputs that are live
+
+where `ProgramBuilder._write_consume` and so on write the rows of these names, and
+`remat.milp.group_cuts` those of groups.
 
 The second produce row costs nothing, even where an operation has several outputs: the recomputed
 value serves every later reader, so the old copy need not live up to that run.
@@ -40,12 +43,12 @@ from functools import cached_property
 import pulp
 
 from remat.graph import Graph
-from remat.milp.builder import ProgramBuilder, BinaryTerm
+from remat.milp.builder import BinaryTerm, ProgramBuilder
 from remat.milp.group_cuts import add_group_cuts
+from remat.milp.shared_decisions import SharedDecisions
 from remat.milp.slots import Slots
 from remat.milp.solvers import pulp_versions
 from remat.milp.solvers.pulp_versions import ProgramArrays
-from remat.milp.shared_decisions import SharedDecisions
 
 
 @dataclass

@@ -197,7 +197,8 @@ def _may_recompute(graph: Graph, op: int, affordable_s: float) -> bool:
 def _idle_reads(
     graph: Graph, stride: int, min_idle: int, block_of: Sequence[int] | None = None
 ) -> Iterator[tuple[int, set[int]]]:
-    """Yield (stage, values that it and the operations shortly after it read after a long idle time).
+    """Yield (stage, values): values that the stage and the operations shortly after it read after a
+    long idle time.
 
     With `block_of`, values of two blocks are not put together.
     """

@@ -1,5 +1,5 @@
-"""Strategies side by side, as data and as a table. What users hold is a `Comparison`
-(`remat.compare`), which has pictures too.
+"""A comparison of strategies, as data and as a table. `remat.compare` returns its subclass
+`Comparison`, which also has pictures.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from remat.report.tables import align_columns
 
 @dataclass(frozen=True)
 class ComparisonRow(Generic[P]):
-    """One strategy at one budget: its plan, or the reason why there is none.
+    """A strategy at one budget: its plan, or the reason why there is none.
 
-    `budget_bytes` is None where the budget "min" found nothing; `is_applicable` is False where the
-    strategy does not work on this graph at all.
+    `budget_bytes` is None if the budget is "min" and the strategy has no plan. `is_applicable` is
+    False if the strategy does not support this graph. `solve_s` is the time that it took.
     """
 
     strategy: str
@@ -26,22 +26,23 @@ class ComparisonRow(Generic[P]):
     budget_bytes: int | None
     plan: P | None
     reason: str
-    seconds: float
+    solve_s: float
     is_applicable: bool = True
 
 
 @dataclass(frozen=True)
 class ComparisonData(Generic[P]):
-    """The rows, strategy by strategy, with what they are relative to."""
+    """The rows of a comparison, one strategy after the other, and the peak and time without
+    recomputation."""
 
     rows: tuple[ComparisonRow[P], ...]
     baseline_peak_bytes: int
     baseline_time_s: float
 
     def frontier(self) -> dict[str, list[tuple[int, float]]]:
-        """For each strategy with a plan, (peak in bytes, time in seconds) of the plans that no
-        other of its own beats in both, smallest peak first."""
-        found: dict[str, list[tuple[int, float]]] = {}
+        """Return the Pareto frontier of each strategy that has a plan: (peak in bytes, time in
+        seconds), smallest peak first."""
+        frontiers: dict[str, list[tuple[int, float]]] = {}
         for name in dict.fromkeys(row.strategy for row in self.rows):
             plans = [row.plan for row in self.rows if row.strategy == name and row.plan]
             points: list[tuple[int, float]] = []
@@ -49,11 +50,11 @@ class ComparisonData(Generic[P]):
                 if not points or point[1] < points[-1][1]:
                     points.append(point)
             if points:
-                found[name] = points
-        return found
+                frontiers[name] = points
+        return frontiers
 
     def describe(self) -> str:
-        """A table, one line a strategy and one column a budget."""
+        """Return a table with a line per strategy and a column per budget."""
         names = list(dict.fromkeys(row.strategy for row in self.rows))
         budgets = list(dict.fromkeys(row.budget for row in self.rows))
         cells = {(row.strategy, row.budget): row for row in self.rows}
@@ -61,14 +62,14 @@ class ComparisonData(Generic[P]):
         for name in names:
             rows = [cells[name, budget] for budget in budgets if (name, budget) in cells]
             if any(row.is_applicable for row in rows):
-                spent = format_seconds(sum(row.seconds for row in rows))
+                solve_time = format_seconds(sum(row.solve_s for row in rows))
                 line = [self._cell(cells.get((name, budget))) for budget in budgets]
-                table.append([name, *line, _gap(rows), spent])
+                table.append([name, *line, _largest_gap(rows), solve_time])
         lines = [
             f"without recomputation: peak {format_bytes(self.baseline_peak_bytes)}, "
             f"time {format_seconds(self.baseline_time_s)}",
-            "extra time (peak reached, in % of that without recomputation); - does not fit; "
-            "gap: the largest that is proved",
+            "cells: extra time (peak, in % of that without recomputation); - does not fit; "
+            "gap: the largest proved gap",
             "",
             *align_columns(table),
         ]
@@ -81,18 +82,21 @@ class ComparisonData(Generic[P]):
         return self.describe()
 
     def _heading(self, budget: int | float | str) -> str:
+        """Return the heading of a budget's column, with its bytes."""
         row = next((r for r in self.rows if r.budget == budget and r.budget_bytes), None)
         if budget == "min" or row is None or row.budget_bytes is None:
             return "own minimum" if budget == "min" else str(budget)
-        named = f"{budget} " if isinstance(budget, str) and budget.endswith("%") else ""
-        return f"{named}{format_bytes(row.budget_bytes)}"
+        share = f"{budget} " if isinstance(budget, str) and budget.endswith("%") else ""
+        return f"{share}{format_bytes(row.budget_bytes)}"
 
     def _cell(self, row: ComparisonRow[P] | None) -> str:
+        """Return the extra time and peak of a row as text; "-" or "n/a" without a plan."""
         if row is None or row.plan is None:
             return "-" if row is None or row.is_applicable else "n/a"
         return f"{row.plan.overhead:+.2%} ({row.plan.share:.0%})"
 
 
-def _gap(rows: Sequence[ComparisonRow[P]]) -> str:
+def _largest_gap(rows: Sequence[ComparisonRow[P]]) -> str:
+    """Return the largest proved gap of some rows as text; "" if nothing is proved."""
     gaps = [row.plan.gap for row in rows if row.plan and row.plan.gap is not None]
     return f"{max(gaps):.2%}" if gaps else ""

@@ -1,90 +1,143 @@
-"""Plans in words: `describe` and `diff`. Every number has a unit."""
+"""Plans as text: `describe`, `diff`, and `describe_peak`. Every number has a unit."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 
 from remat.allocator.prediction import AllocatorPrediction
+from remat.graph import Graph
 from remat.limits.units import format_bytes, format_seconds
 from remat.plan_data import RESERVED_BYTES_STAT, PlanData
 from remat.report.solve_progress import describe_solve_steps
-from remat.report.tables import align_columns, largest_rows, fold_layer_numbers
+from remat.report.tables import align_columns, fold_layer_numbers, largest_rows
+from remat.schedule import Schedule
+from remat.simulate import simulate
 
 SCOPE_TEXT = {
-    "slots": "every schedule over the slots offered",
+    "slots": "every schedule over the slots",
     "order": "every schedule of this order",
     "all orders": "every schedule in any order",
 }
-"""What a plan's bound is proved for, in words."""
+"""The schedules that a plan's bound is proved for, as text, by `bound_scope`."""
 
-_ROWS = 16
+_MAX_ROWS = 16
+_MAX_NAMED_VALUES = 3
 
 
 def describe(plan: PlanData, solve: bool = False) -> str:
-    """A compact table of one plan; with `solve`, also of the steps that it was solved by."""
+    """Return a short table about a plan; with `solve`, followed by the steps of its solve."""
     graph = plan.graph
-    again = plan.schedule.recomputed(graph)
+    recomputed = plan.schedule.recomputed(graph)
     source = plan.stats.get("cost_source", "as given")
     lines = [
         f"plan      {plan.status.name.lower()}: {plan.status.value}",
-        f"budget    {format_bytes(plan.budget_bytes)}{_asked(plan)}{_beside(plan)}",
+        f"budget    {format_bytes(plan.budget_bytes)}{_lowered_text(plan)}{_reserve_text(plan)}",
         f"peak      {format_bytes(plan.peak_bytes)}, {plan.share:.1%} of "
         f"{format_bytes(plan.baseline_peak_bytes)} without recomputation "
-        f"({format_bytes(graph.constant_bytes)} constant{_libraries(plan)})",
-        *_allocator(plan),
+        f"({format_bytes(graph.constant_bytes)} constant{_library_text(plan)})",
+        *_allocator_line(plan),
         f"time      {format_seconds(plan.time_s)}, {plan.overhead:+.3%} over "
         f"{format_seconds(plan.baseline_time_s)} (costs {source})",
-        *_launches(plan),
-        f"bound     {_bound(plan)}",
-        f"recompute {sum(again.values())} runs of {len(again)} of {len(graph)} operations",
+        *_launch_line(plan),
+        f"bound     {_bound_text(plan)}",
+        f"recompute {sum(recomputed.values())} runs of {len(recomputed)} of {len(graph)} "
+        "operations",
     ]
     if plan.stats.get("cuda_graphs"):
-        lines.append("random    drawn once in a step, so that a CUDA graph can hold it")
-    solver = _solver(plan)
+        lines.append("random    each random operation runs once per step, as a CUDA graph requires")
+    solver = _solver_text(plan)
     if solver:
         lines.append(f"solver    {solver}")
-    if again:
-        lines += ["", *_modules(plan, again)]
+    if recomputed:
+        lines += ["", *_module_table(plan, recomputed)]
     if solve:
         lines += ["", describe_solve_steps(plan)]
     return "\n".join(lines)
 
 
-def _libraries(plan: PlanData) -> str:
-    """Percentages leave them out, which has to be said."""
-    held = plan.graph.library_bytes
-    return f", {format_bytes(held)} libraries' and in no percentage" if held else ""
+def describe_peak(graph: Graph, schedule: Schedule) -> str:
+    """Return a sentence about the peak of a schedule: in which operation it is, what it consists
+    of, and the largest values that are live there."""
+    timeline = simulate(graph, schedule)
+    run = timeline.peak_run
+    operation = graph.operations[schedule.runs[run]]
+    operands = {*operation.inputs, *operation.outputs}
+    others = [
+        copy
+        for copy in timeline.copies
+        if copy.start <= run <= copy.end and copy.value not in operands
+    ]
+    results = [copy.value for copy in others if copy.end >= len(schedule)]
+    retained = [copy.value for copy in others if copy.end < len(schedule)]
+    result_bytes = sum(graph.values[v].size_bytes for v in results)
+    retained_bytes = sum(graph.values[v].size_bytes for v in retained)
+    parts = {
+        "parameters, buffers and batch": graph.constant_bytes,
+        "inputs and outputs of this operation": (
+            timeline.peak_bytes - graph.constant_bytes - result_bytes - retained_bytes
+        ),
+        "gradients and outputs": result_bytes,
+        "values retained for later": retained_bytes,
+    }
+    parts_text = ", ".join(f"{format_bytes(size)} {name}" for name, size in parts.items() if size)
+    sizes = {v: graph.values[v].size_bytes for v in {*operands, *results, *retained}}
+    largest = sorted(sizes, key=lambda v: (-sizes[v], v))[:_MAX_NAMED_VALUES]
+    largest_text = ", ".join(f"{format_bytes(sizes[v])} of {_producer(graph, v)}" for v in largest)
+    phase = "backward" if operation.backward else "forward"
+    module = f", {operation.module}" if operation.module else ""
+    return (
+        f"the peak of {format_bytes(timeline.peak_bytes)} is in {operation.name} ({phase}{module}):"
+        f" {parts_text}; the largest are {largest_text}"
+    )
 
 
-def _asked(plan: PlanData) -> str:
-    asked = plan.stats.get("requested_budget_bytes")
-    if not isinstance(asked, int):
+def _producer(graph: Graph, value: int) -> str:
+    """Return the name of the operation that produces a value, with its module."""
+    producer = graph.operations[graph.producer[value]]
+    return f"{producer.name} ({producer.module})" if producer.module else producer.name
+
+
+def _library_text(plan: PlanData) -> str:
+    """Return the bytes of libraries as text, because percentages exclude them; "" if none."""
+    library_bytes = plan.graph.library_bytes
+    if not library_bytes:
         return ""
-    less = format_bytes(asked - plan.budget_bytes)
-    return f", {less} below the {format_bytes(asked)} asked for, so that blocks fit as well"
+    return f", {format_bytes(library_bytes)} of libraries, not in the percentage"
 
 
-def _beside(plan: PlanData) -> str:
-    reserved = plan.stats.get(RESERVED_BYTES_STAT)
-    return f", beside {format_bytes(reserved)} reserved" if isinstance(reserved, int) else ""
+def _lowered_text(plan: PlanData) -> str:
+    """Return by how much the budget was lowered to make the allocator's peak fit; "" if not."""
+    requested_bytes = plan.stats.get("requested_budget_bytes")
+    if not isinstance(requested_bytes, int):
+        return ""
+    lowered = format_bytes(requested_bytes - plan.budget_bytes)
+    return f", {lowered} below the requested {format_bytes(requested_bytes)}, to fit the allocator"
 
 
-def _allocator(plan: PlanData) -> list[str]:
-    """What torch's allocator makes of the peak, where it is known."""
-    found = AllocatorPrediction.of_plan(plan)
-    if found is None:
+def _reserve_text(plan: PlanData) -> str:
+    """Return the bytes that are reserved for other uses as text; "" if none."""
+    reserve_bytes = plan.stats.get(RESERVED_BYTES_STAT)
+    return (
+        f", plus {format_bytes(reserve_bytes)} reserved" if isinstance(reserve_bytes, int) else ""
+    )
+
+
+def _allocator_line(plan: PlanData) -> list[str]:
+    """Return a line with the peak that is predicted for torch's allocator; none without one."""
+    prediction = AllocatorPrediction.of_plan(plan)
+    if prediction is None:
         return []
     return [
-        f"allocator {format_bytes(found.allocated_bytes)} allocated, "
-        f"{format_bytes(found.reserved_bytes)} reserved; with expandable segments "
-        f"{format_bytes(found.expandable_allocated_bytes)} and "
-        f"{format_bytes(found.expandable_reserved_bytes)} (predicted)",
+        f"allocator {format_bytes(prediction.allocated_bytes)} allocated, "
+        f"{format_bytes(prediction.reserved_bytes)} reserved; with expandable segments "
+        f"{format_bytes(prediction.expandable_allocated_bytes)} and "
+        f"{format_bytes(prediction.expandable_reserved_bytes)} (predicted)",
     ]
 
 
 def diff(plan: PlanData, other: PlanData) -> str:
-    """What changes from `plan` to `other`."""
-    mine, theirs = recomputations_by_name(plan), recomputations_by_name(other)
+    """Return the differences between two plans: budget, peak, time, recomputed operations."""
+    before, after = recomputations_by_name(plan), recomputations_by_name(other)
     lines = [
         f"budget {format_bytes(plan.budget_bytes)} -> {format_bytes(other.budget_bytes)}",
         f"peak   {format_bytes(plan.peak_bytes)} -> {format_bytes(other.peak_bytes)} "
@@ -92,36 +145,41 @@ def diff(plan: PlanData, other: PlanData) -> str:
         f"time   {format_seconds(plan.time_s)} -> {format_seconds(other.time_s)} "
         f"(overhead {plan.overhead:.3%} -> {other.overhead:.3%})",
     ]
-    changed = sorted(n for n in mine.keys() | theirs.keys() if mine.get(n, 0) != theirs.get(n, 0))
-    lines += [f"  {n}: recomputed {mine.get(n, 0)} -> {theirs.get(n, 0)} times" for n in changed]
+    changed = sorted(
+        name for name in before.keys() | after.keys() if before.get(name, 0) != after.get(name, 0)
+    )
+    lines += [f"  {n}: recomputed {before.get(n, 0)} -> {after.get(n, 0)} times" for n in changed]
     if not changed:
-        lines.append("  the same operations are recomputed, equally often")
+        lines.append("  the same operations are recomputed, the same number of times")
     return "\n".join(lines)
 
 
-def _launches(plan: PlanData) -> list[str]:
+def _launch_line(plan: PlanData) -> list[str]:
+    """Return a line about the launch time if that is longer than the time on the device."""
     launch_s = plan.stats.get("launch_s")
     if not isinstance(launch_s, float) or launch_s <= plan.time_s:
         return []
     return [
-        f"launch    the CPU takes {format_seconds(launch_s)} to launch this: launch-bound, a step "
-        "takes that long, whatever is recomputed in between"
+        f"launch    the step is launch-bound: the CPU takes {format_seconds(launch_s)} to launch "
+        "its operations, longer than the device takes to run them"
     ]
 
 
-def _bound(plan: PlanData) -> str:
+def _bound_text(plan: PlanData) -> str:
+    """Return the lower bound, the schedules that it is proved for, and the gap, as text."""
     if plan.lower_bound is None or plan.gap is None:
         return "none proved"
     scope = SCOPE_TEXT[plan.bound_scope]
-    told = f"{plan.lower_bound:+.3%} at least, proved for {scope}; gap {plan.gap:.3%} of the time"
+    text = f"{plan.lower_bound:+.3%} at least, proved for {scope}; gap {plan.gap:.3%} of the time"
     slots_bound = plan.stats.get("slots_bound")
     if isinstance(slots_bound, float) and slots_bound > plan.lower_bound:
         slots_gap = max(0.0, (plan.overhead - slots_bound) / (1 + plan.overhead))
-        told += f" ({slots_bound:+.3%} over the slots offered; gap {slots_gap:.3%})"
-    return told
+        text += f" ({slots_bound:+.3%} over the slots; gap {slots_gap:.3%})"
+    return text
 
 
-def _solver(plan: PlanData) -> str:
+def _solver_text(plan: PlanData) -> str:
+    """Return the strategy, the solver, the size of the MILP and the solve time, as text."""
     stats = plan.stats
     facts = [str(stats[key]) for key in ("strategy", "solver") if key in stats]
     facts += [f"{stats[key]} {key}" for key in ("slots", "rows", "columns") if stats.get(key)]
@@ -131,24 +189,24 @@ def _solver(plan: PlanData) -> str:
     return ", ".join(facts)
 
 
-def _modules(plan: PlanData, again: dict[int, int]) -> list[str]:
-    """One line a module: runs, seconds, and bytes made again; the dearest first. Layers of the same
-    name but for their number share a line."""
+def _module_table(plan: PlanData, recomputed: dict[int, int]) -> list[str]:
+    """Return a table of the recomputations by module: number, seconds, and bytes of the outputs,
+    the most expensive module first. Layers that differ only in their number share a line."""
     sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0, 0])
-    for op, times in again.items():
+    for op, times in recomputed.items():
         operation = plan.graph.operations[op]
         size = sum(plan.graph.values[v].size_bytes for v in operation.outputs)
-        found = sums[fold_layer_numbers(operation.module)]
+        module_sums = sums[fold_layer_numbers(operation.module)]
         for column, amount in enumerate((operation.cost_s, 1, size)):
-            found[column] += times * amount
+            module_sums[column] += times * amount
     rows = [
         (name, str(runs), format_seconds(seconds), format_bytes(size))
-        for name, (seconds, runs, size) in largest_rows(sums, _ROWS)
+        for name, (seconds, runs, size) in largest_rows(sums, _MAX_ROWS)
     ]
-    return align_columns([("module", "again", "time", "output"), *rows])
+    return align_columns([("recomputed module", "runs", "time", "output"), *rows])
 
 
 def recomputations_by_name(plan: PlanData) -> dict[str, int]:
-    """How many extra times each operation runs, for those that run more than once."""
-    again = plan.schedule.recomputed(plan.graph)
-    return {plan.graph.operations[op].name: times for op, times in again.items()}
+    """Return the number of recomputations of each recomputed operation, by its name."""
+    recomputed = plan.schedule.recomputed(plan.graph)
+    return {plan.graph.operations[op].name: times for op, times in recomputed.items()}

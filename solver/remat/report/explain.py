@@ -1,7 +1,7 @@
-"""`explain`: why a plan keeps or recomputes an operation, and what the other way would cost.
+"""`explain`: why a plan retains or recomputes an output, and what the alternative would cost.
 
-The other way is simulated: the same schedule with the operation's reruns taken out, or with one
-put in. Every number has a unit.
+The alternative is simulated: the same schedule without the recomputations of the operation, or with
+one more. Every number has a unit.
 """
 
 from __future__ import annotations
@@ -19,139 +19,148 @@ from remat.report.tables import align_columns
 from remat.schedule import Schedule
 from remat.simulate import Timeline, simulate
 
-_ROWS = 60
+_MAX_ROWS = 60
 
 
 def explain(plan: PlanData, name: str) -> str:
-    """The answer for an operation by name, or for a module by path.
+    """Return the explanation for an operation, given its name, or a module, given its path.
 
-    Where a name is both, the operation comes first. Raises `UnknownName`.
+    If the name is both, the operation comes first. Raises `UnknownName`.
     """
     operations = plan.graph.operations
     op = next((i for i, operation in enumerate(operations) if operation.name == name), None)
-    within = [i for i, o in enumerate(operations) if f"{o.module}.".startswith(f"{name}.")]
+    in_module = [i for i, o in enumerate(operations) if f"{o.module}.".startswith(f"{name}.")]
     parts: list[str] = []
     if op is not None:
-        parts.append("\n".join(_operation(plan, op)))
-    if name and set(within) - {op}:
-        parts.append("\n".join(_module(plan, name, within)))
+        parts.append("\n".join(_explain_operation(plan, op)))
+    if name and set(in_module) - {op}:
+        parts.append("\n".join(_explain_module(plan, name, in_module)))
     if not parts:
-        raise UnknownName(_unknown(plan.graph, name))
+        raise UnknownName(_unknown_name_text(plan.graph, name))
     return "\n\n".join(parts)
 
 
 def without_recomputation(graph: Graph, schedule: Schedule, op: int) -> tuple[Schedule, list[int]]:
-    """The schedule in which `op` runs once and its first copy is read ever after, and which run of
-    the old schedule each of its runs was. Reruns of other operations that only served those of
-    `op` go too."""
-    unread = _unread(graph, schedule, None, frozenset())
-    gone = _unread(graph, schedule, op, unread)
-    kept = [run for run in range(len(schedule)) if run not in gone]
-    return Schedule.of(schedule.runs[run] for run in kept), kept
+    """Return the schedule without the recomputations of `op`, and the run of the old schedule that
+    each of its runs was.
+
+    Readers of a recomputed copy read the first copy instead. Recomputations of other operations
+    that only provided inputs for those of `op` are removed too.
+    """
+    unread = _unread_recomputations(graph, schedule, None, frozenset())
+    removed = _unread_recomputations(graph, schedule, op, unread)
+    remaining = [run for run in range(len(schedule)) if run not in removed]
+    return Schedule.of(schedule.runs[run] for run in remaining), remaining
 
 
-def _unread(
-    graph: Graph, schedule: Schedule, without: int | None, wanted: frozenset[int]
+def _unread_recomputations(
+    graph: Graph, schedule: Schedule, removed_op: int | None, excluded_runs: frozenset[int]
 ) -> frozenset[int]:
-    """Reruns whose outputs nobody reads, directly or for others; those of `without` count as gone,
-    the `wanted` ones as read."""
+    """Return the runs that recompute outputs which no other run reads, or only such runs.
+
+    All recomputations of `removed_op` are among them; those of `excluded_runs` are not.
+    """
     first = _first_runs(schedule)
-    gone: set[int] = set()
+    unread: set[int] = set()
     read: set[int] = set()  # values whose latest copy a later run reads
     for run in range(len(schedule) - 1, -1, -1):
-        o = schedule.runs[run]
-        operation = graph.operations[o]
-        made = [v for v in operation.outputs if v not in graph.results]
-        if run != first[o] and (o == without or (run not in wanted and read.isdisjoint(made))):
-            gone.add(run)
+        op = schedule.runs[run]
+        operation = graph.operations[op]
+        outputs = [v for v in operation.outputs if v not in graph.results]
+        is_unread = run not in excluded_runs and read.isdisjoint(outputs)
+        if run != first[op] and (op == removed_op or is_unread):
+            unread.add(run)
             continue
-        read.difference_update(made)
+        read.difference_update(outputs)
         read.update(operation.inputs)
-    return frozenset(gone)
+    return frozenset(unread)
 
 
 @dataclass(frozen=True, slots=True)
 class IdleSpan:
-    """Runs strictly between `start` and `end`, in which nobody reads an operation's output."""
+    """The runs strictly between `start` and `end`, none of which reads an operation's output."""
 
     start: int
     end: int
 
 
 def longest_idle_span(plan: PlanData, op: int, timeline: Timeline) -> IdleSpan | None:
-    """Where the operation's output waits for its next reader: at the peak if it does so there, else
-    for the longest time. None where it never waits, or is held anyway because it is a result."""
+    """Return the span in which the operation's output is not read: one that contains the peak if
+    there is one, otherwise the longest. None without a span, and for a result, which stays in
+    memory anyway."""
     graph, runs = plan.graph, plan.schedule.runs
-    made = {v for v in graph.operations[op].outputs if v not in graph.results}
-    touched = [
+    outputs = {v for v in graph.operations[op].outputs if v not in graph.results}
+    uses = [
         run
         for run, o in enumerate(runs)
-        if o == op or not made.isdisjoint(graph.operations[o].inputs)
+        if o == op or not outputs.isdisjoint(graph.operations[o].inputs)
     ]
-    gaps = [IdleSpan(a, b) for a, b in pairwise(touched) if b > a + 1]
-    if not made or not gaps:
+    spans = [IdleSpan(a, b) for a, b in pairwise(uses) if b > a + 1]
+    if not outputs or not spans:
         return None
     peak = timeline.peak_run
-    return max(gaps, key=lambda g: (g.start < peak < g.end, _time_between(plan, g), g.end))
+    return max(spans, key=lambda s: (s.start < peak < s.end, _span_time_s(plan, s), s.end))
 
 
 # -- one operation ------------------------------------------------------------------------------
 
 
-def _operation(plan: PlanData, op: int) -> list[str]:
+def _explain_operation(plan: PlanData, op: int) -> list[str]:
+    """Return the lines about an operation."""
     graph = plan.graph
     operation = graph.operations[op]
     size = sum(graph.values[v].size_bytes for v in operation.outputs)
     runs = [run for run, o in enumerate(plan.schedule.runs) if o == op]
-    where = f" in {operation.module}" if operation.module else ""
+    module = f" in {operation.module}" if operation.module else ""
     timeline = plan.timeline()
     lines = [
-        f"{operation.name}: {_phase(graph, op)} operation {op} of {len(graph)}{where}, "
+        f"{operation.name}: {_phase(graph, op)} operation {op} of {len(graph)}{module}, "
         f"{format_seconds(operation.cost_s)}, output {format_bytes(size)}"
     ]
     if len(runs) == 1:
-        lines.append(f"  kept: runs once (run {runs[0]})")
-        lines += _why_kept(plan, op, timeline)
+        lines.append(f"  not recomputed: runs once (run {runs[0]})")
+        lines += _why_retained(plan, op, timeline)
     else:
         lines.append(f"  recomputed: runs {len(runs)} times (runs {', '.join(map(str, runs))})")
         lines += _why_recomputed(plan, op, timeline)
     if operation.order_sensitive and operation.recomputable:
         lines.append(
-            "  it draws random numbers or touches a buffer that changes: a rerun draws the same "
-            "numbers again and leaves the buffer as it is"
+            "  it samples random numbers or reads or writes a mutated buffer: a recomputation "
+            "samples the same numbers and does not change the buffer"
         )
-    return lines + _copies(plan, op, timeline)
+    return lines + _copy_lines(plan, op, timeline)
 
 
 def _why_recomputed(plan: PlanData, op: int, timeline: Timeline) -> list[str]:
-    """What is gained and paid, and what the plan would be without it."""
+    """Return lines about the cost and the saved memory of an operation's recomputations, and about
+    the plan without them."""
     graph = plan.graph
-    schedule, was = without_recomputation(graph, plan.schedule, op)
-    other = simulate(graph, schedule)
+    schedule, old_runs = without_recomputation(graph, plan.schedule, op)
+    alternative = simulate(graph, schedule)
     runs = [run for run, o in enumerate(plan.schedule.runs) if o == op]
-    served = len(plan.schedule) - len(schedule) - (len(runs) - 1)
-    extra_s = timeline.time_s - other.time_s
-    paid = f"  it costs {format_seconds(extra_s)}{_of_step(plan, extra_s)}"
-    if served:
-        paid += f", {served} {_plural('rerun', served)} of other operations just for it included"
-    lines = [paid, *_freed(plan, op, timeline)]
-    spare = plan.budget_bytes - other.peak_bytes
+    others = len(plan.schedule) - len(schedule) - (len(runs) - 1)
+    extra_s = timeline.time_s - alternative.time_s
+    cost = f"  it costs {format_seconds(extra_s)}{_share_of_step(plan, extra_s)}"
+    if others:
+        cost += f", including {others} {_plural('recomputation', others)} of its inputs"
+    lines = [cost, *_freed_lines(plan, op, timeline)]
+    spare = plan.budget_bytes - alternative.peak_bytes
     peak = (
-        f"kept instead, the peak would be {format_bytes(other.peak_bytes)}, "
-        f"{_place(graph, schedule, other.peak_run, was[other.peak_run])}"
+        f"retained instead, the peak would be {format_bytes(alternative.peak_bytes)}, "
+        f"{_run_text(graph, schedule, alternative.peak_run, old_runs[alternative.peak_run])}"
     )
     if spare < 0:
         lines.append(f"  {peak}: {format_bytes(-spare)} over the budget")
         return lines
     lines.append(
-        f"  {peak}: it fits, with {format_bytes(spare)} to spare. Kept would be free; the solver "
-        f"did not need to{_tolerance(plan, extra_s)}"
+        f"  {peak}: it fits, with {format_bytes(spare)} to spare. The recomputation is unnecessary"
+        f"{_why_unnecessary(plan, extra_s)}"
     )
     return lines
 
 
-def _freed(plan: PlanData, op: int, timeline: Timeline) -> list[str]:
-    """Between the copies of each output: bytes that are not held, and for how long."""
+def _freed_lines(plan: PlanData, op: int, timeline: Timeline) -> list[str]:
+    """Return, for each output, the runs between its copies, and the bytes that are free there."""
     graph = plan.graph
     lines: list[str] = []
     for value in graph.operations[op].outputs:
@@ -159,184 +168,197 @@ def _freed(plan: PlanData, op: int, timeline: Timeline) -> list[str]:
         size = graph.values[value].size_bytes
         if value in graph.results or not size:
             continue
-        gaps = [IdleSpan(a.end, b.start) for a, b in pairwise(copies)]
-        free_s = sum(_time_between(plan, gap) for gap in gaps)
-        spans = ", ".join(f"{gap.start} and {gap.end}" for gap in gaps)
+        spans = [IdleSpan(a.end, b.start) for a, b in pairwise(copies)]
+        free_s = sum(_span_time_s(plan, span) for span in spans)
+        runs = ", ".join(f"{span.start} and {span.end}" for span in spans)
         lines.append(
-            f"  it frees {format_bytes(size)} ({graph.values[value].name}) between runs {spans}, "
+            f"  it frees {format_bytes(size)} ({graph.values[value].name}) between runs {runs}, "
             f"for {format_seconds(free_s)}: {format_bytes(size * free_s)} x s"
         )
     return lines
 
 
-def _tolerance(plan: PlanData, extra_s: float) -> str:
+def _why_unnecessary(plan: PlanData, extra_s: float) -> str:
+    """Return why the solver could leave a recomputation in the plan that is not needed."""
     if plan.gap is None:
-        return " (its strategy proves nothing about how good a plan is)"
+        return " (this strategy proves no lower bound)"
     if extra_s <= plan.gap * plan.time_s:
-        return f" (the time saved is within the gap of {plan.gap:.3%})"
-    return f" (its proof is for {SCOPE_TEXT[plan.bound_scope]} only)"
+        return f" (the time that it costs is within the gap of {plan.gap:.3%})"
+    return f" (the plan's bound is proved only for {SCOPE_TEXT[plan.bound_scope]})"
 
 
-def _why_kept(plan: PlanData, op: int, timeline: Timeline) -> list[str]:
-    """Why it cannot run again; or what that would save and cost."""
+def _why_retained(plan: PlanData, op: int, timeline: Timeline) -> list[str]:
+    """Return lines about why an operation cannot be recomputed, or about what its recomputation
+    would cost and save."""
     graph = plan.graph
     operation = graph.operations[op]
-    if reason := _fixed(graph, op):
+    if reason := _why_not_recomputable(graph, op):
         return [f"  {reason}"]
-    gap = longest_idle_span(plan, op, timeline)
-    if gap is None:
-        return ["  its readers follow at once: there is no run in between to free it for"]
+    span = longest_idle_span(plan, op, timeline)
+    if span is None:
+        return ["  its output is never idle: there is no run between its uses"]
     runs = plan.schedule.runs
-    again = Schedule((*runs[: gap.end], op, *runs[gap.end :]))
-    other = simulate(graph, again)
+    schedule = Schedule((*runs[: span.end], op, *runs[span.end :]))
+    alternative = simulate(graph, schedule)
     size = sum(graph.values[v].size_bytes for v in operation.outputs if v not in graph.results)
-    before = f"before run {gap.end} ({graph.operations[runs[gap.end]].name})"
+    before = f"before run {span.end} ({graph.operations[runs[span.end]].name})"
     lines = [
         f"  recomputed {before} instead, it would cost {format_seconds(operation.cost_s)}"
-        f"{_of_step(plan, operation.cost_s)}, and free {format_bytes(size)} after run {gap.start} "
-        f"for {format_seconds(_time_between(plan, gap))}"
+        f"{_share_of_step(plan, operation.cost_s)}, and free {format_bytes(size)} after run "
+        f"{span.start} for {format_seconds(_span_time_s(plan, span))}"
     ]
-    worst = timeline.peak_run
-    saved = timeline.peak_bytes - other.peak_bytes
-    at_peak = _place(graph, plan.schedule, worst, worst)
-    if saved > 0:
+    peak_run = timeline.peak_run
+    saved_bytes = timeline.peak_bytes - alternative.peak_bytes
+    peak = f"the peak, {_run_text(graph, plan.schedule, peak_run, peak_run)},"
+    if saved_bytes > 0:
+        spare = format_bytes(plan.budget_bytes - plan.peak_bytes)
         lines.append(
-            f"  the peak, {at_peak}, would be {format_bytes(saved)} less; the budget does not ask "
-            f"for that: it has {format_bytes(plan.budget_bytes - plan.peak_bytes)} to spare"
+            f"  {peak} would be {format_bytes(saved_bytes)} less; the budget does not require it: "
+            f"it has {spare} to spare"
         )
-    elif saved < 0:
+    elif saved_bytes < 0:
         lines.append(
-            f"  the peak would be {format_bytes(-saved)} more: what it reads would be held for it"
+            f"  the peak would be {format_bytes(-saved_bytes)} more: its inputs would be retained "
+            "for it"
         )
-    elif gap.start < worst < gap.end:
+    elif span.start < peak_run < span.end:
         lines.append(
-            f"  the peak, {at_peak}, would stay: what it reads would be held for it, or another "
-            "run is as large"
+            f"  {peak} would not change: its inputs would be retained for it, or another run is as "
+            "large"
         )
     else:
-        lines.append(f"  the peak, {at_peak}, would stay: it does not wait there")
+        lines.append(f"  {peak} would not change: its output is not idle there")
     return lines
 
 
-def _fixed(graph: Graph, op: int) -> str:
-    """Why an operation may not, or need not, run again; "" where it could."""
+def _why_not_recomputable(graph: Graph, op: int) -> str:
+    """Return why an operation cannot be recomputed, or why this is of no use; "" otherwise."""
     operation = graph.operations[op]
     if op == graph.boundary:
-        return "it marks the start of the backward pass and cannot run again"
+        return "it marks the start of the backward pass and cannot be recomputed"
     if not operation.recomputable:
         return (
-            "it cannot run again (recomputable=False): it writes into memory that outlives it, a "
-            "second run would not give the same, or it is of the backward of a compiled step"
+            "it cannot be recomputed (recomputable=False): it mutates memory, a second run would "
+            "give another result, or it belongs to the backward of a compiled step"
         )
     if not operation.outputs:
         return "it has no output to free"
     if all(v in graph.results for v in operation.outputs):
-        return "its output is a result (of the model, or a gradient): it is held to the end"
+        return "its output is a result (of the model, or a gradient): it stays live to the end"
     if not any(graph.consumers[v] for v in operation.outputs):
         return "nothing reads its output, which is freed at once"
     return ""
 
 
-def _copies(plan: PlanData, op: int, timeline: Timeline) -> list[str]:
+def _copy_lines(plan: PlanData, op: int, timeline: Timeline) -> list[str]:
+    """Return a line for each copy of an operation's outputs: from which run to which it is live."""
     graph, lines = plan.graph, list[str]()
     for copy in timeline.copies:
         if copy.value not in graph.operations[op].outputs:
             continue
         value = graph.values[copy.value]
-        last = (
-            "held to the end (a result)"
-            if copy.end >= len(plan.schedule)
-            else f"freed after run {copy.end} "
-            f"({graph.operations[plan.schedule.runs[copy.end]].name})"
-        )
-        lines.append(
-            f"  {value.name} ({format_bytes(value.size_bytes)}): made in run {copy.start}, {last}"
-        )
+        if copy.end >= len(plan.schedule):
+            end = "live to the end (a result)"
+        else:
+            last_reader = graph.operations[plan.schedule.runs[copy.end]].name
+            end = f"freed after run {copy.end} ({last_reader})"
+        size = format_bytes(value.size_bytes)
+        lines.append(f"  {value.name} ({size}): produced in run {copy.start}, {end}")
     return lines
 
 
 # -- a module -----------------------------------------------------------------------------------
 
 
-def _module(plan: PlanData, path: str, within: Sequence[int]) -> list[str]:
-    """A table of its operations, in order; of many, those recomputed and the largest."""
+def _explain_module(plan: PlanData, path: str, ops: Sequence[int]) -> list[str]:
+    """Return a table of a module's operations, in order. Of very many, only the recomputed and the
+    largest are listed."""
     graph = plan.graph
-    again = plan.schedule.recomputed(graph)
+    recomputed = plan.schedule.recomputed(graph)
 
-    def size(op: int) -> int:
+    def output_bytes(op: int) -> int:
         return sum(graph.values[v].size_bytes for v in graph.operations[op].outputs)
 
-    def total(ops: Sequence[int]) -> tuple[str, str, str]:
-        own = sum(graph.operations[op].cost_s for op in ops)
-        extra = sum(graph.operations[op].cost_s * again.get(op, 0) for op in ops)
-        size_bytes = sum(size(op) for op in ops)
-        return format_bytes(size_bytes), format_seconds(own), format_seconds(extra)
+    def totals(ops: Sequence[int]) -> tuple[str, str, str]:
+        """Return the output bytes, time and recomputed time of some operations, as text."""
+        time_s = sum(graph.operations[op].cost_s for op in ops)
+        extra_s = sum(graph.operations[op].cost_s * recomputed.get(op, 0) for op in ops)
+        size_bytes = sum(output_bytes(op) for op in ops)
+        return format_bytes(size_bytes), format_seconds(time_s), format_seconds(extra_s)
 
-    recomputed = sum(op in again for op in within)
-    shown = sorted(sorted(within, key=lambda op: (op not in again, -size(op)))[:_ROWS])
+    recomputed_count = sum(op in recomputed for op in ops)
+    by_importance = sorted(ops, key=lambda op: (op not in recomputed, -output_bytes(op)))
+    listed = sorted(by_importance[:_MAX_ROWS])
     table = [("operation", "pass", "", "output", "time", "extra time")]
-    for op in shown:
-        times = again.get(op, 0)
-        state = f"recomputed {times}x" if times else _held(graph, op)
-        table.append((graph.operations[op].name, _phase(graph, op), state, *total([op])))
-    rest = [op for op in within if op not in set(shown)]
+    for op in listed:
+        times = recomputed.get(op, 0)
+        state = f"recomputed {times}x" if times else _retained_text(graph, op)
+        table.append((graph.operations[op].name, _phase(graph, op), state, *totals([op])))
+    rest = [op for op in ops if op not in set(listed)]
     if rest:
-        table.append((f"{len(rest)} more", "", "", *total(rest)))
-    table.append(("together", "", "", *total(within)))
+        table.append((f"{len(rest)} more", "", "", *totals(rest)))
+    table.append(("total", "", "", *totals(ops)))
     return [
-        f"{path}: {len(within)} {_plural('operation', len(within))}, {recomputed} recomputed",
+        f"{path}: {len(ops)} {_plural('operation', len(ops))}, {recomputed_count} recomputed",
         *align_columns(table, left=3),
     ]
 
 
-def _held(graph: Graph, op: int) -> str:
+def _retained_text(graph: Graph, op: int) -> str:
+    """Return the state of an operation that is not recomputed, as text."""
     operation = graph.operations[op]
     if operation.outputs and all(v in graph.results for v in operation.outputs):
-        return "kept (result)"
+        return "retained (result)"
     if not operation.recomputable:
-        return "kept (runs once only)"
-    return "kept"
+        return "retained (not recomputable)"
+    return "retained"
 
 
-# -- words --------------------------------------------------------------------------------------
+# -- parts of sentences ---------------------------------------------------------------------------
 
 
-def _unknown(graph: Graph, name: str) -> str:
+def _unknown_name_text(graph: Graph, name: str) -> str:
+    """Return the error for an unknown name, with similar names."""
     modules: set[str] = set()
     for operation in graph.operations:
-        steps = operation.module.split(".")
-        modules.update(".".join(steps[: i + 1]) for i in range(len(steps)))
-    known = [*(operation.name for operation in graph.operations), *sorted(modules - {""})]
-    like = similar_names_hint(name, dict.fromkeys(known), lead="; near: ")
-    return f"no operation and no module is called {name!r}{like}"
+        parts = operation.module.split(".")
+        modules.update(".".join(parts[: i + 1]) for i in range(len(parts)))
+    names = [*(operation.name for operation in graph.operations), *sorted(modules - {""})]
+    hint = similar_names_hint(name, dict.fromkeys(names), lead="; near: ")
+    return f"no operation and no module is called {name!r}{hint}"
 
 
-def _place(graph: Graph, schedule: Schedule, run: int, named: int) -> str:
-    """Where a run is; `named` is the number that the reader knows it by."""
+def _run_text(graph: Graph, schedule: Schedule, run: int, displayed_run: int) -> str:
+    """Return the operation, pass and module of a run as text. `displayed_run` is its number in the
+    plan, if `schedule` is another one."""
     op = schedule.runs[run]
     module = graph.operations[op].module
     return (
-        f"in run {named} ({graph.operations[op].name}, {_phase(graph, op)}"
+        f"in run {displayed_run} ({graph.operations[op].name}, {_phase(graph, op)}"
         f"{f', {module}' if module else ''})"
     )
 
 
 def _phase(graph: Graph, op: int) -> str:
+    """Return "forward" or "backward"."""
     return "backward" if graph.operations[op].backward else "forward"
 
 
-def _of_step(plan: PlanData, time_s: float) -> str:
+def _share_of_step(plan: PlanData, time_s: float) -> str:
+    """Return a time as a percentage of the step without recomputation, as text."""
     if plan.baseline_time_s <= 0:
         return ""
     return f", {time_s / plan.baseline_time_s:.3%} of the step without recomputation"
 
 
-def _time_between(plan: PlanData, gap: IdleSpan) -> float:
-    runs = plan.schedule.runs[gap.start + 1 : gap.end]
+def _span_time_s(plan: PlanData, span: IdleSpan) -> float:
+    """Return the time that the runs of a span take."""
+    runs = plan.schedule.runs[span.start + 1 : span.end]
     return sum(plan.graph.operations[op].cost_s for op in runs)
 
 
 def _first_runs(schedule: Schedule) -> dict[int, int]:
+    """Return the first run of each operation."""
     first: dict[int, int] = {}
     for run, op in enumerate(schedule.runs):
         first.setdefault(op, run)

@@ -1,40 +1,70 @@
-"""How a plan was solved, step by step: `Plan.describe(solve=True)`, `remat explain --solve`."""
+"""The progress of a running solve, and the steps of a finished one, as text.
+
+The steps are part of `Plan.describe(solve=True)` and `remat explain --solve`.
+"""
 
 from __future__ import annotations
 
 from remat.limits.units import format_bytes, format_seconds
 from remat.plan_data import PlanData
+from remat.progress import Progress
 from remat.report.tables import align_columns
 from remat.solution import STEP_STAT_SUFFIXES, step_names
 
 Figures = dict[str, str | int | float]
 
-_PEAK = ("smallest peak", "took", "peak", "at least")
-_COST = ("least time", "took", "extra time", "at least")
+_PEAK_HEADINGS = ("smallest peak", "took", "peak", "at least")
+_COST_HEADINGS = ("least time", "took", "extra time", "at least")
+
+
+def format_progress(progress: Progress) -> str:
+    """Return the incumbent, lower bound and gap of a running solve as text."""
+    if progress.phase == "peak":
+        parts = [
+            "smallest peak",
+            "" if progress.incumbent is None else format_bytes(progress.incumbent),
+            "" if progress.bound is None else f"at least {format_bytes(progress.bound)}",
+        ]
+    else:
+        parts = [
+            "extra time",
+            "" if progress.incumbent is None else f"{progress.incumbent:+.2%}",
+            "" if progress.bound is None else f"at least {progress.bound:+.2%}",
+        ]
+    if progress.gap is not None:
+        parts.append(f"gap {progress.gap:.2%}")
+    return " ".join(parts[:2]) + "".join(f", {part}" for part in parts[2:] if part)
 
 
 def solve_steps(plan: PlanData) -> list[Figures]:
-    """For each step of the solve in its order: its name as `step`, `seconds_s`, and what was known
-    after it: `cost` and `bound`, shares of extra time, or, where the smallest peak was looked for,
-    `bytes` and `bound_bytes`; `note` where it ran beside others, or failed."""
-    found: list[Figures] = []
+    """Return the steps of a plan's solve in order, as data.
+
+    Each has its name as `step`, `seconds_s`, and the state after it: `cost` and `bound`, which are
+    overheads, or, in a search for the smallest peak, `bytes` and `bound_bytes`. `note` says if the
+    step ran concurrently with others, or failed.
+    """
+    rows: list[Figures] = []
     for name in step_names(plan.stats):
-        told = {fact: plan.stats.get(f"{name}_{fact}") for fact in STEP_STAT_SUFFIXES}
-        facts = {fact: figure for fact, figure in told.items() if isinstance(figure, int | float)}
-        if "s" in facts:
-            found.append({"step": name, "seconds_s": facts.pop("s"), **_note(plan, name), **facts})
-    return found
+        stats = {suffix: plan.stats.get(f"{name}_{suffix}") for suffix in STEP_STAT_SUFFIXES}
+        figures = {key: value for key, value in stats.items() if isinstance(value, int | float)}
+        if "s" in figures:
+            seconds_s = figures.pop("s")
+            rows.append({"step": name, "seconds_s": seconds_s, **_note(plan, name), **figures})
+    return rows
 
 
 def describe_solve_steps(plan: PlanData) -> str:
-    """A line for each step of the solve: its seconds, and the best and the bound after it. Steps
-    for the smallest peak, whose figures are bytes, are a table before that of the least time."""
-    found = solve_steps(plan)
-    if not found:
-        return _why_none(plan)
-    costs = [step for step in found if "bound" in step]
-    peaks = [step for step in found if "bound" not in step]
-    tables = [[_PEAK, *map(_peak_line, peaks)], [_COST, *map(_cost_line, costs)]]
+    """Return a table of the steps of a plan's solve: the seconds of each, and the incumbent and
+    lower bound after it. Steps that search the smallest peak, in bytes, are a first table."""
+    steps = solve_steps(plan)
+    if not steps:
+        return _why_no_steps(plan)
+    costs = [step for step in steps if "bound" in step]
+    peaks = [step for step in steps if "bound" not in step]
+    tables = [
+        [_PEAK_HEADINGS, *map(_peak_line, peaks)],
+        [_COST_HEADINGS, *map(_cost_line, costs)],
+    ]
     lines: list[tuple[str, str, str, str]] = []
     for table in tables:
         if len(table) > 1:
@@ -43,32 +73,37 @@ def describe_solve_steps(plan: PlanData) -> str:
 
 
 def _note(plan: PlanData, name: str) -> Figures:
-    failed = f"{name}: " in str(plan.stats.get("search_error", ""))
-    notes = {"beside": f"{name}_concurrent" in plan.stats, "failed": failed}
-    told = ", ".join(note for note, is_so in notes.items() if is_so)
-    return {"note": told} if told else {}
+    """Return `{"note": ...}` for a step that ran concurrently or failed; otherwise nothing."""
+    is_failed = f"{name}: " in str(plan.stats.get("search_error", ""))
+    flags = {"concurrent": f"{name}_concurrent" in plan.stats, "failed": is_failed}
+    note = ", ".join(flag for flag, is_set in flags.items() if is_set)
+    return {"note": note} if note else {}
 
 
-def _why_none(plan: PlanData) -> str:
+def _why_no_steps(plan: PlanData) -> str:
+    """Return the text for a plan whose solve had no steps."""
     if not plan.schedule.recomputed(plan.graph):
-        return "no steps: all fits without recomputation, so nothing was searched for"
+        return "no steps: everything fits without recomputation, so there was no search"
     strategy = plan.stats.get("strategy", "this strategy")
-    return f"no steps: {strategy} finds its schedule in one go; auto and exact search step by step"
+    return f"no steps: {strategy} computes its schedule directly; auto and exact search in steps"
 
 
 def _peak_line(step: Figures) -> tuple[str, str, str, str]:
-    name, took = _begun(step)
-    sizes = (step.get(fact) for fact in ("bytes", "bound_bytes"))
-    found, bound = ("-" if size is None else format_bytes(float(size)) for size in sizes)
-    return name.removeprefix("peak "), took, found, bound
+    """Return the table row of a step that searches the smallest peak."""
+    name, duration = _name_and_duration(step)
+    sizes = (step.get(key) for key in ("bytes", "bound_bytes"))
+    peak, bound = ("-" if size is None else format_bytes(float(size)) for size in sizes)
+    return name.removeprefix("peak "), duration, peak, bound
 
 
 def _cost_line(step: Figures) -> tuple[str, str, str, str]:
-    shares = (step.get(fact) for fact in ("cost", "bound"))
-    found, bound = ("-" if share is None else f"{float(share):+.3%}" for share in shares)
-    return *_begun(step), found, bound
+    """Return the table row of a step that searches the least time."""
+    shares = (step.get(key) for key in ("cost", "bound"))
+    overhead, bound = ("-" if share is None else f"{float(share):+.3%}" for share in shares)
+    return *_name_and_duration(step), overhead, bound
 
 
-def _begun(step: Figures) -> tuple[str, str]:
+def _name_and_duration(step: Figures) -> tuple[str, str]:
+    """Return the name of a step with its note, and its seconds as text."""
     note = f" ({step['note']})" if "note" in step else ""
     return str(step["step"]).replace("_", " ") + note, format_seconds(float(step["seconds_s"]))

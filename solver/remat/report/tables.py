@@ -1,4 +1,4 @@
-"""Tables of text, and what goes into them."""
+"""Helpers for tables of text: alignment, grouping of layers, and the largest rows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 def align_columns(table: Sequence[Sequence[str]], left: int = 1) -> list[str]:
-    """A line for each row: the first `left` columns to the left, the others to the right."""
+    """Return a line for each row of the table. The first `left` columns are aligned to the left,
+    the others to the right."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     return [
         "  ".join(
@@ -21,16 +22,18 @@ def align_columns(table: Sequence[Sequence[str]], left: int = 1) -> list[str]:
 
 
 def fold_layer_numbers(module: str) -> str:
-    """A module's path without numbers, so that the layers of a model share a line."""
+    """Return a module's path with `*` for its numbers, so that all layers of a model share a
+    line."""
     return _NUMBER.sub("*", module) or "(no module)"
 
 
 def largest_rows(
-    sums: Mapping[str, Sequence[float]], most: int, rest: str = "more"
+    sums: Mapping[str, Sequence[float]], max_rows: int, rest: str = "more"
 ) -> list[tuple[str, Sequence[float]]]:
-    """Names with their sums, ordered by the first of these; what is beyond `most` is one row."""
+    """Return (name, sums) in descending order of the first sum. Rows after the first `max_rows`
+    are added up in a last one, which is called "N `rest`"."""
     order = sorted(sums.items(), key=lambda item: (-item[1][0], item[0]))
-    if others := order[most:]:
-        added = [sum(column) for column in zip(*(row for _, row in others), strict=True)]
-        return [*order[:most], (f"{len(others)} {rest}", added)]
+    if others := order[max_rows:]:
+        total = [sum(column) for column in zip(*(row for _, row in others), strict=True)]
+        return [*order[:max_rows], (f"{len(others)} {rest}", total)]
     return order

@@ -1,1 +1,2 @@
-"""The service from outside: what goes over the `wire`, the `connection`, and the `client` on it."""
+"""Client of the planning service: `client` is the public `Client`, `connection` the HTTP requests
+with retries, and `wire` the JSON documents that client and service exchange."""

@@ -1,4 +1,4 @@
-"""`Client`: the library with the service behind it. Same calls, same results, same errors."""
+"""`Client`: the library's functions, run by a service, with the same results and errors."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ if TYPE_CHECKING:
     from remat.frontend.memory.reserve import Reserve
     from remat.frontend.runtime.module import RematModule
 
-_BY_SERVICE = ("measure", "roofline:")
-"""Costs that the service finds."""
+_SERVICE_COSTS = ("measure", "roofline:")
+"""First words of the values of `costs` that let the service determine the costs."""
 
 
 class Client:
-    """A connection to a service.
+    """A client of a planning service.
 
-    `url` is like "http://host:8000"; `api_key` what `remat keys add` printed. `timeout_s` is how
-    long one answer may take; a solve may take as long as its time limit says. Use it as a context
-    manager, or call `close`.
+    `url` is like "http://host:8000"; `api_key` is what `remat keys add` printed. `timeout_s` limits
+    the time of one response; a solve may take as long as its time limit allows. Use the client as a
+    context manager, or call `close`.
 
-    Every method raises what the local call would raise, and `ServiceError` where the service
-    cannot be reached, wants another key, or fails.
+    Every method raises what the local call would raise, and `ServiceError` if the service cannot be
+    reached, rejects the key, or fails.
     """
 
     def __init__(self, url: str, *, api_key: str | None = None, timeout_s: float = 60.0) -> None:
@@ -56,10 +56,10 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Give the connections back."""
+        """Close the HTTP connections."""
         self._service.close()
 
-    # -- as the library does ------------------------------------------------------------------
+    # -- functions of the library ---------------------------------------------------------------
 
     def optimize(
         self,
@@ -78,25 +78,27 @@ class Client:
         cuda_graphs: bool = False,
         outputs: str = OUTPUTS_HELD,
     ) -> RematModule:
-        """As `remat.optimize`, with the plan made by the service.
+        """Like `remat.optimize`, but the service computes the plan.
 
-        `costs="measure"` lets the service measure them on its own device; "roofline:h200" needs
-        none. By default operations are timed here, on the model's own device.
+        With `costs="measure"` the service measures the costs on its device; "roofline:h200" needs
+        no device. By default, operations are timed locally, on the model's device.
         """
         from remat.frontend.api.optimize import optimize
         from remat.frontend.planning.options import MEASURED_BY_SERVICE
 
-        asked = costs if isinstance(costs, str) and costs.startswith(_BY_SERVICE) else None
+        service_costs: str | None = None
+        if isinstance(costs, str) and costs.startswith(_SERVICE_COSTS):
+            service_costs = costs
 
         def plan(trace: Trace, budget: int | str) -> tuple[Plan, Program]:
-            return self.plan(trace, budget, strategy, costs=asked, progress=progress)
+            return self.plan(trace, budget, strategy, costs=service_costs, progress=progress)
 
         return optimize(
             model,
             budget,
             example_inputs,
             example_kwargs,
-            costs=costs if asked is None else MEASURED_BY_SERVICE,
+            costs=costs if service_costs is None else MEASURED_BY_SERVICE,
             cache=cache,
             differentiate=differentiate,
             max_plans=max_plans,
@@ -116,7 +118,8 @@ class Client:
         progress: ProgressCallback | None = None,
         cancel: Cancel | None = None,
     ) -> Plan:
-        """As `remat.solve`. Cancelled, the job ends and `RematError` is raised."""
+        """Like `remat.solve`, on the service. If `cancel` is set, the job is cancelled and
+        `RematError` is raised."""
         return self._solve(graph, budget, strategy, costs, progress, cancel)[0]
 
     def plan(
@@ -129,7 +132,7 @@ class Client:
         progress: ProgressCallback | None = None,
         cancel: Cancel | None = None,
     ) -> tuple[Plan, Program]:
-        """The plan for a trace, and the program for `remat.lower`."""
+        """Return the plan for a trace, and the program for `remat.lower`."""
         plan, program = self._solve(trace, budget, strategy, costs, progress, cancel)
         if program is None:
             raise ServiceError("the service sent a plan without its program")
@@ -145,50 +148,53 @@ class Client:
         progress: ProgressCallback | None = None,
         cancel: Cancel | None = None,
     ) -> list[Plan]:
-        """As `remat.sweep`: the time/memory frontier."""
-        wanted = None if budgets is None else tuple(map(Budget.parse, budgets))
-        if wanted == ():
+        """Like `remat.sweep`, on the service: return the plans of the frontier of time and
+        memory."""
+        parsed = None if budgets is None else tuple(map(Budget.parse, budgets))
+        if parsed == ():
             return []
         options = _options(strategy, costs)
-        job = self.submit(
-            _made(wire.SweepRequest, budgets=wanted, options=options, **_subject(graph))
-        )
+        request = _checked(wire.SweepRequest, budgets=parsed, options=options, **_problem(graph))
+        job = self.submit(request)
         try:
-            answer = self._service.read(self._finish(job, progress, cancel), wire.SweepAnswer)
-        except InfeasibleBudget:  # all of them
+            result = self._service.read(self._finish(job, progress, cancel), wire.SweepResult)
+        except InfeasibleBudget:  # no budget is feasible
             return []
-        return [_told(document.read(Plan)) for document in answer.plans]
+        return [_with_warning(document.read(Plan)) for document in result.plans]
 
     # -- jobs ---------------------------------------------------------------------------------
 
     def submit(self, request: wire.SolveRequest | wire.SweepRequest) -> wire.JobView:
-        """Post a request and return its job at once. Sending again what got lost makes no second
-        job: each request goes under a key of its own."""
+        """Post a request and return its job without waiting for the result. A retry after a lost
+        response creates no second job, because each request has an idempotency key."""
         headers = {"Idempotency-Key": secrets.token_hex(16)}
         return self._service.read(self._service.post(request, headers), wire.JobView)
 
-    def sizes(self, request: wire.SolveRequest | wire.SweepRequest) -> wire.Sizes:
-        """What the service would accept (`dry_run`): nothing is solved."""
-        return self._service.read(self._service.post(request, {}, dry_run="true"), wire.Sizes)
+    def sizes(self, request: wire.SolveRequest | wire.SweepRequest) -> wire.DryRunResult:
+        """Return the size of a request that the service would accept (`dry_run`), without solving
+        it."""
+        return self._service.read(
+            self._service.post(request, {}, dry_run="true"), wire.DryRunResult
+        )
 
     def job(self, id: str) -> wire.JobView:
-        """How a job stands."""
+        """Return the state of a job."""
         return self._service.job(id)
 
     def cancel(self, id: str) -> None:
-        """Cancel a job, or forget one that has ended."""
+        """Cancel a job, or delete one that has ended."""
         self._service.cancel(id)
 
     def finish(
         self, id: str, progress: ProgressCallback | None = None, cancel: Cancel | None = None
     ) -> bytes:
-        """Wait for a job and return its result's JSON. Raises what the solve raised.
+        """Wait for a job and return its result as JSON. Raises what the solve raised.
 
-        Where the wait is interrupted, the job is cancelled.
+        If the wait is interrupted, the job is cancelled.
         """
         return self._finish(self.job(id), progress, cancel)
 
-    # -- the wire -----------------------------------------------------------------------------
+    # -- requests -----------------------------------------------------------------------------
 
     def _solve(
         self,
@@ -199,15 +205,16 @@ class Client:
         progress: ProgressCallback | None,
         cancel: Cancel | None,
     ) -> tuple[Plan, Program | None]:
-        parts = _subject(graph) | {"budget": Budget.parse(budget)}
-        job = self.submit(_made(wire.SolveRequest, options=_options(strategy, costs), **parts))
-        answer = self._service.read(self._finish(job, progress, cancel), wire.Answer)
-        return _told(answer.plan.read(Plan)), answer.program
+        fields = _problem(graph) | {"budget": Budget.parse(budget)}
+        job = self.submit(_checked(wire.SolveRequest, options=_options(strategy, costs), **fields))
+        result = self._service.read(self._finish(job, progress, cancel), wire.SolveResult)
+        return _with_warning(result.plan.read(Plan)), result.program
 
     def _finish(
         self, job: wire.JobView, progress: ProgressCallback | None, cancel: Cancel | None
     ) -> bytes:
-        if job.status not in wire.ENDED:
+        """Wait for a job, cancel it if the wait is interrupted, and return its result as JSON."""
+        if job.status not in wire.ENDED_STATES:
             try:
                 self._service.watch(job.id, progress, cancel)
             except BaseException:
@@ -222,25 +229,29 @@ class Client:
         raise RematError(f"the job {job.id} is {job.status}")
 
 
-def _told(plan: Plan) -> Plan:
+def _with_warning(plan: Plan) -> Plan:
+    """Return the plan, after a `SolverWarning` if its solver failed."""
     warn_of_solver_failure(plan)
     return plan
 
 
-def _subject(graph: Graph | Trace) -> dict[str, Any]:
+def _problem(graph: Graph | Trace) -> dict[str, Any]:
+    """Return the field of a request that has the graph or trace to solve."""
     if isinstance(graph, Trace):
         return {"trace": graph}
     return {"graph": GraphRecord.of(graph)}
 
 
 def _options(strategy: Strategy | None, costs: str | None) -> wire.Options:
-    return _made(wire.Options, strategy=strategy or Auto(), costs=costs)
+    """Return the options of a request."""
+    return _checked(wire.Options, strategy=strategy or Auto(), costs=costs)
 
 
-def _made(kind: type[R], **parts: Any) -> R:
+def _checked(kind: type[R], **fields: Any) -> R:
+    """Return a record with these fields. Raises `RematError` if they are invalid."""
     try:
-        return kind(**parts)
+        return kind(**fields)
     except ValidationError as error:
-        reason = error.errors(include_url=False, include_context=False)[0]["msg"]
-        words = reason.removeprefix("Value error, ")
-        raise RematError(f"this cannot be sent to a service: {words}") from None
+        message = error.errors(include_url=False, include_context=False)[0]["msg"]
+        reason = message.removeprefix("Value error, ")
+        raise RematError(f"this cannot be sent to a service: {reason}") from None

@@ -1,4 +1,4 @@
-"""`Connection`: requests to a service that may be busy or gone for a while, and its answers."""
+"""`Connection`: HTTP requests to a service, repeated while it is busy or unreachable."""
 
 from __future__ import annotations
 
@@ -14,27 +14,32 @@ from remat.progress import Cancel, Progress, ProgressCallback
 from remat.service import wire
 from remat.version import VERSION
 
-PATIENCE_S = 60.0
-"""How long a service may be gone (restarted, say) before a call gives up."""
+MAX_OUTAGE_S = 60.0
+"""How long a service may be unreachable, during a restart for example, before a call fails."""
 
-_BUSY = (429, 503)
-"""What a service says that is to be asked again."""
-_PAUSE_S = 0.5
-_LONGEST_PAUSE_S = 5.0
-_SILENCE_S = 40.0
-"""After how long without a word, of which it sends one in 15 s, a service is taken for gone."""
-_CANCEL_S = 2.0
-"""How often a wait that can be cancelled looks whether it was."""
-_COMPRESSION = 6
+_BUSY_STATUSES = (429, 503)
+"""HTTP statuses after which the request is repeated."""
+
+_RETRY_PAUSE_S = 0.5
+_MAX_RETRY_PAUSE_S = 5.0
+_MAX_SILENCE_S = 40.0
+"""A stream of events without data for this long is considered broken. The service sends a comment
+every 15 s."""
+
+_CANCEL_CHECK_S = 2.0
+"""How often a wait checks whether it was cancelled."""
+
+_COMPRESSION_LEVEL = 6
+_CANCELLED = "cancelled before the service had a result"
 
 
-class NotThere(ServiceError):
-    """The service knows of no such thing."""
+class NotFoundError(ServiceError):
+    """The service has no job with this id."""
 
 
 class Connection:
-    """HTTP to one service. Raises `ServiceError` where it cannot be reached, wants another key, or
-    fails, and else what the local call would raise."""
+    """The HTTP connection to a service. Its methods raise `ServiceError` if the service cannot be
+    reached, rejects the key or fails; other errors are those of the local call."""
 
     def __init__(self, url: str, *, api_key: str | None = None, timeout_s: float = 60.0) -> None:
         try:
@@ -52,52 +57,54 @@ class Connection:
         self._silent: type[Exception] = httpx2.ReadTimeout
 
     def close(self) -> None:
-        """Give the connections back."""
+        """Close the HTTP connections."""
         self._http.close()
 
     def job(self, id: str) -> wire.JobView:
-        """How a job stands."""
+        """Return the state of a job."""
         return self.read(self.call("GET", f"/jobs/{id}"), wire.JobView)
 
     def watch(self, id: str, progress: ProgressCallback | None, cancel: Cancel | None) -> None:
-        """Follow a job's events to its end, over lost connections."""
-        last = "0"
-        gone_since: float | None = None
+        """Follow a job's events until it ends, and report them to `progress`. A broken connection
+        is opened again at the last event."""
+        last_event = "0"
+        unreachable_since: float | None = None
         while True:
             try:
-                silence_s = _SILENCE_S if cancel is None else _CANCEL_S
-                for kind, data, number in self._events(id, last, silence_s):
-                    last, gone_since = number, None
+                silence_s = _MAX_SILENCE_S if cancel is None else _CANCEL_CHECK_S
+                for kind, data, number in self._events(id, last_event, silence_s):
+                    last_event, unreachable_since = number, None
                     if cancel is not None and cancel.is_set():
-                        raise RematError("cancelled before the service had an answer")
+                        raise RematError(_CANCELLED)
                     if kind == "done":
                         return
                     if progress is not None and kind in ("progress", "incumbent"):
                         progress(_progress(data))
-                if self.job(id).status in wire.ENDED:
+                if self.job(id).status in wire.ENDED_STATES:
                     return
             except self._silent:
-                gone_since = None  # nothing happened for a while: see whether to go on
+                unreachable_since = None  # no event for a while: check for cancellation
             except self._unreachable as error:
-                gone_since = gone_since or time.monotonic()
-                if time.monotonic() > gone_since + PATIENCE_S:
-                    raise self._lost(error) from None
+                unreachable_since = unreachable_since or time.monotonic()
+                if time.monotonic() > unreachable_since + MAX_OUTAGE_S:
+                    raise self._unreachable_error(error) from None
             if cancel is not None and cancel.is_set():
-                raise RematError("cancelled before the service had an answer")
-            if gone_since is not None:
-                time.sleep(_PAUSE_S)
+                raise RematError(_CANCELLED)
+            if unreachable_since is not None:
+                time.sleep(_RETRY_PAUSE_S)
 
-    def _events(self, id: str, last: str, silence_s: float) -> Iterator[tuple[str, str, str]]:
-        headers = {"Last-Event-ID": last}
+    def _events(self, id: str, last_event: str, silence_s: float) -> Iterator[tuple[str, str, str]]:
+        """Yield (kind, data, event id) of a job's events after `last_event`."""
+        headers = {"Last-Event-ID": last_event}
         path = f"/jobs/{id}/events"
         with self._http.sse(path, headers=headers, timeout=silence_s) as source:
             if source.response.status_code != 200:
                 source.response.read()
-                if source.response.status_code in _BUSY:
-                    raise self._unreachable(str(_problem(source.response)))
-                raise _problem(source.response)
+                if source.response.status_code in _BUSY_STATUSES:
+                    raise self._unreachable(str(_error_of(source.response)))
+                raise _error_of(source.response)
             for event in source:
-                yield event.event, event.data, event.id or last
+                yield event.event, event.data, event.id or last_event
 
     def post(
         self,
@@ -105,72 +112,79 @@ class Connection:
         headers: Mapping[str, str],
         **query: str,
     ) -> bytes:
-        """Send a request, and what the service answers at once."""
-        where = "/solve" if isinstance(request, wire.SolveRequest) else "/sweeps"
-        body = gzip.compress(request.model_dump_json().encode(), compresslevel=_COMPRESSION)
-        sent = {"Content-Type": "application/json", "Content-Encoding": "gzip", **headers}
-        return self.call("POST", where, content=body, headers=sent, params=query)
+        """Post a request and return the body of the response."""
+        path = "/solve" if isinstance(request, wire.SolveRequest) else "/sweeps"
+        body = gzip.compress(request.model_dump_json().encode(), compresslevel=_COMPRESSION_LEVEL)
+        headers = {"Content-Type": "application/json", "Content-Encoding": "gzip", **headers}
+        return self.call("POST", path, content=body, headers=headers, params=query)
 
     def call(self, method: str, path: str, **options: Any) -> bytes:
-        """One request, again while the service is gone or too busy. Safe: reads, and writes under
-        an idempotency key."""
-        until = time.monotonic() + PATIENCE_S
+        """Send a request, repeat it while the service is unreachable or busy, and return the body
+        of the response. It must be safe to repeat: a read, or a write with an idempotency key."""
+        deadline = time.monotonic() + MAX_OUTAGE_S
         while True:
             try:
                 response = self._http.request(method, path, **options)
             except self._unreachable as error:
-                if time.monotonic() > until:
-                    raise self._lost(error) from None
-                time.sleep(_PAUSE_S)
+                if time.monotonic() > deadline:
+                    raise self._unreachable_error(error) from None
+                time.sleep(_RETRY_PAUSE_S)
                 continue
-            if response.status_code in _BUSY and time.monotonic() < until:
-                after = response.headers.get("Retry-After", "")
-                time.sleep(min(float(after), _LONGEST_PAUSE_S) if after.isdecimal() else _PAUSE_S)
+            if response.status_code in _BUSY_STATUSES and time.monotonic() < deadline:
+                retry_after = response.headers.get("Retry-After", "")
+                if retry_after.isdecimal():
+                    time.sleep(min(float(retry_after), _MAX_RETRY_PAUSE_S))
+                else:
+                    time.sleep(_RETRY_PAUSE_S)
                 continue
             if response.status_code >= 400:
-                raise _problem(response)
+                raise _error_of(response)
             return response.content
 
-    def _lost(self, error: Exception) -> ServiceError:
+    def _unreachable_error(self, error: Exception) -> ServiceError:
+        """Return the error for a service that cannot be reached."""
         return ServiceError(
             f"the service at {self._url} cannot be reached ({error or type(error).__name__}); is "
             "it running (remat serve), and is the address right?"
         )
 
     def cancel(self, id: str) -> None:
-        """Cancel a job, or forget one that has ended. A request whose answer was lost is sent again
-        only where it did nothing: a second one would forget what the first cancelled."""
-        had_ended = self.job(id).status in wire.ENDED
-        until = time.monotonic() + PATIENCE_S
+        """Cancel a job, or delete one that has ended. If the response is lost, the request is
+        repeated only if it had no effect: a second one would delete the job that the first one
+        cancelled."""
+        had_ended = self.job(id).status in wire.ENDED_STATES
+        deadline = time.monotonic() + MAX_OUTAGE_S
         while True:
             try:
                 response = self._http.request("DELETE", f"/jobs/{id}")
             except self._unreachable as error:
-                if time.monotonic() > until:
-                    raise self._lost(error) from None
-                time.sleep(_PAUSE_S)
-                if self._is_done(id, had_ended=had_ended):
+                if time.monotonic() > deadline:
+                    raise self._unreachable_error(error) from None
+                time.sleep(_RETRY_PAUSE_S)
+                if self._is_cancelled_or_deleted(id, had_ended=had_ended):
                     return
                 continue
-            if response.status_code not in _BUSY or time.monotonic() > until:
+            if response.status_code not in _BUSY_STATUSES or time.monotonic() > deadline:
                 break
-            time.sleep(_PAUSE_S)
+            time.sleep(_RETRY_PAUSE_S)
         if response.status_code >= 400:
-            raise _problem(response)
+            raise _error_of(response)
 
-    def _is_done(self, id: str, *, had_ended: bool) -> bool:
+    def _is_cancelled_or_deleted(self, id: str, *, had_ended: bool) -> bool:
+        """True if a job was deleted, or has ended and had not `had_ended` before."""
         try:
-            return self.job(id).status in wire.ENDED and not had_ended
-        except NotThere:  # forgotten
+            return self.job(id).status in wire.ENDED_STATES and not had_ended
+        except NotFoundError:  # it was deleted
             return True
 
     def cancel_quietly(self, id: str) -> None:
-        """Cancel a job whose wait was interrupted; a service that is gone needs no telling."""
+        """Cancel a job whose wait was interrupted. Does nothing if the service is unreachable."""
         with suppress(self._unreachable):
             self._http.request("DELETE", f"/jobs/{id}", timeout=5.0)
 
     def read(self, body: bytes, kind: type[R]) -> R:
-        """An answer of the service. Raises `ServiceError` for what is none."""
+        """Return a response of the service as a record of type `kind`. Raises `ServiceError` if it
+        is not one."""
         try:
             return validate_json(kind, body, kind.__name__)
         except DocumentError as error:
@@ -181,14 +195,16 @@ class Connection:
 
 
 def _progress(data: str) -> Progress:
+    """Return the progress in the data of an event."""
     record = validate_json(wire.ProgressRecord, data, "progress")
     return Progress(**dict(record))
 
 
-def _problem(response: Any) -> RematError:
+def _error_of(response: Any) -> RematError:
+    """Return the error that the problem document of a response describes."""
     try:
-        problem = validate_json(wire.Problem, response.content, "problem")
-        return NotThere(problem.detail) if response.status_code == 404 else problem.exception()
+        problem = validate_json(wire.ProblemDetails, response.content, "problem")
+        return NotFoundError(problem.detail) if response.status_code == 404 else problem.exception()
     except DocumentError:
         return ServiceError(
             f"the service answered {response.status_code}: {response.text[:200]!r}; is this the "

@@ -1,7 +1,7 @@
-"""What crosses the wire between `remat.Client` and the service: plain, strict documents.
+"""The JSON documents that `remat.Client` and the service exchange.
 
-No weights, no pickle, no code: a request carries a `Trace` (or a bare graph), an answer a plan and
-a `Program`. Errors are RFC 9457 problem documents, whose `type` says which exception they are.
+They contain no weights, no pickle and no code. A request has a `Trace` (or a bare graph), a result
+has a plan and a `Program`. Errors are RFC 9457 problem documents, whose `type` names the exception.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from remat.strategies.auto import Auto
 from remat.strategies.base import Strategy
 from remat.strategies.registry import from_data, json_schema, to_data
 
-PROBLEMS = "urn:remat:problem:"
-"""What the `type` of every problem document begins with."""
+PROBLEM_TYPE_PREFIX = "urn:remat:problem:"
+"""The start of the `type` of every problem document."""
 
-ENDED = frozenset({"succeeded", "infeasible", "failed", "cancelled"})
-"""The states that a job does not leave."""
+ENDED_STATES = frozenset({"succeeded", "infeasible", "failed", "cancelled"})
+"""The final states of a job."""
 
-State = Literal["queued", "running", "succeeded", "infeasible", "failed", "cancelled"]
-Kind = Literal["solve", "sweep"]
+JobState = Literal["queued", "running", "succeeded", "infeasible", "failed", "cancelled"]
+JobKind = Literal["solve", "sweep"]
 
 _EXCEPTIONS: dict[str, type[errors.RematError]] = {
     "budget": errors.BudgetError,
@@ -57,44 +57,46 @@ def _check_trace(trace: Trace) -> Trace:
 
 
 def _check_costs(costs: str) -> str:
-    how, _, device = costs.partition(":")
-    if how == "roofline":
-        Roofline(device)
+    """Return `costs` if it is a valid option. Raises ValueError."""
+    method, _, device = costs.partition(":")
+    if method == "roofline":
+        Roofline(device)  # raises ValueError for an unknown device
     elif costs != "measure":
         raise ValueError(f'costs are "measure" or "roofline:DEVICE", not {costs[:80]!r}')
     return costs
 
 
 def _read_strategy(data: object) -> Strategy:
+    """Return the strategy in JSON data, or the strategy itself if it is one of remat's."""
     if not hasattr(data, "run"):
         return from_data(data)
-    to_data(cast(Strategy, data))  # refuses one that is none of remat's
+    to_data(cast(Strategy, data))  # raises for a strategy that is not remat's
     return cast(Strategy, data)
 
 
 class _StrategySchema:
-    """Made when it is asked for: solving processes start without it."""
+    """The JSON schema of a strategy, built on demand, because solver processes do not need it."""
 
     def __get_pydantic_json_schema__(self, core: object, handler: object) -> dict[str, Any]:
         return json_schema()
 
 
-# The schemas promise the usual ways to write things; a few more are understood.
-_NUMBER = {"type": "number", "minimum": 1, "exclusiveMaximum": 1e100}
-_AMOUNT = {
+# The schemas document the usual notations; the parser accepts a few more.
+_BUDGET_NUMBER_SCHEMA = {"type": "number", "minimum": 1, "exclusiveMaximum": 1e100}
+_BUDGET_TEXT_SCHEMA = {
     "type": "string",
     "pattern": "^(min"
     r"|[1-9][0-9]{0,15}(\.[0-9]{1,9})?( ?(([kMGT]i?)?B|%))?"
     r"|0\.[1-9][0-9]{0,8} ?([kMGT]i?B|%))$",
     "examples": ["60%", "8GiB", "min"],
 }
-_COSTS = {"enum": ["measure", *(f"roofline:{device}" for device in DEVICES)]}
+_COSTS_SCHEMA = {"enum": ["measure", *(f"roofline:{device}" for device in DEVICES)]}
 
 BudgetData = Annotated[
-    Budget | int | float | str,  # as it may be passed; what is there is always a `Budget`
+    Budget | int | float | str,  # accepted types; the parsed field is always a `Budget`
     PlainValidator(Budget.parse),
     PlainSerializer(lambda budget: budget.requested),
-    WithJsonSchema({"anyOf": [_NUMBER, _AMOUNT]}),
+    WithJsonSchema({"anyOf": [_BUDGET_NUMBER_SCHEMA, _BUDGET_TEXT_SCHEMA]}),
 ]
 StrategyData = Annotated[
     Strategy,
@@ -105,38 +107,49 @@ StrategyData = Annotated[
 
 
 class Options(Record):
-    """How to solve. `costs` is "measure" (on the service's own device), "roofline:DEVICE" (by a
-    device's data sheet), or null: those of the trace, which is measured where it has none."""
+    """The strategy and the costs of a solve.
+
+    `costs` is "measure" (on the service's device), "roofline:DEVICE" (by a device's data sheet), or
+    null. With null, the costs are those of the trace, which is measured if it has none.
+    """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
     strategy: StrategyData = Field(default_factory=Auto)
     costs: (
-        Annotated[str, Field(max_length=100), AfterValidator(_check_costs), WithJsonSchema(_COSTS)]
+        Annotated[
+            str,
+            Field(max_length=100),
+            AfterValidator(_check_costs),
+            WithJsonSchema(_COSTS_SCHEMA),
+        ]
         | None
     ) = None
 
 
-_NULL: dict[str, Any] = {"type": "null"}
-_ONE_SUBJECT: dict[str, Any] = {
+_NULL_SCHEMA: dict[str, Any] = {"type": "null"}
+_TRACE_OR_GRAPH_SCHEMA: dict[str, Any] = {
     "oneOf": [
-        {"required": ["trace"], "properties": {"trace": {"type": "object"}, "graph": _NULL}},
+        {
+            "required": ["trace"],
+            "properties": {"trace": {"type": "object"}, "graph": _NULL_SCHEMA},
+        },
         {
             "required": ["graph"],
             "properties": {
                 "graph": {"type": "object"},
-                "trace": _NULL,
-                "options": {"properties": {"costs": _NULL}},
+                "trace": _NULL_SCHEMA,
+                "options": {"properties": {"costs": _NULL_SCHEMA}},
             },
         },
     ]
 }
 
 
-class _Problem(Record):
-    """A trace or a bare graph, and how to solve it."""
+class _Request(Record):
+    """A trace or a bare graph, and the options to solve it with."""
 
-    model_config = ConfigDict(json_schema_extra=_ONE_SUBJECT)
+    model_config = ConfigDict(json_schema_extra=_TRACE_OR_GRAPH_SCHEMA)
 
     trace: Annotated[Trace, AfterValidator(_check_trace)] | None = None
     graph: GraphRecord | None = None
@@ -147,51 +160,53 @@ class _Problem(Record):
         if (self.trace is None) == (self.graph is None):
             raise ValueError("one of `trace` and `graph` is needed, not both")
         if self.graph is not None:
-            self.graph.graph()  # raises GraphError, a ValueError, where it breaks a rule
+            self.graph.graph()  # raises GraphError, a ValueError, if it is invalid
             if self.options.costs is not None:
-                raise ValueError("a bare graph has costs of its own: leave out options.costs")
+                raise ValueError("a bare graph includes its costs: leave out options.costs")
         return self
 
     @property
-    def is_measured_here(self) -> bool:
-        """Whether the service must measure the costs, with torch and the device."""
+    def needs_measurement(self) -> bool:
+        """True if the service must measure the costs, which takes torch and the device."""
         if self.trace is None:
             return False
         costs = self.options.costs
         return costs == "measure" or (costs is None and not self.trace.measured)
 
 
-class SolveRequest(_Problem):
-    """The body of `POST /solve`: `{"trace" or "graph", "budget", "options"}`. What is null is as
-    if it were left out."""
+class SolveRequest(_Request):
+    """The body of `POST /solve`: `{"trace" or "graph", "budget", "options"}`. A field that is null
+    is treated as missing."""
 
     budget: BudgetData
 
 
-class SweepRequest(_Problem):
-    """The body of `POST /sweeps`. Without `budgets`: 100%, 95%, ... of the peak, and "min". What is
-    null is as if it were left out."""
+class SweepRequest(_Request):
+    """The body of `POST /sweeps`. `budgets` defaults to 100%, 95%, ... of the peak, and "min". A
+    field that is null is treated as missing."""
 
     budgets: Annotated[tuple[BudgetData, ...], Field(min_length=1, max_length=100)] | None = None
 
 
-class Answer(Record):
-    """What a solve made. `program` is null for a bare graph; `costs` tells where they are from."""
+class SolveResult(Record):
+    """The result of a solve. `program` is null for a bare graph; `costs` says where the costs come
+    from."""
 
     plan: PlanDocument
     program: Program | None
     costs: str
 
 
-class SweepAnswer(Record):
-    """The frontier, smallest budget first; `baseline_*` are those without recomputation."""
+class SweepResult(Record):
+    """The result of a sweep: plans, smallest budget first. `costs` says where the costs come
+    from."""
 
     plans: tuple[PlanDocument, ...]
     costs: str
 
 
 class ProgressRecord(Record):
-    """See `remat.Progress`."""
+    """The JSON form of `remat.Progress`."""
 
     phase: str
     elapsed_s: float
@@ -201,8 +216,8 @@ class ProgressRecord(Record):
     budget_bytes: int | None = None
 
 
-class Summary(Record):
-    """A plan in figures. Bytes, seconds, and shares of the time without recomputation."""
+class PlanSummary(Record):
+    """The figures of a plan: bytes, seconds, and fractions of the time without recomputation."""
 
     status: str
     budget_bytes: int
@@ -215,12 +230,12 @@ class Summary(Record):
     gap: float | None
     operations: int
     library_bytes: int = 0
-    """Of the peaks, what libraries hold on the device: no part of a percentage."""
+    """The bytes of libraries on the device: part of the peaks, but excluded from percentages."""
 
 
-class Problem(Record):
-    """RFC 9457. `detail` says what is wrong, why, and what to do. Of an infeasible budget the last
-    two are those of `InfeasibleBudget`."""
+class ProblemDetails(Record):
+    """An RFC 9457 problem document. `detail` says what is wrong, why, and what to do. The last two
+    fields are those of `InfeasibleBudget`."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -232,8 +247,8 @@ class Problem(Record):
     is_proved: bool | None = None
 
     def exception(self) -> errors.RematError:
-        """The exception that the library would have raised."""
-        kind = _EXCEPTIONS.get(self.type.removeprefix(PROBLEMS), errors.ServiceError)
+        """Return the exception that the library would have raised."""
+        kind = _EXCEPTIONS.get(self.type.removeprefix(PROBLEM_TYPE_PREFIX), errors.ServiceError)
         text = self.detail or self.title
         if kind is errors.InfeasibleBudget:
             return errors.InfeasibleBudget(
@@ -242,48 +257,48 @@ class Problem(Record):
         return kind(text)
 
 
-def problem_name(error: errors.RematError) -> str:
-    """The last part of the problem type for an exception of ours."""
+def problem_type_name(error: errors.RematError) -> str:
+    """Return the last part of the problem type of one of remat's exceptions."""
     return next((n for n, kind in _EXCEPTIONS.items() if isinstance(error, kind)), "remat")
 
 
 class JobView(Record):
-    """A job as `GET /jobs/{id}` shows it. Times are seconds since 1970."""
+    """A job as `GET /jobs/{id}` returns it. Times are seconds since 1970."""
 
     id: str
-    kind: Kind
-    status: State
+    kind: JobKind
+    status: JobState
     model: str = ""
     created_at: float
     started_at: float | None = None
     finished_at: float | None = None
     position: int | None = None
-    """How many jobs are queued before this one."""
+    """The number of jobs that are queued before this one."""
     progress: ProgressRecord | None = None
-    summary: tuple[Summary, ...] = ()
-    problem: Problem | None = None
+    summary: tuple[PlanSummary, ...] = ()
+    problem: ProblemDetails | None = None
 
 
 class JobPage(Record):
-    """One page of `GET /jobs`, newest first; pass `next` as `cursor` for the page after it."""
+    """One page of `GET /jobs`, newest first. Pass `next` as `cursor` to get the next page."""
 
     jobs: tuple[JobView, ...]
     next: str | None = None
 
 
-class Sizes(Record):
-    """What `?dry_run=true` tells of a request that would be accepted."""
+class DryRunResult(Record):
+    """The size of a request that would be accepted, as `?dry_run=true` returns it."""
 
     operations: int
     values: int
     constant_bytes: int
     baseline_peak_bytes: int | None
-    """None where the costs, and so the graph, are not known before they are measured."""
+    """None if the costs, which the graph needs, are still to be measured."""
     costs: str
 
 
-def graph_of(request: _Problem) -> Graph | Trace:
-    """What to hand to `remat.solve`."""
+def graph_of(request: _Request) -> Graph | Trace:
+    """Return the trace or the graph of a request, to pass to `remat.solve`."""
     if request.trace is not None:
         return request.trace
     assert request.graph is not None

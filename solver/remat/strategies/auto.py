@@ -40,15 +40,17 @@ class Auto(MilpOptions):
     """Near-optimal plans for graphs of any size, step by step until the gap or the time limit is
     reached.
 
-    1. `relaxation`: the relaxation at the worst checkpoint cuts, a bound for all schedules of the order.
+    1. `relaxation`: the relaxation at the worst checkpoint cuts, a bound for every schedule of the
+       order.
     2. `identical_blocks`, in networks of many of them: a program in which they share decisions.
-    3. `eviction`, `baselines` and, in graphs that are no training step, `annealing`: schedules without
-       a solver. Eviction follows the advice of the relaxation.
+    3. `eviction`, `baselines` and, in graphs that are no training step, `annealing`: schedules
+       without a solver. Eviction follows the advice of the relaxation.
     4. `feasibility`, if nothing fits by then: the smallest peak, by eviction and then by a program.
     5. `relaxation_support`: a program over the slots that its relaxation uses; `guided_eviction`:
        eviction by what the relaxation retains; `milp`: a program over all slots, for a proof;
-       `windows`: what that leaves open, part by part. Concurrently, `checkpoint_cuts`: programs over
-       more and more cuts, for a higher bound and more advice, if there are two `threads`.
+       `windows`: large-neighbourhood search for what that leaves open. Concurrently, if there are
+       two `threads`, `checkpoint_cuts`: programs over more and more cuts, for a higher bound and
+       more advice.
 
     `gap` is on total time: 0.005 ends the solve once the plan is proved to be within 0.5% of the
     best, of every schedule of the order or of those over the slots. At `time_limit` seconds the

@@ -259,10 +259,10 @@ def test_a_crashed_or_hanging_probe_does_not_affect_the_others(
 def test_the_first_solve_of_a_process_prints_nothing() -> None:
     code = (
         "from remat.milp.solvers import pulp_versions\n"
-        "from remat.milp.solvers.highs import BulkHiGHS\n"
+        "from remat.milp.solvers.highs import HighsSolver\n"
         "from tests.helpers.solvers import small\n"
         "program = pulp_versions.read_arrays(small())\n"
-        "run = BulkHiGHS(gap=0.0, time_limit=9.0, threads=1).solve(program)\n"
+        "run = HighsSolver(gap=0.0, time_limit=9.0, threads=1).solve(program)\n"
         "assert program.variables[0].varValue is not None"
     )
     completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

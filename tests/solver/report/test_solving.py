@@ -86,13 +86,13 @@ def test_a_solver_that_was_not_used_has_no_rows() -> None:
 @pytest.mark.parametrize("strategy", [Auto(), Exact(), KeepAll()])
 def test_where_everything_fits_there_was_no_search(strategy: Strategy) -> None:
     text = describe_solve_steps(solve(chain(4), "100%", strategy))
-    assert text == "no steps: all fits without recomputation, so nothing was searched for"
+    assert text == "no steps: everything fits without recomputation, so there was no search"
 
 
 def test_a_baseline_has_no_steps() -> None:
     plan = solve(chain(8), "80%", EveryK(2))
     assert plan.describe(solve=True).endswith(
-        "\n\nno steps: every_k finds its schedule in one go; auto and exact search step by step"
+        "\n\nno steps: every_k computes its schedule directly; auto and exact search in steps"
     )
 
 
@@ -110,6 +110,6 @@ def test_concurrent_and_failed_steps_are_reported() -> None:
     first, *_ = step_names(plan.stats)
     stats = {f"{first}_concurrent": 1, "search_error": f"{first}: it broke"}
     plan = replace(plan, stats={**plan.stats, **stats})
-    assert solve_steps(plan)[0]["note"] == "beside, failed"
-    assert f"{first} (beside, failed)" in describe_solve_steps(plan)
+    assert solve_steps(plan)[0]["note"] == "concurrent, failed"
+    assert f"{first} (concurrent, failed)" in describe_solve_steps(plan)
     assert all("note" not in step for step in solve_steps(plan)[1:])

@@ -88,7 +88,7 @@ class ThirdParty(Checked):
 
 def test_a_third_party_strategy_survives_a_json_round_trip() -> None:
     third_party: Strategy = ThirdParty(times=3)
-    with pytest.raises(ValueError, match="Own: times is 4; it is from 1 to 3"):
+    with pytest.raises(ValueError, match="ThirdParty: times is 4; it is from 1 to 3"):
         ThirdParty(times=4)
     with pytest.raises(ValueError, match=r"none of remat's strategies"):
         to_data(third_party)

@@ -171,7 +171,7 @@ def test_the_batch_can_be_searched_for_an_absent_gpu() -> None:
         _mlp, budget, device="h100", most=9, strategy=STRATEGY, reserve=BUDGET
     )
     assert 0 < reserved.batch < 9
-    assert reserved.plan.stats["left_to_others_bytes"] == BUDGET
+    assert reserved.plan.stats["reserved_for_others_bytes"] == BUDGET
     if not torch.cuda.is_available():
         with pytest.raises(remat.BudgetError, match="the h100 is not here"):
             remat.max_batch(_mlp, "auto", device="h100")

@@ -307,9 +307,9 @@ def test_damaged_constants_are_refused(data: str) -> None:
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        ("storages.0", -1, "zero or more bytes"),
-        ("storages.0", 2**63, "zero or more bytes"),
-        ("storages.0", float("inf"), "integer"),
+        ("storage_bytes.0", -1, "zero or more bytes"),
+        ("storage_bytes.0", 2**63, "zero or more bytes"),
+        ("storage_bytes.0", float("inf"), "integer"),
         ("storage_bytes", [], "does not exist"),
         ("nodes.0.cost_s", -1.0, "greater than or equal to 0"),
         ("nodes.0.cost_s", float("nan"), "finite"),

@@ -63,7 +63,7 @@ def test_the_readmes_example_is_feasible_at_70_percent_on_hopper():
     with pytest.raises(remat.InfeasibleBudget):  # the meaning of 70% in earlier versions
         remat.solve(readme_trace(), plan.baseline_peak_bytes * 70 // 100, STRATEGY)
     assert f"{plan.share:.1%} of" in plan.describe()
-    assert "64.0 MiB libraries' and in no percentage" in plan.describe()
+    assert "64.0 MiB of libraries, not in the percentage" in plan.describe()
     assert f"peak, {plan.share:.1%} of" in plan.to_html()
     decoded = remat.Plan.from_json(plan.to_json())
     assert decoded == plan
@@ -158,7 +158,7 @@ def test_a_budget_holds_for_the_allocated_bytes():
     assert prediction.allocated_bytes <= budget
     assert plan.budget_bytes == requested_budgets[-1]
     assert plan.budget_bytes < budget == plan.stats["requested_budget_bytes"]
-    assert "asked for, so that blocks fit as well" in plan.describe()
+    assert ", to fit the allocator" in plan.describe()
     assert len(requested_budgets) <= 4
     requested_budgets.clear()
     loose = solve_within_allocator_budget(trace, Budget.parse(budget), solve, is_expandable=True)
@@ -278,7 +278,7 @@ def test_the_reserve_is_subtracted_from_the_budget():
     module = remat.optimize(model, "10MiB", (x,), costs=costs, reserve="4MiB")
     assert module.plan is not None
     assert module.plan.budget_bytes == 6 << 20
-    assert "budget    6.00 MiB, beside 4.00 MiB reserved" in module.plan.describe()
+    assert "budget    6.00 MiB, plus 4.00 MiB reserved" in module.plan.describe()
     adam = torch.optim.Adam(model.parameters())
     module = remat.optimize(model, "10MiB", (x,), costs=costs, reserve=adam)
     assert module.plan is not None

@@ -289,7 +289,7 @@ def test_torch_is_absent_in_that_environment(server: Server) -> None:
     imports = "import remat_server.http.app, remat_server.work.child, remat.cli, psycopg"
     assert run(imports).returncode == 0
     assert (
-        run("from remat_server.work import devices; print(devices.measurable())").stdout == "()\n"
+        run("from remat_server.work import devices; print(devices.measurable_devices())").stdout == "()\n"
     )
 
 
@@ -361,7 +361,7 @@ def test_the_service_writes_only_to_its_volumes() -> None:
                 health_report = health(what, environment)
                 assert health_report.returncode == 0, health_report.stderr
             assert server.stop() in (0, -signal.SIGTERM)
-            assert "service ends" in log.read_text()
+            assert "service stopped" in log.read_text()
         finally:
             process.kill()
             process.wait()

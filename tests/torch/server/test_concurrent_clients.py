@@ -262,7 +262,7 @@ def test_a_worker_that_cannot_be_started_is_retried(
     """Its machine may have no memory for a process for a while."""
     started: list[asyncio.subprocess.Process] = []
 
-    class Short(processes.KeptWorker):
+    class Short(processes.SupervisedWorker):
         async def _spawn(self) -> asyncio.subprocess.Process:
             if len(started) == 1 and not failed:
                 failed.append(True)

@@ -221,7 +221,7 @@ def test_a_starting_worker_deletes_old_jobs_and_fails_lost_ones(tmp_path: Path) 
     with servers.running(tmp_path, **limits) as server, server.http() as http:
         assert finished(http, ids[3])["status"] == "succeeded"
         assert http.get(f"/jobs/{ids[0]}").status_code == 404
-        assert "forgotten after its retention time" in http.get(f"/jobs/{ids[0]}").text
+        assert "deleted after its retention time" in http.get(f"/jobs/{ids[0]}").text
         assert http.get(f"/jobs/{ids[1]}").json()["status"] == "cancelled"
         lost = http.get(f"/jobs/{ids[2]}").json()
         assert lost["status"] == "failed"

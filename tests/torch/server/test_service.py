@@ -21,7 +21,7 @@ from tests.helpers.server import HARD, Server, chain, finished, post, solving_pr
 
 import remat
 from remat.documents.plan import GraphRecord
-from remat.service.wire import Answer, SolveRequest, SweepRequest
+from remat.service.wire import SolveRequest, SolveResult, SweepRequest
 from remat.strategies import ChenSqrt, KeepAll
 
 QUICK = remat.Auto(gap=0.02)
@@ -89,7 +89,7 @@ def test_a_plan_requested_by_curl_trains_within_its_budget(server: Server, tmp_p
     )
     curl("--no-buffer", "--max-time", "120", f"{server.url}/jobs/{job['id']}/events")
     text = curl("--compressed", f"{server.url}/jobs/{job['id']}/result")
-    answer = Answer.model_validate_json(text)
+    answer = SolveResult.model_validate_json(text)
 
     assert answer.program is not None
     plan = answer.plan.read(remat.Plan)
@@ -141,7 +141,7 @@ def test_the_client_applies_reserve_and_rng_options(server: Server) -> None:
         )  # fmt: skip
     assert gm.plan is not None
     assert gm.plan.budget_bytes == 40 << 20
-    assert gm.plan.stats["left_to_others_bytes"] == 60 << 20
+    assert gm.plan.stats["reserved_for_others_bytes"] == 60 << 20
     assert gm.plan.stats["cuda_graphs"] is True
 
 
@@ -211,7 +211,7 @@ def test_the_client_raises_the_errors_of_the_library(server: Server, graph: rema
 
 
 def test_the_client_reports_an_unreachable_service(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("remat.service.connection.PATIENCE_S", 0.0)
+    monkeypatch.setattr("remat.service.connection.MAX_OUTAGE_S", 0.0)
     nobody = remat.Client(f"http://127.0.0.1:{servers.free_port()}")
     with pytest.raises(remat.ServiceError, match="is it running"):
         nobody.job("x")
@@ -433,7 +433,7 @@ def test_generated_python_of_a_trace_is_available(server: Server, http: httpx2.C
     assert "def forward" in code
     assert "def backward" in code
     compile(code, "program", "exec")
-    answer = Answer.model_validate_json(http.get(f"/jobs/{job.id}/result").content)
+    answer = SolveResult.model_validate_json(http.get(f"/jobs/{job.id}/result").content)
     program = http.get(f"/jobs/{job.id}/result?format=program").content
     assert remat.Program.from_json(program) == answer.program
     plan = http.get(f"/jobs/{job.id}/result?format=plan").content
@@ -520,7 +520,7 @@ def test_the_log_is_json_with_ids(server: Server, http: httpx2.Client) -> None:
 
     def log_lines() -> list[dict[str, str]]:
         lines = [json.loads(line) for line in server.log.read_text().splitlines()]
-        return [line for line in lines if line.get("job") == id and line["event"] == "solve ends"]
+        return [line for line in lines if line.get("job") == id and line["event"] == "solve ended"]
 
     (ended,) = wait_for(log_lines)
     assert ended["request"] == request

@@ -1,29 +1,31 @@
-"""What the routes share: their documented problems, and the application's parts."""
+"""Parts that the routes share: OpenAPI descriptions, and the error for an unknown job."""
 
 from __future__ import annotations
 
 from http import HTTPStatus
 from typing import Annotated, Any
 
-from fastapi import Depends, Path, Request
+from fastapi import Path
 
 from remat.documents.base import Record
-from remat.service.wire import Problem
+from remat.service.wire import ProblemDetails
 from remat_server.http.problem_responses import MEDIA_TYPE
 from remat_server.problems import ServiceProblem
-from remat_server.store.database import Database
 
-JobId = Annotated[str, Path(max_length=64, description="As in the job's `id`")]
+JobId = Annotated[str, Path(max_length=64, description="The job's `id`")]
 
 
 def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """The documentation of problem responses; some can come of any route."""
+    """Return the OpenAPI description of problem responses, including those of every route."""
     return only_problems(*statuses, 400, 401, 422, 429, 503)
 
 
 def only_problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """The documentation of just these. 400 can come of any route: the host may be unknown."""
-    content = {MEDIA_TYPE: {"schema": reference(Problem)}}
+    """Return the OpenAPI description of these problem responses only.
+
+    Any route can answer 400, if the host is unknown.
+    """
+    content = {MEDIA_TYPE: {"schema": reference(ProblemDetails)}}
     return {
         status: {"description": HTTPStatus(status).phrase, "content": content}
         for status in sorted(set(statuses))
@@ -31,7 +33,7 @@ def only_problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 def reference(kind: type[Record]) -> dict[str, str]:
-    """To a schema that `remat_server.http.app` adds to the OpenAPI document."""
+    """Return a reference to a schema that `remat_server.http.app` adds to the OpenAPI document."""
     return {"$ref": f"#/components/schemas/{kind.__name__}"}
 
 
@@ -44,18 +46,11 @@ LINKS = {
         ("cancel", "delete_job_jobs__id__delete"),
     )
 }
-"""What can be done with a job that was made."""
-
-
-def _database(request: Request) -> Database:
-    return request.app.state.database
-
-
-Store = Annotated[Database, Depends(_database)]
+"""OpenAPI links from a new job to the operations on it."""
 
 
 def no_job(id: str) -> ServiceProblem:
-    """The same for a job of another and for none at all."""
+    """Return the error for a job that does not exist or belongs to another owner."""
     return ServiceProblem(
-        404, f"you have no job {id[:64]!r}: it may have been forgotten after its retention time"
+        404, f"you have no job {id[:64]!r}: it may have been deleted after its retention time"
     )

@@ -1,4 +1,4 @@
-"""`/livez`, `/readyz` and `/metrics`: for those who run the service."""
+"""`/livez`, `/readyz` and `/metrics`, for operators of the service."""
 
 from __future__ import annotations
 
@@ -10,42 +10,44 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel
 from sqlalchemy import text
 
-from remat_server.http.metrics import registry
-from remat_server.http.routes.common import Store, only_problems, problems
+from remat_server.http.metrics import build_registry
+from remat_server.http.routes.common import only_problems, problems
+from remat_server.http.state import Store, request_state
 from remat_server.problems import ServiceProblem
 
 router = APIRouter(tags=["operation"])
 
-_OPEN = {"security": []}
-"""No key is needed, even where there are keys."""
+_NO_KEY_NEEDED = {"security": []}
+"""OpenAPI description of a route that needs no API key."""
 
 
 class Health(BaseModel):
-    """All is well; anything else is a problem document."""
+    """The response of a healthy service; any other response is a problem document."""
 
     status: Literal["ok"] = "ok"
 
 
-@router.get("/livez", responses=only_problems(400), openapi_extra=_OPEN)
+@router.get("/livez", responses=only_problems(400), openapi_extra=_NO_KEY_NEEDED)
 async def livez() -> Health:
-    """The process answers."""
+    """Succeeds while the process responds."""
     return Health()
 
 
-@router.get("/readyz", responses=only_problems(400, 503), openapi_extra=_OPEN)
+@router.get("/readyz", responses=only_problems(400, 503), openapi_extra=_NO_KEY_NEEDED)
 def readyz(request: Request, store: Store) -> Health:
-    """Requests can be served: the store is there, and the service is not being stopped."""
-    if request.app.state.draining.is_set():
-        raise ServiceProblem(503, "the service is being stopped")
+    """Succeeds while requests can be served: the store responds, and the service is not
+    stopping."""
+    if request_state(request).draining.is_set():
+        raise ServiceProblem(503, "the service is shutting down")
     with store.read() as connection:
         connection.execute(text("SELECT 1"))
     return Health()
 
 
-def _may_see(request: Request) -> None:
-    gate = request.app.state.gate
-    if gate.is_closed:
-        gate.owner(request)
+def _check_access(request: Request) -> None:
+    access = request_state(request).access
+    if access.requires_key:
+        access.owner(request)
 
 
 @router.get(
@@ -56,9 +58,9 @@ def _may_see(request: Request) -> None:
     },
 )
 def metrics(
-    request: Request, store: Store, allowed: Annotated[None, Depends(_may_see)]
+    request: Request, store: Store, access_check: Annotated[None, Depends(_check_access)]
 ) -> Response:
-    """Prometheus metrics. Where there are keys, one is needed."""
+    """Prometheus metrics. Needs an API key if the service has keys."""
     with store.read() as connection:
-        found = registry(connection, request.app.state.requests)
-    return Response(generate_latest(found), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        registry = build_registry(connection, request_state(request).request_histogram)
+    return Response(generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})

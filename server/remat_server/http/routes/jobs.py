@@ -1,4 +1,5 @@
-"""`/jobs` and `/sweeps/{id}`: look at jobs, watch them, end them."""
+"""`/jobs` and `/sweeps/{id}`: lists jobs, shows their state and events, cancels and deletes
+them."""
 
 from __future__ import annotations
 
@@ -12,9 +13,9 @@ from fastapi import APIRouter, Depends, Header, Query, Request
 from fastapi.responses import JSONResponse, Response
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 
-from remat.service.wire import JobPage, JobView, State
-from remat_server.http.auth import Owner
-from remat_server.http.routes.common import JobId, Store, no_job, problems, reference
+from remat.service.wire import JobPage, JobState, JobView
+from remat_server.http.routes.common import JobId, no_job, problems, reference
+from remat_server.http.state import Owner, Store, request_state
 from remat_server.problems import ServiceProblem
 from remat_server.store import events, jobs
 from remat_server.store.database import Database
@@ -22,34 +23,34 @@ from remat_server.store.events import Event
 
 router = APIRouter(tags=["jobs"])
 
-_LOOK_S = 0.25
-_FIRST_LOOKS_S = 0.05
-"""For the first seconds: most jobs are short, and nobody likes to wait."""
-_SHORT_S = 3.0
-_ALIVE_S = 15.0
+_POLL_INTERVAL_S = 0.25
+_FIRST_POLL_INTERVAL_S = 0.05
+"""Interval during the first `_FIRST_POLLS_S` seconds, because most jobs are short."""
+_FIRST_POLLS_S = 3.0
+_KEEP_ALIVE_S = 15.0
 _streams = CapacityLimiter(200)
-"""Clients that watch at a time."""
-_looking = CapacityLimiter(4)
-"""Threads that look for them, so that other requests do not wait for their looks."""
-_UNMODIFIED: dict[int | str, dict[str, Any]] = {304: {"description": "As it was (`If-None-Match`)"}}
+"""Event streams that may be open at a time."""
+_polling = CapacityLimiter(4)
+"""Threads that poll the store for event streams, so that other requests do not wait for them."""
+_UNMODIFIED: dict[int | str, dict[str, Any]] = {304: {"description": "Unchanged (`If-None-Match`)"}}
 
 
 @router.get("/jobs", responses=problems())
 def list_jobs(
     owner: Owner,
     store: Store,
-    status: State | None = None,
+    status: JobState | None = None,
     cursor: Annotated[
         str | None,
-        Query(pattern="^[0-9]{1,20}$", description="What `next` of the page before says"),
+        Query(pattern="^[0-9]{1,20}$", description="`next` of the previous page"),
     ] = None,
     limit: Annotated[int, Query(ge=1, le=200)] = 50,
 ) -> JobPage:
-    """Your jobs, newest first."""
+    """List your jobs, newest first."""
     before = None if cursor is None else min(int(cursor), 2**62)
     with store.read() as connection:
-        found, more = jobs.views(connection, owner, status, before, limit)
-    return JobPage(jobs=tuple(found), next=None if more is None else str(more))
+        page, next_cursor = jobs.list_views(connection, owner, status, before, limit)
+    return JobPage(jobs=tuple(page), next=None if next_cursor is None else str(next_cursor))
 
 
 @router.get("/jobs/{id}", response_model=JobView, responses={**_UNMODIFIED, **problems(404)})
@@ -57,21 +58,22 @@ def list_jobs(
 def get_job(
     owner: Owner, store: Store, id: JobId, if_none_match: Annotated[str | None, Header()] = None
 ) -> Response:
-    """A job's state, with progress while it runs and figures once it has succeeded."""
+    """Return a job's state, with its progress while it runs and a summary once it has succeeded."""
     with store.read() as connection:
-        found = jobs.view(connection, owner, id)
-    if found is None:
+        view_and_revision = jobs.view(connection, owner, id)
+    if view_and_revision is None:
         raise no_job(id)
-    job, revision = found
+    job, revision = view_and_revision
     headers = {"ETag": f'"{revision}-{job.position}"', "Cache-Control": "no-cache"}
     if _is_among(headers["ETag"], if_none_match or ""):
         return Response(status_code=304, headers=headers)
     return JSONResponse(job.model_dump(), headers=headers)
 
 
-def _is_among(etag: str, known: str) -> bool:
-    """Whether a client knows this; a proxy that compresses marks what it passes on as weak."""
-    return any(each.strip().removeprefix("W/") in (etag, "*") for each in known.split(","))
+def _is_among(etag: str, if_none_match: str) -> bool:
+    """True if the client has the version `etag`. A proxy that compresses marks ETags as weak."""
+    tags = if_none_match.split(",")
+    return any(tag.strip().removeprefix("W/") in (etag, "*") for tag in tags)
 
 
 @router.delete(
@@ -79,33 +81,33 @@ def _is_among(etag: str, known: str) -> bool:
     status_code=204,
     responses={
         202: {
-            "description": "It had not ended: cancelled",
+            "description": "The job had not ended, and is now cancelled",
             "content": {"application/json": {"schema": reference(JobView)}},
         },
-        204: {"description": "It had ended: forgotten"},
+        204: {"description": "The job had ended, and is now deleted"},
         **problems(404),
     },
 )
 def delete_job(owner: Owner, store: Store, id: JobId) -> Response:
-    """Cancel a job, which frees its core at once; or forget one that has ended."""
+    """Cancel a job, which frees its CPU core within a second; or delete a job that has ended."""
     with store.write() as connection:
-        done = jobs.cancel(connection, owner, id)
-        found = jobs.view(connection, owner, id)
-    if done is None:
+        action = jobs.cancel_or_delete(connection, owner, id)
+        view_and_revision = jobs.view(connection, owner, id)
+    if action is None:
         raise no_job(id)
-    if found is None:
+    if view_and_revision is None:
         return Response(status_code=204)
-    return JSONResponse(found[0].model_dump(), 202)
+    return JSONResponse(view_and_revision[0].model_dump(), 202)
 
 
 async def _job_to_watch(owner: Owner, store: Store, id: JobId) -> AsyncIterator[str]:
-    """Decides about 404 and 503 before the stream begins."""
-    await run_sync(_require, store, owner, id)
+    """Provide the id of a job to watch; raise 404 and 503 before the stream starts."""
+    await run_sync(_require_job, store, owner, id)
     stream = object()
     try:
         _streams.acquire_on_behalf_of_nowait(stream)
     except WouldBlock:
-        text = f"{_streams.total_tokens:g} clients watch jobs now, the most that may; try again"
+        text = f"{_streams.total_tokens:g} clients watch jobs, which is the limit; try again later"
         raise ServiceProblem(503, text, headers={"Retry-After": "5"}) from None
     try:
         yield id
@@ -113,7 +115,7 @@ async def _job_to_watch(owner: Owner, store: Store, id: JobId) -> AsyncIterator[
         _streams.release_on_behalf_of(stream)
 
 
-def _require(store: Database, owner: str, id: str) -> None:
+def _require_job(store: Database, owner: str, id: str) -> None:
     with store.read() as connection:
         if jobs.view(connection, owner, id) is None:
             raise no_job(id)
@@ -128,28 +130,32 @@ async def watch_job(
 ) -> AsyncIterator[ServerSentEvent]:
     """Server-sent events: `status`, `progress`, `incumbent` (a better schedule), and `done`.
 
-    A client that was cut off goes on where it was, by the header `Last-Event-ID`.
+    After a lost connection, a client resumes with the header `Last-Event-ID`.
     """
-    last = int(last_event_id) if last_event_id and last_event_id.isdecimal() else 0
-    began = spoke = time.monotonic()
-    while not request.app.state.draining.is_set():
-        last = min(last, 2**31 - 1)
-        found, is_over = await run_sync(_after, store, id, last, limiter=_looking)
+    last_number = int(last_event_id) if last_event_id and last_event_id.isdecimal() else 0
+    started_at_s = last_sent_at_s = time.monotonic()
+    draining = request_state(request).draining
+    while not draining.is_set():
+        last_number = min(last_number, 2**31 - 1)
+        new_events, is_over = await run_sync(
+            _events_after, store, id, last_number, limiter=_polling
+        )
         if is_over:
             return
-        for event in found:
-            last, spoke = event.number, time.monotonic()
+        for event in new_events:
+            last_number, last_sent_at_s = event.number, time.monotonic()
             yield ServerSentEvent(event=event.kind, id=str(event.number), data=event.data)
             if event.kind == "done":
                 return
-        if time.monotonic() > spoke + _ALIVE_S:
-            spoke = time.monotonic()
-            yield ServerSentEvent(comment="still here")
-        await sleep(_FIRST_LOOKS_S if time.monotonic() < began + _SHORT_S else _LOOK_S)
+        if time.monotonic() > last_sent_at_s + _KEEP_ALIVE_S:
+            last_sent_at_s = time.monotonic()
+            yield ServerSentEvent(comment="keep-alive")
+        is_recent = time.monotonic() < started_at_s + _FIRST_POLLS_S
+        await sleep(_FIRST_POLL_INTERVAL_S if is_recent else _POLL_INTERVAL_S)
 
 
-def _after(store: Database, id: str, number: int) -> tuple[list[Event], bool]:
-    """The events after a number, and whether there is none and will be none."""
+def _events_after(store: Database, id: str, number: int) -> tuple[list[Event], bool]:
+    """Return the events after a number, and True if there is none and no more will come."""
     with store.read() as connection:
-        found = events.after(connection, id, number)
-        return found, not found and jobs.is_over(connection, id)
+        new_events = events.events_after(connection, id, number)
+        return new_events, not new_events and jobs.is_over(connection, id)

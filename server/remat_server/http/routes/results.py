@@ -1,4 +1,4 @@
-"""`GET /jobs/{id}/result`: what was solved, in the form that was asked for."""
+"""`GET /jobs/{id}/result`: the answer of a job, in the requested format."""
 
 from __future__ import annotations
 
@@ -16,49 +16,55 @@ from remat.documents.base import validate_json
 from remat.documents.plan import PlanDocument
 from remat.documents.program import Program
 from remat.plan import Plan
-from remat.service.wire import ENDED, Answer, JobView, SweepAnswer
-from remat_server.http.auth import Owner
+from remat.service.wire import ENDED_STATES, JobView, SolveResult, SweepResult
 from remat_server.http.routes.common import JobId, no_job, problems, reference
+from remat_server.http.state import Owner, request_state
 from remat_server.problems import ServiceProblem
 from remat_server.store import jobs
 
 router = APIRouter(tags=["jobs"])
 
-Form = Literal["json", "svg", "html", "chrome", "python", "schedule", "modules", "plan", "program"]
+ResultFormat = Literal[
+    "json", "svg", "html", "chrome", "python", "schedule", "modules", "plan", "program"
+]
 
-_MEDIA: dict[Form, str] = {
+_MEDIA_TYPES: dict[ResultFormat, str] = {
     "json": "application/json",
     "svg": "image/svg+xml",
     "html": "text/html",
     "chrome": "application/vnd.chrome-trace+json",
     "python": "text/x-python",
-    # Asked for by `format`; an `Accept` of these kinds means the first of each.
+    # Only the parameter `format` selects these: `Accept` selects the first of each media type.
     "schedule": "image/svg+xml",
     "modules": "image/svg+xml",
     "plan": "application/json",
     "program": "application/json",
 }
 _rendering = CapacityLimiter(2)
-"""A picture of a large plan takes seconds and hundreds of megabytes, so few are made at a time."""
-_PICTURES = frozenset[Form]({"svg", "schedule", "modules"})
-_SCHEMAS: dict[Form, dict[str, Any]] = {
+"""Renders at a time. A picture of a large plan takes seconds and hundreds of megabytes."""
+_PICTURES = frozenset[ResultFormat]({"svg", "schedule", "modules"})
+_SCHEMAS: dict[ResultFormat, dict[str, Any]] = {
     "json": {
-        "oneOf": [reference(kind) for kind in (Answer, SweepAnswer, JobView, PlanDocument, Program)]
+        "oneOf": [
+            reference(kind) for kind in (SolveResult, SweepResult, JobView, PlanDocument, Program)
+        ]
     },
     "chrome": {"type": "object"},
 }
-_FRAME = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; sandbox"
-"""Of a page that the service makes: it has no scripts, and could run none."""
+_PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; sandbox"
+"""Content security policy of a rendered page or picture: it has no scripts, and cannot run any."""
 
 
 @router.get(
     "/jobs/{id}/result",
     responses={
         200: {
-            "description": "The answer; or the job, where it is infeasible",
+            "description": "The answer; or the job, if it is infeasible",
             "content": {
-                media: {"schema": _SCHEMAS.get(form, {"type": "string"})}
-                for form, media in reversed(_MEDIA.items())  # the first of a kind documents it
+                media: {"schema": _SCHEMAS.get(result_format, {"type": "string"})}
+                for result_format, media in reversed(
+                    _MEDIA_TYPES.items()
+                )  # the first format of a media type
             },
         },
         **problems(404, 406, 409),
@@ -68,58 +74,63 @@ async def get_result(
     request: Request,
     owner: Owner,
     id: JobId,
-    format: Annotated[Form | None, Query(description="Instead of the header `Accept`")] = None,
+    format: Annotated[ResultFormat | None, Query(description="Overrides `Accept`")] = None,
 ) -> Response:
     """The plan and the program as JSON, or a picture, a page, a Chrome trace, readable Python.
 
-    `svg` is the memory over the step (of a sweep, the frontier), `schedule` what runs when,
-    `modules` what is recomputed where; `plan` and `program` are the parts of the JSON answer, as
-    `remat.Plan.load` and `remat.Program.load` read them.
+    `svg` shows the memory over the step, or the frontier of a sweep. `schedule` shows the
+    operations over time, and `modules` the recomputed time by module. `plan` and `program` are the
+    parts of the JSON answer, for `remat.Plan.load` and `remat.Program.load`.
     """
-    form = format or _accepted(request)
-    limiter = None if form == "json" else _rendering
-    return await run_sync(result_response, request, owner, id, form, limiter=limiter)
+    result_format = format or _preferred_format(request)
+    limiter = None if result_format == "json" else _rendering
+    return await run_sync(result_response, request, owner, id, result_format, limiter=limiter)
 
 
 def result_response(
-    request: Request, owner: str, id: str, form: Form, headers: Mapping[str, str] | None = None
+    request: Request,
+    owner: str,
+    id: str,
+    result_format: ResultFormat,
+    headers: Mapping[str, str] | None = None,
 ) -> Response:
-    """The response with a job's result. Raises `ServiceProblem` 404 or 409."""
-    with request.app.state.database.read() as connection:
-        found = jobs.result(connection, owner, id)
-    if found is None:
+    """Return the response with a job's result. Raises `ServiceProblem` 404 or 409."""
+    with request_state(request).database.read() as connection:
+        job_and_body = jobs.result(connection, owner, id)
+    if job_and_body is None:
         raise no_job(id)
-    job, body = found
+    job, body = job_and_body
     if body is None:
         if job.status == "infeasible":
             return JSONResponse(job.model_dump(), headers=dict(headers or {}))
-        if job.status not in ENDED:
-            text = f"the job is {job.status}; ask again later, or watch /jobs/{id}/events"
+        if job.status not in ENDED_STATES:
+            text = f"the job is {job.status}; retry later, or watch /jobs/{id}/events"
             raise ServiceProblem(409, text, headers={"Retry-After": "1"})
-        why = job.problem.detail if job.problem is not None else "there is no result"
-        raise ServiceProblem(409, f"the job is {job.status}: {why}")
+        reason = job.problem.detail if job.problem is not None else "there is no result"
+        raise ServiceProblem(409, f"the job is {job.status}: {reason}")
     all_headers = {"Vary": "Accept, Accept-Encoding", **(headers or {})}
-    if form == "json":
+    if result_format == "json":
         if "gzip" in request.headers.get("accept-encoding", ""):
             all_headers["Content-Encoding"] = "gzip"
         else:
             body = gzip.decompress(body)
-        return Response(body, media_type=_MEDIA[form], headers=all_headers)
-    if form in _PICTURES or form == "html":
-        all_headers["Content-Security-Policy"] = _FRAME
-    text = _render(form, job.kind, gzip.decompress(body))
-    return Response(text, media_type=_MEDIA[form], headers=all_headers)
+        return Response(body, media_type=_MEDIA_TYPES[result_format], headers=all_headers)
+    if result_format in _PICTURES or result_format == "html":
+        all_headers["Content-Security-Policy"] = _PAGE_POLICY
+    text = _render(result_format, job.kind, gzip.decompress(body))
+    return Response(text, media_type=_MEDIA_TYPES[result_format], headers=all_headers)
 
 
-def _render(form: Form, kind: str, body: bytes) -> str:
+def _render(result_format: ResultFormat, kind: str, body: bytes) -> str:
     if kind == "sweep":
-        plans = [each.read(Plan) for each in validate_json(SweepAnswer, body, "answer").plans]
-        if form != "svg":
-            raise ServiceProblem(406, "a sweep is offered as JSON and as SVG")
+        documents = validate_json(SweepResult, body, "answer").plans
+        plans = [document.read(Plan) for document in documents]
+        if result_format != "svg":
+            raise ServiceProblem(406, "the result of a sweep is available as JSON and SVG")
         return view.frontier_svg(plans)
-    answer = validate_json(Answer, body, "answer")
-    plan = answer.plan.read(Plan)
-    match form:
+    result = validate_json(SolveResult, body, "answer")
+    plan = result.plan.read(Plan)
+    match result_format:
         case "svg":
             return view.timeline_svg(plan)
         case "schedule":
@@ -127,21 +138,23 @@ def _render(form: Form, kind: str, body: bytes) -> str:
         case "modules":
             return view.modules_svg(plan)
         case "plan":
-            return answer.plan.to_json()
+            return result.plan.to_json()
         case "html":
-            return view.plan_html(plan, answer.program)
+            return view.plan_html(plan, result.program)
         case "chrome":
             return view.chrome_trace(plan)
         case _:
-            if answer.program is None:
-                raise ServiceProblem(406, f"a bare graph has no program to show as {form}")
-            if form == "program":
-                return answer.program.to_json()
-            return view.annotated_code(answer.program, plan)
+            if result.program is None:
+                raise ServiceProblem(
+                    406, f"a bare graph has no program, which {result_format} needs"
+                )
+            if result_format == "program":
+                return result.program.to_json()
+            return view.annotated_code(result.program, plan)
 
 
-def _accepted(request: Request) -> Form:
-    """The first form offered that the client accepts, by the client's order."""
+def _preferred_format(request: Request) -> ResultFormat:
+    """Return the available format that the header `Accept` prefers. Raises `ServiceProblem` 406."""
     accepted = request.headers.get("accept", "*/*")
     parts = [part.strip() for part in accepted.split(",")]
     ranked = sorted((part for part in parts if _quality(part) > 0), key=_quality, reverse=True)
@@ -149,11 +162,11 @@ def _accepted(request: Request) -> Form:
         media = part.partition(";")[0].strip().lower()
         if media in ("*/*", "application/*", ""):
             return "json"
-        for form, offered in _MEDIA.items():
-            if media == offered or media == offered.partition("/")[0] + "/*":
-                return form
+        for result_format, available in _MEDIA_TYPES.items():
+            if media == available or media == available.partition("/")[0] + "/*":
+                return result_format
     raise ServiceProblem(
-        406, f"the result is offered as {', '.join(dict.fromkeys(_MEDIA.values()))}"
+        406, f"the result is available as {', '.join(dict.fromkeys(_MEDIA_TYPES.values()))}"
     )
 
 

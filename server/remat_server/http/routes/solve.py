@@ -1,4 +1,4 @@
-"""`POST /solve` and `POST /sweeps`: work comes in."""
+"""`POST /solve` and `POST /sweeps`: submits jobs."""
 
 from __future__ import annotations
 
@@ -12,22 +12,24 @@ from fastapi import APIRouter, Depends, Header, Query, Request
 from fastapi.responses import JSONResponse, Response
 
 from remat.service import wire
-from remat_server.http.auth import Owner
 from remat_server.http.routes.common import LINKS, problems, reference
 from remat_server.http.routes.results import result_response
+from remat_server.http.state import Owner, app_state
 from remat_server.problems import ServiceProblem
 from remat_server.store import jobs
+from remat_server.store.database import Database
 
 router = APIRouter(tags=["solving"])
 
 _WAIT = re.compile(r"(?:^|[,;\s])wait=(\d{1,6})(?:$|[,;\s])")
-_LOOK_S = 0.05
+_POLL_INTERVAL_S = 0.05
 
 _validating = CapacityLimiter(2)
-"""A large document takes hundreds of megabytes while it is validated, so few are at a time."""
+"""Documents that are validated at a time. A large one takes hundreds of megabytes."""
 
 Prefer = Annotated[
-    str | None, Header(description="`wait=N`: answer with the result if it is there in N seconds")
+    str | None,
+    Header(description="`wait=N`: answer with the result if it is ready within N seconds"),
 ]
 IdempotencyKey = Annotated[
     str | None,
@@ -35,10 +37,10 @@ IdempotencyKey = Annotated[
         min_length=1,
         max_length=200,
         pattern=r"^[\x21-\x7e]+$",
-        description="Any new text: a request that is sent again under it makes no second job",
+        description="Any unique text: a repeated request with the same key creates no second job",
     ),
 ]
-DryRun = Annotated[bool, Query(description="Only validate, and tell the sizes")]
+DryRun = Annotated[bool, Query(description="Only validate the request, and return its sizes")]
 
 
 _EXAMPLE = {
@@ -68,28 +70,37 @@ _EXAMPLE = {
     "constant_bytes": 0,
     "boundary": 2,
 }
-"""A graph to begin with."""
+"""The graph of the example request."""
 
 
-def _documented(
-    body: type[wire.SolveRequest | wire.SweepRequest], answer: type[Any], **example: Any
+def _openapi_arguments(
+    body: type[wire.SolveRequest | wire.SweepRequest], result: type[Any], **example: Any
 ) -> dict[str, Any]:
-    """The parts of the OpenAPI document that FastAPI cannot see, as bodies are read by hand."""
+    """Return the parts of the OpenAPI document that FastAPI cannot derive, as `BodyReader` reads
+    the bodies."""
     json = "application/json"
-    schema, made, view = (reference(kind) for kind in (body, answer, wire.JobView))
-    posted = {"schema": schema, "example": {"graph": _EXAMPLE, **example}}
+    body_schema, answer_schema, job_schema = (
+        reference(kind) for kind in (body, result, wire.JobView)
+    )
+    request_body = {"schema": body_schema, "example": {"graph": _EXAMPLE, **example}}
     return {
-        "openapi_extra": {"requestBody": {"required": True, "content": {json: posted}}},
+        "openapi_extra": {"requestBody": {"required": True, "content": {json: request_body}}},
         "status_code": 202,
         "responses": {
             200: {
                 "description": "The sizes (`dry_run`), or the result (`Prefer: wait`), or the job "
-                "where it ended without one",
-                "content": {json: {"schema": {"oneOf": [reference(wire.Sizes), made, view]}}},
+                "if it ended without a result",
+                "content": {
+                    json: {
+                        "schema": {
+                            "oneOf": [reference(wire.DryRunResult), answer_schema, job_schema]
+                        }
+                    }
+                },
             },
             202: {
                 "description": "Accepted",
-                "content": {json: {"schema": view}},
+                "content": {json: {"schema": job_schema}},
                 "headers": {"Location": {"schema": {"type": "string"}}},
                 "links": LINKS,
             },
@@ -99,8 +110,8 @@ def _documented(
 
 
 @dataclass(frozen=True, slots=True)
-class Posted:
-    """What both routes are given."""
+class PostedRequest:
+    """The parameters of both routes."""
 
     request: Request
     owner: Owner
@@ -109,62 +120,69 @@ class Posted:
     dry_run: DryRun = False
 
 
-@router.post("/solve", **_documented(wire.SolveRequest, wire.Answer, budget="75%"))
-async def post_solve(posted: Annotated[Posted, Depends()]) -> Response:
-    """The cheapest schedule within a budget, and the program that runs it."""
-    return await _accept(posted, "solve")
+@router.post("/solve", **_openapi_arguments(wire.SolveRequest, wire.SolveResult, budget="75%"))
+async def post_solve(posted: Annotated[PostedRequest, Depends()]) -> Response:
+    """Find the schedule within a budget that has the least extra time, and the program for it."""
+    return await _handle_post(posted, "solve")
 
 
-@router.post("/sweeps", **_documented(wire.SweepRequest, wire.SweepAnswer, budgets=["min", "100%"]))
-async def post_sweep(posted: Annotated[Posted, Depends()]) -> Response:
-    """The time/memory frontier over many budgets."""
-    return await _accept(posted, "sweep")
+@router.post(
+    "/sweeps", **_openapi_arguments(wire.SweepRequest, wire.SweepResult, budgets=["min", "100%"])
+)
+async def post_sweep(posted: Annotated[PostedRequest, Depends()]) -> Response:
+    """Find the time/memory frontier over many budgets."""
+    return await _handle_post(posted, "sweep")
 
 
-async def _accept(posted: Posted, kind: wire.Kind) -> Response:
+async def _handle_post(posted: PostedRequest, kind: wire.JobKind) -> Response:
     request, owner = posted.request, posted.owner
-    state = request.app.state
+    state = app_state(request.app)
     if state.draining.is_set():
         raise ServiceProblem(
-            503, "the service is being stopped; try again", headers={"Retry-After": "10"}
+            503, "the service is shutting down; try again", headers={"Retry-After": "10"}
         )
-    job = await _take(posted, kind)
-    if isinstance(job, wire.Sizes):
+    job = await _submit(posted, kind)
+    if isinstance(job, wire.DryRunResult):
         return JSONResponse(job.model_dump())
-    where = f"/jobs/{job.id}" if kind == "solve" else f"/sweeps/{job.id}"
-    headers = {"Location": where}
-    asked = _WAIT.search(posted.prefer or "")
-    if asked is None:
+    location = f"/jobs/{job.id}" if kind == "solve" else f"/sweeps/{job.id}"
+    headers = {"Location": location}
+    preference = _WAIT.search(posted.prefer or "")
+    if preference is None:
         return JSONResponse(job.model_dump(), 202, headers)
-    wait_s = min(float(asked[1]), state.settings.wait_s)
+    wait_s = min(float(preference[1]), state.settings.wait_s)
     headers["Preference-Applied"] = f"wait={wait_s:g}"
-    spent_s = 0.0
-    while job.status not in wire.ENDED and spent_s < wait_s and not state.draining.is_set():
-        await sleep(_LOOK_S)
-        spent_s += _LOOK_S
-        job = await run_sync(_look, state.database, owner, job)
-    if job.status not in wire.ENDED:
+    waited_s = 0.0
+    while job.status not in wire.ENDED_STATES and waited_s < wait_s and not state.draining.is_set():
+        await sleep(_POLL_INTERVAL_S)
+        waited_s += _POLL_INTERVAL_S
+        job = await run_sync(_refreshed, state.database, owner, job)
+    if job.status not in wire.ENDED_STATES:
         return JSONResponse(job.model_dump(), 202, headers)
     if job.status != "succeeded":
         return JSONResponse(job.model_dump(), 200, headers)
     return await run_sync(result_response, request, owner, job.id, "json", headers)
 
 
-async def _take(posted: Posted, kind: wire.Kind) -> wire.JobView | wire.Sizes:
-    """What became of a body, which is let go of before anybody waits for the job."""
-    state = posted.request.app.state
+async def _submit(posted: PostedRequest, kind: wire.JobKind) -> wire.JobView | wire.DryRunResult:
+    """Read the body and submit a job, or return the sizes of a dry run.
+
+    The body is freed before the caller waits for the job.
+    """
+    state = app_state(posted.request.app)
     async with state.bodies.read(posted.request) as body:
         if posted.dry_run:
-            return await run_sync(state.intake.sizes, kind, body, limiter=_validating)
+            return await run_sync(state.intake.dry_run_sizes, kind, body, limiter=_validating)
         request_id: str = posted.request.scope["state"]["request_id"]
         key = posted.idempotency_key
         return await run_sync(
-            state.intake.accept, kind, body, posted.owner, key, request_id, limiter=_validating
+            state.intake.submit, kind, body, posted.owner, key, request_id, limiter=_validating
         )
 
 
-def _look(database: Any, owner: str, job: wire.JobView) -> wire.JobView:
+def _refreshed(database: Database, owner: str, job: wire.JobView) -> wire.JobView:
+    """Return the job's current state; a job that was deleted meanwhile is reported as cancelled."""
     with database.read() as connection:
-        found = jobs.view(connection, owner, job.id)
-    # Whoever forgets a job while waiting for it is told that it is cancelled.
-    return job.model_copy(update={"status": "cancelled"}) if found is None else found[0]
+        view_and_revision = jobs.view(connection, owner, job.id)
+    if view_and_revision is None:
+        return job.model_copy(update={"status": "cancelled"})
+    return view_and_revision[0]

@@ -1,49 +1,49 @@
-"""What a worker asks of a place to solve in."""
+"""Protocols for the place where solving processes run."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
-from remat_server.work.messages import Advanced, Answered, Failed, Task
+from remat_server.work.messages import AnswerMessage, FailureMessage, ProgressMessage, SolveTask
 
-Said = Advanced | Failed | tuple[Answered, bytes]
-
-
-class Lost(Exception):
-    """The process ended without an answer; the text says what is known."""
+SolveMessage = ProgressMessage | FailureMessage | tuple[AnswerMessage, bytes]
 
 
-class Gone(Lost):
-    """The place itself is gone, which is not the job's fault: it is tried again elsewhere."""
+class SolveLost(Exception):
+    """The solving process ended without an answer; the message says how."""
 
 
-class Run(Protocol):
-    """One solve under way."""
+class NodeLost(SolveLost):
+    """The node of the solving process was lost. The job is not the cause, and is queued again."""
 
-    def messages(self) -> list[Said]:
-        """What it said since the last look; does not wait. Raises `Lost`."""
+
+class RunningSolve(Protocol):
+    """One solve that is running."""
+
+    def messages(self) -> list[SolveMessage]:
+        """Return the messages since the last call, without waiting. Raises `SolveLost`."""
         ...
 
     def memory_bytes(self) -> int:
-        """What it holds now of what its limit counts, as far as is known."""
+        """Return the bytes that count against the memory limit now, as far as known."""
         ...
 
     def kill(self) -> None:
-        """End it for good; returns when it is dead."""
+        """Kill the solving process; return when it has ended."""
         ...
 
 
 class Placement(Protocol):
-    """Starts solves."""
+    """Starts solving processes."""
 
-    def start(self, task: Task, request: bytes) -> Run:
-        """Begin to solve a gzipped request."""
+    def start(self, task: SolveTask, request: bytes) -> RunningSolve:
+        """Start to solve a gzipped request. Raises `SolveLost`."""
         ...
 
-    def wait(self, runs: list[Run], timeout_s: float) -> None:
-        """Return once one of the runs has something to say, or after the timeout."""
+    def wait(self, runs: list[RunningSolve], timeout_s: float) -> None:
+        """Wait until one of the solves has a message, or for the timeout."""
         ...
 
     def close(self) -> None:
-        """End what was kept ready."""
+        """End processes in reserve, and release the placement's resources."""
         ...

@@ -1,4 +1,4 @@
-"""Solves in processes of this machine, one each, with one more kept ready."""
+"""Solving processes on this machine, one per solve, with another one in reserve."""
 
 from __future__ import annotations
 
@@ -13,65 +13,65 @@ from multiprocessing.connection import Connection, wait
 from typing import cast
 
 from remat_server.work.linux_process import data_bytes
-from remat_server.work.messages import MESSAGES, Answered, Ready, Task
-from remat_server.work.placements.interface import Lost, Run, Said
+from remat_server.work.messages import MESSAGES, AnswerMessage, ReadyMessage, SolveTask
+from remat_server.work.placements.interface import RunningSolve, SolveLost, SolveMessage
 
 _COMMAND = (sys.executable, "-m", "remat_server.work.child")
 
 
-class LocalRun:
-    """A process, and the connection to it."""
+class LocalSolve:
+    """A solving process, and the connection to it."""
 
     def __init__(self) -> None:
-        """Raises `Lost` where the machine has no room for another process."""
+        """Start the process. Raises `SolveLost` if the machine cannot start another one."""
         try:
-            ours, theirs = socket.socketpair()
+            parent_socket, child_socket = socket.socketpair()
         except OSError as error:
-            raise Lost(f"no connection can be made: {error}") from None
-        with ours, theirs:
+            raise SolveLost(f"no socket can be created: {error}") from None
+        with parent_socket, child_socket:
             try:
                 self.process = subprocess.Popen(
-                    [*_COMMAND, str(theirs.fileno()), str(os.getpid())],
-                    pass_fds=[theirs.fileno()],
+                    [*_COMMAND, str(child_socket.fileno()), str(os.getpid())],
+                    pass_fds=[child_socket.fileno()],
                     stdin=subprocess.DEVNULL,
                     start_new_session=True,
                 )
             except OSError as error:
-                raise Lost(f"no process can be started: {error}") from None
-            self.connection = Connection(ours.detach())
+                raise SolveLost(f"no process can be started: {error}") from None
+            self.connection = Connection(parent_socket.detach())
 
-    def send(self, task: Task, request: bytes) -> None:
-        """Hand the task over. Raises `Lost`."""
+    def send(self, task: SolveTask, request: bytes) -> None:
+        """Send the task and the request. Raises `SolveLost`."""
         try:
             self.connection.send_bytes(task.model_dump_json().encode())
             self.connection.send_bytes(request)
         except OSError:
-            raise Lost("the process ended before it had its task") from None
+            raise SolveLost("the process ended before it received its task") from None
 
-    def messages(self) -> list[Said]:
-        """What it said since the last look."""
-        said: list[Said] = []
+    def messages(self) -> list[SolveMessage]:
+        """Return the messages since the last call. Raises `SolveLost`."""
+        messages: list[SolveMessage] = []
         try:
             while self.connection.poll():
                 message = MESSAGES.validate_json(self.connection.recv_bytes())
                 match message:
-                    case Ready():
+                    case ReadyMessage():
                         continue
-                    case Answered():
-                        said.append((message, self.connection.recv_bytes()))
+                    case AnswerMessage():
+                        messages.append((message, self.connection.recv_bytes()))
                     case _:
-                        said.append(message)
+                        messages.append(message)
         except (EOFError, OSError):
-            if not said:
-                raise Lost(_how_it_ended(self.process)) from None
-        return said
+            if not messages:
+                raise SolveLost(_describe_end(self.process)) from None
+        return messages
 
     def memory_bytes(self) -> int:
-        """Bytes of data, which are what its limit counts."""
+        """Return the bytes of the process's data, which count against its limit."""
         return data_bytes(str(self.process.pid))
 
     def kill(self) -> None:
-        """SIGKILL: a solver does not answer to anything politer."""
+        """Kill the process with SIGKILL: a solver does not react to other signals."""
         self.process.kill()
         self.process.wait()
         if not self.connection.closed:
@@ -79,40 +79,41 @@ class LocalRun:
 
 
 class LocalPlacement:
-    """Processes here. One waits ready, because loading the solver takes most of a second."""
+    """Processes on this machine. One is in reserve, because loading the solver takes most of a
+    second."""
 
     def __init__(self) -> None:
-        self._spare: LocalRun | None = LocalRun()
+        self._spare: LocalSolve | None = LocalSolve()
 
-    def start(self, task: Task, request: bytes) -> Run:
-        """Begin in the process that waits, or in a new one."""
-        run, self._spare = self._spare or LocalRun(), None
+    def start(self, task: SolveTask, request: bytes) -> RunningSolve:
+        """Solve in the process in reserve, or in a new one. Raises `SolveLost`."""
+        run, self._spare = self._spare or LocalSolve(), None
         try:
             run.send(task, request)
-        except Lost:  # whoever ended it, a fresh one may fare better
+        except SolveLost:  # a new process may succeed
             run.kill()
-            run = LocalRun()
+            run = LocalSolve()
             run.send(task, request)
-        with suppress(Lost):  # the next start tries again
-            self._spare = LocalRun()
+        with suppress(SolveLost):  # the next start retries
+            self._spare = LocalSolve()
         return run
 
-    def wait(self, runs: list[Run], timeout_s: float) -> None:
-        """Return once one of the runs has something to say."""
-        connections = [cast(LocalRun, run).connection for run in runs]
+    def wait(self, runs: list[RunningSolve], timeout_s: float) -> None:
+        """Wait until one of the solves has a message, or for the timeout."""
+        connections = [cast(LocalSolve, run).connection for run in runs]
         wait(cast(Sequence[Connection], connections), timeout_s)
 
     def close(self) -> None:
-        """End the process that waits."""
+        """End the process in reserve."""
         if self._spare is not None:
             self._spare.kill()
 
 
-def _how_it_ended(process: subprocess.Popen[bytes]) -> str:
+def _describe_end(process: subprocess.Popen[bytes]) -> str:
     try:
         code = process.wait(timeout=5)
     except subprocess.TimeoutExpired:
         return "the process closed its connection"
     if code < 0:
-        return f"the process was ended by {signal.Signals(-code).name}"
-    return f"the process ended with code {code}"
+        return f"the process was killed by {signal.Signals(-code).name}"
+    return f"the process exited with code {code}"

@@ -1,7 +1,7 @@
-"""Solves on a Ray cluster: an actor for each, which keeps the solving process on its node.
+"""Solving processes on a Ray cluster, each started by an actor on its node.
 
-The process is the same as on one machine, with the same limits; the actor only carries what is
-said. Where a node is lost, its actors are, and their jobs are queued again.
+The process is the same as on one machine, with the same limits; the actor only forwards messages.
+If a node is lost, its actors are lost too, and their jobs are queued again.
 """
 
 from __future__ import annotations
@@ -14,76 +14,77 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 
 from remat.errors import ServiceError
-from remat_server.work.messages import MESSAGES, Answered, Task
-from remat_server.work.placements.local import LocalRun
-from remat_server.work.placements.interface import Gone, Lost, Run, Said
+from remat_server.work.messages import MESSAGES, AnswerMessage, SolveTask
+from remat_server.work.placements.interface import NodeLost, RunningSolve, SolveLost, SolveMessage
+from remat_server.work.placements.local import LocalSolve
 
-_CONNECT_S = 5.0
-_LOOK_S = 0.1
+_CONNECT_TIMEOUT_S = 5.0
+_POLL_INTERVAL_S = 0.1
 
 
-class Solver:
-    """The actor: one solving process on its node."""
+class SolveActor:
+    """Ray actor with one solving process on its node."""
 
     def __init__(self, task: str, request: bytes) -> None:
-        self._run = LocalRun()
-        self._run.send(Task.model_validate_json(task), request)
+        self._solve = LocalSolve()
+        self._solve.send(SolveTask.model_validate_json(task), request)
 
-    def look(self) -> tuple[list[tuple[str, bytes]], int, str]:
-        """What was said since the last look (with an answer's body), the memory held, and how the
-        process ended if it did."""
+    def poll(self) -> tuple[list[tuple[str, bytes]], int, str]:
+        """Return the messages since the last call (with an answer's body), the memory in use, and a
+        description of the process's end, "" if it is running."""
         try:
-            said = self._run.messages()
-        except Lost as lost:
+            messages = self._solve.messages()
+        except SolveLost as lost:
             return [], 0, str(lost)
         frames = [
-            (each[0].model_dump_json(), each[1])
-            if isinstance(each, tuple)
-            else (each.model_dump_json(), b"")
-            for each in said
+            (message[0].model_dump_json(), message[1])
+            if isinstance(message, tuple)
+            else (message.model_dump_json(), b"")
+            for message in messages
         ]
-        return frames, self._run.memory_bytes(), ""
+        return frames, self._solve.memory_bytes(), ""
 
 
-class RayRun:
-    """A solve on the cluster, as its worker sees it."""
+class RaySolve:
+    """A solve on the cluster, seen from its worker."""
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
         self._memory_bytes = 0
-        self.looking: Any = actor.look.remote()
+        self.pending_poll: Any = actor.poll.remote()
 
-    def messages(self) -> list[Said]:
-        """What the actor has told; asks it again."""
-        if not ray.wait([self.looking], timeout=0)[0]:
+    def messages(self) -> list[SolveMessage]:
+        """Return the messages of the actor's last poll, and start the next poll."""
+        if not ray.wait([self.pending_poll], timeout=0)[0]:
             return []
         try:
-            frames, self._memory_bytes, ended = ray.get(self.looking, timeout=0)
+            frames, self._memory_bytes, ended = ray.get(self.pending_poll, timeout=0)
         except GetTimeoutError:
             return []
         except RayError as error:
-            raise Gone(f"the node of the solve was lost ({type(error).__name__})") from None
+            raise NodeLost(f"the node of the solve was lost ({type(error).__name__})") from None
         if ended:
-            raise Lost(ended)
-        self.looking = self._actor.look.remote()
-        said: list[Said] = []
+            raise SolveLost(ended)
+        self.pending_poll = self._actor.poll.remote()
+        messages: list[SolveMessage] = []
         for text, body in frames:
             message = MESSAGES.validate_json(text)
-            said.append((message, body) if isinstance(message, Answered) else cast(Said, message))
-        return said
+            is_answer = isinstance(message, AnswerMessage)
+            messages.append((message, body) if is_answer else cast(SolveMessage, message))
+        return messages
 
     def memory_bytes(self) -> int:
-        """As the actor said last."""
+        """Return the memory in use at the actor's last poll."""
         return self._memory_bytes
 
     def kill(self) -> None:
-        """Ends the actor's process, and with it the solve."""
+        """Kill the actor's process, and with it the solving process."""
         ray.kill(self._actor, no_restart=True)
 
 
 class RayPlacement:
-    """A cluster that is there already. `address` as Ray's own; empty: `RAY_ADDRESS`, or a local
-    one."""
+    """An existing Ray cluster. `address` has the form of `ray.init`; "" means `RAY_ADDRESS`, or a
+    local cluster."""
 
     def __init__(self, address: str, cpus_per_solve: float = 1.0) -> None:
         try:
@@ -99,25 +100,25 @@ class RayPlacement:
                 f"the Ray cluster at {address or 'RAY_ADDRESS'} cannot be joined: {error}"
             ) from None
         remote = ray.remote(num_cpus=cpus_per_solve, max_restarts=0, max_task_retries=0)
-        self._solver: Any = remote(Solver)
+        self._solver: Any = remote(SolveActor)
 
-    def start(self, task: Task, request: bytes) -> Run:
-        """Begin on a node that has a free core, once there is one."""
+    def start(self, task: SolveTask, request: bytes) -> RunningSolve:
+        """Start on a node with a free core, once there is one."""
         resources = {"num_gpus": 1} if task.device == "cuda" else {}
         actor = self._solver.options(**resources).remote(task.model_dump_json(), request)
-        return RayRun(actor)
+        return RaySolve(actor)
 
-    def wait(self, runs: list[Run], timeout_s: float) -> None:
-        """Return once one of the actors has answered a look, or after a moment."""
-        time.sleep(min(timeout_s, _LOOK_S))
+    def wait(self, runs: list[RunningSolve], timeout_s: float) -> None:
+        """Wait for the timeout, at most 0.1 s."""
+        time.sleep(min(timeout_s, _POLL_INTERVAL_S))
 
     def close(self) -> None:
-        """Leave the cluster."""
+        """Disconnect from the cluster."""
         ray.shutdown()
 
 
 def _check_reachable(address: str) -> None:
-    """Ray itself would try for minutes."""
+    """Raise OSError if the cluster's address is unreachable; `ray.init` would retry for minutes."""
     host, _, port = address.rpartition(":")
     if host and port.isdigit() and "//" not in host:
-        socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
+        socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT_S).close()

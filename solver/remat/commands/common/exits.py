@@ -34,8 +34,8 @@ class InterruptedWithoutResult(RematError):
 
 
 class SignalExit(BaseException):
-    """A signal outside of interruptible work. Not an `Exception`, so that code which continues after
-    any error does not continue after this."""
+    """A signal outside of interruptible work. Not an `Exception`, so that code which continues
+    after any error does not continue after this."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(signum)
@@ -78,7 +78,7 @@ def error_line(error: BaseException) -> str:
     if isinstance(error, ModuleNotFoundError) and error.name:
         return _missing_package_line(error.name)
     if isinstance(error, MemoryError):
-        return "out of memory: free some memory, or solve a smaller problem (fewer slots, a smaller model)"
+        return "out of memory: free some, or solve a smaller problem (fewer slots, smaller model)"
     if isinstance(error, OSError):
         file = f"{error.filename}: " if error.filename else ""
         return plain(f"{file}{error.strerror or error}")

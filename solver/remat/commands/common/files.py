@@ -40,8 +40,8 @@ def read_measured_trace(path: str) -> Trace:
     trace = read_trace(path)
     if not trace.measured:
         raise RematError(
-            f"{_source_name(path)} has no costs yet: `remat measure {path}` times its operations here, "
-            "`remat measure --roofline h200` estimates them"
+            f"{_source_name(path)} has no costs yet: `remat measure {path}` times its operations "
+            "here, `remat measure --roofline h200` estimates them"
         )
     return trace
 
@@ -102,7 +102,7 @@ def suffix_without_gz(path: Path) -> str:
 
 
 def write_output(path: Path, content: str | bytes) -> None:
-    """Write a file atomically, gzipped if its name ends in `.gz`; write to a device or a pipe directly."""
+    """Write a file atomically, gzipped if its name ends in `.gz`; a device or pipe directly."""
     data = content.encode() if isinstance(content, str) else content
     try:
         if _is_special(path):

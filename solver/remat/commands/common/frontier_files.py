@@ -1,4 +1,4 @@
-"""Files of a time/memory frontier (.svg, .html, .png, .pdf), one writer for each file name ending."""
+"""Writers for files of a time/memory frontier: .svg, .html, .png and .pdf."""
 
 from __future__ import annotations
 

@@ -52,8 +52,8 @@ class _CancelOnSignal:
         self.event.set()
         if sys.stderr.isatty():
             print_message(
-                f"{describe_signal(signum)}: stopping with the best plan so far; interrupt once more "
-                "to exit immediately"
+                f"{describe_signal(signum)}: stopping with the best plan so far; interrupt once "
+                "more to exit immediately"
             )
 
 

@@ -26,7 +26,7 @@ _T = TypeVar("_T")
 
 
 def solve_trace(trace: Trace, budget: Budget, strategy: Strategy) -> tuple[Plan, int | None]:
-    """Solve within the budget; return the plan, and the signal that ended the solve early, if any."""
+    """Return a plan within the budget, and the signal that ended the solve early, if any."""
     return run_with_progress(
         "solving",
         None,
@@ -56,8 +56,8 @@ def run_with_progress(
 
 @contextmanager
 def _solver_warnings_as_messages() -> Iterator[None]:
-    """Print the block's solver warnings at its end, each once, as one line on stderr. Other warnings
-    are shown as usual."""
+    """Print the block's solver warnings at its end, each once, as one line on stderr. Other
+    warnings are shown as usual."""
     recorded: list[warnings.WarningMessage] = []
     try:
         with warnings.catch_warnings(record=True) as recorded:
@@ -73,8 +73,8 @@ def _solver_warnings_as_messages() -> Iterator[None]:
 
 
 def exit_if_interrupted(signum: int | None, result: str) -> None:
-    """Exit with the code of an interrupted command if there was a signal; `result` describes what was
-    written and printed."""
+    """Exit with the code of an interrupted command if there was a signal; `result` describes what
+    was written and printed."""
     if signum is not None:
         print_message(f"{describe_signal(signum)}: this is {result}")
         raise typer.Exit(signal_exit_code(signum))

@@ -1,4 +1,4 @@
-"""Command-line options that several commands share, and the strategy and limits that they describe."""
+"""Command-line options of several commands; builds the strategy and the limits from them."""
 
 from __future__ import annotations
 

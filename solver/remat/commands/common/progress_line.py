@@ -26,12 +26,12 @@ class ProgressLine:
         """Show the progress of `remat.solve`, as its `progress` callback."""
         self.set_description(f"{self._title}: {format_progress(progress)}")
 
-    def on_measure_progress(self, done: int, total: int, name: str) -> None:
+    def on_measure_progress(self, completed: int, total: int, name: str) -> None:
         """Show the progress of `remat.measure`, as its `progress` callback."""
         if self._bars is not None and self._task is not None:
             description = plain(f"{self._title} {name}")
             self._bars.update(
-                self._task, completed=done, total=max(1, total), description=description
+                self._task, completed=completed, total=max(1, total), description=description
             )
 
     def advance(self) -> None:

@@ -118,7 +118,7 @@ def frontier_table(plans: Iterable[Plan]) -> str:
 
 
 def describe_trace(trace: Trace) -> str:
-    """Describe a trace: model, device, operations, graph inputs, peak, and the source of its costs."""
+    """Describe a trace: model, device, operations, graph inputs, peak, and source of the costs."""
     nodes = [node for node in trace.nodes if not node.view]
     backward = sum(node.backward for node in nodes)
     sizes: Counter[str] = Counter()

@@ -29,8 +29,8 @@ model of another task.
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """Size of a batch: samples, tokens per sample, and height and width of an image in pixels (None:
-    the model's default)."""
+    """Size of a batch: samples, tokens per sample, and height and width of an image in pixels
+    (None: the model's default)."""
 
     batch: int = 2
     tokens: int = 128
@@ -95,7 +95,8 @@ def _random_labels(config: Any, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def special_token_ids(config: Any) -> dict[str, int | list[int]]:
-    """Return the configuration's fields with ids of special tokens: padding, end of text, images."""
+    """Return the configuration's fields with ids of special tokens: padding, end of text,
+    images."""
     suffixes = ("_token_id", "_token_index")
     fields = {k: v for k, v in config.to_dict().items() if k.endswith(suffixes)}
     return {

@@ -1,5 +1,5 @@
-"""Training steps from configurations of transformers and diffusers: a model with random weights, and
-a random batch for which it returns a loss."""
+"""Training steps from configurations of transformers and diffusers: a model with random weights,
+and a random batch for which it returns a loss."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ _FACTORY_REMEDY = "write a function that returns (model, kwargs): path/to/script
 
 
 def step_from_name(name: str, sizes: BatchSizes, overrides: Sequence[str]) -> NamedStep:
-    """Build the training step for `gpt2`, a model type in its default configuration, or `org/name`, a
-    configuration from the hub. Raises `TraceError`.
+    """Build the training step for `gpt2`, a model type in its default configuration, or `org/name`,
+    a configuration from the hub. Raises `TraceError`.
     """
     transformers = _import_package("transformers")
     if "/" not in name:
@@ -121,7 +121,7 @@ def _without_warnings(transformers: ModuleType) -> Iterator[None]:
 
 
 def _parse_override(text: str) -> tuple[str, object]:
-    """Return name and value of an override such as "n_layer=4"; a value that is not JSON is text."""
+    """Return name and value of an override, "n_layer=4"; a value that is not JSON is text."""
     key, equals, value = text.partition("=")
     if not equals or not key.strip():
         raise TraceError(f"{text!r} is not of the form NAME=VALUE, as in n_layer=4")
@@ -150,8 +150,8 @@ def _letters(name: str) -> str:
 def _build_configuration(
     transformers: ModuleType, data: ConfigData, source: str, sizes: BatchSizes, changes: ConfigData
 ) -> Any:
-    """Return the configuration with the changes, without a cache, and with special tokens within its
-    vocabulary."""
+    """Return the configuration with the changes, without a cache, and with special tokens within
+    its vocabulary."""
     model_type = data["model_type"]
     if model_type not in transformers.CONFIG_MAPPING:
         code = "auto_map" in data
@@ -211,8 +211,8 @@ def _task_and_model_class(
 ) -> tuple[str, type[nn.Module]]:
     """Return the task and the model class of a configuration.
 
-    It is the first of the configuration's `architectures` that has a task of `TASKS`, else the first
-    class that transformers has for the configuration.
+    It is the first of the configuration's `architectures` that has a task of `TASKS`, else the
+    first class that transformers has for the configuration.
     """
     tables = {task: getattr(transformers, f"MODEL_FOR_{task}_MAPPING") for task in TASKS}
     classes_by_task = {
@@ -233,13 +233,13 @@ def _task_and_model_class(
             continue
         return task, classes[0]
     raise TraceError(
-        f"remat has no training step for the model type {config.model_type!r} of {source}: it is not "
-        f"a language model, image classifier or segmenter of transformers; {_FACTORY_REMEDY}"
+        f"remat has no training step for the model type {config.model_type!r} of {source}: it is "
+        f"not a language model, image classifier or segmenter of transformers; {_FACTORY_REMEDY}"
     )
 
 
 def _check_memory(model_class: type[nn.Module], config: Any, source: str) -> None:
-    """Raise `TraceError` if the weights do not fit into memory: the system would kill the process."""
+    """Raise `TraceError` for weights that exceed the memory; the system would kill the process."""
     try:
         with torch.device("meta"):
             size_bytes = sum(p.nbytes for p in model_class(config).parameters())
@@ -266,6 +266,7 @@ def _check_positions(model: nn.Module, config: Any, tokens: int, source: str) ->
             break
     if tokens > max_tokens:
         raise TraceError(
-            f"{source} has positions for {max_tokens:,} tokens, but --tokens is {tokens:,}; use at most "
-            f"--tokens {max_tokens}, or more positions: --set max_position_embeddings={2 * tokens}"
+            f"{source} has positions for {max_tokens:,} tokens, but --tokens is {tokens:,}; use at "
+            f"most --tokens {max_tokens}, or more positions: --set "
+            f"max_position_embeddings={2 * tokens}"
         )

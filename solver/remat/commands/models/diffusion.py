@@ -75,8 +75,8 @@ def denoising_step(
     for key in _CONDITIONS:
         if config.get(key) is not None:
             raise TraceError(
-                f"{source} needs a condition that remat does not provide ({key} is {config[key]!r}); "
-                "write a function that returns (model, args)"
+                f"{source} needs a condition that remat does not provide ({key} is "
+                f"{config[key]!r}); write a function that returns (model, args)"
             )
     noisy = torch.randn(sizes.batch, config["in_channels"], *_image_size(config, source, sizes))
     noise = torch.randn(sizes.batch, config["out_channels"], *noisy.shape[2:])

@@ -1,4 +1,4 @@
-"""Calls a user's function that returns a model and the arguments of one call; locates its errors."""
+"""Calls a user's function that returns a model and its arguments; locates errors in it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _EXPECTED_RESULT = "return (model, args), (model, kwargs) or (model, args, kwarg
 
 
 def step_from_factory(place: str, name: str) -> ModelCall:
-    """Call the function `name` of `place`, a file or a dotted module; return its model and arguments.
+    """Call `name` of `place`, a file or a dotted module; return its model and arguments.
 
     Raises `TraceError` with one line.
     """
@@ -162,8 +162,8 @@ def _check_result(result: object, source: str) -> ModelCall:
         arguments = (arguments,)
     if not isinstance(arguments, (tuple, list)):
         raise TraceError(
-            f"{source} returned a {type(arguments).__name__} instead of the model's arguments; use a "
-            "tuple of positional arguments, a dict of keyword arguments, or one tensor"
+            f"{source} returned a {type(arguments).__name__} instead of the model's arguments; use "
+            "a tuple of positional arguments, a dict of keyword arguments, or one tensor"
         )
     return model, tuple(arguments), _keyword_arguments(rest[0], source) if rest else {}
 
@@ -173,8 +173,8 @@ def _keyword_arguments(arguments: object, source: str) -> dict[str, Any]:
         return {}
     if not isinstance(arguments, Mapping) or not all(isinstance(key, str) for key in arguments):
         raise TraceError(
-            f"{source} returned a {type(arguments).__name__} instead of the keyword arguments; use a "
-            "dict from names to values"
+            f"{source} returned a {type(arguments).__name__} instead of the keyword arguments; use "
+            "a dict from names to values"
         )
     return {str(key): value for key, value in arguments.items()}
 

@@ -63,8 +63,8 @@ def load_training_step(
 
     `sizes` and `overrides` ("n_layer=4", where the value is JSON or else text) apply to
     configurations, not to factories. Model and tensors are moved to `device` ("cpu", "cuda" or
-    "meta"; "meta" allocates nothing even during construction), and floating-point tensors are cast to
-    `dtype` ("float32", "bfloat16", "float16"). `seed` seeds the random generators. Text that the
+    "meta"; "meta" allocates nothing even during construction), and floating-point tensors are cast
+    to `dtype` ("float32", "bfloat16", "float16"). `seed` seeds the random generators. Text that the
     source prints goes to stderr.
 
     Raises `TraceError` with one line, which names the line in the user's file if there is one.
@@ -93,13 +93,13 @@ def _load_by_form(
     if not (colon and place and name):
         example = f"{source.rstrip(':') or 'script.py'}:factory"
         raise TraceError(
-            f"{source!r} does not name the function that returns the model; write {example!r} (forms "
-            f"of a source: {_FORMS})"
+            f"{source!r} does not name the function that returns the model; write {example!r} "
+            f"(forms of a source: {_FORMS})"
         )
     if overrides:
         raise TraceError(
-            f"--set {overrides[0]} changes a configuration, but {source!r} is a function; change the "
-            "model in its code, or use hf:TYPE or a config.json"
+            f"--set {overrides[0]} changes a configuration, but {source!r} is a function; change "
+            "the model in its code, or use hf:TYPE or a config.json"
         )
     return name, *step_from_factory(place, name)
 

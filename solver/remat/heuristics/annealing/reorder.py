@@ -53,7 +53,8 @@ def with_order_constraints(graph: Graph) -> Graph:
     """Return the same graph with the additional constraints on an order, as values without bytes.
 
     Operations keep their indices, so a schedule of one graph is a schedule of the other. First runs
-    stay on their side of the boundary; operations that run once or are order_sensitive stay in order.
+    stay on their side of the boundary; operations that run once or are order-sensitive stay in
+    order.
     """
     return _with_pairs(graph, _across_boundary(graph) + _in_sequence(graph))
 
@@ -98,5 +99,7 @@ def _across_boundary(graph: Graph) -> list[tuple[int, int]]:
 
 
 def _in_sequence(graph: Graph) -> list[tuple[int, int]]:
-    ordered = [op for op, o in enumerate(graph.operations) if o.order_sensitive or not o.recomputable]
+    ordered = [
+        op for op, o in enumerate(graph.operations) if o.order_sensitive or not o.recomputable
+    ]
     return list(pairwise(ordered))

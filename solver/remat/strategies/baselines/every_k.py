@@ -36,7 +36,7 @@ class EveryK(Checked):
     def run(self, task: Task) -> Solution:
         """Return the cheapest `k` that fits. Raises `InfeasibleBudget` if no `k` fits."""
         pieces = _pieces_of(task.graph)
-        # A larger k recomputes the same operations with fewer backward_starts: try all k up to 64, and the
+        # A larger k recomputes the same operations with fewer borders: try all k up to 64, and the
         # largest.
         all_k = [k for k in range(1, len(pieces) + 1) if k <= _MAX_K_TRIED or k == len(pieces)]
         k_values = all_k if self.k is None else [self.k]

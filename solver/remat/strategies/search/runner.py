@@ -1,4 +1,4 @@
-"""`MilpRunner`: builds the programs of a search, runs a solver on them, and simulates the answers."""
+"""`MilpRunner`: builds the programs of a search, solves them, and simulates the results."""
 
 from __future__ import annotations
 

@@ -65,8 +65,8 @@ def test_an_attempt_that_becomes_too_expensive_is_abandoned() -> None:
     schedule = evict(graph, budget_bytes)
     assert schedule is not None
     time_s = peak_and_time(graph, schedule)[1]
-    assert evict(graph, budget_bytes, most_s=time_s) == schedule
-    assert evict(graph, budget_bytes, most_s=time_s * (1 - 1e-6)) is None
+    assert evict(graph, budget_bytes, max_time_s=time_s) == schedule
+    assert evict(graph, budget_bytes, max_time_s=time_s * (1 - 1e-6)) is None
     assert evict(graph, budget_bytes, stop=lambda: True) is None
     assert schedules_within_budget(graph, budget_bytes, stop=lambda: True), (
         "the first attempts ignore the clock"

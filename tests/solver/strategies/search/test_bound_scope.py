@@ -69,7 +69,7 @@ def test_a_bound_over_slots_does_not_hold_for_the_order(narrow: Graph) -> None:
     assert plan.lower_bound <= exact.overhead
     assert plan.gap == pytest.approx((plan.overhead - plan.lower_bound) / (1 + plan.overhead))
     assert plan.status is Status.FEASIBLE
-    text = f"({slots_bound:+.3%} over the slots offered; gap 0.000%)"
+    text = f"({slots_bound:+.3%} over the slots; gap 0.000%)"
     assert text in plan.describe()
 
 
@@ -79,7 +79,7 @@ def test_complete_slots_prove_the_bound_for_the_order(narrow: Graph) -> None:
     assert plan.bound_scope == "order"
     assert plan.lower_bound == pytest.approx(plan.overhead)
     assert "slots_bound" not in plan.stats
-    assert "slots offered" not in plan.describe()
+    assert "over the slots" not in plan.describe()
 
 
 def test_incomplete_slots_prove_no_infeasibility(missed: Graph) -> None:

@@ -239,7 +239,7 @@ def test_with_two_threads_a_step_runs_concurrently_with_its_successors() -> None
     assert actual.clock.remaining_s > 0, "it was stopped before the time limit"
     assert actual.best == best_schedule()
     assert step_names(actual.stats) == ["first", "second", "third", "concurrent"]
-    assert float(actual.stats["beside_s"]) >= float(actual.stats["third_s"])
+    assert float(actual.stats["concurrent_s"]) >= float(actual.stats["third_s"])
 
 
 def test_a_concurrent_step_ends_where_another_one_fails() -> None:

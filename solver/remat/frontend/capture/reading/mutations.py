@@ -101,7 +101,9 @@ def forbid_batch_norm_recomputation(builder: TraceBuilder) -> None:
             continue
         results_of_rerun = BATCH_NORM_RECOMPUTES[node.target].results
         statistics = [r.name for r in node.results if r.position >= results_of_rerun]
-        other_readers = [n for s in statistics for n in readers.get(s, ()) if n.target != COPY_TARGET]
+        other_readers = [
+            n for s in statistics for n in readers.get(s, ()) if n.target != COPY_TARGET
+        ]
         if other_readers or not is_training_batch_norm(node):
             builder.nodes[i] = node.model_copy(update={"recomputable": False})
 

@@ -89,8 +89,8 @@ class Chain:
         count = forward_count(graph)
         if count is None:
             raise RematError(
-                f"{strategy} needs to know where the backward pass begins, and no operation is marked "
-                "`backward`: mark them, or use ChenSqrt"
+                f"{strategy} needs to know where the backward pass begins, and no operation is "
+                "marked `backward`: mark them, or use ChenSqrt"
             )
         cuts = _merge_stages(graph, cut_points(graph), count)
         ends = [*cuts, count - 1]

@@ -132,9 +132,7 @@ def _levels(graph: Graph, blocks: IdenticalBlocks, slot_set: Slots) -> Iterator[
         yield SharedDecisions.of(graph, pairs, slot_set, block_group)
 
 
-def _per_block_schedule(
-    runner: MilpRunner, slot_set: Slots, budget_bytes: int
-) -> Schedule | None:
+def _per_block_schedule(runner: MilpRunner, slot_set: Slots, budget_bytes: int) -> Schedule | None:
     """Return the schedule that checkpoints each block, which treats them all alike, if it fits."""
     try:
         schedule = PerBlock().run(Task(runner.graph)).schedule
