@@ -1,9 +1,10 @@
-"""CPU seconds to build the program over slots at half of the memory, and to pass it to HiGHS.
+"""Benchmark of the CPU seconds to build the MILP over slots, and to pass it to HiGHS.
 
     python -m benchmarks.models.traced --models resnet152 --cache traces
     python -m benchmarks.building traces/resnet152.trace.json
 
-Needs no torch. To compare versions of PuLP, run it with each by turns: see docs/decisions/0015.
+The budget is half of the peak without recomputation. Needs no torch. To compare versions of PuLP,
+run it with each version in turn: see docs/decisions/0015.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import highspy
 
 from remat.documents.trace import Trace
 from remat.graph import Graph
-from remat.heuristics import local_search as incumbent
+from remat.heuristics import local_search
 from remat.milp import model
 from remat.milp.slots import Slots
 from remat.milp.solvers.highs import load_program
@@ -32,29 +33,23 @@ from remat.strategies import Auto
 
 
 def load_problem(path: Path) -> tuple[Graph, Slots, int, Schedule]:
-    """A trace's graph, the slots that `Auto` offers, a budget, and a schedule within it."""
+    """Return a trace's graph, the slots of `Auto`, a budget, and a schedule within the budget."""
     graph = Trace.load(path).graph()
     budget_bytes = peak_and_time(graph, Schedule.keep_all(graph))[0] // 2
-    incumbent_schedule = incumbent.schedules_within_budget(graph, budget_bytes, max_runs=1)[
-        0
-    ].schedule
-    return (
-        graph,
-        Auto()._build_slots(graph, [incumbent_schedule], math.inf, 1),
-        budget_bytes,
-        incumbent_schedule,
-    )
+    candidates = local_search.schedules_within_budget(graph, budget_bytes, max_runs=1)
+    incumbent = candidates[0].schedule
+    return graph, Auto()._build_slots(graph, [incumbent], math.inf, 1), budget_bytes, incumbent
 
 
 def quiet_highs() -> highspy.Highs:
-    """HiGHS that prints nothing."""
+    """Return a HiGHS solver that prints nothing."""
     highs = highspy.Highs()
     highs.setOptionValue("output_flag", False)
     return highs
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """One line for each trace: medians."""
+    """Print a line with the median times of each trace."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.building", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("traces", nargs="+", type=Path)
@@ -62,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     print(f"PuLP {metadata.version('pulp')}; CPU seconds, medians of {options.repeat}")
     for path in options.traces:
-        graph, slots, budget_bytes, incumbent_schedule = load_problem(path)
+        graph, slots, budget_bytes, incumbent = load_problem(path)
         program = model.build(graph, slots, budget_bytes)
         times: dict[str, list[float]] = {"build": [], "pass": [], "start": []}
         for _ in range(options.repeat):
@@ -72,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             clock.append(time.process_time())
             load_program(quiet_highs(), program.arrays)
             clock.append(time.process_time())
-            start_values(program, incumbent_schedule)
+            start_values(program, incumbent)
             clock.append(time.process_time())
             for name, before, after in zip(times, clock, clock[1:], strict=False):
                 times[name].append(after - before)

@@ -1,11 +1,11 @@
-"""How long torch.compile takes with remat's backend, and with plain Inductor.
+"""Benchmark of the time that torch.compile takes with remat's backend and with plain Inductor.
 
     python -m benchmarks.compile_time
     python -m benchmarks.compile_time --models gpt2 --budgets 60%
 
-Each first step runs in a process of its own: with empty caches, and once more with what that one
-left in them. Importing, and what Inductor does once in a process, are not counted: a small function
-is compiled before.
+Each first step runs in a process of its own: once with empty caches, and once with the caches that
+the first process filled. Imports, and Inductor's work once per process, are not counted: a small
+function is compiled before.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ INDUCTOR = "inductor"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run, print, write."""
+    """Measure each model, print its table, and write the result file."""
     options = _options(argv)
     if options.one:
         print(json.dumps(_first_step(options.models[0], options.one)))
@@ -54,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _compare_methods(name: str, options: argparse.Namespace) -> list[report.Row]:
+    """Return the times of one model for plain Inductor and for each budget."""
     methods = [INDUCTOR, *options.budgets]
     cold: dict[str, list[report.Row]] = {method: [] for method in methods}
     warm: dict[str, report.Row] = {}
@@ -77,6 +78,7 @@ def _compare_methods(name: str, options: argparse.Namespace) -> list[report.Row]
 
 
 def _measure_in_process(name: str, method: str, caches: str) -> report.Row:
+    """Return the row of one first step, run in a new process with the cache folder `caches`."""
     command = [sys.executable, "-m", "benchmarks.compile_time", "--models", name, "--one", method]
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": caches, "XDG_CACHE_HOME": caches}
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -86,6 +88,7 @@ def _measure_in_process(name: str, method: str, caches: str) -> report.Row:
 
 
 def _first_step(name: str, method: str) -> report.Row:
+    """Compile a model by its first step in this process, and return the seconds and the plans."""
     torch.manual_seed(0)
     workload = FAMILIES[name](torch.device("cpu"), False)
     small = torch.compile(lambda x: (x.sin() @ x).sum())
@@ -112,7 +115,7 @@ def _first_step(name: str, method: str) -> report.Row:
 
 
 class _PlanningCounter(logging.Handler):
-    """Counts how often something is planned: not where the plan is taken from a cache."""
+    """Counts the graphs that are planned, without those whose plan comes from a cache."""
 
     planning_count = 0
 

@@ -1,14 +1,13 @@
-"""torch.compile's ways to save memory, beside each other: remat's backend, torch's own budget,
-checkpoints by hand.
+"""Benchmark of torch.compile: remat's backend, torch's own budget, and per-block checkpointing.
 
-    python -m benchmarks.compiled                       # all models, on CUDA where there is one
+    python -m benchmarks.compiled                       # all models, on CUDA if available
     python -m benchmarks.compiled --models gpt2 --quick --rounds 3
     python -m benchmarks.compiled --at-peaks            # remat with the bytes torch's budget takes
 
-All methods share one set of parameters and run interleaved in one process. Peaks are what the
-allocator gave out, with parameters, buffers, gradients and batch. Loss, gradients and buffers of
-three steps are compared with those of plain torch.compile from the same seeds; in eager mode
-dropout draws other numbers. On CPUs memory that is freed stays with the process, as on CUDA.
+All methods share one set of parameters and run interleaved in one process. Peaks are allocated
+bytes, with parameters, buffers, gradients and batch. Loss, gradients and buffers of three steps are
+compared with those of plain torch.compile from the same seeds; eager mode samples other dropout
+masks. On CPUs, freed memory stays with the process, as on CUDA.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ _STEPS = 3
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run, print, write."""
+    """Run the benchmark for each model, print its table, and write the result file."""
     options = _options(argv)
 
     def benchmark_model(name: str, workload: Workload, device: torch.device) -> dict[str, Any]:
@@ -75,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(workload: Workload, device: torch.device, options: argparse.Namespace) -> list[report.Row]:
-    """One row for each method."""
+    """Return the measured row of each method."""
     rows: dict[str, report.Row] = {}
     methods: list[Method] = []
     expected: StepTensors = []
@@ -88,15 +87,15 @@ def run(workload: Workload, device: torch.device, options: argparse.Namespace) -
         if method.failure:
             continue
         try:
-            steps = _run_steps(method, workload, buffers)
+            step_tensors = _run_steps(method, workload, buffers)
             rows[name]["peak_bytes"] = measure_usage(method, workload, device).peak_bytes
         except Exception as error:
             rows[name]["failure"] = f"{type(error).__name__}: {error}"[:500]
             continue
         if name == INDUCTOR:
-            expected = steps
+            expected = step_tensors
         if expected and "backend" in method.facts:
-            rows[name] |= _largest_errors(expected, steps)
+            rows[name] |= _largest_errors(expected, step_tensors)
         if (limit := method.facts.get("budget_bytes")) is not None:
             rows[name]["within_budget"] = rows[name]["peak_bytes"] <= limit
         methods.append(method)
@@ -118,7 +117,10 @@ def run(workload: Workload, device: torch.device, options: argparse.Namespace) -
 def _method_builders(
     workload: Workload, rows: Mapping[str, report.Row], options: argparse.Namespace
 ) -> Iterator[NamedBuilder]:
-    """Methods by name. `rows` has what was found of those before."""
+    """Yield the methods in order, as names with functions that build them.
+
+    `rows` holds the rows of the methods that were measured already.
+    """
     yield "eager", lambda: eager_method(workload)
     if not options.at_peaks:
         yield "per-block checkpoint", lambda: per_block_method(workload)
@@ -140,14 +142,14 @@ def _method_builders(
 
 
 def _ratio(times: Mapping[str, list[float]], benchmark_model: str, other: str) -> float:
-    """Of their steps of the same round, the median."""
+    """Return the median ratio of the step times of two methods in the same round."""
     return statistics.median(
         a / b for a, b in zip(times[benchmark_model], times[other], strict=True)
     )
 
 
 def print_rows(title: str, rows: list[report.Row]) -> None:
-    """Print the table."""
+    """Print the table of methods."""
     lines = [("", "peak", "/ inductor", "budget", "time / inductor", "gradients off by", "set-up")]
     for row in rows:
         if row["failure"]:
@@ -169,6 +171,7 @@ def print_rows(title: str, rows: list[report.Row]) -> None:
 
 
 def _last_line(failure: str) -> str:
+    """Return the last line of an error message that is not advice of torch."""
     lines = [line for line in failure.splitlines() if line and "TORCH" not in line]
     return lines[-1][:60] if lines else failure[:60]
 
@@ -176,7 +179,7 @@ def _last_line(failure: str) -> str:
 def _compiled(
     workload: Workload, name: str, model: torch.nn.Module, backend: Any = INDUCTOR, **options: Any
 ) -> Method:
-    """Compiled now, by its first step."""
+    """Return the method of a model compiled with a backend, after its first step."""
     before = len(remat.compiled_plans())
     began = time.perf_counter()
     module = torch.compile(model, backend=backend, **options)
@@ -184,9 +187,9 @@ def _compiled(
     setup_s = {"total": time.perf_counter() - began}
     plans = remat.compiled_plans()[before:]
     facts: dict[str, Any] = {"backend": str(backend)}
-    options_ = options.get("options", {}).get("budget")
-    if isinstance(options_, int):  # as many bytes as another row had: that one's code runs
-        facts["budget_bytes"] = options_
+    requested_budget = options.get("options", {}).get("budget")
+    if isinstance(requested_budget, int):  # the bytes of an earlier row reuse its compiled code
+        facts["budget_bytes"] = requested_budget
     if plans:
         limits = [p.budget_bytes + p.external_bytes for p in plans if p.budget_bytes is not None]
         facts["budget_bytes"] = max(limits, default=None)
@@ -204,6 +207,7 @@ def _compiled(
 
 
 def _checkpointed(workload: Workload) -> Method:
+    """Return the method of plain Inductor on a model with per-block checkpointing."""
     name = "inductor, per-block checkpoint"
     module = per_block_method(workload).module
     assert module is not None
@@ -211,34 +215,37 @@ def _checkpointed(workload: Workload) -> Method:
 
 
 def _torch_budget(workload: Workload, name: str, share: float) -> Callable[[], Method]:
+    """Return a function that compiles the model with torch's activation memory budget."""
+
     def backend(gm: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
         from torch._inductor.compile_fx import compile_fx
 
         with torch._functorch.config.patch(activation_memory_budget=share):
             return compile_fx(gm, inputs)
 
-    # A backend of its own: dynamo would run what it compiled for another budget.
+    # A new backend function, because dynamo would reuse the code compiled for another budget.
     return lambda: _compiled(workload, name, copy_sharing_parameters(workload.model), backend)
 
 
 def _remat(
     workload: Workload, name: str, budget: int | str, options: argparse.Namespace
 ) -> Callable[[], Method]:
-    options_ = {"budget": budget, "time_limit": options.time_limit, "outputs": "dropped"}
+    """Return a function that compiles the model with remat's backend within a budget."""
+    backend_options = {"budget": budget, "time_limit": options.time_limit, "outputs": "dropped"}
     return lambda: _compiled(
-        workload, name, copy_sharing_parameters(workload.model), "remat", options=options_
+        workload, name, copy_sharing_parameters(workload.model), "remat", options=backend_options
     )
 
 
 def _remat_with_operation_costs(
     workload: Workload, name: str, options: argparse.Namespace
 ) -> Callable[[], Method]:
-    """Return a method that plans as if each operation were a kernel of its own."""
+    """Return a function that compiles a plan whose costs treat each operation as a kernel."""
     remat_options = {
         "budget": options.operations, "time_limit": options.time_limit, "outputs": "dropped",
     }  # fmt: skip
 
-    # A backend of its own: dynamo would run what it compiled with the same options before.
+    # A new backend function, because dynamo would reuse the code compiled with the same options.
     def backend(gm: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
         with mock.patch.object(remat.Partitioner, "_has_fused_costs", False):
             return remat_backend(gm, inputs, options=remat_options)
@@ -252,34 +259,39 @@ StepTensors = list[dict[str, dict[str, torch.Tensor]]]
 def _run_steps(
     method: Method, workload: Workload, buffers: Mapping[str, torch.Tensor]
 ) -> StepTensors:
-    """Loss, gradients and buffers of some steps, each from a seed; buffers go on from step to step,
-    beginning with these."""
+    """Return loss, gradients and buffers of some steps, each from a fixed seed.
+
+    The first step starts with `buffers`, each later one with the buffers of the step before.
+    """
     assert method.module is not None
     model = workload.model
-    for name, buffer in model.named_buffers():  # each step that a method was made with changed them
+    for name, buffer in model.named_buffers():  # setting up a method ran steps that changed them
         buffer.copy_(buffers[name])
     steps: StepTensors = []
-    for number in range(_STEPS):
-        torch.manual_seed(_SEED + number)
+    for step_index in range(_STEPS):
+        torch.manual_seed(_SEED + step_index)
         loss = run_step(method.module, workload)
         grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-        now = {n: b.clone() for n, b in model.named_buffers() if b.is_floating_point()}
-        steps.append({"loss": {"": loss}, "gradient": grads, "buffer": now})
+        step_buffers = {n: b.clone() for n, b in model.named_buffers() if b.is_floating_point()}
+        steps.append({"loss": {"": loss}, "gradient": grads, "buffer": step_buffers})
     model.zero_grad(set_to_none=True)
     return steps
 
 
-def _largest_errors(expected: StepTensors, steps: StepTensors) -> dict[str, float]:
-    """The largest difference in any step, relative to the tensor's largest number or, where all of
-    it is rounding, to a hundredth of the largest number of its kind."""
+def _largest_errors(expected: StepTensors, actual: StepTensors) -> dict[str, float]:
+    """Return the largest relative difference of losses, gradients and buffers in any step.
+
+    The scale is the tensor's largest element, but at least a hundredth of the largest element of
+    its kind, because a small tensor may consist of rounding errors only.
+    """
     errors = {"loss_error": 0.0, "gradient_error": 0.0, "buffer_error": 0.0}
-    for own, other in zip(expected, steps, strict=True):
-        for kind, tensors in own.items():
+    for expected_step, actual_step in zip(expected, actual, strict=True):
+        for kind, tensors in expected_step.items():
             sizes = {name: t.abs().max().item() for name, t in tensors.items() if t.numel()}
-            least = 1e-2 * max(sizes.values(), default=0.0)
+            min_scale = 1e-2 * max(sizes.values(), default=0.0)
             for name, size in sizes.items():
-                difference = (other[kind][name] - tensors[name]).abs().max().item()
-                error = difference / (max(size, least) or 1.0)
+                difference = (actual_step[kind][name] - tensors[name]).abs().max().item()
+                error = difference / (max(size, min_scale) or 1.0)
                 errors[f"{kind}_error"] = max(error, errors[f"{kind}_error"])
     return errors
 
@@ -296,9 +308,9 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--rounds", type=int, default=7)
     add("--threads", type=int, default=0)
     add("--time-limit", type=float, default=10.0)
-    add("--at-peaks", action="store_true", help="torch's budgets, and remat with their peaks, only")
-    add("--operations", metavar="BUDGET", default="50%", help="also with costs of operations")
-    add("--quick", action="store_true", help="small models; writes only where --out says")
+    add("--at-peaks", action="store_true", help="only torch's budgets, and remat at their peaks")
+    add("--operations", metavar="BUDGET", default="50%", help="also plan with per-operation costs")
+    add("--quick", action="store_true", help="small models; writes a file only with --out")
     add("--out", help="a folder for the results")
     return parser.parse_args(argv)
 

@@ -1,12 +1,12 @@
-"""What a step takes that is nothing but launches: remat at "100%" beside eager mode.
+"""Benchmark of dispatch time: a step that consists of kernel launches, by remat and in eager mode.
 
     python -m benchmarks.dispatch                  # GPT-2 with 12 layers, 1 x 4 tokens, width 16
     python -m benchmarks.dispatch --quick
 
-The tensors are so small that on a CPU no kernel takes longer than to be called. So a step is the
-CPU's time between the kernels, which is what a GPU waits for when it has too little to do. One
-thread; eager mode and remat share the model and take turns in one process; the ratio is of the
-shortest steps, since whatever else the machine does only lengthens them.
+The tensors are so small that no kernel takes longer than its launch. So the step time is the CPU
+time between kernels, which a GPU waits for when its kernels are short. One thread; eager mode and
+remat (at the budget "100%") share the model and take turns in one process. The ratio compares the
+shortest steps, because other load of the machine only lengthens steps.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LIMIT = 1.05
 
 
 def gpt2(layers: int, dropout: float) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    """A model whose kernels have nothing to do, and its arguments."""
+    """Return a GPT-2 with tiny kernels, and its arguments."""
     config = GPT2Config(
         n_layer=layers,
         n_embd=16,
@@ -50,7 +50,10 @@ def gpt2(layers: int, dropout: float) -> tuple[nn.Module, dict[str, torch.Tensor
 
 
 def run(layers: int, dropout: float, rounds: int) -> dict[str, Any]:
-    """Seconds of forward and backward, by turns; gradients are dropped outside of the clock."""
+    """Return the times of forward and backward in eager mode and by remat, in turns.
+
+    Gradients are cleared outside of the timed part.
+    """
     torch.manual_seed(0)
     model, inputs = gpt2(layers, dropout)
     parameters = list(model.parameters())
@@ -62,11 +65,11 @@ def run(layers: int, dropout: float, rounds: int) -> dict[str, Any]:
     gc.collect()
     gc.disable()
     try:
-        for number in range(rounds + 5):
+        for round_index in range(rounds + 5):
             for method, module in modules.items():
                 start = time.perf_counter()
                 module(**inputs).loss.backward()
-                if number >= 5:
+                if round_index >= 5:
                     step_times[method].append(time.perf_counter() - start)
                 for parameter in parameters:
                     parameter.grad = None
@@ -82,8 +85,8 @@ def run(layers: int, dropout: float, rounds: int) -> dict[str, Any]:
         "median_s": {method: statistics.median(times) for method, times in step_times.items()},
         "ratio_of_mins": ratio,
         "ratio_median": statistics.median(
-            ours / theirs
-            for ours, theirs in zip(step_times["remat"], step_times["eager"], strict=True)
+            remat_s / eager_s
+            for remat_s, eager_s in zip(step_times["remat"], step_times["eager"], strict=True)
         ),
         "aim": f"at most {LIMIT} of eager's dispatch time",
         "met": ratio <= LIMIT,
@@ -91,7 +94,7 @@ def run(layers: int, dropout: float, rounds: int) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run, print, write. Returns 0: an aim that is missed is a result, not an error."""
+    """Measure, print and write the result. Return 0 even if the aim is missed."""
     options = _options(argv)
     torch.set_num_threads(1)
     result: dict[str, Any] = {
@@ -121,8 +124,8 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
     add("--layers", type=int, help="of GPT-2 (default 12; 2 if quick)")
-    add("--rounds", type=int, help="timed steps of each side (default 300; 30 if quick)")
-    add("--quick", action="store_true", help="few layers and steps: only to see that it works")
+    add("--rounds", type=int, help="timed steps of each method (default 300; 30 if quick)")
+    add("--quick", action="store_true", help="few layers and steps, to test this command")
     add("--out", help="folder for the result (default benchmarks/results; if quick, none)")
     options = parser.parse_args(argv)
     options.layers = options.layers or (2 if options.quick else 12)

@@ -1,12 +1,11 @@
-"""Batches of many lengths: how often a model is captured, what a new length costs, and whether its
-steps are as fast as where the model is planned for that length alone.
+"""Benchmark of batches of many lengths: captures, cost of a new length, and step times.
 
     python -m benchmarks.lengths
     python -m benchmarks.lengths --layers 12 --budgets 60% --rounds 7
 
-GPT-2 trains for three epochs on ten lengths, in another order each time, under `remat.enable`.
-Then, length by length and interleaved: a step in eager mode, one of the enabled model, and one of
-`remat.optimize` for that length alone, with the bytes that the enabled model may take there.
+GPT-2 trains under `remat.enable` for three epochs on ten lengths, in another order each time. Then
+these run interleaved for each length: a step in eager mode, one of the enabled model, and one of
+`remat.optimize` for that length only, with the budget of the enabled model at that length.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ Batch = dict[str, torch.Tensor]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run, print, write."""
+    """Run the benchmark for each budget, print its table, and write the result file."""
     options = _options(argv)
     keep_freed_memory()
     result: dict[str, Any] = {
@@ -53,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(budget: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Train on all lengths under one budget, and return the figures of each length."""
     model = _model(options.layers)
     enabled = remat.enable(copy.deepcopy(model), budget, outputs="dropped")
     firsts: dict[int, float] = {}
@@ -63,7 +63,7 @@ def _run(budget: str, options: argparse.Namespace) -> dict[str, Any]:
             _step(enabled, _batch(length))
             firsts.setdefault(length, time.perf_counter() - began)
     rows = [_compared(length, model, enabled, firsts[length], options) for length in LENGTHS]
-    found = {
+    result = {
         "captures": _planner(enabled).trace_cache.capture_count,
         "batches": EPOCHS * len(LENGTHS),
         "solved": len({row["solved"] for row in rows} - {""}),
@@ -72,14 +72,14 @@ def _run(budget: str, options: argparse.Namespace) -> dict[str, Any]:
         "equal": all(row["equal"] for row in rows),
         "rows": rows,
     }
-    _show(f"{budget}: {found['captures']} captures for {found['batches']} batches", rows)
-    return found
+    _show(f"{budget}: {result['captures']} captures for {result['batches']} batches", rows)
+    return result
 
 
 def _compared(
     length: int, model: nn.Module, enabled: nn.Module, first_s: float, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """One length."""
+    """Compare a step of the enabled model at one length with eager mode and a plan for it."""
     batch = _batch(length)
     _step(enabled, batch)
     plan = remat.plans(enabled)[-1]
@@ -103,7 +103,7 @@ def _compared(
             began = time.perf_counter()
             run()
             times[name].append(time.perf_counter() - began)
-    median = {name: statistics.median(found[1:]) for name, found in times.items()}
+    median = {name: statistics.median(step_s[1:]) for name, step_s in times.items()}
     strategy = str(plan.stats["strategy"])
     return {
         "length": length,
@@ -164,7 +164,7 @@ def _step(module: nn.Module, batch: Batch) -> None:
 
 
 def _are_equal(one: nn.Module, other: nn.Module, batch: Batch) -> bool:
-    """Whether gradients are, bit for bit, from the same seed."""
+    """True if two modules have bit-identical gradients from the same seed."""
     for module in (one, other):
         torch.manual_seed(0)
         _step(module, batch)
@@ -175,6 +175,7 @@ def _are_equal(one: nn.Module, other: nn.Module, batch: Batch) -> bool:
 
 
 def _planner(model: nn.Module) -> Planner:
+    """Return the planner of a model under `remat.enable`."""
     planner = model.__dict__["_remat_forward"].planner
     assert isinstance(planner, Planner)
     return planner

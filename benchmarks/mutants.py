@@ -1,15 +1,16 @@
-"""Small bugs put into the code, one at a time, and whether the tests notice.
+"""Mutation tests: put small bugs into the code, one at a time, and see if the tests detect them.
 
     python -m benchmarks.mutants                      # a sample, in twenty minutes
     python -m benchmarks.mutants --modules auth --minutes 5 --seed 1
 
-cosmic-ray makes the bugs: an operator, a comparison, a number, a keyword or a decorator changed.
-Each runs in a copy of the checkout, with the tests of its module alone; a test that fails, or goes
-on for far too long, has noticed. The modules are those whose errors make no noise: a wrong peak, a
-gradient computed from the wrong value, a proof that is none, a door left open.
+cosmic-ray makes the mutants: it changes an operator, a comparison, a number, a keyword or a
+decorator. Each mutant runs in a copy of the checkout, with the tests of its module only. A test
+that fails or far exceeds its usual time has detected it. The modules are those whose bugs raise no
+error: a wrong peak, a gradient of the wrong value, a false proof, an access check that lets all
+pass.
 
-What survives is a test that is missing, unless it is a bug that nobody could see: such are listed,
-with the reason, in `mutants_explained.toml` beside this file.
+A survivor means that a test is missing, unless no test could detect the mutant. Such mutants are
+listed with the reason in `mutants_explained.toml`, next to this file.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "solver/remat/simulate.py": ("solver/test_simulate", "solver/test_graph"),
     "solver/remat/rewrite.py": ("torch/documents/test_rewrite",),
     "solver/remat/plan.py": ("solver/test_plan",),
+    "solver/remat/plan_data.py": ("solver/test_plan",),
     "solver/remat/documents/plan.py": ("solver/test_plan",),
     "solver/remat/strategies/search/state.py": (
         "solver/strategies/search/test_search",
@@ -56,20 +58,18 @@ MODULES: dict[str, tuple[str, ...]] = {
     "server/remat_server/http/auth.py": ("server/test_auth",),
     "server/remat_server/store/leases.py": ("server/test_leases",),
 }
-"""Each module, and the test files that are about it."""
+"""The tested modules, each with its test files."""
 
 TIMEOUT_FACTOR = 4.0
 TIMEOUT_SLACK_S = 30.0
-"""A mutant whose tests take this many times what they should, and so many seconds, goes round in
-circles."""
+"""A mutant's tests are killed after `TIMEOUT_FACTOR` times their usual seconds plus this slack."""
 
 Outcome = Literal["caught", "too long", "survived", "explained"]
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """One bug: the `occurrence`-th place where an operator applies in a module, and what it does
-    to the line there."""
+    """One bug: the `occurrence`-th site of an operator in a module, and the changed line."""
 
     module: str
     operator: str
@@ -80,26 +80,28 @@ class Mutant:
 
     @property
     def name(self) -> str:
-        """As a survivor is called where it is explained: not by its line, which moves."""
+        """The key of a survivor in `mutants_explained.toml`, without line numbers, which move."""
         return f"{self.module}: {self.before} -> {self.after}"
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What became of a mutant; `seconds` are those of its tests."""
+    """The outcome of a mutant, with the seconds of its tests."""
 
-    make_mutant: Mutant
+    mutant: Mutant
     outcome: Outcome
     seconds: float
 
 
 Site = tuple[str, tuple[int, int], str]
-"""A module, a position in it, and the kind of operator that applies there."""
+"""A module, a position in it, and the family of the operators that apply there."""
 
 
 def mutation_sites(module: str) -> dict[Site, list[tuple[str, int]]]:
-    """Where a bug can be put into a module, and by which operators at which of their
-    occurrences."""
+    """Return the sites of a module that can be mutated.
+
+    Each has the names of its operators, with the number of the occurrence.
+    """
     from cosmic_ray.ast import ast_nodes, get_ast  # pyright: ignore[reportMissingImports]
     from cosmic_ray.plugins import get_operator, operator_names  # pyright: ignore[reportMissingImports]
 
@@ -108,7 +110,7 @@ def mutation_sites(module: str) -> dict[Site, list[tuple[str, int]]]:
     for name in operator_names():
         kind = get_operator(name)
         if kind.arguments():
-            continue  # made for names that a configuration would have to list
+            continue  # needs names that a configuration would have to list
         positions = (start for node in nodes for start, _ in kind().mutation_positions(node))
         family = "_".join(name.split("_")[:2])
         for occurrence, start in enumerate(positions):
@@ -117,7 +119,7 @@ def mutation_sites(module: str) -> dict[Site, list[tuple[str, int]]]:
 
 
 def make_mutant(module: str, operator: str, occurrence: int) -> tuple[Mutant, str] | None:
-    """The mutant with its code; None where it means the same."""
+    """Return a mutant with its code; None if the code is equivalent or no valid Python."""
     from cosmic_ray.mutating import mutate_code  # pyright: ignore[reportMissingImports]
     from cosmic_ray.plugins import get_operator  # pyright: ignore[reportMissingImports]
 
@@ -129,8 +131,7 @@ def make_mutant(module: str, operator: str, occurrence: int) -> tuple[Mutant, st
 
 
 def _normalized_code(source: str) -> str | None:
-    """The code without what is not run: annotations and texts that stand alone. None if it is no
-    Python."""
+    """Return the syntax tree of the code without annotations, as text. None for invalid Python."""
     try:
         tree = ast.parse(source)
     except SyntaxError:
@@ -146,7 +147,10 @@ def _normalized_code(source: str) -> str | None:
 
 
 def _first_difference(source: str, code: str) -> tuple[int, str, str]:
-    """The first line that differs, before and after; "" where it is gone. Blank lines are none."""
+    """Return number, old text and new text of the first line that differs, without blank lines.
+
+    The new text is "" if the line was removed.
+    """
     before, after = (
         [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
         for text in (source, code)
@@ -159,7 +163,7 @@ def _first_difference(source: str, code: str) -> tuple[int, str, str]:
 
 
 class Checkout:
-    """A checkout of one's own, to put bugs into."""
+    """A copy of the repository's files, to put mutants into."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -173,9 +177,9 @@ class Checkout:
                 shutil.copy2(ROOT / name, folder / name)
 
     def run_tests(self, module: str, limit_s: float) -> tuple[bool | None, float]:
-        """Whether the tests of a module pass, None if they took too long; and their seconds."""
+        """Run a module's tests; return True if they pass, None after a timeout, and the seconds."""
         began = time.monotonic()
-        # No bytecode: a mutant may be as old and as long as the code that it replaces.
+        # No bytecode: a mutant may have the time stamp and size of the code that it replaces.
         paths = os.pathsep.join(str(self.folder / name) for name in ("solver", "server"))
         environment = os.environ | {
             "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1",
@@ -196,34 +200,33 @@ class Checkout:
             process.wait()
         return passes, time.monotonic() - began
 
-    def run_mutant(self, make_mutant: Mutant, code: str, usual_s: float) -> Trial:
-        """Run the tests with the bug in, and take it out."""
-        path = self.folder / make_mutant.module
+    def run_mutant(self, mutant: Mutant, code: str, usual_s: float) -> Trial:
+        """Run the tests with the mutant's code in place, then restore the file."""
+        path = self.folder / mutant.module
         source = path.read_text()
         try:
             path.write_text(code)
             passes, seconds = self.run_tests(
-                make_mutant.module, TIMEOUT_FACTOR * usual_s + TIMEOUT_SLACK_S
+                mutant.module, TIMEOUT_FACTOR * usual_s + TIMEOUT_SLACK_S
             )
         finally:
             path.write_text(source)
         if not passes:
-            return Trial(make_mutant, "too long" if passes is None else "caught", seconds)
-        return Trial(
-            make_mutant,
-            "explained" if make_mutant.name in explained_survivors() else "survived",
-            seconds,
-        )
+            return Trial(mutant, "too long" if passes is None else "caught", seconds)
+        is_explained = mutant.name in explained_survivors()
+        return Trial(mutant, "explained" if is_explained else "survived", seconds)
 
 
 def explained_survivors() -> dict[str, str]:
-    """Survivors that nobody could see, and why."""
+    """Return the survivors that no test can detect, by name, with the reason."""
     return tomllib.loads(EXPLAINED.read_text())["explained"] if EXPLAINED.exists() else {}
 
 
 def sample(modules: Sequence[str], seed: int) -> list[tuple[str, str, int]]:
-    """One bug for every place, the modules taking turns: any beginning of the list is a sample of
-    each of them."""
+    """Return one random mutant for each site, with the modules in turns.
+
+    So any prefix of the list is a sample of each module.
+    """
     rng = random.Random(seed)
     shuffled: list[list[tuple[str, str, int]]] = []
     for module in modules:
@@ -241,68 +244,69 @@ def sample(modules: Sequence[str], seed: int) -> list[tuple[str, str, int]]:
 def run(
     modules: Sequence[str], minutes: float, seed: int, jobs: int, on_trial: Callable[[Trial], None]
 ) -> tuple[list[Trial], int]:
-    """What became of as many mutants as there was time for, and how many places there are."""
+    """Try mutants until the time is up; return the trials, and the number of sites."""
     until = time.monotonic() + 60 * minutes
     trials: list[Trial] = []
     with tempfile.TemporaryDirectory(prefix="remat-mutants-") as folder:
-        copies = [Checkout(Path(folder, str(number), "remat")) for number in range(jobs)]
+        checkouts = [Checkout(Path(folder, str(number), "remat")) for number in range(jobs)]
         usual_s: dict[str, float] = {}
 
         def in_parallel(waiting: Sequence[Any], work: Callable[[Checkout, Any], None]) -> None:
-            left: queue.SimpleQueue[Any] = queue.SimpleQueue()
+            remaining: queue.SimpleQueue[Any] = queue.SimpleQueue()
             for item in waiting:
-                left.put(item)
+                remaining.put(item)
 
-            def worker(copy: Checkout) -> None:
+            def worker(checkout: Checkout) -> None:
                 while time.monotonic() < until:
                     try:
-                        work(copy, left.get_nowait())
+                        work(checkout, remaining.get_nowait())
                     except queue.Empty:
                         return
 
-            threads = [threading.Thread(target=worker, args=(copy,)) for copy in copies]
+            threads = [threading.Thread(target=worker, args=(checkout,)) for checkout in checkouts]
             for thread in threads:
                 thread.start()
             for thread in threads:
                 thread.join()
 
-        def check(copy: Checkout, module: str) -> None:
-            passes, seconds = copy.run_tests(module, 600.0)
+        def check(checkout: Checkout, module: str) -> None:
+            passes, seconds = checkout.run_tests(module, 600.0)
             if passes:
                 usual_s[module] = seconds
             else:
-                print(f"left out: the tests of {module} fail without a mutant", flush=True)
+                print(f"skipped: the tests of {module} fail without a mutant", flush=True)
 
-        def attempt(copy: Checkout, item: tuple[str, str, int]) -> None:
-            made = make_mutant(*item)
-            if made is not None:
-                trials.append(copy.run_mutant(*made, usual_s[made[0].module]))
+        def try_item(checkout: Checkout, item: tuple[str, str, int]) -> None:
+            mutant_and_code = make_mutant(*item)
+            if mutant_and_code is not None:
+                mutant, code = mutant_and_code
+                trials.append(checkout.run_mutant(mutant, code, usual_s[mutant.module]))
                 on_trial(trials[-1])
 
         in_parallel(modules, check)
         ready = [module for module in modules if module in usual_s]
         waiting = sample(ready, seed)
-        in_parallel(waiting, attempt)
+        in_parallel(waiting, try_item)
     return trials, len(waiting)
 
 
 def summary(trials: Sequence[Trial]) -> dict[str, Any]:
-    """Counts, the share that was noticed of those that somebody could notice, and the survivors."""
+    """Return counts of outcomes, the detected share of detectable mutants, and the survivors."""
     counts = dict.fromkeys(("caught", "too long", "survived", "explained"), 0)
     for trial in trials:
         counts[trial.outcome] += 1
-    noticed = counts["caught"] + counts["too long"]
-    visible = noticed + counts["survived"]
+    detected = counts["caught"] + counts["too long"]
+    detectable = detected + counts["survived"]
     return {
         "tried": len(trials),
         **counts,
-        "noticed": round(noticed / visible, 4) if visible else None,
-        "survivors": [asdict(trial.make_mutant) for trial in trials if trial.outcome == "survived"],
+        "noticed": round(detected / detectable, 4) if detectable else None,
+        "survivors": [asdict(trial.mutant) for trial in trials if trial.outcome == "survived"],
     }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Try a sample; print what survives; write a dated result."""
+    """Try a sample of mutants, print each outcome, and write a dated result."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.mutants", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--modules", nargs="+", default=[""], help="parts of paths; default: all")
@@ -313,20 +317,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     modules = [name for name in MODULES if any(part in name for part in options.modules)]
     if not modules:
-        parser.error(f"no module is called so; there are {', '.join(MODULES)}")
+        parser.error(f"no module matches --modules; there are {', '.join(MODULES)}")
 
     def on_trial(trial: Trial) -> None:
-        print(f"{trial.outcome:<9} {trial.seconds:6.1f} s  {trial.make_mutant.name}", flush=True)
+        print(f"{trial.outcome:<9} {trial.seconds:6.1f} s  {trial.mutant.name}", flush=True)
 
     began = time.monotonic()
     trials, count = run(modules, options.minutes, options.seed, options.jobs, on_trial)
     result = summary(trials)
-    by_module = {
-        name: summary([t for t in trials if t.make_mutant.module == name]) for name in modules
-    }
+    by_module = {name: summary([t for t in trials if t.mutant.module == name]) for name in modules}
     for name, row in by_module.items():
-        print(f"{name:<40} {row['caught'] + row['too long']:>4} of {row['trials']:>4}")
-    print(f"noticed {result['noticed']} of {result['trials']} tried, {count} places in all")
+        print(f"{name:<40} {row['caught'] + row['too long']:>4} of {row['tried']:>4}")
+    print(f"detected {result['noticed']} of {result['tried']} tried mutants; {count} sites")
     path = report.write_result(
         options.out,
         "mutants",

@@ -1,11 +1,11 @@
-"""What remat costs and saves beside eager mode, per-block checkpointing and torch's own budget.
+"""Benchmark of remat against eager mode, per-block checkpointing and torch's own budget.
 
-    python -m benchmarks.overhead                       # all models, on CUDA where there is one
+    python -m benchmarks.overhead                       # all models, on CUDA if available
     python -m benchmarks.overhead --models gpt2 --quick
 
 All methods share one set of parameters and run interleaved in one process. remat runs at exactly
-the peaks that the others reach, so times are compared at equal memory. It ends with the aims:
-whether each was met, from the numbers above.
+the peaks that the other methods reach, so that times are compared at equal memory. Finally it
+prints which of the project's aims are met.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PER_BLOCK = "per-block checkpoint"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run, print, write."""
+    """Run the benchmark for each model, print tables and aims, and write the result file."""
     options = _options(argv)
 
     def benchmark_model(name: str, workload: Workload, device: torch.device) -> dict[str, Any]:
@@ -54,14 +54,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         "units": "bytes, seconds; ratios are to eager mode, of the same round",
         "peak": "max_memory_allocated, warm"
         if torch.device(options.device).type == "cuda"
-        else "live storages, with parameters, buffers, gradients and batch; of compiled methods "
-        "what the allocator gave out, because the meter cannot see into their graphs",
+        else "live storages, with parameters, buffers, gradients and batch; for compiled methods "
+        "allocated bytes, because the meter cannot see into their graphs",
     }
     return run_models("overhead", options, facts, WORKLOADS, benchmark_model)
 
 
 def run(workload: Workload, device: torch.device, options: argparse.Namespace) -> list[report.Row]:
-    """One row for each method, eager first."""
+    """Return the measured row of each method, eager first."""
     with tempfile.TemporaryDirectory() as scratch:
         cache = str(Path(scratch) / "costs.sqlite")
 
@@ -82,7 +82,7 @@ def run(workload: Workload, device: torch.device, options: argparse.Namespace) -
         remat_methods: list[Method] = []
         block_peak = rows[PER_BLOCK].get("peak_bytes")
         if block_peak:
-            # The first plan finds an empty cost cache, its repetition a full one.
+            # The first plan starts with an empty cost cache, the second one with a full one.
             rows[COLD] = _setup_row(remat_at(COLD, block_peak))
             remat_methods.append(remat_at(AT_BLOCKS, block_peak))
         remat_methods.append(remat_at(KEEP_ALL, "100%"))
@@ -104,12 +104,13 @@ def run(workload: Workload, device: torch.device, options: argparse.Namespace) -
 
 
 def _measured_row(method: Method, workload: Workload, device: torch.device) -> report.Row:
+    """Return a method's set-up row with the measured peak and FLOPs."""
     row = _setup_row(method)
     if method.failure:
         return row
     try:
         use = measure_usage(method, workload, device)
-    except Exception as error:  # a compiled peer may fail only here
+    except Exception as error:  # a compiled method may fail only here
         return row | {"failure": f"{type(error).__name__}: {error}"[:500]}
     finally:
         gc.collect()
@@ -117,6 +118,7 @@ def _measured_row(method: Method, workload: Workload, device: torch.device) -> r
 
 
 def _setup_row(method: Method) -> report.Row:
+    """Return the figures of a method's set-up."""
     return {
         "method": method.name,
         "failure": method.failure,
@@ -127,23 +129,23 @@ def _setup_row(method: Method) -> report.Row:
 
 
 def check_aims(model: str, rows: list[report.Row]) -> list[dict[str, Any]]:
-    """The aims of the project that these rows can speak of."""
+    """Return the project's aims that these rows decide, each with its outcome."""
     by_name = {row["method"]: row for row in rows}
     aims: list[dict[str, Any]] = []
 
     def aim(text: str, met: bool, observed: str) -> None:
         aims.append({"aim": text, "met": met, "found": observed})
 
-    remat_methods = [r for r in rows if r["method"].startswith("remat") and "step_s" in r]
-    worst = max((r["peak_bytes"] / r["budget_bytes"] for r in remat_methods), default=0.0)
-    aim("never above the budget", bool(remat_methods) and worst <= 1, f"at most {worst:.4f} of it")
+    remat_rows = [r for r in rows if r["method"].startswith("remat") and "step_s" in r]
+    worst = max((r["peak_bytes"] / r["budget_bytes"] for r in remat_rows), default=0.0)
+    aim("never above the budget", bool(remat_rows) and worst <= 1, f"at most {worst:.4f} of it")
     blocks, at_blocks = by_name[PER_BLOCK], by_name.get(AT_BLOCKS, {})
     if "step_s" in blocks and "step_s" in at_blocks:
-        theirs, extra = blocks["time_ratio_median"] - 1, at_blocks["time_ratio_median"] - 1
+        per_block_extra, extra = blocks["time_ratio_median"] - 1, at_blocks["time_ratio_median"] - 1
         aim(
             "extra time at the per-block peak at most 0.85 of per-block's",
-            extra <= 0.85 * theirs,
-            f"{extra:.1%} against {theirs:.1%} of eager's step",
+            extra <= 0.85 * per_block_extra,
+            f"{extra:.1%} against {per_block_extra:.1%} of eager's step",
         )
     else:
         aim("extra time at the per-block peak", False, str(at_blocks.get("failure")))
@@ -169,7 +171,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--models", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--quick", action="store_true", help="small models, few runs: only to see that it works")
+    add("--quick", action="store_true", help="small models, few runs, to test this command")
     add("--rounds", type=int, help="timed steps of each method (default 9; 3 if quick)")
     add("--torch-budgets", nargs="*", type=float, help="activation_memory_budget values")
     add("--torch-backend", default="aot_eager_decomp_partition", help="backend of torch.compile")

@@ -1,11 +1,11 @@
-"""Fifty steps of real training by the Trainer of Transformers: tokens a second, peak, loss.
+"""Benchmark of fifty training steps with the Trainer of Transformers: tokens/s, peak, loss.
 
     python -m benchmarks.training
     python -m benchmarks.training --models gpt2 --steps 20
 
-Each method has a model and a Trainer of its own, from the same weights, data and seed. They take
-turns step by step, in threads that pass a baton, so that what else the machine does is shared by
-all. remat gets as its budget the peak that Transformers' `gradient_checkpointing` reaches, and 60%.
+Each method has a model and a Trainer of its own, with the same weights, data and seed. They take
+turns step by step, in threads that pass a baton, so that other load of the machine affects all
+alike. remat's budgets are the peak that Transformers' `gradient_checkpointing` reaches, and 60%.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from remat.limits.units import format_bytes
 
 CPU = torch.device("cpu")
 METERED_STEP = 2
-"""The step whose peak is taken, and not its time: the first plans, compiles, allocates."""
+"""The step whose peak is measured, and not its time. Earlier steps plan, compile and allocate."""
 
 WorkloadBuilder = Callable[[Workload], Any]
 Row = dict[str, Any]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run, print, write."""
+    """Train each model by each method, print its table, and write the result file."""
     options = _options(argv)
     keep_freed_memory()
     torch.set_num_threads(options.threads)
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @dataclass
 class MethodRun:
-    """One method's Trainer, and what came of it."""
+    """The training run of one method: how it prepares the model, and what it measured."""
 
     name: str
     prepare: Callable[[Any], Any]
@@ -83,36 +83,40 @@ class MethodRun:
 def _methods(
     checkpointed_bytes: int | None, options: argparse.Namespace, workload: Workload
 ) -> list[MethodRun]:
+    """Return the runs to compare; without `checkpointed_bytes`, only the one that measures it."""
     checkpointing = {"gradient_checkpointing": True}
     kwargs = {"gradient_checkpointing_kwargs": {"use_reentrant": False}}
-    methods = [
+    runs = [
         MethodRun("eager", lambda model: model),
         MethodRun("checkpointing, all", lambda model: model, {**checkpointing, **kwargs}),
         MethodRun("checkpointing, every second", _every_second),
     ]
     if checkpointed_bytes is None:
-        return methods[1:2]
+        return runs[1:2]
     for budget in (checkpointed_bytes, "60%"):
         at = "60%" if budget == "60%" else "its peak"
         for scope in ("model", "blocks"):
-            methods.append(MethodRun(f"remat, {scope}, {at}", _enabled(budget, scope)))
-    methods.append(MethodRun("checkpointing by remat.emit, 60%", _by_policies("60%", workload)))
+            runs.append(MethodRun(f"remat, {scope}, {at}", _enabled(budget, scope)))
+    runs.append(MethodRun("checkpointing by remat.emit, 60%", _by_policies("60%", workload)))
     if options.compile:
-        methods.append(MethodRun("torch.compile", _compiled("inductor"), is_compiled=True))
+        runs.append(MethodRun("torch.compile", _compiled("inductor"), is_compiled=True))
         backend_options = {"budget": "60%", "outputs": "dropped"}
-        methods.append(
+        runs.append(
             MethodRun(
                 "torch.compile, remat, 60%", _compiled("remat", backend_options), is_compiled=True
             )
         )
-    return methods
+    return runs
 
 
 def _enabled(budget: int | str, scope: str) -> Callable[[Any], Any]:
+    """Return a function that calls `remat.enable` on a model."""
     return lambda model: remat.enable(model, budget, scope=scope, outputs="dropped")
 
 
 def _by_policies(budget: str, workload: Workload) -> Callable[[Any], Any]:
+    """Return a function that applies the policies of `remat.emit` to a model."""
+
     def prepare(model: Any) -> Any:
         policies = remat.emit(
             model, budget, example_kwargs=workload.batch, outputs="dropped", compare=False
@@ -123,6 +127,7 @@ def _by_policies(budget: str, workload: Workload) -> Callable[[Any], Any]:
 
 
 def _every_second(model: Any) -> Any:
+    """Enable Transformers' checkpointing for every second block of the model."""
     model.gradient_checkpointing_enable({"use_reentrant": False})
     layers = [m for m in model.modules() if getattr(m, "gradient_checkpointing", None) is True]
     blocks = [m for m in layers if "Layer" in type(m).__name__ or "Block" in type(m).__name__]
@@ -143,6 +148,7 @@ def _compiled(backend: str, backend_options: Row | None = None) -> Callable[[Any
 
 
 def _compare_methods(name: str, options: argparse.Namespace) -> Row:
+    """Train one model by all methods, print their lines, and return their rows."""
     workload = _workload(name)
     (probe,) = _methods(None, options, workload)
     _train([probe], name, METERED_STEP + 1)
@@ -159,11 +165,12 @@ def _compare_methods(name: str, options: argparse.Namespace) -> Row:
 
 
 def _row(run: MethodRun, eager: MethodRun, workload: Workload) -> Row:
+    """Return the result row of one run, with ratios to eager's."""
     if run.failure:
         return {"method": run.name, "failure": run.failure}
-    warm, theirs = run.step_s[METERED_STEP + 1 :], eager.step_s[METERED_STEP + 1 :]
-    turns = [ours / other for ours, other in zip(warm, theirs, strict=True)]
-    step_s = statistics.median(warm)
+    warm_s, eager_s = run.step_s[METERED_STEP + 1 :], eager.step_s[METERED_STEP + 1 :]
+    ratios = [a / b for a, b in zip(warm_s, eager_s, strict=True)]
+    step_s = statistics.median(warm_s)
     pairs = zip(run.losses, eager.losses, strict=True)
     items = next(iter(workload.batch.values()))
     per_step = items.numel() if items.dtype == torch.long else items.shape[0]
@@ -175,7 +182,7 @@ def _row(run: MethodRun, eager: MethodRun, workload: Workload) -> Row:
         "step_s_median": step_s,
         "per_s": per_step / step_s,
         "unit": "tokens" if items.dtype == torch.long else "images",
-        "time_to_eager": statistics.median(turns),
+        "time_to_eager": statistics.median(ratios),
         "loss_error": max(abs(a - b) / abs(b) for a, b in pairs),
         "losses": run.losses,
         "step_s": run.step_s,
@@ -191,19 +198,18 @@ def _line(row: Row) -> str:
 
 
 def _workload(name: str) -> Workload:
+    """Return a model family's workload on the CPU, from seed 0; for `llama_lora` with adapters."""
     torch.manual_seed(0)
     if name == "llama_lora":
         from peft import LoraConfig, get_peft_model
 
-        methods = families.llama(CPU, False)
-        model: Any = methods.model
+        base = families.llama(CPU, False)
+        model: Any = base.model
         adapters = LoraConfig(
             r=8, lora_dropout=0.05, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"
         )
         model = get_peft_model(model, adapters)
-        return Workload(
-            f"{methods.size}, LoRA", model, methods.batch, methods.blocks, methods.autocast
-        )
+        return Workload(f"{base.size}, LoRA", model, base.batch, base.blocks, base.autocast)
     return getattr(families, {"gpt2": "small_gpt"}.get(name, name))(CPU, False)
 
 
@@ -211,7 +217,7 @@ def _workload(name: str) -> Workload:
 
 
 class Baton:
-    """Lets one thread run at a time, each for a step, with random numbers of its own."""
+    """Lets one thread run at a time, for one step each, with its own state of the generators."""
 
     def __init__(self, count: int) -> None:
         self._turn = 0
@@ -219,12 +225,12 @@ class Baton:
         self._changed = threading.Condition()
 
     def wait(self, number: int) -> None:
-        """Until it is this one's turn."""
+        """Wait until it is the turn of thread `number`."""
         with self._changed:
             self._changed.wait_for(lambda: self._left[self._turn] == number)
 
     def pass_on(self, number: int) -> None:
-        """Let the next one run, and wait for the next turn."""
+        """Let the next thread run, and wait for the next turn of thread `number`."""
         states = torch.get_rng_state(), random.getstate()
         with self._changed:
             self._turn = (self._turn + 1) % len(self._left)
@@ -234,7 +240,7 @@ class Baton:
         random.setstate(states[1])
 
     def leave(self) -> None:
-        """For good."""
+        """Remove the running thread from the turns."""
         with self._changed:
             del self._left[self._turn]
             if self._left:
@@ -243,6 +249,7 @@ class Baton:
 
 
 def _train(runs: list[MethodRun], name: str, steps: int) -> None:
+    """Train all runs step by step in turns, each in a thread."""
     baton = Baton(len(runs))
     threads = [
         threading.Thread(target=_run_thread, args=(run, number, baton, name, steps))
@@ -255,13 +262,14 @@ def _train(runs: list[MethodRun], name: str, steps: int) -> None:
 
 
 def _run_thread(run: MethodRun, number: int, baton: Baton, name: str, steps: int) -> None:
+    """Prepare the model of one run and train it; an exception becomes the run's failure."""
     baton.wait(number)
     try:
         with tempfile.TemporaryDirectory() as folder:
             workload = _workload(name)
             model = run.prepare(workload.model)
             _trainer(model, workload, run, number, baton, Path(folder), steps).train()
-    except Exception as error:  # a row of its own
+    except Exception as error:  # becomes a row of the result
         run.failure = f"{type(error).__name__}: {error}"[:500]
     finally:
         baton.leave()
@@ -276,6 +284,7 @@ def _trainer(
     folder: Path,
     steps: int,
 ) -> Any:
+    """Return a Trainer that measures its run, and passes the baton after each step."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     class Turns(TrainerCallback):
@@ -290,28 +299,28 @@ def _trainer(
         def training_step(
             self, model: Any, inputs: Any, num_items_in_batch: Any = None
         ) -> torch.Tensor:
-            methods: list[torch.Tensor] = []
+            losses: list[torch.Tensor] = []
 
             def step() -> None:
-                methods.append(Trainer.training_step(self, model, inputs, num_items_in_batch))
+                losses.append(Trainer.training_step(self, model, inputs, num_items_in_batch))
 
             if self.state.global_step == METERED_STEP:
                 constants = [*model.parameters(), *model.buffers(), *inputs.values()]
-                if run.is_compiled:  # the meter cannot see into what is compiled
+                if run.is_compiled:  # the meter cannot see into compiled code
                     run.peak_bytes = allocated_peak(step) + unique_bytes(constants)
                 else:
                     run.peak_bytes = measure_step(step, constants).peak_bytes
             else:
                 step()
-            run.losses.append(methods[0].item())
-            return methods[0]
+            run.losses.append(losses[0].item())
+            return losses[0]
 
     batch = workload.batch
     rows = next(iter(batch.values())).shape[0]
-    draw = torch.Generator().manual_seed(5)
+    generator = torch.Generator().manual_seed(5)
     examples = []
-    for _ in range(8 * rows):  # eight batches of rows of this one, in any order
-        row = int(torch.randint(0, rows, (), generator=draw))
+    for _ in range(8 * rows):  # eight batches of randomly chosen rows of the workload's batch
+        row = int(torch.randint(0, rows, (), generator=generator))
         examples.append({key: value[row] for key, value in batch.items()})
     arguments = TrainingArguments(
         output_dir=str(folder),
@@ -338,7 +347,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--models", nargs="+", default=["gpt2", "llama_lora", "vit", "qwen3_moe"])
     add("--steps", type=int, default=50)
     add("--threads", type=int, default=torch.get_num_threads())
-    add("--no-compile", dest="compile", action="store_false", help="leave torch.compile out")
+    add("--no-compile", dest="compile", action="store_false", help="omit torch.compile")
     add("--out", default=str(report.RESULTS), help="a folder for the results")
     return parser.parse_args(argv)
 

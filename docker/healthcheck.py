@@ -1,7 +1,7 @@
-"""Ends with 0 if the container's service is well: `healthcheck.py api`, or `healthcheck.py worker`.
+"""Exits with 0 if the container is healthy: `healthcheck.py api` or `healthcheck.py worker`.
 
-The API must say that it is ready. A worker has no port; it must have told the store, not long ago,
-that it is there.
+The API must report that it is ready. A worker has no port; it must have reported to the store
+recently.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ import socket
 import sys
 import urllib.request
 
-WORKER_SILENT_S = 60.0
+WORKER_TIMEOUT_S = 60.0
 
 
 def check_api() -> bool:
-    """Whether the API of this container takes requests."""
+    """True if the API of this container accepts requests."""
     url = f"http://127.0.0.1:{os.environ.get('REMAT_PORT', '8000')}/readyz"
-    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=5) as told:
-        return told.status == 200
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(url, timeout=5) as reply:
+        return reply.status == 200
 
 
 def check_worker() -> bool:
-    """Whether the store has heard of a worker of this container lately."""
+    """True if a worker of this container reported to the store recently."""
     from sqlalchemy import exists, select
 
     from remat_server.settings import Settings
@@ -31,14 +31,14 @@ def check_worker() -> bool:
 
     database = Database(Settings().store_url)
     is_here = workers.c.name.startswith(f"{socket.gethostname()[:60]}-", autoescape=True)
-    is_alive = workers.c.seen_at > now() - WORKER_SILENT_S
+    is_alive = workers.c.seen_at > now() - WORKER_TIMEOUT_S
     with database.read() as connection:
         return connection.execute(select(exists().where(is_here, is_alive))).scalar_one()
 
 
 if __name__ == "__main__":
     try:
-        is_well = {"api": check_api, "worker": check_worker}[sys.argv[1]]()
+        is_healthy = {"api": check_api, "worker": check_worker}[sys.argv[1]]()
     except Exception as error:
         sys.exit(f"{type(error).__name__}: {error}")
-    sys.exit(not is_well)
+    sys.exit(not is_healthy)

@@ -1,7 +1,7 @@
-"""Print this package's dependencies: `requirements.py EXTRA,... [WITHOUT,...]`, one a line.
+"""Prints this package's dependencies, one per line: `requirements.py EXTRA,... [EXCLUDED,...]`.
 
-The images install them before the package itself, so that a change of ours does not install them
-anew; and the server's image leaves torch out, which pip itself has no way to do.
+The images install them before the package, so that a change of the package does not reinstall them.
+The server's image excludes torch, for which pip has no option.
 """
 
 import re
@@ -10,15 +10,15 @@ import tomllib
 from pathlib import Path
 
 
-def requirements(extras: list[str], without: list[str]) -> list[str]:
-    """The dependencies with those of the extras, but for the named ones."""
+def requirements(extras: list[str], excluded: list[str]) -> list[str]:
+    """Return the dependencies, including those of the extras, without the excluded packages."""
     project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
-    found = list(project["dependencies"])
+    lines = list(project["dependencies"])
     for extra in extras:
-        found += project["optional-dependencies"][extra]
-    return sorted({each for each in found if re.split(r"[^\w.-]", each)[0] not in without})
+        lines += project["optional-dependencies"][extra]
+    return sorted({line for line in lines if re.split(r"[^\w.-]", line)[0] not in excluded})
 
 
 if __name__ == "__main__":
-    extras, without = (each.split(",") for each in [*sys.argv[1:], ""][:2])
-    print("\n".join(requirements(extras, without)))
+    extras, excluded = (argument.split(",") for argument in [*sys.argv[1:], ""][:2])
+    print("\n".join(requirements(extras, excluded)))

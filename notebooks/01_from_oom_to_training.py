@@ -15,7 +15,7 @@
 # What makes it fit, what does that cost, and does it still learn the same?
 #
 # The model here is small and its weights are random, so that the notebook runs anywhere in
-# seconds. Nothing is downloaded. A large model differs in the numbers, not in the calls.
+# seconds. Nothing is downloaded. A large model has other figures, but the same calls.
 
 # %%
 import copy
@@ -39,10 +39,10 @@ transformers.logging.set_verbosity_error()
 device = "cuda" if torch.cuda.is_available() else "cpu"
 
 # %% [markdown]
-# ## The step, and what it takes
+# ## The memory of a step
 #
-# Six layers of GPT-2 with dropout, as in training. Short rows of tokens, but many of them: almost
-# all of the memory is activations, which the forward pass makes and the backward pass needs.
+# Six layers of GPT-2 with dropout, as in training, on many short rows of tokens. Almost all of the
+# memory is activations, which the forward pass produces and the backward pass needs.
 
 # %%
 torch.manual_seed(0)
@@ -63,31 +63,31 @@ batch = {"input_ids": ids, "labels": ids}
 
 
 def step(module, seed=1):
-    """Forward and backward. The seed decides what dropout drops."""
+    """Run forward and backward. The seed decides what dropout drops."""
     torch.manual_seed(seed)
-    output = module(**batch)  # the logits stay in memory for as long as this name has them
+    output = module(**batch)  # the logits are live as long as this variable references them
     output.loss.backward()
     return output.loss.detach()
 
 
 def peak_of(module, run):
-    """The most bytes that are allocated while a step runs: parameters and batch included."""
+    """Return the peak of allocated bytes during a step, parameters and batch included."""
     module.zero_grad(set_to_none=True)
-    own = [*module.parameters(), *module.buffers(), ids]
+    constants = [*module.parameters(), *module.buffers(), ids]
     if device == "cpu":
-        return measure_step(run, own).peak_bytes
-    others = torch.cuda.memory_allocated() - unique_bytes(own)
-    return cuda_peak(run) - others
+        return measure_step(run, constants).peak_bytes
+    other_bytes = torch.cuda.memory_allocated() - unique_bytes(constants)
+    return cuda_peak(run) - other_bytes
 
 
 expected = remat.estimate(model, example_kwargs=batch)
 print(expected)
 
 # %% [markdown]
-# That was read off the model, and nothing has run yet. Now a step is run, and watched:
+# This estimate comes from a trace of the model; nothing has run yet. Now run a step and measure it:
 
 # %%
-step(model)  # the first step starts libraries
+step(model)  # the first step initializes libraries
 peaks = {"eager": peak_of(model, lambda: step(model))}
 print(f"one step at its peak: {format_bytes(peaks['eager'])}")
 if device == "cpu":
@@ -104,8 +104,8 @@ print(f"the device has {format_bytes(budget)}")
 # %% [markdown]
 # ## By hand: `torch.utils.checkpoint`
 #
-# The usual answer is to checkpoint every block. Its activations are thrown away after the forward
-# pass, and the whole block runs again before its backward pass.
+# The usual answer is to checkpoint every block. Its activations are freed after the forward pass,
+# and the whole block is recomputed before its backward pass.
 
 # %%
 
@@ -124,16 +124,16 @@ print(f"of the device unused: {format_bytes(unused)}")
 assert peaks["checkpoint per block"] <= budget
 
 # %% [markdown]
-# It fits. But every block runs twice, its dear operations and its cheap ones, whether that was
-# needed or not.
+# It fits. But every block runs twice, with its expensive operations as well as its cheap ones,
+# whether that is needed or not.
 #
 # ## One line
 #
-# `remat.optimize` is told how much memory there is. It records the whole step as a graph, measures
-# what each operation takes, and looks for the cheapest schedule that fits.
+# `remat.optimize` takes the available memory as its budget. It traces the whole step as a graph,
+# measures the cost of each operation, and searches for the cheapest schedule that fits.
 #
-# The gradients are cleared first: a step that adds to gradients which are there already needs
-# memory for both, and would be planned for that.
+# Clear the gradients first: a step that accumulates into existing gradients needs memory for both,
+# and would be planned that way.
 
 # %%
 model.zero_grad(set_to_none=True)
@@ -146,9 +146,9 @@ fast = remat.optimize(
 print(fast.plan)
 
 # %% [markdown]
-# The plan says what is recomputed, what that costs, and how far from the best possible it can be
-# at most: the *bound* is proved. The picture is the step from left to right. Memory rises through
-# the forward pass and stays under the line.
+# The plan shows what is recomputed, what that costs, and a proved *bound*: no schedule can be
+# faster. The picture shows the step from left to right. Memory rises during the forward pass and
+# stays below the line of the budget.
 
 # %%
 SVG(fast.plan.to_svg())
@@ -158,67 +158,68 @@ SVG(fast.plan.to_svg())
 
 # %%
 peaks["remat"] = peak_of(fast, lambda: step(fast))
-for way, peak in peaks.items():
-    print(f"{way:<22}{format_bytes(peak):>9}   {peak / peaks['eager']:.0%} of eager")
+for method, peak in peaks.items():
+    print(f"{method:<22}{format_bytes(peak):>9}   {peak / peaks['eager']:.0%} of eager")
 predicted = fast.plan.peak_bytes
 print(
-    f"\nthe plan said {format_bytes(predicted)}, {peaks['remat'] / predicted - 1:+.2%} was measured"
+    f"\npredicted by the plan: {format_bytes(predicted)}; "
+    f"the measured peak differs by {peaks['remat'] / predicted - 1:+.2%}"
 )
 assert peaks["remat"] <= budget
 
 # %% [markdown]
 # ## What it costs
 #
-# First by the plan's own costs: checkpointing every block, for the same graph and the same prices.
-# What remat finds is never dearer, because it looks at what checkpointing per block would do, too.
+# First by the plan's own costs: checkpointing every block, on the same graph with the same costs.
+# remat's plan is never slower, because per-block checkpointing is among its candidates.
 
 # %%
 per_block = remat.solve(fast.plan.graph, budget, PerBlock())
-for way, plan in (("checkpoint per block", per_block), ("remat", fast.plan)):
-    print(f"{way:<22}{plan.overhead:+.1%} time at {format_bytes(plan.peak_bytes)}")
+for method, plan in (("checkpoint per block", per_block), ("remat", fast.plan)):
+    print(f"{method:<22}{plan.overhead:+.1%} time at {format_bytes(plan.peak_bytes)}")
 assert fast.plan.time_s <= per_block.time_s
 
 # %% [markdown]
-# Then by the clock. The three ways take turns, and the median counts. On a machine that does
-# other work as well, or with a model this small, expect some noise.
+# Then in measured time. The three methods take turns, and the median counts. Expect some noise on a
+# machine with other load, and with a model as small as this.
 
 # %%
-ways = {"eager": model, "checkpoint per block": by_hand, "remat": fast}
-times = {way: [] for way in ways}
+methods = {"eager": model, "checkpoint per block": by_hand, "remat": fast}
+times = {method: [] for method in methods}
 for _ in range(3):
-    for way, module in ways.items():
+    for method, module in methods.items():
         module.zero_grad(set_to_none=True)
         start = time.perf_counter()
         step(module).item()
-        times[way].append(time.perf_counter() - start)
-medians = {way: statistics.median(found) for way, found in times.items()}
-for way, seconds in medians.items():
+        times[method].append(time.perf_counter() - start)
+medians = {method: statistics.median(step_s) for method, step_s in times.items()}
+for method, seconds in medians.items():
     change = seconds / medians["eager"] - 1
-    print(f"{way:<22}{seconds * 1e3:>6.0f} ms   {change:+.0%}")
+    print(f"{method:<22}{seconds * 1e3:>6.0f} ms   {change:+.0%}")
 
 # %% [markdown]
 # ## Does it still learn the same?
 #
-# Train both from the same weights with AdamW: three steps, with dropout, and with the peak of every
-# step measured. `fast` has the model's own parameters, so the optimizer and `state_dict` work as
-# always. (The optimizer's two numbers for each parameter come on top of the step in any case, and
-# are not counted here.)
+# Train both from the same weights with AdamW: three steps, with dropout, measuring the peak of each
+# step. `fast` has the model's own parameters, so the optimizer and `state_dict` work as usual. (The
+# optimizer's two values for each parameter need memory in addition to the step, and are not counted
+# here.)
 
 # %%
 start_weights = copy.deepcopy(model.state_dict())
 
 
 def train(module, steps=3):
-    """The losses, and the highest peak of a forward and backward."""
+    """Return the losses, and the highest peak of a forward and backward."""
     module.load_state_dict(start_weights)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
-    losses, highest = [], 0
-    for number in range(steps):
-        seed = 100 + number
+    losses, highest_peak = [], 0
+    for step_index in range(steps):
+        seed = 100 + step_index
         peak = peak_of(module, lambda seed=seed: losses.append(step(module, seed)))
-        highest = max(highest, peak)
+        highest_peak = max(highest_peak, peak)
         optimizer.step()
-    return torch.stack(losses), highest
+    return torch.stack(losses), highest_peak
 
 
 eager_losses, eager_peak = train(model)
@@ -230,28 +231,28 @@ print(f"  peak {format_bytes(eager_peak):>9} {format_bytes(fast_peak):>9}")
 
 assert fast_peak <= budget
 assert fast_losses[-1] < fast_losses[0]
-tolerance = 0.0 if device == "cpu" else 1e-3  # some kernels of a GPU add in any order
+tolerance = 0.0 if device == "cpu" else 1e-3  # some GPU kernels add in a varying order
 torch.testing.assert_close(fast_losses, eager_losses, rtol=tolerance, atol=0.0)
 
 # %% [markdown]
 # ## Under `torch.compile`
 #
-# Who compiles anyway leaves the planning to the compiler: `backend="remat"` plans on the graph that
-# torch.compile has made. A percentage is then of what the same step takes under plain
-# torch.compile. Here for the first two blocks alone, and without Inductor's kernels (`"inductor":
-# False`), since making them takes a C++ compiler; leave that out where there is one.
+# If you use torch.compile, let it do the planning: `backend="remat"` plans on torch.compile's
+# graph. A percentage then refers to the peak of the same step under plain torch.compile. Here it
+# compiles the first two blocks only, and without Inductor's kernels (`"inductor": False`), because
+# those need a C++ compiler; omit this option if you have one.
 
 # %%
 blocks = torch.nn.Sequential(*model.transformer.h[:2])
 options = {"budget": "60%", "inductor": False, "time_limit": 3.0}
 compiled = torch.compile(blocks, backend="remat", options=options)
 compiled(model.transformer.wte(ids)).square().mean().backward()
-(found,) = remat.compiled_plans()
-print(found)
-assert found.plan.peak_bytes <= found.budget_bytes < found.baseline_bytes
+(compiled_plan,) = remat.compiled_plans()
+print(compiled_plan)
+assert compiled_plan.plan.peak_bytes <= compiled_plan.budget_bytes < compiled_plan.baseline_bytes
 
 # %% [markdown]
-# Each graph that torch makes of the model has a plan like the one above, with the same pictures.
+# Each graph of torch.compile has a plan like the one above, with the same pictures.
 #
 # ## The answer
 
@@ -266,6 +267,6 @@ print(
 )
 
 # %% [markdown]
-# Next: a network whose parts do not come one after the other,
+# Next: a network that is no chain of layers,
 # [02_unet_segmentation](02_unet_segmentation.ipynb); and how to choose the budget where there is
 # a choice, [03_choosing_a_budget](03_choosing_a_budget.ipynb).

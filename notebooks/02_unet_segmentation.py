@@ -11,8 +11,8 @@
 # %% [markdown]
 # # A U-Net for segmentation
 #
-# **The question.** A U-Net is no chain of equal blocks: the way down hands its activations across
-# to the way up. Which of them should be kept, and which made again?
+# **The question.** A U-Net is no chain of equal blocks: the encoder passes its activations to the
+# decoder. Which of them should be retained, and which recomputed?
 
 # %%
 from collections import Counter
@@ -35,8 +35,8 @@ device = "cuda" if torch.cuda.is_available() else "cpu"
 # ## The network
 #
 # The U-Net of Ronneberger et al. (2015), narrow, with batch norm. The encoder halves the image
-# four times, the decoder doubles it again. At each size the decoder reads what the encoder had
-# there: the skip connections. Its loss has a label for every pixel.
+# four times, and the decoder doubles it as often. At each size the decoder reads the encoder's
+# activation: the skip connections. The loss has a label for every pixel.
 #
 # `by_hand=True` checkpoints every block, for comparison.
 
@@ -44,7 +44,7 @@ device = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def pair(before, after):
-    """Two convolutions, each with batch norm and ReLU."""
+    """Return two convolutions, each followed by batch norm and ReLU."""
     layers = []
     for width in (before, after):
         layers += [nn.Conv2d(width, after, 3, padding=1, bias=False)]
@@ -83,23 +83,23 @@ labels = torch.randint(0, 21, (rows, 96, 96), device=device)
 
 
 def peak_of(module, **options):
-    """The most bytes allocated during a step: parameters, batch and gradients included."""
+    """Return the peak of allocated bytes during a step, with parameters, batch and gradients."""
 
     def step():
         module(images, labels, **options).backward()
 
     module.zero_grad(set_to_none=True)
-    own = [*module.parameters(), *module.buffers(), images, labels]
+    constants = [*module.parameters(), *module.buffers(), images, labels]
     if device == "cpu":
-        peak = measure_step(step, own).peak_bytes
+        peak = measure_step(step, constants).peak_bytes
     else:
-        others = torch.cuda.memory_allocated() - unique_bytes(own)
-        peak = cuda_peak(step) - others
+        other_bytes = torch.cuda.memory_allocated() - unique_bytes(constants)
+        peak = cuda_peak(step) - other_bytes
     module.zero_grad(set_to_none=True)
     return peak
 
 
-model(images, labels).backward()  # the first step starts libraries
+model(images, labels).backward()  # the first step initializes libraries
 eager = peak_of(model)
 by_hand = peak_of(model, by_hand=True)
 print(f"eager                 {format_bytes(eager):>9}")
@@ -108,15 +108,15 @@ print(f"checkpoint per block  {format_bytes(by_hand):>9}   {by_hand / eager:.0%}
 # %% [markdown]
 # ## Why checkpoints by hand are awkward here
 #
-# `checkpoint` keeps what goes *into* a block. The decoder's blocks read a concatenation, which
-# holds a copy of the skipped activation next to the one that is held for it anyway; and the
-# largest of these, at full size, come last. What goes into a block stays in memory, large as it may
-# be; what is inside runs twice, dear as it may be. Somebody has to find out which blocks are worth
-# it, and again when the image size changes.
+# `checkpoint` retains the *inputs* of a block. The decoder's blocks read a concatenation, which
+# copies the encoder's activation although that one is retained anyway; and the largest of these, at
+# full size, come last. The inputs of a block stay in memory, however large they are, and its
+# operations run twice, however expensive they are. The user has to find out which blocks are worth
+# checkpointing, and repeat that when the image size changes.
 #
 # ## With a budget instead
 #
-# Let us ask for what the checkpoints came to: the same memory, chosen otherwise.
+# Use the peak of the checkpoints as the budget: the same memory, with another selection.
 
 # %%
 budget = by_hand
@@ -135,7 +135,7 @@ print(f"measured: {format_bytes(measured)}, {measured / eager:.0%} of eager's")
 assert measured <= budget
 
 # %% [markdown]
-# The timeline goes through the step from left to right, under the budget's line.
+# The timeline shows the step from left to right, below the line of the budget.
 
 # %%
 SVG(plan.to_svg())
@@ -146,15 +146,15 @@ SVG(plan.to_svg())
 # The plan decides about operations, not blocks. Count them by module and by kind.
 
 # %%
-again = plan.schedule.recomputed(plan.graph)
+recomputed = plan.schedule.recomputed(plan.graph)
 runs, saved, kinds = Counter(), Counter(), Counter()
-for op, times in again.items():
+for op, times in recomputed.items():
     operation = plan.graph.operations[op]
     part = ".".join(operation.module.split(".")[:2]) or "(between modules)"
     runs[part] += times
     saved[part] += sum(plan.graph.values[value].size_bytes for value in operation.outputs)
     kinds[operation.name.rstrip("0123456789_")] += times
-print(f"{'part':<20}{'runs again':>11}{'output':>11}")
+print(f"{'part':<20}{'recomputed':>11}{'output':>11}")
 for part, size in saved.most_common():
     print(f"{part:<20}{runs[part]:>11}{format_bytes(size):>11}")
 print("\nkinds:", ", ".join(f"{kind} {count}" for kind, count in kinds.most_common()))
@@ -163,21 +163,21 @@ print("\nkinds:", ", ".join(f"{kind} {count}" for kind, count in kinds.most_comm
 SVG(modules_svg(plan))
 
 # %% [markdown]
-# By bytes, most is made again at the two ends of the U, where images are large. And it is not the
-# blocks that run again, but what is cheap in them for its size: batch norm and ReLU rather than
-# convolutions. A checkpoint cannot make that difference.
+# By bytes, most is recomputed at the two ends of the U, where images are large. And the plan does
+# not recompute whole blocks, but operations that are cheap for their size: batch norm and ReLU
+# rather than convolutions. A checkpoint cannot select within a block.
 
 # %%
 operations = plan.graph.operations
 blocks = [o for o in operations if not o.backward and o.module.startswith(("down", "up"))]
 twice = sum(operation.cost_s for operation in blocks) / plan.baseline_time_s
 convolutions = sum(operation.name.startswith("convolution") for operation in blocks)
-print(f"every block twice: {twice:+.1%} time, {convolutions} convolutions again")
-print(f"this plan:         {plan.overhead:+.1%} time, {kinds['convolution']} convolutions again")
+print(f"every block twice: {twice:+.1%} time, {convolutions} convolutions recomputed")
+print(f"this plan: {plan.overhead:+.1%} time, {kinds['convolution']} convolutions recomputed")
 assert plan.overhead < twice
 
 # %% [markdown]
-# Any single decision can be asked about. Here is the largest thing that is made again:
+# The plan explains each decision. Here is the largest value that is recomputed:
 
 # %%
 
@@ -186,12 +186,12 @@ def output_bytes(op):
     return sum(plan.graph.values[value].size_bytes for value in operations[op].outputs)
 
 
-print(plan.explain(operations[max(again, key=output_bytes)].name))
+print(plan.explain(operations[max(recomputed, key=output_bytes)].name))
 
 # %% [markdown]
 # ## Is it the same step?
 #
-# Batch norm keeps statistics of what it has seen. Something that runs again must not count twice
+# Batch norm updates statistics of its inputs. A recomputation must not update them a second time
 # ([04_batch_norm_and_dropout](04_batch_norm_and_dropout.ipynb) shows how that goes wrong).
 
 # %%
@@ -215,7 +215,7 @@ print(
     f"{equal} of {len(before)} tensors are equal bit for bit: "
     f"the loss, {len(gradients)} gradients and {len(statistics)} buffers"
 )
-tolerance = 0.0 if device == "cpu" else 1e-3  # some kernels of a GPU add in any order
+tolerance = 0.0 if device == "cpu" else 1e-3  # some GPU kernels add in a varying order
 torch.testing.assert_close(after, before, rtol=tolerance, atol=tolerance)
 
 # %% [markdown]
@@ -224,7 +224,7 @@ torch.testing.assert_close(after, before, rtol=tolerance, atol=tolerance)
 # %%
 print(
     f"The step's peak falls from {format_bytes(eager)} to {format_bytes(measured)} when "
-    f"{sum(again.values())} operations run again,\nmost of them batch norms and ReLUs. "
+    f"{sum(recomputed.values())} operations are recomputed,\nmost of them batch norms and ReLUs. "
     f"That takes {plan.overhead:.0%} more time by the measured costs;\n"
     f"checkpoints around every block reach the same peak for {twice:.0%}."
 )

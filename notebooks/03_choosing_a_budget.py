@@ -11,12 +11,12 @@
 # %% [markdown]
 # # Choosing a budget
 #
-# **The question.** Less memory costs more time. How much of which? Where is it cheap, where does
-# it become dear, and what would a smaller GPU cost?
+# **The question.** Less memory costs more time. How much? Where is it cheap, where does it become
+# expensive, and what would a smaller GPU cost?
 #
-# No GPU is needed to answer that, nor memory for the model. It is recorded on the "meta" device of
-# torch, where tensors have shapes and no contents, and its operations are priced by the data sheet
-# of a device that is not there.
+# To answer this, you need neither a GPU nor memory for the model. It is traced on torch's "meta"
+# device, where tensors have shapes and no contents, and its costs come from the data sheet of a
+# device, by a roofline.
 
 # %%
 import textwrap
@@ -34,8 +34,8 @@ from remat.view import frontier_svg
 # %% [markdown]
 # ## The model
 #
-# Six of GPT-2's layers with a smaller vocabulary, for 96 rows of 1,024 tokens. Written out, so
-# that it can be seen what is recorded.
+# Six of GPT-2's layers with a smaller vocabulary, for 96 rows of 1,024 tokens. The model is written
+# out, to show what is traced.
 
 # %%
 
@@ -111,11 +111,11 @@ assert overheads == sorted(overheads, reverse=True), "more memory never costs mo
 # %% [markdown]
 # ## And the recipes?
 #
-# Others solve the same problem by a rule: checkpoint every block; every *k* blocks; √n segments
-# (Chen 2016); binomial checkpointing (Revolve, Griewank and Walther 2000); dynamic programming
-# over a chain of stages (Rotor, Beaumont 2019); what to save by a knapsack, as `torch.compile`
-# chooses. Here they are side by side, on the same graph and with the same prices. A dash means
-# that a recipe cannot meet the budget.
+# Published methods solve the same problem by a rule: checkpoint every block; every *k* blocks; √n
+# segments (Chen 2016); binomial checkpointing (Revolve, Griewank and Walther 2000); dynamic
+# programming over a chain of stages (Rotor, Beaumont 2019); a knapsack of saved tensors, as in
+# `torch.compile`. Here they are compared on the same graph with the same costs. A dash means that a
+# recipe cannot meet the budget.
 
 # %%
 recipes = [
@@ -134,26 +134,27 @@ baselines = [row for row in comparison.rows if row.strategy != auto.name]
 SVG(frontier_svg(plans, baselines))
 
 # %% [markdown]
-# The line is remat's, the marks are the recipes'. A recipe is a point or a few: it fits or it does
-# not, and memory that it does not use is time that it wastes. No recipe beats remat's plan by more
-# than the gap that is proved for it.
+# The line is remat's, the marks are the recipes'. A recipe has one point or a few: it fits or it
+# does not, and unused memory is wasted time. No recipe is faster than remat's plan by more than the
+# plan's proved gap.
 
 # %%
 for budget in dict.fromkeys(row.budget for row in comparison.rows):
-    found = {row.strategy: row.plan for row in comparison.rows if row.budget == budget and row.plan}
-    own = found.pop(auto.name)
-    best = min(found, key=lambda name: found[name].time_s)
-    assert own.time_s * (1 - own.gap) <= found[best].time_s
+    by_name = {row.strategy: row.plan for row in comparison.rows if row.budget == budget and row.plan}
+    remat_plan = by_name.pop(auto.name)
+    best = min(by_name, key=lambda name: by_name[name].time_s)
+    assert remat_plan.time_s * (1 - remat_plan.gap) <= by_name[best].time_s
     print(
-        f"{budget}: {own.overhead:+.1%}, the best recipe is {best} with {found[best].overhead:+.1%}"
+        f"{budget}: {remat_plan.overhead:+.1%}, "
+        f"the best recipe is {best} with {by_name[best].overhead:+.1%}"
     )
 
 # %% [markdown]
 # ## Where is the knee?
 #
-# From right to left on the line, each GiB that is given up has a price. It is low for long, and
-# then rises. A knee is a matter of taste; here it is the point that lies furthest below the
-# straight line from one end to the other.
+# From right to left on the line, each GiB less costs time: little at first, then more. A knee has no
+# exact definition; here it is the point that lies furthest below the straight line between both
+# ends.
 
 # %%
 print("from      to        price of a GiB less")
@@ -167,7 +168,7 @@ for smaller, larger in zip(reversed(plans[:-1]), reversed(plans[1:]), strict=Tru
 
 
 def below_the_chord(plan):
-    """How far a plan lies below the line between the ends, in shares of both axes."""
+    """Return how far a plan lies below the line between the ends, in shares of both axes."""
     first, last = plans[0], plans[-1]
     along = (plan.peak_bytes - first.peak_bytes) / (last.peak_bytes - first.peak_bytes)
     return 1 - along - (plan.overhead - last.overhead) / (first.overhead - last.overhead)
@@ -183,36 +184,36 @@ assert plans[0].peak_bytes < knee.peak_bytes < plans[-1].peak_bytes
 # %% [markdown]
 # ## What would a smaller GPU cost?
 #
-# The same step on other devices. Each has other kernels and other prices, so each gets a trace and
-# a plan of its own: where bandwidth is scarce, other things are cheap to recompute than where
-# arithmetic is. AdamW's two numbers for each parameter and a tenth as a margin are taken off the
-# device's memory first. (Prices here are for float32 with TF32 allowed.)
+# The same step on other devices. Each has other kernels and other costs, so each gets its own trace
+# and plan: with scarce bandwidth, other operations are cheap to recompute than with scarce
+# arithmetic. AdamW's two values for each parameter and a margin of a tenth are subtracted from the
+# device's memory first. (Costs here are for float32 with TF32 allowed.)
 
 # %%
 optimizer_bytes = 2 * 4 * parameters
 print(
-    f"{'device':<8}{'memory':>9}{'budget':>10}{'peak':>10}{'extra time':>12}{'step':>9}{'again':>9}"
+    f"{'device':<8}{'memory':>9}{'budget':>10}{'peak':>10}{'extra time':>12}{'step':>9}{'extra':>9}"
 )
 on_device = {}
 for name in ("h200", "a100", "l40s", "l4"):
     roofline = remat.Roofline(name, allow_tf32=True)
     budget = int(0.9 * roofline.device.memory_bytes) - optimizer_bytes
-    there = remat.measure(remat.trace(model, (ids, ids), device=name), roofline)
-    plan = remat.solve(there, budget, auto)
+    device_trace = remat.measure(remat.trace(model, (ids, ids), device=name), roofline)
+    plan = remat.solve(device_trace, budget, auto)
     assert plan.peak_bytes <= budget
     on_device[name] = plan
-    again = plan.time_s - plan.baseline_time_s
+    recomputation_s = plan.time_s - plan.baseline_time_s
     print(
         f"{name:<8}{format_bytes(roofline.device.memory_bytes):>9}{format_bytes(budget):>10}"
         f"{format_bytes(plan.peak_bytes):>10}{plan.overhead:>12.1%}"
-        f"{format_seconds(plan.time_s):>9}{format_seconds(again):>9}"
+        f"{format_seconds(plan.time_s):>9}{format_seconds(recomputation_s):>9}"
     )
 
 # %% [markdown]
 # The smallest of them, with its frontier:
 
 # %%
-on_l4, smallest = there, roofline
+on_l4, smallest = device_trace, roofline
 SVG(
     frontier_svg(
         [on_device["l4"], *remat.sweep(on_l4, ["100%", "80%", "40%"], auto)],
@@ -223,7 +224,7 @@ SVG(
 # %% [markdown]
 # ## And if it does not fit at all?
 #
-# Then the answer is an error that says what would.
+# Then the error reports a budget that is feasible.
 
 # %%
 try:
@@ -242,11 +243,11 @@ print(
     f"Half of the memory costs {half.overhead:.1%} more time. The knee is at "
     f"{knee.peak_bytes / knee.baseline_peak_bytes:.0%} of the memory and {knee.overhead:.1%}.\n"
     f"On an L4 the step needs {format_bytes(l4.peak_bytes)} where it would take "
-    f"{format_bytes(l4.baseline_peak_bytes)}, and recomputing is {l4.overhead:.1%} on top\n"
-    f"of what the slower device takes anyway "
+    f"{format_bytes(l4.baseline_peak_bytes)}, and recomputation adds {l4.overhead:.1%}\n"
+    f"to the time of the slower device "
     f"({l4.baseline_time_s / on_device['h200'].baseline_time_s:.1f} times as long)."
 )
 
 # %% [markdown]
-# These times are estimates from data sheets: good for choosing between schedules, not for
-# promising seconds. On the device itself, `remat.optimize(model, budget)` measures.
+# These times are estimates from data sheets. They rank schedules, but are no exact predictions. On
+# the device itself, `remat.optimize(model, budget)` measures the costs.

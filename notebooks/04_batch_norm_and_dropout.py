@@ -11,8 +11,8 @@
 # %% [markdown]
 # # Batch norm and dropout
 #
-# **The question.** Some operations do more than compute a result: batch norm moves its running
-# statistics, dropout takes numbers from the random generator. What happens if they run twice?
+# **The question.** Some operations have side effects: batch norm updates its running statistics,
+# dropout advances the random generator. What happens if they run twice?
 
 # %%
 import copy
@@ -30,7 +30,7 @@ device = "cuda" if torch.cuda.is_available() else "cpu"
 torch.backends.cudnn.deterministic = True
 
 # %% [markdown]
-# A small ResNet with both. `wrap` decides how a block is run: as it is, or under a checkpoint.
+# A small ResNet with both. `wrap` decides how a block runs: directly or under a checkpoint.
 
 # %%
 
@@ -71,7 +71,7 @@ labels = torch.randint(0, 10, (rows,), device=device)
 
 
 def step(module, **options):
-    """One step from a fixed seed: loss, gradients, statistics, and the next random number."""
+    """Run a step from a fixed seed; return loss, gradients, statistics and the next random number."""
     torch.manual_seed(7)
     loss = module(images, labels, **options)
     loss.backward()
@@ -90,11 +90,11 @@ print(f"eager: batches seen after one step: {eager['statistics'][counter].item()
 assert eager["statistics"][counter] == 1
 
 # %% [markdown]
-# ## By hand, first trap: statistics move twice
+# ## By hand, first trap: statistics are updated twice
 #
-# A checkpoint runs the block's forward again during the backward pass. Batch norm cannot know that
-# this is the same batch: it counts it a second time, and its running mean moves a second time. The
-# gradients do not show it. Evaluation does, later.
+# A checkpoint recomputes the block's forward during the backward pass. Batch norm cannot know that
+# this is the same batch: it counts the batch a second time, and updates its running mean a second
+# time. The gradients do not show it. Later, evaluation does.
 
 # %%
 
@@ -113,10 +113,10 @@ assert not torch.allclose(by_hand["statistics"][mean], eager["statistics"][mean]
 # %% [markdown]
 # ## By hand, second trap: another dropout mask
 #
-# By default `checkpoint` puts the random generator back before it runs a block again. That costs
-# time, so there is a switch to turn it off: `preserve_rng_state=False`. With dropout inside, the
-# second run then draws another mask, and the backward pass belongs to a forward pass that never
-# was. There is no error. The loss is right, and the gradients are wrong.
+# By default `checkpoint` restores the random generator before it recomputes a block. That costs
+# time, so an option turns it off: `preserve_rng_state=False`. With dropout inside, the recomputation
+# then samples another mask, and the backward pass belongs to a forward pass that never ran. There
+# is no error. The loss is right, and the gradients are wrong.
 
 # %%
 
@@ -126,7 +126,7 @@ def without_rng(block, x):
 
 
 def equal(one, other, what="gradients"):
-    """How many tensors are equal bit for bit."""
+    """Return how many tensors are equal bit for bit."""
     return sum(torch.equal(one[what][name], other[what][name]) for name in one[what])
 
 
@@ -145,7 +145,7 @@ assert relative > 0.01
 # ## With remat
 #
 # The costs are nominal ones of a CPU, so that this plan is the same on every machine.
-# At a third of the memory, batch norms and dropouts are among what runs again.
+# At a third of the memory, batch norms and dropouts are among the recomputed operations.
 
 # %%
 model = copy.deepcopy(start)
@@ -157,11 +157,11 @@ fast = remat.optimize(
     strategy=remat.Auto(gap=0.01, time_limit=5.0, stall=2.0),
 )
 plan = fast.plan
-again = {
+recomputed = {
     plan.graph.operations[op].name: n for op, n in plan.schedule.recomputed(plan.graph).items()
 }
-norms = sum("batch_norm" in name for name in again)
-dropouts = sum("dropout" in name for name in again)
+norms = sum("batch_norm" in name for name in recomputed)
+dropouts = sum("dropout" in name for name in recomputed)
 print(plan)
 print(f"\namong them are {norms} batch norms and {dropouts} dropouts")
 assert norms > 0
@@ -183,18 +183,18 @@ assert equal(planned, eager, "statistics") == statistics
 assert torch.equal(planned["next random number"], eager["next random number"])
 
 # %% [markdown]
-# ## Why not here
+# ## Why remat avoids both
 #
-# remat does not run Python code again. It runs single operations of a recorded graph, and knows
-# what each of them does:
+# remat does not rerun Python code. It recomputes single operations of a traced graph, and knows
+# their side effects:
 #
-# * Writing the running statistics is an operation of its own, which runs once. A batch norm that
-#   runs again is one without statistics: the same numbers come out, and nothing moves.
-# * A random operation that runs again gets the state that the generator had at its first run, and
-#   the generator is put back after it. The mask is the same, and so is every random number that
-#   follows the step.
+# * The update of the running statistics is a separate operation, which runs once. A recomputed batch
+#   norm does not update statistics: it has the same result and no side effect.
+# * A recomputed random operation starts from the generator's state at its first run, and the
+#   generator is restored after it. The mask is the same, and so is every random number after the
+#   step.
 #
-# The backward pass can be read. Here is one of each, as it runs again:
+# The code of the backward pass shows it. Here is one recomputation of each kind:
 
 # %%
 code = fast.backward_graph.code.splitlines()
@@ -208,7 +208,7 @@ for word in ("no_stats", "replay("):
 print(
     f"Run twice by hand, batch norm has seen {by_hand['statistics'][counter].item()} batches for "
     f"1, and careless dropout bends a gradient by {relative:.0%}.\n"
-    f"remat's step runs {sum(again.values())} operations again and peaks at "
+    f"remat's step recomputes {sum(recomputed.values())} operations and peaks at "
     f"{format_bytes(plan.peak_bytes)} of {format_bytes(plan.baseline_peak_bytes)}: "
     "loss, gradients, statistics\nand the random numbers after it are those of eager mode, bit "
     "for bit."

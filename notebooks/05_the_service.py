@@ -14,8 +14,8 @@
 # **The question.** A team has many models and one machine with free cores. How does the planning
 # move there, while the models stay where their GPUs are?
 #
-# `remat serve` is that machine's part. This notebook starts a real one, on a free port and with
-# its data in a folder that is deleted in the end.
+# That machine runs `remat serve`. This notebook starts a real service, on a free port, with its
+# data in a folder that is deleted at the end.
 
 # %%
 import atexit
@@ -42,9 +42,8 @@ from remat.service.wire import Options, SolveRequest
 # %% [markdown]
 # ## Start it
 #
-# In a shell this is `remat serve`. Settings come from the environment or as options. `stop` is
-# called at the end of the notebook, and also where a cell fails: when this Python ends, at the
-# latest.
+# In a shell this is `remat serve`. Settings come from the environment or from options. `stop` is
+# called at the end of the notebook or, if a cell fails, when this Python process exits.
 
 # %%
 folder = tempfile.TemporaryDirectory(prefix="remat-service-")
@@ -64,7 +63,7 @@ service = subprocess.Popen(
 
 
 def stop():
-    """End the service and delete its data; again does nothing."""
+    """Stop the service and delete its data. A second call does nothing."""
     if service.poll() is None:
         service.terminate()
         try:
@@ -93,14 +92,13 @@ while True:
 print("ready:", ready.json())
 
 # %% [markdown]
-# ## Use it as the library
+# ## Use it like the library
 #
-# `remat.Client` has the library's calls. The model is traced here. What is sent is its graph:
-# no weights, no pickle, no code. What comes back is the plan and the rewritten graph, which
-# run here, with the model's own parameters.
+# `remat.Client` has the library's functions. The model is traced here. Only its graph is sent:
+# no weights, no pickle, no code. The service returns the plan and the rewritten graph, which runs
+# here, with the model's own parameters.
 #
-# The costs are asked for by a device's name, and the service prices them. Left out, they are
-# measured here.
+# `costs` names a device, whose costs the service estimates. Without it, they are measured here.
 
 # %%
 
@@ -148,8 +146,8 @@ print(f"{len(pairs)} gradients are equal to eager's bit for bit")
 # %% [markdown]
 # ## Jobs
 #
-# Behind each call is a job. `submit` returns it at once, and somebody else may wait for it, or
-# nobody: jobs survive a restart of the service.
+# Behind each call is a job. `submit` returns it at once; another client may wait for it. Jobs
+# survive a restart of the service.
 
 # %%
 trace = remat.measure(remat.trace(model, (x, target)), remat.Roofline("cpu"))
@@ -160,14 +158,14 @@ print(job.kind, job.status)
 # %% [markdown]
 # ## Live events
 #
-# A job tells how it stands as server-sent events: `incumbent` is a better schedule, `progress` the
-# proved bound that comes to meet it, `done` the end. In a shell:
+# A job reports its progress as server-sent events: `incumbent` is a better schedule, `progress` a
+# better proved bound, `done` the end. In a shell:
 #
 # ```
 # curl -N http://localhost:8000/jobs/$ID/events
 # ```
 #
-# This one is asked for a proof to the last digit, within two seconds.
+# This job requests a gap of zero within two seconds.
 
 # %%
 seen = []
@@ -209,7 +207,7 @@ picture = http.get(f"{where}/result", headers={"Accept": "image/svg+xml"})
 SVG(picture.text)
 
 # %% [markdown]
-# The same question a second time is answered from the store, whoever asks:
+# A repeated request, from any client, is answered from the store:
 
 # %%
 repeated = client.submit(SolveRequest(trace=trace, budget="60%"))
@@ -232,7 +230,7 @@ assert len(listed) == 4
 # %% [markdown]
 # ## Errors are the library's
 #
-# What cannot be solved is told as if it had been tried here, with the number that helps.
+# An infeasible request raises the same error as the library, with the smallest feasible budget.
 
 # %%
 try:

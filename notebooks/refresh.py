@@ -1,7 +1,7 @@
-"""Run the notebooks from start to end, and write what they show.
+"""Run the notebooks from start to end, and write their outputs.
 
     python -m notebooks.refresh                     # all of them
-    python -m notebooks.refresh 03 05               # those whose names begin so
+    python -m notebooks.refresh 03 05               # those whose names begin with 03 or 05
 
 The `.py` files are the source. Each becomes the `.ipynb` of the same name, with its outputs.
 """
@@ -26,12 +26,12 @@ from nbformat import NotebookNode
 FOLDER = Path(__file__).resolve().parent
 CELL_LIMIT_S = 120
 _ROOT = FOLDER.parent
-_LEFT_OUT = ("execution", "jupyter", "vscode")
-"""Of a cell's metadata: times of the run and what editors leave."""
+_REMOVED_METADATA = ("execution", "jupyter", "vscode")
+"""Metadata of cells that is not stored: times of the run, and the editors' own."""
 
 
 class _ThisPython(KernelSpecManager):
-    """Whatever kernels are installed for the user: notebooks run with the Python that asks."""
+    """Selects the running Python as the kernel, whatever kernels the user has installed."""
 
     def get_kernel_spec(self, kernel_name: str) -> KernelSpec:
         command = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
@@ -39,12 +39,12 @@ class _ThisPython(KernelSpecManager):
 
 
 def sources() -> list[Path]:
-    """The notebooks as Python files, in order."""
+    """Return the notebooks' `.py` files, in order."""
     return sorted(FOLDER.glob("[0-9]*.py"))
 
 
 def read_source(path: Path) -> NotebookNode:
-    """A `.py` file as a notebook without outputs. Cell ids are numbers, so that they stay."""
+    """Return a `.py` file as a notebook without outputs. Cell ids are numbers, so they are stable."""
     notebook = jupytext.read(path)
     for number, cell in enumerate(notebook.cells):
         cell.source = cell.source.strip("\n")
@@ -53,10 +53,10 @@ def read_source(path: Path) -> NotebookNode:
 
 
 def execute(notebook: NotebookNode, **settings: str) -> NotebookNode:
-    """Run every cell in a new kernel, in an empty folder, with caches of its own; the outputs are
-    written into `notebook`. `settings` are added to the environment.
+    """Run every cell in a new kernel, in an empty folder with empty caches.
 
-    Raises `CellExecutionError` at the first cell that fails.
+    The outputs are written into `notebook`. `settings` are added to the environment. Raises
+    `CellExecutionError` at the first cell that fails.
     """
     with tempfile.TemporaryDirectory(prefix="remat-notebook-") as scratch:
         work = Path(scratch, "work")
@@ -66,14 +66,14 @@ def execute(notebook: NotebookNode, **settings: str) -> NotebookNode:
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
             "IPYTHONDIR": str(Path(scratch, "ipython")),
             "REMAT_CACHE_DIR": str(Path(scratch, "cache")),
-            "PYTHONWARNINGS": "ignore:IProgress not found",  # transformers' bars; none are shown
+            "PYTHONWARNINGS": "ignore:IProgress not found",  # from the progress bars of transformers
             **settings,
         }
         kernel = AsyncKernelManager(
             kernel_spec_manager=_ThisPython(),
             connection_file=str(Path(scratch, "kernel.json")),
-            shutdown_wait_time=30.0,  # what a notebook has started ends with its kernel
-            transport="tcp" if sys.platform == "win32" else "ipc",  # nobody else can listen
+            shutdown_wait_time=30.0,  # processes started by a notebook end with its kernel
+            transport="tcp" if sys.platform == "win32" else "ipc",  # not reachable by other users
         )
         client = NotebookClient(
             notebook,
@@ -88,21 +88,21 @@ def execute(notebook: NotebookNode, **settings: str) -> NotebookNode:
 
 
 def _clean(notebook: NotebookNode) -> None:
-    """Leave out what differs from run to run and tells nothing."""
+    """Remove metadata that differs from run to run."""
     notebook.metadata.pop("language_info", None)
     for cell in notebook.cells:
-        for name in _LEFT_OUT:
+        for name in _REMOVED_METADATA:
             cell.metadata.pop(name, None)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the notebooks that are named, or all, and write their `.ipynb`."""
+    """Run the named notebooks, or all, and write their `.ipynb` files."""
     parser = argparse.ArgumentParser(prog="python -m notebooks.refresh", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("names", nargs="*", help="what the names begin with; all by default")
-    wanted = tuple(parser.parse_args(argv).names) or ("",)
+    parser.add_argument("names", nargs="*", help="beginnings of names; default: all")
+    prefixes = tuple(parser.parse_args(argv).names) or ("",)
     for path in sources():
-        if not path.name.startswith(wanted):
+        if not path.name.startswith(prefixes):
             continue
         began = time.monotonic()
         notebook = execute(read_source(path))

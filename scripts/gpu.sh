@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The acceptance run with the Python at hand: needs torch with CUDA, transformers and pytest, no .venv
-# and no network. What else remat needs is taken from build/gpu-wheels (scripts/gpu_wheels.py).
-# $PYTHON names the Python; arguments go to `python -m benchmarks.gpu`, whose exit code this has.
+# The acceptance run. Needs a Python with CUDA torch, transformers and pytest; no .venv, no network.
+# Other dependencies of remat are installed from build/gpu-wheels (scripts/gpu_wheels.py).
+# $PYTHON names the Python; arguments go to `python -m benchmarks.gpu`, whose exit code is returned.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

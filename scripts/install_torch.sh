@@ -5,8 +5,8 @@
 #   https://download.pytorch.org/whl/cpu   (small, no GPU)
 #   https://download.pytorch.org/whl/cu130
 # Otherwise the default index decides: on Linux that is the CUDA build, unless pip is configured to
-# prefer another. Where an NVIDIA GPU is at work the result must be a CUDA build: a torch without it
-# is replaced by the one whose version is exactly the pinned one, without a local suffix like +cpu.
+# prefer another. On a machine with an NVIDIA GPU, a torch without CUDA is replaced by the build whose
+# version is exactly the pinned one, without a local suffix like +cpu.
 set -euo pipefail
 
 python=$1

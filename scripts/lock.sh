@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Write constraints.txt: exact versions of everything a fresh environment gets today.
-# $1 is the Python to make that environment with; TORCH_INDEX as in install_torch.sh.
+# Write constraints.txt: the exact versions of all packages that a new environment gets today.
+# $1 is the Python of that environment; TORCH_INDEX as in install_torch.sh.
 set -euo pipefail
 
 scratch=$(mktemp -d)
@@ -13,8 +13,8 @@ python=$scratch/venv/bin/python
 
 {
     echo "# Exact versions of the development environment, made by \`make lock\` ($("$python" -V))."
-    echo "# What only CUDA builds of torch bring along is left out: torch pins that itself."
-    echo "# torch stands without a local suffix, so that any build of that version fits."
+    echo "# Without the dependencies of CUDA builds of torch: torch pins these itself."
+    echo "# torch has no local suffix, so that any build of that version fits."
     "$python" -m pip freeze --all --exclude remat |
         grep -v -i -E '^(nvidia|cuda|triton|pytorch-triton)' |
         sed -E 's/\+[A-Za-z0-9.]+$//'

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Install the Debian packages that some tests need, where they are missing and we may: as root, on a
-# system with apt. Never fails; says which tests will be skipped. NO_SYSTEM_PACKAGES=1 only says that.
-# Arguments name others than PostgreSQL, Chromium and g++: debootstrap, for `make test-versions`.
+# Install missing Debian packages that some tests need, if run as root on a system with apt.
+# Never fails; prints which tests will be skipped. NO_SYSTEM_PACKAGES=1 installs nothing.
+# Arguments replace the default packages PostgreSQL, Chromium and g++, as `make test-versions` does.
 set -uo pipefail
 
 has_postgresql() { compgen -G '/usr/lib/postgresql/*/bin/initdb' || command -v initdb; } >/dev/null
@@ -17,7 +17,7 @@ missing() {
 
 install() {
     export DEBIAN_FRONTEND=noninteractive
-    # RUNLEVEL=1: install the PostgreSQL server, but start none; tests start their own.
+    # RUNLEVEL=1: install the PostgreSQL server without starting it; tests start their own.
     local apt=(timeout 900 apt-get -qq -o DPkg::Lock::Timeout=120 -o Dpkg::Use-Pty=0)
     "${apt[@]}" update || return
     for package in "$@"; do
@@ -29,23 +29,23 @@ needed=("$@")
 if [ $# -eq 0 ]; then
     needed=(postgresql chromium g++)
 fi
-mapfile -t wanted < <(missing)
-if [ ${#wanted[@]} -eq 0 ]; then
+mapfile -t missing_packages < <(missing)
+if [ ${#missing_packages[@]} -eq 0 ]; then
     exit 0
 fi
 if [ -z "${NO_SYSTEM_PACKAGES:-}" ] && [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null; then
-    echo "installing Debian packages for tests: ${wanted[*]}"
-    if ! log=$(install "${wanted[@]}" 2>&1 </dev/null); then
+    echo "installing Debian packages for tests: ${missing_packages[*]}"
+    if ! log=$(install "${missing_packages[@]}" 2>&1 </dev/null); then
         echo "$log" | tail -n 5
     fi
 fi
 for package in $(missing); do
     case $package in
-        postgresql) what="the store on PostgreSQL" ;;
-        chromium) what="the page in a browser" ;;
-        g++) what="torch.compile" ;;
-        debootstrap) what="images and of Pythons that are missing" ;;
+        postgresql) subject="the store on PostgreSQL" ;;
+        chromium) subject="the page in a browser" ;;
+        g++) subject="torch.compile" ;;
+        debootstrap) subject="images and of missing Python versions" ;;
     esac
-    echo "$package is not installed: the tests of $what are skipped"
+    echo "$package is not installed: the tests of $subject are skipped"
 done
 exit 0

@@ -1,22 +1,22 @@
-"""Does any architecture of Transformers train under `remat.enable`, with eager's gradients?
+"""Check which architectures of Transformers train under remat, with eager's gradients.
 
-    python -m benchmarks.coverage                                  # all that this version has
+    python -m benchmarks.coverage                                  # all of the installed version
     python -m benchmarks.coverage --kinds causal --only gpt2 llama
 
-Each architecture is made small (see `small.py`), with random weights, on the CPU, in a process of
-its own: a step in eager mode, then one under `remat.enable(model, "min", scope="auto")` from the
-same seed. A row says whether gradients are equal, bit for bit or by how much, and whether it was
-planned as a whole or by blocks; or what was raised: an error of remat's own, or another.
+Each architecture is built small (see `small_models.py`), with random weights, on the CPU, in a
+process of its own. It runs a step in eager mode, then one under
+`remat.enable(model, "min", scope="auto")` from the same seed. A row has the difference of the
+gradients and how the model was planned (as a whole or by blocks), or the error that was raised.
 
     python -m benchmarks.coverage --sizes
 
-asks instead of each architecture that is captured whole, whether two captures serve three lengths
-of text (or numbers of images), and whether what they give is what a capture in each size gives.
+checks each architecture that is captured as a whole: do two captures serve three lengths of text
+(or numbers of images), and do they give the same steps as a capture at each size?
 
     python -m benchmarks.coverage --compiled
 
-asks whether each trains under `torch.compile(model, backend="remat")` at "min", with the gradients
-of plain torch.compile, in no more memory than was verified.
+checks if each architecture trains under `torch.compile(model, backend="remat")` at "min", with the
+gradients of plain torch.compile and a peak not above the verified one.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ _CHECKS = {
     "sizes": (sizes.check_sizes, sizes.OUTCOMES),
     "compiled": (compiled.check_compiled, compiled.OUTCOMES),
 }
-"""What is asked of each architecture, and what comes of it."""
+"""The checks by option, each with the outcomes that it can have."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run, print, write."""
+    """Check the architectures, print a line for each, and write the result file."""
     options = _options(argv)
     selected = [(k, name) for k in options.kinds for name in architectures(k)]
     selected = [(k, name) for k, name in selected if not options.only or name in options.only]
-    with ThreadPoolExecutor(options.jobs) as pool:  # a thread for each process that runs
-        rows = list(pool.map(lambda each: _in_a_process(options, each[0], each[1]), selected))
+    with ThreadPoolExecutor(options.jobs) as pool:  # a thread for each running process
+        rows = list(pool.map(lambda pair: _check_in_process(options, *pair), selected))
     counted = [row for row in rows if row["outcome"] not in (NOT_EAGER, compiled.NOT_COMPILED)]
     name = f"coverage-{options.check}" if options.check else "coverage"
     result = {
@@ -74,10 +74,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     good = sum(row["outcome"] in (EQUAL, CLOSE, sizes.ONE) for row in counted)
     if options.check == "sizes":
         whole = sum(row["outcome"] != REFUSED for row in counted)
-        print(f"{good} of {whole} that are captured whole need one capture for all sizes")
+        print(f"{good} of {whole} models captured as a whole need one capture for all sizes")
     else:
         mode = "plain torch.compile" if options.check else "eager mode"
-        print(f"{good} of {len(counted)} that train in {mode} train with its gradients")
+        print(f"{good} of {len(counted)} models that train in {mode} have its gradients")
     if options.out or not options.only:
         folder = Path(options.out or report.RESULTS)
         print("written:", report.write_result(folder, f"{name}-cpu", result))
@@ -94,13 +94,14 @@ def _version() -> str:
     return transformers.__version__
 
 
-def _in_a_process(options: argparse.Namespace, kind: str, name: str) -> Row:
+def _check_in_process(options: argparse.Namespace, kind: str, name: str) -> Row:
+    """Check one architecture in a new process, print its outcome, and return its row."""
     timeout_s = options.timeout_s
-    ask = _CHECKS[options.check][0]
+    check = _CHECKS[options.check][0]
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["remat", "transformers"])
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=send_row, args=(sender, ask, kind, name), daemon=True)
+    process = context.Process(target=send_row, args=(sender, check, kind, name), daemon=True)
     began = time.monotonic()
     process.start()
     sender.close()
@@ -113,8 +114,8 @@ def _in_a_process(options: argparse.Namespace, kind: str, name: str) -> Row:
     process.kill()
     process.join()
     row["seconds"] = round(time.monotonic() - began, 1)
-    how = row.get("planned", "")
-    print(f"{kind} {name}: {row['outcome']} {how} {row['why'][:120]}", flush=True)
+    planned = row.get("planned", "")
+    print(f"{kind} {name}: {row['outcome']} {planned} {row['why'][:120]}", flush=True)
     return row
 
 
@@ -124,7 +125,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
-    add("--only", nargs="+", metavar="MODEL", help="types of model; writes only where --out says")
+    add("--only", nargs="+", metavar="MODEL", help="model types; writes a file only with --out")
     check_group = parser.add_mutually_exclusive_group()
     for name, what in (("sizes", "captures of several sizes"), ("compiled", "torch.compile")):
         check_group.add_argument(

@@ -1,4 +1,4 @@
-"""One architecture under torch.compile: a plain step, then one by the backend "remat"."""
+"""Check of one architecture under torch.compile: a plain step, then one by the backend "remat"."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from remat.frontend.memory.meter import unique_bytes
 
 OVER, NOT_COMPILED = "over", "not compiled"
 OUTCOMES = {
-    EQUAL: "gradients are plain torch.compile's, bit for bit",
-    CLOSE: "gradients are plain torch.compile's within 1e-5",
-    WRONG: "gradients are others",
-    OVER: "a step takes more than was verified",
-    REFUSED: "an error of remat's",
+    EQUAL: "gradients equal plain torch.compile's bit for bit",
+    CLOSE: "gradients equal plain torch.compile's within 1e-5",
+    WRONG: "gradients differ",
+    OVER: "the step's peak is above the verified one",
+    REFUSED: "remat raised an error of its own",
     FAILED: "another error",
-    HUNG: "not done in time, or its process died",
-    NOT_COMPILED: "it could not be made small, or plain torch.compile does not train it, or not "
+    HUNG: "not finished in time, or its process died",
+    NOT_COMPILED: "it could not be built small, or plain torch.compile does not train it, or not "
     "twice with the same gradients: not counted",
 }
 
@@ -47,7 +47,7 @@ Compiled = Callable[..., Any]
 
 
 def check_compiled(kind: str, name: str) -> Row:
-    """The outcome for one architecture with the budget "min", and why."""
+    """Return the outcome for one architecture at the budget "min", and the reason."""
     torch._inductor.config.compile_threads = 1
     keep_freed_memory()
     with (
@@ -56,12 +56,12 @@ def check_compiled(kind: str, name: str) -> Row:
     ):
         try:
             model, batch = build_small_model(kind, name)
-            model(**batch)  # some make parts of themselves in their first call
+            model(**batch)  # some models create parameters in their first call
             plain, planned = copy.deepcopy(model), copy.deepcopy(model)
             expected, plain_bytes = _step(torch.compile(plain), plain, batch)
             repeated, _ = _step(torch.compile(plain), plain, batch)
             if not expected or largest_error(expected, repeated) > TOLERANCE:
-                raise ValueError("no gradient, or another one each time")
+                raise ValueError("no gradients, or different ones in each run")
         except Exception as error:
             return failure_row(NOT_COMPILED, error)
         try:
@@ -71,17 +71,18 @@ def check_compiled(kind: str, name: str) -> Row:
         except remat.RematError as error:
             return failure_row(REFUSED, error)
         except Exception as error:
-            inside = error.__cause__ or error.__context__
-            is_ours = isinstance(inside, remat.RematError)
-            return failure_row(REFUSED if is_ours else FAILED, error)
+            cause = error.__cause__ or error.__context__
+            is_remat_error = isinstance(cause, remat.RematError)
+            return failure_row(REFUSED if is_remat_error else FAILED, error)
     return _judged(largest_error(expected, actual), peak_bytes, plain_bytes)
 
 
 def _judged(error: float, peak_bytes: int, plain_bytes: int) -> Row:
+    """Return the row of an architecture that trained, with its error and peak."""
     plans = remat.compiled_plans()
     verified_bytes = [p.verified_bytes for p in plans]
     outcome = EQUAL if error == 0.0 else CLOSE if error <= TOLERANCE else WRONG
-    # Of several graphs, a later one may hold more than an earlier one knew.
+    # With several graphs, a later one may retain more than an earlier one was planned with.
     if len(plans) == 1 and peak_bytes > (verified_bytes[0] or 0):
         outcome = OVER
     return {
@@ -95,7 +96,7 @@ def _judged(error: float, peak_bytes: int, plain_bytes: int) -> Row:
 def _step(
     run: Compiled, model: nn.Module, batch: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, torch.Tensor], int]:
-    """Gradients of a first step, and the peak bytes of another, of what takes part in it."""
+    """Return the gradients of a first step, and the peak of a second one with its tensors."""
     actual = {n: g.clone() for n, g in gradients(run, model, batch).items()}
     used = [p for name, p in model.named_parameters() if name in actual]
     model.zero_grad(set_to_none=True)
@@ -103,7 +104,7 @@ def _step(
     def step() -> None:
         run(**batch).loss.backward()
 
-    there = unique_bytes([*used, *model.buffers(), *batch.values()])
-    peak_bytes = allocated_peak(step) + there
+    constant_bytes = unique_bytes([*used, *model.buffers(), *batch.values()])
+    peak_bytes = allocated_peak(step) + constant_bytes
     model.zero_grad(set_to_none=True)
     return actual, peak_bytes

@@ -1,4 +1,4 @@
-"""One architecture: a step in eager mode, then one under `remat.enable`."""
+"""Check of one architecture: a step in eager mode, then one under `remat.enable`."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ EQUAL, CLOSE, WRONG = "equal", "close", "wrong"
 REFUSED, FAILED, HUNG = "refused", "failed", "killed"
 NOT_EAGER = "not in eager mode"
 OUTCOMES = {
-    EQUAL: "gradients are eager's, bit for bit",
-    CLOSE: "gradients are eager's within 1e-5",
-    WRONG: "gradients are others",
-    REFUSED: "an error of remat's",
+    EQUAL: "gradients equal eager's bit for bit",
+    CLOSE: "gradients equal eager's within 1e-5",
+    WRONG: "gradients differ",
+    REFUSED: "remat raised an error of its own",
     FAILED: "another error",
-    HUNG: "not done in time, or its process died",
-    NOT_EAGER: "it could not be made small, or does not train in eager mode: not counted",
+    HUNG: "not finished in time, or its process died",
+    NOT_EAGER: "it could not be built small, or does not train in eager mode: not counted",
 }
 TOLERANCE = 1e-5
 
 Row = dict[str, Any]
 
 
-def send_row(sender: Any, ask: Callable[[str, str], Row], kind: str, name: str) -> None:
-    """Of one architecture, in a process of its own."""
+def send_row(sender: Any, check: Callable[[str, str], Row], kind: str, name: str) -> None:
+    """Check one architecture in this process, and send its row through a pipe."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    sender.send(ask(kind, name))
+    sender.send(check(kind, name))
 
 
 def check_enable(kind: str, name: str) -> Row:
-    """The outcome for one architecture, and why."""
+    """Return the outcome for one architecture under `remat.enable`, and the reason."""
     try:
         model, batch = build_small_model(kind, name)
-        model(**batch)  # some make parts of themselves in their first call, from random numbers
+        model(**batch)  # some models create parameters in their first call, from random numbers
         eager = copy.deepcopy(model)
         expected = gradients(eager, eager, batch)
         if not expected:
@@ -66,33 +66,33 @@ def check_enable(kind: str, name: str) -> Row:
 
 
 def _how(plan: remat.Plan | BlocksPlan) -> Row:
-    """Planned as a whole, or by blocks, and what was left to eager mode then."""
+    """Return how a model was planned: as a whole or by blocks, and the modules without a plan."""
     if isinstance(plan, remat.Plan):
         return {"planned": "whole", "recomputed": len(plan.schedule) - len(plan.graph)}
-    own = [c.plan for c in plan.calls if c.plan is not None]
+    block_plans = [c.plan for c in plan.calls if c.plan is not None]
     reasons = sorted(
         {
-            f"{c.class_name}: {_anywhere(c.unplanned_reason)}"[:300]
+            f"{c.class_name}: {_without_folders(c.unplanned_reason)}"[:300]
             for c in plan.unplanned
             if c.unplanned_reason
         }
     )
     return {
-        "planned": "blocks" if own else "nothing",
-        "recomputed": sum(len(p.schedule) - len(p.graph) for p in own),
+        "planned": "blocks" if block_plans else "nothing",
+        "recomputed": sum(len(p.schedule) - len(p.graph) for p in block_plans),
         "left": sorted({c.class_name for c in plan.unplanned}),
-        "because": _anywhere(plan.not_whole_reason),
+        "because": _without_folders(plan.not_whole_reason),
         "reasons": reasons,
     }
 
 
-def _anywhere(why: str) -> str:
-    """Without the folders of this machine."""
-    return re.sub(r"\S*/site-packages/", "", why)
+def _without_folders(message: str) -> str:
+    """Return a message without the path of this machine's site-packages."""
+    return re.sub(r"\S*/site-packages/", "", message)
 
 
 def failure_row(outcome: str, error: Exception) -> Row:
-    """Of one that did not come to a step."""
+    """Return the row of an architecture that raised an error."""
     first = str(error).strip().splitlines()[0] if str(error).strip() else ""
     return {"outcome": outcome, "why": f"{type(error).__name__}: {first}"[:500]}
 
@@ -100,7 +100,7 @@ def failure_row(outcome: str, error: Exception) -> Row:
 def gradients(
     run: Callable[..., Any], model: nn.Module, batch: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Of one step of `run`, by the names of the model's parameters."""
+    """Run a step of `run` from a fixed seed; return the model's gradients by parameter name."""
     torch.manual_seed(2)
     run(**batch).loss.backward()
     return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
@@ -109,15 +109,18 @@ def gradients(
 def largest_error(
     expected: Mapping[str, torch.Tensor], actual: Mapping[str, torch.Tensor]
 ) -> float:
-    """The largest difference, relative to the largest number of a gradient or, where all of it is
-    rounding (the bias of a key before a softmax), to a hundredth of the largest of all."""
+    """Return the largest relative difference of two sets of gradients.
+
+    The scale is the gradient's largest element, but at least a hundredth of the largest element of
+    all gradients: the gradient of a key's bias before a softmax consists of rounding errors only.
+    """
     if expected.keys() != actual.keys():
         return float("inf")
     errors = [0.0]
     sizes = {name: gradient.abs().max().item() for name, gradient in expected.items()}
-    least = 1e-2 * max(sizes.values())
+    min_scale = 1e-2 * max(sizes.values())
     for name, gradient in expected.items():
         if not torch.equal(gradient, actual[name]):
-            scale = max(sizes[name], least) or 1.0
+            scale = max(sizes[name], min_scale) or 1.0
             errors.append((gradient - actual[name]).abs().max().item() / scale)
     return max(errors)

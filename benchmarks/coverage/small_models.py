@@ -1,4 +1,4 @@
-"""Architectures of Transformers, made small: two layers, a width of 64, random weights."""
+"""Small models of Transformers' architectures: two layers, a width of 64, random weights."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-LARGEST = 30_000_000
-"""Parameters: what has more could not be made small."""
+MAX_PARAMETERS = 30_000_000
+"""Number of parameters above which a model counts as not small."""
 
 _SIZES: dict[str, int] = {
     **dict.fromkeys(
@@ -57,11 +57,11 @@ KINDS = {
     "masked": ("MODEL_FOR_MASKED_LM_MAPPING", "AutoModelForMaskedLM"),
     "image": ("MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING", "AutoModelForImageClassification"),
 }
-"""By kind, transformers' table of its architectures, and the class that makes them."""
+"""For each kind, Transformers' table of architectures, and the class that builds them."""
 
 
 def architectures(kind: str) -> list[str]:
-    """The types of model of a kind that this version of transformers has."""
+    """Return the model types of a kind in the installed version of Transformers."""
     import transformers
 
     table: Any = getattr(transformers, KINDS[kind][0])
@@ -69,33 +69,37 @@ def architectures(kind: str) -> list[str]:
 
 
 def build_small_model(kind: str, model_type: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    """A small model and its batch, with labels. Raises whatever its code raises."""
+    """Return a small model with random weights, and a batch with labels.
+
+    Raises any error that the model's code raises.
+    """
     import transformers
 
-    maker: Any = getattr(transformers, KINDS[kind][1])
+    auto_class: Any = getattr(transformers, KINDS[kind][1])
     torch.manual_seed(0)
-    model: nn.Module = maker.from_config(_small(model_type))
+    model: nn.Module = auto_class.from_config(_small_config(model_type))
     parameters = sum(p.numel() for p in model.parameters())
-    if parameters > LARGEST:
-        raise ValueError(f"{parameters / 1e6:.0f} million parameters: it could not be made small")
+    if parameters > MAX_PARAMETERS:
+        raise ValueError(f"{parameters / 1e6:.0f} million parameters: it could not be built small")
     return model.train(), batch_of(kind, model)
 
 
-def _small(model_type: str) -> Any:
+def _small_config(model_type: str) -> Any:
+    """Return a configuration of a model type with small sizes, nested ones included."""
     import transformers
 
-    known: Any = transformers.CONFIG_MAPPING[model_type]
-    default = known()
-    config = known(**dict(_chosen(default)))
-    for name, value in vars(default).items():  # a part for text, for images
+    config_class: Any = transformers.CONFIG_MAPPING[model_type]
+    default = config_class()
+    config = config_class(**dict(_small_sizes(default)))
+    for name, value in vars(default).items():  # nested configurations, for text or images
         if isinstance(value, transformers.PreTrainedConfig):
-            setattr(config, name, type(value)(**dict(_chosen(value))))
+            setattr(config, name, type(value)(**dict(_small_sizes(value))))
     config.use_cache = False
     return config
 
 
-def _chosen(default: Any) -> Iterator[tuple[str, Any]]:
-    """What this configuration knows of our sizes."""
+def _small_sizes(default: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the small sizes that fit the fields of a configuration."""
     for name, value in {**_SIZES, **_TOKENS}.items():
         if isinstance(getattr(default, name, None), int) or name in _TOKENS:
             yield name, value
@@ -109,7 +113,7 @@ def _chosen(default: Any) -> Iterator[tuple[str, Any]]:
 
 
 def batch_of(kind: str, model: nn.Module, size: int | None = None) -> dict[str, torch.Tensor]:
-    """Of so many tokens, or so many images."""
+    """Return a batch with labels: `size` tokens in each row, or `size` images."""
     generator = torch.Generator().manual_seed(1)
     config: Any = model.config
     if kind == "image":

@@ -50,7 +50,7 @@ def run_models(
         torch.manual_seed(0)
         workload = models[name](device, options.quick)
         result["models"][name] = {"size": workload.size, **run(name, workload, device)}
-        if out:  # after each: what is interrupted has what was done
+        if out:  # after each model, so that an interrupted run leaves its results
             print(
                 "written:",
                 report.write_result(Path(out), f"{benchmark}-{machine.slug(device)}", result),

@@ -71,7 +71,7 @@ def qwen3_moe(device: torch.device, quick: bool) -> Workload:
 
 
 def bert(device: torch.device, quick: bool) -> Workload:
-    """Return a BERT workload of masked language modelling, with padding in a quarter of the batch."""
+    """Return a BERT workload: masked language modelling, a quarter of the rows padded."""
     from transformers import BertConfig, BertForMaskedLM
 
     layers, width, rows, tokens, vocabulary = _text_model_sizes(device, quick)

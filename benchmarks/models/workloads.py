@@ -20,8 +20,8 @@ from torch import nn
 class Workload:
     """A model with its batch.
 
-    `blocks` returns the modules that per-block checkpointing checkpoints; `autocast` is the dtype of
-    the forward's autocast, if any.
+    `blocks` returns the modules that per-block checkpointing checkpoints; `autocast` is the dtype
+    of the forward's autocast, if any.
     """
 
     size: str

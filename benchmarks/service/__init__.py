@@ -1,1 +1,4 @@
-"""How the service holds under load and loss, and what it costs over the library."""
+"""Benchmark of the service: load, killed processes, and overhead over the library.
+
+`__main__` is the command, `load`, `kill` and `overhead` are its sections, `jobs` their requests.
+"""

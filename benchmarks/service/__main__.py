@@ -1,17 +1,17 @@
-"""How the service holds under load and loss, and what it costs over the library.
+"""Benchmark of the service: load, killed processes, and overhead over the library.
 
     python -m benchmarks.service                                     # on SQLite
     python -m benchmarks.service --database-url postgresql://...     # on an empty database
-    python -m benchmarks.service --postgres                          # on one that is started here
+    python -m benchmarks.service --postgres                          # on a new PostgreSQL
 
 Sections:
 
 * load:     many clients submit many different jobs at once; every answer is checked;
 * kill:     the server, or its worker, is killed (SIGKILL) at random moments with jobs in flight;
-* overhead: the time of `remat.Client` beside `remat.solve` on the same graph.
+* overhead: the time of `remat.Client` against `remat.solve` on the same graph.
 
-All against a real server process on loopback. Everything that must hold is asserted: the benchmark
-fails where a job is lost, done twice or wrong.
+All run against a real server process on loopback. The benchmark fails if a job is lost, done twice
+or has a wrong result.
 """
 
 from __future__ import annotations
@@ -80,9 +80,11 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--postgres", action="store_true", help="start a PostgreSQL for this run")
     parser.add_argument("--jobs", type=int, default=200)
     parser.add_argument("--clients", type=int, default=20)
-    parser.add_argument("--kills", type=int, default=10, help="of the server, and of the worker")
+    parser.add_argument(
+        "--kills", type=int, default=10, help="of server and worker each"
+    )
     parser.add_argument("--in-flight", type=int, default=20)
-    parser.add_argument("--trace", type=Path, help="a trace for `overhead`; else one is made")
+    parser.add_argument("--trace", type=Path, help="a trace for `overhead`; default: a small GPT-2")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     return parser.parse_args(arguments)

@@ -1,4 +1,4 @@
-"""What a solve costs more by HTTP than in process, on the same graph at the same budget."""
+"""Section `overhead`: extra time of a solve by HTTP over one in process, on the same graph."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ _HEADERS = {
 
 
 def run(folder: Path, settings: dict[str, str], options: argparse.Namespace) -> dict[str, Any]:
-    """Solves that take next to no time, so that what is left is the service's own.
+    """Return the times of trivial solves, which show the overhead of the service.
 
-    By plain HTTP with a request that is encoded already, which is the service alone; and by
-    `remat.Client`, which also writes the trace and reads the plan and the program.
+    Plain HTTP with an encoded request measures the service. `remat.Client` also writes the trace
+    and reads the plan and the program.
     """
     trace = remat.Trace.load(options.trace) if options.trace else _gpt2()
     body = b""
-    local: list[float] = []
+    local_s: list[float] = []
     http_s: dict[str, list[float]] = {"fresh": [], "cached": []}
     client_s: dict[str, list[float]] = {"fresh": [], "cached": []}
     running = servers.running(folder, "--workers", "1", **settings)
     with running as server, server.client() as client, server.http() as http:
-        client.solve(trace, "99.5%", remat.Auto(gap=0.5))  # the first connection
+        client.solve(trace, "99.5%", remat.Auto(gap=0.5))  # opens the connection
         for number in range(_REPEATS):
-            time.sleep(2.0)  # until the next process waits, as between users
+            time.sleep(2.0)  # until the next solving process is ready
             began = time.perf_counter()
             plan = remat.solve(trace, f"{100 + number}%", _STRATEGY)
             remat.rewrite(trace, plan.schedule)
-            local.append(time.perf_counter() - began)
+            local_s.append(time.perf_counter() - began)
             body = _request(trace, f"{100 + number}%")
             for kind in http_s:
                 began = time.perf_counter()
@@ -53,10 +53,10 @@ def run(folder: Path, settings: dict[str, str], options: argparse.Namespace) -> 
             time.sleep(2.0)
             for kind in client_s:
                 began = time.perf_counter()
-                answers = client.plan(trace, f"{200 + number}%", _STRATEGY)
+                plan_and_program = client.plan(trace, f"{200 + number}%", _STRATEGY)
                 client_s[kind].append(time.perf_counter() - began)
-                assert answers[0].schedule == plan.schedule
-    library_s = statistics.median(local)
+                assert plan_and_program[0].schedule == plan.schedule
+    library_s = statistics.median(local_s)
     http_medians = {kind: statistics.median(seconds) for kind, seconds in http_s.items()}
     client_medians = {kind: statistics.median(seconds) for kind, seconds in client_s.items()}
     return {
@@ -72,11 +72,13 @@ def run(folder: Path, settings: dict[str, str], options: argparse.Namespace) -> 
 
 
 def _request(trace: remat.Trace, budget: str) -> bytes:
+    """Return a compressed solve request."""
     request = SolveRequest(trace=trace, budget=budget, options=Options(strategy=_STRATEGY))
     return gzip.compress(request.model_dump_json().encode())
 
 
 def _gpt2() -> remat.Trace:
+    """Return the trace of a narrow GPT-2 of 20 layers, with roofline costs."""
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 

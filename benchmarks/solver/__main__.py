@@ -1,20 +1,20 @@
-"""How well and how fast graphs are scheduled, beside what is published and what others do.
+"""Benchmark of the quality and time of schedules, against published results and baselines.
 
-    python -m benchmarks.solver                                   # what needs no files of others
-    python -m benchmarks.solver --instances DIR                   # all of it
+    python -m benchmarks.solver                                   # sections without published files
+    python -m benchmarks.solver --instances DIR                   # all sections
     python -m benchmarks.solver --sections traced --models gpt12 unet --budgets 50% min
 
 Sections:
 
-* published: Checkmate's graphs in their order, beside published optima;
-* random:    random layered graphs, with the order searched and in the file's;
+* published: Checkmate's graphs in their own order, against published optima;
+* random:    random layered graphs, in the file's order and with the order searched;
 * traced:    training steps of real architectures, roofline costs, at shares of their peak;
-* baselines: what others do on the same traced graphs at the same budgets;
-* table2:    Checkmate's Table 2 anew: the cost of heuristics as a ratio to the optimum;
-* peers:     the models that Rockmate was measured on, at the same peaks, really run.
+* baselines: baseline strategies on the same traced graphs at the same budgets;
+* table2:    Checkmate's Table 2 repeated: the cost of heuristics as a ratio to the optimum;
+* peers:     the models that Rockmate was measured on, run at the same peaks.
 
-`published`, `random` and `table2` read graphs of others from `--instances`. Solves run one after
-the other, each in a process of its own. The result is written after every row.
+`published`, `random` and `table2` read published graphs from `--instances`. Solves run one after
+the other, each in a process of its own. The result file is written after every row.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ PATHS = ("instances", "cache", "out")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run, print, write. Returns 0: a target that is missed is a result, not an error."""
+    """Run the sections, print and write their rows. Return 0 even if a target is missed."""
     options = _options(argv)
-    given = options.sections != list(SECTIONS)
-    name = "-".join(["solver", *(options.sections if given else ())])
+    is_partial = options.sections != list(SECTIONS)
+    name = "-".join(["solver", *(options.sections if is_partial else ())])
     head = {
         "benchmark": "solver",
         "units": "bytes (units of the file for random graphs), seconds; overhead, bounds and gaps "
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for section in options.sections:
             SECTIONS[section](record, options)
     except KeyboardInterrupt:
-        record.print_progress("interrupted; the rows above are kept")
+        record.print_progress("interrupted; the rows above are stored")
     if record.path is not None:
         print("\nwritten:", record.path)
     return 0
@@ -81,8 +81,8 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--budgets", nargs="+", default=list(traced_graphs.BUDGETS), help="of the traced graphs")
     add("--cache", type=Path, default=default_cache(), help="folder with the traces")
-    add("--gaps", nargs="+", type=float, default=[5e-5, 5e-4], help="asked for in `published`")
-    add("--time-limit", type=float, default=180.0, help="seconds for a solve at most")
+    add("--gaps", nargs="+", type=float, default=[5e-5, 5e-4], help="requested gaps in `published`")
+    add("--time-limit", type=float, default=180.0, help="largest seconds for a solve")
     add("--strategies", nargs="+", choices=NAMES, default=list(NAMES), help="the baselines")
     add("--baseline-limit", type=float, default=60.0, help="seconds for a baseline at a budget")
     add("--peer-costs", nargs="+", choices=("flops", "measured"), default=["flops"])

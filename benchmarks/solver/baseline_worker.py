@@ -1,4 +1,4 @@
-"""One baseline on one graph: a job as JSON on stdin, its rows as JSON on stdout."""
+"""Worker process that runs one baseline on one graph: a job on stdin, rows on stdout, as JSON."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from remat.strategies.base import Strategy
 from remat.strategies.registry import compared_by_default
 
 NAMES = tuple(strategy.name for strategy in compared_by_default() if strategy.name != "auto")
-"""The baselines, by name."""
+"""The names of the baselines."""
 
 
 def main() -> int:
-    """Read the job, compare, print a row for each budget."""
+    """Read the job, run the baseline, and print a row for each budget."""
     job = json.load(sys.stdin)
     strategy = strategy_of(job["strategy"], job["time_limit"])
     compared = compare(job_graph(job), job["budgets"], [strategy])
@@ -27,6 +27,7 @@ def main() -> int:
 
 
 def _facts(comparison_row: ComparisonRow, compared: Comparison) -> dict[str, Any]:
+    """Return the JSON row of one budget."""
     row: dict[str, Any] = {
         "strategy": comparison_row.strategy,
         "budget": comparison_row.budget,
@@ -48,7 +49,7 @@ def _facts(comparison_row: ComparisonRow, compared: Comparison) -> dict[str, Any
 
 
 def strategy_of(name: str, time_limit_s: float) -> Strategy:
-    """A baseline by name, with the time limit where it has one."""
+    """Return the baseline with a name, with the time limit if it has such a field."""
     strategy = next(s for s in compared_by_default() if s.name == name)
     assert dataclasses.is_dataclass(strategy)
     if any(field.name == "time_limit" for field in dataclasses.fields(strategy)):

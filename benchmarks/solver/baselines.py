@@ -1,4 +1,4 @@
-"""Sections `baselines` and `table2`: what others do with the same graphs."""
+"""Sections `baselines` and `table2`: baseline strategies on the same graphs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.solver.remat_plans import EQUAL, RematPlans
 from benchmarks.solver.traced_graphs import limit_s, requested_gap
 
 BLOCK_RATIO = 0.85
-"""Of per-block checkpointing's extra time, remat takes at most this at its peak."""
+"""The target for remat's extra time at the peak of per-block checkpointing, as a share of its."""
 
 _TABLE2_BUDGETS = ("90%", "80%", "70%", "60%", "50%", "40%", "30%")
 _SLACK_S = 20.0
@@ -26,7 +26,7 @@ _COLUMNS = (
 
 
 def run_baselines(record: ResultRecord, options: Namespace) -> None:
-    """Each baseline at each budget of the traced graphs; none may be better than remat."""
+    """Run each baseline at each budget of the traced graphs. None may be better than remat."""
     record.begin_section("baselines", "baselines on the traced graphs", _COLUMNS)
     traced_rows = record.result["sections"].get("traced", [])
     for name in options.models:
@@ -55,9 +55,12 @@ def run_baselines(record: ResultRecord, options: Namespace) -> None:
 
 
 def run_table2(record: ResultRecord, options: Namespace) -> None:
-    """Time of each baseline over remat's optimum, over the budgets where it has a plan."""
+    """Run each baseline on Checkmate's graphs, and record its time over remat's optimum.
+
+    The geometric mean is over the budgets for which the baseline has a plan.
+    """
     record.begin_section(
-        "table2", "Checkmate's Table 2 anew: time as a ratio to the optimum", _COLUMNS
+        "table2", "Checkmate's Table 2 repeated: time as a ratio to the optimum", _COLUMNS
     )
     for name in ("CM1", "CM2"):
         source = jobs.published_graph_job(options.instances, name)
@@ -106,7 +109,10 @@ def _rows(
     budgets: Sequence[str],
     options: Namespace,
 ) -> list[Row]:
-    """A baseline at each budget, in one process; once where it does not apply."""
+    """Return the rows of a baseline at each budget, run in one process.
+
+    A baseline that does not apply to the graph has a single row.
+    """
     record.print_progress(f"{name} {strategy}")
     limit = min(options.baseline_limit, options.time_limit)
     job = source | {"budgets": list(budgets), "strategy": strategy, "time_limit": limit}
@@ -122,7 +128,10 @@ def _rows(
 
 
 def _judge(row: Row) -> None:
-    """Whether the baseline is no better; for per-block's own peak, whether remat is well below."""
+    """Set `met` of a row: True if the baseline is not better than remat.
+
+    At the own peak of per-block checkpointing, remat must be below `BLOCK_RATIO` of its extra time.
+    """
     row["met"] = None
     if "overhead" not in row:
         return
@@ -137,15 +146,18 @@ def _judge(row: Row) -> None:
 
 
 def _is_own_peak_of_blocks(row: Row) -> bool:
+    """True for the row of per-block checkpointing at its own peak, if that costs time."""
     return row["strategy"] == "per_block" and row["budget"] == "min" and row["overhead"] > 0
 
 
 def _add(record: ResultRecord, section: str, row: Row) -> None:
+    """Store a row and print its cells."""
     share = row["peak_bytes"] / row["baseline_peak_bytes"] if "peak_bytes" in row else None
     note = row.get("failure") or row.get("reason") or ""
     cells = (
         row["graph"], row["strategy"], row["budget"], format_percent(share, 1),
         format_percent(row.get("overhead"), 3), format_percent(row.get("remat_overhead"), 3),
-        format_decimal(row.get("ratio"), 3), format_decimal(row.get("seconds")), row.get("met"), note[:60],
+        format_decimal(row.get("ratio"), 3), format_decimal(row.get("seconds")), row.get("met"),
+        note[:60],
     )  # fmt: skip
     record.add_row(section, row, cells)

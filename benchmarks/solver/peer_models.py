@@ -1,10 +1,10 @@
-"""The two small models that peers were measured on.
+"""The two small models that Rockmate and an earlier prototype were measured on.
 
-The measurements name sizes only. What they leave open was chosen so that eager mode takes what they
-say: GPT 207.2 MiB with 4 heads (the saved log-sum-exp of attention shows the number of heads), and
-per-block checkpointing at 0.256 of it; the ResNet is ResNet-18 with a stem for small images (two
-blocks each of width 64, 128, 256, 512). It takes 153.0 MiB of live storages: the 162.0 MiB measured
-by an allocator include 9 MiB that oneDNN takes inside the last convolution's backward.
+Those measurements state sizes only. The other parameters were chosen so that eager mode has the
+stated peak. The GPT has 207.2 MiB with 4 heads (the saved log-sum-exp of attention shows the number
+of heads), and per-block checkpointing 0.256 of that. The ResNet is ResNet-18 with a stem for small
+images (two blocks each of width 64, 128, 256, 512). It has 153.0 MiB of live storages: the 162.0
+MiB measured by an allocator include 9 MiB that oneDNN allocates in the last convolution's backward.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import nn
 
 
 class Gpt(nn.Module):
-    """6 blocks, width 256, 4 heads, vocabulary 1000; returns the mean of the logits."""
+    """A GPT of 6 blocks, width 256, 4 heads, vocabulary 1000. It returns the mean of the logits."""
 
     def __init__(self, blocks: int = 6, width: int = 256, vocabulary: int = 1000) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Gpt(nn.Module):
         self.head = nn.Linear(width, vocabulary)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """The loss of a batch of token ids."""
+        """Return the loss of a batch of token ids."""
         x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
         for block in self.blocks:
             x = block(x)
@@ -55,7 +55,7 @@ class _GptBlock(nn.Module):
 
 
 class ResNet(nn.Module):
-    """8 basic blocks from width 64, with batch norm; returns the mean of the logits."""
+    """A ResNet of 8 basic blocks from width 64 on. It returns the mean of the logits."""
 
     def __init__(self, width: int = 64, classes: int = 10) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class ResNet(nn.Module):
         self.head = nn.Linear(before, classes)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """The loss of a batch of images."""
+        """Return the loss of a batch of images."""
         x = F.relu(self.norm(self.stem(images)))
         for block in self.blocks:
             x = block(x)

@@ -1,8 +1,8 @@
-"""One model of `peers`, at several peaks, really run: a job as JSON on stdin, rows on stdout.
+"""Worker process that runs one model of `peers` at several peaks: a job on stdin, rows on stdout.
 
-Gradients are in place from the start and are added to, as in the peers' measurements; peaks are of
-live storages above parameters, buffers, gradients and batch. FLOPs are of matrix products and
-convolutions, and of nothing else.
+Gradients exist from the start and are accumulated, as in the peers' measurements. Peaks are those
+of live storages, without parameters, buffers, gradients and batch. FLOPs are those of matmuls and
+convolutions.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from remat.frontend.memory.meter import measure_step, unique_bytes
 from remat.passes.gradient_accumulation import with_gradient_accumulation
 
 FLOPS_ONLY = remat.Roofline.custom("FLOPs", fp32_flops_per_s=1e12, bytes_per_s=1e18, launch_s=1e-12)
-"""Costs that are FLOPs: memory traffic and launches take next to nothing."""
+"""A device whose costs are FLOPs: memory traffic and launches take almost no time."""
 
 
 class _Flops(TorchDispatchMode):
@@ -50,7 +50,7 @@ class _Flops(TorchDispatchMode):
 
 
 def main() -> int:
-    """Read the job, run, print the rows."""
+    """Read the job, run the model, and print the rows."""
     job = json.load(sys.stdin)
     torch.set_num_threads(job["threads"])
     torch.manual_seed(0)
@@ -61,7 +61,7 @@ def main() -> int:
 
 
 def example(name: str) -> tuple[nn.Module, torch.Tensor]:
-    """A model in training with its batch."""
+    """Return the named model in training mode, and its batch."""
     if name == "gpt":
         return Gpt().train(), torch.randint(0, 1000, (8, 256))
     return ResNet().train(), torch.randn(32, 3, 32, 32)
@@ -70,10 +70,13 @@ def example(name: str) -> tuple[nn.Module, torch.Tensor]:
 def measure_rows(
     model: nn.Module, batch: torch.Tensor, job: dict[str, Any]
 ) -> Iterable[dict[str, Any]]:
-    """Eager and per-block checkpointing; or, once eager is known, remat at each peak of the job."""
+    """Yield rows of eager mode and per-block checkpointing.
+
+    If the job contains eager's row, yield rows of remat at each peak of the job instead.
+    """
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
-    if job["eager"]:  # measured before
+    if job["eager"]:
         yield from _planned(model, batch, job, job["eager"])
         return
     eager = measure_usage(model, model, batch)
@@ -88,6 +91,7 @@ def measure_rows(
 def _planned(
     model: nn.Module, batch: torch.Tensor, job: dict[str, Any], eager: dict[str, Any]
 ) -> Iterable[dict[str, Any]]:
+    """Yield the rows of remat at each target peak of the job, with each kind of costs."""
     for target in job["targets"]:
         peak = target.get("peak_bytes") or target["peak_ratio"] * eager["peak_bytes"]
         for costs in job["costs"]:
@@ -98,7 +102,7 @@ def _planned(
 def remat_at_peak(
     model: nn.Module, batch: torch.Tensor, peak_bytes: int, costs: str, job: dict[str, Any]
 ) -> dict[str, Any]:
-    """remat at a peak above what is there before the step, run under the meter."""
+    """Return the row of remat at a peak, which does not count the tensors from before the step."""
     budget_bytes = peak_bytes + unique_bytes(resident_tensors(model, batch))
     strategy = remat.Auto(gap=job["gap"], time_limit=job["time_limit"])
     began = time.perf_counter()
@@ -121,7 +125,7 @@ def remat_at_peak(
 
 
 def price_by_flops(trace: remat.Trace) -> remat.Trace:
-    """Costs that are FLOPs, those of fused attention left out, as the peers count."""
+    """Return the trace with FLOPs as costs, without fused attention, as the peers count."""
     priced = remat.measure(trace, FLOPS_ONLY)
     nodes = tuple(
         node.model_copy(update={"cost_s": 0.0}) if "attention" in node.target else node
@@ -131,7 +135,7 @@ def price_by_flops(trace: remat.Trace) -> remat.Trace:
 
 
 def measure_usage(module: nn.Module, model: nn.Module, batch: torch.Tensor) -> dict[str, int]:
-    """Peak above what is there before a warm step, and the step's FLOPs."""
+    """Return the FLOPs of a warm step, and its peak without the tensors from before it."""
 
     def step() -> None:
         module(batch).backward()
@@ -145,12 +149,13 @@ def measure_usage(module: nn.Module, model: nn.Module, batch: torch.Tensor) -> d
 
 
 def resident_tensors(model: nn.Module, batch: torch.Tensor) -> list[torch.Tensor]:
-    """What is there before the step: parameters, buffers, gradients, batch."""
+    """Return the tensors from before the step: parameters, buffers, gradients, batch."""
     grads = [p.grad for p in model.parameters() if p.grad is not None]
     return [*model.parameters(), *model.buffers(), *grads, batch]
 
 
 def _ratios(row: dict[str, Any], eager: dict[str, Any]) -> dict[str, float]:
+    """Return a row's peak and FLOPs relative to eager's."""
     if "flops" not in row:
         return {}
     return {

@@ -1,4 +1,4 @@
-"""Section `peers`: the models that Rockmate was measured on, at the same peaks, really run."""
+"""Section `peers`: the models that Rockmate was measured on, run at the same peaks."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _ROCKMATE = {
             (0.26, 1.272)],
     "resnet": [(0.77, 1.048), (0.58, 1.094), (0.53, 1.127), (0.40, 1.199), (0.40, 1.324)],
 }  # fmt: skip
-"""Peak and FLOPs relative to eager's."""
+"""Rockmate's peaks and FLOPs, both relative to eager's."""
 
 _PROTOTYPE = {
     "gpt": [(156, 1.000), (120, 1.018), (100, 1.062), (82, 1.101), (64, 1.141), (54, 1.163),
             (45, 1.198)],
     "resnet": [(124, 1.000), (94, 1.001), (85, 1.014), (65, 1.070)],
 }  # fmt: skip
-"""Simulated peak in MiB, FLOPs relative to eager's: an earlier prototype, FLOPs as costs."""
+"""Simulated peaks in MiB and FLOPs relative to eager's of an earlier prototype, FLOPs as costs."""
 
 _COLUMNS = (
     ("model", -6), ("method", -20), ("costs", -8), ("asked", 7), ("peak MiB", 8),
@@ -32,7 +32,7 @@ _COLUMNS = (
 
 
 def run_peers(record: ResultRecord, options: Namespace) -> None:
-    """Both models, eager first."""
+    """Run both models at each target peak, eager mode first."""
     record.begin_section("peers", "the peers' models, run and metered", _COLUMNS)
     for model in options.peer_models:
         targets: list[Row] = [
@@ -46,7 +46,7 @@ def run_peers(record: ResultRecord, options: Namespace) -> None:
             cache = str(Path(scratch) / "costs.sqlite")
             record.print_progress(f"peers {model} eager")
             eager = _run(record, model, None, None, cache, options)
-            for target in targets if eager else []:  # one process for each
+            for target in targets if eager else []:
                 record.print_progress(f"peers {model} {target}")
                 _run(record, model, eager, target, cache, options)
 
@@ -59,7 +59,7 @@ def _run(
     cache: str,
     options: Namespace,
 ) -> Row | None:
-    """Run and keep the rows of one process; the first of them."""
+    """Run one worker process, store its rows, and return the first of them."""
     limit_s = min(options.time_limit, 60.0)
     job = {
         "model": model,
@@ -81,15 +81,17 @@ def _run(
 
 
 def _add(record: ResultRecord, model: str, row: Row) -> None:
-    theirs, earlier = row.get("rockmate_flops"), row.get("prototype_flops")
-    best = theirs or earlier
-    if best is not None:
+    """Set `met` of a row, store the row, and print it."""
+    rockmate, prototype = row.get("rockmate_flops"), row.get("prototype_flops")
+    target = rockmate or prototype
+    if target is not None:
         ratio = row.get("flops_to_eager")
-        row["met"] = all_met(ratio is not None and round(ratio, 3) <= best)
+        row["met"] = all_met(ratio is not None and round(ratio, 3) <= target)
     cells = (
         model, row["method"], row.get("costs"), format_decimal(_mib(row.get("asked_bytes"))),
         format_decimal(_mib(row.get("peak_bytes"))), format_decimal(row.get("peak_to_eager"), 3),
-        format_decimal(row.get("flops_to_eager"), 3), format_decimal(theirs, 3), format_decimal(earlier, 3),
+        format_decimal(row.get("flops_to_eager"), 3), format_decimal(rockmate, 3),
+        format_decimal(prototype, 3),
         format_percent(row.get("gap")), format_decimal(row.get("setup_s")), row.get("met"),
         row.get("failure", ""),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Sections `published` and `random`: the published graphs beside published results."""
+"""Sections `published` and `random`: published graphs against published results."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _CHECKMATE = {
     "CM1": {"90%": 0.029, "80%": 0.136, "70%": 0.892},
     "CM2": {"90%": 0.11, "80%": 0.30, "70%": 0.65, "50%": 1.73, "30%": 4.35},
 }
-"""Extra time in percent at most, within `_CHECKMATE_S` and proved to `_CHECKMATE_GAP`."""
+"""Largest extra time in percent, to reach in `_CHECKMATE_S` and prove to `_CHECKMATE_GAP`."""
 
 _CHECKMATE_S = 10.0
 _CHECKMATE_GAP = 5e-4
 
 _RANDOM_BUDGETS = ("90%", "80%", "70%")
 _LOW_BUDGETS = ("60%", "50%", "40%")
-"""For which nobody has published anything."""
+"""Budgets without a published result."""
 
 _REORDERED = {
     "RL1": {"90%": 0.0, "80%": 0.3},
@@ -28,13 +28,13 @@ _REORDERED = {
     "RL3": {"90%": 0.03, "80%": 2.3},
     "RL4": {"90%": 0.4, "80%": 2.5, "70%": 7.4},
 }
-"""FastSA (NeurIPS 2023), which reorders."""
+"""Extra time in percent of FastSA (NeurIPS 2023), which changes the order."""
 
 _GAP = {"on": 0.005, "off": 0.001}
-"""What is asked for: what is published for the fixed order is near the optimum."""
+"""Requested gap by `order`: results published for the fixed order are close to the optimum."""
 
 _ANY = {("RL1", "70%"), ("RL3", "70%")}
-"""FastSA finds nothing within these budgets: any schedule is better."""
+"""Budgets at which FastSA has no schedule, so that any schedule is better."""
 
 _FIXED = {
     "RL1": {"90%": 0.8, "80%": 2.3},
@@ -42,7 +42,7 @@ _FIXED = {
     "RL3": {"90%": 0.7, "80%": 3.4},
     "RL4": {"90%": 0.7, "80%": 3.4},
 }
-"""Moccasin (ICML 2023), in the order of the file."""
+"""Extra time in percent of Moccasin (ICML 2023), in the order of the file."""
 
 _COLUMNS = (
     ("graph", -5), ("order", -5), ("budget", 6), ("gap asked", 9), ("extra time", 10),
@@ -51,7 +51,7 @@ _COLUMNS = (
 
 
 def run_published(record: ResultRecord, options: Namespace) -> None:
-    """CM1 and CM2 in their order: extra time, proof and seconds."""
+    """Solve CM1 and CM2 in their own order; judge extra time, gap and seconds."""
     record.begin_section("published", "Checkmate's graphs, in their order", _COLUMNS)
     for name, targets in _CHECKMATE.items():
         for gap in options.gaps:
@@ -73,7 +73,7 @@ def run_published(record: ResultRecord, options: Namespace) -> None:
 
 
 def run_random(record: ResultRecord, options: Namespace) -> None:
-    """RL1 to RL4, with the order searched, and in the file's where that is published."""
+    """Solve RL1 to RL4 with the order searched, and in the file's order if that is published."""
     record.begin_section("random", "random layered graphs", _COLUMNS)
     for name in _FIXED:
         if "off" in options.orders:
@@ -88,6 +88,7 @@ def run_random(record: ResultRecord, options: Namespace) -> None:
 def _at_budgets(
     record: ResultRecord, options: Namespace, name: str, order: str, budgets: tuple[str, ...]
 ) -> None:
+    """Solve one random graph at some budgets, and record the rows."""
     targets = (_REORDERED if order == "on" else _FIXED)[name]
     limit_s = min(options.time_limit, 180.0 if name == "RL4" else 60.0)
     for budget in budgets:
@@ -111,7 +112,7 @@ def _at_budgets(
 
 
 def _at_most(row: Row, target_percent: float, decimals: int) -> bool:
-    """Whether the extra time, rounded as the target is, is no more than it."""
+    """True if the extra time, rounded as the target, is not above it."""
     return "overhead" in row and round(100 * row["overhead"], decimals) <= target_percent
 
 
@@ -120,10 +121,12 @@ def _proved(row: Row, gap: float) -> bool:
 
 
 def _add(record: ResultRecord, section: str, row: Row) -> None:
+    """Store a row and print its cells."""
     options = row["options"] or {}
     cells = (
         row["graph"], options.get("order"), row["budget"], format_percent(options.get("gap"), 3),
-        format_percent(row.get("overhead"), 3), format_percent(row.get("gap"), 3), row.get("bound_scope"),
+        format_percent(row.get("overhead"), 3), format_percent(row.get("gap"), 3),
+        row.get("bound_scope"),
         row["status"], format_decimal(row.get("seconds")), row["target_percent"], row["met"],
     )  # fmt: skip
     record.add_row(section, row, cells)

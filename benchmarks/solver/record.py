@@ -1,4 +1,4 @@
-"""Rows as they come: printed as a table, and written to the dated result after every one."""
+"""Record of a running benchmark: rows are printed and written to the dated file one by one."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from benchmarks.harness import report
 from benchmarks.harness.report import Row
 
 Columns = Sequence[tuple[str, int]]
-"""Titles with their widths; a negative width aligns to the left."""
+"""Column titles with their widths; a negative width aligns to the left."""
 
 
 class ResultRecord:
-    """A result that grows. Without a folder it is printed only."""
+    """A result that is printed row by row, and written to a file in `folder` if there is one."""
 
     def __init__(self, folder: Path | None, name: str, head: dict[str, Any]) -> None:
         self.folder = folder
@@ -27,29 +27,29 @@ class ResultRecord:
         self._began = time.monotonic()
 
     def begin_section(self, section: str, title: str, columns: Columns) -> None:
-        """A new section with its table."""
+        """Start a section and print the head of its table."""
         self.result["sections"].setdefault(section, [])
         self._columns = columns
         print(f"\n{section}: {title}")
         self._print([name for name, _ in columns])
 
     def add_row(self, section: str, row: Row, cells: Sequence[object]) -> None:
-        """One more row: what is written, and what is printed of it."""
+        """Store a row, and print its cells."""
         self.result["sections"][section].append(row)
         self.print_row(cells)
         self._write()
 
     def print_row(self, cells: Sequence[object]) -> None:
-        """A line of the table that is in no row of the result."""
+        """Print a line of the table that is not stored as a row."""
         self._print([cell_text(cell) for cell in cells])
 
     def add_summary(self, section: str, key: str, facts: object) -> None:
-        """A fact about a whole section."""
+        """Store a fact about a whole section."""
         self.result.setdefault("summaries", {}).setdefault(section, {})[key] = facts
         self._write()
 
     def print_progress(self, text: str) -> None:
-        """A line on stderr: what runs now."""
+        """Print to stderr what runs now."""
         print(f"[{time.monotonic() - self._began:6.0f} s] {text}", file=sys.stderr, flush=True)
 
     def _print(self, cells: Sequence[str]) -> None:
@@ -65,7 +65,7 @@ class ResultRecord:
 
 
 def cell_text(cell: object) -> str:
-    """A cell as text: nothing for None, yes or no for a verdict."""
+    """Return a table cell as text: "" for None, "yes" or "NO" for a verdict."""
     if cell is None:
         return ""
     if isinstance(cell, bool):
@@ -74,21 +74,21 @@ def cell_text(cell: object) -> str:
 
 
 def format_percent(share: float | None, decimals: int = 2) -> str | None:
-    """A share as a percentage."""
+    """Return a share as a percentage, or None for None."""
     return None if share is None else f"{100 * share:.{decimals}f}%"
 
 
 def format_decimal(number: float | None, decimals: int = 1) -> str | None:
-    """A number with so many decimals."""
+    """Return a number as text with a number of decimals, or None for None."""
     return None if number is None else f"{number:.{decimals}f}"
 
 
 def format_mib(size_bytes: float | None) -> str | None:
-    """Bytes as MiB."""
+    """Return bytes in MiB as text, or None for None."""
     return None if size_bytes is None else f"{size_bytes / 2**20:.0f}"
 
 
 def all_met(*conditions: bool | None) -> bool | None:
-    """Whether all conditions that apply hold; None where none applies."""
+    """True if all conditions that are not None are true; None if all are None."""
     applicable = [condition for condition in conditions if condition is not None]
     return all(applicable) if applicable else None

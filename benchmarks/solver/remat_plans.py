@@ -1,4 +1,4 @@
-"""remat's own plans of one graph, as far as they are known, to hold baselines against."""
+"""remat's plans of one graph, solved on demand, to compare baselines with."""
 
 from __future__ import annotations
 
@@ -11,34 +11,40 @@ EQUAL = 1e-9
 
 
 class RematPlans:
-    """Plans by their peaks. `solve` gives a row for a budget; it is asked only where the plans
-    known so far do not settle the question."""
+    """Rows of remat's plans of one graph.
+
+    `solve` returns the row of a budget. It is called only if the existing rows do not decide a
+    comparison.
+    """
 
     def __init__(self, solve: Callable[[str | int], Row], rows: Iterable[Row] = ()) -> None:
         self._solve = solve
         self._rows: dict[str | int, Row] = {row["budget"]: row for row in rows}
 
     def row_at(self, budget: str | int) -> Row:
-        """remat's row for a budget."""
+        """Return remat's row at a budget, solving it if it is missing."""
         if budget not in self._rows:
             self._rows[budget] = self._solve(budget)
         return self._rows[budget]
 
     def best_overhead_within(self, budget_bytes: int) -> float | None:
-        """The least overhead of a known plan that fits."""
-        fits = [
+        """Return the smallest overhead of the existing plans that fit into a budget, if any."""
+        overheads = [
             row["overhead"]
             for row in self._rows.values()
             if "overhead" in row and row["peak_bytes"] <= budget_bytes
         ]
-        return min(fits, default=None)
+        return min(overheads, default=None)
 
-    def overhead_against(self, theirs: Row) -> float | None:
-        """remat's overhead at a baseline's budget, or at its peak where that is its own minimum;
-        None where remat has no plan there."""
-        size = theirs["peak_bytes"] if theirs["budget"] == "min" else theirs["budget_bytes"]
-        best = self.best_overhead_within(size)
-        if best is None or best > theirs["overhead"] + EQUAL:
-            self.row_at(size)
-            best = self.best_overhead_within(size)
+    def overhead_against(self, baseline: Row) -> float | None:
+        """Return remat's overhead at the budget of a baseline's row; None if it has no plan there.
+
+        For the budget "min", remat gets the baseline's own smallest peak.
+        """
+        is_min = baseline["budget"] == "min"
+        budget_bytes = baseline["peak_bytes"] if is_min else baseline["budget_bytes"]
+        best = self.best_overhead_within(budget_bytes)
+        if best is None or best > baseline["overhead"] + EQUAL:
+            self.row_at(budget_bytes)
+            best = self.best_overhead_within(budget_bytes)
         return best

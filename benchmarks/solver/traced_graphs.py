@@ -1,4 +1,4 @@
-"""Section `traced`: graphs of real architectures at shares of their peak."""
+"""Section `traced`: graphs of real architectures, with budgets as shares of their peak."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ _COLUMNS = (
 
 
 def requested_gap(name: str, budget: str) -> float:
-    """The gap that a solve shall prove."""
+    """Return the gap that a solve of a graph at a budget must prove."""
     return 0.01 if name == LARGEST or budget in ("20%", "min") else 0.005
 
 
 def limit_s(name: str, options: Namespace) -> float:
-    """Seconds for a solve."""
+    """Return the time limit of a solve of a graph in seconds."""
     return min(options.time_limit, 180.0 if name == LARGEST else 60.0)
 
 
 def run_traced(record: ResultRecord, options: Namespace) -> None:
-    """Each graph at each budget, each solve in a process of its own."""
+    """Solve each traced graph at each budget, each solve in a process of its own."""
     record.begin_section("traced", "traced training steps, roofline costs", _COLUMNS)
     for name in options.models:
         record.print_progress(f"traced {name}: trace")
@@ -56,7 +56,7 @@ def run_traced(record: ResultRecord, options: Namespace) -> None:
 
 
 def judge_and_add(record: ResultRecord, row: Row) -> None:
-    """Judge and keep one row."""
+    """Set `met` of a row, store the row, and print it."""
     infeasible = row["status"] == "INFEASIBLE"
     if infeasible:
         row["met"] = None
@@ -71,6 +71,7 @@ def judge_and_add(record: ResultRecord, row: Row) -> None:
 
 
 def _cells(row: Row) -> tuple[object, ...]:
+    """Return the table cells of a row."""
     note = row.get("failure", "")
     if row["status"] == "INFEASIBLE":
         proof = "proved" if row["proved"] else "not proved"
@@ -84,5 +85,6 @@ def _cells(row: Row) -> tuple[object, ...]:
         format_percent(row.get("overhead")), format_percent(row.get("gap")), row.get("bound_scope"),
         row["status"], row.get("operations"), row.get("slots"), row.get("rows"),
         format_decimal(row.get("first_schedule_s")), format_decimal(row.get("gap_s")),
-        format_decimal(row.get("seconds")), format_mib(row.get("peak_rss_bytes")), row["met"], note,
+        format_decimal(row.get("seconds")), format_mib(row.get("peak_rss_bytes")), row["met"],
+        note,
     )  # fmt: skip

@@ -1,7 +1,7 @@
-"""One solve in a process of its own: a job as JSON on stdin, a row as JSON on stdout.
+"""Worker process that solves one job: a job on stdin, a row on stdout, as JSON.
 
-A process of its own so that its memory is the solve's, and so that a crash loses one row. It
-imports no torch.
+Each solve has its own process, so that the process's memory is the solve's and a crash loses one
+row only. It imports no torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from remat.progress import Progress
 
 
 def main() -> int:
-    """Read the job, solve, print the row."""
+    """Read the job, solve it, and print the row."""
     job = json.load(sys.stdin)
     row = solve_row(job_graph(job), job["budget"], job["options"])
     print(json.dumps(row))
@@ -28,14 +28,14 @@ def main() -> int:
 
 
 def job_graph(job: dict[str, Any]) -> remat.Graph:
-    """The graph of a job: a traced one or a published one."""
+    """Return the graph of a job: a traced one or a published one."""
     if "trace" in job:
         return remat.Trace.load(job["trace"]).graph()
     return load_published_graph(Path(job["instances"]), job["name"])
 
 
 def solve_row(graph: remat.Graph, budget: str | int, options: dict[str, Any]) -> dict[str, Any]:
-    """A row: the plan or why there is none, with what it took."""
+    """Solve a graph, and return a row with the plan's figures or the error, times and memory."""
     baseline_bytes = remat.simulate(graph, remat.Schedule.keep_all(graph)).peak_bytes
     row: dict[str, Any] = {
         "budget": budget,
@@ -75,6 +75,7 @@ def solve_row(graph: remat.Graph, budget: str | int, options: dict[str, Any]) ->
 
 
 def _plan_facts(plan: remat.Plan) -> dict[str, Any]:
+    """Return the figures of a plan."""
     return {
         "status": plan.status.name,
         "budget_bytes": plan.budget_bytes,
@@ -91,8 +92,10 @@ def _plan_facts(plan: remat.Plan) -> dict[str, Any]:
 
 
 def peak_rss_bytes() -> int:
-    """The most resident memory of this process so far. `ru_maxrss` alone would count the parent's
-    at the time of the fork, so Linux is asked for the program's own high-water mark."""
+    """Return the peak resident memory of this process.
+
+    On Linux this is VmHWM, because `ru_maxrss` includes the parent's memory at the fork.
+    """
     status = Path("/proc/self/status")
     if status.exists():
         for line in status.read_text().splitlines():

@@ -34,7 +34,7 @@ def coverage() -> Table:
 
 
 def coverage_left() -> Table:
-    """What is not planned as a whole, what of it is left to eager mode, and why."""
+    """Models that are not planned as a whole, with the parts that run in eager mode, and why."""
     rows = [
         (row["kind"], row["model"], row.get("planned", row["outcome"]), _left(row))
         for row in _trained()
@@ -51,11 +51,11 @@ def _trained() -> list[dict[str, Any]]:
 def _counts(rows: list[dict[str, Any]]) -> tuple[str, ...]:
     planned = Counter(row.get("planned", "no") for row in rows)
     outcomes = Counter(row["outcome"] for row in rows)
-    found = (
+    counts = (
         len(rows), planned["whole"], planned["blocks"], planned["nothing"], planned["no"],
         outcomes["equal"], outcomes["close"], outcomes["wrong"],
     )  # fmt: skip
-    return tuple(map(str, found))
+    return tuple(map(str, counts))
 
 
 def _left(row: dict[str, Any]) -> str:

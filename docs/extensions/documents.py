@@ -1,4 +1,4 @@
-"""The fields of the documents from the models that check them, and an example of each, made anew at
+"""The fields of the documents from the models that check them, and an example of each, generated at
 every build: what the page says is what the library does.
 
     {fields} remat.documents.trace:Trace  tables of a record's fields, and of those within it
@@ -24,14 +24,14 @@ from tables import Cell, inline, table
 import remat
 from remat.documents.plan import PlanDocument
 from remat.plan import Plan
-from remat.service.wire import SolveResult, SolveRequest
+from remat.service.wire import SolveRequest, SolveResult
 
 _LONG = 3
 """Items of a list, and of an object with names as keys, that an example shows."""
 
 
 class Fields(SphinxDirective):
-    """`{fields} module:Class`, with `:skip:` for records that are told elsewhere."""
+    """`{fields} module:Class`, with `:skip:` for records that are described elsewhere."""
 
     required_arguments = 1
     option_spec: ClassVar = {"skip": str.split}
@@ -40,17 +40,17 @@ class Fields(SphinxDirective):
         """A table for each record, the outermost first."""
         module, _, name = self.arguments[0].partition(":")
         skip = set(self.options.get("skip", ()))
-        found: list[nodes.Node] = []
+        content: list[nodes.Node] = []
         for number, kind in enumerate(
             _records(getattr(import_module(module), name), skip)
         ):
             if number:
-                found.append(nodes.rubric(kind.__name__, kind.__name__))
-            found += _paragraphs(kind)
-            found.append(
+                content.append(nodes.rubric(kind.__name__, kind.__name__))
+            content += _paragraphs(kind)
+            content.append(
                 table(("field", "what it is", "default"), list(_fields(kind)))
             )
-        return found
+        return content
 
 
 class Example(SphinxDirective):
@@ -66,19 +66,19 @@ class Example(SphinxDirective):
 
 def _records(kind: type[BaseModel], skip: set[str]) -> list[type[BaseModel]]:
     """The record, and those in the types of its fields, each once."""
-    found: list[type[BaseModel]] = []
+    records: list[type[BaseModel]] = []
 
     def visit(kind: type[BaseModel]) -> None:
-        if kind in found or kind.__name__ in skip:
+        if kind in records or kind.__name__ in skip:
             return
-        found.append(kind)
+        records.append(kind)
         for field in kind.model_fields.values():
             for part in _parts(field.annotation):
                 if isinstance(part, type) and issubclass(part, BaseModel):
                     visit(part)
 
     visit(kind)
-    return found
+    return records
 
 
 def _parts(annotation: Any) -> Iterator[Any]:
@@ -92,7 +92,7 @@ def _fields(kind: type[BaseModel]) -> Iterator[list[Cell]]:
     schema = schema.get("$defs", {}).get(
         kind.__name__, schema
     )  # one that refers to itself
-    told = {
+    descriptions = {
         name: " ".join(lines).strip()
         for base in reversed(kind.__mro__)
         if issubclass(base, BaseModel) and base is not BaseModel
@@ -112,7 +112,7 @@ def _fields(kind: type[BaseModel]) -> Iterator[list[Cell]]:
         if name in ("format", "version"):
             default = f'"{kind.FORMAT}"' if name == "format" else str(kind.VERSION)  # type: ignore[attr-defined]
         words = f"{_type(part)}{_limits(part)}" + (
-            f". {told[name]}" if told.get(name) else ""
+            f". {descriptions[name]}" if descriptions.get(name) else ""
         )
         yield [
             [nodes.literal(name, name)],
@@ -172,8 +172,10 @@ def _limits(part: dict[str, Any]) -> str:
         ("exclusiveMaximum", "below {}"), ("minItems", "at least {} items"),
         ("maxItems", "at most {} items"), ("maxLength", "up to {} characters"),
     )  # fmt: skip
-    told = [text.format(f"{part[key]:,}") for key, text in words if key in part]
-    return ", " + ", ".join(told) if told else ""
+    descriptions = [
+        text.format(f"{part[key]:,}") for key, text in words if key in part
+    ]
+    return ", " + ", ".join(descriptions) if descriptions else ""
 
 
 # -- examples ---------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from remat.limits.units import format_bytes
 
 
 def lengths() -> Table:
-    """By budget and length, what a step takes beside one that is planned for that length alone."""
+    """Step times by budget and length, compared with a plan for that length alone."""
     rows = [
         (
             budget,
@@ -20,8 +20,8 @@ def lengths() -> Table:
             f"{row['time_to_eager']:.2f}",
             f"{row['time_to_fixed']:.2f}",
         )
-        for budget, found in load("lengths-cpu")["budgets"].items()
-        for row in found["rows"]
+        for budget, section in load("lengths-cpu")["budgets"].items()
+        for row in section["rows"]
     ]
     header = (
         "budget", "tokens", "first step", "allowed", "peak, measured", "extra time, planned",

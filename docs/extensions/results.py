@@ -53,11 +53,11 @@ TABLES: dict[str, Callable[[], Table]] = {
 }
 
 
-def markdown(found: Table) -> Iterable[str]:
+def markdown(data: Table) -> Iterable[str]:
     """The lines of the table in Markdown."""
-    yield "| " + " | ".join(found.header) + " |"
-    yield "| " + " | ".join("---" for _ in found.header) + " |"
-    for row in found.rows:
+    yield "| " + " | ".join(data.header) + " |"
+    yield "| " + " | ".join("---" for _ in data.header) + " |"
+    for row in data.rows:
         yield "| " + " | ".join(row) + " |"
 
 
@@ -68,23 +68,23 @@ class Results(SphinxDirective):
 
     def run(self) -> list[nodes.Node]:
         """Table and source."""
-        found = TABLES[self.arguments[0]]()
-        for name in found.sources:
+        data = TABLES[self.arguments[0]]()
+        for name in data.sources:
             self.env.note_dependency(str(newest(name)))
         files = ", ".join(
-            f"`benchmarks/results/{newest(name).name}`" for name in found.sources
+            f"`benchmarks/results/{newest(name).name}`" for name in data.sources
         )
-        machine = load(found.sources[0])["machine"]
-        told = (
+        machine = load(data.sources[0])["machine"]
+        caption = (
             f"{machine['cpu']}, {machine['cores']} cores, torch {machine['torch']}"
         )
-        words = f"Source: {files}; {told}."
+        words = f"Source: {files}; {caption}."
         source = nodes.paragraph("", "", *inline(words), classes=["source"])
         rows = [
             [_UNIT.sub("\N{NO-BREAK SPACE}", cell) for cell in row]
-            for row in found.rows
+            for row in data.rows
         ]
-        return [table(found.header, rows), source]
+        return [table(data.header, rows), source]
 
 
 def setup(app: Sphinx) -> dict[str, bool]:

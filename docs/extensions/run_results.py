@@ -25,17 +25,17 @@ _FAMILIES = {
 def overhead() -> Table:
     """One real step at the peak of per-block checkpointing."""
     rows: list[tuple[str, ...]] = []
-    for name, found in load("overhead-cpu")["models"].items():
-        methods = {method["method"]: method for method in found["methods"]}
+    for name, section in load("overhead-cpu")["models"].items():
+        methods = {method["method"]: method for method in section["methods"]}
         eager, block = methods["eager"], methods["per-block checkpoint"]
-        ours = methods["remat at per-block peak"]
+        remat_row = methods["remat at per-block peak"]
         cold = methods["remat at per-block peak (cold)"]
         rows.append(
             (
                 _MODELS[name],
-                f"{ours['peak_bytes'] / eager['peak_bytes']:.2f}",
+                f"{remat_row['peak_bytes'] / eager['peak_bytes']:.2f}",
                 _step(block),
-                _step(ours),
+                _step(remat_row),
                 seconds(cold["setup_s"]["total"]),
             )
         )
@@ -53,9 +53,9 @@ def _step(method: dict[str, Any]) -> str:
 def steps() -> Table:
     """Every method of the same run."""
     rows: list[tuple[str, ...]] = []
-    for name, found in load("overhead-cpu")["models"].items():
-        eager = found["methods"][0]
-        for method in found["methods"]:
+    for name, section in load("overhead-cpu")["models"].items():
+        eager = section["methods"][0]
+        for method in section["methods"]:
             label = method["method"]
             if label.endswith("(cold)") or label in (
                 "torch budget 0",
@@ -87,9 +87,9 @@ def steps() -> Table:
 def compiled() -> Table:
     """Ways to save memory under torch.compile."""
     rows: list[tuple[str, ...]] = []
-    for found in load("compiled-cpu")["models"].values():
-        model = found["size"].partition(",")[0]
-        for row in found["methods"]:
+    for section in load("compiled-cpu")["models"].values():
+        model = section["size"].partition(",")[0]
+        for row in section["methods"]:
             rows.append((model, row["method"], *_compiled_cells(row)))
     header = (
         "model", "method", "peak", "peak / inductor", "budget", "time / inductor",
@@ -101,13 +101,16 @@ def compiled() -> Table:
 def at_peaks() -> Table:
     """remat with as many bytes as torch's budget took."""
     rows: list[tuple[str, ...]] = []
-    for found in load("compiled-at-peaks-cpu")["models"].values():
-        by_name = {row["method"]: row for row in found["methods"]}
-        for row in found["methods"]:
+    for section in load("compiled-at-peaks-cpu")["models"].values():
+        by_name = {row["method"]: row for row in section["methods"]}
+        for row in section["methods"]:
             if "time_to_torch" not in row:
                 continue
             torchs = by_name[row["method"].partition(" of ")[2]]
-            cells = [found["size"].partition(",")[0], torchs["method"].split()[-1]]
+            cells = [
+                section["size"].partition(",")[0],
+                torchs["method"].split()[-1],
+            ]
             for one in (torchs, row):
                 cells.append(f"{one['peak_to_inductor']:.3f}")
                 cells.append(f"{one['time_to_inductor']:.2f}")
@@ -147,11 +150,11 @@ def compile_time() -> Table:
 def training() -> Table:
     """Fifty steps of the Trainer, method by method."""
     rows: list[tuple[str, ...]] = []
-    for found in load("training-cpu")["models"].values():
-        model = found["size"].partition(",")[0] + (
-            ", LoRA" if "LoRA" in found["size"] else ""
+    for section in load("training-cpu")["models"].values():
+        model = section["size"].partition(",")[0] + (
+            ", LoRA" if "LoRA" in section["size"] else ""
         )
-        for row in found["methods"]:
+        for row in section["methods"]:
             error = row["loss_error"]
             rows.append(
                 (
@@ -176,22 +179,24 @@ def training() -> Table:
 
 def _compiled_cells(row: dict[str, Any]) -> tuple[str, ...]:
     if row["failure"]:
-        found = re.search(
+        smallest = re.search(
             r"Pass a budget of at least ([\d,]+) bytes", row["failure"]
         )
         least = (
-            f"infeasible below {int(found[1].replace(',', '')) / 2**20:,.0f} MiB"
-            if found
+            f"infeasible below {int(smallest[1].replace(',', '')) / 2**20:,.0f} MiB"
+            if smallest
             else ""
         )
         if "no schedule within" in row["failure"]:
             least = "none found"
         return (least or "failed", "", "", "", "", "")
-    kept = {True: "kept", False: "exceeded", None: ""}[row.get("within_budget")]
+    budget_outcome = {True: "kept", False: "exceeded", None: ""}[
+        row.get("within_budget")
+    ]
     return (
         f"{row['peak_bytes'] / 2**20:,.0f} MiB",
         f"{row['peak_to_inductor']:.3f}",
-        kept,
+        budget_outcome,
         f"{row['time_to_inductor']:.2f}",
         f"{row['gradient_error']:.0e}" if "gradient_error" in row else "",
         seconds(sum(row["setup_s"].values())),
@@ -240,13 +245,13 @@ def peers() -> Table:
 
 
 def service() -> Table:
-    """The service under load, killed, and beside the library."""
+    """The service under load, after kill -9, and compared with the library."""
     stores = [
         load(f"service-{store}")["sections"] for store in ("sqlite", "postgresql")
     ]
 
-    def line(what: str, tell: Callable[[dict[str, Any]], str]) -> tuple[str, ...]:
-        return (what, *(tell(sections) for sections in stores))
+    def line(what: str, cell: Callable[[dict[str, Any]], str]) -> tuple[str, ...]:
+        return (what, *(cell(sections) for sections in stores))
 
     rows = (
         line(

@@ -43,11 +43,11 @@ _BUDGETS = ("70%", "50%", "35%", "20%", "min")
 
 def traced() -> Table:
     """Training steps of models: extra time, gap, seconds to solve."""
-    found = _by_model("solver-traced")
+    rows = _by_model("solver-traced")
     rows: list[tuple[str, ...]] = []
     for graph, label in _NAMES.items():
-        cells = [_solved(found.get((graph, budget)), budget) for budget in _BUDGETS]
-        operations = found[graph, "70%"]["operations"]
+        cells = [_solved(rows.get((graph, budget)), budget) for budget in _BUDGETS]
+        operations = rows[graph, "70%"]["operations"]
         rows.append((f"{label} ({operations:,})", *cells))
     header = ("model (operations)", *_BUDGETS[:-1], "smallest peak")
     return Table(("solver-traced",), header, tuple(rows))
@@ -61,12 +61,12 @@ def _by_model(name: str) -> dict[tuple[str, str], dict[str, Any]]:
 def search() -> Table:
     """The search of 2026-11-21 and that of decisions 25 and 26, on the same traces and machine."""
     names = ("solver-traced-before", "solver-traced")
-    found = [_by_model(name) for name in names]
+    rows = [_by_model(name) for name in names]
     rows = tuple(
         (
             label,
             budget,
-            *(_solved(each.get((graph, budget)), budget) for each in found),
+            *(_solved(by_model.get((graph, budget)), budget) for by_model in rows),
         )
         for graph, label in _NAMES.items()
         for budget in _BUDGETS
@@ -78,7 +78,7 @@ def _solved(row: dict[str, Any] | None, budget: str) -> str:
     if row is None:
         return ""
     if "overhead" not in row:
-        return f"{'impossible' if row.get('proved') else 'none found'}, {seconds(row['seconds'])}"
+        return f"{'impossible' if row.get('proved') else 'none rows'}, {seconds(row['seconds'])}"
     cell = f"{percent(row['overhead'])}, {percent(row['gap'])}, {seconds(row['seconds'])}"
     if budget == "min":
         cell = f"{row['peak_bytes'] / row['baseline_peak_bytes']:.1%}: {cell}"
@@ -138,7 +138,7 @@ def _failure(row: dict[str, Any]) -> str:
 def baselines() -> Table:
     """Each baseline at its own smallest peak, and remat there."""
     graphs = ("gpt12", "resnet50", "unet", "swin")
-    found = {
+    rows = {
         (row["graph"], row["strategy"]): row
         for row in load("solver-baselines")["sections"]["baselines"]
         if row["budget"] == "min" and row.get("overhead") is not None
@@ -147,33 +147,33 @@ def baselines() -> Table:
     for name, label in _STRATEGIES.items():
         cells: list[str] = []
         for graph in graphs:
-            row = found.get((graph, name))
-            cells.append("" if row is None else _beside(row))
+            row = rows.get((graph, name))
+            cells.append("" if row is None else _with_remat_overhead(row))
         if any(cells):
             rows.append((label, *cells))
     header = ("baseline at its smallest peak", *(_NAMES[graph] for graph in graphs))
     return Table(("solver-baselines",), header, tuple(rows))
 
 
-def _beside(row: dict[str, Any]) -> str:
-    ours = row.get("remat_overhead")
+def _with_remat_overhead(row: dict[str, Any]) -> str:
+    remat_overhead = row.get("remat_overhead")
     share = row["peak_bytes"] / row["baseline_peak_bytes"]
     theirs = f"+{row['overhead']:.0%}"
     return f"{share:.0%}: {theirs}" + (
-        "" if ours is None else f", remat +{ours:.0%}"
+        "" if remat_overhead is None else f", remat +{remat_overhead:.0%}"
     )
 
 
 def table2() -> Table:
     """Time of the baselines over that of remat on Checkmate's graphs: geometric means."""
-    found: dict[tuple[str, str], list[float]] = {}
+    rows: dict[tuple[str, str], list[float]] = {}
     for row in load("solver-table2")["sections"]["table2"]:
         if row.get("ratio") is not None:
-            found.setdefault((row["strategy"], row["graph"]), []).append(
+            rows.setdefault((row["strategy"], row["graph"]), []).append(
                 row["ratio"]
             )
     rows = tuple(
-        (label, *(_mean(found.get((name, graph), [])) for graph in ("CM1", "CM2")))
+        (label, *(_mean(rows.get((name, graph), [])) for graph in ("CM1", "CM2")))
         for name, label in _STRATEGIES.items()
     )
     rows = tuple(row for row in rows if any(row[1:]))

@@ -11,7 +11,7 @@ from remat.strategies.registry import STRATEGIES
 
 
 class Strategies(SphinxDirective):
-    """Their names, and what each class says of itself."""
+    """The names of the strategies, with the docstring of each class."""
 
     def run(self) -> list[nodes.Node]:
         """A paragraph, and a description of each."""

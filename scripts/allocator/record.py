@@ -1,15 +1,14 @@
-"""Records what torch's own caching allocator does: with random sequences of allocations
-and frees, and with training steps by remat's plans.
+"""Record the actions of torch's own caching allocator, for random allocations and planned steps.
 
     python -m scripts.allocator.record tests/data/allocator --python PYTHON
 
-PYTHON has a CUDA build of torch, and what remat needs. No device is needed: torch runs against
-`no_device.c`, which is compiled here with `cc` and preloaded. Nothing is computed; the allocator is
-libtorch's own, and so are the allocations of a step.
+PYTHON has a CUDA build of torch, and remat's dependencies. No device is needed: torch runs against
+`no_device.c`, which this script compiles with `cc` and preloads. Kernels compute nothing, but the
+allocator is libtorch's own, and so are the allocations of a step.
 
-The file is JSON, a list of recordings: torch's version; `actions`, the `[action, address, size]` of
-the snapshot's `device_traces`; `segments` of the snapshot at the end, with their blocks; `peaks` of
-`torch.cuda.memory_stats`; of a plan its `trace` and `runs` too.
+The file is a JSON list of recordings: torch's version; `actions`, the `[action, address, size]` of
+the snapshot's `device_traces`; `segments` of the final snapshot, with their blocks; `peaks` of
+`torch.cuda.memory_stats`; for a plan also its `trace` and `runs`.
 """
 
 from __future__ import annotations
@@ -32,23 +31,26 @@ PLANS = (("gpt", "75%"), ("resnet", "60%"))
 LIBRARIES = ("libcuda.so.1", "libnvidia-ml.so.1")
 
 
-def sequence(seed: int, count: int) -> Iterator[tuple[int, int | None]]:
-    """Random allocations (key, bytes) and frees (key, None): sizes around every threshold."""
-    draw = random.Random(seed)
+def random_events(seed: int, count: int) -> Iterator[tuple[int, int | None]]:
+    """Yield random allocations (key, bytes) and frees (key, None).
+
+    The sizes lie around the allocator's thresholds.
+    """
+    rng = random.Random(seed)
     sizes = [1, 511, 512, 513, 4096, 300_000, (1 << 20) - 512, 1 << 20, (1 << 20) + 1]
     sizes += [3 << 20, (9 << 20) + 17, (10 << 20) - 1, 10 << 20, (10 << 20) + 1, 25 << 20, 70 << 20]
     live: list[int] = []
     for key in range(count):
-        while live and (draw.random() < 0.45 or len(live) > 60):
-            yield live.pop(draw.randrange(len(live))), None
-        size = draw.choice(sizes) if draw.random() < 0.3 else int(10 ** draw.uniform(2, 7.6))
+        while live and (rng.random() < 0.45 or len(live) > 60):
+            yield live.pop(rng.randrange(len(live))), None
+        size = rng.choice(sizes) if rng.random() < 0.3 else int(10 ** rng.uniform(2, 7.6))
         live.append(key)
         yield key, size
 
 
 @contextmanager
-def history() -> Iterator[None]:
-    """Record what the allocator does."""
+def memory_history() -> Iterator[None]:
+    """Record the allocator's actions while the context is entered."""
     import torch
 
     torch.cuda.memory._record_memory_history(max_entries=10**6, context=None)
@@ -56,8 +58,8 @@ def history() -> Iterator[None]:
     torch.cuda.memory._record_memory_history(enabled=None)
 
 
-def recorded() -> dict[str, Any]:
-    """What was recorded so far."""
+def read_recording() -> dict[str, Any]:
+    """Return the actions recorded so far, the current segments, and the peaks."""
     import torch
 
     stats = torch.cuda.memory_stats()
@@ -85,28 +87,32 @@ def recorded() -> dict[str, Any]:
     }
 
 
-def run(events: list[tuple[Any, int | None]]) -> dict[str, Any]:
-    """Events through torch's allocator, in this process."""
+def replay_events(events: list[tuple[Any, int | None]]) -> dict[str, Any]:
+    """Replay allocations and frees on torch's allocator in this process; return the recording."""
     import torch
 
     addresses: dict[Any, int] = {}
-    with history():
+    with memory_history():
         for key, size in events:
             if size is None:
                 torch.cuda.caching_allocator_delete(addresses.pop(key))
             else:
                 addresses[key] = torch.cuda.caching_allocator_alloc(size)
-        return recorded()
+        return read_recording()
 
 
-def _child(python: str, module: str, *arguments: str, given: Any = None, on: bool = False) -> Any:
-    """What another process prints as JSON, with or without expandable segments."""
+def _run_child(
+    python: str, module: str, *arguments: str, stdin: Any = None, is_expandable: bool = False
+) -> Any:
+    """Run a module of this package in a process without a device, and return its JSON output."""
     command = [python, "-m", f"scripts.allocator.{module}", *arguments]
-    return json.loads(without_device(command, is_expandable=on, stdin=json.dumps(given)))
+    return json.loads(
+        run_without_device(command, is_expandable=is_expandable, stdin=json.dumps(stdin))
+    )
 
 
-def without_device(command: list[str], *, is_expandable: bool, stdin: str = "") -> str:
-    """Run a command against the runtime that has no device; its stdout."""
+def run_without_device(command: list[str], *, is_expandable: bool, stdin: str = "") -> str:
+    """Run a command against the CUDA runtime of `no_device.c`, and return its stdout."""
     root = SOURCE.parents[2]
     with tempfile.TemporaryDirectory() as folder:
         for name in LIBRARIES:
@@ -117,45 +123,48 @@ def without_device(command: list[str], *, is_expandable: bool, stdin: str = "") 
             "LD_PRELOAD": str(Path(folder, LIBRARIES[0])),
             "PYTHONPATH": f"{root}:{root / 'solver'}",
             "PYTORCH_CUDA_ALLOC_CONF": f"expandable_segments:{is_expandable}",
-            "TORCH_CUBLAS_WORKSPACE_CACHE": "1",  # as torch does without it up to 2.14
+            "TORCH_CUBLAS_WORKSPACE_CACHE": "1",  # the default up to torch 2.14
         }
-        done = subprocess.run(
+        completed = subprocess.run(
             command, input=stdin, env=environment, text=True, stdout=subprocess.PIPE, check=True
         )
-    return done.stdout
+    return completed.stdout
 
 
 def main() -> None:
-    """Write one file for torch's version."""
+    """Write the file of recordings for the version of torch that PYTHON has."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--python", default=sys.executable)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
-    chosen = parser.parse_args()
-    if chosen.child:
+    options = parser.parse_args()
+    if options.child:
         import torch
 
-        done = run(json.load(sys.stdin))
-        print(json.dumps({"torch": torch.__version__, **done}), flush=True)
-        os._exit(0)  # threads of a device that is not there do not end
-    sequences = {f"random {seed}": list(sequence(seed, 600)) for seed in range(3)}
-    found: list[dict[str, Any]] = []
+        recording = replay_events(json.load(sys.stdin))
+        print(json.dumps({"torch": torch.__version__, **recording}), flush=True)
+        os._exit(0)  # threads of the missing device do not end
+    random_sequences = {f"random {seed}": list(random_events(seed, 600)) for seed in range(3)}
+    recordings: list[dict[str, Any]] = []
     plans = {
-        (model, budget): _child(chosen.python, "steps", "plan", model, budget)
+        (model, budget): _run_child(options.python, "steps", "plan", model, budget)
         for model, budget in PLANS
     }
     for is_expandable in (False, True):
-        for name, events in sequences.items():
-            done = _child(chosen.python, "record", ".", "--child", given=events, on=is_expandable)
-            found.append({"name": name, "is_expandable": is_expandable, **done})
+        runs: dict[str, tuple[tuple[str, ...], Any]] = {
+            name: (("record", ".", "--child"), events) for name, events in random_sequences.items()
+        }
         for (model, budget), plan in plans.items():
-            done = _child(chosen.python, "steps", "run", model, given=plan, on=is_expandable)
-            name = f"plan {model} {budget}"
-            found.append({"name": name, "is_expandable": is_expandable, **done})
-    version = found[0]["torch"].partition("+")[0]
-    path = chosen.folder / f"torch-{version}.json.gz"
-    path.write_bytes(gzip.compress(json.dumps(found).encode(), mtime=0))
-    print(f"{path}: {len(found)} recordings, {path.stat().st_size:,} bytes")
+            runs[f"plan {model} {budget}"] = (("steps", "run", model), plan)
+        for name, (arguments, stdin) in runs.items():
+            recording = _run_child(
+                options.python, *arguments, stdin=stdin, is_expandable=is_expandable
+            )
+            recordings.append({"name": name, "is_expandable": is_expandable, **recording})
+    version = recordings[0]["torch"].partition("+")[0]
+    path = options.folder / f"torch-{version}.json.gz"
+    path.write_bytes(gzip.compress(json.dumps(recordings).encode(), mtime=0))
+    print(f"{path}: {len(recordings)} recordings, {path.stat().st_size:,} bytes")
 
 
 if __name__ == "__main__":

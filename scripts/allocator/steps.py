@@ -1,8 +1,8 @@
-"""Training steps by remat's plans, run on torch's CUDA allocator where there is no device.
+"""Run training steps of remat's plans on torch's CUDA allocator, without a device.
 
-Run by `scripts.allocator.record`, which says what is printed: once as `plan MODEL BUDGET`, then as
-`run MODEL` with what that printed on stdin. Capture, workspaces, runtime and allocations are the
-real ones; kernels compute nothing, so costs are a roofline's.
+`scripts.allocator.record` runs it, first as `plan MODEL BUDGET`, then as `run MODEL` with the first
+output on stdin, and describes the output. Capture, workspaces, runtime and allocations are real.
+Kernels compute nothing, so that costs come from a roofline.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 from typing import Any
 
 import torch
-from scripts.allocator.record import history, recorded
+from scripts.allocator.record import memory_history, read_recording
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -23,7 +23,7 @@ _STEPS = 3
 
 
 class Block(nn.Module):
-    """A transformer's, without dropout."""
+    """A transformer block without dropout."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Residual(nn.Module):
 
 
 class Loss(nn.Module):
-    """The mean of what a model returns, in log-probabilities."""
+    """The mean of the log-probabilities of the last layer's outputs."""
 
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Loss(nn.Module):
 
 
 def models() -> dict[str, tuple[nn.Module, Tensor]]:
-    """A small GPT and a small ResNet, with an input."""
+    """Return a small GPT and a small ResNet, each with an input."""
     gpt = Loss(*(Block(256, 4) for _ in range(4)), nn.LayerNorm(256), nn.Linear(256, 8000))
     resnet = Loss(
         nn.Conv2d(3, 48, 7, stride=2, padding=3),
@@ -83,11 +83,11 @@ def _on_cuda(name: str) -> tuple[nn.Module, Tensor]:
     return model.to("cuda"), x.to("cuda")
 
 
-def planned(name: str, budget: str) -> dict[str, Any]:
-    """The trace and the plan's runs."""
+def plan_step(name: str, budget: str) -> dict[str, Any]:
+    """Return the trace of a model's step, and the runs of its plan."""
     model, x = _on_cuda(name)
     traced = remat.trace(model, (x,))
-    measured = remat.measure(traced, "cuda", cache=False)  # of which only the workspaces are true
+    measured = remat.measure(traced, "cuda", cache=False)  # only its workspaces are correct
     estimated = remat.measure(traced, remat.Roofline("h200"))
     times = {node.name: node.cost_s for node in estimated.nodes}
     nodes = tuple(n.model_copy(update={"cost_s": times[n.name]}) for n in measured.nodes)
@@ -96,21 +96,24 @@ def planned(name: str, budget: str) -> dict[str, Any]:
     return {"trace": json.loads(priced.to_json()), "runs": list(plan.schedule.runs)}
 
 
-def steps(name: str, plan: dict[str, Any]) -> dict[str, Any]:
-    """Steps of a new process by the plan."""
+def record_steps(name: str, plan: dict[str, Any]) -> dict[str, Any]:
+    """Run the first steps of this process by a plan, and return the recording."""
     traced = remat.Trace.from_json(json.dumps(plan["trace"]))
-    with history():
+    with memory_history():
         model, x = _on_cuda(name)
         module = remat.lower(remat.rewrite(traced, remat.Schedule(tuple(plan["runs"]))), model)
         for _ in range(_STEPS):
             module(x).backward()
             model.zero_grad(set_to_none=True)
-        return recorded() | plan
+        return read_recording() | plan
 
 
 if __name__ == "__main__":
-    torch.backends.cudnn.enabled = False  # there is no stand-in for it
-    task, chosen, *budget = sys.argv[1:]
-    found = planned(chosen, *budget) if task == "plan" else steps(chosen, json.load(sys.stdin))
-    print(json.dumps({"torch": torch.__version__, **found}), flush=True)
-    os._exit(0)  # threads of a device that is not there do not end
+    torch.backends.cudnn.enabled = False  # no_device.c does not replace cuDNN
+    task, model_name, *budget = sys.argv[1:]
+    if task == "plan":
+        output = plan_step(model_name, *budget)
+    else:
+        output = record_steps(model_name, json.load(sys.stdin))
+    print(json.dumps({"torch": torch.__version__, **output}), flush=True)
+    os._exit(0)  # threads of the missing device do not end

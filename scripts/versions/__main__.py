@@ -1,15 +1,15 @@
-"""Run remat's tests in every environment that it promises: `make test-versions`.
+"""Run remat's tests in every supported environment: `make test-versions`.
 
-    python -m scripts.versions                      # all rows but `pinned`, which is `make test`
-    python -m scripts.versions newest new-user      # these
-    python -m scripts.versions newest --debian      # with Debian's Python, even if there is another
+    python -m scripts.versions                      # all rows except `pinned`, which is `make test`
+    python -m scripts.versions newest new-user      # only these rows
+    python -m scripts.versions newest --debian      # with Debian's Python, even if another exists
 
-Environments are made where they are missing, outside of the repository: in VERSIONS_DIR, by default
-`remat-versions` in the user's cache directory. They are kept, and made anew when pyproject.toml,
-constraints.txt or the row has changed. Each with a CUDA build of torch takes 5 to 7 GB;
-TORCH_INDEX, as of scripts/install_torch.sh, can name an index of smaller builds.
+Environments are created outside of the repository: in VERSIONS_DIR, by default `remat-versions` in
+the user's cache directory. They are reused until pyproject.toml, constraints.txt or the row
+changes. Each with a CUDA build of torch takes 5 to 7 GB; TORCH_INDEX can name an index of smaller
+builds, as for scripts/install_torch.sh.
 
-What cannot be had here is skipped, with the reason. Ends with 1 if a row failed.
+Rows that this machine cannot run are skipped, with the reason. Exits with 1 if a row failed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import sys
 import time
 from pathlib import Path
 
-from scripts.versions.pythons import Failed, Skipped
+from scripts.versions.pythons import RowFailed, RowSkipped
 from scripts.versions.rows import ROWS
 
 
@@ -30,28 +30,28 @@ def main() -> int:
         prog="python -m scripts.versions",
         description=(__doc__ or "").partition("\n")[0],
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="\n".join(f"{row.name:12} {row.what}" for row in ROWS),
+        epilog="\n".join(f"{row.name:12} {row.description}" for row in ROWS),
     )
     parser.add_argument(
-        "rows", nargs="*", metavar="ROW", help="which rows; all but `pinned` by default"
+        "rows", nargs="*", metavar="ROW", help="names of rows; default: all except `pinned`"
     )
-    parser.add_argument("--quick", action="store_true", help="leave out tests marked slow")
-    parser.add_argument("--fresh", action="store_true", help="make the environments anew")
-    parser.add_argument("--debian", action="store_true", help="use no Python of this machine")
+    parser.add_argument("--quick", action="store_true", help="skip tests marked slow")
+    parser.add_argument("--fresh", action="store_true", help="recreate the environments")
+    parser.add_argument("--debian", action="store_true", help="use Debian's Python only")
     options = parser.parse_args()
     if unknown := [name for name in options.rows if name not in names]:
         parser.error(f"there is no row {unknown[0]!r}; there are {', '.join(names)}")
     ends = {}
     for row in ROWS:
         if row.name in options.rows or (row.by_default and not options.rows):
-            print(f"\n== {row.name}: {row.what}", flush=True)
+            print(f"\n== {row.name}: {row.description}", flush=True)
             began = time.monotonic()
             try:
                 row.run(versions_dir(), options)
                 end = "passed"
-            except Skipped as reason:
+            except RowSkipped as reason:
                 end = f"skipped: {reason}"
-            except Failed as error:
+            except RowFailed as error:
                 end = f"FAILED: {error}"
             ends[row.name] = f"{end} ({time.monotonic() - began:.0f} s)"
             print(f"== {row.name}: {ends[row.name]}", flush=True)
@@ -62,7 +62,7 @@ def main() -> int:
 
 
 def versions_dir() -> Path:
-    """Where environments are kept."""
+    """Return the folder of the environments."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.get("VERSIONS_DIR") or Path(cache) / "remat-versions").resolve()
 

@@ -1,14 +1,14 @@
-"""Build an image of `docker/`, and run it as compose.yaml says; in a Debian that `debian` has made.
+"""Build an image of `docker/` and run it by compose.yaml, inside of a Debian made by `debian`.
 
     python3 -m scripts.versions.containers server|worker-gpu BASE.tar
 
-The engine is podman, and Docker's own compose talks to it. No registry of images is needed: the
-bases are made by debootstrap, Debian for the server and Ubuntu for the worker, without what
-NVIDIA's images add to that. In the places of PostgreSQL's and Prometheus' images stand the same
-programs, from Debian's packages. Grafana is no package of Debian.
+The engine is podman, controlled by Docker's own compose. No image registry is needed: debootstrap
+makes the base images, Debian for the server and Ubuntu for the worker, without the libraries that
+NVIDIA's images add. PostgreSQL and Prometheus come from Debian's packages instead of their images.
+Grafana is left out, because Debian has no package of it.
 
-Containers run in a network namespace of their own: they reach each other and nothing else, and
-nothing is changed in this machine's network.
+Containers run in a separate network namespace: they reach each other and nothing else, and this
+machine's network is not changed.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ default_ulimits = ["nofile={files}:{files}", "nproc={processes}:{processes}"]
 cgroup_manager = "cgroupfs"
 runtime = "runc"
 """
-"""Limits that every machine can set, as they are no higher than its own."""
+"""Engine settings with limits that any machine can set, as they are not above its own."""
 
-# What an image for Python has, whose command is `python`.
+# The base image of Python, whose command is `python`.
 _PYTHON = """
 FROM localhost/remat-debian
 RUN python3 -m venv /opt/python
@@ -79,7 +79,7 @@ _PROMETHEUS = """
 FROM localhost/remat-debian
 ARG DEBIAN_FRONTEND=noninteractive
 RUN apt-get -qq update && apt-get -qq install --no-install-recommends prometheus \\
-    && install --directory --owner nobody /prometheus
+    && install --directory --owner 65534 /prometheus
 ENTRYPOINT ["prometheus"]
 """
 
@@ -97,24 +97,24 @@ def main() -> None:
     build(services["prometheus"]["image"], _PROMETHEUS)
     began = time.monotonic()
     build_target("server", services["api"]["image"])
-    tell_of(services["api"]["image"], time.monotonic() - began)
+    print_image_size(services["api"]["image"], time.monotonic() - began)
     if target == "worker-gpu":
         began = time.monotonic()
         build_target("worker-gpu", services["worker-gpu"]["image"])
-        tell_of(services["worker-gpu"]["image"], time.monotonic() - began)
-    alone = ["unshare", "--net", sys.executable, "-m", "scripts.versions.services", target]
+        print_image_size(services["worker-gpu"]["image"], time.monotonic() - began)
+    command = ["unshare", "--net", sys.executable, "-m", "scripts.versions.services", target]
     try:
-        subprocess.run(alone, check=True)
+        subprocess.run(command, check=True)
     finally:
-        if target == "worker-gpu":  # gigabytes
-            podman("rmi", "--force", named(services["worker-gpu"]["image"]))
+        if target == "worker-gpu":  # it has several GB
+            podman("rmi", "--force", full_image_name(services["worker-gpu"]["image"]))
         podman("image", "prune", "--force")
         for cache in Path("/var/tmp").glob("buildah-cache-*"):
             shutil.rmtree(cache)
 
 
 def install_engine() -> None:
-    """podman, compose and what they need, where they are missing."""
+    """Install podman, compose and their dependencies if they are missing, and set limits."""
     installed = Path("/etc/remat-engine")
     if not installed.exists() or installed.read_text() != repr(PACKAGES):
         apt = ["apt-get", "-qq", "-o", "Dpkg::Use-Pty=0"]
@@ -132,7 +132,7 @@ def install_engine() -> None:
 
 
 def import_ubuntu() -> None:
-    """Ubuntu 24.04 as an image, without the libraries that NVIDIA's base images add."""
+    """Import Ubuntu 24.04 as an image, without the libraries that NVIDIA's base images add."""
     root = Path("/var/lib/remat-ubuntu")
     shutil.rmtree(root, ignore_errors=True)
     options = ["--variant=minbase", "--components=main,universe", "--include=ca-certificates"]
@@ -145,36 +145,37 @@ def import_ubuntu() -> None:
 
 
 def compose_services() -> dict[str, dict[str, Any]]:
-    """The services of compose.yaml, as Docker's compose reads it with every profile on."""
-    told = subprocess.run(
+    """Return the services of compose.yaml with all profiles, as Docker's compose reads it."""
+    completed = subprocess.run(
         ["docker-compose", "--profile", "*", "config", "--format", "json"],
         cwd=ROOT / "docker",
         check=True,
         stdout=subprocess.PIPE,
     )
-    return json.loads(told.stdout)["services"]
+    return json.loads(completed.stdout)["services"]
 
 
 # -- images ---------------------------------------------------------------------------------------
 
 
-def named(image: str) -> str:
-    """As Docker completes the name of an image."""
+def full_image_name(image: str) -> str:
+    """Return the image name with registry, as Docker completes it."""
     return f"docker.io/{image}" if "/" in image else f"docker.io/library/{image}"
 
 
 def podman(*arguments: str) -> None:
-    """A command whose names of what it made or removed nobody needs."""
+    """Run a podman command without its output."""
     subprocess.run(["podman", *arguments], check=True, stdout=subprocess.DEVNULL)
 
 
 def has_image(name: str) -> bool:
+    """True if a local image with this name exists."""
     return subprocess.run(["podman", "image", "exists", f"localhost/{name}"]).returncode == 0
 
 
 def build(name: str, containerfile: str) -> None:
-    """Build a small image of our own; quick where nothing has changed."""
-    tag = f"localhost/{name}" if name.startswith("remat-") else named(name)
+    """Build a helper image from the text of its container file; podman caches the layers."""
+    tag = f"localhost/{name}" if name.startswith("remat-") else full_image_name(name)
     subprocess.run(
         ["podman", "build", *_OPTIONS, "--tag", tag, "-"],
         input=containerfile.encode(),
@@ -184,25 +185,25 @@ def build(name: str, containerfile: str) -> None:
 
 
 def build_target(target: str, name: str) -> None:
-    """Build a target of docker/Dockerfile, with this machine's certificates and settings of pip."""
+    """Build a target of docker/Dockerfile, with this machine's certificates and pip settings."""
     settings = [debian.CERTIFICATES, Path("/etc/pip.conf")]
-    settings += debian.local_indexes(Path("/etc/pip.conf").read_text())
+    settings += debian.local_index_folders(Path("/etc/pip.conf").read_text())
     mounts = [f"--volume={path}:{path}:ro" for path in settings if path.exists()]
     bases = ["PYTHON_IMAGE=localhost/remat-python", "CUDA_IMAGE=localhost/remat-ubuntu"]
     index = [f"TORCH_INDEX={os.environ['TORCH_INDEX']}"] if "TORCH_INDEX" in os.environ else []
-    arguments = [f"--build-arg={each}" for each in [*bases, *index]]
-    file = ["--file", "docker/Dockerfile", "--target", target, "--tag", named(name)]
+    arguments = [f"--build-arg={argument}" for argument in [*bases, *index]]
+    file = ["--file", "docker/Dockerfile", "--target", target, "--tag", full_image_name(name)]
     podman("build", *_OPTIONS, "--layers=false", *mounts, *arguments, *file, str(ROOT))
 
 
 _OPTIONS = ("--quiet", "--isolation=chroot", "--format=docker", "--pull=never")
 
 
-def tell_of(image: str, took_s: float) -> None:
-    """Say how large an image is, and how long it took."""
-    command = ["podman", "image", "inspect", "--format", "{{.Size}}", named(image)]
-    told = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    print(f"{image}: {int(told.stdout) / 1e6:.0f} MB, built in {took_s:.0f} s", flush=True)
+def print_image_size(image: str, took_s: float) -> None:
+    """Print the size of an image, and the seconds of its build."""
+    command = ["podman", "image", "inspect", "--format", "{{.Size}}", full_image_name(image)]
+    completed = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    print(f"{image}: {int(completed.stdout) / 1e6:.0f} MB, built in {took_s:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

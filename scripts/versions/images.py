@@ -1,4 +1,4 @@
-"""The rows of the images: `docker/` built and run, in a Debian of our own that has an engine."""
+"""Rows that build and run the images of `docker/`, in a separate Debian with a container engine."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scripts.versions import debian
-from scripts.versions.pythons import ROOT, Failed, Skipped, make_debian
+from scripts.versions.pythons import ROOT, RowFailed, RowSkipped, make_debian
 
 
 @dataclass(frozen=True)
 class Image:
-    """A target of docker/Dockerfile; `scripts.versions.containers` has what is done with it."""
+    """A row that builds and runs a target of docker/Dockerfile by `scripts.versions.containers`."""
 
     name: str
-    what: str
+    description: str
     target: str
-    room_bytes: int
-    """What building it takes on the disk, for a while."""
+    disk_bytes: int
+    """Disk space that the build needs temporarily."""
     by_default: bool = True
 
     def run(self, versions: Path, options: argparse.Namespace) -> None:
-        if reason := debian.why_unavailable():
-            raise Skipped(reason)
+        if reason := debian.unavailable_reason():
+            raise RowSkipped(reason)
         versions.mkdir(parents=True, exist_ok=True)
-        if (free_bytes := shutil.disk_usage(versions).free) < self.room_bytes:
+        if (free_bytes := shutil.disk_usage(versions).free) < self.disk_bytes:
             free = f"{free_bytes / 2**30:.1f} GiB are free in {versions}"
-            raise Skipped(f"{free}, and building it takes {self.room_bytes >> 30} GiB")
+            raise RowSkipped(f"{free}, and building it takes {self.disk_bytes >> 30} GiB")
         root = versions / "debian"
         make_debian(root)
         quiet = {"DEBIAN_FRONTEND": "noninteractive", "PODMAN_IGNORE_CGROUPSV1_WARNING": "1"}
-        enter = debian.enter(root, ROOT, [ROOT, Path(f"{root}.tar")], **quiet)
+        enter = debian.enter_command(root, ROOT, [ROOT, Path(f"{root}.tar")], **quiet)
         command = ["python3", "-m", "scripts.versions.containers", self.target, f"{root}.tar"]
         code = subprocess.run([*enter, *command]).returncode
         if code != 0:
-            raise Failed(f"`{' '.join(command)}` ended with {code}")
+            raise RowFailed(f"`{' '.join(command)}` ended with {code}")

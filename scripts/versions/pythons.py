@@ -1,4 +1,4 @@
-"""Where a Python of some version comes from, and virtual environments made with it."""
+"""Search for a Python of a given version, and virtual environments made with it."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from pathlib import Path
 from scripts.versions import debian
 
 ROOT = Path(__file__).resolve().parents[2]
-"""Of the repository."""
+"""The repository's folder."""
 
-_NOT_OURS = ("PYTHON", "REMAT_", "VIRTUAL_ENV")
-"""Variables that would let a command see what is not in its environment."""
-
-
-class Skipped(Exception):
-    """Something that a row needs cannot be had here; the message says what."""
+_REMOVED_PREFIXES = ("PYTHON", "REMAT_", "VIRTUAL_ENV")
+"""Prefixes of environment variables that would expose packages outside of the environment."""
 
 
-class Failed(Exception):
-    """A command of a row has failed; the message says which."""
+class RowSkipped(Exception):
+    """A row cannot run on this machine; the message says what is missing."""
+
+
+class RowFailed(Exception):
+    """A command of a row failed; the message says which."""
 
 
 @dataclass(frozen=True)
 class Python:
-    """An interpreter: on this machine, or in a Debian of our own where `root` is set."""
+    """An interpreter: on this machine, or in the separate Debian at `root` if that is set."""
 
     version: str
     command: str
@@ -39,9 +39,9 @@ class Python:
     def run(
         self, command: Sequence[str | Path], folder: Path, share: Path, **settings: str
     ) -> None:
-        """Run a command to its end where this Python is, with `share` and the repository there.
+        """Run a command on this Python's system, with access to `share` and the repository.
 
-        Raises `Failed` if it does.
+        Raises `RowFailed` if the command fails.
         """
         settings = {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_COMPILE": "1", **settings}
         path = os.environ["PATH"] if self.root is None else debian.PATH
@@ -49,89 +49,96 @@ class Python:
         words = [str(word) for word in command]
         print("$", *words, flush=True)
         if self.root is None:
-            mine = {k: v for k, v in os.environ.items() if not k.startswith(_NOT_OURS)}
-            code = subprocess.run(words, cwd=folder, env={**mine, **settings}).returncode
+            inherited = {k: v for k, v in os.environ.items() if not k.startswith(_REMOVED_PREFIXES)}
+            code = subprocess.run(words, cwd=folder, env={**inherited, **settings}).returncode
         else:
-            entered = debian.enter(self.root, folder, [ROOT, share], **settings)
-            code = subprocess.run([*entered, *words]).returncode
+            prefix = debian.enter_command(self.root, folder, [ROOT, share], **settings)
+            code = subprocess.run([*prefix, *words]).returncode
         if code != 0:
-            raise Failed(f"`{shlex.join(words)[:80]}` ended with {code}")
+            raise RowFailed(f"`{shlex.join(words)[:80]}` ended with {code}")
 
 
-def find(versions: Sequence[str], root: Path, only_debian: bool = False) -> Python:
-    """The first of these versions that is here; else Debian's, made in `root` if it is missing.
+def find_python(versions: Sequence[str], root: Path, only_debian: bool = False) -> Python:
+    """Return a Python of the first of these versions that exists, or else Debian's in `root`.
 
-    Raises `Skipped` where neither can be had.
+    Raises `RowSkipped` if there is neither.
     """
     for version in versions if not only_debian else ():
-        for candidate in candidates(version):
-            if works(candidate, version):
+        for candidate in candidate_interpreters(version):
+            if can_make_environments(candidate, version):
                 return Python(version, candidate)
     wanted = " or ".join(versions)
     if debian.PYTHON not in versions:
-        raise Skipped(f"there is no Python {wanted} here that can make environments")
-    if reason := debian.why_unavailable():
-        raise Skipped(f"there is no Python {wanted} here, and {reason}")
+        raise RowSkipped(f"there is no Python {wanted} here that can make environments")
+    if reason := debian.unavailable_reason():
+        raise RowSkipped(f"there is no Python {wanted} here, and {reason}")
     make_debian(root)
     return Python(debian.PYTHON, f"python{debian.PYTHON}", root)
 
 
 def make_debian(root: Path) -> None:
-    """Debian in a folder, if it is missing."""
+    """Make a Debian in a folder. Raises `RowSkipped` if debootstrap fails."""
     try:
         debian.make(root)
     except subprocess.CalledProcessError as error:
-        raise Skipped(f"debootstrap ended with {error.returncode}; is there a network?") from None
+        raise RowSkipped(
+            f"debootstrap ended with {error.returncode}; is there a network?"
+        ) from None
 
 
-def candidates(version: str) -> list[str]:
-    """Interpreters that may be of a version: those on the path, and pyenv's, whose commands on the
-    path refuse as long as a version is not switched on."""
+def candidate_interpreters(version: str) -> list[str]:
+    """Return interpreters that may be of a version: those on the path, and pyenv's.
+
+    pyenv's own commands on the path fail unless the version is selected.
+    """
     name = f"python{version}"
-    found = [shutil.which(name, path=folder) for folder in os.get_exec_path()]
+    on_path = [shutil.which(name, path=folder) for folder in os.get_exec_path()]
     pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv")
-    return [*filter(None, found), *map(str, sorted(pyenv.glob(f"versions/{version}*/bin/{name}")))]
+    return [
+        *filter(None, on_path),
+        *map(str, sorted(pyenv.glob(f"versions/{version}*/bin/{name}"))),
+    ]
 
 
-def works(candidate: str, version: str) -> bool:
-    """Whether this is a Python of that version that can make virtual environments."""
+def can_make_environments(candidate: str, version: str) -> bool:
+    """True if this is a Python of that version that can make virtual environments."""
     code = "import ensurepip, sys, venv; print('%d.%d' % sys.version_info[:2])"
     try:
-        told = subprocess.run([candidate, "-c", code], capture_output=True, text=True)
+        completed = subprocess.run([candidate, "-c", code], capture_output=True, text=True)
     except OSError:
         return False
-    return told.returncode == 0 and told.stdout.strip() == version
+    return completed.returncode == 0 and completed.stdout.strip() == version
 
 
 @dataclass(frozen=True)
 class Environment:
-    """A virtual environment in `folder`/venv, kept from run to run."""
+    """A virtual environment in `folder`/venv, which later runs reuse."""
 
     python: Python
     folder: Path
 
     def run(self, *command: str | Path, folder: Path = ROOT, **settings: str) -> None:
-        """Run a command of this environment to its end."""
+        """Run a command of this environment. Raises `RowFailed` if it fails."""
         settings["PATH"] = f"{self.folder}/venv/bin"
         self.python.run(command, folder, self.folder, **settings)
 
-    def is_made_from(self, *text: str) -> bool:
-        """Whether it was made from this, and by this Python; see `made_from`."""
+    def has_inputs(self, *text: str) -> bool:
+        """True if the environment was made from these inputs by this Python."""
         try:
             return (self.folder / "made-from").read_text() == self._digest(text)
         except FileNotFoundError:
             return False
 
-    def empty(self) -> None:
-        """Make it anew, with nothing in it."""
+    def recreate(self) -> None:
+        """Recreate the environment without packages."""
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
         self.python.run(
             [self.python.command, "-m", "venv", self.folder / "venv"], Path("/"), self.folder
         )
 
-    def made_from(self, *text: str) -> None:
-        """Note what it was made from, so that it is made anew when that has changed."""
+    def record_inputs(self, *text: str) -> None:
+        """Store a digest of the inputs, so that the environment is recreated when they change."""
         (self.folder / "made-from").write_text(self._digest(text))
 
     def _digest(self, text: Sequence[str]) -> str:

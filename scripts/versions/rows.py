@@ -1,4 +1,4 @@
-"""The matrix: environments, and what is run in each."""
+"""Table of the supported environments, and the commands that run in each."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from pathlib import Path
 from typing import Protocol
 
 from scripts.versions.images import Image
-from scripts.versions.pythons import ROOT, Environment, Skipped, find
+from scripts.versions.pythons import ROOT, Environment, RowSkipped, find_python
 
 _ROOM_BYTES = 12 << 30
-"""What a row may take on the disk while it is made."""
+"""Disk space that creating an environment may need."""
 
 
 class Row(Protocol):
-    """A line of the matrix. `run` raises `Skipped`, or `Failed`."""
+    """One environment. `run` raises `RowSkipped` or `RowFailed`."""
 
     @property
     def name(self) -> str: ...
 
     @property
-    def what(self) -> str:
-        """In a few words, for people."""
+    def description(self) -> str:
+        """A short description for the user."""
         ...
 
     @property
     def by_default(self) -> bool:
-        """Whether it runs where no row is named."""
+        """True if it runs when no row is named."""
         ...
 
     def run(self, versions: Path, options: argparse.Namespace) -> None: ...
@@ -41,80 +41,84 @@ class Row(Protocol):
 
 @dataclass(frozen=True)
 class Suite:
-    """Tests of the repository in an environment of `pythons`, the first of them that is here, with
-    the versions of constraints.txt but for those that `instead` names."""
+    """The repository's tests on the first of `pythons` that exists.
+
+    Package versions are those of constraints.txt, except for the requirements in `overrides`.
+    """
 
     name: str
-    what: str
+    description: str
     pythons: tuple[str, ...]
-    instead: tuple[str, ...] = ()
-    side: str = ""
-    """An expression of pytest's marks; "" is all tests."""
+    overrides: tuple[str, ...] = ()
+    marks: str = ""
+    """An expression of pytest's marks that selects tests; "" selects all."""
     has_torch: bool = True
     by_default: bool = True
 
     def run(self, versions: Path, options: argparse.Namespace) -> None:
-        found = prepared(self.name, self.pythons, versions, options)
-        inputs = [*read("pyproject.toml", "constraints.txt"), repr(self)]
-        if options.fresh or not found.is_made_from(*inputs):
-            found.empty()
-            self._install(found)
-            found.made_from(*inputs)
-        found.run("scripts/system_packages.sh")
-        found.run(*_PIP, "--no-deps", "--no-build-isolation", "--editable", ROOT)
+        environment = find_environment(self.name, self.pythons, versions, options)
+        inputs = [*read_files("pyproject.toml", "constraints.txt"), repr(self)]
+        if options.fresh or not environment.has_inputs(*inputs):
+            environment.recreate()
+            self._install(environment)
+            environment.record_inputs(*inputs)
+        environment.run("scripts/system_packages.sh")
+        environment.run(*_PIP, "--no-deps", "--no-build-isolation", "--editable", ROOT)
         if self.has_torch:
-            found.run("python", "-m", "pip", "check")
-        marks = ["not gpu", *(["not slow"] if options.quick else []), *filter(None, [self.side])]
+            environment.run("python", "-m", "pip", "check")
+        marks = ["not gpu", *(["not slow"] if options.quick else []), *filter(None, [self.marks])]
         processes = ["-n", os.environ.get("JOBS", "2"), "--dist", "worksteal"]
         tests = ["python", "-m", "pytest", "-q", *processes, "-m", " and ".join(marks)]
-        found.run(*tests, OMP_NUM_THREADS="1")
+        environment.run(*tests, OMP_NUM_THREADS="1")
 
-    def _install(self, found: Environment) -> None:
-        constraints = found.folder / "constraints.txt"
-        (pinned,) = read("constraints.txt")
-        constraints.write_text(without_pins(pinned, self.instead))
+    def _install(self, environment: Environment) -> None:
+        constraints = environment.folder / "constraints.txt"
+        (pinned,) = read_files("constraints.txt")
+        constraints.write_text(remove_pins(pinned, self.overrides))
         with_constraints = ["--constraint", str(constraints)]
-        found.run(*_PIP, "--upgrade", *with_constraints, "pip")
-        torch = next((each for each in self.instead if name_of(each) == "torch"), "torch")
+        environment.run(*_PIP, "--upgrade", *with_constraints, "pip")
+        torch = next((text for text in self.overrides if normalized_name(text) == "torch"), "torch")
         if self.has_torch and (index := os.environ.get("TORCH_INDEX")):
-            found.run(*_PIP, *with_constraints, "--index-url", index, torch)
+            environment.run(*_PIP, *with_constraints, "--index-url", index, torch)
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
         requirements = runpy.run_path(str(ROOT / "docker/requirements.py"))["requirements"]
         extras = list(project["optional-dependencies"])
         wanted = requirements(extras, [] if self.has_torch else ["torch"])
-        found.run(*_PIP, *with_constraints, "--group", "dev", *wanted, *self.instead)
+        environment.run(*_PIP, *with_constraints, "--group", "dev", *wanted, *self.overrides)
 
 
 @dataclass(frozen=True)
 class NewUser:
-    """What somebody gets who has nothing of ours but the repository: `pip install .`, the newest of
-    everything, and the first example of README.md."""
+    """The experience of a new user: `pip install .` with the newest versions of all dependencies.
+
+    It runs the first example of README.md.
+    """
 
     name: str
-    what: str
+    description: str
     pythons: tuple[str, ...]
     by_default: bool = True
 
     def run(self, versions: Path, options: argparse.Namespace) -> None:
-        found = prepared(self.name, self.pythons, versions, options)
-        inputs = [*read("pyproject.toml"), repr(self)]
-        empty = found.folder / "empty"
-        settings = {"HF_HUB_OFFLINE": "1", "REMAT_CACHE_DIR": str(found.folder / "costs")}
-        if options.fresh or not found.is_made_from(*inputs):
-            found.empty()
+        environment = find_environment(self.name, self.pythons, versions, options)
+        inputs = [*read_files("pyproject.toml"), repr(self)]
+        empty = environment.folder / "empty"
+        settings = {"HF_HUB_OFFLINE": "1", "REMAT_CACHE_DIR": str(environment.folder / "costs")}
+        if options.fresh or not environment.has_inputs(*inputs):
+            environment.recreate()
             empty.mkdir()
             if index := os.environ.get("TORCH_INDEX"):
-                found.run(*_PIP, "--index-url", index, "torch")
-            found.run(*_PIP, ROOT)
-            found.run("python", "-m", "pip", "check")
-            found.run("python", "-c", _WITHOUT_EXTRAS, folder=empty, **settings)
-            found.run(*_PIP, f"{ROOT}[cli,hf,server]")
-            found.made_from(*inputs)
-        found.run(*_PIP, "--no-deps", "--force-reinstall", ROOT)
-        found.run("python", "-m", "pip", "check")
+                environment.run(*_PIP, "--index-url", index, "torch")
+            environment.run(*_PIP, ROOT)
+            environment.run("python", "-m", "pip", "check")
+            environment.run("python", "-c", _WITHOUT_EXTRAS, folder=empty, **settings)
+            environment.run(*_PIP, f"{ROOT}[cli,hf,server]")
+            environment.record_inputs(*inputs)
+        environment.run(*_PIP, "--no-deps", "--force-reinstall", ROOT)
+        environment.run("python", "-m", "pip", "check")
         (empty / "first.py").write_text(first_example())
-        found.run("python", "first.py", folder=empty, **settings)
-        found.run("remat", "doctor", folder=empty, **settings)
+        environment.run("python", "first.py", folder=empty, **settings)
+        environment.run("remat", "doctor", folder=empty, **settings)
 
 
 _PIP = ("python", "-m", "pip", "install", "--quiet", "--no-cache-dir")
@@ -131,40 +135,43 @@ print(fast.plan)
 """
 
 
-def prepared(
+def find_environment(
     name: str, pythons: Sequence[str], versions: Path, options: argparse.Namespace
 ) -> Environment:
-    """The environment of a row, which may not be made yet."""
+    """Return the environment of a row, which may not exist yet.
+
+    Raises `RowSkipped` without a Python or without enough disk space.
+    """
     versions.mkdir(parents=True, exist_ok=True)
-    python = find(pythons, versions / "debian", options.debian)
+    python = find_python(pythons, versions / "debian", options.debian)
     folder = versions / (name if python.root is None else f"{name}-debian")
     free_bytes = shutil.disk_usage(versions).free
     if free_bytes < _ROOM_BYTES and not folder.exists():
         free = f"{free_bytes / 2**30:.1f} GiB are free in {versions}"
-        raise Skipped(f"{free}, and an environment may take {_ROOM_BYTES >> 30} GiB")
+        raise RowSkipped(f"{free}, and an environment may take {_ROOM_BYTES >> 30} GiB")
     return Environment(python, folder)
 
 
-def read(*names: str) -> list[str]:
-    """Files of the repository."""
+def read_files(*names: str) -> list[str]:
+    """Return the texts of files of the repository."""
     return [(ROOT / name).read_text() for name in names]
 
 
-def name_of(requirement: str) -> str:
-    """The name in a requirement, as pip compares it."""
+def normalized_name(requirement: str) -> str:
+    """Return the package name of a requirement in pip's normalized form."""
     return re.sub(r"[-_.]+", "-", re.match(r"[\w.-]*", requirement)[0]).lower()  # pyright: ignore
 
 
-def without_pins(constraints: str, instead: Sequence[str]) -> str:
-    """constraints.txt without what is to have another version."""
-    others = {name_of(each) for each in instead}
+def remove_pins(constraints: str, overrides: Sequence[str]) -> str:
+    """Return the text of constraints.txt without the packages in `overrides`."""
+    names = {normalized_name(requirement) for requirement in overrides}
     return "".join(
-        line for line in constraints.splitlines(keepends=True) if name_of(line) not in others
+        line for line in constraints.splitlines(keepends=True) if normalized_name(line) not in names
     )
 
 
 def first_example() -> str:
-    """The first Python of README.md."""
+    """Return the first Python example of README.md."""
     from tests.helpers.doc_snippets import blocks
 
     return next(block.text for block in blocks(ROOT / "README.md") if block.language == "python")
@@ -181,20 +188,20 @@ ROWS: tuple[Row, ...] = (
         "newest",
         "Python 3.13, PuLP 4, torch 2.15: all tests",
         ("3.13",),
-        instead=("pulp==4.*", "torch==2.15.*"),
+        overrides=("pulp==4.*", "torch==2.15.*"),
     ),
     Suite(
         "torch-2.11",
         "Python 3.12, torch 2.11: the tests that use torch",
         ("3.12", "3.13", "3.11"),
-        instead=("torch==2.11.*", "setuptools"),
-        side="torch",
+        overrides=("torch==2.11.*", "setuptools"),
+        marks="torch",
     ),
     Suite(
         "pulp-3",
         "Python 3.13, PuLP 3.3, without torch: all other tests",
         ("3.13",),
-        side="not torch",
+        marks="not torch",
         has_torch=False,
     ),
     NewUser(

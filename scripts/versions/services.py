@@ -1,8 +1,8 @@
-"""Run the services of docker/compose.yaml, and see that they do what docker/README.md says.
+"""Run the services of docker/compose.yaml, and check them against docker/README.md.
 
     unshare --net python3 -m scripts.versions.services server|worker-gpu
 
-By Docker's compose on podman's socket; `scripts.versions.containers` has made the images.
+It uses Docker's compose on podman's socket. `scripts.versions.containers` makes the images.
 """
 
 from __future__ import annotations
@@ -43,93 +43,93 @@ def main() -> None:
             compose("--profile", "*", "down", "--volumes", "--timeout", "5")
 
 
-# -- what is checked ------------------------------------------------------------------------------
+# -- checks ---------------------------------------------------------------------------------------
 
 
 def check_server(compose: Compose) -> None:
-    """The API with SQLite; then with PostgreSQL, and seen by Prometheus."""
-    refused = compose.ended("run", "--rm", "-T", "api")
+    """Check the API with SQLite, then with PostgreSQL and Prometheus."""
+    refused = compose.try_run("run", "--rm", "-T", "api")
     assert refused.returncode != 0
     assert "remat keys add NAME" in refused.stderr, refused.stderr
-    key = compose.told("run", "--rm", "-T", "api", "keys", "add", "me").strip()
+    key = compose.output("run", "--rm", "-T", "api", "keys", "add", "me").strip()
     compose.up("api")
     assert get("/livez") == {"status": "ok"}
     assert get("/readyz") == {"status": "ok"}
-    has_little_power(compose, "api")
-    assert "No module named 'torch'" in compose.ended(*_in("api"), "import torch").stderr
-    solves(compose, key)
+    check_privileges(compose, "api")
+    assert "No module named 'torch'" in compose.try_run(*_in("api"), "import torch").stderr
+    check_solving(compose, key)
     assert [job["status"] for job in get("/jobs", key)["jobs"]] == ["succeeded"]
-    ends_in_order(compose, "api", "service stopped")
+    check_clean_stop(compose, "api", "service stopped")
     compose("down", "--volumes")
 
     password = secrets.token_hex(24)
     key = with_postgres(compose, password)
-    assert '"store": "postgresql"' in compose.told("logs", "--no-log-prefix", "api")
-    solves(compose, key)
+    assert '"store": "postgresql"' in compose.output("logs", "--no-log-prefix", "api")
+    check_solving(compose, key)
     count = ["psql", "--username=remat", "--tuples-only", "--command", "SELECT count(*) FROM jobs"]
-    assert compose.told("exec", "-T", "postgres", *count).strip() == "1"
+    assert compose.output("exec", "-T", "postgres", *count).strip() == "1"
 
-    key = compose.told("run", "--rm", "-T", "api", "keys", "add", "prometheus")
+    key = compose.output("run", "--rm", "-T", "api", "keys", "add", "prometheus")
     (compose.folder / "secrets").mkdir(mode=0o700)
     (compose.folder / "secrets/metrics.key").write_text(key)
     compose.up("prometheus")
     wait_until_scraped(compose)
-    dashboard_is_understood(compose)
-    ends_in_order(compose, "api", "service stopped")
-    ends_in_order(compose, "postgres", "database system is shut down")
+    check_dashboard(compose)
+    check_clean_stop(compose, "api", "service stopped")
+    check_clean_stop(compose, "postgres", "database system is shut down")
 
 
 def check_worker(compose: Compose) -> None:
-    """A worker measures on its processor: there is no GPU, and none is asked for."""
-    # The rest of the service stays as it is.
+    """Check a worker that measures costs on the CPU, with the request for a GPU removed."""
+    # The rest of the service's definition is unchanged.
     (compose.folder / "compose.override.yaml").write_text(
         "services: {worker-gpu: {deploy: {resources: {reservations: !reset null}}}}\n"
     )
     key = with_postgres(compose, secrets.token_hex(24))
     compose.up("worker-gpu")
-    has_little_power(compose, "worker-gpu")
+    check_privileges(compose, "worker-gpu")
     script = _MEASURE.format(key=key)
-    print(compose.told(*_in("worker-gpu"), script), flush=True)
-    ends_in_order(compose, "worker-gpu", "worker stopped")
+    print(compose.output(*_in("worker-gpu"), script), flush=True)
+    check_clean_stop(compose, "worker-gpu", "worker stopped")
 
 
 def with_postgres(compose: Compose, password: str) -> str:
-    """Start the API with the store in PostgreSQL, as README.md says; gives a key."""
+    """Start the API with its store in PostgreSQL, as README.md describes; return an API key."""
     (compose.folder / ".env").write_text(
         "COMPOSE_PROFILES=postgres\n"
         f"POSTGRES_PASSWORD={password}\n"
         "REMAT_DATABASE_URL=postgresql://remat:${POSTGRES_PASSWORD}@postgres:5432/remat\n"
     )
     compose.up("postgres")
-    key = compose.told("run", "--rm", "-T", "api", "keys", "add", "me").strip()
+    key = compose.output("run", "--rm", "-T", "api", "keys", "add", "me").strip()
     compose.up("api")
     return key
 
 
-def has_little_power(compose: Compose, service: str) -> None:
-    """What compose.yaml says of users, capabilities and the file system holds in the container."""
-    told = json.loads(compose.told(*_in(service), _POWERS))
-    assert told["user"] == told["group"] == 10001, told
-    assert told["capabilities"] == 0, told
-    assert told["written"] == ["/data", "/tmp"], told
-    assert told["no_new_privileges"] == 1, told
-    assert told["first"] not in ("remat", "python"), "no init reaps what is left"
+def check_privileges(compose: Compose, service: str) -> None:
+    """Check user, capabilities and writable folders of a container against compose.yaml."""
+    process = json.loads(compose.output(*_in(service), _PRIVILEGES))
+    assert process["user"] == process["group"] == 10001, process
+    assert process["capabilities"] == 0, process
+    assert process["written"] == ["/data", "/tmp"], process
+    assert process["no_new_privileges"] == 1, process
+    assert process["first"] not in ("remat", "python"), "no init process reaps orphans"
 
 
-def solves(compose: Compose, key: str) -> None:
-    """The client of the image's own package has a graph solved."""
-    print(compose.told(*_in("api"), _SOLVE.format(key=key)), flush=True)
+def check_solving(compose: Compose, key: str) -> None:
+    """Solve a graph through the API, with the client of the image's own package."""
+    print(compose.output(*_in("api"), _SOLVE.format(key=key)), flush=True)
 
 
-def ends_in_order(compose: Compose, service: str, last_words: str) -> None:
-    """SIGTERM ends a service that has nothing to do at once, and it says so."""
+def check_clean_stop(compose: Compose, service: str, last_words: str) -> None:
+    """Check that an idle service stops on SIGTERM within 30 s, and logs its last words."""
     began = time.monotonic()
     compose("stop", service)
     took_s = time.monotonic() - began
     name = f"remat-{service}-1"
     state = ["podman", "inspect", "--format", "{{.State.ExitCode}}", name]
     code = int(subprocess.run(state, check=True, stdout=subprocess.PIPE, text=True).stdout)
-    logs = compose.ended("logs", "--no-log-prefix", service)
+    logs = compose.try_run("logs", "--no-log-prefix", service)
     assert code in (0, 143), (code, logs.stdout[-2000:])
     assert last_words in logs.stdout + logs.stderr, logs.stdout[-2000:]
     assert took_s < 30, took_s
@@ -137,41 +137,47 @@ def ends_in_order(compose: Compose, service: str, last_words: str) -> None:
 
 
 def wait_until_scraped(compose: Compose) -> None:
-    """Prometheus reads the API's metrics, with its own key."""
+    """Wait until Prometheus reads the API's metrics with its own key."""
     until = time.monotonic() + _SCRAPED_S
     while time.monotonic() < until:
-        found = query(compose, 'up{job="remat"}')["data"]["result"]
-        if found and found[0]["value"][1] == "1":
+        result = query(compose, 'up{job="remat"}')["data"]["result"]
+        if result and result[0]["value"][1] == "1":
             return
         time.sleep(2)
     raise AssertionError("Prometheus does not reach the API's metrics")
 
 
-def dashboard_is_understood(compose: Compose) -> None:
-    """Every expression that Grafana would ask for is one that Prometheus answers."""
+def check_dashboard(compose: Compose) -> None:
+    """Check that Prometheus answers every expression of Grafana's dashboard."""
     dashboard = json.loads((DOCKER / "grafana/dashboards/dashboard.json").read_text())
-    asked = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
-    answers = [query(compose, re.sub(r"\$\w+", "1m", expression)) for expression in asked]
+    expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    answers = [query(compose, re.sub(r"\$\w+", "1m", expression)) for expression in expressions]
     assert {answer["status"] for answer in answers} == {"success"}
     filled = sum(bool(answer["data"]["result"]) for answer in answers)
-    print(f"{len(asked)} queries of the dashboard are answered, {filled} with figures", flush=True)
+    print(
+        f"{len(expressions)} queries of the dashboard are answered, {filled} with figures",
+        flush=True,
+    )
     assert filled > 0
 
 
 def query(compose: Compose, expression: str) -> dict:
-    """What Prometheus answers, asked from the API's container: it has no port for others."""
-    return json.loads(compose.told(*_in("api"), _QUERY.format(expression=expression)))
+    """Return Prometheus's answer to a query, sent from the API's container.
+
+    Prometheus has no port on the host.
+    """
+    return json.loads(compose.output(*_in("api"), _QUERY.format(expression=expression)))
 
 
-# -- what runs in the containers ------------------------------------------------------------------
+# -- code that runs in the containers -------------------------------------------------------------
 
 
 def _in(service: str) -> tuple[str, ...]:
-    """Python in a service's container, but for the code."""
+    """Return compose's arguments to run Python code in a service's container, without the code."""
     return "exec", "-T", service, "python", "-c"
 
 
-_POWERS = """
+_PRIVILEGES = """
 import json, os, re
 status = dict(re.findall(r"^(\\w+):\\s*(.*)$", open("/proc/self/status").read(), re.M))
 written = []
@@ -241,21 +247,25 @@ class Compose:
         print("$ docker compose", *arguments, flush=True)
         subprocess.run(["docker-compose", *arguments], cwd=self.folder, env=_DOCKER, check=True)
 
-    def ended(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """How a command ended, and what it said."""
+    def try_run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run a compose command; return its exit code and output, whether it failed or not."""
         command = ["docker-compose", *arguments]
         return subprocess.run(
             command, cwd=self.folder, env=_DOCKER, capture_output=True, text=True, timeout=_START_S
         )
 
-    def told(self, *arguments: str) -> str:
-        """What a command prints that must succeed."""
-        done = self.ended(*arguments)
-        assert done.returncode == 0, (arguments, done.stdout[-2000:], done.stderr[-4000:])
-        return done.stdout
+    def output(self, *arguments: str) -> str:
+        """Return the output of a compose command, which must succeed."""
+        completed = self.try_run(*arguments)
+        assert completed.returncode == 0, (
+            arguments,
+            completed.stdout[-2000:],
+            completed.stderr[-4000:],
+        )
+        return completed.stdout
 
     def up(self, service: str) -> None:
-        """Start a service, and wait until it is healthy."""
+        """Start a service and wait until it is healthy."""
         self("up", "--detach", "--no-build", "--wait", service)
 
 
@@ -264,7 +274,7 @@ _DOCKER = {**os.environ, "DOCKER_HOST": f"unix://{SOCKET}"}
 
 @contextmanager
 def engine() -> Iterator[None]:
-    """podman's socket, and its health checks, which otherwise are systemd's to run."""
+    """Run podman's socket, and its health checks, which systemd would run on other machines."""
     ended = threading.Event()
 
     def check_health() -> None:
@@ -294,10 +304,11 @@ def engine() -> Iterator[None]:
 
 
 def get(path: str, key: str = "") -> dict:
-    """What the API answers on the host's port."""
+    """Return the API's JSON answer to a GET request on the host's port."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    with urllib.request.urlopen(urllib.request.Request(URL + path, headers=headers)) as told:
-        return json.load(told)
+    request = urllib.request.Request(URL + path, headers=headers)
+    with urllib.request.urlopen(request) as response:
+        return json.load(response)
 
 
 if __name__ == "__main__":

@@ -113,8 +113,8 @@ class Graph:
     def min_produced_bytes(self) -> tuple[int, ...]:
         """`produced_bytes`, if everything that may be overwritten is."""
         return tuple(
-            made - sum(self.values[v].size_bytes for v in o.overwrites)
-            for made, o in zip(self.produced_bytes, self.operations, strict=True)
+            size_bytes - sum(self.values[v].size_bytes for v in o.overwrites)
+            for size_bytes, o in zip(self.produced_bytes, self.operations, strict=True)
         )
 
     @cached_property
@@ -186,12 +186,12 @@ class Graph:
                 "it must name each exactly once"
             )
         index = {node: i for i, node in enumerate(nodes)}
-        wanted = (
+        result_nodes = (
             {n for n in nodes if g.nodes[n].get("result", False)}
             if results is None
             else set(results)
         )
-        if unknown := wanted - set(index):
+        if unknown := result_nodes - set(index):
             raise GraphError(f"`results` names {sorted(map(str, unknown))}, not in the graph")
         operations = tuple(
             _operation_from_node(node, g.nodes[node], index, g.pred[node]) for node in nodes
@@ -202,7 +202,7 @@ class Graph:
         return cls(
             operations,
             values,
-            results=frozenset(index[n] for n in wanted),
+            results=frozenset(index[n] for n in result_nodes),
             constant_bytes=constant_bytes,
         )
 
@@ -272,7 +272,7 @@ def _check_overwrites(graph: Graph, operation: Operation, where: str) -> None:
     if len(set(over)) != len(over) or not set(over) <= set(operation.inputs):
         raise GraphError(f"{where} overwrites values {over}; they must be inputs, each once")
     if not graph.results.isdisjoint(over):
-        raise GraphError(f"{where} overwrites a result, which is held to the end")
+        raise GraphError(f"{where} overwrites a result, which is retained to the end")
     sizes_bytes = [
         sum(graph.values[v].size_bytes for v in values) for values in (over, operation.outputs)
     ]

@@ -89,7 +89,7 @@ def test_documents_of_earlier_versions_are_read(name: str) -> None:
 
 def test_a_sweep_of_an_earlier_version_is_read() -> None:
     text = (FOLDER / "sweep.json").read_text()
-    plans = SweepDocument.from_json(text).read(remat.Plan)
+    plans = SweepDocument.from_json(text).to_plans(remat.Plan)
     assert_contains(json.loads(text), json.loads(SweepDocument.of(plans).to_json()))
     assert [plan.status for plan in plans] == [Status.OPTIMAL] * 2
 

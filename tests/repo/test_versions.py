@@ -13,8 +13,14 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 from scripts.versions import debian
-from scripts.versions.pythons import ROOT, Environment, Python, candidates, works
-from scripts.versions.rows import ROWS, Suite, first_example, without_pins
+from scripts.versions.pythons import (
+    ROOT,
+    Environment,
+    Python,
+    can_make_environments,
+    candidate_interpreters,
+)
+from scripts.versions.rows import ROWS, Suite, first_example, remove_pins
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 TABLE = [row for row in ROWS if isinstance(row, Suite)]
@@ -35,21 +41,23 @@ def test_every_supported_python_has_a_row() -> None:
 def test_the_oldest_supported_version_has_a_row(name: str) -> None:
     (promised,) = (r for r in map(Requirement, PROJECT["dependencies"]) if r.name == name)
     (least,) = (clause.version for clause in promised.specifier if clause.operator == ">=")
-    pins = [*PINNED.splitlines(), *(clause for row in TABLE for clause in row.instead)]
+    pins = [*PINNED.splitlines(), *(clause for row in TABLE for clause in row.overrides)]
     tested = [re.split("==", pin)[1] for pin in pins if pin.lower().startswith(f"{name}==")]
     oldest = min(Version(version.removesuffix(".*")) for version in tested)
     assert oldest.release[: len(Version(least).release)] == Version(least).release
 
 
-def test_the_readme_lists_the_rows() -> None:
-    table = re.findall(r"^\| `([\w.-]+)` \|", (ROOT / "README.md").read_text(), re.MULTILINE)
+def test_the_documentation_lists_the_rows() -> None:
+    page = (ROOT / "docs/contributing.md").read_text()
+    section = page.partition("\n## Environments\n")[2].partition("\n## ")[0]
+    table = re.findall(r"^\| `([\w.-]+)` \|", section, re.MULTILINE)
     assert table == [row.name for row in ROWS]
     assert "remat.optimize" in first_example()
 
 
 def test_only_tests_below_tests_torch_import_torch() -> None:
     """They run on every version of torch; all others run without it."""
-    assert {row.side for row in TABLE} == {"", "torch", "not torch"}
+    assert {row.marks for row in TABLE} == {"", "torch", "not torch"}
     imports_torch = re.compile(r"(?m)^(import|from) (torch|transformers|remat\.frontend)\b")
     files = set((ROOT / "tests").rglob("test_*.py"))
     with_torch = set((ROOT / "tests/torch").rglob("test_*.py"))
@@ -75,13 +83,13 @@ def test_the_other_tests_are_collected_without_torch(tmp_path: Path) -> None:
 
 def test_changed_versions_are_not_pinned() -> None:
     pinned = "# made by\nPuLP==3.3.2\npluggy==1.7.0\ntorch==2.13.0\ntorchvision==0.28.0\n"
-    remaining = without_pins(pinned, ("pulp==4.*", "torch==2.15.*"))
+    remaining = remove_pins(pinned, ("pulp==4.*", "torch==2.15.*"))
     assert remaining == "# made by\npluggy==1.7.0\ntorchvision==0.28.0\n"
     for row in TABLE:
         removed_count = len(PINNED.splitlines()) - len(
-            without_pins(PINNED, row.instead).splitlines()
+            remove_pins(PINNED, row.overrides).splitlines()
         )
-        assert removed_count == len(row.instead), f"{row.name} names what is not pinned"
+        assert removed_count == len(row.overrides), f"{row.name} names what is not pinned"
 
 
 def test_a_python_counts_only_if_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,19 +103,21 @@ def test_a_python_counts_only_if_it_runs(tmp_path: Path, monkeypatch: pytest.Mon
     (versions / name).symlink_to(sys.executable)
     monkeypatch.setenv("PATH", str(shims))
     monkeypatch.setenv("PYENV_ROOT", str(tmp_path))
-    assert candidates(HERE) == [str(shims / name), str(versions / name)]
-    assert [works(candidate, HERE) for candidate in candidates(HERE)] == [False, True]
-    assert not works(sys.executable, "3.0")
-    assert candidates("3.0") == []
+    assert candidate_interpreters(HERE) == [str(shims / name), str(versions / name)]
+    assert [
+        can_make_environments(candidate, HERE) for candidate in candidate_interpreters(HERE)
+    ] == [False, True]
+    assert not can_make_environments(sys.executable, "3.0")
+    assert candidate_interpreters("3.0") == []
 
 
 def test_an_environment_is_rebuilt_when_its_inputs_change(tmp_path: Path) -> None:
     environment = Environment(Python("3.13", "python3.13"), tmp_path)
-    assert not environment.is_made_from("a", "b")
-    environment.made_from("a", "b")
-    assert environment.is_made_from("a", "b")
-    assert not environment.is_made_from("a", "c")
-    assert not Environment(Python("3.13", "/opt/python3.13"), tmp_path).is_made_from("a", "b")
+    assert not environment.has_inputs("a", "b")
+    environment.record_inputs("a", "b")
+    assert environment.has_inputs("a", "b")
+    assert not environment.has_inputs("a", "c")
+    assert not Environment(Python("3.13", "/opt/python3.13"), tmp_path).has_inputs("a", "b")
 
 
 def test_unavailable_rows_are_skipped_with_the_reason(tmp_path: Path) -> None:
@@ -131,14 +141,14 @@ def test_unavailable_rows_are_skipped_with_the_reason(tmp_path: Path) -> None:
 
 
 def test_commands_in_a_root_folder_run_as_in_a_separate_system(tmp_path: Path) -> None:
-    if reason := debian.why_not_entered():
+    if reason := debian.cannot_enter_reason():
         pytest.skip(reason)
     root, shared = tmp_path / "root", tmp_path / "shared"
     for folder in (root / "proc", root / "run", root / "etc", shared):
         folder.mkdir(parents=True)
     system = [path for path in map(Path, ("/usr", "/bin", "/lib", "/lib64")) if path.exists()]
     script = "echo $$; pwd; echo $A; ls /; echo 1 > /etc/here; echo 2 > here; sleep 60 & exit 3"
-    command = [*debian.enter(root, shared, [*system, shared], A="b c"), "sh", "-c", script]
+    command = [*debian.enter_command(root, shared, [*system, shared], A="b c"), "sh", "-c", script]
     completed = subprocess.run(command, capture_output=True, text=True, timeout=30)
     assert completed.returncode == 3, completed.stderr
     pid, folder, variable, *seen = completed.stdout.splitlines()
@@ -164,11 +174,11 @@ def test_pip_has_the_same_settings_in_the_folder(
             monkeypatch.delenv(name)
     monkeypatch.setenv("PIP_CONFIG_FILE", str(config))
     monkeypatch.setenv("PIP_FIND_LINKS", str(links))
-    pip_config = debian.pip_config()
+    pip_config = debian.read_pip_config()
     if not pip_config:
         pytest.skip("there is no pip here")
-    settings = debian.pip_settings(pip_config)
+    settings = debian.to_pip_conf(pip_config)
     assert f"extra-index-url = file://{index} https://example.org/simple\n" in settings
     assert f"find-links = {links}\n" in settings
-    shared = set(debian.local_indexes(pip_config))
-    assert {index.parent, links} <= set(debian.local_indexes(settings)) <= shared
+    shared = set(debian.local_index_folders(pip_config))
+    assert {index.parent, links} <= set(debian.local_index_folders(settings)) <= shared

@@ -21,7 +21,7 @@ from types import SimpleNamespace
 
 import pytest
 from benchmarks.service import jobs
-from benchmarks.service.kill import worker_of
+from benchmarks.service.kill import worker_pid
 from sqlalchemy import select, update
 from sqlalchemy.exc import OperationalError
 from tests.helpers import postgres
@@ -57,19 +57,21 @@ def test_killing_server_and_worker_loses_no_job(tmp_path: Path, plan: remat.Plan
         for kill_server in (True, False):
             with server.http() as http:
                 for _ in range(4):
-                    job_ids.append(http.post("/solve", json=jobs.body(len(job_ids))).json()["id"])
+                    job_ids.append(
+                        http.post("/solve", json=jobs.request_body(len(job_ids))).json()["id"]
+                    )
                 wait_for(lambda: solving_processes(str(tmp_path)))
             if kill_server:
                 server.stop(signal.SIGKILL)
                 wait_for(lambda: not solving_processes(str(tmp_path)), 5)
                 server = servers.start(tmp_path, **settings)
             else:
-                os.kill(worker_of(server), signal.SIGKILL)
+                os.kill(worker_pid(server), signal.SIGKILL)
                 wait_for(lambda: not solving_processes(str(tmp_path)), 5)
         with server.http() as http:
             for id in job_ids:
                 finished(http, id, 120)
-                jobs.check(http, id, plan)
+                jobs.assert_succeeded_once(http, id, plan)
             assert {job["id"] for job in http.get("/jobs").json()["jobs"]} == set(job_ids)
     finally:
         server.process.kill()
@@ -273,7 +275,7 @@ def test_a_solve_that_stays_at_its_memory_limit_is_ended(
     def look(at: float) -> list[str]:
         clock.now = at
         for active in active_runs:
-            worker._keep_within_limits(active)
+            worker._enforce_limits(active)
         ends = [active.outcome for active in active_runs]
         return [end.problem.type.rpartition(":")[2] if end else "" for end in ends]
 
@@ -306,7 +308,7 @@ def test_an_answer_during_an_outage_of_the_store_is_kept(tmp_path: Path) -> None
     worker = workers.Worker(settings, Database(settings.store_url), SimpleNamespace())
     active = workers.ActiveJob(leases.ClaimedJob("id", "solve", b"", "", 1, ""), Ending(0))
     with pytest.raises(OperationalError):  # there is no table of jobs
-        worker._hear(active)
+        worker._read_messages(active)
     assert isinstance(active.outcome, tuple)
     assert active.outcome[1] == b"the answer"
 
@@ -318,7 +320,7 @@ def test_a_job_that_loses_every_worker_fails(tmp_path: Path) -> None:
         id = post(http, graph=chain(60), budget="22%", options={"strategy": HARD}).json()["id"]
         for _ in range(2):
             wait_for(lambda: solving_processes(str(tmp_path)))
-            os.kill(worker_of(server), signal.SIGKILL)
+            os.kill(worker_pid(server), signal.SIGKILL)
             wait_for(lambda: not solving_processes(str(tmp_path)), 5)
         ended = finished(http, id, 60)
         assert ended["status"] == "failed"
@@ -359,7 +361,7 @@ def test_a_client_waits_while_the_service_restarts(tmp_path: Path) -> None:
     """Also while a proxy in front of it reports that the service is unavailable."""
     reports: list[remat.Progress] = []
     settings = {"REMAT_LEASE_S": "1", "REMAT_CONCURRENT_SOLVES": "1"}
-    graph = GraphRecord.model_validate_json(json.dumps(chain(44))).graph()
+    graph = GraphRecord.model_validate_json(json.dumps(chain(44))).to_graph()
     hard = remat.Exact(gap=0.0, time_limit=4.0)
     with ExitStack() as stack:
         server = stack.enter_context(servers.running(tmp_path, **settings))
@@ -401,7 +403,7 @@ def answer_unavailable(port: int, times: int) -> list[str]:
 def test_an_outage_of_the_store_loses_nothing(tmp_path: Path, postgres_url: str) -> None:
     """The solve goes on, and waiting clients are answered once the store is back."""
     reports: list[remat.Progress] = []
-    graph = GraphRecord.model_validate_json(json.dumps(chain(43))).graph()
+    graph = GraphRecord.model_validate_json(json.dumps(chain(43))).to_graph()
     hard = remat.Exact(gap=0.0, time_limit=8.0)
     with ExitStack() as stack:
         url = stack.enter_context(postgres.fresh_database(postgres_url))
@@ -443,7 +445,7 @@ def test_workers_elsewhere_share_a_postgresql_store(
             post(http, graph=chain(60 + i), budget="22%", options=options).json()["id"]
             for i in range(2)
         ]
-        job_ids = [http.post("/solve", json=jobs.body(i)).json()["id"] for i in range(4)]
+        job_ids = [http.post("/solve", json=jobs.request_body(i)).json()["id"] for i in range(4)]
         assert {http.get(f"/jobs/{id}").json()["status"] for id in long + job_ids} == {"queued"}
         command = [sys.executable, "-m", "remat.cli", "worker", "--database-url", postgres_url]
         command += ["--concurrent-solves", "1"]
@@ -454,7 +456,7 @@ def test_workers_elsewhere_share_a_postgresql_store(
             assert all(finished(http, id, 120)["status"] == "succeeded" for id in long)
             for id in job_ids:
                 finished(http, id, 120)
-                jobs.check(http, id, plan)
+                jobs.assert_succeeded_once(http, id, plan)
             workers[1].terminate()
             assert workers[1].wait(timeout=30) == 0
         finally:

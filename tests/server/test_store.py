@@ -420,7 +420,7 @@ def test_events_are_numbered_without_gaps(database: Database) -> None:
         event_numbers = numbers(database, id)
         assert event_numbers == list(range(1, len(event_numbers) + 1))
         assert len(event_numbers) == 2 + 8 + 2
-        assert numbers(database, id, events_after=4) == event_numbers[4:]
+        assert numbers(database, id, after=4) == event_numbers[4:]
 
 
 # -- tallies ----------------------------------------------------------------------------------

@@ -45,9 +45,7 @@ def test_networkx_round_trip_keeps_single_output_graphs() -> None:
         ({"overwrites": (2,), "inputs": (2,)}, "overwrites a result"),
     ],
 )
-def test_invalid_overwrites_are_refused(
-    change: dict[str, Any], message: str
-) -> None:
+def test_invalid_overwrites_are_refused(change: dict[str, Any], message: str) -> None:
     operations = [Operation(f"op{i}", (), (i,), 1.0) for i in range(3)]
     last = Operation("last", (0,), (3,), 1.0, recomputable=False, overwrites=(0,))
     values = tuple(Value(f"v{i}", 4) for i in range(4))

@@ -72,8 +72,8 @@ def _is_zipped(request: Request, limit_bytes: int) -> bool:
     """True if the headers declare a gzipped body. Raises `ServiceProblem` 413 or 415."""
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json" and not media_type.endswith("+json"):
-        declared = media_type[:80] or "without a Content-Type"
-        raise ServiceProblem(415, f"the body is {declared}{_EXPECTED_BODY}")
+        declared = f"is {media_type[:80]}" if media_type else "has no Content-Type"
+        raise ServiceProblem(415, f"the body {declared}{_EXPECTED_BODY}")
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("gzip", "identity"):
         raise ServiceProblem(

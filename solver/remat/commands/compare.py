@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from remat.commands.common import files, options
+from remat.commands.common import command_options, files
 from remat.commands.common.exits import UsageError
 from remat.commands.common.frontier_files import FRONTIER_WRITERS, FrontierContent
 from remat.commands.common.interruptible_solve import exit_if_interrupted, run_with_progress
@@ -28,23 +28,23 @@ _LINE_STRATEGIES = frozenset({"auto", "exact"})
 
 
 def compare(
-    trace: options.TraceFile,
-    budget: options.BudgetTexts = None,
+    trace: command_options.TraceFile,
+    budget: command_options.BudgetTexts = None,
     strategies: Annotated[
         str | None,
         typer.Option(
             metavar="NAMES",
             help="Names, separated by commas; by default all that suit a graph of any size.",
-            autocompletion=options.complete_strategies,
+            autocompletion=command_options.complete_strategies,
             show_default=False,
         ),
     ] = None,
-    gap: options.Gap = None,
-    time_limit: options.TimeLimit = None,
-    solver: options.Solver = None,
-    device: options.PlotDevice = None,
-    output: options.Output = None,
-    as_json: options.Json = False,
+    gap: command_options.Gap = None,
+    time_limit: command_options.TimeLimit = None,
+    solver: command_options.Solver = None,
+    device: command_options.PlotDevice = None,
+    output: command_options.Output = None,
+    as_json: command_options.Json = False,
 ) -> None:
     """Compare strategies: extra time and peak of each at several budgets.
 
@@ -52,8 +52,8 @@ def compare(
     and budget.
     """
     budgets = [*map(Budget.parse, budget or BUDGETS)]
-    options.check_device(device)
-    selected = options.strategies_to_compare(strategies, gap, time_limit, solver)
+    command_options.check_device(device)
+    selected = command_options.strategies_to_compare(strategies, gap, time_limit, solver)
     files.check_outputs(output)
     if output is not None and files.suffix_without_gz(output) not in _COMPARISON_WRITERS:
         raise UsageError(

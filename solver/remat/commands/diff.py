@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from remat.commands.common import files
-from remat.commands.common.options import Json, PlanFile
+from remat.commands.common.command_options import Json, PlanFile
 from remat.commands.common.summaries import plan_summary, to_json_text
 from remat.report.describe import recomputations_by_name
 

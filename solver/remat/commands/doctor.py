@@ -7,8 +7,8 @@ from dataclasses import asdict
 import typer
 
 from remat.commands.common import files
+from remat.commands.common.command_options import Json
 from remat.commands.common.exits import EXIT_FAILED
-from remat.commands.common.options import Json
 from remat.commands.common.summaries import to_json_text
 
 _MARKS = {"ok": "ok", "untested": "??", "missing": "--", "wrong": "!!"}

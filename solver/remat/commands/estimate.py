@@ -4,31 +4,31 @@ from __future__ import annotations
 
 import dataclasses
 
-from remat.commands.common import files, options
+from remat.commands.common import command_options, files
 from remat.commands.common.summaries import to_json_text
 from remat.limits.reserve import parse_reserve
 
 
 def estimate(
-    source: options.Source,
-    as_json: options.Json = False,
-    batch: options.Batch = 2,
-    tokens: options.Tokens = 128,
-    image: options.Image = None,
-    overrides: options.Overrides = None,
-    seed: options.Seed = 0,
-    dtype: options.Dtype = None,
-    autocast: options.Autocast = None,
-    device: options.TargetDevice = None,
-    reserve: options.Reserve = None,
-    drop_outputs: options.DropOutputs = False,
+    source: command_options.Source,
+    as_json: command_options.Json = False,
+    batch: command_options.Batch = 2,
+    tokens: command_options.Tokens = 128,
+    image: command_options.Image = None,
+    overrides: command_options.Overrides = None,
+    seed: command_options.Seed = 0,
+    dtype: command_options.Dtype = None,
+    autocast: command_options.Autocast = None,
+    device: command_options.TargetDevice = None,
+    reserve: command_options.Reserve = None,
+    drop_outputs: command_options.DropOutputs = False,
 ) -> None:
     """Predict the peak of a training step, and its parts, without running it.
 
     No tensor is allocated: the model may be far too large for this machine.
     """
-    options.check_autocast(autocast)
-    options.check_target_device(device)
+    command_options.check_autocast(autocast)
+    command_options.check_target_device(device)
     if reserve is not None:
         parse_reserve(reserve)
     from remat.commands.models.batches import BatchSizes
@@ -53,7 +53,7 @@ def estimate(
             step.kwargs,
             device=device,
             reserve=reserve,
-            outputs=options.outputs_option(drop_outputs),
+            outputs=command_options.outputs_option(drop_outputs),
         )
     if as_json:
         files.print_json(to_json_text(dataclasses.asdict(memory_estimate)))

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from remat.commands.common import files
-from remat.commands.common.options import Json, PlanFile
+from remat.commands.common.command_options import Json, PlanFile
 from remat.commands.common.summaries import JsonObject, plan_summary, to_json_text
 from remat.plan import Plan
 from remat.report.solve_progress import describe_solve_steps, solve_steps

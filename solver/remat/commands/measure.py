@@ -7,9 +7,15 @@ from typing import Annotated
 import typer
 
 from remat.commands.common import files
+from remat.commands.common.command_options import (
+    Json,
+    Output,
+    Roofline,
+    TraceFile,
+    check_local_device,
+)
 from remat.commands.common.exits import UsageError
 from remat.commands.common.interruptible_solve import hint_how_to_save
-from remat.commands.common.options import Json, Output, Roofline, TraceFile, check_local_device
 from remat.commands.common.progress_line import show_progress
 from remat.commands.common.summaries import describe_costs, describe_trace
 from remat.costs.roofline import Roofline as RooflineModel

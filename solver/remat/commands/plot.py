@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from remat.commands.common import files
-from remat.commands.common.options import PlotDevice, check_device
+from remat.commands.common.command_options import PlotDevice, check_device
 from remat.commands.common.plots import PLOT_KINDS, PlotInput, find_plot_writer
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from remat.commands.common import files, options
+from remat.commands.common import command_options, files
 from remat.commands.common.exits import UsageError
 from remat.commands.common.interruptible_solve import (
     describe_incumbent,
@@ -28,39 +28,43 @@ if TYPE_CHECKING:
 
 
 def run(
-    source: options.Source,
-    budget: options.BudgetText,
-    strategy: options.StrategyName = "auto",
-    option: options.StrategyOptions = None,
-    gap: options.Gap = None,
-    time_limit: options.TimeLimit = None,
-    solver: options.Solver = None,
-    program: options.ProgramOutput = None,
+    source: command_options.Source,
+    budget: command_options.BudgetText,
+    strategy: command_options.StrategyName = "auto",
+    option: command_options.StrategyOptions = None,
+    gap: command_options.Gap = None,
+    time_limit: command_options.TimeLimit = None,
+    solver: command_options.Solver = None,
+    program: command_options.ProgramOutput = None,
     rounds: Annotated[int, typer.Option(min=1, help="Timed steps of each variant.")] = 5,
     compiled: Annotated[
         bool, typer.Option("--compile", help="Compare under torch.compile, without and with remat.")
     ] = False,
-    as_json: options.Json = False,
-    batch: options.Batch = 2,
-    tokens: options.Tokens = 128,
-    image: options.Image = None,
-    overrides: options.Overrides = None,
-    seed: options.Seed = 0,
-    device: options.LocalDevice = "cpu",
-    dtype: options.Dtype = None,
-    autocast: options.Autocast = None,
-    reserve: options.Reserve = None,
-    drop_outputs: options.DropOutputs = False,
+    as_json: command_options.Json = False,
+    batch: command_options.Batch = 2,
+    tokens: command_options.Tokens = 128,
+    image: command_options.Image = None,
+    overrides: command_options.Overrides = None,
+    seed: command_options.Seed = 0,
+    device: command_options.LocalDevice = "cpu",
+    dtype: command_options.Dtype = None,
+    autocast: command_options.Autocast = None,
+    reserve: command_options.Reserve = None,
+    drop_outputs: command_options.DropOutputs = False,
 ) -> None:
     """Run a training step without and with remat: plan, peak, time, loss and gradients."""
-    limits = options.limits_from_options(budget, reserve)
-    options.check_local_device(device, "run", "remat trace SOURCE --device {name} plans for it")
+    limits = command_options.limits_from_options(budget, reserve)
+    command_options.check_local_device(
+        device, "run", "remat trace SOURCE --device {name} plans for it"
+    )
     if compiled and time_limit is None and strategy == "auto" and not _has_time_limit(option):
-        from remat.frontend.compile.options import TIME_LIMIT_S
+        from remat.frontend.compile.compile_options import TIME_LIMIT_S
 
         time_limit = TIME_LIMIT_S
-    selected_strategy = options.strategy_from_options(strategy, option, gap, time_limit, solver)
-    options.check_autocast(autocast)
+    selected_strategy = command_options.strategy_from_options(
+        strategy, option, gap, time_limit, solver
+    )
+    command_options.check_autocast(autocast)
     if compiled and program is not None:
         raise UsageError(
             "--program cannot be combined with --compile, which makes no program; leave one out"
@@ -78,7 +82,7 @@ def run(
     step = load_training_step(
         source, sizes, overrides=overrides or (), device=device, dtype=dtype, seed=seed
     )
-    outputs = options.outputs_option(drop_outputs)
+    outputs = command_options.outputs_option(drop_outputs)
     if compiled:
         with autocast_to(device, autocast):
             _run_compiled(step, budget, reserve, selected_strategy, rounds, as_json, outputs)

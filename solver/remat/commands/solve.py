@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from remat.commands.common import files, options
+from remat.commands.common import command_options, files
 from remat.commands.common.interruptible_solve import (
     describe_incumbent,
     exit_if_interrupted,
@@ -14,21 +14,23 @@ from remat.rewrite import rewrite
 
 
 def solve(
-    trace: options.TraceFile,
-    budget: options.BudgetText,
-    strategy: options.StrategyName = "auto",
-    option: options.StrategyOptions = None,
-    gap: options.Gap = None,
-    time_limit: options.TimeLimit = None,
-    solver: options.Solver = None,
-    output: options.Output = None,
-    program: options.ProgramOutput = None,
-    as_json: options.Json = False,
-    reserve: options.Reserve = None,
+    trace: command_options.TraceFile,
+    budget: command_options.BudgetText,
+    strategy: command_options.StrategyName = "auto",
+    option: command_options.StrategyOptions = None,
+    gap: command_options.Gap = None,
+    time_limit: command_options.TimeLimit = None,
+    solver: command_options.Solver = None,
+    output: command_options.Output = None,
+    program: command_options.ProgramOutput = None,
+    as_json: command_options.Json = False,
+    reserve: command_options.Reserve = None,
 ) -> None:
     """Find the schedule with the least extra time whose peak is within the budget."""
-    limits = options.limits_from_options(budget, reserve)
-    selected_strategy = options.strategy_from_options(strategy, option, gap, time_limit, solver)
+    limits = command_options.limits_from_options(budget, reserve)
+    selected_strategy = command_options.strategy_from_options(
+        strategy, option, gap, time_limit, solver
+    )
     files.check_outputs(output, program)
     traced = files.read_measured_trace(trace)
     with limits.infeasible_with_reserve():

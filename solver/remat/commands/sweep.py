@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from remat.commands.common import files, options
+from remat.commands.common import command_options, files
 from remat.commands.common.exits import UsageError
 from remat.commands.common.frontier_files import FRONTIER_WRITERS, FrontierContent
 from remat.commands.common.interruptible_solve import (
@@ -33,16 +33,16 @@ SweepWriter = Callable[[list[Plan], str | None], str | bytes]
 
 
 def sweep(
-    trace: options.TraceFile,
-    budget: options.BudgetTexts = None,
-    strategy: options.StrategyName = "auto",
-    option: options.StrategyOptions = None,
-    gap: options.Gap = None,
-    time_limit: options.TimeLimit = None,
-    solver: options.Solver = None,
-    device: options.PlotDevice = None,
-    output: options.Output = None,
-    as_json: options.Json = False,
+    trace: command_options.TraceFile,
+    budget: command_options.BudgetTexts = None,
+    strategy: command_options.StrategyName = "auto",
+    option: command_options.StrategyOptions = None,
+    gap: command_options.Gap = None,
+    time_limit: command_options.TimeLimit = None,
+    solver: command_options.Solver = None,
+    device: command_options.PlotDevice = None,
+    output: command_options.Output = None,
+    as_json: command_options.Json = False,
 ) -> None:
     """Solve for several budgets: the extra time that each saved byte costs.
 
@@ -50,8 +50,10 @@ def sweep(
     to each budget.
     """
     budgets = [*map(Budget.parse, budget or SWEEP_BUDGETS)]
-    options.check_device(device)
-    selected_strategy = options.strategy_from_options(strategy, option, gap, time_limit, solver)
+    command_options.check_device(device)
+    selected_strategy = command_options.strategy_from_options(
+        strategy, option, gap, time_limit, solver
+    )
     files.check_outputs(output)
     if output is not None and files.suffix_without_gz(output) not in _SWEEP_WRITERS:
         raise UsageError(

@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-from remat.commands.common import files, options
+from remat.commands.common import command_options, files
 from remat.commands.common.interruptible_solve import hint_how_to_save
 from remat.commands.common.summaries import describe_trace
 
 
 def trace(
-    source: options.Source,
-    output: options.Output = None,
-    as_json: options.Json = False,
-    batch: options.Batch = 2,
-    tokens: options.Tokens = 128,
-    image: options.Image = None,
-    overrides: options.Overrides = None,
-    seed: options.Seed = 0,
-    device: options.TargetDevice = None,
-    dtype: options.Dtype = None,
-    autocast: options.Autocast = None,
-    drop_outputs: options.DropOutputs = False,
+    source: command_options.Source,
+    output: command_options.Output = None,
+    as_json: command_options.Json = False,
+    batch: command_options.Batch = 2,
+    tokens: command_options.Tokens = 128,
+    image: command_options.Image = None,
+    overrides: command_options.Overrides = None,
+    seed: command_options.Seed = 0,
+    device: command_options.TargetDevice = None,
+    dtype: command_options.Dtype = None,
+    autocast: command_options.Autocast = None,
+    drop_outputs: command_options.DropOutputs = False,
 ) -> None:
     """Capture one training step of a model.
 
     With --device h100, as that GPU would run it, even if this machine has none; nothing is
     allocated then.
     """
-    options.check_autocast(autocast)
-    options.check_target_device(device)
+    command_options.check_autocast(autocast)
+    command_options.check_target_device(device)
     files.check_outputs(output)
     from remat.commands.models.batches import BatchSizes
     from remat.commands.models.sources import load_training_step
@@ -47,7 +47,7 @@ def trace(
             step.args,
             step.kwargs,
             device=device if is_absent_gpu else None,
-            outputs=options.outputs_option(drop_outputs),
+            outputs=command_options.outputs_option(drop_outputs),
         )
     if output is not None:
         files.write_output(output, captured_trace.to_json())

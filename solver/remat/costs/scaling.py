@@ -23,13 +23,18 @@ _TYPICAL = Roofline.custom(
 """A device with ten FLOPs per byte of memory traffic."""
 
 
-def with_scaled_costs(trace: Trace, measured: Trace, nominal_bytes: tuple[int, ...]) -> Trace:
+def with_scaled_costs(
+    trace: Trace, measured: Trace, captured_storage_bytes: tuple[int, ...]
+) -> Trace:
     """Return `trace` with the scaled costs of `measured`, a trace of the same operations.
 
-    `nominal_bytes` are the storage sizes of `measured` before its measurement enlarged them.
+    `captured_storage_bytes` are the storage sizes of `measured` as captured, before the measurement
+    enlarged them.
     """
-    sizes = list(zip(trace.storage_bytes, measured.storage_bytes, nominal_bytes, strict=True))
-    max_growth = max((size / nominal for size, _, nominal in sizes if nominal), default=1.0)
+    sizes = list(
+        zip(trace.storage_bytes, measured.storage_bytes, captured_storage_bytes, strict=True)
+    )
+    max_growth = max((size / captured for size, _, captured in sizes if captured), default=1.0)
     metas, measured_metas = tensor_metas(trace), tensor_metas(measured)
 
     def with_scaled_cost(node: Node, measured_node: Node) -> Node:
@@ -55,10 +60,10 @@ def with_scaled_costs(trace: Trace, measured: Trace, nominal_bytes: tuple[int, .
     return trace.replace(nodes=nodes, storage_bytes=storages)
 
 
-def _scaled_storage_bytes(size_bytes: int, measured_bytes: int, nominal_bytes: int) -> int:
+def _scaled_storage_bytes(size_bytes: int, measured_bytes: int, captured_storage_bytes: int) -> int:
     """Return the size of a storage, enlarged by the factor that the measurement showed."""
-    if measured_bytes <= nominal_bytes:
+    if measured_bytes <= captured_storage_bytes:
         return size_bytes
-    if not nominal_bytes:
+    if not captured_storage_bytes:
         return measured_bytes
-    return math.ceil(size_bytes * (measured_bytes / nominal_bytes))
+    return math.ceil(size_bytes * (measured_bytes / captured_storage_bytes))

@@ -60,7 +60,7 @@ class GraphRecord(Record):
         parts["results"] = tuple(sorted(graph.results))
         return cls.model_validate(parts, from_attributes=True)
 
-    def graph(self) -> Graph:
+    def to_graph(self) -> Graph:
         """Return the validated graph. Raises `GraphError`."""
         return Graph(
             **dict(self)
@@ -101,7 +101,7 @@ class PlanDocument(Document):
             graph=GraphRecord.of(plan.graph),
         )
 
-    def read(self, kind: type[P]) -> P:
+    def to_plan(self, kind: type[P]) -> P:
         """Return the plan. Raises `DocumentError` if its numbers are not those of its schedule."""
         # A bound over the slots alone does not make a plan OPTIMAL.
         is_over_slots = self.bound_scope == "slots"
@@ -110,7 +110,7 @@ class PlanDocument(Document):
                 **{name: getattr(self, name) for name in _SHARED_FIELDS},
                 status=Status.FEASIBLE if is_over_slots else Status[self.status],
                 schedule=Schedule(self.runs),
-                graph=self.graph.graph(),
+                graph=self.graph.to_graph(),
                 stats=self.stats,
             )
             _check_numbers(plan)

@@ -23,6 +23,7 @@ class SweepDocument(Document):
         """Return the document of these plans."""
         return cls(plans=tuple(PlanDocument.of(plan) for plan in plans))
 
-    def read(self, kind: type[P]) -> list[P]:
-        """The plans. Raises `DocumentError` if the numbers of one are not those of its schedule."""
-        return [document.read(kind) for document in self.plans]
+    def to_plans(self, kind: type[P]) -> list[P]:
+        """Return the plans. Raises `DocumentError` if the numbers of a plan are not those of its
+        schedule."""
+        return [document.to_plan(kind) for document in self.plans]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from remat.errors import RematError
-from remat.frontend.compile.options import read_options
+from remat.frontend.compile.compile_options import read_options
 
 try:
     from accelerate.utils import TorchDynamoPlugin

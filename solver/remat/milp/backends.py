@@ -24,7 +24,7 @@ from remat.errors import SolverError
 from remat.milp.model import MilpModel
 from remat.milp.solvers import pulp_solvers, pulp_versions
 from remat.milp.solvers.highs import TIGHT_TOLERANCES, BoundsCallback, HighsSolver
-from remat.milp.solvers.outcome import Outcome, SolverRun
+from remat.milp.solvers.outcome import SolverOutcome, SolverRun
 from remat.milp.solvers.solver_processes import interrupt_commands_when
 from remat.milp.warm_start import Values, is_solution, start_values
 from remat.schedule import Schedule
@@ -106,7 +106,7 @@ def _run_pulp(
         # Each package has its own errors, and a command that dies may leave half an answer.
         if is_cancelled is not None and is_cancelled():
             seconds = time.monotonic() - started_at
-            return SolverRun(Outcome.UNKNOWN, None, None, None, 0, seconds, "cancelled")
+            return SolverRun(SolverOutcome.UNKNOWN, None, None, None, 0, seconds, "cancelled")
         raise SolverError(
             f"{name} ({backend.name}) stopped without an answer: "
             f"{_describe_error(error, backend)}. Check its installation, and that its licence "
@@ -118,21 +118,21 @@ def _run_pulp(
     seconds = time.monotonic() - started_at
     outcome = result.outcome
     was_cancelled = is_cancelled is not None and is_cancelled()
-    if was_cancelled and outcome is not Outcome.FEASIBLE:
-        outcome = Outcome.UNKNOWN
-    if outcome is Outcome.INFEASIBLE and start is not None and is_solution(model, start):
+    if was_cancelled and outcome is not SolverOutcome.FEASIBLE:
+        outcome = SolverOutcome.UNKNOWN
+    if outcome is SolverOutcome.INFEASIBLE and start is not None and is_solution(model, start):
         raise SolverError(
             f"{name} ({backend.name}) reports no solution, but one is known: "
             f"check its licence and installation, or {pulp_solvers.DEFAULT}"
         )
-    if outcome is not Outcome.FEASIBLE and (
-        outcome is Outcome.UNKNOWN or seconds > _TIMEOUT_SHARE * time_limit
+    if outcome is not SolverOutcome.FEASIBLE and (
+        outcome is SolverOutcome.UNKNOWN or seconds > _TIMEOUT_SHARE * time_limit
     ):
-        outcome = Outcome.FEASIBLE if _has_solution(model) else Outcome.UNKNOWN
+        outcome = SolverOutcome.FEASIBLE if _has_solution(model) else SolverOutcome.UNKNOWN
     objective = None
-    if outcome in (Outcome.OPTIMAL, Outcome.FEASIBLE):
+    if outcome in (SolverOutcome.OPTIMAL, SolverOutcome.FEASIBLE):
         objective = _objective_value(model)
-    if bound is None and outcome is Outcome.OPTIMAL and objective is not None:
+    if bound is None and outcome is SolverOutcome.OPTIMAL and objective is not None:
         # The solver stopped within the gap, which proves this bound.
         bound = objective - max(gap, pulp_solvers.MIN_GAP) * abs(objective)
     if bound is not None and objective is not None:

@@ -84,7 +84,7 @@ class Client:
         no device. By default, operations are timed locally, on the model's device.
         """
         from remat.frontend.api.optimize import optimize
-        from remat.frontend.planning.options import MEASURED_BY_SERVICE
+        from remat.frontend.planning.optimize_options import MEASURED_BY_SERVICE
 
         service_costs: str | None = None
         if isinstance(costs, str) and costs.startswith(_SERVICE_COSTS):
@@ -160,7 +160,7 @@ class Client:
             result = self._service.read(self._finish(job, progress, cancel), wire.SweepResult)
         except InfeasibleBudget:  # no budget is feasible
             return []
-        return [_with_warning(document.read(Plan)) for document in result.plans]
+        return [_with_warning(document.to_plan(Plan)) for document in result.plans]
 
     # -- jobs ---------------------------------------------------------------------------------
 
@@ -208,7 +208,7 @@ class Client:
         fields = _problem(graph) | {"budget": Budget.parse(budget)}
         job = self.submit(_checked(wire.SolveRequest, options=_options(strategy, costs), **fields))
         result = self._service.read(self._finish(job, progress, cancel), wire.SolveResult)
-        return _with_warning(result.plan.read(Plan)), result.program
+        return _with_warning(result.plan.to_plan(Plan)), result.program
 
     def _finish(
         self, job: wire.JobView, progress: ProgressCallback | None, cancel: Cancel | None

@@ -160,7 +160,7 @@ class _Request(Record):
         if (self.trace is None) == (self.graph is None):
             raise ValueError("one of `trace` and `graph` is needed, not both")
         if self.graph is not None:
-            self.graph.graph()  # raises GraphError, a ValueError, if it is invalid
+            self.graph.to_graph()  # raises GraphError, a ValueError, if it is invalid
             if self.options.costs is not None:
                 raise ValueError("a bare graph includes its costs: leave out options.costs")
         return self
@@ -302,4 +302,4 @@ def graph_of(request: _Request) -> Graph | Trace:
     if request.trace is not None:
         return request.trace
     assert request.graph is not None
-    return request.graph.graph()
+    return request.graph.to_graph()

@@ -15,9 +15,9 @@ A strategy is a frozen dataclass whose fields are its options; pass it to `remat
 - `CheckmateMilp`, `LpRounding`: Checkmate as published (Jain et al., MLSys 2020).
 
 A strategy of your own has a `name` and a method `run` from a `Task` to a `Solution`: see
-`Strategy`. Modules: `base` and `options` define these types, `auto` and `exact` the two strategies
-that `search` implements, `baselines` the others, `infeasible` the error of both; `registry` has
-them by name.
+`Strategy`. Modules: `base` and `option_types` define these types, `auto` and `exact` the two
+strategies that `search` implements, `baselines` the others, `infeasible` the error of both;
+`registry` has them by name.
 """
 
 from remat.solution import Solution

@@ -15,7 +15,7 @@ from remat.milp.solvers.pulp_solvers import require_solver
 from remat.schedule import Schedule
 from remat.solution import Solution
 from remat.strategies.base import Task
-from remat.strategies.options import MilpOptions, Seconds, Share, between
+from remat.strategies.option_types import MilpOptions, Seconds, Share, between
 from remat.strategies.search import pipeline
 from remat.strategies.search.pipeline import Pipeline
 from remat.strategies.search.search import search
@@ -57,10 +57,15 @@ class Auto(MilpOptions):
     best plan so far is returned with the gap that is proved by then. A solver run ends earlier once
     its best plan and its bound have barely improved for `stall` seconds (or for as long as its
     first bound took); `math.inf` turns that off. For budget="min", a peak within `peak_gap` of a
-    proved bound is small enough, and so is one within `peak_gap` of the smallest found. Up to
-    `complete_slots` optional slots, every schedule of the order is considered; beyond that, at most
-    `near_slots` slots before reads of idle values. `order` says whether other orders of the
-    operations are searched too; "auto" does so for graphs that are no training step.
+    proved bound is small enough, and so is one within `peak_gap` of the smallest found. `order`
+    says whether other orders of the operations are searched too; "auto" does so for graphs that are
+    no training step.
+
+    The programs select recomputations from optional slots: places in the sequence where an
+    operation may be recomputed. If all of them are at most `complete_slots`, all are offered, and every
+    schedule of the order is considered. Otherwise only slots near the reads of idle values are
+    (just before an operation that reads a value after a long time), and these are thinned out to
+    at most `near_slots` if possible.
     """
 
     gap: Share = 0.005

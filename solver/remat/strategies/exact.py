@@ -8,7 +8,7 @@ from remat.milp import slots
 from remat.milp.solvers.pulp_solvers import require_solver
 from remat.solution import Solution
 from remat.strategies.base import Task
-from remat.strategies.options import MilpOptions
+from remat.strategies.option_types import MilpOptions
 from remat.strategies.search import pipeline
 from remat.strategies.search.search import search
 from remat.strategies.search.state import SearchState

@@ -25,7 +25,7 @@ from remat.strategies.baselines.published_milp.lp_rounding import LpRounding
 from remat.strategies.baselines.recompute_all import RecomputeAll
 from remat.strategies.baselines.selective import Selective
 from remat.strategies.exact import Exact
-from remat.strategies.options import option_error, options_schema
+from remat.strategies.option_types import option_error, options_schema
 
 STRATEGIES: dict[str, type[Any]] = {
     "auto": Auto,

@@ -20,7 +20,7 @@ from remat.errors import SolverError, SolverWarning
 from remat.graph import Graph
 from remat.heuristics import local_search as incumbent
 from remat.milp import backends, model, slots
-from remat.milp.backends import Outcome, SolverRun
+from remat.milp.backends import SolverOutcome, SolverRun
 from remat.milp.solvers import availability as backend_facts
 from remat.milp.solvers import pulp_solvers
 from remat.milp.solvers.availability import BackendStatus, usable_backends
@@ -69,7 +69,7 @@ def test_every_solver_finds_the_optimum(name: str, graph: Graph, share: float) -
     expected = run(graph, share, "HiGHS")
     for start in (False, True):
         solver_run = run(graph, share, name, start=start)
-        assert solver_run.outcome is Outcome.OPTIMAL
+        assert solver_run.outcome is SolverOutcome.OPTIMAL
         assert solver_run.objective == pytest.approx(expected.objective)
         assert solver_run.bound is not None
         assert solver_run.objective is not None
@@ -154,7 +154,7 @@ def test_optimality_is_not_believed_after_the_time_limit(
 ) -> None:
     monkeypatch.setattr(backends, "_TIMEOUT_SHARE", 0.0)
     answer = run(uneven_layers(3), 0.75, "CBC")
-    assert answer.outcome is Outcome.FEASIBLE
+    assert answer.outcome is SolverOutcome.FEASIBLE
     assert answer.bound is None
     assert answer.schedule is not None
 
@@ -169,7 +169,7 @@ def test_a_stopped_solver_returns_its_incumbent() -> None:
     answer, bound_s = programs.minimize_cost(
         slots.build_complete_slots(graph), budget, incumbent_schedule.schedule, 0.2
     )
-    assert answer.outcome is Outcome.FEASIBLE
+    assert answer.outcome is SolverOutcome.FEASIBLE
     assert answer.schedule is not None
     assert programs.time_s(answer.schedule) <= incumbent_schedule.time_s
     assert programs.peak_bytes(answer.schedule) <= budget
@@ -183,7 +183,7 @@ def test_a_fractional_solution_is_rejected() -> None:
     program = model.build(graph, slots.build_complete_slots(graph), budget_bytes(graph, 0.6))
     highs = HighsSolver(gap=0.0, time_limit=30.0, threads=1)
     for arrays, expected in ((program.arrays.relaxed(), False), (program.arrays, True)):
-        assert highs.solve(arrays).outcome is Outcome.OPTIMAL
+        assert highs.solve(arrays).outcome is SolverOutcome.OPTIMAL
         values = {v: float(v.varValue or 0.0) for v in arrays.variables}
         assert is_solution(program, values) == expected
 

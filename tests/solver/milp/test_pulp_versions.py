@@ -17,7 +17,7 @@ from remat.graph import Graph, Operation, Value
 from remat.milp import backends, builder, model, slots
 from remat.milp.solvers import pulp_solvers, pulp_versions
 from remat.milp.solvers.highs import HighsSolver
-from remat.milp.solvers.outcome import Outcome
+from remat.milp.solvers.outcome import SolverOutcome
 from remat.milp.solvers.pulp_versions import ProgramArrays
 from remat.strategies.baselines.published_milp.checkmate_program import CheckmateModel
 
@@ -64,21 +64,21 @@ def cbc() -> pulp.LpSolver:
 def test_pulps_solver_classes_report_their_status(solver: Callable[[], pulp.LpSolver]) -> None:
     problem = small()
     ended = pulp_versions.solve(problem, solver())
-    assert ended.outcome is Outcome.OPTIMAL
+    assert ended.outcome is SolverOutcome.OPTIMAL
     assert ended.message in ("Optimal", "GapLimit")
     values = [v.varValue for v in pulp_versions.read_arrays(problem).variables]
     assert values == pytest.approx([1, 1.5, 1])
     pulp_versions.add_rows(
         problem, [("no", dict.fromkeys(problem.variables(), 1.0), pulp.LpConstraintLE, -9.0)]
     )
-    assert pulp_versions.solve(problem, solver()).outcome is Outcome.INFEASIBLE
+    assert pulp_versions.solve(problem, solver()).outcome is SolverOutcome.INFEASIBLE
 
 
 def test_highs_solves_the_program_and_its_relaxation() -> None:
     program = pulp_versions.read_arrays(small())
     highs = HighsSolver(gap=0.0, time_limit=10.0, threads=1)
     answer = highs.solve(program)
-    assert (answer.outcome, answer.objective) == (Outcome.OPTIMAL, pytest.approx(11))
+    assert (answer.outcome, answer.objective) == (SolverOutcome.OPTIMAL, pytest.approx(11))
     assert highs.solve(program.relaxed()).objective == pytest.approx(10.5)
     assert highs.solve(program.integral()).objective == pytest.approx(12)
 
@@ -89,7 +89,7 @@ def test_a_program_without_columns_is_solved() -> None:
     program = model.build(one_operation, slots.build_complete_slots(one_operation), 8)
     assert program.columns == 0
     answer = backends.run(program, gap=0.0, time_limit=10.0)
-    assert answer.outcome is Outcome.OPTIMAL
+    assert answer.outcome is SolverOutcome.OPTIMAL
     assert answer.objective == answer.bound == builder.COST_SCALE
     assert answer.schedule is not None
     assert answer.schedule.runs == (0,)

@@ -13,7 +13,7 @@ import pytest
 
 import remat
 from remat.strategies import Solution, Strategy, Task
-from remat.strategies.options import Checked, between
+from remat.strategies.option_types import Checked, between
 from remat.strategies.registry import STRATEGIES, from_data, json_schema, to_data
 
 WRONG: tuple[tuple[str, dict[str, Any], str], ...] = (

@@ -10,18 +10,18 @@ import pytest
 from tests.helpers.graphs import chain
 
 import remat
-from remat.commands.common.exits import UsageError
-from remat.commands.common.options import (
+from remat.commands.common.command_options import (
     complete_strategies,
     complete_strategy,
     strategies_to_compare,
     strategy_from_options,
 )
+from remat.commands.common.exits import UsageError
 from remat.schedule import Schedule
 from remat.service.wire import Options
 from remat.solution import Solution
 from remat.strategies.base import Task
-from remat.strategies.options import Checked, between
+from remat.strategies.option_types import Checked, between
 from remat.strategies.registry import (
     COMPARED_AS,
     STRATEGIES,

@@ -104,7 +104,7 @@ def test_a_sweep_can_be_saved_and_plotted(documents: Documents, tmp_path: Path) 
                 "rotor", "--json", "-o", file)  # fmt: skip
     assert (ended.code, ended.err) == (0, "")
     decoded = json.loads(ended.out)
-    plans = SweepDocument.load(file).read(remat.Plan)
+    plans = SweepDocument.load(file).to_plans(remat.Plan)
     assert [plan_fields["peak_bytes"] for plan_fields in decoded["plans"]] == [
         plan.peak_bytes for plan in plans
     ]
@@ -163,7 +163,7 @@ def test_explain_solve_prints_the_steps(documents: Documents, tmp_path: Path) ->
     name = plan.graph.operations[0].name
     words = quick("explain", file, name, "--solve").out
     assert words.startswith(f"{plan.explain(name)}\n\nsmallest peak ")
-    assert quick("explain", documents.plan, "--solve").out.endswith("search step by step\n")
+    assert quick("explain", documents.plan, "--solve").out.endswith("search in steps\n")
 
 
 def test_diff_prints_the_changed_operations(documents: Documents) -> None:

@@ -304,7 +304,7 @@ def test_the_seed_and_the_dtype_are_applied() -> None:
         ("code/train.py:needs", "code/train.py:needs(width) (code/train.py:24) needs arguments"),
         ("code/train.py:raises", "raises failed: code/train.py:27: RuntimeError: "),
         ("code/train.py:leaves", "code/train.py:28: SystemExit: usage: train.py FILE"),
-        ("code/train.py:model_only", "returned a Net without the arguments of its call"),
+        ("code/train.py:model_only", "returned a Net without the arguments of a call"),
         ("code/train.py:many", "returned a tuple of 4"),
         ("code/train.py:no_model", "returned a str instead of a model"),
         ("code/train.py:bad_args", "returned a int instead of the model's arguments"),

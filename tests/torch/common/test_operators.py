@@ -10,7 +10,12 @@ from remat.documents import arguments
 from remat.documents.arguments import Literal, Ref
 from remat.errors import DocumentError, TraceError
 from remat.frontend.common import operators
-from remat.frontend.common.operators import decode_argument, encode_argument, register, resolve
+from remat.frontend.common.operators import (
+    argument_from_torch,
+    argument_to_torch,
+    register,
+    resolve,
+)
 
 
 @pytest.mark.parametrize(
@@ -86,27 +91,27 @@ CONSTANTS = [
 
 @pytest.mark.parametrize("value", CONSTANTS, ids=str)
 def test_constant_arguments_survive_json(value: object) -> None:
-    argument = encode_argument(value)
-    decoded = arguments.decode(arguments.encode(argument))
+    argument = argument_from_torch(value)
+    decoded = arguments.decode_argument(arguments.encode_argument(argument))
     assert decoded == argument
-    assert decode_argument(decoded, {}) == value
-    assert type(decode_argument(decoded, {})) is type(value)
+    assert argument_to_torch(decoded, {}) == value
+    assert type(argument_to_torch(decoded, {})) is type(value)
 
 
 def test_tensor_arguments_are_encoded_by_name() -> None:
     x = torch.ones(2)
-    argument = encode_argument((x, 1), lambda value: Ref("x"))
+    argument = argument_from_torch((x, 1), lambda value: Ref("x"))
     assert argument == (Ref("x"), 1)
-    decoded = decode_argument(argument, {"x": x})
+    decoded = argument_to_torch(argument, {"x": x})
     assert isinstance(decoded, list)
     assert decoded[0] is x
 
 
 def test_arguments_without_an_encoding_are_refused_by_name() -> None:
     with pytest.raises(TraceError, match="Generator"):
-        encode_argument(torch.Generator())
+        argument_from_torch(torch.Generator())
     with pytest.raises(DocumentError, match="no tensor x"):
-        decode_argument(Ref("x"), {})
+        argument_to_torch(Ref("x"), {})
 
 
 @pytest.mark.parametrize(
@@ -115,4 +120,4 @@ def test_arguments_without_an_encoding_are_refused_by_name() -> None:
 )
 def test_wrong_literals_are_refused(kind: str, text: str) -> None:
     with pytest.raises(DocumentError, match="is no torch"):
-        decode_argument(Literal(kind, text), {})
+        argument_to_torch(Literal(kind, text), {})

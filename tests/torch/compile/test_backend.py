@@ -33,8 +33,8 @@ from torch._inductor.virtualized import V
 import remat
 from remat.errors import BudgetError, InfeasibleBudget, SolverTimeout
 from remat.frontend.compile import solving
+from remat.frontend.compile.compile_options import read_options
 from remat.frontend.compile.inductor import peak_check, probe
-from remat.frontend.compile.options import read_options
 from remat.heuristics.peak_bounds import peak_lower_bound_bytes
 
 pytestmark = pytest.mark.usefixtures("empty_compile_caches")

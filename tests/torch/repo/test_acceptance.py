@@ -247,7 +247,7 @@ def test_without_a_gpu_the_command_says_so() -> None:
 
 def test_tests_marked_gpu_need_only_packages_of_the_gpu_machine() -> None:
     """A machine for its GPU has torch, transformers and pytest; the rest comes with the wheels."""
-    files = marked_tests.files()
+    files = marked_tests.marked_files()
     assert ROOT / "tests/torch/laws/test_gpu.py" in files
     assert Path(__file__) not in files
     allowed = {"torch", "transformers", "pytest", "_pytest", "remat", "tests", "benchmarks"}

@@ -289,7 +289,8 @@ def test_torch_is_absent_in_that_environment(server: Server) -> None:
     imports = "import remat_server.http.app, remat_server.work.child, remat.cli, psycopg"
     assert run(imports).returncode == 0
     assert (
-        run("from remat_server.work import devices; print(devices.measurable_devices())").stdout == "()\n"
+        run("from remat_server.work import devices; print(devices.measurable_devices())").stdout
+        == "()\n"
     )
 
 

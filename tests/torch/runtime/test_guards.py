@@ -14,7 +14,7 @@ import remat
 from remat.documents.program import Program
 from remat.errors import GuardError
 from remat.frontend.common.pytree import flatten
-from remat.frontend.runtime.guards import ModelTracker, TensorBinding, check_call
+from remat.frontend.runtime.guards import ModelTracker, PlaceholderBinding, check_call
 
 X, Y = torch.rand(4, 6), torch.rand(4, 6)
 
@@ -123,11 +123,11 @@ def test_another_model_is_refused(program: Program, change: str) -> None:
     """When the program is bound to it, and at a call if the model has changed since."""
     do, message = STATE[change]
     net = Net()
-    TensorBinding(program, net)
+    PlaceholderBinding(program, net)
     check(program, net, X, Y)
     do(net)
     with pytest.raises(GuardError, match=message):
-        TensorBinding(program, net)
+        PlaceholderBinding(program, net)
     with pytest.raises(GuardError, match=message):
         check(program, net, X, Y)
 
@@ -226,7 +226,7 @@ def test_training_flags_are_part_of_a_program(planned: str) -> None:
 
 def test_a_binding_reads_the_current_tensors(program: Program) -> None:
     net = Net()
-    binding = TensorBinding(program, net)
+    binding = PlaceholderBinding(program, net)
     net.load_state_dict({name: t.clone() for name, t in net.state_dict().items()}, assign=True)
     net.second.weight = net.first.weight
     tensors_by_target = dict(

@@ -160,7 +160,7 @@ def test_dropout_is_replayed_whatever_the_generator_did_since() -> None:
     gm = optimized(model, "min")
     x = torch.randn(64, 32)
     gm(x)
-    assert any(s.random == "replay" for s in gm.program.backward)
+    assert any(s.rng_action == "replay" for s in gm.program.backward)
     for seed in (11, 12, 13):
         for m in (gm, reference):
             m.zero_grad()

@@ -95,11 +95,11 @@ def test_only_allowed_hosts_are_answered(http: httpx2.Client) -> None:
 
 def test_the_size_of_graphs_is_limited(http: httpx2.Client, trace: dict[str, Any]) -> None:
     dry(http, graph=chain(36))  # 73 of both
-    dry(http, "75 values; this service takes up to 73", 413, graph=chain(37))
-    dry(http, "77 operations; this service takes up to 75", 413, graph=chain(38))
+    dry(http, "75 values; this service accepts up to 73", 413, graph=chain(37))
+    dry(http, "77 operations; this service accepts up to 75", 413, graph=chain(38))
     dry(http, graph=None, trace=trace)
     more = {**trace, "nodes": [*trace["nodes"], trace["nodes"][-1]]}
-    dry(http, "76 operations; this service takes up to 75", 413, graph=None, trace=more)
+    dry(http, "76 operations; this service accepts up to 75", 413, graph=None, trace=more)
 
 
 def test_the_size_of_bodies_is_limited(http: httpx2.Client) -> None:
@@ -118,7 +118,7 @@ def test_only_allowed_operator_namespaces_are_accepted(
     for target, says in (
         ("my.mul.Tensor", ""),
         ("your.mul.Tensor", ""),
-        ("their.mul.Tensor", "takes operations of aten, my, prims, remat, your only"),
+        ("their.mul.Tensor", "only operators of aten, my, prims, remat, your"),
     ):
         text = json.dumps(trace)
         assert "aten.mul.Tensor" in text
@@ -133,8 +133,8 @@ def test_solvers_and_time_limits_are_limited(http: httpx2.Client) -> None:
         strategy = {"name": name, "time_limit": 6, "solver": "Gurobi"}
         dry(http, "'Gurobi', only HiGHS, CBC", options={"strategy": strategy})
         strategy = {"name": name, "time_limit": 6.01}
-        dry(http, "solves for up to 6 s", options={"strategy": strategy})
-    dry(http, "the time limit is 60 s; this service solves for up to 6 s", options={})
+        dry(http, "accepts up to 6 s", options={"strategy": strategy})
+    dry(http, "the time limit is 60 s; this service accepts up to 6 s", options={})
     dry(http, options={"strategy": {"name": "keep_all"}})
     described = http.get("/openapi.json").json()["components"]["schemas"]["Options"]
     auto = described["properties"]["strategy"]["oneOf"][0]["properties"]
@@ -210,7 +210,7 @@ def test_a_starting_worker_deletes_old_jobs_and_fails_lost_ones(tmp_path: Path) 
             for name in ("old", "new", "lost", "lost once")
         ]
         for id, ago_s in zip(ids[:2], (7200, 60), strict=True):
-            jobs.cancel(connection, ANONYMOUS, id)
+            jobs.cancel_or_delete(connection, ANONYMOUS, id)
             ended = update(tables.jobs).where(tables.jobs.c.id == id)
             connection.execute(ended.values(finished_at=now() - ago_s))
         for id, times in zip(ids[2:], (2, 1), strict=True):

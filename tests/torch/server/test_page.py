@@ -168,7 +168,7 @@ def test_a_trace_is_solved_and_its_result_is_shown(
     assert figure(page, "Overhead") == f"+{plan['overhead']:.2%}"
     assert figure(page, "Peak memory").endswith("KiB")
     expect(page.locator(".verdict")).to_contain_text("Proved within the gap")
-    table = page.get_by_role("region", name="Recomputed most")
+    table = page.get_by_role("region", name="Most expensive recomputations")
     expect(table).to_contain_text("layers.")
     page.get_by_role("link", name="All jobs").click()
     expect(page.get_by_role("row", name="Tiny").first).to_contain_text("succeeded")
@@ -195,7 +195,7 @@ def test_the_library_reads_the_downloaded_files(
     assert fetched("Memory picture").read_text().startswith("<svg")
     assert fetched("Schedule picture").read_text().startswith("<svg")
     assert "html" in fetched("Page").read_text()[:30]
-    assert json.loads(fetched("Whole answer").read_text())["costs"] == "roofline h200"
+    assert json.loads(fetched("Complete answer").read_text())["costs"] == "roofline h200"
 
 
 @pytest.mark.slow
@@ -209,7 +209,7 @@ def test_an_infeasible_budget_shows_the_smallest_feasible_one(
         id = page.url.rpartition("/")[2]
         least = http.get(f"/jobs/{id}").json()["problem"]["min_feasible_bytes"]
     expect(page.locator("section.infeasible")).to_contain_text(f"{least:,} bytes")
-    page.get_by_role("button", name="Ask again").click()
+    page.get_by_role("button", name="Retry").click()
     expect(page.get_by_label("Memory budget", exact=True)).to_have_value(str(least))
     page.get_by_role("button", name="Solve").click()
     expect(page.locator(".state")).to_contain_text("Succeeded")
@@ -242,9 +242,9 @@ def test_check_only_shows_the_sizes(page: Page, server: Server, trace_file: Path
     ("content", "words"),
     [
         (b'{"nodes": [', "is not JSON"),
-        (gzip.compress(b'{"nodes": []}', mtime=0)[:-9], "cut off or damaged"),
+        (gzip.compress(b'{"nodes": []}', mtime=0)[:-9], "incomplete or damaged"),
         (b"PK\x03\x04rest", "an archive"),
-        (b"\x80\x04\x95", "no text"),
+        (b"\x80\x04\x95", "not text"),
         (b'{"format": "remat.plan"}', "a plan"),
         (b"[1, 2]", "neither a trace nor a graph"),
     ],
@@ -293,7 +293,7 @@ def test_names_are_shown_as_text(
     for number, operation in enumerate(graph["operations"]):
         operation["name"] = operation["module"] = f"{EVIL}{number}"
     solve(page, server, write(tmp_path / "evil.json", graph), "50%")
-    expect(page.get_by_role("region", name="Recomputed most")).to_contain_text(EVIL)
+    expect(page.get_by_role("region", name="Most expensive recomputations")).to_contain_text(EVIL)
     expect(page.get_by_role("img", name=re.compile("^Schedule"))).to_be_visible()
     expect_pictures(page, 3)
     trace = json.loads(gzip.decompress(trace_file.read_bytes())) | {"model": EVIL}
@@ -327,8 +327,8 @@ def test_a_running_job_can_be_followed_and_cancelled(page: Page, server: Server)
         dialog.get_by_role("button", name="Cancel it").click()
         expect(page.locator(".state")).to_contain_text("Cancelled, after")
         assert http.get(f"/jobs/{job['id']}").json()["status"] == "cancelled"
-    page.get_by_role("button", name="Forget").click()
-    page.get_by_role("button", name="Forget it").click()
+    page.get_by_role("button", name="Delete").click()
+    page.get_by_role("button", name="Delete it").click()
     expect(page.get_by_role("heading", name="Your jobs")).to_be_visible()
     expect(page.locator(f"a[href='#/jobs/{job['id']}']")).to_have_count(0)
 
@@ -359,8 +359,8 @@ def test_the_queue_updates_and_has_pages(page: Page, tmp_path: Path, browser: Br
         for id in others:
             finished(http, id)
         expect(rows.first).to_contain_text("succeeded")
-        rows.last.get_by_role("button", name="Forget").click()
-        page.get_by_role("button", name="Forget it").click()
+        rows.last.get_by_role("button", name="Delete").click()
+        page.get_by_role("button", name="Delete it").click()
         expect(rows).to_have_count(1)
         page.get_by_role("button", name="Newer").click()
         expect(rows).to_have_count(20)
@@ -398,11 +398,11 @@ def test_the_page_can_be_used_by_keyboard_alone(
     page.keyboard.press("Enter")
     expect(page.locator(".state")).to_contain_text("Succeeded")
     expect(page.get_by_role("heading", name="Tiny")).to_be_focused()
-    tab_to("Forget")
+    tab_to("Delete")
     page.keyboard.press("Enter")
-    expect(page.get_by_role("dialog", name="Forget this job?")).to_be_visible()
+    expect(page.get_by_role("dialog", name="Delete this job?")).to_be_visible()
     page.keyboard.press("Escape")
-    expect(page.get_by_role("button", name="Forget")).to_be_focused()
+    expect(page.get_by_role("button", name="Delete")).to_be_focused()
 
 
 @pytest.mark.slow
@@ -435,7 +435,7 @@ def test_a_key_is_requested_and_remembered(page: Page, tmp_path: Path, trace_fil
         assert page.evaluate("Object.keys(localStorage).length") == 0
         assert key not in page.url
         page.get_by_role("button", name="API key").click()
-        page.get_by_role("button", name="Forget the key").click()
+        page.get_by_role("button", name="Delete the key").click()
         wait_until(page, "Object.keys(sessionStorage).length === 0")
 
 
@@ -477,7 +477,7 @@ def test_a_narrow_screen_does_not_scroll_sideways(
     page.set_viewport_size({"width": 360, "height": 740})
     solve(page, server, trace_file, "55%")
     expect(page.get_by_role("img", name="Memory over the step")).to_be_visible()
-    expect(page.get_by_role("region", name="Recomputed most")).to_be_visible()
+    expect(page.get_by_role("region", name="Most expensive recomputations")).to_be_visible()
     width = "document.documentElement.scrollWidth"
     assert page.evaluate(width) <= 360
     page.get_by_role("link", name="All jobs").click()

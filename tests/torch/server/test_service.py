@@ -41,7 +41,7 @@ def http(server: Server) -> Iterator[httpx2.Client]:
 
 @pytest.fixture(scope="module")
 def graph() -> remat.Graph:
-    return GraphRecord.model_validate_json(json.dumps(chain())).graph()
+    return GraphRecord.model_validate_json(json.dumps(chain())).to_graph()
 
 
 def test_a_request_keeps_budgets_as_written(graph: remat.Graph) -> None:
@@ -92,7 +92,7 @@ def test_a_plan_requested_by_curl_trains_within_its_budget(server: Server, tmp_p
     answer = SolveResult.model_validate_json(text)
 
     assert answer.program is not None
-    plan = answer.plan.read(remat.Plan)
+    plan = answer.plan.to_plan(remat.Plan)
     gm = remat.lower(answer.program, case.model, plan=plan)
     eager = eager_step(case)
     actual = run_step(gm, case)
@@ -383,7 +383,7 @@ def test_cancellation_frees_the_core_within_a_second(server: Server, http: httpx
 def test_a_cancelled_client_cancels_its_job(server: Server, http: httpx2.Client) -> None:
     cancel = threading.Event()
     threading.Timer(1.0, cancel.set).start()
-    graph = GraphRecord.model_validate_json(json.dumps(chain(61))).graph()
+    graph = GraphRecord.model_validate_json(json.dumps(chain(61))).to_graph()
     with server.client() as client, pytest.raises(remat.RematError, match="cancelled"):
         client.solve(graph, "22%", remat.Exact(), cancel=cancel)
     assert http.get("/jobs").json()["jobs"][0]["status"] == "cancelled"
@@ -437,7 +437,7 @@ def test_generated_python_of_a_trace_is_available(server: Server, http: httpx2.C
     program = http.get(f"/jobs/{job.id}/result?format=program").content
     assert remat.Program.from_json(program) == answer.program
     plan = http.get(f"/jobs/{job.id}/result?format=plan").content
-    assert remat.Plan.from_json(plan) == answer.plan.read(remat.Plan)
+    assert remat.Plan.from_json(plan) == answer.plan.to_plan(remat.Plan)
     with server.client() as client:
         second = client.submit(SolveRequest(trace=trace, budget="80%"))
     assert second.model == trace.model, "answers from the store have a name, too"

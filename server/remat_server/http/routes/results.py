@@ -124,12 +124,12 @@ def result_response(
 def _render(result_format: ResultFormat, kind: str, body: bytes) -> str:
     if kind == "sweep":
         documents = validate_json(SweepResult, body, "answer").plans
-        plans = [document.read(Plan) for document in documents]
+        plans = [document.to_plan(Plan) for document in documents]
         if result_format != "svg":
             raise ServiceProblem(406, "the result of a sweep is available as JSON and SVG")
         return view.frontier_svg(plans)
     result = validate_json(SolveResult, body, "answer")
-    plan = result.plan.read(Plan)
+    plan = result.plan.to_plan(Plan)
     match result_format:
         case "svg":
             return view.timeline_svg(plan)

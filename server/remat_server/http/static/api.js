@@ -1,52 +1,51 @@
-/** Requests to the service, with the key where it wants one; errors as problem documents. */
+/** Requests to the service, with the API key if it needs one; errors are problem documents. */
 
 import { askForKey } from "./dialogs.js";
 import { byId } from "./dom.js";
 
-const STORED = "remat-key";
-let key = sessionStorage.getItem(STORED);
-let asking = null;
-let declined = false;
-let skew = 0; // milliseconds
+const STORAGE_NAME = "remat-key";
+let key = sessionStorage.getItem(STORAGE_NAME);
+let openDialog = null; // promise of the key dialog
+let isDeclined = false;
+let clockSkew = 0; // milliseconds
 
-/** An RFC 9457 document, or a network that does not answer (status 0). */
+/** An RFC 9457 problem document, or a service that does not respond (status 0). */
 export class Problem extends Error {
   constructor(document) {
     super(document.detail || document.title || "the request failed");
     this.title = document.title || "";
     this.status = document.status ?? 0;
-    this.least = document.min_feasible_bytes ?? null;
   }
 }
 
 /**
- * The response, once it is a good one. Raises `Problem`. A 401 asks for the key and tries again;
- * once the user has declined, only requests that the user makes (`ask`) ask anew.
+ * Return the response of a successful request. Throws `Problem`. After a 401, asks the user for a key
+ * and retries. Once the user has declined, only requests that the user triggers (`ask`) ask again.
  */
 export async function request(path, { ask = false, headers = {}, ...options } = {}) {
-  if (ask) declined = false;
+  if (ask) isDeclined = false;
   for (;;) {
-    const used = key;
+    const usedKey = key;
     const response = await sent(path, { ...options, headers: { ...headers, ...authorization() } });
     if (response.ok) return response;
     const problem = await problemOf(response);
     if (response.status !== 401) throw problem;
-    if (key === used && (declined || !(await newKey(used, problem.message)))) throw problem;
+    if (key === usedKey && (isDeclined || !(await newKey(usedKey, problem.message)))) throw problem;
   }
 }
 
-/** The service's time, in seconds since 1970: this machine's clock may be wrong. */
-export const now = () => (Date.now() + skew) / 1000;
+/** Return the service's time in seconds since 1970, since this machine's clock may be wrong. */
+export const now = () => (Date.now() + clockSkew) / 1000;
 
-/** The JSON of a response. */
+/** Return the JSON of a response. */
 export async function json(path, options) {
   return (await request(path, options)).json();
 }
 
-/** Ask for another key, or forget it, because the user wants to. */
+/** Let the user replace or delete the key. */
 export async function changeKey() {
-  declined = false;
-  await newKey(null, "Requests to this service carry this key.");
+  isDeclined = false;
+  await newKey(null, "Requests to this service use this key.");
 }
 
 async function sent(path, options) {
@@ -57,15 +56,15 @@ async function sent(path, options) {
     return response;
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new Problem({ title: "No answer", detail: "The service does not answer. Is it running?" });
+    throw new Problem({ title: "No response", detail: "The service does not respond. Is it running?" });
   }
 }
 
-/** The service dated its answer, in whole seconds, between `sent` and `got`. */
-function compareClocks(date, sent, got) {
-  if (date < sent - 2000) skew = date - sent;
-  else if (date > got + 2000) skew = date - got;
-  else skew = 0;
+/** Set the clock skew: the service dated its response, in whole seconds, between `sent` and `received`. */
+function compareClocks(date, sent, received) {
+  if (date < sent - 2000) clockSkew = date - sent;
+  else if (date > received + 2000) clockSkew = date - received;
+  else clockSkew = 0;
 }
 
 const authorization = () => (key ? { Authorization: `Bearer ${key}` } : {});
@@ -74,25 +73,25 @@ async function problemOf(response) {
   try {
     return new Problem(await response.json());
   } catch {
-    return new Problem({ status: response.status, detail: `The service answered ${response.status}.` });
+    return new Problem({ status: response.status, detail: `The service responded with status ${response.status}.` });
   }
 }
 
-/** One dialog at a time, however many requests wait for it. False where the user declines. */
-async function newKey(used, why) {
-  asking ??= askForKey(used ? `The service does not accept this key: ${why}` : why, key);
-  const given = await asking;
-  asking = null;
-  if (given === null) {
-    declined = true;
+/** Ask for a key, in one dialog for all waiting requests. Return false if the user declines. */
+async function newKey(usedKey, reason) {
+  openDialog ??= askForKey(usedKey ? `The service does not accept this key: ${reason}` : reason, key);
+  const newValue = await openDialog;
+  openDialog = null;
+  if (newValue === null) {
+    isDeclined = true;
   } else {
-    key = given || null;
-    if (key) sessionStorage.setItem(STORED, key);
-    else sessionStorage.removeItem(STORED);
+    key = newValue || null;
+    if (key) sessionStorage.setItem(STORAGE_NAME, key);
+    else sessionStorage.removeItem(STORAGE_NAME);
   }
   byId("key-button").hidden = false;
   dispatchEvent(new Event("remat-key"));
-  return given !== null && given !== "";
+  return newValue !== null && newValue !== "";
 }
 
 if (key) byId("key-button").hidden = false;

@@ -1,48 +1,48 @@
-/** Where everything begins: which view the address asks for. #/ is the form and the queue, and
- * #/jobs/ID is a job. */
+/** Entry point: shows the view that the address names. #/ is the form and the queue, and #/jobs/ID
+ * is a job. */
 
 import { changeKey } from "./api.js";
-import { byId, say } from "./dom.js";
+import { byId, announce } from "./dom.js";
 import { title } from "./format.js";
 import { showJob } from "./job.js";
 import { connectQueue, showQueue } from "./queue.js";
-import { connectForm, propose } from "./submit.js";
+import { connectForm, proposeBudget } from "./submit.js";
 
-let leaving = new AbortController();
-let proposed = null;
+let viewController = new AbortController(); // aborts the current view's requests
+let proposedBytes = null;
 
 function show() {
-  leaving.abort();
-  leaving = new AbortController();
-  const found = /^#\/jobs\/([A-Za-z0-9_-]{1,64})$/.exec(location.hash);
-  byId("home").hidden = found !== null;
-  byId("job").hidden = found === null;
+  viewController.abort();
+  viewController = new AbortController();
+  const match = /^#\/jobs\/([A-Za-z0-9_-]{1,64})$/.exec(location.hash);
+  byId("home").hidden = match !== null;
+  byId("job").hidden = match === null;
   byId("job").replaceChildren();
-  showQueue(found === null);
+  showQueue(match === null);
   scrollTo(0, 0);
-  if (found) {
-    showJob(found[1], retry, leaving.signal);
+  if (match) {
+    showJob(match[1], retry, viewController.signal);
     return;
   }
   document.title = "remat";
-  if (proposed !== null) propose(proposed);
-  proposed = null;
+  if (proposedBytes !== null) proposeBudget(proposedBytes);
+  proposedBytes = null;
 }
 
-/** To the form, with a budget. */
+/** Go to the form, with a proposed budget. */
 function retry(sizeBytes) {
-  proposed = sizeBytes;
+  proposedBytes = sizeBytes;
   location.hash = "#/";
 }
 
 connectForm((job) => {
-  say(`${title(job)} is ${job.status}`);
+  announce(`${title(job)} is ${job.status}`);
   location.hash = `#/jobs/${job.id}`;
 });
 connectQueue();
 byId("key-button").addEventListener("click", changeKey);
 document.querySelector(".skip").addEventListener("click", (event) => {
-  event.preventDefault(); // the hash is the view's
+  event.preventDefault(); // the hash names the view
   byId("main").focus();
 });
 addEventListener("hashchange", show);

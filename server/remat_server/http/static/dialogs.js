@@ -1,13 +1,13 @@
-/** The two dialogs: for the API key, and to confirm what cannot be undone. */
+/** Dialogs for the API key, and to confirm actions that cannot be undone. */
 
 import { byId } from "./dom.js";
 
-/** Ask for a key. Resolves to the text, or to null where there will be none. */
-export function askForKey(why, current) {
+/** Ask for a key. Resolves to the text, to "" to delete the key, or to null if the user declines. */
+export function askForKey(reason, current) {
   const dialog = byId("key-dialog");
   const field = byId("key");
-  byId("key-why").textContent = why;
-  byId("key-forget").hidden = !current;
+  byId("key-why").textContent = reason;
+  byId("key-delete").hidden = !current;
   field.value = "";
   return opened(dialog, field, (close) => {
     byId("key-form").onsubmit = (event) => {
@@ -16,11 +16,11 @@ export function askForKey(why, current) {
       else field.focus();
     };
     byId("key-cancel").onclick = () => close(null);
-    byId("key-forget").onclick = () => close("");
+    byId("key-delete").onclick = () => close("");
   });
 }
 
-/** Whether the user goes on. */
+/** Ask for confirmation. Resolves to true, or to null if the user declines. */
 export function confirmed(title, text, yes) {
   byId("confirm-title").textContent = title;
   byId("confirm-text").textContent = text;
@@ -31,12 +31,12 @@ export function confirmed(title, text, yes) {
   });
 }
 
-/** Show a dialog; Escape closes it with null. The focus returns to where it was. */
+/** Show a dialog. Resolves to its answer; Escape closes it with null. The browser restores the focus. */
 function opened(dialog, focused, connect) {
   return new Promise((resolve) => {
     let answer = null;
-    connect((given) => {
-      answer = given;
+    connect((value) => {
+      answer = value;
       dialog.close();
     });
     dialog.onclose = () => resolve(answer);

@@ -1,16 +1,16 @@
-/** Elements made by code. What comes from a trace goes in as text, so it never becomes markup. */
+/** Creates elements. Names from a trace are inserted as text, so they cannot become markup. */
 
 const SVG = "http://www.w3.org/2000/svg";
 
-/** The element with this id, which the page has. */
+/** Return the element with this id, which must exist. */
 export const byId = (id) => document.getElementById(id);
 
-/** An HTML element. Attributes that are null or false are left out, functions are listeners. */
+/** Create an HTML element. Attributes that are null or false are skipped, functions are listeners. */
 export function h(tag, attributes = {}, ...children) {
   return filled(document.createElement(tag), attributes, children);
 }
 
-/** An SVG element. */
+/** Create an SVG element. */
 export function s(tag, attributes = {}, ...children) {
   return filled(document.createElementNS(SVG, tag), attributes, children);
 }
@@ -25,18 +25,18 @@ function filled(element, attributes, children) {
   return element;
 }
 
-/** Set an element's text where it differs: what has not changed is not announced again. */
+/** Set an element's text if it differs, so that screen readers do not repeat unchanged text. */
 export function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
-/** Show or hide an element with a message; an empty one hides it. */
-export function tell(element, text) {
+/** Show an element with a message; an empty message hides it. */
+export function showMessage(element, text) {
   setText(element, text);
   element.hidden = !text;
 }
 
-/** Have screen readers say something. */
-export function say(text) {
-  setText(byId("say"), text);
+/** Announce a text to screen readers. */
+export function announce(text) {
+  setText(byId("announcer"), text);
 }

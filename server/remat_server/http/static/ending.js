@@ -1,26 +1,26 @@
-/** Ending jobs: cancel those that have not ended, forget those that have. */
+/** Cancels jobs that have not ended, and deletes jobs that have. */
 
 import { request } from "./api.js";
 import { confirmed } from "./dialogs.js";
-import { say } from "./dom.js";
+import { announce } from "./dom.js";
 import { title } from "./format.js";
 
 const ENDED = new Set(["succeeded", "infeasible", "failed", "cancelled"]);
 
-/** Whether a job stays as it is. */
+/** Return true if a job has ended. */
 export const isEnded = (job) => ENDED.has(job.status);
 
-/** What ending a job is called. */
-export const endingName = (job) => (isEnded(job) ? "Forget" : "Cancel");
+/** Return the label of the button that cancels or deletes a job. */
+export const endingName = (job) => (isEnded(job) ? "Delete" : "Cancel");
 
-/** Ask, then cancel or forget. True where it is done. Raises `Problem`. */
+/** Cancel or delete a job after a confirmation; return false if the user declines. Throws `Problem`. */
 export async function end(job) {
   const name = title(job);
-  const goOn = isEnded(job)
-    ? await confirmed("Forget this job?", `${name} and its result go from your list for good.`, "Forget it")
-    : await confirmed("Cancel this job?", `${name}: the solve ends now, and what it found is lost.`, "Cancel it");
-  if (!goOn) return false;
+  const isConfirmed = isEnded(job)
+    ? await confirmed("Delete this job?", `${name} and its result are deleted permanently.`, "Delete it")
+    : await confirmed("Cancel this job?", `${name}: the solve stops now, and its result so far is lost.`, "Cancel it");
+  if (!isConfirmed) return false;
   const response = await request(`/jobs/${job.id}`, { method: "DELETE", ask: true });
-  say(response.status === 204 ? "The job is forgotten" : "The job is cancelled");
+  announce(response.status === 204 ? "The job is deleted" : "The job is cancelled");
   return true;
 }

@@ -1,26 +1,26 @@
-/** Server-sent events by fetch, as EventSource cannot send a key. */
+/** Reads server-sent events with fetch, because EventSource cannot send the API key. */
 
 import { Problem, request } from "./api.js";
 
 const PAUSES_MS = [500, 1000, 2000, 5000, 10000];
 
 /**
- * Call `heard(kind, data)` for each event of a job, from its first one on, until it is done or
- * `signal` aborts. Where the connection breaks it goes on after the last event that came, and
- * tells `broken(true)`, later `broken(false)`. Raises `Problem` where the service refuses.
+ * Call `onEvent(kind, data)` for each event of a job, from the first one, until the job is done or
+ * `signal` aborts. After a lost connection, calls `onBroken(true)`, resumes after the last event, and
+ * calls `onBroken(false)`. Throws `Problem` if the service refuses the request.
  */
-export async function watch(id, heard, broken, signal) {
-  let last = "";
+export async function watch(id, onEvent, onBroken, signal) {
+  let lastId = "";
   let failures = 0;
   while (!signal.aborted) {
     try {
-      const headers = { Accept: "text/event-stream", ...(last && { "Last-Event-ID": last }) };
+      const headers = { Accept: "text/event-stream", ...(lastId && { "Last-Event-ID": lastId }) };
       const response = await request(`/jobs/${id}/events`, { headers, signal });
-      broken(false);
+      onBroken(false);
       for await (const event of parsed(response.body)) {
         failures = 0;
-        last = event.id || last;
-        heard(event.kind, JSON.parse(event.data));
+        lastId = event.id || lastId;
+        onEvent(event.kind, JSON.parse(event.data));
         if (event.kind === "done") return;
       }
     } catch (error) {
@@ -28,7 +28,7 @@ export async function watch(id, heard, broken, signal) {
       const isRefused = error instanceof Problem && error.status > 0 && error.status < 500;
       if (isRefused && error.status !== 429) throw error;
     }
-    broken(true);
+    onBroken(true);
     await pause(PAUSES_MS[Math.min(failures, PAUSES_MS.length - 1)], signal);
     failures += 1;
   }
@@ -37,7 +37,7 @@ export async function watch(id, heard, broken, signal) {
 async function* parsed(body) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   let text = "";
-  let event = blank();
+  let event = emptyEvent();
   for (;;) {
     const { done, value } = await reader.read();
     if (done) return;
@@ -46,20 +46,20 @@ async function* parsed(body) {
     text = lines.pop();
     for (const line of lines) {
       if (line) {
-        take(line, event);
+        readField(line, event);
         continue;
       }
       if (event.data) yield event;
-      event = blank();
+      event = emptyEvent();
     }
   }
 }
 
-const blank = () => ({ kind: "message", id: "", data: "" });
+const emptyEvent = () => ({ kind: "message", id: "", data: "" });
 
-function take(line, event) {
+function readField(line, event) {
   const colon = line.indexOf(":");
-  if (colon <= 0) return; // a comment: the stream is alive
+  if (colon <= 0) return; // a keep-alive comment
   const field = line.slice(0, colon);
   const value = line.slice(colon + 1).replace(/^ /, "");
   if (field === "event") event.kind = value;

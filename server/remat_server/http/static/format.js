@@ -1,9 +1,9 @@
-/** Numbers with units, and states in words. */
+/** Formats numbers with units, and describes states. */
 
-const SPACE = "\u00a0"; // a number stays with its unit
+const SPACE = "\u00a0"; // no line break between a number and its unit
 const UNITS = ["B", "KiB", "MiB", "GiB", "TiB"];
 
-/** 7.45 GiB. */
+/** Format bytes: 7.45 GiB. */
 export function bytes(size) {
   if (size === null || size === undefined) return "";
   let unit = 0;
@@ -16,7 +16,7 @@ export function bytes(size) {
   return `${size < 0 ? "−" : ""}${scaled.toFixed(decimals)}${SPACE}${UNITS[unit]}`;
 }
 
-/** 12.3 ms. */
+/** Format seconds: 12.3 ms. */
 export function seconds(time) {
   if (time === null || time === undefined) return "";
   for (const [unit, factor] of [["s", 1], ["ms", 1e3], ["µs", 1e6]]) {
@@ -30,31 +30,31 @@ function digits(value) {
   return value.toFixed(size < 10 ? 2 : size < 100 ? 1 : 0);
 }
 
-/** 4.35%. */
+/** Format a fraction: 4.35%. */
 export function percent(share, decimals = 2) {
   if (share === null || share === undefined) return "";
   return `${(share * 100).toFixed(decimals)}%`;
 }
 
-/** 0.50%; what is not nothing is not written as nothing. */
+/** Format a gap: 0.50%, or "under 0.01%" for a gap that would round to 0.00%. */
 export function gap(share) {
   if (share === null || share === undefined) return "unknown";
   return share > 0 && percent(share) === "0.00%" ? "under 0.01%" : percent(share);
 }
 
-/** +4.35%, and 0.00% for nothing. */
+/** Format an overhead: +4.35%, or 0.00%. */
 export function overhead(share) {
   const text = percent(share);
   return share > 0 && text !== "0.00%" ? `+${text}` : text.replace("-", "−");
 }
 
-/** 12,345. */
+/** Format a count: 12,345. */
 export const count = (number) => number.toLocaleString("en");
 
-/** "1 run", "2 runs". */
-export const plural = (number, one) => `${count(number)} ${one}${number === 1 ? "" : "s"}`;
+/** Format a count with its noun: "1 run", "2 runs". */
+export const plural = (number, noun) => `${count(number)} ${noun}${number === 1 ? "" : "s"}`;
 
-/** 12 s, 5 min, 3 h, 2 d. */
+/** Format an elapsed time in seconds: 12 s, 5 min, 3 h, 2 d. */
 export function age(elapsed) {
   const time = Math.max(0, elapsed);
   if (time < 60) return `${Math.floor(time)} s`;
@@ -63,44 +63,44 @@ export function age(elapsed) {
   return `${Math.floor(time / 86400)} d`;
 }
 
-/** 2026-11-21 09:40, local time. */
+/** Format seconds since 1970 as local time: 2026-11-21 09:40. */
 export function moment(epoch) {
-  const at = new Date(epoch * 1000);
-  const two = (number) => String(number).padStart(2, "0");
+  const date = new Date(epoch * 1000);
+  const twoDigits = (number) => String(number).padStart(2, "0");
   return (
-    `${at.getFullYear()}-${two(at.getMonth() + 1)}-${two(at.getDate())} ` +
-    `${two(at.getHours())}:${two(at.getMinutes())}`
+    `${date.getFullYear()}-${twoDigits(date.getMonth() + 1)}-${twoDigits(date.getDate())} ` +
+    `${twoDigits(date.getHours())}:${twoDigits(date.getMinutes())}`
   );
 }
 
-/** What a job is called: of a dotted path, the class. */
+/** Return a job's title: the class name of a dotted path, or the model's name. */
 export const title = (job) =>
   (/^[\w.]+$/.test(job.model) && job.model.split(".").at(-1)) || job.model || "bare graph";
 
-/** With a capital at its beginning. */
+/** Capitalize the first letter. */
 export const sentence = (text) => text.charAt(0).toUpperCase() + text.slice(1);
 
-/** What became of a plan, in words. */
+/** Descriptions of a plan's status. */
 export const PLAN_STATUS = {
-  OPTIMAL: "Proved within the gap that was asked for",
-  FEASIBLE: "Fits the budget; not proved to be within the gap",
+  OPTIMAL: "Proved within the requested gap",
+  FEASIBLE: "Fits the budget; not proved to be within the requested gap",
 };
 
-/** What to do about it. */
+/** Advice by a plan's status. */
 export const PLAN_ADVICE = {
   OPTIMAL: "",
   FEASIBLE: "Not proved for every schedule in this order: raise the time limit or the gap.",
 };
 
-/** For which schedules a bound is proved. */
+/** Descriptions of the space that a bound is proved for. */
 export const SCOPE = {
-  slots: "for the places offered for recomputation",
+  slots: "for the slots available for recomputation",
   order: "for every schedule in this order",
   "all orders": "for every schedule",
 };
 
-/** What a search is doing. */
+/** Descriptions of the phases of a search. */
 export const PHASE = {
-  cost: "looking for the least extra time",
-  peak: "looking for the smallest peak",
+  cost: "minimizing the extra time",
+  peak: "minimizing the peak",
 };

@@ -1,15 +1,15 @@
-/** One job: how it stands, its search while it runs, and its result. */
+/** The view of one job: its state, its search while it runs, and its result. */
 
 import { json, now } from "./api.js";
 import { History, amount, chart, isFlat } from "./chart.js";
-import { byId, h, say, setText, tell } from "./dom.js";
+import { byId, h, announce, setText, showMessage } from "./dom.js";
 import { end, endingName, isEnded } from "./ending.js";
 import { watch } from "./events.js";
 import { PHASE, age, bytes, gap, moment, seconds, sentence, title } from "./format.js";
 import { status } from "./queue.js";
-import { resultOf } from "./result.js";
+import { showResult } from "./result.js";
 
-/** Show a job until `signal` aborts. `retry(bytes)` goes to the form with another budget. */
+/** Show a job until `signal` aborts. `retry(bytes)` opens the form with another budget. */
 export async function showJob(id, retry, signal) {
   const view = byId("job");
   view.replaceChildren(h("p", { class: "hint" }, "Loading the job …"));
@@ -35,7 +35,7 @@ const back = () => h("p", { class: "back" }, h("a", { href: "#/" }, "All jobs"))
 
 class Page {
   constructor(view, job, retry, signal) {
-    Object.assign(this, { view, job, retry, signal, history: new History(), due: 0, heardAt: 0, isComplete: false });
+    Object.assign(this, { view, job, retry, signal, history: new History(), drawTimer: 0, lastEventAt: 0, isComplete: false });
     this.state = h("p", { class: "state" });
     this.network = h("p", { class: "problem", hidden: true });
     this.button = h("button", { type: "button", click: () => this.end() });
@@ -51,7 +51,7 @@ class Page {
     this.result = h("div");
     const heading = h("h1", { tabindex: -1 }, title(job));
     const full = job.model && job.model !== title(job) ? `${job.model}; ` : "";
-    const facts = `${full}${job.kind}, asked ${moment(job.created_at)}, job `;
+    const facts = `${full}${job.kind}, submitted ${moment(job.created_at)}, job `;
     view.replaceChildren(
       back(),
       heading,
@@ -72,43 +72,43 @@ class Page {
     try {
       await watch(
         this.job.id,
-        (kind, data) => this.hear(kind, data),
-        (isBroken) => this.tellBroken(isBroken),
+        (kind, data) => this.onEvent(kind, data),
+        (isBroken) => this.showBroken(isBroken),
         this.signal,
       );
     } catch (error) {
-      tell(this.network, error.message);
+      showMessage(this.network, error.message);
     }
     clearInterval(clock);
     if (this.signal.aborted) return;
-    clearTimeout(this.due);
+    clearTimeout(this.drawTimer);
     if (!this.isComplete) {
       await this.refresh();
       this.showResult();
-      say(`${title(this.job)}: ${status(this.job)}`);
+      announce(`${title(this.job)}: ${status(this.job)}`);
     }
     this.draw();
   }
 
-  /** A queued job moves up without an event; of a running one, time goes on. */
+  /** Update once a second: a queued job moves up without an event, and a running one takes longer. */
   tick() {
     if (this.job.status === "queued" || !this.job.started_at) this.refresh();
     else this.draw();
   }
 
-  tellBroken(isBroken) {
-    tell(this.network, isBroken ? "The connection is interrupted; trying again." : "");
+  showBroken(isBroken) {
+    showMessage(this.network, isBroken ? "The connection was lost; reconnecting." : "");
   }
 
-  hear(kind, data) {
+  onEvent(kind, data) {
     if (kind === "status") {
-      // Of an ended job, past states come by again.
+      // The events of an ended job start with its past states.
       if (!isEnded(this.job) && !isEnded(data)) this.job = { ...this.job, status: data.status };
       this.show();
     } else if (kind === "progress" || kind === "incumbent") {
       this.history.add(data);
-      this.heardAt = performance.now();
-      if (!this.due) this.due = setTimeout(() => this.draw(), 100);
+      this.lastEventAt = performance.now();
+      if (!this.drawTimer) this.drawTimer = setTimeout(() => this.draw(), 100);
     }
   }
 
@@ -117,7 +117,7 @@ class Page {
       this.job = await json(`/jobs/${this.job.id}`, { signal: this.signal });
       this.show();
     } catch (error) {
-      if (!this.signal.aborted) tell(this.network, error.message);
+      if (!this.signal.aborted) showMessage(this.network, error.message);
     }
   }
 
@@ -141,35 +141,35 @@ class Page {
     return ` for ${age(now() - job.started_at)}${doing}`;
   }
 
-  /** How long the latest stage has gone on: a solver may be silent for long. */
-  elapsed(stretch) {
-    const told = stretch.points.at(-1).elapsed_s;
-    if (this.job.status !== "running") return told;
-    const isFirst = this.history.stretches.length === 1 && this.job.started_at;
-    const silent = (performance.now() - this.heardAt) / 1000;
-    return Math.max(told, isFirst ? now() - this.job.started_at : told + silent);
+  /** Return the seconds of the latest stage. A solver may send no events for a long time. */
+  elapsed(stage) {
+    const reported = stage.points.at(-1).elapsed_s;
+    if (this.job.status !== "running") return reported;
+    const isFirst = this.history.stages.length === 1 && this.job.started_at;
+    const sinceEvent = (performance.now() - this.lastEventAt) / 1000;
+    return Math.max(reported, isFirst ? now() - this.job.started_at : reported + sinceEvent);
   }
 
-  /** The search, as far as events told of it. */
+  /** Draw the search from the events so far. */
   draw() {
-    this.due = 0;
-    const stretch = this.history.latest;
+    this.drawTimer = 0;
+    const stage = this.history.latest;
     this.show();
-    if (!stretch || this.signal.aborted) return;
-    const end = this.elapsed(stretch);
-    const drawn = this.isComplete && isFlat(stretch) ? null : chart(stretch, end);
-    this.picture.replaceChildren(...(drawn ? [drawn] : []));
-    this.search.hidden = this.isComplete && !drawn;
-    this.figures.hidden = this.isComplete; // the result says it better
-    const last = stretch.points.at(-1);
-    const best = stretch.phase === "peak" ? "Smallest peak so far" : "Best extra time so far";
-    const known = (value) => (value === null ? "unknown" : amount(stretch.phase, value));
-    const stages = this.history.stretches.length;
+    if (!stage || this.signal.aborted) return;
+    const end = this.elapsed(stage);
+    const picture = this.isComplete && isFlat(stage) ? null : chart(stage, end);
+    this.picture.replaceChildren(...(picture ? [picture] : []));
+    this.search.hidden = this.isComplete && !picture;
+    this.figures.hidden = this.isComplete; // the result shows them
+    const last = stage.points.at(-1);
+    const best = stage.phase === "peak" ? "Smallest peak so far" : "Best extra time so far";
+    const formatted = (value) => (value === null ? "unknown" : amount(stage.phase, value));
+    const stageCount = this.history.stages.length;
     const entries = [
-      [best, known(last.incumbent)],
-      ["Proved bound", known(last.bound)],
+      [best, formatted(last.incumbent)],
+      ["Proved bound", formatted(last.bound)],
       ["Gap", gap(last.gap)],
-      [stages > 1 ? `Time of stage ${stages}` : "Time", seconds(end)],
+      [stageCount > 1 ? `Time of stage ${stageCount}` : "Time", seconds(end)],
     ];
     this.figures.replaceChildren(
       ...entries.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))),
@@ -180,7 +180,7 @@ class Page {
     const { job } = this;
     this.isComplete = isEnded(job);
     if (job.status === "succeeded") {
-      resultOf(job, this.result, this.signal);
+      showResult(job, this.result, this.signal);
     } else if (job.status === "infeasible") {
       this.result.replaceChildren(infeasible(job, this.retry));
     } else if (job.problem) {
@@ -196,20 +196,20 @@ class Page {
       if (wasEnded) location.hash = "#/";
       else await this.refresh();
     } catch (error) {
-      tell(this.network, error.message);
+      showMessage(this.network, error.message);
     }
   }
 }
 
 function infeasible(job, retry) {
-  const least = job.problem?.min_feasible_bytes ?? null;
+  const minimum = job.problem?.min_feasible_bytes ?? null;
   const parts = [h("h2", {}, "No schedule fits this budget"), h("p", {}, sentence(job.problem?.detail ?? ""))];
-  if (least !== null) {
+  if (minimum !== null) {
     parts.push(
       h("dl", { class: "figures" }, h("div", {}, h("dt", {}, "Smallest feasible budget found"),
-        h("dd", {}, bytes(least)), h("dd", { class: "more" }, `${least.toLocaleString("en")} bytes`))),
+        h("dd", {}, bytes(minimum)), h("dd", { class: "more" }, `${minimum.toLocaleString("en")} bytes`))),
       h("p", { class: "buttons" },
-        h("button", { type: "button", class: "main", click: () => retry(least) }, `Ask again with ${bytes(least)}`)),
+        h("button", { type: "button", class: "main", click: () => retry(minimum) }, `Retry with ${bytes(minimum)}`)),
     );
   }
   return h("section", { class: "infeasible" }, parts);

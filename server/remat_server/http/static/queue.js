@@ -1,7 +1,7 @@
-/** The table of one's own jobs, kept up to date while it can be seen. */
+/** The table of the user's jobs, which is refreshed while it is visible. */
 
 import { json, now } from "./api.js";
-import { byId, h, say, setText, tell } from "./dom.js";
+import { byId, h, announce, setText, showMessage } from "./dom.js";
 import { end, endingName, isEnded } from "./ending.js";
 import { age, bytes, moment, overhead, percent, plural, title } from "./format.js";
 
@@ -9,31 +9,31 @@ const PAGE = 20;
 const BUSY_MS = 1500;
 const IDLE_MS = 10000;
 
-const rows = new Map(); // id: the row's cells
-let cursors = [null]; // of the pages up to this one
-let next = null;
+const rows = new Map(); // the row of each job id
+let cursors = [null]; // cursors of the pages up to this one
+let nextCursor = null;
 let timer = 0;
 let isShown = false;
-let asked = 0;
-const states = new Map();
+let latestRequest = 0;
+const states = new Map(); // the last status of each job id
 
-/** Connect the table's buttons, once. */
+/** Connect the table's buttons. Call it once. */
 export function connectQueue() {
-  byId("older").addEventListener("click", () => turn([...cursors, next]));
+  byId("older").addEventListener("click", () => turn([...cursors, nextCursor]));
   byId("newer").addEventListener("click", () => turn(cursors.slice(0, -1)));
   document.addEventListener("visibilitychange", () => isShown && refresh());
   addEventListener("remat-key", () => isShown && refresh());
 }
 
-/** Begin or end to keep the table up to date. */
+/** Start or stop to refresh the table. */
 export function showQueue(shown) {
   isShown = shown;
   clearTimeout(timer);
   if (shown) refresh();
 }
 
-async function turn(to) {
-  cursors = to;
+async function turn(newCursors) {
+  cursors = newCursors;
   await refresh();
   const first = byId("queue").querySelector("tbody a");
   if (first) first.focus();
@@ -41,20 +41,20 @@ async function turn(to) {
 
 async function refresh() {
   clearTimeout(timer);
-  asked += 1;
-  const mine = asked;
+  latestRequest += 1;
+  const thisRequest = latestRequest;
   const cursor = cursors.at(-1);
   let isBusy = false;
   try {
     const page = await json(`/jobs?limit=${PAGE}${cursor === null ? "" : `&cursor=${cursor}`}`);
-    if (mine !== asked) return;
-    tell(byId("queue-problem"), "");
+    if (thisRequest !== latestRequest) return;
+    showMessage(byId("queue-problem"), "");
     isBusy = page.jobs.some((job) => !isEnded(job));
-    next = page.next;
+    nextCursor = page.next;
     fill(page.jobs);
   } catch (error) {
-    if (mine !== asked) return;
-    tell(byId("queue-problem"), error.message);
+    if (thisRequest !== latestRequest) return;
+    showMessage(byId("queue-problem"), error.message);
   }
   if (isShown && !document.hidden) timer = setTimeout(refresh, isBusy ? BUSY_MS : IDLE_MS);
 }
@@ -67,22 +67,22 @@ function fill(jobs) {
     row.element.remove();
     rows.delete(id);
   }
-  jobs.forEach((job, place) => {
+  jobs.forEach((job, index) => {
     const row = rows.get(job.id) ?? newRow(job);
     update(row, job);
-    if (body.rows[place] !== row.element) body.insertBefore(row.element, body.rows[place] ?? null);
+    if (body.rows[index] !== row.element) body.insertBefore(row.element, body.rows[index] ?? null);
   });
   byId("queue").hidden = !jobs.length;
   byId("queue-empty").hidden = jobs.length > 0 || cursors.length > 1;
-  byId("pages").hidden = cursors.length === 1 && next === null;
+  byId("pages").hidden = cursors.length === 1 && nextCursor === null;
   byId("newer").disabled = cursors.length === 1;
-  byId("older").disabled = next === null;
+  byId("older").disabled = nextCursor === null;
   setText(byId("page-number"), `Page ${cursors.length}`);
 }
 
 function newRow(job) {
   const cells = {
-    asked: h("td"),
+    request: h("td"),
     status: h("td"),
     age: h("td", { class: "number" }),
     overhead: h("td", { class: "number" }),
@@ -105,7 +105,7 @@ function newRow(job) {
 function update(row, job) {
   row.job = job;
   const { cells, button } = row;
-  setText(cells.asked, question(job));
+  setText(cells.request, describeRequest(job));
   setText(cells.status, status(job));
   cells.status.className = `status ${job.status}`;
   setText(cells.age, age(now() - job.created_at));
@@ -115,25 +115,25 @@ function update(row, job) {
   setText(button, endingName(job));
   button.setAttribute("aria-label", `${endingName(job)} ${title(job)}, ${job.status}`);
   const before = states.get(job.id);
-  if (before && before !== job.status) say(`${title(job)}: ${status(job)}`);
+  if (before && before !== job.status) announce(`${title(job)}: ${status(job)}`);
   states.set(job.id, job.status);
 }
 
-/** Of a running solve, the extra time of the best schedule that it knows. */
+/** Return the extra time of a running solve's best schedule so far; "" if there is none. */
 function soFar(job) {
   const { incumbent, phase } = job.progress ?? {};
-  const isKnown = job.status === "running" && job.kind === "solve" && phase === "cost";
-  return isKnown && typeof incumbent === "number" ? `${percent(incumbent)} so far` : "";
+  const hasOverhead = job.status === "running" && job.kind === "solve" && phase === "cost";
+  return hasOverhead && typeof incumbent === "number" ? `${percent(incumbent)} so far` : "";
 }
 
-function question(job) {
+function describeRequest(job) {
   if (job.kind === "sweep") {
     return job.summary.length ? `sweep, ${plural(job.summary.length, "budget")}` : "sweep";
   }
   return job.summary.length ? `solve in ${bytes(job.summary[0].budget_bytes)}` : "solve";
 }
 
-/** The state in words, with where a queued job stands. */
+/** Describe a job's state, with the position of a queued job. */
 export function status(job) {
   if (job.status === "queued" && job.position !== null) {
     return job.position ? `queued, ${job.position} before it` : "queued, next";
@@ -144,10 +144,10 @@ export function status(job) {
   return job.status;
 }
 
-function range(numbers, written) {
+function range(numbers, format) {
   if (!numbers.length) return "";
-  const low = written(Math.min(...numbers));
-  const high = written(Math.max(...numbers));
+  const low = format(Math.min(...numbers));
+  const high = format(Math.max(...numbers));
   return low === high ? low : `${low} to ${high}`;
 }
 
@@ -155,7 +155,7 @@ async function finish(row) {
   try {
     if (await end(row.job)) await refresh();
   } catch (error) {
-    tell(byId("queue-problem"), error.message);
+    showMessage(byId("queue-problem"), error.message);
   }
   if (!row.element.isConnected) byId("queue-title").focus();
 }

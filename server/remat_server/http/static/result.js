@@ -1,4 +1,4 @@
-/** The result of a job: figures, pictures, what is recomputed most, and files to take along. */
+/** The result of a job: key numbers, pictures, the most expensive recomputations, and downloads. */
 
 import { json, request } from "./api.js";
 import { h } from "./dom.js";
@@ -6,10 +6,10 @@ import { downloads } from "./downloads.js";
 import { PLAN_ADVICE, PLAN_STATUS, SCOPE } from "./format.js";
 import { bytes, count, gap, overhead, percent, plural, seconds } from "./format.js";
 
-const MOST = 25;
+const MAX_ROWS = 25;
 
-/** Fill `place` with the result of a job that succeeded. */
-export function resultOf(job, place, signal) {
+/** Show the result of a successful job in `container`. */
+export function showResult(job, container, signal) {
   const isSweep = job.kind === "sweep";
   const details = h("div", {});
   const pictures = isSweep
@@ -19,7 +19,7 @@ export function resultOf(job, place, signal) {
         picture(job, "schedule", "Schedule", signal),
         picture(job, "modules", "Recomputed time by module", signal),
       ];
-  place.replaceChildren(
+  container.replaceChildren(
     h("section", {},
       h("h2", { id: "result-title" }, isSweep ? "Plans" : "Plan"),
       isSweep ? plans(job.summary) : figures(job.summary[0]),
@@ -28,17 +28,17 @@ export function resultOf(job, place, signal) {
     details,
     downloads(job),
   );
-  detail(job, details, place, signal);
+  addDetails(job, details, container, signal);
 }
 
 const figure = (name, value, ...more) =>
   h("div", {}, h("dt", {}, name), h("dd", {}, value), more.map((line) => h("dd", { class: "more" }, line)));
 
-// As budgets count: without what libraries hold on the device.
+// The peak as a fraction of the baseline's. Like budgets, it excludes the memory of libraries.
 function share(plan) {
-  const held = plan.library_bytes ?? 0;
-  const whole = plan.baseline_peak_bytes - held;
-  return whole > 0 ? (plan.peak_bytes - held) / whole : 1;
+  const libraryBytes = plan.library_bytes ?? 0;
+  const baselineBytes = plan.baseline_peak_bytes - libraryBytes;
+  return baselineBytes > 0 ? (plan.peak_bytes - libraryBytes) / baselineBytes : 1;
 }
 
 function figures(plan) {
@@ -62,7 +62,7 @@ function figures(plan) {
 }
 
 function plans(summary) {
-  const heads = ["Budget", "Peak", "Of that peak", "Overhead", "Proved bound", "Gap"];
+  const heads = ["Budget", "Peak", "Of baseline", "Overhead", "Proved bound", "Gap"];
   const rows = summary.map((plan) =>
     h("tr", {},
       [
@@ -88,7 +88,7 @@ function plans(summary) {
 const scrolled = (label, ...children) =>
   h("div", { class: "scroll", role: "region", "aria-labelledby": label, tabindex: 0 }, children);
 
-/** A picture that the service draws, shown as an image: nothing in it can run. */
+/** Return a picture that the service draws. It is shown as an image, so it cannot run scripts. */
 function picture(job, form, name, signal) {
   const id = `picture-${form}`;
   const frame = scrolled(id, h("p", { class: "hint" }, "Drawing …"));
@@ -111,31 +111,31 @@ async function draw(job, form, name, frame, signal) {
   }
 }
 
-/** A picture's outermost element, without what is in it. */
+/** Return a picture's outermost element, without its content. */
 function rootOf(text) {
   const head = /<svg\b[^>]*>/.exec(text)?.[0] ?? "<svg>";
   return new DOMParser().parseFromString(`${head}</svg>`, "image/svg+xml").documentElement;
 }
 
-/** What only the answer itself tells. */
-async function detail(job, place, whole, signal) {
+/** Add the details that need the complete answer: costs, scope of the bound, recomputations. */
+async function addDetails(job, container, result, signal) {
   try {
     const answer = await json(`/jobs/${job.id}/result?format=json`, { signal });
     const costs = h("p", { class: "hint" }, `Costs: ${answer.costs}.`);
     if (!answer.plan) {
-      place.replaceChildren(costs);
+      container.replaceChildren(costs);
       return;
     }
-    whole.querySelector("#scope")?.append(SCOPE[answer.plan.bound_scope] ?? "");
-    whole.querySelector("#over-slots")?.append(overSlots(answer.plan));
-    place.replaceChildren(recomputed(answer.plan), costs);
+    result.querySelector("#scope")?.append(SCOPE[answer.plan.bound_scope] ?? "");
+    result.querySelector("#over-slots")?.append(gapOverSlots(answer.plan));
+    container.replaceChildren(recomputed(answer.plan), costs);
   } catch (error) {
-    if (!signal.aborted) place.replaceChildren(h("p", { class: "problem" }, error.message));
+    if (!signal.aborted) container.replaceChildren(h("p", { class: "problem" }, error.message));
   }
 }
 
-/** The gap to the schedules over the places that were offered, where only a weaker bound is proved for all. */
-function overSlots(plan) {
+/** Describe the gap for the available slots, if the bound for all schedules is weaker. */
+function gapOverSlots(plan) {
   const bound = plan.stats.slots_bound;
   if (typeof bound !== "number" || plan.lower_bound === null || bound <= plan.lower_bound) return "";
   const overhead = plan.time_s / plan.baseline_time_s - 1;
@@ -144,37 +144,37 @@ function overSlots(plan) {
 
 function recomputed(plan) {
   const { operations, values } = plan.graph;
-  const times = new Map();
-  for (const op of plan.runs) times.set(op, (times.get(op) ?? 0) + 1);
-  const again = [...times]
+  const runCounts = new Map();
+  for (const op of plan.runs) runCounts.set(op, (runCounts.get(op) ?? 0) + 1);
+  const recomputedOperations = [...runCounts]
     .filter(([, runs]) => runs > 1)
     .map(([op, runs]) => ({
       ...operations[op],
-      again: runs - 1,
+      recomputations: runs - 1,
       extra_s: (runs - 1) * operations[op].cost_s,
       size_bytes: operations[op].outputs.reduce((sum, value) => sum + values[value].size_bytes, 0),
     }))
     .sort((a, b) => b.extra_s - a.extra_s || b.size_bytes - a.size_bytes);
-  const runs = again.reduce((sum, operation) => sum + operation.again, 0);
-  const extra = again.reduce((sum, operation) => sum + operation.extra_s, 0);
-  const title = h("h2", { id: "most-title" }, "Recomputed most");
-  if (!again.length) {
-    return h("section", {}, title, h("p", {}, "Nothing is recomputed: everything fits."));
+  const total = recomputedOperations.reduce((sum, operation) => sum + operation.recomputations, 0);
+  const extra = recomputedOperations.reduce((sum, operation) => sum + operation.extra_s, 0);
+  const title = h("h2", { id: "most-title" }, "Most expensive recomputations");
+  if (!recomputedOperations.length) {
+    return h("section", {}, title, h("p", {}, "Nothing is recomputed: all values fit into the budget."));
   }
-  const shown = again.length > MOST ? ` The table has the ${MOST} that take the most time.` : "";
-  const words = `${plural(again.length, "operation")} of ${count(operations.length)} run again, ` +
-    `${plural(runs, "run")} of ${seconds(extra)} in all.${shown}`;
-  const heads = ["Times again", "Time each", "Time in all", "Output"];
-  const rows = again.slice(0, MOST).map((operation) =>
+  const note = recomputedOperations.length > MAX_ROWS ? ` The table has the ${MAX_ROWS} most expensive ones.` : "";
+  const summary = `${count(recomputedOperations.length)} of ${plural(operations.length, "operation")} are ` +
+    `recomputed: ${plural(total, "recomputation")}, ${seconds(extra)} in total.${note}`;
+  const heads = ["Recomputations", "Time each", "Total time", "Output"];
+  const rows = recomputedOperations.slice(0, MAX_ROWS).map((operation) =>
     h("tr", {},
       h("th", { scope: "row" }, operation.name),
       h("td", { class: "module" }, operation.module),
-      h("td", { class: "number" }, count(operation.again)),
+      h("td", { class: "number" }, count(operation.recomputations)),
       h("td", { class: "number" }, seconds(operation.cost_s)),
       h("td", { class: "number" }, seconds(operation.extra_s)),
       h("td", { class: "number" }, bytes(operation.size_bytes)),
     ));
-  return h("section", {}, title, h("p", {}, words),
+  return h("section", {}, title, h("p", {}, summary),
     scrolled("most-title", h("table", {},
       h("thead", {}, h("tr", {},
         h("th", { scope: "col" }, "Operation"), h("th", { scope: "col" }, "Module"),

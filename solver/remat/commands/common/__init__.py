@@ -1,7 +1,7 @@
 """Parts that several commands share.
 
 - `exits`: exit codes, and errors as one line on stderr.
-- `options`: command-line options, and the strategy and limits that they describe.
+- `command_options`: command-line options, and the strategy and limits that they describe.
 - `files`: reads documents, checks output paths, writes and prints results.
 - `summaries`: plans and traces as flat JSON, CSV and tables.
 - `plots`: the file formats of `remat plot`.

@@ -58,7 +58,7 @@ def read_plans(path: str) -> list[Plan]:
         text = _read(path)
         header = parse_strict_json(text, "remat.plan or remat.sweep")
         if isinstance(header, dict) and header.get("format") == SweepDocument.FORMAT:
-            return SweepDocument.from_json(text).read(Plan)
+            return SweepDocument.from_json(text).to_plans(Plan)
         return [Plan.from_json(text)]
 
     return _with_source_name(path, plans)

@@ -15,7 +15,7 @@ from remat.frontend.capture.trace import check_differentiable, normalise_inputs
 from remat.frontend.common.operators import NAMESPACES
 from remat.frontend.costs.cost_cache import CostCache
 from remat.frontend.memory.reserve import Reserve, reserve_size
-from remat.frontend.planning.options import OptimizeOptions, Service
+from remat.frontend.planning.optimize_options import OptimizeOptions, Service
 from remat.frontend.planning.planner import Planner
 from remat.frontend.runtime.guards import ModelCall, ModelTracker
 from remat.frontend.runtime.module import RematModule

@@ -20,7 +20,7 @@ from remat.frontend.capture.trace import trace as capture
 from remat.frontend.common.operators import check_operations_allowed
 from remat.frontend.common.pytree import unflatten
 from remat.frontend.costs.measure import measure
-from remat.frontend.planning.options import OptimizeOptions
+from remat.frontend.planning.optimize_options import OptimizeOptions
 from remat.frontend.planning.schedule_reuse import BlockScheduleCache
 from remat.frontend.runtime.guards import CallSignature
 from remat.frontend.runtime.lower import LoweredProgram, lower_program

@@ -26,7 +26,7 @@ from remat.frontend.blocks.module_state import python_state_restored
 from remat.frontend.blocks.runtime import PlannedCall
 from remat.frontend.blocks.selection import select_blocks
 from remat.frontend.capture.model.checkpointing import checkpointing_disabled
-from remat.frontend.planning.options import OptimizeOptions
+from remat.frontend.planning.optimize_options import OptimizeOptions
 from remat.frontend.planning.schedule_reuse import BlockScheduleCache
 from remat.frontend.runtime.guards import ModelCall
 

@@ -14,7 +14,7 @@ from remat.frontend.blocks.fsdp2 import local_tensor
 from remat.frontend.memory.auto_budget import auto_limits_of_device
 from remat.frontend.memory.meter import unique_bytes
 from remat.frontend.memory.reserve import reserve_size
-from remat.frontend.planning.options import OptimizeOptions
+from remat.frontend.planning.optimize_options import OptimizeOptions
 from remat.limits.limits import Limits
 
 

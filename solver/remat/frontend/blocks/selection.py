@@ -14,7 +14,7 @@ from remat.frontend.blocks.discovery import (
     repeated_blocks,
 )
 from remat.frontend.blocks.dry_run import DryRun, run_dry
-from remat.frontend.planning.options import OptimizeOptions
+from remat.frontend.planning.optimize_options import OptimizeOptions
 from remat.frontend.runtime.guards import ModelCall
 from remat.limits.outputs import are_dropped
 from remat.report.tables import fold_layer_numbers

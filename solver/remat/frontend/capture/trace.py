@@ -199,8 +199,8 @@ def _reject_miscaptured_modules(model: nn.Module) -> None:
 def _capture_device(
     device: str | torch.device | None, target: TargetGpu | None
 ) -> torch.device | None:
-    """Return the device of the capture's tensors: the CPU for an absent GPU, None for the tensors'
-    own devices."""
+    """Return the device to capture the step on: the one asked for, or the CPU if that is an absent
+    GPU (`target`). None if none was asked for: each tensor stays on its own device."""
     if device is None:
         return None
     if target is not None:

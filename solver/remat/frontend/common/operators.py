@@ -93,7 +93,7 @@ def _check_functional(target: str, operator: OpOverload) -> None:
         raise DocumentError(f"{target} is not allowed: it is no function from tensors to tensors")
 
 
-def decode_argument(argument: Argument, tensors: Mapping[str, torch.Tensor]) -> object:
+def argument_to_torch(argument: Argument, tensors: Mapping[str, torch.Tensor]) -> object:
     """Convert an argument of a document to the value to pass to torch; references are looked up in
     `tensors`.
 
@@ -105,14 +105,14 @@ def decode_argument(argument: Argument, tensors: Mapping[str, torch.Tensor]) -> 
                 raise DocumentError(f"there is no tensor {name}")
             return tensors[name]
         case Literal(kind, text):
-            return decode_literal(kind, text)
+            return literal_to_torch(kind, text)
         case tuple():
-            return [decode_argument(item, tensors) for item in argument]
+            return [argument_to_torch(item, tensors) for item in argument]
         case _:
             return argument
 
 
-def decode_literal(kind: str, text: str) -> object:
+def literal_to_torch(kind: str, text: str) -> object:
     """Return a torch constant by kind and name: ("dtype", "float32") gives `torch.float32`."""
     if kind == "device":
         try:
@@ -127,10 +127,10 @@ def decode_literal(kind: str, text: str) -> object:
     return constant
 
 
-def encode_argument(
+def argument_from_torch(
     value: object, encode_other: Callable[[object], Argument] | None = None
 ) -> Argument:
-    """Convert an argument of a torch call to data: the inverse of `decode_argument`.
+    """Convert an argument of a torch call to data: the inverse of `argument_to_torch`.
 
     Anything but a scalar, list, tuple or torch constant is passed to `encode_other`, which names fx
     nodes and tensors. Raises `TraceError` for a value that cannot be converted.
@@ -139,7 +139,7 @@ def encode_argument(
         case None | bool() | int() | float() | complex() | str():
             return value
         case list() | tuple():
-            return tuple(encode_argument(item, encode_other) for item in value)
+            return tuple(argument_from_torch(item, encode_other) for item in value)
         case torch.device():
             return Literal("device", str(value))
         case torch.dtype() | torch.layout() | torch.memory_format():

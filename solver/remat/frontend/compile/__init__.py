@@ -3,7 +3,7 @@
 - `backend`: the backend "remat" and `remat.compile`; replans a graph that exceeds its budget
 - `partitioner`: plans one joint graph and splits it into forward and backward
 - `solving`: solves a graph in the time that planning leaves for it; explains infeasible budgets
-- `options`: the options of `torch.compile`, read and checked
+- `compile_options`: the options of `torch.compile`, read and checked
 - `external_memory`: bytes that other modules use while a graph runs
 - `registry`: the plans of this process, `remat.compiled_plans()`
 - `disk_cache`: plans on disk, for code in torch's cache

@@ -15,6 +15,12 @@ from torch._guards import CompileContext
 from remat.errors import InfeasibleBudget
 from remat.frontend.compile import disk_cache, reporting
 from remat.frontend.compile.compat import cause_of_type
+from remat.frontend.compile.compile_options import (
+    UNKNOWN_MODEL,
+    CompileOptions,
+    ModelBytes,
+    read_options,
+)
 from remat.frontend.compile.inductor.cpp_batching import batched_cpp_files
 from remat.frontend.compile.inductor.fusion_control import PlannedFusionChoices
 from remat.frontend.compile.inductor.patches import (
@@ -25,12 +31,6 @@ from remat.frontend.compile.inductor.patches import (
 from remat.frontend.compile.inductor.peak_check import PeakOverBudget
 from remat.frontend.compile.joint.symbolic_sizes import ScopedSymbol
 from remat.frontend.compile.naming import current_compile_id, current_object_name
-from remat.frontend.compile.options import (
-    UNKNOWN_MODEL,
-    CompileOptions,
-    ModelBytes,
-    read_options,
-)
 from remat.frontend.compile.partitioner import Partitioner
 from remat.frontend.compile.registry import (
     NO_FEEDBACK,

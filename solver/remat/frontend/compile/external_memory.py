@@ -12,9 +12,9 @@ import torch
 from torch import fx
 
 from remat.frontend.common.aliases import storage_base
+from remat.frontend.compile.compile_options import ModelBytes
 from remat.frontend.compile.joint.fx_utils import node_bytes, output_tensors
 from remat.frontend.compile.joint.joint_graph import CompiledJointGraph
-from remat.frontend.compile.options import ModelBytes
 
 
 def external_memory_bytes(

@@ -18,6 +18,7 @@ from remat.errors import InfeasibleBudget, RematError, SolverTimeout, TraceError
 from remat.frontend.common.aliases import storage_base
 from remat.frontend.compile import reporting
 from remat.frontend.compile.compat import min_cut_partition
+from remat.frontend.compile.compile_options import CompileOptions, read_options
 from remat.frontend.compile.external_memory import allocated_share, external_memory_bytes
 from remat.frontend.compile.inductor.fusion_control import InstallFusionChoices
 from remat.frontend.compile.inductor.peak_check import PeakVerifier
@@ -30,7 +31,7 @@ from remat.frontend.compile.joint.symbolic_sizes import (
     bound_by_current_size,
 )
 from remat.frontend.compile.kernels.cost_model import KernelCostModel
-from remat.frontend.compile.kernels.in_place import without_overwrites
+from remat.frontend.compile.kernels.in_place import with_separate_buffers
 from remat.frontend.compile.kernels.to_fx import build_modules
 from remat.frontend.compile.kernels.to_solver import (
     CompileProblem,
@@ -45,7 +46,6 @@ from remat.frontend.compile.kernels.variants import (
     objective,
 )
 from remat.frontend.compile.naming import current_compile_id, current_object_name
-from remat.frontend.compile.options import CompileOptions, read_options
 from remat.frontend.compile.registry import (
     NO_FEEDBACK,
     CompiledPlan,
@@ -293,7 +293,7 @@ class Partitioner(CustomPartitionerFn):
         too, as other graphs of the step may run before its backward. If that is infeasible, only
         the peak is limited.
         """
-        graph = without_overwrites(problem.graph, self.feedback.separate_buffers)
+        graph = with_separate_buffers(problem.graph, self.feedback.separate_buffers)
         available_bytes = limits.available_bytes(baseline.peak_bytes)
         if available_bytes is None:
             return solve(graph, "min")

@@ -18,7 +18,7 @@ from torch._ops import OpOverload
 from remat.documents.arguments import Argument, Literal, Ref, referenced_names
 from remat.documents.records import Node, Result, TensorMeta
 from remat.errors import RematError
-from remat.frontend.common.operators import decode_literal, resolve
+from remat.frontend.common.operators import literal_to_torch, resolve
 from remat.frontend.common.torch_modes import NEEDS_GRAD_MODE, run_with_grad_mode
 
 _MAX_RANDOM_ELEMENTS = 1 << 16
@@ -137,7 +137,7 @@ class OperandFactory:
                 case Literal("device", text):
                     return self._device_for(text)
                 case Literal(kind, text):
-                    return decode_literal(kind, text)
+                    return literal_to_torch(kind, text)
                 case tuple():
                     return [build(item, name, i) for i, item in enumerate(argument)]
                 case _:
@@ -167,7 +167,7 @@ class OperandFactory:
             self._generators[device] = torch.Generator(device).manual_seed(0)
         generator = self._generators[device]
         operation = node.target.split(".")[1]
-        dtype = decode_literal("dtype", meta.dtype)
+        dtype = literal_to_torch("dtype", meta.dtype)
         assert isinstance(dtype, torch.dtype)
         offset = meta.offset % _OFFSET_MODULUS
         flat = torch.empty(

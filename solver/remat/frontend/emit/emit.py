@@ -34,7 +34,7 @@ from remat.frontend.emit.executors import EXECUTORS
 from remat.frontend.emit.transformers_layers import checkpointable_layers, checkpointing_flags_set
 from remat.frontend.emit.trials import PolicyTrials
 from remat.frontend.memory.reserve import Reserve
-from remat.frontend.planning.options import OptimizeOptions
+from remat.frontend.planning.optimize_options import OptimizeOptions
 from remat.frontend.runtime.guards import ModelCall
 from remat.limits.budget import Budget
 from remat.limits.outputs import OUTPUTS_HELD, are_dropped

@@ -2,5 +2,5 @@
 
 `planner` plans a step for each kind of call; `plan_cache` has the entries that it keeps;
 `trace_cache` captures steps, once for all sizes; `schedule_reuse` reuses schedules at other sizes;
-`options` are those of `remat.optimize` and `remat.enable`.
+`optimize_options` are those of `remat.optimize` and `remat.enable`.
 """

@@ -9,7 +9,7 @@ from torch import nn
 
 from remat.blockwise.blocks_plan import BlocksPlan
 from remat.documents.trace import Trace
-from remat.frontend.planning.options import OptimizeOptions
+from remat.frontend.planning.optimize_options import OptimizeOptions
 from remat.frontend.runtime.guards import CallSignature
 from remat.frontend.runtime.lower import LoweredProgram
 from remat.frontend.runtime.module import BoundProgram, PlannedStep
@@ -23,13 +23,13 @@ class PlanEntry:
 
     `trace` is None where the model is planned block by block. `is_reused` is True if the schedule
     comes from other sizes, or nothing needs to be recomputed: then the solver did not run.
-    `nominal_bytes` are the sizes of the trace's storages before they were measured.
+    `captured_storage_bytes` are the sizes of the trace's storages before they were measured.
     """
 
     step: PlannedStep
     trace: Trace | None
     plan: Plan | BlocksPlan
-    nominal_bytes: tuple[int, ...] = ()
+    captured_storage_bytes: tuple[int, ...] = ()
     is_reused: bool = False
 
     def __post_init__(self) -> None:
@@ -41,7 +41,7 @@ class PlanEntry:
         assert isinstance(self.plan, Plan)
         assert self.trace is not None
         return UnboundModelEntry(
-            self.step.lowered, self.trace, self.plan, self.nominal_bytes, self.is_reused
+            self.step.lowered, self.trace, self.plan, self.captured_storage_bytes, self.is_reused
         )
 
 
@@ -55,18 +55,19 @@ class UnboundEntry(Protocol):
 
 @dataclass(frozen=True)
 class UnboundModelEntry:
-    """An entry for a plan of the whole model, without that model."""
+    """An entry for a plan of the whole model, without a reference to the model: it can be pickled,
+    and bound to a copy of the model."""
 
     lowered: LoweredProgram
     trace: Trace
     plan: Plan
-    nominal_bytes: tuple[int, ...]
+    captured_storage_bytes: tuple[int, ...]
     is_reused: bool
 
     def bind(self, model: nn.Module) -> PlanEntry:
-        """Return the entry for a model."""
+        """Return a new entry with the same plan, whose step runs on `model`."""
         step = BoundProgram(self.lowered, model, self.plan)
-        return PlanEntry(step, self.trace, self.plan, self.nominal_bytes, self.is_reused)
+        return PlanEntry(step, self.trace, self.plan, self.captured_storage_bytes, self.is_reused)
 
 
 @dataclass(frozen=True)

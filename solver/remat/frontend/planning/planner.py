@@ -26,7 +26,7 @@ from remat.frontend.common.operators import check_operations_allowed
 from remat.frontend.costs.measure import measure
 from remat.frontend.memory.auto_budget import auto_limits
 from remat.frontend.memory.reserve import reserve_size
-from remat.frontend.planning.options import MEASURED_BY_SERVICE, OptimizeOptions
+from remat.frontend.planning.optimize_options import MEASURED_BY_SERVICE, OptimizeOptions
 from remat.frontend.planning.plan_cache import PlanEntry, PlannerState
 from remat.frontend.planning.schedule_reuse import ScheduleReuse, superseded_keys
 from remat.frontend.planning.trace_cache import TraceCache
@@ -147,7 +147,7 @@ class Planner:
                 traced = with_gradient_accumulation(traced)
             if self.options.cuda_graphs:
                 traced = without_random_recomputation(traced)
-        nominal_bytes = traced.storage_bytes
+        captured_storage_bytes = traced.storage_bytes
         traced, plan, program, is_reused = self._plan_trace(traced, accumulates_gradients)
         plan = self._with_option_stats(plan)
         if program is None:
@@ -156,7 +156,7 @@ class Planner:
         with self._timed("lower"):
             step = BoundProgram(lower_program(program, self.options.namespaces), model, plan)
         self._log(plan, is_reused=is_reused, accumulates_gradients=accumulates_gradients)
-        return PlanEntry(step, traced, plan, nominal_bytes, is_reused)
+        return PlanEntry(step, traced, plan, captured_storage_bytes, is_reused)
 
     def _plan_trace(self, traced: Trace, accumulates_gradients: bool) -> _PlanningResult:
         """Reuse a schedule if one is good enough; else measure the trace and solve it."""

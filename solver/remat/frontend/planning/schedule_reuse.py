@@ -65,7 +65,7 @@ class ScheduleReuse:
         if not solved or (latest := solved[-1]).trace is None:
             return None
         return cls(
-            with_scaled_costs(trace, latest.trace, latest.nominal_bytes),
+            with_scaled_costs(trace, latest.trace, latest.captured_storage_bytes),
             tuple(entry.plan for entry in solved if isinstance(entry.plan, Plan)),
             max(map(_requested_budget_bytes, plans)),
         )
@@ -146,17 +146,17 @@ def superseded_keys(
 
 @dataclass(frozen=True)
 class _SolvedBlock:
-    """A kind of block that was solved. `nominal_bytes` are the sizes of its storages before the
-    trace was `measured`."""
+    """A kind of block that was solved. `captured_storage_bytes` are the sizes of its storages as
+    captured, before the trace was `measured`."""
 
     topology_key: object
     measured: Trace
-    nominal_bytes: tuple[int, ...]
+    captured_storage_bytes: tuple[int, ...]
     plans: tuple[Plan, ...]
 
     def is_similar_in_size(self, trace: Trace) -> bool:
         """True if neither all storages together are 8 times as large as the other trace's."""
-        size_bytes, solved_bytes = sum(trace.storage_bytes), sum(self.nominal_bytes)
+        size_bytes, solved_bytes = sum(trace.storage_bytes), sum(self.captured_storage_bytes)
         smaller_bytes, larger_bytes = sorted((size_bytes, solved_bytes))
         return larger_bytes <= _MAX_SIZE_RATIO * smaller_bytes
 
@@ -185,7 +185,7 @@ class BlockScheduleCache:
         key = topology_key(trace)
         for block in reversed(self._blocks):
             if block.topology_key == key and block.is_similar_in_size(trace):
-                scaled = with_scaled_costs(trace, block.measured, block.nominal_bytes)
+                scaled = with_scaled_costs(trace, block.measured, block.captured_storage_bytes)
                 graph = scaled.graph()
                 options: list[tuple[BlockOption, Plan]] = []
                 for plan in block.plans:

@@ -26,7 +26,7 @@ from remat.frontend.capture.symbolic_capture import (
     capture_symbolically,
 )
 from remat.frontend.capture.trace import trace as capture
-from remat.frontend.planning.options import OptimizeOptions
+from remat.frontend.planning.optimize_options import OptimizeOptions
 from remat.frontend.runtime.guards import CallSignature, ModelCall
 from remat.limits.outputs import are_dropped
 from remat.passes.trace_equality import is_same_except_names

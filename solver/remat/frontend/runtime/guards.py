@@ -211,7 +211,7 @@ def call_signature(
     )
 
 
-class TensorBinding:
+class PlaceholderBinding:
     """Finds the tensors for a program's placeholders in a model and in the inputs of a call.
 
     Parameters and buffers are looked up by name at each call, so that replaced ones
@@ -302,7 +302,7 @@ def check_call(
     """Raise `GuardError` if a call, or the model's present state, differs from what `program`
     assumes. For programs from a file, which have no planner that could replan."""
     environment = program.environment
-    TensorBinding(program, tracker.model)
+    PlaceholderBinding(program, tracker.model)
     if structure != program.inputs:
         raise GuardError(
             "the arguments differ in structure or in a Python value from those that the program "

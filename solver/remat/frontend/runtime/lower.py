@@ -22,7 +22,7 @@ from remat.documents.program import Program, Statement
 from remat.documents.records import Placeholder, TensorMeta
 from remat.documents.trace import ACCUMULATE_TARGET
 from remat.errors import DocumentError, GuardError
-from remat.frontend.common.operators import NAMESPACES, decode_argument, decode_literal, resolve
+from remat.frontend.common.operators import NAMESPACES, argument_to_torch, literal_to_torch, resolve
 from remat.frontend.common.pytree import unflattener
 from remat.frontend.common.torch_modes import NEEDS_GRAD_MODE, run_with_grad_mode
 from remat.frontend.runtime.gradient_accumulation import accumulate_grad
@@ -188,7 +188,7 @@ def _append(
     """Append the calls of a statement to the graph, and its results to `nodes`, by name."""
 
     def decode(argument: Argument) -> Any:
-        return decode_argument(argument, nodes)
+        return argument_to_torch(argument, nodes)
 
     args = statement.args
     if statement.target == ACCUMULATE_TARGET:
@@ -228,7 +228,7 @@ def _named(node: fx.Node, name: str) -> fx.Node:
 def _decode_constant(placeholder: Placeholder) -> torch.Tensor:
     """Return the tensor whose data a program contains. Raises `DocumentError`."""
     meta = placeholder.tensor
-    dtype = decode_literal("dtype", meta.dtype)
+    dtype = literal_to_torch("dtype", meta.dtype)
     assert isinstance(dtype, torch.dtype)
     try:
         data = bytearray(base64.b64decode(placeholder.data, validate=True))

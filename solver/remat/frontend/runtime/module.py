@@ -25,7 +25,7 @@ from remat.frontend.runtime.guards import (
     CallSignature,
     ModelCall,
     ModelTracker,
-    TensorBinding,
+    PlaceholderBinding,
     call_signature,
     check_call,
 )
@@ -47,7 +47,7 @@ class BoundProgram:
         self.lowered = lowered
         self.plan = plan
         self._model = model
-        self._binding = TensorBinding(lowered.program, model)
+        self._binding = PlaceholderBinding(lowered.program, model)
         self._output_monitor = OutputReleaseMonitor(lowered.program)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -304,17 +304,19 @@ class RematModule(fx.GraphModule):
         return self.__dict__["_model"].load_state_dict(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RematModule:
-        return _copy_for(copy.deepcopy(self.__dict__["_model"], memo), self._provider)
+        return _remat_module_for_copied_model(
+            copy.deepcopy(self.__dict__["_model"], memo), self._provider
+        )
 
     def __copy__(self) -> RematModule:
         return RematModule(self.__dict__["_model"], self._provider)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _copy_for, (self.__dict__["_model"], self._provider)
+        return _remat_module_for_copied_model, (self.__dict__["_model"], self._provider)
 
 
-def _copy_for(model: nn.Module, provider: StepProvider) -> RematModule:
-    """Return a `RematModule` of a copied or unpickled model."""
+def _remat_module_for_copied_model(model: nn.Module, provider: StepProvider) -> RematModule:
+    """Return the `RematModule` of a copied or unpickled model, with a copy of the provider."""
     return RematModule(model, provider.copy_for(model))
 
 

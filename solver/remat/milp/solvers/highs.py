@@ -16,7 +16,7 @@ import numpy as np
 import pulp
 
 from remat.errors import SolverError
-from remat.milp.solvers.outcome import Outcome, SolverRun
+from remat.milp.solvers.outcome import SolverOutcome, SolverRun
 from remat.milp.solvers.pulp_versions import ProgramArrays
 
 BoundsCallback = Callable[[float | None, float | None], None]
@@ -172,11 +172,11 @@ def _read_answer(highs: highspy.Highs, program: ProgramArrays) -> SolverRun:
     objective = info.objective_function_value if has_solution else None
     is_optimal = status == highspy.HighsModelStatus.kOptimal
     if is_optimal:
-        outcome = Outcome.OPTIMAL
+        outcome = SolverOutcome.OPTIMAL
     elif status == highspy.HighsModelStatus.kInfeasible:
-        outcome = Outcome.INFEASIBLE
+        outcome = SolverOutcome.INFEASIBLE
     else:
-        outcome = Outcome.FEASIBLE if has_solution else Outcome.UNKNOWN
+        outcome = SolverOutcome.FEASIBLE if has_solution else SolverOutcome.UNKNOWN
     return SolverRun(
         outcome=outcome,
         schedule=None,
@@ -194,8 +194,10 @@ def _solve_without_columns(program: ProgramArrays) -> SolverRun:
     is_equal = program.senses == pulp.LpConstraintEQ
     is_feasible = np.where(is_equal, program.rhs == 0, program.senses * program.rhs <= 0).all()
     if is_feasible:
-        return SolverRun(Outcome.OPTIMAL, None, program.offset, program.offset, 0, 0.0, "Empty")
-    return SolverRun(Outcome.INFEASIBLE, None, None, None, 0, 0.0, "Empty")
+        return SolverRun(
+            SolverOutcome.OPTIMAL, None, program.offset, program.offset, 0, 0.0, "Empty"
+        )
+    return SolverRun(SolverOutcome.INFEASIBLE, None, None, None, 0, 0.0, "Empty")
 
 
 def _finite(number: float) -> float | None:

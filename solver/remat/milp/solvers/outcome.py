@@ -8,10 +8,10 @@ from enum import Enum
 from remat.schedule import Schedule
 
 
-class Outcome(Enum):
+class SolverOutcome(Enum):
     """How a solver run ended."""
 
-    OPTIMAL = "within the gap that was asked for"
+    OPTIMAL = "within the requested gap"
     FEASIBLE = "stopped early with a solution"
     INFEASIBLE = "proved that there is no solution over these slots"
     UNKNOWN = "stopped early without a solution"
@@ -25,7 +25,7 @@ class SolverRun:
     solution as a schedule, where the program has one.
     """
 
-    outcome: Outcome
+    outcome: SolverOutcome
     schedule: Schedule | None
     objective: float | None
     bound: float | None

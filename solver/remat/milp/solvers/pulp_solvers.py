@@ -64,12 +64,12 @@ def is_highs(name: str) -> bool:
 def find_family(name: str) -> SolverFamily:
     """Return the family of this name, or of one of PuLP's classes. Raises `SolverError` for any
     other."""
-    wanted = name.casefold()
+    folded_name = name.casefold()
     for candidate in FAMILIES:
-        if wanted == candidate.name.casefold():
+        if folded_name == candidate.name.casefold():
             return candidate
-    owner = next((f for f in FAMILIES if wanted in map(str.casefold, f.classes)), None)
-    pulp_class = _classes().get(wanted)
+    owner = next((f for f in FAMILIES if folded_name in map(str.casefold, f.classes)), None)
+    pulp_class = _classes().get(folded_name)
     if pulp_class is not None:
         remedy = "see PuLP's manual" if owner is None else owner.remedy
         return SolverFamily(pulp_class.name, (pulp_class.name,), remedy)

@@ -23,7 +23,7 @@ import numpy as np
 import pulp
 from numpy.typing import NDArray
 
-from remat.milp.solvers.outcome import Outcome
+from remat.milp.solvers.outcome import SolverOutcome
 
 IS_PULP_4 = hasattr(pulp, "LpSolveStats")
 
@@ -43,7 +43,7 @@ _variable_key: Callable[[Any], int] = attrgetter("id") if IS_PULP_4 else id
 class PulpResult:
     """The outcome that a solver of PuLP's reports, and its message."""
 
-    outcome: Outcome
+    outcome: SolverOutcome
     message: str
 
 
@@ -155,10 +155,10 @@ def solve(problem: pulp.LpProblem, solver: pulp.LpSolver) -> PulpResult:
     if IS_PULP_4:
         return PulpResult(_outcome_of_stats(result), result.status_str)
     outcome = {
-        _PULP.LpSolutionOptimal: Outcome.OPTIMAL,
-        _PULP.LpSolutionIntegerFeasible: Outcome.FEASIBLE,
-        _PULP.LpSolutionInfeasible: Outcome.INFEASIBLE,
-    }.get(problem.sol_status, Outcome.UNKNOWN)
+        _PULP.LpSolutionOptimal: SolverOutcome.OPTIMAL,
+        _PULP.LpSolutionIntegerFeasible: SolverOutcome.FEASIBLE,
+        _PULP.LpSolutionInfeasible: SolverOutcome.INFEASIBLE,
+    }.get(problem.sol_status, SolverOutcome.UNKNOWN)
     return PulpResult(outcome, _PULP.LpStatus[problem.status])
 
 
@@ -185,10 +185,10 @@ def shorten_objective(problem: pulp.LpProblem) -> None:
     problem.setObjective(expression({cost: 1.0}))
 
 
-def _outcome_of_stats(stats: Any) -> Outcome:
+def _outcome_of_stats(stats: Any) -> SolverOutcome:
     reasons = _PULP.LpSolveStatus
     if stats.has_solution:
         # No limit other than the gap's is set that could be reached.
         is_optimal = stats.status in (reasons.Optimal, reasons.GapLimit)
-        return Outcome.OPTIMAL if is_optimal else Outcome.FEASIBLE
-    return Outcome.INFEASIBLE if stats.status == reasons.Infeasible else Outcome.UNKNOWN
+        return SolverOutcome.OPTIMAL if is_optimal else SolverOutcome.FEASIBLE
+    return SolverOutcome.INFEASIBLE if stats.status == reasons.Infeasible else SolverOutcome.UNKNOWN

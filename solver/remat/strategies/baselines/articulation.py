@@ -17,7 +17,7 @@ from remat.strategies.base import Task
 from remat.strategies.baselines.chen_greedy import greedy_candidates
 from remat.strategies.baselines.chen_sqrt import checkpoint_after, sqrt_ends
 from remat.strategies.baselines.schedule_builder import segmented_count, select_cheapest
-from remat.strategies.options import Checked
+from remat.strategies.option_types import Checked
 
 if TYPE_CHECKING:
     import networkx as nx

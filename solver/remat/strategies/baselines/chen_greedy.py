@@ -18,7 +18,7 @@ from remat.solution import Solution
 from remat.strategies.base import Task
 from remat.strategies.baselines.chen_sqrt import checkpoint_after
 from remat.strategies.baselines.schedule_builder import segmented_count, select_cheapest
-from remat.strategies.options import Checked, between
+from remat.strategies.option_types import Checked, between
 
 _GRID_STEPS = 48
 

@@ -22,7 +22,7 @@ from remat.strategies.baselines.schedule_builder import (
     segmented_count,
     select_cheapest,
 )
-from remat.strategies.options import Checked
+from remat.strategies.option_types import Checked
 
 
 @dataclass(frozen=True)

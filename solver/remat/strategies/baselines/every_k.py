@@ -15,7 +15,7 @@ from remat.strategies.baselines.schedule_builder import (
     segmented_count,
     select_cheapest,
 )
-from remat.strategies.options import Checked, between
+from remat.strategies.option_types import Checked, between
 
 _MAX_PIECES = 32
 _MAX_K_TRIED = 64

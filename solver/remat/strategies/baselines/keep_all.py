@@ -9,7 +9,7 @@ from remat.simulate import simulate
 from remat.solution import Solution
 from remat.strategies.base import Task
 from remat.strategies.infeasible import infeasible
-from remat.strategies.options import Checked
+from remat.strategies.option_types import Checked
 
 
 @dataclass(frozen=True)

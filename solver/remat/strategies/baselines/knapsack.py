@@ -25,7 +25,7 @@ from remat.strategies.baselines.schedule_builder import (
     save_values,
     select_cheapest,
 )
-from remat.strategies.options import Checked, between
+from remat.strategies.option_types import Checked, between
 
 
 @dataclass(frozen=True)

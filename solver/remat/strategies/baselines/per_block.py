@@ -9,7 +9,7 @@ from remat.solution import Solution
 from remat.strategies.base import Task
 from remat.strategies.baselines.module_blocks import find_blocks
 from remat.strategies.baselines.schedule_builder import checkpoint_segments, select_cheapest
-from remat.strategies.options import Checked
+from remat.strategies.option_types import Checked
 
 
 @dataclass(frozen=True)

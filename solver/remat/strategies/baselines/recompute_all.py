@@ -13,7 +13,7 @@ from remat.strategies.baselines.schedule_builder import (
     forward_count,
     select_cheapest,
 )
-from remat.strategies.options import Checked
+from remat.strategies.option_types import Checked
 
 
 @dataclass(frozen=True)

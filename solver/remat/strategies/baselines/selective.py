@@ -24,7 +24,7 @@ from remat.graph import Graph
 from remat.limits.units import format_bytes
 from remat.milp.solvers import pulp_versions
 from remat.milp.solvers.highs import HighsSolver
-from remat.milp.solvers.outcome import Outcome
+from remat.milp.solvers.outcome import SolverOutcome
 from remat.milp.solvers.pulp_versions import expression
 from remat.schedule import Schedule
 from remat.simulate import peak_and_time, simulate
@@ -36,7 +36,7 @@ from remat.strategies.baselines.schedule_builder import (
     save_values,
     select_cheapest,
 )
-from remat.strategies.options import Checked, Seconds, Threads, between
+from remat.strategies.option_types import Checked, Seconds, Threads, between
 
 _GAP = 1e-3
 
@@ -199,6 +199,6 @@ class _SelectionMilp:
         problem.setObjective(expression(costs))
         run = HighsSolver(gap=_GAP, time_limit=limit_s, threads=threads)
         outcome = run.solve(pulp_versions.read_arrays(problem)).outcome
-        if outcome not in (Outcome.OPTIMAL, Outcome.FEASIBLE):
+        if outcome not in (SolverOutcome.OPTIMAL, SolverOutcome.FEASIBLE):
             return None
         return frozenset(v for v, x in saved.items() if (x.varValue or 0.0) > 0.5)

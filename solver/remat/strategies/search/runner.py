@@ -12,7 +12,7 @@ from remat.errors import SolverError
 from remat.graph import Graph
 from remat.heuristics.polish import prune
 from remat.milp import backends, model
-from remat.milp.backends import Outcome, SolverRun
+from remat.milp.backends import SolverOutcome, SolverRun
 from remat.milp.shared_decisions import SharedDecisions
 from remat.milp.slots import Slots
 from remat.milp.solvers.highs import BoundsCallback
@@ -20,7 +20,7 @@ from remat.progress import Progress, ProgressCallback
 from remat.schedule import Schedule
 from remat.simulate import peak_and_time
 from remat.solution import Stats
-from remat.strategies.options import MilpOptions
+from remat.strategies.option_types import MilpOptions
 from remat.strategies.search.deadline import Clock
 from remat.strategies.search.stall import StallDetector
 
@@ -114,7 +114,7 @@ class MilpRunner:
         incumbent: Schedule, bound_s: float | None = None
     ) -> tuple[SolverRun, float | None]:
         """Return the answer of `minimize_cost` for a program without a result: the incumbent."""
-        answer = SolverRun(Outcome.FEASIBLE, incumbent, None, None, 0, 0.0, "incumbent kept")
+        answer = SolverRun(SolverOutcome.FEASIBLE, incumbent, None, None, 0, 0.0, "incumbent kept")
         return answer, bound_s
 
     def solve_with_shared_decisions(
@@ -154,7 +154,7 @@ class MilpRunner:
     ) -> tuple[SolverRun, float | None]:
         """Return the solver's answer, and the lower bound on the peak in bytes that it proves."""
         if self.is_stopped() or self.clock.is_over():
-            return _no_answer("no program was asked"), None
+            return _no_answer("no program was solved"), None
         program = self._build(slots, None)
         if self._may_overrun(program):
             return _no_answer("no time for the program"), None
@@ -275,4 +275,4 @@ class MilpRunner:
 
 
 def _no_answer(message: str, seconds: float = 0.0) -> SolverRun:
-    return SolverRun(Outcome.UNKNOWN, None, None, None, 0, seconds, message)
+    return SolverRun(SolverOutcome.UNKNOWN, None, None, None, 0, seconds, message)

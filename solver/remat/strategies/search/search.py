@@ -7,7 +7,7 @@ else run the steps. Every schedule that is returned was simulated in integers an
 
 from __future__ import annotations
 
-from remat.milp.backends import Outcome
+from remat.milp.backends import SolverOutcome
 from remat.schedule import Schedule
 from remat.simulate import peak_and_time
 from remat.solution import Solution
@@ -69,4 +69,4 @@ def _cost_solution(state: SearchState) -> Solution:
 def _is_optimum(state: SearchState) -> bool:
     """True if the program over complete slots was solved to the requested gap."""
     result = state.slot_result
-    return result is not None and result.is_complete and result.outcome is Outcome.OPTIMAL
+    return result is not None and result.is_complete and result.outcome is SolverOutcome.OPTIMAL

@@ -12,12 +12,12 @@ from remat.graph import Graph
 from remat.heuristics.local_search import EvaluatedSchedule
 from remat.heuristics.peak_bounds import peak_lower_bound_bytes
 from remat.heuristics.polish import polish, prune
-from remat.milp.backends import Outcome
+from remat.milp.backends import SolverOutcome
 from remat.milp.retention_advice import RetentionAdvisor
 from remat.milp.slots import Slots
 from remat.schedule import Schedule
 from remat.strategies.base import Task
-from remat.strategies.options import MilpOptions
+from remat.strategies.option_types import MilpOptions
 from remat.strategies.search.deadline import Clock
 from remat.strategies.search.runner import MilpRunner
 
@@ -38,7 +38,7 @@ class SlotProgramResult(NamedTuple):
     """Outcome of the program over slots, the bound on the objective that it proves, and whether
     its slots can express every schedule of the order."""
 
-    outcome: Outcome
+    outcome: SolverOutcome
     bound: float | None
     is_complete: bool
 
@@ -184,7 +184,8 @@ class SearchState:
         return max(bound, min(result.bound, self.objective))
 
     def is_good_enough(self, objective: float, gap_share: float = 1.0) -> bool:
-        """True if an objective is within this share of the requested gap, or within the target."""
+        """True if an objective is at most `target_bytes` or, without a target, within `gap_share`
+        times the requested gap of the lower bound."""
         if self.target_bytes is not None:
             return objective <= self.target_bytes
         if self.is_peak_search:

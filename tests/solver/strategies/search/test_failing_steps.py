@@ -11,7 +11,7 @@ from tests.helpers.search_states import fail_with_bug
 
 import remat
 from remat.errors import SolverWarning
-from remat.milp.backends import Outcome
+from remat.milp.backends import SolverOutcome
 from remat.plan import Status
 from remat.schedule import Schedule
 from remat.solution import Solution, step_names
@@ -27,7 +27,7 @@ STEPS = {step.name: step for step in auto_pipeline(GRAPH).cost}
 
 def proving_nothing(state: SearchState, clock: Clock) -> None:
     """A program that ends early, so that windows run next."""
-    state.slot_result = SlotProgramResult(Outcome.FEASIBLE, None, False)
+    state.slot_result = SlotProgramResult(SolverOutcome.FEASIBLE, None, False)
 
 
 def solved(monkeypatch: pytest.MonkeyPatch, *failed: str, threads: int = 1) -> remat.Plan:

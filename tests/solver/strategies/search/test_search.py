@@ -25,7 +25,7 @@ from remat.errors import InfeasibleBudget, RematError, SolverError, SolverTimeou
 from remat.graph import Graph, Value
 from remat.heuristics.local_search import EvaluatedSchedule
 from remat.heuristics.polish import polish
-from remat.milp.backends import Outcome
+from remat.milp.backends import SolverOutcome
 from remat.schedule import Schedule
 from remat.simulate import simulate
 from remat.solution import Solution
@@ -388,7 +388,7 @@ def test_a_solution_is_within_the_gap_of_its_bound() -> None:
 
     def at_bound(gap: float, bound_s: float) -> SearchState:
         at_work = search_state_of(CHAIN, SlotSource(), 5, replace(EXACT, gap=gap))
-        at_work.slot_result = SlotProgramResult(Outcome.FEASIBLE, bound_s, True)
+        at_work.slot_result = SlotProgramResult(SolverOutcome.FEASIBLE, bound_s, True)
         return at_work
 
     assert at_bound(0.2, 80.0).is_good_enough(100.0)
@@ -408,7 +408,7 @@ def test_eviction_continues_briefly_within_the_gap(
 ) -> None:
     """For three hundredths of the time."""
     at_work = search_state_of(CHAIN, SlotSource(), 5, replace(EXACT, gap=0.2, time_limit=1000.0))
-    at_work.slot_result = SlotProgramResult(Outcome.FEASIBLE, 85.0, True)
+    at_work.slot_result = SlotProgramResult(SolverOutcome.FEASIBLE, 85.0, True)
     answers: list[bool] = []
 
     def schedules_within_budget(

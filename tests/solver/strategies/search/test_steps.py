@@ -13,7 +13,7 @@ from tests.helpers.search_states import CHAIN, EXACT, SlotSource, fail_with_bug,
 
 from remat.errors import SolverWarning
 from remat.heuristics.eviction import evict
-from remat.milp.backends import Outcome
+from remat.milp.backends import SolverOutcome
 from remat.schedule import Schedule
 from remat.simulate import peak_and_time
 from remat.solution import Solution, Stats, merge_stats, step_names
@@ -58,7 +58,7 @@ def add_schedule(state: SearchState, clock: Clock) -> None:
 
 def finish_program(state: SearchState, clock: Clock) -> None:
     """A step that ends like a finished program over all slots."""
-    state.slot_result = SlotProgramResult(Outcome.OPTIMAL, 20.0, True)
+    state.slot_result = SlotProgramResult(SolverOutcome.OPTIMAL, 20.0, True)
 
 
 @dataclass

@@ -40,9 +40,9 @@ class AutocastCache:
         _, leaf = self._leaves.get(id(x), (x, -1))
         dtype = kwargs.get("dtype")
         if dtype is None or leaf < 0 or not (self._is_enabled and _is_autocast_cast(x, dtype)):
-            return _torch_to_copy(x, **kwargs)
+            return _uncached_to_copy(x, **kwargs)
         if (leaf, dtype) not in self._casts:
-            self._casts[leaf, dtype] = _torch_to_copy(x, **kwargs)
+            self._casts[leaf, dtype] = _uncached_to_copy(x, **kwargs)
         return self._casts[leaf, dtype]
 
     @contextmanager
@@ -77,6 +77,7 @@ def _is_autocast_cast(x: torch.Tensor, dtype: torch.dtype) -> bool:
     )
 
 
-def _torch_to_copy(x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+def _uncached_to_copy(x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    """Run torch's `aten._to_copy`, without the cache."""
     with torch._C._DisablePythonDispatcher():
         return _to_copy(x, **kwargs)

@@ -29,7 +29,8 @@ def _contiguous(result: torch.Tensor, args: tuple[Any, ...]) -> torch.Tensor:
 
 
 def _elementwise(result: torch.Tensor, args: tuple[Any, ...]) -> torch.Tensor:
-    """Use the layout of a pointwise operation on all arguments of the result's shape."""
+    """Use the strides that a pointwise kernel gives its result. They depend on every argument that
+    has the result's shape; broadcast arguments do not count."""
     operands = [a for a in args if isinstance(a, torch.Tensor) and a.shape == result.shape]
     strides = compute_elementwise_output_strides(*operands)
     return result.new_empty_strided(result.shape, strides)

@@ -36,7 +36,7 @@ def tensors_placed(
     Yields the arguments with their tensors replaced too. Without a device, only tensors on "meta"
     are replaced, by fake tensors on `default_capture_device()`.
     """
-    to_fake = _FakeReplacement(device)
+    to_fake = _FakeTensorConverter(device)
     originals: list[tuple[dict[str, Any], str, torch.Tensor]] = []
     for module in model.modules():
         for table in (module._parameters, module._buffers):
@@ -52,7 +52,7 @@ def tensors_placed(
             table[name] = tensor
 
 
-class _FakeReplacement:
+class _FakeTensorConverter:
     """A function from tensors to fake tensors on one device. It maps the same tensor to the same
     fake tensor, so that tied weights stay tied."""
 

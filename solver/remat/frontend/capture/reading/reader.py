@@ -25,7 +25,7 @@ from remat.frontend.capture.reading.mutations import (
 )
 from remat.frontend.capture.reading.trace_builder import TraceBuilder
 from remat.frontend.capture.symbol_values import SymbolValues
-from remat.frontend.common.operators import encode_argument, is_random
+from remat.frontend.common.operators import argument_from_torch, is_random
 
 _FUNCTIONAL_COPY = "aten.copy.default"
 _MSE_LOSS = "aten.mse_loss.default"
@@ -192,9 +192,9 @@ class JointGraphReader:
         if str(target) == _FUNCTIONAL_COPY and results[0].storage not in existing:
             results = (self._with_whole_storage(node, results[0]),)
         is_view = self.builder.add_storages(str(target), results)
-        args = tuple(encode_argument(item, self._encode_node) for item in node.args)
+        args = tuple(argument_from_torch(item, self._encode_node) for item in node.args)
         kwargs = {
-            key: encode_argument(item, self._encode_node) for key, item in node.kwargs.items()
+            key: argument_from_torch(item, self._encode_node) for key, item in node.kwargs.items()
         }
         if str(target) in BATCH_NORM_BACKWARDS and args[BATCH_NORM_TRAINING_INDEX + 2] is True:
             # In training mode it does not read the running statistics: do not retain them for it.

@@ -64,8 +64,9 @@ class PeakOverBudget(Exception):
 class PeakVerifier(SchedulerPass):
     """Scheduler pass, after fusion, that stores the verified peak of a graph in its plan.
 
-    Raises `PeakOverBudget` if the peak exceeds the graph's budget. `cache_key` identifies the plans
-    for which code in Inductor's cache has been verified.
+    Raises `PeakOverBudget` if the peak exceeds the graph's budget. `cache_key` identifies the plan
+    and becomes part of the key of Inductor's code cache, so that code which was verified for one
+    plan is not reused for another.
     """
 
     def __init__(self, cache_key: str) -> None:

@@ -21,7 +21,7 @@ from remat.costs.trace_costs import OperationCost
 from remat.documents.arguments import Argument, Ref
 from remat.documents.records import Node, Result, TensorMeta
 from remat.errors import TraceError
-from remat.frontend.common.operators import encode_argument
+from remat.frontend.common.operators import argument_from_torch
 from remat.frontend.compile.joint.fx_utils import (
     TRANSCENDENTAL,
     is_operation,
@@ -34,7 +34,7 @@ from remat.frontend.compile.joint.joint_graph import CompiledJointGraph
 from remat.frontend.compile.joint.symbolic_sizes import max_size
 from remat.frontend.compile.kernels.cpu_costs import scalar_operations_s, scalar_work_s
 from remat.frontend.compile.kernels.fusion_groups import FusionGroup
-from remat.frontend.compile.kernels.inline_producers import non_elementwise_consumers
+from remat.frontend.compile.kernels.inline_producers import non_elementwise_consumers_in_group
 from remat.frontend.costs.cost_cache import CostCache
 from remat.frontend.costs.operation_costs import measure_operations
 
@@ -96,7 +96,9 @@ class KernelCostModel:
         ]
         # A loop of its own generates the random numbers that a reduction reads, and writes them.
         written_random = [
-            n for n in group.nodes if is_seeded_random(n) and non_elementwise_consumers(n, group)
+            n
+            for n in group.nodes
+            if is_seeded_random(n) and non_elementwise_consumers_in_group(n, group)
         ]
         workspace_bytes = max(workspaces, default=0) + sum(map(node_bytes, written_random))
         return GroupCost(cost_s, workspace_bytes)
@@ -254,8 +256,8 @@ def operation_record(node: fx.Node, metas: dict[str, TensorMeta], *, backward: b
     return Node(
         name=_record_name(node),
         target=str(node.target),
-        args=tuple(encode_argument(item, reference) for item in node.args),
-        kwargs={key: encode_argument(item, reference) for key, item in node.kwargs.items()},
+        args=tuple(argument_from_torch(item, reference) for item in node.args),
+        kwargs={key: argument_from_torch(item, reference) for key, item in node.kwargs.items()},
         results=tuple(results),
         backward=backward,
     )

@@ -40,9 +40,9 @@ def with_overwrites(graph: Graph, in_place_inputs: Mapping[int, Sequence[int]]) 
     return replace(graph, operations=tuple(operations))
 
 
-def without_overwrites(graph: Graph, separate_buffers: Collection[str]) -> Graph:
-    """Return the graph without `overwrites` of the operations that write a value whose name is in
-    `separate_buffers`."""
+def with_separate_buffers(graph: Graph, separate_buffers: Collection[str]) -> Graph:
+    """Return the graph in which the values with these names have memory of their own: the
+    operations that write them overwrite no input (their `overwrites` are empty)."""
     operations = (
         replace(operation, overwrites=())
         if any(graph.values[output].name in separate_buffers for output in operation.outputs)

@@ -151,7 +151,7 @@ class _ProducerInliner:
             self._is_inlinable_random(n) or _is_cheap_elementwise(n, available) for n in chain
         ):
             return None
-        consumers = non_elementwise_consumers(node, group)
+        consumers = non_elementwise_consumers_in_group(node, group)
         if consumers and not _is_inlinable_into(node, chain, group, consumers):
             return None
         extra_reads = chain_reads.difference(chain, available)
@@ -189,7 +189,7 @@ class _ProducerInliner:
         self.groups[index] = group
 
 
-def non_elementwise_consumers(node: fx.Node, group: FusionGroup) -> set[fx.Node]:
+def non_elementwise_consumers_in_group(node: fx.Node, group: FusionGroup) -> set[fx.Node]:
     """Return the operations of a group that are not elementwise (reductions, matmuls, scatters) and
     consume a tensor, directly or through elementwise operations of the group."""
     inside = set(group.nodes)
@@ -228,8 +228,9 @@ def _is_inlinable_into(
 
 
 def _stays_unwritten(consumer: fx.Node, inside: Set[fx.Node]) -> bool:
-    """True if Inductor does not write the input of a reduction or matmul to memory, where the
-    consumer shares no operation with others."""
+    """True if Inductor computes the input of `consumer`, a reduction or matmul, inside the
+    consumer's kernel instead of writing it to memory: it does so for few operations and reads.
+    Assumes that each consumer has its own copies of these operations."""
     num_operations = 0
     reads: set[fx.Node] = set()
     pending = list(consumer.all_input_nodes)

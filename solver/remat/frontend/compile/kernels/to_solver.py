@@ -160,11 +160,11 @@ def _unique_name(group: FusionGroup, used_names: set[str]) -> str:
 
 
 def limit_saved_bytes(problem: CompileProblem, budget_bytes: int, saved_bytes: int) -> Graph:
-    """Return the graph with at most `saved_bytes` saved between forward and backward.
+    """Return the graph, changed so that at most `saved_bytes` are saved from forward to backward.
 
-    Other graphs of the step run between forward and backward, and need their share of the budget;
-    it becomes workspace of the boundary operation. The graph is returned unchanged where all its
-    outputs are scalars (it ends in a loss, so no other graph runs there), or where the share is 0.
+    Other graphs of the step run in between, and need the rest of the budget: it is added to the
+    graph as workspace of the boundary operation. The graph is returned unchanged if all its outputs
+    are scalars (it ends in a loss, so no other graph runs in between), or if there is no rest.
     """
     graph, boundary = problem.graph, problem.graph.boundary
     outputs = [

@@ -164,10 +164,10 @@ class ChainScheduleWriter:
         """Run a stage and retain its tape for its backward pass, and its state as well with
         `retains_state`."""
         stage = self.chain.stages[number]
-        wanted = list(stage.tape)
+        values = list(stage.tape)
         if retains_state and stage.state is not None:
-            wanted.append(stage.state)
-        self._run_stage(number, wanted)
+            values.append(stage.state)
+        self._run_stage(number, values)
 
     def drop(self, number: int) -> None:
         """Stop retaining state `number`."""
@@ -188,18 +188,18 @@ class ChainScheduleWriter:
         """Return the sequence as a schedule."""
         return self._builder.schedule()
 
-    def _run_stage(self, number: int, wanted: Sequence[int]) -> None:
+    def _run_stage(self, number: int, values: Sequence[int]) -> None:
         stage = self.chain.stages[number]
         if number < self._next_stage:
-            self._builder.recompute(wanted)
+            self._builder.recompute(values)
             return
         self._next_stage = number + 1
         graph = self.chain.graph
         for op in stage.forward:
             self._builder.run(op)
-        made = (v for op in stage.forward for v in graph.operations[op].outputs)
-        remaining = {*wanted, *self.chain.always_retained}
-        self._builder.drop(v for v in made if v not in remaining)
+        outputs = (v for op in stage.forward for v in graph.operations[op].outputs)
+        remaining = {*values, *self.chain.always_retained}
+        self._builder.drop(v for v in outputs if v not in remaining)
 
 
 def _merge_stages(graph: Graph, cuts: dict[int, int], count: int) -> dict[int, int]:

@@ -95,14 +95,14 @@ def _live_before_backward(graph: Graph, start: int, later: set[int]) -> set[int]
     }
 
 
-def _recompute_s(chain: Chain, stage: Stage, wanted: Iterable[int]) -> float:
+def _recompute_s(chain: Chain, stage: Stage, values: Iterable[int]) -> float:
     """Return the time to recompute values of a stage from the state before it."""
     builder = ScheduleBuilder(chain.graph)
     for op in range(stage.forward[-1] + 1):
         builder.run(op)
-    made = (v for op in stage.forward for v in chain.graph.operations[op].outputs)
-    builder.drop(v for v in made if v not in chain.always_retained)
-    return sum(chain.graph.operations[op].cost_s for op in builder.missing_operations(wanted))
+    outputs = (v for op in stage.forward for v in chain.graph.operations[op].outputs)
+    builder.drop(v for v in outputs if v not in chain.always_retained)
+    return sum(chain.graph.operations[op].cost_s for op in builder.missing_operations(values))
 
 
 def _peak(
@@ -116,9 +116,9 @@ def _peak(
     peak = size
     for op in ops:
         operation = graph.operations[op]
-        made = {v for v in operation.outputs if v not in free}
-        size += sum(graph.values[v].size_bytes for v in made)
-        live |= made
+        produced = {v for v in operation.outputs if v not in free}
+        size += sum(graph.values[v].size_bytes for v in produced)
+        live |= produced
         peak = max(peak, size + operation.workspace_bytes)
         for v in (*operation.outputs, *operation.inputs):
             is_dead = last.get(v, -1) <= op and v not in after and v not in graph.results

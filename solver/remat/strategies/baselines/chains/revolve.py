@@ -20,7 +20,7 @@ from remat.solution import Solution
 from remat.strategies.base import Task
 from remat.strategies.baselines.chains.chain import Chain, ChainScheduleWriter
 from remat.strategies.baselines.schedule_builder import select_cheapest
-from remat.strategies.options import Checked, between
+from remat.strategies.option_types import Checked, between
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,11 @@ class Revolve(Checked):
 
     def _candidates(self, chain: Chain) -> Iterator[tuple[str, Schedule]]:
         length = len(chain.stages)
-        wanted = (
+        checkpoint_counts = (
             range(length, 0, -1) if self.checkpoints is None else [min(self.checkpoints, length)]
         )
-        splits = _splits(length, max(wanted))
-        for checkpoints in wanted:
+        splits = _splits(length, max(checkpoint_counts))
+        for checkpoints in checkpoint_counts:
             writer = ChainScheduleWriter(chain)
             _reverse(writer, splits, 0, length, checkpoints)
             yield f"c={checkpoints}", writer.schedule()

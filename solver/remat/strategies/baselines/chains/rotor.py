@@ -30,7 +30,7 @@ from remat.strategies.base import Task
 from remat.strategies.baselines.chains.chain import Chain, ChainScheduleWriter
 from remat.strategies.baselines.chains.chain_costs import ChainCosts, Floats
 from remat.strategies.baselines.schedule_builder import select_cheapest
-from remat.strategies.options import Checked, between
+from remat.strategies.option_types import Checked, between
 
 _BUDGET_FACTOR = 1.25
 """Sizes are rounded up and the peaks of different stages need not coincide, so a schedule for more

@@ -14,7 +14,7 @@ from typing import Annotated
 from remat.errors import RematError, SolverError, SolverTimeout
 from remat.milp.solvers import pulp_versions
 from remat.milp.solvers.highs import TIGHT_TOLERANCES, HighsSolver
-from remat.milp.solvers.outcome import Outcome, SolverRun
+from remat.milp.solvers.outcome import SolverOutcome, SolverRun
 from remat.progress import Cancel
 from remat.schedule import Schedule
 from remat.simulate import peak_and_time
@@ -22,7 +22,7 @@ from remat.solution import Solution
 from remat.strategies.base import Task
 from remat.strategies.baselines.published_milp.checkmate_program import CheckmateModel
 from remat.strategies.infeasible import infeasible
-from remat.strategies.options import Checked, Seconds, Seed, Share, Threads, between
+from remat.strategies.option_types import Checked, Seconds, Seed, Share, Threads, between
 
 _MAX_ATTEMPTS = 5
 
@@ -67,7 +67,7 @@ class CheckmateMilp(Checked):
                 if budget_bytes is not None and peak_and_time(graph, keep_all)[0] > budget_bytes:
                     raise
                 return Solution(keep_all, stats={"solver_error": str(error)})
-            if answer.outcome is Outcome.INFEASIBLE and budget_bytes is not None:
+            if answer.outcome is SolverOutcome.INFEASIBLE and budget_bytes is not None:
                 smallest = self.run(Task(graph, cancel=cancel)).schedule
                 smallest_bytes, _ = peak_and_time(graph, smallest)
                 reason = "no schedule of this order of the operations fits"
@@ -83,7 +83,7 @@ class CheckmateMilp(Checked):
             peak_bytes, _ = peak_and_time(graph, schedule)
             excess_bytes = 0 if budget_bytes is None else peak_bytes - budget_bytes
             if limit is None or budget_bytes is None or excess_bytes <= 0:
-                is_proved = answer.outcome is Outcome.OPTIMAL and attempt == 0
+                is_proved = answer.outcome is SolverOutcome.OPTIMAL and attempt == 0
                 stats: dict[str, str | int | float] = {
                     "solver": "HiGHS",
                     "columns": len(program.problem.variables()),

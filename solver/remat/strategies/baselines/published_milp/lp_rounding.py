@@ -24,7 +24,7 @@ from remat.graph import Graph
 from remat.milp import model, slots
 from remat.milp.model import MilpModel
 from remat.milp.solvers.highs import HighsSolver
-from remat.milp.solvers.outcome import Outcome
+from remat.milp.solvers.outcome import SolverOutcome
 from remat.progress import Cancel
 from remat.schedule import Schedule
 from remat.simulate import peak_and_time
@@ -33,7 +33,7 @@ from remat.strategies.base import Task
 from remat.strategies.baselines.published_milp.rounding import retained_share_matrix, round_schedule
 from remat.strategies.baselines.schedule_builder import select_cheapest
 from remat.strategies.infeasible import infeasible
-from remat.strategies.options import Checked, Seconds, Seed, Share, Threads, between
+from remat.strategies.option_types import Checked, Seconds, Seed, Share, Threads, between
 
 _THRESHOLDS = (0.5, 0.25, 0.75)
 _EXTRA_PEAK_SHARE = 0.2
@@ -169,9 +169,9 @@ class LpRounding(Checked):
             answer = highs.solve(relaxed.arrays.relaxed())
         except SolverError as error:
             raise SolverError(f"{error}; use Auto") from None
-        if answer.outcome is Outcome.INFEASIBLE:
+        if answer.outcome is SolverOutcome.INFEASIBLE:
             return None, 0.0
-        if answer.outcome is not Outcome.OPTIMAL or answer.objective is None:
+        if answer.outcome is not SolverOutcome.OPTIMAL or answer.objective is None:
             raise SolverTimeout(
                 f"the relaxation of {len(graph)} operations, {relaxed.rows:,} rows, was not solved "
                 f"in {self.time_limit:g} s, or cancelled: raise `time_limit`, or use Auto"

@@ -50,7 +50,7 @@ def round_schedule(graph: Graph, is_retained: npt.NDArray[np.bool_]) -> Schedule
         after = {int(v) for v in np.flatnonzero(is_retained[op + 1])}
         after |= {v for v in range(len(graph.values)) if is_permanent[v]}
         before = {v for v in after if graph.producer[v] < op}
-        wanted = (*graph.operations[op].inputs, *before)
-        runs += [*missing_operations(graph, wanted, retained), op]
+        required = (*graph.operations[op].inputs, *before)
+        runs += [*missing_operations(graph, required, retained), op]
         retained = {v for v in after if graph.producer[v] <= op}
     return Schedule.of(runs)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from remat.errors import InfeasibleBudget, RematError, SolverError, SolverTimeout
 from remat.limits.units import format_bytes
-from remat.milp.backends import Outcome
+from remat.milp.backends import SolverOutcome
 from remat.simulate import peak_and_time
 from remat.strategies.infeasible import infeasible
 from remat.strategies.search.deadline import Clock
@@ -51,7 +51,7 @@ def find_feasible_schedule(
             f"{peak_text}: a budget of that needs no solver"
         )
     if result is not None and result.is_complete:
-        is_optimum = result.outcome is Outcome.OPTIMAL and state.options.peak_gap == 0
+        is_optimum = result.outcome is SolverOutcome.OPTIMAL and state.options.peak_gap == 0
         if is_optimum or (result.bound or 0) > budget_bytes * (1 + _BOUND_TOLERANCE):
             # The run may have ended as soon as the budget was proved infeasible.
             raise infeasible_budget_error(

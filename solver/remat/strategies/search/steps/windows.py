@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from remat.graph import Graph
 from remat.milp import slots
-from remat.milp.backends import Outcome
+from remat.milp.backends import SolverOutcome
 from remat.milp.slots import Slots
 from remat.schedule import Schedule
 from remat.strategies.search.deadline import Clock
@@ -33,7 +33,7 @@ _MILP_STATS = ("slots", "rows", "columns", "nodes", "solver_message")
 
 def is_gap_open(state: SearchState) -> bool:
     """True if the program over slots was not solved to optimality."""
-    return state.slot_result is None or state.slot_result.outcome is not Outcome.OPTIMAL
+    return state.slot_result is None or state.slot_result.outcome is not SolverOutcome.OPTIMAL
 
 
 def improve_windows(state: SearchState, clock: Clock) -> None:

@@ -53,7 +53,7 @@ class MilpOptions(Checked):
     peak_gap = 0.0
 
 
-class _Options(Record):
+class _OptionsRecord(Record):
     model_config = ConfigDict(allow_inf_nan=True)  # math.inf is no time limit
 
 
@@ -64,7 +64,7 @@ def options_schema(kind: type[Any]) -> type[Record]:
     option_fields: dict[str, Any] = {
         f.name: (hints[f.name], ... if f.default is MISSING else f.default) for f in fields(kind)
     }
-    return create_model(kind.__name__, __base__=_Options, **option_fields)
+    return create_model(kind.__name__, __base__=_OptionsRecord, **option_fields)
 
 
 def option_error(kind: type[Any], error: ValidationError) -> str:
