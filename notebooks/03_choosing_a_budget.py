@@ -140,7 +140,8 @@ SVG(frontier_svg(plans, baselines))
 
 # %%
 for budget in dict.fromkeys(row.budget for row in comparison.rows):
-    by_name = {row.strategy: row.plan for row in comparison.rows if row.budget == budget and row.plan}
+    rows = [row for row in comparison.rows if row.budget == budget and row.plan]
+    by_name = {row.strategy: row.plan for row in rows}
     remat_plan = by_name.pop(auto.name)
     best = min(by_name, key=lambda name: by_name[name].time_s)
     assert remat_plan.time_s * (1 - remat_plan.gap) <= by_name[best].time_s
@@ -152,8 +153,8 @@ for budget in dict.fromkeys(row.budget for row in comparison.rows):
 # %% [markdown]
 # ## Where is the knee?
 #
-# From right to left on the line, each GiB less costs time: little at first, then more. A knee has no
-# exact definition; here it is the point that lies furthest below the straight line between both
+# From right to left on the line, each GiB less costs time: little at first, then more. A knee has
+# no exact definition; here it is the point that lies furthest below the straight line between both
 # ends.
 
 # %%

@@ -71,7 +71,7 @@ labels = torch.randint(0, 10, (rows,), device=device)
 
 
 def step(module, **options):
-    """Run a step from a fixed seed; return loss, gradients, statistics and the next random number."""
+    """Run a step from a fixed seed; return its results, and the next random number."""
     torch.manual_seed(7)
     loss = module(images, labels, **options)
     loss.backward()
@@ -114,9 +114,9 @@ assert not torch.allclose(by_hand["statistics"][mean], eager["statistics"][mean]
 # ## By hand, second trap: another dropout mask
 #
 # By default `checkpoint` restores the random generator before it recomputes a block. That costs
-# time, so an option turns it off: `preserve_rng_state=False`. With dropout inside, the recomputation
-# then samples another mask, and the backward pass belongs to a forward pass that never ran. There
-# is no error. The loss is right, and the gradients are wrong.
+# time, so an option turns it off: `preserve_rng_state=False`. With dropout inside, the
+# recomputation then samples another mask, and the backward pass belongs to a forward pass that
+# never ran. There is no error. The loss is right, and the gradients are wrong.
 
 # %%
 
@@ -188,8 +188,8 @@ assert torch.equal(planned["next random number"], eager["next random number"])
 # remat does not rerun Python code. It recomputes single operations of a traced graph, and knows
 # their side effects:
 #
-# * The update of the running statistics is a separate operation, which runs once. A recomputed batch
-#   norm does not update statistics: it has the same result and no side effect.
+# * The update of the running statistics is a separate operation, which runs once. A recomputed
+#   batch norm does not update statistics: it has the same result and no side effect.
 # * A recomputed random operation starts from the generator's state at its first run, and the
 #   generator is restored after it. The mask is the same, and so is every random number after the
 #   step.
@@ -198,7 +198,7 @@ assert torch.equal(planned["next random number"], eager["next random number"])
 
 # %%
 code = fast.backward_graph.code.splitlines()
-for word in ("no_stats", "replay("):
+for word in ("no_stats", "run_with_generator_state("):
     print(next(line for line in code if word in line).split(";")[0].strip())
 
 # %% [markdown]

@@ -44,7 +44,7 @@ def sources() -> list[Path]:
 
 
 def read_source(path: Path) -> NotebookNode:
-    """Return a `.py` file as a notebook without outputs. Cell ids are numbers, so they are stable."""
+    """Return a `.py` file as a notebook without outputs. Cell ids are stable: their numbers."""
     notebook = jupytext.read(path)
     for number, cell in enumerate(notebook.cells):
         cell.source = cell.source.strip("\n")
@@ -66,7 +66,7 @@ def execute(notebook: NotebookNode, **settings: str) -> NotebookNode:
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
             "IPYTHONDIR": str(Path(scratch, "ipython")),
             "REMAT_CACHE_DIR": str(Path(scratch, "cache")),
-            "PYTHONWARNINGS": "ignore:IProgress not found",  # from the progress bars of transformers
+            "PYTHONWARNINGS": "ignore:IProgress not found",  # from transformers
             **settings,
         }
         kernel = AsyncKernelManager(

@@ -80,9 +80,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--postgres", action="store_true", help="start a PostgreSQL for this run")
     parser.add_argument("--jobs", type=int, default=200)
     parser.add_argument("--clients", type=int, default=20)
-    parser.add_argument(
-        "--kills", type=int, default=10, help="of server and worker each"
-    )
+    parser.add_argument("--kills", type=int, default=10, help="of server and worker each")
     parser.add_argument("--in-flight", type=int, default=20)
     parser.add_argument("--trace", type=Path, help="a trace for `overhead`; default: a small GPT-2")
     parser.add_argument("--seed", type=int, default=0)

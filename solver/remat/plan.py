@@ -65,7 +65,7 @@ class Plan(PlanData):
     def from_json(cls, text: str | bytes) -> Self:
         """Read what `to_json` returned. Raises `DocumentError` for text that is truncated, of
         another version, or forged."""
-        return PlanDocument.from_json(text).read(cls)
+        return PlanDocument.from_json(text).to_plan(cls)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the JSON document, gzipped if the name ends in `.gz`. The file is written
@@ -75,7 +75,7 @@ class Plan(PlanData):
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
         """Read what `save` wrote. Raises `DocumentError`."""
-        return PlanDocument.load(path).read(cls)
+        return PlanDocument.load(path).to_plan(cls)
 
     def __str__(self) -> str:
         return self.describe()

@@ -62,10 +62,10 @@ class Auto(MilpOptions):
     no training step.
 
     The programs select recomputations from optional slots: places in the sequence where an
-    operation may be recomputed. If all of them are at most `complete_slots`, all are offered, and every
-    schedule of the order is considered. Otherwise only slots near the reads of idle values are
-    (just before an operation that reads a value after a long time), and these are thinned out to
-    at most `near_slots` if possible.
+    operation may be recomputed. If there are at most `complete_slots` in all, all are offered, and
+    every schedule of the order is considered. Otherwise only slots near the reads of idle values
+    are offered (just before an operation that reads a value after a long time), thinned out to at
+    most `near_slots` if possible.
     """
 
     gap: Share = 0.005
