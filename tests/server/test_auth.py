@@ -89,8 +89,8 @@ def test_a_wrong_key_is_reported_as_such(database: Database) -> None:
     refused = _refused(AccessControl(Settings(), database), f"Bearer {key}x")
     assert refused.status == 401
     assert refused.detail == (
-        "this API key is unknown or was revoked; the operator creates one with `remat keys add "
-        "NAME`"
+        "this API key is unknown or was revoked; the operator creates one with "
+        "`remat keys add NAME`"
     )
     assert refused.headers == {"WWW-Authenticate": 'Bearer error="invalid_token"'}
 

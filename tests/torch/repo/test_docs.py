@@ -264,7 +264,7 @@ def test_pictures_of_the_docs_are_up_to_date(tmp_path: Path) -> None:
 def test_the_timeline_of_the_docs_is_below_eager_mode() -> None:
     picture_root = ElementTree.parse(DOCS / "images" / "timeline.svg").getroot()
     classes = {element.get("class") for element in picture_root.iter()}
-    assert {"remat-eager", "remat-kept", "remat-again", "remat-budget"} <= classes
+    assert {"remat-baseline", "remat-activations", "remat-recomputed", "remat-budget"} <= classes
     words = picture_root.findtext(f"{_SVG}desc", "")
     match = re.search(r"peak ([\d.]+) GiB instead of ([\d.]+) GiB", words)
     assert match is not None

@@ -71,7 +71,7 @@ class UnboundBlocksEntry:
     is_reused: bool = False
 
     def bind(self, model: nn.Module) -> BlocksEntry:
-        """Return the entry for a model."""
+        """Return a new entry with the same plans, whose step runs on `model`."""
         step = BoundBlocks(model, self.calls, self.training)
         return BlocksEntry(step, None, self.plan, is_reused=self.is_reused, calls=self.calls)
 

@@ -49,7 +49,7 @@ class UnboundEntry(Protocol):
     """An entry of the plan cache without the model that it is for."""
 
     def bind(self, model: nn.Module) -> PlanEntry:
-        """Return the entry for a model."""
+        """Return a new entry with the same plans, whose step runs on `model`."""
         ...
 
 
