@@ -43,11 +43,13 @@ _BUDGETS = ("70%", "50%", "35%", "20%", "min")
 
 def traced() -> Table:
     """Training steps of models: extra time, gap, seconds to solve."""
-    rows = _by_model("solver-traced")
+    by_graph = _by_model("solver-traced")
     rows: list[tuple[str, ...]] = []
     for graph, label in _NAMES.items():
-        cells = [_solved(rows.get((graph, budget)), budget) for budget in _BUDGETS]
-        operations = rows[graph, "70%"]["operations"]
+        cells = [
+            _solved(by_graph.get((graph, budget)), budget) for budget in _BUDGETS
+        ]
+        operations = by_graph[graph, "70%"]["operations"]
         rows.append((f"{label} ({operations:,})", *cells))
     header = ("model (operations)", *_BUDGETS[:-1], "smallest peak")
     return Table(("solver-traced",), header, tuple(rows))
@@ -61,12 +63,12 @@ def _by_model(name: str) -> dict[tuple[str, str], dict[str, Any]]:
 def search() -> Table:
     """The search of 2026-11-21 and that of decisions 25 and 26, on the same traces and machine."""
     names = ("solver-traced-before", "solver-traced")
-    rows = [_by_model(name) for name in names]
+    searches = [_by_model(name) for name in names]
     rows = tuple(
         (
             label,
             budget,
-            *(_solved(by_model.get((graph, budget)), budget) for by_model in rows),
+            *(_solved(search.get((graph, budget)), budget) for search in searches),
         )
         for graph, label in _NAMES.items()
         for budget in _BUDGETS
@@ -78,7 +80,7 @@ def _solved(row: dict[str, Any] | None, budget: str) -> str:
     if row is None:
         return ""
     if "overhead" not in row:
-        return f"{'impossible' if row.get('proved') else 'none rows'}, {seconds(row['seconds'])}"
+        return f"{'impossible' if row.get('proved') else 'none found'}, {seconds(row['seconds'])}"
     cell = f"{percent(row['overhead'])}, {percent(row['gap'])}, {seconds(row['seconds'])}"
     if budget == "min":
         cell = f"{row['peak_bytes'] / row['baseline_peak_bytes']:.1%}: {cell}"
@@ -138,7 +140,7 @@ def _failure(row: dict[str, Any]) -> str:
 def baselines() -> Table:
     """Each baseline at its own smallest peak, and remat there."""
     graphs = ("gpt12", "resnet50", "unet", "swin")
-    rows = {
+    by_strategy = {
         (row["graph"], row["strategy"]): row
         for row in load("solver-baselines")["sections"]["baselines"]
         if row["budget"] == "min" and row.get("overhead") is not None
@@ -147,7 +149,7 @@ def baselines() -> Table:
     for name, label in _STRATEGIES.items():
         cells: list[str] = []
         for graph in graphs:
-            row = rows.get((graph, name))
+            row = by_strategy.get((graph, name))
             cells.append("" if row is None else _with_remat_overhead(row))
         if any(cells):
             rows.append((label, *cells))
@@ -166,14 +168,14 @@ def _with_remat_overhead(row: dict[str, Any]) -> str:
 
 def table2() -> Table:
     """Time of the baselines over that of remat on Checkmate's graphs: geometric means."""
-    rows: dict[tuple[str, str], list[float]] = {}
+    ratios: dict[tuple[str, str], list[float]] = {}
     for row in load("solver-table2")["sections"]["table2"]:
         if row.get("ratio") is not None:
-            rows.setdefault((row["strategy"], row["graph"]), []).append(
+            ratios.setdefault((row["strategy"], row["graph"]), []).append(
                 row["ratio"]
             )
     rows = tuple(
-        (label, *(_mean(rows.get((name, graph), [])) for graph in ("CM1", "CM2")))
+        (label, *(_mean(ratios.get((name, graph), [])) for graph in ("CM1", "CM2")))
         for name, label in _STRATEGIES.items()
     )
     rows = tuple(row for row in rows if any(row[1:]))

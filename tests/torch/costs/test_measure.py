@@ -276,7 +276,7 @@ def test_the_measured_time_is_the_median_of_a_call(
     """Whatever the first call takes, and whatever happens in between."""
     clock = Clock(lambda n: cost_s + disturbance(n))
     monkeypatch.setattr(timers, "time", clock)
-    cost = timers.time_cpu(clock.run)
+    cost = timers.measure_on_cpu(clock.run)
     assert cost.cost_s == pytest.approx(cost_s)
     assert cost.output_bytes == (12,)
     spent_s = clock.now_s - sum(map(disturbance, range(clock.runs)))
@@ -288,7 +288,7 @@ def test_the_measured_time_is_the_median_of_a_call(
 
 def test_a_measured_time_is_at_least_the_real_one() -> None:
     """By the real clock, where only the lower end is certain."""
-    assert timers.time_cpu(lambda: time.sleep(2e-3)).cost_s >= 2e-3
+    assert timers.measure_on_cpu(lambda: time.sleep(2e-3)).cost_s >= 2e-3
 
 
 OPERATIONS = {

@@ -22,7 +22,7 @@ from remat.blockwise.block_step import BlockOption, BlockStep, StepEvent
 from remat.blockwise.choose import cheapest_setting
 from remat.blockwise.policies import BlockPolicy, Policies
 from remat.errors import InfeasibleBudget, RematError, TraceError
-from remat.frontend.emit.megatron import settings
+from remat.frontend.emit.megatron import settings_for_all_blocks
 from remat.frontend.memory.meter import measure_step
 from remat.integrations import megatron
 
@@ -169,7 +169,7 @@ def test_all_layers_get_the_same_setting() -> None:
         )
         for sets in ([("core_attn",), ("mlp",), ("core_attn", "mlp")], [("core_attn",)])
     ]
-    distinct_settings = set(settings(["a.0", "a.1", "b.0"], [dense, other, dense]))
+    distinct_settings = set(settings_for_all_blocks(["a.0", "a.1", "b.0"], [dense, other, dense]))
     assert distinct_settings == {
         (0, 0, 0), (2, 2, 2), (3, 0, 3), (4, 2, 4),  # nothing, core_attn, mlp, both
         (1, 0, 1), (1, 1, 1),  # the first layer of each stack, the first two

@@ -181,7 +181,7 @@ class _CompileRequest:
 
 
 def _compile_with_inductor(request: _CompileRequest) -> Any:
-    """Compile a graph, with its code and plan from the caches on disk if they have both."""
+    """Compile a graph. If torch's cache has its code and ours its plan, load both; else plan it."""
     if not disk_cache.is_torch_cache_enabled():
         return _compile_within_budget(request)[0]
     uuid = Partitioner.of_backend(request.options, request.step).uuid()

@@ -63,12 +63,12 @@ class GraphSolver:
 
     def solve_within(self, graph: Graph, budget: int | str, limit_s: float | None) -> Plan:
         """Solve a graph within `limit_s` seconds, or the strategy's own limit if that is None."""
-        settings = _UncachedSettings(self.progress, limit_s)
+        settings = _SettingsOutsideCacheKey(self.progress, limit_s)
         return solve_cached(graph, budget, self.strategy, settings, self.cost_source)
 
 
 @dataclass(frozen=True)
-class _UncachedSettings:
+class _SettingsOutsideCacheKey:
     """The time limit of a solve and who receives its progress. All instances are equal, so that the
     cache of plans ignores them."""
 
@@ -76,7 +76,7 @@ class _UncachedSettings:
     limit_s: float | None = field(default=None, compare=False)
 
     @contextmanager
-    def callback(self) -> Iterator[ProgressCallback | None]:
+    def progress_callback(self) -> Iterator[ProgressCallback | None]:
         """Yield the progress callback of `remat.solve`.
 
         For True it is a line on stderr, if that is a terminal; the line is erased in the end.
@@ -98,13 +98,13 @@ def solve_cached(
     graph: Graph,
     budget: int | str,
     strategy: Strategy,
-    settings: _UncachedSettings,
+    settings: _SettingsOutsideCacheKey,
     cost_source: str,
 ) -> Plan:
     """Solve a graph. Identical blocks that torch compiles separately are solved once."""
     if settings.limit_s is not None:
         strategy = replace(cast(Auto, strategy), time_limit=settings.limit_s)
-    with settings.callback() as callback:
+    with settings.progress_callback() as callback:
         plan = solve(graph, budget, strategy, progress=callback)
     return replace(plan, stats={**plan.stats, "cost_source": cost_source})
 

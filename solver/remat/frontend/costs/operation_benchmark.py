@@ -13,7 +13,7 @@ from remat.frontend.common.operators import resolve
 from remat.frontend.common.torch_modes import NEEDS_GRAD_MODE, run_with_grad_mode
 from remat.frontend.costs.cost_cache import MeasuredCost
 from remat.frontend.costs.operands import OperandFactory, operand_and_result_bytes
-from remat.frontend.costs.timers import time_cpu, time_cuda
+from remat.frontend.costs.timers import measure_on_cpu, measure_on_cuda
 from remat.frontend.memory.device_memory import free_bytes
 
 _COPY_BYTES = 64 << 20
@@ -81,7 +81,7 @@ class OperationBenchmark:
         if available_bytes is not None and required_bytes > MAX_MEMORY_FRACTION * available_bytes:
             raise MemoryError(f"out of memory: needs {required_bytes:,} bytes")
         if self._device.type == "cpu":
-            return time_cpu(self._call(node))
+            return measure_on_cpu(self._call(node))
         set_count = operand_set_count(
             operand_and_result_bytes(node, self._metas),
             required_bytes,
@@ -89,7 +89,7 @@ class OperationBenchmark:
             available_bytes,
         )
         other_calls = [self._call(node) for _ in range(set_count - 1)]
-        return time_cuda(self._call(node), self._device, other_calls)
+        return measure_on_cuda(self._call(node), self._device, other_calls)
 
     def _call(self, node: Node) -> Callable[[], object]:
         """Return a function that runs an operation on newly created operands."""
@@ -110,7 +110,7 @@ class OperationBenchmark:
             destination = torch.zeros_like(source)
             is_cpu = self._device.type == "cpu"
             copy: Callable[[], object] = lambda: destination.copy_(source)  # noqa: E731
-            cost = time_cpu(copy) if is_cpu else time_cuda(copy, self._device)
+            cost = measure_on_cpu(copy) if is_cpu else measure_on_cuda(copy, self._device)
             self._copy_s_per_byte = cost.cost_s / (2 * _COPY_BYTES)
         return self._copy_s_per_byte
 

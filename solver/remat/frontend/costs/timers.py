@@ -36,9 +36,10 @@ KernelCall = Callable[[], object]
 """A function that runs one operation on fixed operands."""
 
 
-def time_cpu(call: KernelCall) -> MeasuredCost:
-    """Return the wall-clock seconds of a call, and its outputs' bytes. The workspace is 0: torch
-    does not report what CPU kernels allocate internally, and no measured CPU peak contains it."""
+def measure_on_cpu(call: KernelCall) -> MeasuredCost:
+    """Return the wall-clock seconds of a call in the fastest block, and its outputs' bytes. The
+    workspace is 0: torch does not report what CPU kernels allocate internally, and no measured CPU
+    peak contains it."""
     sizes = output_storage_bytes(call())
 
     def block(calls: int) -> float:
@@ -59,7 +60,7 @@ def output_storage_bytes(result: object) -> tuple[int, ...]:
     )
 
 
-def time_cuda(
+def measure_on_cuda(
     call: KernelCall, device: torch.device, other_calls: Sequence[KernelCall] = ()
 ) -> MeasuredCost:
     """Return the median seconds of a call on the device and on the CPU, its outputs' bytes, and its

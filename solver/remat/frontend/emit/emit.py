@@ -31,7 +31,10 @@ from remat.frontend.capture.trace import check_differentiable, normalise_inputs
 from remat.frontend.costs.cost_cache import CostCache
 from remat.frontend.emit.apply_policies import check_no_policies_applied
 from remat.frontend.emit.executors import EXECUTORS
-from remat.frontend.emit.transformers_layers import checkpointable_layers, checkpointing_flags_set
+from remat.frontend.emit.transformers_layers import (
+    checkpointable_layers,
+    temporary_checkpointing_flags,
+)
 from remat.frontend.emit.trials import PolicyTrials
 from remat.frontend.memory.reserve import Reserve
 from remat.frontend.planning.optimize_options import OptimizeOptions
@@ -118,7 +121,7 @@ def _select_policies(
     the budget."""
     executor = EXECUTORS[rules]
     trials = PolicyTrials(executor)
-    with checkpointing_flags_set(model):
+    with temporary_checkpointing_flags(model):
         dry_run = run_dry(
             model,
             call,
@@ -140,13 +143,14 @@ def _select_policies(
     baseline_bytes = step.peak_bytes(as_it_is)
     budget_bytes = available_bytes(options, baseline_bytes, model)
     with _infeasible_with_reasons(trials.uncheckpointable):
-        if executor.settings is None:
+        if executor.settings_for_all_blocks is None:
             modules = [id(c.submodule.module) for c in calls]
             first_calls = [modules.index(module) for module in modules]
             choice = choose_options(step, budget_bytes, tied=first_calls)
             selected = choice.option_indices
         else:
-            settings = executor.settings([c.submodule.path for c in calls], policies_per_call)
+            paths = [c.submodule.path for c in calls]
+            settings = executor.settings_for_all_blocks(paths, policies_per_call)
             selected = cheapest_setting(step, list(settings), budget_bytes)
     peak_bytes = step.peak_bytes(selected)
     policy_of_block = {
@@ -208,7 +212,7 @@ def _optimum_overhead(
     planned."""
     optimum_options = replace(options, budget=Budget.parse(peak_bytes), reserve=None)
     try:
-        with checkpointing_flags_set(model):
+        with temporary_checkpointing_flags(model):
             return plan_blocks(model, call, optimum_options).plan.overhead
     except RematError as error:
         logger.info("remat's own plan of the blocks, for comparison, failed: %s", error)

@@ -121,7 +121,7 @@ def compute_gradients(
             tensor.grad = gradient
 
 
-def settings(
+def settings_for_all_blocks(
     paths: Sequence[str], policies: Sequence[tuple[BlockPolicy, ...]]
 ) -> Iterator[ExecutorSetting]:
     """Yield the policy indices of all calls for each possible `TransformerConfig`, from the module

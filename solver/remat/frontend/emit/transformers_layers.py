@@ -52,8 +52,8 @@ class CheckpointingFlags:
 
 
 @contextmanager
-def checkpointing_flags_set(model: nn.Module) -> Iterator[None]:
-    """Set the model's `CheckpointingFlags` inside this context."""
+def temporary_checkpointing_flags(model: nn.Module) -> Iterator[None]:
+    """Inside this context, run the model with `CheckpointingFlags`."""
     flags = CheckpointingFlags(model)
     try:
         yield

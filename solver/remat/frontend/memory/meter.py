@@ -160,7 +160,7 @@ _CAPTURE_TENSORS = FakeTensor, FunctionalTensor
 
 
 def _has_storage(item: object) -> bool:
-    """True for a dense tensor with memory of its own."""
+    """True for a tensor with memory: neither sparse, nor on "meta", nor fake as in a capture."""
     if not isinstance(item, torch.Tensor) or item.layout != torch.strided:
         return False
     return not (item.is_meta or isinstance(item, _CAPTURE_TENSORS))

@@ -257,6 +257,8 @@ class JointGraphReader:
         builder.nodes.append(clone)
 
     def _read_scalar(self, node: fx.Node, value: object) -> None:
+        """Store the number that a node without a tensor returns, for the operations that read it.
+        Raises `TraceError` if it depends on the values of tensors."""
         if value is None or isinstance(value, (bool, int, float)):
             self._arguments[node] = value
             return

@@ -107,7 +107,7 @@ def build_joint_graph(
         gradients=returned[1],
         saved_tensors=saved_tensors,
         kernels=None if probe is None else tuple(kernels),
-        probes=tuple(probes),
+        probe_results=tuple(probes),
         mutated=frozenset(mutated),
         output_meta=output_meta,
     )

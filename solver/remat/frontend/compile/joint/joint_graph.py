@@ -48,9 +48,9 @@ class CompiledJointGraph:
     The first `num_forward` of the `operations` are the forward; all are in their order of
     execution. `forward_outputs` are returned by the forward and `gradients` by the backward, both
     with the None and scalar entries that torch has there. `saved_tensors` are nodes of the forward
-    that the backward reads. `kernels` are Inductor's, in their order, and `probes` its reports on
-    forward and backward; None and empty without Inductor. `mutated` are the storage bases that some
-    operation, or AOTAutograd after the forward, writes to in place.
+    that the backward reads. `kernels` are Inductor's, in their order, and `probe_results` are the
+    forward and the backward as Inductor would run them; None and empty without Inductor. `mutated`
+    are the storage bases that some operation, or AOTAutograd after the forward, writes to in place.
     """
 
     module: fx.GraphModule
@@ -61,7 +61,7 @@ class CompiledJointGraph:
     gradients: tuple[Any, ...]
     saved_tensors: tuple[fx.Node, ...]
     kernels: tuple[FxKernel, ...] | None
-    probes: tuple[ProbeResult, ...]
+    probe_results: tuple[ProbeResult, ...]
     mutated: frozenset[fx.Node]
     output_meta: dict[str, Any]
 
@@ -117,7 +117,7 @@ class CompiledJointGraph:
     def layout_copy_bytes(self) -> int:
         """The bytes of copies of parameters and batch in another layout. Inductor's forward makes
         them first, and the backward reads most of them."""
-        return self.probes[0].layout_copy_bytes if self.probes else 0
+        return self.probe_results[0].layout_copy_bytes if self.probe_results else 0
 
     def is_generated(self, operation: fx.Node) -> bool:
         """True if Inductor generates the operation's kernel, and so may fuse it; False for an

@@ -52,7 +52,7 @@ def with_separate_buffers(graph: Graph, separate_buffers: Collection[str]) -> Gr
     return replace(graph, operations=tuple(operations))
 
 
-def tensors_read_before_random_ops(output: fx.Node, group: FusionGroup) -> set[fx.Node]:
+def overwritable_tensors(output: fx.Node, group: FusionGroup) -> set[fx.Node]:
     """Return the tensors of a group into whose memory Inductor may write `output`.
 
     Inductor takes the memory of the input that is read first. It counts random numbers that the

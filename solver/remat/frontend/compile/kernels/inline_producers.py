@@ -85,7 +85,7 @@ class _ProducerInliner:
         ]
         for node in sorted(candidates, key=node_bytes, reverse=True):  # stable for equal sizes
             if not self._inline_in_all_readers(node):
-                self._inline_where_reads_are_small(node)
+                self._inline_where_few_bytes_are_added(node)
         return [group for group in self.groups if group.all_nodes]
 
     def _inline_in_all_readers(self, node: fx.Node) -> bool:
@@ -118,8 +118,9 @@ class _ProducerInliner:
         del self.writer[node]
         return True
 
-    def _inline_where_reads_are_small(self, node: fx.Node) -> None:
-        """Inline a tensor that stays in memory into the readers that need few extra bytes."""
+    def _inline_where_few_bytes_are_added(self, node: fx.Node) -> None:
+        """Inline a tensor, which is still written to memory, into those readers whose kernels then
+        read few bytes more."""
         for index in sorted(self.readers.get(node, ())):
             if (inlined := self._with_inlined(node, index)) is None:
                 continue

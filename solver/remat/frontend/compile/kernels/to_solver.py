@@ -26,7 +26,7 @@ from remat.frontend.compile.joint.fx_utils import (
 from remat.frontend.compile.joint.joint_graph import CompiledJointGraph
 from remat.frontend.compile.kernels.cost_model import GroupCost
 from remat.frontend.compile.kernels.fusion_groups import FusionGroup, moved_bytes, tensors_read
-from remat.frontend.compile.kernels.in_place import tensors_read_before_random_ops, with_overwrites
+from remat.frontend.compile.kernels.in_place import overwritable_tensors, with_overwrites
 from remat.graph import Graph, Operation, Value
 from remat.limits.outputs import OUTPUTS_HELD
 
@@ -134,9 +134,9 @@ def _in_place_inputs(
         if output not in writer:
             continue
         group = writer[output]
-        read_first = tensors_read_before_random_ops(output, group)
+        overwritable = overwritable_tensors(output, group)
         for read in (kernel_input, *group.inlined.get(kernel_input, ())):
-            if read in value_of and read not in owned_by_caller and read in read_first:
+            if read in value_of and read not in owned_by_caller and read in overwritable:
                 candidates.setdefault(value_of[output], []).append(value_of[read])
     return candidates
 
@@ -188,9 +188,9 @@ def inductor_baseline_peak_bytes(problem: CompileProblem) -> int:
     """Return the peak in bytes without recomputation, according to Inductor's own kernels; 0
     without Inductor."""
     joint = problem.joint
-    if not joint.probes:
+    if not joint.probe_results:
         return 0
-    forward, backward = joint.probes
+    forward, backward = joint.probe_results
     retained = problem.retained_outputs.difference(joint.saved_tensors)
     retained |= {n for n in joint.tangents if n not in joint.donated_tangents}
     retained_bytes = sum(map(node_bytes, retained))
