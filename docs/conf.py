@@ -1,4 +1,4 @@
-"""How Sphinx builds the documentation: `make docs`."""
+"""Configuration of Sphinx for the documentation: `make docs`."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def _store(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, str]]]:
     if options.database_url:
         yield "given", {"REMAT_DATABASE_URL": options.database_url}
     elif options.postgres:
-        from tests.helpers import postgres
+        from tests.helpers.service import postgres
 
         with tempfile.TemporaryDirectory() as folder, postgres.running(Path(folder)) as url:
             yield "postgresql", {"REMAT_DATABASE_URL": url}

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import httpx2
-from tests.helpers.server import chain
+from tests.helpers.service.server import chain
 
 import remat
 from remat.documents.plan import GraphRecord

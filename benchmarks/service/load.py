@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from tests.helpers import server as servers
-from tests.helpers.server import Server
+from tests.helpers.service import server as servers
+from tests.helpers.service.server import Server
 
 from benchmarks.service import jobs
 

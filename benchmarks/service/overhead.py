@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.helpers import server as servers
+from tests.helpers.service import server as servers
 
 import remat
 from remat.service.wire import Options, SolveRequest

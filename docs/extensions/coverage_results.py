@@ -1,4 +1,4 @@
-"""Tables of which architectures train within a budget."""
+"""Tables of Transformers' architectures: which train under `remat.enable`, and how."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NOT_EAGER = "not in eager mode"
 
 
 def coverage() -> Table:
-    """By kind of architecture, how many train, planned how, with which gradients."""
+    """Return the number of architectures of each kind by way of planning and error of gradients."""
     rows: list[tuple[str, ...]] = []
     kinds = {row["kind"] for row in load("coverage-cpu")["rows"]}
     for kind, words in _KINDS.items():
@@ -34,7 +34,7 @@ def coverage() -> Table:
 
 
 def coverage_left() -> Table:
-    """Models that are not planned as a whole, with the parts that run in eager mode, and why."""
+    """Return the models that are not planned as a whole, with their parts in eager mode."""
     rows = [
         (row["kind"], row["model"], row.get("planned", row["outcome"]), _left(row))
         for row in _trained()

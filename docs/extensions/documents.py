@@ -37,7 +37,7 @@ class Fields(SphinxDirective):
     option_spec: ClassVar = {"skip": str.split}
 
     def run(self) -> list[nodes.Node]:
-        """A table for each record, the outermost first."""
+        """Return a table of the fields of each record, the outermost first."""
         module, _, name = self.arguments[0].partition(":")
         skip = set(self.options.get("skip", ()))
         content: list[nodes.Node] = []
@@ -54,18 +54,18 @@ class Fields(SphinxDirective):
 
 
 class Example(SphinxDirective):
-    """`{example} trace`."""
+    """The directive `{example} NAME`: a shortened document of a small model."""
 
     required_arguments = 1
 
     def run(self) -> list[nodes.Node]:
-        """The shortened JSON text."""
+        """Return the document as a block of shortened JSON."""
         shown = _pretty(_shortened(json.loads(_EXAMPLES[self.arguments[0]]())))
         return [nodes.literal_block(shown, shown, language="text")]
 
 
 def _records(kind: type[BaseModel], skip: set[str]) -> list[type[BaseModel]]:
-    """The record, and those in the types of its fields, each once."""
+    """Return a record's class and, once each, the classes of records in its fields."""
     records: list[type[BaseModel]] = []
 
     def visit(kind: type[BaseModel]) -> None:
@@ -122,13 +122,13 @@ def _fields(kind: type[BaseModel]) -> Iterator[list[Cell]]:
 
 
 def _plain(value: object) -> object:
-    """A default that is no JSON: a record without anything set, or a strategy."""
+    """Return a default that is no JSON value (a record or a strategy) as a dictionary."""
     return {} if isinstance(value, BaseModel) else {"name": value.name}  # type: ignore[attr-defined]
 
 
 @cache
 def _comments(module: str) -> dict[tuple[str, str], list[str]]:
-    """The strings below attributes."""
+    """Return the docstrings of a module's class attributes."""
     analyzer = ModuleAnalyzer.for_module(module)
     analyzer.analyze()
     return analyzer.attr_docs
@@ -143,7 +143,7 @@ def _paragraphs(kind: type[BaseModel]) -> list[nodes.Node]:
 
 
 def _type(part: dict[str, Any]) -> str:
-    """A type of JSON Schema in words."""
+    """Describe a type of JSON Schema in words."""
     if "$ref" in part:
         return f"`{part['$ref'].rpartition('/')[2]}`"
     if "allOf" in part:
@@ -234,11 +234,11 @@ def _is_rich(data: list[Any]) -> bool:
 
 
 class _More(int):
-    """So many items left out."""
+    """The number of omitted items of a list."""
 
 
 def _pretty(data: Any, indent: str = "") -> str:
-    """JSON with small parts on one line; what is left out is said."""
+    """Format JSON with small parts on one line, and with the number of omitted items."""
     flat = _flat(data)
     if len(indent) + len(flat) <= 88 or not isinstance(data, (list, dict)):
         return flat
@@ -270,7 +270,7 @@ def _flat(data: Any) -> str:
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    """Called by Sphinx."""
+    """Register the directives with Sphinx."""
     app.add_directive("fields", Fields)
     app.add_directive("example", Example)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

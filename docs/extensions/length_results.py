@@ -1,4 +1,4 @@
-"""Tables of steps in many sizes."""
+"""Table of training on batches of many lengths."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from remat.limits.units import format_bytes
 
 
 def lengths() -> Table:
-    """Step times by budget and length, compared with a plan for that length alone."""
+    """Return step times by budget and length, compared with a plan for that length only."""
     rows = [
         (
             budget,

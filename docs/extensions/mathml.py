@@ -1,5 +1,7 @@
-"""Formulas as MathML, by the converter of docutils: browsers draw it, without fonts and scripts
-from elsewhere."""
+"""Formulas as MathML, by the converter of docutils.
+
+Browsers render MathML themselves, so that pages load no external fonts and scripts.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,13 @@ def _mathml(node: nodes.Element, *, as_block: bool) -> str:
 
 
 def visit_inline(translator: HTML5Translator, node: nodes.math) -> None:
-    """`$...$`."""
+    """Write an inline formula (`$...$`)."""
     translator.body.append(_mathml(node, as_block=False))
     raise nodes.SkipNode
 
 
 def visit_block(translator: HTML5Translator, node: nodes.math_block) -> None:
-    """`$$...$$`."""
+    """Write a displayed formula (`$$...$$`)."""
     translator.body.append(
         f'<div class="formula">{_mathml(node, as_block=True)}</div>\n'
     )
@@ -35,7 +37,7 @@ def visit_block(translator: HTML5Translator, node: nodes.math_block) -> None:
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    """Called by Sphinx."""
+    """Register the renderer with Sphinx."""
     app.add_html_math_renderer("mathml", (visit_inline, None), (visit_block, None))
     app.config.html_math_renderer_name = "mathml"
     return {"parallel_read_safe": True, "parallel_write_safe": True}

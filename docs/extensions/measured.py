@@ -1,4 +1,4 @@
-"""Files of measured results, and what a table of them is."""
+"""Reading of benchmark result files, and the tables that are made of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 @dataclass(frozen=True)
 class Table:
-    """A table and the files that it is from."""
+    """A table with the names of its result files."""
 
     sources: tuple[str, ...]
     header: tuple[str, ...]
@@ -23,18 +23,18 @@ class Table:
 
 @cache
 def load(name: str) -> dict[str, Any]:
-    """The newest file of results of this name."""
+    """Return the content of the newest result file with this name."""
     return json.loads(newest(name).read_text())
 
 
 def newest(name: str) -> Path:
-    """The file of results of this name with the latest date."""
+    """Return the path of the result file with this name and the latest date."""
     dated = re.compile(rf"\d{{4}}-\d\d-\d\d-{re.escape(name)}\.json")
     return max(path for path in RESULTS.iterdir() if dated.fullmatch(path.name))
 
 
 def percent(share: float, digits: int = 1) -> str:
-    """`0.0206` as "2.1%"; where that leaves nothing, one digit more."""
+    """Format a share as a percentage, 0.0206 as "2.1%", with one more digit for small shares."""
     if abs(share) < 0.00005:
         return "0%"
     if abs(share) < 0.0005:
@@ -43,5 +43,5 @@ def percent(share: float, digits: int = 1) -> str:
 
 
 def seconds(time_s: float) -> str:
-    """Seconds with one digit below one, else none."""
+    """Format seconds, with a decimal only for less than one second."""
     return f"{time_s:.1f} s" if time_s < 0.95 else f"{time_s:.0f} s"

@@ -1,5 +1,8 @@
-"""`{results} NAME`: a table made from `benchmarks/results/*.json` at every build, so that no figure
-can drift from what was measured. `TABLES` is also what the tests hold README.md against."""
+"""Sphinx directive `{results} NAME`: a table generated from `benchmarks/results/*.json`.
+
+Each build generates the tables, so that figures always match the result files. Tests compare
+README.md with `TABLES`, too.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ from sphinx.util.docutils import SphinxDirective
 from tables import inline, table
 
 _UNIT = re.compile(r"(?<=\d) (?=(?:s|ms|MiB)\b)")
-"""Where a line must not end."""
+"""Spaces between a number and its unit, at which a line must not break."""
 
 
 TABLES: dict[str, Callable[[], Table]] = {
@@ -54,7 +57,7 @@ TABLES: dict[str, Callable[[], Table]] = {
 
 
 def markdown(data: Table) -> Iterable[str]:
-    """The lines of the table in Markdown."""
+    """Yield the lines of a table in Markdown."""
     yield "| " + " | ".join(data.header) + " |"
     yield "| " + " | ".join("---" for _ in data.header) + " |"
     for row in data.rows:
@@ -62,12 +65,12 @@ def markdown(data: Table) -> Iterable[str]:
 
 
 class Results(SphinxDirective):
-    """The table, and where it is from."""
+    """The directive `{results} NAME`: a table of `TABLES`, with its source."""
 
     required_arguments = 1
 
     def run(self) -> list[nodes.Node]:
-        """Table and source."""
+        """Return the nodes of the table, and of a line with its files and machine."""
         data = TABLES[self.arguments[0]]()
         for name in data.sources:
             self.env.note_dependency(str(newest(name)))
@@ -88,6 +91,6 @@ class Results(SphinxDirective):
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    """Called by Sphinx."""
+    """Register the directive with Sphinx."""
     app.add_directive("results", Results)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,4 +1,4 @@
-"""Tables of steps that really ran, and of the service."""
+"""Tables of measured training steps, and of the service."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FAMILIES = {
 
 
 def overhead() -> Table:
-    """One real step at the peak of per-block checkpointing."""
+    """Return extra time and FLOPs of a measured step at the peak of per-block checkpointing."""
     rows: list[tuple[str, ...]] = []
     for name, section in load("overhead-cpu")["models"].items():
         methods = {method["method"]: method for method in section["methods"]}
@@ -51,7 +51,7 @@ def _step(method: dict[str, Any]) -> str:
 
 
 def steps() -> Table:
-    """Every method of the same run."""
+    """Return peak, time and FLOPs of each method of the overhead benchmark."""
     rows: list[tuple[str, ...]] = []
     for name, section in load("overhead-cpu")["models"].items():
         eager = section["methods"][0]
@@ -85,7 +85,7 @@ def steps() -> Table:
 
 
 def compiled() -> Table:
-    """Ways to save memory under torch.compile."""
+    """Return peak and time of the methods to save memory under torch.compile."""
     rows: list[tuple[str, ...]] = []
     for section in load("compiled-cpu")["models"].values():
         model = section["size"].partition(",")[0]
@@ -99,7 +99,7 @@ def compiled() -> Table:
 
 
 def at_peaks() -> Table:
-    """remat with as many bytes as torch's budget took."""
+    """Return remat at the peaks that torch's budgets reach under torch.compile."""
     rows: list[tuple[str, ...]] = []
     for section in load("compiled-at-peaks-cpu")["models"].values():
         by_name = {row["method"]: row for row in section["methods"]}
@@ -124,7 +124,7 @@ def at_peaks() -> Table:
 
 
 def compile_time() -> Table:
-    """The first step under torch.compile, and what plans add to it."""
+    """Return the time of the first step under torch.compile, and the time that planning adds."""
     rows: list[tuple[str, ...]] = []
     for name, methods in load("compile-time-cpu")["models"].items():
         plain = methods[0]
@@ -148,7 +148,7 @@ def compile_time() -> Table:
 
 
 def training() -> Table:
-    """Fifty steps of the Trainer, method by method."""
+    """Return peak, time and losses of fifty steps of Transformers' Trainer by each method."""
     rows: list[tuple[str, ...]] = []
     for section in load("training-cpu")["models"].values():
         model = section["size"].partition(",")[0] + (
@@ -204,7 +204,7 @@ def _compiled_cells(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def peers() -> Table:
-    """remat at the peaks that Rockmate reached, run and metered."""
+    """Return measured steps of remat at the peaks that Rockmate reached."""
     rows: list[tuple[str, ...]] = []
     measured = {
         (row["graph"], row["peak_ratio"], row["rockmate_flops"]): row
@@ -245,7 +245,7 @@ def peers() -> Table:
 
 
 def service() -> Table:
-    """The service under load, after kill -9, and compared with the library."""
+    """Return figures of the service under load, after kill -9, and against the library."""
     stores = [
         load(f"service-{store}")["sections"] for store in ("sqlite", "postgresql")
     ]

@@ -1,4 +1,4 @@
-"""`{settings}`: what can be set of the service, from the class that reads it."""
+"""Sphinx directive `{settings}`: the service's settings, from the class that reads them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _OF_THIS_MACHINE = {
 
 
 class Settings(SphinxDirective):
-    """A table of `REMAT_*`."""
+    """The directive `{settings}`: a table of the `REMAT_*` environment variables."""
 
     def run(self) -> list[nodes.Node]:
-        """The table."""
+        """Return the table with variable, default and meaning of each setting."""
         rows = [
             (
                 f"`REMAT_{name.upper()}`",
@@ -50,6 +50,6 @@ def _default(name: str) -> str:
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    """Called by Sphinx."""
+    """Register the directive with Sphinx."""
     app.add_directive("settings", Settings)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

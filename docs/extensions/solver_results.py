@@ -1,4 +1,4 @@
-"""Tables of what the solver was measured to do."""
+"""Tables of the solver's schedules and times."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _BUDGETS = ("70%", "50%", "35%", "20%", "min")
 
 
 def traced() -> Table:
-    """Training steps of models: extra time, gap, seconds to solve."""
+    """Return extra time, gap and solve time of traced training steps at several budgets."""
     by_graph = _by_model("solver-traced")
     rows: list[tuple[str, ...]] = []
     for graph, label in _NAMES.items():
@@ -61,7 +61,7 @@ def _by_model(name: str) -> dict[tuple[str, str], dict[str, Any]]:
 
 
 def search() -> Table:
-    """The search of 2026-11-21 and that of decisions 25 and 26, on the same traces and machine."""
+    """Return results of the searches before and after 2026-11-22, on the same traces and machine."""
     names = ("solver-traced-before", "solver-traced")
     searches = [_by_model(name) for name in names]
     rows = tuple(
@@ -88,7 +88,7 @@ def _solved(row: dict[str, Any] | None, budget: str) -> str:
 
 
 def published() -> Table:
-    """Checkmate's graphs."""
+    """Return extra time and gap on Checkmate's graphs."""
     rows = tuple(
         (
             row["graph"],
@@ -105,7 +105,7 @@ def published() -> Table:
 
 
 def random() -> Table:
-    """Random layered graphs, in the order given and in a better one."""
+    """Return results on random layered graphs, in the file's order and with the order searched."""
     words = {"off": "as given", "on": "searched"}
     rows = tuple(
         (
@@ -138,7 +138,7 @@ def _failure(row: dict[str, Any]) -> str:
 
 
 def baselines() -> Table:
-    """Each baseline at its own smallest peak, and remat there."""
+    """Return the extra time of each baseline at its own smallest peak, and remat's at that peak."""
     graphs = ("gpt12", "resnet50", "unet", "swin")
     by_strategy = {
         (row["graph"], row["strategy"]): row
@@ -167,7 +167,7 @@ def _with_remat_overhead(row: dict[str, Any]) -> str:
 
 
 def table2() -> Table:
-    """Time of the baselines over that of remat on Checkmate's graphs: geometric means."""
+    """Return the geometric mean of each baseline's time over remat's, on Checkmate's graphs."""
     ratios: dict[tuple[str, str], list[float]] = {}
     for row in load("solver-table2")["sections"]["table2"]:
         if row.get("ratio") is not None:

@@ -1,4 +1,4 @@
-"""`{strategies}`: the strategies with their names, from the registry."""
+"""Sphinx directive `{strategies}`: the strategies with their names, from the registry."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Strategies(SphinxDirective):
     """The names of the strategies, with the docstring of each class."""
 
     def run(self) -> list[nodes.Node]:
-        """A paragraph, and a description of each."""
+        """Return a paragraph of the names, and the documentation of each class."""
         names = ", ".join(f"`{name}`" for name in STRATEGIES)
         classes = "\n".join(
             f".. autoclass:: {_home(kind)}.{kind.__name__}"
@@ -31,6 +31,6 @@ def _home(kind: type[object]) -> str:
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    """Called by Sphinx."""
+    """Register the directive with Sphinx."""
     app.add_directive("strategies", Strategies)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

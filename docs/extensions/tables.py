@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from docutils import nodes
 
 Cell = str | Sequence[nodes.Node]
-"""Text, in which what stands between backticks is code; or inline nodes."""
+"""Text with code between backticks, or inline nodes."""
 
 
 def inline(text: str) -> list[nodes.Node]:
-    """Text and code, turn by turn."""
+    """Return text with code between backticks as docutils nodes."""
     return [
         nodes.literal(part, part) if number % 2 else nodes.Text(part)
         for number, part in enumerate(text.split("`"))
@@ -20,7 +20,7 @@ def inline(text: str) -> list[nodes.Node]:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Cell]]) -> nodes.table:
-    """A table with one line of headings."""
+    """Return a docutils table with one header row."""
     group = nodes.tgroup("", cols=len(header))
     group += [nodes.colspec(colwidth=1) for _ in header]
     group += nodes.thead("", _row(header))

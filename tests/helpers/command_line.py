@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 from tests.helpers.fork_server import MODELS, ForkServer, ask
-from tests.helpers.models import gpt2
+from tests.helpers.training.models import gpt2
 
 import remat
 from remat.documents.sweep import SweepDocument

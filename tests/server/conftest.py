@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from tests.helpers import postgres
+from tests.helpers.service import postgres
 
 from remat_server.store.database import Database
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import httpx2
 import pytest
-from tests.helpers import server as servers
-from tests.helpers.server import Server, chain, post, wait_for
+from tests.helpers.service import server as servers
+from tests.helpers.service.server import Server, chain, post, wait_for
 
 import remat
 from remat.documents.plan import GraphRecord

@@ -8,8 +8,8 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 import sqlalchemy as sa
-from tests.helpers import postgres
-from tests.helpers.job_store import (
+from tests.helpers.service import postgres
+from tests.helpers.service.job_store import (
     REQUEST,
     SUMMARY,
     age,

@@ -9,8 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.helpers import server as servers
-from tests.helpers.server import HARD, Server, chain, finished, post, solving_processes, wait_for
+from tests.helpers.service import server as servers
+from tests.helpers.service.server import (
+    HARD,
+    Server,
+    chain,
+    finished,
+    post,
+    solving_processes,
+    wait_for,
+)
 
 pytest.importorskip("ray", reason="ray is not installed")
 

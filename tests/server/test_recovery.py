@@ -24,11 +24,11 @@ from benchmarks.service import jobs
 from benchmarks.service.kill import worker_pid
 from sqlalchemy import select, update
 from sqlalchemy.exc import OperationalError
-from tests.helpers import postgres
-from tests.helpers import server as servers
 from tests.helpers.graphs import random_stages
 from tests.helpers.killed_solvers import at_once, killing_cbc
-from tests.helpers.server import HARD, chain, finished, post, solving_processes, wait_for
+from tests.helpers.service import postgres
+from tests.helpers.service import server as servers
+from tests.helpers.service.server import HARD, chain, finished, post, solving_processes, wait_for
 from tests.helpers.solvers import needs_cbc
 
 import remat

@@ -15,8 +15,8 @@ from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy.exc import IntegrityError
-from tests.helpers import postgres
-from tests.helpers.job_store import (
+from tests.helpers.service import postgres
+from tests.helpers.service.job_store import (
     age,
     answer,
     at_once,

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.helpers.tied_net import Net, assert_equal, batch, gradients, net
+from tests.helpers.training.tied_net import Net, assert_equal, batch, gradients, net
 from torch import nn
 
 import remat

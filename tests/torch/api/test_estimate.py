@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.helpers.models import FAMILIES, PLAIN, Case, Mlp, Tied, gpt2
-from tests.helpers.recorded_steps import run_step
+from tests.helpers.training.models import FAMILIES, PLAIN, Case, Mlp, Tied, gpt2
+from tests.helpers.training.recorded_steps import run_step
 from torch import nn
 
 import remat

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.helpers.models import Case, Mlp
-from tests.helpers.recorded_steps import run_step
+from tests.helpers.training.models import Case, Mlp
+from tests.helpers.training.recorded_steps import run_step
 from torch import nn
 
 import remat

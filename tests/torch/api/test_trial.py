@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.helpers import models
-from tests.helpers.models import Case
+from tests.helpers.training import models
+from tests.helpers.training.models import Case
 from torch import nn
 
 import remat

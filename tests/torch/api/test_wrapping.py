@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.helpers.tied_net import Net, assert_equal, batch
-from tests.helpers.tied_net import gradients as gradients_of
+from tests.helpers.training.tied_net import Net, assert_equal, batch
+from tests.helpers.training.tied_net import gradients as gradients_of
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch.nn.utils import parametrizations, prune, weight_norm

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.helpers.block_models import (
+from tests.helpers.training.block_models import (
     Block,
     Net,
     Output,

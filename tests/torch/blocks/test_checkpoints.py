@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
-from tests.helpers.block_models import (
+from tests.helpers.training.block_models import (
     Block,
     Net,
     Output,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.helpers.block_models import (
+from tests.helpers.training.block_models import (
     Block,
     Experts,
     Net,

@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch._functorch.config
 import torch.nn.functional as F
-from tests.helpers.models import FAMILIES, PLAIN, Case, gpt2
-from tests.helpers.recorded_steps import assert_same, eager_step, run_step
+from tests.helpers.training.models import FAMILIES, PLAIN, Case, gpt2
+from tests.helpers.training.recorded_steps import assert_same, eager_step, run_step
 from torch import nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses import FakeTensorMode

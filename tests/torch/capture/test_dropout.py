@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch._functorch.config
 import torch.nn.functional as F
-from tests.helpers.models import Case
-from tests.helpers.recorded_steps import assert_eager_when_recomputed
+from tests.helpers.training.models import Case
+from tests.helpers.training.recorded_steps import assert_eager_when_recomputed
 from torch import nn
 
 import remat

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.helpers.models import FAMILIES, PLAIN, Case, gpt2
-from tests.helpers.recorded_steps import assert_eager_when_recomputed
+from tests.helpers.training.models import FAMILIES, PLAIN, Case, gpt2
+from tests.helpers.training.recorded_steps import assert_eager_when_recomputed
 from torch import nn
 
 import remat

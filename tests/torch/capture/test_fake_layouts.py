@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.helpers.models import Case
-from tests.helpers.recorded_steps import assert_same, eager_step, run_step
+from tests.helpers.training.models import Case
+from tests.helpers.training.recorded_steps import assert_same, eager_step, run_step
 from torch import nn
 from torch._subclasses import FakeTensorMode
 

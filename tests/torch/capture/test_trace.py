@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.helpers.models import FAMILIES, PLAIN, Mlp, Norms, Shared, Tied
+from tests.helpers.training.models import FAMILIES, PLAIN, Mlp, Norms, Shared, Tied
 from torch import nn
 
 import remat
@@ -59,7 +59,7 @@ def kwargs_of(case: object) -> dict[str, torch.Tensor]:
 
 def test_attention_is_captured_as_eager_mode_runs_it() -> None:
     """Without an explicit mask where eager mode needs none."""
-    from tests.helpers.models import gpt2
+    from tests.helpers.training.models import gpt2
 
     case = gpt2(dropout=0.0)
     trace = remat.trace(case.model, case.kwargs)

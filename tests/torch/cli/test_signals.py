@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from tests.helpers.command_line import command, interrupts_enabled, trace
 from tests.helpers.killed_solvers import at_once, killing_cbc
-from tests.helpers.server import wait_for
+from tests.helpers.service.server import wait_for
 from tests.helpers.solvers import needs_cbc
 
 import remat

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
-from tests.helpers.compiled_steps import (
+from tests.helpers.cpp_compiler import needs_compiler
+from tests.helpers.graphs import chain
+from tests.helpers.training.compiled_steps import (
     EAGER,
     assert_same,
     blocks,
@@ -24,9 +26,7 @@ from tests.helpers.compiled_steps import (
     two_steps,
     with_state,
 )
-from tests.helpers.cpp_compiler import needs_compiler
-from tests.helpers.graphs import chain
-from tests.helpers.models import FAMILIES, PLAIN, Case
+from tests.helpers.training.models import FAMILIES, PLAIN, Case
 from torch import nn
 from torch._inductor.virtualized import V
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch._dynamo
 import torch.nn.functional as F
-from tests.helpers.compiled_steps import EAGER
+from tests.helpers.training.compiled_steps import EAGER
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

@@ -19,7 +19,7 @@ import torch
 import torch._dynamo
 import torch.nn.functional as F
 from tests.helpers.cpp_compiler import needs_compiler
-from tests.helpers.models import PLAIN, Case
+from tests.helpers.training.models import PLAIN, Case
 from torch import nn
 
 import remat

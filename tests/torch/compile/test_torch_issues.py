@@ -15,9 +15,9 @@ import pytest
 import torch
 import torch._dynamo
 import torch._functorch.config as functorch_config
-from tests.helpers.compiled_steps import measured_peak, step
 from tests.helpers.cpp_compiler import needs_compiler
-from tests.helpers.models import Case
+from tests.helpers.training.compiled_steps import measured_peak, step
+from tests.helpers.training.models import Case
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from tests.helpers.models import FAMILIES, PLAIN, Case
+from tests.helpers.training.models import FAMILIES, PLAIN, Case
 from torch.fx.graph import _illegal_names
 
 import remat

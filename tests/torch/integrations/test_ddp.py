@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from tests.helpers.block_models import Block, Net
-from tests.helpers.models import FAMILIES
+from tests.helpers.training.block_models import Block, Net
+from tests.helpers.training.models import FAMILIES
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 

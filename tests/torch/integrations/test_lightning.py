@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.helpers.models import gpt2
+from tests.helpers.training.models import gpt2
 
 import remat
 from remat.blockwise.blocks_plan import BlocksPlan

@@ -7,8 +7,8 @@ import copy
 
 import pytest
 import torch
-from tests.helpers.models import FAMILIES, Case
-from tests.helpers.recorded_steps import assert_same, eager_step, run_step
+from tests.helpers.training.models import FAMILIES, Case
+from tests.helpers.training.recorded_steps import assert_same, eager_step, run_step
 from torch import nn
 from torch.nn import functional
 

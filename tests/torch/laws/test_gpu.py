@@ -6,8 +6,8 @@ import copy
 
 import pytest
 import torch
-from tests.helpers.models import FAMILIES, Case
-from tests.helpers.recorded_steps import RELATIVE_ERROR, relative_error
+from tests.helpers.training.models import FAMILIES, Case
+from tests.helpers.training.recorded_steps import RELATIVE_ERROR, relative_error
 
 import remat
 from remat.allocator.budget_fitting import uses_expandable_segments

@@ -7,8 +7,8 @@ import copy
 
 import pytest
 import torch
-from tests.helpers.models import PLAIN
-from tests.helpers.recorded_steps import assert_same, eager_step, run_step
+from tests.helpers.training.models import PLAIN
+from tests.helpers.training.recorded_steps import assert_same, eager_step, run_step
 
 import remat
 

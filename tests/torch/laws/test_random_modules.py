@@ -15,8 +15,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, assume, example, settings
 from hypothesis import strategies as st
-from tests.helpers.models import FAMILIES, PLAIN, Case
-from tests.helpers.random_modules import (
+from tests.helpers.training.models import FAMILIES, PLAIN, Case
+from tests.helpers.training.random_modules import (
     KINDS,
     ROWS,
     WIDTH,
@@ -25,8 +25,8 @@ from tests.helpers.random_modules import (
     lean_schedule,
     random_schedule,
 )
-from tests.helpers.recorded_steps import Step as Ran
-from tests.helpers.recorded_steps import assert_same, eager_step, run_step
+from tests.helpers.training.recorded_steps import Step as Ran
+from tests.helpers.training.recorded_steps import assert_same, eager_step, run_step
 
 import remat
 from remat.rewrite import BATCH_NORM_WITHOUT_STATS

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from tests.helpers.models import FAMILIES
+from tests.helpers.training.models import FAMILIES
 
 import remat
 

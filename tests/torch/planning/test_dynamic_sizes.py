@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.helpers.models import FAMILIES, Case, Mlp, gpt2
-from tests.helpers.recorded_steps import Step, assert_same, run_step
+from tests.helpers.training.models import FAMILIES, Case, Mlp, gpt2
+from tests.helpers.training.recorded_steps import Step, assert_same, run_step
 from torch import nn
 
 import remat

@@ -21,10 +21,10 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from tests.helpers import server as servers
-from tests.helpers.models import gpt2
 from tests.helpers.paths import ROOT
-from tests.helpers.server import Server, finished, post
+from tests.helpers.service import server as servers
+from tests.helpers.service.server import Server, finished, post
+from tests.helpers.training.models import gpt2
 
 import remat
 from remat.limits.budget import Budget

@@ -17,10 +17,10 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from tests.helpers import server as servers
 from tests.helpers.doc_snippets import ROOT, Block, Runner, blocks, check_syntax, pages
 from tests.helpers.fork_server import CAPTURE, ForkServer
-from tests.helpers.server import Server
+from tests.helpers.service import server as servers
+from tests.helpers.service.server import Server
 
 import remat
 import remat.view

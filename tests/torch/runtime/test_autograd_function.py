@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tests.helpers.programs import keep_all, recompute_all, traced
-from tests.helpers.recorded_steps import RecordedCalls
+from tests.helpers.training.recorded_steps import RecordedCalls
 from torch import nn
 
 import remat

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.helpers.models import FAMILIES
-from tests.helpers.recorded_steps import RecordedCalls, assert_same, eager_step, run_step
+from tests.helpers.training.models import FAMILIES
+from tests.helpers.training.recorded_steps import RecordedCalls, assert_same, eager_step, run_step
 from torch import fx, nn
 
 import remat

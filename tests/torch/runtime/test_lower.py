@@ -9,9 +9,9 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 import torch
-from tests.helpers.models import PLAIN, Case
 from tests.helpers.programs import keep_all, recompute_all, traced
-from tests.helpers.recorded_steps import assert_same, eager_step, run_step
+from tests.helpers.training.models import PLAIN, Case
+from tests.helpers.training.recorded_steps import assert_same, eager_step, run_step
 from torch import nn
 
 import remat

@@ -9,8 +9,8 @@ from itertools import combinations
 
 import pytest
 import torch
-from tests.helpers.models import FAMILIES, PLAIN, Case, Mlp, Norms, TwoHeads
-from tests.helpers.recorded_steps import assert_same, eager_step, run_step
+from tests.helpers.training.models import FAMILIES, PLAIN, Case, Mlp, Norms, TwoHeads
+from tests.helpers.training.recorded_steps import assert_same, eager_step, run_step
 from torch import nn
 
 import remat

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.helpers.models import Case
-from tests.helpers.random_modules import lean_schedule
-from tests.helpers.recorded_steps import run_step
+from tests.helpers.training.models import Case
+from tests.helpers.training.random_modules import lean_schedule
+from tests.helpers.training.recorded_steps import run_step
 from torch import nn
 
 import remat

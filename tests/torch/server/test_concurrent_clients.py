@@ -17,9 +17,9 @@ from pathlib import Path
 
 import httpx2
 import pytest
-from tests.helpers import server as servers
-from tests.helpers.models import PLAIN
-from tests.helpers.server import Server, finished, post, solving_processes, wait_for
+from tests.helpers.service import server as servers
+from tests.helpers.service.server import Server, finished, post, solving_processes, wait_for
+from tests.helpers.training.models import PLAIN
 
 import remat
 from remat.service.client import Client

@@ -26,9 +26,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from tests.helpers import server as servers
-from tests.helpers.models import PLAIN
-from tests.helpers.server import Server, chain, finished, wait_for
+from tests.helpers.service import server as servers
+from tests.helpers.service.server import Server, chain, finished, wait_for
+from tests.helpers.training.models import PLAIN
 
 import remat
 

@@ -15,9 +15,17 @@ from typing import Any
 import httpx2
 import pytest
 from sqlalchemy import update
-from tests.helpers import server as servers
-from tests.helpers.models import PLAIN
-from tests.helpers.server import HARD, Server, chain, finished, post, solving_processes, wait_for
+from tests.helpers.service import server as servers
+from tests.helpers.service.server import (
+    HARD,
+    Server,
+    chain,
+    finished,
+    post,
+    solving_processes,
+    wait_for,
+)
+from tests.helpers.training.models import PLAIN
 
 import remat
 from remat.strategies import KeepAll

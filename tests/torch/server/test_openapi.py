@@ -27,10 +27,10 @@ from schemathesis.specs.openapi.checks import (
     response_schema_conformance,
     status_code_conformance,
 )
-from tests.helpers import server as servers
-from tests.helpers.models import PLAIN
 from tests.helpers.paths import ROOT
-from tests.helpers.server import HARD, Server, chain, finished
+from tests.helpers.service import server as servers
+from tests.helpers.service.server import HARD, Server, chain, finished
+from tests.helpers.training.models import PLAIN
 
 import remat
 from remat.strategies.registry import STRATEGIES
@@ -353,7 +353,7 @@ def run_schemathesis(
 ) -> set[tuple[str, str, int]]:
     """Return the answers (method, path with query, status) of a run that must find no failure."""
     config, archive = directory / "schemathesis.toml", directory / "requests.har"
-    config.write_text(CONFIG.format(hooks=ROOT / "tests/helpers/openapi_hooks.py"))
+    config.write_text(CONFIG.format(hooks=ROOT / "tests/helpers/service/openapi_hooks.py"))
     (directory / "given.json").write_text(json.dumps(documents))
     command = [sys.executable, "-m", "schemathesis.cli", "--no-color", "--config-file", str(config)]
     command += ["run", f"{url}/openapi.json", "--checks=all", f"--report-har-path={archive}"]

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.helpers import server as servers
-from tests.helpers.server import HARD, Server, chain, finished
+from tests.helpers.service import server as servers
+from tests.helpers.service.server import HARD, Server, chain, finished
 from torch import nn
 
 import remat

@@ -14,10 +14,18 @@ from pathlib import Path
 
 import httpx2
 import pytest
-from tests.helpers import server as servers
-from tests.helpers.models import gpt2
-from tests.helpers.recorded_steps import assert_same, eager_step, run_step
-from tests.helpers.server import HARD, Server, chain, finished, post, solving_processes, wait_for
+from tests.helpers.service import server as servers
+from tests.helpers.service.server import (
+    HARD,
+    Server,
+    chain,
+    finished,
+    post,
+    solving_processes,
+    wait_for,
+)
+from tests.helpers.training.models import gpt2
+from tests.helpers.training.recorded_steps import assert_same, eager_step, run_step
 
 import remat
 from remat.documents.plan import GraphRecord

@@ -25,7 +25,6 @@ import networkx as nx
 import pytest
 import torch
 from tests.helpers.graphs import chain
-from tests.helpers.models import gpt2
 from tests.helpers.paths import DATA
 from tests.helpers.plans import (
     HOSTILE,
@@ -35,6 +34,7 @@ from tests.helpers.plans import (
     plan_of,
     plans,
 )
+from tests.helpers.training.models import gpt2
 from torch import nn
 from torch.cuda import _memory_viz
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.helpers.compiled_steps import blocks, convolutions, measured_peak, plans_of
 from tests.helpers.cpp_compiler import needs_compiler
-from tests.helpers.recorded_steps import Case
+from tests.helpers.training.compiled_steps import blocks, convolutions, measured_peak, plans_of
+from tests.helpers.training.recorded_steps import Case
 from torch._inductor import ir
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 from torch._inductor.virtualized import V

@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tests.helpers.compiled_steps import (
+from tests.helpers.cpp_compiler import needs_compiler
+from tests.helpers.training.compiled_steps import (
     assert_same,
     dropout_case,
     measured_peak,
@@ -15,8 +16,7 @@ from tests.helpers.compiled_steps import (
     two_steps,
     with_state,
 )
-from tests.helpers.cpp_compiler import needs_compiler
-from tests.helpers.recorded_steps import Case
+from tests.helpers.training.recorded_steps import Case
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch._dynamo
-from tests.helpers.compiled_steps import (
+from tests.helpers.cpp_compiler import needs_compiler
+from tests.helpers.training.compiled_steps import (
     assert_same,
     measured_peak,
     plans_of,
@@ -16,8 +17,7 @@ from tests.helpers.compiled_steps import (
     two_steps,
     with_state,
 )
-from tests.helpers.cpp_compiler import needs_compiler
-from tests.helpers.recorded_steps import Case
+from tests.helpers.training.recorded_steps import Case
 from torch import nn
 
 import remat

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tests.helpers.models import Case
-from tests.helpers.random_modules import lean_schedule
+from tests.helpers.training.models import Case
+from tests.helpers.training.random_modules import lean_schedule
 from torch import nn
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch._dynamo
 import torch.nn.functional as F
-from tests.helpers.models import Case
+from tests.helpers.training.models import Case
 from torch import nn
 
 import remat
