@@ -61,7 +61,7 @@ def _by_model(name: str) -> dict[tuple[str, str], dict[str, Any]]:
 
 
 def search() -> Table:
-    """Return results of the searches before and after 2026-11-22, on the same traces and machine."""
+    """Return results of the searches of 2026-11-21 and 2026-11-22, on the same traces."""
     names = ("solver-traced-before", "solver-traced")
     searches = [_by_model(name) for name in names]
     rows = tuple(
