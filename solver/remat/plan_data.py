@@ -26,7 +26,7 @@ RESERVED_BYTES_STAT = "reserved_for_others_bytes"
 class Status(Enum):
     """OPTIMAL if a plan is proved to be within the requested gap, else FEASIBLE."""
 
-    OPTIMAL = "within the gap that was asked for, proved"
+    OPTIMAL = "proved within the requested gap"
     FEASIBLE = "fits the budget; not proved to be within a gap of every schedule of its order"
 
 

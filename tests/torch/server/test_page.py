@@ -167,7 +167,7 @@ def test_a_trace_is_solved_and_its_result_is_shown(
         plan = http.get(f"/jobs/{id}").json()["summary"][0]
     assert figure(page, "Overhead") == f"+{plan['overhead']:.2%}"
     assert figure(page, "Peak memory").endswith("KiB")
-    expect(page.locator(".verdict")).to_contain_text("Proved within the gap")
+    expect(page.locator(".verdict")).to_contain_text("Proved within the requested gap")
     table = page.get_by_role("region", name="Most expensive recomputations")
     expect(table).to_contain_text("layers.")
     page.get_by_role("link", name="All jobs").click()
