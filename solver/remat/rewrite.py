@@ -48,8 +48,13 @@ BATCH_NORM_RECOMPUTES = {
 def rewrite(trace: Trace, schedule: Schedule) -> Program:
     """Return the program that runs exactly `schedule`.
 
-    Raises `GraphError` if the schedule does not fit the trace.
+    Raises `GraphError` if the schedule does not fit the trace, and TypeError for another object,
+    such as a plan.
     """
+    if not isinstance(schedule, Schedule):
+        raise TypeError(
+            f"rewrite needs a Schedule; got a {type(schedule).__name__}: pass plan.schedule"
+        )
     graph = trace.graph()
     timeline = simulate(graph, schedule)
     writer = _ProgramWriter(trace, schedule)

@@ -19,7 +19,7 @@ from remat.schedule import Schedule
 from remat.simulate import peak_and_time, simulate
 from remat.solution import Solution, Stats, merge_stats
 from remat.strategies.auto import Auto
-from remat.strategies.base import Strategy, Task
+from remat.strategies.base import Strategy, Task, checked_strategy
 from remat.strategies.search.step import warn_of_failure
 
 _MIN_TIME_LIMIT_S = 1.0
@@ -63,11 +63,12 @@ def solve(
     schedule within the time limit), `SolverError` (a backend that is missing, or fails before any
     schedule was found), and `RematError` if cancelled before any schedule was found.
     """
+    strategy = checked_strategy(strategy or Auto())
     stats: Stats = {} if isinstance(graph, Graph) else {"cost_source": graph.cost_source}
     traced, graph = graph, graph if isinstance(graph, Graph) else graph.graph()
     budget_bytes = Budget.parse(budget).in_bytes(_baseline_bytes(graph), graph.library_bytes)
     with raise_progress_errors(progress, cancel) as (progress, cancel):
-        plan = _solve(graph, budget_bytes, strategy or Auto(), None, progress, cancel, stats)
+        plan = _solve(graph, budget_bytes, strategy, None, progress, cancel, stats)
     return _with_trace_stats(plan, traced)
 
 
@@ -89,7 +90,7 @@ def sweep(
     """
     stats: Stats = {} if isinstance(graph, Graph) else {"cost_source": graph.cost_source}
     traced, graph = graph, graph if isinstance(graph, Graph) else graph.graph()
-    strategy = strategy or Auto()
+    strategy = checked_strategy(strategy or Auto())
     baseline_bytes = _baseline_bytes(graph)
     parsed = map(Budget.parse, SWEEP_BUDGETS if budgets is None else budgets)
     sizes = {budget.in_bytes(baseline_bytes, graph.library_bytes) for budget in parsed}

@@ -171,3 +171,11 @@ def test_a_start_in_another_order_does_not_seem_to_beat_the_bound() -> None:
     strategy = Auto(order="off", time_limit=3)
     solution = strategy.run(Task(graph, baseline * 7 // 10, reordered))
     assert solution.schedule.keeps_order()
+
+
+@pytest.mark.parametrize("strategy", ["exact", Auto, 3])
+def test_an_object_that_is_no_strategy_is_refused_with_a_remedy(strategy: object) -> None:
+    for function in (solve, sweep):
+        argument = ["60%"] if function is sweep else "60%"
+        with pytest.raises(ValueError, match=r"strategy is .* pass an instance, such as remat\.A"):
+            function(chain(4), argument, strategy)

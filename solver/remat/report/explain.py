@@ -15,7 +15,7 @@ from remat.graph import Graph
 from remat.limits.units import format_bytes, format_seconds
 from remat.plan_data import PlanData
 from remat.report.describe import SCOPE_TEXT
-from remat.report.tables import align_columns
+from remat.report.tables import align_columns, fold_layer_numbers
 from remat.schedule import Schedule
 from remat.simulate import Timeline, simulate
 
@@ -25,11 +25,12 @@ _MAX_ROWS = 60
 def explain(plan: PlanData, name: str) -> str:
     """Return the explanation for an operation, given its name, or a module, given its path.
 
-    If the name is both, the operation comes first. Raises `UnknownName`.
+    A path may have `*` for the numbers of layers, as in the tables of `describe`. If the name is
+    both, the operation comes first. Raises `UnknownName`.
     """
     operations = plan.graph.operations
     op = next((i for i, operation in enumerate(operations) if operation.name == name), None)
-    in_module = [i for i, o in enumerate(operations) if f"{o.module}.".startswith(f"{name}.")]
+    in_module = [i for i, o in enumerate(operations) if _is_in_module(o.module, name)]
     parts: list[str] = []
     if op is not None:
         parts.append("\n".join(_explain_operation(plan, op)))
@@ -38,6 +39,11 @@ def explain(plan: PlanData, name: str) -> str:
     if not parts:
         raise UnknownName(_unknown_name_text(plan.graph, name))
     return "\n\n".join(parts)
+
+
+def _is_in_module(module: str, path: str) -> bool:
+    """True if `module` is the module at `path`, or one of its submodules."""
+    return any(f"{m}.".startswith(f"{path}.") for m in (module, fold_layer_numbers(module)))
 
 
 def without_recomputation(graph: Graph, schedule: Schedule, op: int) -> tuple[Schedule, list[int]]:
@@ -325,7 +331,10 @@ def _unknown_name_text(graph: Graph, name: str) -> str:
         modules.update(".".join(parts[: i + 1]) for i in range(len(parts)))
     names = [*(operation.name for operation in graph.operations), *sorted(modules - {""})]
     hint = similar_names_hint(name, dict.fromkeys(names), lead="; near: ")
-    return f"no operation and no module is called {name!r}{hint}"
+    return (
+        f"no operation and no module is called {name!r}{hint}; plan.graph.operations has all "
+        "names and modules"
+    )
 
 
 def _run_text(graph: Graph, schedule: Schedule, run: int, displayed_run: int) -> str:

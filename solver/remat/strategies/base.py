@@ -7,7 +7,7 @@ be trusted: `remat.solve` simulates every schedule that it returns.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 from remat.graph import Graph
 from remat.progress import Cancel, ProgressCallback
@@ -42,3 +42,14 @@ class Strategy(Protocol):
     def run(self, task: Task) -> Solution:
         """Return a schedule for `task`. Raises `InfeasibleBudget` or `SolverTimeout`."""
         ...
+
+
+def checked_strategy(strategy: object) -> Strategy:
+    """Return `strategy`. Raises ValueError for an object that is no instance of a strategy."""
+    is_class = isinstance(strategy, type)
+    if is_class or not hasattr(strategy, "run"):
+        kind = f"the class {strategy.__name__}" if is_class else f"a {type(strategy).__name__}"
+        raise ValueError(
+            f"strategy is {kind}; pass an instance, such as remat.Auto() or remat.Exact()"
+        )
+    return cast(Strategy, strategy)

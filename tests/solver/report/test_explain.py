@@ -14,6 +14,7 @@ from remat.errors import RematError, UnknownName
 from remat.graph import Graph, Operation, Value
 from remat.plan import Plan
 from remat.report.explain import without_recomputation
+from remat.report.tables import fold_layer_numbers
 from remat.schedule import Schedule
 from remat.simulate import Copy, simulate
 from remat.solution import Solution
@@ -113,8 +114,21 @@ def test_unknown_names_are_refused_with_similar_ones() -> None:
     assert isinstance(caught.value, UnknownName)
     assert isinstance(caught.value, RematError)
     assert str(caught.value).startswith("no operation and no module is called 'layer.9'; near: la")
+    assert str(caught.value).endswith("plan.graph.operations has all names and modules")
     with pytest.raises(UnknownName, match="''"):
         plan.explain("")
+
+
+def test_a_module_may_be_named_as_tables_name_it() -> None:
+    """`describe` writes `*` for the numbers of layers."""
+    plan = _plan(chain(4), *range(8))
+    modules = {operation.module for operation in plan.graph.operations if operation.module}
+    folded = {fold_layer_numbers(module) for module in modules}
+    numbered = [name for name in folded if "*" in name]
+    assert numbered
+    for name in numbered:
+        members = sum(fold_layer_numbers(o.module) == name for o in plan.graph.operations)
+        assert plan.explain(name).startswith(f"{name}: {members} operation")
 
 
 @st.composite

@@ -151,3 +151,12 @@ def test_a_damaged_constant_is_named(damage: str) -> None:
     (name,) = [p.name for p in placeholders if p.data]
     with pytest.raises(DocumentError, match=f"the constant {name} is damaged"):
         lower_program(damaged)
+
+
+def test_a_stage_of_another_kind_is_refused_with_a_remedy() -> None:
+    trace = traced(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), torch.ones(2, 2))
+    plan = remat.solve(trace, "100%")
+    with pytest.raises(TypeError, match=r"got a Plan: pass plan\.schedule"):
+        remat.rewrite(trace, plan)
+    with pytest.raises(TypeError, match=r"got a Plan: pass remat\.rewrite"):
+        remat.lower(plan, nn.Linear(2, 2))

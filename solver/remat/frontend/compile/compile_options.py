@@ -15,6 +15,7 @@ from remat.limits.outputs import OUTPUTS_HELD, are_dropped
 from remat.limits.reserve import parse_reserve
 from remat.progress import ProgressCallback
 from remat.strategies import Auto, Strategy
+from remat.strategies.base import checked_strategy
 
 TIME_LIMIT_S = 8.0
 """Default time of planning one graph: the user waits for the first step."""
@@ -108,8 +109,7 @@ def read_options(
     is_default_time = strategy is None and "time_limit" not in strategy_options
     if strategy is None:
         strategy = Auto(**{"time_limit": TIME_LIMIT_S, **strategy_options})
-    elif not hasattr(strategy, "run"):
-        raise ValueError(f"strategy is a {type(strategy).__name__}; pass one such as remat.Auto()")
+    strategy = checked_strategy(strategy)
     limits = Limits(budget, parse_reserve(remaining.pop("reserve", 0)))
     if limits.reserve_bytes:
         limits.check_reserve()

@@ -336,8 +336,13 @@ def lower(
     run; add your library's where the model uses custom operators.
 
     Raises `GuardError` where the model does not fit, `DocumentError` for an operation that is not
-    allowed.
+    allowed, and TypeError for another object in place of the program.
     """
+    if not isinstance(program, Program):
+        raise TypeError(
+            f"lower needs a Program; got a {type(program).__name__}: pass "
+            "remat.rewrite(trace, plan.schedule)"
+        )
     model = unwrap_compiled(model)
     program = program_on_model_device(program, model)
     lowered = lower_program(program, namespaces)
