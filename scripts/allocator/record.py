@@ -2,9 +2,9 @@
 
     python -m scripts.allocator.record tests/data/allocator --python PYTHON
 
-PYTHON has a CUDA build of torch, and remat's dependencies. No device is needed: torch runs against
-`no_device.c`, which this script compiles with `cc` and preloads. Kernels compute nothing, but the
-allocator is libtorch's own, and so are the allocations of a step.
+PYTHON has a CUDA build of torch, and remat's dependencies. No device is needed: torch runs on the
+software GPU (`scripts.software_gpu`). Kernels compute nothing, but the allocator is libtorch's own,
+and so are the allocations of a step.
 
 The file is a JSON list of recordings: torch's version; `actions`, the `[action, address, size]` of
 the snapshot's `device_traces`; `segments` of the final snapshot, with their blocks; `peaks` of
@@ -20,15 +20,15 @@ import os
 import random
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-SOURCE = Path(__file__).with_name("no_device.c")
+from scripts.software_gpu.build import build_library, site_packages_of
+from scripts.software_gpu.environment import gpu_environment
+
 PLANS = (("gpt", "75%"), ("resnet", "60%"))
-LIBRARIES = ("libcuda.so.1", "libnvidia-ml.so.1")
 
 
 def random_events(seed: int, count: int) -> Iterator[tuple[int, int | None]]:
@@ -104,30 +104,20 @@ def replay_events(events: list[tuple[Any, int | None]]) -> dict[str, Any]:
 def _run_child(
     python: str, module: str, *arguments: str, stdin: Any = None, is_expandable: bool = False
 ) -> Any:
-    """Run a module of this package in a process without a device, and return its JSON output."""
+    """Run a module of this package in a process on the software GPU, and return its JSON output."""
     command = [python, "-m", f"scripts.allocator.{module}", *arguments]
     return json.loads(
-        run_without_device(command, is_expandable=is_expandable, stdin=json.dumps(stdin))
+        run_on_software_gpu(command, is_expandable=is_expandable, stdin=json.dumps(stdin))
     )
 
 
-def run_without_device(command: list[str], *, is_expandable: bool, stdin: str = "") -> str:
-    """Run a command against the CUDA runtime of `no_device.c`, and return its stdout."""
-    root = SOURCE.parents[2]
-    with tempfile.TemporaryDirectory() as folder:
-        for name in LIBRARIES:
-            compiler = ["cc", "-shared", "-fPIC", "-w", "-o", str(Path(folder, name)), str(SOURCE)]
-            subprocess.run(compiler, check=True)
-        environment = os.environ | {
-            "LD_LIBRARY_PATH": folder,
-            "LD_PRELOAD": str(Path(folder, LIBRARIES[0])),
-            "PYTHONPATH": f"{root}:{root / 'solver'}",
-            "PYTORCH_CUDA_ALLOC_CONF": f"expandable_segments:{is_expandable}",
-            "TORCH_CUBLAS_WORKSPACE_CACHE": "1",  # the default up to torch 2.14
-        }
-        completed = subprocess.run(
-            command, input=stdin, env=environment, text=True, stdout=subprocess.PIPE, check=True
-        )
+def run_on_software_gpu(command: list[str], *, is_expandable: bool, stdin: str = "") -> str:
+    """Run a Python's command on the software GPU, and return its stdout."""
+    library = build_library(site_packages_of(command[0]))
+    environment = gpu_environment(library, is_expandable=is_expandable)
+    completed = subprocess.run(
+        command, input=stdin, env=environment, text=True, stdout=subprocess.PIPE, check=True
+    )
     return completed.stdout
 
 
@@ -143,7 +133,7 @@ def main() -> None:
 
         recording = replay_events(json.load(sys.stdin))
         print(json.dumps({"torch": torch.__version__, **recording}), flush=True)
-        os._exit(0)  # threads of the missing device do not end
+        os._exit(0)  # not by the exit handlers of CUDA libraries
     random_sequences = {f"random {seed}": list(random_events(seed, 600)) for seed in range(3)}
     recordings: list[dict[str, Any]] = []
     plans = {

@@ -1,4 +1,4 @@
-"""Run training steps of remat's plans on torch's CUDA allocator, without a device.
+"""Run training steps of remat's plans on torch's CUDA allocator, on the software GPU.
 
 `scripts.allocator.record` runs it, first as `plan MODEL BUDGET`, then as `run MODEL` with the first
 output on stdin, and describes the output. Capture, workspaces, runtime and allocations are real.
@@ -109,11 +109,11 @@ def record_steps(name: str, plan: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    torch.backends.cudnn.enabled = False  # no_device.c does not replace cuDNN
+    torch.backends.cudnn.enabled = False  # the software GPU does not replace cuDNN
     task, model_name, *budget = sys.argv[1:]
     if task == "plan":
         output = plan_step(model_name, *budget)
     else:
         output = record_steps(model_name, json.load(sys.stdin))
     print(json.dumps({"torch": torch.__version__, **output}), flush=True)
-    os._exit(0)  # threads of the missing device do not end
+    os._exit(0)  # not by the exit handlers of CUDA libraries
