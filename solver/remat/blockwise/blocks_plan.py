@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from remat.blockwise.block_step import PLANNED, BlockOption
+from remat.limits.budget import share_of_baseline
 from remat.limits.units import format_bytes, format_seconds
 from remat.plan import Plan
 from remat.report.tables import align_columns, fold_layer_numbers
@@ -37,9 +38,10 @@ class BlocksPlan:
     """The plan of a training step whose blocks are planned separately, within one budget.
 
     `calls` are the block calls in the order of the forward. Sizes are of the whole step: they
-    include parameters, buffers, gradients, batch and everything outside of blocks. Times are of the
-    blocks only. No choice among the blocks' options is faster than `bound_s`. `not_whole_reason`
-    says why the model could not be planned as a whole, if that was tried.
+    include parameters, buffers, gradients, batch, the workspaces of libraries (`library_bytes`) and
+    everything outside of blocks. Times are of the blocks only. No choice among the blocks' options
+    is faster than `bound_s`. `not_whole_reason` says why the model could not be planned as a whole,
+    if that was tried.
     """
 
     budget_bytes: int
@@ -49,6 +51,7 @@ class BlocksPlan:
     calls: tuple[BlockCall, ...]
     cost_source: str = "as given"
     not_whole_reason: str = ""
+    library_bytes: int = 0
 
     @property
     def time_s(self) -> float:
@@ -73,7 +76,10 @@ class BlocksPlan:
 
     def describe(self) -> str:
         """Return a table: budget, peak, time, the blocks' options, and why blocks are unplanned."""
-        share = f"{self.peak_bytes / max(self.baseline_bytes, 1):.1%}"
+        share_of_peak = share_of_baseline(
+            self.peak_bytes, baseline_bytes=self.baseline_bytes, library_bytes=self.library_bytes
+        )
+        share = f"{share_of_peak:.1%}"
         lines = [
             f"budget  {format_bytes(self.budget_bytes)}",
             f"peak    {format_bytes(self.peak_bytes)}, {share} of "

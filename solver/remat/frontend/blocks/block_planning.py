@@ -78,7 +78,7 @@ def plan_blocks(
             alternatives.append(_alternative(model, call, options, solver, keep_uncapturable=True))
     # The child modules of a block together never save less than the block: they may save more.
     baseline_bytes = min(a.step.peak_bytes([0] * len(a.candidates)) for a in alternatives)
-    budget_bytes = available_bytes(options, baseline_bytes, model)
+    budget_bytes = available_bytes(options, baseline_bytes, alternatives[0].library_bytes, model)
     minimum_bytes = 0
     if budget_floor_bytes:
         minimum_bytes = min(minimum_peak_bytes(a.step) for a in alternatives)
@@ -112,10 +112,12 @@ class _Alternative:
     """A selection of blocks for the step, with the candidates of each block call.
 
     `planned_options` has the plans of each call, none if it runs in eager mode. `capture_failures`
-    says why blocks and child modules could not be captured.
+    says why blocks and child modules could not be captured. `library_bytes` are the workspaces of
+    libraries, a part of the step's peaks.
     """
 
     step: BlockStep
+    library_bytes: int
     candidates: list[CallCandidates]
     planned_options: list[tuple[PlannedOption, ...]]
     capture_failures: tuple[str, ...]
@@ -147,7 +149,9 @@ def _alternative(
         options.in_flight,
         dry_run.non_block_bytes,
     )
-    return _Alternative(step, candidates, planned_options, tuple(failures.values()))
+    return _Alternative(
+        step, dry_run.library_bytes, candidates, planned_options, tuple(failures.values())
+    )
 
 
 def _infeasible_error(
@@ -208,6 +212,7 @@ def _planned_blocks(
         baseline_bytes=baseline_bytes,
         bound_s=choice.bound_s,
         calls=tuple(block_calls),
+        library_bytes=alternative.library_bytes,
         cost_source=solver.cost_source,
         not_whole_reason=not_whole_reason,
     )

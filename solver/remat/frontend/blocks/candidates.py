@@ -67,9 +67,12 @@ def with_saved_inputs(
     return results
 
 
-def available_bytes(options: OptimizeOptions, baseline_bytes: int, model: nn.Module) -> int | None:
+def available_bytes(
+    options: OptimizeOptions, baseline_bytes: int, library_bytes: int, model: nn.Module
+) -> int | None:
     """Return the largest peak in bytes that a plan of the model's step may have; None for the
-    budget "min". `baseline_bytes` is the step's peak without recomputation."""
+    budget "min". `baseline_bytes` is the step's peak without recomputation, of which libraries use
+    `library_bytes`."""
     reserve = reserve_size(options.reserve)
     if options.budget is None:
         device = next(p.device for p in model.parameters())
@@ -79,4 +82,4 @@ def available_bytes(options: OptimizeOptions, baseline_bytes: int, model: nn.Mod
         limits = auto_limits_of_device(device, allocated_bytes, reserve).limits
     else:
         limits = Limits(options.budget, reserve.total_bytes)
-    return limits.available_bytes(baseline_bytes)
+    return limits.available_bytes(baseline_bytes, library_bytes)

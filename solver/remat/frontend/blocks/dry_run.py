@@ -43,6 +43,7 @@ from remat.frontend.blocks.stub import StubBlock, copy_argument_mutations
 from remat.frontend.capture.model.flat_model import outputs_to_differentiate
 from remat.frontend.capture.model.preserved_state import model_state_preserved
 from remat.frontend.common.pytree import flatten, flatten_objects, tensors_in, unflatten_objects
+from remat.frontend.memory.device_memory import allocated_workspace_bytes
 from remat.frontend.memory.gauge import Gauge, gauge
 from remat.frontend.memory.meter import unique_bytes
 from remat.frontend.runtime.guards import CallSignature, ModelCall, ModelTracker, call_signature
@@ -79,12 +80,14 @@ class DryRun:
 
     `externally_held_storages` are those inputs of blocks that code outside of blocks still holds
     when the backward starts. `non_block_bytes` were in use at that time, without constant memory.
+    `library_bytes` are the workspaces of libraries, a part of the constant memory.
     """
 
     calls: tuple[DryRunCall, ...]
     events: tuple[StepEvent, ...]
     externally_held_storages: frozenset[StorageWeakRef]
     non_block_bytes: int = 0
+    library_bytes: int = 0
 
 
 def run_dry(
@@ -105,13 +108,14 @@ def run_dry(
     Raises `TraceError` if the model's forward calls no block.
     """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    library_bytes = allocated_workspace_bytes(device)
     torch.clear_autocast_cache()  # else it already holds weights in lower precision
     with ExitStack() as stack:
         stack.enter_context(_model_restored(model))
         stack.enter_context(torch.enable_grad())
         recorder = _DryRunRecorder(
             stack.enter_context(gauge(device)),
-            _constant_bytes(model, call),
+            library_bytes + _constant_bytes(model, call),
             {id(s.module) for s in measured_submodules},
             measure_options,
             is_sharded(model),
@@ -131,6 +135,7 @@ def run_dry(
         tuple(recorder.events),
         frozenset(recorder.externally_held_storages),
         recorder.non_block_bytes,
+        library_bytes,
     )
 
 

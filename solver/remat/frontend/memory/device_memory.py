@@ -79,6 +79,17 @@ def library_bytes(
     return threads * _workspace_bytes(device, capability)
 
 
+def allocated_workspace_bytes(device: torch.device) -> int:
+    """Let cuBLAS allocate the workspaces that torch keeps, and return their bytes, which later
+    measurements of the device's memory do not count; 0 where nothing is kept."""
+    if device.type != "cuda" or not keeps_workspaces():
+        return 0
+    with torch.enable_grad(), torch.autocast("cuda", enabled=False):
+        x = torch.ones(1, 1, device=device, requires_grad=True)
+        (x @ x).backward()  # on the thread of the backward, too
+    return library_bytes(device, ["aten.mm.default"])
+
+
 def keeps_workspaces() -> bool:
     """True if torch keeps cuBLAS's workspaces after a matrix product. If False, each product
     allocates and frees one, and a measurement counts it as the product's own workspace."""

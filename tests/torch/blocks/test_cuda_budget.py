@@ -1,0 +1,47 @@
+"""A budget in bytes of a step that is planned by blocks, on a GPU."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+import remat
+
+pytestmark = pytest.mark.gpu
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.nn.functional.gelu(self.up(x)))
+
+
+def requested_peak_bytes(model: nn.Module, x: torch.Tensor) -> int:
+    """The peak of the second step."""
+    for _ in range(2):
+        model.zero_grad(set_to_none=True)
+        torch.cuda.reset_peak_memory_stats()
+        model(x).square().mean().backward()
+    return torch.cuda.memory_stats()["requested_bytes.all.peak"]
+
+
+def test_the_workspaces_of_cublas_count_as_part_of_a_budget_in_bytes() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+    model = nn.Sequential(*(Block() for _ in range(8))).cuda()
+    x = torch.randn(512, 64, device="cuda")
+    earlier_bytes = torch.cuda.memory_stats()["requested_bytes.all.current"]
+    eager_bytes = requested_peak_bytes(model, x)
+    model.zero_grad(set_to_none=True)
+    workspaces = torch.cuda.memory_stats()["requested_bytes.all.current"] - earlier_bytes
+    budget_bytes = workspaces + int(0.8 * (eager_bytes - workspaces))
+    remat.enable(model, budget_bytes, (x,), scope="blocks", costs=remat.Roofline("h100"))
+    (plan,) = remat.plans(model)
+    assert requested_peak_bytes(model, x) <= plan.peak_bytes <= budget_bytes
+    assert plan.baseline_bytes == pytest.approx(eager_bytes, rel=0.005)
