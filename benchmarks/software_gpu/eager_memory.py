@@ -1,0 +1,218 @@
+"""Memory of eager plans: torch's own requested and allocated bytes against the prediction.
+
+One case is a family in one precision. Costs are those of `Roofline("h100")`, workspaces included,
+because kernels on the software GPU take no time. The workspaces of cuBLAS, which torch keeps once
+they are allocated, are subtracted everywhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+import remat
+from benchmarks.software_gpu.families import DTYPES, FAMILIES, Batch, build
+from remat.blockwise.blocks_plan import BlocksPlan
+from remat.frontend.memory.device_memory import library_bytes
+
+BUDGETS = ("100%", "75%", "50%", "min")
+MIN_SHARE = 0.995
+"""The least share of a prediction that the requested bytes must reach."""
+ESTIMATE_TOLERANCE = 0.005
+
+Row = dict[str, Any]
+
+STRATEGY = remat.Auto(gap=0.05, time_limit=5.0)
+
+
+def cases() -> list[str]:
+    """Return the names of the cases, "FAMILY-DTYPE"."""
+    return [f"{family}-{dtype}" for family in FAMILIES for dtype in DTYPES]
+
+
+def run_case(case: str) -> list[Row]:
+    """Return the rows of one case: eager mode, then each budget by `optimize` and by `enable`."""
+    family, _, dtype = case.partition("-")
+    torch.backends.cudnn.enabled = False  # the software GPU does not replace cuDNN
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    setting = Setting(family, dtype)
+    return [
+        setting.eager_row(),
+        *(setting.optimize_row(budget) for budget in BUDGETS),
+        *(setting.enable_row(budget) for budget in BUDGETS),
+        setting.optimize_row("75%", drops_outputs=True),
+        setting.optimize_row("75%", accumulates=True),
+    ]
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """Peaks of a step in bytes, without the workspaces of libraries."""
+
+    requested_bytes: int
+    allocated_bytes: int
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A family in one precision."""
+
+    family: str
+    dtype: str
+
+    def _row(self, what: str, budget: str = "") -> Row:
+        return {"family": self.family, "dtype": self.dtype, "what": what, "budget": budget}
+
+    def _model(self) -> tuple[nn.Module, Batch]:
+        """Return a new model with its batch on the GPU, once earlier ones are freed."""
+        gc.collect()
+        torch.cuda.empty_cache()
+        return build(self.family, self.dtype)
+
+    def _autocast(self) -> contextlib.AbstractContextManager[object]:
+        if self.dtype != "autocast":
+            return contextlib.nullcontext()
+        return torch.autocast("cuda", torch.bfloat16)
+
+    def _step(self, run: Callable[..., Any], batch: Batch, *, drops_outputs: bool = False) -> None:
+        """Run forward and backward. The outputs live until the end, unless they are dropped."""
+        with self._autocast():
+            outputs = run(**batch)
+        loss = outputs if isinstance(outputs, torch.Tensor) else outputs.loss
+        if drops_outputs:
+            del outputs
+        loss.backward()
+
+    def _peaks(
+        self,
+        run: Callable[..., Any],
+        model: nn.Module,
+        batch: Batch,
+        *,
+        drops_outputs: bool = False,
+        accumulates: bool = False,
+    ) -> list[Peaks]:
+        """Return the peaks of the second and third step; the first allocates the libraries'
+        workspaces within it."""
+        return [self._step_peaks(run, model, batch, drops_outputs, accumulates) for _ in range(3)][
+            1:
+        ]
+
+    def _step_peaks(
+        self,
+        run: Callable[..., Any],
+        model: nn.Module,
+        batch: Batch,
+        drops_outputs: bool,
+        accumulates: bool,
+    ) -> Peaks:
+        if not accumulates:
+            model.zero_grad(set_to_none=True)
+        torch.cuda.reset_peak_memory_stats()
+        self._step(run, batch, drops_outputs=drops_outputs)
+        stats = torch.cuda.memory_stats()
+        libraries = workspace_bytes()
+        return Peaks(
+            stats["requested_bytes.all.peak"] - libraries,
+            stats["allocated_bytes.all.peak"] - libraries,
+        )
+
+    def eager_row(self) -> Row:
+        """Compare the peak of eager mode with `remat.estimate`."""
+        model, batch = self._model()
+        try:
+            with self._autocast():
+                estimate = remat.estimate(model, (), batch)
+        except remat.RematError as error:
+            return self._row("eager") | refusal(error)
+        predicted = estimate.peak_bytes - estimate.library_bytes
+        peaks = self._peaks(model, model, batch)
+        errors = [abs(peak.requested_bytes / predicted - 1) for peak in peaks]
+        return self._row("eager") | figures(
+            predicted, peaks, None, max(errors) <= ESTIMATE_TOLERANCE
+        )
+
+    def optimize_row(
+        self, budget: str, *, drops_outputs: bool = False, accumulates: bool = False
+    ) -> Row:
+        """Compare steps of `remat.optimize` with the plan's prediction."""
+        what = "accumulation" if accumulates else "dropped" if drops_outputs else "optimize"
+        model, batch = self._model()
+        if accumulates:
+            self._step(model, batch)  # its gradients are there when the next step is planned
+        try:
+            with self._autocast():
+                gm = remat.optimize(
+                    model, budget, (), batch, strategy=STRATEGY, costs=remat.Roofline("h100"),
+                    outputs="dropped" if drops_outputs else "held",
+                )  # fmt: skip
+        except remat.RematError as error:
+            return self._row(what, budget) | refusal(error)
+        peaks = self._peaks(gm, model, batch, drops_outputs=drops_outputs, accumulates=accumulates)
+        assert gm.plan is not None
+        assert gm.program is not None
+        libraries = gm.plan.graph.library_bytes
+        predicted_bytes = gm.program.predicted_peak_bytes
+        return self._row(what, budget) | judged(
+            predicted_bytes, gm.plan.budget_bytes, libraries, peaks
+        )
+
+    def enable_row(self, budget: str) -> Row:
+        """Compare steps of `remat.enable` by blocks with the plan's prediction."""
+        model, batch = self._model()
+        try:
+            with self._autocast():
+                remat.enable(
+                    model, budget, (), batch, scope="blocks", strategy=STRATEGY,
+                    costs=remat.Roofline("h100"),
+                )  # fmt: skip
+        except remat.RematError as error:
+            return self._row("enable", budget) | refusal(error)
+        peaks = self._peaks(model, model, batch)
+        plan = remat.plans(model)[-1]
+        assert isinstance(plan, BlocksPlan)
+        return self._row("enable", budget) | judged(
+            plan.peak_bytes, plan.budget_bytes, plan.library_bytes, peaks
+        )
+
+
+def workspace_bytes() -> int:
+    """Return the bytes of cuBLAS's workspaces once both threads have used it."""
+    return library_bytes("cuda", ["aten.mm.default"])
+
+
+def refusal(error: remat.RematError) -> Row:
+    """Return the figures of a plan that does not exist. A budget below the smallest peak counts as
+    met: nothing exceeds it."""
+    text = str(error).splitlines()[0][:300]
+    return {"refused": text, "is_met": isinstance(error, remat.InfeasibleBudget)}
+
+
+def judged(predicted_bytes: int, budget_bytes: int, libraries: int, peaks: list[Peaks]) -> Row:
+    """Return the figures of a plan: requested bytes must be within the prediction and at least
+    `MIN_SHARE` of it, allocated bytes within the budget. `libraries` is part of both figures."""
+    predicted, budget = predicted_bytes - libraries, budget_bytes - libraries
+    is_met = all(
+        MIN_SHARE * predicted <= peak.requested_bytes <= predicted
+        and peak.allocated_bytes <= budget
+        for peak in peaks
+    )
+    return figures(predicted, peaks, budget, is_met)
+
+
+def figures(predicted: int, peaks: list[Peaks], budget: int | None, is_met: bool) -> Row:
+    """Return a row's figures."""
+    return {
+        "predicted_bytes": predicted,
+        "budget_bytes": budget,
+        "requested_bytes": [peak.requested_bytes for peak in peaks],
+        "allocated_bytes": [peak.allocated_bytes for peak in peaks],
+        "share": max(peak.requested_bytes for peak in peaks) / predicted,
+        "is_met": is_met,
+    }
