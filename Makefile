@@ -21,7 +21,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test test-all test-versions lint format types system-packages pytest pytest-gpu \
-	gpu gpu-wheels bench mutants docs notebooks lock clean
+	gpu gpu-in-software gpu-wheels bench mutants docs notebooks lock clean
 
 help:  ## Show the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
@@ -89,6 +89,11 @@ pytest-gpu: $(STAMP)  ## The tests that need a GPU, if there is one
 # Makes no .venv, so that it runs on machines without network. Exit codes: `ARGS=--help`.
 gpu:  ## The acceptance run on a GPU, with the installed Python: tests, then benchmarks; 25 minutes
 	@PYTHON='$(PYTHON)' scripts/gpu.sh $(ARGS)
+
+# Installs a CUDA build of torch (5.5 GB) into VERSIONS_DIR; ARGS="eager-memory --only gpt2" selects.
+gpu-in-software:  ## What can be proved about CUDA without a GPU: tests, memory, code, numbers; an hour
+	@export ARGS='$(ARGS)'; "$$(PYTHON='$(PYTHON)' scripts/find_python.sh)" -m scripts.versions \
+		software-gpu
 
 gpu-wheels:  ## Download its dependencies except torch to build/gpu-wheels, for a machine without network
 	@"$$(PYTHON='$(PYTHON)' scripts/find_python.sh)" scripts/gpu_wheels.py $(ARGS)

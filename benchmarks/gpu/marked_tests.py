@@ -44,7 +44,7 @@ def run_marked_tests(file: Path) -> Callable[[Setting, Report], None]:
             observed = f"pytest ended with {completed.returncode}, no results"
             report.judge(subject, requirement, observed, False)
             return
-        counts, failed = _read(results)
+        counts, failed = read_results(results)
         run_count = counts["tests"] - counts["skipped"]
         passed = run_count - counts["failures"] - counts["errors"]
         observed = f"{passed} of {run_count} passed"
@@ -61,7 +61,7 @@ def run_marked_tests(file: Path) -> Callable[[Setting, Report], None]:
     return run
 
 
-def _read(results: Path) -> tuple[dict[str, int], list[str]]:
+def read_results(results: Path) -> tuple[dict[str, int], list[str]]:
     """Return the counts of a JUnit XML file, and the names of the tests that failed."""
     suites = list(ElementTree.parse(results).getroot().iter("testsuite"))
     names = ("tests", "skipped", "failures", "errors")

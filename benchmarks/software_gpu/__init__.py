@@ -4,9 +4,10 @@
 - `eager_memory`: requested and allocated bytes of eager plans against their predictions.
 - `compiled_memory`: the same under torch.compile.
 - `absent_gpu`: traces for an absent GPU against traces on it.
-- `numbers`: loss and gradients of plans against eager mode.
+- `numbers`, `compiled_numbers`: loss and gradients of plans against eager mode and Inductor.
 - `code`: Inductor's kernels compiled for several architectures.
 - `faults`: planted faults, and what notices them.
+- `marked_tests`: the tests marked gpu.
 - `tables`: the tables, with their cases and requirements.
-- `child`: runs one case in a process of its own.
+- `runner`, `child`: run the cases, each in a process of its own.
 """

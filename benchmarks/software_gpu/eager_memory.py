@@ -1,7 +1,8 @@
 """Memory of eager plans: torch's own requested and allocated bytes against the prediction.
 
-One case is a family in one precision. Costs are those of `Roofline("h100")`, workspaces included,
-because kernels on the software GPU take no time. The workspaces of cuBLAS, which torch keeps once
+One case is a family in one precision. Costs are those of `Roofline("h100")`, workspaces included.
+Families with convolutions are measured instead, for the workspaces that convolutions have without
+cuDNN; the times of that measurement mean nothing. The workspaces of cuBLAS, which torch keeps once
 they are allocated, are subtracted everywhere.
 """
 
@@ -17,9 +18,10 @@ import torch
 from torch import nn
 
 import remat
-from benchmarks.software_gpu.families import DTYPES, FAMILIES, Batch, build
+from benchmarks.software_gpu.families import CONVOLUTIONAL, DTYPES, FAMILIES, Batch, build
 from remat.blockwise.blocks_plan import BlocksPlan
 from remat.frontend.memory.device_memory import library_bytes
+from remat.report.estimate import Estimate
 
 BUDGETS = ("100%", "75%", "50%", "min")
 MIN_SHARE = 0.995
@@ -123,12 +125,20 @@ class Setting:
             stats["allocated_bytes.all.peak"] - libraries,
         )
 
+    def _costs(self) -> str | remat.Roofline:
+        return "cuda" if self.family in CONVOLUTIONAL else remat.Roofline("h100")
+
+    def _estimate(self, model: nn.Module, batch: Batch) -> Estimate:
+        if self.family not in CONVOLUTIONAL:
+            return remat.estimate(model, (), batch)
+        return Estimate.of(remat.measure(remat.trace(model, (), batch), "cuda"))
+
     def eager_row(self) -> Row:
         """Compare the peak of eager mode with `remat.estimate`."""
         model, batch = self._model()
         try:
             with self._autocast():
-                estimate = remat.estimate(model, (), batch)
+                estimate = self._estimate(model, batch)
         except remat.RematError as error:
             return self._row("eager") | refusal(error)
         predicted = estimate.peak_bytes - estimate.library_bytes
@@ -149,7 +159,7 @@ class Setting:
         try:
             with self._autocast():
                 gm = remat.optimize(
-                    model, budget, (), batch, strategy=STRATEGY, costs=remat.Roofline("h100"),
+                    model, budget, (), batch, strategy=STRATEGY, costs=self._costs(),
                     outputs="dropped" if drops_outputs else "held",
                 )  # fmt: skip
         except remat.RematError as error:
@@ -170,7 +180,7 @@ class Setting:
             with self._autocast():
                 remat.enable(
                     model, budget, (), batch, scope="blocks", strategy=STRATEGY,
-                    costs=remat.Roofline("h100"),
+                    costs=self._costs(),
                 )  # fmt: skip
         except remat.RematError as error:
             return self._row("enable", budget) | refusal(error)

@@ -151,6 +151,9 @@ FAMILIES: dict[str, Callable[[], tuple[nn.Module, Batch]]] = {
 }
 """Builders of a model and its batch, on the CPU."""
 
+CONVOLUTIONAL = frozenset({"clip", "mamba", "swin", "unet2d", "vit", "whisper"})
+"""Families with convolutions. Without cuDNN, these take workspaces that a GPU does not."""
+
 DTYPES = ("float32", "bfloat16", "autocast")
 """Precisions: of the parameters, or float32 parameters under autocast to bfloat16."""
 

@@ -6,6 +6,7 @@ import argparse
 import os
 import re
 import runpy
+import shlex
 import shutil
 import tomllib
 from collections.abc import Sequence
@@ -56,20 +57,25 @@ class Suite:
     by_default: bool = True
 
     def run(self, versions: Path, options: argparse.Namespace) -> None:
-        environment = find_environment(self.name, self.pythons, versions, options)
-        inputs = [*read_files("pyproject.toml", "constraints.txt"), repr(self)]
-        if options.fresh or not environment.has_inputs(*inputs):
-            environment.recreate()
-            self._install(environment)
-            environment.record_inputs(*inputs)
+        environment = self.prepare(versions, options)
         environment.run("scripts/system_packages.sh")
-        environment.run(*_PIP, "--no-deps", "--no-build-isolation", "--editable", ROOT)
         if self.has_torch:
             environment.run("python", "-m", "pip", "check")
         marks = ["not gpu", *(["not slow"] if options.quick else []), *filter(None, [self.marks])]
         processes = ["-n", os.environ.get("JOBS", "2"), "--dist", "worksteal"]
         tests = ["python", "-m", "pytest", "-q", *processes, "-m", " and ".join(marks)]
         environment.run(*tests, OMP_NUM_THREADS="1")
+
+    def prepare(self, versions: Path, options: argparse.Namespace) -> Environment:
+        """Return the environment with all packages, created if necessary."""
+        environment = find_environment(self.name, self.pythons, versions, options)
+        inputs = [*read_files("pyproject.toml", "constraints.txt"), repr(self)]
+        if options.fresh or not environment.has_inputs(*inputs):
+            environment.recreate()
+            self._install(environment)
+            environment.record_inputs(*inputs)
+        environment.run(*_PIP, "--no-deps", "--no-build-isolation", "--editable", ROOT)
+        return environment
 
     def _install(self, environment: Environment) -> None:
         constraints = environment.folder / "constraints.txt"
@@ -85,6 +91,24 @@ class Suite:
         extras = list(project["optional-dependencies"])
         wanted = requirements(extras, [] if self.has_torch else ["torch"])
         environment.run(*_PIP, *with_constraints, "--group", "dev", *wanted, *self.overrides)
+
+
+@dataclass(frozen=True)
+class SoftwareGpu(Suite):
+    """The tables of `benchmarks.software_gpu`, with a CUDA build of torch on the software GPU.
+
+    The environment variable ARGS has arguments of that command.
+    """
+
+    def run(self, versions: Path, options: argparse.Namespace) -> None:
+        """Run the tables. Raises `RowSkipped` without a C compiler."""
+        if shutil.which("cc") is None:
+            raise RowSkipped("the software GPU is built with a C compiler, and there is none")
+        if not (versions / self.name).exists():
+            print(f"A CUDA build of torch is installed into {versions}: 5.5 GB", flush=True)
+        environment = self.prepare(versions, options)
+        arguments = shlex.split(os.environ.get("ARGS", ""))
+        environment.run("python", "-m", "benchmarks.software_gpu", *arguments)
 
 
 @dataclass(frozen=True)
@@ -188,14 +212,21 @@ ROWS: tuple[Row, ...] = (
         "newest",
         "Python 3.13, PuLP 4, torch 2.15: all tests",
         ("3.13",),
-        overrides=("pulp==4.*", "torch==2.15.*"),
+        overrides=("pulp==4.*", "torch==2.15.*", "triton==3.9.*; sys_platform == 'linux'"),
     ),
     Suite(
         "torch-2.11",
         "Python 3.12, torch 2.11: the tests that use torch",
         ("3.12", "3.13", "3.11"),
-        overrides=("torch==2.11.*", "setuptools"),
+        overrides=("torch==2.11.*", "triton==3.6.*; sys_platform == 'linux'", "setuptools"),
         marks="torch",
+    ),
+    SoftwareGpu(
+        "software-gpu",
+        "Python 3.11, a CUDA build of torch 2.14: the tests marked gpu, and memory, code and "
+        "numbers of CUDA, without a GPU",
+        ("3.11", "3.12", "3.13"),
+        overrides=("torch==2.14.*", "triton", "setuptools"),
     ),
     Suite(
         "pulp-3",
