@@ -45,3 +45,16 @@ def test_the_workspaces_of_cublas_count_as_part_of_a_budget_in_bytes() -> None:
     (plan,) = remat.plans(model)
     assert requested_peak_bytes(model, x) <= plan.peak_bytes <= budget_bytes
     assert plan.baseline_bytes == pytest.approx(eager_bytes, rel=0.005)
+
+
+def test_small_parameters_count_as_the_blocks_that_the_allocator_gives_them() -> None:
+    """Each tensor takes a multiple of 512 bytes."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    model = nn.Sequential(*(nn.Sequential(nn.LayerNorm(64), Block()) for _ in range(16))).cuda()
+    x = torch.randn(512, 64, device="cuda")
+    remat.enable(model, "100%", (x,), scope="blocks", costs=remat.Roofline("h100"))
+    (plan,) = remat.plans(model)
+    gc.collect()
+    requested_peak_bytes(model, x)
+    assert torch.cuda.max_memory_allocated() <= plan.peak_bytes

@@ -45,7 +45,7 @@ from remat.frontend.capture.model.preserved_state import model_state_preserved
 from remat.frontend.common.pytree import flatten, flatten_objects, tensors_in, unflatten_objects
 from remat.frontend.memory.device_memory import allocated_workspace_bytes
 from remat.frontend.memory.gauge import Gauge, gauge
-from remat.frontend.memory.meter import unique_bytes
+from remat.frontend.memory.meter import allocated_size_bytes, storage_bytes, unique_bytes
 from remat.frontend.runtime.guards import CallSignature, ModelCall, ModelTracker, call_signature
 
 MeasureOptions = Callable[[Gauge, ModuleInvocation], tuple[BlockOption, ...]]
@@ -284,7 +284,7 @@ class _DryRunRecorder:
         self._record_non_block_phase()
         live_bytes = self.gauge.live()
         storages = [t.untyped_storage() for t in tangents if t is not None]
-        sizes = {StorageWeakRef(s): s.nbytes() for s in storages}
+        sizes = {StorageWeakRef(s): storage_bytes(s) for s in storages}
         storages.clear()
         tangents.clear()
         # Tangents that nothing else holds count as the block's memory, until it has read them.
@@ -295,10 +295,11 @@ class _DryRunRecorder:
         parameters = trainable_parameters([self.calls[call_index].submodule])
         without_grad = [p for p in parameters if p.grad is None]
         # Autograd sums two gradients of a shared parameter into a third tensor.
+        sizes_bytes = {id(p): allocated_size_bytes(p.nbytes, p.device) for p in without_grad}
         self._summing_bytes = 2 * sum(
-            p.nbytes for p in without_grad if id(p) in self._gradient_bytes
+            size for key, size in sizes_bytes.items() if key in self._gradient_bytes
         )
-        self._gradient_bytes |= {id(p): p.nbytes for p in without_grad}
+        self._gradient_bytes |= sizes_bytes
 
     def _record_non_block_phase(self) -> None:
         peak_bytes = self._with_constant_bytes(self.gauge.peak()) + self._summing_bytes
@@ -378,7 +379,7 @@ def _storages(
 ) -> tuple[tuple[StorageWeakRef, ...], tuple[int, ...]]:
     """Return weak references to the tensors' storages, and the storages' sizes in bytes."""
     storages = [t.untyped_storage() for t in tensors]
-    return tuple(map(StorageWeakRef, storages)), tuple(s.nbytes() for s in storages)
+    return tuple(map(StorageWeakRef, storages)), tuple(map(storage_bytes, storages))
 
 
 def _device(items: Iterable[Any]) -> torch.device:

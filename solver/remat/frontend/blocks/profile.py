@@ -21,6 +21,7 @@ from remat.frontend.blocks.module_state import BufferSnapshot, run_checkpointed
 from remat.frontend.capture.model.preserved_state import rng_state_preserved
 from remat.frontend.common.pytree import flatten_objects, tensors_in, unflatten_objects
 from remat.frontend.memory.gauge import Gauge
+from remat.frontend.memory.meter import storage_bytes
 
 logger = logging.getLogger("remat")
 
@@ -158,7 +159,7 @@ def _measure(
     outputs = tensors_in(run())
     forward_s = synchronized_time_s(differentiable) - start_s
     forward_bytes = gauge.peak() - bytes_before
-    sizes = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in outputs}
+    sizes = {t.untyped_storage()._cdata: storage_bytes(t.untyped_storage()) for t in outputs}
     output_bytes = sum(size for key, size in sizes.items() if key not in input_storages)
     saved_bytes = max(0, gauge.live() - bytes_before - output_bytes)
     differentiated = [t for t in outputs if t.requires_grad]

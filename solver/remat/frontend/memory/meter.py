@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from remat.costs.flops import count_flops
+from remat.documents.trace import CUDA_ALIGNMENT_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +139,20 @@ def _resize_tracked(meter: LiveStorageMeter) -> Iterator[None]:
 
 def unique_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Return the bytes of the tensors' distinct storages: tied weights and views count once."""
-    storages = {_storage(t)._cdata: _storage(t).nbytes() for t in tensors}
+    storages = {_storage(t)._cdata: storage_bytes(_storage(t)) for t in tensors}
     return sum(storages.values())
+
+
+def storage_bytes(storage: torch.UntypedStorage) -> int:
+    """Return the bytes that a storage takes in the allocator of its device."""
+    return allocated_size_bytes(storage.nbytes(), storage.device)
+
+
+def allocated_size_bytes(size_bytes: int, device: torch.device) -> int:
+    """Return the bytes that a device's allocator takes for a request: multiples of 512 on CUDA."""
+    if device.type != "cuda":
+        return size_bytes
+    return -(-size_bytes // CUDA_ALIGNMENT_BYTES) * CUDA_ALIGNMENT_BYTES
 
 
 def measure_step(
