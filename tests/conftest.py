@@ -6,6 +6,7 @@ others run without it.
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -51,13 +52,17 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the tests marked gpu where there is no CUDA device."""
-    if _has_gpu():
-        return
-    skip = pytest.mark.skip(reason="needs a CUDA device")
+    """Skip the tests marked gpu where there is no CUDA device, and those marked software_gpu except
+    on the software GPU with right numbers."""
+    skips = {}
+    if not _has_gpu():
+        skips["gpu"] = pytest.mark.skip(reason="needs a CUDA device")
+    if os.environ.get("REMAT_SOFTWARE_GPU") != "numbers" or not _has_gpu():
+        skips["software_gpu"] = pytest.mark.skip(reason="needs the software GPU")
     for item in items:
-        if "gpu" in item.keywords:
-            item.add_marker(skip)
+        for mark, skip in skips.items():
+            if item.get_closest_marker(mark):  # not `keywords`, which has the folders' names, too
+                item.add_marker(skip)
 
 
 def _has_gpu() -> bool:

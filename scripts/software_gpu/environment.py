@@ -12,6 +12,8 @@ DEVICES = ("a100", "h100", "b200")
 """The devices whose properties the software GPU can have."""
 
 ROOT = Path(__file__).parents[2]
+SITE = Path(__file__).with_name("site")
+"""The folder of the module that turns right numbers on in each Python process."""
 
 
 def gpu_environment(
@@ -26,6 +28,7 @@ def gpu_environment(
     folder `library` preloaded. `is_expandable` selects expandable segments, `has_numbers` right
     numbers (see `scripts.software_gpu.numbers`)."""
     search_path = [
+        str(SITE) if has_numbers else "",
         str(ROOT),
         str(ROOT / "solver"),
         str(ROOT / "server"),
