@@ -52,7 +52,7 @@ def test_small_tensors_count_as_the_blocks_that_the_allocator_gives_them() -> No
     gc.collect()
     torch.cuda.empty_cache()
     model = nn.Sequential(*(Block() for _ in range(8))).cuda()
-    for index in range(500):
+    for index in range(2000):
         model.register_buffer(f"scalar_{index}", torch.zeros((), device="cuda"))
     x = torch.randn(512, 64, device="cuda")
     remat.enable(model, "100%", (x,), scope="blocks", costs=remat.Roofline("h100"))
