@@ -65,7 +65,7 @@ def eager_kernel_overrides(
                 stack.enter_context(cuda_autocast_on_cpu())
         stack.enter_context(torch._functorch.config.patch(backward_pass_autocast="off"))
         stack.enter_context(autocast_cache.cleared_with_torch_cache())
-        stack.enter_context(_kernels_registered(kernels))
+        stack.enter_context(kernels_registered(kernels))
         yield
 
 
@@ -81,7 +81,7 @@ def _onednn_disabled() -> Iterator[None]:
 
 
 @contextmanager
-def _kernels_registered(kernels: PythonKernels) -> Iterator[None]:
+def kernels_registered(kernels: PythonKernels) -> Iterator[None]:
     """Register kernels in the Python dispatcher within the context. An operator that has a Python
     kernel for the key already keeps it."""
     added = [(operator, key) for operator, key in kernels if key not in operator.py_kernels]
