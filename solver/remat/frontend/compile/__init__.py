@@ -2,6 +2,7 @@
 
 - `backend`: the backend "remat" and `remat.compile`; replans a graph that exceeds its budget
 - `partitioner`: plans one joint graph and splits it into forward and backward
+- `candidates`: selects among the plans of a graph's variants and Inductor's own kernels
 - `solving`: solves a graph in the time that planning leaves for it; explains infeasible budgets
 - `compile_options`: the options of `torch.compile`, read and checked
 - `external_memory`: bytes that other modules use while a graph runs

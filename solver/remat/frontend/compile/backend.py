@@ -44,6 +44,9 @@ from remat.report.describe import describe_peak
 _MAX_ROUNDS = 3
 """Plans of one graph before its budget counts as infeasible."""
 
+_DYNAMO_ATTRIBUTES = ("_param_name_to_source", "_dynamo_source")
+"""Attributes that Dynamo sets on its graph and on the graph's inputs; a copy does not have them."""
+
 
 def remat_backend(
     gm: fx.GraphModule,
@@ -231,7 +234,7 @@ def _compile_within_budget(
         try:
             with non_lazy_backward(), batched_cpp_files():
                 code = compile_fx(
-                    fx.GraphModule(request.gm, copy.deepcopy(request.gm.graph)),
+                    _copy_graph(request.gm),
                     request.inputs,
                     inner_compile=compile_inner,
                     config_patches={
@@ -256,13 +259,30 @@ def _compile_within_budget(
     raise _infeasible_after_rounds(exceeded, rounds, request.options)
 
 
+def _copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
+    """Return a copy of Dynamo's graph, which a compilation modifies. It keeps what Dynamo attaches
+    to the graph: with it, AOTAutograd knows which inputs are parameters, and torch's partitioner
+    saves these instead of views of them."""
+    graph_copy = fx.GraphModule(gm, copy.deepcopy(gm.graph))
+    graph_copy.meta = dict(gm.meta)
+    placeholders = (module.graph.find_nodes(op="placeholder") for module in (gm, graph_copy))
+    for original, copied in [(gm, graph_copy), *zip(*placeholders, strict=True)]:
+        for name in _DYNAMO_ATTRIBUTES:
+            if hasattr(original, name):
+                setattr(copied, name, getattr(original, name))
+    return graph_copy
+
+
 def _add_feedback(feedback: ReplanFeedback, exceeded: PeakOverBudget) -> ReplanFeedback:
     """Return the feedback for the next plan.
 
-    First disable in-place reuse where Inductor did not apply it: this changes which schedules need
-    more memory. Then lower the budget by 17/16 of the excess; the margin is for the kernels of the
-    next plan, which differ again.
+    Inductor's own kernels are no candidate once they exceed the budget. For other kernels, first
+    disable in-place reuse where Inductor did not apply it: this changes which schedules need more
+    memory. Then lower the budget by 17/16 of the excess; the margin is for the kernels of the next
+    plan, which differ again.
     """
+    if exceeded.compiled.is_plain:
+        return feedback._replace(plain_exceeds=True)
     if not exceeded.separate_buffers <= feedback.separate_buffers:
         separate_buffers = feedback.separate_buffers | exceeded.separate_buffers
         return feedback._replace(separate_buffers=separate_buffers)

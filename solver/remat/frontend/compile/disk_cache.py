@@ -30,8 +30,8 @@ from remat.errors import RematError
 from remat.frontend.compile.registry import NO_FEEDBACK, CompiledPlan, ReplanFeedback
 from remat.plan import Plan
 
-_FORMAT = 3
-_SPECIAL_FIELDS = ("plan", "retained_names", "module", "compile_id", "group", "number")
+_FORMAT = 4
+_SPECIAL_FIELDS = ("plan", "retained_names", "storages", "module", "compile_id", "group", "number")
 """Fields with another encoding, and those that belong to one process."""
 
 _PLAIN_FIELDS = [field.name for field in fields(CompiledPlan) if field.name not in _SPECIAL_FIELDS]
@@ -83,7 +83,9 @@ def load_plan(key: str) -> CachedPlan | None:
         retained_names = frozenset(map(str, record["retained_names"]))
         plan = Plan.from_json(record["plan"])
         separate_buffers = frozenset(map(str, data["separate_buffers"]))
-        feedback = ReplanFeedback(int(data["excess_bytes"]), separate_buffers)
+        feedback = ReplanFeedback(
+            int(data["excess_bytes"]), separate_buffers, bool(data["plain_exceeds"])
+        )
         return CachedPlan(CompiledPlan(plan, retained_names=retained_names, **plain), feedback)
     except (OSError, ValueError, KeyError, TypeError, RematError):
         return None
@@ -92,11 +94,12 @@ def load_plan(key: str) -> CachedPlan | None:
 def store_plan(key: str, cached: CachedPlan) -> None:
     """Write a plan. If that fails, a later process plans the graph once more."""
     compiled = cached.compiled
-    excess_bytes, separate_buffers = cached.feedback
+    feedback = cached.feedback
     data: dict[str, Any] = {
         "compiled": None,
-        "excess_bytes": excess_bytes,
-        "separate_buffers": sorted(separate_buffers),
+        "excess_bytes": feedback.excess_bytes,
+        "separate_buffers": sorted(feedback.separate_buffers),
+        "plain_exceeds": feedback.plain_exceeds,
     }
     if compiled is not None:
         data["compiled"] = {name: getattr(compiled, name) for name in _PLAIN_FIELDS} | {

@@ -5,22 +5,27 @@ from __future__ import annotations
 import copy
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
-from remat.errors import InfeasibleBudget, RematError, SolverTimeout, TraceError, one_line
+from remat.errors import InfeasibleBudget, RematError, TraceError, one_line
 from remat.frontend.common.aliases import storage_base
 from remat.frontend.compile import reporting
+from remat.frontend.compile.candidates import (
+    CandidateSelection,
+    StepBaseline,
+    keep_all_bytes,
+)
 from remat.frontend.compile.compat import min_cut_partition
 from remat.frontend.compile.compile_options import CompileOptions, read_options
 from remat.frontend.compile.external_memory import allocated_share, external_memory_bytes
 from remat.frontend.compile.inductor.fusion_control import InstallFusionChoices
+from remat.frontend.compile.inductor.matmul_additions import fuse_matmul_additions
 from remat.frontend.compile.inductor.peak_check import PeakVerifier
 from remat.frontend.compile.inductor.probe import probe_kernels
 from remat.frontend.compile.joint.build import build_joint_graph
@@ -31,20 +36,14 @@ from remat.frontend.compile.joint.symbolic_sizes import (
     bound_by_current_size,
 )
 from remat.frontend.compile.kernels.cost_model import KernelCostModel
-from remat.frontend.compile.kernels.in_place import with_separate_buffers
+from remat.frontend.compile.kernels.plain_step import plain_modules
 from remat.frontend.compile.kernels.to_fx import build_modules
 from remat.frontend.compile.kernels.to_solver import (
     CompileProblem,
     build_problem,
     inductor_baseline_peak_bytes,
-    limit_saved_bytes,
 )
-from remat.frontend.compile.kernels.variants import (
-    Variant,
-    find_variants,
-    least_demanding_error,
-    objective,
-)
+from remat.frontend.compile.kernels.variants import Variant, find_variants
 from remat.frontend.compile.naming import current_compile_id, current_object_name
 from remat.frontend.compile.registry import (
     NO_FEEDBACK,
@@ -56,11 +55,6 @@ from remat.frontend.compile.registry import (
     unregister_plan,
 )
 from remat.frontend.compile.solving import GraphSolver, explain_infeasible
-from remat.graph import Graph
-from remat.limits.limits import Limits
-from remat.plan import Plan
-from remat.schedule import Schedule
-from remat.simulate import simulate
 from remat.version import VERSION
 
 
@@ -181,7 +175,13 @@ class Partitioner(CustomPartitionerFn):
             self.unbounded += unbounded
             unbounded = self.unbounded
         joint = build_joint_graph(
-            gm, joint_inputs, num_fwd_outputs, static, probe_kernels if inductor else None
+            gm,
+            joint_inputs,
+            num_fwd_outputs,
+            static,
+            probe_kernels if inductor else None,
+            fuse_matmul_additions if inductor else None,
+            self.options.outputs,
         )
         # The third plan of a graph keeps the kernels that Inductor generates without a plan.
         variants = find_variants(joint, baseline_only=self.rounds > 2)
@@ -192,7 +192,12 @@ class Partitioner(CustomPartitionerFn):
         cost_model = KernelCostModel(joint, fused=self._has_fused_costs)
         problem, compiled = self._plan(variants, cost_model, unbounded, started_s)
         reporting.log_solved(compiled)
-        halves = build_modules(problem, compiled, num_fwd_outputs, static or (), inductor=inductor)
+        if compiled.is_plain:
+            halves = plain_modules(problem, compiled)
+        else:
+            halves = build_modules(
+                problem, compiled, num_fwd_outputs, static or (), inductor=inductor
+            )
         compiled.operations = operations
         compiled.planned_s = time.perf_counter() - started_s
         register_plan(compiled)
@@ -235,15 +240,17 @@ class Partitioner(CustomPartitionerFn):
     def _plan_problems(
         self, problems: Sequence[CompileProblem], solver: GraphSolver
     ) -> tuple[CompileProblem, CompiledPlan]:
-        """Solve all variants of a graph and select the best plan. The first problem is the step
-        that torch.compile would run: the baseline."""
+        """Select the best candidate for a graph. The first problem is the step that torch.compile
+        would run: the baseline."""
         joint = problems[0].joint
-        keep_all = simulate(problems[0].graph, Schedule.keep_all(problems[0].graph))
-        # Of small graphs, the simulated peak of the solver's order may be the larger one.
-        baseline_bytes = max(inductor_baseline_peak_bytes(problems[0]), keep_all.peak_bytes)
+        plain_bytes = inductor_baseline_peak_bytes(problems[0])
+        baseline_bytes = plain_bytes or 0
+        if joint.plain_halves is None:  # then a budget of 100% needs a plan
+            plain_bytes = None
+            baseline_bytes = max(baseline_bytes, keep_all_bytes(problems[0].graph))
         saved = problems[0].retained_outputs.union(map(storage_base, joint.saved_tensors))
         others = saved_by_other_graphs(self.group)
-        baseline = _StepBaseline(
+        baseline = StepBaseline(
             peak_bytes=baseline_bytes + others.baseline_saved_bytes,
             saved_bytes=sum(map(node_bytes, saved)),
         )
@@ -254,22 +261,21 @@ class Partitioner(CustomPartitionerFn):
         limits = replace(
             self.options.limits, external_bytes=external_bytes, excess_bytes=excess_bytes
         )
-        candidates: list[tuple[CompileProblem, Plan]] = []
-        errors: list[InfeasibleBudget | SolverTimeout] = []
-        for index, problem in enumerate(problems):
-            solve = partial(solver.solve, num_remaining=len(problems) - index)
-            try:
-                candidates.append((problem, self._solve_variant(problem, limits, baseline, solve)))
-            except (InfeasibleBudget, SolverTimeout) as error:
-                errors.append(error)
-        if not candidates:
-            raise least_demanding_error(errors)
-        is_min = limits.budget.is_min
-        problem, plan = min(candidates, key=lambda pair: objective(pair[1], minimize_peak=is_min))
+        problem, plan, is_plain = CandidateSelection(
+            problems,
+            solver,
+            limits,
+            baseline,
+            self.feedback,
+            plain_bytes,
+        ).select()
         available_bytes = limits.available_bytes(baseline.peak_bytes)
+        budget_bytes = None if available_bytes is None else available_bytes + excess_bytes
+        is_replanned = self.unbounded is not None and not is_plain
         return problem, CompiledPlan(
             plan=plan,
-            budget_bytes=None if available_bytes is None else available_bytes + excess_bytes,
+            budget_bytes=budget_bytes,
+            limit_bytes=plain_bytes if budget_bytes is None and is_replanned else budget_bytes,
             module=self.module,
             compile_id=self.compile_id,
             baseline_bytes=baseline_bytes,
@@ -278,36 +284,8 @@ class Partitioner(CustomPartitionerFn):
             group=self.group,
             rounds=self.rounds,
             baseline_saved_bytes=baseline.saved_bytes,
+            is_plain=is_plain,
         )
-
-    def _solve_variant(
-        self,
-        problem: CompileProblem,
-        limits: Limits,
-        baseline: _StepBaseline,
-        solve: Callable[[Graph, int | str], Plan],
-    ) -> Plan:
-        """Solve one variant of a graph.
-
-        For a percentage, what the graph saves for its backward is first limited to that percentage,
-        too, as other graphs of the step may run before its backward. If that is infeasible, only
-        the peak is limited.
-        """
-        graph = with_separate_buffers(problem.graph, self.feedback.separate_buffers)
-        available_bytes = limits.available_bytes(baseline.peak_bytes)
-        if available_bytes is None:
-            return solve(graph, "min")
-        saved_limit_bytes = limits.share_bytes(baseline.saved_bytes, baseline.peak_bytes)
-        if saved_limit_bytes is not None:
-            budget_bytes = available_bytes + limits.excess_bytes
-            limited_graph = limit_saved_bytes(
-                replace(problem, graph=graph), budget_bytes, saved_limit_bytes
-            )
-            if limited_graph is not graph:
-                with suppress(InfeasibleBudget, SolverTimeout):
-                    return solve(limited_graph, available_bytes)
-        with limits.infeasible_with_reserve():
-            return solve(graph, available_bytes)
 
     def discard_plan(self) -> None:
         """Remove the latest plan from the registry: its code does not run."""
@@ -317,15 +295,8 @@ class Partitioner(CustomPartitionerFn):
     def uuid(self) -> str:
         """Return the key of this partitioner in torch's caches: everything that decides a plan."""
         others = saved_by_other_graphs(self.group)
-        feedback = (self.feedback.excess_bytes, *sorted(self.feedback.separate_buffers))
+        excess_bytes, separate_buffers, plain_exceeds = self.feedback
+        feedback = (excess_bytes, *sorted(separate_buffers), plain_exceeds)
         key = (self.options, self._has_fused_costs, *feedback, others, self.group is None)
         allocated = allocated_share(self.options.limits.budget.size_bytes)
         return f"remat {VERSION} {key!r} {allocated}"
-
-
-class _StepBaseline(NamedTuple):
-    """A step without recomputation: the peak of this graph with what the step's other graphs save,
-    and the bytes that this graph saves for its backward."""
-
-    peak_bytes: int
-    saved_bytes: int

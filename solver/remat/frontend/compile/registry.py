@@ -31,12 +31,20 @@ class CompiledPlan:
     solved for less if the kernels of earlier plans exceeded the budget; `rounds` counts these
     plans, this one included. `baseline_bytes` is the peak without recomputation.
 
-    Peaks: `verified_by_half` has the peak of Inductor's kernels for "forward" and "backward", read
-    before code generation; it is empty without Inductor and for code from torch's cache.
-    `primals_bytes` are parameters, buffers and batch. During the backward, the caller retains
-    `retained_bytes` that the backward does not read and the inputs `retained_names` that it does
-    read; `layout_copy_bytes` are parameters in another layout; `donated_bytes` are the tangents
-    that are freed once they are read, by name.
+    Where `is_plain`, the graph keeps Inductor's own kernels, as under plain torch.compile: these
+    fit the budget, and no plan without recomputation does. Then `plan` describes them by the model
+    that plans are made with, whose peak may be above the budget; `verified_bytes` is exact.
+
+    Peaks: the verified peak must not exceed `limit_bytes`, which is the budget, and for "min" the
+    peak under plain torch.compile or None. `verified_by_half` has the peak of Inductor's kernels
+    for "forward" and "backward", read before code generation; it is empty without Inductor and for
+    code from torch's cache. `primals_bytes` are parameters, buffers and batch. During the backward,
+    the caller retains `retained_bytes` that the backward does not read and the inputs
+    `retained_names` that it does read; `layout_copy_bytes` are parameters in another layout;
+    `donated_bytes` are the tangents that are freed once they are read, by name. Only where
+    `is_plain`, `storages` are those that the inputs of the backward show, as in `InputLifetimes`,
+    and `workspace_bytes` is the largest workspace of an extern kernel that cannot be measured in
+    Inductor's layouts.
 
     Between forward and backward, `saved_bytes` stay allocated, and `baseline_saved_bytes` would
     without recomputation. Other graphs of the same step (`group`) run during that time.
@@ -60,6 +68,10 @@ class CompiledPlan:
     operations: int = 0
     planned_s: float = 0.0
     verified_by_half: dict[str, int] = field(default_factory=dict[str, int])
+    limit_bytes: int | None = None
+    is_plain: bool = False
+    storages: Mapping[str, tuple[str, int]] = field(default_factory=dict[str, tuple[str, int]])
+    workspace_bytes: int = 0
     number: int = field(default_factory=lambda: next(_plan_numbers))
 
     @property
@@ -85,7 +97,8 @@ class CompiledPlan:
             "" if self.verified_bytes is None else f", verified {format_bytes(self.verified_bytes)}"
         )
         module = f"{self.module}: " if self.module else ""
-        return f"CompiledPlan({module}{self.plan!r}, budget {budget}{verified})"
+        plan = "Inductor's own kernels" if self.is_plain else repr(self.plan)
+        return f"CompiledPlan({module}{plan}, budget {budget}{verified})"
 
 
 def graph_title(module: str, compile_id: str) -> str:
@@ -98,11 +111,13 @@ class ReplanFeedback(NamedTuple):
     """Feedback from the kernels that Inductor generated for earlier plans of the same graph.
 
     They exceeded the budget by `excess_bytes`: the next plan has to be smaller by as much. The
-    values `separate_buffers`, by name, were planned in place and need memory of their own.
+    values `separate_buffers`, by name, were planned in place and need memory of their own. With
+    `plain_exceeds`, Inductor's own kernels exceeded the budget.
     """
 
     excess_bytes: int = 0
     separate_buffers: frozenset[str] = frozenset()
+    plain_exceeds: bool = False
 
 
 NO_FEEDBACK = ReplanFeedback()

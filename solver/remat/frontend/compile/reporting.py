@@ -18,10 +18,10 @@ def log_planning_start(
     title: str, operations: int, budget: int | float | str, feedback: ReplanFeedback
 ) -> None:
     """Log that a graph is planned, with the budget as the user requested it."""
-    excess_bytes, separate_buffers = feedback
+    excess_bytes = feedback.excess_bytes
     changes = f", reduced by {format_bytes(excess_bytes)}" if excess_bytes else ""
-    if separate_buffers:
-        changes += f", {len(separate_buffers)} values not in place"
+    if feedback.separate_buffers:
+        changes += f", {len(feedback.separate_buffers)} values not in place"
     logger.info("%s: planning %d operations within %s%s", title, operations, budget, changes)
 
 
@@ -42,6 +42,13 @@ def log_kernels(
 def log_solved(compiled: CompiledPlan) -> None:
     """Log the peak and time of a new plan."""
     plan = compiled.plan
+    if compiled.is_plain:
+        logger.info(
+            "%s: keeps Inductor's own kernels, as under plain torch.compile: peak %s",
+            compiled.title,
+            format_bytes(compiled.baseline_bytes),
+        )
+        return
     logger.info(
         "%s: solved in %s: peak %s instead of %s, budget %s; time %+.2f%%, %d recomputations",
         compiled.title,

@@ -9,6 +9,7 @@ scheduler may only fuse operations of the same run of the schedule.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -20,6 +21,9 @@ from remat.frontend.compile.compat import SchedulerPass
 
 RUN_KEY = "remat_run"
 """Key of `node.meta`: (number of the plan, index of the run in its schedule)."""
+
+PLAIN_KEY = "remat_plain"
+"""Key of `node.meta` in a graph that keeps Inductor's own kernels: the number of its plan."""
 
 _library = torch.library.Library("remat", "FRAGMENT")
 _library.define("materialize(Tensor x, bool separate=False) -> Tensor")
@@ -83,6 +87,18 @@ class InstallFusionChoices(SchedulerPass):
     def uuid(self) -> str:
         """Return the key of this pass in Inductor's cache."""
         return PlannedFusionChoices().uuid()
+
+
+def plan_number_of(kernels: Iterable[Any]) -> int | None:
+    """Return the number of the plan that these scheduler nodes belong to; None without a plan."""
+    for kernel in kernels:
+        for part in kernel.get_nodes():
+            for origin in getattr(part.node, "origins", None) or ():
+                if RUN_KEY in origin.meta:
+                    return origin.meta[RUN_KEY][0]
+                if PLAIN_KEY in origin.meta:
+                    return origin.meta[PLAIN_KEY]
+    return None
 
 
 def schedule_runs_in(kernel: Any) -> frozenset[tuple[int, int]]:

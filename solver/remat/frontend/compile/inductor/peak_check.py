@@ -14,7 +14,11 @@ from itertools import accumulate
 from typing import Any
 
 from torch import fx
-from torch._inductor.memory import compute_memory_timeline, prepare_planning_info
+from torch._inductor.memory import (
+    compute_memory_timeline,
+    prepare_planning_info,
+    reorder_for_peak_memory,
+)
 from torch._inductor.virtualized import V
 from torch.utils._ordered_set import OrderedSet
 
@@ -28,7 +32,7 @@ from remat.frontend.compile.inductor.buffer_reuse import (
     internal_buffers,
 )
 from remat.frontend.compile.inductor.extern_workspace import extern_workspace_bytes
-from remat.frontend.compile.inductor.fusion_control import schedule_runs_in
+from remat.frontend.compile.inductor.fusion_control import plan_number_of, schedule_runs_in
 from remat.frontend.compile.joint.fx_utils import node_bytes
 from remat.frontend.compile.joint.symbolic_sizes import growth_factor
 from remat.frontend.compile.registry import CompiledPlan, find_plan
@@ -36,7 +40,8 @@ from remat.limits.units import format_bytes
 
 
 class PeakOverBudget(Exception):
-    """Raised when the verified peak of a graph exceeds its budget.
+    """Raised when the verified peak of a graph exceeds its limit: the budget or, for "min", the
+    peak under plain torch.compile.
 
     `separate_buffers` are the names of outputs that were planned in place, but need memory of their
     own.
@@ -46,27 +51,29 @@ class PeakOverBudget(Exception):
         self,
         compiled: CompiledPlan,
         peak_bytes: int,
-        budget_bytes: int,
+        limit_bytes: int,
         separate_buffers: Collection[str],
     ) -> None:
+        of_graph = "budget of this graph" if compiled.budget_bytes else "peak under plain compile"
         self.summary = (
-            f"Inductor's kernels need {format_bytes(peak_bytes)}, and the budget of this graph is "
-            f"{format_bytes(budget_bytes)}"
+            f"Inductor's kernels need {format_bytes(peak_bytes)}, and the {of_graph} is "
+            f"{format_bytes(limit_bytes)}"
         )
         super().__init__(
             f'{self.summary}; pass a larger budget, or use backend="remat", which replans the graph'
         )
         self.compiled = compiled
-        self.excess_bytes = peak_bytes - budget_bytes
+        self.excess_bytes = peak_bytes - limit_bytes
         self.separate_buffers = frozenset(separate_buffers)
 
 
 class PeakVerifier(SchedulerPass):
     """Scheduler pass, after fusion, that stores the verified peak of a graph in its plan.
 
-    Raises `PeakOverBudget` if the peak exceeds the graph's budget. `cache_key` identifies the plan
-    and becomes part of the key of Inductor's code cache, so that code which was verified for one
-    plan is not reused for another.
+    Raises `PeakOverBudget` if the peak exceeds the graph's limit. A graph that keeps Inductor's own
+    kernels also gets the order in which Inductor runs them by default. `cache_key` identifies the
+    plan and becomes part of the key of Inductor's code cache, so that code which was verified for
+    one plan is not reused for another.
     """
 
     def __init__(self, cache_key: str) -> None:
@@ -76,11 +83,13 @@ class PeakVerifier(SchedulerPass):
         compiled = _plan_of(nodes)
         if compiled is None:
             return nodes
+        if compiled.is_plain:
+            nodes = in_default_order(nodes)
         is_backward = bool(V.graph.is_backward)
         retained = compiled.retained_names if is_backward else frozenset[str]()
         donated_bytes = compiled.donated_bytes if is_backward else {}
         peak_bytes = compiled.primals_bytes + live_peak_bytes(
-            nodes, retained, donated_bytes=donated_bytes
+            nodes, retained, storages=compiled.storages, donated_bytes=donated_bytes
         )
         if is_backward:
             peak_bytes += compiled.retained_bytes + compiled.layout_copy_bytes
@@ -89,10 +98,10 @@ class PeakVerifier(SchedulerPass):
         half = "backward" if is_backward else "forward"
         compiled.verified_by_half[half] = peak_bytes
         reporting.log_verified_peak(compiled, half)
-        budget_bytes = compiled.budget_bytes
-        if budget_bytes is not None and peak_bytes > budget_bytes:
+        limit_bytes = compiled.limit_bytes
+        if limit_bytes is not None and peak_bytes > limit_bytes:
             separate = _separate_buffers(nodes, compiled, retained)
-            raise PeakOverBudget(compiled, peak_bytes, budget_bytes, separate)
+            raise PeakOverBudget(compiled, peak_bytes, limit_bytes, separate)
         return nodes
 
     def uuid(self) -> str:
@@ -217,7 +226,8 @@ def _workspace_bytes(kernel: Any) -> int:
         return 0
     if (measured := extern_workspace_bytes(kernel.node)) is not None:
         return measured
-    planned = [0]
+    compiled = _plan_of([kernel])
+    planned = [0 if compiled is None else compiled.workspace_bytes]
     for plan_number, run in schedule_runs_in(kernel):
         if (compiled := find_plan(plan_number)) is not None:
             plan = compiled.plan
@@ -249,9 +259,19 @@ def layout_copy_bytes() -> int:
     return sum(size for size, out in sizes if size and out.get_name() not in V.graph.graph_inputs)
 
 
+def in_default_order(kernels: list[Any]) -> list[Any]:
+    """Return the kernels in the order that Inductor gives them by default after fusion."""
+    scheduler = V.graph.scheduler
+    return reorder_for_peak_memory(
+        kernels,
+        scheduler.name_to_buf,
+        scheduler.name_to_fused_node,
+        OrderedSet(V.graph.graph_inputs.keys()),
+        OrderedSet(V.graph.get_output_names()),
+    )
+
+
 def _plan_of(kernels: Sequence[Any]) -> CompiledPlan | None:
-    """Return the plan that the first kernel with a run of a schedule belongs to."""
-    for kernel in kernels:
-        for plan_number, _ in schedule_runs_in(kernel):
-            return find_plan(plan_number)
-    return None
+    """Return the plan that the kernels belong to."""
+    number = plan_number_of(kernels)
+    return None if number is None else find_plan(number)

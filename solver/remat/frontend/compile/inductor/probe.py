@@ -13,9 +13,7 @@ import sympy
 import torch
 from torch import fx
 from torch._inductor import config
-from torch._inductor.memory import reorder_for_peak_memory
 from torch._inductor.virtualized import V
-from torch.utils._ordered_set import OrderedSet
 
 from remat.frontend.compile.compat import SchedulerPass, cause_of_type
 from remat.frontend.compile.inductor.buffer_reuse import (
@@ -25,7 +23,11 @@ from remat.frontend.compile.inductor.buffer_reuse import (
     readers_by_name,
 )
 from remat.frontend.compile.inductor.extern_workspace import extern_workspace_bytes
-from remat.frontend.compile.inductor.peak_check import layout_copy_bytes, live_peak_bytes
+from remat.frontend.compile.inductor.peak_check import (
+    in_default_order,
+    layout_copy_bytes,
+    live_peak_bytes,
+)
 from remat.frontend.compile.joint.fx_utils import node_bytes
 from remat.frontend.compile.joint.probe_result import InductorKernel, InputLifetimes, ProbeResult
 
@@ -79,10 +81,11 @@ class _ProbePass(SchedulerPass):
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
         copy_bytes = 0 if V.graph.is_backward else layout_copy_bytes()
-        nodes = _in_execution_order(nodes)
+        nodes = in_default_order(nodes)
         kernels = tuple(_inductor_kernels(nodes))
         peak_bytes = live_peak_bytes(
             nodes,
+            self._inputs.retained,
             storages=self._inputs.storages,
             overwritable=self._inputs.overwritable,
             donated_bytes=self._inputs.donated_bytes,
@@ -104,18 +107,6 @@ def _output_strides() -> dict[str, tuple[int, ...]]:
             if all(isinstance(stride, (int, sympy.Integer)) for stride in strides):
                 constant_strides[node.name] = tuple(map(int, strides))
     return constant_strides
-
-
-def _in_execution_order(nodes: list[Any]) -> list[Any]:
-    """Return the kernels in the order that Inductor gives them by default after fusion."""
-    scheduler = V.graph.scheduler
-    return reorder_for_peak_memory(
-        nodes,
-        scheduler.name_to_buf,
-        scheduler.name_to_fused_node,
-        OrderedSet(V.graph.graph_inputs.keys()),
-        OrderedSet(V.graph.get_output_names()),
-    )
 
 
 def _example_input(placeholder: fx.Node, forward: ProbeResult | None) -> Any:

@@ -8,7 +8,7 @@ again: the backward reads the forward's nodes, so that remat may recompute more 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from torch import fx
@@ -24,6 +24,7 @@ from remat.frontend.compile.joint.joint_graph import (
     CompiledJointGraph,
     FxKernel,
     donated_tangent_bytes,
+    retained_outputs,
 )
 from remat.frontend.compile.joint.probe_result import (
     InductorKernel,
@@ -31,6 +32,7 @@ from remat.frontend.compile.joint.probe_result import (
     KernelProbe,
     ProbeResult,
 )
+from remat.limits.outputs import OUTPUTS_HELD
 
 
 def build_joint_graph(
@@ -39,10 +41,14 @@ def build_joint_graph(
     num_fwd_outputs: int,
     static_lifetime_input_indices: list[int] | None,
     probe: KernelProbe | None,
+    rewrite_half: Callable[[fx.GraphModule], None] | None = None,
+    outputs: str = OUTPUTS_HELD,
 ) -> CompiledJointGraph:
     """Build the joint graph of a step from AOTAutograd's, which is modified.
 
     `probe` returns the kernels of each half; None where the graphs run without Inductor.
+    `rewrite_half` applies rewrites of Inductor to a half in advance. `outputs` is "held" or
+    "dropped": what the caller does with the forward's outputs.
     """
     for node in module.graph.nodes:  # torch.utils.checkpoint's marks: the plan decides instead
         node.meta.pop("recompute", None)
@@ -50,6 +56,9 @@ def build_joint_graph(
     mutated_names = {node.name for node in inputs_mutated_after_forward(module)}
     old_placeholders = [(n.name, n) for n in module.graph.nodes if n.op == "placeholder"]
     halves = min_cut_partition(module, inputs, num_fwd_outputs, static_lifetime_input_indices)
+    if rewrite_half is not None:
+        for half in halves:
+            rewrite_half(half)
     graph = fx.Graph()
     by_name: dict[str, fx.Node] = {name: graph.node_copy(node) for name, node in old_placeholders}
     placeholders = tuple(by_name.values())
@@ -60,6 +69,8 @@ def build_joint_graph(
     probes: list[ProbeResult] = []
     num_forward = 0
     saved_tensors: tuple[fx.Node, ...] = ()
+    backward_inputs: InputLifetimes | None = None
+    is_plain_correct = True
     mutated = {by_name[name] for name in mutated_names}
     for is_backward, half in enumerate(halves):
         joint_node: dict[fx.Node, fx.Node] = {}
@@ -80,6 +91,7 @@ def build_joint_graph(
             ):
                 # torch 2.13 recomputes reads of a buffer from its mutated value: read the forward's
                 joint_node[node] = forward_node
+                is_plain_correct = False
             else:
                 joint_node[node] = graph.node_copy(node, joint_node.__getitem__)
                 operations.append(joint_node[node])
@@ -91,10 +103,12 @@ def build_joint_graph(
             num_forward = len(operations)
             mutated |= {storage_base(n) for call in operations for n in mutated_args(call)}
         if probe is not None:
-            lifetimes = _input_lifetimes(
-                joint_node, placeholders, returned[0][:num_fwd_outputs], returned[-1]
+            forward_outputs = returned[0][:num_fwd_outputs]
+            retained = retained_outputs(forward_outputs, outputs) if is_backward else ()
+            backward_inputs = _input_lifetimes(
+                joint_node, placeholders, forward_outputs, returned[-1], retained
             )
-            probes.append(probe(half, lifetimes, probes[0] if probes else None))
+            probes.append(probe(half, backward_inputs, probes[0] if probes else None))
             nodes = {node.name: joint for node, joint in joint_node.items()}
             kernels += [_fx_kernel(kernel, nodes) for kernel in probes[-1].kernels]
     mutated.update(storage_base(n) for call in operations for n in mutated_args(call))
@@ -110,6 +124,8 @@ def build_joint_graph(
         probe_results=tuple(probes),
         mutated=frozenset(mutated),
         output_meta=output_meta,
+        plain_halves=None if probe is None or not is_plain_correct else halves,
+        backward_inputs=backward_inputs,
     )
 
 
@@ -118,9 +134,10 @@ def _input_lifetimes(
     placeholders: Sequence[fx.Node],
     forward_outputs: Sequence[object],
     returned: Sequence[object],
+    retained: Collection[fx.Node],
 ) -> InputLifetimes:
     """Return the lifetimes of a half's inputs. `joint_node` has the joint graph's node of each node
-    of the half, `returned` what the half returns."""
+    of the half, `returned` what the half returns; the caller references the storages `retained`."""
     bases = {n.name: storage_base(joint_node[n]) for n in joint_node if n.op == "placeholder"}
     # Parameters, and views of them, are allocated during the whole step.
     primals = {n for n in placeholders if not is_tangent(n)}
@@ -130,7 +147,12 @@ def _input_lifetimes(
     }
     donated = donated_tangent_bytes(filter(is_tangent, bases.values()), returned)
     donated_bytes = {node.name: size_bytes for node, size_bytes in donated.items()}
-    return InputLifetimes(storages, _overwritable_inputs(bases, forward_outputs), donated_bytes)
+    return InputLifetimes(
+        storages,
+        _overwritable_inputs(bases, forward_outputs),
+        donated_bytes,
+        frozenset(name for name, base in bases.items() if base in retained),
+    )
 
 
 def _overwritable_inputs(

@@ -21,7 +21,7 @@ from remat.frontend.compile.joint.fx_utils import (
     num_elements,
     output_tensors,
 )
-from remat.frontend.compile.joint.probe_result import ProbeResult
+from remat.frontend.compile.joint.probe_result import InputLifetimes, ProbeResult
 from remat.limits.outputs import are_dropped
 
 
@@ -51,6 +51,9 @@ class CompiledJointGraph:
     that the backward reads. `kernels` are Inductor's, in their order, and `probe_results` are the
     forward and the backward as Inductor would run them; None and empty without Inductor. `mutated`
     are the storage bases that some operation, or AOTAutograd after the forward, writes to in place.
+    `plain_halves` are the forward and backward graph of plain torch.compile, None without Inductor
+    and where they would give wrong results; `backward_inputs` are the lifetimes of their saved
+    tensors.
     """
 
     module: fx.GraphModule
@@ -64,6 +67,8 @@ class CompiledJointGraph:
     probe_results: tuple[ProbeResult, ...]
     mutated: frozenset[fx.Node]
     output_meta: dict[str, Any]
+    plain_halves: tuple[fx.GraphModule, fx.GraphModule] | None = None
+    backward_inputs: InputLifetimes | None = None
 
     @cached_property
     def position(self) -> dict[fx.Node, int]:
@@ -73,19 +78,11 @@ class CompiledJointGraph:
     @property
     def computed_outputs(self) -> set[fx.Node]:
         """The storage bases of the forward's outputs that the forward itself computes."""
-        bases = {storage_base(n) for n in self.forward_outputs if isinstance(n, fx.Node)}
-        return {n for n in bases if n in self.position and not is_symbolic_scalar(n)}
+        return computed_outputs(self.forward_outputs)
 
     def retained_outputs(self, outputs: str) -> frozenset[fx.Node]:
-        """Return the forward's outputs that the caller references until the backward ends.
-
-        `outputs` is "held" or "dropped". A loss is retained even if outputs are dropped.
-        """
-        dropped = are_dropped(outputs)
-        losses = (
-            n for n in self.computed_outputs if all(num_elements(t) == 1 for t in output_tensors(n))
-        )
-        return frozenset(losses if dropped else self.computed_outputs)
+        """Return the forward's outputs that the caller references until the backward ends."""
+        return retained_outputs(self.forward_outputs, outputs)
 
     @property
     def returned_nodes(self) -> list[fx.Node]:
@@ -140,6 +137,23 @@ class CompiledJointGraph:
     def is_backward(self, operation: fx.Node) -> bool:
         """True if an operation belongs to the backward."""
         return self.position[operation] >= self.num_forward
+
+
+def computed_outputs(forward_outputs: Iterable[object]) -> set[fx.Node]:
+    """Return the storage bases of the forward's outputs that are no inputs of the step."""
+    bases = {storage_base(n) for n in forward_outputs if isinstance(n, fx.Node)}
+    return {n for n in bases if n.op == "call_function" and not is_symbolic_scalar(n)}
+
+
+def retained_outputs(forward_outputs: Iterable[object], outputs: str) -> frozenset[fx.Node]:
+    """Return the storage bases of the forward's outputs that the caller references until the
+    backward ends.
+
+    `outputs` is "held" or "dropped". A loss is retained even if outputs are dropped.
+    """
+    computed = computed_outputs(forward_outputs)
+    losses = (n for n in computed if all(num_elements(t) == 1 for t in output_tensors(n)))
+    return frozenset(losses if are_dropped(outputs) else computed)
 
 
 def donated_tangent_bytes(

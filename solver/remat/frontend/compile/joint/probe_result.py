@@ -55,11 +55,13 @@ class InputLifetimes:
     `storages` has for each input the name of its storage base and the bytes that count for it: 0
     for parameters and the batch, which are allocated during the whole step. Inputs `overwritable`
     may be overwritten in place. `donated_bytes` are the tangents that are freed once they are read.
+    Inputs `retained` stay allocated to the end: outputs of the forward that the caller references.
     """
 
     storages: Mapping[str, tuple[str, int]]
     overwritable: Collection[str]
     donated_bytes: Mapping[str, int]
+    retained: Collection[str] = ()
 
 
 class KernelProbe(Protocol):

@@ -93,21 +93,22 @@ def find_fusion_groups(joint: CompiledJointGraph) -> list[FusionGroup]:
 
 
 def sort_by_dependencies(
-    joint: CompiledJointGraph, groups: Sequence[FusionGroup]
+    joint: CompiledJointGraph, groups: Sequence[FusionGroup], *, in_graph_order: bool = False
 ) -> list[FusionGroup]:
     """Return the groups sorted so that each follows those that it depends on, after a change of
-    their operations or tensors."""
+    their operations or tensors: otherwise in the order of Inductor's kernels or, with
+    `in_graph_order`, of the joint graph."""
     set_dependencies(joint, groups)
-    ordered, cyclic = _sort(joint, groups)
+    ordered, cyclic = _sort(joint, groups, in_graph_order=in_graph_order)
     assert not cyclic
     return ordered
 
 
 def _sort(
-    joint: CompiledJointGraph, groups: Sequence[FusionGroup]
+    joint: CompiledJointGraph, groups: Sequence[FusionGroup], *, in_graph_order: bool = False
 ) -> tuple[list[FusionGroup], set[int]]:
     """Return the groups in execution order, and the indices of those in a dependency cycle."""
-    kernel_of = _kernel_indices(joint)
+    kernel_of = {} if in_graph_order else _kernel_indices(joint)
     kernel_indices = [_last_kernel_index(group, kernel_of) for group in groups]
     last_positions = [max(joint.position[node] for node in group.all_nodes) for group in groups]
     return _topological_order(groups, kernel_indices, last_positions)

@@ -7,7 +7,7 @@ Inductor makes one kernel of it (`inductor/fusion_control.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from remat.frontend.compile.joint.fx_utils import (
     node_bytes,
     output_tensors,
 )
+from remat.frontend.compile.joint.joint_graph import CompiledJointGraph
 from remat.frontend.compile.kernels.fusion_groups import FusionGroup
 from remat.frontend.compile.kernels.to_solver import CompileProblem
 from remat.frontend.compile.registry import CompiledPlan
@@ -48,6 +49,26 @@ def build_modules(
     builder = _ScheduledGraphBuilder(problem, compiled, inductor)
     builder.copy_runs(compiled.plan.schedule)
     return builder.split(num_fwd_outputs, static)
+
+
+def record_retained(
+    compiled: CompiledPlan,
+    joint: CompiledJointGraph,
+    saved: Collection[fx.Node],
+    retained_outputs: Collection[fx.Node],
+) -> None:
+    """Set in a compiled plan what the caller and autograd retain during the backward: the nodes
+    that the forward saves, and the storage bases of the outputs that the caller references."""
+    saved_outputs = {n for n in saved if storage_base(n) in retained_outputs}
+    unsaved_outputs = set(retained_outputs) - {storage_base(n) for n in saved_outputs}
+    tangents = [n for n in joint.tangents if n not in joint.donated_tangents]
+    compiled.donated_bytes = {
+        node.name: size_bytes for node, size_bytes in joint.donated_tangents.items()
+    }
+    compiled.retained_names = frozenset(n.name for n in saved_outputs)
+    compiled.retained_bytes = sum(map(node_bytes, (*unsaved_outputs, *tangents)))
+    computed = {storage_base(n) for n in saved if storage_base(n).op == "call_function"}
+    compiled.saved_bytes = sum(map(node_bytes, computed | unsaved_outputs))
 
 
 class _ScheduledGraphBuilder:
@@ -125,24 +146,10 @@ class _ScheduledGraphBuilder:
             else:
                 objects.append(node)
         inputs = [node for node in self.graph.nodes if node.op == "placeholder"]
-        self._record_retained(saved)
+        record_retained(self.compiled, self.problem.joint, saved, self.retained_outputs)
         return extract_forward_backward(
             joint, saved, scalars, objects, num_fwd_outputs, [inputs[i] for i in static]
         )
-
-    def _record_retained(self, saved: list[fx.Node]) -> None:
-        """Set in the compiled plan what the caller and autograd retain during the backward."""
-        saved_outputs = {n for n in saved if storage_base(n) in self.retained_outputs}
-        unsaved_outputs = self.retained_outputs - {storage_base(n) for n in saved_outputs}
-        joint = self.problem.joint
-        tangents = [n for n in joint.tangents if n not in joint.donated_tangents]
-        self.compiled.donated_bytes = {
-            node.name: size_bytes for node, size_bytes in joint.donated_tangents.items()
-        }
-        self.compiled.retained_names = frozenset(n.name for n in saved_outputs)
-        self.compiled.retained_bytes = sum(map(node_bytes, (*unsaved_outputs, *tangents)))
-        computed = {storage_base(n) for n in saved if n.op == "call_function"}
-        self.compiled.saved_bytes = sum(map(node_bytes, computed | unsaved_outputs))
 
     def _gradient_nodes(self) -> set[fx.Node]:
         """Return the nodes of the graph that are gradients of its inputs."""

@@ -184,21 +184,43 @@ def limit_saved_bytes(problem: CompileProblem, budget_bytes: int, saved_bytes: i
     return replace(graph, operations=(*before, start, *after))
 
 
-def inductor_baseline_peak_bytes(problem: CompileProblem) -> int:
-    """Return the peak in bytes without recomputation, according to Inductor's own kernels; 0
+def inductor_baseline_peak_bytes(problem: CompileProblem) -> int | None:
+    """Return the peak in bytes without recomputation, according to Inductor's own kernels; None
     without Inductor."""
     joint = problem.joint
     if not joint.probe_results:
-        return 0
+        return None
     forward, backward = joint.probe_results
-    retained = problem.retained_outputs.difference(joint.saved_tensors)
+    retained = problem.retained_outputs.difference(map(storage_base, joint.saved_tensors))
     retained |= {n for n in joint.tangents if n not in joint.donated_tangents}
     retained_bytes = sum(map(node_bytes, retained))
-    return joint.primals_bytes + max(
+    peak_bytes = max(
         forward.peak_bytes, retained_bytes + forward.layout_copy_bytes + backward.peak_bytes
     )
 
 
+    return joint.primals_bytes + peak_bytes + unmeasured_workspace_bytes(problem)
+
+
+def unmeasured_workspace_bytes(problem: CompileProblem) -> int:
+    """Return the largest workspace of the extern kernels that cannot be measured in the layouts
+    that Inductor selects: then that of the operation counts."""
+    unmeasured, measured = set[fx.Node](), set[fx.Node]()
+    for kernel in problem.joint.kernels or ():
+        if kernel.is_extern:
+            (unmeasured if kernel.workspace_bytes is None else measured).update(kernel.origins)
+    unmeasured -= measured  # the selection of one of several outputs is a kernel, too
+    pairs = zip(problem.graph.operations, problem.groups, strict=True)
+    return max(
+        (
+            operation.workspace_bytes
+            for operation, group in pairs
+            if group is not None
+            and not group.is_generated
+            and not unmeasured.isdisjoint(group.nodes)
+        ),
+        default=0,
+    )
 def _module_path(node: fx.Node) -> str:
     """Return the module path of a node, "" where torch does not record one."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")

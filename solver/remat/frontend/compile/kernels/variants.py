@@ -13,9 +13,11 @@ from torch import fx
 from remat.errors import InfeasibleBudget, RematError
 from remat.frontend.compile.joint.fx_utils import is_collective
 from remat.frontend.compile.joint.joint_graph import CompiledJointGraph
+from remat.frontend.compile.kernels.execution_order import reorder_for_peak
 from remat.frontend.compile.kernels.fused_recompute import with_fused_recomputation
 from remat.frontend.compile.kernels.fusion_groups import FusionGroup, find_fusion_groups
 from remat.frontend.compile.kernels.inline_producers import inline_producers
+from remat.frontend.compile.kernels.separate_reductions import with_separate_reductions
 from remat.plan import Plan
 
 Variant = tuple[CompiledJointGraph, list[FusionGroup]]
@@ -24,12 +26,17 @@ Variant = tuple[CompiledJointGraph, list[FusionGroup]]
 
 def find_variants(joint: CompiledJointGraph, *, baseline_only: bool) -> list[Variant]:
     """Return the variants to plan: the step as torch.compile runs it and, unless `baseline_only`,
-    one with fused recomputation and inlined random masks, if it differs."""
+    one with separate reductions, fused recomputation and inlined random masks, if it differs."""
     groups = find_fusion_groups(joint)
     variants = [(joint, inline_producers(joint, groups))]
     if joint.kernels is not None and not baseline_only:
+        num_kernels = len(groups)
+        groups = with_separate_reductions(joint, groups)
+        has_separate_reductions = len(groups) > num_kernels
         joint, groups = with_fused_recomputation(joint, groups) or (joint, groups)
         fused = inline_producers(joint, groups, inline_random=True)
+        if has_separate_reductions:
+            fused = reorder_for_peak(joint, fused)
         baseline = variants[0][1]
         is_different = [g.written for g in fused] != [g.written for g in baseline]
         # Each process selects a variant by its own timings: all need the same order of collectives.

@@ -1,0 +1,179 @@
+"""The candidates for a compiled step: plans of its variants, and Inductor's own kernels.
+
+Plans are made with a model of Inductor's kernels, which may need more memory than Inductor does. So
+what plain torch.compile would run is a candidate, too: a budget at or above its peak is never
+refused, and "min" is never more than it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
+
+from remat.errors import InfeasibleBudget, SolverTimeout
+from remat.frontend.compile.kernels.in_place import with_separate_buffers
+from remat.frontend.compile.kernels.to_solver import CompileProblem, limit_saved_bytes
+from remat.frontend.compile.kernels.variants import least_demanding_error, objective
+from remat.frontend.compile.registry import NO_FEEDBACK, ReplanFeedback
+from remat.frontend.compile.solving import GraphSolver
+from remat.graph import Graph
+from remat.limits.limits import Limits
+from remat.plan import Plan
+from remat.schedule import Schedule
+from remat.simulate import simulate
+
+
+class StepBaseline(NamedTuple):
+    """A step without recomputation: the peak of this graph with what the step's other graphs save,
+    and the bytes that this graph saves for its backward."""
+
+    peak_bytes: int
+    saved_bytes: int
+
+
+class Candidate(NamedTuple):
+    """A plan of one variant. Where `is_plain`, the graph keeps Inductor's own kernels, which the
+    plan describes."""
+
+    problem: CompileProblem
+    plan: Plan
+    is_plain: bool = False
+
+
+@dataclass(frozen=True)
+class CandidateSelection:
+    """The selection among the candidates of one graph.
+
+    The first of the `problems` is the step that plain torch.compile runs; `plain_bytes` is its
+    peak, None where it is no candidate.
+    """
+
+    problems: Sequence[CompileProblem]
+    solver: GraphSolver
+    limits: Limits
+    baseline: StepBaseline
+    feedback: ReplanFeedback
+    plain_bytes: int | None
+
+    def select(self) -> Candidate:
+        """Return the best candidate. Raises `InfeasibleBudget` if there is none, and
+        `SolverTimeout` if there was no time to find one."""
+        available_bytes = self.limits.available_bytes(self.baseline.peak_bytes)
+        if available_bytes is None:
+            return self._select_smallest()
+        if not self._plain_fits(available_bytes):
+            with self._stating_the_scope():
+                return self._best(self._solve(self.problems))
+        problems = self.problems
+        if self._saves_within_share():
+            # Inductor's own kernels fit, so that nothing needs to be recomputed.
+            problems = [p for p in problems if keep_all_bytes(p.graph) <= available_bytes]
+            if self.feedback != NO_FEEDBACK:
+                problems = []  # what Inductor made of the plan did not fit
+        with suppress(InfeasibleBudget, SolverTimeout):
+            if problems:
+                return self._best(self._solve(problems))
+        return self._plain()
+
+    @contextmanager
+    def _stating_the_scope(self) -> Iterator[None]:
+        """Say in an `InfeasibleBudget` that is raised inside of this context which kernels it is
+        about: Inductor may make others, which need less."""
+        try:
+            yield
+        except InfeasibleBudget as error:
+            if self.problems[0].joint.kernels is None:
+                raise  # operations run as planned
+            text, min_feasible_bytes = str(error), error.min_feasible_bytes
+            if error.is_proved:
+                text += " This is proved of the kernels that remat plans with, in their order."
+            if self.plain_bytes is not None and min_feasible_bytes is not None:
+                limits = self.limits
+                plain_bytes = self.plain_bytes + limits.external_bytes + limits.reserve_bytes
+                if plain_bytes < min_feasible_bytes:
+                    text += f" Plain torch.compile's own kernels need {plain_bytes:,} bytes."
+                    min_feasible_bytes = plain_bytes
+            raise InfeasibleBudget(text, min_feasible_bytes=min_feasible_bytes) from error
+
+    def _select_smallest(self) -> Candidate:
+        """Return the candidate with the smallest peak."""
+        is_plain_best = self.plain_bytes is not None and self.feedback.excess_bytes > 0
+        if is_plain_best:  # Inductor's kernels for the smallest plan need more
+            return self._plain()
+        best = self._best(self._solve(self.problems))
+        if self.plain_bytes is not None and best.plan.peak_bytes > self.plain_bytes:
+            return self._plain()
+        return best
+
+    def _plain_fits(self, available_bytes: int) -> bool:
+        """True if plain torch.compile's step fits the budget. The feedback's excess was that of
+        other kernels."""
+        if self.plain_bytes is None or self.feedback.plain_exceeds:
+            return False
+        return self.plain_bytes <= available_bytes + self.limits.excess_bytes
+
+    def _saves_within_share(self) -> bool:
+        """True if the step without recomputation saves no more than its share of a percentage."""
+        share_bytes = self._share_bytes()
+        return share_bytes is None or self.baseline.saved_bytes <= share_bytes
+
+    def _share_bytes(self) -> int | None:
+        return self.limits.share_bytes(self.baseline.saved_bytes, self.baseline.peak_bytes)
+
+    def _plain(self) -> Candidate:
+        """Return Inductor's own kernels as a candidate: the step without recomputation."""
+        problem = self.problems[0]
+        plan = self.solver.solve(problem.graph, keep_all_bytes(problem.graph))
+        return Candidate(problem, plan, is_plain=True)
+
+    def _best(self, candidates: Sequence[Candidate]) -> Candidate:
+        is_min = self.limits.budget.is_min
+        return min(candidates, key=lambda c: objective(c.plan, minimize_peak=is_min))
+
+    def _solve(self, problems: Sequence[CompileProblem]) -> list[Candidate]:
+        """Return the plans of those variants that have one. Raises the least demanding error if
+        none has."""
+        candidates: list[Candidate] = []
+        errors: list[InfeasibleBudget | SolverTimeout] = []
+        for index, problem in enumerate(problems):
+            solve = partial(self.solver.solve, num_remaining=len(problems) - index)
+            try:
+                candidates.append(Candidate(problem, self._solve_variant(problem, solve)))
+            except (InfeasibleBudget, SolverTimeout) as error:
+                errors.append(error)
+        if not candidates:
+            raise least_demanding_error(errors)
+        return candidates
+
+    def _solve_variant(
+        self, problem: CompileProblem, solve: Callable[[Graph, int | str], Plan]
+    ) -> Plan:
+        """Solve one variant of a graph.
+
+        For a percentage, what the graph saves for its backward is first limited to that percentage,
+        too, as other graphs of the step may run before its backward. If that is infeasible, only
+        the peak is limited.
+        """
+        graph = with_separate_buffers(problem.graph, self.feedback.separate_buffers)
+        available_bytes = self.limits.available_bytes(self.baseline.peak_bytes)
+        if available_bytes is None:
+            return solve(graph, "min")
+        saved_limit_bytes = self._share_bytes()
+        if saved_limit_bytes is not None:
+            budget_bytes = available_bytes + self.limits.excess_bytes
+            limited_graph = limit_saved_bytes(
+                replace(problem, graph=graph), budget_bytes, saved_limit_bytes
+            )
+            if limited_graph is not graph:
+                with suppress(InfeasibleBudget, SolverTimeout):
+                    return solve(limited_graph, available_bytes)
+        with self.limits.infeasible_with_reserve():
+            return solve(graph, available_bytes)
+
+
+def keep_all_bytes(graph: Graph) -> int:
+    """Return the peak of a graph without recomputation."""
+    return simulate(graph, Schedule.keep_all(graph)).peak_bytes
