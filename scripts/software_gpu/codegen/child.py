@@ -30,8 +30,11 @@ class CodegenError(Exception):
 
 
 def is_available() -> bool:
-    """True if Triton with its compiler for NVIDIA's GPUs is installed."""
-    return find_spec("triton") is not None and find_spec("triton.backends.nvidia") is not None
+    """True if Triton is installed, with its compiler for NVIDIA's GPUs. Imports nothing."""
+    spec = find_spec("triton")
+    if spec is None or spec.origin is None:
+        return False
+    return (Path(spec.origin).parent / "backends" / "nvidia" / "bin" / "ptxas").exists()
 
 
 def generate_code(
