@@ -2,11 +2,12 @@
 
 With TRITON_INTERPRET=1, Inductor's kernels run on the host. Triton copies the memory of their
 arguments there and back; here they use the memory as it is. Triton's interpreter has no libdevice,
-and no CUDA graphs: both are added.
+and no CUDA graphs: both are added. Its atomic operations are corrected.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 from collections.abc import Callable
@@ -39,6 +40,9 @@ def patch() -> None:
     except ImportError:
         return
     _patch_libdevice(interpreter, libdevice, declarations)
+    for name in ("create_atomic_rmw", "create_atomic_cas"):
+        original = getattr(interpreter.InterpreterBuilder, name)
+        _replace(interpreter.InterpreterBuilder, name, _with_dense_arrays(original))
     executor = interpreter.GridExecutor
     _replace(executor, "_init_args_hst", _host_arguments)
     _replace(executor, "_restore_args_dev", lambda *arguments: None)
@@ -79,6 +83,23 @@ def _patch_libdevice(interpreter: Any, libdevice: ModuleType, declarations: Modu
         declared = getattr(declarations, name, None)
         if callable(declared) and not name.startswith("_"):
             _replace(libdevice, name, interpreted(name, declared))
+
+
+def _with_dense_arrays(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an atomic operation whose blocks are dense in memory: Triton's reads a broadcast block
+    beyond its end."""
+
+    def operation(builder: Any, *arguments: Any) -> Any:
+        return original(builder, *(_dense(argument) for argument in arguments))
+
+    return operation
+
+
+def _dense(argument: Any) -> Any:
+    data = getattr(argument, "data", None)
+    if not isinstance(data, np.ndarray) or data.flags.c_contiguous:
+        return argument
+    return dataclasses.replace(argument, data=np.ascontiguousarray(data))
 
 
 def _host_arguments(
