@@ -89,6 +89,15 @@ class ServiceError(RematError):
     """The service cannot be reached, refuses the request, or fails."""
 
 
+def wrong_type(function: str, expected: str, value: object, remedy: str) -> TypeError:
+    """Return the error for an object that `function` cannot use: it needs `expected`. `remedy` says
+    what to pass instead."""
+    kind = type(value).__name__
+    article = "an" if kind[0].lower() in "aeiou" else "a"
+    got = "None" if value is None else f"{article} {kind}"
+    return TypeError(f"{function} needs {expected}; got {got}: {remedy}")
+
+
 def one_line(error: BaseException, limit: int = 300) -> str:
     """Return an exception of other code as one line: its type, and the beginning of its message."""
     words = " ".join(str(error).split())

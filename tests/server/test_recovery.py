@@ -141,7 +141,9 @@ def test_a_solving_process_ends_silently_when_its_worker_is_gone(has_task: bool)
     connection = Connection(worker_side.detach())
     if has_task:
         request = {"graph": chain(30), "budget": "22%", "options": {"strategy": HARD}}
-        task = SolveTask(kind="solve", memory_bytes=1 << 32, niceness=1, threads=1, device="")
+        task = SolveTask(
+            kind="solve", memory_bytes=1 << 32, niceness=1, threads=1, time_limit_s=300.0, device=""
+        )
         for frame in (task.model_dump_json().encode(), gzip.compress(json.dumps(request).encode())):
             connection.send_bytes(frame)
         for _ in range(2):

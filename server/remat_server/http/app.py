@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import signal
 import threading
 from collections.abc import AsyncIterator
@@ -18,6 +19,7 @@ from fastapi.responses import FileResponse
 from fastapi.staticfiles import StaticFiles
 
 import remat
+from remat.documents.base import NAMESPACE_PATTERN
 from remat.errors import ServiceError
 from remat.service.wire import (
     DryRunResult,
@@ -32,7 +34,7 @@ from remat_server import logs
 from remat_server.http import metrics, problem_responses
 from remat_server.http.auth import AccessControl
 from remat_server.http.bodies import BodyReader
-from remat_server.http.intake import RequestIntake
+from remat_server.http.intake import RequestIntake, allowed_namespaces
 from remat_server.http.middleware import RequestMiddleware
 from remat_server.http.routes import health, jobs, results, solve
 from remat_server.http.state import AppState, app_state
@@ -142,9 +144,15 @@ def _complete_openapi(app: FastAPI) -> None:
         for strategy in schemas["Options"]["properties"]["strategy"]["oneOf"]:
             options = strategy["properties"]
             if "time_limit" in options:
-                options["time_limit"]["maximum"] = settings.solve_limit_s
+                limit_s = settings.solve_limit_s
+                default_s = min(options["time_limit"]["default"], limit_s)
+                options["time_limit"] |= {"maximum": limit_s, "default": default_s}
             if "solver" in options:
                 options["solver"]["enum"] = sorted({"HiGHS", *settings.solvers})
+        words = "|".join(map(re.escape, sorted(allowed_namespaces(settings))))
+        schemas["Target"]["pattern"] = schemas["Target"]["pattern"].replace(
+            NAMESPACE_PATTERN, f"({words})"
+        )
         # FastAPI describes events by a keyword of OpenAPI 3.2, which 3.1 forbids.
         event_responses = document["paths"]["/jobs/{id}/events"]["get"]["responses"]["200"]
         for media in event_responses["content"].values():

@@ -95,14 +95,14 @@ class RequestIntake:
         self, connection: jobs.Connection, owner: str, key: str | None, content: str
     ) -> JobView | None:
         """Return the owner's job with this idempotency key; None if there is none. Raises
-        `ServiceProblem` 422 if the key belongs to another request."""
+        `ServiceProblem` 409 if the key belongs to another request."""
         if key is None:
             return None
         try:
             id = jobs.by_idempotency_key(connection, owner, key, content)
         except IdempotencyConflict:
             raise ServiceProblem(
-                422,
+                409,
                 "this Idempotency-Key was used for another request; use a new key for each request",
                 name="idempotency-key-reused",
             ) from None
@@ -116,11 +116,12 @@ class RequestIntake:
         `ServiceProblem` and `DocumentError`.
         """
         self._check_parts(body)
-        self._check_counts(parse_strict_json(body, "request"))
+        document = parse_strict_json(body, "request")
+        self._check_counts(document)
         request = read_request(kind, body)
         if request.trace is not None:
             self._check_operations(request.trace)
-        self._check_strategy(request)
+        self._check_strategy(request, _field(_field(document, "options"), "strategy"))
         return request
 
     def _check_parts(self, body: bytes) -> None:
@@ -156,7 +157,7 @@ class RequestIntake:
             )
 
     def _check_operations(self, trace: Trace) -> None:
-        allowed = NAMESPACES | {"remat", *self.settings.namespaces}
+        allowed = allowed_namespaces(self.settings)
         for node in trace.nodes:
             if node.target.partition(".")[0] not in allowed:
                 raise DocumentError(
@@ -165,13 +166,18 @@ class RequestIntake:
                     "with REMAT_NAMESPACES"
                 )
 
-    def _check_strategy(self, request: Request) -> None:
+    def _check_strategy(self, request: Request, strategy_data: object) -> None:
+        """Raise `ServiceProblem` or `SolverError` if this service does not offer the strategy.
+
+        `strategy_data` is the strategy as the request has it. A time limit that it does not name is
+        at most the limit of the service.
+        """
         strategy = request.options.strategy
         if not is_dataclass(strategy):
             return
         options = {f.name: getattr(strategy, f.name) for f in fields(strategy)}
         time_limit, max_time_limit = options.get("time_limit", 0.0), self.settings.solve_limit_s
-        if time_limit > max_time_limit:
+        if time_limit > max_time_limit and _field(strategy_data, "time_limit") is not None:
             raise ServiceProblem(
                 422,
                 f"the time limit is {time_limit:g} s; this service accepts up to "
@@ -186,13 +192,14 @@ class RequestIntake:
             )
 
     def _required_device(self, request: Request, devices: set[str]) -> str:
-        """Return the device type that must measure the costs; "" if the request has costs."""
+        """Return the device type that must measure the costs; "" if the request has costs. Raises
+        `ServiceProblem` 409 if no worker has it now."""
         if not request.needs_measurement or request.trace is None:
             return ""
         device = request.trace.device.partition(":")[0]
         if device not in devices:
             raise ServiceProblem(
-                422,
+                409,
                 f"the costs of this trace must be measured on {device[:40]}, which no worker of "
                 'this service has; set options.costs to "roofline:h200" (or another device with '
                 "a data sheet), or measure it where you traced it: remat.measure(trace)",
@@ -232,6 +239,11 @@ class RequestIntake:
             baseline_peak_bytes=peak,
             costs=costs,
         )
+
+
+def allowed_namespaces(settings: Settings) -> frozenset[str]:
+    """Return the namespaces of the operations that traces may use."""
+    return NAMESPACES | {"remat", *settings.namespaces}
 
 
 def _field(document: object, key: str) -> object:

@@ -60,6 +60,7 @@ def _solve_task(connection: Connection) -> None:
             task.kind,
             request,
             threads=task.threads,
+            time_limit_s=task.time_limit_s,
             device=task.device,
             on_progress=lambda message: connection.send_bytes(message.model_dump_json().encode()),
         )

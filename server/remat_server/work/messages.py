@@ -21,6 +21,7 @@ class SolveTask(Record):
     memory_bytes: int
     niceness: int
     threads: int
+    time_limit_s: float
     device: str
     """Device type to measure on, if the service measures the costs, else ""."""
 

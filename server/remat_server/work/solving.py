@@ -42,7 +42,13 @@ def read_request(kind: wire.JobKind, body: bytes) -> Request:
 
 
 def solve_request(
-    kind: wire.JobKind, body: bytes, *, threads: int, device: str, on_progress: ProgressSink
+    kind: wire.JobKind,
+    body: bytes,
+    *,
+    threads: int,
+    time_limit_s: float,
+    device: str,
+    on_progress: ProgressSink,
 ) -> tuple[AnswerMessage, bytes] | FailureMessage:
     """Solve a request; return the answer with its gzipped body, or the failure.
 
@@ -50,7 +56,7 @@ def solve_request(
     """
     try:
         request = read_request(kind, body)
-        strategy = with_threads(request.options.strategy, threads)
+        strategy = within_limits(request.options.strategy, threads, time_limit_s)
         graph, costs = _with_costs(request, device)
         progress = _throttled(on_progress)
         if isinstance(request, wire.SweepRequest):
@@ -84,13 +90,18 @@ def solve_request(
     return AnswerMessage(summary=tuple(map(summarize_plan, plans)), is_shared=is_shared), zipped
 
 
-def with_threads(strategy: Strategy, threads: int) -> Strategy:
-    """Return the strategy with at most `threads` threads."""
-    options: dict[str, Any] = {}
-    if is_dataclass(strategy) and any(f.name == "threads" for f in fields(strategy)):
-        options["threads"] = min(threads, getattr(strategy, "threads", threads))
-        return replace(strategy, **options)
-    return strategy
+def within_limits(strategy: Strategy, threads: int, time_limit_s: float) -> Strategy:
+    """Return the strategy with at most `threads` threads and a time limit of at most
+    `time_limit_s`."""
+    if not is_dataclass(strategy):
+        return strategy
+    limits = {"threads": threads, "time_limit": time_limit_s}
+    options: dict[str, Any] = {
+        f.name: min(limits[f.name], getattr(strategy, f.name))
+        for f in fields(strategy)
+        if f.name in limits
+    }
+    return replace(strategy, **options)
 
 
 def summarize_plan(plan: Plan) -> wire.PlanSummary:

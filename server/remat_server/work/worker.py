@@ -136,6 +136,7 @@ class Worker:
             memory_bytes=self._settings.solve_memory_bytes,
             niceness=self._settings.niceness,
             threads=self._settings.threads_per_solve,
+            time_limit_s=self._settings.solve_limit_s,
             device=job.needs,
         )
         log.info("solve started", job=job.id, request=job.request_id, attempt=job.attempts)

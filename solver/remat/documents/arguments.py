@@ -8,18 +8,26 @@ objects with one key, and so are floats that JSON cannot represent.
 from __future__ import annotations
 
 import math
+import re
 import reprlib
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
-from pydantic import PlainSerializer, PlainValidator
+from pydantic import PlainSerializer, PlainValidator, ValidationInfo
 
-from remat.documents.base import check_identifier, check_variable
+from remat.documents.base import DescribedBy, check_identifier, check_variable
 
 MAX_STRING_LENGTH = 100_000
 LITERAL_KINDS = ("dtype", "device", "layout", "memory_format")
 """The torch constants that an argument may be: the possible values of `Literal.kind`."""
+
+MAX_LITERAL_LENGTH = 40
+LITERAL_PATTERN = "[_:]*[0-9A-Za-z][0-9A-Za-z_:]*"
+"""Regular expression of the name of a torch constant."""
+
+_LITERAL_NAME = re.compile(LITERAL_PATTERN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +53,8 @@ else:
     Argument = object  # pydantic cannot follow a recursive alias; `decode_argument` checks instead
 
 
+_MAX_FLOAT = int(sys.float_info.max)
+
 _UNCHANGED_TYPES = frozenset({type(None), bool, float, complex, Ref, Literal})
 """Types that `decode_argument` returns without a further check."""
 
@@ -66,8 +76,11 @@ def encode_argument(argument: Argument) -> object:
             return argument
 
 
-def decode_argument(data: object, depth: int = 0) -> Argument:
-    """Return the argument that `encode_argument` wrote. Raises ValueError for any other data."""
+def decode_argument(data: object, depth: int = 0, *, is_json: bool = False) -> Argument:
+    """Return the argument that `encode_argument` wrote. Raises ValueError for any other data.
+
+    In JSON an integer over 64 bits is a float: JavaScript writes 1e20 as 100000000000000000000.
+    """
     if type(data) is dict:  # checked first for speed: most arguments are references
         return _decode_object(data, depth)
     if type(data) in _UNCHANGED_TYPES:
@@ -75,15 +88,17 @@ def decode_argument(data: object, depth: int = 0) -> Argument:
     if isinstance(data, (list, tuple)):
         if depth > 16:
             raise ValueError("arguments are nested more than 16 deep")
-        return tuple([decode_argument(item, depth + 1) for item in data])
+        return tuple([decode_argument(item, depth + 1, is_json=is_json) for item in data])
     if isinstance(data, str):
         if len(data) > MAX_STRING_LENGTH:
             raise ValueError(f"a string of {len(data):,} characters is too long for an argument")
         return data
     if isinstance(data, int):
-        if not -(2**63) <= data < 2**63:
-            raise ValueError(f"integer {str(data)[:40]} does not fit into 64 bits")
-        return data
+        if -(2**63) <= data < 2**63:
+            return data
+        if is_json and abs(data) < _MAX_FLOAT:
+            return float(data)
+        raise ValueError(f"integer {str(data)[:40]} does not fit into 64 bits")
     raise ValueError(f"{reprlib.repr(data)[:80]} is no argument of an operation")
 
 
@@ -97,7 +112,7 @@ def _decode_object(data: dict[str, object], depth: int) -> Argument:
             return float(content)
         if kind == "complex" and isinstance(content, (list, tuple)) and len(content) == 2:
             parts = decode_argument(content[0], depth + 1), decode_argument(content[1], depth + 1)
-            if not all(isinstance(part, (int, float)) for part in parts):
+            if not all(type(part) in (int, float) for part in parts):
                 raise ValueError("a complex number needs two numbers")
             return complex(*(float(part) for part in parts))  # type: ignore[arg-type]
         if kind in LITERAL_KINDS and isinstance(content, str) and _is_literal_name(content):
@@ -106,33 +121,49 @@ def _decode_object(data: dict[str, object], depth: int) -> Argument:
 
 
 def _is_literal_name(text: str) -> bool:
-    """True if the text may name a torch constant: letters, digits, `_` and `:`."""
-    return 0 < len(text) <= 40 and text.replace(":", "").replace("_", "").isalnum()
+    """True if the text may name a torch constant."""
+    return len(text) <= MAX_LITERAL_LENGTH and _LITERAL_NAME.fullmatch(text) is not None
 
 
-def _decode_args(data: object) -> tuple[Argument, ...]:
+def _decode_args(data: object, info: ValidationInfo) -> tuple[Argument, ...]:
     if not isinstance(data, (list, tuple)):
         raise ValueError("args must be a list")
-    return tuple([decode_argument(item) for item in data])
+    is_json = info.mode == "json"
+    return tuple([decode_argument(item, is_json=is_json) for item in data])
 
 
-def _decode_kwargs(data: object) -> dict[str, Argument]:
+def _decode_kwargs(data: object, info: ValidationInfo) -> dict[str, Argument]:
     if not isinstance(data, dict):
         raise ValueError("kwargs must be an object")
-    return {check_identifier(str(key)): decode_argument(item) for key, item in data.items()}
+    is_json = info.mode == "json"
+    return {
+        check_identifier(str(key)): decode_argument(item, is_json=is_json)
+        for key, item in data.items()
+    }
+
+
+def _decode_scalar(data: object, info: ValidationInfo) -> Argument:
+    return decode_argument(data, is_json=info.mode == "json")
 
 
 Args = Annotated[
     tuple[Argument, ...],
     PlainValidator(_decode_args),
     PlainSerializer(lambda args: [encode_argument(item) for item in args]),
+    DescribedBy("Arguments"),
 ]
 Kwargs = Annotated[
     dict[str, Argument],
     PlainValidator(_decode_kwargs),
     PlainSerializer(lambda kwargs: {key: encode_argument(item) for key, item in kwargs.items()}),
+    DescribedBy("KeywordArguments"),
 ]
-Scalar = Annotated[Argument, PlainValidator(decode_argument), PlainSerializer(encode_argument)]
+Scalar = Annotated[
+    Argument,
+    PlainValidator(_decode_scalar),
+    PlainSerializer(encode_argument),
+    DescribedBy("Argument"),
+]
 
 
 def referenced_names(argument: object) -> Iterator[str]:

@@ -15,26 +15,42 @@ import re
 import reprlib
 import secrets
 import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Self, TypeVar, cast
 
 from pydantic import (
     AfterValidator,
     BaseModel,
     ConfigDict,
     GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
     StringConstraints,
     ValidationError,
 )
-from pydantic_core import CoreSchema
+from pydantic_core import CoreSchema, core_schema
 
-from remat.errors import DocumentError
+from remat.documents.quantities import accept_whole_floats
+from remat.errors import DocumentError, wrong_type
 
-_IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,199}")
-_TARGET = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\.[A-Za-z_][A-Za-z0-9_]*\.[A-Za-z_][A-Za-z0-9_]*")
+IDENTIFIER_PATTERN = "([A-Za-z]|_[A-Za-z0-9])[A-Za-z0-9_]*|_"
+"""Regular expression of names in generated code, of Python and of JSON schemas alike. None begins
+with two underscores."""
 
-_RESERVED_BY_FX = frozenset(dir(builtins)) | {
+NAMESPACE_PATTERN = "_?[A-Za-z](_?[A-Za-z0-9])*_?"
+"""Regular expression of the namespace of an operation: no two underscores in succession."""
+
+MAX_NAME_LENGTH = 200
+"""Upper limit of the length of an identifier and of the name of an operation."""
+
+_IDENTIFIER = re.compile(IDENTIFIER_PATTERN)
+_WORD = "[A-Za-z_][A-Za-z0-9_]*"
+TARGET_PATTERN = rf"{NAMESPACE_PATTERN}\.{_WORD}\.{_WORD}"
+_TARGET = re.compile(TARGET_PATTERN)
+
+RESERVED_BY_FX = frozenset(dir(builtins)) | {
     *("self", "args_list", "args_iter"),
     *("torch", "device", "inf", "nan", "NoneType", "fx_pytree", "pytree"),
 }
@@ -58,8 +74,8 @@ _SHORT_REPR.maxstring = 80
 @lru_cache(maxsize=1 << 12)
 def check_identifier(name: str) -> str:
     """Return `name` if it may name a keyword argument in generated code. Raises ValueError."""
-    reserved = keyword.iskeyword(name) or name.startswith("__")
-    if reserved or not _IDENTIFIER.fullmatch(name):
+    is_plain = len(name) <= MAX_NAME_LENGTH and _IDENTIFIER.fullmatch(name)
+    if not is_plain or keyword.iskeyword(name):
         raise ValueError(f"{name[:80]!r} is not a plain identifier")
     return name
 
@@ -67,7 +83,7 @@ def check_identifier(name: str) -> str:
 @lru_cache(maxsize=1 << 16)
 def check_variable(name: str) -> str:
     """Return `name` if it may become a variable of generated code. Raises ValueError."""
-    if name in _RESERVED_BY_FX:
+    if name in RESERVED_BY_FX:
         raise ValueError(
             f"{name!r} is not a plain identifier: generated code has another use of it"
         )
@@ -77,13 +93,43 @@ def check_variable(name: str) -> str:
 @lru_cache(maxsize=1 << 12)
 def check_target(target: str) -> str:
     """Return `target` if it has the form `namespace.operation.overload`. Raises ValueError."""
-    if len(target) > 200 or not _TARGET.fullmatch(target) or "__" in target.split(".")[0]:
+    if len(target) > MAX_NAME_LENGTH or not _TARGET.fullmatch(target):
         raise ValueError(f"{target[:80]!r} is not of the form namespace.operation.overload")
     return target
 
 
-Identifier = Annotated[str, AfterValidator(check_variable)]
-Target = Annotated[str, AfterValidator(check_target)]
+@dataclass(frozen=True, slots=True)
+class DescribedBy:
+    """Annotation of a field: its JSON schema is that of a class of `remat.documents.json_forms`,
+    which is loaded for it."""
+
+    form: str
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler, /
+    ) -> dict[str, Any]:
+        """Return a reference to the definition of the class."""
+        from remat.documents import json_forms
+
+        form = getattr(json_forms, self.form)
+        described: Any = form.__pydantic_core_schema__
+        if described["type"] != "definitions":
+            name = f"{form.__module__}.{form.__qualname__}:{id(form)}"
+            reference = core_schema.definition_reference_schema(name)
+            definition = cast(CoreSchema, {**described, "ref": name})
+            described = core_schema.definitions_schema(reference, [definition])
+        return handler(described)
+
+
+Keyword = Annotated[str, AfterValidator(check_identifier), DescribedBy("Keyword")]
+"""The name of a keyword argument."""
+
+Identifier = Annotated[str, AfterValidator(check_variable), DescribedBy("Identifier")]
+"""The name of a tensor: a variable of generated code."""
+
+Target = Annotated[str, AfterValidator(check_target), DescribedBy("Target")]
+"""The name of an operation: namespace, operation and overload."""
+
 DottedPath = Annotated[str, StringConstraints(max_length=1000, pattern=r"^[^\x00-\x1f\x7f]*$")]
 """A dotted path, such as a module's, which is looked up or displayed, but never executed."""
 
@@ -109,9 +155,11 @@ class Record(BaseModel):
     def __get_pydantic_core_schema__(
         cls, source: Any, handler: GetCoreSchemaHandler, /
     ) -> CoreSchema:
-        """Report only the first wrong item of a list: there may be a million of them."""
+        """Report only the first wrong item of a list: there may be a million of them. Accept 2.0
+        where an integer is expected, as JSON schemas do."""
         schema = handler(source)
         _set_fail_fast(schema)
+        accept_whole_floats(schema)
         return schema
 
 
@@ -125,9 +173,27 @@ class Document(Record):
     version: int = 0
 
     def model_post_init(self, context: object, /) -> None:
-        """Set `format` and `version` of documents that are created in Python."""
-        object.__setattr__(self, "format", self.format or self.FORMAT)
-        object.__setattr__(self, "version", self.version or self.VERSION)
+        """Set `format` and `version` of documents that do not name them, such as those that are
+        created in Python."""
+        for name, value in (("format", self.FORMAT), ("version", self.VERSION)):
+            if name not in self.model_fields_set:
+                object.__setattr__(self, name, value)
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, schema: CoreSchema, handler: GetJsonSchemaHandler, /
+    ) -> dict[str, Any]:
+        """Describe `format` and `version` as the constants that they are."""
+        described = handler(schema)
+        properties = handler.resolve_ref_schema(described)["properties"]
+        for name, value in (("format", cls.FORMAT), ("version", cls.VERSION)):
+            properties[name] |= {"const": value, "default": value}
+        return described
+
+    def __repr_args__(self) -> Iterator[tuple[str | None, object]]:
+        """Yield what `repr` shows: some figures, because a document has thousands of parts."""
+        yield "format", self.format
+        yield "version", self.version
 
     def to_json(self) -> str:
         """Return the document as JSON text, from which `from_json` reads an equal document."""
@@ -136,6 +202,9 @@ class Document(Record):
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
         """Read and validate JSON text. Raises `DocumentError`, which says what is wrong."""
+        if not isinstance(text, str | bytes):
+            remedy = f"pass the text, or {cls.__name__}.load(path)"
+            raise wrong_type("from_json", "JSON text", text, remedy)
         header = parse_strict_json(text, cls.FORMAT)
         try:
             check_header(header, cls.FORMAT, cls.VERSION)

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import fields
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from remat.documents.base import Document, Record
+from remat.documents.quantities import Amount, Cost, Natural, Size
 from remat.errors import DocumentError, RematError
 from remat.graph import Graph, Operation, Value
 from remat.plan_data import P, PlanData, Status
@@ -17,30 +18,38 @@ from remat.schedule import Schedule
 from remat.simulate import simulate
 from remat.solution import BoundScope
 
-Natural = Annotated[int, Field(ge=0)]
-Amount = Annotated[float, Field(ge=0)]
+_Values = Annotated[tuple[Natural, ...], Field(json_schema_extra={"uniqueItems": True})]
+"""Different values of a graph, by their indices."""
+
+_OVERWRITES_SCHEMA: dict[str, Any] = {
+    "if": {"properties": {"recomputable": {"const": True}}},
+    "then": {"properties": {"overwrites": {"maxItems": 0}}},
+}
+"""Only operations that run once overwrite their inputs."""
 
 
 class ValueRecord(Record):
     """The JSON form of a `remat.graph.Value`."""
 
     name: str
-    size_bytes: Natural
+    size_bytes: Size
 
 
 class OperationRecord(Record):
     """The JSON form of a `remat.graph.Operation`."""
 
+    model_config = ConfigDict(json_schema_extra=_OVERWRITES_SCHEMA)
+
     name: str
-    inputs: tuple[Natural, ...]
-    outputs: tuple[Natural, ...]
-    cost_s: Amount
-    workspace_bytes: Natural
+    inputs: _Values
+    outputs: _Values
+    cost_s: Cost
+    workspace_bytes: Size
     backward: bool
     recomputable: bool
     module: str
     order_sensitive: bool = False
-    overwrites: tuple[Natural, ...] = ()
+    overwrites: _Values = ()
 
 
 class GraphRecord(Record):
@@ -49,9 +58,9 @@ class GraphRecord(Record):
     operations: tuple[OperationRecord, ...]
     values: tuple[ValueRecord, ...]
     results: tuple[Natural, ...]
-    constant_bytes: Natural
+    constant_bytes: Size
     boundary: Natural | None
-    library_bytes: Natural = 0
+    library_bytes: Size = 0
 
     @classmethod
     def of(cls, graph: Graph) -> GraphRecord:

@@ -6,6 +6,7 @@ last statement that reads it, so the order of the statements decides the memory.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
@@ -15,6 +16,7 @@ from remat.documents.base import Document, DottedPath, Identifier, Record, Targe
 from remat.documents.records import Environment, Gradient, Output, Placeholder
 from remat.documents.structure import Structure
 from remat.documents.trace import ACCUMULATE_TARGET
+from remat.limits.units import format_bytes
 
 
 class Binding(Record):
@@ -71,6 +73,15 @@ class Program(Document):
     accumulates_gradients: bool = False
     outputs_dropped: bool = False
     predicted_peak_bytes: int = Field(ge=0)
+
+    def __repr_args__(self) -> Iterator[tuple[str | None, object]]:
+        """Yield what `repr` shows of the program."""
+        yield "model", self.model
+        yield "device", self.device
+        yield "forward_statements", len(self.forward)
+        yield "backward_statements", len(self.backward)
+        yield "saved", len(self.saved)
+        yield "predicted_peak", format_bytes(self.predicted_peak_bytes)
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from math import prod
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from remat.documents.arguments import Args, Kwargs
 from remat.documents.base import DottedPath, Identifier, Record, Target
+from remat.documents.quantities import Cost, Int64, Natural, Size
 
-_MAX_DIMENSIONS = 64
-"""The largest number of dimensions that torch allows."""
+_Sizes = Annotated[tuple[Int64, ...], Field(max_length=64)]
+"""A number for each dimension of a tensor, of which torch allows 64."""
 
 
 class TensorMeta(Record):
@@ -19,19 +20,17 @@ class TensorMeta(Record):
     `offset` count elements."""
 
     dtype: str = Field(max_length=40)
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int = Field(default=0, ge=0)
+    shape: _Sizes
+    stride: _Sizes
+    offset: Int64 = 0
     device: str = Field(max_length=40)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if len(self.shape) != len(self.stride) or min((*self.shape, *self.stride), default=0) < 0:
-            raise ValueError("a tensor needs as many strides as sizes, and none below zero")
-        if len(self.shape) > _MAX_DIMENSIONS:
-            raise ValueError(f"a tensor has up to {_MAX_DIMENSIONS} dimensions")
-        if max(prod(self.shape), self.offset, *self.stride) >= 2**63:
-            raise ValueError("a tensor's elements, strides and offset are below 2**63")
+        if len(self.shape) != len(self.stride):
+            raise ValueError("a tensor needs as many strides as sizes")
+        if prod(self.shape) >= 2**63:
+            raise ValueError("a tensor has less than 2**63 elements")
         return self
 
 
@@ -40,7 +39,7 @@ class Result(Record):
 
     name: Identifier
     tensor: TensorMeta
-    storage: int
+    storage: Natural
     position: int = -1
     """Its index in the tuple that the operation returns; -1 if the operation returns one tensor."""
 
@@ -58,7 +57,7 @@ class Placeholder(Record):
     kind: Literal["parameter", "buffer", "input", "tangent", "constant"]
     target: DottedPath
     tensor: TensorMeta
-    storage: int
+    storage: Natural
     requires_grad: bool = False
     aliases: tuple[DottedPath, ...] = ()
     data: str = Field(default="", max_length=2_000_000)
@@ -79,10 +78,10 @@ class Node(Record):
     """True if it samples from a generator, whose state is replayed when it is recomputed."""
     recomputable: bool = True
     module: DottedPath = ""
-    cost_s: float | None = Field(default=None, ge=0)
+    cost_s: Cost | None = None
     launch_s: float | None = Field(default=None, ge=0)
     """CPU time to launch it on an accelerator that is busy with other operations."""
-    workspace_bytes: int | None = Field(default=None, ge=0)
+    workspace_bytes: Size | None = None
     cost_source: str = Field(default="", max_length=100)
 
 

@@ -7,14 +7,21 @@ type, which is looked up only in modules that are already imported.
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import model_validator
+from pydantic import ConfigDict, model_validator
 
 from remat.documents.arguments import Scalar
 from remat.documents.base import DottedPath, Record
+from remat.documents.quantities import Natural
 
 MAX_DEPTH = 32
+
+_CHILDREN_SCHEMA: dict[str, Any] = {
+    "if": {"properties": {"kind": {"enum": ["leaf", "value"]}}},
+    "then": {"properties": {"children": {"maxItems": 0}}},
+}
+"""Only containers have children."""
 
 
 class Structure(Record):
@@ -24,8 +31,10 @@ class Structure(Record):
     "module:QualName" of an object's class.
     """
 
+    model_config = ConfigDict(json_schema_extra=_CHILDREN_SCHEMA)
+
     kind: Literal["leaf", "value", "list", "tuple", "dict", "object", "namedtuple"]
-    leaf: int = 0
+    leaf: Natural = 0
     value: Scalar = None
     type: DottedPath = ""
     keys: tuple[str | int, ...] = ()
@@ -37,8 +46,6 @@ class Structure(Record):
             raise ValueError(f"{self.kind} has {len(self.keys)} keys, {len(self.children)} items")
         if self.kind in ("leaf", "value") and self.children:
             raise ValueError(f"a {self.kind} has no children")
-        if self.leaf < 0:
-            raise ValueError("leaves are numbered from 0")
         if self.depth() > MAX_DEPTH:
             raise ValueError(f"nested more than {MAX_DEPTH} deep")
         return self

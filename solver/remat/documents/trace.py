@@ -7,7 +7,7 @@ operation names, arguments, shapes and costs, but no weights and no code.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Self
 
@@ -15,6 +15,7 @@ from pydantic import Field, model_validator
 
 from remat.documents.arguments import referenced_names
 from remat.documents.base import Document, DottedPath
+from remat.documents.quantities import Size
 from remat.documents.records import (
     Environment,
     Gradient,
@@ -62,7 +63,7 @@ class Trace(Document):
     nodes: tuple[Node, ...]
     outputs: tuple[Output, ...]
     gradients: tuple[Gradient, ...]
-    storage_bytes: tuple[int, ...]
+    storage_bytes: tuple[Size, ...]
     """The size of each storage. Tensors refer to it by its index."""
     inputs: Structure
     result: Structure
@@ -72,13 +73,22 @@ class Trace(Document):
     outputs_dropped: bool = False
     """True if the caller releases the outputs before the backward starts: they stay in memory only
     until the backward has read them."""
-    library_bytes: int = Field(default=0, ge=0, lt=2**63)
+    library_bytes: Size = 0
     """Bytes that libraries allocate on the device for the whole step (cuBLAS workspaces)."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         _check_names(self)
         return self
+
+    def __repr_args__(self) -> Iterator[tuple[str | None, object]]:
+        """Yield what `repr` shows of the trace."""
+        backward = sum(node.backward for node in self.nodes if not node.view)
+        yield "model", self.model
+        yield "device", self.device_label
+        yield "forward_operations", len(self.operations) - 1 - backward
+        yield "backward_operations", backward
+        yield "costs", self.cost_source if self.measured else "not measured"
 
     @property
     def device_label(self) -> str:
@@ -268,18 +278,20 @@ def _check_names(trace: Trace) -> None:
     def define(name: str, storage: int) -> None:
         if name in defined or name == BOUNDARY_NAME:
             raise ValueError(f"the name {name} is defined twice")
-        if not 0 <= storage < len(trace.storage_bytes):
+        if storage >= len(trace.storage_bytes):
             raise ValueError(f"{name} lives in storage {storage}, which does not exist")
         defined.add(name)
 
-    if any(not 0 <= size < 2**63 for size in trace.storage_bytes):
-        raise ValueError("storages need sizes of zero or more bytes, below 2**63")
     for placeholder in trace.placeholders:
         define(placeholder.name, placeholder.storage)
+    node_names = {BOUNDARY_NAME}
     written_storages = {p.storage for p in trace.placeholders}
     backward_names = {p.name for p in trace.placeholders if p.kind == "tangent"}
     forward_storages = {p.storage for p in trace.placeholders if p.kind != "tangent"}
     for node in trace.nodes:
+        if node.name in node_names:
+            raise ValueError(f"the operation {node.name} is defined twice")
+        node_names.add(node.name)
         used = (*referenced_names(node.args), *referenced_names(node.kwargs))
         if undefined := [name for name in used if name not in defined]:
             raise ValueError(f"operation {node.name} uses {undefined[0]} before it is defined")

@@ -100,13 +100,12 @@ class Budget:
         """Return the budget in bytes; None for "min".
 
         `baseline_bytes` is the peak without recomputation, of which libraries allocate
-        `library_bytes`. `share_of_baseline` is the inverse. Raises `BudgetError` for a share of
-        less than a byte.
+        `library_bytes`. `share_of_baseline` is the inverse. A share of less than a byte is 0 bytes,
+        which a step without memory fits, and no other.
         """
         if self.share is None:
             return self.size_bytes
-        share_bytes = math.floor(self.share * (baseline_bytes - library_bytes))
-        return _check_size(share_bytes and library_bytes + share_bytes, self.requested)
+        return library_bytes + math.floor(self.share * (baseline_bytes - library_bytes))
 
 
 def missing_percent_sign_hint(budget_bytes: int, required_bytes: int) -> str:

@@ -61,8 +61,9 @@ class Limits:
         budget_bytes = self.budget_after_reserve.in_bytes(baseline_bytes, library_bytes)
         if budget_bytes is None:
             return None
-        available_bytes = budget_bytes - self.external_bytes - self.excess_bytes
-        if available_bytes <= 0:
+        used_bytes = self.external_bytes + self.excess_bytes
+        available_bytes = budget_bytes - used_bytes
+        if used_bytes and available_bytes <= 0:
             raise InfeasibleBudget(
                 nothing_left(
                     budget_bytes + self.reserve_bytes,

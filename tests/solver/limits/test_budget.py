@@ -8,7 +8,9 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from remat.errors import BudgetError
+import remat
+from remat.errors import BudgetError, InfeasibleBudget
+from remat.graph import Graph, Operation, Value
 from remat.limits.budget import Budget, is_auto
 from remat.limits.units import format_bytes, format_seconds
 
@@ -82,11 +84,20 @@ def test_invalid_budgets_are_refused_with_advice(budget: object, message: str) -
     assert len(str(refused.value)) < 400
 
 
-def test_a_share_of_less_than_a_byte_is_refused() -> None:
+def test_a_share_of_less_than_a_byte_is_no_memory() -> None:
+    """Only a step without memory fits it: any other says what it needs."""
     budget = Budget.parse("0.00001%")
     assert budget.in_bytes(10 * BASELINE) == 1
-    with pytest.raises(BudgetError, match=r"'0\.00001%' is 0 bytes; it must be positive"):
-        budget.in_bytes(BASELINE)
+    assert budget.in_bytes(BASELINE) == 0
+    operations = (Operation("f", (), (0,), 1.0), Operation("b", (0,), (1,), 1.0, backward=True))
+    for size_bytes in (0, 8):
+        graph = Graph(operations, (Value("v", size_bytes), Value("w", size_bytes)))
+        if size_bytes:
+            with pytest.raises(InfeasibleBudget) as refused:
+                remat.solve(graph, "0.00001%")
+            assert refused.value.min_feasible_bytes == 2 * size_bytes
+        else:
+            assert remat.solve(graph, "50%").peak_bytes == 0
 
 
 @pytest.mark.parametrize(
@@ -123,7 +134,7 @@ def test_any_text_is_parsed_or_refused(text: str) -> None:
     except BudgetError:
         return
     size = budget.in_bytes(10**15)
-    assert budget.is_min if size is None else size > 0
+    assert budget.is_min if size is None else size >= 0
 
 
 @hypothesis.given(

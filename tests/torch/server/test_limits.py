@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -34,7 +35,7 @@ from remat_server.settings import Settings
 from remat_server.store import jobs, tables
 from remat_server.store.database import Database, now
 from remat_server.store.jobs import NewJob
-from remat_server.work.solving import with_threads
+from remat_server.work.solving import within_limits
 
 OPERATIONS, VALUES, BODY_BYTES = 75, 73, 64_000
 
@@ -142,7 +143,7 @@ def test_solvers_and_time_limits_are_limited(http: httpx2.Client) -> None:
         dry(http, "'Gurobi', only HiGHS, CBC", options={"strategy": strategy})
         strategy = {"name": name, "time_limit": 6.01}
         dry(http, "accepts up to 6 s", options={"strategy": strategy})
-    dry(http, "the time limit is 60 s; this service accepts up to 6 s", options={})
+    dry(http, options={})  # the default is more, and the solve ends at the service's limit
     dry(http, options={"strategy": {"name": "keep_all"}})
     described = http.get("/openapi.json").json()["components"]["schemas"]["Options"]
     auto = described["properties"]["strategy"]["oneOf"][0]["properties"]
@@ -191,9 +192,41 @@ def test_waits_and_concurrent_solves_are_limited(server: Server, http: httpx2.Cl
 
 
 @pytest.mark.parametrize(("requested", "granted"), [(64, 2), (2, 2), (1, 1)])
-def test_the_threads_of_a_solve_are_limited(requested: int, granted: int) -> None:
-    assert with_threads(remat.Auto(threads=requested), 2) == remat.Auto(threads=granted)
-    assert with_threads(KeepAll(), 2) == KeepAll()
+def test_the_threads_and_the_time_of_a_solve_are_limited(requested: int, granted: int) -> None:
+    requests, limited = (
+        remat.Auto(threads=number, time_limit=10.0 * number) for number in (requested, granted)
+    )
+    assert within_limits(requests, 2, 20.0) == limited
+    assert within_limits(KeepAll(), 2, 20.0) == KeepAll()
+
+
+@pytest.mark.parametrize("name", ["auto", "exact", "checkmate", "lp_rounding"])
+def test_a_request_without_a_time_limit_has_that_of_the_service(
+    http: httpx2.Client, name: str
+) -> None:
+    """The default of these strategies is longer."""
+    dry(http, options={"strategy": {"name": name}})
+    dry(http, "accepts up to 6 s", options={"strategy": {"name": name, "time_limit": 6.1}})
+    schemas = http.get("/openapi.json").json()["components"]["schemas"]
+    for strategy in schemas["Options"]["properties"]["strategy"]["oneOf"]:
+        if strategy["properties"]["name"]["const"] == name:
+            time_limit = strategy["properties"]["time_limit"]
+            assert (time_limit["default"], time_limit["maximum"]) == (6, 6)
+
+
+def test_the_schema_has_the_namespaces_of_the_service(
+    http: httpx2.Client, trace: dict[str, Any]
+) -> None:
+    schemas = http.get("/openapi.json").json()["components"]["schemas"]
+    node = next(node for node in trace["nodes"] if not node["view"])
+    for namespace, is_offered in (("aten", True), ("my", True), ("your", True), ("other", False)):
+        target = f"{namespace}.sin.default"
+        assert bool(re.search(schemas["Target"]["pattern"], target)) == is_offered
+        nodes = [
+            {**other, "target": target} if other is node else other for other in trace["nodes"]
+        ]
+        changed = {**trace, "nodes": nodes}
+        dry(http, "" if is_offered else "accepts only operators", graph=None, trace=changed)
 
 
 def test_a_sweep_is_at_the_address_of_its_answer(http: httpx2.Client) -> None:

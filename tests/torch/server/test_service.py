@@ -180,7 +180,7 @@ def test_a_trace_for_a_device_that_no_worker_has_is_refused(server: Server) -> N
     moved = json.loads(trace.to_json().replace('"device":"cpu"', '"device":"cuda:0"'))
     with server.http() as http:
         answer = http.post("/solve", json={"trace": moved, "budget": "70%"})
-    assert answer.status_code == 422
+    assert answer.status_code == 409
     assert answer.json()["type"].endswith("no-device")
     assert "roofline" in answer.json()["detail"]
 
@@ -306,7 +306,7 @@ def test_an_idempotency_key_creates_one_job(http: httpx2.Client) -> None:
         ids = [future.result().json()["id"] for future in futures]
     assert len(set(ids)) == 1
     other = http.post("/solve", json={**body, "budget": "90%"}, headers=headers)
-    assert other.status_code == 422
+    assert other.status_code == 409
     assert other.json()["type"].endswith("idempotency-key-reused")
 
 
@@ -423,7 +423,10 @@ def test_a_result_is_available_in_every_form(http: httpx2.Client, accept: str, b
 def test_generated_python_needs_a_trace(http: httpx2.Client) -> None:
     id = post(http, budget="65%").json()["id"]
     finished(http, id)
-    assert http.get(f"/jobs/{id}/result?format=python").status_code == 406
+    missing = http.get(f"/jobs/{id}/result?format=python")
+    assert missing.status_code == 404
+    assert missing.json()["type"].endswith("no-such-format")
+    assert http.get(f"/jobs/{id}/result", headers={"Accept": "text/x-python"}).status_code == 406
     for accept in ("image/png", "application/json;q=0", "*/*;q=0.0", "text/html;q=no"):
         assert http.get(f"/jobs/{id}/result", headers={"Accept": accept}).status_code == 406
 

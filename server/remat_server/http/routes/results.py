@@ -55,6 +55,10 @@ _PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; sa
 """Content security policy of a rendered page or picture: it has no scripts, and cannot run any."""
 
 
+class _NoSuchFormatError(Exception):
+    """The result of this job has no such format."""
+
+
 @router.get(
     "/jobs/{id}/result",
     responses={
@@ -81,10 +85,18 @@ async def get_result(
     `svg` shows the memory over the step, or the frontier of a sweep. `schedule` shows the
     operations over time, and `modules` the recomputed time by module. `plan` and `program` are the
     parts of the JSON answer, for `remat.Plan.load` and `remat.Program.load`.
+
+    Some results have fewer formats: a sweep has JSON and a picture, and a bare graph no program. A
+    `format` that a result does not have is not found; an `Accept` that it cannot satisfy is not
+    acceptable.
     """
     result_format = format or _preferred_format(request)
     limiter = None if result_format == "json" else _rendering
-    return await run_sync(result_response, request, owner, id, result_format, limiter=limiter)
+    try:
+        return await run_sync(result_response, request, owner, id, result_format, limiter=limiter)
+    except _NoSuchFormatError as error:
+        name = "no-such-format" if format else ""
+        raise ServiceProblem(404 if format else 406, str(error), name=name) from None
 
 
 def result_response(
@@ -126,7 +138,7 @@ def _render(result_format: ResultFormat, kind: str, body: bytes) -> str:
         documents = validate_json(SweepResult, body, "answer").plans
         plans = [document.to_plan(Plan) for document in documents]
         if result_format != "svg":
-            raise ServiceProblem(406, "the result of a sweep is available as JSON and SVG")
+            raise _NoSuchFormatError("the result of a sweep is available as JSON and SVG")
         return view.frontier_svg(plans)
     result = validate_json(SolveResult, body, "answer")
     plan = result.plan.to_plan(Plan)
@@ -145,8 +157,8 @@ def _render(result_format: ResultFormat, kind: str, body: bytes) -> str:
             return view.chrome_trace(plan)
         case _:
             if result.program is None:
-                raise ServiceProblem(
-                    406, f"a bare graph has no program, which {result_format} needs"
+                raise _NoSuchFormatError(
+                    f"a bare graph has no program, which {result_format} needs"
                 )
             if result_format == "program":
                 return result.program.to_json()

@@ -104,7 +104,7 @@ def _openapi_arguments(
                 "headers": {"Location": {"schema": {"type": "string"}}},
                 "links": LINKS,
             },
-            **problems(408, 413, 415),
+            **problems(408, 409, 413, 415),
         },
     }
 
