@@ -14,7 +14,7 @@ from remat.progress import Cancel, ProgressCallback
 from remat.report.comparison import ComparisonData, ComparisonRow
 from remat.schedule import Schedule
 from remat.simulate import simulate
-from remat.solve import HasGraph, solve
+from remat.solve import HasGraph, check_budgets, check_graph, solve
 from remat.strategies.base import Strategy
 from remat.strategies.registry import compared_by_default
 from remat.view.frontier import comparison_svg
@@ -57,6 +57,8 @@ def compare(
 
     Raises `BudgetError`.
     """
+    check_graph("compare", graph)
+    check_budgets("compare", budgets)
     traced = graph
     graph = graph if isinstance(graph, Graph) else graph.graph()
     baseline = simulate(graph, Schedule.keep_all(graph))

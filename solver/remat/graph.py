@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from remat.errors import GraphError
+from remat.errors import GraphError, wrong_type
 
 if TYPE_CHECKING:
     import networkx as nx  # a fifth of the import of remat: loaded where it is used
@@ -41,7 +41,7 @@ class Operation:
     """One kernel call: consumes `inputs`, produces `outputs` (indices into `Graph.values`).
 
     `workspace_bytes` are allocated only while it runs. `recomputable=False` means that it runs
-    exactly once. `module` is the path of the module that it belongs to, or "". `sequenced`
+    exactly once. `module` is the path of the module that it belongs to, or "". `order_sensitive`
     operations sample random numbers or touch a buffer that changes: they keep their relative order
     in every order of the graph. The outputs are written over those of the inputs `overwrites` that
     no later run reads, which then take no additional memory; only operations that run once
@@ -174,6 +174,8 @@ class Graph:
         """
         import networkx as nx
 
+        if not isinstance(g, nx.Graph):
+            raise wrong_type("from_networkx", "a networkx.DiGraph", g, "trace.graph() is a Graph")
         if not g.is_directed() or g.is_multigraph():
             raise GraphError("expected a networkx.DiGraph; convert with networkx.DiGraph(g)")
         if not nx.is_directed_acyclic_graph(g):

@@ -22,6 +22,9 @@ from remat.solution import BoundScope, Solution, Stats
 RESERVED_BYTES_STAT = "reserved_for_others_bytes"
 """Key of `PlanData.stats`: bytes of the requested budget that are reserved for other uses."""
 
+REQUESTED_GAP_STAT = "requested_gap"
+"""Key of `PlanData.stats`: the gap at which the strategy ends, a fraction of the time."""
+
 
 class Status(Enum):
     """OPTIMAL if a plan is proved to be within the requested gap, else FEASIBLE."""

@@ -13,7 +13,7 @@ from remat.documents.arguments import Argument, referenced_names, rename_refs
 from remat.documents.program import Binding, Program, Statement
 from remat.documents.records import Gradient, Node, Output
 from remat.documents.trace import ACCUMULATE_TARGET, Trace, storages_live_at_end
-from remat.errors import GraphError
+from remat.errors import GraphError, wrong_type
 from remat.passes.gradient_accumulation import accumulation_operation_name
 from remat.schedule import Schedule
 from remat.simulate import simulate
@@ -51,10 +51,10 @@ def rewrite(trace: Trace, schedule: Schedule) -> Program:
     Raises `GraphError` if the schedule does not fit the trace, and TypeError for another object,
     such as a plan.
     """
+    if not isinstance(trace, Trace):
+        raise wrong_type("rewrite", "a Trace", trace, "pass what remat.trace returned")
     if not isinstance(schedule, Schedule):
-        raise TypeError(
-            f"rewrite needs a Schedule; got a {type(schedule).__name__}: pass plan.schedule"
-        )
+        raise wrong_type("rewrite", "a Schedule", schedule, "pass plan.schedule")
     graph = trace.graph()
     timeline = simulate(graph, schedule)
     writer = _ProgramWriter(trace, schedule)

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
+from remat.errors import wrong_type
 from remat.graph import Graph
 from remat.schedule import Schedule
 
@@ -64,8 +65,13 @@ class Timeline:
 def simulate(graph: Graph, schedule: Schedule) -> Timeline:
     """Return the timeline of `schedule` on `graph`.
 
-    Raises `GraphError` if the schedule is not valid for this graph (see `Schedule.check`).
+    Raises `GraphError` if the schedule is not valid for this graph (see `Schedule.check`), and
+    TypeError for other objects, such as a trace or a plan.
     """
+    if not isinstance(graph, Graph):
+        raise wrong_type("simulate", "a Graph", graph, "pass trace.graph() or plan.graph")
+    if not isinstance(schedule, Schedule):
+        raise wrong_type("simulate", "a Schedule", schedule, "pass plan.schedule")
     schedule.check(graph)
     spans = _copy_spans(graph, schedule)
     live = _live_bytes(graph, spans, len(schedule))

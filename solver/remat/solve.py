@@ -10,10 +10,11 @@ from typing import Protocol
 
 from remat.allocator.prediction import with_prediction
 from remat.documents.trace import Trace
-from remat.errors import InfeasibleBudget, SolverError, SolverWarning
+from remat.errors import InfeasibleBudget, SolverError, SolverWarning, wrong_type
 from remat.graph import Graph
 from remat.limits.budget import Budget
 from remat.plan import Plan
+from remat.plan_data import REQUESTED_GAP_STAT
 from remat.progress import Cancel, ProgressCallback, raise_progress_errors
 from remat.schedule import Schedule
 from remat.simulate import peak_and_time, simulate
@@ -64,6 +65,7 @@ def solve(
     schedule was found), and `RematError` if cancelled before any schedule was found.
     """
     strategy = checked_strategy(strategy or Auto())
+    check_graph("solve", graph)
     stats: Stats = {} if isinstance(graph, Graph) else {"cost_source": graph.cost_source}
     traced, graph = graph, graph if isinstance(graph, Graph) else graph.graph()
     budget_bytes = Budget.parse(budget).in_bytes(_baseline_bytes(graph), graph.library_bytes)
@@ -88,6 +90,8 @@ def sweep(
     budget, so cost never rises with the budget. `on_plan` is called with each plan as soon as it is
     solved. Once `cancel` is set, the remaining budgets are omitted.
     """
+    check_graph("sweep", graph)
+    check_budgets("sweep", budgets)
     stats: Stats = {} if isinstance(graph, Graph) else {"cost_source": graph.cost_source}
     traced, graph = graph, graph if isinstance(graph, Graph) else graph.graph()
     strategy = checked_strategy(strategy or Auto())
@@ -110,6 +114,22 @@ def sweep(
             if on_plan is not None:
                 on_plan(plans[-1])
     return plans
+
+
+def check_graph(function: str, graph: object) -> None:
+    """Raise TypeError if `function` cannot solve an object, such as a plan or a model."""
+    if isinstance(graph, Graph) or callable(getattr(graph, "graph", None)):
+        return
+    remedy = "pass remat.measure(remat.trace(model, inputs))"
+    if isinstance(getattr(graph, "graph", None), Graph):
+        remedy = "pass its `graph`"
+    raise wrong_type(function, "a Graph or a Trace", graph, remedy)
+
+
+def check_budgets(function: str, budgets: object) -> None:
+    """Raise TypeError for one budget in place of several."""
+    if isinstance(budgets, str | bytes) or not isinstance(budgets, Iterable | None):
+        raise wrong_type(function, "several budgets", budgets, f"pass a list: [{budgets!r}]")
 
 
 def _with_trace_stats(plan: Plan, graph: Graph | HasGraph) -> Plan:
@@ -148,6 +168,9 @@ def _solve(
     result."""
     started_at = time.monotonic()
     stats = {**stats, "strategy": strategy.name}
+    requested_gap = getattr(strategy, "gap", None)
+    if isinstance(requested_gap, int | float):
+        stats[REQUESTED_GAP_STAT] = requested_gap
     if budget_bytes is None:
         smallest = strategy.run(Task(graph, None, start, progress, cancel))
         start = smallest.schedule

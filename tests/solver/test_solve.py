@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import pytest
 from tests.helpers.graphs import chain, uneven_layers
@@ -179,3 +180,26 @@ def test_an_object_that_is_no_strategy_is_refused_with_a_remedy(strategy: object
         argument = ["60%"] if function is sweep else "60%"
         with pytest.raises(ValueError, match=r"strategy is .* pass an instance, such as remat\.A"):
             function(chain(4), argument, strategy)
+
+
+@pytest.mark.parametrize("strategy", [Auto(), KeepAll()], ids=["auto", "keep_all"])
+def test_an_infeasible_budget_names_the_operation_that_needs_most(strategy: Strategy) -> None:
+    graph = uneven_layers(4)
+    operations = list(graph.operations)
+    operations[3] = replace(operations[3], workspace_bytes=10**9, module="layers.1.mlp")
+    with pytest.raises(InfeasibleBudget) as refused:
+        solve(replace(graph, operations=tuple(operations)), 1000, strategy)
+    words = f" {operations[3].name} (forward, layers.1.mlp) needs most of all operations: 954 MiB"
+    assert words in str(refused.value)
+
+
+def test_the_requested_gap_is_in_the_description() -> None:
+    graph = uneven_layers(4)
+    for strategy, words in (
+        (Auto(), "optimal: proved within the requested gap of 0.5%\n"),
+        (Auto(gap=0.0125), "optimal: proved within the requested gap of 1.25%\n"),
+        (KeepAll(), "optimal: proved within the requested gap\n"),
+    ):
+        assert words in solve(graph, "100%", strategy).describe()
+    plan = solve(graph, "100%", Auto(gap=0.0125))
+    assert Plan.from_json(plan.to_json()).describe() == plan.describe()

@@ -7,6 +7,13 @@ from remat.graph import Graph
 
 def peak_lower_bound_bytes(graph: Graph) -> int:
     """Return a lower bound on the peak of every schedule of the order, constant memory included.
+    See `largest_operation`."""
+    return largest_operation(graph)[0]
+
+
+def largest_operation(graph: Graph) -> tuple[int, int | None]:
+    """Return the bytes that the operation which needs most needs in every schedule of the order,
+    constant memory included, and its index; None for a graph without operations.
 
     When an operation first runs, its inputs and outputs are live, and so are every result produced
     before (results are never freed) and every earlier output of an operation that runs only once
@@ -21,10 +28,12 @@ def peak_lower_bound_bytes(graph: Graph) -> int:
     freed_after: list[list[int]] = [[] for _ in graph.operations]
     retained: set[int] = set()
     retained_bytes = 0
-    peak_bytes = 0
+    peak_bytes, largest = 0, None
     for op, operation in enumerate(graph.operations):
         read_bytes = sum(size[v] for v in set(operation.inputs) - retained)
-        peak_bytes = max(peak_bytes, retained_bytes + read_bytes + graph.min_produced_bytes[op])
+        needed_bytes = retained_bytes + read_bytes + graph.min_produced_bytes[op]
+        if largest is None or needed_bytes > peak_bytes:
+            peak_bytes, largest = needed_bytes, op
         for v in operation.outputs:
             if is_permanent[v] and (v in graph.results or last_read[v] > op):
                 retained.add(v)
@@ -34,7 +43,7 @@ def peak_lower_bound_bytes(graph: Graph) -> int:
         for v in freed_after[op]:
             retained.discard(v)
             retained_bytes -= size[v]
-    return graph.constant_bytes + peak_bytes
+    return graph.constant_bytes + peak_bytes, largest
 
 
 def peak_lower_bound_any_order_bytes(graph: Graph) -> int:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 
 from remat.allocator.prediction import AllocatorPrediction
+from remat.errors import wrong_type
 from remat.graph import Graph
 from remat.limits.units import format_bytes, format_seconds
-from remat.plan_data import RESERVED_BYTES_STAT, PlanData
+from remat.plan_data import REQUESTED_GAP_STAT, RESERVED_BYTES_STAT, PlanData, Status
 from remat.report.solve_progress import describe_solve_steps
 from remat.report.tables import align_columns, fold_layer_numbers, largest_rows
 from remat.schedule import Schedule
@@ -30,7 +31,7 @@ def describe(plan: PlanData, solve: bool = False) -> str:
     recomputed = plan.schedule.recomputed(graph)
     source = plan.stats.get("cost_source", "as given")
     lines = [
-        f"plan      {plan.status.name.lower()}: {plan.status.value}",
+        f"plan      {plan.status.name.lower()}: {plan.status.value}{_gap_text(plan)}",
         f"budget    {format_bytes(plan.budget_bytes)}{_lowered_text(plan)}{_reserve_text(plan)}",
         f"peak      {format_bytes(plan.peak_bytes)}, {plan.share:.1%} of "
         f"{format_bytes(plan.baseline_peak_bytes)} without recomputation "
@@ -97,6 +98,15 @@ def _producer(graph: Graph, value: int) -> str:
     return f"{producer.name} ({producer.module})" if producer.module else producer.name
 
 
+def _gap_text(plan: PlanData) -> str:
+    """Return the gap that was requested as text, after the words of an OPTIMAL plan; "" if the
+    strategy has no such option."""
+    gap = plan.stats.get(REQUESTED_GAP_STAT)
+    if plan.status is not Status.OPTIMAL or not isinstance(gap, int | float):
+        return ""
+    return f" of {100 * gap:.4g}%"
+
+
 def _library_text(plan: PlanData) -> str:
     """Return the bytes of libraries as text, because percentages exclude them; "" if none."""
     library_bytes = plan.graph.library_bytes
@@ -137,6 +147,8 @@ def _allocator_line(plan: PlanData) -> list[str]:
 
 def diff(plan: PlanData, other: PlanData) -> str:
     """Return the differences between two plans: budget, peak, time, recomputed operations."""
+    if not isinstance(other, PlanData):
+        raise wrong_type("diff", "a Plan", other, "pass what remat.solve returned")
     before, after = recomputations_by_name(plan), recomputations_by_name(other)
     lines = [
         f"budget {format_bytes(plan.budget_bytes)} -> {format_bytes(other.budget_bytes)}",

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from remat.errors import UnknownName, similar_names_hint
+from remat.errors import UnknownName, similar_names_hint, wrong_type
 from remat.graph import Graph
 from remat.limits.units import format_bytes, format_seconds
 from remat.plan_data import PlanData
@@ -26,8 +26,11 @@ def explain(plan: PlanData, name: str) -> str:
     """Return the explanation for an operation, given its name, or a module, given its path.
 
     A path may have `*` for the numbers of layers, as in the tables of `describe`. If the name is
-    both, the operation comes first. Raises `UnknownName`.
+    both, the operation comes first. Raises `UnknownName`, and TypeError for another object.
     """
+    if not isinstance(name, str):
+        remedy = "pass text, such as plan.graph.operations[0].name"
+        raise wrong_type("explain", "the name of an operation or of a module", name, remedy)
     operations = plan.graph.operations
     op = next((i for i, operation in enumerate(operations) if operation.name == name), None)
     in_module = [i for i, o in enumerate(operations) if _is_in_module(o.module, name)]

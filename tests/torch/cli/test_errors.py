@@ -13,6 +13,9 @@ from pathlib import Path
 import pytest
 from tests.helpers.command_line import Documents, command, quick, run, write_documents
 
+import remat
+from remat.strategies import Auto, Exact
+
 
 @pytest.fixture(scope="module")
 def documents(tmp_path_factory: pytest.TempPathFactory) -> Documents:
@@ -173,3 +176,23 @@ def test_a_missing_package_is_named(tmp_path: Path) -> None:
 def filled(arguments: str, documents: Documents, folder: Path) -> list[str]:
     places = {**vars(documents), "folder": folder, "out": folder / "out"}
     return [word.format(**places) for word in arguments.split()]
+
+
+def test_the_package_is_the_command_line() -> None:
+    command_line = [sys.executable, "-m", "remat", "--version"]
+    ended = subprocess.run(command_line, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout.strip(), ended.stderr) == (0, remat.__version__, "")
+
+
+def test_a_missing_file_is_refused_with_a_remedy(tmp_path: Path) -> None:
+    (tmp_path / "plan.json.gz").touch()
+    ended = quick("explain", tmp_path / "plan.jsn.gz")
+    assert ended.code == 1
+    assert "No such file; near is plan.json.gz; check the path" in ended.error
+
+
+def test_the_defaults_of_gap_and_time_limit_are_in_the_help() -> None:
+    words = " ".join(quick("solve", "--help").out.replace("│", " ").split())
+    for option in ("gap", "time_limit"):
+        for strategy in (Auto(), Exact()):
+            assert f"{getattr(strategy, option):g} for {strategy.name}" in words

@@ -174,7 +174,7 @@ def test_a_diffusion_model_gives_a_training_step() -> None:
         ("hf:roberta", {"tokens": 511}, "use at most --tokens 510"),
         ("hf:gpt2", {"overrides": ["layers=2"]}, "has no 'layers'; near are n_layer"),
         ("hf:gpt2", {"overrides": ["n_layer"]}, "is not of the form NAME=VALUE"),
-        ("hf:gpt2", {"overrides": ["n_layer=two"]}, "expected int, got str"),
+        ("hf:gpt2", {"overrides": ["n_layer=two"]}, "it has n_layer=12, n_embd=768"),
         ("hf:gpt2", {"overrides": ["n_head=7"]}, "cannot build GPT2LMHeadModel from gpt2"),
         ("hf:gpt2", {"batch": 0}, "--batch is 0"),
         ("hf:gpt2", {"dtype": "int8"}, "use float32, bfloat16, float16"),
@@ -240,6 +240,7 @@ def no_model(): return "model", x
 def bad_args(): return Net(), 3
 def bad_kwargs(): return Net(), (), [x]
 def unfit(): return Net(), (x, x, 1.0, x)
+def misspelt(): return Net(), {"x": x, "scal": 2.0}
 def drawn(): return Net(), torch.rand(2, 4)
 def deep(): return Net(), helper.broken()
 """
@@ -292,6 +293,7 @@ def test_the_seed_and_the_dtype_are_applied() -> None:
     ("source", "message"),
     [
         ("code/none.py:make", "there is no file code/none.py"),
+        ("code/trian.py:make", "near is train.py; check the path"),
         ("no_such_module:make", "there is no module 'no_such_module'"),
         ("pkg.none:make", "there is no module 'pkg.none'"),
         ("none.mod:make", "there is no module 'none.mod'"),
@@ -309,7 +311,8 @@ def test_the_seed_and_the_dtype_are_applied() -> None:
         ("code/train.py:no_model", "returned a str instead of a model"),
         ("code/train.py:bad_args", "returned a int instead of the model's arguments"),
         ("code/train.py:bad_kwargs", "returned a list instead of the keyword arguments"),
-        ("code/train.py:unfit", "too many positional arguments"),
+        ("code/train.py:unfit", "too many positional arguments. Change what code/train.py:unfit"),
+        ("code/train.py:misspelt", "It has no argument 'scal', near scale. Change what code/train"),
         ("code/train.py:deep", "deep failed: code/helper.py:2: KeyError: 'key'"),
     ],
 )

@@ -6,6 +6,7 @@ import base64
 import copy
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError
+from typing import Any, cast
 
 import pytest
 import torch
@@ -160,3 +161,11 @@ def test_a_stage_of_another_kind_is_refused_with_a_remedy() -> None:
         remat.rewrite(trace, plan)
     with pytest.raises(TypeError, match=r"got a Plan: pass remat\.rewrite"):
         remat.lower(plan, nn.Linear(2, 2))
+    with pytest.raises(
+        TypeError, match=r"lower needs a torch\.nn\.Module; got None: pass the model"
+    ):
+        remat.lower(remat.rewrite(trace, plan.schedule), cast(Any, None))
+    with pytest.raises(TypeError, match=r"measure needs a Trace; got a Linear: pass remat\.trace"):
+        remat.measure(cast(Any, nn.Linear(2, 2)))
+    with pytest.raises(TypeError, match="simulate needs a Graph; got a Trace"):
+        remat.simulate(cast(Any, trace), plan.schedule)

@@ -48,6 +48,13 @@ def complete_device(incomplete: str) -> list[str]:
     return _starting_with(DEVICES, incomplete)
 
 
+def _defaults_text(option: str) -> str:
+    """Return the default of an option, for its help: each strategy has its own."""
+    defaults = {name: getattr(kind(), option, None) for name, kind in STRATEGIES.items()}
+    texts = [f"{value:g} for {name}" for name, value in defaults.items() if value is not None]
+    return f"Default: {', '.join(texts)}."
+
+
 TraceFile = Annotated[
     str, typer.Argument(metavar="TRACE", help="The file of a trace, .json or .json.gz; - is stdin.")
 ]
@@ -104,11 +111,19 @@ Gap = Annotated[
     float | None,
     typer.Option(
         "--gap",
-        help="Stop once the time is proved to be within this fraction of the best, e.g. 0.01.",
+        help="Stop once the time is proved to be within this fraction of the best, e.g. 0.01. "
+        + _defaults_text("gap"),
+        show_default=False,
     ),
 ]
 TimeLimit = Annotated[
-    float | None, typer.Option("--time-limit", metavar="SECONDS", help="Stop after this time.")
+    float | None,
+    typer.Option(
+        "--time-limit",
+        metavar="SECONDS",
+        help="Stop after this time. " + _defaults_text("time_limit"),
+        show_default=False,
+    ),
 ]
 Solver = Annotated[
     str | None, typer.Option("--solver", metavar="NAME", help="HiGHS, CBC, Gurobi, SCIP, ...")

@@ -21,7 +21,7 @@ from remat.commands.common.exits import UsageError
 from remat.documents.base import MAX_BYTES, parse_strict_json, write_atomically
 from remat.documents.sweep import SweepDocument
 from remat.documents.trace import Trace
-from remat.errors import DocumentError, RematError
+from remat.errors import DocumentError, RematError, similar_names_hint
 from remat.plan import Plan
 from remat.view.drawing.text import plain
 
@@ -140,10 +140,22 @@ def _read(path: str) -> bytes:
         if data[:2] == b"\x1f\x8b":
             with gzip.open(io.BytesIO(data)) as file:
                 return file.read(MAX_BYTES + 1)  # the largest size of a document, zipped or not
+    except FileNotFoundError:
+        raise DocumentError(
+            f"cannot read {path}: No such file{_similar_files_hint(path)}; check "
+            "the path. `remat trace`, `remat measure` and `remat solve` write such files with -o"
+        ) from None
     except (OSError, EOFError, ValueError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
         raise DocumentError(f"cannot read {_source_name(path)}: {reason}") from None
     return data
+
+
+def _similar_files_hint(path: str) -> str:
+    """Return the files next to a missing one whose names are similar; "" if there are none."""
+    folder = Path(path).parent
+    names = [file.name for file in folder.iterdir()] if folder.is_dir() else []
+    return similar_names_hint(Path(path).name, names, lead="; near is ")
 
 
 def _with_source_name(path: str, read: Callable[[], _T]) -> _T:

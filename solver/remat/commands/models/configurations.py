@@ -161,6 +161,7 @@ def _build_configuration(
             f"{transformers.__version__} does not have{remote}; {_FACTORY_REMEDY}"
         )
     config_class = transformers.CONFIG_MAPPING[model_type]
+    unchanged = None
     try:
         unchanged = config_class.from_dict(data)
         for key in changes:
@@ -180,7 +181,13 @@ def _build_configuration(
     except TraceError:
         raise
     except Exception as error:
-        raise TraceError(f"{source} is not a valid configuration: {one_line(error)}") from error
+        values = ", ".join(
+            f"{key}={getattr(unchanged, key)!r}" for key in changes if hasattr(unchanged, key)
+        )
+        remedy = f"; without --set it has {values}: pass values of these types" if values else ""
+        raise TraceError(
+            f"{source} is not a valid configuration: {one_line(error)}{remedy}"
+        ) from error
 
 
 def _with_matching_layer_types(data: ConfigData) -> ConfigData:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from remat.errors import RematError, TraceError, one_line
+from remat.errors import RematError, TraceError, one_line, similar_names_hint
 from remat.frontend.common.code_origin import is_user_code
 
 ModelCall = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
@@ -45,7 +45,11 @@ def _is_file(place: str) -> bool:
 def _import_file(place: str) -> ModuleType:
     path = Path(place).expanduser().resolve()
     if not path.is_file():
-        raise TraceError(f"there is no file {place}")
+        similar = similar_names_hint(path.name, _python_files(path.parent), lead="; near is ")
+        raise TraceError(
+            f"there is no file {place}: {path.parent} has no {path.name}{similar}; check the path, "
+            "which is relative to the current directory"
+        )
     _put_first_on_path(path.parent)
     name = path.stem
     loaded = sys.modules.get(name)
@@ -64,6 +68,11 @@ def _import_file(place: str) -> ModuleType:
         del sys.modules[name]
         raise
     return module
+
+
+def _python_files(folder: Path) -> list[str]:
+    """Return the names of the Python files of a folder; none if it does not exist."""
+    return sorted(file.name for file in folder.glob("*.py"))
 
 
 def _import_module(place: str) -> ModuleType:

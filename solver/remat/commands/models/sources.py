@@ -14,6 +14,7 @@ Weights are random. Errors are a `TraceError` with one line.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import random
 import sys
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ from torch import nn
 from remat.commands.models.batches import BatchSizes
 from remat.commands.models.configurations import step_from_configuration, step_from_name
 from remat.commands.models.factories import step_from_factory
-from remat.errors import RematError, TraceError, one_line
+from remat.errors import RematError, TraceError, one_line, similar_names_hint
 from remat.frontend.capture.trace import normalise_inputs
 from remat.frontend.common.pytree import flatten, unflatten
 from remat.frontend.common.target_gpu import local_device
@@ -76,10 +77,26 @@ def load_training_step(
     construction_device = target if target.type == "meta" else contextlib.nullcontext()
     with contextlib.redirect_stdout(sys.stderr), construction_device:
         name, model, args, kwargs = _load_by_form(source, sizes or BatchSizes(), overrides)
-        args, kwargs = normalise_inputs(model, args, kwargs)
+        args, kwargs = _checked_inputs(source, model, args, kwargs)
         return _move_step(
             TrainingStep(name, model, args, kwargs), target, DTYPES[dtype] if dtype else None
         )
+
+
+def _checked_inputs(
+    source: str, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a call. Raises `TraceError` if the model does not accept them, which
+    says which names it does not know."""
+    try:
+        return normalise_inputs(model, args, kwargs)
+    except TraceError as error:
+        parameters = inspect.signature(model.forward).parameters
+        accepts_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        unknown = [] if accepts_any else [name for name in kwargs if name not in parameters]
+        hints = (f"{name!r}{similar_names_hint(name, parameters, ', near ')}" for name in unknown)
+        names = f" It has no argument {', '.join(hints)}." if unknown else ""
+        raise TraceError(f"{error}.{names} Change what {source} returns") from None
 
 
 def _load_by_form(

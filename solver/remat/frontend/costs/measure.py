@@ -15,7 +15,7 @@ import torch
 from remat.costs.roofline import Roofline
 from remat.costs.trace_costs import tensor_metas, with_costs, with_roofline_costs
 from remat.documents.trace import Trace
-from remat.errors import RematError
+from remat.errors import RematError, wrong_type
 from remat.frontend.costs.cost_cache import CostCache
 from remat.frontend.costs.operation_costs import measure_operations
 from remat.frontend.costs.progress_bar import MeasureProgress, progress_reporter
@@ -39,8 +39,11 @@ def measure(
     stderr. Views cost nothing. An operation that fails is estimated, with a warning of the logger
     "remat" for each distinct reason.
 
-    Raises `RematError` if this machine does not have the device.
+    Raises `RematError` if this machine does not have the device, and TypeError for another object,
+    such as a model.
     """
+    if not isinstance(trace, Trace):
+        raise wrong_type("measure", "a Trace", trace, "pass remat.trace(model, inputs)")
     metas = tensor_metas(trace)
     if isinstance(device, Roofline):
         return with_roofline_costs(trace, device)

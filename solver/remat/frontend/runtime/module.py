@@ -18,6 +18,7 @@ import torch
 from torch import fx, nn
 
 from remat.documents.program import Program
+from remat.errors import wrong_type
 from remat.frontend.capture.model.compiled_modules import unwrap_compiled
 from remat.frontend.common.operators import NAMESPACES
 from remat.frontend.runtime.autograd_function import exclude_from_compile, run_step
@@ -339,11 +340,11 @@ def lower(
     allowed, and TypeError for another object in place of the program.
     """
     if not isinstance(program, Program):
-        raise TypeError(
-            f"lower needs a Program; got a {type(program).__name__}: pass "
-            "remat.rewrite(trace, plan.schedule)"
-        )
+        remedy = "pass remat.rewrite(trace, plan.schedule)"
+        raise wrong_type("lower", "a Program", program, remedy)
     model = unwrap_compiled(model)
+    if not isinstance(model, nn.Module):
+        raise wrong_type("lower", "a torch.nn.Module", model, "pass the model that was traced")
     program = program_on_model_device(program, model)
     lowered = lower_program(program, namespaces)
     return RematModule(model, FixedStepProvider(program, model, lowered, plan))
