@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from remat.frontend.common.aliases import producer
+from remat.frontend.common.aliases import producer, storage_base
 from remat.frontend.compile.joint.fx_utils import is_reduction, node_bytes
 from remat.frontend.compile.joint.joint_graph import CompiledJointGraph
 from remat.frontend.compile.kernels.fusion_groups import (
@@ -55,7 +55,9 @@ def _divide(
         separate = replace(group, nodes=chain, written=[reduction])
         rest_nodes = producer_chain(map(producer, group.written), in_memory | {reduction}, joint)
         rest = replace(group, nodes=rest_nodes)
-        if _are_independent(separate, rest, reduction, primals):
+        # The rest reads the reduction, so the reduction must not read what the rest writes.
+        is_before = tensors_read(separate).isdisjoint(map(storage_base, group.written))
+        if is_before and _are_independent(separate, rest, reduction, primals):
             parts.append(separate)
             in_memory.add(reduction)
             group = rest
