@@ -37,12 +37,36 @@ def min_cut_partition(
     from torch._functorch import config
 
     with config.patch(activation_memory_budget=1.0):
-        return partitioners.min_cut_rematerialization_partition(
+        halves = partitioners.min_cut_rematerialization_partition(
             joint,
             inputs,
             num_fwd_outputs=num_fwd_outputs,
             static_lifetime_input_indices=static_lifetime_input_indices,
         )
+    _remove_misplaced_samples(*halves)
+    return halves
+
+
+def _remove_misplaced_samples(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
+    """Remove unused random operations from the half that they do not belong to.
+
+    With `fallback_random`, torch leaves them in both halves if their inputs are available there. So
+    they would sample a second time, and later operations would get other random numbers.
+    """
+    from torch._inductor import config
+
+    def in_forward(node: fx.Node) -> bool:
+        is_forward = node.meta.get("partitioner_tag") in ("is_forward", "must_be_in_forward")
+        return node.is_impure(impure_random=config.fallback_random and is_forward)
+
+    def in_backward(node: fx.Node) -> bool:
+        return node.is_impure(impure_random=config.fallback_random and node.name not in names)
+
+    forward.graph.eliminate_dead_code(in_forward)
+    names = {node.name for node in forward.graph.nodes}
+    backward.graph.eliminate_dead_code(in_backward)
+    forward.recompile()
+    backward.recompile()
 
 
 def extract_forward_backward(
@@ -66,9 +90,7 @@ def extract_forward_backward(
         static_lifetime_input_nodes=OrderedSet(static_inputs),
         **version_arguments,
     )
-    # With `fallback_random`, torch leaves unused random operations of the forward in the backward.
-    backward.graph.eliminate_dead_code(lambda node: node.is_impure(impure_random=False))
-    backward.recompile()
+    _remove_misplaced_samples(forward, backward)
     return _postprocess(forward, is_backward=False), _postprocess(backward, is_backward=True)
 
 

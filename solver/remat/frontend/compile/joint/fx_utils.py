@@ -113,11 +113,9 @@ def is_recomputable(node: fx.Node) -> bool:
     target = node.target
     if is_getitem(node):
         return True
-    if not isinstance(target, OpOverload) or str(target) in _SEED_GENERATORS:
+    if not isinstance(target, OpOverload) or samples_generator(node):
         return False
-    if target.namespace not in _RECOMPUTABLE_NAMESPACES or target._schema.is_mutable:
-        return False
-    return not is_random(node)
+    return target.namespace in _RECOMPUTABLE_NAMESPACES and not target._schema.is_mutable
 
 
 def storages_read_by(nodes: Iterable[fx.Node]) -> set[fx.Node]:
@@ -139,6 +137,12 @@ def is_cpu_transcendental(node: fx.Node) -> bool:
     longer than reading it."""
     on_cpu = any(tensor.device.type == "cpu" for tensor in output_tensors(node))
     return on_cpu and str(node.target) in TRANSCENDENTAL
+
+
+def samples_generator(node: fx.Node) -> bool:
+    """True if the node samples a device's random generator, for its elements or for a seed. What it
+    returns depends on how many such operations ran before."""
+    return is_random(node) or str(node.target) in _SEED_GENERATORS
 
 
 def is_seeded_random(node: fx.Node) -> bool:

@@ -15,14 +15,17 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torch import fx
+from torch._inductor import config
 
 from remat.errors import TraceError
 from remat.frontend.common.aliases import is_getitem, mutated_args, producer, storage_base
 from remat.frontend.compile.joint.fx_utils import (
+    has_multiple_outputs,
     has_side_effect,
     is_operation,
     is_recomputable,
     node_bytes,
+    samples_generator,
     storages_read_by,
 )
 from remat.frontend.compile.joint.joint_graph import CompiledJointGraph
@@ -195,9 +198,11 @@ def _kernel_results(joint: CompiledJointGraph) -> list[_KernelResults]:
 
 
 def _tensors_in_memory(joint: CompiledJointGraph) -> set[fx.Node]:
-    """Return the tensors that are in memory at some time: outputs of kernels, inputs and outputs of
-    extern kernels, saved tensors, and results of the step. Without Inductor, all of them."""
+    """Return the tensors that are in memory at some time: outputs of kernels and of random
+    operations, inputs and outputs of extern kernels, saved tensors, and results of the step.
+    Without Inductor, all of them."""
     nodes = {storage_base(n) for n in joint.returned_nodes}
+    nodes |= {n for n in joint.operations if samples_generator(n) and not has_multiple_outputs(n)}
     nodes |= {storage_base(n) for n in joint.saved_tensors}
     nodes |= {storage_base(n) for kernel in joint.kernels or () for n in kernel.written}
     for node in joint.operations:
@@ -243,8 +248,9 @@ def moved_bytes(group: FusionGroup) -> int:
 
 
 def set_dependencies(joint: CompiledJointGraph, groups: Sequence[FusionGroup]) -> None:
-    """Set `dependencies` of each group: the groups that write what it reads and, where an operation
-    mutates a tensor, the groups that read the tensor before."""
+    """Set `dependencies` of each group: the groups that write what it reads; where an operation
+    mutates a tensor, the groups that read the tensor before; and where one samples a random
+    generator, the group that samples before it."""
     writer = {node: index for index, group in enumerate(groups) for node in group.written}
     for group in groups:
         group.dependencies = {writer[n] for n in tensors_read(group) if n in writer}
@@ -255,6 +261,12 @@ def set_dependencies(joint: CompiledJointGraph, groups: Sequence[FusionGroup]) -
     for index, group in enumerate(groups):
         for node in group.all_nodes:
             groups_of.setdefault(node, set()).add(index)
+    last_sample: int | None = None
+    for node in _samples_in_order(joint):
+        for index in groups_of.get(node, ()):  # one group at most: the operation runs once
+            if last_sample is not None and last_sample != index:
+                groups[index].dependencies.add(last_sample)
+            last_sample = index
     for node in joint.operations:
         mutated_here = {storage_base(n) for n in mutated_args(node)}
         for storage in mutated.intersection(map(storage_base, node.all_input_nodes)):
@@ -266,6 +278,17 @@ def set_dependencies(joint: CompiledJointGraph, groups: Sequence[FusionGroup]) -
                     groups[index].dependencies |= readers.get(storage, set()) - {index}
                     last_mutation[storage] = index
             readers.setdefault(storage, set()).update(indices)
+
+
+def _samples_in_order(joint: CompiledJointGraph) -> list[fx.Node]:
+    """Return the operations that sample random generators, in the order in which torch.compile runs
+    them: that of Inductor's kernels or, with `fallback_random`, of the graph. Inductor then keeps
+    the latter, and its kernels do not name all of them."""
+    samples = list(filter(samples_generator, joint.operations))
+    index_of = _kernel_indices(joint)
+    if config.fallback_random or not index_of.keys() >= set(samples):
+        return samples
+    return sorted(samples, key=index_of.__getitem__)
 
 
 def _topological_order(

@@ -21,6 +21,7 @@ from remat.frontend.compile.joint.fx_utils import (
     node_bytes,
     num_elements,
     output_tensors,
+    samples_generator,
     storages_read_by,
 )
 from remat.frontend.compile.joint.joint_graph import CompiledJointGraph
@@ -101,7 +102,8 @@ def build_problem(
                 backward=group.is_backward,
                 recomputable=is_repeatable and bool(written) and not group.is_backward,
                 module=_module_path(group.all_nodes[-1]),
-                order_sensitive=not joint.mutated.isdisjoint(storages_read_by(group.all_nodes)),
+                order_sensitive=not joint.mutated.isdisjoint(storages_read_by(group.all_nodes))
+                or any(map(samples_generator, group.all_nodes)),
             )
         )
         group_of.append(group)
@@ -197,8 +199,6 @@ def inductor_baseline_peak_bytes(problem: CompileProblem) -> int | None:
     peak_bytes = max(
         forward.peak_bytes, retained_bytes + forward.layout_copy_bytes + backward.peak_bytes
     )
-
-
     return joint.primals_bytes + peak_bytes + unmeasured_workspace_bytes(problem)
 
 
@@ -221,6 +221,8 @@ def unmeasured_workspace_bytes(problem: CompileProblem) -> int:
         ),
         default=0,
     )
+
+
 def _module_path(node: fx.Node) -> str:
     """Return the module path of a node, "" where torch does not record one."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
