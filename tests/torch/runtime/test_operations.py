@@ -249,12 +249,3 @@ def test_a_recomputed_operation_is_exact(name: str) -> None:
         for mine, expected in zip(copied_case.args, case.args, strict=True):
             assert torch.equal(mine, expected), "an input was written differently"
         assert torch.equal(step.generator, eager.generator)
-
-
-def test_dropout_between_recurrent_layers_is_refused() -> None:
-    """torch's capture loses it; see docs/decisions/0005."""
-    model = Plain(lambda m, x: m.rnn(x)[0].mean(), rnn=nn.LSTM(8, 8, 2, dropout=0.5))
-    with pytest.raises(remat.TraceError, match="rnn is a LSTM with dropout between its layers"):
-        remat.trace(model, torch.randn(5, 3, 8))
-    model.eval()
-    remat.trace(model, torch.randn(5, 3, 8))

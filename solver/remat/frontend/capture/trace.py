@@ -87,7 +87,6 @@ def trace(
     model = unwrap_compiled(model)
     args, kwargs = normalise_inputs(model, example_inputs, example_kwargs)
     check_differentiable(model, args, kwargs)
-    _reject_miscaptured_modules(model)
     target = find_target_gpu(device)
     _reject_multiple_gpus(model, args, kwargs, device)
     _warn_about_unrolled_rnns(model, target)
@@ -179,21 +178,6 @@ def check_differentiable(model: nn.Module, args: object, kwargs: object) -> None
             f"no parameter of {type(model).__name__} and no input requires a gradient, so there is "
             "no backward pass to plan; call model.requires_grad_(True), or use the model as it is"
         )
-
-
-def _reject_miscaptured_modules(model: nn.Module) -> None:
-    """Raise `TraceError` for modules that torch captures wrongly without an error: recurrent
-    networks with dropout between their layers, which torch's decomposition leaves out (seen in
-    torch 2.13, `_rnn_helper`)."""
-    for name, module in model.named_modules():
-        if not (isinstance(module, nn.RNNBase) and module.training):
-            continue
-        if module.dropout > 0 and module.num_layers > 1:
-            raise TraceError(
-                f"{name or type(model).__name__} is a {type(module).__name__} with dropout between "
-                "its layers, which torch's capture loses; use one module per layer with nn.Dropout "
-                "between them, or set its dropout to 0"
-            )
 
 
 def _capture_device(

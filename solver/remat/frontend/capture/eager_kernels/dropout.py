@@ -11,13 +11,16 @@ of the memory that eager mode needs for `noise` in float32.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from remat.frontend.capture.symbol_values import hint
+from remat.frontend.capture.eager_kernels.memory_order import (
+    inverse_permute,
+    memory_order,
+    permute,
+)
 
 Tensor = torch.Tensor
 
@@ -73,9 +76,9 @@ def _sample_in_memory_order(
 ) -> Tensor:
     """Return a tensor of zeros, and of ones with probability `p`, with the shape of `like`, sampled
     in the order of the elements of `like` in memory."""
-    order = _memory_order(like)
+    order = memory_order(like)
     dense = torch.empty([like.shape[i] for i in order], dtype=dtype, device=like.device)
-    return _inverse_permute(_aten.bernoulli.p(dense, p, generator=generator), order)
+    return inverse_permute(_aten.bernoulli.p(dense, p, generator=generator), order)
 
 
 @functools.cache
@@ -88,25 +91,6 @@ def _dropout_scale(p: float, dtype: torch.dtype) -> float:
 def _apply_mask(x: Tensor, mask: Tensor, scale: float) -> Tensor:
     """Return `x * mask * scale` in one operation. A capture assumes that its result is dense, so
     the dimensions of its operands are permuted to the order in memory."""
-    order = _memory_order(x, mask)
-    operands = _permute(x, order), _permute(mask, order)
-    return _inverse_permute(_aten.native_dropout_backward(*operands, scale), order)
-
-
-def _memory_order(*tensors: Tensor) -> list[int]:
-    """Return the dimensions, outermost first, in which a pointwise operation on all of these lays
-    out its result. The order is the same for all values of symbolic sizes, which are 2 at least."""
-    with _disable_current_modes():
-        layouts = [([*map(hint, t.shape)], [*map(hint, t.stride())]) for t in tensors]
-        operands = [torch.empty_strided(*layout, device="meta") for layout in layouts]
-        strides = torch.empty_like(functools.reduce(torch.mul, operands)).stride()
-    return sorted(range(len(strides)), key=lambda dimension: -strides[dimension])
-
-
-def _permute(x: Tensor, order: Sequence[int]) -> Tensor:
-    """Permute the dimensions; return the tensor unchanged if the order is the identity."""
-    return x if list(order) == sorted(order) else x.permute(*order)
-
-
-def _inverse_permute(x: Tensor, order: Sequence[int]) -> Tensor:
-    return _permute(x, [order.index(i) for i in range(len(order))])
+    order = memory_order(x, mask)
+    operands = permute(x, order), permute(mask, order)
+    return inverse_permute(_aten.native_dropout_backward(*operands, scale), order)

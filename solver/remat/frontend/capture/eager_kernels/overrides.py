@@ -10,12 +10,14 @@ eager mode runs on that GPU (`cuda_kernels`), and CUDA's autocast policies (`cud
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 import torch._functorch.config
 from torch._C import DispatchKey
+from torch._ops import OpOverload
 
 from remat.frontend.capture.absent_gpu.cuda_autocast import (
     PythonKernels,
@@ -26,10 +28,45 @@ from remat.frontend.capture.absent_gpu.cuda_autocast import (
 from remat.frontend.capture.absent_gpu.cuda_kernels import CUDA_KERNELS, absent_gpu_kernels
 from remat.frontend.capture.eager_kernels.autocast_cache import AutocastCache
 from remat.frontend.capture.eager_kernels.dropout import bernoulli_in_place, cpu_dropout
+from remat.frontend.capture.eager_kernels.recurrent import (
+    RECURRENT_OPERATORS,
+    layer_by_layer,
+    without_dropout,
+)
+from remat.frontend.capture.eager_kernels.sampling import (
+    integers,
+    integers_in_place,
+    normal_in_place,
+    rrelu_with_noise,
+    rrelu_with_noise_out,
+)
 from remat.frontend.capture.eager_kernels.slicing import eager_slice
 from remat.frontend.common.target_gpu import TargetGpu
 
 _CPU, _CUDA = DispatchKey.AutogradCPU, DispatchKey.AutogradCUDA
+
+_aten = torch.ops.aten
+
+_KERNELS: Mapping[OpOverload, Callable[..., Any]] = {
+    _aten.bernoulli_.float: bernoulli_in_place,
+    getattr(_aten.random, "from"): integers,
+    getattr(_aten.random_, "from"): integers_in_place,
+    _aten.rrelu_with_noise.out: rrelu_with_noise_out,
+}
+"""Kernels for tensors on any device."""
+
+_ON_CPU: Mapping[OpOverload, Callable[..., Any]] = {
+    _aten.dropout.default: cpu_dropout,
+    _aten.normal_.default: normal_in_place,
+    _aten.rrelu_with_noise.default: rrelu_with_noise,
+    **{operator: layer_by_layer(operator) for operator in RECURRENT_OPERATORS},
+}
+"""Kernels for tensors that are really on the CPU."""
+
+_ON_GPU: Mapping[OpOverload, Callable[..., Any]] = {
+    operator: without_dropout(operator) for operator in RECURRENT_OPERATORS
+}
+"""Kernels for tensors on a GPU, present or absent."""
 
 
 @contextmanager
@@ -43,22 +80,18 @@ def eager_kernel_overrides(
     With a `target`, these are the operators of that absent GPU, although all tensors are on the
     CPU. Use `symbolic` if the capture has symbolic sizes.
     """
-    aten = torch.ops.aten
-    kernels: PythonKernels = {
-        (aten.bernoulli_.float, _CPU): bernoulli_in_place,
-        (aten.bernoulli_.float, _CUDA): bernoulli_in_place,
-        (aten._to_copy.default, _CPU): autocast_cache.to_copy,
-        (aten._to_copy.default, _CUDA): autocast_cache.to_copy,
-        **{(operator, _CUDA): kernel for operator, kernel in CUDA_KERNELS.items()},
-    }
+    anywhere = {**_KERNELS, _aten._to_copy.default: autocast_cache.to_copy}
     if symbolic:
-        kernels |= {(aten.slice.Tensor, _CPU): eager_slice, (aten.slice.Tensor, _CUDA): eager_slice}
+        anywhere[_aten.slice.Tensor] = eager_slice
+    kernels: PythonKernels = {
+        **_with_key(anywhere, _CPU),
+        **_with_key({**anywhere, **CUDA_KERNELS, **_ON_GPU}, _CUDA),
+    }
     with ExitStack() as stack:
         if target is None:
-            kernels = {**kernels, (aten.dropout.default, _CPU): cpu_dropout}
+            kernels = {**kernels, **_with_key(_ON_CPU, _CPU)}
         else:
-            gpu_kernels = absent_gpu_kernels(target)
-            kernels |= {(operator, _CPU): kernel for operator, kernel in gpu_kernels.items()}
+            kernels = {**kernels, **_with_key({**absent_gpu_kernels(target), **_ON_GPU}, _CPU)}
             stack.enter_context(_onednn_disabled())
             if target_autocast_dtype() is not None:
                 kernels = with_cuda_autocast(kernels)
@@ -67,6 +100,10 @@ def eager_kernel_overrides(
         stack.enter_context(autocast_cache.cleared_with_torch_cache())
         stack.enter_context(kernels_registered(kernels))
         yield
+
+
+def _with_key(kernels: Mapping[OpOverload, Callable[..., Any]], key: DispatchKey) -> PythonKernels:
+    return {(operator, key): kernel for operator, kernel in kernels.items()}
 
 
 @contextmanager

@@ -146,6 +146,8 @@ class JointGraphReader:
 
     def _read_constant(self, node: fx.Node) -> None:
         tensor = getattr(self.module, str(node.target))
+        if isinstance(tensor, torch.Generator):
+            raise _generator_error(*(user.target for user in node.users))
         size_bytes = tensor.untyped_storage().nbytes()
         if size_bytes > MAX_CONSTANT_BYTES:
             raise TraceError(
@@ -200,9 +202,7 @@ class JointGraphReader:
             # In training mode it does not read the running statistics: do not retain them for it.
             args = (*args[:3], None, None, *args[5:])
         if kwargs.get("generator") is not None:
-            raise TraceError(
-                f"{target} uses a torch.Generator of the model; use the default generator"
-            )
+            raise _generator_error(target)
         self.builder.nodes.append(
             Node(
                 name=_identifier(node.name),
@@ -324,6 +324,11 @@ class JointGraphReader:
                         tangent=tangent,
                     )
                 )
+
+
+def _generator_error(*targets: object) -> TraceError:
+    users = ", ".join(map(str, targets))
+    return TraceError(f"{users} uses a torch.Generator of the model; use the default generator")
 
 
 def _kind_and_target(desc: object) -> tuple[str, str]:
