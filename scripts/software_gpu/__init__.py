@@ -5,4 +5,5 @@
 - `environment`: the environment variables of a process that uses it.
 - `numbers`: right results for CUDA tensors, from the CPU's kernels.
 - `codegen`: Inductor's kernels for GPUs, compiled without a device.
+- `record_workspaces`: records what operators allocate while they run; `workspaces` has the calls.
 """

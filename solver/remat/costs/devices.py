@@ -27,26 +27,36 @@ class DeviceSpec:
     capability: tuple[int, int] | None = None
     """The CUDA compute capability, which decides which kernels torch runs; None for a device
     without CUDA."""
+    multiprocessors: int = 0
+    """The number of streaming multiprocessors, by which CUDA kernels choose their grids; 0 for a
+    device without CUDA."""
+
+    @property
+    def multiprocessor_threads(self) -> int:
+        """The largest number of resident threads of one multiprocessor (CUDA C++ Programming
+        Guide, technical specifications by compute capability)."""
+        return {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536}.get(self.capability or (0, 0), 2048)
 
 
 _T = 1e12
 _GIB = 2**30
 
-_CAPABILITIES = {
-    "v100": (7, 0),
-    "t4": (7, 5),
-    "a100": (8, 0),
-    "l4": (8, 9),
-    "l40s": (8, 9),
-    "rtx4090": (8, 9),
-    "h100": (9, 0),
-    "h200": (9, 0),
-    "b200": (10, 0),
+_CUDA: dict[str, tuple[tuple[int, int], int]] = {
+    "v100": ((7, 0), 80),
+    "t4": ((7, 5), 40),
+    "a100": ((8, 0), 108),
+    "l4": ((8, 9), 58),
+    "l40s": ((8, 9), 142),
+    "rtx4090": ((8, 9), 128),
+    "h100": ((9, 0), 132),
+    "h200": ((9, 0), 132),
+    "b200": ((10, 0), 148),
 }
-"""CUDA compute capabilities, from NVIDIA's list of CUDA GPUs (developer.nvidia.com/cuda-gpus)."""
+"""CUDA compute capabilities, from NVIDIA's list of CUDA GPUs (developer.nvidia.com/cuda-gpus), and
+numbers of multiprocessors, from the architectures' white papers."""
 
 DEVICES: dict[str, DeviceSpec] = {
-    device.name: replace(device, capability=_CAPABILITIES.get(device.name))
+    device.name: replace(device, capability=capability, multiprocessors=multiprocessors)
     for device in (
         # NVIDIA V100 SXM2 data sheet, January 2020. No bfloat16 units: torch emulates it.
         DeviceSpec("v100", 125 * _T, 15.7 * _T, 15.7 * _T, 7.8 * _T, 0.9 * _T, 32 * _GIB),
@@ -71,6 +81,7 @@ DEVICES: dict[str, DeviceSpec] = {
         # No data sheet: eight cores with AVX2 at 2.5 GHz (8 x 32 FLOP a cycle), two DDR4 channels.
         DeviceSpec("cpu", 0.64 * _T, 0.64 * _T, 0.64 * _T, 0.32 * _T, 0.04 * _T, 32 * _GIB, 2e-6),
     )
+    for capability, multiprocessors in (_CUDA.get(device.name, (None, 0)),)
 }
 
 

@@ -4,7 +4,7 @@ is longer, plus a launch.
 Williams, Waterman and Patterson, "Roofline: an insightful visual performance model for multicore
 architectures", CACM 52(4), 2009. It needs no device and no torch. It is accurate enough to choose
 between schedules, not to predict times: attainable rates replace a model of tiling, wave and cache
-effects, and the kernels' workspaces are unknown (zero).
+effects. What torch's kernels allocate while they run is in `workspaces`, without cuDNN's.
 """
 
 from __future__ import annotations

@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
-from remat.costs.devices import DEVICES
+from remat.costs.devices import DEVICES, DeviceSpec
 from remat.costs.roofline import Roofline, operation_seconds
+from remat.costs.workspaces.formulas import operation_workspace
 from remat.documents.records import Node, TensorMeta
 from remat.documents.trace import Trace
 
@@ -51,19 +52,34 @@ def tensor_metas(trace: Trace) -> dict[str, TensorMeta]:
 
 def with_roofline_costs(trace: Trace, roofline: Roofline) -> Trace:
     """Return the trace with costs estimated by a device's data sheet; needs neither the device nor
-    torch. Warns if torch would run other operations on that device."""
+    torch. Warns if torch would run other operations on that device.
+
+    Operations of a CUDA trace have the workspaces that torch's kernels allocate on the device.
+    """
     if (warning := device_mismatch_warning(trace, roofline)) is not None:
         _warn_once(warning)
     metas = tensor_metas(trace)
     source = f"roofline {roofline.name}"
-    costs = {
-        node.name: OperationCost(
-            max(MIN_COST_S, operation_seconds(node, metas, roofline)), 0, source
-        )
-        for node in trace.nodes
-        if not node.view
-    }
-    return with_costs(trace, costs)
+    device = _workspace_device(trace, roofline)
+
+    def cost(node: Node) -> OperationCost:
+        cost_s = max(MIN_COST_S, operation_seconds(node, metas, roofline))
+        if device is None:
+            return OperationCost(cost_s, 0, source)
+        workspace = operation_workspace(node, metas, device)
+        return OperationCost(cost_s, workspace.size_bytes, source, workspace.storage_bytes)
+
+    return with_costs(trace, {node.name: cost(node) for node in trace.nodes if not node.view})
+
+
+def _workspace_device(trace: Trace, roofline: Roofline) -> DeviceSpec | None:
+    """Return the CUDA device whose kernels decide the workspaces: the roofline's, or that of the
+    trace for a roofline of custom rates. None if the step does not run on CUDA."""
+    if trace.device.partition(":")[0] != "cuda":
+        return None
+    if roofline.device.capability is not None:
+        return roofline.device
+    return DEVICES.get(trace.gpu)
 
 
 def device_mismatch_warning(trace: Trace, roofline: Roofline) -> str | None:

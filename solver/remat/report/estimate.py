@@ -56,8 +56,10 @@ class Estimate:
     `time_s` is the total time of the operations without recomputation, by the costs of
     `cost_source`.
 
-    Not counted, because unknown before the step runs: workspaces inside kernels (cuDNN, attention),
-    fragmentation of the allocator, and allocations of an optimizer or of a loss outside the model.
+    On CUDA the workspaces of torch's kernels count, as their formulas give them
+    (`remat.costs.workspaces`). Not counted, because unknown before the step runs: cuDNN's
+    workspaces, fragmentation of the allocator, and allocations of an optimizer or of a loss outside
+    the model.
     If a backward formula runs several kernels (that of a power, for example), autograd retains
     their intermediates to the end of the formula; the estimate, like plans, counts each until it
     was read. `torch.utils.checkpoint` in the model's code is ignored, as in every capture: the real
@@ -221,12 +223,17 @@ class Estimate:
         lines += [
             f"optimizer {format_bytes(self.adam_bytes)} more for Adam's moments in float32",
             *self._reserve_line(),
-            "excluded  workspaces inside kernels, the allocator's fragmentation, a loss outside "
+            f"excluded  {self._unknown_workspaces}, the allocator's fragmentation, a loss outside "
             "the model",
         ]
         if self.activations_by_module:
             lines += ["", *self._activation_table()]
         return "\n".join(lines)
+
+    @property
+    def _unknown_workspaces(self) -> str:
+        """The workspaces that are not counted: the CPU's, and those that only cuDNN knows."""
+        return "workspaces inside kernels" if self.device == "cpu" else "cuDNN's workspaces"
 
     def _reserve_line(self) -> list[str]:
         """Return a line about the reserved bytes; none if nothing is reserved."""

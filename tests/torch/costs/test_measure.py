@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import logging
@@ -848,3 +849,30 @@ def test_every_operation_of_a_traced_gpt2_can_be_measured(
     sources = {node.cost_source for node in priced.nodes if not node.view}
     assert all(source.startswith("measured cpu") for source in sources), warned.text
     assert measure(traced, Roofline("h200")).graph().total_cost_s > 0
+
+
+@pytest.mark.gpu
+def test_garbage_that_is_freed_during_a_call_is_not_its_workspace() -> None:
+    device = torch.device("cuda")
+    call_count = 0
+
+    def call() -> torch.Tensor:
+        nonlocal call_count
+        call_count += 1
+        result = torch.empty(1 << 18, device=device)
+        if call_count == 2:  # enough new objects for Python's garbage collector to run
+            assert len([[] for _ in range(20_000)]) == 20_000
+        return result
+
+    gc.collect()
+    threshold = gc.get_threshold()
+    gc.set_threshold(5_000)
+    try:
+        cycle: list[object] = [torch.empty(1 << 20, device=device)]
+        cycle.append(cycle)
+        del cycle
+        workspace_bytes, sizes = timers.measure_memory_on_cuda(call, device)
+    finally:
+        gc.set_threshold(*threshold)
+    assert sizes == (1 << 20,)
+    assert workspace_bytes == 0

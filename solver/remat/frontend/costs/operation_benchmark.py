@@ -81,17 +81,17 @@ class OperationBenchmark:
         if available_bytes is not None and required_bytes > MAX_MEMORY_FRACTION * available_bytes:
             raise MemoryError(f"out of memory: needs {required_bytes:,} bytes")
         if self._device.type == "cpu":
-            return measure_on_cpu(self._call(node))
+            return measure_on_cpu(self.prepare(node))
         set_count = operand_set_count(
             operand_and_result_bytes(node, self._metas),
             required_bytes,
             l2_cache_bytes(self._device),
             available_bytes,
         )
-        other_calls = [self._call(node) for _ in range(set_count - 1)]
-        return measure_on_cuda(self._call(node), self._device, other_calls)
+        other_calls = [self.prepare(node) for _ in range(set_count - 1)]
+        return measure_on_cuda(self.prepare(node), self._device, other_calls)
 
-    def _call(self, node: Node) -> Callable[[], object]:
+    def prepare(self, node: Node) -> Callable[[], object]:
         """Return a function that runs an operation on newly created operands."""
         operator = resolve(node.target)
         args, kwargs = self._operands.create_arguments(node, operator)
@@ -101,7 +101,7 @@ class OperationBenchmark:
 
     def autotune(self, node: Node) -> None:
         """Run an operation once, so that its library selects an algorithm for it."""
-        self._call(node)()
+        self.prepare(node)()
 
     def copy_s_per_byte(self) -> float:
         """Return the seconds that a large `copy_` takes per byte read or written."""

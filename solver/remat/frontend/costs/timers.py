@@ -7,10 +7,12 @@ CUDA, which runs nothing else, the median.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -64,20 +66,10 @@ def measure_on_cuda(
     call: KernelCall, device: torch.device, other_calls: Sequence[KernelCall] = ()
 ) -> MeasuredCost:
     """Return the median seconds of a call on the device and on the CPU, its outputs' bytes, and its
-    workspace: its peak without inputs and outputs, as the caching allocator counts (multiples of
-    512 bytes). `other_calls` are the same call on other tensors: timing them in turn reads the
+    workspace. `other_calls` are the same call on other tensors: timing them in turn reads the
     operands from memory and not from the L2 cache."""
     with torch.cuda.device(device):
-        call()  # lazy initialisation: workspaces of libraries, autotuning
-        torch.cuda.synchronize(device)
-        bytes_before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        result = call()
-        torch.cuda.synchronize(device)
-        peak_bytes = torch.cuda.max_memory_allocated(device)
-        bytes_after = torch.cuda.memory_allocated(device)
-        sizes = output_storage_bytes(result)
-        del result
+        workspace_bytes, sizes = measure_memory_on_cuda(call, device)
         call_cycle = itertools.cycle((call, *other_calls))
         launch_times_s: list[float] = []
 
@@ -87,8 +79,35 @@ def measure_on_cuda(
             return device_s
 
         cost_s = _seconds_per_call(block, statistics.median, MAX_LAUNCHES_PER_BLOCK)
-        workspace_bytes = max(0, peak_bytes - max(bytes_before, bytes_after))
         return MeasuredCost(cost_s, workspace_bytes, sizes, statistics.median(launch_times_s))
+
+
+def measure_memory_on_cuda(call: KernelCall, device: torch.device) -> tuple[int, tuple[int, ...]]:
+    """Return the workspace of a call and its outputs' bytes. The workspace is its peak without
+    inputs and outputs, as the caching allocator counts (multiples of 512 bytes)."""
+    call()  # lazy initialisation: workspaces of libraries, autotuning
+    torch.cuda.synchronize(device)
+    with _garbage_collection_paused():
+        bytes_before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        result = call()
+        torch.cuda.synchronize(device)
+        peak_bytes = torch.cuda.max_memory_allocated(device)
+        bytes_after = torch.cuda.memory_allocated(device)
+    return max(0, peak_bytes - max(bytes_before, bytes_after)), output_storage_bytes(result)
+
+
+@contextmanager
+def _garbage_collection_paused() -> Iterator[None]:
+    """Within the context, no cycle of earlier objects is freed: with their tensors, the outputs of
+    the measured call would count as its workspace."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _time_busy_block(
