@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -328,6 +329,17 @@ def test_rows_of_a_mask_are_aligned(count: int) -> None:
     assert isinstance(bias, Ref)
     assert metas[bias.name].dtype == "float32"
     assert metas[bias.name].stride == (0, 0, TOKENS, 1)
+
+
+def test_boolean_masks_become_biases_by_the_operations_of_this_torch() -> None:
+    mask = torch.ones(TOKENS, TOKENS, dtype=torch.bool)
+    x = torch.randn(4, TOKENS, 32)
+    operations = ("aten.logical_not.default", "aten.where.self", "aten.scalar_tensor.default")
+    cpu, gpu = (
+        Counter(node.target for node in remat.trace(Attention(), (x, mask), device=device).nodes)
+        for device in ("cpu", "h100")
+    )
+    assert {name: gpu[name] for name in operations} == {name: cpu[name] for name in operations}
 
 
 @pytest.mark.parametrize(("dropout_p", "place"), [(0.1, "cpu"), (0.0, "cuda:0")])

@@ -11,9 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 Tensor = torch.Tensor
 _aten = torch.ops.aten
@@ -66,6 +69,7 @@ class AttentionCall:
 def attention_kernel(capability: tuple[int, int]) -> Callable[..., Tensor]:
     """Return a replacement of `aten.scaled_dot_product_attention`: on CPU tensors, it calls the
     operator that a GPU of this compute capability runs."""
+    inverts_boolean_masks()  # called before the capture, whose modes it must not see
 
     def scaled_dot_product_attention(
         query: Tensor,
@@ -237,8 +241,35 @@ def _attention_bias(mask: Tensor | None, dtype: torch.dtype, masked_bias: float)
     mask is a bias already."""
     if mask is None or mask.dtype != torch.bool:
         return mask
-    zero = torch.scalar_tensor(0.0, dtype=dtype, device=mask.device)
-    return _aten.where.ScalarSelf(mask.logical_not(), masked_bias, zero)
+    if inverts_boolean_masks():
+        zero = torch.scalar_tensor(0.0, dtype=dtype, device=mask.device)
+        return _aten.where.ScalarSelf(mask.logical_not(), masked_bias, zero)
+    masked = torch.scalar_tensor(masked_bias, dtype=dtype, device=mask.device)
+    return _aten.where.ScalarSelf(mask, 0.0, masked)
+
+
+class _CalledOperators(TorchDispatchMode):
+    """Records the operators that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: set[object] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        self.operators.add(func)
+        return func(*args, **(kwargs or {}))
+
+
+@cache
+def inverts_boolean_masks() -> bool:
+    """True if this torch inverts a boolean mask before it makes a bias of it, as older versions do:
+    one more operation, and a mask more in memory. The code is the same for CPU and CUDA."""
+    x, mask = torch.ones(1, 1, 1, 8), torch.ones(1, 1, dtype=torch.bool)
+    with _CalledOperators() as called, torch.no_grad():
+        functional.scaled_dot_product_attention(x, x, x, mask)
+    return _aten.logical_not.default in called.operators
 
 
 def _aligned_bias(bias: Tensor) -> Tensor:
