@@ -141,7 +141,7 @@ def _select_policies(
     step = BlockStep(tuple(candidate.options for candidate in candidates), dry_run.events)
     as_it_is = [0] * len(candidates)
     baseline_bytes = step.peak_bytes(as_it_is)
-    budget_bytes = available_bytes(options, baseline_bytes, model)
+    budget_bytes = available_bytes(options, baseline_bytes, dry_run.library_bytes, model)
     with _infeasible_with_reasons(trials.uncheckpointable):
         if executor.settings_for_all_blocks is None:
             modules = [id(c.submodule.module) for c in calls]
