@@ -164,11 +164,15 @@ def parameters_not_validated() -> Iterator[None]:
         distributions.Distribution.set_default_validate_args(is_validated)
 
 
-class _WithoutWeights(nn.MultiheadAttention):
+class _WithoutWeights(nn.Module):
     """Attention that returns no weights: it calls the fused operator."""
 
+    def __init__(self, attention: nn.MultiheadAttention) -> None:
+        super().__init__()
+        self.attention = attention
+
     def forward(self, *inputs: Tensor) -> tuple[Tensor, Tensor | None]:
-        return super().forward(*inputs, need_weights=False)
+        return self.attention(*inputs, need_weights=False)
 
 
 class _First(nn.Module):
@@ -186,7 +190,7 @@ class _First(nn.Module):
 MODULES: dict[str, Callable[[], nn.Module]] = {
     "MultiheadAttention": lambda: _First(nn.MultiheadAttention(12, 2, dropout=0.2), 3),
     "MultiheadAttention without weights": lambda: _First(
-        _WithoutWeights(12, 2, dropout=0.2, batch_first=True), 3
+        _WithoutWeights(nn.MultiheadAttention(12, 2, dropout=0.2, batch_first=True)), 3
     ),
     "TransformerEncoderLayer": lambda: _First(
         nn.TransformerEncoderLayer(12, 2, 12, dropout=0.2, batch_first=True)
