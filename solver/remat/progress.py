@@ -54,8 +54,7 @@ def raise_progress_errors(
     try:
         yield guarded.report, guarded
     finally:
-        if guarded.error is not None:
-            raise guarded.error
+        guarded.raise_error()
 
 
 class _GuardedCallbacks:
@@ -73,6 +72,15 @@ class _GuardedCallbacks:
                     self._progress(progress)
                 except BaseException as error:
                     self.error = error
+
+    def raise_error(self) -> None:
+        """Raise the recorded error, if there is one, and forget it: its traceback has the caller's
+        frame, which references this object."""
+        if self.error is not None:
+            try:
+                raise self.error
+            finally:
+                self.error = None
 
     def is_set(self) -> bool:
         return self.error is not None or (self._cancel is not None and self._cancel.is_set())

@@ -258,5 +258,8 @@ def _without_compile_caches() -> Iterator[None]:
             yield
     except TorchDynamoException as error:
         if (remat_error := cause_of_type(error, RematError)) is not None:
-            raise remat_error from None
+            try:
+                raise remat_error from None
+            finally:
+                del remat_error  # its traceback has this frame: a reference cycle
         raise RematError(f"torch.compile fails: {one_line(error)}") from error

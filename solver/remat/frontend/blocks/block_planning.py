@@ -86,20 +86,23 @@ def plan_blocks(
         budget_bytes = max(budget_bytes or 0, budget_floor_bytes)
     plans: list[PlannedBlocks] = []
     errors: list[InfeasibleBudget] = []
-    for alternative in alternatives:
-        try:
-            choice = choose_options(alternative.step, budget_bytes)
-        except InfeasibleBudget as error:
-            errors.append(error)
-        else:
-            plans.append(
-                _planned_blocks(
-                    alternative, choice, budget_bytes, baseline_bytes, solver, not_whole_reason
+    try:
+        for alternative in alternatives:
+            try:
+                choice = choose_options(alternative.step, budget_bytes)
+            except InfeasibleBudget as error:
+                errors.append(error)
+            else:
+                plans.append(
+                    _planned_blocks(
+                        alternative, choice, budget_bytes, baseline_bytes, solver, not_whole_reason
+                    )
                 )
-            )
-    if not plans:
-        failures = () if not_whole_reason else alternatives[0].capture_failures
-        raise _infeasible_error(errors, failures)
+        if not plans:
+            failures = () if not_whole_reason else alternatives[0].capture_failures
+            raise _infeasible_error(errors, failures)
+    finally:
+        errors.clear()  # their tracebacks have this frame: a reference cycle
     if budget_bytes is None:
         smallest_bytes = min(p.plan.peak_bytes for p in plans)
         plans = [p for p in plans if p.plan.peak_bytes <= NEAR_MINIMUM_FACTOR * smallest_bytes]

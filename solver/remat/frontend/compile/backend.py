@@ -14,7 +14,7 @@ from torch._guards import CompileContext
 
 from remat.errors import InfeasibleBudget
 from remat.frontend.compile import disk_cache, reporting
-from remat.frontend.compile.compat import cause_of_type
+from remat.frontend.compile.compat import cause_of_type, without_frames
 from remat.frontend.compile.compile_options import (
     UNKNOWN_MODEL,
     CompileOptions,
@@ -250,6 +250,7 @@ def _compile_within_budget(
             exceeded = cause_of_type(error, PeakOverBudget)
             if exceeded is None:
                 raise
+            exceeded = without_frames(exceeded)
             rounds += 1
             feedback = _add_feedback(feedback, exceeded)
             reporting.log_replan(exceeded.compiled.title, exceeded.summary)

@@ -138,15 +138,18 @@ class CandidateSelection:
         none has."""
         candidates: list[Candidate] = []
         errors: list[InfeasibleBudget | SolverTimeout] = []
-        for index, problem in enumerate(problems):
-            solve = partial(self.solver.solve, num_remaining=len(problems) - index)
-            try:
-                candidates.append(Candidate(problem, self._solve_variant(problem, solve)))
-            except (InfeasibleBudget, SolverTimeout) as error:
-                errors.append(error)
-        if not candidates:
-            raise least_demanding_error(errors)
-        return candidates
+        try:
+            for index, problem in enumerate(problems):
+                solve = partial(self.solver.solve, num_remaining=len(problems) - index)
+                try:
+                    candidates.append(Candidate(problem, self._solve_variant(problem, solve)))
+                except (InfeasibleBudget, SolverTimeout) as error:
+                    errors.append(error)
+            if not candidates:
+                raise least_demanding_error(errors)
+            return candidates
+        finally:
+            errors.clear()  # their tracebacks have this frame: a reference cycle
 
     def _solve_variant(
         self, problem: CompileProblem, solve: Callable[[Graph, int | str], Plan]

@@ -111,6 +111,17 @@ def cause_of_type(error: BaseException | None, error_type: type[E]) -> E | None:
     return error
 
 
+def without_frames(error: E) -> E:
+    """Return an error that is not raised any more without its traceback and causes.
+
+    Their frames reference those of all callers, down to the training loop. In a variable of one of
+    them, the error would be in a reference cycle, which keeps their tensors allocated until the
+    garbage collector runs: the outputs of the first compiled call, and its inputs.
+    """
+    error.__traceback__ = error.__cause__ = error.__context__ = None
+    return error
+
+
 def inputs_mutated_after_forward(joint: fx.GraphModule) -> set[fx.Node]:
     """Return the placeholders whose mutation AOTAutograd applies after the forward has returned.
 

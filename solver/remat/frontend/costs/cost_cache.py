@@ -174,7 +174,7 @@ class CostCache:
         log.warning(
             "the cost cache %s is damaged (%s): moved to %s; a new one is created",
             self.path,
-            error,
+            str(error),  # a log handler may keep the record: an error has the frames of its callers
             corrupt.name,
         )
 
@@ -188,7 +188,7 @@ class CostCache:
             "cannot use the cost cache %s (%s): continuing without it, the next process repeats "
             "the measurements; set REMAT_CACHE_DIR to a writable directory",
             self.path,
-            error,
+            str(error),
         )
 
 

@@ -125,29 +125,41 @@ class OperandFactory:
     ) -> tuple[list[object], dict[str, object]]:
         """Return the arguments of an operation; tensors that are created are added to `tensors`."""
         names = _argument_names(operator)
-
-        def build(argument: Argument, name: str, position: int) -> object:
-            match argument:
-                case Ref(key):
-                    if key not in tensors and self._is_view_of_any(key, tensors):
-                        tensors.update(self._run(self._producers[key][1], tensors))
-                    elif key not in tensors:
-                        tensors[key] = self._create_tensor(key, node, name, position)
-                    return tensors[key]
-                case Literal("device", text):
-                    return self._device_for(text)
-                case Literal(kind, text):
-                    return literal_to_torch(kind, text)
-                case tuple():
-                    return [build(item, name, i) for i, item in enumerate(argument)]
-                case _:
-                    return argument
-
         args = [
-            build(argument, names[i] if i < len(names) else "", 0)
+            self._argument(argument, node, names[i] if i < len(names) else "", 0, tensors)
             for i, argument in enumerate(node.args)
         ]
-        return args, {key: build(value, key, 0) for key, value in node.kwargs.items()}
+        kwargs = {
+            key: self._argument(value, node, key, 0, tensors) for key, value in node.kwargs.items()
+        }
+        return args, kwargs
+
+    def _argument(
+        self, argument: Argument, node: Node, name: str, position: int, tensors: dict[str, object]
+    ) -> object:
+        """Return the argument `name` of an operation as its kernel takes it; a tensor that is
+        created is added to `tensors`.
+
+        A method, because a nested function that calls itself is a reference cycle, and would keep
+        all operands allocated until the garbage collector runs.
+        """
+        match argument:
+            case Ref(key):
+                if key not in tensors and self._is_view_of_any(key, tensors):
+                    tensors.update(self._run(self._producers[key][1], tensors))
+                elif key not in tensors:
+                    tensors[key] = self._create_tensor(key, node, name, position)
+                return tensors[key]
+            case Literal("device", text):
+                return self._device_for(text)
+            case Literal(kind, text):
+                return literal_to_torch(kind, text)
+            case tuple():
+                return [
+                    self._argument(item, node, name, i, tensors) for i, item in enumerate(argument)
+                ]
+            case _:
+                return argument
 
     def _is_view_of_any(self, name: str, tensors: Mapping[str, object]) -> bool:
         """True if the tensor `name` is a view of one of `tensors`."""

@@ -215,5 +215,5 @@ def _optimum_overhead(
         with temporary_checkpointing_flags(model):
             return plan_blocks(model, call, optimum_options).plan.overhead
     except RematError as error:
-        logger.info("remat's own plan of the blocks, for comparison, failed: %s", error)
+        logger.info("remat's own plan of the blocks, for comparison, failed: %s", str(error))
         return None

@@ -73,7 +73,7 @@ class HighsSolver:
             highs.setOptionValue("threads", 0)
             status = highs.run()
         if callback_errors:
-            raise callback_errors[0]
+            raise callback_errors.pop()  # no cycle of the error, its traceback and this frame
         if status == highspy.HighsStatus.kError:
             raise SolverError(
                 "HiGHS refused to run the program; most likely the graph's sizes are too far "

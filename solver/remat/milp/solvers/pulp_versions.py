@@ -35,6 +35,19 @@ CBC_REMEDY = (
 _PULP: Any = pulp
 """PuLP without types, for names that only one of the versions has."""
 
+
+def _release_import_errors() -> None:
+    """Remove the tracebacks that PuLP's classes store of solvers that are not installed.
+
+    Their frames reference those of all callers: the function that imported remat, with its tensors.
+    """
+    for solver_class in vars(pulp).values():
+        if isinstance(error := getattr(solver_class, "err", None), BaseException):
+            error.__traceback__ = error.__cause__ = error.__context__ = None
+
+
+_release_import_errors()
+
 _variable_key: Callable[[Any], int] = attrgetter("id") if IS_PULP_4 else id
 """Key that is equal for the same variable of one problem. Hashing the variable itself is slower."""
 

@@ -64,8 +64,8 @@ def run_steps(steps: Sequence[SearchStep], state: SearchState) -> None:
                 state.stats[f"{step.name}_concurrent"] = 1
                 concurrent_steps.enter_context(_running_concurrently(step, state))
             else:
-                error = _run_step(step, state, state.clock.limited_to_share(share))
-                _handle_error(step, state, error)
+                clock = state.clock.limited_to_share(share)
+                _handle_error(step, state, _run_step(step, state, clock))
 
 
 @contextmanager
@@ -84,26 +84,35 @@ def _running_concurrently(step: SearchStep, state: SearchState) -> Iterator[None
     finally:
         stop_event.set()
         thread.join()
-        _handle_error(step, state, *errors)
+        _handle_error(step, state, errors.pop())
 
 
 def _run_step(step: SearchStep, state: SearchState, clock: Clock) -> Exception | None:
-    """Run a step and record its statistics; return its error if it fails."""
-    error = None
+    """Run a step and record its statistics; return its error if it fails.
+
+    No variable keeps the error: with its traceback, which has this frame and those of the callers,
+    it would be a reference cycle.
+    """
     try:
         step.function(state, clock)
-    except Exception as caught:
-        error = caught
-    _record_stats(step.name, state, clock)
-    return error
+    except Exception as error:
+        return error
+    finally:
+        _record_stats(step.name, state, clock)
+    return None
 
 
 def _handle_error(step: SearchStep, state: SearchState, error: Exception | None) -> None:
     """Raise the error of a step that must succeed; warn of any other."""
-    if error is not None and step.must_succeed:
-        raise error
-    if error is not None:
+    if error is None:
+        return
+    if not step.must_succeed:
         warn_of_failure(state.stats, step.name, error)
+        return
+    try:
+        raise error
+    finally:
+        del error  # its traceback has this frame: a reference cycle
 
 
 def _record_stats(name: str, state: SearchState, clock: Clock) -> None:

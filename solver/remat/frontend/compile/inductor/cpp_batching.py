@@ -147,7 +147,7 @@ def _compile(kernels: Sequence[_PendingKernel]) -> list[Any]:
             module = load()
         except Exception as error:
             logger.info(
-                "compiling %d kernels separately, as their file failed: %s", len(file), error
+                "compiling %d kernels separately, as their file failed: %s", len(file), str(error)
             )
             functions.update((kernel, kernel.result()) for kernel in file)
         else:

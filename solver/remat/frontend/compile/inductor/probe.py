@@ -15,7 +15,7 @@ from torch import fx
 from torch._inductor import config
 from torch._inductor.virtualized import V
 
-from remat.frontend.compile.compat import SchedulerPass, cause_of_type
+from remat.frontend.compile.compat import SchedulerPass, cause_of_type, without_frames
 from remat.frontend.compile.inductor.buffer_reuse import (
     cpu_reduction_buffers,
     in_place_candidates,
@@ -61,7 +61,7 @@ def probe_kernels(
     except Exception as error:
         if (finished := cause_of_type(error, _ProbeFinished)) is None:
             raise
-        return finished.result
+        return without_frames(finished).result
     return ProbeResult()  # a graph without a kernel
 
 

@@ -76,19 +76,29 @@ class LpRounding(Checked):
                 "`max_operations`"
             )
         deadline = time.monotonic() + self.time_limit
-        if task.budget_bytes is None:
-            failures: list[SolverError] = []
+        failures: list[SolverError] = []
+        try:
+            if task.budget_bytes is not None:
+                return self._round_within_budget(
+                    graph, task.budget_bytes, deadline, cancel, failures
+                )
             candidates = self._small_peak_roundings(graph, deadline, cancel, failures)
             solution = select_cheapest(Task(graph), candidates, strategy=self.name)
             return Solution(solution.schedule, stats={**solution.stats, **_failure_stats(failures)})
-        return self._round_within_budget(graph, task.budget_bytes, deadline, cancel)
+        finally:
+            failures.clear()  # their tracebacks have this frame: a reference cycle
 
     def _round_within_budget(
-        self, graph: Graph, budget_bytes: int, deadline: float, cancel: Cancel | None
+        self,
+        graph: Graph,
+        budget_bytes: int,
+        deadline: float,
+        cancel: Cancel | None,
+        failures: list[SolverError],
     ) -> Solution:
+        """Return the cheapest rounding that fits. Errors of HiGHS are added to `failures`."""
         bound_s: float | None = None
         is_proved = False
-        failures: list[SolverError] = []
         peaks_bytes: list[int] = []
 
         def best_rounding(candidates: Iterator[tuple[str, Schedule]]) -> Solution | None:
