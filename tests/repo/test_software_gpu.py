@@ -229,6 +229,21 @@ def test_a_captured_graph_copies_when_it_is_launched(cuda: ctypes.CDLL) -> None:
     cuda.cudaFree(target)
 
 
+def test_a_captured_graph_has_the_products_of_cublas(cuda: ctypes.CDLL) -> None:
+    """torch warns of a captured graph without nodes: it takes that for a wrong stream."""
+    handle, graph, stream = ctypes.c_void_p(), ctypes.c_void_p(), begin_capture(cuda)
+    assert cuda.cublasCreate_v2(ctypes.byref(handle)) == SUCCESS
+    assert cuda.cublasSetStream_v2(handle, stream) == SUCCESS
+    assert cuda.cublasSgemm_v2(handle) == SUCCESS
+    arguments = [ctypes.c_void_p()] * 14
+    assert cuda.cublasLtMatmul(handle, *arguments, stream) == SUCCESS
+    assert cuda.cudaStreamEndCapture(stream, ctypes.byref(graph)) == SUCCESS
+    text = ctypes.create_string_buffer(1000)
+    cuda.software_gpu_describe_graph(graph, text, ctypes.c_size_t(1000))
+    assert text.value.decode().splitlines() == ["kernel cublasSgemm_v2", "kernel cublasLtMatmul"]
+    cuda.cudaGraphDestroy(graph)
+
+
 def test_a_capture_refuses_to_synchronize(cuda: ctypes.CDLL) -> None:
     stream, graph = begin_capture(cuda), ctypes.c_void_p()
     assert cuda.cudaStreamSynchronize(stream) == CAPTURE_UNSUPPORTED

@@ -6,7 +6,7 @@
 #include "runtime.h"
 #include <string.h>
 
-typedef struct { uintptr_t pointer_mode, math_mode; } Handle;
+typedef struct { cudaStream_t stream; uintptr_t pointer_mode, math_mode; } Handle;
 
 static Handle handles[1 << 12];
 static int handle_count;
@@ -17,7 +17,7 @@ EXPORT int cublasCreate_v2(Handle **handle) {
   return 0;
 }
 EXPORT int cublasDestroy_v2(Handle *handle) { return 0; }
-EXPORT int cublasSetStream_v2(Handle *handle, void *stream) { return 0; }
+EXPORT int cublasSetStream_v2(Handle *handle, cudaStream_t stream) { handle->stream = stream; return 0; }
 EXPORT int cublasSetWorkspace_v2(Handle *handle, void *workspace, size_t bytes) { return 0; }
 EXPORT int cublasSetSmCountTarget(Handle *handle, int count) { return 0; }
 EXPORT int cublasSetMathMode(Handle *handle, int mode) { handle->math_mode = mode; return 0; }
@@ -27,7 +27,8 @@ EXPORT int cublasGetPointerMode_v2(Handle *handle, int *mode) { *mode = handle->
 EXPORT const char *cublasGetStatusName(int status) { return status ? "error" : "success"; }
 EXPORT const char *cublasGetStatusString(int status) { return status ? "error" : "success"; }
 
-#define PRODUCT(name) EXPORT int name(void) { return 0; }
+/* A product with any further arguments: a kernel on the handle's stream. */
+#define PRODUCT(name) EXPORT int name(Handle *handle) { record_kernel(handle->stream, #name); return 0; }
 PRODUCT(cublasSgemm_v2)
 PRODUCT(cublasDgemm_v2)
 PRODUCT(cublasCgemm_v2)
@@ -46,15 +47,23 @@ PRODUCT(cublasZgemv_v2)
 PRODUCT(cublasSdot_v2)
 PRODUCT(cublasDdot_v2)
 PRODUCT(cublasDotEx)
-PRODUCT(cublasLtMatmul)
+
+EXPORT int cublasLtMatmul(
+    void *handle, void *product, const void *alpha, const void *a, void *a_layout, const void *b,
+    void *b_layout, const void *beta, const void *c, void *c_layout, void *d, void *d_layout,
+    const void *algorithm, void *workspace, size_t workspace_bytes, cudaStream_t stream) {
+  record_kernel(stream, "cublasLtMatmul");
+  return 0;
+}
 
 /* cuBLASLt describes a product by objects, which nothing reads here. */
-PRODUCT(cublasLtMatmulDescDestroy)
-PRODUCT(cublasLtMatmulDescSetAttribute)
-PRODUCT(cublasLtMatmulPreferenceDestroy)
-PRODUCT(cublasLtMatmulPreferenceSetAttribute)
-PRODUCT(cublasLtMatrixLayoutDestroy)
-PRODUCT(cublasLtMatrixLayoutSetAttribute)
+#define DESCRIPTION(name) EXPORT int name(void) { return 0; }
+DESCRIPTION(cublasLtMatmulDescDestroy)
+DESCRIPTION(cublasLtMatmulDescSetAttribute)
+DESCRIPTION(cublasLtMatmulPreferenceDestroy)
+DESCRIPTION(cublasLtMatmulPreferenceSetAttribute)
+DESCRIPTION(cublasLtMatrixLayoutDestroy)
+DESCRIPTION(cublasLtMatrixLayoutSetAttribute)
 static char description;
 EXPORT int cublasLtMatmulDescCreate(void **created, int compute, int scale) { *created = &description; return 0; }
 EXPORT int cublasLtMatmulPreferenceCreate(void **created) { *created = &description; return 0; }
