@@ -1,7 +1,8 @@
-"""Acceptance run: check every claim about GPUs, in at most 25 minutes.
+"""Acceptance run: check the claims that only a GPU can prove, times first, in at most 25 minutes.
 
     make gpu                                    # with the wheels in build/gpu-wheels, if any
-    python -m benchmarks.gpu --steps 3 6        # only these steps
+    python -m benchmarks.gpu --all              # also what the software GPU proves
+    python -m benchmarks.gpu --steps 3 6        # only these steps, in full
     python -m benchmarks.gpu --minutes 9        # what fits; a second call does the rest
     python -m benchmarks.gpu --dry              # the same code on the CPU, with tiny shapes
 
@@ -48,7 +49,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     device = torch.device("cpu") if options.dry else torch.device("cuda", 0)
     name = "dry" if options.dry else machine.slug(device)
-    parts = [part for part in PARTS if part.step in options.steps]
+    parts = [
+        part
+        for part in PARTS
+        if part.step in (options.steps or STEPS)
+        and (options.all or options.steps or not part.is_proved_without_gpu)
+    ]
     results = run_all(
         parts,
         options.folder / name,
@@ -130,7 +136,8 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
-    add("--steps", nargs="+", type=int, choices=STEPS, default=list(STEPS), metavar="STEP")
+    add("--steps", nargs="+", type=int, choices=STEPS, metavar="STEP", help="only these, in full")
+    add("--all", action="store_true", help="also the parts that the software GPU proves")
     add("--minutes", type=float, default=MINUTES, help=f"total time (default {MINUTES:g})")
     add("--again", action="store_true", help="repeat parts that finished in an earlier run")
     add("--dry", action="store_true", help="run on the CPU with tiny shapes, to test this command")

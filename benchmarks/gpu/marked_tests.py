@@ -15,25 +15,30 @@ from benchmarks.gpu.verdicts import Report
 ROOT = Path(__file__).parents[2]
 
 _MARKED = re.compile(r"^(@|pytestmark = )pytest\.mark\.gpu$", re.MULTILINE)
+_MARKED_TIMES = re.compile(r"^@pytest\.mark\.device_times$", re.MULTILINE)
 
 
-def marked_files(folder: Path = ROOT / "tests") -> list[Path]:
-    """Return the test files with tests marked gpu.
+def marked_files(folder: Path = ROOT / "tests", *, has_times: bool = False) -> list[Path]:
+    """Return the test files with tests marked gpu; with `has_times`, those that measure time.
 
     The other files may import packages that the GPU machine lacks.
     """
-    return [p for p in sorted(folder.rglob("test_*.py")) if _MARKED.search(p.read_text())]
+    mark = _MARKED_TIMES if has_times else _MARKED
+    return [path for path in sorted(folder.rglob("test_*.py")) if mark.search(path.read_text())]
 
 
-def run_marked_tests(file: Path) -> Callable[[Setting, Report], None]:
-    """Return a part that runs the tests marked gpu of one file, in a process of their own."""
+def run_marked_tests(file: Path, has_times: bool) -> Callable[[Setting, Report], None]:
+    """Return a part that runs the tests marked gpu of one file in a process of their own: those of
+    times, or all others."""
 
     def run(setting: Setting, report: Report) -> None:
         results = setting.folder / f"{file.stem}.xml"
         results.unlink(missing_ok=True)
         completed = subprocess.run(
             [
-                sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-rfE", "--tb=short",
+                sys.executable, "-m", "pytest",
+                "-m", "gpu and " + ("device_times" if has_times else "not device_times"),
+                "-q", "-rfE", "--tb=short",
                 "-p", "no:cacheprovider", f"--junitxml={results}", str(file),
             ],
             cwd=ROOT,

@@ -1,4 +1,8 @@
-"""Table of the acceptance run: the parts of each step, each run in a process of its own."""
+"""Table of the acceptance run: the parts of each step, each run in a process of its own.
+
+Steps that measure time come first: nothing else than a GPU can show it. What the software GPU shows
+as well is marked; what it cannot, cuDNN and the arithmetic of CUDA, follows the times.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from benchmarks.gpu import correctness, marked_tests, memory, models, speed
 from benchmarks.gpu.setting import PartFunction, WorkloadBuilder
 
 TITLES = {
-    0: "the tests marked gpu",
+    0: "the tests marked gpu; without --all, those of times",
     1: "every operation can be measured",
     2: "library workspaces",
     3: "bytes predicted, requested, allocated, reserved",
@@ -26,13 +30,18 @@ TITLES = {
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a step, run in a process of its own for up to `limit_s`, with `env` added."""
+    """A part of a step, run in a process of its own for up to `limit_s`, with `env` added.
+
+    `is_proved_without_gpu` is True if the software GPU shows the same. A GPU's minutes are better
+    spent on others: only `--all` runs it.
+    """
 
     step: int
     name: str
     run: PartFunction
     limit_s: float = 120.0
     env: Mapping[str, str] = field(default_factory=dict)
+    is_proved_without_gpu: bool = False
 
     @property
     def key(self) -> str:
@@ -62,60 +71,83 @@ _LARGE: WorkloadBuilder = partial(models.gpt2, half=True, rows=16, tokens=1024)
 _RESNET: WorkloadBuilder = partial(models.resnet50, rows=128, half=True)
 
 
+RUN_ORDER = (6, 7, 8, 0, 1, 5, 3, 4, 10, 9, 2)
+"""Steps in the order in which they run: times first."""
+
+
 def _parts() -> list[Part]:
-    """Return the parts of all steps, ordered by step."""
-    parts = [
-        Part(0, file.stem.removeprefix("test_"), marked_tests.run_marked_tests(file), 240.0)
-        for file in marked_tests.marked_files()
-    ]
-    parts += [
-        Part(1, name, correctness.check_all_measured(build)) for name, build in _MEASURED.items()
-    ]
-    parts += [Part(2, "products", memory.check_library_workspaces, 60.0)]
+    """Return the parts of all steps, in the order in which they run."""
+    parts = [*_test_parts(), *_memory_parts(), *_number_parts(), *_time_parts()]
+    return sorted(parts, key=lambda part: (part.is_proved_without_gpu, RUN_ORDER.index(part.step)))
+
+
+def _test_parts() -> list[Part]:
+    """Return the parts of step 0: a file each, but tests of times apart from others."""
+    return [
+        Part(
+            0, file.stem.removeprefix("test_") + ("-times" if has_times else ""),
+            marked_tests.run_marked_tests(file, has_times), 240.0,
+            is_proved_without_gpu=not has_times,
+        )
+        for has_times in (True, False)
+        for file in marked_tests.marked_files(has_times=has_times)
+    ]  # fmt: skip
+
+
+def _memory_parts() -> list[Part]:
+    """Return the parts of steps 2, 3, 4 and 10."""
+    parts = [Part(2, "products", memory.check_library_workspaces, 60.0, is_proved_without_gpu=True)]
     for is_expandable in (False, True):
         kind = "expandable" if is_expandable else "default"
         for name, build in _PLANNED.items():
+            has_cudnn = name == "resnet50"
             parts += [
                 Part(
-                    3, f"{name}-{kind}", memory.check_predicted_bytes(build, is_expandable),
-                    env=_segments(is_expandable),
-                ),
-                Part(
-                    4, f"{name}-{kind}", memory.check_hard_limit(build),
-                    env=_segments(is_expandable),
-                ),
+                    step, f"{name}-{kind}", run, env=_segments(is_expandable),
+                    is_proved_without_gpu=is_expandable and not has_cudnn,
+                )
+                for step, run in (
+                    (3, memory.check_predicted_bytes(build, is_expandable)),
+                    (4, memory.check_hard_limit(build)),
+                )
             ]  # fmt: skip
+    warm: WorkloadBuilder = partial(models.resnet50, rows=64)
+    return [
+        *parts,
+        Part(10, "a-first-process", memory.fill_cost_cache(warm), env=_segments(True)),
+        Part(10, "b-second-process", memory.check_warm_process(warm), env=_segments(True)),
+    ]
+
+
+def _number_parts() -> list[Part]:
+    """Return the parts of steps 1, 5 and 9."""
+    parts = [
+        Part(1, name, correctness.check_all_measured(build)) for name, build in _MEASURED.items()
+    ]
+    gpt2: WorkloadBuilder = partial(models.gpt2, rows=4)
+    resnet: WorkloadBuilder = partial(models.resnet50, rows=16)
     parts += [
-        Part(
-            5,
-            "gpt2-dropout",
-            correctness.check_equals_eager(partial(models.gpt2, rows=4), "min", replays=10),
-        ),
-        Part(
-            5, "resnet50", correctness.check_equals_eager(partial(models.resnet50, rows=16), "60%")
-        ),
+        Part(5, "gpt2-dropout", correctness.check_equals_eager(gpt2, "min", replays=10)),
+        Part(5, "resnet50", correctness.check_equals_eager(resnet, "60%")),
+    ]
+    for dropout in (0.0, 0.1):
+        build = partial(models.gpt2, layers=4, rows=4, tokens=256, dropout=dropout)
+        parts.append(Part(9, f"gpt2-dropout-{dropout:g}", correctness.check_cuda_graphs(build)))
+    return parts
+
+
+def _time_parts() -> list[Part]:
+    """Return the parts of steps 6, 7 and 8."""
+    gpt2: WorkloadBuilder = partial(models.gpt2, half=True, tokens=1024)
+    return [
         Part(6, "gpt2-1x64", speed.check_keep_all(_SMALL, 1.05)),
         Part(6, "gpt2-16x1024", speed.check_keep_all(_LARGE, 1.02)),
-        Part(
-            7,
-            "gpt2-bf16",
-            speed.check_predicted_times(partial(models.gpt2, half=True, tokens=1024)),
-            150.0,
-        ),
+        Part(7, "gpt2-bf16", speed.check_predicted_times(gpt2), 150.0),
         Part(7, "resnet50-bf16", speed.check_predicted_times(_RESNET), 150.0),
         Part(8, "gpt2-16x1024", speed.compare_methods(_LARGE), 240.0),
         Part(8, "resnet50-b128", speed.compare_methods(_RESNET), 240.0),
         Part(8, "llama-1b-2x2048", speed.compare_methods(models.llama), 300.0),
     ]
-    for dropout in (0.0, 0.1):
-        build = partial(models.gpt2, layers=4, rows=4, tokens=256, dropout=dropout)
-        parts.append(Part(9, f"gpt2-dropout-{dropout:g}", correctness.check_cuda_graphs(build)))
-    warm: WorkloadBuilder = partial(models.resnet50, rows=64)
-    parts += [
-        Part(10, "a-first-process", memory.fill_cost_cache(warm), env=_segments(True)),
-        Part(10, "b-second-process", memory.check_warm_process(warm), env=_segments(True)),
-    ]
-    return sorted(parts, key=lambda part: part.step)
 
 
 PARTS = _parts()

@@ -30,7 +30,7 @@ ESTIMATE_TOLERANCE = 0.005
 
 Row = dict[str, Any]
 
-STRATEGY = remat.Auto(gap=0.05, time_limit=5.0)
+STRATEGY = remat.Auto(gap=0.05, time_limit=20.0)
 
 
 def cases() -> list[str]:

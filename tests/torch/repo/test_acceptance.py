@@ -22,7 +22,7 @@ from benchmarks.gpu import marked_tests, memory, speed, verdicts
 from benchmarks.gpu.device import StepPeaks
 from benchmarks.gpu.runner import FINISHED, NO_TIME, run_all, run_command
 from benchmarks.gpu.setting import Setting
-from benchmarks.gpu.steps import PARTS, TITLES, Part
+from benchmarks.gpu.steps import PARTS, RUN_ORDER, TITLES, Part
 from benchmarks.gpu.verdicts import Check, Report
 from scripts import gpu_wheels
 from tests.helpers.paths import ROOT
@@ -73,8 +73,24 @@ def test_every_part_runs_on_a_cpu(
 def test_every_step_has_parts() -> None:
     assert list(TITLES) == list(command.STEPS) == sorted({part.step for part in PARTS})
     assert len(BY_KEY) == len(PARTS)
-    steps = [part.step for part in PARTS]
-    assert steps == sorted(steps)
+
+
+def test_times_come_first_and_what_the_software_gpu_proves_last() -> None:
+    assert sorted(RUN_ORDER) == list(TITLES)
+    proved = [part.is_proved_without_gpu for part in PARTS]
+    assert proved == sorted(proved)
+    needed = [part for part in PARTS if not part.is_proved_without_gpu]
+    assert {part.step for part in needed[:7]} == {6, 7, 8}
+    assert {part.step for part in PARTS} - {part.step for part in needed} == {2}
+    assert {p.name for p in needed if p.step in (3, 4) and "expandable" in p.name} == {
+        "resnet50-expandable"  # for cuDNN
+    }
+
+
+def test_tests_of_times_are_apart_from_others() -> None:
+    names = [part.name for part in PARTS if part.step == 0 and not part.is_proved_without_gpu]
+    assert names == ["measure-times"]
+    assert "measure" in {part.name for part in PARTS if part.is_proved_without_gpu}
 
 
 def test_memory_parts_cover_both_kinds_of_segments() -> None:
