@@ -685,9 +685,16 @@ def test_the_backward_of_checkpointed_blocks_can_run_twice() -> None:
     assert torch.equal(first, second)
 
 
-def test_under_autocast_with_cached_casts_the_peak_is_as_planned() -> None:
+@pytest.mark.parametrize(
+    ("block", "least"), [(Block, 0.99), (Sealed, 0.9)], ids=["planned", "checkpointed"]
+)
+def test_under_autocast_with_cached_casts_the_peak_is_as_planned(
+    block: type[nn.Module], least: float
+) -> None:
+    """A planned block casts its weights itself; those that a checkpointed one has cast are cached
+    until autocast ends, which is before the backward, and count to its end."""
     torch.manual_seed(0)
-    model, ids = Net([Sealed(32) for _ in range(4)]), torch.randint(0, 50, (256,))
+    model, ids = Net([block(32) for _ in range(4)]), torch.randint(0, 50, (256,))
 
     def one() -> None:
         with torch.autocast("cpu", torch.bfloat16):
@@ -698,4 +705,5 @@ def test_under_autocast_with_cached_casts_the_peak_is_as_planned() -> None:
     enabled(model, "60%")
     one()
     measured = measure_step(one, [*model.parameters(), ids]).peak_bytes
-    assert measured <= plan_of(model).peak_bytes
+    planned = plan_of(model).peak_bytes
+    assert least * planned <= measured <= planned

@@ -40,6 +40,7 @@ from remat.frontend.blocks.profile import (
     requires_gradient,
 )
 from remat.frontend.blocks.stub import StubBlock, copy_argument_mutations
+from remat.frontend.capture.model.environment import autocast_cache_disabled
 from remat.frontend.capture.model.flat_model import outputs_to_differentiate
 from remat.frontend.capture.model.preserved_state import model_state_preserved
 from remat.frontend.common.pytree import flatten, flatten_objects, tensors_in, unflatten_objects
@@ -190,7 +191,9 @@ class _DryRunRecorder:
                 ]
                 stub_args, stub_kwargs = unflatten_objects(leaves, input_shape)
                 attributes_before = differentiable_attributes(block.module)
-                result = original_forward(*stub_args, **stub_kwargs)
+                # Weights that autocast casts within a block are part of the block's memory.
+                with autocast_cache_disabled():
+                    result = original_forward(*stub_args, **stub_kwargs)
                 attributes = differentiable_attributes(block.module)
                 if new := attributes.keys() - attributes_before.keys():
                     name = min(name for _, name, _ in new)

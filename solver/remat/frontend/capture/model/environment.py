@@ -77,5 +77,16 @@ def autocast_disabled() -> Iterator[None]:
             torch.set_autocast_enabled(device, True)
 
 
+@contextmanager
+def autocast_cache_disabled() -> Iterator[None]:
+    """Within the context, autocast does not keep weights that it has cast to lower precision."""
+    enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)
+
+
 def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
