@@ -281,6 +281,7 @@ class Partitioner(CustomPartitionerFn):
             baseline_bytes=baseline_bytes,
             external_bytes=external_bytes,
             primals_bytes=joint.primals_bytes,
+            batch_copy_bytes=joint.batch_copy_bytes,
             group=self.group,
             rounds=self.rounds,
             baseline_saved_bytes=baseline.saved_bytes,

@@ -38,13 +38,13 @@ class CompiledPlan:
     Peaks: the verified peak must not exceed `limit_bytes`, which is the budget, and for "min" the
     peak under plain torch.compile or None. `verified_by_half` has the peak of Inductor's kernels
     for "forward" and "backward", read before code generation; it is empty without Inductor and for
-    code from torch's cache. `primals_bytes` are parameters, buffers and batch. During the backward,
-    the caller retains `retained_bytes` that the backward does not read and the inputs
-    `retained_names` that it does read; `layout_copy_bytes` are parameters in another layout;
-    `donated_bytes` are the tangents that are freed once they are read, by name. Only where
-    `is_plain`, `storages` are those that the inputs of the backward show, as in `InputLifetimes`,
-    and `workspace_bytes` is the largest workspace of an extern kernel that cannot be measured in
-    Inductor's layouts.
+    code from torch's cache. `primals_bytes` are parameters, buffers and batch, and
+    `batch_copy_bytes` the copy of the batch that CUDA graphs read. During the backward, the caller
+    retains `retained_bytes` that the backward does not read and the inputs `retained_names` that it
+    does read; `layout_copy_bytes` are parameters in another layout; `donated_bytes` are the
+    tangents that are freed once they are read, by name. Only where `is_plain`, `storages` are those
+    that the inputs of the backward show, as in `InputLifetimes`, and `workspace_bytes` is the
+    largest workspace of an extern kernel that cannot be measured in Inductor's layouts.
 
     Between forward and backward, `saved_bytes` stay allocated, and `baseline_saved_bytes` would
     without recomputation. Other graphs of the same step (`group`) run during that time.
@@ -57,6 +57,7 @@ class CompiledPlan:
     baseline_bytes: int = 0
     external_bytes: int = 0
     primals_bytes: int = 0
+    batch_copy_bytes: int = 0
     retained_bytes: int = 0
     layout_copy_bytes: int = 0
     retained_names: frozenset[str] = frozenset()

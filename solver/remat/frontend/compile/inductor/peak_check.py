@@ -88,8 +88,12 @@ class PeakVerifier(SchedulerPass):
         is_backward = bool(V.graph.is_backward)
         retained = compiled.retained_names if is_backward else frozenset[str]()
         donated_bytes = compiled.donated_bytes if is_backward else {}
-        peak_bytes = compiled.primals_bytes + live_peak_bytes(
-            nodes, retained, storages=compiled.storages, donated_bytes=donated_bytes
+        peak_bytes = (
+            compiled.primals_bytes
+            + compiled.batch_copy_bytes
+            + live_peak_bytes(
+                nodes, retained, storages=compiled.storages, donated_bytes=donated_bytes
+            )
         )
         if is_backward:
             peak_bytes += compiled.retained_bytes + compiled.layout_copy_bytes

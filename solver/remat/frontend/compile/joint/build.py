@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from torch import fx
+from torch._inductor import config
 
 from remat.frontend.common.aliases import mutated_args, storage_base
 from remat.frontend.compile.compat import (
@@ -19,7 +20,7 @@ from remat.frontend.compile.compat import (
     is_tangent,
     min_cut_partition,
 )
-from remat.frontend.compile.joint.fx_utils import node_bytes
+from remat.frontend.compile.joint.fx_utils import node_bytes, output_tensors
 from remat.frontend.compile.joint.joint_graph import (
     CompiledJointGraph,
     FxKernel,
@@ -126,7 +127,19 @@ def build_joint_graph(
         output_meta=output_meta,
         plain_halves=None if probe is None or not is_plain_correct else halves,
         backward_inputs=backward_inputs,
+        batch_copy_bytes=_batch_copy_bytes(placeholders, static_lifetime_input_indices or ()),
     )
+
+
+def _batch_copy_bytes(placeholders: Sequence[fx.Node], static: Collection[int]) -> int:
+    """Return the bytes of inputs that Inductor copies before it launches a CUDA graph: all on the
+    GPU but those at the positions `static`, which are parameters and buffers; 0 without CUDA
+    graphs."""
+    if not config.triton.cudagraphs:
+        return 0
+    primals = [node for node in placeholders if not is_tangent(node)]
+    batch = [node for index, node in enumerate(primals) if index not in static]
+    return sum(node_bytes(node) for node in batch if any(t.is_cuda for t in output_tensors(node)))
 
 
 def _input_lifetimes(

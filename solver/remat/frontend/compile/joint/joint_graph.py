@@ -53,7 +53,7 @@ class CompiledJointGraph:
     are the storage bases that some operation, or AOTAutograd after the forward, writes to in place.
     `plain_halves` are the forward and backward graph of plain torch.compile, None without Inductor
     and where they would give wrong results; `backward_inputs` are the lifetimes of their saved
-    tensors.
+    tensors. `batch_copy_bytes` are copies of the batch that CUDA graphs read; 0 without them.
     """
 
     module: fx.GraphModule
@@ -69,6 +69,7 @@ class CompiledJointGraph:
     output_meta: dict[str, Any]
     plain_halves: tuple[fx.GraphModule, fx.GraphModule] | None = None
     backward_inputs: InputLifetimes | None = None
+    batch_copy_bytes: int = 0
 
     @cached_property
     def position(self) -> dict[fx.Node, int]:
@@ -109,6 +110,12 @@ class CompiledJointGraph:
     def primals_bytes(self) -> int:
         """The bytes of parameters, buffers and batch."""
         return sum(map(node_bytes, self.primals))
+
+    @property
+    def constant_bytes(self) -> int:
+        """The bytes that are allocated during the whole step: parameters, buffers, batch, and the
+        copy of the batch that CUDA graphs read."""
+        return self.primals_bytes + self.batch_copy_bytes
 
     @property
     def layout_copy_bytes(self) -> int:

@@ -116,7 +116,7 @@ def build_problem(
         tuple(operations),
         tuple(values),
         frozenset(results),
-        joint.primals_bytes + joint.layout_copy_bytes,
+        joint.constant_bytes + joint.layout_copy_bytes,
         boundary,
     )
     in_place_inputs = _in_place_inputs(joint, groups, value_of)
@@ -199,7 +199,7 @@ def inductor_baseline_peak_bytes(problem: CompileProblem) -> int | None:
     peak_bytes = max(
         forward.peak_bytes, retained_bytes + forward.layout_copy_bytes + backward.peak_bytes
     )
-    return joint.primals_bytes + peak_bytes + unmeasured_workspace_bytes(problem)
+    return joint.constant_bytes + peak_bytes + unmeasured_workspace_bytes(problem)
 
 
 def unmeasured_workspace_bytes(problem: CompileProblem) -> int:
