@@ -15,6 +15,7 @@ from remat.documents.trace import Trace
 from remat.errors import DocumentError, RematError, TraceError
 from remat.frontend.blocks.dry_run import DryRunCall
 from remat.frontend.blocks.fsdp2 import unsharded_parameters
+from remat.frontend.blocks.profile import non_leaf_alias
 from remat.frontend.capture.model.environment import autocast_set_to
 from remat.frontend.capture.trace import trace as capture
 from remat.frontend.common.operators import check_operations_allowed
@@ -97,9 +98,12 @@ class BlockSolver:
 
     def _capture(self, call: DryRunCall, signature: CallSignature) -> Trace | str:
         self.log_progress(f"capturing {call.submodule.path}")
+        # The inputs of a block are results of operations: autocast casts them at each use.
         leaves = [
-            torch.empty_strided(
-                t.shape, t.stride, dtype=t.dtype, device=t.device, requires_grad=t.requires_grad
+            non_leaf_alias(
+                torch.empty_strided(
+                    t.shape, t.stride, dtype=t.dtype, device=t.device, requires_grad=t.requires_grad
+                )
             )
             for t in signature.inputs
         ]

@@ -107,7 +107,8 @@ def capture_joint_graph(
     symbolic: bool = False,
 ) -> CapturedJointGraph:
     """Capture the joint graph of a step. `leaves` are the real or fake tensors of its arguments,
-    whose structure is `inputs`.
+    whose structure is `inputs`; those that are no leaves of autograd are results of operations
+    before the step.
 
     Use `symbolic` if some of their sizes are SymInts: then the forward must not change module
     attributes, and no hook warnings are issued, since an earlier capture has issued them.
@@ -118,7 +119,10 @@ def capture_joint_graph(
         module_attributes_checked(model) as changed,
         contextlib.ExitStack() as stack,
     ):
-        flat_model = FlatModel(model, inputs, differentiate)
+        are_leaves = [leaf.is_leaf for leaf in leaves]
+        # torch's capture reads `.grad`, and warns if that is not of a leaf.
+        leaves = [t if t.is_leaf else t.detach().requires_grad_() for t in leaves]
+        flat_model = FlatModel(model, inputs, differentiate, are_leaves)
         stack.enter_context(torch.enable_grad())
         stack.enter_context(model_state_preserved(model))
         stack.enter_context(python_rng_forbidden(model))

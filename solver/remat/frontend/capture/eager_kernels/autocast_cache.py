@@ -27,7 +27,8 @@ class AutocastCache:
 
     def start_forward(self, leaf_groups: Iterable[Sequence[torch.Tensor]]) -> None:
         """Clear the cache for a new forward, and set the tensors whose casts it stores: parameters
-        and inputs. Tensors of one group share their casts (tied weights)."""
+        and those inputs that are leaves of autograd. Tensors of one group share their casts (tied
+        weights)."""
         self._leaves = {
             id(tensor): (tensor, index)
             for index, group in enumerate(leaf_groups)

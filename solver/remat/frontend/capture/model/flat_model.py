@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Any
 
 import torch
@@ -45,17 +46,23 @@ class OutputInfo:
 class FlatModel(nn.Module):
     """A model that takes and returns flat tuples of tensors; `output_info` describes its last call.
 
-    `parameters_by_name` has the parameters by all of their names. It is read before the capture,
-    during which other tensors are in their places.
+    `are_leaves` says of each of its arguments if it is a leaf of autograd: only then does autocast
+    cache its cast. `parameters_by_name` has the parameters by all of their names. It is read before
+    the capture, during which other tensors are in their places.
     """
 
     def __init__(
-        self, model: nn.Module, inputs: Structure, differentiate: str | Sequence[str]
+        self,
+        model: nn.Module,
+        inputs: Structure,
+        differentiate: str | Sequence[str],
+        are_leaves: Sequence[bool],
     ) -> None:
         super().__init__()
         self.model = model
         self.inputs = inputs
         self.differentiate = differentiate
+        self.are_leaves = are_leaves
         self.output_info = OutputInfo()
         self.autocast_cache = AutocastCache()
         self.parameters_by_name = dict(model.named_parameters(remove_duplicate=False))
@@ -64,7 +71,8 @@ class FlatModel(nn.Module):
         """Call the model with these tensors as the leaves of its arguments."""
         args, kwargs = unflatten(self.inputs, leaves)
         buffers = registered_buffers(self.model)
-        self.autocast_cache.start_forward([*self._tied_parameters(), *([leaf] for leaf in leaves)])
+        cached_inputs = ([leaf] for leaf in compress(leaves, self.are_leaves))
+        self.autocast_cache.start_forward([*self._tied_parameters(), *cached_inputs])
         with module_paths_annotated(self.model):
             returned = self.model(*args, **kwargs)
         _write_replaced_buffers(self.model, buffers)
