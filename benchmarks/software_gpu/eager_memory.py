@@ -28,6 +28,9 @@ MIN_SHARE = 0.995
 """The least share of a prediction that the requested bytes must reach."""
 ESTIMATE_TOLERANCE = 0.005
 
+NAMESPACES = ("aten", "prims", "transformers")
+"""Namespaces of operations: transformers has one of its own for mixtures of experts."""
+
 Row = dict[str, Any]
 
 STRATEGY = remat.Auto(gap=0.05, time_limit=20.0)
@@ -160,7 +163,7 @@ class Setting:
             with self._autocast():
                 gm = remat.optimize(
                     model, budget, (), batch, strategy=STRATEGY, costs=self._costs(),
-                    outputs="dropped" if drops_outputs else "held",
+                    outputs="dropped" if drops_outputs else "held", namespaces=NAMESPACES,
                 )  # fmt: skip
         except remat.RematError as error:
             return self._row(what, budget) | refusal(error)

@@ -1,7 +1,8 @@
 """Model families for the software GPU: real architectures, small, with random weights.
 
-A batch of 4 x 64 tokens or some images, a width of 128: activations are most of the memory, and a
-plan takes about a second. Dropout is that of each architecture's default configuration.
+A batch of 4 x 64 tokens or some images, a width of 256: a plan takes about a second, and few
+tensors are smaller than the 512 bytes that torch allocates at least. Dropout is that of each
+architecture's default configuration.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import nn
 
 from benchmarks.models.workloads import DenoisingLoss
 
-ROWS, TOKENS, WIDTH, HEADS, VOCABULARY, LABELS = 4, 64, 128, 4, 1000, 10
+ROWS, TOKENS, WIDTH, HEADS, VOCABULARY, LABELS = 4, 64, 256, 4, 1024, 10
 
 Batch = dict[str, Any]
 
@@ -86,7 +87,7 @@ def _clip() -> tuple[nn.Module, Batch]:
 
     text = {**_TEXT, "max_position_embeddings": TOKENS}
     vision = {k: v for k, v in _IMAGE.items() if k != "num_labels"}
-    config = transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=64)
+    config = transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=WIDTH)
     ids = torch.randint(3, VOCABULARY, (ROWS, TOKENS))
     batch = {
         "input_ids": ids,
@@ -102,7 +103,7 @@ def _unet() -> tuple[nn.Module, Batch]:
 
     unet = UNet2DModel(
         sample_size=16, in_channels=3, out_channels=3, layers_per_block=1,
-        block_out_channels=(32, 64), norm_num_groups=8,
+        block_out_channels=(WIDTH // 2, WIDTH), norm_num_groups=8,
         down_block_types=("DownBlock2D", "AttnDownBlock2D"),
         up_block_types=("AttnUpBlock2D", "UpBlock2D"),
     )  # fmt: skip
@@ -119,8 +120,8 @@ _GPT2 = {
     "use_cache": False, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
 _SWIN = {
-    "image_size": 64, "patch_size": 4, "embed_dim": 32, "depths": [1, 1], "num_heads": [2, 4],
-    "window_size": 4, "num_labels": LABELS,
+    "image_size": 64, "patch_size": 4, "embed_dim": WIDTH // 2, "depths": [1, 1],
+    "num_heads": [2, 4], "window_size": 4, "num_labels": LABELS,
 }  # fmt: skip
 _OPT = {**_TEXT, "ffn_dim": 2 * WIDTH, "word_embed_proj_dim": WIDTH}
 _MIXTRAL = {**_GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2}

@@ -75,6 +75,14 @@ def _log_sigmoid_backward(arguments: Mapping[str, Any], _: object) -> Tensor:
     return arguments["grad_output"] * torch.sigmoid(-tensor)
 
 
+def _histogram(arguments: Mapping[str, Any], _: object) -> Tensor:
+    """`histc`, which the CPU has for floating-point numbers only."""
+    tensor, bounds = arguments["self"], (arguments["min"], arguments["max"])
+    if not tensor.is_floating_point():
+        tensor = tensor.double()
+    return torch.histc(tensor, arguments["bins"], *bounds)
+
+
 def _fused_dropout(arguments: Mapping[str, Any], state: PhiloxState) -> tuple[Tensor, Tensor]:
     """`_fused_dropout`, whose `p` is the probability to keep an element."""
     tensor, keep = arguments["self"], arguments["p"]
@@ -133,6 +141,7 @@ COUNTERPARTS: dict[str, Counterpart] = {
     "_native_batch_norm_legit": _batch_norm("_native_batch_norm_legit"),
     "_native_batch_norm_legit.out": _batch_norm("_native_batch_norm_legit"),
     "log_sigmoid_backward": _log_sigmoid_backward,
+    "histc": _histogram,
     "_fused_dropout": _fused_dropout,
     "_masked_scale": _masked_scale,
     "_fused_rms_norm_backward": _rms_norm_backward,

@@ -87,7 +87,7 @@ def test_times_come_first_and_what_the_software_gpu_proves_last() -> None:
     }
 
 
-def test_tests_of_times_are_apart_from_others() -> None:
+def test_tests_of_times_are_a_part_of_their_own() -> None:
     names = [part.name for part in PARTS if part.step == 0 and not part.is_proved_without_gpu]
     assert names == ["measure-times"]
     assert "measure" in {part.name for part in PARTS if part.is_proved_without_gpu}

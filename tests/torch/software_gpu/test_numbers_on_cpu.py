@@ -204,6 +204,14 @@ def test_gru_cell() -> None:
     assert of_hx.shape == hx.shape
 
 
+def test_histograms_of_integers() -> None:
+    tokens = torch.tensor([0, 3, 3, 1, 7])
+    arguments = {"self": tokens, "bins": 4, "min": 0, "max": 3}
+    counterpart = counterpart_of("aten::histc")
+    assert counterpart is not None
+    assert counterpart(arguments, None).tolist() == [1, 1, 0, 2]
+
+
 def test_rms_norm_backward() -> None:
     torch.manual_seed(0)
     x, weight = leaf(3, 4, 8), leaf(8)
