@@ -128,10 +128,10 @@ def _tensor_differences(absent: Trace, present: Trace) -> Iterator[str]:
             continue
         for a, b in zip(first.results, second.results, strict=True):
             layouts = [
-                (r.tensor.dtype, r.tensor.shape, r.tensor.stride, r.tensor.offset) for r in (a, b)
+                (r.tensor.dtype, r.tensor.shape, r.tensor.stride, r.tensor.offset, r.tensor.device)
+                for r in (a, b)
             ]
-            is_host = [r.tensor.device.startswith("cpu") for r in (a, b)]
-            if layouts[0] != layouts[1] or is_host[0] != is_host[1]:
+            if layouts[0] != layouts[1]:
                 yield f"{first.target} {first.name}: {layouts[0]} absent, {layouts[1]} present"
 
 
@@ -193,11 +193,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("dtype", choices=DTYPES)
     parser.add_argument("--trace", type=Path, metavar="FILE", help="only write this trace")
     options = parser.parse_args(argv)
+    torch.backends.cudnn.enabled = False  # the software GPU does not replace cuDNN
+    torch.backends.cuda.enable_cudnn_sdp(False)
     if options.trace:
         _trace(options.family, options.dtype, GPU).save(options.trace)
         return
-    torch.backends.cudnn.enabled = False  # the software GPU does not replace cuDNN
-    torch.backends.cuda.enable_cudnn_sdp(False)
     for row in compare(options.family, options.dtype):
         print(f"{row['property']}: {row['difference_count']} differences {row['note']}")
         for difference in row["differences"]:

@@ -190,8 +190,8 @@ def test_a_trial_on_the_gpu_measures_the_planned_peak() -> None:
     from remat.commands.models.batches import BatchSizes
     from remat.commands.models.sources import load_training_step
 
-    sizes = ["n_layer=6", "n_embd=512", "n_head=8"]
-    step = load_training_step("hf:gpt2", BatchSizes(8, 512), device="cuda", overrides=sizes)
+    sizes = ["n_layer=6", "n_embd=512", "n_head=8", "vocab_size=8192"]
+    step = load_training_step("hf:gpt2", BatchSizes(8, 256), device="cuda", overrides=sizes)
     gm = remat.optimize(step.model, "60%", step.args, step.kwargs, strategy=QUICK)
     trial = run_eager_trial(step.model, gm, step.args, step.kwargs)
     assert trial.equality.largest_relative_difference <= 1e-4

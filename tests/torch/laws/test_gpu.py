@@ -48,15 +48,22 @@ def test_models_on_the_gpu_train_as_eager_mode_within_the_budget(name: str) -> N
             assert relative_error(q.grad, p.grad) <= 1e-4, key
 
 
+def cublas_workspace_bytes() -> int:
+    """Free the workspaces that cuBLAS keeps between steps, and return their bytes."""
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+    torch._C._cuda_clearCublasWorkspaces()
+    return before - torch.cuda.memory_stats()["requested_bytes.all.current"]
+
+
 def test_the_peak_on_the_gpu_is_the_predicted_one() -> None:
     """The requested bytes are; the allocated bytes may exceed it by what the replayed allocator
     predicts."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
-    config = GPT2Config(n_layer=6, n_embd=512, n_head=8, use_cache=False)
+    config = GPT2Config(n_layer=6, n_embd=512, n_head=8, vocab_size=8192, use_cache=False)
     model = GPT2LMHeadModel(config).cuda().train()
-    ids = torch.randint(0, 50257, (8, 512), device="cuda")
+    ids = torch.randint(0, 8192, (8, 256), device="cuda")
     inputs = {"input_ids": ids, "labels": ids}
     strategy = remat.Auto(gap=0.02, time_limit=20.0)
     gm = remat.optimize(model, "60%", example_kwargs=inputs, strategy=strategy)
@@ -65,10 +72,12 @@ def test_the_peak_on_the_gpu_is_the_predicted_one() -> None:
     model.zero_grad(set_to_none=True)
     peak = cuda_peak(lambda: step(gm, case))
     assert gm.program is not None
-    predicted = gm.program.predicted_peak_bytes
-    requested = torch.cuda.memory_stats()["requested_bytes.all.peak"]
-    assert 0.98 * predicted <= requested <= predicted
     assert gm.plan is not None
+    requested = torch.cuda.memory_stats()["requested_bytes.all.peak"]
+    # The workspaces of cuBLAS apart: with right numbers, the software GPU does not use cuBLAS.
+    requested -= cublas_workspace_bytes()
+    predicted = gm.program.predicted_peak_bytes - gm.plan.graph.library_bytes
+    assert 0.98 * predicted <= requested <= predicted
     prediction = AllocatorPrediction.of_plan(gm.plan)
     assert prediction is not None
     assert peak <= 1.005 * prediction.allocated(is_expandable=uses_expandable_segments())

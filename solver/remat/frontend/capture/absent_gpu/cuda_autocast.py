@@ -211,7 +211,7 @@ def _autocast_kernel(name: str, operator: OpOverload, inner: PythonKernel) -> Py
                 cast_dtype = torch.get_autocast_dtype("cpu")
             elif name in _PROMOTED:
                 cast_dtype = _promoted_dtype((args, kwargs))
-            cast_args, cast_kwargs = tree_map(lambda item: _cast(item, cast_dtype), (args, kwargs))
+            cast_args, cast_kwargs = _cast_arguments(operator, args, kwargs, cast_dtype)
             return inner(*cast_args, **cast_kwargs)
 
     return kernel
@@ -226,6 +226,19 @@ def _is_eligible(item: object) -> bool:
 
 def _cast(item: Any, dtype: torch.dtype) -> Any:
     return item.to(dtype) if _is_eligible(item) and item.dtype != dtype else item
+
+
+def _cast_arguments(
+    operator: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], dtype: torch.dtype
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments in `dtype`, cast from the last one to the first. Torch casts them in the
+    argument list of a C++ call, and GCC, which builds torch for Linux, evaluates that backwards; it
+    casts the tensors of a list in their order."""
+    order = [a.name for a in operator._schema.arguments]
+    keywords = sorted(kwargs, key=order.index, reverse=True)
+    cast_kwargs = {k: tree_map(lambda item: _cast(item, dtype), kwargs[k]) for k in keywords}
+    cast_args = [tree_map(lambda item: _cast(item, dtype), arg) for arg in reversed(args)]
+    return tuple(reversed(cast_args)), {k: cast_kwargs[k] for k in kwargs}
 
 
 def _promoted_dtype(arguments: object) -> torch.dtype:
