@@ -6,7 +6,8 @@
     python -m benchmarks.software_gpu eager-memory --only gpt2 llama
 
 Each case runs in a process of its own, and its rows are stored in build/software-gpu. A case that
-has finished is not repeated; use --again after a change of the code. No table measures time.
+has finished is not repeated; use --again after a change of the code, and --finished for the result
+of the cases that have finished: all others are rows that say so. No table measures time.
 
 Exit codes: 0 all requirements are met, 1 a requirement is missed, 2 the software GPU cannot be
 built, or wrong usage.
@@ -51,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         device=options.device,
         jobs=options.jobs,
         repeat=options.again,
+        only_finished=options.finished,
         on_result=_print_result,
     )
     for table in tables:
@@ -107,6 +109,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--device", choices=DEVICES, default="h100")
     add("--jobs", type=int, default=2, help="processes at once")
     add("--again", action="store_true", help="repeat finished cases")
+    add("--finished", action="store_true", help="run nothing; the result of finished cases")
     add("--folder", type=Path, default=ROOT / "build" / "software-gpu", help="of finished cases")
     add("--out", help="folder of the result file; with --only, none is written by default")
     return parser.parse_args(argv)

@@ -44,19 +44,23 @@ def run_cases(
     device: str = "h100",
     jobs: int = 2,
     repeat: bool = False,
+    only_finished: bool = False,
     on_result: Callable[[CaseResult], None] = lambda result: None,
 ) -> list[CaseResult]:
     """Run cases, `jobs` at a time, and return their results in order.
 
-    A case that finished in an earlier run is read from `folder`, unless `repeat` is set. `library`
-    is the folder of the software GPU's library, `device` the GPU whose properties it has.
+    A case that finished in an earlier run is read from `folder`, unless `repeat` is set; with
+    `only_finished` no other is run, and its result says so. `library` is the folder of the software
+    GPU's library, `device` the GPU whose properties it has.
     """
 
     def run(table_and_case: tuple[Table, str]) -> CaseResult:
         table, case = table_and_case
         path = folder / device / table.name / f"{case.replace('/', '_')}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        if repeat or not path.exists():
+        if only_finished and not path.exists():
+            result = CaseResult(table.name, case, (), 0.0, "not run")
+        elif repeat or not path.exists():
             result = _run(table, case, path, library, device)
         else:
             stored = json.loads(path.read_text())
