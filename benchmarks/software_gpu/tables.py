@@ -74,6 +74,7 @@ TABLES = {
             "traces for an absent GPU",
             "operations, sizes and workspaces of a trace on that GPU",
             f"{_HERE}.absent_gpu",
+            has_numbers=True,  # models branch on the values of constants
         ),
         Table(
             "numbers",

@@ -283,6 +283,11 @@ def test_disabled_attention_backends_are_respected() -> None:
         [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True
     ):
         assert select_attention_kernel(call()) == "efficient"
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        assert select_attention_kernel(call()) == "flash"
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)
 
 
 class Attention(nn.Module):
@@ -653,6 +658,50 @@ def test_autocast_casts_the_operations_that_torch_casts(half: torch.dtype) -> No
             enable_python_dispatcher(),
         ):
             assert run("cpu") == expected
+
+
+class CastShapes(TorchDispatchMode):
+    """A mode that records the shapes of the tensors that are cast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[torch.Size] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._to_copy.default:
+            self.shapes.append(args[0].shape)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("operator", "shapes"),
+    [
+        (F.linear, [(4, 8), (6, 8), (6,)]),
+        (torch.addmm, [(6,), (4, 8), (8, 6)]),
+        (F.conv1d, [(2, 3, 8), (5, 3, 3), (5,)]),
+        (torch.baddbmm, [(2, 4, 6), (2, 4, 8), (2, 8, 6)]),
+    ],
+)
+def test_autocast_casts_arguments_in_the_order_of_torch(
+    operator: Callable[..., torch.Tensor], shapes: list[tuple[int, ...]]
+) -> None:
+    """Compare with torch's own autocast of the CPU: C++ evaluates the casts of a call in another
+    order than Python does."""
+
+    def cast_shapes() -> list[torch.Size]:
+        with CastShapes() as casts:
+            operator(*map(torch.empty, shapes))
+        return casts.shapes
+
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False), FakeTensorMode():
+        with enable_python_dispatcher():
+            expected = cast_shapes()
+        with (
+            eager_kernel_overrides(AutocastCache(), TargetGpu("h100", H100)),
+            enable_python_dispatcher(),
+        ):
+            assert cast_shapes() == expected
+    assert len(expected) >= 2
 
 
 # -- prices and devices ---------------------------------------------------------------------
