@@ -6,7 +6,7 @@ Each family is traced twice with the same torch: on the software GPU, an H100, a
 `device="h100"` in a process that sees no GPU. Compared are the operations in their order, the
 sizes, strides and storages of all tensors, and the workspaces: those of the formulas against those
 that the allocator counts, for the same operands. `EXPLAINED_DIFFERENCES` lists the differences that
-a capture on the CPU cannot avoid; a row with no others meets its requirement and says why in its
+come from the capture on the CPU; a row with no others meets its requirement and says why in its
 note.
 """
 
@@ -43,7 +43,7 @@ _MEASURED_BY_LIBRARIES = ("convolution",)
 
 @dataclass(frozen=True)
 class ExplainedDifference:
-    """A difference that a trace for an absent GPU cannot avoid, as its model is on the CPU.
+    """A difference that comes from the capture on the CPU, where the model is if its GPU is absent.
     `pattern` matches its whole text; without `family` it is one of all families."""
 
     property: str
@@ -63,7 +63,7 @@ EXPLAINED_DIFFERENCES = (
         r"\S+ \S+: \('(\w+)', \(\), \(\), 0, 'cuda:0'\) absent, "
         r"\('\1', \(\), \(\), 0, 'cpu'\) present",
         "a scalar that the model makes without a device is on the CPU; a capture for an absent GPU "
-        "has the model on the CPU, cannot tell the two apart, and counts 512 bytes on the GPU",
+        "has the model there too, does not tell the two apart, and counts the scalar on the GPU",
     ),
     ExplainedDifference(
         "tensors",
@@ -74,7 +74,7 @@ EXPLAINED_DIFFERENCES = (
         "mixtral",
     ),
 )
-"""Differences that a capture on the CPU cannot avoid, with their reasons."""
+"""Differences that come from a capture on the CPU, with their reasons."""
 
 
 def cases() -> list[str]:
