@@ -6,7 +6,7 @@ It is computed from a `Trace` alone: the sizes of its tensors and the order of i
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from remat.costs.roofline import item_bytes
@@ -25,6 +25,9 @@ _MAX_ROWS = 12
 _DROPOUT = "aten.native_dropout_backward.default"
 """The operation that multiplies with dropout's mask: in the backward, and also in the forward (see
 `capture.eager_kernels.dropout`)."""
+_PRODUCTS = ("aten.mul.Tensor", "aten.mm.default", "aten.bmm.default")
+_SUM = "aten.sum.dim_IntList"
+"""Operations of the backward formula of a product. The sum is the gradient of a bias."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +47,10 @@ class Estimate:
     `peak_bytes` is the sum of what is live at the peak: parameters, buffers (and constants of the
     code), inputs, libraries (cuBLAS), finished gradients of parameters, the model's outputs,
     activations (saved for the backward, or being computed) and gradients of activations.
-    `baseline_peak_bytes` is the peak without recomputation in the sense of plans. It differs only
-    for dropout on the CPU, whose mask is a float tensor in eager mode (4 bytes per element in
-    float32) and a boolean mask in a captured step (1 byte).
+    `baseline_peak_bytes` is the peak without recomputation in the sense of plans. It differs for
+    dropout on the CPU, whose mask is a float tensor in eager mode (4 bytes per element in float32)
+    and a boolean mask in a captured step (1 byte), and for products, whose saved factors autograd
+    retains until both gradients are computed, where a plan frees each once it was read.
 
     `all_gradient_bytes` are the gradients that exist after the step. `reachable_peak_bytes` is a
     peak that quick baselines reach by recomputation; the solver reaches it, or a lower one.
@@ -217,8 +221,9 @@ class Estimate:
             )
         if self.baseline_peak_bytes != self.peak_bytes:
             lines.append(
-                f"plans     start from {format_bytes(self.baseline_peak_bytes)}: on the CPU, the "
-                "masks of dropout have a wider type in eager mode than in a captured step"
+                f"plans     start from {format_bytes(self.baseline_peak_bytes)}: they free the "
+                "factors of a product earlier than autograd, and on the CPU the masks of dropout "
+                "are smaller"
             )
         lines += [
             f"optimizer {format_bytes(self.adam_bytes)} more for Adam's moments in float32",
@@ -274,8 +279,32 @@ def eager_peak_bytes(trace: Trace) -> int:
 
 def _timeline_without_recomputation(trace: Trace) -> Timeline:
     """Return the simulated memory of the step if every operation runs once."""
-    graph = trace.graph()
+    graph = _with_formulas(trace)
     return simulate(graph, Schedule.keep_all(graph))
+
+
+def _with_formulas(trace: Trace) -> Graph:
+    """Return the graph in which the last operation of a backward formula reads what the others
+    read: autograd releases the tensors that a product saved once both gradients are computed."""
+    graph = trace.graph()
+    operations = list(graph.operations)
+    first, gradients = 0, frozenset[int]()
+    for index, node in enumerate(trace.operations):
+        read = {v for v in graph.operations[index].inputs if _is_of_backward(graph, v)}
+        start = trace.operations[first]
+        targets = {start.target, _SUM} if start is not None else set[str]()
+        if node is not None and node.target in targets and gradients & read:
+            gradients &= read
+            inputs = {*operations[index - 1].inputs, *operations[index].inputs}
+            operations[index] = replace(operations[index], inputs=tuple(sorted(inputs)))
+            continue
+        is_product = node is not None and node.backward and node.target in _PRODUCTS
+        first, gradients = index, frozenset(read if is_product else ())
+    return replace(graph, operations=tuple(operations))
+
+
+def _is_of_backward(graph: Graph, value: int) -> bool:
+    return graph.operations[graph.producer[value]].backward
 
 
 def _with_eager_masks(trace: Trace) -> Trace:
