@@ -23,6 +23,11 @@ from run_results import (
     steps,
     training,
 )
+from software_gpu_results import (
+    software_gpu,
+    software_gpu_memory,
+    software_gpu_missed,
+)
 from solver_results import baselines, published, random, search, table2, traced
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
@@ -52,6 +57,9 @@ TABLES: dict[str, Callable[[], Table]] = {
         coverage_left,
         lengths,
         training,
+        software_gpu,
+        software_gpu_memory,
+        software_gpu_missed,
     )
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -48,6 +49,7 @@ BOUNDED: dict[str, Any] = {
     "suppress_health_check": list(HealthCheck),
     "phases": (Phase.explicit, Phase.generate),
 }
+_sizes = itertools.count(100)
 SERVER = {"REMAT_SOLVE_LIMIT_S": "3600", "REMAT_REQUESTS_PER_MINUTE": "1000000"}
 
 
@@ -430,7 +432,11 @@ def hook_documents(http: httpx2.Client) -> dict[str, Any]:
         return answer.json()["id"]
 
     def long() -> str:
-        return made(graph=chain(60), budget="22%", options={"strategy": HARD})
+        # A graph that was solved before has its result at once.
+        graph = chain(200, size=next(_sizes))
+        id = made(graph=graph, budget="22%", options={"strategy": HARD | {"time_limit": 3000.0}})
+        servers.wait_for(lambda: http.get(f"/jobs/{id}").json()["status"] == "running")
+        return id
 
     def ended() -> dict[str, str]:
         jobs = {

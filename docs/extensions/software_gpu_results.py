@@ -1,0 +1,104 @@
+"""Tables of what the software GPU showed."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+from measured import Table, load
+
+_FILE = "software-gpu-h100"
+_WHATS = {
+    "eager": "eager mode and `remat.estimate`",
+    "optimize": "`remat.optimize`",
+    "enable": "`remat.enable` by blocks",
+    "dropped": 'optimize, `outputs="dropped"`',
+    "accumulation": "optimize, accumulating",
+}
+
+
+_NAMES = (
+    "family", "model", "file", "case", "dtype", "what", "property", "budget", "mode", "fault",
+    "architecture",
+)  # fmt: skip
+"""The keys of a row that name its case."""
+_NOT_RUN = "not run"
+
+
+def software_gpu() -> Table:
+    """Return one line for each table: rows, rows that meet the requirement, the requirement."""
+    rows = []
+    for entry in load(_FILE)["tables"].values():
+        met = sum(bool(row["is_met"]) for row in entry["rows"])
+        cells = (entry["title"], entry["requirement"], len(entry["rows"]), met)
+        rows.append(tuple(map(str, cells)))
+    header = ("table", "requirement", "rows", "met")
+    return Table((_FILE,), header, tuple(rows))
+
+
+def software_gpu_memory() -> Table:
+    """Return the requested bytes of eager plans as shares of the prediction, by family."""
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+    for row in load(_FILE)["tables"]["eager-memory"]["rows"]:
+        if "family" in row:
+            groups[row["family"], row["what"]].append(row)
+    families = dict.fromkeys(family for family, _ in groups)
+    rows = tuple(
+        (family, *(_shares(groups[family, what]) for what in _WHATS))
+        for family in families
+    )
+    return Table((_FILE,), ("family", *_WHATS.values()), rows)
+
+
+def software_gpu_missed() -> Table:
+    """Return the rows that miss their requirement, and how many cases were not run."""
+    rows: list[tuple[str, ...]] = []
+    for name, entry in load(_FILE)["tables"].items():
+        missed = [row for row in entry["rows"] if not row["is_met"]]
+        not_run = [row["case"] for row in missed if row.get("why") == _NOT_RUN]
+        rows += [
+            (name, _subject(row), _figures(row))
+            for row in missed
+            if row.get("why") != _NOT_RUN
+        ]
+        if not_run:
+            rows.append(
+                (name, f"{len(not_run)} cases", f"{_NOT_RUN}: {', '.join(not_run)}")
+            )
+    return Table((_FILE,), ("table", "case", "figures"), tuple(rows))
+
+
+def _shares(rows: list[dict[str, Any]]) -> str:
+    """Return the smallest and the largest share of the prediction that was requested."""
+    shares = [
+        size / row["predicted_bytes"]
+        for row in rows
+        for size in row.get("requested_bytes", ())
+    ]
+    if not shares:
+        return "no plan"
+    return f"{100 * min(shares):.2f} to {100 * max(shares):.2f}%"
+
+
+def _subject(row: dict[str, Any]) -> str:
+    return " ".join(str(row[name]) for name in _NAMES if row.get(name))
+
+
+def _figures(row: dict[str, Any]) -> str:
+    """Return what a row says of its miss."""
+    for name in ("why", "refused"):
+        if row.get(name):
+            return str(row[name])[:200]
+    if row.get("share"):
+        return f"{100 * row['share']:.2f}% of {row['predicted_bytes']:,} predicted bytes"
+    if "margin_bytes" in row:
+        return f"{-row['margin_bytes']:,} bytes above {row['verified_bytes']:,} verified"
+    if row.get("differences"):
+        return f"{row['difference_count']} differences: {row['differences'][0]}"[
+            :200
+        ]
+    if row.get("failed"):
+        return f"failed: {', '.join(row['failed'])}"
+    return "; ".join(
+        f"{k}: {v}" for k, v in row.items() if k not in (*_NAMES, "is_met")
+    )[:200]
