@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         met = sum(bool(row["is_met"]) for row in rows)
         failed = sum(bool(result.failure) for result in of_table)
         print(f"{table.title}: {met} of {len(rows)} rows meet: {table.requirement}", end="")
-        print(f"; {failed} cases did not finish" if failed else "")
+        print(f"; {failed} cases did not finish or were not run" if failed else "")
     if options.out or not options.only:
         _write(options, results)
     return int(not all(result.is_met for result in results))
