@@ -18,7 +18,14 @@ import torch
 from torch import nn
 
 import remat
-from benchmarks.software_gpu.families import CONVOLUTIONAL, DTYPES, FAMILIES, Batch, build
+from benchmarks.software_gpu.families import (
+    CONVOLUTIONAL,
+    DTYPES,
+    FAMILIES,
+    NAMESPACES,
+    Batch,
+    build,
+)
 from remat.blockwise.blocks_plan import BlocksPlan
 from remat.frontend.memory.device_memory import library_bytes
 from remat.report.estimate import Estimate
@@ -27,9 +34,6 @@ BUDGETS = ("100%", "75%", "50%", "min")
 MIN_SHARE = 0.995
 """The least share of a prediction that the requested bytes must reach."""
 ESTIMATE_TOLERANCE = 0.005
-
-NAMESPACES = ("aten", "prims", "transformers")
-"""Namespaces of operations: transformers has one of its own for mixtures of experts."""
 
 Row = dict[str, Any]
 

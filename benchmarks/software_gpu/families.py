@@ -155,6 +155,9 @@ FAMILIES: dict[str, Callable[[], tuple[nn.Module, Batch]]] = {
 CONVOLUTIONAL = frozenset({"clip", "mamba", "swin", "unet2d", "vit", "whisper"})
 """Families with convolutions. Without cuDNN, these take workspaces that a GPU does not."""
 
+NAMESPACES = ("aten", "prims", "transformers")
+"""Namespaces of operations: transformers has one of its own for mixtures of experts."""
+
 DTYPES = ("float32", "bfloat16", "autocast")
 """Precisions: of the parameters, or float32 parameters under autocast to bfloat16."""
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import remat
-from benchmarks.software_gpu.families import DTYPES, FAMILIES, Batch, build
+from benchmarks.software_gpu.families import DTYPES, FAMILIES, NAMESPACES, Batch, build
 
 BUDGETS = ("100%", "75%", "min")
 MODES = ("optimize", "enable", "blocks")
@@ -140,13 +140,19 @@ def _autocast(dtype: str) -> contextlib.AbstractContextManager[object]:
 
 
 def _optimized(model: nn.Module, budget: str, batch: Batch) -> nn.Module:
-    return remat.optimize(model, budget, (), batch, strategy=STRATEGY, costs=remat.Roofline("h100"))
+    return remat.optimize(
+        model, budget, (), batch, strategy=STRATEGY, costs=remat.Roofline("h100"),
+        namespaces=NAMESPACES,
+    )  # fmt: skip
 
 
 def _enabled(scope: str) -> Callable[[nn.Module, str, Batch], nn.Module]:
     def enable(model: nn.Module, budget: str, batch: Batch) -> nn.Module:
         costs = remat.Roofline("h100")
-        remat.enable(model, budget, (), batch, scope=scope, strategy=STRATEGY, costs=costs)
+        remat.enable(
+            model, budget, (), batch, scope=scope, strategy=STRATEGY, costs=costs,
+            namespaces=NAMESPACES,
+        )  # fmt: skip
         return model
 
     return enable
