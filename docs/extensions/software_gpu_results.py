@@ -26,13 +26,25 @@ _NOT_RUN = "not run"
 
 
 def software_gpu() -> Table:
-    """Return one line for each table: rows, rows that meet the requirement, the requirement."""
+    """Return one line for each table: its rows, those that meet the requirement, and how many of
+    these are refusals of a budget or have an explained difference."""
     rows = []
     for entry in load(_FILE)["tables"].values():
-        met = sum(bool(row["is_met"]) for row in entry["rows"])
-        cells = (entry["title"], entry["requirement"], len(entry["rows"]), met)
-        rows.append(tuple(map(str, cells)))
-    header = ("table", "requirement", "rows", "met")
+        met = [row for row in entry["rows"] if row["is_met"]]
+        refused = sum("refused" in row for row in met)
+        explained = sum(
+            bool(row.get("differences") and row.get("note")) for row in met
+        )
+        counts = (len(entry["rows"]), len(met), refused, explained)
+        rows.append((entry["title"], entry["requirement"], *map(str, counts)))
+    header = (
+        "table",
+        "requirement",
+        "rows",
+        "met",
+        "of these refused",
+        "of these explained",
+    )
     return Table((_FILE,), header, tuple(rows))
 
 

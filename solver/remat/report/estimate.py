@@ -222,8 +222,8 @@ class Estimate:
         if self.baseline_peak_bytes != self.peak_bytes:
             lines.append(
                 f"plans     start from {format_bytes(self.baseline_peak_bytes)}: they free the "
-                "factors of a product earlier than autograd, and on the CPU the masks of dropout "
-                "are smaller"
+                "factors of a product earlier than autograd; and if there is dropout on the CPU, "
+                "its masks are smaller"
             )
         lines += [
             f"optimizer {format_bytes(self.adam_bytes)} more for Adam's moments in float32",
@@ -279,11 +279,11 @@ def eager_peak_bytes(trace: Trace) -> int:
 
 def _timeline_without_recomputation(trace: Trace) -> Timeline:
     """Return the simulated memory of the step if every operation runs once."""
-    graph = _with_formulas(trace)
+    graph = _with_retained_factors(trace)
     return simulate(graph, Schedule.keep_all(graph))
 
 
-def _with_formulas(trace: Trace) -> Graph:
+def _with_retained_factors(trace: Trace) -> Graph:
     """Return the graph in which the last operation of a backward formula reads what the others
     read: autograd releases the tensors that a product saved once both gradients are computed."""
     graph = trace.graph()

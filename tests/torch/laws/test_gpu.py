@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 
 import pytest
 import torch
@@ -68,8 +69,10 @@ def test_the_peak_on_the_gpu_is_the_predicted_one() -> None:
     assert gm.plan is not None
     predicted = gm.program.predicted_peak_bytes
     requested = torch.cuda.memory_stats()["requested_bytes.all.peak"]
-    # With right numbers, the software GPU allocates no workspace of cuBLAS during the peak.
-    assert 0.98 * (predicted - gm.plan.graph.library_bytes) <= requested <= predicted
+    # With right numbers, the software GPU does not call cuBLAS, which has workspaces on a GPU.
+    is_software = os.environ.get("REMAT_SOFTWARE_GPU") == "numbers"
+    libraries = gm.plan.graph.library_bytes if is_software else 0
+    assert 0.98 * (predicted - libraries) <= requested <= predicted - libraries
     prediction = AllocatorPrediction.of_plan(gm.plan)
     assert prediction is not None
     assert peak <= 1.005 * prediction.allocated(is_expandable=uses_expandable_segments())
