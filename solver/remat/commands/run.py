@@ -19,7 +19,7 @@ from remat.commands.common.progress_line import show_progress
 from remat.commands.common.summaries import compiled_plan_summary, plan_summary, to_json_text
 from remat.limits.units import format_bytes
 from remat.plan_data import with_reserve_stat
-from remat.report.estimate import eager_peak_bytes
+from remat.report.eager_step import eager_peak_bytes
 from remat.rewrite import rewrite
 from remat.strategies.base import Strategy
 

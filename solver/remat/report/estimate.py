@@ -6,28 +6,20 @@ It is computed from a `Trace` alone: the sizes of its tensors and the order of i
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 
-from remat.costs.roofline import item_bytes
-from remat.documents.arguments import Ref
 from remat.documents.trace import Trace, trained_parameters
 from remat.errors import BudgetError
-from remat.graph import Graph
 from remat.limits.budget import Budget
 from remat.limits.units import format_bytes, format_seconds
+from remat.report.eager_step import eager_graph, value_of_storage, with_eager_masks
 from remat.report.tables import align_columns, fold_layer_numbers, largest_rows
 from remat.schedule import Schedule
-from remat.simulate import Timeline, simulate
+from remat.simulate import simulate
 from remat.strategies.search.steps.baselines import quick_baseline_schedules
 
 _MAX_ROWS = 12
-_DROPOUT = "aten.native_dropout_backward.default"
-"""The operation that multiplies with dropout's mask: in the backward, and also in the forward (see
-`capture.eager_kernels.dropout`)."""
-_PRODUCTS = ("aten.mul.Tensor", "aten.mm.default", "aten.bmm.default")
-_SUM = "aten.sum.dim_IntList"
-"""Operations of the backward formula of a product. The sum is the gradient of a bias."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +42,8 @@ class Estimate:
     `baseline_peak_bytes` is the peak without recomputation in the sense of plans. It differs for
     dropout on the CPU, whose mask is a float tensor in eager mode (4 bytes per element in float32)
     and a boolean mask in a captured step (1 byte), and for products, whose saved factors autograd
-    retains until both gradients are computed, where a plan frees each once it was read.
+    retains until both gradients are computed, where a plan frees each once it was read, and for
+    the gradients of a tensor that is used several times, which autograd adds in place.
 
     `all_gradient_bytes` are the gradients that exist after the step. `reachable_peak_bytes` is a
     peak that quick baselines reach by recomputation; the solver reaches it, or a lower one.
@@ -62,8 +55,9 @@ class Estimate:
 
     On CUDA the workspaces of torch's kernels count, as their formulas give them
     (`remat.costs.workspaces`). Not counted, because unknown before the step runs: cuDNN's
-    workspaces, fragmentation of the allocator, and allocations of an optimizer or of a loss outside
-    the model.
+    workspaces, fragmentation of the allocator, allocations of an optimizer or of a loss outside the
+    model, and tensors that a variable of the model's code holds after their last use (2% of a small
+    U-Net's peak).
     If a backward formula runs several kernels (that of a power, for example), autograd retains
     their intermediates to the end of the formula; the estimate, like plans, counts each until it
     was read. `torch.utils.checkpoint` in the model's code is ignored, as in every capture: the real
@@ -106,17 +100,17 @@ class Estimate:
             simulate(captured, schedule).peak_bytes
             for schedule in quick_baseline_schedules(captured, None, lambda: False)
         ]
-        eager = _with_eager_masks(trace)
-        timeline = _timeline_without_recomputation(eager)
-        graph = eager.graph()
+        eager = with_eager_masks(trace)
+        graph = eager_graph(eager)
+        timeline = simulate(graph, Schedule.keep_all(graph))
         run = timeline.peak_run
         operation = graph.operations[run]
-        value_of = _value_of_storage(eager, graph)
+        value_of = value_of_storage(eager, graph)
         gradients = {value_of.get(eager.storage_of[g.name]) for g in eager.gradients}
         outputs = {value_of.get(eager.storage_of[o.name]) for o in eager.outputs}
         parts: dict[str, int] = defaultdict(int)
         sizes_by_module: dict[str, list[int]] = defaultdict(list)
-        for v in timeline.live(run):
+        for v in sorted({*timeline.live(run)} - {*operation.overwrites}):
             size = graph.values[v].size_bytes
             producer = graph.operations[graph.producer[v]]
             if v in outputs:
@@ -222,8 +216,8 @@ class Estimate:
         if self.baseline_peak_bytes != self.peak_bytes:
             lines.append(
                 f"plans     start from {format_bytes(self.baseline_peak_bytes)}: they free the "
-                "factors of a product earlier than autograd; and if there is dropout on the CPU, "
-                "its masks are smaller"
+                "factors of a product earlier than autograd, and add gradients to a new tensor; if "
+                "there is dropout on the CPU, its masks are smaller"
             )
         lines += [
             f"optimizer {format_bytes(self.adam_bytes)} more for Adam's moments in float32",
@@ -270,61 +264,6 @@ class Estimate:
 
     def __str__(self) -> str:
         return self.describe()
-
-
-def eager_peak_bytes(trace: Trace) -> int:
-    """Return the peak of a step in eager mode: `Estimate.peak_bytes`, without the rest."""
-    return _timeline_without_recomputation(_with_eager_masks(trace)).peak_bytes
-
-
-def _timeline_without_recomputation(trace: Trace) -> Timeline:
-    """Return the simulated memory of the step if every operation runs once."""
-    graph = _with_retained_factors(trace)
-    return simulate(graph, Schedule.keep_all(graph))
-
-
-def _with_retained_factors(trace: Trace) -> Graph:
-    """Return the graph in which the last operation of a backward formula reads what the others
-    read: autograd releases the tensors that a product saved once both gradients are computed."""
-    graph = trace.graph()
-    operations = list(graph.operations)
-    first, gradients = 0, frozenset[int]()
-    for index, node in enumerate(trace.operations):
-        read = {v for v in graph.operations[index].inputs if _is_of_backward(graph, v)}
-        start = trace.operations[first]
-        targets = {start.target, _SUM} if start is not None else set[str]()
-        if node is not None and node.target in targets and gradients & read:
-            gradients &= read
-            inputs = {*operations[index - 1].inputs, *operations[index].inputs}
-            operations[index] = replace(operations[index], inputs=tuple(sorted(inputs)))
-            continue
-        is_product = node is not None and node.backward and node.target in _PRODUCTS
-        first, gradients = index, frozenset(read if is_product else ())
-    return replace(graph, operations=tuple(operations))
-
-
-def _is_of_backward(graph: Graph, value: int) -> bool:
-    return graph.operations[graph.producer[value]].backward
-
-
-def _with_eager_masks(trace: Trace) -> Trace:
-    """Return the trace with the size that dropout's masks have in eager mode on the CPU: not bool,
-    but scaled, in the dtype of the tensor that they are multiplied with."""
-    if trace.device.partition(":")[0] != "cpu":
-        return trace
-    storages = list(trace.storage_bytes)
-    for node in trace.nodes:
-        mask = node.args[1] if node.target == _DROPOUT and not node.backward else None
-        if isinstance(mask, Ref):
-            dropped = node.results[0].tensor
-            storages[trace.storage_of[mask.name]] = prod(dropped.shape) * item_bytes(dropped.dtype)
-    return trace.replace(storage_bytes=tuple(storages))
-
-
-def _value_of_storage(trace: Trace, graph: Graph) -> dict[int, int]:
-    """Return the graph's value of each storage, without the storages of constant memory."""
-    index = {value.name: v for v, value in enumerate(graph.values)}
-    return {storage: index[name] for name, storage in trace.storage_of.items() if name in index}
 
 
 def _placeholder_bytes(trace: Trace) -> dict[str, int]:

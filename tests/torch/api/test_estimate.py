@@ -11,6 +11,7 @@ from torch import nn
 import remat
 from remat.costs.trace_costs import with_roofline_costs
 from remat.frontend.api.estimate import roofline_for_trace
+from remat.frontend.memory.allocator_peak import allocated_peak
 from remat.report.estimate import Estimate
 
 
@@ -98,6 +99,50 @@ def test_a_product_retains_both_factors_until_both_gradients_are_computed() -> N
     estimate, measured_bytes = _estimate(case), run_step(case.model, case).peak_bytes
     assert measured_bytes <= estimate.peak_bytes <= 1.005 * measured_bytes
     assert estimate.activation_bytes + estimate.activation_gradient_bytes >= 5 * 256_000
+
+
+def test_a_product_of_two_dtypes_retains_its_factors_until_the_gradient_is_cast() -> None:
+    """As the GELU of GPT-2 under autocast: the gradient of the factor in bfloat16 is computed in
+    float32, and cast while both factors and the other gradient are live."""
+
+    class Step(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.last = nn.Linear(64, 64), nn.Linear(64, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = self.linear(x)
+            return self.last(hidden.bfloat16() * torch.sigmoid(hidden)).sum()
+
+    case = Case(Step(), (torch.zeros(1000, 64),), loss=lambda out: out)
+    assert _estimate(case).peak_bytes == run_step(case.model, case).peak_bytes
+
+
+def test_gradients_of_a_tensor_with_many_uses_are_added_in_place() -> None:
+    """Each slice's gradient has the size of `hidden`, as the sum of those before it has: no third
+    tensor is live, as in a state-space model that reads one time step after the other."""
+
+    class Step(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = self.linear(x)
+            state = torch.zeros(1000, 64)
+            for time in range(10):
+                state = 0.5 * state + hidden[time].sin()
+            return state.sum()
+
+    case = Case(Step(), (torch.zeros(10, 1000, 8),), loss=lambda out: out)
+    estimate = _estimate(case)
+    # Autograd adds in place only if nothing intercepts its operations: torch's own numbers.
+    measured_bytes = allocated_peak(lambda: case.model(*case.args).backward())
+    measured_bytes += estimate.parameter_bytes + estimate.input_bytes
+    assert measured_bytes == pytest.approx(estimate.peak_bytes, rel=0.005)
+    hidden_bytes = 10 * 1000 * 64 * 4
+    assert estimate.baseline_peak_bytes > estimate.peak_bytes + 0.8 * hidden_bytes
+    _check_parts(estimate)
 
 
 def test_dropout_masks_have_the_size_that_eager_mode_saves() -> None:

@@ -285,3 +285,42 @@ def test_a_failed_capture_restores_the_model() -> None:
     assert model.mask is before
     model(torch.randn(4, 8)).sum().backward()
     assert type(model.mask) is torch.Tensor
+
+
+class Grouped(nn.Module):
+    """Code as in mixtures of experts: where the model is compiled, it avoids an operation that has
+    no fake kernel for float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y, weight = self.linear(x), self.linear.weight
+        if torch.compiler.is_compiling():
+            return (y @ weight).sum()
+        rows = torch.tensor([16], dtype=torch.int32)
+        return torch.nn.functional.grouped_mm(y, weight[None], offs=rows).sum()
+
+
+def test_an_operation_without_a_fake_kernel_is_captured_as_compiled_code_calls_it() -> None:
+    torch.manual_seed(0)
+    model, x = Grouped(), torch.randn(16, 16)
+    traced = remat.trace(model, x)
+    assert not torch.compiler.is_compiling()
+    assert {"aten.mm.default"} <= {node.target for node in traced.nodes}
+    gm = remat.optimize(model, "100%", x, costs="cpu")
+    torch.testing.assert_close(gm(x), model(x))
+
+
+def test_the_error_of_a_failed_capture_is_that_of_eager_code() -> None:
+    class Broken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise ValueError("compiled" if torch.compiler.is_compiling() else "eager")
+
+    with pytest.raises(remat.TraceError, match="ValueError: eager"):
+        remat.trace(Broken(), torch.zeros(4, 8))

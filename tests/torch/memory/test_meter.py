@@ -6,9 +6,11 @@ import gc
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from remat.frontend.memory.allocator_peak import cuda_peak
+from remat.frontend.memory.gauge import gauge
 from remat.frontend.memory.meter import LiveStorageMeter, measure_step, unique_bytes
 
 KIB = 1024
@@ -151,3 +153,20 @@ def test_cuda_peak_includes_memory_allocated_before() -> None:
     # Up to a mebibyte of an existing block is not split off.
     assert before + (1 << 22) <= peak_bytes <= before + (1 << 22) + (1 << 20)
     assert resident.is_cuda
+
+
+@pytest.mark.gpu
+def test_a_gauge_is_created_once_autograds_thread_holds_no_gradients() -> None:
+    """Without the wait, some of these differences are the bytes of the gradients."""
+    layer, device = nn.Linear(256, 256, device="cuda"), torch.device("cuda")
+
+    def held_bytes() -> int:
+        x = torch.randn(64, 256, device=device)
+        before = torch.cuda.memory_allocated()
+        torch.autograd.grad(layer(x).sum(), list(layer.parameters()))
+        with gauge(device) as measured:
+            assert measured.live() == 0
+        return torch.cuda.memory_allocated() - before
+
+    held_bytes()  # cuBLAS allocates its workspace
+    assert {held_bytes() for _ in range(1000)} == {0}

@@ -158,7 +158,7 @@ def run_eager_trial(
     under it; backward passes run outside of autocast, as torch recommends. Gradients are cleared
     at the end; buffers such as those of batch norm are as after `rounds + 2` steps.
     `predicted_eager_bytes` is the predicted peak of eager mode, for the table: that of
-    `remat.report.estimate.eager_peak_bytes`; by default the plan's baseline.
+    `remat.report.eager_step.eager_peak_bytes`; by default the plan's baseline.
 
     Raises `TraceError` where the output has no loss, the model cannot be copied, or a step does not
     fit the device.

@@ -10,6 +10,7 @@ import torch
 
 from remat.blockwise.block_step import BlockOption
 from remat.blockwise.pareto_options import pareto_options
+from remat.blockwise.saved_inputs import SavedInputs
 from remat.documents.program import Program
 from remat.documents.trace import Trace
 from remat.errors import DocumentError, RematError, TraceError
@@ -51,10 +52,9 @@ class PlannedOption:
         return rewrite(self.trace, self.plan.schedule)
 
     @cached_property
-    def saved_inputs(self) -> frozenset[int]:
-        """The indices of the input tensors that the forward saves for the backward."""
-        inputs = {p.name: int(p.target) for p in self.trace.placeholders if p.kind == "input"}
-        return frozenset(inputs[name] for name in self.program.saved if name in inputs)
+    def saved_inputs(self) -> SavedInputs:
+        """The input tensors that the forward saves for the backward."""
+        return SavedInputs.of(self.trace, self.plan.schedule, self.program)
 
     @cached_property
     def lowered(self) -> LoweredProgram:

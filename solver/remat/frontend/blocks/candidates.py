@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from remat.blockwise.block_step import BlockOption
+from remat.blockwise.saved_inputs import SavedInputs
 from remat.frontend.blocks.dry_run import DryRun, DryRunCall
 from remat.frontend.blocks.fsdp2 import local_tensor
 from remat.frontend.memory.auto_budget import auto_limits_of_device
@@ -22,15 +24,15 @@ from remat.limits.limits import Limits
 class CallCandidates:
     """The options among which one is chosen for a block call.
 
-    `option_names` has the name of each option, and `saved_inputs` the indices of the input tensors
-    that it saves; without `saved_inputs`, each option saves all of them. `unplanned_reason` says
-    why the block could not be planned, if that was tried.
+    `option_names` has the name of each option, and `saved_inputs` the input tensors that it saves;
+    without `saved_inputs`, each option holds all of them to the end of its backward.
+    `unplanned_reason` says why the block could not be planned, if that was tried.
     """
 
     call: DryRunCall
     options: tuple[BlockOption, ...]
     option_names: tuple[str, ...]
-    saved_inputs: tuple[frozenset[int], ...] = ()
+    saved_inputs: tuple[SavedInputs, ...] = ()
     unplanned_reason: str = ""
 
 
@@ -39,32 +41,74 @@ def with_saved_inputs(
 ) -> list[CallCandidates]:
     """Add the bytes of the inputs that each option saves to its saved and backward bytes.
 
-    Not counted are inputs that code outside of blocks holds anyway, and those that an earlier call
-    saves in each of its options.
+    Not counted are inputs that code outside of blocks holds anyway. An input of several calls, such
+    as an attention mask, counts once if any option saves it: for the first of these calls, whose
+    backward is the last, in each of its options.
     """
+    uncounted_shared = _saved_by_some_option(candidates) & _inputs_of_several_calls(candidates)
     counted: set[StorageWeakRef] = set(dry_run.externally_held_storages)
     results: list[CallCandidates] = []
     for candidate in candidates:
         storages = candidate.call.input_storages
         sizes = dict(zip(storages, candidate.call.input_sizes_bytes, strict=True))
-        saved_by_all_options = set(storages)
-        options: list[BlockOption] = []
-        for index, option in enumerate(candidate.options):
-            saved = set(storages)
-            if candidate.saved_inputs:
-                saved = {storages[i] for i in candidate.saved_inputs[index]}
-            saved_by_all_options &= saved
-            input_bytes = sum(sizes[ref] for ref in saved - counted)
-            options.append(
-                replace(
-                    option,
-                    saved_bytes=option.saved_bytes + input_bytes,
-                    backward_bytes=option.backward_bytes + input_bytes,
-                )
+        shared = uncounted_shared.intersection(storages) - counted
+        options = tuple(
+            _with_inputs(
+                option,
+                {ref: sizes[ref] for ref in (_saved_storages(candidate, index) | shared) - counted},
+                storages,
+                candidate.saved_inputs[index] if candidate.saved_inputs else None,
             )
-        counted |= saved_by_all_options
-        results.append(replace(candidate, options=tuple(options)))
+            for index, option in enumerate(candidate.options)
+        )
+        counted |= shared
+        results.append(replace(candidate, options=options))
     return results
+
+
+def _with_inputs(
+    option: BlockOption,
+    sizes_bytes: Mapping[StorageWeakRef, int],
+    storages: Sequence[StorageWeakRef],
+    inputs: SavedInputs | None,
+) -> BlockOption:
+    """Return the option with inputs of these sizes in its saved and backward bytes. `storages` are
+    those of all inputs; without `inputs`, the backward holds them to its end."""
+    saved_bytes = sum(sizes_bytes.values())
+    if inputs is None:
+        backward_bytes = option.backward_bytes + saved_bytes
+    else:
+        # Of inputs that share a storage, the one that is read last.
+        by_last_read = sorted(inputs.last_reads.items(), key=lambda item: item[1])
+        index_of = {storages[index]: index for index, _ in by_last_read}
+        freed = {index_of[ref]: size for ref, size in sizes_bytes.items() if ref in index_of}
+        held_bytes = saved_bytes - sum(freed.values())
+        backward_bytes = inputs.backward_bytes(freed) + held_bytes
+    return replace(
+        option, saved_bytes=option.saved_bytes + saved_bytes, backward_bytes=backward_bytes
+    )
+
+
+def _saved_storages(candidate: CallCandidates, index: int) -> set[StorageWeakRef]:
+    """Return the storages of the inputs that option `index` saves."""
+    storages = candidate.call.input_storages
+    if not candidate.saved_inputs:
+        return set(storages)
+    return {storages[i] for i in candidate.saved_inputs[index].last_reads}
+
+
+def _saved_by_some_option(candidates: Sequence[CallCandidates]) -> set[StorageWeakRef]:
+    return {
+        ref
+        for c in candidates
+        for index in range(len(c.options))
+        for ref in _saved_storages(c, index)
+    }
+
+
+def _inputs_of_several_calls(candidates: Sequence[CallCandidates]) -> set[StorageWeakRef]:
+    counts = Counter(ref for c in candidates for ref in set(c.call.input_storages))
+    return {ref for ref, count in counts.items() if count > 1}
 
 
 def available_bytes(

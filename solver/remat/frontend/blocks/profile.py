@@ -20,7 +20,7 @@ from remat.frontend.blocks.discovery import Submodule, trainable_parameters
 from remat.frontend.blocks.module_state import BufferSnapshot, run_checkpointed
 from remat.frontend.capture.model.preserved_state import rng_state_preserved
 from remat.frontend.common.pytree import flatten_objects, tensors_in, unflatten_objects
-from remat.frontend.memory.gauge import Gauge
+from remat.frontend.memory.gauge import Gauge, wait_for_autograd
 from remat.frontend.memory.meter import storage_bytes
 
 logger = logging.getLogger("remat")
@@ -130,19 +130,25 @@ def measure_invocation(
 ) -> tuple[BlockOption, float]:
     """Run a block call and its backward; return its time and memory, and the seconds of its
     forward. RNG states are restored afterwards."""
-    torch.clear_autocast_cache()  # else it holds weights in lower precision from the first run on
+    # Weights in lower precision are the block's memory, not that of the code around it.
+    torch.clear_autocast_cache()
     standalone = call.with_leaf_inputs()
     tensors = tensors_in((standalone.args, standalone.kwargs))
     parameters = trainable_parameters([call.submodule])
     differentiable = [t for t in (*tensors, *parameters) if requires_gradient(t)]
-    with rng_state_preserved():
-        return _measure(
-            gauge,
-            lambda: standalone.with_non_leaf_inputs().run(),
-            tensors,
-            differentiable,
-            compute_gradients,
-        )
+    try:
+        with rng_state_preserved():
+            return _measure(
+                gauge,
+                lambda: standalone.with_non_leaf_inputs().run(),
+                tensors,
+                differentiable,
+                compute_gradients,
+            )
+    finally:
+        torch.clear_autocast_cache()
+        for device in {t.device for t in differentiable}:
+            wait_for_autograd(device)
 
 
 def _measure(

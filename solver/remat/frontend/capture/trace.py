@@ -233,22 +233,23 @@ def _warn_about_unrolled_rnns(model: nn.Module, target: TargetGpu | None) -> Non
 def _export_with_fallback(
     stack: contextlib.ExitStack, flat_model: FlatModel, leaves: Sequence[torch.Tensor]
 ) -> tuple[torch.fx.GraphModule, Sequence[ConstantQuery]]:
-    """Export the joint graph as eager mode runs the model. If a branch depends on data, export it
-    as `torch.compile` would: Hugging Face models then build an explicit attention mask instead of
-    reading the data."""
+    """Export the joint graph as eager mode runs the model. If that fails, export it as
+    `torch.compile` would: Hugging Face models then build an explicit attention mask instead of
+    reading the data, and call no operation that lacks a fake kernel for the dtype."""
     try:
-        try:
-            with ConstantFolding() as folding:
-                return _export(stack, flat_model, leaves), folding.queries
-        except Exception as error:
-            if not _is_data_dependent(error):
-                raise
-            with ConstantFolding() as folding, _is_compiling_set():
-                return _export(stack, flat_model, leaves), folding.queries
+        with model_state_preserved(flat_model.model), ConstantFolding() as folding:
+            return _export(stack, flat_model, leaves), folding.queries
     except RematError:
         raise
     except Exception as error:
-        raise TraceError(_error_message(flat_model.model, error)) from error
+        try:
+            with ConstantFolding() as folding, _is_compiling_set():
+                return _export(stack, flat_model, leaves), folding.queries
+        except RematError:
+            raise
+        except Exception as second_error:
+            cause = second_error if _is_data_dependent(error) else error
+            raise TraceError(_error_message(flat_model.model, cause)) from cause
 
 
 def _export(

@@ -60,7 +60,22 @@ def gauge(device: torch.device) -> Iterator[Gauge]:
     """Yield a memory gauge for the operations inside of this context. On CUDA, it resets the
     device's peak statistics."""
     if device.type == "cuda":
+        wait_for_autograd(device)
         yield _CudaGauge(device)
         return
     with LiveStorageMeter() as meter:
         yield _CpuGauge(meter)
+
+
+def wait_for_autograd(device: torch.device) -> None:
+    """Wait until autograd's thread of a GPU holds no gradient of an earlier backward.
+
+    The thread may release what a backward returned some milliseconds later than the caller, and
+    such memory is then freed while something else is measured. It releases it before it runs the
+    next backward, so this runs one, of a tensor without elements.
+    """
+    if device.type != "cuda":
+        return
+    with torch.enable_grad():
+        leaf = torch.empty(0, device=device, requires_grad=True)
+        torch.autograd.grad(leaf.clone(), leaf, torch.empty(0, device=device))
