@@ -1,6 +1,6 @@
 """Inductor's kernels of planned steps, compiled for several architectures of GPUs.
 
-The models are those of `benchmarks.compiled`, in their sizes for a CPU. Each is planned with
+The models are those of `benchmarks.compiled`, in their smallest sizes. Each is planned with
 backend="remat" for several budgets and for an A100, an H100 and a B200 in turn, as float32 and
 under autocast to bfloat16. All kernels that Inductor generates for forward and backward are
 compiled to machine code, in all configurations that it would try on the GPU. A CPU build of torch
@@ -63,7 +63,7 @@ def compile_kernels(
 
 def build_model(name: str) -> tuple[torch.nn.Module, dict[str, Any]]:
     """Return the model of a family, and a batch."""
-    workload = FAMILIES[name](torch.device("cpu"), False)
+    workload = FAMILIES[name](torch.device("cpu"), True)
     return workload.model, workload.batch
 
 
