@@ -26,6 +26,13 @@ DTYPES = ("float32", "bfloat16")
 ROWS, TOKENS, WIDTH, VOCABULARY = 2, 16, 32, 64
 EAGER_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1}
 """How far Inductor may be from eager mode, relative to a tensor's largest element."""
+ADDMM = (
+    "plain Inductor multiplies and adds the two gradients of the tied weight in one addmm, which "
+    "rounds once; a plan runs the two operations apart, each of which rounds"
+)
+OTHER_ROUNDING = {("gpt2", "bfloat16"): ({"transformer.wte.weight.grad"}, ADDMM, 2**-7)}
+"""By family and dtype: the tensors that are rounded otherwise than in plain Inductor, the reason,
+and the largest difference that it explains, relative to a tensor's largest element."""
 
 Row = dict[str, Any]
 
@@ -85,7 +92,14 @@ def run_case(case: str) -> list[Row]:
             is_met = isinstance(error.inner_exception, remat.InfeasibleBudget)
             rows.append(row | {"budget": budget, "refused": refused, "is_met": is_met})
             continue
-        rows.append(row | {"budget": budget} | judged(unequal(plain, actual), None, 0.0))
+        differences = unequal(plain, actual)
+        names, reason, tolerance = OTHER_ROUNDING.get((family, dtype), (set[str](), "", 0.0))
+        is_explained = differences.keys() <= names
+        rows.append(
+            row
+            | {"budget": budget}
+            | judged(differences, reason if is_explained else None, tolerance)
+        )
     return rows
 
 
