@@ -28,10 +28,10 @@ EAGER_TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1}
 """How far Inductor may be from eager mode, relative to a tensor's largest element."""
 ADDMM = (
     "plain Inductor multiplies and adds the two gradients of the tied weight in one addmm, which "
-    "rounds once; a plan runs the two operations apart, each of which rounds"
+    "rounds once; a plan runs two operations, and each rounds its result"
 )
 OTHER_ROUNDING = {("gpt2", "bfloat16"): ({"transformer.wte.weight.grad"}, ADDMM, 2**-7)}
-"""By family and dtype: the tensors that are rounded otherwise than in plain Inductor, the reason,
+"""By family and dtype: the tensors that are rounded differently than in plain Inductor, the reason,
 and the largest difference that it explains, relative to a tensor's largest element."""
 
 Row = dict[str, Any]

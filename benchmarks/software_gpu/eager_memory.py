@@ -187,8 +187,8 @@ class Setting:
         """Compare steps of `remat.enable` by blocks with the plan's prediction.
 
         Code outside of blocks runs in eager mode. If the backward runs inside of autocast, autocast
-        still holds the weights that it cast there. The prediction allows for that, so under
-        autocast one more step runs so.
+        still holds the weights that it cast there. The plan predicts that case, so under autocast
+        one more step is measured with its backward inside of autocast.
         """
         model, batch = self._model()
         try:
@@ -222,8 +222,9 @@ def refusal(error: remat.RematError) -> Row:
 
 
 def judged(predicted_bytes: int, budget_bytes: int, libraries: int, peaks: list[Peaks]) -> Row:
-    """Return the figures of a plan: requested bytes must be within the prediction and reach
-    `MIN_SHARE` of it, allocated bytes within the budget. `libraries` is part of both figures."""
+    """Return the figures of a plan: the largest of the requested bytes must be between `MIN_SHARE`
+    of the prediction and the prediction, allocated bytes within the budget. `libraries` is part of
+    both figures."""
     predicted, budget = predicted_bytes - libraries, budget_bytes - libraries
     largest = max(peak.requested_bytes for peak in peaks)
     is_met = MIN_SHARE * predicted <= largest <= predicted and all(

@@ -66,7 +66,8 @@ def _image(name: str, sizes: Batch) -> Callable[[], tuple[nn.Module, Batch]]:
 
 
 def _bart() -> tuple[nn.Module, Batch]:
-    # Without a mask for the decoder, transformers makes one in eager mode alone and reads it.
+    # Without a mask for the decoder, transformers makes one and branches on its values, but only in
+    # eager mode: the captured code would be another.
     batch = _token_batch()
     batch["decoder_attention_mask"] = batch["attention_mask"].clone()
     return _text_model("Bart", _ENCODER_DECODER, "ForConditionalGeneration"), batch

@@ -25,6 +25,7 @@ from run_results import (
 )
 from software_gpu_results import (
     software_gpu,
+    software_gpu_budgets,
     software_gpu_memory,
     software_gpu_missed,
 )
@@ -58,6 +59,7 @@ TABLES: dict[str, Callable[[], Table]] = {
         lengths,
         training,
         software_gpu,
+        software_gpu_budgets,
         software_gpu_memory,
         software_gpu_missed,
     )

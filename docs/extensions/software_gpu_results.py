@@ -62,6 +62,24 @@ def software_gpu_memory() -> Table:
     return Table((_FILE,), ("family", *_WHATS.values()), rows)
 
 
+def software_gpu_budgets() -> Table:
+    """Return, for each budget of the eager plans, how many rows have a plan and how many are
+    refusals."""
+    groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for row in load(_FILE)["tables"]["eager-memory"]["rows"]:
+        if row.get("budget"):
+            groups[row["budget"]].append(row)
+    rows = tuple(
+        (
+            budget,
+            str(sum("refused" not in row for row in group)),
+            str(sum("refused" in row for row in group)),
+        )
+        for budget, group in groups.items()
+    )
+    return Table((_FILE,), ("budget", "plans", "refused"), rows)
+
+
 def software_gpu_missed() -> Table:
     """Return the rows that miss their requirement, and how many cases were not run."""
     rows: list[tuple[str, ...]] = []

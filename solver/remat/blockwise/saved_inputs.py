@@ -1,7 +1,8 @@
 """`SavedInputs`: the inputs that a block's plan saves, and how long its backward needs each.
 
 The graph of a block counts its inputs as constant memory, because other code produced them. In the
-step, an input that only this block still holds is freed after the backward's last read of it.
+step, an input to which nothing but this block refers is freed after the backward's last read of
+it.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from remat.simulate import simulate
 class SavedInputs:
     """The inputs that a block saves from its forward for its backward, and the backward's memory.
 
-    `last_reads` has the index of each saved input and the last run of the backward that reads it.
-    `during_bytes[r]` are live during run `r` of the backward, without any constant memory.
+    `last_reads` maps the index of each saved input, its position among the block's input tensors,
+    to the last run of the backward that reads it; runs count from the start of the backward.
+    `during_bytes[r]` are live during run `r`, without the block's parameters and inputs.
     """
 
     last_reads: Mapping[int, int]
@@ -41,10 +43,10 @@ class SavedInputs:
             for name in (*referenced_names(node.args), *referenced_names(node.kwargs)):
                 last_read_of_storage[trace.storage_of[name]] = run
         saved_storages = {trace.storage_of[name] for name in program.saved}
-        never_freed = len(schedule)
+        until_the_end = len(schedule)  # saved, and read by views alone
         return cls(
             last_reads={
-                int(p.target): last_read_of_storage.get(p.storage, never_freed)
+                int(p.target): last_read_of_storage.get(p.storage, until_the_end)
                 for p in trace.placeholders
                 if p.kind == "input" and p.storage in saved_storages
             },
@@ -55,7 +57,7 @@ class SavedInputs:
 
     def backward_bytes(self, sizes_bytes: Mapping[int, int]) -> int:
         """Return the peak of the backward if saved inputs of these sizes, by index, are freed after
-        their last reads. Inputs without a size are memory of others."""
+        their last reads. Inputs that are not in `sizes_bytes` are counted elsewhere."""
         return max(
             (
                 size + sum(s for i, s in sizes_bytes.items() if self.last_reads[i] >= run)

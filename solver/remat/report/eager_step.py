@@ -1,8 +1,8 @@
 """The memory of a training step in eager mode, where it differs from a captured step that runs each
 operation once.
 
-Autograd frees what a backward formula saved at the end of the formula, adds gradients of a tensor
-in place, and on the CPU dropout has larger masks.
+Autograd frees a node's saved tensors only after the node's whole backward has run, and sums the
+gradients of a tensor in place where it can. On the CPU, dropout's masks are larger.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ _DROPOUT = "aten.native_dropout_backward.default"
 """The operation that multiplies with dropout's mask: in the backward, and also in the forward (see
 `capture.eager_kernels.dropout`)."""
 _PRODUCTS = ("aten.mul.Tensor", "aten.mm.default", "aten.bmm.default")
+"""Operations of the backward formula of a product, one for each operand."""
 _SUM = "aten.sum.dim_IntList"
-"""Operations of the backward formula of a product. The sum is the gradient of a bias."""
+"""Another operation of these formulas: the gradient of a bias."""
 _ADDITION = "aten.add.Tensor"
 _CAST = "aten._to_copy.default"
 
@@ -62,8 +63,8 @@ def value_of_storage(trace: Trace, graph: Graph) -> dict[int, int]:
 
 def _with_retained_factors(graph: Graph, trace: Trace) -> Graph:
     """Return the graph in which the last operation of a backward formula reads what the others
-    read: autograd releases the tensors that a product saved once both gradients are computed, and
-    cast to the dtypes of their factors."""
+    read: autograd releases the operands of a product only after both gradients are computed and
+    cast to the operands' dtypes. `formula` are the operations of the formula so far."""
     operations = list(graph.operations)
     dtype_of = {p.name: p.tensor.dtype for p in trace.placeholders}
     dtype_of |= {r.name: r.tensor.dtype for node in trace.nodes for r in node.results}
@@ -73,9 +74,8 @@ def _with_retained_factors(graph: Graph, trace: Trace) -> Graph:
         read = frozenset(v for v in graph.operations[index].inputs if _is_of_backward(graph, v))
         if node is None:
             continue
-        is_gradient = bool(formula and gradients & read) and (
-            node.target in (formula[0].target, _SUM)
-        )
+        targets = {_SUM, *(first.target for first in formula[:1])}
+        is_gradient = bool(gradients & read) and node.target in targets
         if is_gradient or _casts_to_factor(node, formula, dtype_of):
             formula = (*formula, node)
             gradients = gradients & read if is_gradient else gradients
@@ -104,15 +104,18 @@ def _casts_to_factor(node: Node, formula: Sequence[Node], dtype_of: Mapping[str,
 def _with_gradients_added_in_place(graph: Graph, trace: Trace) -> Graph:
     """Return the graph in which a sum of two gradients overwrites the first one.
 
-    Autograd adds each further gradient of a tensor into the sum of the earlier ones, unless
-    something else holds that sum: then it is read later, and the simulator keeps it."""
+    Autograd adds each further gradient of a tensor into the earlier ones, if nothing else holds
+    their storage: the first gradient must not be a view, whose base would hold it. If another
+    operation still needs the earlier sum, a later run reads it, and the simulator keeps both."""
+    allocated = {r.name for node in trace.nodes if not node.view for r in node.results}
     value_of = value_of_storage(trace, graph)
     operations = list(graph.operations)
     for index, node in enumerate(trace.operations):
-        if node is None or not node.backward or node.target != _ADDITION:
+        # Autograd's own sums belong to no module; those of a backward formula do.
+        if node is None or not node.backward or node.target != _ADDITION or node.module:
             continue
         augend = node.args[0]
-        if not isinstance(augend, Ref):
+        if not isinstance(augend, Ref) or augend.name not in allocated:
             continue
         value = value_of.get(trace.storage_of[augend.name])
         if value is not None and _can_overwrite(graph, operations[index], value):
@@ -121,7 +124,7 @@ def _with_gradients_added_in_place(graph: Graph, trace: Trace) -> Graph:
 
 
 def _can_overwrite(graph: Graph, addition: Operation, value: int) -> bool:
-    """True if `value` is a gradient of the size of the sum that nothing holds to the end."""
+    """True if `value` is a gradient as large as the sum, and not a result of the step."""
     size_bytes = sum(graph.values[v].size_bytes for v in addition.outputs)
     return (
         value in addition.inputs

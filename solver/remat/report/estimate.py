@@ -56,8 +56,9 @@ class Estimate:
     On CUDA the workspaces of torch's kernels count, as their formulas give them
     (`remat.costs.workspaces`). Not counted, because unknown before the step runs: cuDNN's
     workspaces, fragmentation of the allocator, allocations of an optimizer or of a loss outside the
-    model, and tensors that a variable of the model's code holds after their last use (2% of a small
-    U-Net's peak).
+    model, and tensors that local variables of the model's code keep alive after their last use (2%
+    of a small U-Net's peak). A sum in the backward of a custom function that the model itself
+    calls, outside of all submodules, is taken for one of autograd's.
     If a backward formula runs several kernels (that of a power, for example), autograd retains
     their intermediates to the end of the formula; the estimate, like plans, counts each until it
     was read. `torch.utils.checkpoint` in the model's code is ignored, as in every capture: the real
@@ -216,8 +217,8 @@ class Estimate:
         if self.baseline_peak_bytes != self.peak_bytes:
             lines.append(
                 f"plans     start from {format_bytes(self.baseline_peak_bytes)}: they free the "
-                "factors of a product earlier than autograd, and add gradients to a new tensor; if "
-                "there is dropout on the CPU, its masks are smaller"
+                "operands of a product earlier than autograd, and allocate each sum of gradients; "
+                "if there is dropout on the CPU, its masks are smaller"
             )
         lines += [
             f"optimizer {format_bytes(self.adam_bytes)} more for Adam's moments in float32",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from tests.helpers.training.block_models import (
+    Block,
     Output,
     assert_same,
     enabled,
@@ -60,3 +61,29 @@ def test_a_mask_of_all_blocks_counts_once() -> None:
     plan, measured_bytes = plan_of(model), peak_of(model, ids)
     assert {call.how for call in plan.calls} == {"planned"}
     assert 0.99 * plan.peak_bytes <= measured_bytes <= plan.peak_bytes <= plan.budget_bytes
+
+
+class LateNet(nn.Module):
+    """Code outside of blocks saves the input of the first block, and its backward runs before that
+    of all blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(50, 64), nn.Linear(64, 50)
+        self.blocks = nn.ModuleList(Block(64) for _ in range(3))
+
+    def forward(self, ids: torch.Tensor) -> Output:
+        first = x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(x + first.sin())
+        return Output(F.cross_entropy(logits, ids), logits)
+
+
+def test_an_input_that_outside_code_releases_before_the_block_counts() -> None:
+    torch.manual_seed(0)
+    model, ids = LateNet(), torch.randint(0, 50, (1024,))
+    enabled(model, "min")
+    step(model, ids, seed=1)
+    plan, measured_bytes = plan_of(model), peak_of(model, ids)
+    assert 0.99 * plan.peak_bytes <= measured_bytes <= plan.peak_bytes

@@ -313,6 +313,21 @@ def test_an_operation_without_a_fake_kernel_is_captured_as_compiled_code_calls_i
     torch.testing.assert_close(gm(x), model(x))
 
 
+def test_an_error_of_the_model_is_an_error_even_if_compiled_code_would_not_raise_it() -> None:
+    class Strict(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if torch.compiler.is_compiling():
+                return self.linear(x).sum()
+            raise ValueError("an odd number of rows")
+
+    with pytest.raises(remat.TraceError, match="an odd number of rows"):
+        remat.trace(Strict(), torch.zeros(3, 4))
+
+
 def test_the_error_of_a_failed_capture_is_that_of_eager_code() -> None:
     class Broken(nn.Module):
         def __init__(self) -> None:

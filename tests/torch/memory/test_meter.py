@@ -157,7 +157,7 @@ def test_cuda_peak_includes_memory_allocated_before() -> None:
 
 @pytest.mark.gpu
 def test_a_gauge_is_created_once_autograds_thread_holds_no_gradients() -> None:
-    """Without the wait, some of these differences are the bytes of the gradients."""
+    """Without the wait, a few of these differences equal the bytes of the gradients."""
     layer, device = nn.Linear(256, 256, device="cuda"), torch.device("cuda")
 
     def held_bytes() -> int:

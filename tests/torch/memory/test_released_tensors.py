@@ -211,6 +211,18 @@ def stop_the_search(model: nn.Module, ids: torch.Tensor) -> None:
     remat.optimize(model, "60%", (ids,), strategy=remat.Auto(gap=0, time_limit=5.0), progress=stop)
 
 
+class Refused(nn.Module):
+    """A model whose last operation torch refuses, in compiled code too."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        self.model(ids)
+        return ids.float() @ torch.zeros(1, 3, 1000)
+
+
 FAILURES: dict[str, Callable[[nn.Module, torch.Tensor], object]] = {
     "optimize": lambda m, ids: remat.optimize(m, "1%", (ids,), strategy=FAST),
     "optimize at the first call": optimize_at_first_call,
@@ -218,6 +230,7 @@ FAILURES: dict[str, Callable[[nn.Module, torch.Tensor], object]] = {
     "max_batch": lambda m, ids: remat.max_batch(lambda _: (m, (ids,)), "1KiB", strategy=FAST),
     "an error of the progress callback": stop_the_search,
     "no model": lambda m, ids: remat.trace(m, (ids, ids)),
+    "an operation that torch refuses": lambda m, ids: remat.trace(Refused(m), (ids,)),
     "another operation": lambda m, ids: remat.optimize(m, "80%", (ids,), namespaces=("other",)),
 }
 

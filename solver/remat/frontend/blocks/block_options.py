@@ -53,7 +53,7 @@ class PlannedOption:
 
     @cached_property
     def saved_inputs(self) -> SavedInputs:
-        """The input tensors that the forward saves for the backward."""
+        """The input tensors that the forward saves, and when the backward reads each last."""
         return SavedInputs.of(self.trace, self.plan.schedule, self.program)
 
     @cached_property

@@ -25,7 +25,7 @@ class CallCandidates:
     """The options among which one is chosen for a block call.
 
     `option_names` has the name of each option, and `saved_inputs` the input tensors that it saves;
-    without `saved_inputs`, each option holds all of them to the end of its backward.
+    if it is empty (the block is not planned), each option holds all inputs until its backward ends.
     `unplanned_reason` says why the block could not be planned, if that was tried.
     """
 
@@ -41,17 +41,18 @@ def with_saved_inputs(
 ) -> list[CallCandidates]:
     """Add the bytes of the inputs that each option saves to its saved and backward bytes.
 
-    Not counted are inputs that code outside of blocks holds anyway. An input of several calls, such
-    as an attention mask, counts once if any option saves it: for the first of these calls, whose
-    backward is the last, in each of its options.
+    Not counted are inputs that code outside of blocks holds when the backward starts: the dry run
+    counts them. An input of several calls, such as an attention mask, counts once if any option
+    saves it: in every option of the first call that gets it, whose forward runs first and whose
+    backward runs last.
     """
-    uncounted_shared = _saved_by_some_option(candidates) & _inputs_of_several_calls(candidates)
+    saved_and_shared = _saved_by_some_option(candidates) & _inputs_of_several_calls(candidates)
     counted: set[StorageWeakRef] = set(dry_run.externally_held_storages)
     results: list[CallCandidates] = []
     for candidate in candidates:
         storages = candidate.call.input_storages
         sizes = dict(zip(storages, candidate.call.input_sizes_bytes, strict=True))
-        shared = uncounted_shared.intersection(storages) - counted
+        shared = saved_and_shared.intersection(storages) - counted
         options = tuple(
             _with_inputs(
                 option,
@@ -73,12 +74,12 @@ def _with_inputs(
     inputs: SavedInputs | None,
 ) -> BlockOption:
     """Return the option with inputs of these sizes in its saved and backward bytes. `storages` are
-    those of all inputs; without `inputs`, the backward holds them to its end."""
+    those of all inputs. If `inputs` is None, all are held until the backward ends."""
     saved_bytes = sum(sizes_bytes.values())
     if inputs is None:
         backward_bytes = option.backward_bytes + saved_bytes
     else:
-        # Of inputs that share a storage, the one that is read last.
+        # Later entries win: for each storage, the input that is read last.
         by_last_read = sorted(inputs.last_reads.items(), key=lambda item: item[1])
         index_of = {storages[index]: index for index, _ in by_last_read}
         freed = {index_of[ref]: size for ref, size in sizes_bytes.items() if ref in index_of}

@@ -164,6 +164,11 @@ class _DryRunRecorder:
     """For each parameter of a block whose backward has run: the bytes of its gradient."""
     _summing_bytes: int = 0
     """Temporary bytes of summing the gradients of shared parameters, until the next event."""
+    _released_bytes: int = 0
+    """Bytes of the inputs that code outside of blocks held when the backward started and has
+    released since, while a block whose backward is still to come may hold them."""
+    _pending_calls: set[int] = field(default_factory=set)
+    """Calls whose backward is still to come, once the backward has started."""
 
     def stub_forward(self, block: Submodule) -> Callable[..., Any]:
         """Return a forward that runs the block as a stub and records the call."""
@@ -261,6 +266,7 @@ class _DryRunRecorder:
         # Inputs of blocks that are still alive are held by code outside of blocks.
         storages = {ref for call in self.calls for ref in call.input_storages}
         self.externally_held_storages = {ref for ref in storages if not ref.expired()}
+        self._pending_calls = set(range(len(self.calls)))
         self.non_block_bytes = self.gauge.live()
         tangents = [torch.ones_like(t) for t in differentiated]
         self._record_non_block_phase()
@@ -292,7 +298,10 @@ class _DryRunRecorder:
         tangents.clear()
         # Tangents that nothing else holds count as the block's memory, until it has read them.
         tangent_bytes = sum(size for ref, size in sizes.items() if ref.expired())
+        self._update_released_bytes()
         self._record_event("backward", call_index, live_bytes - tangent_bytes)
+        self._pending_calls.discard(call_index)
+        self._update_released_bytes()
         if self.is_sharded:
             return
         parameters = trainable_parameters([self.calls[call_index].submodule])
@@ -303,6 +312,20 @@ class _DryRunRecorder:
             size for key, size in sizes_bytes.items() if key in self._gradient_bytes
         )
         self._gradient_bytes |= sizes_bytes
+
+    def _update_released_bytes(self) -> None:
+        sizes = {
+            ref: size
+            for index in self._pending_calls
+            for ref, size in zip(
+                self.calls[index].input_storages, self.calls[index].input_sizes_bytes, strict=True
+            )
+        }
+        self._released_bytes = sum(
+            size
+            for ref, size in sizes.items()
+            if ref in self.externally_held_storages and ref.expired()
+        )
 
     def _record_non_block_phase(self) -> None:
         peak_bytes = self._with_constant_bytes(self.gauge.peak()) + self._summing_bytes
@@ -315,8 +338,10 @@ class _DryRunRecorder:
         self.events.append(StepEvent(kind, self._with_constant_bytes(live_bytes), call_index))
 
     def _with_constant_bytes(self, live_bytes: int) -> int:
-        """Add constant memory and the gradients of the blocks' parameters to the measured bytes."""
-        return self.constant_bytes + live_bytes + sum(self._gradient_bytes.values())
+        """Add constant memory, the gradients of the blocks' parameters and released inputs to the
+        measured bytes."""
+        gradient_bytes = sum(self._gradient_bytes.values())
+        return self.constant_bytes + live_bytes + gradient_bytes + self._released_bytes
 
 
 def _tensor_paths(result: object) -> list[str]:

@@ -130,7 +130,7 @@ def measure_invocation(
 ) -> tuple[BlockOption, float]:
     """Run a block call and its backward; return its time and memory, and the seconds of its
     forward. RNG states are restored afterwards."""
-    # Weights in lower precision are the block's memory, not that of the code around it.
+    # Casts of weights count as this block's memory, and not as that of the code around it.
     torch.clear_autocast_cache()
     standalone = call.with_leaf_inputs()
     tensors = tensors_in((standalone.args, standalone.kwargs))

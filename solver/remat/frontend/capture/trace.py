@@ -233,23 +233,68 @@ def _warn_about_unrolled_rnns(model: nn.Module, target: TargetGpu | None) -> Non
 def _export_with_fallback(
     stack: contextlib.ExitStack, flat_model: FlatModel, leaves: Sequence[torch.Tensor]
 ) -> tuple[torch.fx.GraphModule, Sequence[ConstantQuery]]:
-    """Export the joint graph as eager mode runs the model. If that fails, export it as
-    `torch.compile` would: Hugging Face models then build an explicit attention mask instead of
-    reading the data, and call no operation that lacks a fake kernel for the dtype."""
+    """Export the joint graph with `torch.compiler.is_compiling()` False, as in eager mode. If a
+    branch depends on data, or torch refuses an operation, export it once more with True: Hugging
+    Face models then build an explicit attention mask instead of reading the data, and call no
+    operation that lacks a fake kernel for the dtype."""
+    model = flat_model.model
     try:
-        with model_state_preserved(flat_model.model), ConstantFolding() as folding:
+        with (
+            model_state_preserved(model),
+            _errors_of_fake_kernels_not_logged(),
+            ConstantFolding() as folding,
+        ):
             return _export(stack, flat_model, leaves), folding.queries
     except RematError:
         raise
     except Exception as error:
-        try:
-            with ConstantFolding() as folding, _is_compiling_set():
-                return _export(stack, flat_model, leaves), folding.queries
-        except RematError:
-            raise
-        except Exception as second_error:
-            cause = second_error if _is_data_dependent(error) else error
-            raise TraceError(_error_message(flat_model.model, cause)) from cause
+        is_data_dependent = _is_data_dependent(error)
+        if is_data_dependent or _is_raised_by_framework(error):
+            exported = _export_as_compiled(stack, flat_model, leaves)
+            if not isinstance(exported, Exception):
+                log.info("%s: captured as compiled code, as %s", type(model).__name__, error)
+                return exported
+            try:
+                if is_data_dependent:  # the other branch says what remains to be done
+                    if isinstance(exported, RematError):
+                        raise exported from None
+                    raise TraceError(_error_message(model, exported)) from exported
+            finally:
+                del exported  # its traceback has this frame: a reference cycle
+        raise TraceError(_error_message(model, error)) from error
+
+
+def _export_as_compiled(
+    stack: contextlib.ExitStack, flat_model: FlatModel, leaves: Sequence[torch.Tensor]
+) -> tuple[torch.fx.GraphModule, Sequence[ConstantQuery]] | Exception:
+    """Export with `torch.compiler.is_compiling()` True. Return the error if that fails."""
+    try:
+        with (
+            _errors_of_fake_kernels_not_logged(),
+            ConstantFolding() as folding,
+            _is_compiling_set(),
+        ):
+            return _export(stack, flat_model, leaves), folding.queries
+    except Exception as error:
+        return error
+
+
+@contextlib.contextmanager
+def _errors_of_fake_kernels_not_logged() -> Iterator[None]:
+    """Within the context, torch does not log errors of fake kernels: the other export may succeed,
+    and if not, `TraceError` has the error."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    was_disabled, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = was_disabled
+
+
+def _is_raised_by_framework(error: BaseException) -> bool:
+    """True if torch raised the error, and not the model's code."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and is_framework_code(Path(frames[-1].filename))
 
 
 def _export(

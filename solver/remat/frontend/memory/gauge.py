@@ -68,11 +68,11 @@ def gauge(device: torch.device) -> Iterator[Gauge]:
 
 
 def wait_for_autograd(device: torch.device) -> None:
-    """Wait until autograd's thread of a GPU holds no gradient of an earlier backward.
+    """Wait until autograd's thread of a GPU has released the results of the last backward.
 
-    The thread may release what a backward returned some milliseconds later than the caller, and
-    such memory is then freed while something else is measured. It releases it before it runs the
-    next backward, so this runs one, of a tensor without elements.
+    The thread may do so some milliseconds after the call that computed them has returned, while
+    something else is measured. It always does so before it starts the next backward: this runs one
+    of a tensor without elements.
     """
     if device.type != "cuda":
         return
