@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 import torch.nn.functional as F
 from tests.helpers.training.block_models import (
@@ -87,3 +90,42 @@ def test_an_input_that_outside_code_releases_before_the_block_counts() -> None:
     step(model, ids, seed=1)
     plan, measured_bytes = plan_of(model), peak_of(model, ids)
     assert 0.99 * plan.peak_bytes <= measured_bytes <= plan.peak_bytes
+
+
+class PassingBlock(nn.Module):
+    """A block that returns one of its inputs, too. A planned block returns a copy of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block(64)
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> Any:
+        return self.block(x) * scale, scale
+
+
+class PassingNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.scale, self.head = (
+            nn.Embedding(50, 64),
+            nn.Embedding(50, 64),
+            nn.Linear(64, 50),
+        )
+        self.blocks = nn.ModuleList(PassingBlock() for _ in range(3))
+
+    def forward(self, ids: torch.Tensor) -> Output:
+        x, scale = self.embed(ids), self.scale(ids)
+        for block in self.blocks:
+            x, scale = block(x, scale)
+        logits = self.head(x)
+        return Output(F.cross_entropy(logits, ids), logits)
+
+
+@pytest.mark.parametrize("budget", ["100%", "min"])
+def test_an_input_that_a_block_returns_counts_as_a_copy(budget: str) -> None:
+    torch.manual_seed(0)
+    model, ids = PassingNet(), torch.randint(0, 50, (2048,))
+    enabled(model, budget)
+    step(model, ids, seed=1)
+    plan, measured_bytes = plan_of(model), peak_of(model, ids)
+    assert 0.97 * plan.peak_bytes <= measured_bytes <= plan.peak_bytes

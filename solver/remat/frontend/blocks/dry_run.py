@@ -39,7 +39,7 @@ from remat.frontend.blocks.profile import (
     measure_eager_options,
     requires_gradient,
 )
-from remat.frontend.blocks.stub import StubBlock, copy_argument_mutations
+from remat.frontend.blocks.stub import StubBlock, copy_argument_mutations, in_separate_storages
 from remat.frontend.capture.model.environment import autocast_cache_disabled
 from remat.frontend.capture.model.flat_model import outputs_to_differentiate
 from remat.frontend.capture.model.preserved_state import model_state_preserved
@@ -182,6 +182,7 @@ class _DryRunRecorder:
                 return original_forward(*args, **kwargs)  # without a backward it saves nothing
             index = len(self.calls)
             self._record_non_block_phase()
+            is_planned = id(block.module) not in self.measured_modules
             invocation = ModuleInvocation(block, original_forward, args, kwargs)
             self.calls.append(self._recorded_call(invocation))
             self._record_event("forward", index, self.gauge.live())
@@ -214,7 +215,9 @@ class _DryRunRecorder:
                     [x.detach() if requires_gradient(x) else x for x in leaves],
                     shape,
                 ]
-                return tuple(x for x in leaves if isinstance(x, torch.Tensor))
+                outputs = tuple(x for x in leaves if isinstance(x, torch.Tensor))
+                del result, leaves
+                return in_separate_storages(outputs, tensors) if is_planned else outputs
 
             tensors = [x for x in input_leaves if isinstance(x, torch.Tensor)]
             results = iter(

@@ -72,6 +72,20 @@ class StubBlock(torch.autograd.Function):
         return None, None, None, None, None, *zeros
 
 
+def in_separate_storages(
+    outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    """Return the outputs; those that share a storage with an input or with an earlier output are
+    copied, as planned blocks do."""
+    seen = {t.untyped_storage()._cdata for t in inputs}
+    results: list[torch.Tensor] = []
+    for output in outputs:
+        storage = output.untyped_storage()._cdata
+        results.append(output.clone() if storage in seen else output)
+        seen.add(storage)
+    return tuple(results)
+
+
 def copy_argument_mutations(
     arguments: Any, stub_arguments: Any, leaves: Sequence[object], shape: ObjectTreeSpec
 ) -> bool:
