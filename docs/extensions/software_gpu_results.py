@@ -123,6 +123,8 @@ def _figures(row: dict[str, Any]) -> str:
         return f"{100 * row['share']:.2f}% of {row['predicted_bytes']:,} predicted bytes"
     if "margin_bytes" in row:
         return f"{-row['margin_bytes']:,} bytes above {row['verified_bytes']:,} verified"
+    if row.get("noticed"):
+        return f"noticed, without a fault: {row['noticed']}"
     if row.get("differences"):
         return f"{row['difference_count']} differences: {row['differences'][0]}"[
             :200
