@@ -7,7 +7,8 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from remat.documents.arguments import referenced_names
@@ -15,6 +16,17 @@ from remat.documents.program import Program
 from remat.documents.trace import Trace
 from remat.schedule import Schedule
 from remat.simulate import simulate
+
+NEVER_FREED = sys.maxsize
+"""The last read of an input that the backward holds to its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldInput:
+    """An input that the block holds until run `last_read` of its backward."""
+
+    size_bytes: int
+    last_read: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +55,9 @@ class SavedInputs:
             for name in (*referenced_names(node.args), *referenced_names(node.kwargs)):
                 last_read_of_storage[trace.storage_of[name]] = run
         saved_storages = {trace.storage_of[name] for name in program.saved}
-        until_the_end = len(schedule)  # saved, and read by views alone
         return cls(
             last_reads={
-                int(p.target): last_read_of_storage.get(p.storage, until_the_end)
+                int(p.target): last_read_of_storage.get(p.storage, NEVER_FREED)
                 for p in trace.placeholders
                 if p.kind == "input" and p.storage in saved_storages
             },
@@ -55,13 +66,12 @@ class SavedInputs:
             ),
         )
 
-    def backward_bytes(self, sizes_bytes: Mapping[int, int]) -> int:
-        """Return the peak of the backward if saved inputs of these sizes, by index, are freed after
-        their last reads. Inputs that are not in `sizes_bytes` are counted elsewhere."""
+    def backward_bytes(self, inputs: Sequence[HeldInput]) -> int:
+        """Return the peak of the backward with these inputs, each until its last read."""
         return max(
             (
-                size + sum(s for i, s in sizes_bytes.items() if self.last_reads[i] >= run)
-                for run, size in enumerate(self.during_bytes)
+                size_bytes + sum(i.size_bytes for i in inputs if i.last_read >= run)
+                for run, size_bytes in enumerate(self.during_bytes)
             ),
             default=0,
         )

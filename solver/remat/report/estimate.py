@@ -111,7 +111,9 @@ class Estimate:
         outputs = {value_of.get(eager.storage_of[o.name]) for o in eager.outputs}
         parts: dict[str, int] = defaultdict(int)
         sizes_by_module: dict[str, list[int]] = defaultdict(list)
-        for v in sorted({*timeline.live(run)} - {*operation.overwrites}):
+        freed = {copy.value for copy in timeline.copies if copy.end == run}
+        overwritten = freed.intersection(operation.overwrites)
+        for v in sorted({*timeline.live(run)} - overwritten):
             size = graph.values[v].size_bytes
             producer = graph.operations[graph.producer[v]]
             if v in outputs:

@@ -21,6 +21,15 @@ def _estimate(case: Case) -> Estimate:
     return remat.estimate(case.model, case.args, case.kwargs)
 
 
+def _estimated_and_allocated(model: nn.Module, x: torch.Tensor) -> tuple[Estimate, int]:
+    """Return the estimate, and the peak by torch's allocator: autograd adds gradients in place only
+    if no meter intercepts its operations."""
+    estimate = remat.estimate(model, x)
+    allocated_bytes = allocated_peak(lambda: model(x).backward())
+    constant_bytes = estimate.parameter_bytes + estimate.buffer_bytes + estimate.input_bytes
+    return estimate, allocated_bytes + constant_bytes
+
+
 @pytest.mark.parametrize("family", ["gpt2", pytest.param("t5", marks=pytest.mark.slow), "resnet"])
 def test_eager_mode_has_the_estimated_peak(family: str) -> None:
     torch.manual_seed(0)
@@ -136,14 +145,30 @@ def test_gradients_of_a_tensor_with_many_uses_are_added_in_place() -> None:
                 state = 0.5 * state + hidden[time].sin()
             return state.sum()
 
-    case = Case(Step(), (torch.zeros(10, 1000, 8),), loss=lambda out: out)
-    estimate = _estimate(case)
-    # Autograd adds in place only if nothing intercepts its operations: torch's own numbers.
-    measured_bytes = allocated_peak(lambda: case.model(*case.args).backward())
-    measured_bytes += estimate.parameter_bytes + estimate.input_bytes
+    estimate, measured_bytes = _estimated_and_allocated(Step(), torch.zeros(10, 1000, 8))
     assert measured_bytes == pytest.approx(estimate.peak_bytes, rel=0.005)
     hidden_bytes = 10 * 1000 * 64 * 4
     assert estimate.baseline_peak_bytes > estimate.peak_bytes + 0.8 * hidden_bytes
+    _check_parts(estimate)
+
+
+class SharedSum(nn.Module):
+    """The gradient of the last sum is read once more after it was added to another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 512), nn.Linear(512, 512)
+        self.head = nn.Linear(512, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        early, late = hidden.tanh(), hidden.sigmoid()
+        return self.head(early + (late + self.last(late))).sum()
+
+
+def test_a_gradient_that_is_read_later_is_not_added_into() -> None:
+    estimate, measured_bytes = _estimated_and_allocated(SharedSum(), torch.randn(2000, 8))
+    assert measured_bytes == pytest.approx(estimate.peak_bytes, rel=0.005)
     _check_parts(estimate)
 
 
@@ -163,10 +188,7 @@ class TwoReaders(nn.Module):
 @pytest.mark.parametrize("shape", [(2000, 8), (4, 500, 8)], ids=["2-D", "3-D"])
 def test_a_gradient_that_is_a_view_is_not_added_in_place(shape: tuple[int, ...]) -> None:
     """The gradient of a linear layer's 3-D input is a view of its product."""
-    model, x = TwoReaders(), torch.randn(shape)
-    estimate = remat.estimate(model, x)
-    measured_bytes = allocated_peak(lambda: model(x).backward())
-    measured_bytes += estimate.parameter_bytes + estimate.input_bytes
+    estimate, measured_bytes = _estimated_and_allocated(TwoReaders(), torch.randn(shape))
     assert measured_bytes == pytest.approx(estimate.peak_bytes, rel=0.005)
 
 
@@ -195,10 +217,8 @@ def test_a_sum_within_a_backward_formula_is_not_made_in_place() -> None:
             first, second = SumOfProducts.apply(x, self.weight)
             return first.sin().sum() + second.sin().sum()
 
-    model, x = nn.Sequential(nn.Linear(8, 512), nn.Tanh(), Inner()), torch.randn(2000, 8)
-    estimate = remat.estimate(model, x)
-    measured_bytes = allocated_peak(lambda: model(x).backward())
-    measured_bytes += estimate.parameter_bytes + estimate.input_bytes + estimate.buffer_bytes
+    model = nn.Sequential(nn.Linear(8, 512), nn.Tanh(), Inner())
+    estimate, measured_bytes = _estimated_and_allocated(model, torch.randn(2000, 8))
     assert estimate.peak_bytes >= 0.98 * measured_bytes
 
 

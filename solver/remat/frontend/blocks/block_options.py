@@ -14,9 +14,9 @@ from remat.blockwise.saved_inputs import SavedInputs
 from remat.documents.program import Program
 from remat.documents.trace import Trace
 from remat.errors import DocumentError, RematError, TraceError
-from remat.frontend.blocks.dry_run import DryRunCall
 from remat.frontend.blocks.fsdp2 import unsharded_parameters
 from remat.frontend.blocks.profile import non_leaf_alias
+from remat.frontend.blocks.step_recorder import DryRunCall
 from remat.frontend.capture.model.environment import autocast_set_to
 from remat.frontend.capture.trace import trace as capture
 from remat.frontend.common.operators import check_operations_allowed

@@ -21,10 +21,10 @@ from remat.blockwise.choose import (
 from remat.errors import InfeasibleBudget, TraceError
 from remat.frontend.blocks.block_options import BlockSolver, PlannedOption
 from remat.frontend.blocks.candidates import CallCandidates, available_bytes, with_saved_inputs
-from remat.frontend.blocks.dry_run import DryRunCall
 from remat.frontend.blocks.module_state import python_state_restored
 from remat.frontend.blocks.runtime import PlannedCall
 from remat.frontend.blocks.selection import select_blocks
+from remat.frontend.blocks.step_recorder import DryRunCall
 from remat.frontend.capture.model.checkpointing import checkpointing_disabled
 from remat.frontend.planning.optimize_options import OptimizeOptions
 from remat.frontend.planning.schedule_reuse import BlockScheduleCache

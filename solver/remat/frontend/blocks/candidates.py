@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from remat.blockwise.block_step import BlockOption
-from remat.blockwise.saved_inputs import SavedInputs
-from remat.frontend.blocks.dry_run import DryRun, DryRunCall
+from remat.blockwise.saved_inputs import NEVER_FREED, HeldInput, SavedInputs
+from remat.frontend.blocks.dry_run import DryRun
 from remat.frontend.blocks.fsdp2 import local_tensor
+from remat.frontend.blocks.step_recorder import DryRunCall
 from remat.frontend.memory.auto_budget import auto_limits_of_device
 from remat.frontend.memory.meter import unique_bytes
 from remat.frontend.memory.reserve import reserve_size
@@ -46,70 +47,49 @@ def with_saved_inputs(
     saves it: in every option of the first call that gets it, whose forward runs first and whose
     backward runs last.
     """
-    saved_and_shared = _saved_by_some_option(candidates) & _inputs_of_several_calls(candidates)
+    last_reads = [
+        [_last_reads(candidate, index) for index in range(len(candidate.options))]
+        for candidate in candidates
+    ]
+    saved = {ref for reads_by_option in last_reads for reads in reads_by_option for ref in reads}
+    call_counts = Counter(ref for c in candidates for ref in set(c.call.input_storages))
+    saved_and_shared = {ref for ref in saved if call_counts[ref] > 1}
     counted: set[StorageWeakRef] = set(dry_run.externally_held_storages)
     results: list[CallCandidates] = []
-    for candidate in candidates:
-        storages = candidate.call.input_storages
-        sizes = dict(zip(storages, candidate.call.input_sizes_bytes, strict=True))
-        shared = saved_and_shared.intersection(storages) - counted
-        options = tuple(
-            _with_inputs(
-                option,
-                {ref: sizes[ref] for ref in (_saved_storages(candidate, index) | shared) - counted},
-                storages,
-                candidate.saved_inputs[index] if candidate.saved_inputs else None,
-            )
-            for index, option in enumerate(candidate.options)
-        )
+    for candidate, reads_by_option in zip(candidates, last_reads, strict=True):
+        call = candidate.call
+        sizes = dict(zip(call.input_storages, call.input_sizes_bytes, strict=True))
+        shared = saved_and_shared & sizes.keys() - counted
+        options: list[BlockOption] = []
+        for index, (option, reads) in enumerate(
+            zip(candidate.options, reads_by_option, strict=True)
+        ):
+            inputs = [
+                HeldInput(sizes[ref], reads.get(ref, NEVER_FREED))
+                for ref in (reads.keys() | shared) - counted
+            ]
+            input_bytes = sum(i.size_bytes for i in inputs)
+            if candidate.saved_inputs:
+                backward_bytes = candidate.saved_inputs[index].backward_bytes(inputs)
+            else:
+                backward_bytes = option.backward_bytes + input_bytes
+            saved_bytes = option.saved_bytes + input_bytes
+            options.append(replace(option, saved_bytes=saved_bytes, backward_bytes=backward_bytes))
         counted |= shared
-        results.append(replace(candidate, options=options))
+        results.append(replace(candidate, options=tuple(options)))
     return results
 
 
-def _with_inputs(
-    option: BlockOption,
-    sizes_bytes: Mapping[StorageWeakRef, int],
-    storages: Sequence[StorageWeakRef],
-    inputs: SavedInputs | None,
-) -> BlockOption:
-    """Return the option with inputs of these sizes in its saved and backward bytes. `storages` are
-    those of all inputs. If `inputs` is None, all are held until the backward ends."""
-    saved_bytes = sum(sizes_bytes.values())
-    if inputs is None:
-        backward_bytes = option.backward_bytes + saved_bytes
-    else:
-        # Later entries win: for each storage, the input that is read last.
-        by_last_read = sorted(inputs.last_reads.items(), key=lambda item: item[1])
-        index_of = {storages[index]: index for index, _ in by_last_read}
-        freed = {index_of[ref]: size for ref, size in sizes_bytes.items() if ref in index_of}
-        held_bytes = saved_bytes - sum(freed.values())
-        backward_bytes = inputs.backward_bytes(freed) + held_bytes
-    return replace(
-        option, saved_bytes=option.saved_bytes + saved_bytes, backward_bytes=backward_bytes
-    )
-
-
-def _saved_storages(candidate: CallCandidates, index: int) -> set[StorageWeakRef]:
-    """Return the storages of the inputs that option `index` saves."""
+def _last_reads(candidate: CallCandidates, index: int) -> dict[StorageWeakRef, int]:
+    """Return the storages of the inputs that option `index` saves, and the last run of the backward
+    that reads each."""
     storages = candidate.call.input_storages
     if not candidate.saved_inputs:
-        return set(storages)
-    return {storages[i] for i in candidate.saved_inputs[index].last_reads}
-
-
-def _saved_by_some_option(candidates: Sequence[CallCandidates]) -> set[StorageWeakRef]:
-    return {
-        ref
-        for c in candidates
-        for index in range(len(c.options))
-        for ref in _saved_storages(c, index)
-    }
-
-
-def _inputs_of_several_calls(candidates: Sequence[CallCandidates]) -> set[StorageWeakRef]:
-    counts = Counter(ref for c in candidates for ref in set(c.call.input_storages))
-    return {ref for ref, count in counts.items() if count > 1}
+        return dict.fromkeys(storages, NEVER_FREED)
+    last_reads: dict[StorageWeakRef, int] = {}
+    for number, run in candidate.saved_inputs[index].last_reads.items():
+        last_reads[storages[number]] = max(run, last_reads.get(storages[number], 0))
+    return last_reads
 
 
 def available_bytes(

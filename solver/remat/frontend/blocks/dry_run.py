@@ -8,17 +8,15 @@ bytes in use at each of them. RNG states and buffers are restored afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
-from itertools import compress
-from typing import Any, Literal
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from remat.blockwise.block_step import BlockOption, StepEvent
+from remat.blockwise.block_step import StepEvent
 from remat.errors import TraceError
 from remat.frontend.blocks.discovery import Submodule, trainable_parameters
 from remat.frontend.blocks.fsdp2 import (
@@ -30,49 +28,18 @@ from remat.frontend.blocks.fsdp2 import (
 )
 from remat.frontend.blocks.module_state import (
     BufferSnapshot,
-    differentiable_attributes,
     python_state_restored,
 )
 from remat.frontend.blocks.patching import patched_forwards
 from remat.frontend.blocks.profile import (
-    ModuleInvocation,
     measure_eager_options,
-    requires_gradient,
 )
-from remat.frontend.blocks.stub import StubBlock, copy_argument_mutations, in_separate_storages
-from remat.frontend.capture.model.environment import autocast_cache_disabled
-from remat.frontend.capture.model.flat_model import outputs_to_differentiate
+from remat.frontend.blocks.step_recorder import DryRunCall, MeasureOptions, StepRecorder
 from remat.frontend.capture.model.preserved_state import model_state_preserved
-from remat.frontend.common.pytree import flatten, flatten_objects, tensors_in, unflatten_objects
 from remat.frontend.memory.device_memory import allocated_workspace_bytes
-from remat.frontend.memory.gauge import Gauge, gauge
-from remat.frontend.memory.meter import allocated_size_bytes, storage_bytes, unique_bytes
-from remat.frontend.runtime.guards import CallSignature, ModelCall, ModelTracker, call_signature
-
-MeasureOptions = Callable[[Gauge, ModuleInvocation], tuple[BlockOption, ...]]
-"""Measures the options of a call of a module's original forward."""
-
-_MUTATES_ARGUMENT = "it modifies a list or a dict among its arguments"
-
-
-@dataclass(frozen=True)
-class DryRunCall:
-    """A call of a block, as the dry run recorded it.
-
-    `signature` is None if the block cannot be captured, and `uncapturable_reason` says why: its
-    arguments cannot be described, or it has side effects. `input_storages` are the storages of its
-    input tensors, with their sizes. `measured_options` are the options that were measured, if that
-    was requested; by default as it is, and checkpointed. `results_with_gradient` are the paths of
-    the results that received a gradient, empty if unknown.
-    """
-
-    submodule: Submodule
-    signature: CallSignature | None
-    input_storages: tuple[StorageWeakRef, ...]
-    input_sizes_bytes: tuple[int, ...]
-    uncapturable_reason: str = ""
-    measured_options: tuple[BlockOption, ...] = ()
-    results_with_gradient: frozenset[str] = frozenset()
+from remat.frontend.memory.gauge import gauge
+from remat.frontend.memory.meter import unique_bytes
+from remat.frontend.runtime.guards import ModelCall
 
 
 @dataclass(frozen=True)
@@ -114,7 +81,7 @@ def run_dry(
     with ExitStack() as stack:
         stack.enter_context(_model_restored(model))
         stack.enter_context(torch.enable_grad())
-        recorder = _DryRunRecorder(
+        recorder = StepRecorder(
             stack.enter_context(gauge(device)),
             library_bytes + _constant_bytes(model, call),
             {id(s.module) for s in measured_submodules},
@@ -138,240 +105,6 @@ def run_dry(
         recorder.non_block_bytes,
         library_bytes,
     )
-
-
-@dataclass
-class _DryRunRecorder:
-    """Records the calls and events of a dry run while it runs."""
-
-    gauge: Gauge
-    constant_bytes: int
-    measured_modules: set[int]
-    measure_options: MeasureOptions
-    is_sharded: bool = False
-    """True with FSDP2, which reduces gradients: those of blocks exist too, with zeros."""
-    calls: list[DryRunCall] = field(default_factory=list)
-    events: list[StepEvent] = field(default_factory=list)
-    externally_held_storages: set[StorageWeakRef] = field(default_factory=set)
-    anchors: list[torch.Tensor] = field(default_factory=list)
-    """One for each call, so that its backward runs even if no input requires a gradient."""
-    _trackers: dict[int, ModelTracker] = field(default_factory=dict)
-    non_block_bytes: int = 0
-    """Bytes in use when the backward started, without constant memory."""
-    _result_paths: dict[int, list[str]] = field(default_factory=dict)
-    """For each call until its backward: the path of each tensor in its result."""
-    _gradient_bytes: dict[int, int] = field(default_factory=dict)
-    """For each parameter of a block whose backward has run: the bytes of its gradient."""
-    _summing_bytes: int = 0
-    """Temporary bytes of summing the gradients of shared parameters, until the next event."""
-    _released_bytes: int = 0
-    """Bytes of the inputs that code outside of blocks held when the backward started and has
-    released since, while a block whose backward is still to come may hold them."""
-    _pending_calls: set[int] = field(default_factory=set)
-    """Calls whose backward is still to come, once the backward has started."""
-
-    def stub_forward(self, block: Submodule) -> Callable[..., Any]:
-        """Return a forward that runs the block as a stub and records the call."""
-        original_forward = block.module.forward
-        is_trainable = bool(trainable_parameters([block]))
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            input_leaves, input_shape = flatten_objects((args, kwargs))
-            has_backward = is_trainable or any(map(requires_gradient, input_leaves))
-            if not torch.is_grad_enabled() or not has_backward:
-                return original_forward(*args, **kwargs)  # without a backward it saves nothing
-            index = len(self.calls)
-            self._record_non_block_phase()
-            is_planned = id(block.module) not in self.measured_modules
-            invocation = ModuleInvocation(block, original_forward, args, kwargs)
-            self.calls.append(self._recorded_call(invocation))
-            self._record_event("forward", index, self.gauge.live())
-            anchor = torch.zeros((), requires_grad=True, device=_device(input_leaves))
-            parameters = trainable_parameters([block]) if self.is_sharded else []
-            result_parts: list[Any] = []
-
-            def run(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-                replacements = iter(tensors)
-                leaves = [
-                    next(replacements) if isinstance(x, torch.Tensor) else x for x in input_leaves
-                ]
-                stub_args, stub_kwargs = unflatten_objects(leaves, input_shape)
-                attributes_before = differentiable_attributes(block.module)
-                # Weights that autocast casts within a block are part of the block's memory.
-                with autocast_cache_disabled():
-                    result = original_forward(*stub_args, **stub_kwargs)
-                attributes = differentiable_attributes(block.module)
-                if new := attributes.keys() - attributes_before.keys():
-                    name = min(name for _, name, _ in new)
-                    self._mark_uncapturable(index, f"it leaves a tensor in its attribute {name!r}")
-                del attributes, attributes_before
-                if copy_argument_mutations(
-                    (args, kwargs), (stub_args, stub_kwargs), leaves, input_shape
-                ):
-                    self._mark_uncapturable(index, _MUTATES_ARGUMENT)
-                self._result_paths[index] = _tensor_paths(result)
-                leaves, shape = flatten_objects(result)
-                result_parts[:] = [
-                    [x.detach() if requires_gradient(x) else x for x in leaves],
-                    shape,
-                ]
-                outputs = tuple(x for x in leaves if isinstance(x, torch.Tensor))
-                del result, leaves
-                return in_separate_storages(outputs, tensors) if is_planned else outputs
-
-            tensors = [x for x in input_leaves if isinstance(x, torch.Tensor)]
-            results = iter(
-                StubBlock.apply(self, index, run, len(tensors), anchor, *tensors, *parameters)
-            )
-            leaves, shape = result_parts
-            self.gauge.peak()
-            leaves = [next(results) if isinstance(x, torch.Tensor) else x for x in leaves]
-            return unflatten_objects(leaves, shape)
-
-        return forward
-
-    def _mark_uncapturable(self, index: int, reason: str) -> None:
-        self.calls[index] = replace(self.calls[index], signature=None, uncapturable_reason=reason)
-
-    def _recorded_call(self, invocation: ModuleInvocation) -> DryRunCall:
-        block = invocation.submodule
-        options = self._measured_options(invocation)
-        try:
-            call = ModelCall.of(
-                invocation.args, invocation.kwargs, f"an argument of {block.path}: "
-            )
-        except TraceError as error:
-            tensors = tensors_in((invocation.args, invocation.kwargs))
-            return DryRunCall(block, None, *_storages(tensors), str(error), options)
-        tracker = self._trackers.setdefault(id(block.module), ModelTracker(block.module))
-        signature = call_signature(tracker, call.structure, call.leaves)
-        return DryRunCall(block, signature, *_storages(call.leaves), "", options)
-
-    def _measured_options(self, invocation: ModuleInvocation) -> tuple[BlockOption, ...]:
-        if id(invocation.submodule.module) not in self.measured_modules:
-            return ()
-        options = self.measure_options(self.gauge, invocation)
-        self.gauge.peak()
-        return options
-
-    def run_backward(
-        self,
-        non_block_leaves: Sequence[torch.Tensor],
-        outputs: list[Any],
-        differentiate: str | Sequence[str],
-        outputs_dropped: bool,
-    ) -> None:
-        """Run the backward from the model's outputs, which are the only item of `outputs`. The
-        list is emptied first if the caller drops the outputs."""
-        differentiated = _differentiated_tensors(outputs[0], differentiate)
-        if outputs_dropped:
-            outputs.clear()
-        # Inputs of blocks that are still alive are held by code outside of blocks.
-        storages = {ref for call in self.calls for ref in call.input_storages}
-        self.externally_held_storages = {ref for ref in storages if not ref.expired()}
-        self._pending_calls = set(range(len(self.calls)))
-        self.non_block_bytes = self.gauge.live()
-        tangents = [torch.ones_like(t) for t in differentiated]
-        self._record_non_block_phase()
-        if self.is_sharded:
-            torch.autograd.backward(differentiated, tangents)
-            self._record_non_block_phase()
-            return
-        # The gradients live to the end of the step, as those in `.grad` do.
-        leaves = [*non_block_leaves, *self.anchors]
-        gradients = torch.autograd.grad(differentiated, leaves, tangents, allow_unused=True)
-        self._record_non_block_phase()
-        del gradients
-
-    def record_backward(self, call_index: int, tangents: list[torch.Tensor | None]) -> None:
-        """Record the start of the backward of a call; `tangents` is emptied to free them."""
-        paths = self._result_paths.pop(call_index, ())
-        if len(paths) == len(tangents):
-            # Not a zip over the tangents: its loop variable would keep the last one alive.
-            has_gradient = [tangent is not None for tangent in tangents]
-            self.calls[call_index] = replace(
-                self.calls[call_index],
-                results_with_gradient=frozenset(compress(paths, has_gradient)),
-            )
-        self._record_non_block_phase()
-        live_bytes = self.gauge.live()
-        storages = [t.untyped_storage() for t in tangents if t is not None]
-        sizes = {StorageWeakRef(s): storage_bytes(s) for s in storages}
-        storages.clear()
-        tangents.clear()
-        # Tangents that nothing else holds count as the block's memory, until it has read them.
-        tangent_bytes = sum(size for ref, size in sizes.items() if ref.expired())
-        self._update_released_bytes()
-        self._record_event("backward", call_index, live_bytes - tangent_bytes)
-        self._pending_calls.discard(call_index)
-        self._update_released_bytes()
-        if self.is_sharded:
-            return
-        parameters = trainable_parameters([self.calls[call_index].submodule])
-        without_grad = [p for p in parameters if p.grad is None]
-        # Autograd sums two gradients of a shared parameter into a third tensor.
-        sizes_bytes = {id(p): allocated_size_bytes(p.nbytes, p.device) for p in without_grad}
-        self._summing_bytes = 2 * sum(
-            size for key, size in sizes_bytes.items() if key in self._gradient_bytes
-        )
-        self._gradient_bytes |= sizes_bytes
-
-    def _update_released_bytes(self) -> None:
-        sizes = {
-            ref: size
-            for index in self._pending_calls
-            for ref, size in zip(
-                self.calls[index].input_storages, self.calls[index].input_sizes_bytes, strict=True
-            )
-        }
-        self._released_bytes = sum(
-            size
-            for ref, size in sizes.items()
-            if ref in self.externally_held_storages and ref.expired()
-        )
-
-    def _record_non_block_phase(self) -> None:
-        peak_bytes = self._with_constant_bytes(self.gauge.peak()) + self._summing_bytes
-        self._summing_bytes = 0
-        self.events.append(StepEvent("outside", peak_bytes))
-
-    def _record_event(
-        self, kind: Literal["forward", "backward"], call_index: int, live_bytes: int
-    ) -> None:
-        self.events.append(StepEvent(kind, self._with_constant_bytes(live_bytes), call_index))
-
-    def _with_constant_bytes(self, live_bytes: int) -> int:
-        """Add constant memory, the gradients of the blocks' parameters and released inputs to the
-        measured bytes."""
-        gradient_bytes = sum(self._gradient_bytes.values())
-        return self.constant_bytes + live_bytes + gradient_bytes + self._released_bytes
-
-
-def _tensor_paths(result: object) -> list[str]:
-    """Return the path of each tensor in a result, or an empty list if it cannot be described."""
-    try:
-        leaves, structure = flatten(result, "the result ")
-    except TraceError:
-        return []
-    path = {id(leaf): structure.path_of(number) for number, leaf in enumerate(leaves)}
-    paths = [path.get(id(tensor), "") for tensor in tensors_in(result)]
-    return paths if all(paths) else []
-
-
-def _differentiated_tensors(outputs: Any, differentiate: str | Sequence[str]) -> list[torch.Tensor]:
-    """Return the model's outputs from which the backward starts.
-
-    For outputs that cannot be described (such as those with a KV cache) it is the loss, or all
-    tensors that require a gradient.
-    """
-    try:
-        tensors, structure = flatten(outputs, "the model's output")
-    except TraceError:
-        loss = getattr(outputs, "loss", None)
-        candidates = [loss] if isinstance(loss, torch.Tensor) else tensors_in(outputs)
-        return [t for t in candidates if requires_gradient(t)]
-    selected = outputs_to_differentiate(structure, tensors, differentiate)
-    return [t for t, is_selected in zip(tensors, selected, strict=True) if is_selected]
 
 
 def _non_block_leaves(
@@ -403,15 +136,3 @@ def _model_restored(model: nn.Module) -> Iterator[None]:
     finally:
         if buffers.has_changed():
             buffers.restore()
-
-
-def _storages(
-    tensors: Sequence[torch.Tensor],
-) -> tuple[tuple[StorageWeakRef, ...], tuple[int, ...]]:
-    """Return weak references to the tensors' storages, and the storages' sizes in bytes."""
-    storages = [t.untyped_storage() for t in tensors]
-    return tuple(map(StorageWeakRef, storages)), tuple(map(storage_bytes, storages))
-
-
-def _device(items: Iterable[Any]) -> torch.device:
-    return next((x.device for x in items if isinstance(x, torch.Tensor)), torch.device("cpu"))

@@ -138,7 +138,7 @@ def measure_invocation(
     differentiable = [t for t in (*tensors, *parameters) if requires_gradient(t)]
     try:
         with rng_state_preserved():
-            return _measure(
+            measured = _measure(
                 gauge,
                 lambda: standalone.with_non_leaf_inputs().run(),
                 tensors,
@@ -147,8 +147,9 @@ def measure_invocation(
             )
     finally:
         torch.clear_autocast_cache()
-        for device in {t.device for t in differentiable}:
-            wait_for_autograd(device)
+    for device in {t.device for t in differentiable}:
+        wait_for_autograd(device)
+    return measured
 
 
 def _measure(
