@@ -219,8 +219,8 @@ class Estimate:
         if self.baseline_peak_bytes != self.peak_bytes:
             lines.append(
                 f"plans     start from {format_bytes(self.baseline_peak_bytes)}: they free the "
-                "operands of a product earlier than autograd, and allocate each sum of gradients; "
-                "if there is dropout on the CPU, its masks are smaller"
+                "operands of a product earlier than autograd,\n          and allocate each sum of "
+                "gradients; if there is dropout on the CPU, its masks are smaller"
             )
         lines += [
             f"optimizer {format_bytes(self.adam_bytes)} more for Adam's moments in float32",

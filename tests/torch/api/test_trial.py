@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import math
 from typing import Any
@@ -17,6 +18,7 @@ import remat
 from remat.errors import TraceError
 from remat.frontend.api.comparison import loss_of
 from remat.frontend.api.trial import Trial, run_eager_trial
+from remat.limits.units import format_bytes
 
 QUICK = remat.Auto(gap=0.05, time_limit=3.0)
 
@@ -62,6 +64,11 @@ def test_gpt2_with_dropout_is_compared_with_eager_mode() -> None:
         "",
         f"{equality.gradients} of {equality.gradients} gradients are equal bit for bit.",
     ]
+    other = dataclasses.replace(trial, predicted_reference_bytes=1 << 30)
+    assert other.describe().splitlines()[-1] == (
+        f"Eager mode takes 1.00 GiB, and the plan without recomputation "
+        f"{format_bytes(trial.plan.baseline_peak_bytes)}: `remat estimate` says why."
+    )
 
 
 def test_resnet_with_batch_norm_is_compared_with_eager_mode() -> None:

@@ -88,6 +88,15 @@ class Trial:
             *measured[1:],
             *equality,
         ]
+        eager, baseline = map(
+            format_bytes, (self.predicted_reference_bytes, self.plan.baseline_peak_bytes)
+        )
+        if eager != baseline:
+            lines += [
+                "",
+                f"Eager mode takes {eager}, and the plan without recomputation {baseline}: "
+                "`remat estimate` says why.",
+            ]
         return "\n".join(lines)
 
     def to_data(self) -> dict[str, Any]:
