@@ -26,7 +26,7 @@ DTYPES = ("float32", "bfloat16")
 BUDGETS = ("75%", "50%", "30%", "min")
 ARCHITECTURES = tuple(gpu.architecture for gpu in GPUS.values())
 
-_LIMIT_S = 880.0
+_LIMIT_S = 2380.0
 _SOLVER_LIMIT_S = 3.0
 
 

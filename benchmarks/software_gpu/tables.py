@@ -97,6 +97,7 @@ TABLES = {
             "each compiles for sm_80, sm_90 and sm_100",
             f"{_HERE}.code",
             has_gpu=False,
+            limit_s=2400.0,
         ),
         Table(
             "faults",

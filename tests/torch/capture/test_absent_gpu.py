@@ -26,6 +26,7 @@ import remat
 from remat.commands.common.summaries import describe_trace
 from remat.costs.trace_costs import _warn_once, device_mismatch_warning
 from remat.documents.arguments import Literal, Ref
+from remat.documents.records import TensorMeta
 from remat.documents.trace import Trace
 from remat.frontend.capture.absent_gpu import cuda_autocast
 from remat.frontend.capture.absent_gpu.attention import AttentionCall, select_attention_kernel
@@ -149,7 +150,7 @@ def test_a_large_model_on_the_meta_device_is_traced_for_a_gpu() -> None:
     trace = remat.trace(model, (), inputs, device="h100")
     assert not scores(trace, 1024)
     cpu_estimate, gpu_estimate = (
-        remat.estimate(model, (), inputs),
+        remat.estimate(model, (), inputs, device="cpu"),
         remat.estimate(model, (), inputs, device="h100"),
     )
     score_bytes = 8 * 12 * 1024 * 1024 * 4
@@ -228,6 +229,7 @@ def call(
 
 
 HALF, FLOAT = torch.float16, torch.float32
+IS_TORCH_2_14 = tuple(int(n) for n in torch.__version__.split(".")[:2]) >= (2, 14)
 
 
 @pytest.mark.parametrize(
@@ -260,6 +262,8 @@ HALF, FLOAT = torch.float16, torch.float32
         (call(heads=3, grouped=True), "math"),
         (call(FLOAT), "efficient"),
         (call(FLOAT, size=20), "efficient"),
+        (call(FLOAT, heads=2, grouped=True), "efficient" if IS_TORCH_2_14 else "math"),
+        (call(FLOAT, heads=1), "efficient" if IS_TORCH_2_14 else "math"),
         (call(FLOAT, size=18), "math"),
         (call(FLOAT, V100, 18), "efficient"),
         (call(HALF, V100), "efficient"),
@@ -798,7 +802,7 @@ def test_a_model_on_two_gpus_is_refused() -> None:
 
 def outline(trace: Trace) -> list[object]:
     """Return what must be the same with the GPU and without: operations, their order, and their
-    results. Scalars on the CPU among a step's tensors are CUDA's here."""
+    results."""
     return [
         (
             node.target,
@@ -811,12 +815,23 @@ def outline(trace: Trace) -> list[object]:
     ]
 
 
+def inputs(trace: Trace) -> list[TensorMeta]:
+    """Return the inputs, with scalars on the trace's device. A scalar that a model makes without a
+    device is on the CPU; a trace for an absent GPU cannot tell it from the model's tensors."""
+    metas = [placeholder.tensor for placeholder in trace.placeholders]
+    return [
+        meta if meta.shape else meta.model_copy(update={"device": trace.device}) for meta in metas
+    ]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_trace_equals_the_one_captured_on_that_gpu(family: str, dtype: torch.dtype) -> None:
     from remat.costs.devices import match_device
 
+    if family == "unet" and not torch.backends.cudnn.enabled:
+        pytest.skip("without cuDNN, the gradient of a convolution has another memory layout")
     device_name = match_device(torch.cuda.get_device_name())
     if device_name is None:
         pytest.skip(f"no data sheet of {torch.cuda.get_device_name()}")
@@ -827,6 +842,6 @@ def test_the_trace_equals_the_one_captured_on_that_gpu(family: str, dtype: torch
     case.kwargs = {key: a.cuda() for key, a in case.kwargs.items()}
     gpu_trace = remat.trace(case.model, case.args, case.kwargs)
     assert outline(without) == outline(gpu_trace)
-    assert [p.tensor for p in without.placeholders] == [p.tensor for p in gpu_trace.placeholders]
+    assert inputs(without) == inputs(gpu_trace)
     assert without.storage_bytes == gpu_trace.storage_bytes
     assert without.library_bytes == gpu_trace.library_bytes

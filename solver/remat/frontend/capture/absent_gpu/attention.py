@@ -3,7 +3,7 @@
 Torch selects one of four kernels by dtypes, shapes, mask, dropout and GPU. The rules here are those
 of torch 2.15 (`select_sdp_backend` in aten/src/ATen/native/transformers/cuda/sdp_utils.cpp; the
 operations before and after the kernels are in attention.cpp of the same source folder), with the
-cuDNN of its wheels. `_IS_TORCH_2_15` marks what older versions do not do yet. The user's switches
+cuDNN of its wheels. `_IS_TORCH_2_14` marks what older versions do not do yet. The user's switches
 count (`torch.backends.cuda.enable_flash_sdp`, `torch.nn.attention.sdpa_kernel`).
 """
 
@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 Tensor = torch.Tensor
 _aten = torch.ops.aten
 
-_IS_TORCH_2_15 = tuple(int(n) for n in torch.__version__.split(".")[:2]) >= (2, 15)
-"""True from torch 2.15 on. There, efficient attention supports grouped heads, cuDNN supports heads
+_IS_TORCH_2_14 = tuple(int(n) for n in torch.__version__.split(".")[:2]) >= (2, 14)
+"""True from torch 2.14 on. There, efficient attention supports grouped heads, cuDNN supports heads
 of 256, and all kernels support one key head for all query heads."""
 
 _HALF_DTYPES = (torch.float16, torch.bfloat16)
@@ -164,7 +164,7 @@ def _is_efficient_supported(call: AttentionCall) -> bool:
     offsets = (t.storage_offset() % alignment for t in (call.query, call.key, call.value))
     dtypes = (torch.float16, torch.float32, *((torch.bfloat16,) if is_ampere else ()))
     return (
-        _is_fused_supported(call, has_gqa=_IS_TORCH_2_15)
+        _is_fused_supported(call, has_gqa=_IS_TORCH_2_14)
         and query_size == key_size
         and query_size > 0
         and value_size > 0
@@ -180,7 +180,7 @@ def _is_cudnn_supported(call: AttentionCall) -> bool:
     sizes, largest_size = (query_size, value_size), max(query_size, value_size)
     is_data_center_gpu = call.capability[0] in (9, 10)
     is_size_supported = largest_size <= 128 or (is_data_center_gpu and sizes == (192, 128))
-    if _IS_TORCH_2_15 and is_data_center_gpu and largest_size <= 256:
+    if _IS_TORCH_2_14 and is_data_center_gpu and largest_size <= 256:
         is_size_supported |= not call.requires_backward or sizes == (256, 256)
     return (
         _is_fused_supported(call, has_gqa=True)
@@ -207,7 +207,7 @@ def _is_fused_supported(call: AttentionCall, *, has_gqa: bool) -> bool:
     if call.enable_gqa and has_gqa:
         are_heads_supported = key == value and key > 0 and query % key == 0
     else:
-        are_heads_supported = query == key == value or (_IS_TORCH_2_15 and key == value == 1)
+        are_heads_supported = query == key == value or (_IS_TORCH_2_14 and key == value == 1)
     is_last_dimension_dense = all(t.stride(-1) == 1 or t.shape[-1] == 1 for t in qkv)
     return (
         are_heads_supported
