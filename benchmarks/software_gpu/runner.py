@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -83,11 +84,13 @@ def _run(table: Table, case: str, path: Path, library: Path, device: str) -> Cas
     output.unlink(missing_ok=True)
     command = [sys.executable, "-m", "benchmarks.software_gpu.child", table.name, case, str(output)]
     started_s = time.monotonic()
-    with log.open("wb") as stream:
+    # Plans in Inductor's cache are found by remat's version, not by its code.
+    with log.open("wb") as stream, tempfile.TemporaryDirectory() as cache:
+        environment |= table.environment() | {"TORCHINDUCTOR_CACHE_DIR": cache}
         try:
             code = subprocess.run(
                 command, stdin=subprocess.DEVNULL, stdout=stream, stderr=subprocess.STDOUT,
-                env=environment | table.environment(), timeout=table.limit_s, check=False,
+                env=environment, timeout=table.limit_s, check=False,
             ).returncode  # fmt: skip
         except subprocess.TimeoutExpired:
             code = None

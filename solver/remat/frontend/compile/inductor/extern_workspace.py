@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch._inductor.ir import ExternKernelOut, FallbackKernel, IRNode
+from torch._inductor.ir import ExternKernelAlloc, ExternKernelOut, FallbackKernel, IRNode
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -56,6 +56,8 @@ def _extern_call(kernel: object) -> _ExternCall | None:
     if isinstance(kernel, FallbackKernel) and not operator._schema.is_mutable:
         args, kwargs = kernel.unflatten_args(kernel.inputs, kernel.constant_args)
         return _ExternCall(operator, args, dict(kwargs))
+    if operator is torch.ops.aten.convolution.default and isinstance(kernel, ExternKernelAlloc):
+        return _ExternCall(operator, (*kernel.inputs, *kernel.constant_args), {**kernel.kwargs})
     # A float32 matmul allocates nothing from torch on CPUs; on GPUs the planned workspace counts.
     out: Any = kernel
     if isinstance(out, ExternKernelOut) and _is_half_precision_on_cpu(out):

@@ -152,17 +152,7 @@ class KernelCostModel:
 
     @cached_property
     def _workspace_bytes(self) -> dict[fx.Node, int]:
-        """The workspace of Inductor's kernels in bytes, by the tensors that they write and by
-        extern operation, in the layouts that Inductor selected."""
-        workspaces: dict[fx.Node, int] = {}
-        for kernel in self._joint.kernels or ():
-            if kernel.workspace_bytes is not None:
-                # A kernel that only mutates a tensor writes none that has a name of its own.
-                written = kernel.written or kernel.origins
-                extern = [n for n in kernel.origins if not self._joint.is_generated(n)]
-                for node in (*written, *extern):
-                    workspaces[node] = max(kernel.workspace_bytes, workspaces.get(node, 0))
-        return workspaces
+        return kernel_workspaces(self._joint)
 
     def _copy_s(self, moved_bytes: int) -> float:
         """Return the seconds of a copy that reads and writes so many bytes in total, interpolated
@@ -203,6 +193,29 @@ class KernelCostModel:
             trace_device_type=self._device.type,
             limit_s=MAX_MEASURE_S,
         )
+
+
+def kernel_workspaces(joint: CompiledJointGraph) -> dict[fx.Node, int]:
+    """Return the workspace of Inductor's kernels in bytes, by the tensors that they write and by
+    extern operation, in the layouts that Inductor selected. An operation whose kernel's workspace
+    is unknown is absent.
+
+    A generated kernel says nothing about extern operations: that which adds the bias of a
+    convolution writes the convolution's tensor, too, but has no workspace.
+    """
+    workspaces: dict[fx.Node, int] = {}
+    for kernel in joint.kernels or ():
+        if kernel.workspace_bytes is None:
+            continue
+        # A kernel that only mutates a tensor writes none that has a name of its own.
+        nodes = {*(kernel.written or kernel.origins)}
+        if kernel.is_extern:
+            nodes.update(n for n in kernel.origins if not joint.is_generated(n))
+        else:
+            nodes = {n for n in nodes if joint.is_generated(n)}
+        for node in nodes:
+            workspaces[node] = max(kernel.workspace_bytes, workspaces.get(node, 0))
+    return workspaces
 
 
 def _no_progress(measured: int, total: int, name: str) -> None:
