@@ -708,6 +708,29 @@ def test_autocast_casts_arguments_in_the_order_of_torch(
     assert len(expected) >= 2
 
 
+# -- convolutions ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [4, 32])
+@pytest.mark.parametrize("is_channels_last", [True, False])
+def test_convolutions_have_cudnns_layouts_at_every_batch_size(
+    rows: int, is_channels_last: bool
+) -> None:
+    """The CPU's libraries select another layout for large batches."""
+    model = nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.Conv2d(16, 16, 3, padding=1))
+    x = torch.randn(rows, 16, 8, 8)
+    if is_channels_last:
+        x = x.contiguous(memory_format=torch.channels_last)
+    trace = traced(Case(model, (x,), loss=lambda out: out.sum()))
+    layouts = {
+        r.tensor.stride
+        for n in trace.nodes
+        for r in n.results
+        if "convolution" in n.target and r.tensor.shape == x.shape
+    }
+    assert layouts == {x.stride()}
+
+
 # -- prices and devices ---------------------------------------------------------------------
 
 

@@ -20,6 +20,7 @@ from torch import nn
 from remat.documents.structure import Structure
 from remat.documents.trace import Trace
 from remat.errors import TraceError
+from remat.frontend.capture.absent_gpu.convolution_layouts import cudnn_convolution_layouts
 from remat.frontend.capture.eager_kernels.fake_layouts import fakes_with_kernel_layouts
 from remat.frontend.capture.eager_kernels.overrides import eager_kernel_overrides
 from remat.frontend.capture.export import export_joint_graph
@@ -130,6 +131,8 @@ def capture_joint_graph(
             eager_kernel_overrides(flat_model.autocast_cache, target, symbolic=symbolic)
         )
         stack.enter_context(fakes_with_kernel_layouts())
+        if target is not None:
+            stack.enter_context(cudnn_convolution_layouts())
         module, queries = export_joint_graph(stack, flat_model, leaves)
         joint = CapturedJointGraph(module, flat_model, inputs, environment, target, queries)
     if symbolic and changed:
