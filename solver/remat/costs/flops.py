@@ -125,6 +125,7 @@ _FORMULAS: dict[str, Callable[[Sequence[object]], int]] = {
     "aten.addmm": _addmm,
     "aten.baddbmm": _addmm,
     "aten._addmm_activation": _addmm,
+    "remat.add_product": _addmm,
     "aten.mv": _matrix_vector,
     "aten.dot": _matrix_vector,
     "aten.linear": _linear,

@@ -17,6 +17,7 @@ from remat.costs.devices import DeviceSpec, find_device
 from remat.costs.flops import count_flops
 from remat.documents.arguments import Argument, Ref, referenced_names
 from remat.documents.records import Node, TensorMeta
+from remat.documents.trace import WRITE_ROWS_TARGET
 from remat.errors import DocumentError
 
 COMPUTE_EFFICIENCY = 0.7
@@ -137,7 +138,10 @@ def operation_flops(node: Node, meta_of: Callable[[str], TensorMeta]) -> int:
 
 
 def traffic_bytes(node: Node, metas: Mapping[str, TensorMeta]) -> int:
-    """Return the bytes that an operation must read and write: each operand and result once."""
+    """Return the bytes that an operation must read and write: each operand and result once; of a
+    buffer, the rows that are written into it."""
+    if node.target == WRITE_ROWS_TARGET:
+        return 2 * sum(tensor_traffic_bytes(metas[n]) for n in referenced_names(node.args[1]))
     written_bytes = sum(tensor_traffic_bytes(result.tensor) for result in node.results)
     read_bytes = {
         name: tensor_traffic_bytes(metas[name])

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
-from remat.documents.arguments import referenced_names
+from remat.documents.arguments import Ref, referenced_names
 from remat.documents.base import Document, DottedPath
 from remat.documents.quantities import Size
 from remat.documents.records import (
@@ -42,6 +42,19 @@ ACCUMULATE_TARGET = "remat.accumulate.default"
 
 ADD_INTO_TARGET = "remat.add_into.default"
 """The operation that adds the second gradient of a tied parameter into the first, in place."""
+
+ADD_TARGET = "remat.add.default"
+"""Adds a tensor to a sum, in place, and returns the sum."""
+
+ADD_PRODUCT_TARGET = "remat.add_product.default"
+"""Adds a product of two matrices to a sum, in place, and returns the sum."""
+
+WRITE_ROWS_TARGET = "remat.write_rows.default"
+"""Writes some rows into a buffer, in place, and returns it. Without a buffer, allocates one."""
+
+OVERWRITING_TARGETS = frozenset({ADD_TARGET, ADD_PRODUCT_TARGET, WRITE_ROWS_TARGET})
+"""Operations that write their result over their first argument, which nothing reads later. In a
+trace the result has a storage of its own, like that of any other operation."""
 
 
 class Trace(Document):
@@ -209,6 +222,7 @@ def _build_graph(trace: Trace) -> Graph:
                 recomputable=node.recomputable,
                 module=node.module,
                 order_sensitive=node.random or not mutated.isdisjoint({*read, *written}),
+                overwrites=tuple(value_of[s] for s in overwritten_storages(trace, node)),
             )
         )
     constant_bytes = sum(trace.allocated_bytes(s) for s in constants)
@@ -223,6 +237,14 @@ def _build_graph(trace: Trace) -> Graph:
         boundary=boundary,
         library_bytes=trace.library_bytes,
     )
+
+
+def overwritten_storages(trace: Trace, node: Node) -> tuple[int, ...]:
+    """Return the storage that an operation of `OVERWRITING_TARGETS` writes its result over."""
+    match node.args:
+        case (Ref(name), *_) if node.target in OVERWRITING_TARGETS:
+            return (trace.storage_of[name],)
+    return ()
 
 
 def storages_live_at_end(trace: Trace) -> set[int]:
@@ -273,14 +295,15 @@ def accumulated_gradient_bytes(trace: Trace) -> int:
 def _check_names(trace: Trace) -> None:
     """Raise ValueError unless every name is unique and defined before it is used, and every storage
     exists."""
-    defined: set[str] = set()
+    defined: dict[str, int] = {}  # storage by name
+    overwritten: set[int] = set()
 
     def define(name: str, storage: int) -> None:
         if name in defined or name == BOUNDARY_NAME:
             raise ValueError(f"the name {name} is defined twice")
         if storage >= len(trace.storage_bytes):
             raise ValueError(f"{name} lives in storage {storage}, which does not exist")
-        defined.add(name)
+        defined[name] = storage
 
     for placeholder in trace.placeholders:
         define(placeholder.name, placeholder.storage)
@@ -295,6 +318,9 @@ def _check_names(trace: Trace) -> None:
         used = (*referenced_names(node.args), *referenced_names(node.kwargs))
         if undefined := [name for name in used if name not in defined]:
             raise ValueError(f"operation {node.name} uses {undefined[0]} before it is defined")
+        if lost := [name for name in used if defined[name] in overwritten]:
+            raise ValueError(f"operation {node.name} reads {lost[0]} after it was overwritten")
+        overwritten.update(_checked_overwriting(trace, node))
         if not node.backward and (wrong := [name for name in used if name in backward_names]):
             raise ValueError(
                 f"operation {node.name} of the forward uses {wrong[0]} of the backward"
@@ -322,7 +348,20 @@ def _check_names(trace: Trace) -> None:
         if output.tangent and output.tangent not in tangents:
             raise ValueError(f"{output.tangent} is no tangent")
     for gradient in trace.gradients:
-        if not {gradient.placeholder, gradient.name} <= defined:
+        if gradient.placeholder not in defined or gradient.name not in defined:
             raise ValueError(f"the gradient {gradient.name} is not defined")
     if sorted(set(trace.result.leaves())) != list(range(len(trace.outputs))):
         raise ValueError("the result's leaves are not the outputs")
+
+
+def _checked_overwriting(trace: Trace, node: Node) -> tuple[int, ...]:
+    """Return the storages that an operation overwrites. Raises ValueError if the caller has one of
+    them."""
+    storages = overwritten_storages(trace, node)
+    if not storages:
+        return ()
+    owned_by_caller = {p.storage for p in trace.placeholders}
+    owned_by_caller |= {trace.storage_of[o.name] for o in trace.outputs}
+    if not owned_by_caller.isdisjoint(storages):
+        raise ValueError(f"operation {node.name} overwrites a tensor of the caller")
+    return storages

@@ -1,0 +1,205 @@
+"""Regions of a trace that can be split into pieces: found from one large tensor outwards.
+
+A region has the operations around a tensor that work on its rows independently, and a state for
+each tensor that they read or produce. It grows as long as tensors are large: to their producers and
+consumers, forward and backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import islice, product
+
+from remat.documents.arguments import referenced_names
+from remat.documents.records import Node, TensorMeta
+from remat.documents.trace import Trace
+from remat.passes.split.call import Call, Transfer
+from remat.passes.split.rules import transfer
+from remat.passes.split.states import WHOLE, Rows, State, candidate_rows, piece_meta
+
+MIN_SHARE = 0.25
+"""The smallest tensor that a region grows through, as a share of the tensor that it began with."""
+
+_MAX_COMBINATIONS = 256
+"""The most combinations of states of arguments that are tried for one operation."""
+
+
+@dataclass(frozen=True)
+class Region:
+    """Operations that can run on some of the rows at a time.
+
+    `transfers` has what each operation, by its index in `trace.nodes`, does with its rows, and
+    `states` the states of all tensors that they read or produce. Tensors from outside are whole, or
+    by rows: then each piece reads a part.
+    """
+
+    trace: Trace
+    rows: int
+    transfers: Mapping[int, Transfer]
+    states: Mapping[str, State]
+
+    @cached_property
+    def produced(self) -> dict[str, State]:
+        """The states of the tensors that the region's operations produce."""
+        return {
+            result.name: state
+            for index, item in self.transfers.items()
+            for result, state in zip(self.trace.nodes[index].results, item.results, strict=True)
+        }
+
+
+def tensor_names(node: Node) -> list[str]:
+    """Return the names of the tensors that a node reads, each once."""
+    return list(dict.fromkeys(referenced_names((node.args, *node.kwargs.values()))))
+
+
+def find_region(trace: Trace, seed: str, rows: Rows) -> Region | None:
+    """Return the region around the tensor `seed`, split along these of its dimensions; None if the
+    operation that produces it cannot be split so."""
+    growth = _Growth(trace, seed, rows)
+    if not growth.grow():
+        return None
+    return Region(trace, growth.rows, dict(sorted(growth.transfers.items())), growth.states)
+
+
+@dataclass
+class _Growth:
+    """A region while it grows."""
+
+    trace: Trace
+    seed: str
+    seed_rows: Rows
+    transfers: dict[int, Transfer] = field(default_factory=dict)
+    states: dict[str, State] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.metas: dict[str, TensorMeta] = {p.name: p.tensor for p in self.trace.placeholders}
+        self.producer: dict[str, int] = {}
+        self.consumers: dict[str, list[int]] = {}
+        for index, node in enumerate(self.trace.nodes):
+            for result in node.results:
+                self.metas[result.name] = result.tensor
+                self.producer[result.name] = index
+            for name in tensor_names(node):
+                self.consumers.setdefault(name, []).append(index)
+        self.mutated = {
+            self.trace.storage_of[name]
+            for node in self.trace.nodes
+            if not node.results
+            for name in tensor_names(node)
+        }
+        shape = self.metas[self.seed].shape
+        self.rows = 1
+        for dimension in self.seed_rows.dimensions:
+            self.rows *= shape[dimension]
+        self.least_elements = MIN_SHARE * self._elements(self.seed)
+
+    def grow(self) -> bool:
+        """Add all operations of the region. Return False if there is none."""
+        if self.seed not in self.producer:
+            return False
+        if not self._add(self.producer[self.seed], {self.seed: self.seed_rows}):
+            return False
+        pending = [self.seed, *self._read_by(self.producer[self.seed])]
+        visited: set[str] = set()
+        while pending:
+            name = pending.pop()
+            if name in visited or not isinstance(self.states.get(name), Rows):
+                continue
+            visited.add(name)
+            if self._elements(name) <= self.least_elements:
+                continue
+            for index in (self.producer.get(name), *self.consumers.get(name, ())):
+                if index is not None and index not in self.transfers and self._add(index, {}):
+                    pending.extend(self._read_by(index))
+                    pending.extend(r.name for r in self.trace.nodes[index].results)
+        self._add_bridges()
+        return True
+
+    def _elements(self, name: str) -> int:
+        count = 1
+        for size in self.metas[name].shape:
+            count *= size
+        return count
+
+    def _read_by(self, index: int) -> list[str]:
+        return tensor_names(self.trace.nodes[index])
+
+    def _add(self, index: int, wanted: Mapping[str, State]) -> bool:
+        """Add an operation if some states of its arguments fit those that are known, and `wanted`
+        for its results. Return True if it was added."""
+        node = self.trace.nodes[index]
+        if any(self.trace.storage_of[name] in self.mutated for name in tensor_names(node)):
+            return False
+        fixed = {**self.states, **wanted}
+        for states in islice(self._combinations(index), _MAX_COMBINATIONS):
+            split = transfer(Call(node, self.metas, states, self.rows))
+            if split is None:
+                continue
+            results = {r.name: s for r, s in zip(node.results, split.results, strict=True)}
+            if any(fixed.get(name, state) != state for name, state in results.items()):
+                continue
+            if any(not self._is_divisible(name, state) for name, state in results.items()):
+                continue
+            self.transfers[index] = split
+            for name, state in (*results.items(), *states.items()):
+                self.states.setdefault(name, state)
+            return True
+        return False
+
+    def _combinations(self, index: int) -> Iterator[dict[str, State]]:
+        """Yield possible states of the tensors that an operation reads."""
+        names = self._read_by(index)
+        choices = [list(self._choices(name)) for name in names]
+        for states in product(*choices):
+            yield dict(zip(names, states, strict=True))
+
+    def _choices(self, name: str) -> Iterator[State]:
+        """Yield the states that a tensor may have for one more reader."""
+        if name in self.states and name in self._produced():
+            state = self.states[name]
+            yield state if isinstance(state, Rows) else WHOLE
+            return
+        if name in self.states:
+            yield self.states[name]
+            return
+        yield WHOLE
+        for rows in candidate_rows(self.metas[name].shape, self.rows):
+            if self._is_divisible(name, rows):
+                yield rows
+
+    def _produced(self) -> set[str]:
+        return {r.name for index in self.transfers for r in self.trace.nodes[index].results}
+
+    def _is_divisible(self, name: str, state: State) -> bool:
+        """True if pieces of a tensor have a memory layout."""
+        return not isinstance(state, Rows) or piece_meta(self.metas[name], state, 1) is not None
+
+    def _add_bridges(self) -> None:
+        """Add operations on small tensors between two operations of the region, such as those on
+        the maximum of each row: else all pieces would exist before they end."""
+        added = True
+        while added:
+            added = False
+            leading = self._ancestors_of_region()
+            for name in list(self.states):
+                if not isinstance(self.states[name], Rows) or name not in self._produced():
+                    continue
+                for index in self.consumers.get(name, ()):
+                    if index in leading and index not in self.transfers:
+                        added |= self._add(index, {})
+
+    def _ancestors_of_region(self) -> set[int]:
+        """Return the operations on which one of the region depends, in the same pass."""
+        nodes, ancestors = self.trace.nodes, set[int]()
+        for index in reversed(range(len(nodes))):
+            readers = (c for r in nodes[index].results for c in self.consumers.get(r.name, ()))
+            if any(
+                (c in self.transfers or c in ancestors)
+                and nodes[c].backward == nodes[index].backward
+                for c in readers
+            ):
+                ancestors.add(index)
+        return ancestors

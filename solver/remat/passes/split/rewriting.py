@@ -1,0 +1,293 @@
+"""The rewriting: a trace in which the operations of a region run on some of the rows at a time.
+
+The region's operations become stages. A stage runs once for each piece, its operations in their
+order; what it hands on as a whole is complete only after the last piece: rows are put together, and
+summands added. Pieces of tensors that only pieces read never exist as a whole.
+
+In the backward, rows are written into one buffer and sums are added in place, so that each piece
+depends on the one before. In the forward both are new tensors, which a schedule may recompute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
+
+from remat.documents.arguments import Args, Argument, Ref, rename_refs
+from remat.documents.records import Node, Result, TensorMeta
+from remat.documents.trace import ADD_PRODUCT_TARGET, ADD_TARGET, WRITE_ROWS_TARGET, Trace
+from remat.errors import RematError
+from remat.passes.split.regions import Region, tensor_names
+from remat.passes.split.stages import completed_tensors, ordered_groups
+from remat.passes.split.states import (
+    PartialSum,
+    Rows,
+    State,
+    piece_meta,
+    piece_shape,
+    rows_stride,
+)
+from remat.passes.split.trace_writer import TraceWriter
+
+
+def split_region(region: Region, pieces: int) -> Trace:
+    """Return the trace with the region's operations in so many pieces.
+
+    The last piece has fewer rows if they cannot be divided evenly. Costs of the trace are removed
+    from the operations that change: measure it once more. Raises `RematError` unless there are at
+    least two pieces and at most as many as rows.
+    """
+    if not 2 <= pieces <= region.rows:
+        raise RematError(f"{region.rows} rows cannot be split into {pieces} pieces")
+    return _Rewriting(region, _piece_rows(region.rows, pieces)).trace()
+
+
+def _piece_rows(rows: int, pieces: int) -> tuple[int, ...]:
+    """Return the number of rows of each piece: as even as possible."""
+    small, larger = divmod(rows, pieces)
+    return (small + 1,) * larger + (small,) * (pieces - larger)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A range of rows."""
+
+    number: int
+    start: int
+    rows: int
+    is_last: bool
+
+
+class _Rewriting:
+    """The state of a rewriting: what was written so far of each piece and of each whole."""
+
+    def __init__(self, region: Region, piece_rows: Sequence[int]) -> None:
+        self.region, self.old = region, region.trace
+        nodes = self.old.nodes
+        names = frozenset(nodes[index].name for index in region.transfers)
+        self.writer = TraceWriter(self.old, names)
+        self.metas: dict[str, TensorMeta] = {p.name: p.tensor for p in self.old.placeholders}
+        self.metas.update((r.name, r.tensor) for n in nodes for r in n.results)
+        self.own_storages = {
+            r.storage
+            for index in region.transfers
+            for r in nodes[index].results
+            if not nodes[index].view
+        }
+        starts = accumulate(piece_rows, initial=0)
+        self.pieces = [
+            _Piece(number, start, rows, number == len(piece_rows) - 1)
+            for number, (start, rows) in enumerate(zip(starts, piece_rows, strict=False))
+        ]
+        self.piece_name: dict[tuple[str, int], str] = {}
+        self.storage_of_piece: dict[tuple[int, int], int] = {}
+        self.total: dict[str, str] = {}  # the name of what is complete of a tensor so far
+        self.completed, self.kept_views = completed_tensors(region)
+
+    def trace(self) -> Trace:
+        """Return the new trace."""
+        for group, members in ordered_groups(self.region, self.kept_views):
+            if group.kind != "stage":
+                self.writer.nodes.extend(self.old.nodes[index] for index in members)
+                continue
+            for piece in self.pieces:
+                for index in members:
+                    self._write_piece(index, piece)
+        return self.writer.trace()
+
+    # -- pieces -----------------------------------------------------------------------------------
+
+    def _write_piece(self, index: int, piece: _Piece) -> None:
+        """Write the operation's call for one piece, and add its results to what is whole."""
+        node, transfer = self.old.nodes[index], self.region.transfers[index]
+        args = transfer.arguments(piece.rows) if transfer.arguments else node.args
+        if transfer.scaled is not None:
+            args = self._with_scaled_argument(node, args, transfer.scaled, piece)
+        renamed = {
+            name: self._piece_of(name, piece, node)
+            for name in tensor_names(node)
+            if isinstance(self.region.states[name], Rows)
+        }
+
+        def new_name(name: str) -> str:
+            return renamed.get(name, name)
+
+        call = node.model_copy(
+            update={
+                "name": self.writer.new_name(f"{node.name}_{piece.number}"),
+                "target": transfer.target or node.target,
+                "args": tuple(rename_refs(item, new_name) for item in args),
+                "kwargs": {key: rename_refs(v, new_name) for key, v in node.kwargs.items()},
+                "cost_s": None,
+                "launch_s": None,
+                "workspace_bytes": None,
+                "cost_source": "",
+            }
+        )
+        states = dict(zip((r.name for r in node.results), transfer.results, strict=True))
+        sums = [r for r in node.results if isinstance(states[r.name], PartialSum)]
+        if self._adds_product(node, sums, piece):
+            self._add_product(call, sums[0], piece)
+            return
+        results = tuple(self._piece_result(r, states[r.name], piece) for r in node.results)
+        self.writer.nodes.append(call.model_copy(update={"results": results}))
+        for result in node.results:
+            if isinstance(states[result.name], PartialSum):
+                self._add(node, result, piece)
+            elif result.name in self.completed:
+                self._put(node, result, states[result.name], piece)
+        if piece.is_last:
+            self._divide(node, states)
+
+    def _piece_result(self, result: Result, state: State, piece: _Piece) -> Result:
+        """Return the result of a piece, and remember its name."""
+        name = self.writer.new_name(f"{result.name}_{piece.number}")
+        self.piece_name[result.name, piece.number] = name
+        if not isinstance(state, Rows):
+            storage = self.writer.new_storage(self.old.storage_bytes[result.storage])
+            return result.model_copy(update={"name": name, "storage": storage})
+        tensor = piece_meta(result.tensor, state, piece.rows)
+        assert tensor is not None
+        if result.storage in self.own_storages:
+            return result.model_copy(
+                update={
+                    "name": name,
+                    "tensor": tensor,
+                    "storage": self._piece_storage(result.storage, piece),
+                }
+            )
+        offset = tensor.offset + piece.start * (rows_stride(result.tensor, state) or 0)
+        tensor = tensor.model_copy(update={"offset": offset})
+        return result.model_copy(update={"name": name, "tensor": tensor})
+
+    def _piece_storage(self, storage: int, piece: _Piece) -> int:
+        key = storage, piece.number
+        if key not in self.storage_of_piece:
+            whole_bytes = self.old.storage_bytes[storage]
+            self.storage_of_piece[key] = self.writer.new_storage(
+                -(-whole_bytes * piece.rows // self.region.rows)
+            )
+        return self.storage_of_piece[key]
+
+    def _piece_of(self, name: str, piece: _Piece, like: Node) -> str:
+        """Return the name of a tensor's piece; write the views that select it from a tensor of
+        another operation."""
+        key = name, piece.number
+        if key in self.piece_name:
+            return self.piece_name[key]
+        state = self.region.states[name]
+        assert isinstance(state, Rows)
+        piece_name = self.writer.append_slice(
+            like, name, self.metas[name], state, piece.start, piece.rows
+        )
+        self.piece_name[key] = piece_name
+        return piece_name
+
+    def _with_scaled_argument(self, node: Node, args: Args, index: int, piece: _Piece) -> Args:
+        """Write the product of an argument and the piece's share of the rows, and return the
+        arguments with it."""
+        argument = args[index]
+        assert isinstance(argument, Ref)
+        name = self.writer.new_name(f"{node.name}_scaled_{piece.number}")
+        meta = self.metas[argument.name]
+        size_bytes = self.old.storage_bytes[self.old.storage_of[argument.name]]
+        result = Result(name=name, tensor=meta, storage=self.writer.new_storage(size_bytes))
+        share = piece.rows / self.region.rows
+        self.writer.append(node, "aten.mul.Scalar", (argument, share), result)
+        return (*args[:index], Ref(name), *args[index + 1 :])
+
+    # -- wholes -----------------------------------------------------------------------------------
+
+    def _adds_product(self, node: Node, sums: Sequence[Result], piece: _Piece) -> bool:
+        """True if a piece's matrix product can be added to the sum by the kernel that computes
+        it."""
+        return bool(node.target == "aten.mm.default" and sums and piece.number and node.backward)
+
+    def _add_product(self, call: Node, result: Result, piece: _Piece) -> None:
+        whole = self._partial_whole(result, piece)
+        args: Args = (Ref(self.total[result.name]), *call.args)
+        update = {"target": ADD_PRODUCT_TARGET, "args": args, "results": (whole,)}
+        self.writer.nodes.append(call.model_copy(update={**update, "recomputable": False}))
+        self.total[result.name] = whole.name
+
+    def _add(self, node: Node, result: Result, piece: _Piece) -> None:
+        """Add a piece's summand."""
+        name = self.piece_name[result.name, piece.number]
+        if not piece.number:
+            self.total[result.name] = name
+            return
+        whole = self._partial_whole(result, piece)
+        args = (Ref(self.total[result.name]), Ref(name))
+        target = ADD_TARGET if node.backward else "aten.add.Tensor"
+        self.writer.append(node, target, args, whole)
+        self.total[result.name] = whole.name
+
+    def _partial_whole(self, result: Result, piece: _Piece) -> Result:
+        """Return the result that a sum or buffer is after this piece: the tensor itself after the
+        last, unless it is still to be divided."""
+        state = self.region.produced[result.name]
+        is_divided = isinstance(state, PartialSum) and state != PartialSum()
+        if piece.is_last and not is_divided:
+            return result.model_copy(update={"position": -1})
+        storage = self.writer.new_storage(self.old.storage_bytes[result.storage])
+        name = self.writer.new_name(f"{result.name}_whole_{piece.number}")
+        return Result(name=name, tensor=result.tensor, storage=storage)
+
+    def _divide(self, node: Node, states: Mapping[str, State]) -> None:
+        """Divide sums by their divisors."""
+        for result in node.results:
+            state = states[result.name]
+            if not isinstance(state, PartialSum) or state == PartialSum():
+                continue
+            target, divisor = "aten.div.Scalar", state.divisor
+            argument: Argument = divisor
+            if state.divisor_position is not None:
+                other = next(r for r in node.results if r.position == state.divisor_position)
+                target, argument = "aten.div.Tensor", Ref(other.name)
+            args = (Ref(self.total[result.name]), argument)
+            whole = result.model_copy(update={"position": -1})
+            self.writer.append(node, target, args, whole)
+
+    def _put(self, node: Node, result: Result, state: State, piece: _Piece) -> None:
+        """Put a piece's rows to those before: into a buffer, or, once all are there, one after the
+        other."""
+        assert isinstance(state, Rows)
+        if node.backward or not _is_row_major(result.tensor):
+            whole = self._partial_whole(result, piece)
+            before = Ref(self.total[result.name]) if piece.number else None
+            name = self.piece_name[result.name, piece.number]
+            tensor, place = result.tensor, (state.first, state.count, piece.start)
+            args = (before, Ref(name), tensor.shape, tensor.stride, *place)
+            self.writer.append(node, WRITE_ROWS_TARGET, args, whole)
+            self.total[result.name] = whole.name
+        elif piece.is_last:
+            self._concatenate(node, result, state)
+
+    def _concatenate(self, node: Node, result: Result, state: Rows) -> None:
+        parts = tuple(Ref(self.piece_name[result.name, p.number]) for p in self.pieces)
+        whole = result.model_copy(update={"position": -1})
+        dimension = state.dimensions[-1]
+        if state.count == 1:
+            self.writer.append(node, "aten.cat.default", (parts, dimension), whole)
+            return
+        shape = piece_shape(result.tensor.shape, state, self.region.rows)
+        stride = [prod(shape[d + 1 :]) for d in range(len(shape))]
+        tensor = result.tensor.model_copy(update={"shape": shape, "stride": tuple(stride)})
+        flat = Result(
+            name=self.writer.new_name(f"{result.name}_rows"), tensor=tensor, storage=result.storage
+        )
+        self.writer.append(node, "aten.cat.default", (parts, dimension), flat)
+        args = (Ref(flat.name), result.tensor.shape)
+        self.writer.append(node, "aten.view.default", args, whole, view=True)
+
+
+def _is_row_major(tensor: TensorMeta) -> bool:
+    sizes = tensor.shape
+    expected = [prod(sizes[d + 1 :]) for d in range(len(sizes))]
+    return not tensor.offset and all(
+        stride == dense
+        for size, stride, dense in zip(sizes, tensor.stride, expected, strict=True)
+        if size > 1
+    )

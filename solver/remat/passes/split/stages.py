@@ -1,0 +1,143 @@
+"""Stages of a region: which of its operations run together for each piece, and their order among
+all others."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from remat.documents.trace import Trace
+from remat.errors import RematError
+from remat.passes.split.regions import Region, tensor_names
+from remat.passes.split.states import PartialSum, Rows
+
+
+class Group(NamedTuple):
+    """Operations that are written together: of a stage, or one alone ("node", "view")."""
+
+    kind: str
+    number: int
+
+
+def stages(region: Region) -> dict[int, int]:
+    """Return the stage of each operation of the region, by its index in `trace.nodes`.
+
+    An operation that depends on a tensor that an earlier one completes is in a later stage, and so
+    is each one of the backward.
+    """
+    trace, produced = region.trace, region.produced
+    level_of: dict[str, int] = {}
+    stage_of: dict[int, int] = {}
+    backward_level = 0
+    for backward in (False, True):
+        for index, node in enumerate(trace.nodes):
+            if node.backward != backward:
+                continue
+            level = backward_level if backward else 0
+            for name in tensor_names(node):
+                is_by_piece = index in region.transfers and isinstance(produced.get(name), Rows)
+                is_completed = name in produced and not is_by_piece
+                level = max(level, level_of.get(name, 0) + is_completed)
+            if index in region.transfers:
+                stage_of[index] = level
+            level_of.update((result.name, level) for result in node.results)
+        backward_level = 1 + max((level_of[name] for name in level_of), default=0)
+    return stage_of
+
+
+def completed_tensors(region: Region) -> tuple[set[str], set[int]]:
+    """Return the tensors that are needed whole, and the region's views that are needed of
+    them."""
+    names_read = {
+        name
+        for index, node in enumerate(region.trace.nodes)
+        if index not in region.transfers
+        for name in tensor_names(node)
+    }
+    names_read.update(o.name for o in region.trace.outputs)
+    names_read.update(g.name for g in region.trace.gradients)
+    needed = {name for name, state in region.produced.items() if isinstance(state, PartialSum)}
+    views: set[int] = set()
+    for index in sorted(region.transfers, reverse=True):
+        node = region.trace.nodes[index]
+        names = {r.name for r in node.results}
+        if not node.view:
+            needed |= names & names_read
+        elif not names.isdisjoint(names_read):
+            views.add(index)
+            names_read.update(tensor_names(node))
+    return needed, views
+
+
+def ordered_groups(region: Region, kept_views: Iterable[int]) -> list[tuple[Group, list[int]]]:
+    """Return the operations in a valid order: those of a stage together, all others alone. A
+    view of the region that is needed as a whole, too, is in a group of its own besides."""
+    nodes, stage_of = region.trace.nodes, stages(region)
+    members: dict[Group, list[int]] = {}
+    for index in range(len(nodes)):
+        stage = stage_of.get(index)
+        group = Group("node", index) if stage is None else Group("stage", stage)
+        members.setdefault(group, []).append(index)
+    members.update({Group("view", index): [index] for index in kept_views})
+    by_piece: dict[str, Group] = {}
+    whole: dict[str, Group] = {}
+    for group, indices in members.items():
+        names = [r.name for index in indices for r in nodes[index].results]
+        whole.update((n, group) for n in names if group.kind == "view" or n not in whole)
+        by_piece.update((n, group) for n in names if group.kind != "view")
+    waits_for: dict[Group, set[Group]] = {}
+    for group, indices in members.items():
+        producers = by_piece if group.kind == "stage" else whole
+        read = {name for index in indices for name in tensor_names(nodes[index])}
+        waits_for[group] = {producers[name] for name in read if name in producers} - {group}
+    _order_mutations(region.trace, members, waits_for)
+    return _topological(members, waits_for)
+
+
+def _order_mutations(
+    trace: Trace,
+    members: Mapping[Group, Sequence[int]],
+    waits_for: Mapping[Group, set[Group]],
+) -> None:
+    """Keep operations that write into a tensor, which have no result, in their place among all
+    that touch it."""
+    group_of = {i: g for g, indices in members.items() if g.kind != "view" for i in indices}
+    touching: dict[int, list[int]] = {}
+    for index, node in enumerate(trace.nodes):
+        storages = {trace.storage_of[name] for name in tensor_names(node)}
+        for storage in storages | {result.storage for result in node.results}:
+            touching.setdefault(storage, []).append(index)
+    for index, node in enumerate(trace.nodes):
+        if node.results:
+            continue
+        for storage in {trace.storage_of[name] for name in tensor_names(node)}:
+            for other in touching[storage]:
+                one, two = (group_of[i] for i in sorted((index, other)))
+                if one != two:
+                    waits_for[two].add(one)
+
+
+def _topological(
+    members: Mapping[Group, list[int]], waits_for: Mapping[Group, set[Group]]
+) -> list[tuple[Group, list[int]]]:
+    """Return groups after those that they wait for, otherwise in the order of their first
+    members."""
+    followers: dict[Group, list[Group]] = {}
+    for group, others in waits_for.items():
+        for other in others:
+            followers.setdefault(other, []).append(group)
+    missing = {group: len(others) for group, others in waits_for.items()}
+    ready = [(members[group][0], group) for group in members if not missing[group]]
+    heapq.heapify(ready)
+    ordered: list[tuple[Group, list[int]]] = []
+    while ready:
+        _, group = heapq.heappop(ready)
+        ordered.append((group, members[group]))
+        for follower in followers.get(group, ()):
+            missing[follower] -= 1
+            if not missing[follower]:
+                heapq.heappush(ready, (members[follower][0], follower))
+    if len(ordered) < len(members):
+        raise RematError("the region's stages depend on one another")
+    return ordered

@@ -1,0 +1,99 @@
+"""How a tensor relates to the pieces of a split operation: by rows, whole, or as a partial sum."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from typing import TypeAlias
+
+from remat.documents.records import TensorMeta
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Each piece has some of the rows: of the dimensions `first` to `first + count`, flattened."""
+
+    first: int
+    count: int = 1
+
+    @property
+    def dimensions(self) -> range:
+        """The dimensions that are the rows."""
+        return range(self.first, self.first + self.count)
+
+    def shifted(self, by: int) -> Rows:
+        """Return the rows of a tensor that has `by` more dimensions before them."""
+        return Rows(self.first + by, self.count)
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """Each piece reads all of the tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartialSum:
+    """Each piece has a summand of the tensor. The sum is divided by `divisor`, and by the
+    operation's result at position `divisor_position`, if not None, once that is summed, too."""
+
+    divisor: float = 1.0
+    divisor_position: int | None = None
+
+
+State: TypeAlias = Rows | Whole | PartialSum
+
+WHOLE, SUM = Whole(), PartialSum()
+
+
+def candidate_rows(shape: Sequence[int], rows: int) -> Iterator[Rows]:
+    """Yield the ways in which a tensor of this shape can have so many rows."""
+    for first in range(len(shape)):
+        for count in range(1, len(shape) - first + 1):
+            product = prod(shape[first : first + count])
+            if product == rows:
+                yield Rows(first, count)
+            if product >= rows:
+                break
+
+
+def piece_shape(shape: Sequence[int], state: Rows, piece_rows: int) -> tuple[int, ...]:
+    """Return the shape of a piece with so many rows: where several dimensions are the rows, all but
+    the last have size 1."""
+    ones = (1,) * (state.count - 1)
+    return (*shape[: state.first], *ones, piece_rows, *shape[state.first + state.count :])
+
+
+def piece_meta(meta: TensorMeta, state: Rows, piece_rows: int) -> TensorMeta | None:
+    """Return the metadata of a piece with so many rows, in the memory layout of the whole tensor.
+
+    None if the rows are not evenly spaced in memory, or the tensor starts within them.
+    """
+    rows = prod(meta.shape[d] for d in state.dimensions)
+    row_stride = rows_stride(meta, state)
+    if row_stride is None or (row_stride and meta.offset >= row_stride):
+        return None
+
+    def scaled(stride: int) -> int:
+        """A dimension that has the rows inside is as much denser as there are fewer rows."""
+        contains_rows = row_stride and stride >= row_stride * rows
+        return stride * piece_rows // rows if contains_rows else stride
+
+    strides = [scaled(stride) for stride in meta.stride]
+    for dimension in state.dimensions:
+        strides[dimension] = row_stride * (
+            1 if dimension == state.dimensions[-1] else max(piece_rows, 1)
+        )
+    return meta.model_copy(
+        update={"shape": piece_shape(meta.shape, state, piece_rows), "stride": tuple(strides)}
+    )
+
+
+def rows_stride(meta: TensorMeta, state: Rows) -> int | None:
+    """Return the distance of neighbouring rows in memory, in elements; None if it varies."""
+    dimensions = [d for d in state.dimensions if meta.shape[d] > 1]
+    for outer, inner in pairwise(dimensions):
+        if meta.stride[outer] != meta.stride[inner] * meta.shape[inner]:
+            return None
+    return meta.stride[dimensions[-1] if dimensions else state.dimensions[-1]]

@@ -1,0 +1,97 @@
+"""`TraceWriter`: new operations, storages and names, for a pass that changes a trace."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from remat.documents.arguments import Args, Ref
+from remat.documents.records import Node, Result, TensorMeta
+from remat.documents.trace import OVERWRITING_TARGETS, Trace
+from remat.passes.split.states import Rows, piece_shape, rows_stride
+
+
+@dataclass
+class TraceWriter:
+    """The operations and storages of a new trace so far. The old one's storages and names stay
+    valid; `replaced_nodes` are names of operations that the new trace does not have."""
+
+    old: Trace
+    replaced_nodes: frozenset[str]
+    nodes: list[Node] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.storage_bytes = list(self.old.storage_bytes)
+        self._tensors = set(self.old.storage_of)
+        self._node_names = {n.name for n in self.old.nodes} - self.replaced_nodes
+
+    def trace(self) -> Trace:
+        """Return the new trace."""
+        return self.old.replace(nodes=tuple(self.nodes), storage_bytes=tuple(self.storage_bytes))
+
+    def new_name(self, name: str) -> str:
+        """Return a name for a tensor and an operation: `name`, or that with a number."""
+        unique, number = name, 1
+        while unique in self._tensors or unique in self._node_names:
+            number += 1
+            unique = f"{name}_{number}"
+        self._tensors.add(unique)
+        return unique
+
+    def new_storage(self, size_bytes: int) -> int:
+        """Add a storage, and return its index."""
+        self.storage_bytes.append(size_bytes)
+        return len(self.storage_bytes) - 1
+
+    def append(
+        self, like: Node, target: str, args: Args, result: Result, *, view: bool = False
+    ) -> None:
+        """Add an operation with one result. It belongs to the module and the pass of `like`."""
+        name = self.new_name(f"{result.name}_op") if self._is_taken(result) else result.name
+        self.nodes.append(
+            Node(
+                name=name,
+                target=target,
+                args=args,
+                results=(result,),
+                view=view,
+                backward=like.backward,
+                recomputable=target not in OVERWRITING_TARGETS,
+                module=like.module,
+            )
+        )
+
+    def _is_taken(self, result: Result) -> bool:
+        """True if an operation that stays has the result's name."""
+        return result.name in self._node_names
+
+    def append_slice(
+        self, like: Node, name: str, meta: TensorMeta, state: Rows, start: int, rows: int
+    ) -> str:
+        """Add the views that select rows of a tensor, and return the name of the last."""
+        storage, stride = self.old.storage_of[name], rows_stride(meta, state) or 0
+        before, after = state.first, state.first + state.count
+        total = 1
+        for dimension in state.dimensions:
+            total *= meta.shape[dimension]
+        flat_shape = (*meta.shape[:before], total, *meta.shape[after:])
+        strides = (*meta.stride[:before], stride, *meta.stride[after:])
+
+        def view(of: str, target: str, args: Args, **changes: object) -> str:
+            tensor = meta.model_copy(update={"stride": strides, **changes})
+            result = Result(name=self.new_name(f"{name}_part"), tensor=tensor, storage=storage)
+            self.append(like, target, (Ref(of), *args), result, view=True)
+            return result.name
+
+        current = name
+        if state.count > 1:
+            current = view(current, "aten.view.default", (flat_shape,), shape=flat_shape)
+        part_shape = (*flat_shape[:before], rows, *flat_shape[before + 1 :])
+        offset = meta.offset + start * stride
+        arguments = (before, start, start + rows)
+        current = view(current, "aten.slice.Tensor", arguments, shape=part_shape, offset=offset)
+        if state.count > 1:
+            shape = piece_shape(meta.shape, state, rows)
+            ones = (stride * rows,) * (state.count - 1)
+            strides = (*meta.stride[:before], *ones, stride, *meta.stride[after:])
+            current = view(current, "aten.view.default", (shape,), shape=shape, offset=offset)
+        return current

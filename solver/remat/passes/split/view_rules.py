@@ -1,0 +1,114 @@
+"""Rules of operators that change the shape of a tensor, or select and join parts of it."""
+
+from __future__ import annotations
+
+from math import prod
+
+from remat.passes.split.call import Call, Transfer, all_results, replaced
+from remat.passes.split.states import Rows, candidate_rows, piece_shape
+
+
+def reshape(call: Call) -> Transfer | None:
+    """The rows must be a product of dimensions before and after."""
+    state, shape, result = call.state(0), call.meta(0).shape, call.node.results[0].tensor.shape
+    if not isinstance(state, Rows):
+        return None
+    before = prod(shape[: state.first])
+    candidates = candidate_rows(result, call.rows)
+    moved = next((c for c in candidates if prod(result[: c.first]) == before), None)
+    if moved is None:
+        return None
+    return Transfer((moved,), lambda rows: replaced(call, 1, piece_shape(result, moved, rows)))
+
+
+def expand(call: Call) -> Transfer | None:
+    """Other dimensions than the rows are expanded."""
+    state, shape, result = call.state(0), call.meta(0).shape, call.node.results[0].tensor.shape
+    if not isinstance(state, Rows):
+        return None
+    moved = state.shifted(len(result) - len(shape))
+    if prod(result[d] for d in moved.dimensions) != call.rows:
+        return None
+    return Transfer((moved,), lambda rows: replaced(call, 1, piece_shape(result, moved, rows)))
+
+
+def permute(call: Call) -> Transfer | None:
+    """The dimensions of the rows must stay neighbours, in their order."""
+    state, dimensions = call.state(0), len(call.meta(0).shape)
+    if not isinstance(state, Rows):
+        return None
+    order = _order_of_dimensions(call, dimensions)
+    places = [order.index(d) for d in state.dimensions]
+    if places != list(range(places[0], places[0] + state.count)):
+        return None
+    return all_results(call, Rows(places[0], state.count))
+
+
+def _order_of_dimensions(call: Call, dimensions: int) -> list[int]:
+    """Return the argument's dimension for each one of the result."""
+    order = list(range(dimensions))
+    if call.node.target == "aten.permute.default":
+        return [d % dimensions for d in call.argument(1)]
+    one, other = call.argument(1, 0) % max(dimensions, 1), call.argument(2, 1) % max(dimensions, 1)
+    if dimensions > 1:
+        order[one], order[other] = order[other], order[one]
+    return order
+
+
+def unsqueeze(call: Call) -> Transfer | None:
+    """A dimension is added outside of the rows."""
+    state, dimensions = call.state(0), len(call.meta(0).shape) + 1
+    if not isinstance(state, Rows):
+        return None
+    added = call.argument(1) % dimensions
+    if state.first < added < state.first + state.count:
+        return None
+    return all_results(call, state.shifted(added <= state.first))
+
+
+def squeeze(call: Call) -> Transfer | None:
+    """Dimensions of size 1 outside of the rows are removed."""
+    state, shape = call.state(0), call.meta(0).shape
+    if not isinstance(state, Rows):
+        return None
+    dimensions = call.argument(1)
+    removed = {
+        d % len(shape) for d in ((dimensions,) if isinstance(dimensions, int) else dimensions)
+    }
+    removed = {d for d in removed if shape[d] == 1}
+    if not removed.isdisjoint(state.dimensions):
+        return None
+    return all_results(call, state.shifted(-sum(d < state.first for d in removed)))
+
+
+def selection(call: Call) -> Transfer | None:
+    """A part of a dimension that is not one of the rows, or all of them."""
+    state, shape = call.state(0), call.meta(0).shape
+    if not isinstance(state, Rows):
+        return None
+    dimension = call.argument(1, 0) % len(shape)
+    if call.node.target == "aten.select.int":
+        if dimension in state.dimensions:
+            return None
+        return all_results(call, state.shifted(-(dimension < state.first)))
+    is_all = call.node.results[0].tensor.shape == shape
+    return None if dimension in state.dimensions and not is_all else all_results(call, state)
+
+
+def parts(call: Call) -> Transfer | None:
+    """Several results, which are parts of a dimension that is not one of the rows."""
+    state, shape = call.state(0), call.meta(0).shape
+    if not isinstance(state, Rows):
+        return None
+    is_row = call.argument(2, 0) % len(shape) in state.dimensions
+    return None if is_row else all_results(call, state)
+
+
+def concatenation(call: Call) -> Transfer | None:
+    """All parts have the same rows, along another dimension."""
+    states = set(call.all_states)
+    state = states.pop()
+    if states or not isinstance(state, Rows):
+        return None
+    dimension = call.argument(1, 0) % len(call.node.results[0].tensor.shape)
+    return None if dimension in state.dimensions else all_results(call, state)
