@@ -197,6 +197,25 @@ def test_the_head_of_a_language_model_is_one_region(loss: str) -> None:
         assert set(stages(region).values()) == {0, 1}
 
 
+def test_a_region_is_the_same_from_each_of_its_large_tensors() -> None:
+    """It does not depend on the order in which operations are added."""
+    model, batch = built(["norm"], "mean")
+    trace = remat.trace(model, batch)
+    region = head_region(trace)
+    large = [
+        (result.name, state)
+        for index in region.transfers
+        for result in trace.nodes[index].results
+        if isinstance(state := region.produced[result.name], Rows)
+        and prod(result.tensor.shape) == BATCH * TOKENS * CLASSES
+    ]
+    assert len(large) > 5
+    for name, state in large:
+        other = find_region(trace, name, state)
+        assert other is not None
+        assert other.transfers.keys() == region.transfers.keys()
+
+
 @pytest.mark.parametrize("pieces", [2, 5, 64])
 def test_a_split_step_runs_where_one_operation_made_the_smallest_peak(pieces: int) -> None:
     """The logits of 64 x 500 make the peak; the smallest one falls with the number of pieces."""

@@ -17,7 +17,14 @@ from remat.documents.records import Node, TensorMeta
 from remat.documents.trace import Trace
 from remat.passes.split.call import Call, Transfer
 from remat.passes.split.rules import transfer
-from remat.passes.split.states import WHOLE, Rows, State, candidate_rows, piece_meta
+from remat.passes.split.states import (
+    WHOLE,
+    PartialSum,
+    Rows,
+    State,
+    candidate_rows,
+    piece_meta,
+)
 
 MIN_SHARE = 0.25
 """The smallest tensor that a region grows through, as a share of the tensor that it began with."""
@@ -139,13 +146,12 @@ class _Growth:
             if split is None:
                 continue
             results = {r.name: s for r, s in zip(node.results, split.results, strict=True)}
-            if any(fixed.get(name, state) != state for name, state in results.items()):
+            if any(name in fixed and _is_conflict(fixed[name], s) for name, s in results.items()):
                 continue
             if any(not self._is_divisible(name, state) for name, state in results.items()):
                 continue
             self.transfers[index] = split
-            for name, state in (*results.items(), *states.items()):
-                self.states.setdefault(name, state)
+            self.states = {**states, **self.states, **results}
             return True
         return False
 
@@ -203,3 +209,9 @@ class _Growth:
             ):
                 ancestors.add(index)
         return ancestors
+
+
+def _is_conflict(state: State, result: State) -> bool:
+    """True if a tensor in this state cannot be the result of an operation in another. A sum is
+    whole once it is complete, so it can be read as a whole."""
+    return state != result and not (state == WHOLE and isinstance(result, PartialSum))

@@ -1,0 +1,71 @@
+"""The region to split first: around the largest tensor of the operation that needs the most memory.
+
+No schedule has a smaller peak than the inputs and outputs of one operation, so that operation is
+what recomputation alone cannot pass.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+from remat.documents.trace import Trace
+from remat.passes.split.regions import Region, find_region
+from remat.passes.split.stages import completed_tensors
+from remat.passes.split.states import Rows, candidate_rows
+
+_MAX_SEEDS = 4
+"""The number of tensors of the operation, largest first, that are tried."""
+
+
+def find_peak_region(trace: Trace) -> Region | None:
+    """Return the region whose tensors are the largest part of what one operation needs; None if it
+    cannot be split.
+
+    Of all ways to count rows, it is the one that leaves the fewest bytes whole; of those that leave
+    as many, the one with the most rows.
+    """
+    index = largest_operation(trace)
+    operation = trace.graph().operations[index]
+    values = trace.graph().values
+    by_size = sorted({*operation.inputs, *operation.outputs}, key=lambda v: -values[v].size_bytes)
+    for value in by_size[:_MAX_SEEDS]:
+        regions = _regions_around(trace, values[value].name)
+        best = max(regions, key=lambda r: (split_bytes(r), r.rows), default=None)
+        if best is not None and split_bytes(best):
+            return best
+    return None
+
+
+def largest_operation(trace: Trace) -> int:
+    """Return the operation of `trace.graph()` whose inputs, outputs and workspace take the most
+    memory together."""
+    graph = trace.graph()
+
+    def needed_bytes(index: int) -> int:
+        read = set(graph.operations[index].inputs)
+        return sum(graph.values[v].size_bytes for v in read) + graph.produced_bytes[index]
+
+    return max(range(len(graph)), key=needed_bytes)
+
+
+def split_bytes(region: Region) -> int:
+    """Return the bytes of the tensors that a step split in this region never has as a whole."""
+    completed, _ = completed_tensors(region)
+    trace = region.trace
+    storages = {
+        result.storage
+        for index in region.transfers
+        for result in trace.nodes[index].results
+        if not trace.nodes[index].view and isinstance(region.produced[result.name], Rows)
+    }
+    storages -= {trace.storage_of[name] for name in completed}
+    return sum(trace.storage_bytes[storage] for storage in storages)
+
+
+def _regions_around(trace: Trace, name: str) -> list[Region]:
+    """Return a region around a tensor for each number of rows that it can have."""
+    shape = next(r.tensor.shape for n in trace.nodes for r in n.results if r.name == name)
+    sizes = {prod(shape[i:j]) for i in range(len(shape)) for j in range(i + 1, len(shape) + 1)}
+    states = [state for rows in sizes if rows > 1 for state in candidate_rows(shape, rows)]
+    regions = (find_region(trace, name, state) for state in states)
+    return [region for region in regions if region is not None]
