@@ -361,7 +361,10 @@ def _checked_overwriting(trace: Trace, node: Node) -> tuple[int, ...]:
     if not storages:
         return ()
     owned_by_caller = {p.storage for p in trace.placeholders}
-    owned_by_caller |= {trace.storage_of[o.name] for o in trace.outputs}
+    owned_by_caller |= {trace.storage_of[item.name] for item in (*trace.outputs, *trace.gradients)}
+    others = (node.args[1:], *node.kwargs.values())
+    if any(trace.storage_of[name] in storages for name in referenced_names(others)):
+        raise ValueError(f"operation {node.name} reads the tensor that it overwrites")
     if not owned_by_caller.isdisjoint(storages):
         raise ValueError(f"operation {node.name} overwrites a tensor of the caller")
     return storages

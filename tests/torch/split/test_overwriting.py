@@ -12,6 +12,7 @@ from remat.documents.arguments import Ref
 from remat.documents.records import Node, Result
 from remat.documents.trace import (
     ADD_PRODUCT_TARGET,
+    ADD_TARGET,
     OVERWRITING_TARGETS,
     WRITE_ROWS_TARGET,
     Trace,
@@ -67,6 +68,22 @@ def test_a_tensor_of_the_caller_cannot_be_overwritten(split: Trace) -> None:
     nodes = tuple(changed if node is product else node for node in split.nodes)
     with pytest.raises(ValueError, match="overwrites a tensor of the caller"):
         split.replace(nodes=nodes)
+
+
+def test_a_gradient_cannot_be_overwritten_nor_a_tensor_added_to_itself(split: Trace) -> None:
+    gradient, parameter = split.gradients[0].name, split.gradients[0].placeholder
+    meta = next(r.tensor for n in split.nodes for r in n.results if r.name == gradient)
+    result = Result(name="doubled", tensor=meta, storage=len(split.storage_bytes))
+    addition = Node(
+        name="doubled", target=ADD_TARGET, args=(Ref(gradient), Ref(gradient)), results=(result,),
+        backward=True, recomputable=False,
+    )  # fmt: skip
+    changes = {"storage_bytes": (*split.storage_bytes, 8), "nodes": (*split.nodes, addition)}
+    with pytest.raises(ValueError, match="doubled reads the tensor that it overwrites"):
+        split.replace(**changes)
+    other = addition.model_copy(update={"args": (Ref(gradient), Ref(parameter))})
+    with pytest.raises(ValueError, match="doubled overwrites a tensor of the caller"):
+        split.replace(**changes | {"nodes": (*split.nodes, other)})
 
 
 def test_costs_are_those_of_a_piece(split: Trace) -> None:

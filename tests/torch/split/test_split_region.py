@@ -167,6 +167,84 @@ def test_pieces_compute_what_the_whole_computed(
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
 
+class Called(nn.Module):
+    """A loss that is a function of a layer, an input and labels."""
+
+    def __init__(self, function: Callable[..., Tensor], layer: nn.Module) -> None:
+        super().__init__()
+        self.function, self.layer = function, layer
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return self.function(self.layer, x, labels)
+
+
+def several_parts(layer: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
+    one, two = layer(x).tanh().chunk(2, -1)
+    three, four = two.exp().chunk(2, -1)
+    return (one.sum(-1) * three.sum(-1)).sum() + four.flip(0).sum() + two.flip(0).sum()
+
+
+def weighted(layer: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
+    weight = x.square().sum(-1, keepdim=True).expand(BATCH, TOKENS, 8)
+    target = torch.full_like(weight, 0.25)
+    return F.binary_cross_entropy(layer(x).sigmoid(), target, weight=weight.detach())
+
+
+UNUSUAL: dict[str, tuple[Callable[..., Tensor], Callable[[], nn.Module]]] = {
+    "frequencies": (
+        lambda layer, x, labels: (layer(labels % 3) * x).tanh().sum(),
+        lambda: nn.Embedding(8, WIDTH, scale_grad_by_freq=True),
+    ),
+    "whole slice": (
+        lambda layer, x, labels: (
+            layer(x).tanh() + layer(x).narrow(1, 0, TOKENS).exp()[:, -TOKENS:].sum()
+        ).sum(),
+        lambda: nn.Linear(WIDTH, 8),
+    ),
+    "squeezed": (
+        lambda layer, x, labels: layer(x).tanh().squeeze(1).squeeze(0).sigmoid().sum(),
+        lambda: nn.Linear(WIDTH, 8),
+    ),
+    "softmax of rows": (
+        lambda layer, x, labels: (layer(x).tanh().squeeze(0).softmax(0) * 2).sum(1).exp().sum(),
+        lambda: nn.Linear(WIDTH, 8),
+    ),
+    "several parts": (several_parts, lambda: nn.Linear(WIDTH, 8)),
+    "weighted": (weighted, lambda: nn.Linear(WIDTH, 8)),
+}
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_every_region_of_unusual_models_computes_the_same(name: str) -> None:
+    function, make = UNUSUAL[name]
+    torch.manual_seed(0)
+    model = Called(function, make()).double()
+    batch = (
+        torch.randn(BATCH, TOKENS, WIDTH, dtype=torch.float64),
+        torch.randint(0, 8, (BATCH, TOKENS)),
+    )
+    expected = step(model, model, batch)
+    trace = remat.trace(model, batch)
+    different = {tuple(region.transfers): region for region in regions(trace)}
+    assert different
+    for region in different.values():
+        for pieces in {2, region.rows}:
+            split = split_region(region, pieces)
+            actual = split_step(split, model, batch)
+            for one, other in zip(actual, expected, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("loss", ["mean", "squares"])
+def test_means_in_float16_are_not_turned_into_sums(loss: str) -> None:
+    """A sum of thousands of elements exceeds the largest float16."""
+    model, (x, labels) = built(["norm"], loss)
+    trace = remat.trace(model.half(), (x.half(), labels))
+    for region in regions(trace):
+        sums = [state for state in region.produced.values() if isinstance(state, PartialSum)]
+        assert all(state == PartialSum() for state in sums)
+
+
 def head_region(trace: Trace) -> Region:
     seed = max(
         (r for n in trace.nodes for r in n.results if n.target == "aten.mm.default"),

@@ -11,6 +11,8 @@ from remat.passes.split.states import WHOLE, PartialSum, Rows, Whole
 def elementwise(call: Call) -> Transfer | None:
     """Each element of the results depends on the elements in its place, after broadcasting."""
     shape = call.node.results[0].tensor.shape
+    if any(result.tensor.shape != shape for result in call.node.results):
+        return None
     split: Rows | None = None
     for name in call.tensors:
         state = call.states.get(name, WHOLE)

@@ -75,7 +75,7 @@ def elementwise_loss(index: int) -> Rule:
             return elementwise(call)
         if not isinstance(state, Rows) or call.state(1) != state:
             return None
-        if call.meta(0).shape != call.meta(1).shape or call.state(2) != WHOLE:
+        if call.meta(0).shape != call.meta(1).shape or call.name(2):  # a weight may be broadcast
             return None
         divisor = float(prod(call.meta(0).shape)) if kind == MEAN_REDUCTION else 1.0
         padded = (*call.node.args, *(None,) * (index - len(call.node.args)))
@@ -95,7 +95,7 @@ def elementwise_loss_backward(index: int) -> Rule:
             return elementwise(call)
         if not isinstance(state, Rows) or call.state(2) != state or call.state(0) != WHOLE:
             return None
-        if call.meta(1).shape != call.meta(2).shape or call.meta(0).shape:
+        if call.meta(1).shape != call.meta(2).shape or call.meta(0).shape or call.name(3):
             return None
         return Transfer((state,), scaled=0 if kind == MEAN_REDUCTION else None)
 
@@ -112,6 +112,6 @@ def embedding(call: Call) -> Transfer | None:
 
 def embedding_backward(call: Call) -> Transfer | None:
     """A sum over the rows."""
-    state = call.state(0)
-    is_split = isinstance(state, Rows) and call.state(1) == state
+    state, is_scaled_by_frequency = call.state(0), call.argument(4, False)
+    is_split = isinstance(state, Rows) and call.state(1) == state and not is_scaled_by_frequency
     return all_results(call, SUM) if is_split else None

@@ -64,7 +64,8 @@ def split_bytes(region: Region) -> int:
 
 def _regions_around(trace: Trace, name: str) -> list[Region]:
     """Return a region around a tensor for each number of rows that it can have."""
-    shape = next(r.tensor.shape for n in trace.nodes for r in n.results if r.name == name)
+    shapes = (r.tensor.shape for n in trace.nodes for r in n.results if r.name == name)
+    shape = next(shapes, ())  # a tangent is no result
     sizes = {prod(shape[i:j]) for i in range(len(shape)) for j in range(i + 1, len(shape) + 1)}
     states = [state for rows in sizes if rows > 1 for state in candidate_rows(shape, rows)]
     regions = (find_region(trace, name, state) for state in states)

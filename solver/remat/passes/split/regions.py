@@ -14,7 +14,7 @@ from itertools import islice, product
 
 from remat.documents.arguments import referenced_names
 from remat.documents.records import Node, TensorMeta
-from remat.documents.trace import Trace
+from remat.documents.trace import ACCUMULATE_TARGET, Trace
 from remat.passes.split.call import Call, Transfer
 from remat.passes.split.rules import transfer
 from remat.passes.split.states import (
@@ -29,7 +29,7 @@ from remat.passes.split.states import (
 MIN_SHARE = 0.25
 """The smallest tensor that a region grows through, as a share of the tensor that it began with."""
 
-_MAX_COMBINATIONS = 256
+_MAX_COMBINATIONS = 4096
 """The most combinations of states of arguments that are tried for one operation."""
 
 
@@ -62,6 +62,15 @@ def tensor_names(node: Node) -> list[str]:
     return list(dict.fromkeys(referenced_names((node.args, *node.kwargs.values()))))
 
 
+def mutated_storages(trace: Trace, node: Node) -> set[int]:
+    """Return the storages that a node without results writes into or frees: a buffer, a sum of
+    gradients, a gradient that is added into `.grad`."""
+    if node.results or not node.args:
+        return set()
+    mutated = node.args[1] if node.target == ACCUMULATE_TARGET else node.args[0]
+    return {trace.storage_of[name] for name in referenced_names(mutated)}
+
+
 def find_region(trace: Trace, seed: str, rows: Rows) -> Region | None:
     """Return the region around the tensor `seed`, split along these of its dimensions; None if the
     operation that produces it cannot be split so."""
@@ -91,12 +100,7 @@ class _Growth:
                 self.producer[result.name] = index
             for name in tensor_names(node):
                 self.consumers.setdefault(name, []).append(index)
-        self.mutated = {
-            self.trace.storage_of[name]
-            for node in self.trace.nodes
-            if not node.results
-            for name in tensor_names(node)
-        }
+        self.mutated = {s for node in self.trace.nodes for s in mutated_storages(self.trace, node)}
         shape = self.metas[self.seed].shape
         self.rows = 1
         for dimension in self.seed_rows.dimensions:
@@ -148,7 +152,7 @@ class _Growth:
             results = {r.name: s for r, s in zip(node.results, split.results, strict=True)}
             if any(name in fixed and _is_conflict(fixed[name], s) for name, s in results.items()):
                 continue
-            if any(not self._is_divisible(name, state) for name, state in results.items()):
+            if any(not self._has_piece_layout(name, state) for name, state in results.items()):
                 continue
             self.transfers[index] = split
             self.states = {**states, **self.states, **results}
@@ -173,19 +177,19 @@ class _Growth:
             return
         yield WHOLE
         for rows in candidate_rows(self.metas[name].shape, self.rows):
-            if self._is_divisible(name, rows):
+            if self._has_piece_layout(name, rows):
                 yield rows
 
     def _produced(self) -> set[str]:
         return {r.name for index in self.transfers for r in self.trace.nodes[index].results}
 
-    def _is_divisible(self, name: str, state: State) -> bool:
+    def _has_piece_layout(self, name: str, state: State) -> bool:
         """True if pieces of a tensor have a memory layout."""
         return not isinstance(state, Rows) or piece_meta(self.metas[name], state, 1) is not None
 
     def _add_bridges(self) -> None:
         """Add operations on small tensors between two operations of the region, such as those on
-        the maximum of each row: else all pieces would exist before they end."""
+        the maximum of each row: else they would wait for all pieces of the large tensors."""
         added = True
         while added:
             added = False

@@ -1,7 +1,7 @@
 """The rewriting: a trace in which the operations of a region run on some of the rows at a time.
 
 The region's operations become stages. A stage runs once for each piece, its operations in their
-order; what it hands on as a whole is complete only after the last piece: rows are put together, and
+order; a result that is read in full later exists only after the last piece: rows are joined, and
 summands added. Pieces of tensors that only pieces read never exist as a whole.
 
 In the backward, rows are written into one buffer and sums are added in place, so that each piece
@@ -35,8 +35,8 @@ from remat.passes.split.trace_writer import TraceWriter
 def split_region(region: Region, pieces: int) -> Trace:
     """Return the trace with the region's operations in so many pieces.
 
-    The last piece has fewer rows if they cannot be divided evenly. Costs of the trace are removed
-    from the operations that change: measure it once more. Raises `RematError` unless there are at
+    The first pieces have one row more if the rows cannot be divided evenly. Operations of pieces
+    have no costs: measure the trace once more. Raises `RematError` unless there are at
     least two pieces and at most as many as rows.
     """
     if not 2 <= pieces <= region.rows:
@@ -66,16 +66,11 @@ class _Rewriting:
     def __init__(self, region: Region, piece_rows: Sequence[int]) -> None:
         self.region, self.old = region, region.trace
         nodes = self.old.nodes
-        names = frozenset(nodes[index].name for index in region.transfers)
-        self.writer = TraceWriter(self.old, names)
+        self.completed, self.kept_views = completed_tensors(region)
+        replaced = region.transfers.keys() - self.kept_views
+        self.writer = TraceWriter(self.old, frozenset(nodes[index].name for index in replaced))
         self.metas: dict[str, TensorMeta] = {p.name: p.tensor for p in self.old.placeholders}
         self.metas.update((r.name, r.tensor) for n in nodes for r in n.results)
-        self.own_storages = {
-            r.storage
-            for index in region.transfers
-            for r in nodes[index].results
-            if not nodes[index].view
-        }
         starts = accumulate(piece_rows, initial=0)
         self.pieces = [
             _Piece(number, start, rows, number == len(piece_rows) - 1)
@@ -83,14 +78,13 @@ class _Rewriting:
         ]
         self.piece_name: dict[tuple[str, int], str] = {}
         self.storage_of_piece: dict[tuple[int, int], int] = {}
-        self.total: dict[str, str] = {}  # the name of what is complete of a tensor so far
-        self.completed, self.kept_views = completed_tensors(region)
+        self.total: dict[str, str] = {}  # the running sum, or the buffer, of a tensor
 
     def trace(self) -> Trace:
         """Return the new trace."""
         for group, members in ordered_groups(self.region, self.kept_views):
             if group.kind != "stage":
-                self.writer.nodes.extend(self.old.nodes[index] for index in members)
+                self.writer.add(self.old.nodes[members[0]])
                 continue
             for piece in self.pieces:
                 for index in members:
@@ -131,8 +125,9 @@ class _Rewriting:
         if self._adds_product(node, sums, piece):
             self._add_product(call, sums[0], piece)
             return
-        results = tuple(self._piece_result(r, states[r.name], piece) for r in node.results)
-        self.writer.nodes.append(call.model_copy(update={"results": results}))
+        source = next(iter(renamed.values())) if node.view else ""
+        results = tuple(self._piece_result(r, states[r.name], piece, source) for r in node.results)
+        self.writer.add(call.model_copy(update={"results": results}))
         for result in node.results:
             if isinstance(states[result.name], PartialSum):
                 self._add(node, result, piece)
@@ -141,26 +136,25 @@ class _Rewriting:
         if piece.is_last:
             self._divide(node, states)
 
-    def _piece_result(self, result: Result, state: State, piece: _Piece) -> Result:
-        """Return the result of a piece, and remember its name."""
+    def _piece_result(self, result: Result, state: State, piece: _Piece, source: str) -> Result:
+        """Return the result of a piece, and remember its name. A view is in the storage of the
+        tensor `source`."""
         name = self.writer.new_name(f"{result.name}_{piece.number}")
         self.piece_name[result.name, piece.number] = name
         if not isinstance(state, Rows):
             storage = self.writer.new_storage(self.old.storage_bytes[result.storage])
             return result.model_copy(update={"name": name, "storage": storage})
-        tensor = piece_meta(result.tensor, state, piece.rows)
+        if source:
+            storage = self.writer.storage_of(source)
+        else:
+            storage = self._piece_storage(result.storage, piece)
+        is_slice = storage < len(self.old.storage_bytes)  # of a tensor from outside of the region
+        tensor = piece_meta(result.tensor, state, piece.rows, is_slice=is_slice)
         assert tensor is not None
-        if result.storage in self.own_storages:
-            return result.model_copy(
-                update={
-                    "name": name,
-                    "tensor": tensor,
-                    "storage": self._piece_storage(result.storage, piece),
-                }
-            )
-        offset = tensor.offset + piece.start * (rows_stride(result.tensor, state) or 0)
-        tensor = tensor.model_copy(update={"offset": offset})
-        return result.model_copy(update={"name": name, "tensor": tensor})
+        if is_slice:
+            offset = tensor.offset + piece.start * (rows_stride(result.tensor, state) or 0)
+            tensor = tensor.model_copy(update={"offset": offset})
+        return result.model_copy(update={"name": name, "tensor": tensor, "storage": storage})
 
     def _piece_storage(self, storage: int, piece: _Piece) -> int:
         key = storage, piece.number
@@ -206,10 +200,10 @@ class _Rewriting:
         return bool(node.target == "aten.mm.default" and sums and piece.number and node.backward)
 
     def _add_product(self, call: Node, result: Result, piece: _Piece) -> None:
-        whole = self._partial_whole(result, piece)
+        whole = self._partial_result(result, piece)
         args: Args = (Ref(self.total[result.name]), *call.args)
         update = {"target": ADD_PRODUCT_TARGET, "args": args, "results": (whole,)}
-        self.writer.nodes.append(call.model_copy(update={**update, "recomputable": False}))
+        self.writer.add(call.model_copy(update={**update, "recomputable": False}))
         self.total[result.name] = whole.name
 
     def _add(self, node: Node, result: Result, piece: _Piece) -> None:
@@ -218,13 +212,13 @@ class _Rewriting:
         if not piece.number:
             self.total[result.name] = name
             return
-        whole = self._partial_whole(result, piece)
+        whole = self._partial_result(result, piece)
         args = (Ref(self.total[result.name]), Ref(name))
         target = ADD_TARGET if node.backward else "aten.add.Tensor"
         self.writer.append(node, target, args, whole)
         self.total[result.name] = whole.name
 
-    def _partial_whole(self, result: Result, piece: _Piece) -> Result:
+    def _partial_result(self, result: Result, piece: _Piece) -> Result:
         """Return the result that a sum or buffer is after this piece: the tensor itself after the
         last, unless it is still to be divided."""
         state = self.region.produced[result.name]
@@ -232,7 +226,7 @@ class _Rewriting:
         if piece.is_last and not is_divided:
             return result.model_copy(update={"position": -1})
         storage = self.writer.new_storage(self.old.storage_bytes[result.storage])
-        name = self.writer.new_name(f"{result.name}_whole_{piece.number}")
+        name = self.writer.new_name(f"{result.name}_partial_{piece.number}")
         return Result(name=name, tensor=result.tensor, storage=storage)
 
     def _divide(self, node: Node, states: Mapping[str, State]) -> None:
@@ -255,7 +249,7 @@ class _Rewriting:
         other."""
         assert isinstance(state, Rows)
         if node.backward or not _is_row_major(result.tensor):
-            whole = self._partial_whole(result, piece)
+            whole = self._partial_result(result, piece)
             before = Ref(self.total[result.name]) if piece.number else None
             name = self.piece_name[result.name, piece.number]
             tensor, place = result.tensor, (state.first, state.count, piece.start)

@@ -25,7 +25,7 @@ from remat.passes.split.product_rules import (
     product_with_bias,
     reduction,
 )
-from remat.passes.split.states import Rows
+from remat.passes.split.states import SUM, PartialSum, Rows
 from remat.passes.split.view_rules import (
     concatenation,
     expand,
@@ -87,4 +87,13 @@ def transfer(call: Call) -> Transfer | None:
     rule = RULES.get(call.node.target)
     if rule is None or call.node.random or not any(isinstance(s, Rows) for s in call.all_states):
         return None
-    return rule(call)
+    result = rule(call)
+    return None if result is None or _may_overflow(call, result) else result
+
+
+def _may_overflow(call: Call, result: Transfer) -> bool:
+    """True if a mean becomes a sum in float16: torch adds it up in float32."""
+    return any(
+        isinstance(state, PartialSum) and state != SUM and item.tensor.dtype == "float16"
+        for item, state in zip(call.node.results, result.results, strict=True)
+    )

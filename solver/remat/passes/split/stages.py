@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from remat.documents.trace import Trace
 from remat.errors import RematError
-from remat.passes.split.regions import Region, tensor_names
+from remat.passes.split.regions import Region, mutated_storages, tensor_names
 from remat.passes.split.states import PartialSum, Rows
 
 
@@ -92,7 +92,8 @@ def ordered_groups(region: Region, kept_views: Iterable[int]) -> list[tuple[Grou
         read = {name for index in indices for name in tensor_names(nodes[index])}
         waits_for[group] = {producers[name] for name in read if name in producers} - {group}
     _order_mutations(region.trace, members, waits_for)
-    return _topological(members, waits_for)
+    priority = {g: (nodes[i[0]].backward, i[0]) for g, i in members.items()}
+    return _topological(members, waits_for, priority)
 
 
 def _order_mutations(
@@ -109,9 +110,7 @@ def _order_mutations(
         for storage in storages | {result.storage for result in node.results}:
             touching.setdefault(storage, []).append(index)
     for index, node in enumerate(trace.nodes):
-        if node.results:
-            continue
-        for storage in {trace.storage_of[name] for name in tensor_names(node)}:
+        for storage in mutated_storages(trace, node):
             for other in touching[storage]:
                 one, two = (group_of[i] for i in sorted((index, other)))
                 if one != two:
@@ -119,16 +118,17 @@ def _order_mutations(
 
 
 def _topological(
-    members: Mapping[Group, list[int]], waits_for: Mapping[Group, set[Group]]
+    members: Mapping[Group, list[int]],
+    waits_for: Mapping[Group, set[Group]],
+    priority: Mapping[Group, tuple[bool, int]],
 ) -> list[tuple[Group, list[int]]]:
-    """Return groups after those that they wait for, otherwise in the order of their first
-    members."""
+    """Return groups after those that they wait for, otherwise in the order of `priority`."""
     followers: dict[Group, list[Group]] = {}
     for group, others in waits_for.items():
         for other in others:
             followers.setdefault(other, []).append(group)
     missing = {group: len(others) for group, others in waits_for.items()}
-    ready = [(members[group][0], group) for group in members if not missing[group]]
+    ready = [(priority[group], group) for group in members if not missing[group]]
     heapq.heapify(ready)
     ordered: list[tuple[Group, list[int]]] = []
     while ready:
@@ -137,7 +137,7 @@ def _topological(
         for follower in followers.get(group, ()):
             missing[follower] -= 1
             if not missing[follower]:
-                heapq.heappush(ready, (members[follower][0], follower))
+                heapq.heappush(ready, (priority[follower], follower))
     if len(ordered) < len(members):
         raise RematError("the region's stages depend on one another")
     return ordered

@@ -13,7 +13,7 @@ from remat.documents.records import TensorMeta
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Each piece has some of the rows: of the dimensions `first` to `first + count`, flattened."""
+    """Each piece has some of the rows: `count` dimensions from `first` on, as one dimension."""
 
     first: int
     count: int = 1
@@ -35,8 +35,9 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class PartialSum:
-    """Each piece has a summand of the tensor. The sum is divided by `divisor`, and by the
-    operation's result at position `divisor_position`, if not None, once that is summed, too."""
+    """Each piece computes a tensor of the full shape, and the result is their sum. It is divided by
+    `divisor`, or by the operation's result at position `divisor_position`, if not None, once that
+    is summed, too."""
 
     divisor: float = 1.0
     divisor_position: int | None = None
@@ -65,10 +66,13 @@ def piece_shape(shape: Sequence[int], state: Rows, piece_rows: int) -> tuple[int
     return (*shape[: state.first], *ones, piece_rows, *shape[state.first + state.count :])
 
 
-def piece_meta(meta: TensorMeta, state: Rows, piece_rows: int) -> TensorMeta | None:
-    """Return the metadata of a piece with so many rows, in the memory layout of the whole tensor.
+def piece_meta(
+    meta: TensorMeta, state: Rows, piece_rows: int, *, is_slice: bool = False
+) -> TensorMeta | None:
+    """Return the metadata of a piece with so many rows, in the memory layout of the whole tensor: a
+    tensor of its own, or a slice of the whole, whose strides are those of the whole.
 
-    None if the rows are not evenly spaced in memory, or the tensor starts within them.
+    None if the rows are not evenly spaced in memory, or the tensor starts after its first row.
     """
     rows = prod(meta.shape[d] for d in state.dimensions)
     row_stride = rows_stride(meta, state)
@@ -76,8 +80,8 @@ def piece_meta(meta: TensorMeta, state: Rows, piece_rows: int) -> TensorMeta | N
         return None
 
     def scaled(stride: int) -> int:
-        """A dimension that has the rows inside is as much denser as there are fewer rows."""
-        contains_rows = row_stride and stride >= row_stride * rows
+        """Return the stride of a dimension: smaller if the rows are inside of it."""
+        contains_rows = not is_slice and row_stride and stride >= row_stride * rows
         return stride * piece_rows // rows if contains_rows else stride
 
     strides = [scaled(stride) for stride in meta.stride]

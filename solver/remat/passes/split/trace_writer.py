@@ -21,7 +21,8 @@ class TraceWriter:
 
     def __post_init__(self) -> None:
         self.storage_bytes = list(self.old.storage_bytes)
-        self._tensors = set(self.old.storage_of)
+        self._storages = dict(self.old.storage_of)
+        self._tensors = set(self._storages)
         self._node_names = {n.name for n in self.old.nodes} - self.replaced_nodes
 
     def trace(self) -> Trace:
@@ -37,6 +38,15 @@ class TraceWriter:
         self._tensors.add(unique)
         return unique
 
+    def add(self, node: Node) -> None:
+        """Add an operation."""
+        self.nodes.append(node)
+        self._storages.update((result.name, result.storage) for result in node.results)
+
+    def storage_of(self, name: str) -> int:
+        """Return the storage of a tensor of the old trace or of the new one."""
+        return self._storages[name]
+
     def new_storage(self, size_bytes: int) -> int:
         """Add a storage, and return its index."""
         self.storage_bytes.append(size_bytes)
@@ -47,7 +57,7 @@ class TraceWriter:
     ) -> None:
         """Add an operation with one result. It belongs to the module and the pass of `like`."""
         name = self.new_name(f"{result.name}_op") if self._is_taken(result) else result.name
-        self.nodes.append(
+        self.add(
             Node(
                 name=name,
                 target=target,

@@ -7,6 +7,9 @@ from math import prod
 from remat.passes.split.call import Call, Transfer, all_results, replaced
 from remat.passes.split.states import Rows, candidate_rows, piece_shape
 
+_MAX_INDEX = 2**63 - 1
+"""The end of a slice up to the last element."""
+
 
 def reshape(call: Call) -> Transfer | None:
     """The rows must be a product of dimensions before and after."""
@@ -71,13 +74,11 @@ def squeeze(call: Call) -> Transfer | None:
     state, shape = call.state(0), call.meta(0).shape
     if not isinstance(state, Rows):
         return None
-    dimensions = call.argument(1)
-    removed = {
-        d % len(shape) for d in ((dimensions,) if isinstance(dimensions, int) else dimensions)
-    }
-    removed = {d for d in removed if shape[d] == 1}
-    if not removed.isdisjoint(state.dimensions):
-        return None
+    argument = call.argument(1)
+    dimensions = {d % len(shape) for d in ((argument,) if isinstance(argument, int) else argument)}
+    if not dimensions.isdisjoint(state.dimensions):
+        return None  # a piece of one row would lose the dimension
+    removed = {d for d in dimensions if shape[d] == 1}
     return all_results(call, state.shifted(-sum(d < state.first for d in removed)))
 
 
@@ -91,8 +92,11 @@ def selection(call: Call) -> Transfer | None:
         if dimension in state.dimensions:
             return None
         return all_results(call, state.shifted(-(dimension < state.first)))
-    is_all = call.node.results[0].tensor.shape == shape
-    return None if dimension in state.dimensions and not is_all else all_results(call, state)
+    if dimension not in state.dimensions:
+        return all_results(call, state)
+    if call.node.results[0].tensor.shape != shape:
+        return None
+    return Transfer((state,), lambda rows: (call.node.args[0], dimension, 0, _MAX_INDEX))
 
 
 def parts(call: Call) -> Transfer | None:
