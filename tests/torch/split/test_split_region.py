@@ -147,7 +147,7 @@ def regions(trace: Trace) -> list[Region]:
     return candidates
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @hypothesis.given(
     layers=st.lists(st.sampled_from(sorted(LAYERS)), min_size=1, max_size=3),
     loss=st.sampled_from(sorted(LOSSES)),
@@ -294,7 +294,7 @@ def test_a_region_is_the_same_from_each_of_its_large_tensors() -> None:
         assert other.transfers.keys() == region.transfers.keys()
 
 
-@pytest.mark.parametrize("pieces", [2, 5, 64])
+@pytest.mark.parametrize("pieces", [2, 15])
 def test_a_split_step_runs_where_one_operation_made_the_smallest_peak(pieces: int) -> None:
     """The logits of 64 x 500 make the peak; the smallest one falls with the number of pieces."""
     torch.manual_seed(0)
