@@ -52,7 +52,7 @@ test-all: MARKS := not gpu
 test-all: export REMAT_EXAMPLES := 50
 test-all: test  ## The same with the slow tests, which check more cases of the same claims
 
-# Takes an hour and 25 GB in VERSIONS_DIR. Rows that this machine cannot run are skipped.
+# Takes four hours and 25 GB in VERSIONS_DIR. Rows that this machine cannot run are skipped.
 test-versions:  ## The tests in every supported environment, and the images; see scripts/versions
 	@scripts/system_packages.sh debootstrap
 	@export JOBS='$(JOBS)'; "$$(PYTHON='$(PYTHON)' scripts/find_python.sh)" -m scripts.versions $(ROWS)
@@ -91,7 +91,7 @@ gpu:  ## The acceptance run on a GPU, with the installed Python: tests, then ben
 	@PYTHON='$(PYTHON)' scripts/gpu.sh $(ARGS)
 
 # Installs a CUDA build of torch (5.5 GB) into VERSIONS_DIR; ARGS="eager-memory --only gpt2" selects.
-gpu-in-software:  ## What can be proved about CUDA without a GPU: tests, memory, code, numbers; an hour
+gpu-in-software:  ## What can be proved about CUDA without a GPU: tests, memory, code, numbers; three hours
 	@export ARGS='$(ARGS)'; "$$(PYTHON='$(PYTHON)' scripts/find_python.sh)" -m scripts.versions \
 		software-gpu
 
