@@ -30,7 +30,6 @@ import torch
 
 import remat
 from benchmarks.software_gpu.families import DTYPES, FAMILIES, build
-from remat.costs.trace_costs import tensor_metas
 from remat.documents.records import Node
 from remat.documents.trace import Trace
 
@@ -222,7 +221,7 @@ def _workspace_differences(present: Trace) -> Iterator[str]:
     estimated = {
         n.name: n.workspace_bytes for n in remat.measure(present, remat.Roofline(GPU)).nodes
     }
-    metas = tensor_metas(present)
+    metas = present.tensors
     device = torch.device("cuda", 0)
     measured: dict[str, int | None] = {}
     with isolated_modes(device):

@@ -142,13 +142,12 @@ def _trace_rows(trace: Any) -> Iterator[Row]:
     import torch
     from scripts.software_gpu.workspaces.calls import case_of_node, encoded_call, results_of_node
 
-    from remat.costs.trace_costs import tensor_metas
     from remat.errors import RematError
     from remat.frontend.common.torch_modes import isolated_modes
     from remat.frontend.costs.cost_key import cost_key
     from remat.frontend.costs.operation_benchmark import OperationBenchmark
 
-    metas = tensor_metas(trace)
+    metas = trace.tensors
     device = torch.device("cuda", 0)
     distinct = {repr(cost_key(node, metas, "cuda")): node for node in trace.nodes if not node.view}
     with isolated_modes(device):

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from remat.documents.arguments import Argument, referenced_names, rename_refs
+from remat.documents.arguments import Argument, rename_refs
 from remat.documents.program import Binding, Program, Statement
 from remat.documents.records import Gradient, Node, Output
-from remat.documents.trace import ACCUMULATE_TARGET, Trace, storages_live_at_end
+from remat.documents.targets import ACCUMULATE_TARGET
+from remat.documents.trace import Trace, storages_live_at_end
 from remat.errors import GraphError, wrong_type
 from remat.passes.gradient_accumulation import accumulation_operation_name
 from remat.schedule import Schedule
@@ -242,7 +243,7 @@ class _ProgramWriter:
         for phase, statements in self.statements.items():
             read = set(outputs[phase])
             for statement in statements:
-                read.update(referenced_names((statement.args, *statement.kwargs.values())))
+                read.update(statement.operand_names)
             self.statements[phase] = [
                 s.model_copy(update={"results": tuple(b for b in s.results if b.name in read)})
                 for s in statements

@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable, Collection
 
 from benchmarks.software_gpu.planted_faults.fault import Fault, Plant, changed_program, patched
-from remat.documents.arguments import Ref, referenced_names
+from remat.documents.arguments import Ref
 from remat.documents.program import Program, Statement
 from remat.frontend.common import operators
 from remat.rewrite import BATCH_NORM, BATCH_NORM_CUDA, BatchNormRecompute
@@ -126,7 +126,7 @@ def _doubled_sum(program: Program) -> Program:
 
 
 def _read_by(statement: Statement) -> set[str]:
-    return {*referenced_names((statement.args, *statement.kwargs.values()))}
+    return {*statement.operand_names}
 
 
 def _in_place(program: Program, phase: str) -> Program:

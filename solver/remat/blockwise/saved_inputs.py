@@ -11,7 +11,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from remat.documents.arguments import referenced_names
 from remat.documents.program import Program
 from remat.documents.trace import Trace
 from remat.schedule import Schedule
@@ -52,7 +51,7 @@ class SavedInputs:
         for run, index in enumerate(schedule.runs[first_run:]):
             node = trace.operations[index]
             assert node is not None  # the boundary runs once
-            for name in (*referenced_names(node.args), *referenced_names(node.kwargs)):
+            for name in node.operand_names:
                 last_read_of_storage[trace.storage_of[name]] = run
         saved_storages = {trace.storage_of[name] for name in program.saved}
         return cls(

@@ -17,7 +17,7 @@ from remat.costs.devices import DeviceSpec, find_device
 from remat.costs.flops import count_flops
 from remat.documents.arguments import Argument, Ref, referenced_names
 from remat.documents.records import Node, TensorMeta
-from remat.documents.trace import WRITE_ROWS_TARGET
+from remat.documents.targets import WRITE_ROWS_TARGET
 from remat.errors import DocumentError
 
 COMPUTE_EFFICIENCY = 0.7
@@ -143,10 +143,7 @@ def traffic_bytes(node: Node, metas: Mapping[str, TensorMeta]) -> int:
     if node.target == WRITE_ROWS_TARGET:
         return 2 * sum(tensor_traffic_bytes(metas[n]) for n in referenced_names(node.args[1]))
     written_bytes = sum(tensor_traffic_bytes(result.tensor) for result in node.results)
-    read_bytes = {
-        name: tensor_traffic_bytes(metas[name])
-        for name in (*referenced_names(node.args), *referenced_names(node.kwargs))
-    }
+    read_bytes = {name: tensor_traffic_bytes(metas[name]) for name in node.operand_names}
     if node.target.split(".")[1] in _LOOKUPS and node.args and isinstance(node.args[0], Ref):
         table = node.args[0].name
         read_bytes[table] = min(read_bytes[table], written_bytes)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 
 from remat.costs.roofline import Roofline, operation_seconds
-from remat.costs.trace_costs import tensor_metas
 from remat.documents.records import Node
 from remat.documents.trace import Trace
 
@@ -35,7 +34,7 @@ def with_scaled_costs(
         zip(trace.storage_bytes, measured.storage_bytes, captured_storage_bytes, strict=True)
     )
     max_growth = max((size / captured for size, _, captured in sizes if captured), default=1.0)
-    metas, measured_metas = tensor_metas(trace), tensor_metas(measured)
+    metas, measured_metas = trace.tensors, measured.tensors
 
     def with_scaled_cost(node: Node, measured_node: Node) -> Node:
         cost_s = measured_node.cost_s

@@ -14,7 +14,7 @@ from functools import cache
 from remat.costs.devices import DEVICES, DeviceSpec
 from remat.costs.roofline import Roofline, operation_seconds
 from remat.costs.workspaces.formulas import operation_workspace
-from remat.documents.records import Node, TensorMeta
+from remat.documents.records import Node
 from remat.documents.trace import Trace
 
 log = logging.getLogger("remat")
@@ -43,13 +43,6 @@ class OperationCost:
     launch_s: float | None = None
 
 
-def tensor_metas(trace: Trace) -> dict[str, TensorMeta]:
-    """Return the metadata of every tensor of the trace by name."""
-    metas = {p.name: p.tensor for p in trace.placeholders}
-    metas.update((r.name, r.tensor) for node in trace.nodes for r in node.results)
-    return metas
-
-
 def with_roofline_costs(trace: Trace, roofline: Roofline) -> Trace:
     """Return the trace with costs estimated by a device's data sheet; needs neither the device nor
     torch. Warns if torch would run other operations on that device.
@@ -58,7 +51,7 @@ def with_roofline_costs(trace: Trace, roofline: Roofline) -> Trace:
     """
     if (warning := device_mismatch_warning(trace, roofline)) is not None:
         _warn_once(warning)
-    metas = tensor_metas(trace)
+    metas = trace.tensors
     source = f"roofline {roofline.name}"
     device = _workspace_device(trace, roofline)
 

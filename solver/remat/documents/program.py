@@ -15,7 +15,7 @@ from remat.documents.arguments import Args, Kwargs, Ref, referenced_names
 from remat.documents.base import Document, DottedPath, Identifier, Record, Target, check_variable
 from remat.documents.records import Environment, Gradient, Output, Placeholder
 from remat.documents.structure import Structure
-from remat.documents.trace import ACCUMULATE_TARGET
+from remat.documents.targets import ACCUMULATE_TARGET
 from remat.limits.units import format_bytes
 
 
@@ -44,6 +44,11 @@ class Statement(Record):
     module: DottedPath = ""
     recomputation: bool = False
     """True if the same operation ran before in this step."""
+
+    @property
+    def operand_names(self) -> tuple[str, ...]:
+        """The names of the variables among its arguments."""
+        return tuple(referenced_names((self.args, *self.kwargs.values())))
 
 
 class Program(Document):
@@ -149,7 +154,7 @@ def _check_statements(phase: str, statements: tuple[Statement, ...], inputs: set
         defined.add(name)
 
     for number, statement in enumerate(statements):
-        used = {*referenced_names((statement.args, *statement.kwargs.values()))}
+        used = set(statement.operand_names)
         if statement.rng_action == "replay":
             used.add(statement.rng_state)
         if undefined := sorted(used - defined):

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from remat.documents.arguments import Args, Kwargs
+from remat.documents.arguments import Args, Kwargs, referenced_names
 from remat.documents.base import DottedPath, Identifier, Record, Target
 from remat.documents.quantities import Cost, Int64, Natural, Size
 
@@ -83,6 +83,11 @@ class Node(Record):
     """CPU time to launch it on an accelerator that is busy with other operations."""
     workspace_bytes: Size | None = None
     cost_source: str = Field(default="", max_length=100)
+
+    @property
+    def operand_names(self) -> tuple[str, ...]:
+        """The names of the tensors among its arguments."""
+        return tuple(referenced_names((self.args, *self.kwargs.values())))
 
 
 class Output(Record):

@@ -22,39 +22,16 @@ from remat.documents.records import (
     Node,
     Output,
     Placeholder,
+    TensorMeta,
 )
 from remat.documents.structure import Structure
+from remat.documents.targets import ACCUMULATE_TARGET, BOUNDARY_NAME, OVERWRITING_TARGETS
+from remat.documents.trace_checks import check_trace
 from remat.errors import RematError
 from remat.graph import Graph, Operation, Value
 
-BOUNDARY_NAME = "backward_start"
-"""Name of the pseudo operation that starts the backward pass and produces the tangents."""
-
 CUDA_ALIGNMENT_BYTES = 512
 """The CUDA caching allocator rounds every request up to a multiple of this."""
-
-COPY_TARGET = "aten.copy_.default"
-"""The operation that writes a new value into a mutated buffer or input: the only one with a side
-effect."""
-
-ACCUMULATE_TARGET = "remat.accumulate.default"
-"""The operation that adds a gradient into an existing `.grad`, and frees the gradient."""
-
-ADD_INTO_TARGET = "remat.add_into.default"
-"""The operation that adds the second gradient of a tied parameter into the first, in place."""
-
-ADD_TARGET = "remat.add.default"
-"""Adds a tensor to a sum, in place, and returns the sum."""
-
-ADD_PRODUCT_TARGET = "remat.add_product.default"
-"""Adds a product of two matrices to a sum, in place, and returns the sum."""
-
-WRITE_ROWS_TARGET = "remat.write_rows.default"
-"""Writes some rows into a buffer, in place, and returns it. Without a buffer, allocates one."""
-
-OVERWRITING_TARGETS = frozenset({ADD_TARGET, ADD_PRODUCT_TARGET, WRITE_ROWS_TARGET})
-"""Operations that write their result over their first argument, which nothing reads later. In a
-trace the result has a storage of its own, like that of any other operation."""
 
 
 class Trace(Document):
@@ -91,7 +68,7 @@ class Trace(Document):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        _check_names(self)
+        check_trace(self)
         return self
 
     def __repr_args__(self) -> Iterator[tuple[str | None, object]]:
@@ -144,6 +121,13 @@ class Trace(Document):
         return storages
 
     @cached_property
+    def tensors(self) -> dict[str, TensorMeta]:
+        """The metadata of each named tensor."""
+        tensors = {p.name: p.tensor for p in self.placeholders}
+        tensors.update((r.name, r.tensor) for node in self.nodes for r in node.results)
+        return tensors
+
+    @cached_property
     def operations(self) -> tuple[Node | None, ...]:
         """The node of each operation of `graph()`, in order; None for the boundary between forward
         and backward."""
@@ -166,6 +150,13 @@ class Trace(Document):
                 "'cuda' or remat.Roofline('h200') first"
             )
         return _build_graph(self)
+
+    def overwritten_storages(self, node: Node) -> tuple[int, ...]:
+        """Return the storage that an operation of `OVERWRITING_TARGETS` writes its result over."""
+        match node.args:
+            case (Ref(name), *_) if node.target in OVERWRITING_TARGETS:
+                return (self.storage_of[name],)
+        return ()
 
     def allocated_bytes(self, storage: int) -> int:
         """Return the bytes that the device's allocator reserves for a storage, given its index."""
@@ -208,8 +199,7 @@ def _build_graph(trace: Trace) -> Graph:
                 )
             )
             continue
-        names_read = (*referenced_names(node.args), *referenced_names(node.kwargs))
-        read = {trace.storage_of[name] for name in names_read}
+        read = {trace.storage_of[name] for name in node.operand_names}
         written = {r.storage: r.name for r in node.results}
         operations.append(
             Operation(
@@ -222,7 +212,7 @@ def _build_graph(trace: Trace) -> Graph:
                 recomputable=node.recomputable,
                 module=node.module,
                 order_sensitive=node.random or not mutated.isdisjoint({*read, *written}),
-                overwrites=tuple(value_of[s] for s in overwritten_storages(trace, node)),
+                overwrites=tuple(value_of[s] for s in trace.overwritten_storages(node)),
             )
         )
     constant_bytes = sum(trace.allocated_bytes(s) for s in constants)
@@ -237,14 +227,6 @@ def _build_graph(trace: Trace) -> Graph:
         boundary=boundary,
         library_bytes=trace.library_bytes,
     )
-
-
-def overwritten_storages(trace: Trace, node: Node) -> tuple[int, ...]:
-    """Return the storage that an operation of `OVERWRITING_TARGETS` writes its result over."""
-    match node.args:
-        case (Ref(name), *_) if node.target in OVERWRITING_TARGETS:
-            return (trace.storage_of[name],)
-    return ()
 
 
 def storages_live_at_end(trace: Trace) -> set[int]:
@@ -290,81 +272,3 @@ def trained_parameters(trace: Trace) -> list[Placeholder]:
 def accumulated_gradient_bytes(trace: Trace) -> int:
     """Return the bytes of the existing `.grad` tensors that gradient accumulation adds to."""
     return sum(trace.allocated_bytes(p.storage) for p in trained_parameters(trace))
-
-
-def _check_names(trace: Trace) -> None:
-    """Raise ValueError unless every name is unique and defined before it is used, and every storage
-    exists."""
-    defined: dict[str, int] = {}  # storage by name
-    overwritten: set[int] = set()
-
-    def define(name: str, storage: int) -> None:
-        if name in defined or name == BOUNDARY_NAME:
-            raise ValueError(f"the name {name} is defined twice")
-        if storage >= len(trace.storage_bytes):
-            raise ValueError(f"{name} lives in storage {storage}, which does not exist")
-        defined[name] = storage
-
-    for placeholder in trace.placeholders:
-        define(placeholder.name, placeholder.storage)
-    node_names = {BOUNDARY_NAME}
-    written_storages = {p.storage for p in trace.placeholders}
-    backward_names = {p.name for p in trace.placeholders if p.kind == "tangent"}
-    forward_storages = {p.storage for p in trace.placeholders if p.kind != "tangent"}
-    for node in trace.nodes:
-        if node.name in node_names:
-            raise ValueError(f"the operation {node.name} is defined twice")
-        node_names.add(node.name)
-        used = (*referenced_names(node.args), *referenced_names(node.kwargs))
-        if undefined := [name for name in used if name not in defined]:
-            raise ValueError(f"operation {node.name} uses {undefined[0]} before it is defined")
-        if lost := [name for name in used if defined[name] in overwritten]:
-            raise ValueError(f"operation {node.name} reads {lost[0]} after it was overwritten")
-        overwritten.update(_checked_overwriting(trace, node))
-        if not node.backward and (wrong := [name for name in used if name in backward_names]):
-            raise ValueError(
-                f"operation {node.name} of the forward uses {wrong[0]} of the backward"
-            )
-        if node.backward:
-            backward_names.update(r.name for r in node.results)
-        if node.target == ACCUMULATE_TARGET and (len(node.args) != 2 or len(used) != 2):
-            raise ValueError(f"operation {node.name} needs a parameter and a gradient")
-        storages = {r.storage for r in node.results}
-        if not node.backward and node.view and not storages <= forward_storages:
-            raise ValueError(f"operation {node.name} of the forward views a tensor of the backward")
-        if node.view != (bool(storages) and storages <= written_storages):
-            raise ValueError(f"operation {node.name} is wrongly marked as view={node.view}")
-        if not node.view and storages & written_storages:
-            raise ValueError(f"operation {node.name} writes a storage that another one produces")
-        written_storages |= storages
-        if not node.backward:
-            forward_storages |= storages
-        for result in node.results:
-            define(result.name, result.storage)
-    tangents = {p.name for p in trace.placeholders if p.kind == "tangent"}
-    for output in trace.outputs:
-        if output.name not in defined or output.name in backward_names:
-            raise ValueError(f"the output {output.name} is not defined in the forward")
-        if output.tangent and output.tangent not in tangents:
-            raise ValueError(f"{output.tangent} is no tangent")
-    for gradient in trace.gradients:
-        if gradient.placeholder not in defined or gradient.name not in defined:
-            raise ValueError(f"the gradient {gradient.name} is not defined")
-    if sorted(set(trace.result.leaves())) != list(range(len(trace.outputs))):
-        raise ValueError("the result's leaves are not the outputs")
-
-
-def _checked_overwriting(trace: Trace, node: Node) -> tuple[int, ...]:
-    """Return the storages that an operation overwrites. Raises ValueError if the caller has one of
-    them."""
-    storages = overwritten_storages(trace, node)
-    if not storages:
-        return ()
-    owned_by_caller = {p.storage for p in trace.placeholders}
-    owned_by_caller |= {trace.storage_of[item.name] for item in (*trace.outputs, *trace.gradients)}
-    others = (node.args[1:], *node.kwargs.values())
-    if any(trace.storage_of[name] in storages for name in referenced_names(others)):
-        raise ValueError(f"operation {node.name} reads the tensor that it overwrites")
-    if not owned_by_caller.isdisjoint(storages):
-        raise ValueError(f"operation {node.name} overwrites a tensor of the caller")
-    return storages

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from remat.documents.arguments import Ref, referenced_names
+from remat.documents.arguments import Ref
 from remat.documents.records import Node
-from remat.documents.trace import ACCUMULATE_TARGET, Trace
+from remat.documents.targets import ACCUMULATE_TARGET
+from remat.documents.trace import Trace
 
 
 def accumulation_operation_name(placeholder: str) -> str:
@@ -32,7 +33,7 @@ def with_gradient_accumulation(trace: Trace) -> Trace:
     nodes: list[Node] = []
     for node in reversed(trace.nodes):  # after the last node that produces or reads the gradient
         names = (
-            *referenced_names((node.args, *node.kwargs.values())),
+            *node.operand_names,
             *(r.name for r in node.results),
         )
         for name in names:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import zip_longest
 
-from remat.documents.arguments import Argument, referenced_names, rename_refs
-from remat.documents.records import Node
+from remat.documents.arguments import Argument, rename_refs
 from remat.documents.trace import Trace
 
 SLICE, ALIAS = "aten.slice.Tensor", "aten.alias.default"
@@ -17,7 +16,7 @@ def topology_key(trace: Trace) -> tuple[object, ...]:
     sizes. The kind of a view is not part of it, since a schedule does not depend on that."""
     numbers = _tensor_numbers(trace)
     nodes = tuple(
-        ("" if n.view else n.target, n.backward, tuple(numbers[r] for r in _operand_names(n)))
+        ("" if n.view else n.target, n.backward, tuple(numbers[r] for r in n.operand_names))
         for n in trace.nodes
     )
     tangents = tuple(bool(o.tangent) for o in trace.outputs)
@@ -47,7 +46,7 @@ def _unnamed_records(trace: Trace) -> Iterator[object]:
         if (
             n.view
             and n.target == SLICE
-            and [metas[r] for r in _operand_names(n)] == [r.tensor for r in n.results]
+            and [metas[r] for r in n.operand_names] == [r.tensor for r in n.results]
         ):  # a slice of the whole tensor
             n = n.model_copy(update={"target": ALIAS, "args": n.args[:1]})
         yield n.model_copy(
@@ -74,8 +73,3 @@ def _tensor_numbers(trace: Trace) -> dict[str, int]:
     names = [p.name for p in trace.placeholders]
     names += [r.name for n in trace.nodes for r in n.results]
     return {name: number for number, name in enumerate(names)}
-
-
-def _operand_names(node: Node) -> Iterator[str]:
-    """Return the names of the tensors that a node reads."""
-    return referenced_names((node.args, *node.kwargs.values()))

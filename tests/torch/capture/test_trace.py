@@ -11,7 +11,7 @@ from tests.helpers.training.models import FAMILIES, PLAIN, Mlp, Norms, Shared, T
 from torch import nn
 
 import remat
-from remat.documents.trace import COPY_TARGET
+from remat.documents.targets import COPY_TARGET
 
 
 @pytest.mark.parametrize("name", PLAIN)

@@ -31,7 +31,7 @@ from remat.frontend.costs import operation_benchmark as benches
 from remat.frontend.costs import operation_costs as pricing
 from remat.frontend.costs import timers
 from remat.frontend.costs.cost_cache import CostCache
-from remat.frontend.costs.measure import measure, tensor_metas
+from remat.frontend.costs.measure import measure
 from remat.frontend.costs.operands import OperandFactory, span_elements
 from remat.frontend.costs.timers import MIN_COST_S
 
@@ -399,7 +399,7 @@ def test_operands_have_the_shape_stride_and_alignment_of_the_trace() -> None:
     b.call("aten.add.Tensor", [Ref("x"), Ref("x")], dense(4, 1, 3))
     trace = b.trace()
     operator = operators.resolve("aten.add.Tensor")
-    args, _ = OperandFactory(tensor_metas(trace), "cpu", torch.device("cpu")).create_arguments(
+    args, _ = OperandFactory(trace.tensors, "cpu", torch.device("cpu")).create_arguments(
         trace.nodes[0], operator
     )
     x = args[0]
@@ -487,7 +487,7 @@ def test_a_backward_operation_reads_real_outputs_of_its_forward(name: str) -> No
     node = next(n for n in trace.nodes if n.target == target)
     operator = operators.resolve(target)
     assert isinstance(operator, OpOverload)
-    operands = OperandFactory(tensor_metas(trace), "cpu", torch.device("cpu"), trace.nodes)
+    operands = OperandFactory(trace.tensors, "cpu", torch.device("cpu"), trace.nodes)
     with RecordedResults() as seen:
         args, _ = operands.create_arguments(node, operator)
     by_name = dict(zip((a.name for a in operator._schema.arguments), args, strict=False))
@@ -660,7 +660,7 @@ def test_convolutions_are_tuned_only_with_cudnn_benchmark(monkeypatch: pytest.Mo
 
 def test_an_unmeasured_workspace_is_not_zero() -> None:
     trace = chain(1)
-    metas, node = tensor_metas(trace), trace.nodes[1]
+    metas, node = trace.tensors, trace.nodes[1]
     operands = 4 * (16 * 32 + 32 * 32 + 16 * 32)
     assert pricing.assumed_workspace_bytes(node, metas, torch.device("cuda")) == operands
     assert pricing.assumed_workspace_bytes(node, metas, torch.device("cpu")) == 0
@@ -670,9 +670,7 @@ def test_a_broken_device_is_an_error_that_names_the_operation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     trace = chain(1)
-    bench = benches.OperationBenchmark(
-        trace.nodes, tensor_metas(trace), "cpu", torch.device("cuda", 0)
-    )
+    bench = benches.OperationBenchmark(trace.nodes, trace.tensors, "cpu", torch.device("cuda", 0))
     emptied: list[str] = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append("emptied"))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)

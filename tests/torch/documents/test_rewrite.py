@@ -15,7 +15,8 @@ from torch._ops import OpOverload
 import remat
 from remat.documents.arguments import Ref, referenced_names
 from remat.documents.program import Statement
-from remat.documents.trace import ACCUMULATE_TARGET, ADD_INTO_TARGET, COPY_TARGET, Trace
+from remat.documents.targets import ACCUMULATE_TARGET, ADD_INTO_TARGET, COPY_TARGET
+from remat.documents.trace import Trace
 from remat.errors import GraphError
 from remat.frontend.common.operators import resolve
 from remat.passes.gradient_accumulation import with_gradient_accumulation
@@ -42,7 +43,7 @@ def net() -> Trace:
 
 
 def reads(statement: Statement) -> set[str]:
-    used = set(referenced_names((statement.args, *statement.kwargs.values())))
+    used = set(statement.operand_names)
     return used | ({statement.rng_state} if statement.rng_action == "replay" else set())
 
 

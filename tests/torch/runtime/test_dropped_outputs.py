@@ -13,7 +13,8 @@ from tests.helpers.cpp_compiler import needs_compiler
 from torch import nn
 
 import remat
-from remat.documents.trace import BOUNDARY_NAME, Trace
+from remat.documents.targets import BOUNDARY_NAME
+from remat.documents.trace import Trace
 from remat.frontend.compile.registry import CompiledPlan
 from remat.frontend.memory.allocator_peak import allocated_peak
 

@@ -10,13 +10,13 @@ import remat
 from remat.costs.roofline import operation_flops, operation_seconds
 from remat.documents.arguments import Ref
 from remat.documents.records import Node, Result
-from remat.documents.trace import (
+from remat.documents.targets import (
     ADD_PRODUCT_TARGET,
     ADD_TARGET,
     OVERWRITING_TARGETS,
     WRITE_ROWS_TARGET,
-    Trace,
 )
+from remat.documents.trace import Trace
 from remat.frontend.runtime.pieces import write_rows
 from remat.passes.split.rewriting import split_region
 

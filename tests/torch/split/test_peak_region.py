@@ -27,7 +27,7 @@ def test_the_region_of_a_head_has_the_most_rows() -> None:
     logits_bytes = 12 * 400 * 8
     assert split_bytes(region) >= 4 * logits_bytes
     operation = trace.graph().operations[largest_operation(trace)]
-    assert operation.name in {trace.nodes[index].name for index in region.transfers}
+    assert operation.name in {trace.nodes[index].name for index in region.split_calls}
 
 
 def test_a_large_gradient_of_the_caller_is_read_by_rows() -> None:

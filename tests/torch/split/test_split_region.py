@@ -225,7 +225,7 @@ def test_every_region_of_unusual_models_computes_the_same(name: str) -> None:
     )
     expected = step(model, model, batch)
     trace = remat.trace(model, batch)
-    different = {tuple(region.transfers): region for region in regions(trace)}
+    different = {tuple(region.split_calls): region for region in regions(trace)}
     assert different
     for region in different.values():
         for pieces in {2, region.rows}:
@@ -263,9 +263,9 @@ def test_the_head_of_a_language_model_is_one_region(loss: str) -> None:
     trace = remat.trace(model, batch)
     region = head_region(trace)
     states = region.produced
-    targets = {trace.nodes[index].target for index in region.transfers}
+    targets = {trace.nodes[index].target for index in region.split_calls}
     assert {"aten._log_softmax.default", "aten.nll_loss_forward.default"} <= targets
-    products = [i for i in region.transfers if trace.nodes[i].target == "aten.mm.default"]
+    products = [i for i in region.split_calls if trace.nodes[i].target == "aten.mm.default"]
     assert len(products) == 3
     assert sum(isinstance(s, PartialSum) for s in states.values()) >= 2
     split = split_region(region, 4)
@@ -282,7 +282,7 @@ def test_a_region_is_the_same_from_each_of_its_large_tensors() -> None:
     region = head_region(trace)
     large = [
         (result.name, state)
-        for index in region.transfers
+        for index in region.split_calls
         for result in trace.nodes[index].results
         if isinstance(state := region.produced[result.name], Rows)
         and prod(result.tensor.shape) == BATCH * TOKENS * CLASSES
@@ -291,7 +291,7 @@ def test_a_region_is_the_same_from_each_of_its_large_tensors() -> None:
     for name, state in large:
         other = find_region(trace, name, state)
         assert other is not None
-        assert other.transfers.keys() == region.transfers.keys()
+        assert other.split_calls.keys() == region.split_calls.keys()
 
 
 @pytest.mark.parametrize("pieces", [2, 15])
@@ -328,7 +328,7 @@ def test_random_operations_are_outside() -> None:
     trace = remat.trace(model.train(), batch)
     assert any(node.random for node in trace.nodes)
     for region in regions(trace):
-        assert not [i for i in region.transfers if trace.nodes[i].random]
+        assert not [i for i in region.split_calls if trace.nodes[i].random]
 
 
 @pytest.mark.parametrize("pieces", [0, 1, 13])

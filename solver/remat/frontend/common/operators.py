@@ -16,7 +16,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 
 from remat.documents.arguments import Argument, Literal, Ref
 from remat.documents.base import NAMESPACES, check_target
-from remat.documents.trace import COPY_TARGET
+from remat.documents.targets import COPY_TARGET
 from remat.errors import DocumentError, TraceError
 
 Operator: TypeAlias = Callable[..., object]

@@ -13,7 +13,7 @@ import os
 import torch
 
 from remat.costs.roofline import Roofline
-from remat.costs.trace_costs import tensor_metas, with_costs, with_roofline_costs
+from remat.costs.trace_costs import with_costs, with_roofline_costs
 from remat.documents.trace import Trace
 from remat.errors import RematError, wrong_type
 from remat.frontend.costs.cost_cache import CostCache
@@ -44,7 +44,7 @@ def measure(
     """
     if not isinstance(trace, Trace):
         raise wrong_type("measure", "a Trace", trace, "pass remat.trace(model, inputs)")
-    metas = tensor_metas(trace)
+    metas = trace.tensors
     if isinstance(device, Roofline):
         return with_roofline_costs(trace, device)
     target_device = _checked_device(_parse_device(device or trace.device), trace)

@@ -80,7 +80,7 @@ class OperandFactory:
         """Return the forward operations of which `node` reads another result than the first, in the
         order in which they run."""
         forwards: dict[int, Node] = {}
-        for name in (*referenced_names(node.args), *referenced_names(node.kwargs)):
+        for name in node.operand_names:
             index, producer, result = self._allocating_operation(name)
             if producer is None or result is None or producer.backward or result.position <= 0:
                 continue
@@ -219,8 +219,9 @@ def span_elements(shape: Sequence[int], stride: Sequence[int]) -> int:
 
 def operand_and_result_bytes(node: Node, metas: Mapping[str, TensorMeta]) -> int:
     """Return the bytes of an operation's operands and results, which running it alone needs."""
-    names = (*referenced_names(node.args), *referenced_names(node.kwargs))
-    tensors = [metas[name] for name in set(names)] + [result.tensor for result in node.results]
+    tensors = [metas[name] for name in set(node.operand_names)] + [
+        result.tensor for result in node.results
+    ]
     return sum(
         span_elements(meta.shape, meta.stride) * getattr(torch, meta.dtype).itemsize
         for meta in tensors

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from remat.documents.trace import ADD_INTO_TARGET
+from remat.documents.targets import ADD_INTO_TARGET
 from remat.frontend.common.operators import register
 
 

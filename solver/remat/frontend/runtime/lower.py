@@ -20,7 +20,7 @@ from torch.fx.graph import _BoxedCodeGen
 from remat.documents.arguments import Argument, referenced_names
 from remat.documents.program import Program, Statement
 from remat.documents.records import Placeholder, TensorMeta
-from remat.documents.trace import ACCUMULATE_TARGET
+from remat.documents.targets import ACCUMULATE_TARGET
 from remat.errors import DocumentError, GuardError
 from remat.frontend.common.operators import NAMESPACES, argument_to_torch, literal_to_torch, resolve
 from remat.frontend.common.pytree import unflattener

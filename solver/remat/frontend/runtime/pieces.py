@@ -1,7 +1,7 @@
 """The operations that put the pieces of a split operation together, in place.
 
-A program may not name an operation that mutates its arguments, except these: a plan runs them only
-where nothing reads the overwritten tensor any more.
+A trace in which something reads the overwritten tensor later is invalid (see
+`remat.documents.trace.OVERWRITING_TARGETS`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from remat.documents.trace import ADD_PRODUCT_TARGET, ADD_TARGET, WRITE_ROWS_TARGET
+from remat.documents.targets import ADD_PRODUCT_TARGET, ADD_TARGET, WRITE_ROWS_TARGET
 from remat.frontend.common.operators import register
 
 
@@ -34,7 +34,7 @@ def write_rows(
     start: int,
 ) -> torch.Tensor:
     """Write rows into a buffer of this shape and stride from row `start` on, in place, and return
-    it. The rows are the dimensions `first` to `first + count` of the buffer, flattened."""
+    it. The rows are `count` dimensions of the buffer from `first` on, as one dimension."""
     if buffer is None:
         buffer = rows.new_empty_strided(shape, stride)
     last = first + count - 1

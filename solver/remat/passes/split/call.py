@@ -1,4 +1,4 @@
-"""`Call` and `Transfer`: the input and the output of an operator's rule."""
+"""`Call` and `SplitCall`: the input and the output of an operator's rule."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from remat.documents.arguments import Args, Argument, Ref, referenced_names
+from remat.documents.arguments import Args, Argument, Ref
 from remat.documents.records import Node, TensorMeta
 from remat.passes.split.states import WHOLE, State
 
@@ -45,12 +45,11 @@ class Call:
     @property
     def tensors(self) -> list[str]:
         """The names of the tensors that the operation reads, each once."""
-        arguments = (self.node.args, *self.node.kwargs.values())
-        return list(dict.fromkeys(referenced_names(arguments)))
+        return list(dict.fromkeys(self.node.operand_names))
 
 
 @dataclass(frozen=True)
-class Transfer:
+class SplitCall:
     """The states of an operation's results, and what a piece of it calls.
 
     `results` has a state for each of the node's results. `arguments` returns the arguments of a
@@ -64,13 +63,13 @@ class Transfer:
     scaled: int | None = None
 
 
-Rule = Callable[[Call], Transfer | None]
+Rule = Callable[[Call], SplitCall | None]
 """Returns what a call in these states gives; None if it cannot be split so."""
 
 
-def all_results(call: Call, state: State) -> Transfer:
-    """Return the transfer in which all results have one state."""
-    return Transfer((state,) * len(call.node.results))
+def all_results(call: Call, state: State) -> SplitCall:
+    """Return the call of which all results have one state."""
+    return SplitCall((state,) * len(call.node.results))
 
 
 def replaced(call: Call, index: int, argument: Argument) -> Args:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from math import prod
 
-from remat.passes.split.call import Call, Rule, Transfer, all_results
+from remat.passes.split.call import Call, Rule, SplitCall, all_results
 from remat.passes.split.states import WHOLE, PartialSum, Rows, Whole
 
 
-def elementwise(call: Call) -> Transfer | None:
+def elementwise(call: Call) -> SplitCall | None:
     """Each element of the results depends on the elements in its place, after broadcasting."""
     shape = call.node.results[0].tensor.shape
     if any(result.tensor.shape != shape for result in call.node.results):
@@ -36,7 +36,7 @@ def along_one_dimension(index: int) -> Rule:
     """Return the rule of an operator that mixes elements along the dimension in its argument
     `index`: that must not be one of the rows."""
 
-    def rule(call: Call) -> Transfer | None:
+    def rule(call: Call) -> SplitCall | None:
         dimension, first = call.argument(index, -1), call.state(0)
         if not isinstance(dimension, int) or not isinstance(first, Rows):
             return None

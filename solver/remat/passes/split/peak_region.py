@@ -54,7 +54,7 @@ def split_bytes(region: Region) -> int:
     trace = region.trace
     storages = {
         result.storage
-        for index in region.transfers
+        for index in region.split_calls
         for result in trace.nodes[index].results
         if not trace.nodes[index].view and isinstance(region.produced[result.name], Rows)
     }

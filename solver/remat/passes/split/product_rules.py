@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from math import prod
 
-from remat.passes.split.call import Call, Transfer, all_results
+from remat.passes.split.call import Call, SplitCall, all_results
 from remat.passes.split.states import SUM, PartialSum, Rows, Whole
 
 
-def matrix_product(call: Call, left_index: int = 0) -> Transfer | None:
+def matrix_product(call: Call, left_index: int = 0) -> SplitCall | None:
     """The rows are those of the left factor, or the columns of the right one, or are summed."""
     match call.state(left_index), call.state(left_index + 1):
         case Rows(0, 1), Whole():
@@ -20,7 +20,7 @@ def matrix_product(call: Call, left_index: int = 0) -> Transfer | None:
     return None
 
 
-def product_with_bias(call: Call) -> Transfer | None:
+def product_with_bias(call: Call) -> SplitCall | None:
     """A matrix product added to a bias: for each row, or one for all."""
     bias, product = call.meta(0).shape, matrix_product(call, 1)
     if product is None or product.results != (Rows(0),):
@@ -34,7 +34,7 @@ def product_with_bias(call: Call) -> Transfer | None:
     return None
 
 
-def batched_product(call: Call) -> Transfer | None:
+def batched_product(call: Call) -> SplitCall | None:
     """A product for each element of a batch: split along the batch, or as a matrix product."""
     match call.state(0), call.state(1):
         case Rows(0, 1), Rows(0, 1):
@@ -48,7 +48,7 @@ def batched_product(call: Call) -> Transfer | None:
     return None
 
 
-def reduction(call: Call) -> Transfer | None:
+def reduction(call: Call) -> SplitCall | None:
     """Other dimensions are reduced, or all rows are summed."""
     state, shape = call.state(0), call.meta(0).shape
     if not isinstance(state, Rows):
@@ -68,4 +68,4 @@ def reduction(call: Call) -> Transfer | None:
         return all_results(call, SUM)
     divisor = float(prod(shape[d] for d in reduced))
     target = "aten.sum.default" if is_complete else "aten.sum.dim_IntList"
-    return Transfer((PartialSum(divisor),), target=target)
+    return SplitCall((PartialSum(divisor),), target=target)

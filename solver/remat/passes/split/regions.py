@@ -11,12 +11,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice, product
+from math import prod
 
 from remat.documents.arguments import referenced_names
-from remat.documents.records import Node, TensorMeta
-from remat.documents.trace import ACCUMULATE_TARGET, Trace
-from remat.passes.split.call import Call, Transfer
-from remat.passes.split.rules import transfer
+from remat.documents.records import Node
+from remat.documents.targets import ACCUMULATE_TARGET
+from remat.documents.trace import Trace
+from remat.passes.split.call import Call, SplitCall
+from remat.passes.split.rules import split_call
 from remat.passes.split.states import (
     WHOLE,
     PartialSum,
@@ -37,14 +39,14 @@ _MAX_COMBINATIONS = 4096
 class Region:
     """Operations that can run on some of the rows at a time.
 
-    `transfers` has what each operation, by its index in `trace.nodes`, does with its rows, and
+    `split_calls` has what each operation, by its index in `trace.nodes`, does with its rows, and
     `states` the states of all tensors that they read or produce. Tensors from outside are whole, or
     by rows: then each piece reads a part.
     """
 
     trace: Trace
     rows: int
-    transfers: Mapping[int, Transfer]
+    split_calls: Mapping[int, SplitCall]
     states: Mapping[str, State]
 
     @cached_property
@@ -52,14 +54,9 @@ class Region:
         """The states of the tensors that the region's operations produce."""
         return {
             result.name: state
-            for index, item in self.transfers.items()
+            for index, item in self.split_calls.items()
             for result, state in zip(self.trace.nodes[index].results, item.results, strict=True)
         }
-
-
-def tensor_names(node: Node) -> list[str]:
-    """Return the names of the tensors that a node reads, each once."""
-    return list(dict.fromkeys(referenced_names((node.args, *node.kwargs.values()))))
 
 
 def mutated_storages(trace: Trace, node: Node) -> set[int]:
@@ -77,7 +74,7 @@ def find_region(trace: Trace, seed: str, rows: Rows) -> Region | None:
     growth = _Growth(trace, seed, rows)
     if not growth.grow():
         return None
-    return Region(trace, growth.rows, dict(sorted(growth.transfers.items())), growth.states)
+    return Region(trace, growth.rows, dict(sorted(growth.split_calls.items())), growth.states)
 
 
 @dataclass
@@ -87,24 +84,22 @@ class _Growth:
     trace: Trace
     seed: str
     seed_rows: Rows
-    transfers: dict[int, Transfer] = field(default_factory=dict)
+    split_calls: dict[int, SplitCall] = field(default_factory=dict)
     states: dict[str, State] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.metas: dict[str, TensorMeta] = {p.name: p.tensor for p in self.trace.placeholders}
+        self.metas = self.trace.tensors
+        self.produced: set[str] = set()
         self.producer: dict[str, int] = {}
         self.consumers: dict[str, list[int]] = {}
         for index, node in enumerate(self.trace.nodes):
             for result in node.results:
-                self.metas[result.name] = result.tensor
                 self.producer[result.name] = index
-            for name in tensor_names(node):
+            for name in self._read_by(index):
                 self.consumers.setdefault(name, []).append(index)
         self.mutated = {s for node in self.trace.nodes for s in mutated_storages(self.trace, node)}
         shape = self.metas[self.seed].shape
-        self.rows = 1
-        for dimension in self.seed_rows.dimensions:
-            self.rows *= shape[dimension]
+        self.rows = prod(shape[dimension] for dimension in self.seed_rows.dimensions)
         self.least_elements = MIN_SHARE * self._elements(self.seed)
 
     def grow(self) -> bool:
@@ -123,30 +118,27 @@ class _Growth:
             if self._elements(name) <= self.least_elements:
                 continue
             for index in (self.producer.get(name), *self.consumers.get(name, ())):
-                if index is not None and index not in self.transfers and self._add(index, {}):
+                if index is not None and index not in self.split_calls and self._add(index, {}):
                     pending.extend(self._read_by(index))
                     pending.extend(r.name for r in self.trace.nodes[index].results)
         self._add_bridges()
         return True
 
     def _elements(self, name: str) -> int:
-        count = 1
-        for size in self.metas[name].shape:
-            count *= size
-        return count
+        return prod(self.metas[name].shape)
 
     def _read_by(self, index: int) -> list[str]:
-        return tensor_names(self.trace.nodes[index])
+        return list(dict.fromkeys(self.trace.nodes[index].operand_names))
 
     def _add(self, index: int, wanted: Mapping[str, State]) -> bool:
         """Add an operation if some states of its arguments fit those that are known, and `wanted`
         for its results. Return True if it was added."""
         node = self.trace.nodes[index]
-        if any(self.trace.storage_of[name] in self.mutated for name in tensor_names(node)):
+        if any(self.trace.storage_of[name] in self.mutated for name in node.operand_names):
             return False
         fixed = {**self.states, **wanted}
         for states in islice(self._combinations(index), _MAX_COMBINATIONS):
-            split = transfer(Call(node, self.metas, states, self.rows))
+            split = split_call(Call(node, self.metas, states, self.rows))
             if split is None:
                 continue
             results = {r.name: s for r, s in zip(node.results, split.results, strict=True)}
@@ -154,7 +146,8 @@ class _Growth:
                 continue
             if any(not self._has_piece_layout(name, state) for name, state in results.items()):
                 continue
-            self.transfers[index] = split
+            self.split_calls[index] = split
+            self.produced.update(results)
             self.states = {**states, **self.states, **results}
             return True
         return False
@@ -168,7 +161,7 @@ class _Growth:
 
     def _choices(self, name: str) -> Iterator[State]:
         """Yield the states that a tensor may have for one more reader."""
-        if name in self.states and name in self._produced():
+        if name in self.states and name in self.produced:
             state = self.states[name]
             yield state if isinstance(state, Rows) else WHOLE
             return
@@ -179,9 +172,6 @@ class _Growth:
         for rows in candidate_rows(self.metas[name].shape, self.rows):
             if self._has_piece_layout(name, rows):
                 yield rows
-
-    def _produced(self) -> set[str]:
-        return {r.name for index in self.transfers for r in self.trace.nodes[index].results}
 
     def _has_piece_layout(self, name: str, state: State) -> bool:
         """True if pieces of a tensor have a memory layout."""
@@ -195,10 +185,10 @@ class _Growth:
             added = False
             leading = self._ancestors_of_region()
             for name in list(self.states):
-                if not isinstance(self.states[name], Rows) or name not in self._produced():
+                if not isinstance(self.states[name], Rows) or name not in self.produced:
                     continue
                 for index in self.consumers.get(name, ()):
-                    if index in leading and index not in self.transfers:
+                    if index in leading and index not in self.split_calls:
                         added |= self._add(index, {})
 
     def _ancestors_of_region(self) -> set[int]:
@@ -207,7 +197,7 @@ class _Growth:
         for index in reversed(range(len(nodes))):
             readers = (c for r in nodes[index].results for c in self.consumers.get(r.name, ()))
             if any(
-                (c in self.transfers or c in ancestors)
+                (c in self.split_calls or c in ancestors)
                 and nodes[c].backward == nodes[index].backward
                 for c in readers
             ):

@@ -17,9 +17,10 @@ from math import prod
 
 from remat.documents.arguments import Args, Argument, Ref, rename_refs
 from remat.documents.records import Node, Result, TensorMeta
-from remat.documents.trace import ADD_PRODUCT_TARGET, ADD_TARGET, WRITE_ROWS_TARGET, Trace
+from remat.documents.targets import ADD_PRODUCT_TARGET, ADD_TARGET, WRITE_ROWS_TARGET
+from remat.documents.trace import Trace
 from remat.errors import RematError
-from remat.passes.split.regions import Region, tensor_names
+from remat.passes.split.regions import Region
 from remat.passes.split.stages import completed_tensors, ordered_groups
 from remat.passes.split.states import (
     PartialSum,
@@ -67,10 +68,8 @@ class _Rewriting:
         self.region, self.old = region, region.trace
         nodes = self.old.nodes
         self.completed, self.kept_views = completed_tensors(region)
-        replaced = region.transfers.keys() - self.kept_views
+        replaced = region.split_calls.keys() - self.kept_views
         self.writer = TraceWriter(self.old, frozenset(nodes[index].name for index in replaced))
-        self.metas: dict[str, TensorMeta] = {p.name: p.tensor for p in self.old.placeholders}
-        self.metas.update((r.name, r.tensor) for n in nodes for r in n.results)
         starts = accumulate(piece_rows, initial=0)
         self.pieces = [
             _Piece(number, start, rows, number == len(piece_rows) - 1)
@@ -95,13 +94,13 @@ class _Rewriting:
 
     def _write_piece(self, index: int, piece: _Piece) -> None:
         """Write the operation's call for one piece, and add its results to what is whole."""
-        node, transfer = self.old.nodes[index], self.region.transfers[index]
-        args = transfer.arguments(piece.rows) if transfer.arguments else node.args
-        if transfer.scaled is not None:
-            args = self._with_scaled_argument(node, args, transfer.scaled, piece)
+        node, split = self.old.nodes[index], self.region.split_calls[index]
+        args = split.arguments(piece.rows) if split.arguments else node.args
+        if split.scaled is not None:
+            args = self._with_scaled_argument(node, args, split.scaled, piece)
         renamed = {
             name: self._piece_of(name, piece, node)
-            for name in tensor_names(node)
+            for name in node.operand_names
             if isinstance(self.region.states[name], Rows)
         }
 
@@ -111,7 +110,7 @@ class _Rewriting:
         call = node.model_copy(
             update={
                 "name": self.writer.new_name(f"{node.name}_{piece.number}"),
-                "target": transfer.target or node.target,
+                "target": split.target or node.target,
                 "args": tuple(rename_refs(item, new_name) for item in args),
                 "kwargs": {key: rename_refs(v, new_name) for key, v in node.kwargs.items()},
                 "cost_s": None,
@@ -120,7 +119,7 @@ class _Rewriting:
                 "cost_source": "",
             }
         )
-        states = dict(zip((r.name for r in node.results), transfer.results, strict=True))
+        states = dict(zip((r.name for r in node.results), split.results, strict=True))
         sums = [r for r in node.results if isinstance(states[r.name], PartialSum)]
         if self._adds_product(node, sums, piece):
             self._add_product(call, sums[0], piece)
@@ -174,7 +173,7 @@ class _Rewriting:
         state = self.region.states[name]
         assert isinstance(state, Rows)
         piece_name = self.writer.append_slice(
-            like, name, self.metas[name], state, piece.start, piece.rows
+            like, name, self.old.tensors[name], state, piece.start, piece.rows
         )
         self.piece_name[key] = piece_name
         return piece_name
@@ -185,7 +184,7 @@ class _Rewriting:
         argument = args[index]
         assert isinstance(argument, Ref)
         name = self.writer.new_name(f"{node.name}_scaled_{piece.number}")
-        meta = self.metas[argument.name]
+        meta = self.old.tensors[argument.name]
         size_bytes = self.old.storage_bytes[self.old.storage_of[argument.name]]
         result = Result(name=name, tensor=meta, storage=self.writer.new_storage(size_bytes))
         share = piece.rows / self.region.rows

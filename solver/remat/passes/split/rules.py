@@ -6,7 +6,7 @@ rule ends a region.
 
 from __future__ import annotations
 
-from remat.passes.split.call import Call, Rule, Transfer
+from remat.passes.split.call import Call, Rule, SplitCall
 from remat.passes.split.elementwise_rules import along_one_dimension, elementwise
 from remat.passes.split.layer_rules import (
     elementwise_loss,
@@ -81,7 +81,7 @@ RULES: dict[str, Rule] = {
 """The rule of each operator that can be split, by target."""
 
 
-def transfer(call: Call) -> Transfer | None:
+def split_call(call: Call) -> SplitCall | None:
     """Return what a call in these states gives; None if it cannot be split so, or if nothing of it
     is split."""
     rule = RULES.get(call.node.target)
@@ -91,7 +91,7 @@ def transfer(call: Call) -> Transfer | None:
     return None if result is None or _may_overflow(call, result) else result
 
 
-def _may_overflow(call: Call, result: Transfer) -> bool:
+def _may_overflow(call: Call, result: SplitCall) -> bool:
     """True if a mean becomes a sum in float16: torch adds it up in float32."""
     return any(
         isinstance(state, PartialSum) and state != SUM and item.tensor.dtype == "float16"

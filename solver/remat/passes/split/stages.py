@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from remat.documents.trace import Trace
 from remat.errors import RematError
-from remat.passes.split.regions import Region, mutated_storages, tensor_names
+from remat.passes.split.regions import Region, mutated_storages
 from remat.passes.split.states import PartialSum, Rows
 
 
@@ -35,11 +35,11 @@ def stages(region: Region) -> dict[int, int]:
             if node.backward != backward:
                 continue
             level = backward_level if backward else 0
-            for name in tensor_names(node):
-                is_by_piece = index in region.transfers and isinstance(produced.get(name), Rows)
+            for name in node.operand_names:
+                is_by_piece = index in region.split_calls and isinstance(produced.get(name), Rows)
                 is_completed = name in produced and not is_by_piece
                 level = max(level, level_of.get(name, 0) + is_completed)
-            if index in region.transfers:
+            if index in region.split_calls:
                 stage_of[index] = level
             level_of.update((result.name, level) for result in node.results)
         backward_level = 1 + max((level_of[name] for name in level_of), default=0)
@@ -52,21 +52,21 @@ def completed_tensors(region: Region) -> tuple[set[str], set[int]]:
     names_read = {
         name
         for index, node in enumerate(region.trace.nodes)
-        if index not in region.transfers
-        for name in tensor_names(node)
+        if index not in region.split_calls
+        for name in node.operand_names
     }
     names_read.update(o.name for o in region.trace.outputs)
     names_read.update(g.name for g in region.trace.gradients)
     needed = {name for name, state in region.produced.items() if isinstance(state, PartialSum)}
     views: set[int] = set()
-    for index in sorted(region.transfers, reverse=True):
+    for index in sorted(region.split_calls, reverse=True):
         node = region.trace.nodes[index]
         names = {r.name for r in node.results}
         if not node.view:
             needed |= names & names_read
         elif not names.isdisjoint(names_read):
             views.add(index)
-            names_read.update(tensor_names(node))
+            names_read.update(node.operand_names)
     return needed, views
 
 
@@ -89,7 +89,7 @@ def ordered_groups(region: Region, kept_views: Iterable[int]) -> list[tuple[Grou
     waits_for: dict[Group, set[Group]] = {}
     for group, indices in members.items():
         producers = by_piece if group.kind == "stage" else whole
-        read = {name for index in indices for name in tensor_names(nodes[index])}
+        read = {name for index in indices for name in nodes[index].operand_names}
         waits_for[group] = {producers[name] for name in read if name in producers} - {group}
     _order_mutations(region.trace, members, waits_for)
     priority = {g: (nodes[i[0]].backward, i[0]) for g, i in members.items()}
@@ -106,7 +106,7 @@ def _order_mutations(
     group_of = {i: g for g, indices in members.items() if g.kind != "view" for i in indices}
     touching: dict[int, list[int]] = {}
     for index, node in enumerate(trace.nodes):
-        storages = {trace.storage_of[name] for name in tensor_names(node)}
+        storages = {trace.storage_of[name] for name in node.operand_names}
         for storage in storages | {result.storage for result in node.results}:
             touching.setdefault(storage, []).append(index)
     for index, node in enumerate(trace.nodes):

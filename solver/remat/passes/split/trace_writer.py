@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 from remat.documents.arguments import Args, Ref
 from remat.documents.records import Node, Result, TensorMeta
-from remat.documents.trace import OVERWRITING_TARGETS, Trace
+from remat.documents.targets import OVERWRITING_TARGETS
+from remat.documents.trace import Trace
 from remat.passes.split.states import Rows, piece_shape, rows_stride
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from math import prod
 
-from remat.passes.split.call import Call, Transfer, all_results, replaced
+from remat.passes.split.call import Call, SplitCall, all_results, replaced
 from remat.passes.split.states import Rows, candidate_rows, piece_shape
 
 _MAX_INDEX = 2**63 - 1
 """The end of a slice up to the last element."""
 
 
-def reshape(call: Call) -> Transfer | None:
+def reshape(call: Call) -> SplitCall | None:
     """The rows must be a product of dimensions before and after."""
     state, shape, result = call.state(0), call.meta(0).shape, call.node.results[0].tensor.shape
     if not isinstance(state, Rows):
@@ -21,10 +21,10 @@ def reshape(call: Call) -> Transfer | None:
     moved = next((c for c in candidates if prod(result[: c.first]) == before), None)
     if moved is None:
         return None
-    return Transfer((moved,), lambda rows: replaced(call, 1, piece_shape(result, moved, rows)))
+    return SplitCall((moved,), lambda rows: replaced(call, 1, piece_shape(result, moved, rows)))
 
 
-def expand(call: Call) -> Transfer | None:
+def expand(call: Call) -> SplitCall | None:
     """Other dimensions than the rows are expanded."""
     state, shape, result = call.state(0), call.meta(0).shape, call.node.results[0].tensor.shape
     if not isinstance(state, Rows):
@@ -32,10 +32,10 @@ def expand(call: Call) -> Transfer | None:
     moved = state.shifted(len(result) - len(shape))
     if prod(result[d] for d in moved.dimensions) != call.rows:
         return None
-    return Transfer((moved,), lambda rows: replaced(call, 1, piece_shape(result, moved, rows)))
+    return SplitCall((moved,), lambda rows: replaced(call, 1, piece_shape(result, moved, rows)))
 
 
-def permute(call: Call) -> Transfer | None:
+def permute(call: Call) -> SplitCall | None:
     """The dimensions of the rows must stay neighbours, in their order."""
     state, dimensions = call.state(0), len(call.meta(0).shape)
     if not isinstance(state, Rows):
@@ -58,7 +58,7 @@ def _order_of_dimensions(call: Call, dimensions: int) -> list[int]:
     return order
 
 
-def unsqueeze(call: Call) -> Transfer | None:
+def unsqueeze(call: Call) -> SplitCall | None:
     """A dimension is added outside of the rows."""
     state, dimensions = call.state(0), len(call.meta(0).shape) + 1
     if not isinstance(state, Rows):
@@ -69,7 +69,7 @@ def unsqueeze(call: Call) -> Transfer | None:
     return all_results(call, state.shifted(added <= state.first))
 
 
-def squeeze(call: Call) -> Transfer | None:
+def squeeze(call: Call) -> SplitCall | None:
     """Dimensions of size 1 outside of the rows are removed."""
     state, shape = call.state(0), call.meta(0).shape
     if not isinstance(state, Rows):
@@ -82,7 +82,7 @@ def squeeze(call: Call) -> Transfer | None:
     return all_results(call, state.shifted(-sum(d < state.first for d in removed)))
 
 
-def selection(call: Call) -> Transfer | None:
+def selection(call: Call) -> SplitCall | None:
     """A part of a dimension that is not one of the rows, or all of them."""
     state, shape = call.state(0), call.meta(0).shape
     if not isinstance(state, Rows):
@@ -96,10 +96,10 @@ def selection(call: Call) -> Transfer | None:
         return all_results(call, state)
     if call.node.results[0].tensor.shape != shape:
         return None
-    return Transfer((state,), lambda rows: (call.node.args[0], dimension, 0, _MAX_INDEX))
+    return SplitCall((state,), lambda rows: (call.node.args[0], dimension, 0, _MAX_INDEX))
 
 
-def parts(call: Call) -> Transfer | None:
+def parts(call: Call) -> SplitCall | None:
     """Several results, which are parts of a dimension that is not one of the rows."""
     state, shape = call.state(0), call.meta(0).shape
     if not isinstance(state, Rows):
@@ -108,7 +108,7 @@ def parts(call: Call) -> Transfer | None:
     return None if is_row else all_results(call, state)
 
 
-def concatenation(call: Call) -> Transfer | None:
+def concatenation(call: Call) -> SplitCall | None:
     """All parts have the same rows, along another dimension."""
     states = set(call.all_states)
     state = states.pop()

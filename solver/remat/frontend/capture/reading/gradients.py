@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from remat.documents.arguments import Literal, Ref, referenced_names
 from remat.documents.records import Gradient, Node, Placeholder, TensorMeta
-from remat.documents.trace import ADD_INTO_TARGET
+from remat.documents.targets import ADD_INTO_TARGET
 from remat.frontend.capture.reading.trace_builder import TraceBuilder
 
 
@@ -64,10 +64,7 @@ def _is_storage_shared(builder: TraceBuilder, name: str, gradients: Sequence[str
         return True
     others = {r.storage for n in builder.nodes for r in n.results} - {storage}
     return any(
-        any(
-            builder.storage_by_name.get(read) == storage
-            for read in (*referenced_names(n.args), *referenced_names(n.kwargs))
-        )
+        any(builder.storage_by_name.get(read) == storage for read in n.operand_names)
         and (not n.results or any(r.storage in others for r in n.results))
         for n in builder.nodes
     )

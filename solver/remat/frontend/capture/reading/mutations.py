@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from remat.documents.arguments import Ref, rename_refs
 from remat.documents.records import Node, Placeholder, Result
-from remat.documents.trace import COPY_TARGET
+from remat.documents.targets import COPY_TARGET
 from remat.errors import TraceError
-from remat.frontend.capture.reading.trace_builder import TraceBuilder, tensors_read
+from remat.frontend.capture.reading.trace_builder import TraceBuilder
 from remat.rewrite import BATCH_NORM, BATCH_NORM_CUDA, BATCH_NORM_RECOMPUTES
 
 BATCH_NORM_TRAINING_INDEX = 5
@@ -94,7 +94,7 @@ def forbid_batch_norm_recomputation(builder: TraceBuilder) -> None:
     but the write into the buffers: a recomputed batch norm does not return them."""
     readers: dict[str, list[Node]] = {}
     for node in builder.nodes:
-        for name in tensors_read(node):
+        for name in node.operand_names:
             readers.setdefault(name, []).append(node)
     for i, node in enumerate(builder.nodes):
         if node.target not in BATCH_NORM_RECOMPUTES:

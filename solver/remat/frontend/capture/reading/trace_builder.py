@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from remat.documents.arguments import referenced_names
 from remat.documents.records import Gradient, Node, Output, Placeholder, Result, TensorMeta
 from remat.errors import TraceError
 from remat.frontend.capture.symbol_values import SymbolValues
@@ -104,7 +103,7 @@ class TraceBuilder:
 
     def reads_storage(self, node: Node, storage: int) -> bool:
         """True if the node reads the storage, directly or through a view."""
-        return any(self.storage_by_name[name] == storage for name in tensors_read(node))
+        return any(self.storage_by_name[name] == storage for name in node.operand_names)
 
     def main_device(self) -> str:
         """Return the device of the step: the accelerator with most tensors, else the CPU."""
@@ -112,8 +111,3 @@ class TraceBuilder:
         for meta in self.meta_by_name.values():
             counts[meta.device] = counts.get(meta.device, 0) + 1
         return max(counts, key=lambda name: (name != "cpu", counts[name]))
-
-
-def tensors_read(node: Node) -> tuple[str, ...]:
-    """Return the names of the tensors among a node's arguments."""
-    return tuple(referenced_names((node.args, *node.kwargs.values())))

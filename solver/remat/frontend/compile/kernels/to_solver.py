@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from remat.costs.trace_costs import MIN_COST_S
-from remat.documents.trace import BOUNDARY_NAME
+from remat.documents.targets import BOUNDARY_NAME
 from remat.frontend.common.aliases import storage_base
 from remat.frontend.compile.joint.fx_utils import (
     is_recomputable,

@@ -1,0 +1,29 @@
+"""Names of operations with a meaning of their own in documents: remat's, and the boundary."""
+
+from __future__ import annotations
+
+BOUNDARY_NAME = "backward_start"
+"""Name of the pseudo operation that starts the backward pass and produces the tangents."""
+
+COPY_TARGET = "aten.copy_.default"
+"""The operation that writes a new value into a mutated buffer or input: the only one of
+ATen that may write into a tensor of the caller."""
+
+ACCUMULATE_TARGET = "remat.accumulate.default"
+"""The operation that adds a gradient into an existing `.grad`, and frees the gradient."""
+
+ADD_INTO_TARGET = "remat.add_into.default"
+"""The operation that adds the second gradient of a tied parameter into the first, in place."""
+
+ADD_TARGET = "remat.add.default"
+"""Adds a tensor to a sum, in place, and returns the sum."""
+
+ADD_PRODUCT_TARGET = "remat.add_product.default"
+"""Adds a product of two matrices to a sum, in place, and returns the sum."""
+
+WRITE_ROWS_TARGET = "remat.write_rows.default"
+"""Writes some rows into a buffer, in place, and returns it. Without a buffer, allocates one."""
+
+OVERWRITING_TARGETS = frozenset({ADD_TARGET, ADD_PRODUCT_TARGET, WRITE_ROWS_TARGET})
+"""Operations that write their result over their first argument, which nothing reads later. In a
+trace the result has a storage of its own, like that of any other operation."""

@@ -1,0 +1,90 @@
+"""Checks of a `Trace` as a whole: names, storages, phases, outputs and gradients."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from remat.documents.arguments import referenced_names
+from remat.documents.targets import ACCUMULATE_TARGET, BOUNDARY_NAME
+
+if TYPE_CHECKING:
+    from remat.documents.records import Node
+    from remat.documents.trace import Trace
+
+
+def check_trace(trace: Trace) -> None:
+    """Raise ValueError unless every name is unique and defined before it is used, and every storage
+    exists."""
+    defined: dict[str, int] = {}  # storage by name
+    overwritten: set[int] = set()
+
+    def define(name: str, storage: int) -> None:
+        if name in defined or name == BOUNDARY_NAME:
+            raise ValueError(f"the name {name} is defined twice")
+        if storage >= len(trace.storage_bytes):
+            raise ValueError(f"{name} lives in storage {storage}, which does not exist")
+        defined[name] = storage
+
+    for placeholder in trace.placeholders:
+        define(placeholder.name, placeholder.storage)
+    node_names = {BOUNDARY_NAME}
+    written_storages = {p.storage for p in trace.placeholders}
+    backward_names = {p.name for p in trace.placeholders if p.kind == "tangent"}
+    forward_storages = {p.storage for p in trace.placeholders if p.kind != "tangent"}
+    for node in trace.nodes:
+        if node.name in node_names:
+            raise ValueError(f"the operation {node.name} is defined twice")
+        node_names.add(node.name)
+        used = node.operand_names
+        if undefined := [name for name in used if name not in defined]:
+            raise ValueError(f"operation {node.name} uses {undefined[0]} before it is defined")
+        if lost := [name for name in used if defined[name] in overwritten]:
+            raise ValueError(f"operation {node.name} reads {lost[0]} after it was overwritten")
+        overwritten.update(_checked_overwriting(trace, node))
+        if not node.backward and (wrong := [name for name in used if name in backward_names]):
+            raise ValueError(
+                f"operation {node.name} of the forward uses {wrong[0]} of the backward"
+            )
+        if node.backward:
+            backward_names.update(r.name for r in node.results)
+        if node.target == ACCUMULATE_TARGET and (len(node.args) != 2 or len(used) != 2):
+            raise ValueError(f"operation {node.name} needs a parameter and a gradient")
+        storages = {r.storage for r in node.results}
+        if not node.backward and node.view and not storages <= forward_storages:
+            raise ValueError(f"operation {node.name} of the forward views a tensor of the backward")
+        if node.view != (bool(storages) and storages <= written_storages):
+            raise ValueError(f"operation {node.name} is wrongly marked as view={node.view}")
+        if not node.view and storages & written_storages:
+            raise ValueError(f"operation {node.name} writes a storage that another one produces")
+        written_storages |= storages
+        if not node.backward:
+            forward_storages |= storages
+        for result in node.results:
+            define(result.name, result.storage)
+    tangents = {p.name for p in trace.placeholders if p.kind == "tangent"}
+    for output in trace.outputs:
+        if output.name not in defined or output.name in backward_names:
+            raise ValueError(f"the output {output.name} is not defined in the forward")
+        if output.tangent and output.tangent not in tangents:
+            raise ValueError(f"{output.tangent} is no tangent")
+    for gradient in trace.gradients:
+        if gradient.placeholder not in defined or gradient.name not in defined:
+            raise ValueError(f"the gradient {gradient.name} is not defined")
+    if sorted(set(trace.result.leaves())) != list(range(len(trace.outputs))):
+        raise ValueError("the result's leaves are not the outputs")
+
+
+def _checked_overwriting(trace: Trace, node: Node) -> tuple[int, ...]:
+    """Return the storages that an operation overwrites. Raises ValueError if the caller has one of
+    them."""
+    storages = trace.overwritten_storages(node)
+    if not storages:
+        return ()
+    owned_by_caller = {p.storage for p in trace.placeholders}
+    owned_by_caller |= {trace.storage_of[item.name] for item in (*trace.outputs, *trace.gradients)}
+    others = (node.args[1:], *node.kwargs.values())
+    if any(trace.storage_of[name] in storages for name in referenced_names(others)):
+        raise ValueError(f"operation {node.name} reads the tensor that it overwrites")
+    if not owned_by_caller.isdisjoint(storages):
+        raise ValueError(f"operation {node.name} overwrites a tensor of the caller")
+    return storages
