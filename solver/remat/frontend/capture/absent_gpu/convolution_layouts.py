@@ -1,7 +1,6 @@
 """Memory layouts of convolutions on an absent GPU: those that cuDNN selects.
 
-A capture on the CPU would have those of the CPU's libraries, which depend on the batch size and on
-the number of threads, too.
+A capture on the CPU would have those of the CPU's libraries, which depend on the batch size, too.
 """
 
 from __future__ import annotations
