@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -137,6 +137,14 @@ RUNS: dict[str, Callable[[nn.Module], Run]] = {
 }
 
 
+def cases(named: Mapping[str, object], *, slow: Collection[str]) -> list[Any]:
+    """Return the parameters of a test, those in `slow` with that mark."""
+    return [
+        pytest.param(value, id=name, marks=[pytest.mark.slow] if name in slow else [])
+        for name, value in named.items()
+    ]
+
+
 @pytest.mark.parametrize("make_run", RUNS.values(), ids=RUNS.keys())
 def test_nothing_of_a_step_outlives_it(
     make_run: Callable[[nn.Module], Run], model: Model, no_collector: None
@@ -163,7 +171,7 @@ CALLS: dict[str, Callable[[nn.Module], object]] = {
 }
 
 
-@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
+@pytest.mark.parametrize("call", cases(CALLS, slow={"max_batch"}))
 def test_planning_leaves_no_tensor(
     call: Callable[[nn.Module], object], model: Model, no_collector: None
 ) -> None:
@@ -184,7 +192,7 @@ COMPILED: dict[str, Callable[[nn.Module], Run]] = {
 }
 
 
-@pytest.mark.parametrize("make_run", COMPILED.values(), ids=COMPILED.keys())
+@pytest.mark.parametrize("make_run", cases(COMPILED, slow={"plain", "90%"}))
 @pytest.mark.usefixtures("empty_compile_caches")
 def test_nothing_of_a_compiled_step_outlives_it(
     make_run: Callable[[nn.Module], Run], model: Model, no_collector: None
