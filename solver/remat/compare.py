@@ -12,8 +12,7 @@ from remat.limits.budget import Budget
 from remat.plan import Plan
 from remat.progress import Cancel, ProgressCallback
 from remat.report.comparison import ComparisonData, ComparisonRow
-from remat.schedule import Schedule
-from remat.simulate import simulate
+from remat.simulate import baseline_of
 from remat.solve import HasGraph, check_budgets, check_graph, solve
 from remat.strategies.base import Strategy
 from remat.strategies.registry import compared_by_default
@@ -61,7 +60,7 @@ def compare(
     check_budgets("compare", budgets)
     traced = graph
     graph = graph if isinstance(graph, Graph) else graph.graph()
-    baseline = simulate(graph, Schedule.keep_all(graph))
+    baseline = baseline_of(graph)
     parsed = map(Budget.parse, BUDGETS if budgets is None else budgets)
     sized = [(b, b.in_bytes(baseline.peak_bytes, graph.library_bytes)) for b in parsed]
     rows: list[ComparisonRow[Plan]] = []

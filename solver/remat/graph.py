@@ -45,7 +45,8 @@ class Operation:
     operations sample random numbers or touch a buffer that changes: they keep their relative order
     in every order of the graph. The outputs are written over those of the inputs `overwrites` that
     no later run reads, which then take no additional memory; only operations that run once
-    overwrite.
+    overwrite. `piece_of` is the operation before the split of which this is piece number `piece`,
+    or "".
     """
 
     name: str
@@ -58,6 +59,34 @@ class Operation:
     module: str = ""
     order_sensitive: bool = False
     overwrites: tuple[int, ...] = ()
+    piece_of: str = ""
+    piece: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """The peak and the time of a step without recomputation."""
+
+    peak_bytes: int
+    time_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Operations around a tensor that the step runs on some of its rows at a time, in `pieces`.
+
+    The rows are `dimension_count` dimensions of the tensor `seed`, from `first_dimension` on. The
+    name is that of the tensor before the split, which may exist no more. `split_bytes` are those of
+    the tensors that no longer exist as a whole.
+    """
+
+    seed: str
+    first_dimension: int
+    dimension_count: int
+    rows: int
+    pieces: int
+    module: str
+    split_bytes: int
 
 
 @dataclass(frozen=True)
@@ -76,6 +105,11 @@ class Graph:
     library_bytes: int = 0
     """The part of `constant_bytes` that libraries allocate on the device (cuBLAS workspaces). No
     budget changes it, so percentages are of the rest: see `remat.limits.budget`."""
+    unsplit: Baseline | None = None
+    """The step before some of its operations were split into pieces; None if none were. Percentages
+    of memory and time are relative to it."""
+    splits: tuple[Split, ...] = ()
+    """The groups of operations that were split into pieces."""
 
     def __post_init__(self) -> None:
         _validate(self)
@@ -258,6 +292,10 @@ def _check_totals(graph: Graph) -> None:
             "constant memory, all values and the largest workspace add up to over 2**62 bytes: "
             "sizes are in bytes"
         )
+    if graph.unsplit is not None:
+        peak_bytes, time_s = graph.unsplit.peak_bytes, graph.unsplit.time_s
+        if not 0 <= peak_bytes < _LIMIT_BYTES or not 0 <= time_s < _LIMIT_S:
+            raise GraphError(f"a peak of {peak_bytes} bytes and {time_s} s are no unsplit step's")
     costs_s = [operation.cost_s for operation in graph.operations]
     if tiny := [cost for cost in costs_s if 0 < cost < 1 / _LIMIT_S]:
         raise GraphError(f"an operation costs {tiny[0]} s: costs are zero, or {1 / _LIMIT_S:g} s")

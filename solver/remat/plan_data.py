@@ -16,7 +16,7 @@ from remat.graph import Graph
 from remat.limits.budget import share_of_baseline
 from remat.limits.units import format_bytes
 from remat.schedule import Schedule
-from remat.simulate import Timeline, simulate
+from remat.simulate import Timeline, baseline_of, simulate
 from remat.solution import BoundScope, Solution, Stats
 
 RESERVED_BYTES_STAT = "reserved_for_others_bytes"
@@ -24,6 +24,15 @@ RESERVED_BYTES_STAT = "reserved_for_others_bytes"
 
 REQUESTED_GAP_STAT = "requested_gap"
 """Key of `PlanData.stats`: the gap at which the strategy ends, a fraction of the time."""
+
+
+UNSPLIT_BOUND_STAT = "unsplit_bound"
+"""Key of `PlanData.stats`, for a step with split operations: the lower bound without splitting, as
+extra time over no recomputation."""
+
+UNSPLIT_MIN_BYTES_STAT = "unsplit_min_bytes"
+"""Key of `PlanData.stats`, for a step with split operations whose budget is "min" or was not met
+without: the smallest peak known without splitting."""
 
 
 class Status(Enum):
@@ -64,7 +73,7 @@ class PlanData:
         """Return the plan for a strategy's solution. Its schedule is simulated; raises `RematError`
         (a bug in the strategy) if it does not fit the budget."""
         timeline = simulate(graph, solution.schedule)
-        baseline = simulate(graph, Schedule.keep_all(graph))
+        baseline = baseline_of(graph)
         if timeline.peak_bytes > budget_bytes:
             raise RematError(
                 f"bug: the schedule peaks at {timeline.peak_bytes:,} bytes, over its budget of "
@@ -73,7 +82,7 @@ class PlanData:
         bound = solution.bound
         is_proved = solution.proved and solution.bound_scope != "slots"
         if bound is not None:
-            bound = min(max(bound, baseline.time_s), timeline.time_s)
+            bound = min(max(bound, graph.total_cost_s), timeline.time_s)
         return cls(
             status=Status.OPTIMAL if is_proved else Status.FEASIBLE,
             budget_bytes=budget_bytes,

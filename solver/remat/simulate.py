@@ -22,7 +22,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from remat.errors import wrong_type
-from remat.graph import Graph
+from remat.graph import Baseline, Graph
 from remat.schedule import Schedule
 
 
@@ -93,6 +93,14 @@ def peak_and_time(graph: Graph, schedule: Schedule) -> tuple[int, float]:
     live = _live_bytes(graph, spans, len(schedule))
     during = _during_bytes(graph, schedule, live, spans)
     return max(during, default=graph.constant_bytes), _total_time_s(graph, schedule)
+
+
+def baseline_of(graph: Graph) -> Baseline:
+    """Return the peak and time that percentages are relative to: those of the step without
+    recomputation, before any of its operations were split."""
+    if graph.unsplit is not None:
+        return graph.unsplit
+    return Baseline(*peak_and_time(graph, Schedule.keep_all(graph)))
 
 
 _CopySpans = tuple[list[int], list[int], list[int]]

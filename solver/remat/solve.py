@@ -17,7 +17,7 @@ from remat.plan import Plan
 from remat.plan_data import REQUESTED_GAP_STAT
 from remat.progress import Cancel, ProgressCallback, raise_progress_errors
 from remat.schedule import Schedule
-from remat.simulate import peak_and_time, simulate
+from remat.simulate import baseline_of, peak_and_time, simulate
 from remat.solution import Solution, Stats, merge_stats
 from remat.strategies.auto import Auto
 from remat.strategies.base import Strategy, Task, checked_strategy
@@ -68,7 +68,8 @@ def solve(
     check_graph("solve", graph)
     stats: Stats = {} if isinstance(graph, Graph) else {"cost_source": graph.cost_source}
     traced, graph = graph, graph if isinstance(graph, Graph) else graph.graph()
-    budget_bytes = Budget.parse(budget).in_bytes(_baseline_bytes(graph), graph.library_bytes)
+    baseline_bytes = baseline_of(graph).peak_bytes
+    budget_bytes = Budget.parse(budget).in_bytes(baseline_bytes, graph.library_bytes)
     with raise_progress_errors(progress, cancel) as (progress, cancel):
         plan = _solve(graph, budget_bytes, strategy, None, progress, cancel, stats)
     return _with_trace_stats(plan, traced)
@@ -95,7 +96,7 @@ def sweep(
     stats: Stats = {} if isinstance(graph, Graph) else {"cost_source": graph.cost_source}
     traced, graph = graph, graph if isinstance(graph, Graph) else graph.graph()
     strategy = checked_strategy(strategy or Auto())
-    baseline_bytes = _baseline_bytes(graph)
+    baseline_bytes = baseline_of(graph).peak_bytes
     parsed = map(Budget.parse, SWEEP_BUDGETS if budgets is None else budgets)
     sizes = {budget.in_bytes(baseline_bytes, graph.library_bytes) for budget in parsed}
     plans: list[Plan] = []
@@ -149,10 +150,6 @@ def warn_of_solver_failure(plan: Plan) -> None:
     if "solver_error" in plan.stats:
         message = f"{plan.stats['solver_error']}. The plan is the best found without it"
         warnings.warn(message, SolverWarning, stacklevel=4)
-
-
-def _baseline_bytes(graph: Graph) -> int:
-    return simulate(graph, Schedule.keep_all(graph)).peak_bytes
 
 
 def _solve(

@@ -16,9 +16,8 @@ from remat.documents.trace import Trace
 from remat.errors import DocumentError, SolverError
 from remat.limits.budget import Budget
 from remat.milp.solvers.pulp_solvers import is_highs
-from remat.schedule import Schedule
 from remat.service.wire import DryRunResult, JobKind, JobView, SolveRequest, graph_of
-from remat.simulate import simulate
+from remat.simulate import baseline_of
 from remat_server.problems import ServiceProblem
 from remat_server.settings import Settings
 from remat_server.store import jobs, leases
@@ -228,7 +227,7 @@ class RequestIntake:
             costs = graph_or_trace.cost_source if isinstance(graph_or_trace, Trace) else "as given"
             operations, values = len(graph), len(graph.values)
             constants = graph.constant_bytes
-            peak = simulate(graph, Schedule.keep_all(graph)).peak_bytes
+            peak = baseline_of(graph).peak_bytes
             budgets = [request.budget] if isinstance(request, SolveRequest) else request.budgets
             for budget in budgets or ():
                 Budget.parse(budget).in_bytes(peak, graph.library_bytes)

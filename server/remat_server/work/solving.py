@@ -16,12 +16,14 @@ from remat.documents.base import validate_json
 from remat.documents.plan import PlanDocument
 from remat.documents.trace import Trace
 from remat.errors import InfeasibleBudget, RematError
+from remat.limits.pieces import pieces_to_try
 from remat.plan import Plan
 from remat.progress import Progress, ProgressCallback
 from remat.rewrite import rewrite
 from remat.service import wire
 from remat.solution import FAILURES
 from remat.solve import solve, sweep
+from remat.split_choice import solve_with_splits
 from remat.strategies.base import Strategy
 from remat_server.problems import make_problem, problem_from_error
 from remat_server.work.messages import AnswerMessage, FailureMessage, ProgressMessage
@@ -31,6 +33,8 @@ ProgressSink = Callable[[ProgressMessage], None]
 Request = wire.SolveRequest | wire.SweepRequest
 
 _PROGRESS_INTERVAL_S = 0.5
+_CHOICE_SHARE, _SOLVE_SHARE = 0.2, 0.4
+"""Shares of a solve's time limit: to choose the number of pieces, and for each of two solves."""
 _REMEDY = "/docs describes requests, and remat.Client sends them"
 
 
@@ -57,7 +61,11 @@ def solve_request(
     try:
         request = read_request(kind, body)
         strategy = within_limits(request.options.strategy, threads, time_limit_s)
-        graph, costs = _with_costs(request, device)
+        graph = wire.graph_of(request)
+        costs = "as given"
+        if isinstance(graph, Trace):
+            graph = _with_costs(graph, request, device)
+            costs = graph.cost_source
         progress = _throttled(on_progress)
         if isinstance(request, wire.SweepRequest):
             plans = sweep(graph, request.budgets, strategy, progress=progress)
@@ -68,7 +76,18 @@ def solve_request(
             documents = tuple(PlanDocument.of(plan) for plan in plans)
             answer = wire.SweepResult(plans=documents, costs=costs).model_dump_json()
         else:
-            plan = solve(graph, request.budget, strategy, progress=progress)
+            pieces = pieces_to_try(request.split) if isinstance(graph, Trace) else ()
+            if pieces:
+                graph, plan = solve_with_splits(
+                    graph,
+                    request.budget,
+                    pieces,
+                    solve_in_full=_solve_in_part_of_the_time(request, strategy, progress),
+                    measure=lambda trace: _with_costs(trace, request, device, are_pieces=True),
+                    limit_s=_CHOICE_SHARE * time_limit_s,
+                )
+            else:
+                plan = solve(graph, request.budget, strategy, progress=progress)
             plans = [plan]
             program = rewrite(graph, plan.schedule) if isinstance(graph, Trace) else None
             answer = wire.SolveResult(
@@ -121,19 +140,28 @@ def summarize_plan(plan: Plan) -> wire.PlanSummary:
     )
 
 
-def _with_costs(request: Request, device: str) -> tuple[Any, str]:
-    """Return the graph or trace with costs, and the source of the costs."""
-    graph = wire.graph_of(request)
-    if not isinstance(graph, Trace):
-        return graph, "as given"
+def _with_costs(trace: Trace, request: Request, device: str, *, are_pieces: bool = False) -> Trace:
+    """Return the trace with the costs that a request asks for. With `are_pieces`, only the pieces
+    of split operations are measured, which have none."""
     costs = request.options.costs
     if request.needs_measurement:
-        from remat.frontend.costs.measure import measure
+        from remat.frontend.costs.measure import measure, measure_pieces
 
-        graph = measure(graph, device=device)
-    elif costs is not None:
-        graph = with_roofline_costs(graph, Roofline(costs.partition(":")[2]))
-    return graph, graph.cost_source
+        return (measure_pieces if are_pieces else measure)(trace, device)
+    if costs is not None:
+        return with_roofline_costs(trace, Roofline(costs.partition(":")[2]))
+    return trace
+
+
+def _solve_in_part_of_the_time(
+    request: wire.SolveRequest, strategy: Strategy, progress: ProgressCallback
+) -> Callable[[Trace], Plan]:
+    """Return a function that solves a trace. It leaves time to choose the pieces, and to solve the
+    trace without them, too."""
+    if is_dataclass(strategy) and hasattr(strategy, "time_limit"):
+        shorter = {"time_limit": _SOLVE_SHARE * strategy.time_limit}
+        strategy = replace(strategy, **shorter)
+    return lambda trace: solve(trace, request.budget, strategy, progress=progress)
 
 
 def _throttled(on_progress: ProgressSink) -> ProgressCallback:

@@ -17,6 +17,7 @@ from remat.commands.common.interruptible_solve import (
 )
 from remat.commands.common.progress_line import show_progress
 from remat.commands.common.summaries import compiled_plan_summary, plan_summary, to_json_text
+from remat.limits.pieces import SPLIT_AUTO
 from remat.limits.units import format_bytes
 from remat.plan_data import with_reserve_stat
 from remat.report.eager_step import eager_peak_bytes
@@ -51,9 +52,11 @@ def run(
     autocast: command_options.Autocast = None,
     reserve: command_options.Reserve = None,
     drop_outputs: command_options.DropOutputs = False,
+    split: command_options.Split = SPLIT_AUTO,
 ) -> None:
     """Run a training step without and with remat: plan, peak, time, loss and gradients."""
     limits = command_options.limits_from_options(budget, reserve)
+    pieces = command_options.pieces_from_option(split)
     command_options.check_local_device(
         device, "run", "remat trace SOURCE --device {name} plans for it"
     )
@@ -75,7 +78,7 @@ def run(
     from remat.frontend.api.trial import run_eager_trial
     from remat.frontend.capture.trace import trace as capture
     from remat.frontend.common.torch_modes import autocast_to
-    from remat.frontend.costs.measure import measure
+    from remat.frontend.costs.measure import measure, measure_pieces
     from remat.frontend.runtime.module import lower
 
     sizes = BatchSizes(batch, tokens, image)
@@ -92,8 +95,11 @@ def run(
         traced = capture(step.model, step.args, step.kwargs, outputs=outputs)
         with show_progress("measuring", 1) as line:
             traced = measure(traced, progress=line.on_measure_progress)
+        predicted_eager_bytes = eager_peak_bytes(traced)
         with limits.infeasible_with_reserve():
-            plan, signum = solve_trace(traced, limits.budget_after_reserve, selected_strategy)
+            (traced, plan), signum = solve_trace(
+                traced, limits.budget_after_reserve, selected_strategy, pieces, measure_pieces
+            )
         plan = with_reserve_stat(plan, limits.reserve_bytes)
         rewritten_program = rewrite(traced, plan.schedule)
         if program is not None:
@@ -112,7 +118,7 @@ def run(
                 step.args,
                 step.kwargs,
                 rounds=rounds,
-                predicted_eager_bytes=eager_peak_bytes(traced),
+                predicted_eager_bytes=predicted_eager_bytes,
             )
     if as_json:
         summary = {"model": step.name, **trial.to_data(), "plan": plan_summary(plan)}

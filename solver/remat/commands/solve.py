@@ -9,6 +9,10 @@ from remat.commands.common.interruptible_solve import (
     hint_how_to_save,
     solve_trace,
 )
+from remat.costs.roofline import Roofline
+from remat.costs.trace_costs import with_roofline_costs
+from remat.documents.trace import Trace
+from remat.limits.pieces import SPLIT_OFF
 from remat.plan_data import with_reserve_stat
 from remat.rewrite import rewrite
 
@@ -25,8 +29,14 @@ def solve(
     program: command_options.ProgramOutput = None,
     as_json: command_options.Json = False,
     reserve: command_options.Reserve = None,
+    split: command_options.Split = SPLIT_OFF,
 ) -> None:
-    """Find the schedule with the least extra time whose peak is within the budget."""
+    """Find the schedule with the least extra time whose peak is within the budget.
+
+    With --split, operations may run in pieces: --program has them then, too. The costs of pieces
+    come from where those of the trace came from: a data sheet, or this machine.
+    """
+    pieces = command_options.pieces_from_option(split)
     limits = command_options.limits_from_options(budget, reserve)
     selected_strategy = command_options.strategy_from_options(
         strategy, option, gap, time_limit, solver
@@ -34,7 +44,13 @@ def solve(
     files.check_outputs(output, program)
     traced = files.read_measured_trace(trace)
     with limits.infeasible_with_reserve():
-        plan, signum = solve_trace(traced, limits.budget_after_reserve, selected_strategy)
+        (traced, plan), signum = solve_trace(
+            traced,
+            limits.budget_after_reserve,
+            selected_strategy,
+            pieces,
+            _with_costs_of_pieces,
+        )
     plan = with_reserve_stat(plan, limits.reserve_bytes)
     if output is not None:
         files.write_output(output, plan.to_json())
@@ -47,3 +63,14 @@ def solve(
     if program is None:
         hint_how_to_save(output, as_json, "plan", "plan.json.gz")
     exit_if_interrupted(signum, describe_incumbent(plan))
+
+
+def _with_costs_of_pieces(trace: Trace) -> Trace:
+    """Return a trace with costs of its pieces, from the source of the others' costs."""
+    source = next((node.cost_source for node in trace.nodes if node.cost_source), "")
+    method, _, device = source.partition(" ")
+    if method == "roofline":
+        return with_roofline_costs(trace, Roofline(device))
+    from remat.frontend.costs.measure import measure_pieces
+
+    return measure_pieces(trace)

@@ -11,11 +11,12 @@ from pydantic import ConfigDict, Field
 
 from remat.documents.base import Document, Record
 from remat.documents.quantities import Amount, Cost, Natural, Size
+from remat.documents.records import BaselineRecord, SplitRecord
 from remat.errors import DocumentError, RematError
 from remat.graph import Graph, Operation, Value
 from remat.plan_data import P, PlanData, Status
 from remat.schedule import Schedule
-from remat.simulate import simulate
+from remat.simulate import baseline_of
 from remat.solution import BoundScope
 
 _Values = Annotated[tuple[Natural, ...], Field(json_schema_extra={"uniqueItems": True})]
@@ -50,6 +51,8 @@ class OperationRecord(Record):
     module: str
     order_sensitive: bool = False
     overwrites: _Values = ()
+    piece_of: str = ""
+    piece: Natural = 0
 
 
 class GraphRecord(Record):
@@ -61,6 +64,8 @@ class GraphRecord(Record):
     constant_bytes: Size
     boundary: Natural | None
     library_bytes: Size = 0
+    unsplit: BaselineRecord | None = None
+    splits: tuple[SplitRecord, ...] = ()
 
     @classmethod
     def of(cls, graph: Graph) -> GraphRecord:
@@ -77,6 +82,8 @@ class GraphRecord(Record):
                 "operations": tuple(Operation(**dict(record)) for record in self.operations),
                 "values": tuple(Value(**dict(record)) for record in self.values),
                 "results": frozenset(self.results),
+                "unsplit": None if self.unsplit is None else self.unsplit.to_baseline(),
+                "splits": tuple(record.to_split() for record in self.splits),
             }
         )
 
@@ -139,7 +146,7 @@ _SHARED_FIELDS = (PlanDocument.model_fields.keys() & {field.name for field in fi
 def _check_numbers(plan: PlanData) -> None:
     """Raise `DocumentError` if a peak, a time or the bound contradicts the plan's schedule."""
     timeline = plan.timeline()
-    baseline = simulate(plan.graph, Schedule.keep_all(plan.graph))
+    baseline = baseline_of(plan.graph)
     pairs = (
         ("peak_bytes", plan.peak_bytes, timeline.peak_bytes),
         ("baseline_peak_bytes", plan.baseline_peak_bytes, baseline.peak_bytes),

@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from remat.documents.arguments import Args, Kwargs, referenced_names
 from remat.documents.base import DottedPath, Identifier, Record, Target
 from remat.documents.quantities import Cost, Int64, Natural, Size
+from remat.graph import Baseline, Split
 
 _Sizes = Annotated[tuple[Int64, ...], Field(max_length=64)]
 """A number for each dimension of a tensor, of which torch allows 64."""
@@ -78,6 +79,10 @@ class Node(Record):
     """True if it samples from a generator, whose state is replayed when it is recomputed."""
     recomputable: bool = True
     module: DottedPath = ""
+    piece_of: DottedPath = ""
+    """The operation before the split of which this is, or belongs to, one piece."""
+    piece: Natural = 0
+    """The number of the piece."""
     cost_s: Cost | None = None
     launch_s: float | None = Field(default=None, ge=0)
     """CPU time to launch it on an accelerator that is busy with other operations."""
@@ -104,6 +109,33 @@ class Gradient(Record):
 
     placeholder: Identifier
     name: Identifier
+
+
+class SplitRecord(Record):
+    """The JSON form of a `remat.graph.Split`."""
+
+    seed: Identifier
+    first_dimension: Natural
+    dimension_count: Annotated[int, Field(ge=1, le=64)]
+    rows: Natural
+    pieces: Annotated[int, Field(ge=2)]
+    module: DottedPath = ""
+    split_bytes: Size
+
+    def to_split(self) -> Split:
+        """Return the split."""
+        return Split(**dict(self))
+
+
+class BaselineRecord(Record):
+    """The JSON form of a `remat.graph.Baseline`."""
+
+    peak_bytes: Size
+    time_s: Cost
+
+    def to_baseline(self) -> Baseline:
+        """Return the peak and time."""
+        return Baseline(**dict(self))
 
 
 class Environment(Record):

@@ -17,11 +17,13 @@ from remat.documents.arguments import Ref, referenced_names
 from remat.documents.base import Document, DottedPath
 from remat.documents.quantities import Size
 from remat.documents.records import (
+    BaselineRecord,
     Environment,
     Gradient,
     Node,
     Output,
     Placeholder,
+    SplitRecord,
     TensorMeta,
 )
 from remat.documents.structure import Structure
@@ -65,6 +67,10 @@ class Trace(Document):
     until the backward has read them."""
     library_bytes: Size = 0
     """Bytes that libraries allocate on the device for the whole step (cuBLAS workspaces)."""
+    splits: tuple[SplitRecord, ...] = ()
+    """The groups of operations that were split into pieces, in the order in which they were."""
+    unsplit: BaselineRecord | None = None
+    """The step before the splits, with its costs; None if there were none."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -143,6 +149,11 @@ class Trace(Document):
         return self._graph
 
     @cached_property
+    def graph_of_sizes(self) -> Graph:
+        """The same graph, in which operations that were not measured cost nothing."""
+        return self._graph if self.measured else _build_graph(self)
+
+    @cached_property
     def _graph(self) -> Graph:
         if not self.measured:
             raise RematError(
@@ -213,12 +224,15 @@ def _build_graph(trace: Trace) -> Graph:
                 module=node.module,
                 order_sensitive=node.random or not mutated.isdisjoint({*read, *written}),
                 overwrites=tuple(value_of[s] for s in trace.overwritten_storages(node)),
+                piece_of=node.piece_of,
+                piece=node.piece,
             )
         )
     constant_bytes = sum(trace.allocated_bytes(s) for s in constants)
     constant_bytes += trace.library_bytes
     if trace.accumulates_gradients:
         constant_bytes += accumulated_gradient_bytes(trace)
+    unsplit = trace.unsplit
     return Graph(
         operations=tuple(operations),
         values=tuple(values),
@@ -226,6 +240,8 @@ def _build_graph(trace: Trace) -> Graph:
         constant_bytes=constant_bytes,
         boundary=boundary,
         library_bytes=trace.library_bytes,
+        unsplit=None if unsplit is None else unsplit.to_baseline(),
+        splits=tuple(record.to_split() for record in trace.splits),
     )
 
 

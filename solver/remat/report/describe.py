@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 
 from remat.allocator.prediction import AllocatorPrediction
 from remat.errors import wrong_type
@@ -10,6 +11,7 @@ from remat.graph import Graph
 from remat.limits.units import format_bytes, format_seconds
 from remat.plan_data import REQUESTED_GAP_STAT, RESERVED_BYTES_STAT, PlanData, Status
 from remat.report.solve_progress import describe_solve_steps
+from remat.report.splits import split_lines
 from remat.report.tables import align_columns, fold_layer_numbers, largest_rows
 from remat.schedule import Schedule
 from remat.simulate import simulate
@@ -41,6 +43,7 @@ def describe(plan: PlanData, solve: bool = False) -> str:
         f"{format_seconds(plan.baseline_time_s)} (costs {source})",
         *_launch_line(plan),
         f"bound     {_bound_text(plan)}",
+        *_labelled("split", split_lines(plan)),
         f"recompute {sum(recomputed.values())} runs of {len(recomputed)} of {len(graph)} "
         "operations",
     ]
@@ -96,6 +99,11 @@ def _producer(graph: Graph, value: int) -> str:
     """Return the name of the operation that produces a value, with its module."""
     producer = graph.operations[graph.producer[value]]
     return f"{producer.name} ({producer.module})" if producer.module else producer.name
+
+
+def _labelled(label: str, texts: Sequence[str]) -> list[str]:
+    """Return lines of which the first has a label."""
+    return [f"{'' if i else label:<10}{text}" for i, text in enumerate(texts)]
 
 
 def _gap_text(plan: PlanData) -> str:

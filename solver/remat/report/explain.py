@@ -6,7 +6,6 @@ one more. Every number has a unit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -15,11 +14,10 @@ from remat.graph import Graph
 from remat.limits.units import format_bytes, format_seconds
 from remat.plan_data import PlanData
 from remat.report.describe import SCOPE_TEXT
-from remat.report.tables import align_columns, fold_layer_numbers
+from remat.report.module_lines import module_lines, phase, plural
+from remat.report.tables import fold_layer_numbers
 from remat.schedule import Schedule
 from remat.simulate import Timeline, simulate
-
-_MAX_ROWS = 60
 
 
 def explain(plan: PlanData, name: str) -> str:
@@ -38,7 +36,10 @@ def explain(plan: PlanData, name: str) -> str:
     if op is not None:
         parts.append("\n".join(_explain_operation(plan, op)))
     if name and set(in_module) - {op}:
-        parts.append("\n".join(_explain_module(plan, name, in_module)))
+        parts.append("\n".join(module_lines(plan, name, in_module)))
+    pieces = [i for i, o in enumerate(operations) if name and o.piece_of == name]
+    if pieces:
+        parts.append("\n".join(module_lines(plan, name, pieces)))
     if not parts:
         raise UnknownName(_unknown_name_text(plan.graph, name))
     return "\n\n".join(parts)
@@ -123,9 +124,11 @@ def _explain_operation(plan: PlanData, op: int) -> list[str]:
     module = f" in {operation.module}" if operation.module else ""
     timeline = plan.timeline()
     lines = [
-        f"{operation.name}: {_phase(graph, op)} operation {op} of {len(graph)}{module}, "
+        f"{operation.name}: {phase(graph, op)} operation {op} of {len(graph)}{module}, "
         f"{format_seconds(operation.cost_s)}, output {format_bytes(size)}"
     ]
+    if operation.piece_of:
+        lines.append(f"  piece {operation.piece} of {operation.piece_of}, which is split")
     if len(runs) == 1:
         lines.append(f"  not recomputed: runs once (run {runs[0]})")
         lines += _why_retained(plan, op, timeline)
@@ -151,7 +154,7 @@ def _why_recomputed(plan: PlanData, op: int, timeline: Timeline) -> list[str]:
     extra_s = timeline.time_s - alternative.time_s
     cost = f"  it costs {format_seconds(extra_s)}{_share_of_step(plan, extra_s)}"
     if others:
-        cost += f", including {others} {_plural('recomputation', others)} of its inputs"
+        cost += f", including {others} {plural('recomputation', others)} of its inputs"
     lines = [cost, *_freed_lines(plan, op, timeline)]
     spare = plan.budget_bytes - alternative.peak_bytes
     peak = (
@@ -276,53 +279,6 @@ def _copy_lines(plan: PlanData, op: int, timeline: Timeline) -> list[str]:
     return lines
 
 
-# -- a module -----------------------------------------------------------------------------------
-
-
-def _explain_module(plan: PlanData, path: str, ops: Sequence[int]) -> list[str]:
-    """Return a table of a module's operations, in order. Of very many, only the recomputed and the
-    largest are listed."""
-    graph = plan.graph
-    recomputed = plan.schedule.recomputed(graph)
-
-    def output_bytes(op: int) -> int:
-        return sum(graph.values[v].size_bytes for v in graph.operations[op].outputs)
-
-    def totals(ops: Sequence[int]) -> tuple[str, str, str]:
-        """Return the output bytes, time and recomputed time of some operations, as text."""
-        time_s = sum(graph.operations[op].cost_s for op in ops)
-        extra_s = sum(graph.operations[op].cost_s * recomputed.get(op, 0) for op in ops)
-        size_bytes = sum(output_bytes(op) for op in ops)
-        return format_bytes(size_bytes), format_seconds(time_s), format_seconds(extra_s)
-
-    recomputed_count = sum(op in recomputed for op in ops)
-    by_importance = sorted(ops, key=lambda op: (op not in recomputed, -output_bytes(op)))
-    listed = sorted(by_importance[:_MAX_ROWS])
-    table = [("operation", "pass", "", "output", "time", "extra time")]
-    for op in listed:
-        times = recomputed.get(op, 0)
-        state = f"recomputed {times}x" if times else _retained_text(graph, op)
-        table.append((graph.operations[op].name, _phase(graph, op), state, *totals([op])))
-    rest = [op for op in ops if op not in set(listed)]
-    if rest:
-        table.append((f"{len(rest)} more", "", "", *totals(rest)))
-    table.append(("total", "", "", *totals(ops)))
-    return [
-        f"{path}: {len(ops)} {_plural('operation', len(ops))}, {recomputed_count} recomputed",
-        *align_columns(table, left=3),
-    ]
-
-
-def _retained_text(graph: Graph, op: int) -> str:
-    """Return the state of an operation that is not recomputed, as text."""
-    operation = graph.operations[op]
-    if operation.outputs and all(v in graph.results for v in operation.outputs):
-        return "retained (result)"
-    if not operation.recomputable:
-        return "retained (not recomputable)"
-    return "retained"
-
-
 # -- parts of sentences ---------------------------------------------------------------------------
 
 
@@ -346,14 +302,9 @@ def _run_text(graph: Graph, schedule: Schedule, run: int, displayed_run: int) ->
     op = schedule.runs[run]
     module = graph.operations[op].module
     return (
-        f"in run {displayed_run} ({graph.operations[op].name}, {_phase(graph, op)}"
+        f"in run {displayed_run} ({graph.operations[op].name}, {phase(graph, op)}"
         f"{f', {module}' if module else ''})"
     )
-
-
-def _phase(graph: Graph, op: int) -> str:
-    """Return "forward" or "backward"."""
-    return "backward" if graph.operations[op].backward else "forward"
 
 
 def _share_of_step(plan: PlanData, time_s: float) -> str:
@@ -375,7 +326,3 @@ def _first_runs(schedule: Schedule) -> dict[int, int]:
     for run, op in enumerate(schedule.runs):
         first.setdefault(op, run)
     return first
-
-
-def _plural(word: str, count: int) -> str:
-    return word if count == 1 else f"{word}s"

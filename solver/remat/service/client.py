@@ -17,6 +17,7 @@ from remat.errors import InfeasibleBudget, RematError, ServiceError
 from remat.graph import Graph
 from remat.limits.budget import Budget
 from remat.limits.outputs import OUTPUTS_HELD
+from remat.limits.pieces import SPLIT_AUTO, SPLIT_OFF
 from remat.plan import Plan
 from remat.progress import Cancel, ProgressCallback
 from remat.service import wire
@@ -77,6 +78,7 @@ class Client:
         reserve: Reserve | None = None,
         cuda_graphs: bool = False,
         outputs: str = OUTPUTS_HELD,
+        split: str | int = SPLIT_AUTO,
     ) -> RematModule:
         """Like `remat.optimize`, but the service computes the plan.
 
@@ -91,7 +93,16 @@ class Client:
             service_costs = costs
 
         def plan(trace: Trace, budget: int | str) -> tuple[Plan, Program]:
-            return self.plan(trace, budget, strategy, costs=service_costs, progress=progress)
+            # Where the costs are, there the pieces are chosen.
+            is_chosen = service_costs is None or trace.splits
+            return self.plan(
+                trace,
+                budget,
+                strategy,
+                costs=service_costs,
+                progress=progress,
+                split=SPLIT_OFF if is_chosen else split,
+            )
 
         return optimize(
             model,
@@ -106,6 +117,7 @@ class Client:
             reserve=reserve,
             cuda_graphs=cuda_graphs,
             outputs=outputs,
+            split=split,
         )
 
     def solve(
@@ -131,9 +143,11 @@ class Client:
         costs: str | None = None,
         progress: ProgressCallback | None = None,
         cancel: Cancel | None = None,
+        split: str | int = SPLIT_OFF,
     ) -> tuple[Plan, Program]:
-        """Return the plan for a trace, and the program for `remat.lower`."""
-        plan, program = self._solve(trace, budget, strategy, costs, progress, cancel)
+        """Return the plan for a trace, and the program for `remat.lower`. With `split`, the service
+        may split the trace's largest operations, whose costs it must determine: see `costs`."""
+        plan, program = self._solve(trace, budget, strategy, costs, progress, cancel, split)
         if program is None:
             raise ServiceError("the service sent a plan without its program")
         return plan, program
@@ -204,8 +218,9 @@ class Client:
         costs: str | None,
         progress: ProgressCallback | None,
         cancel: Cancel | None,
+        split: str | int = SPLIT_OFF,
     ) -> tuple[Plan, Program | None]:
-        fields = _problem(graph) | {"budget": Budget.parse(budget)}
+        fields = _problem(graph) | {"budget": Budget.parse(budget), "split": split}
         job = self.submit(_checked(wire.SolveRequest, options=_options(strategy, costs), **fields))
         result = self._service.read(self._finish(job, progress, cancel), wire.SolveResult)
         return _with_warning(result.plan.to_plan(Plan)), result.program

@@ -27,6 +27,7 @@ from remat.documents.program import Program
 from remat.documents.trace import Trace
 from remat.graph import Graph
 from remat.limits.budget import Budget
+from remat.limits.pieces import MAX_PIECES, SPLIT_AUTO, SPLIT_OFF, pieces_to_try
 from remat.strategies.auto import Auto
 from remat.strategies.base import Strategy
 from remat.strategies.registry import from_data, json_schema, to_data
@@ -66,6 +67,12 @@ def _check_costs(costs: str) -> str:
     return costs
 
 
+def _check_split(split: str | int) -> str | int:
+    """Return `split` if it is a valid option. Raises ValueError."""
+    pieces_to_try(split)
+    return split
+
+
 def _read_strategy(data: object) -> Strategy:
     """Return the strategy in JSON data, or the strategy itself if it is one of remat's."""
     if not hasattr(data, "run"):
@@ -103,6 +110,19 @@ StrategyData = Annotated[
     PlainValidator(_read_strategy),
     PlainSerializer(to_data),
     _StrategySchema(),
+]
+
+SplitData = Annotated[
+    str | int,
+    PlainValidator(_check_split),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"enum": [SPLIT_AUTO, SPLIT_OFF]},
+                {"type": "integer", "minimum": 1, "maximum": MAX_PIECES},
+            ]
+        }
+    ),
 ]
 
 
@@ -179,6 +199,21 @@ class SolveRequest(_Request):
     is treated as missing."""
 
     budget: BudgetData
+    split: SplitData = SPLIT_OFF
+    """Into how many pieces the trace's largest operations may be split."""
+
+    @model_validator(mode="after")
+    def _check_split(self) -> Self:
+        if not pieces_to_try(self.split):
+            return self
+        if self.trace is None:
+            raise ValueError("only a trace can be split: post it instead of its graph")
+        if self.options.costs is None and self.trace.measured:
+            raise ValueError(
+                "the pieces of an operation need costs, too: add options.costs, "
+                '"roofline:DEVICE" or "measure"'
+            )
+        return self
 
 
 class SweepRequest(_Request):

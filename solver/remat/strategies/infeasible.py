@@ -7,15 +7,14 @@ from remat.graph import Graph
 from remat.heuristics.peak_bounds import largest_operation
 from remat.limits.budget import missing_percent_sign_hint, share_of_baseline
 from remat.limits.units import format_bytes
-from remat.schedule import Schedule
-from remat.simulate import simulate
+from remat.simulate import baseline_of
 
 
 def infeasible(
     graph: Graph, budget_bytes: int, smallest_bytes: int, reason: str, *, proved: bool
 ) -> InfeasibleBudget:
     """Return the error, for the given `reason`; `proved` means that no schedule fits."""
-    baseline_bytes = simulate(graph, Schedule.keep_all(graph)).peak_bytes
+    baseline_bytes = baseline_of(graph).peak_bytes
     share = missing_percent_sign_hint(budget_bytes, baseline_bytes)
     smallest_share = share_of_baseline(
         smallest_bytes, baseline_bytes=baseline_bytes, library_bytes=graph.library_bytes

@@ -158,6 +158,29 @@ class Mlp(nn.Module):
         return {"loss": (x * scale).square().mean(), "hidden": x, "nothing": None, "n": 3}
 
 
+class LanguageModel(nn.Module):
+    """Layers with dropout, and a head whose logits are by far the largest tensor."""
+
+    def __init__(self, width: int = 16, words: int = 1000) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            *(nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Dropout(0.1)) for _ in range(3))
+        )
+        self.head = nn.Linear(width, words, bias=False)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        logits = self.head(self.layers(x))
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def language_model() -> Case:
+    """Return a model whose smallest peak is far larger without splitting."""
+    torch.manual_seed(0)
+    labels = torch.randint(0, 1000, (4, 16))
+    labels[0, :3] = -100
+    return Case(LanguageModel(), (torch.randn(4, 16, 16), labels), loss=lambda out: out)
+
+
 class Tied(nn.Module):
     """One weight under two names."""
 

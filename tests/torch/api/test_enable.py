@@ -21,7 +21,7 @@ from remat.frontend.memory.allocator_peak import allocated_peak
 
 def test_enable_returns_the_same_model_with_the_same_gradients() -> None:
     model, eager = net(), net()
-    assert remat.enable(model, "50%") is model
+    assert remat.enable(model, "50%", split="off") is model
     assert type(model) is Net
     assert model.state_dict().keys() == eager.state_dict().keys()
     assert inspect.signature(model.forward) == inspect.signature(eager.forward)
@@ -52,20 +52,20 @@ def test_the_measured_peak_is_that_of_the_plan() -> None:
 def test_a_disabled_model_is_as_before() -> None:
     model = net()
     before = set(model.__dict__)
-    remat.enable(model, "50%")
+    remat.enable(model, "50%", split="off")
     gradients(model)
     assert remat.disable(model) is model
     assert set(model.__dict__) == before
     assert_equal(gradients(model), gradients(net()))
     with pytest.raises(TraceError, match=r"not enabled for this Net; call remat\.enable"):
         remat.plans(model)
-    remat.enable(model, "60%")  # and once more
+    remat.enable(model, "60%", split="off")  # and once more
     assert_equal(gradients(model), gradients(net()))
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # ids have no gradient
 def test_hooks_of_the_model_run_once_outside_of_the_plan() -> None:
-    model = remat.enable(net(), "50%")
+    model = remat.enable(net(), "50%", split="off")
     seen: list[str] = []
     model.register_forward_pre_hook(lambda *_: seen.append("before"))
     model.register_forward_hook(lambda *_: seen.append("after"))
@@ -78,7 +78,7 @@ def test_hooks_of_the_model_run_once_outside_of_the_plan() -> None:
 
 @pytest.mark.parametrize("is_planned", [False, True])
 def test_copies_pickles_and_saved_files_stay_enabled(is_planned: bool, tmp_path: Path) -> None:
-    model = remat.enable(net(), "50%", (batch(),) if is_planned else None)
+    model = remat.enable(net(), "50%", (batch(),) if is_planned else None, split="off")
     expected = gradients(net())
     saved = io.BytesIO()
     torch.save(model, saved)
@@ -107,7 +107,7 @@ def test_copies_pickles_and_saved_files_stay_enabled(is_planned: bool, tmp_path:
 
 
 def test_averaged_models_stay_enabled() -> None:
-    model = remat.enable(net(), "50%", (batch(),))
+    model = remat.enable(net(), "50%", (batch(),), split="off")
     average = torch.optim.swa_utils.AveragedModel(model)
     gradients(model)
     average.update_parameters(model)
@@ -119,7 +119,7 @@ def test_averaged_models_stay_enabled() -> None:
 def test_an_enabled_forward_can_be_wrapped() -> None:
     """As accelerate does for mixed precision."""
     model = net()
-    remat.enable(model, "50%")
+    remat.enable(model, "50%", split="off")
     inner, calls = model.forward, []
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -140,14 +140,14 @@ def test_a_replaced_forward_is_planned_and_restored() -> None:
     model = net()
     original_forward = model.forward
     model.forward = twice = lambda ids: 2 * original_forward(ids)
-    remat.enable(model, "50%")
+    remat.enable(model, "50%", split="off")
     assert_equal(gradients(model), gradients(net(), scale=2.0))
     remat.disable(model)
     assert model.forward is twice
 
 
 def test_wrong_use_raises_an_error() -> None:
-    model = remat.enable(net(), "50%")
+    model = remat.enable(net(), "50%", split="off")
     with pytest.raises(TraceError, match=r"enabled for this Net already; call remat\.disable"):
         remat.enable(model, "40%")
     with pytest.raises(TraceError, match=r"expected a torch\.nn\.Module, got str"):
@@ -176,7 +176,7 @@ def test_wrong_use_raises_an_error() -> None:
 def test_torch_compile_breaks_the_graph_around_an_enabled_model_and_compiles_once() -> None:
     from torch._dynamo.testing import CompileCounter
 
-    model = remat.enable(net(), "50%", (batch(),))
+    model = remat.enable(net(), "50%", (batch(),), split="off")
     torch._dynamo.reset()
     counter = CompileCounter()
     run = torch.compile(lambda ids: model(ids) * 2, backend=counter)

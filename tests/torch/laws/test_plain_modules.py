@@ -8,7 +8,12 @@ import copy
 import pytest
 import torch
 from tests.helpers.training.models import PLAIN
-from tests.helpers.training.recorded_steps import assert_same, eager_step, run_step
+from tests.helpers.training.recorded_steps import (
+    RELATIVE_ERROR,
+    assert_same,
+    eager_step,
+    run_step,
+)
 
 import remat
 
@@ -39,7 +44,8 @@ def test_plain_modules_train_as_eager_mode(name: str, budget: str) -> None:
     step = run_step(gm, case)
     if case.autocast is not None:
         step = run_step(gm, case)  # the first call planned inside the metered region
-    assert_same(step, eager)
+    # The sum of several pieces is rounded after each of them.
+    assert_same(step, eager, tolerance=RELATIVE_ERROR if case.autocast is None else 0.02)
     program = gm.program
     assert program is not None
     if name not in EXTERNAL_LOSS:

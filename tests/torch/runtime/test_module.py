@@ -26,6 +26,7 @@ def optimized(model: nn.Module, budget: int | str = "90%", *args: object, **kwar
         *args,
         costs=COSTS,
         strategy=STRATEGY,
+        split="off",
         **kwargs,  # type: ignore[arg-type]
     )
 

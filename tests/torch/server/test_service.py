@@ -24,7 +24,7 @@ from tests.helpers.service.server import (
     solving_processes,
     wait_for,
 )
-from tests.helpers.training.models import gpt2
+from tests.helpers.training.models import gpt2, language_model
 from tests.helpers.training.recorded_steps import assert_same, eager_step, run_step
 
 import remat
@@ -172,6 +172,35 @@ def test_the_service_prices_traces_by_a_data_sheet(server: Server) -> None:
     assert plan.stats["cost_source"] == "roofline a100"
     local = remat.solve(remat.measure(trace, device=remat.Roofline("a100")), "85%", QUICK)
     assert plan.schedule == local.schedule
+
+
+@pytest.mark.parametrize("costs", [remat.Roofline("cpu"), "roofline:cpu", "measure"])
+def test_the_client_splits_what_a_budget_requires(
+    server: Server, costs: str | remat.Roofline
+) -> None:
+    """The pieces are chosen where their costs are: here, or by the service."""
+    case = language_model()
+    with server.client() as client:
+        with pytest.raises(remat.InfeasibleBudget):
+            client.optimize(case.model, "40%", case.args, strategy=QUICK, costs=costs, split="off")
+        gm = client.optimize(case.model, "40%", case.args, strategy=QUICK, costs=costs)
+    assert gm.plan is not None
+    assert gm.plan.graph.splits
+    actual = run_step(gm, case)
+    assert_same(actual, eager_step(case))
+    assert actual.peak_bytes <= 0.4 * gm.plan.baseline_peak_bytes
+
+
+def test_pieces_need_a_trace_and_costs(server: Server, graph: remat.Graph) -> None:
+    case = language_model()
+    trace = remat.measure(remat.trace(case.model, case.args), remat.Roofline("cpu"))
+    with server.client() as client:
+        with pytest.raises(remat.RematError, match=r"the pieces .* need costs"):
+            client.plan(trace, "40%", QUICK, split="auto")
+        with pytest.raises(remat.RematError, match="split is 0; it is"):
+            client.plan(trace, "40%", QUICK, costs="measure", split=0)
+    with pytest.raises(ValueError, match="only a trace can be split"):
+        SolveRequest(graph=GraphRecord.of(graph), budget="40%", split="auto")  # type: ignore[arg-type]
 
 
 def test_a_trace_for_a_device_that_no_worker_has_is_refused(server: Server) -> None:

@@ -8,7 +8,8 @@ from torch import nn
 
 import remat
 from remat.documents.trace import Trace
-from remat.passes.split.peak_region import find_peak_region, largest_operation, split_bytes
+from remat.passes.split.peak_region import find_peak_region, largest_operation
+from remat.passes.split.stages import split_bytes
 from remat.passes.split.states import Rows
 
 
@@ -26,7 +27,7 @@ def test_the_region_of_a_head_has_the_most_rows() -> None:
     assert region.rows == 12
     logits_bytes = 12 * 400 * 8
     assert split_bytes(region) >= 4 * logits_bytes
-    operation = trace.graph().operations[largest_operation(trace)]
+    operation = trace.graph().operations[largest_operation(trace.graph())]
     assert operation.name in {trace.nodes[index].name for index in region.split_calls}
 
 
@@ -40,7 +41,7 @@ def test_a_large_gradient_of_the_caller_is_read_by_rows() -> None:
     batch = torch.randn(3, 4, 6), torch.zeros(3, 4)
     trace = measured(Called(large, nn.Linear(6, 8)), batch)
     values = trace.graph().values
-    operation = trace.graph().operations[largest_operation(trace)]
+    operation = trace.graph().operations[largest_operation(trace.graph())]
     sizes = [values[v].size_bytes for v in (*operation.inputs, *operation.outputs)]
     assert max(sizes) == 3 * 4 * 4000 * 4
     region = find_peak_region(trace)

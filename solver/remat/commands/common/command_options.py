@@ -14,6 +14,7 @@ from remat.costs.devices import DEVICES, find_device
 from remat.limits.budget import Budget
 from remat.limits.limits import Limits
 from remat.limits.outputs import OUTPUTS_DROPPED, OUTPUTS_HELD
+from remat.limits.pieces import pieces_to_try
 from remat.limits.reserve import parse_reserve
 from remat.strategies.base import Strategy
 from remat.strategies.registry import (
@@ -196,6 +197,24 @@ DropOutputs = Annotated[
         help="Assume that the caller releases all outputs except the loss before the backward.",
     ),
 ]
+
+
+Split = Annotated[
+    str,
+    typer.Option(
+        "--split",
+        metavar="PIECES",
+        help="Pieces of the operations that need the most memory: auto, off, or a number.",
+    ),
+]
+
+
+def pieces_from_option(split: str) -> tuple[int, ...]:
+    """Return the numbers of pieces to try for `--split`. Raises `UsageError`."""
+    try:
+        return pieces_to_try(int(split) if split.isdecimal() else split)
+    except ValueError as error:
+        raise UsageError(f"--{error}") from None
 
 
 def outputs_option(drop: bool) -> str:

@@ -20,25 +20,49 @@ from remat.limits.budget import Budget
 from remat.plan import Plan
 from remat.progress import Cancel
 from remat.solve import solve
+from remat.split_choice import SplitPlan, solve_with_splits
 from remat.strategies.base import Strategy
 
 _T = TypeVar("_T")
 
 
-def solve_trace(trace: Trace, budget: Budget, strategy: Strategy) -> tuple[Plan, int | None]:
-    """Return a plan within the budget, and the signal that ended the solve early, if any."""
-    return run_with_progress(
-        "solving",
-        None,
-        lambda line, cancel: solve_within_allocator_budget(
+def solve_trace(
+    trace: Trace,
+    budget: Budget,
+    strategy: Strategy,
+    pieces: tuple[int, ...] = (),
+    measure: Callable[[Trace], Trace] | None = None,
+) -> tuple[SplitPlan, int | None]:
+    """Return a plan within the budget and the trace that it is for, and the signal that ended the
+    solve early, if any.
+
+    With `pieces`, operations of the trace are split into one of these numbers of pieces, to which
+    `measure` adds costs.
+    """
+
+    def solve_in_full(trace: Trace, line: ProgressLine, cancel: Cancel) -> Plan:
+        return solve_within_allocator_budget(
             trace,
             budget,
             lambda solver_budget: solve(
                 trace, solver_budget, strategy, progress=line.on_solve_progress, cancel=cancel
             ),
             cancel=cancel,
-        ),
-    )
+        )
+
+    def work(line: ProgressLine, cancel: Cancel) -> SplitPlan:
+        if measure is None or not pieces:
+            return SplitPlan(trace, solve_in_full(trace, line, cancel))
+        return solve_with_splits(
+            trace,
+            budget,
+            pieces,
+            solve_in_full=lambda split: solve_in_full(split, line, cancel),
+            measure=measure,
+            cancel=cancel,
+        )
+
+    return run_with_progress("solving", None, work)
 
 
 def run_with_progress(

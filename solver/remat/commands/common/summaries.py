@@ -16,8 +16,7 @@ from remat.limits.units import format_bytes, format_seconds
 from remat.plan import Plan
 from remat.plan_data import RESERVED_BYTES_STAT
 from remat.report.tables import align_columns, largest_rows
-from remat.schedule import Schedule
-from remat.simulate import simulate
+from remat.simulate import baseline_of
 
 JsonObject = dict[str, object]
 """A flat JSON object: a name with its unit, and the value."""
@@ -126,7 +125,7 @@ def describe_trace(trace: Trace) -> str:
         sizes[kind] += trace.allocated_bytes(storage)
     resident = ", ".join(f"{format_bytes(size)} {kind}s" for kind, size in sizes.items())
     graph = (trace if trace.measured else _with_zero_costs(trace)).graph()
-    baseline = simulate(graph, Schedule.keep_all(graph))
+    baseline = baseline_of(graph)
     lines = [
         f"trace       {trace.model or 'a model'} on {trace.device_label}",
         f"operations  {len(nodes)}: {len(nodes) - backward} forward, {backward} backward",

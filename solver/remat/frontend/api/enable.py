@@ -33,6 +33,7 @@ from remat.frontend.runtime.autograd_function import exclude_from_compile
 from remat.frontend.runtime.guards import CallSignature, ModelCall, ModelTracker
 from remat.frontend.runtime.module import RematModule, StepDispatcher
 from remat.limits.budget import Budget, is_auto, missing_percent_sign_hint
+from remat.limits.pieces import SPLIT_AUTO, pieces_to_try
 from remat.limits.units import format_bytes
 from remat.plan import Plan
 from remat.progress import Progress
@@ -56,6 +57,7 @@ class EnableOptions(TypedDict, total=False):
     reserve: Reserve | None
     cuda_graphs: bool
     outputs: str
+    split: str | int
     scope: str
     in_flight: int
 
@@ -79,7 +81,8 @@ def enable(
     "auto" (the default): the whole model if it can be captured, else its blocks, with the rest in
     eager mode and a warning with a table. `in_flight` (only with "blocks") is the number of batches
     whose forward runs before the backward of the first, as in pipeline parallelism: with 1F1B it is
-    the number of stages from this one on.
+    the number of stages from this one on. `split` applies to plans of the whole model: operations
+    of blocks stay whole.
 
     Raises `TraceError` if the model is enabled, optimised or compiled already, `InfeasibleBudget`
     if its parameters alone do not fit, and the errors of `remat.optimize`.
@@ -264,6 +267,7 @@ def check_options(budget: int | str, options: EnableOptions) -> None:
     scope = options.get("scope", AUTO)
     _check_scope(scope)
     _check_in_flight(options.get("in_flight", 1), scope)
+    _check_split(options.get("split", SPLIT_AUTO), scope)
     if not is_auto(budget):
         Budget.parse(budget)
 
@@ -284,6 +288,14 @@ def _check_in_flight(in_flight: object, scope: str) -> None:
         raise ValueError(
             f"in_flight={in_flight} needs scope={BLOCKS!r}: only a plan of blocks counts what "
             "each block saves once for each batch in flight"
+        )
+
+
+def _check_split(split: object, scope: str) -> None:
+    if pieces_to_try(split) and split != SPLIT_AUTO and scope == BLOCKS:
+        raise ValueError(
+            f"split={split!r} needs a plan of the whole model, scope={MODEL!r}: operations of "
+            "blocks stay whole"
         )
 
 

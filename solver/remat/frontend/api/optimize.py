@@ -22,6 +22,7 @@ from remat.frontend.runtime.module import RematModule
 from remat.limits.budget import Budget, is_auto
 from remat.limits.limits import Limits
 from remat.limits.outputs import OUTPUTS_HELD, are_dropped
+from remat.limits.pieces import SPLIT_AUTO, pieces_to_try
 from remat.progress import Progress
 from remat.strategies import Strategy
 
@@ -43,6 +44,7 @@ def optimize(
     reserve: Reserve | None = None,
     cuda_graphs: bool = False,
     outputs: str = OUTPUTS_HELD,
+    split: str | int = SPLIT_AUTO,
 ) -> RematModule:
     """Return the model with a training step whose peak memory is at most `budget`.
 
@@ -59,7 +61,9 @@ def optimize(
     will come from (see `remat.trace`). `service` plans in another process, as
     `remat.Client.optimize` does. With `cuda_graphs` no random operation is recomputed, so that the
     step can be captured in a CUDA graph. `outputs="dropped"` assumes that the caller releases the
-    model's outputs, except the loss, before the backward. Other keyword arguments are those of
+    model's outputs, except the loss, before the backward. `split` says into how many pieces the
+    operations that need the most memory may be split: "auto" if that makes the step faster, "off",
+    or a number. Other keyword arguments are those of
     `remat.solve` and `remat.measure`.
 
     The result shares the model's parameters and hooks, and behaves like the model. If torch.compile
@@ -86,6 +90,7 @@ def optimize(
             reserve=reserve,
             cuda_graphs=cuda_graphs,
             outputs=outputs,
+            split=split,
         )
     )
     if example_inputs is None and example_kwargs is None:
@@ -105,11 +110,13 @@ def optimize_options(
     namespaces: Collection[str] = NAMESPACES,
     reserve: Reserve | None = None,
     outputs: str = OUTPUTS_HELD,
+    split: str | int = SPLIT_AUTO,
     **others: Any,
 ) -> OptimizeOptions:
     """Return the options of `optimize` as data. Raises at once for an invalid budget, reserve or
-    `outputs`."""
+    `outputs` or `split`."""
     are_dropped(outputs)  # raises for an unknown value
+    pieces_to_try(split)  # likewise
     parsed_budget = None if is_auto(budget) else Budget.parse(budget)
     if reserve is not None:
         reserve_bytes = reserve_size(reserve).total_bytes
@@ -121,5 +128,6 @@ def optimize_options(
         namespaces=frozenset(namespaces),
         reserve=reserve,
         outputs=outputs,
+        split=split,
         **others,
     )

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 
 import torch
 
 from remat.costs.roofline import Roofline
 from remat.costs.trace_costs import with_costs, with_roofline_costs
+from remat.documents.records import Node
 from remat.documents.trace import Trace
 from remat.errors import RematError, wrong_type
 from remat.frontend.costs.cost_cache import CostCache
@@ -44,7 +46,30 @@ def measure(
     """
     if not isinstance(trace, Trace):
         raise wrong_type("measure", "a Trace", trace, "pass remat.trace(model, inputs)")
-    metas = trace.tensors
+    return _measure(trace, trace.nodes, device, cache, progress)
+
+
+def measure_pieces(
+    trace: Trace,
+    device: str | torch.device | Roofline | None = None,
+    *,
+    cache: CostCache | str | os.PathLike[str] | bool | None = None,
+) -> Trace:
+    """Return the trace with costs of the operations that have none: of the pieces of others.
+
+    Arguments and errors are those of `measure`.
+    """
+    missing = [node for node in trace.nodes if node.cost_s is None]
+    return _measure(trace, missing, device, cache, None)
+
+
+def _measure(
+    trace: Trace,
+    nodes: Sequence[Node],
+    device: str | torch.device | Roofline | None,
+    cache: CostCache | str | os.PathLike[str] | bool | None,
+    progress: MeasureProgress | bool | None,
+) -> Trace:
     if isinstance(device, Roofline):
         return with_roofline_costs(trace, device)
     target_device = _checked_device(_parse_device(device or trace.device), trace)
@@ -52,8 +77,8 @@ def measure(
     try:
         with progress_reporter(progress) as report:
             costs = measure_operations(
-                trace.nodes,
-                metas,
+                nodes,
+                trace.tensors,
                 target_device,
                 cost_cache,
                 report,

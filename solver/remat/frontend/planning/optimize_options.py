@@ -13,6 +13,7 @@ from remat.frontend.costs.cost_cache import CostCache
 from remat.frontend.memory.reserve import Reserve
 from remat.limits.budget import Budget
 from remat.limits.outputs import OUTPUTS_HELD
+from remat.limits.pieces import SPLIT_AUTO
 from remat.plan import Plan
 from remat.progress import Progress
 from remat.strategies import Strategy
@@ -43,3 +44,4 @@ class OptimizeOptions:
     outputs: str = OUTPUTS_HELD
     scope: str = "model"
     in_flight: int = 1
+    split: str | int = SPLIT_AUTO

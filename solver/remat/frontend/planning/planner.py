@@ -17,18 +17,15 @@ from typing import NamedTuple, Self
 
 from torch import nn
 
-from remat.allocator.budget_fitting import solve_within_allocator_budget
-from remat.costs.trace_costs import OperationCost, with_costs
-from remat.documents.program import Program
 from remat.documents.trace import Trace
 from remat.errors import GuardError, InfeasibleBudget, SolverTimeout
 from remat.frontend.common.operators import check_operations_allowed
-from remat.frontend.costs.measure import measure
 from remat.frontend.memory.auto_budget import auto_limits
 from remat.frontend.memory.reserve import reserve_size
 from remat.frontend.planning.optimize_options import MEASURED_BY_SERVICE, OptimizeOptions
 from remat.frontend.planning.plan_cache import PlanEntry, PlannerState
 from remat.frontend.planning.schedule_reuse import ScheduleReuse, superseded_keys
+from remat.frontend.planning.solving import PlanningResult, solve_trace, with_measured_costs
 from remat.frontend.planning.trace_cache import TraceCache
 from remat.frontend.runtime.guards import CallSignature, ModelCall, ModelTracker, call_signature
 from remat.frontend.runtime.lower import lower_program
@@ -37,11 +34,10 @@ from remat.limits.budget import Budget
 from remat.limits.limits import Limits
 from remat.passes.gradient_accumulation import with_gradient_accumulation
 from remat.passes.random_operations import without_random_recomputation
+from remat.passes.split.recorded_splits import with_recorded_splits
 from remat.plan import Plan
 from remat.plan_data import with_reserve_stat
 from remat.rewrite import rewrite
-from remat.schedule import Schedule
-from remat.solve import solve
 
 logger = logging.getLogger("remat")
 
@@ -49,17 +45,7 @@ _MAX_REUSED_PLANS = 64
 """Number of cached plans that reuse a schedule; to make such a plan once more takes little time."""
 
 
-class _PlanningResult(NamedTuple):
-    """A plan and the trace with costs that it is for. `program` is None unless a service rewrote
-    the trace. `is_reused` is True if the solver did not run."""
-
-    trace: Trace
-    plan: Plan
-    program: Program | None = None
-    is_reused: bool = False
-
-
-class _PlanLimits(NamedTuple):
+class PlanLimits(NamedTuple):
     """The memory limits of a plan; with the budget "auto", also the largest size in bytes of the
     segments that torch's allocator reserves."""
 
@@ -147,7 +133,7 @@ class Planner:
                 traced = with_gradient_accumulation(traced)
             if self.options.cuda_graphs:
                 traced = without_random_recomputation(traced)
-        captured_storage_bytes = traced.storage_bytes
+        captured = traced
         traced, plan, program, is_reused = self._plan_trace(traced, accumulates_gradients)
         plan = self._with_option_stats(plan)
         if program is None:
@@ -156,9 +142,10 @@ class Planner:
         with self._timed("lower"):
             step = BoundProgram(lower_program(program, self.options.namespaces), model, plan)
         self._log(plan, is_reused=is_reused, accumulates_gradients=accumulates_gradients)
-        return PlanEntry(step, traced, plan, captured_storage_bytes, is_reused)
+        captured = with_recorded_splits(captured, traced.splits)
+        return PlanEntry(step, traced, plan, captured.storage_bytes, is_reused)
 
-    def _plan_trace(self, traced: Trace, accumulates_gradients: bool) -> _PlanningResult:
+    def _plan_trace(self, traced: Trace, accumulates_gradients: bool) -> PlanningResult:
         """Reuse a schedule if one is good enough; else measure the trace and solve it."""
         plan_limits = self._plan_limits(traced)
         budget = plan_limits.limits.budget_after_reserve
@@ -171,7 +158,7 @@ class Planner:
         reused_plan = reuse.fastest_plan(budget)
         reused = None
         if reused_plan is not None:
-            reused = _PlanningResult(reuse.trace, reused_plan, is_reused=True)
+            reused = PlanningResult(reuse.trace, reused_plan, is_reused=True)
             is_cache_full = len(reuse.plans) >= self.options.max_plans
             if is_cache_full or reuse.is_near_optimal(reused_plan):
                 return reused
@@ -191,44 +178,23 @@ class Planner:
         if self.options.costs == MEASURED_BY_SERVICE:
             return traced
         with self._timed("measure"):
-            costs = self.options.costs or traced.device.split(":")[0]
-            return measure(traced, device=costs, cache=self.options.cache)
+            return with_measured_costs(self.options, traced)
 
-    def _plan_limits(self, traced: Trace) -> _PlanLimits:
+    def _plan_limits(self, traced: Trace) -> PlanLimits:
         """Return the limits that budget and reserve set for a step."""
         reserve = reserve_size(self.options.reserve)
         if self.options.budget is None:
             auto = auto_limits(traced, reserve)
-            return _PlanLimits(auto.limits, auto.segments_bytes)
-        return _PlanLimits(Limits(self.options.budget, reserve.total_bytes))
+            return PlanLimits(auto.limits, auto.segments_bytes)
+        return PlanLimits(Limits(self.options.budget, reserve.total_bytes))
 
     def _solve(
-        self, traced: Trace, budget: Budget, plan_limits: _PlanLimits, accumulates_gradients: bool
-    ) -> _PlanningResult:
+        self, traced: Trace, budget: Budget, plan_limits: PlanLimits, accumulates_gradients: bool
+    ) -> PlanningResult:
         """Solve a trace within `budget`, in this process or by the service."""
-        options = self.options
-        programs: dict[Schedule, Program] = {}
-
-        def solve_once(budget: Budget) -> Plan:
-            if options.service is None:
-                return solve(traced, budget, options.strategy, progress=options.progress)
-            assert not isinstance(budget.requested, float)
-            plan, programs[plan.schedule] = options.service(traced, budget.requested)
-            return plan
-
         try:
-            with self._timed("solve"):
-                with plan_limits.limits.infeasible_with_reserve():
-                    first_plan = solve_once(budget)
-                if not traced.measured:
-                    traced = _with_costs_of_plan(traced, first_plan)
-                plan = solve_within_allocator_budget(
-                    traced,
-                    budget,
-                    lambda lower: first_plan if lower == budget else solve_once(lower),
-                    reserved_bytes=plan_limits.segments_bytes,
-                )
-            return _PlanningResult(traced, plan, programs.get(plan.schedule))
+            with self._timed("solve"), plan_limits.limits.infeasible_with_reserve():
+                return solve_trace(self.options, traced, budget, plan_limits.segments_bytes)
         except InfeasibleBudget as error:
             if not accumulates_gradients:
                 raise
@@ -283,12 +249,3 @@ class Planner:
             logger.info("inputs changed%s: %r by %s (%s)", purpose, plan, strategy, phases)
         else:
             logger.warning("inputs changed: replanned%s: %r (%s)", purpose, plan, phases)
-
-
-def _with_costs_of_plan(traced: Trace, plan: Plan) -> Trace:
-    """Return the trace with the costs of the plan's graph, which the service measured."""
-    source = str(plan.stats.get("cost_source", "as given"))
-    return with_costs(
-        traced,
-        {o.name: OperationCost(o.cost_s, o.workspace_bytes, source) for o in plan.graph.operations},
-    )

@@ -11,7 +11,7 @@ there is necessary here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -20,14 +20,17 @@ from remat.allocator.prediction import is_on_cuda, predict_allocator_peaks, with
 from remat.blockwise.block_step import BlockOption
 from remat.blockwise.pareto_options import option_of_schedule, pareto_optimal
 from remat.costs.scaling import with_scaled_costs
+from remat.documents.records import BaselineRecord, SplitRecord
 from remat.documents.trace import Trace
+from remat.errors import RematError
 from remat.frontend.planning.plan_cache import PlanEntry
 from remat.frontend.runtime.guards import CallSignature
 from remat.limits.budget import Budget
+from remat.passes.split.recorded_splits import with_recorded_splits
 from remat.passes.trace_equality import topology_key
 from remat.plan import Plan
 from remat.schedule import Schedule
-from remat.simulate import simulate
+from remat.simulate import baseline_of, simulate
 from remat.solution import Solution, Stats
 
 MAX_SLOWDOWN = 1.05
@@ -55,18 +58,24 @@ class ScheduleReuse:
     max_budget_bytes: int
 
     @classmethod
-    def from_entries(cls, trace: Trace, entries: Iterable[PlanEntry]) -> ScheduleReuse | None:
+    def from_entries(cls, trace: Trace, entries: Collection[PlanEntry]) -> ScheduleReuse | None:
         """Collect the schedules for a trace from the plan cache, in which the latest entry is the
-        last; None where nothing was solved for the same operations."""
-        key = topology_key(trace)
-        matching = [entry for entry in entries if entry.topology_key == key]
-        solved = [entry for entry in matching if not entry.is_reused]
-        plans = [entry.plan for entry in matching if isinstance(entry.plan, Plan)]
-        if not solved or (latest := solved[-1]).trace is None:
+        last; None where nothing was solved for the same operations.
+
+        Where the latest of these split operations, so does the new trace.
+        """
+        solved = [entry for entry in entries if not entry.is_reused]
+        same_step = _latest_of_same_step(trace, solved)
+        if same_step is None:
             return None
+        latest, split = same_step
+        assert latest.trace is not None
+        matching = [entry for entry in entries if entry.topology_key == latest.topology_key]
+        plans = [entry.plan for entry in matching if isinstance(entry.plan, Plan)]
+        scaled = with_scaled_costs(split, latest.trace, latest.captured_storage_bytes)
         return cls(
-            with_scaled_costs(trace, latest.trace, latest.captured_storage_bytes),
-            tuple(entry.plan for entry in solved if isinstance(entry.plan, Plan)),
+            _with_scaled_baseline(scaled, trace, latest.trace),
+            tuple(e.plan for e in matching if not e.is_reused and isinstance(e.plan, Plan)),
             max(map(_requested_budget_bytes, plans)),
         )
 
@@ -121,8 +130,7 @@ class ScheduleReuse:
 
     @cached_property
     def _baseline_bytes(self) -> int:
-        graph = self.trace.graph()
-        return simulate(graph, Schedule.keep_all(graph)).peak_bytes
+        return baseline_of(self.trace.graph()).peak_bytes
 
 
 def superseded_keys(
@@ -202,6 +210,39 @@ def _reused_plan(
     """Return the plan of a schedule that the solver did not find for this trace."""
     stats: Stats = {"strategy": strategy, "cost_source": trace.cost_source}
     return Plan.of(trace.graph(), budget_bytes, Solution(schedule), stats)
+
+
+def _latest_of_same_step(
+    trace: Trace, entries: Sequence[PlanEntry]
+) -> tuple[PlanEntry, Trace] | None:
+    """Return the latest entry for the same operations, and the trace with that entry's splits; None
+    where there is none."""
+    split_traces: dict[tuple[SplitRecord, ...], Trace | None] = {}
+    for entry in reversed(entries):
+        if entry.trace is None:
+            continue
+        splits = entry.trace.splits
+        if splits not in split_traces:
+            try:
+                split_traces[splits] = with_recorded_splits(trace, splits)
+            except RematError:  # fewer rows than pieces, or other operations
+                split_traces[splits] = None
+        split = split_traces[splits]
+        if split is not None and topology_key(split) == entry.topology_key:
+            return entry, split
+    return None
+
+
+def _with_scaled_baseline(scaled: Trace, unsplit: Trace, solved: Trace) -> Trace:
+    """Return the trace with the peak and time of the step before its operations were split: the
+    peak at its own sizes, the time in proportion to that of the trace that was solved."""
+    if solved.unsplit is None:
+        return scaled
+    graph = unsplit.graph_of_sizes
+    peak_bytes = simulate(graph, Schedule.keep_all(graph)).peak_bytes
+    ratio = scaled.graph().total_cost_s / (solved.graph().total_cost_s or 1.0)
+    time_s = solved.unsplit.time_s * ratio
+    return scaled.replace(unsplit=BaselineRecord(peak_bytes=peak_bytes, time_s=time_s))
 
 
 def _requested_budget_bytes(plan: Plan) -> int:

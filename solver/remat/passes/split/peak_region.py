@@ -9,9 +9,10 @@ from __future__ import annotations
 from math import prod
 
 from remat.documents.trace import Trace
+from remat.graph import Graph
 from remat.passes.split.regions import Region, find_region
-from remat.passes.split.stages import completed_tensors
-from remat.passes.split.states import Rows, candidate_rows
+from remat.passes.split.stages import split_bytes
+from remat.passes.split.states import candidate_rows
 
 _MAX_SEEDS = 4
 """The number of tensors of the operation, largest first, that are tried."""
@@ -24,9 +25,9 @@ def find_peak_region(trace: Trace) -> Region | None:
     Of all ways to count rows, it is the one that leaves the fewest bytes whole; of those that leave
     as many, the one with the most rows.
     """
-    index = largest_operation(trace)
-    operation = trace.graph().operations[index]
-    values = trace.graph().values
+    graph = trace.graph_of_sizes
+    operation = graph.operations[largest_operation(graph)]
+    values = graph.values
     by_size = sorted({*operation.inputs, *operation.outputs}, key=lambda v: -values[v].size_bytes)
     for value in by_size[:_MAX_SEEDS]:
         regions = _regions_around(trace, values[value].name)
@@ -36,30 +37,18 @@ def find_peak_region(trace: Trace) -> Region | None:
     return None
 
 
-def largest_operation(trace: Trace) -> int:
-    """Return the operation of `trace.graph()` whose inputs, outputs and workspace take the most
-    memory together."""
-    graph = trace.graph()
-
-    def needed_bytes(index: int) -> int:
-        read = set(graph.operations[index].inputs)
-        return sum(graph.values[v].size_bytes for v in read) + graph.produced_bytes[index]
-
-    return max(range(len(graph)), key=needed_bytes)
+def largest_operation(graph: Graph) -> int:
+    """Return the operation whose inputs, outputs and workspace take the most memory together."""
+    needs_bytes = operand_bytes(graph)
+    return max(range(len(graph)), key=needs_bytes.__getitem__)
 
 
-def split_bytes(region: Region) -> int:
-    """Return the bytes of the tensors that a step split in this region never has as a whole."""
-    completed, _ = completed_tensors(region)
-    trace = region.trace
-    storages = {
-        result.storage
-        for index in region.split_calls
-        for result in trace.nodes[index].results
-        if not trace.nodes[index].view and isinstance(region.produced[result.name], Rows)
-    }
-    storages -= {trace.storage_of[name] for name in completed}
-    return sum(trace.storage_bytes[storage] for storage in storages)
+def operand_bytes(graph: Graph) -> list[int]:
+    """Return the bytes of the inputs, outputs and workspace of each operation together."""
+    return [
+        sum(graph.values[v].size_bytes for v in operation.inputs) + produced_bytes
+        for operation, produced_bytes in zip(graph.operations, graph.produced_bytes, strict=True)
+    ]
 
 
 def _regions_around(trace: Trace, name: str) -> list[Region]:

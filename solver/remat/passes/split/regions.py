@@ -39,12 +39,15 @@ _MAX_COMBINATIONS = 4096
 class Region:
     """Operations that can run on some of the rows at a time.
 
+    It began at the tensor `seed`, of which `seed_rows` are the rows; there are `rows` of them.
     `split_calls` has what each operation, by its index in `trace.nodes`, does with its rows, and
     `states` the states of all tensors that they read or produce. Tensors from outside are whole, or
     by rows: then each piece reads a part.
     """
 
     trace: Trace
+    seed: str
+    seed_rows: Rows
     rows: int
     split_calls: Mapping[int, SplitCall]
     states: Mapping[str, State]
@@ -74,7 +77,8 @@ def find_region(trace: Trace, seed: str, rows: Rows) -> Region | None:
     growth = _Growth(trace, seed, rows)
     if not growth.grow():
         return None
-    return Region(trace, growth.rows, dict(sorted(growth.split_calls.items())), growth.states)
+    split_calls = dict(sorted(growth.split_calls.items()))
+    return Region(trace, seed, rows, growth.rows, split_calls, growth.states)
 
 
 @dataclass

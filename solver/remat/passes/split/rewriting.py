@@ -10,18 +10,19 @@ depends on the one before. In the forward both are new tensors, which a schedule
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
 
 from remat.documents.arguments import Args, Argument, Ref, rename_refs
-from remat.documents.records import Node, Result, TensorMeta
+from remat.documents.records import BaselineRecord, Node, Result, SplitRecord, TensorMeta
 from remat.documents.targets import ADD_PRODUCT_TARGET, ADD_TARGET, WRITE_ROWS_TARGET
 from remat.documents.trace import Trace
 from remat.errors import RematError
 from remat.passes.split.regions import Region
-from remat.passes.split.stages import completed_tensors, ordered_groups
+from remat.passes.split.stages import completed_tensors, ordered_groups, split_bytes
 from remat.passes.split.states import (
     PartialSum,
     Rows,
@@ -31,6 +32,7 @@ from remat.passes.split.states import (
     rows_stride,
 )
 from remat.passes.split.trace_writer import TraceWriter
+from remat.simulate import baseline_of
 
 
 def split_region(region: Region, pieces: int) -> Trace:
@@ -86,9 +88,38 @@ class _Rewriting:
                 self.writer.add(self.old.nodes[members[0]])
                 continue
             for piece in self.pieces:
+                self.writer.piece = piece.number
                 for index in members:
                     self._write_piece(index, piece)
-        return self.writer.trace()
+        old = self.old
+        unsplit = old.unsplit
+        if unsplit is None and old.measured:
+            baseline = baseline_of(old.graph())
+            unsplit = BaselineRecord(peak_bytes=baseline.peak_bytes, time_s=baseline.time_s)
+        splits = (*old.splits, self._record())
+        return self.writer.trace().replace(splits=splits, unsplit=unsplit)
+
+    def _record(self) -> SplitRecord:
+        region = self.region
+        return SplitRecord(
+            seed=region.seed,
+            first_dimension=region.seed_rows.first,
+            dimension_count=region.seed_rows.count,
+            rows=region.rows,
+            pieces=len(self.pieces),
+            module=self._module(),
+            split_bytes=split_bytes(region),
+        )
+
+    def _module(self) -> str:
+        """Return the module to which most bytes of the split tensors belong, if there is one: a
+        loss is often computed outside of any."""
+        sizes_bytes: Counter[str] = Counter()
+        for index in self.region.split_calls:
+            node = self.old.nodes[index]
+            for result in () if node.view else node.results:
+                sizes_bytes[node.module] += self.old.storage_bytes[result.storage]
+        return max(sizes_bytes, key=lambda module: (module != "", sizes_bytes[module]), default="")
 
     # -- pieces -----------------------------------------------------------------------------------
 
@@ -109,10 +140,12 @@ class _Rewriting:
 
         call = node.model_copy(
             update={
-                "name": self.writer.new_name(f"{node.name}_{piece.number}"),
+                "name": self.writer.new_name(f"{node.name}_piece_{piece.number}"),
                 "target": split.target or node.target,
                 "args": tuple(rename_refs(item, new_name) for item in args),
                 "kwargs": {key: rename_refs(v, new_name) for key, v in node.kwargs.items()},
+                "piece_of": node.name,
+                "piece": piece.number,
                 "cost_s": None,
                 "launch_s": None,
                 "workspace_bytes": None,
@@ -138,7 +171,7 @@ class _Rewriting:
     def _piece_result(self, result: Result, state: State, piece: _Piece, source: str) -> Result:
         """Return the result of a piece, and remember its name. A view is in the storage of the
         tensor `source`."""
-        name = self.writer.new_name(f"{result.name}_{piece.number}")
+        name = self.writer.new_name(f"{result.name}_piece_{piece.number}")
         self.piece_name[result.name, piece.number] = name
         if not isinstance(state, Rows):
             storage = self.writer.new_storage(self.old.storage_bytes[result.storage])

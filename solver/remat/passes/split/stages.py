@@ -70,6 +70,20 @@ def completed_tensors(region: Region) -> tuple[set[str], set[int]]:
     return needed, views
 
 
+def split_bytes(region: Region) -> int:
+    """Return the bytes of the tensors that a step split in this region never has as a whole."""
+    completed, _ = completed_tensors(region)
+    trace = region.trace
+    storages = {
+        result.storage
+        for index in region.split_calls
+        for result in trace.nodes[index].results
+        if not trace.nodes[index].view and isinstance(region.produced[result.name], Rows)
+    }
+    storages -= {trace.storage_of[name] for name in completed}
+    return sum(trace.storage_bytes[storage] for storage in storages)
+
+
 def ordered_groups(region: Region, kept_views: Iterable[int]) -> list[tuple[Group, list[int]]]:
     """Return the operations in a valid order: those of a stage together, all others alone. A
     view of the region that is needed as a whole, too, is in a group of its own besides."""

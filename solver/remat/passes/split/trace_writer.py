@@ -19,6 +19,8 @@ class TraceWriter:
     old: Trace
     replaced_nodes: frozenset[str]
     nodes: list[Node] = field(default_factory=list)
+    piece: int = 0
+    """The number of the piece that is being written."""
 
     def __post_init__(self) -> None:
         self.storage_bytes = list(self.old.storage_bytes)
@@ -56,7 +58,8 @@ class TraceWriter:
     def append(
         self, like: Node, target: str, args: Args, result: Result, *, view: bool = False
     ) -> None:
-        """Add an operation with one result. It belongs to the module and the pass of `like`."""
+        """Add an operation with one result. It belongs to the module and the pass of `like`, and to
+        the piece that is being written."""
         name = self.new_name(f"{result.name}_op") if self._is_taken(result) else result.name
         self.add(
             Node(
@@ -68,6 +71,8 @@ class TraceWriter:
                 backward=like.backward,
                 recomputable=target not in OVERWRITING_TARGETS,
                 module=like.module,
+                piece_of=like.name,
+                piece=self.piece,
             )
         )
 

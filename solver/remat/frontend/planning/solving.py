@@ -1,0 +1,124 @@
+"""Solving a captured step: in this process, with operations split, or by a service."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from remat.allocator.budget_fitting import solve_within_allocator_budget
+from remat.costs.roofline import Roofline
+from remat.costs.trace_costs import OperationCost, with_costs
+from remat.documents.program import Program
+from remat.documents.trace import Trace
+from remat.frontend.costs.measure import measure, measure_pieces
+from remat.frontend.planning.optimize_options import MEASURED_BY_SERVICE, OptimizeOptions
+from remat.limits.budget import Budget
+from remat.limits.pieces import pieces_to_try
+from remat.passes.split.recorded_splits import with_recorded_splits
+from remat.plan import Plan
+from remat.schedule import Schedule
+from remat.solve import solve
+from remat.split_choice import solve_with_splits
+
+
+class PlanningResult(NamedTuple):
+    """A plan and the trace with costs that it is for. `program` is None unless a service rewrote
+    the trace. `is_reused` is True if the solver did not run."""
+
+    trace: Trace
+    plan: Plan
+    program: Program | None = None
+    is_reused: bool = False
+
+
+def with_measured_costs(options: OptimizeOptions, trace: Trace) -> Trace:
+    """Return the trace with costs from the source that the options name."""
+    return measure(trace, device=_cost_source(options, trace), cache=options.cache)
+
+
+def solve_trace(
+    options: OptimizeOptions, trace: Trace, budget: Budget, segments_bytes: int | None = None
+) -> PlanningResult:
+    """Return the plan of a measured trace within `budget`, and the trace with its operations split
+    as the options allow. `segments_bytes` limits what torch's allocator reserves.
+
+    Raises `InfeasibleBudget`, `SolverTimeout` and the errors of the service.
+    """
+    if options.costs == MEASURED_BY_SERVICE:
+        return _split_and_solved_by_service(options, trace, budget, segments_bytes)
+    programs: dict[tuple[object, Schedule], Program] = {}
+
+    def solve_in_full(trace: Trace) -> Plan:
+        def solve_once(budget: Budget) -> Plan:
+            if options.service is None:
+                return solve(trace, budget, options.strategy, progress=options.progress)
+            plan, program = _solved_by_service(options, trace, budget)
+            programs[trace.splits, plan.schedule] = program
+            return plan
+
+        return _within_allocator_budget(trace, budget, solve_once, segments_bytes)
+
+    pieces = pieces_to_try(options.split)
+    if not pieces:
+        plan = solve_in_full(trace)
+    else:
+        trace, plan = solve_with_splits(
+            trace,
+            budget,
+            pieces,
+            solve_in_full=solve_in_full,
+            measure=lambda split: _with_costs_of_pieces(options, split),
+        )
+    return PlanningResult(trace, plan, programs.get((trace.splits, plan.schedule)))
+
+
+def _cost_source(options: OptimizeOptions, trace: Trace) -> str | torch.device | Roofline:
+    return options.costs or trace.device.split(":")[0]
+
+
+def _with_costs_of_pieces(options: OptimizeOptions, trace: Trace) -> Trace:
+    return measure_pieces(trace, device=_cost_source(options, trace), cache=options.cache)
+
+
+def _split_and_solved_by_service(
+    options: OptimizeOptions, trace: Trace, budget: Budget, segments_bytes: int | None
+) -> PlanningResult:
+    """Return the plan of a trace that the service measures and splits."""
+    first_plan, first_program = _solved_by_service(options, trace, budget)
+    programs = {first_plan.schedule: first_program}
+    split = with_recorded_splits(trace, first_plan.graph.splits)
+
+    def solve_once(lower: Budget) -> Plan:
+        if lower == budget:
+            return first_plan
+        plan, programs[plan.schedule] = _solved_by_service(options, split, lower)
+        return plan
+
+    trace = _with_costs_of_plan(split, first_plan)
+    plan = _within_allocator_budget(trace, budget, solve_once, segments_bytes)
+    return PlanningResult(trace, plan, programs.get(plan.schedule))
+
+
+def _solved_by_service(
+    options: OptimizeOptions, trace: Trace, budget: Budget
+) -> tuple[Plan, Program]:
+    assert options.service is not None
+    assert not isinstance(budget.requested, float)
+    return options.service(trace, budget.requested)
+
+
+def _within_allocator_budget(
+    trace: Trace, budget: Budget, solve_once: Callable[[Budget], Plan], segments_bytes: int | None
+) -> Plan:
+    return solve_within_allocator_budget(trace, budget, solve_once, reserved_bytes=segments_bytes)
+
+
+def _with_costs_of_plan(traced: Trace, plan: Plan) -> Trace:
+    """Return the trace with the costs of the plan's graph, which the service measured."""
+    source = str(plan.stats.get("cost_source", "as given"))
+    return with_costs(
+        traced,
+        {o.name: OperationCost(o.cost_s, o.workspace_bytes, source) for o in plan.graph.operations},
+    )

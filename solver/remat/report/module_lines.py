@@ -1,0 +1,84 @@
+"""The explanation of a module or of an operation in pieces: a table of what belongs to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from remat.graph import Graph
+from remat.limits.units import format_bytes, format_seconds
+from remat.plan_data import PlanData
+from remat.report.splits import split_lines_of
+from remat.report.tables import align_columns
+
+_MAX_ROWS = 60
+
+
+def module_lines(plan: PlanData, path: str, ops: Sequence[int]) -> list[str]:
+    """Return a table of a module's operations, in order. Of very many, only the recomputed and the
+    largest are listed. The pieces of an operation share a line."""
+    graph = plan.graph
+    recomputed = plan.schedule.recomputed(graph)
+
+    def output_bytes(ops: Sequence[int]) -> int:
+        return sum(graph.values[v].size_bytes for op in ops for v in graph.operations[op].outputs)
+
+    def recomputations(ops: Sequence[int]) -> int:
+        return sum(recomputed.get(op, 0) for op in ops)
+
+    def totals(ops: Sequence[int]) -> tuple[str, str, str]:
+        """Return the output bytes, time and recomputed time of some operations, as text."""
+        time_s = sum(graph.operations[op].cost_s for op in ops)
+        extra_s = sum(graph.operations[op].cost_s * recomputed.get(op, 0) for op in ops)
+        return format_bytes(output_bytes(ops)), format_seconds(time_s), format_seconds(extra_s)
+
+    rows: dict[str, list[int]] = {}
+    for op in ops:
+        operation = graph.operations[op]
+        rows.setdefault(operation.piece_of or operation.name, []).append(op)
+    by_importance = sorted(
+        rows, key=lambda name: (not recomputations(rows[name]), -output_bytes(rows[name]))
+    )
+    listed = set(by_importance[:_MAX_ROWS])
+    table = [("operation", "pass", "", "output", "time", "extra time")]
+    for name, members in rows.items():
+        if name not in listed:
+            continue
+        times = recomputations(members)
+        state = f"recomputed {times}x" if times else _retained_text(graph, members[0])
+        label = f"{name}{_pieces_text(graph, members)}"
+        table.append((label, phase(graph, members[0]), state, *totals(members)))
+    rest = [op for name, members in rows.items() if name not in listed for op in members]
+    if rest:
+        table.append((f"{len(rest)} more", "", "", *totals(rest)))
+    table.append(("total", "", "", *totals(ops)))
+    recomputed_count = sum(op in recomputed for op in ops)
+    return [
+        f"{path}: {len(ops)} {plural('operation', len(ops))}, {recomputed_count} recomputed",
+        *split_lines_of(plan, ops),
+        *align_columns(table, left=3),
+    ]
+
+
+def phase(graph: Graph, op: int) -> str:
+    """Return "forward" or "backward"."""
+    return "backward" if graph.operations[op].backward else "forward"
+
+
+def plural(word: str, count: int) -> str:
+    """Return a regular noun in the number that `count` requires."""
+    return word if count == 1 else f"{word}s"
+
+
+def _pieces_text(graph: Graph, ops: Sequence[int]) -> str:
+    pieces = {graph.operations[op].piece for op in ops if graph.operations[op].piece_of}
+    return f" x {len(pieces)}" if pieces else ""
+
+
+def _retained_text(graph: Graph, op: int) -> str:
+    """Return the state of an operation that is not recomputed, as text."""
+    operation = graph.operations[op]
+    if operation.outputs and all(v in graph.results for v in operation.outputs):
+        return "retained (result)"
+    if not operation.recomputable:
+        return "retained (not recomputable)"
+    return "retained"

@@ -1,0 +1,67 @@
+"""A plan's text about the operations that its step runs in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from remat.graph import Split
+from remat.limits.units import format_bytes
+from remat.plan_data import UNSPLIT_BOUND_STAT, UNSPLIT_MIN_BYTES_STAT, PlanData
+from remat.report.tables import fold_layer_numbers
+
+_MAX_LINES = 6
+
+
+def split_lines(plan: PlanData) -> list[str]:
+    """Return a line for each kind of split, and one about the step without them; none for a step in
+    which nothing is split."""
+    return _lines(plan, plan.graph.splits)
+
+
+def split_lines_of(plan: PlanData, ops: Sequence[int]) -> list[str]:
+    """Return the same lines about the splits of the modules of some operations, and about what the
+    splits are for."""
+    pieces = [o for op in ops if (o := plan.graph.operations[op]).piece_of]
+    modules = {o.module for o in pieces}
+    lines = _lines(plan, [s for s in plan.graph.splits if s.module in modules])
+    return [f"  {line}" for line in lines]
+
+
+def _lines(plan: PlanData, splits: Sequence[Split]) -> list[str]:
+    if not splits:
+        return []
+    kinds: dict[tuple[str, int, int], list[Split]] = {}
+    for split in splits:
+        key = fold_layer_numbers(split.module), split.rows, split.pieces
+        kinds.setdefault(key, []).append(split)
+    texts = [_kind_text(*kind, alike) for kind, alike in kinds.items()]
+    if len(texts) > _MAX_LINES:
+        texts[_MAX_LINES:] = [f"{len(texts) - _MAX_LINES} more kinds"]
+    return [*texts, f"without splitting: {_unsplit_text(plan)}"]
+
+
+def _kind_text(module: str, rows: int, pieces: int, alike: Sequence[Split]) -> str:
+    """Return what is known of the splits of one module, or of that of all layers."""
+    size_bytes = max(split.split_bytes for split in alike)
+    layers = f", in {len(alike)} places" if len(alike) > 1 else ""
+    return (
+        f"{module} x {pieces}: {_rows_text(rows, pieces)} at a time{layers}; "
+        f"{format_bytes(size_bytes)} of tensors exist only in pieces"
+    )
+
+
+def _rows_text(rows: int, pieces: int) -> str:
+    small, larger = divmod(rows, pieces)
+    return f"{small:,} or {small + 1:,} rows" if larger else f"{small:,} rows"
+
+
+def _unsplit_text(plan: PlanData) -> str:
+    """Return what is known of the step's best plan before the splits."""
+    smallest = plan.stats.get(UNSPLIT_MIN_BYTES_STAT)
+    bound = plan.stats.get(UNSPLIT_BOUND_STAT)
+    if isinstance(smallest, int):
+        share = smallest / plan.baseline_peak_bytes
+        return f"the smallest peak known is {format_bytes(smallest)} ({share:.1%})"
+    if isinstance(bound, int | float):
+        return f"{bound:+.3%} at least"
+    return "not known"

@@ -1,0 +1,206 @@
+"""The choice of what to split, and into how many pieces, for a step and a budget.
+
+From the peak downwards: the operations that need the most memory are split into 2, 4, 8 or 16
+pieces. Each number is judged by a schedule that takes a fraction of a second (the relaxation and
+eviction), and only the best is solved in full.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from remat.documents.trace import Trace
+from remat.errors import InfeasibleBudget, SolverTimeout
+from remat.limits.budget import Budget
+from remat.limits.pieces import PIECES
+from remat.passes.split.largest_operations import split_largest_operations
+from remat.plan import Plan
+from remat.plan_data import UNSPLIT_BOUND_STAT, UNSPLIT_MIN_BYTES_STAT
+from remat.progress import Cancel
+from remat.simulate import baseline_of
+from remat.solve import solve
+from remat.strategies.auto import Auto
+
+_ESTIMATE = Auto(gap=0.99, peak_gap=0.99, time_limit=5.0)
+"""The strategy of estimates: it ends with the first schedule that fits."""
+
+CHOICE_LIMIT_S = 60.0
+"""After this time no more numbers of pieces are tried."""
+
+_MAX_ROUNDS = 4
+"""How often the then largest operations are split to reach a budget."""
+
+_LEAST_GAIN = 0.005
+"""The share of the step's time that splitting must save, at least."""
+
+_LEAST_GAIN_OF_PIECES = 0.001
+"""The share of the step's time that more pieces must save over fewer."""
+
+_LEAST_PEAK_GAIN = 0.01
+"""For the budget "min": the share of the peak that splitting must save."""
+
+
+class SplitPlan(NamedTuple):
+    """A plan and the trace that it is for, in which operations are split."""
+
+    trace: Trace
+    plan: Plan
+
+
+@dataclass(frozen=True)
+class _Estimate:
+    """The result of a quick solve of a trace. `plan` is None if it did not find a schedule."""
+
+    trace: Trace
+    plan: Plan | None
+    min_feasible_bytes: int | None = None
+
+    @property
+    def score(self) -> float:
+        """The mean of the quick schedule's time and its bound, as shares of extra time: the best
+        schedule is between them."""
+        assert self.plan is not None
+        bound = self.plan.lower_bound
+        return self.plan.overhead if bound is None else (self.plan.overhead + bound) / 2
+
+    def is_better_than(self, other: _Estimate, is_min: bool, least_gain: float) -> bool:
+        """True if this trace promises a better plan by at least the gain, a share of the time."""
+        if self.plan is None or other.plan is None:
+            return other.plan is None and self.plan is not None
+        if is_min:
+            smaller_bytes = (1 - _LEAST_PEAK_GAIN) * other.plan.peak_bytes
+            if self.plan.peak_bytes < smaller_bytes:
+                return True
+            if self.plan.peak_bytes > other.plan.peak_bytes:
+                return False
+        return self.score < other.score - least_gain
+
+
+def solve_with_splits(
+    trace: Trace,
+    budget: Budget,
+    pieces: tuple[int, ...],
+    *,
+    solve_in_full: Callable[[Trace], Plan],
+    measure: Callable[[Trace], Trace],
+    cancel: Cancel | None = None,
+    limit_s: float = CHOICE_LIMIT_S,
+) -> SplitPlan:
+    """Return the plan of a measured trace, or of it with operations split where that is faster.
+
+    With one number of `pieces`, the largest operations are split in any case. `measure` adds costs
+    to a trace, and `solve_in_full` returns its plan within `budget`. Statistics of the plan of a
+    split trace have what is proved for the trace as it was: a bound of its time, or the smallest
+    peak. After `limit_s`, or once `cancel` is set, no more numbers are tried. Raises the errors of
+    `solve_in_full`.
+    """
+    search = _Search(budget, measure, cancel, time.monotonic() + limit_s)
+    unsplit = search.estimate(trace)
+    if unsplit.plan is not None and unsplit.plan.overhead <= 0 and pieces == PIECES:
+        return SplitPlan(trace, solve_in_full(trace))
+    best = deepest = unsplit
+    for number in pieces[-1:] if budget.is_min else pieces:  # more pieces have a smaller peak
+        if search.has_ended():
+            break
+        candidate = search.split_until_feasible(trace, number)
+        if candidate is None:
+            break
+        deepest = candidate
+        gain = _LEAST_GAIN if best is unsplit else _LEAST_GAIN_OF_PIECES
+        if len(pieces) == 1 or candidate.is_better_than(best, budget.is_min, gain):
+            best = candidate
+    if best.plan is None:
+        best = deepest
+    if best is unsplit:
+        return SplitPlan(trace, solve_in_full(trace))
+    try:
+        split_plan = solve_in_full(best.trace)
+    except (InfeasibleBudget, SolverTimeout):
+        if unsplit.plan is None or len(pieces) == 1:
+            raise
+        return SplitPlan(trace, solve_in_full(trace))
+    unsplit_plan = unsplit.plan
+    if len(pieces) > 1 and _may_be_better(unsplit, split_plan, budget):
+        unsplit_plan = solve_in_full(trace)
+        if not _is_better(split_plan, unsplit_plan, budget):
+            return SplitPlan(trace, unsplit_plan)
+    return SplitPlan(
+        best.trace, _with_unsplit_stats(split_plan, unsplit, unsplit_plan, budget.is_min)
+    )
+
+
+@dataclass(frozen=True)
+class _Search:
+    """The budget, the costs and the limits of a search for the number of pieces."""
+
+    budget: Budget
+    measure: Callable[[Trace], Trace]
+    cancel: Cancel | None
+    deadline_s: float
+
+    def has_ended(self) -> bool:
+        """True if no more traces are to be estimated."""
+        is_cancelled = self.cancel is not None and self.cancel.is_set()
+        return is_cancelled or time.monotonic() >= self.deadline_s
+
+    def split_until_feasible(self, trace: Trace, pieces: int) -> _Estimate | None:
+        """Split the largest operations, then those that are the largest then, until a schedule
+        fits; for "min", while the smallest peak falls. None if the first cannot be split."""
+        best = None
+        for _ in range(_MAX_ROUNDS):
+            smaller = split_largest_operations(trace, pieces)
+            if smaller is trace:
+                break
+            trace = self.measure(smaller)
+            estimate = self.estimate(trace)
+            is_min = self.budget.is_min
+            if best is not None and is_min and not estimate.is_better_than(best, True, 1.0):
+                break
+            best = estimate
+            if self.has_ended() or (best.plan is not None and not is_min):
+                break
+        return best
+
+    def estimate(self, trace: Trace) -> _Estimate:
+        """Return the result of a quick solve of a trace."""
+        graph, budget = trace.graph(), self.budget
+        size_bytes = budget.in_bytes(baseline_of(graph).peak_bytes, graph.library_bytes)
+        target = "min" if size_bytes is None else size_bytes
+        try:
+            return _Estimate(trace, solve(graph, target, _ESTIMATE, cancel=self.cancel))
+        except InfeasibleBudget as error:
+            return _Estimate(trace, None, error.min_feasible_bytes)
+        except SolverTimeout:
+            return _Estimate(trace, None)
+
+
+def _may_be_better(unsplit: _Estimate, split_plan: Plan, budget: Budget) -> bool:
+    """True if nothing proves that the unsplit step has no better plan."""
+    if unsplit.plan is None:
+        return False
+    if budget.is_min:
+        return unsplit.plan.peak_bytes * (1 - _LEAST_PEAK_GAIN) <= split_plan.peak_bytes
+    return (unsplit.plan.lower_bound or 0.0) < split_plan.overhead
+
+
+def _is_better(split_plan: Plan, unsplit_plan: Plan, budget: Budget) -> bool:
+    """True if splitting saves time; for "min", memory."""
+    if budget.is_min:
+        return split_plan.peak_bytes < (1 - _LEAST_PEAK_GAIN) * unsplit_plan.peak_bytes
+    return split_plan.overhead <= unsplit_plan.overhead - _LEAST_GAIN
+
+
+def _with_unsplit_stats(
+    plan: Plan, unsplit: _Estimate, unsplit_plan: Plan | None, is_min: bool
+) -> Plan:
+    """Return the plan with what is proved for the step as it was before the splits."""
+    stats = dict(plan.stats)
+    if unsplit_plan is not None and unsplit_plan.lower_bound is not None:
+        stats[UNSPLIT_BOUND_STAT] = unsplit_plan.lower_bound
+    smallest = unsplit.min_feasible_bytes if unsplit.plan is None else unsplit.plan.peak_bytes
+    if smallest is not None and (unsplit.plan is None or is_min):
+        stats[UNSPLIT_MIN_BYTES_STAT] = smallest
+    return replace(plan, stats=stats)

@@ -1,0 +1,151 @@
+"""The number of pieces is chosen with the plan: only where the step fits or is faster with them."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from tests.helpers.training.models import language_model
+from tests.helpers.training.recorded_steps import assert_same, eager_step, relative_error, run_step
+
+import remat
+from remat.documents.plan import PlanDocument
+from remat.limits.budget import Budget
+from remat.limits.pieces import PIECES
+from remat.passes.split.recorded_splits import with_recorded_splits
+from remat.plan import Plan
+from remat.plan_data import UNSPLIT_MIN_BYTES_STAT
+from remat.simulate import baseline_of
+from remat.split_choice import SplitPlan, solve_with_splits
+
+COSTS = remat.Roofline("cpu")
+STRATEGY = remat.Auto(time_limit=5.0)
+ROWS = 64
+
+
+@pytest.fixture(scope="module")
+def trace() -> remat.Trace:
+    case = language_model()
+    return remat.measure(remat.trace(case.model, case.args), COSTS)
+
+
+def choose(trace: remat.Trace, budget: str, pieces: tuple[int, ...] = PIECES) -> SplitPlan:
+    """Return the plan for a budget, and the trace with the splits that are chosen for it."""
+    result = solve_with_splits(
+        trace,
+        Budget.parse(budget),
+        pieces,
+        solve_in_full=lambda trace: remat.solve(trace, budget, STRATEGY),
+        measure=lambda split: remat.measure(split, COSTS),
+    )
+    check_within_budget(result.plan, baseline_of(trace.graph()).peak_bytes, budget)
+    return result
+
+
+def check_within_budget(plan: Plan, baseline_bytes: int, budget: str) -> None:
+    assert plan.baseline_peak_bytes == baseline_bytes
+    if budget != "min":
+        assert plan.peak_bytes <= float(budget.rstrip("%")) / 100 * baseline_bytes
+
+
+def test_a_budget_that_is_met_without_splitting_splits_nothing(trace: remat.Trace) -> None:
+    assert choose(trace, "100%").trace is trace
+
+
+def test_a_budget_that_is_infeasible_without_is_met(trace: remat.Trace) -> None:
+    with pytest.raises(remat.InfeasibleBudget):
+        remat.solve(trace, "50%", STRATEGY)
+    (split,) = choose(trace, "50%").trace.splits
+    assert (split.module, split.rows) == ("head", ROWS)
+    assert split.pieces in PIECES
+
+
+def test_the_smallest_peak_is_smaller_with_more_pieces(trace: remat.Trace) -> None:
+    whole = remat.solve(trace, "min", STRATEGY)
+    chosen = choose(trace, "min")
+    assert chosen.plan.peak_bytes < 0.5 * whole.peak_bytes
+    assert chosen.trace.splits[0].pieces > 4
+    assert chosen.plan.stats[UNSPLIT_MIN_BYTES_STAT] == whole.peak_bytes
+
+
+def test_a_number_of_pieces_is_used_as_it_is(trace: remat.Trace) -> None:
+    (split,) = choose(trace, "100%", (5,)).trace.splits
+    assert split.pieces == 5
+
+
+def test_an_infeasible_budget_raises_the_error_of_the_smallest_pieces(trace: remat.Trace) -> None:
+    with pytest.raises(remat.InfeasibleBudget) as raised:
+        choose(trace, "2%")
+    smallest = raised.value.min_feasible_bytes
+    assert smallest is not None
+    assert smallest < remat.solve(trace, "min", STRATEGY).peak_bytes
+
+
+def test_recorded_splits_make_the_same_trace(trace: remat.Trace) -> None:
+    """A service, and other sizes of the inputs, get the splits as data."""
+    split = choose(trace, "50%").trace
+    remade = remat.measure(with_recorded_splits(trace, split.splits), COSTS)
+    assert remade == split
+    (record,) = split.splits
+    for wrong in ({"seed": "nothing"}, {"dimension_count": 3}):
+        with pytest.raises(remat.RematError, match="cannot be split"):
+            with_recorded_splits(trace, [record.model_copy(update=wrong)])
+
+
+def test_the_plan_document_has_the_splits(trace: remat.Trace) -> None:
+    plan = choose(trace, "50%").plan
+    loaded = Plan.from_json(plan.to_json())
+    assert loaded.graph == plan.graph
+    assert loaded.graph.splits
+    record = PlanDocument.of(plan)
+    other = record.graph.model_copy(
+        update={"unsplit": record.graph.unsplit.model_copy(update={"peak_bytes": 1})}  # type: ignore[union-attr]
+    )
+    with pytest.raises(remat.RematError, match="baseline_peak_bytes"):
+        record.model_copy(update={"graph": other}).to_plan(Plan)
+
+
+@pytest.fixture(scope="module")
+def module() -> remat.RematModule:
+    case = language_model()
+    return remat.optimize(
+        copy.deepcopy(case.model), "40%", case.args, costs=COSTS, strategy=STRATEGY
+    )
+
+
+def test_a_split_step_trains_as_eager_mode_within_the_budget(module: remat.RematModule) -> None:
+    """With dropout and ignored labels, twice, so that the second step adds to gradients."""
+    case = language_model()
+    eager = eager_step(case)
+    step = run_step(module, case)
+    assert_same(step, eager)
+    plan = module.plan
+    assert plan is not None
+    assert plan.graph.splits
+    assert UNSPLIT_MIN_BYTES_STAT in plan.stats
+    assert 0.99 * plan.peak_bytes <= step.peak_bytes <= 0.4 * plan.baseline_peak_bytes
+    accumulated = run_step(module, case, zero_grad=False)
+    for name, gradient in eager.gradients.items():
+        total = accumulated.gradients[name]
+        assert gradient is not None
+        assert total is not None
+        assert relative_error(2 * gradient, total) < 1e-6
+
+
+def test_without_splitting_the_budget_is_an_error() -> None:
+    case = language_model()
+    with pytest.raises(remat.InfeasibleBudget):
+        remat.optimize(case.model, "40%", case.args, costs=COSTS, split="off")
+
+
+def test_other_sizes_reuse_the_splits(module: remat.RematModule) -> None:
+    case = language_model()
+    x, labels = case.args
+    case.args = torch.cat([x, x]), torch.cat([labels, labels])
+    step = run_step(module, case)
+    assert_same(step, eager_step(case))
+    plan = module.plan
+    assert plan is not None
+    assert [split.rows for split in plan.graph.splits] == [2 * ROWS]
+    assert step.peak_bytes <= 0.4 * plan.baseline_peak_bytes
