@@ -156,6 +156,11 @@ class Graph:
         """Time of one step without recomputation, in seconds (or the graph's own cost unit)."""
         return math.fsum(operation.cost_s for operation in self.operations)
 
+    @property
+    def baseline_time_s(self) -> float:
+        """The seconds that extra time is relative to: without recomputation, before any split."""
+        return self.total_cost_s if self.unsplit is None else self.unsplit.time_s
+
     def to_networkx(self) -> nx.DiGraph:
         """Return a networkx DiGraph with one node per operation, of the same name.
 

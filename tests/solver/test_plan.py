@@ -162,13 +162,18 @@ def test_an_optimum_has_a_bound(plan: Plan) -> None:
         ("budget_bytes", -1),
         ("baseline_peak_bytes", -1),
         ("time_s", -0.5),
-        ("lower_bound", -0.5),
         ("runs", [-1]),
     ],
 )
 def test_negative_numbers_are_refused_by_name(plan: Plan, key: str, value: object) -> None:
     with pytest.raises(DocumentError, match=rf"{key}.* greater than or equal to 0"):
         Plan.from_json(_with(plan.to_json(), **{key: value}))
+
+
+def test_a_bound_below_no_time_at_all_is_refused(plan: Plan) -> None:
+    """A bound is negative where pieces of a split operation are faster than the operation."""
+    with pytest.raises(DocumentError, match=r"lower_bound.* greater than or equal to -1"):
+        Plan.from_json(_with(plan.to_json(), lower_bound=-1.5))
 
 
 def test_optional_fields_of_a_document_may_be_missing(plan: Plan) -> None:

@@ -16,6 +16,7 @@ from remat.documents.base import validate_json
 from remat.documents.plan import PlanDocument
 from remat.documents.trace import Trace
 from remat.errors import InfeasibleBudget, RematError
+from remat.limits.budget import Budget
 from remat.limits.pieces import pieces_to_try
 from remat.plan import Plan
 from remat.progress import Progress, ProgressCallback
@@ -76,11 +77,11 @@ def solve_request(
             documents = tuple(PlanDocument.of(plan) for plan in plans)
             answer = wire.SweepResult(plans=documents, costs=costs).model_dump_json()
         else:
-            pieces = pieces_to_try(request.split) if isinstance(graph, Trace) else ()
-            if pieces:
+            pieces = pieces_to_try(request.split)
+            if isinstance(graph, Trace) and pieces:
                 graph, plan = solve_with_splits(
                     graph,
-                    request.budget,
+                    Budget.parse(request.budget),
                     pieces,
                     solve_in_full=_solve_in_part_of_the_time(request, strategy, progress),
                     measure=lambda trace: _with_costs(trace, request, device, are_pieces=True),
@@ -158,8 +159,9 @@ def _solve_in_part_of_the_time(
 ) -> Callable[[Trace], Plan]:
     """Return a function that solves a trace. It leaves time to choose the pieces, and to solve the
     trace without them, too."""
-    if is_dataclass(strategy) and hasattr(strategy, "time_limit"):
-        shorter = {"time_limit": _SOLVE_SHARE * strategy.time_limit}
+    time_limit = getattr(strategy, "time_limit", None)
+    if is_dataclass(strategy) and time_limit is not None:
+        shorter: dict[str, Any] = {"time_limit": _SOLVE_SHARE * time_limit}
         strategy = replace(strategy, **shorter)
     return lambda trace: solve(trace, request.budget, strategy, progress=progress)
 

@@ -100,7 +100,7 @@ class PlanDocument(Document):
     baseline_peak_bytes: Natural
     time_s: Amount
     baseline_time_s: Amount
-    lower_bound: Amount | None
+    lower_bound: Annotated[float, Field(ge=-1)] | None
     bound_scope: BoundScope
     runs: tuple[Natural, ...]
     stats: dict[str, str | int | float]

@@ -239,7 +239,7 @@ class MilpRunner:
     def _progress_reporter(self, phase: str, unit: float, offset: int = 0) -> BoundsCallback:
         """Return a function that reports the objective and its bound to the caller: as extra time,
         or as a peak in bytes."""
-        scale, shift = (1.0, offset) if phase == "peak" else (self.graph.total_cost_s or 1.0, -1)
+        scale, shift = (1.0, offset) if phase == "peak" else (self.graph.baseline_time_s or 1.0, -1)
 
         def displayed(objective: float | None) -> float | None:
             return None if objective is None else objective * unit / scale + shift

@@ -59,7 +59,8 @@ def _cost_solution(state: SearchState) -> Solution:
     # A schedule that is far better than all over the slots is not measured against their bound.
     min_time_s = (1 - state.options.gap - _BOUND_TOLERANCE) * (slots_bound_s or 0.0)
     if slots_bound_s and state.objective >= min_time_s:
-        stats["slots_bound"] = min(slots_bound_s, state.objective) / state.graph.total_cost_s - 1
+        baseline_s = state.graph.baseline_time_s
+        stats["slots_bound"] = min(slots_bound_s, state.objective) / baseline_s - 1
     best, time_s = state.best_overall()
     bound_s = min(state.bound, time_s)
     is_proved = _is_optimum(state) or state.is_good_enough(time_s)

@@ -126,7 +126,7 @@ def _record_stats(name: str, state: SearchState, clock: Clock) -> None:
         sizes = {"bytes": state.objective, "bound_bytes": state.bound}
         stats |= {f"{name}_{key}": int(size) for key, size in sizes.items() if state.incumbents}
         return
-    baseline_s = state.graph.total_cost_s or 1.0
+    baseline_s = state.graph.baseline_time_s or 1.0
     if state.incumbents:
         stats[f"{name}_cost"] = state.objective / baseline_s - 1
     stats[f"{name}_bound"] = state.bound / baseline_s - 1
