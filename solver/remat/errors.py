@@ -39,6 +39,11 @@ class InfeasibleBudget(RematError):
     def __reduce__(self) -> tuple[object, ...]:
         return (_infeasible, (str(self), self.min_feasible_bytes, self.is_proved))
 
+    def with_hint(self, hint: str) -> InfeasibleBudget:
+        """Return the error with one more sentence in its message."""
+        message = f"{str(self).removesuffix('.')}. {hint}"
+        return _infeasible(message, self.min_feasible_bytes, self.is_proved)
+
 
 def _infeasible(
     message: str, min_feasible_bytes: int | None, is_proved: bool = False
@@ -73,8 +78,21 @@ class UnknownName(RematError, KeyError):
         return str(self.args[0]) if self.args else ""  # KeyError would quote it
 
 
+class OutputNotComputed(RematError, AttributeError):
+    """An output was read that a step planned with `outputs="loss"` does not return."""
+
+
 class TraceError(RematError):
     """The model cannot be captured; the message names the place and the remedy."""
+
+
+def no_loss_returned(model: str) -> TraceError:
+    """Return the error for `outputs="loss"` where no output is a scalar with a gradient."""
+    return TraceError(
+        f'outputs="loss" needs a model that returns its loss, and no output of {model} that '
+        "gradients come from is a scalar: compute the loss in the model (in Transformers, pass "
+        'labels), or use outputs="dropped"'
+    )
 
 
 class GuardError(RematError):

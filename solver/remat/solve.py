@@ -13,6 +13,8 @@ from remat.documents.trace import Trace
 from remat.errors import InfeasibleBudget, SolverError, SolverWarning, wrong_type
 from remat.graph import Graph
 from remat.limits.budget import Budget
+from remat.limits.units import format_bytes
+from remat.passes.outputs import unreturned_bytes
 from remat.plan import Plan
 from remat.plan_data import REQUESTED_GAP_STAT
 from remat.progress import Cancel, ProgressCallback, raise_progress_errors
@@ -24,6 +26,10 @@ from remat.strategies.base import Strategy, Task, checked_strategy
 from remat.strategies.search.step import warn_of_failure
 
 _MIN_TIME_LIMIT_S = 1.0
+
+_MIN_UNRETURNED_FRACTION = 0.01
+"""The fraction of the peak from which outputs that need not be returned are worth a hint."""
+
 SWEEP_BUDGETS = ("min", *(f"{percent}%" for percent in range(5, 101, 5)))
 
 
@@ -70,9 +76,27 @@ def solve(
     traced, graph = graph, graph if isinstance(graph, Graph) else graph.graph()
     baseline_bytes = baseline_of(graph).peak_bytes
     budget_bytes = Budget.parse(budget).in_bytes(baseline_bytes, graph.library_bytes)
-    with raise_progress_errors(progress, cancel) as (progress, cancel):
-        plan = _solve(graph, budget_bytes, strategy, None, progress, cancel, stats)
+    try:
+        with raise_progress_errors(progress, cancel) as (progress, cancel):
+            plan = _solve(graph, budget_bytes, strategy, None, progress, cancel, stats)
+    except InfeasibleBudget as error:
+        if hint := _hint_about_outputs(traced, baseline_bytes):
+            raise error.with_hint(hint) from error
+        raise
     return _with_trace_stats(plan, traced)
+
+
+def _hint_about_outputs(graph: Graph | HasGraph, baseline_bytes: int) -> str:
+    """Return a sentence about outputs that take memory and need not be returned, or ""."""
+    if not isinstance(graph, Trace):
+        return ""
+    size_bytes = unreturned_bytes(graph)
+    if size_bytes < _MIN_UNRETURNED_FRACTION * baseline_bytes:
+        return ""
+    return (
+        f"{format_bytes(size_bytes)} are outputs other than the loss; with "
+        'outputs="loss" a training step does not return them'
+    )
 
 
 def sweep(

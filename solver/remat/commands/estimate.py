@@ -6,6 +6,7 @@ import dataclasses
 
 from remat.commands.common import command_options, files
 from remat.commands.common.summaries import to_json_text
+from remat.limits.outputs import OUTPUTS_HELD
 from remat.limits.reserve import parse_reserve
 
 
@@ -21,13 +22,14 @@ def estimate(
     autocast: command_options.Autocast = None,
     device: command_options.TargetDevice = None,
     reserve: command_options.Reserve = None,
-    drop_outputs: command_options.DropOutputs = False,
+    outputs: command_options.Outputs = OUTPUTS_HELD,
 ) -> None:
     """Predict the peak of a training step, and its parts, without running it.
 
     No tensor is allocated: the model may be far too large for this machine.
     """
     command_options.check_autocast(autocast)
+    command_options.check_outputs_option(outputs)
     command_options.check_target_device(device)
     if reserve is not None:
         parse_reserve(reserve)
@@ -53,7 +55,7 @@ def estimate(
             step.kwargs,
             device=device,
             reserve=reserve,
-            outputs=command_options.outputs_option(drop_outputs),
+            outputs=outputs,
         )
     if as_json:
         files.print_json(to_json_text(dataclasses.asdict(memory_estimate)))

@@ -17,6 +17,7 @@ from remat.commands.common.interruptible_solve import (
 )
 from remat.commands.common.progress_line import show_progress
 from remat.commands.common.summaries import compiled_plan_summary, plan_summary, to_json_text
+from remat.limits.outputs import OUTPUTS_HELD
 from remat.limits.pieces import SPLIT_AUTO
 from remat.limits.units import format_bytes
 from remat.plan_data import with_reserve_stat
@@ -51,7 +52,7 @@ def run(
     dtype: command_options.Dtype = None,
     autocast: command_options.Autocast = None,
     reserve: command_options.Reserve = None,
-    drop_outputs: command_options.DropOutputs = False,
+    outputs: command_options.Outputs = OUTPUTS_HELD,
     split: command_options.Split = SPLIT_AUTO,
 ) -> None:
     """Run a training step without and with remat: plan, peak, time, loss and gradients."""
@@ -68,6 +69,7 @@ def run(
         strategy, option, gap, time_limit, solver
     )
     command_options.check_autocast(autocast)
+    command_options.check_outputs_option(outputs)
     if compiled and program is not None:
         raise UsageError(
             "--program cannot be combined with --compile, which makes no program; leave one out"
@@ -85,7 +87,6 @@ def run(
     step = load_training_step(
         source, sizes, overrides=overrides or (), device=device, dtype=dtype, seed=seed
     )
-    outputs = command_options.outputs_option(drop_outputs)
     if compiled:
         with autocast_to(device, autocast):
             _run_compiled(step, budget, reserve, selected_strategy, rounds, as_json, outputs)

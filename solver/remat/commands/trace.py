@@ -5,6 +5,7 @@ from __future__ import annotations
 from remat.commands.common import command_options, files
 from remat.commands.common.interruptible_solve import hint_how_to_save
 from remat.commands.common.summaries import describe_trace
+from remat.limits.outputs import OUTPUTS_HELD
 
 
 def trace(
@@ -19,7 +20,7 @@ def trace(
     device: command_options.TargetDevice = None,
     dtype: command_options.Dtype = None,
     autocast: command_options.Autocast = None,
-    drop_outputs: command_options.DropOutputs = False,
+    outputs: command_options.Outputs = OUTPUTS_HELD,
 ) -> None:
     """Capture one training step of a model.
 
@@ -27,6 +28,7 @@ def trace(
     allocated then.
     """
     command_options.check_autocast(autocast)
+    command_options.check_outputs_option(outputs)
     command_options.check_target_device(device)
     files.check_outputs(output)
     from remat.commands.models.batches import BatchSizes
@@ -47,7 +49,7 @@ def trace(
             step.args,
             step.kwargs,
             device=device if is_absent_gpu else None,
-            outputs=command_options.outputs_option(drop_outputs),
+            outputs=outputs,
         )
     if output is not None:
         files.write_output(output, captured_trace.to_json())

@@ -7,6 +7,7 @@ type, which is looked up only in modules that are already imported.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from typing import Any, Literal, Self
 
 from pydantic import ConfigDict, model_validator
@@ -18,14 +19,15 @@ from remat.documents.quantities import Natural
 MAX_DEPTH = 32
 
 _CHILDREN_SCHEMA: dict[str, Any] = {
-    "if": {"properties": {"kind": {"enum": ["leaf", "value"]}}},
+    "if": {"properties": {"kind": {"enum": ["leaf", "value", "dropped"]}}},
     "then": {"properties": {"children": {"maxItems": 0}}},
 }
 """Only containers have children."""
 
 
 class Structure(Record):
-    """A node of the tree: a tensor with the number `leaf`, the constant `value`, or a container.
+    """A node of the tree: a tensor with the number `leaf`, the constant `value`, an output that the
+    step does not compute ("dropped"; `value` is its path), or a container.
 
     Containers have `children`; dicts and objects also have a key for each child. `type` is the
     "module:QualName" of an object's class.
@@ -33,7 +35,7 @@ class Structure(Record):
 
     model_config = ConfigDict(json_schema_extra=_CHILDREN_SCHEMA)
 
-    kind: Literal["leaf", "value", "list", "tuple", "dict", "object", "namedtuple"]
+    kind: Literal["leaf", "value", "dropped", "list", "tuple", "dict", "object", "namedtuple"]
     leaf: Natural = 0
     value: Scalar = None
     type: DottedPath = ""
@@ -44,7 +46,7 @@ class Structure(Record):
     def _check(self) -> Self:
         if self.kind in ("dict", "object") and len(self.keys) != len(self.children):
             raise ValueError(f"{self.kind} has {len(self.keys)} keys, {len(self.children)} items")
-        if self.kind in ("leaf", "value") and self.children:
+        if self.kind in ("leaf", "value", "dropped") and self.children:
             raise ValueError(f"a {self.kind} has no children")
         if self.depth() > MAX_DEPTH:
             raise ValueError(f"nested more than {MAX_DEPTH} deep")
@@ -68,9 +70,24 @@ class Structure(Record):
             return [self.leaf]
         return [leaf for child in self.children for leaf in child.leaves()]
 
+    def without_leaves(self, dropped: Collection[int]) -> Structure:
+        """Return the tree with some tensors replaced by nodes of the kind "dropped"; the others are
+        numbered without gaps."""
+        remaining = [leaf for leaf in sorted(set(self.leaves())) if leaf not in dropped]
+        return _replace_leaves(self, self, {leaf: number for number, leaf in enumerate(remaining)})
+
     def path_of(self, leaf: int) -> str:
         """Return where a leaf is, as text for messages: `past_key_values[0][1]`, `loss`."""
         return _leaf_path(self, leaf, "") or f"leaf {leaf}"
+
+
+def _replace_leaves(root: Structure, node: Structure, numbers: Mapping[int, int]) -> Structure:
+    if node.kind == "leaf":
+        if node.leaf in numbers:
+            return Structure(kind="leaf", leaf=numbers[node.leaf])
+        return Structure(kind="dropped", value=root.path_of(node.leaf))
+    children = tuple(_replace_leaves(root, child, numbers) for child in node.children)
+    return node.model_copy(update={"children": children})
 
 
 def _leaf_path(node: Structure, leaf: int, prefix: str) -> str | None:

@@ -1,11 +1,13 @@
-"""The option `outputs`: who still references a step's outputs during the backward.
+"""The option `outputs`: which of a step's outputs are in memory during the backward.
 
 The logits of a language model are often its largest tensor. Most training loops only use the loss
-and release the logits before the backward, so that a plan need not count them. The loss itself is
-always in memory.
+and release the logits before the backward, so that a plan need not count them. A step that does not
+return them at all need not even have them in one piece. The loss itself is always in memory.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from remat.errors import similar_names_hint
 
@@ -15,20 +17,30 @@ OUTPUTS_HELD = "held"
 OUTPUTS_DROPPED = "dropped"
 """The caller releases all outputs but the loss before the backward."""
 
+OUTPUTS_LOSS = "loss"
+"""The step returns the loss only: outputs without a gradient are not returned in training."""
+
+OUTPUTS = (OUTPUTS_HELD, OUTPUTS_DROPPED, OUTPUTS_LOSS)
+
+
+SCALARS = "scalars"
+"""The value of `differentiate` that stands for all scalar outputs with a gradient."""
+
+
+def differentiated_with(outputs: str, differentiate: str | Sequence[str]) -> str | Sequence[str]:
+    """Return the option `differentiate` for a step with this option `outputs`: where only the loss
+    is returned, "auto" is all scalars, not all outputs."""
+    return SCALARS if outputs == OUTPUTS_LOSS and differentiate == "auto" else differentiate
+
 
 def are_dropped(outputs: object) -> bool:
-    """True if the option `outputs` is "dropped", False if it is "held". Raises ValueError for any
-    other value."""
-    if outputs == OUTPUTS_DROPPED:
-        return True
-    if outputs == OUTPUTS_HELD:
-        return False
-    near = (
-        similar_names_hint(outputs, (OUTPUTS_HELD, OUTPUTS_DROPPED))
-        if isinstance(outputs, str)
-        else ""
-    )
-    raise ValueError(
-        f"outputs is {outputs!r}{near}; they are {OUTPUTS_HELD!r} if a variable references them "
-        f"during the backward, or {OUTPUTS_DROPPED!r} if only the loss is referenced"
-    )
+    """True if no output but the loss is in memory during the backward, False if `outputs` is
+    "held". Raises ValueError for a value that is none of `OUTPUTS`."""
+    if outputs not in OUTPUTS:
+        near = similar_names_hint(outputs, OUTPUTS) if isinstance(outputs, str) else ""
+        raise ValueError(
+            f"outputs is {outputs!r}{near}; they are {OUTPUTS_HELD!r} if a variable references "
+            f"them during the backward, {OUTPUTS_DROPPED!r} if only the loss is referenced, or "
+            f"{OUTPUTS_LOSS!r} if the model is to return only the loss in training"
+        )
+    return outputs != OUTPUTS_HELD

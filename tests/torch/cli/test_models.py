@@ -63,7 +63,7 @@ def test_dropped_outputs_are_planned_and_measured(tmp_path: Path) -> None:
             "vocab_size=3000", "--set", "bos_token_id=0", "--set", "eos_token_id=0")  # fmt: skip
     logits_bytes = 4 * 64 * 3000 * 4
     peaks: list[int] = []
-    for words in ((), ("--drop-outputs",)):
+    for words in ((), ("--outputs", "dropped")):
         ended = quick("run", *wide, "-b", "100%", "--rounds", "1", *words, "--json")
         assert ended.code == 0, ended.err
         decoded = json.loads(ended.out)
@@ -74,10 +74,10 @@ def test_dropped_outputs_are_planned_and_measured(tmp_path: Path) -> None:
         )
         peaks.append(decoded["eager"]["peak_bytes"])
     assert peaks[0] - peaks[1] > 0.9 * logits_bytes
-    ended = quick("estimate", *wide, "--drop-outputs", "--json")
+    ended = quick("estimate", *wide, "--outputs", "dropped", "--json")
     assert json.loads(ended.out)["peak_bytes"] == pytest.approx(peaks[1], rel=0.03)
     traced = tmp_path / "trace.json.gz"
-    assert quick("trace", *wide, "--drop-outputs", "-o", traced).code == 0
+    assert quick("trace", *wide, "--outputs", "dropped", "-o", traced).code == 0
     assert remat.Trace.load(traced).outputs_dropped
 
 

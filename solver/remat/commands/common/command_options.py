@@ -13,7 +13,7 @@ from remat.commands.common.exits import UsageError
 from remat.costs.devices import DEVICES, find_device
 from remat.limits.budget import Budget
 from remat.limits.limits import Limits
-from remat.limits.outputs import OUTPUTS_DROPPED, OUTPUTS_HELD
+from remat.limits.outputs import are_dropped
 from remat.limits.pieces import pieces_to_try
 from remat.limits.reserve import parse_reserve
 from remat.strategies.base import Strategy
@@ -190,11 +190,12 @@ Autocast = Annotated[
     typer.Option("--autocast", help="Run under autocast: bfloat16, float16.", show_default=False),
 ]
 
-DropOutputs = Annotated[
-    bool,
+Outputs = Annotated[
+    str,
     typer.Option(
-        "--drop-outputs",
-        help="Assume that the caller releases all outputs except the loss before the backward.",
+        "--outputs",
+        metavar="WHEN",
+        help="Outputs are held until the backward ends, dropped before it, or only the loss.",
     ),
 ]
 
@@ -217,9 +218,12 @@ def pieces_from_option(split: str) -> tuple[int, ...]:
         raise UsageError(f"--{error}") from None
 
 
-def outputs_option(drop: bool) -> str:
-    """Return the library's option `outputs` for `--drop-outputs`."""
-    return OUTPUTS_DROPPED if drop else OUTPUTS_HELD
+def check_outputs_option(outputs: str) -> None:
+    """Raise `UsageError` for an unknown value of `--outputs`."""
+    try:
+        are_dropped(outputs)
+    except ValueError as error:
+        raise UsageError(f"--{error}") from None
 
 
 def limits_from_options(budget: str, reserve: str | None) -> Limits:

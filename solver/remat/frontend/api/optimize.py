@@ -61,10 +61,12 @@ def optimize(
     will come from (see `remat.trace`). `service` plans in another process, as
     `remat.Client.optimize` does. With `cuda_graphs` no random operation is recomputed, so that the
     step can be captured in a CUDA graph. `outputs="dropped"` assumes that the caller releases the
-    model's outputs, except the loss, before the backward. `split` says into how many pieces the
-    operations that need the most memory may be split: "auto" if that makes the step faster, "off",
-    or a number. Other keyword arguments are those of
-    `remat.solve` and `remat.measure`.
+    model's outputs, except the loss, before the backward. With `outputs="loss"` the step in
+    training returns the loss only: the output keeps its class, and reading another tensor of it
+    raises `OutputNotComputed`; in evaluation the model returns everything. `split` says into how
+    many pieces the operations that need the most memory may be split: "auto" if that makes the step
+    faster, "off", or a number. Other keyword arguments are those of `remat.solve` and
+    `remat.measure`.
 
     The result shares the model's parameters and hooks, and behaves like the model. If torch.compile
     compiled the model, the module inside is planned. Raises `InfeasibleBudget`, `BudgetError`,

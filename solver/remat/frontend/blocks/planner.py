@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,6 +23,7 @@ from remat.frontend.planning.planner import Planner
 from remat.frontend.planning.schedule_reuse import BlockScheduleCache
 from remat.frontend.runtime.guards import CallSignature, ModelCall, ModelTracker
 from remat.frontend.runtime.module import PlannedStep
+from remat.limits.outputs import OUTPUTS_LOSS, differentiated_with
 
 logger = logging.getLogger("remat")
 
@@ -36,11 +37,14 @@ class BlocksEntry(PlanEntry):
     """An entry of the plan cache for a step that is planned block by block."""
 
     calls: tuple[PlannedCall, ...] = ()
+    returned: str | Sequence[str] | None = None
 
     def unbound(self) -> UnboundBlocksEntry:
         """Return the entry without the model."""
         assert isinstance(self.plan, BlocksPlan)
-        return UnboundBlocksEntry(self.plan, self.calls, self.step.training, self.is_reused)
+        return UnboundBlocksEntry(
+            self.plan, self.calls, self.step.training, self.is_reused, self.returned
+        )
 
 
 @contextmanager
@@ -63,17 +67,26 @@ def _errors_explained(not_whole_reason: str, remedy: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class UnboundBlocksEntry:
-    """An entry of the plan cache for a step that is planned block by block, without its model."""
+    """An entry of the plan cache for a step that is planned block by block, without its model.
+    `returned` is that of `BoundBlocks`."""
 
     plan: BlocksPlan
     calls: tuple[PlannedCall, ...]
     training: bool
     is_reused: bool = False
+    returned: str | Sequence[str] | None = None
 
     def bind(self, model: nn.Module) -> BlocksEntry:
         """Return a new entry with the same plans, whose step runs on `model`."""
-        step = BoundBlocks(model, self.calls, self.training)
-        return BlocksEntry(step, None, self.plan, is_reused=self.is_reused, calls=self.calls)
+        step = BoundBlocks(model, self.calls, self.training, self.returned)
+        return BlocksEntry(
+            step,
+            None,
+            self.plan,
+            is_reused=self.is_reused,
+            calls=self.calls,
+            returned=self.returned,
+        )
 
 
 class ScopedPlanner(Planner):
@@ -118,8 +131,16 @@ class ScopedPlanner(Planner):
         needs_warning = not planned.is_all_reused and (planned.plan.unplanned or not_whole_reason)
         level = logging.WARNING if needs_warning else logging.INFO
         logger.log(level, "planned block by block:\n%s", planned.plan)
+        options = self.options
+        returned = differentiated_with(options.outputs, options.differentiate)
+        if options.outputs != OUTPUTS_LOSS:
+            returned = None
         entry = UnboundBlocksEntry(
-            planned.plan, planned.calls, model.training, planned.is_all_reused
+            planned.plan,
+            planned.calls,
+            model.training,
+            planned.is_all_reused,
+            returned,
         )
         return entry.bind(model)
 

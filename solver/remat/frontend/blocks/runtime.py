@@ -14,6 +14,7 @@ from remat.blockwise.block_step import AS_IT_IS, CHECKPOINTED
 from remat.errors import TraceError
 from remat.frontend.blocks.module_state import run_checkpointed
 from remat.frontend.blocks.patching import layer_checkpointing_disabled, patched_forwards
+from remat.frontend.blocks.returned_outputs import without_other_outputs
 from remat.frontend.capture.model.checkpointing import checkpointing_disabled
 from remat.frontend.runtime.guards import CallSignature, ModelCall, ModelTracker, call_signature
 from remat.frontend.runtime.lower import LoweredProgram
@@ -41,11 +42,21 @@ class PlannedCall:
 
 
 class BoundBlocks:
-    """The planned block calls of a step, bound to a model. `training` is True if the step was
-    planned in training mode."""
+    """The planned block calls of a step, bound to a model.
 
-    def __init__(self, model: nn.Module, calls: Sequence[PlannedCall], training: bool) -> None:
+    `training` is True if the step was planned in training mode. If `returned` is not None, the step
+    returns only the outputs that it selects, as the option `differentiate` does, and numbers.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        calls: Sequence[PlannedCall],
+        training: bool,
+        returned: str | Sequence[str] | None = None,
+    ) -> None:
         self.training = training
+        self._returned = returned
         self._model = model
         self._blocks: dict[nn.Module, _BoundBlock] = {}
         for call in calls:
@@ -65,7 +76,8 @@ class BoundBlocks:
             checkpointing_disabled(),
             patched_forwards(forwards),
         ):
-            return original_forward(*call.args, **call.kwargs)
+            output = original_forward(*call.args, **call.kwargs)
+        return output if self._returned is None else without_other_outputs(output, self._returned)
 
 
 def _siblings(model: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:

@@ -41,7 +41,8 @@ from remat.frontend.capture.model.preserved_state import (
 from remat.frontend.capture.reading.joint_graph import CapturedJointGraph
 from remat.frontend.common.pytree import flatten
 from remat.frontend.common.target_gpu import TargetGpu, find_target_gpu, local_device
-from remat.limits.outputs import OUTPUTS_HELD, are_dropped
+from remat.limits.outputs import OUTPUTS_HELD, are_dropped, differentiated_with
+from remat.passes.outputs import with_outputs
 
 log = logging.getLogger("remat")
 
@@ -71,7 +72,9 @@ def trace(
     are left out. Hooks of submodules are captured, with a `HookWarning` if they compute nothing.
 
     `outputs` are "held" by the caller while the backward runs, or "dropped" before it (by a loop
-    that keeps only the loss): their memory is then planned like any other.
+    that keeps only the loss): their memory is then planned like any other. With "loss", the step
+    returns only what gradients come from, and single numbers: reading another output raises
+    `OutputNotComputed`.
 
     `device` captures the step as if model and inputs were on it: "cpu", "cuda", or an absent GPU by
     its name, such as "h100" ("cuda" on a machine without a GPU is an H200). The trace then has the
@@ -80,7 +83,7 @@ def trace(
 
     Raises `TraceError` with the place and a remedy if the model cannot be captured.
     """
-    dropped = are_dropped(outputs)
+    are_dropped(outputs)  # raises for an unknown value
     model = unwrap_compiled(model)
     args, kwargs = normalise_inputs(model, example_inputs, example_kwargs)
     check_differentiable(model, args, kwargs)
@@ -90,8 +93,9 @@ def trace(
     capture_device = _capture_device(device, target)
     with tensors_placed(model, args, kwargs, capture_device) as (args, kwargs):
         leaves, inputs = flatten((args, kwargs), "the example inputs ")
-        traced = capture_joint_graph(model, leaves, inputs, differentiate, target).trace()
-    return traced.replace(outputs_dropped=True) if dropped else traced
+        selected = differentiated_with(outputs, differentiate)
+        traced = capture_joint_graph(model, leaves, inputs, selected, target).trace()
+    return with_outputs(traced, outputs)
 
 
 def capture_joint_graph(

@@ -19,6 +19,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from remat.documents.structure import Structure
 from remat.errors import DocumentError, TraceError
+from remat.frontend.common.dropped_output import DroppedOutput
 
 CACHE_REMEDY = "pass use_cache=False (or set model.config.use_cache = False)"
 
@@ -185,6 +186,9 @@ def unflattener(structure: Structure) -> Callable[[Sequence[object]], Any]:
         case "value":
             value = structure.value
             return lambda leaves: value
+        case "dropped":
+            dropped = DroppedOutput(str(structure.value))
+            return lambda leaves: dropped
     parts = [unflattener(child) for child in structure.children]
     keys = structure.keys
     match structure.kind:

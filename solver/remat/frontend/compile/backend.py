@@ -13,6 +13,7 @@ from torch import fx
 from torch._guards import CompileContext
 
 from remat.errors import InfeasibleBudget
+from remat.frontend.common.dropped_output import DroppedOutput
 from remat.frontend.compile import disk_cache, reporting
 from remat.frontend.compile.compat import cause_of_type, without_frames
 from remat.frontend.compile.compile_options import (
@@ -30,6 +31,7 @@ from remat.frontend.compile.inductor.patches import (
 )
 from remat.frontend.compile.inductor.peak_check import PeakOverBudget
 from remat.frontend.compile.joint.symbolic_sizes import ScopedSymbol
+from remat.frontend.compile.loss_only import drop_other_outputs, with_dropped_outputs
 from remat.frontend.compile.naming import current_compile_id, current_object_name
 from remat.frontend.compile.partitioner import Partitioner
 from remat.frontend.compile.registry import (
@@ -38,6 +40,7 @@ from remat.frontend.compile.registry import (
     compiled_plans,
     register_plan,
 )
+from remat.limits.outputs import OUTPUTS_LOSS
 from remat.limits.units import format_bytes
 from remat.report.describe import describe_peak
 
@@ -79,7 +82,8 @@ def compile(
     This is `torch.compile(model, backend="remat", options={"budget": budget, ...})`. Other options
     are `strategy`, or its `gap`, `time_limit` (8 s by default), `threads`, `solver` and `seed`;
     `reserve`, bytes of the budget for other users of the memory; `outputs`, "dropped" if the caller
-    releases the outputs before the backward; `inductor=False`, to run the planned graphs without
+    releases the outputs before the backward, "loss" if a training step is to return no other tensor
+    that requires a gradient; `inductor=False`, to run the planned graphs without
     Inductor; `fallback`; `progress`; and any option of Inductor. Errors in options are raised at
     once, all others at the first call of the model.
     """
@@ -113,16 +117,20 @@ def _compile_graph(
             "without gradients there is no backward to save tensors for",
             stacklevel=2,
         )
-    step = _current_step(options)
-    request = _CompileRequest(gm, example_inputs, compile_options, config_patches, step)
-    if compile_options.inductor:
-        return _compile_with_inductor(request)
-    if config_patches:
+    if config_patches and not compile_options.inductor:
         raise ValueError(
             f"{next(iter(config_patches))} is an option of Inductor, and the option inductor is "
             "False"
         )
-    return _compile_without_inductor(request)
+    dropped: dict[int, DroppedOutput] = {}
+    if compile_options.outputs == OUTPUTS_LOSS and torch.is_grad_enabled():
+        gm = _copy_graph(gm)
+        dropped = drop_other_outputs(gm)
+    step = _current_step(options)
+    request = _CompileRequest(gm, example_inputs, compile_options, config_patches, step)
+    if compile_options.inductor:
+        return with_dropped_outputs(_compile_with_inductor(request), dropped)
+    return with_dropped_outputs(_compile_without_inductor(request), dropped)
 
 
 @dataclass(eq=False)

@@ -67,8 +67,9 @@ class CompileOptions:
     cannot be planned. `model` has the bytes of the whole model, of which a graph may be a part, if
     they are known. `planning_s` is the time for planning one graph, in which the solver gets what
     is left after the capture; None if the strategy has a time limit of its own. `outputs` of the
-    forward are "held" by the caller during the backward or "dropped" before it. `progress` is a
-    function that receives the progress of a solve, or True for a line on a terminal.
+    forward are "held" by the caller during the backward, "dropped" before it, or only the "loss" is
+    returned. `progress` is a function that receives the progress of a solve, or True for a line on
+    a terminal.
     """
 
     limits: Limits

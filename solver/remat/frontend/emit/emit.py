@@ -40,7 +40,7 @@ from remat.frontend.memory.reserve import Reserve
 from remat.frontend.planning.optimize_options import OptimizeOptions
 from remat.frontend.runtime.guards import ModelCall
 from remat.limits.budget import Budget
-from remat.limits.outputs import OUTPUTS_HELD, are_dropped
+from remat.limits.outputs import OUTPUTS_HELD, OUTPUTS_LOSS, are_dropped
 from remat.strategies import Strategy
 
 logger = logging.getLogger("remat")
@@ -78,6 +78,11 @@ def emit(
     """
     check_not_planned(model)
     check_no_policies_applied(model)
+    if outputs == OUTPUTS_LOSS:
+        raise ValueError(
+            'outputs="loss" is not for policies: the model of another library returns all of its '
+            'outputs; use outputs="dropped" if the training loop keeps only the loss'
+        )
     if rules not in RULES:
         raise ValueError(
             f"rules is {rules!r}{similar_names_hint(rules, RULES)}; it must be one of "

@@ -28,7 +28,8 @@ from remat.frontend.capture.symbolic_capture import (
 from remat.frontend.capture.trace import trace as capture
 from remat.frontend.planning.optimize_options import OptimizeOptions
 from remat.frontend.runtime.guards import CallSignature, ModelCall
-from remat.limits.outputs import are_dropped
+from remat.limits.outputs import differentiated_with
+from remat.passes.outputs import with_outputs
 from remat.passes.trace_equality import is_same_except_names
 
 logger = logging.getLogger("remat")
@@ -111,10 +112,13 @@ class TraceCache:
         its guards do not hold."""
         if cached.symbolic is None or not varying <= cached.symbolic.symbolic_dimensions:
             return None
-        trace = cached.symbolic.trace_at(shapes)
-        if trace is not None and are_dropped(self._options.outputs):
-            trace = trace.replace(outputs_dropped=True)
-        return trace
+        return self._trace_at(cached.symbolic, shapes)
+
+    def _trace_at(self, symbolic: SymbolicCapture, shapes: Shapes) -> Trace | None:
+        """Return the trace at these sizes, with the outputs that the options ask for; None if the
+        guards of the symbolic capture do not hold."""
+        trace = symbolic.trace_at(shapes)
+        return None if trace is None else with_outputs(trace, self._options.outputs)
 
     def _may_be_symbolic(self, cached: _CachedTraces, varying: Dimensions, call: ModelCall) -> bool:
         """True if a symbolic capture for these dimensions was not tried before and may succeed."""
@@ -134,16 +138,16 @@ class TraceCache:
         dimensions = cached.symbolic_dimensions_with(varying)
         cached.attempts.add(dimensions)
         self.capture_count += 1
+        differentiate = differentiated_with(self._options.outputs, self._options.differentiate)
         try:
             symbolic = capture_symbolically(
-                model, call.leaves, call.structure, self._options.differentiate, dimensions
+                model, call.leaves, call.structure, differentiate, dimensions
             )
-            trace = symbolic.trace_at(cached.shapes)
+            trace = self._trace_at(symbolic, cached.shapes)
         except Exception as error:  # any error of torch's symbolic shapes: capture each size
             logger.info("each size needs a capture of its own: %s", one_line(error))
             return
-        first_trace = cached.trace.replace(outputs_dropped=False)
-        if trace is None or not is_same_except_names(trace, first_trace):
+        if trace is None or not is_same_except_names(trace, cached.trace):
             logger.info("each size needs a capture of its own: the steps differ in more than sizes")
             return
         cached.symbolic = symbolic

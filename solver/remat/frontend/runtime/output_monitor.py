@@ -1,6 +1,7 @@
 """Reports outputs that the caller releases before the backward, where the plan counts them as held.
 
-A plan with `outputs="held"` spends memory on outputs; `outputs="dropped"` would recompute less.
+A plan with `outputs="held"` spends memory on outputs; `outputs="dropped"` would recompute less, and
+`outputs="loss"` still less.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ class OutputReleaseMonitor:
             self._is_active = False
             logger.warning(
                 "the model's outputs are released before each backward, but the plan counts their "
-                '%s as held: with outputs="dropped" the same budget recomputes less',
+                '%s as held: with outputs="dropped" the same budget recomputes less, and with '
+                'outputs="loss" the step does not return them at all',
                 format_bytes(released_bytes),
             )

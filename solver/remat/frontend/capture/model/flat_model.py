@@ -23,10 +23,11 @@ import torch.fx.traceback
 from torch import nn
 
 from remat.documents.structure import Structure
-from remat.errors import TraceError
+from remat.errors import TraceError, no_loss_returned
 from remat.frontend.capture.eager_kernels.autocast_cache import AutocastCache
 from remat.frontend.capture.model.preserved_state import registered_buffers
 from remat.frontend.common.pytree import flatten, unflatten
+from remat.limits.outputs import SCALARS
 
 MODULE_PATH_KEY = "remat_module"
 """The key of the module path among the annotations of an fx node."""
@@ -107,8 +108,9 @@ def outputs_to_differentiate(
 ) -> list[bool]:
     """Return for each output tensor if the step computes gradients from it.
 
-    "all" is every output that requires a gradient; names select some. "auto" is the output named
-    `loss`, or the first of a tuple, if that is the only scalar one; else the same as "all".
+    "all" is every output that requires a gradient, "scalars" those of one element; names select
+    some. "auto" is the output named `loss`, or the first of a tuple, if that is the only scalar
+    one; else the same as "all".
     """
     requires_grad = [t.requires_grad for t in tensors]
     if not any(requires_grad):
@@ -118,13 +120,17 @@ def outputs_to_differentiate(
         )
     if differentiate == "all":
         return requires_grad
+    is_scalar = [r and t.numel() == 1 for r, t in zip(requires_grad, tensors, strict=True)]
+    if differentiate == SCALARS:
+        if not any(is_scalar):
+            raise no_loss_returned("the model")
+        return is_scalar
     paths = [structure.path_of(i) for i in range(len(tensors))]
     if differentiate != "auto":
         names = [differentiate] if isinstance(differentiate, str) else list(differentiate)
         if missing := [n for n in names if n not in paths]:
             raise TraceError(f"the model has no output {missing[0]!r}; it returns {paths}")
         return [r and p in names for r, p in zip(requires_grad, paths, strict=True)]
-    is_scalar = [r and t.numel() == 1 for r, t in zip(requires_grad, tensors, strict=True)]
     for path in ("loss", "[0]"):
         if path in paths and is_scalar[paths.index(path)] and sum(is_scalar) == 1:
             return [p == path for p in paths]

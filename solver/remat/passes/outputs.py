@@ -1,0 +1,61 @@
+"""Passes for the option `outputs`: what the caller does with the outputs of a step."""
+
+from __future__ import annotations
+
+from math import prod
+
+from remat.documents.records import Node, Output
+from remat.documents.trace import Trace
+from remat.errors import no_loss_returned
+from remat.limits.outputs import OUTPUTS_LOSS, are_dropped
+
+
+def with_outputs(trace: Trace, outputs: str) -> Trace:
+    """Return the same step for a caller that treats its outputs in this way. Raises `TraceError`
+    for "loss" if the step returns no loss."""
+    if not are_dropped(outputs):
+        return trace
+    if outputs == OUTPUTS_LOSS:
+        trace = _without_other_outputs(trace)
+    return trace.replace(outputs_dropped=True)
+
+
+def unreturned_bytes(trace: Trace) -> int:
+    """Return the bytes of the outputs that `outputs="loss"` does not return."""
+    outputs = [output for output in trace.outputs if not _is_returned(trace, output)]
+    storages = {trace.storage_of[output.name] for output in outputs}
+    storages -= {placeholder.storage for placeholder in trace.placeholders}
+    return sum(trace.allocated_bytes(storage) for storage in storages)
+
+
+def _without_other_outputs(trace: Trace) -> Trace:
+    """Return the step without the outputs that no gradient comes from, and without the operations
+    that only they need."""
+    tangents = {p.name: p.tensor for p in trace.placeholders if p.kind == "tangent"}
+    if all(tangents[o.tangent].shape for o in trace.outputs if o.tangent):
+        raise no_loss_returned(trace.model or "the model")
+    dropped = {n for n, output in enumerate(trace.outputs) if not _is_returned(trace, output)}
+    if not dropped:
+        return trace
+    returned = tuple(output for n, output in enumerate(trace.outputs) if n not in dropped)
+    needed = {o.name for o in returned} | {g.name for g in trace.gradients}
+    mutable = {p.storage for p in trace.placeholders}
+    nodes: list[Node] = []
+    for node in reversed(trace.nodes):
+        writes = not node.view and (
+            not node.results or any(result.storage in mutable for result in node.results)
+        )
+        # A generator's next numbers depend on how many it drew before.
+        if node.random or writes or any(result.name in needed for result in node.results):
+            needed.update(node.operand_names)
+            nodes.append(node)
+    return trace.replace(
+        nodes=tuple(reversed(nodes)),
+        outputs=returned,
+        result=trace.result.without_leaves(dropped),
+    )
+
+
+def _is_returned(trace: Trace, output: Output) -> bool:
+    """True if `outputs="loss"` returns this output: gradients come from it, or it is a number."""
+    return bool(output.tangent) or prod(trace.tensors[output.name].shape) == 1

@@ -1,0 +1,279 @@
+"""With `outputs="loss"`, a training step returns the loss, and no other tensor."""
+
+from __future__ import annotations
+
+import copy
+import operator
+import pickle
+from collections import namedtuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.helpers.cpp_compiler import needs_compiler
+from tests.helpers.training.loss_and_logits import (
+    LOGITS_BYTES,
+    LossAndLogits,
+    assert_equal,
+    batch,
+    gradients_of_step,
+    loss_and_logits,
+    measured_peak,
+)
+from torch import nn
+
+import remat
+from remat.documents.trace import Trace
+
+COSTS = remat.Roofline("cpu")
+LOSS_ONLY: dict[str, Any] = {"costs": COSTS, "outputs": "loss"}
+
+Pair = namedtuple("Pair", "loss logits")
+
+
+@dataclass
+class LossOutput:
+    loss: torch.Tensor
+    logits: torch.Tensor
+
+
+class Wrapped(LossAndLogits):
+    """Returns the same outputs in a container of another type."""
+
+    def __init__(self, container: Callable[..., Any]) -> None:
+        super().__init__()
+        self.container = container
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        return self.container(*super().forward(ids).values())
+
+
+def test_the_step_takes_less_and_computes_the_same() -> None:
+    model = loss_and_logits()
+    expected = gradients_of_step(copy.deepcopy(model))
+    peaks = {}
+    for outputs in ("dropped", "loss"):
+        gm = remat.optimize(model, "min", (batch(),), costs=COSTS, outputs=outputs, split="off")
+        assert torch.equal(gm(batch())["loss"], model(batch())["loss"])
+        assert_equal(gradients_of_step(gm), expected)
+        peaks[outputs] = gm.plan.peak_bytes
+        assert measured_peak(model, gm) <= gm.plan.peak_bytes
+    assert peaks["loss"] <= peaks["dropped"]
+
+
+def test_with_pieces_the_logits_never_exist_as_a_whole() -> None:
+    model = loss_and_logits()
+    expected = gradients_of_step(copy.deepcopy(model))
+    gm = remat.optimize(model, "min", (batch(),), **LOSS_ONLY)
+    assert gm.plan.peak_bytes < LOGITS_BYTES
+    assert measured_peak(model, gm) <= gm.plan.peak_bytes
+    for name, gradient in gradients_of_step(gm).items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("container", [Pair, LossOutput, lambda loss, logits: (loss, [logits])])
+def test_the_output_keeps_its_class(container: Callable[..., Any]) -> None:
+    model = Wrapped(container)
+    expected = model(batch())
+    output = remat.optimize(model, "100%", (batch(),), **LOSS_ONLY)(batch())
+    assert type(output) is type(expected)
+    if not isinstance(output, tuple):
+        assert torch.equal(output.loss, expected.loss)
+        assert "logits: not returned" in repr(output)
+        return
+    assert torch.equal(output[0], expected[0])
+    with pytest.raises(remat.OutputNotComputed, match=r"'\[1\](\[0\])?' was not"):
+        torch.argmax(output[1] if isinstance(output, Pair) else output[1][0])
+
+
+USES: dict[str, Callable[[Any], Any]] = {
+    "attribute": lambda x: x.shape,
+    "method": lambda x: x.detach(),
+    "function": lambda x: torch.softmax(x, dim=-1),
+    "functional": lambda x: F.cross_entropy(x, torch.tensor([0])),
+    "second operand": lambda x: torch.ones(1) * x,
+    "in a list": lambda x: torch.stack([torch.ones(1), x]),
+    "sum with a number": lambda x: 1 + x,
+    "product": lambda x: x @ torch.ones(1),
+    "comparison": lambda x: x == 0,
+    "index": operator.itemgetter(0),
+    "truth": bool,
+    "number": float,
+    "length": len,
+    "loop": list,
+    "assignment": lambda x: operator.setitem(x, 0, 1.0),
+}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_every_use_of_an_output_that_was_not_returned_is_an_error(use: Any) -> None:
+    logits = remat.optimize(loss_and_logits(), "100%", (batch(),), **LOSS_ONLY)(batch())["logits"]
+    with pytest.raises(remat.OutputNotComputed, match="'logits' was not returned"):
+        use(logits)
+    assert logits is not None
+    assert repr(pickle.loads(pickle.dumps(logits))) == repr(copy.deepcopy(logits)) == repr(logits)
+
+
+def test_evaluation_returns_everything() -> None:
+    model = loss_and_logits()
+    gm = remat.optimize(model, "100%", (batch(),), **LOSS_ONLY)
+    with torch.no_grad():
+        assert torch.equal(gm(batch())["logits"], model(batch())["logits"])
+
+
+class DropoutAfterLoss(LossAndLogits):
+    """Samples numbers, and writes a buffer, for an output that is not returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        outputs = super().forward(ids)
+        noisy = F.dropout(outputs["logits"], 0.5)
+        self.calls += noisy.detach().mean()
+        return {"loss": outputs["loss"], "logits": noisy}
+
+
+def test_random_numbers_and_writes_stay_in_the_step() -> None:
+    torch.manual_seed(0)
+    model = DropoutAfterLoss()
+    eager = copy.deepcopy(model)
+    gm = remat.optimize(model, "100%", (batch(),), **LOSS_ONLY)
+    sampled = []
+    for run in (eager, gm):
+        torch.manual_seed(1)
+        run(batch())["loss"].backward()
+        sampled.append(torch.rand(2))
+    assert torch.equal(*sampled)
+    assert torch.equal(model.calls, eager.calls)
+    assert model.calls != 0
+
+
+class TwoLosses(LossAndLogits):
+    """Returns two scalars, of which a caller may add up both."""
+
+    def forward(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        outputs = super().forward(ids)
+        return {**outputs, "penalty": self.head.weight.square().mean()}
+
+
+def test_gradients_may_come_from_several_losses() -> None:
+    torch.manual_seed(0)
+    model = TwoLosses()
+    eager = copy.deepcopy(model)
+    gm = remat.optimize(model, "100%", (batch(),), **LOSS_ONLY)
+    for run in (eager, gm):
+        outputs = run(batch())
+        (outputs["loss"] + outputs["penalty"]).backward()
+    assert_equal(
+        {n: p.grad for n, p in model.named_parameters() if p.grad is not None},
+        {n: p.grad for n, p in eager.named_parameters() if p.grad is not None},
+    )
+    named = remat.optimize(TwoLosses(), "100%", (batch(),), **LOSS_ONLY, differentiate="loss")
+    assert named(batch())["penalty"] > 0  # a number is returned, without a gradient
+    with pytest.raises(remat.GuardError):
+        named(batch())["penalty"].backward()
+
+
+class OnlyLogits(LossAndLogits):
+    def forward(self, ids: torch.Tensor) -> Any:
+        return super().forward(ids)["logits"]
+
+
+@pytest.mark.parametrize("scope", ["model", "blocks"])
+def test_a_model_without_a_loss_is_refused(scope: str) -> None:
+    model = remat.enable(OnlyLogits(), "100%", scope=scope, outputs="loss")
+    with pytest.raises(remat.TraceError, match="needs a model that returns its loss"):
+        model(batch())
+
+
+def test_policies_of_other_libraries_return_everything() -> None:
+    with pytest.raises(ValueError, match='outputs="loss" is not for policies'):
+        remat.emit(loss_and_logits(), "80%", (batch(),), outputs="loss")
+
+
+def test_other_sizes_are_planned_alike() -> None:
+    model = loss_and_logits()
+    gm = remat.optimize(model, "90%", (batch(),), **LOSS_ONLY, split="off")
+    for rows in (2, 3, 5):
+        ids = batch()[:rows]
+        assert repr(gm(ids)["logits"]).startswith("<logits: not returned")
+        assert torch.equal(gm(ids)["loss"], model(ids)["loss"])
+
+
+def test_a_trace_is_stored_without_the_outputs() -> None:
+    trace = remat.trace(loss_and_logits(), (batch(),), outputs="loss")
+    assert len(trace.outputs) == 1
+    stored = Trace.from_json(trace.to_json())
+    assert stored == trace
+    measured = remat.measure(stored, COSTS)
+    schedule = remat.solve(measured, "100%").schedule
+    model = loss_and_logits()
+    gm = remat.lower(remat.rewrite(measured, schedule), model)
+    assert_equal(gradients_of_step(gm), gradients_of_step(loss_and_logits()))
+
+
+class Layers(LossAndLogits):
+    """The same with layers that are planned one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(4)
+        )
+
+
+def test_blocks_return_the_loss_only() -> None:
+    torch.manual_seed(0)
+    model = Layers()
+    expected = gradients_of_step(copy.deepcopy(model))
+    remat.enable(model, "100%", scope="blocks", outputs="loss", costs="cpu")
+    assert_equal(gradients_of_step(model), expected)
+    output = model(batch())
+    with pytest.raises(remat.OutputNotComputed):
+        output["logits"].sum()
+    copied = copy.deepcopy(model)
+    assert repr(copied(batch())["logits"]).startswith("<logits: not returned")
+    with torch.no_grad():
+        assert model(batch())["logits"].shape == (8, 64, 700)
+
+
+def test_an_infeasible_budget_mentions_the_option() -> None:
+    trace = remat.measure(remat.trace(loss_and_logits(), (batch(),)), COSTS)
+    with pytest.raises(remat.InfeasibleBudget, match=r'1\.37 MiB are outputs .* outputs="loss"'):
+        remat.solve(trace, "20%")
+    loss_only = remat.measure(remat.trace(loss_and_logits(), (batch(),), outputs="loss"), COSTS)
+    with pytest.raises(remat.InfeasibleBudget) as error:
+        remat.solve(loss_only, "5%")
+    assert "outputs=" not in str(error.value)
+
+
+@needs_compiler
+def test_compiled_steps_return_the_loss_only() -> None:
+    model = loss_and_logits()
+    expected = gradients_of_step(copy.deepcopy(model))
+    verified = {}
+    for outputs in ("dropped", "loss"):
+        torch._dynamo.reset()
+        run = remat.compile(model, "min", outputs=outputs, time_limit=4.0)
+        run(batch())["loss"].backward()
+        peak = measured_peak(model, run)
+        plan = remat.compiled_plans()[-1]
+        assert plan.verified_bytes is not None
+        assert peak <= plan.verified_bytes
+        verified[outputs] = plan.verified_bytes
+    assert verified["loss"] < verified["dropped"]
+    model.zero_grad(set_to_none=True)
+    output = run(batch())
+    output["loss"].backward()
+    with pytest.raises(remat.OutputNotComputed, match="'logits' was not returned"):
+        output["logits"].argmax(-1)
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-4, atol=1e-6)
+    with torch.no_grad():
+        assert run(batch())["logits"].shape == (8, 64, 700)
