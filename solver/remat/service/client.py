@@ -28,6 +28,7 @@ from remat.strategies import Auto, Strategy
 if TYPE_CHECKING:
     from torch import nn
 
+    from remat.frontend.api.model_with_loss import Criterion
     from remat.frontend.costs.cost_cache import CostCache
     from remat.frontend.memory.reserve import Reserve
     from remat.frontend.runtime.module import RematModule
@@ -79,6 +80,7 @@ class Client:
         cuda_graphs: bool = False,
         outputs: str = OUTPUTS_HELD,
         split: str | int = SPLIT_AUTO,
+        loss: Criterion | None = None,
     ) -> RematModule:
         """Like `remat.optimize`, but the service computes the plan.
 
@@ -118,6 +120,7 @@ class Client:
             cuda_graphs=cuda_graphs,
             outputs=outputs,
             split=split,
+            loss=loss,
         )
 
     def solve(

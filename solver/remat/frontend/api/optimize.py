@@ -9,6 +9,7 @@ from torch import nn
 
 from remat.costs.roofline import Roofline
 from remat.errors import TraceError
+from remat.frontend.api.model_with_loss import Criterion, ModelWithLoss
 from remat.frontend.api.nested_plans import check_no_planned_submodule
 from remat.frontend.capture.model.compiled_modules import unwrap_compiled
 from remat.frontend.capture.trace import check_differentiable, normalise_inputs
@@ -45,6 +46,7 @@ def optimize(
     cuda_graphs: bool = False,
     outputs: str = OUTPUTS_HELD,
     split: str | int = SPLIT_AUTO,
+    loss: Criterion | None = None,
 ) -> RematModule:
     """Return the model with a training step whose peak memory is at most `budget`.
 
@@ -68,6 +70,11 @@ def optimize(
     faster, "off", or a number. Other keyword arguments are those of `remat.solve` and
     `remat.measure`.
 
+    `loss` is the criterion of a training loop that computes the loss outside of the model, such as
+    `torch.nn.CrossEntropyLoss()`. The result then computes `loss(model(*inputs), target)`: its
+    last positional argument, in the example inputs too, is the target. The model's output is then
+    a value of the plan, which may be recomputed or split.
+
     The result shares the model's parameters and hooks, and behaves like the model. If torch.compile
     compiled the model, the module inside is planned. Raises `InfeasibleBudget`, `BudgetError`,
     `TraceError`, `SolverTimeout`.
@@ -78,6 +85,8 @@ def optimize(
     if isinstance(model, RematModule):
         raise TraceError("this model is optimised already; pass the original one")
     check_no_planned_submodule(model)
+    if loss is not None:
+        model = ModelWithLoss(model, loss)
     planner = Planner(
         optimize_options(
             budget,

@@ -34,6 +34,9 @@ from remat.passes.split.states import (
 from remat.passes.split.trace_writer import TraceWriter
 from remat.simulate import baseline_of
 
+_MAX_SCALAR_BYTES = 8
+"""The bytes of a scalar in the largest dtype that gradients are computed in."""
+
 
 def split_region(region: Region, pieces: int) -> Trace:
     """Return the trace with the region's operations in so many pieces.
@@ -80,6 +83,9 @@ class _Rewriting:
         self.piece_name: dict[tuple[str, int], str] = {}
         self.storage_of_piece: dict[tuple[int, int], int] = {}
         self.total: dict[str, str] = {}  # the running sum, or the buffer, of a tensor
+        self.scalar_bytes = self._scalars_in_large_storages()
+        for storage, size_bytes in self.scalar_bytes.items():
+            self.writer.storage_bytes[storage] = size_bytes
 
     def trace(self) -> Trace:
         """Return the new trace."""
@@ -98,6 +104,20 @@ class _Rewriting:
             unsplit = BaselineRecord(peak_bytes=baseline.peak_bytes, time_s=baseline.time_s)
         splits = (*old.splits, self._record())
         return self.writer.trace().replace(splits=splits, unsplit=unsplit)
+
+    def _scalars_in_large_storages(self) -> dict[int, int]:
+        """Return the bytes of each scalar whose storage has an element for each of the operand's,
+        by storage: torch's mean squared error. Its sum over the pieces is in a small one."""
+        old, scalars = self.old, dict[int, int]()
+        for index, split in self.region.split_calls.items():
+            node = old.nodes[index]
+            for result, state in zip(node.results, split.results, strict=True):
+                size_bytes = old.storage_bytes[result.storage]
+                is_scalar = isinstance(state, PartialSum) and not result.tensor.shape
+                if is_scalar and size_bytes > _MAX_SCALAR_BYTES:
+                    elements = prod(old.tensors[node.operand_names[0]].shape)
+                    scalars[result.storage] = size_bytes // elements
+        return scalars
 
     def _record(self) -> SplitRecord:
         region = self.region
@@ -161,6 +181,8 @@ class _Rewriting:
         results = tuple(self._piece_result(r, states[r.name], piece, source) for r in node.results)
         self.writer.add(call.model_copy(update={"results": results}))
         for result in node.results:
+            if result.storage in self.scalar_bytes:
+                self._copy_scalar(node, result, piece)
             if isinstance(states[result.name], PartialSum):
                 self._add(node, result, piece)
             elif result.name in self.completed:
@@ -173,6 +195,9 @@ class _Rewriting:
         tensor `source`."""
         name = self.writer.new_name(f"{result.name}_piece_{piece.number}")
         self.piece_name[result.name, piece.number] = name
+        if result.storage in self.scalar_bytes:
+            storage = self._piece_storage(result.storage, piece)
+            return result.model_copy(update={"name": name, "storage": storage})
         if not isinstance(state, Rows):
             storage = self.writer.new_storage(self.old.storage_bytes[result.storage])
             return result.model_copy(update={"name": name, "storage": storage})
@@ -238,6 +263,15 @@ class _Rewriting:
         self.writer.add(call.model_copy(update={**update, "recomputable": False}))
         self.total[result.name] = whole.name
 
+    def _copy_scalar(self, node: Node, result: Result, piece: _Piece) -> None:
+        """Copy a piece's scalar into a storage of its own, so that the large one can be freed."""
+        large = self.piece_name[result.name, piece.number]
+        name = self.writer.new_name(f"{large}_scalar")
+        storage = self.writer.new_storage(self.scalar_bytes[result.storage])
+        scalar = Result(name=name, tensor=result.tensor, storage=storage)
+        self.writer.append(node, "aten.clone.default", (Ref(large),), scalar)
+        self.piece_name[result.name, piece.number] = name
+
     def _add(self, node: Node, result: Result, piece: _Piece) -> None:
         """Add a piece's summand."""
         name = self.piece_name[result.name, piece.number]
@@ -257,7 +291,7 @@ class _Rewriting:
         is_divided = isinstance(state, PartialSum) and state != PartialSum()
         if piece.is_last and not is_divided:
             return result.model_copy(update={"position": -1})
-        storage = self.writer.new_storage(self.old.storage_bytes[result.storage])
+        storage = self.writer.new_storage(self.writer.storage_bytes[result.storage])
         name = self.writer.new_name(f"{result.name}_partial_{piece.number}")
         return Result(name=name, tensor=result.tensor, storage=storage)
 
