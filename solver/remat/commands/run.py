@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -89,7 +89,16 @@ def run(
     )
     if compiled:
         with autocast_to(device, autocast):
-            _run_compiled(step, budget, reserve, selected_strategy, rounds, as_json, outputs)
+            _run_compiled(
+                step,
+                budget,
+                selected_strategy,
+                rounds,
+                as_json,
+                reserve=reserve or 0,
+                outputs=outputs,
+                split=command_options.split_from_option(split),
+            )
         return
     started_at_s = time.perf_counter()
     with autocast_to(device, autocast):
@@ -145,13 +154,13 @@ def _has_time_limit(option: Sequence[str] | None) -> bool:
 def _run_compiled(
     step: TrainingStep,
     budget: str,
-    reserve: str | None,
     strategy: Strategy,
     rounds: int,
     as_json: bool,
-    outputs: str,
+    **options: Any,
 ) -> None:
-    """Compare plain torch.compile with remat's backend, and print the result."""
+    """Compare plain torch.compile with remat's backend, and print the result. `options` are those
+    of `remat.compile`."""
     from remat.frontend.api.trial import run_compiled_trial
 
     with show_progress("compiling") as line:
@@ -162,9 +171,8 @@ def _run_compiled(
             step.kwargs,
             rounds=rounds,
             strategy=strategy,
-            reserve=reserve or 0,
-            outputs=outputs,
             progress=line.on_solve_progress,
+            **options,
         )
     if as_json:
         plans = [compiled_plan_summary(plan) for plan in trial.compiled_plans]

@@ -37,7 +37,8 @@ def _lines(plan: PlanData, splits: Sequence[Split]) -> list[str]:
     texts = [_kind_text(*kind, alike) for kind, alike in kinds.items()]
     if len(texts) > _MAX_LINES:
         texts[_MAX_LINES:] = [f"{len(texts) - _MAX_LINES} more kinds"]
-    return [*texts, f"without splitting: {_unsplit_text(plan)}"]
+    unsplit = _unsplit_text(plan)
+    return [*texts, f"without splitting: {unsplit}"] if unsplit else texts
 
 
 def _kind_text(module: str, rows: int, pieces: int, alike: Sequence[Split]) -> str:
@@ -56,7 +57,7 @@ def _rows_text(rows: int, pieces: int) -> str:
 
 
 def _unsplit_text(plan: PlanData) -> str:
-    """Return what is known of the step's best plan before the splits."""
+    """Return what is known of the step's best plan before the splits, or ""."""
     smallest = plan.stats.get(UNSPLIT_MIN_BYTES_STAT)
     bound = plan.stats.get(UNSPLIT_BOUND_STAT)
     if isinstance(smallest, int):
@@ -64,4 +65,4 @@ def _unsplit_text(plan: PlanData) -> str:
         return f"the smallest peak known is {format_bytes(smallest)} ({share:.1%})"
     if isinstance(bound, int | float):
         return f"{bound:+.3%} at least"
-    return "not known"
+    return ""

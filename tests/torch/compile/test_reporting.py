@@ -173,7 +173,7 @@ def test_progress_is_not_written_to_files(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_an_infeasible_budget_says_what_uses_the_memory() -> None:
     with pytest.raises(Exception, match="Pass a budget of at least") as caught:
-        run(checkpointed(), "10%")
+        run(checkpointed(), "10%", split="off")
     error = cause_of_type(caught.value, InfeasibleBudget)
     assert error is not None
     assert error.min_feasible_bytes

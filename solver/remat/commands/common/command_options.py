@@ -210,10 +210,15 @@ Split = Annotated[
 ]
 
 
+def split_from_option(split: str) -> str | int:
+    """Return the library's option `split` for `--split`."""
+    return int(split) if split.isdecimal() else split
+
+
 def pieces_from_option(split: str) -> tuple[int, ...]:
     """Return the numbers of pieces to try for `--split`. Raises `UsageError`."""
     try:
-        return pieces_to_try(int(split) if split.isdecimal() else split)
+        return pieces_to_try(split_from_option(split))
     except ValueError as error:
         raise UsageError(f"--{error}") from None
 

@@ -30,19 +30,27 @@ from remat.frontend.compile.inductor.patches import (
     separate_cpu_kernel_calls,
 )
 from remat.frontend.compile.inductor.peak_check import PeakOverBudget
+from remat.frontend.compile.joint.split import CannotSplit
 from remat.frontend.compile.joint.symbolic_sizes import ScopedSymbol
+from remat.frontend.compile.kernels.variants import least_demanding_error
 from remat.frontend.compile.loss_only import drop_other_outputs, with_dropped_outputs
 from remat.frontend.compile.naming import current_compile_id, current_object_name
 from remat.frontend.compile.partitioner import Partitioner
 from remat.frontend.compile.registry import (
     NO_FEEDBACK,
+    PlannedSplit,
     ReplanFeedback,
     compiled_plans,
     register_plan,
 )
 from remat.limits.outputs import OUTPUTS_LOSS
+from remat.limits.pieces import PIECES, pieces_to_try
 from remat.limits.units import format_bytes
 from remat.report.describe import describe_peak
+
+_PIECES_IF_INFEASIBLE = (4, 16)
+"""The numbers of pieces that are tried where the budget cannot be met without: two, as each has to
+be compiled."""
 
 _MAX_ROUNDS = 3
 """Plans of one graph before its budget counts as infeasible."""
@@ -83,9 +91,10 @@ def compile(
     are `strategy`, or its `gap`, `time_limit` (8 s by default), `threads`, `solver` and `seed`;
     `reserve`, bytes of the budget for other users of the memory; `outputs`, "dropped" if the caller
     releases the outputs before the backward, "loss" if a training step is to return no other tensor
-    that requires a gradient; `inductor=False`, to run the planned graphs without
-    Inductor; `fallback`; `progress`; and any option of Inductor. Errors in options are raised at
-    once, all others at the first call of the model.
+    that requires a gradient; `split`, "auto" to run the largest operations in pieces where the
+    budget cannot be met without, "off", or the number of pieces; `inductor=False`, to run the
+    planned graphs without Inductor; `fallback`; `progress`; and any option of Inductor. Errors in
+    options are raised at once, all others at the first call of the model.
     """
     options = {"budget": budget, **options}
     read_options(options)
@@ -130,7 +139,7 @@ def _compile_graph(
     request = _CompileRequest(gm, example_inputs, compile_options, config_patches, step)
     if compile_options.inductor:
         return with_dropped_outputs(_compile_with_inductor(request), dropped)
-    return with_dropped_outputs(_compile_without_inductor(request), dropped)
+    return with_dropped_outputs(_compile_within_budget(request)[0], dropped)
 
 
 @dataclass(eq=False)
@@ -201,7 +210,8 @@ def _compile_with_inductor(request: _CompileRequest) -> Any:
     cached = disk_cache.load_plan(key)
     hits_before = disk_cache.torch_cache_hits()
     feedback = cached.feedback if cached else NO_FEEDBACK
-    code, partitioner = _compile_within_budget(request, feedback)
+    split = cached.split if cached else None
+    code, partitioner = _compile_within_budget(request, feedback, split)
     if partitioner.compiled is None and disk_cache.torch_cache_hits() > hits_before:
         if cached is not None:
             if cached.compiled is not None:
@@ -212,17 +222,57 @@ def _compile_with_inductor(request: _CompileRequest) -> Any:
             return code
         with disk_cache.autograd_cache_disabled():  # torch has the code, but the plan is missing
             code, partitioner = _compile_within_budget(request)
-    disk_cache.store_plan(key, disk_cache.CachedPlan(partitioner.compiled, partitioner.feedback))
+    planned = disk_cache.CachedPlan(
+        partitioner.compiled, partitioner.feedback, partitioner.planned_split()
+    )
+    disk_cache.store_plan(key, planned)
     return code
 
 
 def _compile_within_budget(
-    request: _CompileRequest, feedback: ReplanFeedback = NO_FEEDBACK
+    request: _CompileRequest,
+    feedback: ReplanFeedback = NO_FEEDBACK,
+    split: PlannedSplit | None = None,
 ) -> tuple[Any, Partitioner]:
-    """Compile a graph with Inductor, and replan it as long as its kernels exceed the budget.
+    """Compile a graph, and return the code, and the partitioner that planned it.
 
-    Return the code, and the partitioner that planned it.
+    With the option `split="auto"`, the largest operations run in pieces if the budget cannot be met
+    without. `feedback` and `split` are those of an earlier process.
     """
+    pieces = pieces_to_try(request.options.split)
+    more_pieces = iter(_PIECES_IF_INFEASIBLE if pieces == PIECES and split is None else ())
+    if split is None and len(pieces) == 1:
+        split = PlannedSplit(pieces[0])
+    compile_once = _compile_in_rounds if request.options.inductor else _compile_without_inductor
+    partitioners: list[Partitioner] = []
+    errors: list[InfeasibleBudget] = []
+    while True:
+        try:
+            return compile_once(request, feedback, split, partitioners)
+        except Exception as error:
+            infeasible = cause_of_type(error, InfeasibleBudget)
+            number = None if infeasible is None else next(more_pieces, None)
+            if not errors and number is None:
+                raise
+            if infeasible is not None:
+                errors.append(without_frames(infeasible))
+            elif not cause_of_type(error, CannotSplit):
+                raise
+            if number is None:
+                raise least_demanding_error(errors) from None
+            unsplit = partitioners[-1].unsplit
+            split = PlannedSplit(number, unsplit, errors[0].min_feasible_bytes)
+            reporting.log_split(number)
+
+
+def _compile_in_rounds(
+    request: _CompileRequest,
+    feedback: ReplanFeedback,
+    split: PlannedSplit | None,
+    partitioners: list[Partitioner],
+) -> tuple[Any, Partitioner]:
+    """Compile a graph with Inductor, and replan it as long as its kernels exceed the budget. Adds
+    the partitioner of each round to `partitioners`."""
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.virtualized import V
 
@@ -237,7 +287,10 @@ def _compile_within_budget(
     exceeded, rounds = None, 0
     unbounded: list[ScopedSymbol] = []  # found in the first round, and used by all
     while rounds < _MAX_ROUNDS:
-        partitioner = Partitioner.of_backend(request.options, request.step, feedback, rounds + 1)
+        partitioner = Partitioner.of_backend(
+            request.options, request.step, feedback, rounds + 1, split
+        )
+        partitioners.append(partitioner)
         partitioner.unbounded = unbounded
         try:
             with non_lazy_backward(), batched_cpp_files():
@@ -314,7 +367,12 @@ def _infeasible_after_rounds(
     )
 
 
-def _compile_without_inductor(request: _CompileRequest) -> Any:
+def _compile_without_inductor(
+    request: _CompileRequest,
+    feedback: ReplanFeedback,
+    split: PlannedSplit | None,
+    partitioners: list[Partitioner],
+) -> tuple[Any, Partitioner]:
     """Compile a graph with AOTAutograd alone: the planned graphs run one operation at a time."""
     from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
@@ -323,10 +381,12 @@ def _compile_without_inductor(request: _CompileRequest) -> Any:
     def run_as_is(module: fx.GraphModule, _: Sequence[Any]) -> Any:
         return make_boxed_func(module.forward)
 
+    partitioner = Partitioner.of_backend(request.options, request.step, feedback, split=split)
+    partitioners.append(partitioner)
     compiled = aot_autograd(
         fw_compiler=run_as_is,
-        partition_fn=Partitioner.of_backend(request.options, request.step),
+        partition_fn=partitioner,
         decompositions=select_decomp_table,
         keep_inference_input_mutations=True,  # in the graph, where a plan includes them
     )
-    return compiled(request.gm, request.inputs)
+    return compiled(_copy_graph(request.gm), request.inputs), partitioner

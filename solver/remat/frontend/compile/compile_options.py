@@ -12,6 +12,7 @@ from remat.errors import BudgetError, similar_names_hint
 from remat.limits.budget import Budget
 from remat.limits.limits import Limits
 from remat.limits.outputs import OUTPUTS_HELD, are_dropped
+from remat.limits.pieces import SPLIT_AUTO, pieces_to_try
 from remat.limits.reserve import parse_reserve
 from remat.progress import ProgressCallback
 from remat.strategies import Auto, Strategy
@@ -34,7 +35,16 @@ RESERVED_INDUCTOR_OPTIONS = frozenset(
 
 _STRATEGY_OPTIONS = ("gap", "time_limit", "threads", "solver", "seed")
 _SWITCHES = ("inductor", "fallback")
-_OPTIONS = ("budget", "reserve", "strategy", "outputs", "progress", *_STRATEGY_OPTIONS, *_SWITCHES)
+_OPTIONS = (
+    "budget",
+    "reserve",
+    "strategy",
+    "outputs",
+    "split",
+    "progress",
+    *_STRATEGY_OPTIONS,
+    *_SWITCHES,
+)
 
 
 @dataclass(frozen=True)
@@ -68,8 +78,8 @@ class CompileOptions:
     they are known. `planning_s` is the time for planning one graph, in which the solver gets what
     is left after the capture; None if the strategy has a time limit of its own. `outputs` of the
     forward are "held" by the caller during the backward, "dropped" before it, or only the "loss" is
-    returned. `progress` is a function that receives the progress of a solve, or True for a line on
-    a terminal.
+    returned. `split` is the number of pieces of the largest operations. `progress` is a function
+    that receives the progress of a solve, or True for a line on a terminal.
     """
 
     limits: Limits
@@ -79,6 +89,7 @@ class CompileOptions:
     model: ModelBytes = UNKNOWN_MODEL
     planning_s: float | None = None
     outputs: str = OUTPUTS_HELD
+    split: str | int = SPLIT_AUTO
     # It does not decide the plan, so it is not part of the key of torch's caches.
     progress: ProgressCallback | bool | None = field(default=None, repr=False, compare=False)
 
@@ -120,6 +131,8 @@ def read_options(
             raise ValueError(f"{name} is {value!r}; it is True or False")
     outputs = remaining.pop("outputs", OUTPUTS_HELD)
     are_dropped(outputs)
+    split = remaining.pop("split", SPLIT_AUTO)
+    pieces_to_try(split)
     progress: Any = remaining.pop("progress", None)
     if progress is not None and not isinstance(progress, bool) and not callable(progress):
         raise ValueError(
@@ -132,6 +145,7 @@ def read_options(
         model=model,
         planning_s=TIME_LIMIT_S if is_default_time else None,
         outputs=outputs,
+        split=split,
         progress=cast(Any, progress),
         **switches,
     )

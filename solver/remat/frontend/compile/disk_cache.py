@@ -27,10 +27,16 @@ from torch._dynamo.utils import counters
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from remat.errors import RematError
-from remat.frontend.compile.registry import NO_FEEDBACK, CompiledPlan, ReplanFeedback
+from remat.frontend.compile.registry import (
+    NO_FEEDBACK,
+    CompiledPlan,
+    PlannedSplit,
+    ReplanFeedback,
+    UnsplitStep,
+)
 from remat.plan import Plan
 
-_FORMAT = 4
+_FORMAT = 5
 _SPECIAL_FIELDS = ("plan", "retained_names", "storages", "module", "compile_id", "group", "number")
 """Fields with another encoding, and those that belong to one process."""
 
@@ -39,11 +45,12 @@ _PLAIN_FIELDS = [field.name for field in fields(CompiledPlan) if field.name not 
 
 @dataclass(frozen=True)
 class CachedPlan:
-    """The plan of a graph with the replan feedback that led to it. `compiled` is None for a graph
-    that needs no plan."""
+    """The plan of a graph with the replan feedback that led to it, and its split. `compiled` is
+    None for a graph that needs no plan."""
 
     compiled: CompiledPlan | None
     feedback: ReplanFeedback = NO_FEEDBACK
+    split: PlannedSplit | None = None
 
 
 def cache_key(gm: fx.GraphModule, inputs: Sequence[object], uuid: str) -> str:
@@ -86,20 +93,32 @@ def load_plan(key: str) -> CachedPlan | None:
         feedback = ReplanFeedback(
             int(data["excess_bytes"]), separate_buffers, bool(data["plain_exceeds"])
         )
-        return CachedPlan(CompiledPlan(plan, retained_names=retained_names, **plain), feedback)
+        split = _split_of(data["split"])
+        compiled = CompiledPlan(plan, retained_names=retained_names, **plain)
+        return CachedPlan(compiled, feedback, split)
     except (OSError, ValueError, KeyError, TypeError, RematError):
         return None
+
+
+def _split_of(record: Any) -> PlannedSplit | None:
+    """Return the split of a record of the file. Raises TypeError or ValueError for another one."""
+    if record is None:
+        return None
+    pieces, (peak_bytes, saved_bytes, time_s), min_bytes = record
+    unsplit = UnsplitStep(int(peak_bytes), int(saved_bytes), float(time_s))
+    return PlannedSplit(int(pieces), unsplit, None if min_bytes is None else int(min_bytes))
 
 
 def store_plan(key: str, cached: CachedPlan) -> None:
     """Write a plan. If that fails, a later process plans the graph once more."""
     compiled = cached.compiled
-    feedback = cached.feedback
+    feedback, split = cached.feedback, cached.split
     data: dict[str, Any] = {
         "compiled": None,
         "excess_bytes": feedback.excess_bytes,
         "separate_buffers": sorted(feedback.separate_buffers),
         "plain_exceeds": feedback.plain_exceeds,
+        "split": split,
     }
     if compiled is not None:
         data["compiled"] = {name: getattr(compiled, name) for name in _PLAIN_FIELDS} | {

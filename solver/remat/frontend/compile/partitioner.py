@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 import warnings
 from collections.abc import Sequence
@@ -29,13 +28,16 @@ from remat.frontend.compile.inductor.matmul_additions import fuse_matmul_additio
 from remat.frontend.compile.inductor.peak_check import PeakVerifier
 from remat.frontend.compile.inductor.probe import probe_kernels
 from remat.frontend.compile.joint.build import build_joint_graph
-from remat.frontend.compile.joint.fx_utils import node_bytes
+from remat.frontend.compile.joint.fx_utils import copy_graph, node_bytes
+from remat.frontend.compile.joint.joint_graph import CompiledJointGraph
+from remat.frontend.compile.joint.split import CannotSplit, split_joint_graph
 from remat.frontend.compile.joint.symbolic_sizes import (
     ScopedSymbol,
     add_missing_bounds,
     bound_by_current_size,
 )
 from remat.frontend.compile.kernels.cost_model import KernelCostModel
+from remat.frontend.compile.kernels.fusion_groups import sort_by_dependencies
 from remat.frontend.compile.kernels.plain_step import plain_modules
 from remat.frontend.compile.kernels.to_fx import build_modules
 from remat.frontend.compile.kernels.to_solver import (
@@ -48,13 +50,18 @@ from remat.frontend.compile.naming import current_compile_id, current_object_nam
 from remat.frontend.compile.registry import (
     NO_FEEDBACK,
     CompiledPlan,
+    PlannedSplit,
     ReplanFeedback,
+    UnsplitStep,
     graph_title,
     register_plan,
     saved_by_other_graphs,
     unregister_plan,
 )
 from remat.frontend.compile.solving import GraphSolver, explain_infeasible
+from remat.graph import Baseline, Split
+from remat.plan_data import UNSPLIT_MIN_BYTES_STAT
+from remat.simulate import baseline_of
 from remat.version import VERSION
 
 
@@ -85,11 +92,17 @@ class Partitioner(CustomPartitionerFn):
         group: object = None,
         feedback: ReplanFeedback = NO_FEEDBACK,
         rounds: int = 1,
+        split: PlannedSplit | None = None,
     ) -> None:
         self.options = options
         self.group = group
         self.feedback = feedback
         self.rounds = rounds
+        self.split = split
+        """The pieces of the largest operations; None if they stay whole."""
+        self.splits: tuple[Split, ...] = ()
+        self.unsplit: UnsplitStep | None = None if split is None else split.unsplit
+        """The step without pieces, once it was built."""
         self.module = self.compile_id = ""
         self.unbounded: list[ScopedSymbol] | None = None
         """Symbols that had no upper bound before the first round, shared by all rounds; None if
@@ -104,14 +117,16 @@ class Partitioner(CustomPartitionerFn):
         group: object,
         feedback: ReplanFeedback = NO_FEEDBACK,
         rounds: int = 1,
+        split: PlannedSplit | None = None,
     ) -> Partitioner:
         """Create the partitioner of one graph for the backend "remat".
 
         The graphs of one `group` share the budget. `feedback` is that of the earlier plans of this
-        graph; `rounds` counts the plans, the next one included.
+        graph; `rounds` counts the plans, the next one included. With `split`, the largest
+        operations run in pieces.
         """
         partitioner = cls.__new__(cls)
-        partitioner._initialize(options, group, feedback, rounds)
+        partitioner._initialize(options, group, feedback, rounds, split)
         return partitioner
 
     def __deepcopy__(self, _: object) -> Partitioner:
@@ -139,7 +154,7 @@ class Partitioner(CustomPartitionerFn):
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         static = static_lifetime_input_indices
         # Planning modifies the graph, and may fail afterwards.
-        original = fx.GraphModule(gm, copy.deepcopy(gm.graph)) if self.options.fallback else gm
+        original = fx.GraphModule(gm, copy_graph(gm.graph)) if self.options.fallback else gm
         try:
             return self._partition(gm, joint_inputs, num_fwd_outputs, static)
         except Exception as error:
@@ -174,17 +189,26 @@ class Partitioner(CustomPartitionerFn):
         if self.unbounded is not None:
             self.unbounded += unbounded
             unbounded = self.unbounded
-        joint = build_joint_graph(
-            gm,
-            joint_inputs,
-            num_fwd_outputs,
-            static,
-            probe_kernels if inductor else None,
-            fuse_matmul_additions if inductor else None,
-            self.options.outputs,
-        )
+        if self.split is not None:
+            if self.unsplit is None:
+                unsplit = fx.GraphModule(gm, copy_graph(gm.graph))
+                self.unsplit = self._unsplit_step(
+                    self._joint_graph(unsplit, joint_inputs, num_fwd_outputs, static)
+                )
+            try:
+                gm, self.splits = split_joint_graph(gm, num_fwd_outputs, self.split.pieces)
+            except CannotSplit:
+                if self.split.unsplit is not None:
+                    raise  # the graph does not fit without
+                self.split = None
+        joint = self._joint_graph(gm, joint_inputs, num_fwd_outputs, static)
         # The third plan of a graph keeps the kernels that Inductor generates without a plan.
         variants = find_variants(joint, baseline_only=self.rounds > 2)
+        if self.split is not None:  # Inductor may compute one thing of all pieces, then the next
+            variants = [
+                (joint, sort_by_dependencies(joint, groups, in_graph_order=True))
+                for joint, groups in variants
+            ]
         num_backward = sum(group.is_backward for group in variants[0][1])
         num_forward = len(variants[0][1]) - num_backward
         elapsed_s = time.perf_counter() - started_s
@@ -203,6 +227,30 @@ class Partitioner(CustomPartitionerFn):
         register_plan(compiled)
         self.compiled = compiled
         return halves
+
+    def _joint_graph(
+        self,
+        gm: fx.GraphModule,
+        joint_inputs: Sequence[object],
+        num_fwd_outputs: int,
+        static: list[int] | None,
+    ) -> CompiledJointGraph:
+        inductor = self.options.inductor
+        return build_joint_graph(
+            gm,
+            joint_inputs,
+            num_fwd_outputs,
+            static,
+            probe_kernels if inductor else None,
+            fuse_matmul_additions if inductor else None,
+            self.options.outputs,
+        )
+
+    def _unsplit_step(self, joint: CompiledJointGraph) -> UnsplitStep:
+        """Return the step of a joint graph, without recomputation."""
+        ((joint, groups), *_) = find_variants(joint, baseline_only=True)
+        cost_model = KernelCostModel(joint, fused=self._has_fused_costs)
+        return _unsplit_step(build_problem(joint, groups, cost_model, self.options.outputs))
 
     def _plan(
         self,
@@ -227,7 +275,13 @@ class Partitioner(CustomPartitionerFn):
 
         def problems() -> list[CompileProblem]:
             outputs = self.options.outputs
-            return [build_problem(joint, groups, cost_model, outputs) for joint, groups in variants]
+            built = [
+                build_problem(joint, groups, cost_model, outputs) for joint, groups in variants
+            ]
+            if self.split is None:
+                self.unsplit = _unsplit_step(built[0])
+                return built
+            return [self._compared_to_unsplit(problem) for problem in built]
 
         if unbounded and self.options.limits.budget.size_bytes is not None:
             with suppress(InfeasibleBudget):
@@ -243,16 +297,15 @@ class Partitioner(CustomPartitionerFn):
         """Select the best candidate for a graph. The first problem is the step that torch.compile
         would run: the baseline."""
         joint = problems[0].joint
-        plain_bytes = inductor_baseline_peak_bytes(problems[0])
-        baseline_bytes = plain_bytes or 0
-        if joint.plain_halves is None:  # then a budget of 100% needs a plan
-            plain_bytes = None
-            baseline_bytes = max(baseline_bytes, keep_all_bytes(problems[0].graph))
-        saved = problems[0].retained_outputs.union(map(storage_base, joint.saved_tensors))
+        plain_bytes = None
+        if joint.plain_halves is not None and self.split is None:  # else 100% needs a plan
+            plain_bytes = inductor_baseline_peak_bytes(problems[0])
+        assert self.unsplit is not None
+        baseline_bytes = self.unsplit.peak_bytes
         others = saved_by_other_graphs(self.group)
         baseline = StepBaseline(
             peak_bytes=baseline_bytes + others.baseline_saved_bytes,
-            saved_bytes=sum(map(node_bytes, saved)),
+            saved_bytes=self.unsplit.saved_bytes,
         )
         external_bytes = others.saved_bytes
         if self.options.limits.budget.size_bytes is not None:
@@ -269,6 +322,9 @@ class Partitioner(CustomPartitionerFn):
             self.feedback,
             plain_bytes,
         ).select()
+        if self.split is not None and self.split.unsplit_min_bytes is not None:
+            smallest = {UNSPLIT_MIN_BYTES_STAT: self.split.unsplit_min_bytes}
+            plan = replace(plan, stats={**plan.stats, **smallest})
         available_bytes = limits.available_bytes(baseline.peak_bytes)
         budget_bytes = None if available_bytes is None else available_bytes + excess_bytes
         is_replanned = self.unbounded is not None and not is_plain
@@ -288,16 +344,38 @@ class Partitioner(CustomPartitionerFn):
             is_plain=is_plain,
         )
 
+    def _compared_to_unsplit(self, problem: CompileProblem) -> CompileProblem:
+        """Return the problem of a split graph, with the step that its plans are compared to."""
+        assert self.unsplit is not None
+        peak_bytes, _, time_s = self.unsplit
+        unsplit = Baseline(peak_bytes, time_s)
+        return replace(problem, graph=replace(problem.graph, unsplit=unsplit, splits=self.splits))
+
     def discard_plan(self) -> None:
         """Remove the latest plan from the registry: its code does not run."""
         if self.compiled is not None:
             unregister_plan(self.compiled)
+
+    def planned_split(self) -> PlannedSplit | None:
+        """Return the pieces of the latest plan with the step without them, None if all is whole."""
+        return None if self.split is None else self.split._replace(unsplit=self.unsplit)
 
     def uuid(self) -> str:
         """Return the key of this partitioner in torch's caches: everything that decides a plan."""
         others = saved_by_other_graphs(self.group)
         excess_bytes, separate_buffers, plain_exceeds = self.feedback
         feedback = (excess_bytes, *sorted(separate_buffers), plain_exceeds)
-        key = (self.options, self._has_fused_costs, *feedback, others, self.group is None)
+        pieces = 0 if self.split is None else self.split.pieces
+        key = (self.options, self._has_fused_costs, *feedback, others, self.group is None, pieces)
         allocated = allocated_share(self.options.limits.budget.size_bytes)
         return f"remat {VERSION} {key!r} {allocated}"
+
+
+def _unsplit_step(problem: CompileProblem) -> UnsplitStep:
+    """Return the step that plain torch.compile would run: the baseline of budgets and times."""
+    joint = problem.joint
+    peak_bytes = inductor_baseline_peak_bytes(problem) or 0
+    if joint.plain_halves is None:
+        peak_bytes = max(peak_bytes, keep_all_bytes(problem.graph))
+    saved = problem.retained_outputs.union(map(storage_base, joint.saved_tensors))
+    return UnsplitStep(peak_bytes, sum(map(node_bytes, saved)), baseline_of(problem.graph).time_s)

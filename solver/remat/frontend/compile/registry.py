@@ -124,6 +124,25 @@ class ReplanFeedback(NamedTuple):
 NO_FEEDBACK = ReplanFeedback()
 
 
+class UnsplitStep(NamedTuple):
+    """A graph's step before its largest operations were split, without recomputation: its peak, the
+    bytes that it saves for the backward, and its time."""
+
+    peak_bytes: int
+    saved_bytes: int
+    time_s: float
+
+
+class PlannedSplit(NamedTuple):
+    """The number of pieces of a graph's largest operations, and the step without them. `unsplit` is
+    None until it is known; `unsplit_min_bytes` is the smallest peak that was found for it, None if
+    none was searched for."""
+
+    pieces: int
+    unsplit: UnsplitStep | None = None
+    unsplit_min_bytes: int | None = None
+
+
 class SavedByOtherGraphs(NamedTuple):
     """Bytes that the other graphs of a step save for their backwards: as planned, and without
     recomputation."""

@@ -75,6 +75,11 @@ def log_cache_hit(compiled: CompiledPlan) -> None:
     logger.info("%s: plan and code are from torch's cache; planned peak %s", compiled.title, peak)
 
 
+def log_split(pieces: int) -> None:
+    """Log that the largest operations are split, as the budget cannot be met without."""
+    logger.info("the budget cannot be met; splitting the largest operations into %d", pieces)
+
+
 def log_replan(title: str, reason: str) -> None:
     """Log why a graph is replanned."""
     logger.info("%s: replanning, as %s", title, reason)

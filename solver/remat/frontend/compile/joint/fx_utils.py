@@ -5,6 +5,7 @@ Symbolic sizes count as their upper bounds (`symbolic_sizes.py`).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from math import prod
 
@@ -16,6 +17,9 @@ from remat.allocator.replay import round_size
 from remat.frontend.common.aliases import is_getitem, is_view, mutated_args, storage_base
 from remat.frontend.common.operators import is_random
 from remat.frontend.compile.joint.symbolic_sizes import max_size
+
+_MODEL_VARIABLE = re.compile(r"[LG]\['\w+'\]\.?")
+"""The start of torch's module paths: the Python variable that holds the model."""
 
 _RECOMPUTABLE_NAMESPACES = frozenset({"aten", "prims", "quantized_decomposed", "torchvision"})
 
@@ -193,3 +197,19 @@ def is_fusible(node: fx.Node) -> bool:
     from torch._inductor.fx_passes.fusion_regions import is_fusible_node
 
     return is_fusible_node(node) and not mutated_args(node)
+
+
+def copy_graph(graph: fx.Graph) -> fx.Graph:
+    """Return a copy of a graph; `meta` of its nodes is copied, the fake tensors are not."""
+    copied, nodes = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in graph.nodes:
+        nodes[node] = copied.node_copy(node, nodes.__getitem__)
+    return copied
+
+
+def module_path(node: fx.Node) -> str:
+    """Return the module path of a node, "" where torch does not record one."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    if not stack:
+        return ""
+    return _MODEL_VARIABLE.sub("", str(list(stack.values())[-1][0]), count=1)

@@ -6,7 +6,6 @@ tensor that is used only inside of a kernel is no value, and recomputing it ther
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -18,6 +17,7 @@ from remat.frontend.common.aliases import storage_base
 from remat.frontend.compile.joint.fx_utils import (
     is_recomputable,
     is_symbolic_scalar,
+    module_path,
     node_bytes,
     num_elements,
     output_tensors,
@@ -30,9 +30,6 @@ from remat.frontend.compile.kernels.fusion_groups import FusionGroup, moved_byte
 from remat.frontend.compile.kernels.in_place import overwritable_tensors, with_overwrites
 from remat.graph import Graph, Operation, Value
 from remat.limits.outputs import OUTPUTS_HELD
-
-_MODEL_VARIABLE = re.compile(r"[LG]\['\w+'\]\.?")
-"""The start of torch's module paths: the Python variable that holds the model."""
 
 _MAX_NAME_LENGTH = 60
 
@@ -101,7 +98,7 @@ def build_problem(
                 workspace_bytes=cost.workspace_bytes,
                 backward=group.is_backward,
                 recomputable=is_repeatable and bool(written) and not group.is_backward,
-                module=_module_path(group.all_nodes[-1]),
+                module=module_path(group.all_nodes[-1]),
                 order_sensitive=not joint.mutated.isdisjoint(storages_read_by(group.all_nodes))
                 or any(map(samples_generator, group.all_nodes)),
             )
@@ -221,11 +218,3 @@ def unmeasured_workspace_bytes(problem: CompileProblem) -> int:
         ),
         default=0,
     )
-
-
-def _module_path(node: fx.Node) -> str:
-    """Return the module path of a node, "" where torch does not record one."""
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
-    if not stack:
-        return ""
-    return _MODEL_VARIABLE.sub("", str(list(stack.values())[-1][0]), count=1)

@@ -1,0 +1,289 @@
+"""Splitting the largest operations of AOTAutograd's joint graph: as a trace, and back.
+
+The graph is described by a `Trace`, on which `passes.split` works, and the new operations become
+fx nodes. Sums are added by functional operations, and rows are joined by one concatenation:
+Inductor decides which of them write in place.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import detect_fake_mode
+from torch._ops import OpOverload
+
+from remat.documents.arguments import Argument, Ref, referenced_names
+from remat.documents.records import Environment, Gradient, Node, Output, Placeholder
+from remat.documents.structure import Structure
+from remat.documents.targets import ADD_PRODUCT_TARGET, ADD_TARGET, WRITE_ROWS_TARGET
+from remat.documents.trace import Trace
+from remat.errors import RematError
+from remat.frontend.capture.reading.trace_builder import TraceBuilder
+from remat.frontend.common.operators import (
+    argument_from_torch,
+    argument_to_torch,
+    is_random,
+    resolve,
+)
+from remat.frontend.compile.compat import is_tangent
+from remat.frontend.compile.joint.fx_utils import module_path
+from remat.graph import Split
+from remat.passes.split.largest_operations import split_largest_operations
+
+_OPAQUE = "remat.opaque.default"
+"""The target of nodes that are no operators of ATen; there is no rule for it."""
+
+_COPIED_META = (
+    "stack_trace", "nn_module_stack", "fwd_nn_module_stack", "source_fn_stack", "original_aten",
+    "from_node", "seq_nr", "partitioner_tag", "custom",
+)  # fmt: skip
+"""Items of `meta` that the nodes of pieces copy from the node that was split."""
+
+
+def split_joint_graph(
+    module: fx.GraphModule, num_fwd_outputs: int, pieces: int
+) -> tuple[fx.GraphModule, tuple[Split, ...]]:
+    """Return the joint graph with its largest operations in so many pieces, and what was split.
+
+    Raises `CannotSplit` if they have no rule, or the graph has symbolic sizes.
+    """
+    try:
+        trace = _Reader(module, num_fwd_outputs).trace()
+        split = split_largest_operations(trace, pieces)
+    except RematError as error:
+        raise CannotSplit(str(error)) from error
+    if split is trace:
+        raise CannotSplit("the largest operations cannot be split")
+    graph = _GraphOfPieces(module, split).graph()
+    return fx.GraphModule(module, graph), tuple(record.to_split() for record in split.splits)
+
+
+class CannotSplit(RematError):
+    """The largest operations of a graph cannot be split."""
+
+
+class _Reader:
+    """Describes a joint graph by a trace: its tensors, storages and operations."""
+
+    def __init__(self, module: fx.GraphModule, num_fwd_outputs: int) -> None:
+        self.module = module
+        self.builder = TraceBuilder()
+        (returned,) = module.graph.output_node().args
+        assert isinstance(returned, (tuple, list))
+        self.forward_outputs = _nodes(returned[:num_fwd_outputs])
+        self.gradients = _nodes(returned[num_fwd_outputs:])
+        self.backward = _depending_on_tangents(module.graph)
+
+    def trace(self) -> Trace:
+        """Return the trace. Raises `RematError` for symbolic sizes."""
+        for node in self.module.graph.nodes:
+            if node.op in ("placeholder", "get_attr"):
+                self._read_input(node)
+            elif node.op == "call_function" and node.target is not operator.getitem:
+                self._read_call(node)
+        builder = self.builder
+        primal = next(p.name for p in builder.placeholders if p.kind == "input")
+        outputs = dict.fromkeys(n.name for n in self.forward_outputs)
+        leaves = tuple(Structure(kind="leaf", leaf=n) for n in range(len(outputs)))
+        gradients = dict.fromkeys(n.name for n in self.gradients)
+        return Trace(
+            device=builder.main_device(),
+            placeholders=tuple(builder.placeholders),
+            nodes=tuple(builder.nodes),
+            outputs=tuple(Output(name=name, differentiable=False) for name in outputs),
+            gradients=tuple(Gradient(placeholder=primal, name=name) for name in gradients),
+            storage_bytes=tuple(builder.storage_bytes),
+            inputs=Structure(kind="tuple"),
+            result=Structure(kind="tuple", children=leaves),
+            environment=Environment(torch=torch.__version__, training=True),
+        )
+
+    def _read_input(self, node: fx.Node) -> None:
+        value = node.meta.get("val")
+        if node.op == "get_attr" and value is None:
+            value = getattr(self.module, str(node.target))
+        if not isinstance(value, torch.Tensor):
+            raise RematError(f"{node.name} is no tensor: graphs with symbolic sizes are not split")
+        placeholder = Placeholder(
+            name=node.name,
+            kind="tangent" if is_tangent(node) else "input",
+            target=str(len(self.builder.placeholders)),
+            tensor=self.builder.tensor_meta(value),
+            storage=self.builder.storage_index(value),
+        )
+        self.builder.add_placeholder(placeholder)
+
+    def _read_call(self, node: fx.Node) -> None:
+        target, value = node.target, node.meta.get("val")
+        is_mutating = isinstance(target, OpOverload) and target._schema.is_mutable
+        results = () if is_mutating else self._results(node, value)
+        is_described = isinstance(target, OpOverload) and (bool(results) or is_mutating)
+        if is_described:
+            args = tuple(argument_from_torch(item, _reference) for item in node.args)
+            kwargs = {k: argument_from_torch(v, _reference) for k, v in node.kwargs.items()}
+        else:
+            args, kwargs = tuple(Ref(n.name) for n in node.all_input_nodes), {}
+        record = Node(
+            name=node.name,
+            target=str(target) if is_described else _OPAQUE,
+            args=args,
+            kwargs=kwargs,
+            results=results,
+            view=self.builder.add_storages(str(target), results),
+            backward=node in self.backward,
+            random=isinstance(target, OpOverload) and is_random(node),
+            module=module_path(node),
+        )
+        self.builder.nodes.append(record)
+
+    def _results(self, node: fx.Node, value: object) -> tuple[Any, ...]:
+        if isinstance(value, torch.Tensor):
+            return (self.builder.new_result(node.name, value),)
+        if not isinstance(value, (tuple, list)):
+            return ()
+        names = {user.args[1]: user.name for user in node.users if _is_item(user)}
+        return tuple(
+            self.builder.new_result(names.get(position, f"{node.name}_{position}_"), item, position)
+            for position, item in enumerate(value)
+            if isinstance(item, torch.Tensor)
+        )
+
+
+class _GraphOfPieces:
+    """The fx graph of a split trace: copies of nodes that stayed, and new nodes for pieces."""
+
+    def __init__(self, module: fx.GraphModule, trace: Trace) -> None:
+        self.trace = trace
+        self.old = module.graph
+        self.old_nodes: dict[str, fx.Node] = {node.name: node for node in module.graph.nodes}
+        self.new_graph = fx.Graph()
+        self.tensors: dict[str, fx.Node] = {}
+        self.rows: dict[str, list[Ref]] = {}
+        """The pieces that were written into a buffer so far, by the buffer's name."""
+        inputs = [n.meta["val"] for n in module.graph.find_nodes(op="placeholder")]
+        self.fake_mode = detect_fake_mode(inputs)
+
+    def graph(self) -> fx.Graph:
+        """Return the graph."""
+        for node in self.old.nodes:
+            if node.op in ("placeholder", "get_attr"):
+                self.tensors[node.name] = self._copy(node)
+        for record in self.trace.nodes:
+            if not record.piece_of and record.name in self.old_nodes:
+                self._copy_with_items(self.old_nodes[record.name])
+            else:
+                self._add(record)
+        old_output = self.old.output_node()
+        (returned,) = old_output.args
+        output = self.new_graph.output(fx.map_arg(returned, lambda n: self.tensors[n.name]))
+        output.meta.update(old_output.meta)
+        self.new_graph.lint()
+        return self.new_graph
+
+    def _copy(self, node: fx.Node) -> fx.Node:
+        copied = self.new_graph.node_copy(node, lambda n: self.tensors[n.name])
+        copied.meta = dict(node.meta)
+        return copied
+
+    def _copy_with_items(self, node: fx.Node) -> None:
+        self.tensors[node.name] = self._copy(node)
+        for user in node.users:
+            if _is_item(user):
+                self.tensors[user.name] = self._copy(user)
+
+    def _add(self, record: Node) -> None:
+        """Add the node of a piece, or of a sum of pieces."""
+        if record.target == WRITE_ROWS_TARGET:
+            self._write_rows(record)
+            return
+        target, args = record.target, record.args
+        if target == ADD_TARGET:
+            target = "aten.add.Tensor"
+        elif target == ADD_PRODUCT_TARGET:
+            target = "aten.addmm.default"
+        node = self._call(record, target, args, record.kwargs)
+        for result in record.results:
+            is_item = result.position >= 0
+            self.tensors[result.name] = self._item(node, result.position) if is_item else node
+
+    def _write_rows(self, record: Node) -> None:
+        """Remember a piece of a buffer; after the last, join all of them."""
+        (result,) = record.results
+        before, piece, shape, _, first, count, _ = record.args
+        assert isinstance(piece, Ref)
+        rows = [*self.rows.pop(before.name), piece] if isinstance(before, Ref) else [piece]
+        self.rows[result.name] = rows
+        if any(result.name in n.operand_names for n in self._writers()):
+            return
+        assert isinstance(first, int)
+        assert isinstance(count, int)
+        joined = self._call(record, "aten.cat.default", (tuple(rows), first + count - 1), {})
+        if count > 1:
+            joined = self._node(record, torch.ops.aten.view.default, (joined, list(shape)), {})  # type: ignore[arg-type]
+        self.tensors[result.name] = joined
+
+    def _writers(self) -> list[Node]:
+        return [node for node in self.trace.nodes if node.target == WRITE_ROWS_TARGET]
+
+    def _call(
+        self, record: Node, target: str, args: tuple[Argument, ...], kwargs: Mapping[str, Argument]
+    ) -> fx.Node:
+        nodes: dict[str, Any] = {
+            name: self.tensors[name] for name in referenced_names((args, *kwargs.values()))
+        }
+        return self._node(
+            record,
+            resolve(target),
+            tuple(argument_to_torch(item, nodes) for item in args),
+            {key: argument_to_torch(item, nodes) for key, item in kwargs.items()},
+        )
+
+    def _node(
+        self, record: Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> fx.Node:
+        node = self.new_graph.call_function(target, args, kwargs)
+        source = self.old_nodes.get(record.piece_of)
+        if source is not None:
+            node.meta = {key: source.meta[key] for key in _COPIED_META if key in source.meta}
+        fake_args, fake_kwargs = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
+        with self.fake_mode:  # type: ignore[union-attr]
+            node.meta["val"] = target(*fake_args, **fake_kwargs)
+        return node
+
+    def _item(self, node: fx.Node, position: int) -> fx.Node:
+        item = self.new_graph.call_function(operator.getitem, (node, position))
+        item.meta = {**node.meta, "val": node.meta["val"][position]}
+        return item
+
+
+def _nodes(values: Any) -> list[fx.Node]:
+    """Return the nodes among values that are tensors."""
+    return [
+        value
+        for value in values
+        if isinstance(value, fx.Node) and isinstance(value.meta.get("val"), torch.Tensor)
+    ]
+
+
+def _is_item(node: fx.Node) -> bool:
+    return node.target is operator.getitem
+
+
+def _depending_on_tangents(graph: fx.Graph) -> set[fx.Node]:
+    """Return the nodes of the backward: those that depend on a tangent."""
+    backward: set[fx.Node] = set()
+    for node in graph.nodes:
+        is_first = node.op == "placeholder" and is_tangent(node)
+        if is_first or any(n in backward for n in node.all_input_nodes):
+            backward.add(node)
+    return backward
+
+
+def _reference(value: object) -> Argument:
+    if isinstance(value, fx.Node):
+        return Ref(value.name)
+    raise RematError(f"an argument of type {type(value).__name__} cannot be written as data")

@@ -1,0 +1,122 @@
+"""Under torch.compile, the largest operations run in pieces if the budget cannot be met without."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from tests.helpers.cpp_compiler import needs_compiler
+from tests.helpers.training.compiled_steps import assert_same, step, two_steps, with_state
+from tests.helpers.training.models import Case, language_model
+from torch import nn
+
+import remat
+from remat.frontend.compile.registry import CompiledPlan
+from remat.frontend.memory.allocator_peak import allocated_peak
+from remat.plan_data import UNSPLIT_MIN_BYTES_STAT
+
+pytestmark = needs_compiler
+
+BUDGET = "70%"
+
+
+def compiled_step(case: Case, **options: Any) -> tuple[Any, CompiledPlan]:
+    """Compile a model within `BUDGET`, run a step, and return it with its plan."""
+    torch._dynamo.reset()
+    run = remat.compile(case.model, BUDGET, **{"time_limit": 5.0, **options})
+    step(case, run)
+    return run, remat.compiled_plans()[-1]
+
+
+def measured_peak(case: Case, run: Any) -> int:
+    """Return the allocator's peak of a step, with parameters and batch."""
+    step(case, run)
+    case.model.zero_grad(set_to_none=True)
+    peak = allocated_peak(lambda: run(*case.args).backward())
+    return peak + sum(t.nbytes for t in (*case.args, *case.model.parameters()))
+
+
+def test_a_budget_that_is_infeasible_without_is_met() -> None:
+    """With dropout and ignored labels: the loss, the gradients and the random samples are those of
+    plain torch.compile, and the peak is the planned one."""
+    case, state = with_state(language_model())
+    expected = two_steps(case, state)
+    with pytest.raises(Exception, match="is proved infeasible"):
+        compiled_step(case, split="off")
+    case.model.load_state_dict(state)
+    run, plan = compiled_step(case)
+    (split,) = plan.plan.graph.splits
+    assert (split.module, split.rows, split.pieces) == ("head", 64, 4)
+    assert plan.verified_bytes is not None
+    smallest = plan.plan.stats[UNSPLIT_MIN_BYTES_STAT]
+    assert isinstance(smallest, int)
+    assert smallest > plan.plan.budget_bytes
+    assert measured_peak(case, run) == plan.verified_bytes <= 0.7 * plan.baseline_bytes
+    assert_same([step(case, run, seed) for seed in (1, 2)], expected, tolerance=1e-5)
+    assert "head x 4: 16 rows at a time" in plan.plan.describe()
+
+
+def test_inductor_keeps_one_piece_at_a_time() -> None:
+    """Pieces that are independent may be computed first, and all be live at once, as in
+    https://github.com/pytorch/torchtitan/issues/3646."""
+    case = language_model()
+    logits_bytes = 64 * 1000 * 4
+    run, plan = compiled_step(case, split=16)
+    constant_bytes = sum(2 * p.nbytes for p in case.model.parameters()) + case.args[0].nbytes
+    assert measured_peak(case, run) - constant_bytes < logits_bytes
+    assert plan.plan.graph.splits[0].pieces == 16
+
+
+def test_nothing_is_split_where_the_budget_is_met_without() -> None:
+    torch._dynamo.reset()
+    case = language_model()
+    step(case, remat.compile(case.model, "95%", time_limit=5.0))
+    assert not remat.compiled_plans()[-1].plan.graph.splits
+
+
+def test_what_cannot_be_split_is_planned_as_it_is() -> None:
+    """A number of pieces is for the graphs of a model that have operations to split."""
+    model, images = nn.Sequential(nn.Conv2d(2, 8, 3), nn.Conv2d(8, 8, 3)), torch.randn(2, 2, 16, 16)
+    torch._dynamo.reset()
+    run = remat.compile(model, "100%", split=4, time_limit=5.0)
+    output = run(images)
+    output.backward(torch.ones_like(output))
+    assert not remat.compiled_plans()[-1].plan.graph.splits
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="is proved infeasible"):
+        remat.compile(model, "10%", time_limit=5.0)(images)
+
+
+def test_a_second_process_loads_the_plan_with_its_pieces(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    case = language_model()
+    with caplog.at_level(logging.INFO, logger="remat"):
+        first = compiled_step(case)[1]
+        assert caplog.text.count("planning") == 2
+        caplog.clear()
+        run, second = compiled_step(copy.deepcopy(case))
+    assert "planning" not in caplog.text
+    assert second.plan.graph.splits == first.plan.graph.splits
+    assert second.verified_bytes == first.verified_bytes
+    assert second.baseline_bytes == first.baseline_bytes
+    assert run is not None
+
+
+def test_without_inductor_pieces_compute_the_same() -> None:
+    case, state = with_state(language_model())
+    expected = two_steps(case, state, backend="aot_eager_decomp_partition")
+    case.model.load_state_dict(state)
+    run, plan = compiled_step(case, inductor=False)
+    assert plan.plan.graph.splits
+    assert_same([step(case, run, seed) for seed in (1, 2)], expected, tolerance=1e-5)
+
+
+def test_an_unknown_value_is_refused() -> None:
+    with pytest.raises(ValueError, match="split is 'of'; near are off"):
+        remat.compile(nn.Linear(2, 2), "50%", split="of")
