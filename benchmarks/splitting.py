@@ -1,13 +1,14 @@
 """Splitting the head of language models: peak and time of plans, by the number of pieces.
 
     python -m benchmarks.splitting                            # all models, to benchmarks/results
-    python -m benchmarks.splitting --only llama-8-128256 --pieces 1 8 --out DIR
+    python -m benchmarks.splitting --only llama-8-128256 --pieces auto 8 --out DIR
 
 Each model is traced for an absent H100 without memory for its parameters (bfloat16, 4 x 2,048
 tokens), returns its loss only, and has the costs of a roofline. The region that makes the peak is
-found, split, and the graph solved within shares of the unsplit step's peak without recomputation.
-`overhead` is the time in addition to that step's. Solving takes seconds on the CPU; costs on a real
-GPU may differ.
+found, split, and the graph solved within shares of the unsplit step's peak without recomputation;
+with "auto" the number of pieces is chosen, as in `remat.optimize`. `overhead` is the time in
+addition to that step's, `solve_s` the time of the choice and of solving. Solving takes seconds on
+the CPU; costs on a real GPU may differ.
 """
 
 from __future__ import annotations
@@ -24,15 +25,19 @@ from torch import nn
 
 import remat
 from benchmarks.harness import machine, report
+from remat.limits.budget import Budget
+from remat.limits.pieces import PIECES as SPLIT_CHOICES
 from remat.passes.split.peak_region import find_peak_region
 from remat.passes.split.rewriting import split_region
+from remat.split_choice import solve_with_splits
 
 Row = dict[str, Any]
 
 RESULTS = Path(__file__).parent / "results"
 BATCH, TOKENS = 4, 2048
-PIECES = (1, 4, 8, 16)
-BUDGETS = ("70%", "50%", "30%", "20%", "min")
+AUTO = "auto"
+PIECES = (AUTO, "1", "4", "8", "16")
+BUDGETS = ("90%", "70%", "50%", "30%", "20%", "min")
 TIME_LIMIT_S = 10.0
 COSTS = remat.Roofline("h100")
 
@@ -91,7 +96,7 @@ def trace_of(name: str) -> remat.Trace:
     return remat.measure(remat.trace(model, ids, device="h100"), COSTS)
 
 
-def rows_of(name: str, pieces: Sequence[int], budgets: Sequence[str]) -> list[Row]:
+def rows_of(name: str, pieces: Sequence[str], budgets: Sequence[str]) -> list[Row]:
     """Return a row for each number of pieces and budget."""
     trace = trace_of(name)
     unsplit = trace.graph()
@@ -99,12 +104,15 @@ def rows_of(name: str, pieces: Sequence[int], budgets: Sequence[str]) -> list[Ro
     rows: list[Row] = []
     for count in pieces:
         started_s = time.perf_counter()
-        graph = unsplit if count == 1 else split_graph(trace, count)
+        graph = unsplit if count in (AUTO, "1") else split_graph(trace, int(count))
         split_s = time.perf_counter() - started_s
         for budget in budgets:
             row = {"model": name, "pieces": count, "budget": budget, "operations": len(graph)}
             row |= {"unsplit_peak_bytes": peak_bytes, "split_s": round(split_s, 2)}
-            rows.append(row | plan_figures(graph, budget, peak_bytes, unsplit.total_cost_s))
+            if count == AUTO:
+                rows.append(row | chosen_figures(trace, budget))
+            else:
+                rows.append(row | plan_figures(graph, budget, peak_bytes, unsplit.total_cost_s))
             print(_line(rows[-1]), flush=True)
     return rows
 
@@ -136,6 +144,31 @@ def plan_figures(graph: remat.Graph, budget: str, peak_bytes: int, unsplit_s: fl
     }
 
 
+def chosen_figures(trace: remat.Trace, budget: str) -> Row:
+    """Choose the number of pieces for a budget, and return the plan's figures."""
+    started_s = time.perf_counter()
+    try:
+        split = solve_with_splits(
+            trace,
+            Budget.parse(budget),
+            SPLIT_CHOICES,
+            solve_in_full=lambda t: remat.solve(t, budget, remat.Auto(time_limit=TIME_LIMIT_S)),
+            measure=lambda t: remat.measure(t, COSTS),
+        )
+    except remat.InfeasibleBudget as error:
+        least_bytes = error.min_feasible_bytes
+        return {"is_feasible": False, "least_bytes": least_bytes, "solve_s": _since(started_s)}
+    plan = split.plan
+    return {
+        "is_feasible": True,
+        "chosen": [[s.module, s.pieces] for s in plan.graph.splits],
+        "peak": round(plan.peak_bytes / plan.baseline_peak_bytes, 4),
+        "overhead": round(plan.overhead, 4),
+        "gap": plan.gap,
+        "solve_s": _since(started_s),
+    }
+
+
 def _since(started_s: float) -> float:
     return round(time.perf_counter() - started_s, 1)
 
@@ -155,7 +188,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     add = parser.add_argument
     add("--only", nargs="+", choices=MODELS, metavar="MODEL", help=", ".join(MODELS))
-    add("--pieces", nargs="+", type=int, default=PIECES, help="numbers of pieces; 1: unsplit")
+    add("--pieces", nargs="+", default=PIECES, help="numbers of pieces, or auto; 1: unsplit")
     add("--budgets", nargs="+", default=BUDGETS, help="percentages of the unsplit peak, or min")
     add("--out", type=Path, default=RESULTS, help="folder of the result file")
     options = parser.parse_args(argv)

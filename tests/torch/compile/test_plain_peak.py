@@ -172,7 +172,9 @@ def test_an_infeasible_budget_says_what_it_is_proved_of() -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        pytest.param(lambda: unrolled(nn.RNNCell, (16, 3, 16)), id="short-rnn"),
+        pytest.param(
+            lambda: unrolled(nn.RNNCell, (16, 3, 16)), id="short-rnn", marks=pytest.mark.slow
+        ),
         *(pytest.param(m, id=n, marks=pytest.mark.slow) for n, m in (QUICK | SLOW).items()),
     ],
 )

@@ -103,7 +103,8 @@ def test_with_fallback_random_samples_are_eager_modes(group: str) -> None:
         assert any(c.plan.schedule.recomputed(c.plan.graph) for c in remat.compiled_plans()[-1:])
 
 
-@EACH_GROUP
+@pytest.mark.slow
+@pytest.mark.parametrize("group", GROUPS)
 def test_samples_are_plain_inductors(group: str) -> None:
     model, x = chain_of_group(group)
     expected = compiled_step(model, x, None)

@@ -192,7 +192,7 @@ COMPILED: dict[str, Callable[[nn.Module], Run]] = {
 }
 
 
-@pytest.mark.parametrize("make_run", cases(COMPILED, slow={"plain", "90%"}))
+@pytest.mark.parametrize("make_run", cases(COMPILED, slow={"plain", "min", "90%"}))
 @pytest.mark.usefixtures("empty_compile_caches")
 def test_nothing_of_a_compiled_step_outlives_it(
     make_run: Callable[[nn.Module], Run], model: Model, no_collector: None

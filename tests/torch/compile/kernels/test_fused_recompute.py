@@ -34,9 +34,8 @@ def relu_case() -> Case:
 
 
 # 0.75 would do for what drops, but torch 2.11 holds the gradient of the output to the end.
-@pytest.mark.parametrize(
-    ("make", "share"), [(dropout_case, 0.8), pytest.param(relu_case, 0.95, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("make", "share"), [(dropout_case, 0.8), (relu_case, 0.95)])
+@pytest.mark.slow
 def test_fused_recomputation_saves_memory_without_extra_kernels(
     make: Callable[[], Case], share: float
 ) -> None:

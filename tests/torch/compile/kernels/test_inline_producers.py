@@ -165,6 +165,7 @@ def test_inputs_of_a_reduction_are_inlined() -> None:
     assert [len(large.intersection(operation.inputs)) for operation in sums] == [1, 2, 2]
 
 
+@pytest.mark.slow
 def test_the_last_convolution_has_the_layout_that_inductor_chooses() -> None:
     """Passing its result on unchanged would give another layout, after a copy."""
     torch.manual_seed(0)
