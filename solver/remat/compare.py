@@ -6,14 +6,18 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from remat.errors import InfeasibleBudget, RematError
+from remat.documents.trace import Trace
+from remat.errors import InfeasibleBudget, RematError, wrong_type
 from remat.graph import Graph
 from remat.limits.budget import Budget
+from remat.limits.pieces import PIECES
 from remat.plan import Plan
 from remat.progress import Cancel, ProgressCallback
 from remat.report.comparison import ComparisonData, ComparisonRow
 from remat.simulate import baseline_of
 from remat.solve import HasGraph, check_budgets, check_graph, solve
+from remat.split_choice import solve_with_splits
+from remat.strategies.auto import Auto
 from remat.strategies.base import Strategy
 from remat.strategies.registry import compared_by_default
 from remat.view.frontier import comparison_svg
@@ -21,6 +25,9 @@ from remat.view.html import comparison_fragment
 
 BUDGETS = ("90%", "70%", "50%", "30%", "min")
 """The budgets that `compare` solves for by default."""
+
+SPLIT_ROWS = "auto, in pieces"
+"""The name of the rows of plans whose largest operations may be split."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +49,7 @@ def compare(
     budgets: Iterable[int | float | str | Budget] | None = None,
     strategies: Iterable[Strategy] | None = None,
     *,
+    measure: Callable[[Trace], Trace] | None = None,
     progress: ProgressCallback | None = None,
     cancel: Cancel | None = None,
     on_row: Callable[[ComparisonRow[Plan]], None] | None = None,
@@ -54,6 +62,9 @@ def compare(
     reason. After any other error than that of a budget, a strategy is not run for further budgets.
     `on_row` is called with each row. Once `cancel` is set, the remaining rows are omitted.
 
+    With `measure`, which adds costs to a trace (`remat.measure`), the last rows are those of `Auto`
+    with the largest operations in pieces (`SPLIT_ROWS`); `graph` must be a trace then.
+
     Raises `BudgetError`.
     """
     check_graph("compare", graph)
@@ -64,13 +75,17 @@ def compare(
     parsed = map(Budget.parse, BUDGETS if budgets is None else budgets)
     sized = [(b, b.in_bytes(baseline.peak_bytes, graph.library_bytes)) for b in parsed]
     rows: list[ComparisonRow[Plan]] = []
-    for strategy in compared_by_default() if strategies is None else strategies:
+    if measure is not None and not isinstance(traced, Trace):
+        raise wrong_type("compare", "a Trace", traced, "leave `measure` out for another graph")
+    compared = [(s, None) for s in (compared_by_default() if strategies is None else strategies)]
+    compared += [] if measure is None else [(Auto(), measure)]
+    for strategy, measure_pieces in compared:
         failed_row: ComparisonRow[Plan] | None = None
         for budget, size in sized:
             if cancel is not None and cancel.is_set():
                 break
             if failed_row is None:
-                row = _row(traced, budget, strategy, progress, cancel)
+                row = _row(traced, budget, strategy, measure_pieces, progress, cancel)
                 if row.plan is None and cancel is not None and cancel.is_set():
                     break
                 failed_row = None if row.is_applicable else row
@@ -88,6 +103,7 @@ def _row(
     graph: Graph | HasGraph,
     budget: Budget,
     strategy: Strategy,
+    measure: Callable[[Trace], Trace] | None,
     progress: ProgressCallback | None,
     cancel: Cancel | None,
 ) -> ComparisonRow[Plan]:
@@ -95,8 +111,18 @@ def _row(
     plan: Plan | None = None
     reason = ""
     is_applicable = True
+
+    def solved(graph: Graph | HasGraph) -> Plan:
+        return solve(graph, budget, strategy, progress=progress, cancel=cancel)
+
     try:
-        plan = solve(graph, budget, strategy, progress=progress, cancel=cancel)
+        if measure is None:
+            plan = solved(graph)
+        else:
+            assert isinstance(graph, Trace)
+            plan = solve_with_splits(
+                graph, budget, PIECES, solve_in_full=solved, measure=measure, cancel=cancel
+            ).plan
     except InfeasibleBudget as error:
         reason = str(error)
     except RematError as error:
@@ -104,6 +130,5 @@ def _row(
         is_applicable = False
     seconds = time.monotonic() - started_at
     budget_bytes = None if plan is None else plan.budget_bytes
-    return ComparisonRow(
-        strategy.name, budget.requested, budget_bytes, plan, reason, seconds, is_applicable
-    )
+    name = strategy.name if measure is None else SPLIT_ROWS
+    return ComparisonRow(name, budget.requested, budget_bytes, plan, reason, seconds, is_applicable)

@@ -11,6 +11,7 @@ from remat.commands.common import command_options, files
 from remat.commands.common.exits import UsageError
 from remat.commands.common.frontier_files import FRONTIER_WRITERS, FrontierContent
 from remat.commands.common.interruptible_solve import exit_if_interrupted, run_with_progress
+from remat.commands.common.piece_costs import with_costs_of_pieces
 from remat.commands.common.progress_line import ProgressLine
 from remat.commands.common.summaries import JsonObject, plan_summary, to_csv_text, to_json_text
 from remat.compare import BUDGETS, Comparison
@@ -43,6 +44,9 @@ def compare(
     time_limit: command_options.TimeLimit = None,
     solver: command_options.Solver = None,
     device: command_options.PlotDevice = None,
+    split: Annotated[
+        bool, typer.Option("--split", help="Add plans whose largest operations run in pieces.")
+    ] = False,
     output: command_options.Output = None,
     as_json: command_options.Json = False,
 ) -> None:
@@ -67,9 +71,17 @@ def compare(
             line.advance()
             line.set_description(f"compare: {row.strategy} at {row.budget}")
 
-        return compare_all(trace_document, budgets, selected, cancel=cancel, on_row=show_row)
+        return compare_all(
+            trace_document,
+            budgets,
+            selected,
+            measure=with_costs_of_pieces if split else None,
+            cancel=cancel,
+            on_row=show_row,
+        )
 
-    comparison, signum = run_with_progress("compare", len(budgets) * len(selected), work)
+    steps = len(budgets) * (len(selected) + split)
+    comparison, signum = run_with_progress("compare", steps, work)
     if output is not None:
         files.write_output(
             output, _COMPARISON_WRITERS[files.suffix_without_gz(output)](comparison, device)

@@ -9,9 +9,7 @@ from remat.commands.common.interruptible_solve import (
     hint_how_to_save,
     solve_trace,
 )
-from remat.costs.roofline import Roofline
-from remat.costs.trace_costs import with_roofline_costs
-from remat.documents.trace import Trace
+from remat.commands.common.piece_costs import with_costs_of_pieces
 from remat.limits.pieces import SPLIT_OFF
 from remat.plan_data import with_reserve_stat
 from remat.rewrite import rewrite
@@ -49,7 +47,7 @@ def solve(
             limits.budget_after_reserve,
             selected_strategy,
             pieces,
-            _with_costs_of_pieces,
+            with_costs_of_pieces,
         )
     plan = with_reserve_stat(plan, limits.reserve_bytes)
     if output is not None:
@@ -63,14 +61,3 @@ def solve(
     if program is None:
         hint_how_to_save(output, as_json, "plan", "plan.json.gz")
     exit_if_interrupted(signum, describe_incumbent(plan))
-
-
-def _with_costs_of_pieces(trace: Trace) -> Trace:
-    """Return a trace with costs of its pieces, from the source of the others' costs."""
-    source = next((node.cost_source for node in trace.nodes if node.cost_source), "")
-    method, _, device = source.partition(" ")
-    if method == "roofline":
-        return with_roofline_costs(trace, Roofline(device))
-    from remat.frontend.costs.measure import measure_pieces
-
-    return measure_pieces(trace)

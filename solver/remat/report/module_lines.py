@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from remat.graph import Graph
 from remat.limits.units import format_bytes, format_seconds
 from remat.plan_data import PlanData
+from remat.report.pieces import line_label, lines_of_operations
 from remat.report.splits import split_lines_of
 from remat.report.tables import align_columns
 
@@ -31,10 +32,7 @@ def module_lines(plan: PlanData, path: str, ops: Sequence[int]) -> list[str]:
         extra_s = sum(graph.operations[op].cost_s * recomputed.get(op, 0) for op in ops)
         return format_bytes(output_bytes(ops)), format_seconds(time_s), format_seconds(extra_s)
 
-    rows: dict[str, list[int]] = {}
-    for op in ops:
-        operation = graph.operations[op]
-        rows.setdefault(operation.piece_of or operation.name, []).append(op)
+    rows = lines_of_operations(graph, ops)
     by_importance = sorted(
         rows, key=lambda name: (not recomputations(rows[name]), -output_bytes(rows[name]))
     )
@@ -45,7 +43,7 @@ def module_lines(plan: PlanData, path: str, ops: Sequence[int]) -> list[str]:
             continue
         times = recomputations(members)
         state = f"recomputed {times}x" if times else _retained_text(graph, members[0])
-        label = f"{name}{_pieces_text(graph, members)}"
+        label = line_label(graph, name, members)
         table.append((label, phase(graph, members[0]), state, *totals(members)))
     rest = [op for name, members in rows.items() if name not in listed for op in members]
     if rest:
@@ -67,11 +65,6 @@ def phase(graph: Graph, op: int) -> str:
 def plural(word: str, count: int) -> str:
     """Return a regular noun in the number that `count` requires."""
     return word if count == 1 else f"{word}s"
-
-
-def _pieces_text(graph: Graph, ops: Sequence[int]) -> str:
-    pieces = {graph.operations[op].piece for op in ops if graph.operations[op].piece_of}
-    return f" x {len(pieces)}" if pieces else ""
 
 
 def _retained_text(graph: Graph, op: int) -> str:

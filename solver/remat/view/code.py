@@ -5,13 +5,15 @@ The code parses, but it is not meant to run: `remat.lower` makes the module that
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 from collections.abc import Container, Sequence
+from typing import NamedTuple
 
 from remat.documents.arguments import Argument, Literal, Ref
 from remat.documents.program import Program, Statement
 from remat.documents.trace import Trace
-from remat.graph import Graph
+from remat.graph import Graph, Operation
 from remat.limits.units import format_bytes, format_seconds
 from remat.plan_data import PlanData
 from remat.view.drawing.text import plain
@@ -30,7 +32,8 @@ def annotated_code(
     The comment has the module path, "saved" if the backward reads the result, and "recomputed" for
     a recomputation. With the `plan` that the program was rewritten from, or its `trace`, it also
     has the bytes of the output, the time, and the number of the run. A `plan` of another program is
-    ignored. Long calls are wrapped.
+    ignored. Long calls are wrapped. Of consecutive statements of several pieces, those of the first
+    piece are shown, and a comment says how many follow.
     """
     statements = [*program.forward, *program.backward]
     graph = plan.graph if plan is not None else _graph(trace)
@@ -62,8 +65,12 @@ def annotated_code(
             verb = "saves" if statement.rng_action == "save" else "replays"
             notes.append(f"{verb} {plain(statement.rng_state)}")
         rows.append(_lines(statement, ", ".join(notes)))
-    forward = rows[: len(program.forward)]
-    backward = rows[len(program.forward) :]
+    calls = [
+        _Call(row, None if op is None or graph is None else graph.operations[op], s.recomputation)
+        for row, op, s in zip(rows, operations, statements, strict=True)
+    ]
+    forward = _with_first_pieces(calls[: len(program.forward)])
+    backward = _with_first_pieces(calls[len(program.forward) :])
     kinds = {p.name: p.kind for p in program.placeholders}
     outputs = [output.name for output in program.outputs]
     saved = [*program.saved, *program.rng_states]
@@ -89,6 +96,55 @@ def annotated_code(
             "",
         ]
     )
+
+
+class _Call(NamedTuple):
+    """The lines of a statement, its operation (None for a view or an unknown one), and whether it
+    is a recomputation."""
+
+    lines: list[str]
+    operation: Operation | None
+    is_recomputation: bool
+
+
+def _with_first_pieces(calls: Sequence[_Call]) -> list[list[str]]:
+    """Return the lines of statements, of which those of later pieces are replaced by a comment."""
+    shown: list[list[str]] = []
+    hidden: list[_Call] = []  # statements of later pieces, and views that they may need
+    views: list[_Call] = []
+    first: int | None = None
+
+    def end_block() -> None:
+        if hidden:
+            shown.append(_summary_of_pieces(hidden))
+        shown.extend(view.lines for view in views)
+        hidden.clear()
+        views.clear()
+
+    for call in calls:
+        operation = call.operation
+        if operation is None:
+            views.append(call)
+        elif operation.piece_of and first not in (None, operation.piece):
+            hidden.extend([*views, call])
+            views.clear()
+        else:
+            end_block()
+            shown.append(call.lines)
+            first = operation.piece if operation.piece_of else None
+    end_block()
+    return shown
+
+
+def _summary_of_pieces(calls: Sequence[_Call]) -> list[str]:
+    """Return a comment in place of the statements of all pieces but the first."""
+    operations = [call.operation for call in calls if call.operation is not None]
+    names = ", ".join(dict.fromkeys(operation.piece_of for operation in operations))
+    pieces = len({operation.piece for operation in operations}) + 1
+    recomputations = sum(call.is_recomputation for call in calls if call.operation is not None)
+    note = f"; {recomputations} recomputed" if recomputations else ""
+    text = f"    # {len(calls)} more statements: {names} x {pieces}{note}"
+    return textwrap.wrap(text, _LINE_LENGTH, subsequent_indent="    # ")
 
 
 def _graph(trace: Trace | None) -> Graph | None:

@@ -93,7 +93,7 @@ def timeline_figure(plan: PlanData, *, x: Literal["time", "runs"] = "time") -> F
 def schedule_figure(plan: PlanData) -> Figure:
     """Return the picture of runs and live outputs, as `schedule_svg`. Raises `RematError` if
     matplotlib is not installed."""
-    grid = ScheduleGrid(len(plan.graph), len(plan.schedule))
+    grid = ScheduleGrid.of(plan)
     height = min(max(grid.rows * _ROW, 1.0), 6.0)
     figure, axes = _figure(schedule.TITLE, schedule.summary(plan), height + 1.2)
     from matplotlib.collections import LineCollection
@@ -102,15 +102,15 @@ def schedule_figure(plan: PlanData) -> Figure:
     row_points = height * 72 / max(grid.rows, 1)
     # Strokes count rows and columns, the axes operations and runs.
     runs_per_column = grid.runs / max(grid.columns, 1)
-    operations_per_row = grid.operations / max(grid.rows, 1)
+    lines_per_row = len(grid.lines) / max(grid.rows, 1)
     strokes_by_role = schedule_strokes(plan, grid)
     is_rasterized = sum(map(len, strokes_by_role.values())) > _MAX_VECTOR_STROKES
     for role, strokes in strokes_by_role.items():
         lines: list[list[tuple[float, float]]] = []
         for row, first, last in strokes:
-            y = (row + 0.5) * operations_per_row
+            y = (row + 0.5) * lines_per_row
             lines.append([(first * runs_per_column, y), ((last + 1) * runs_per_column, y)])
-        width = row_points * (0.8 if grid.operations <= schedule.MAX_NAMED_ROWS else 1)
+        width = row_points * (0.8 if len(grid.lines) <= schedule.MAX_NAMED_ROWS else 1)
         min_width = _MIN_POINTS[role]
         axes.add_collection(
             LineCollection(
@@ -122,9 +122,9 @@ def schedule_figure(plan: PlanData) -> Figure:
             )
         )
     axes.set_xlim(0, max(grid.runs, 1))
-    axes.set_ylim(max(grid.operations, 1), 0)
+    axes.set_ylim(max(len(grid.lines), 1), 0)
     label_height = _SMALL * 1.3 / 72
-    labels = schedule.row_labels(plan, height / max(grid.operations, 1), label_height)
+    labels = schedule.row_labels(plan, grid, height / max(len(grid.lines), 1), label_height)
     middles = [(first + after) / 2 for _, first, after in labels]
     names = [shorten(plain(name), 28) for name, *_ in labels]
     axes.set_yticks(middles, names, fontsize=_SMALL, parse_math=False)

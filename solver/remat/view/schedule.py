@@ -12,6 +12,7 @@ from collections import defaultdict
 
 from remat.limits.units import format_bytes, format_seconds
 from remat.plan_data import PlanData
+from remat.report.pieces import operation_labels
 from remat.view.drawing import svg
 from remat.view.drawing.axes import RUNS, Axis, bottom_axis, decimal_ticks, pass_boundary
 from remat.view.drawing.memory_layers import first_backward_run
@@ -50,11 +51,11 @@ is visible."""
 def schedule_svg(plan: PlanData) -> str:
     """Return the picture of a schedule as SVG text: runs from left to right, operations from top to
     bottom."""
-    grid = ScheduleGrid(len(plan.graph), len(plan.schedule))
+    grid = ScheduleGrid.of(plan)
     row_height = max(1, min(_MAX_ROW_HEIGHT, MAX_ROWS // max(grid.rows, 1)))
     bottom = _TOP + max(grid.rows * row_height, 42)
-    operation_height = row_height * grid.rows / max(grid.operations, 1)
-    labels = row_labels(plan, operation_height, _LABEL_HEIGHT)
+    line_height = row_height * grid.rows / max(len(grid.lines), 1)
+    labels = row_labels(plan, grid, line_height, _LABEL_HEIGHT)
     longest = max((len(shorten(plain(name), _MAX_LABEL_LENGTH)) for name, *_ in labels), default=0)
     left = max(60.0, svg.MARGIN + svg.CHARACTER_WIDTH * longest + 10)
     right = _WIDTH - _RIGHT
@@ -64,7 +65,7 @@ def schedule_svg(plan: PlanData) -> str:
     for name, first, after in labels:
         y = _TOP + grid.row(first) * row_height
         below = _TOP + (grid.row(after - 1) + 1) * row_height
-        if grid.operations > MAX_NAMED_ROWS:
+        if len(grid.lines) > MAX_NAMED_ROWS:
             body.append(svg.line(left - 4, y, right, y, "grid"))
         label = shorten(plain(name), _MAX_LABEL_LENGTH)
         body.append(svg.text(left - 8, (y + below) / 2 + 4, label, anchor="end", tip=name))
@@ -72,7 +73,7 @@ def schedule_svg(plan: PlanData) -> str:
     column_width = x_axis.length / max(grid.columns, 1)
     for role, strokes in strokes_by_role.items():
         min_width, min_height = _MIN_SIZE[role]
-        stroke_width = row_height * (0.8 if grid.operations <= MAX_NAMED_ROWS else 1)
+        stroke_width = row_height * (0.8 if len(grid.lines) <= MAX_NAMED_ROWS else 1)
         data = _strokes_path(strokes, left, column_width, min_width, row_height)
         body.append(svg.path(data, role, ROLES[role], stroke_width=max(stroke_width, min_height)))
     boundary = first_backward_run(plan)
@@ -80,22 +81,23 @@ def schedule_svg(plan: PlanData) -> str:
         body += pass_boundary(x_axis.at(boundary), left, right, _TOP, bottom)
     ticks = [tick for tick in decimal_ticks(0, max(grid.runs, 1)) if tick == int(tick)]
     body += bottom_axis(x_axis, RUNS, ticks, bottom, "runs")
-    if grid.rows == grid.operations:
-        body += _tips(plan, left, row_height)
+    if grid.rows == len(grid.lines):
+        body += _tips(plan, grid, left, row_height)
     entries = [(role, ROLES[role]) for role in LEGEND if role in strokes_by_role]
     legend, below = svg.legend(entries, left, bottom + 62, _WIDTH - left)
     return svg.document(_WIDTH, below, TITLE, summary(plan), [*body, *legend])
 
 
 def row_labels(
-    plan: PlanData, operation_height: float, label_height: float
+    plan: PlanData, grid: ScheduleGrid, line_height: float, label_height: float
 ) -> list[tuple[str, int, int]]:
-    """Return the labels of the rows: (text, first operation, last operation plus one). Up to
-    `MAX_NAMED_ROWS` operations are named one by one, more by sections of one module."""
-    operations = plan.graph.operations
-    if len(operations) <= MAX_NAMED_ROWS:
-        return [(operation.name, op, op + 1) for op, operation in enumerate(operations)]
-    return module_sections(plan, operation_height, label_height)
+    """Return the labels of the rows: (text, first line, last line plus one). Up to
+    `MAX_NAMED_ROWS` lines are named one by one, more by sections of one module."""
+    if len(grid.lines) <= MAX_NAMED_ROWS:
+        labels = operation_labels(plan.graph)
+        return [(labels[ops[0]], line, line + 1) for line, ops in enumerate(grid.lines)]
+    first_operations = [plan.graph.operations[ops[0]] for ops in grid.lines]
+    return module_sections(first_operations, line_height, label_height)
 
 
 def _strokes_path(
@@ -114,22 +116,25 @@ def _strokes_path(
     return "".join(parts)
 
 
-def _tips(plan: PlanData, left: float, row_height: int) -> list[str]:
-    """Return invisible rows whose tooltips describe their operation. They need one row each."""
+def _tips(plan: PlanData, grid: ScheduleGrid, left: float, row_height: int) -> list[str]:
+    """Return invisible rows whose tooltips describe their line. They need one row each."""
+    graph, labels = plan.graph, operation_labels(plan.graph)
     runs: dict[int, list[int]] = defaultdict(list)
     for run, op in enumerate(plan.schedule.runs):
         runs[op].append(run)
     parts: list[str] = []
-    for op, operation in enumerate(plan.graph.operations):
-        size = sum(plan.graph.values[v].size_bytes for v in operation.outputs)
-        module = f" in {shorten(plain(operation.module), 60)}" if operation.module else ""
-        numbers = ", ".join(map(str, runs[op][:8])) + (", …" if len(runs[op]) > 8 else "")
+    for line, ops in enumerate(grid.lines):
+        operations = [graph.operations[op] for op in ops]
+        size = sum(graph.values[v].size_bytes for o in operations for v in o.outputs)
+        module = f" in {shorten(plain(operations[0].module), 60)}" if operations[0].module else ""
+        line_runs = sorted(run for op in ops for run in runs[op])
+        numbers = ", ".join(map(str, line_runs[:8])) + (", …" if len(line_runs) > 8 else "")
         tip = (
-            f"{shorten(plain(operation.name), 60)}{module}: runs at {numbers}; "
-            f"{format_seconds(operation.cost_s)}, {format_bytes(size)}"
+            f"{shorten(plain(labels[ops[0]]), 60)}{module}: runs at {numbers}; "
+            f"{format_seconds(sum(o.cost_s for o in operations))}, {format_bytes(size)}"
         )
         width = _WIDTH - left - _RIGHT
-        parts.append(svg.rectangle(left, _TOP + op * row_height, width, row_height, "hover", tip))
+        parts.append(svg.rectangle(left, _TOP + line * row_height, width, row_height, "hover", tip))
     return parts
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from remat.documents.base import write_atomically
 from remat.plan_data import PlanData
+from remat.report.pieces import operation_labels
 from remat.view.drawing.memory_layers import (
     LAYERS,
     copy_layers,
@@ -34,7 +35,8 @@ def memory_snapshot(plan: PlanData) -> dict[str, Any]:
     """Return the snapshot as plain data: one device, one segment, one stream.
 
     Each allocation has a category, and as its stack the operation (with its module as the file and
-    its run as the line), its module, and the enclosing modules. Live bytes after the events of a
+    its run as the line; all pieces of an operation are "mm x 8"), its module, and the enclosing
+    modules. Live bytes after the events of a
     run, and their maximum, are those of the simulator. Values without bytes are left out.
     """
     graph, runs = plan.graph, plan.schedule.runs
@@ -50,13 +52,14 @@ def memory_snapshot(plan: PlanData) -> dict[str, Any]:
     writer = _SnapshotWriter()
     constant: Frames = [{"name": "constant memory", "filename": "remat", "line": 0}]
     writer.allocate("constant", graph.constant_bytes, constant, LAYERS["constant"], 0)
+    labels = operation_labels(graph)
     frames_of_module: dict[str, Frames] = {}
     for run, op in enumerate(runs):
         operation = graph.operations[op]
         start_us, end_us = int(starts_s[run] * 1e6), int(starts_s[run + 1] * 1e6)
         enclosing = frames_of_module.setdefault(operation.module, _module_frames(operation.module))
         filename = plain(operation.module) or "remat"
-        frames = [{"name": plain(operation.name), "filename": filename, "line": run}, *enclosing]
+        frames = [{"name": plain(labels[op]), "filename": filename, "line": run}, *enclosing]
         for index in copies_by_end[run]:
             if is_overwritten_in_place(plan, timeline.copies[index]):
                 writer.free(index, start_us)

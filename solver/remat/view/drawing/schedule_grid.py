@@ -1,16 +1,18 @@
 """The schedule picture as a grid of cells: which operation runs when, and when its output is live.
 
-A row is an operation and a column a run. If there are too many for the picture, a row or column is
-a bin of several, and a cell is filled if anything in its bin is.
+A row is an operation, or all pieces of one, and a column a run. If there are too many for the
+picture, a row or column is a bin of several, and a cell is filled if anything in its bin is.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from remat.graph import Operation
 from remat.plan_data import PlanData
+from remat.report.pieces import lines_of_operations
 from remat.view.drawing.memory_layers import copy_layers, earlier_run_counts
 
 MAX_ROWS = 700
@@ -45,24 +47,36 @@ ModuleSection = tuple[str, int, int]
 
 @dataclass(frozen=True, slots=True)
 class ScheduleGrid:
-    """The numbers of operations and runs, and the rows and columns that they are drawn in."""
+    """The lines of operations and the runs, and the rows and columns that they are drawn in. The
+    pieces of an operation share a line: `lines` has the operations on each."""
 
-    operations: int
+    lines: tuple[tuple[int, ...], ...]
     runs: int
+
+    @classmethod
+    def of(cls, plan: PlanData) -> ScheduleGrid:
+        """Return the grid of a plan."""
+        lines = lines_of_operations(plan.graph).values()
+        return cls(tuple(map(tuple, lines)), len(plan.schedule))
 
     @property
     def rows(self) -> int:
         """The number of rows of the picture."""
-        return min(self.operations, MAX_ROWS)
+        return min(len(self.lines), MAX_ROWS)
 
     @property
     def columns(self) -> int:
         """The number of columns of the picture."""
         return min(self.runs, MAX_COLUMNS)
 
-    def row(self, op: int) -> int:
-        """Return the row of an operation."""
-        return op * self.rows // self.operations
+    def row(self, line: int) -> int:
+        """Return the row of a line."""
+        return line * self.rows // len(self.lines)
+
+    def rows_of_operations(self) -> list[int]:
+        """Return the row of each operation."""
+        rows = {op: self.row(line) for line, ops in enumerate(self.lines) for op in ops}
+        return [rows[op] for op in range(len(rows))]
 
     def column(self, run: int) -> int:
         """Return the column of a run."""
@@ -73,16 +87,17 @@ def schedule_strokes(plan: PlanData, grid: ScheduleGrid) -> dict[str, list[CellS
     """Return the filled cells of each role as horizontal strokes, row by row. Roles are in drawing
     order; those without cells are left out."""
     filled: dict[str, dict[int, set[int]]] = {role: defaultdict(set) for role in ROLES}
+    rows_of_operations = grid.rows_of_operations()
     earlier_runs = earlier_run_counts(plan.schedule)
     for run, (op, earlier) in enumerate(zip(plan.schedule.runs, earlier_runs, strict=True)):
-        filled["recomputation" if earlier else "run"][grid.row(op)].add(grid.column(run))
+        filled["recomputation" if earlier else "run"][rows_of_operations[op]].add(grid.column(run))
     timeline = plan.timeline()
     for copy, layer in zip(timeline.copies, copy_layers(plan, timeline), strict=True):
         # A copy is live from the run that produces it to the last one that reads it.
         last = min(copy.end, grid.runs - 1)
         if last > copy.start and plan.graph.values[copy.value].size_bytes:
             columns = range(grid.column(copy.start), grid.column(last) + 1)
-            row = grid.row(plan.graph.producer[copy.value])
+            row = rows_of_operations[plan.graph.producer[copy.value]]
             filled[_ROLE_OF_LAYER[layer]][row].update(columns)
     return {
         role: [(row, *ends) for row in sorted(rows) for ends in _consecutive_ranges(rows[row])]
@@ -104,9 +119,9 @@ def _consecutive_ranges(numbers: set[int]) -> Iterator[tuple[int, int]]:
 
 
 def module_sections(
-    plan: PlanData, operation_height: float, label_height: float
+    operations: Sequence[Operation], operation_height: float, label_height: float
 ) -> list[ModuleSection]:
-    """Return the sections of the operations that get a label with their module's path.
+    """Return the sections of these operations that get a label with their module's path.
 
     Paths are cut to the depth at which sections that are high enough for a label cover the most
     operations. If there are fewer than four such sections, lower ones are labelled too, as far as
@@ -118,7 +133,7 @@ def module_sections(
         for depth in range(_MAX_DEPTH, 0, -1):
             sections = [
                 (module, first, after)
-                for module, first, after in _sections_at_depth(plan, depth)
+                for module, first, after in _sections_at_depth(operations, depth)
                 if (after - first) * operation_height >= min_height
             ]
             covered = sum(after - first for _, first, after in sections)
@@ -138,12 +153,12 @@ def module_sections(
     return labelled
 
 
-def _sections_at_depth(plan: PlanData, depth: int) -> list[ModuleSection]:
+def _sections_at_depth(operations: Sequence[Operation], depth: int) -> list[ModuleSection]:
     """Return the sections by the first `depth` parts of the module paths; none spans both passes.
     An operation of an enclosing module, or of none, belongs to the section that it interrupts."""
     sections: list[ModuleSection] = []
     was_backward = False
-    for op, operation in enumerate(plan.graph.operations):
+    for op, operation in enumerate(operations):
         name = ".".join(operation.module.split(".")[:depth])
         last = sections[-1][0] if sections and operation.backward == was_backward else None
         is_enclosing = last is not None and (not name or f"{last}.".startswith(f"{name}."))
