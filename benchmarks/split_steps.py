@@ -1,6 +1,7 @@
 """Real training steps at small budgets, with and without splitting, on the CPU.
 
     python -m benchmarks.split_steps                          # all models, to benchmarks/results
+    python -m benchmarks.split_steps --compiled               # the same under torch.compile
     python -m benchmarks.split_steps --only gpt2 t5 --out DIR
 
 Each model is small, in float32, with random weights, dropout and ignored labels where it has them,
@@ -9,6 +10,10 @@ the first; then the same two steps, from the same seeds, under `remat.optimize` 
 and of 30%. A row has the peaks of live storages (parameters, gradients and batch included), the
 budgets, and the largest differences of losses and gradients. Without splitting it says if the
 budget is infeasible, or the extra time.
+
+With `--compiled`, the step is that of `remat.compile`, without dropout, since Inductor samples
+other numbers than eager mode. Its peak is the allocator's, and its budget a share of plain
+torch.compile's peak, whose differences to eager mode are in the row, too.
 """
 
 from __future__ import annotations
@@ -27,7 +32,9 @@ from torch import nn
 
 import remat
 from benchmarks.harness import machine, report
+from remat.frontend.memory.allocator_peak import allocated_peak
 from remat.frontend.memory.meter import LiveStorageMeter
+from remat.plan_data import UNSPLIT_MIN_BYTES_STAT
 
 Row = dict[str, Any]
 Batch = dict[str, torch.Tensor]
@@ -176,6 +183,15 @@ class Criterion(nn.Module):
         return smoothed_cross_entropy(self.model(input_ids), labels)
 
 
+def without_dropout(model: nn.Module) -> nn.Module:
+    """Return the model, whose dropout layers and attention drop nothing."""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, float) and ("dropout" in name or name == "p"):
+                setattr(module, name, 0.0)
+    return model
+
+
 class Steps(NamedTuple):
     """Two steps: the peak of live storages of each, in bytes, and its plan's budget (0 in eager
     mode); then both losses and all gradients."""
@@ -282,6 +298,85 @@ def _split_figures(model: nn.Module, batch: Batch, budget: str, eager: Steps) ->
     }
 
 
+def compiled_rows_of(name: str) -> list[Row]:
+    """Return a row for each budget of a model under torch.compile."""
+    torch.manual_seed(0)
+    model, batch = MODELS[name]()
+    without_dropout(model.train())
+    if name == "criterion outside":
+        model = Criterion(model)
+    if hasattr(model, "loss_type"):
+        model.loss_type = model.loss_type or "ForCausalLM"  # else Dynamo breaks the graph
+    eager = _compiled_step(copy.deepcopy(model), batch, lambda model: model)
+    plain = _compiled_step(copy.deepcopy(model), batch, torch.compile)
+    rows: list[Row] = []
+    for budget in BUDGETS:
+        row: Row = {"model": name, "budget": budget, "plain_peak_bytes": plain.peaks_bytes[0]}
+        row["plain_gradient_difference"] = max(_differences(eager, plain)[1:])
+        try:
+            options: dict[str, Any] = {"outputs": "loss", "time_limit": 20.0}
+            step = _compiled_step(
+                copy.deepcopy(model),
+                batch,
+                lambda model, b=budget, o=options: remat.compile(model, b, **o),
+            )
+        except Exception as error:
+            row["failure"] = str(error).splitlines()[1 if "\n" in str(error) else 0][:300]
+            rows.append(row)
+            print(row, flush=True)
+            continue
+        plan = remat.compiled_plans()[-1]
+        loss_difference, *differences = _differences(eager, step)
+        rows.append(
+            row
+            | {
+                "baseline_bytes": plan.baseline_bytes,
+                "budget_bytes": plan.budget_bytes,
+                "verified_bytes": plan.verified_bytes,
+                "peak_bytes": step.peaks_bytes[0],
+                "overhead": round(plan.plan.overhead, 4),
+                "unsplit_min_bytes": plan.plan.stats.get(UNSPLIT_MIN_BYTES_STAT),
+                "splits": [[s.module, s.pieces, s.rows] for s in plan.plan.graph.splits],
+                "loss_difference": loss_difference,
+                "largest_gradient_difference": max(differences),
+            }
+        )
+        print(rows[-1], flush=True)
+    return rows
+
+
+def _compiled_step(model: nn.Module, batch: Batch, compile_: Callable[[nn.Module], Any]) -> Steps:
+    """Return the loss and gradients of a compiled step, and the allocator's peak of a warm one."""
+    torch._dynamo.reset()
+    run = compile_(model)
+    values: list[torch.Tensor] = []
+
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        output = run(**batch)
+        loss = output if isinstance(output, torch.Tensor) else output.loss
+        values[:] = [loss.detach()]
+        del output
+        loss.backward()
+
+    step()
+    values.extend(p.grad.clone() for p in model.parameters() if p.grad is not None)
+    result = list(values)
+    model.zero_grad(set_to_none=True)
+    constants = {t.untyped_storage().data_ptr(): t.nbytes for t in model.parameters()}
+    constants |= {t.data_ptr(): t.nbytes for t in (*batch.values(), *model.buffers())}
+    peak_bytes = allocated_peak(step) + sum(constants.values())
+    return Steps([peak_bytes], [0], result)
+
+
+def _differences(expected: Steps, actual: Steps) -> list[float]:
+    smallest_scale = 0.01 * max(value.abs().max().item() for value in expected.values[1:])
+    return [
+        _difference(a, b, smallest_scale if number else 0.0)
+        for number, (a, b) in enumerate(zip(expected.values, actual.values, strict=True))
+    ]
+
+
 def _difference(expected: torch.Tensor, actual: torch.Tensor, smallest_scale: float) -> float:
     """Return the largest difference relative to the largest element, or to a hundredth of the
     largest of all gradients: that of a key's bias before a softmax has rounding errors only."""
@@ -316,15 +411,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", nargs="+", choices=MODELS, metavar="MODEL")
+    parser.add_argument("--compiled", action="store_true", help="steps under torch.compile")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result file")
     options = parser.parse_args(argv)
+    name = "split-steps-compiled" if options.compiled else "split-steps"
+    check = compiled_rows_of if options.compiled else rows_of
     result = {
-        "benchmark": "split-steps",
+        "benchmark": name,
         "machine": machine.describe(torch.device("cpu")),
-        "costs": "roofline cpu",
-        "rows": [row for name in options.only or MODELS for row in rows_of(name)],
+        "costs": "measured" if options.compiled else "roofline cpu",
+        "rows": [row for model in options.only or MODELS for row in check(model)],
     }
-    print("written:", report.write_result(options.out, "split-steps-cpu", result))
+    print("written:", report.write_result(options.out, f"{name}-cpu", result))
     return 0
 
 

@@ -5,8 +5,9 @@
 
 Each architecture is built small (see `small_models.py`), with random weights, on the CPU, in a
 process of its own. It runs a step in eager mode, then one under
-`remat.enable(model, "min", scope="auto")` from the same seed. A row has the difference of the
-gradients and how the model was planned (as a whole or by blocks), or the error that was raised.
+`remat.enable(model, "min", scope="auto", outputs="loss")` from the same seed. A row has the
+difference of the gradients, how the model was planned (as a whole or by blocks), and the smallest
+peaks with and without splitting, or the error that was raised.
 
     python -m benchmarks.coverage --sizes
 
@@ -23,11 +24,13 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+import statistics
 import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -69,6 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "outcomes": _CHECKS[options.check][1],
         "counts": {kind: _counts(rows, kind) for kind in options.kinds},
         "planned": dict(Counter(row["planned"] for row in rows if "planned" in row)),
+        "splitting": _splitting(rows),
         "rows": rows,
     }
     good = sum(row["outcome"] in (EQUAL, CLOSE, sizes.ONE) for row in counted)
@@ -86,6 +90,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _counts(rows: list[Row], kind: str) -> dict[str, int]:
     return dict(Counter(row["outcome"] for row in rows if row["kind"] == kind))
+
+
+def _splitting(rows: list[Row]) -> dict[str, Any]:
+    """Return how many of the models that were planned as a whole are split at "min", and the
+    smallest, median and largest fall of their smallest peak."""
+    planned = [row for row in rows if "unsplit_min_bytes" in row]
+    falls = sorted(
+        1 - row["peak_bytes"] / row["unsplit_min_bytes"] for row in planned if row["splits"]
+    )
+    figures = {"whole": len(planned), "split": len(falls)}
+    if not falls:
+        return figures
+    quantiles = {"smallest": falls[0], "median": statistics.median(falls), "largest": falls[-1]}
+    return figures | {f"{name}_fall": round(fall, 4) for name, fall in quantiles.items()}
 
 
 def _version() -> str:

@@ -14,6 +14,7 @@ from torch import nn
 import remat
 from benchmarks.coverage.small_models import build_small_model
 from remat.blockwise.blocks_plan import BlocksPlan
+from remat.plan_data import UNSPLIT_MIN_BYTES_STAT
 
 EQUAL, CLOSE, WRONG = "equal", "close", "wrong"
 REFUSED, FAILED, HUNG = "refused", "failed", "killed"
@@ -53,7 +54,7 @@ def check_enable(kind: str, name: str) -> Row:
     try:
         strategy = remat.Auto(time_limit=5.0, gap=0.1)
         costs = remat.Roofline("cpu")
-        remat.enable(model, "min", scope="auto", costs=costs, strategy=strategy)
+        remat.enable(model, "min", scope="auto", outputs="loss", costs=costs, strategy=strategy)
         actual = gradients(model, model, batch)
     except remat.RematError as error:
         return failure_row(REFUSED, error)
@@ -68,7 +69,16 @@ def check_enable(kind: str, name: str) -> Row:
 def _how(plan: remat.Plan | BlocksPlan) -> Row:
     """Return how a model was planned: as a whole or by blocks, and the modules without a plan."""
     if isinstance(plan, remat.Plan):
-        return {"planned": "whole", "recomputed": len(plan.schedule) - len(plan.graph)}
+        recomputed = len(plan.schedule) - len(plan.graph)
+        smallest = plan.stats.get(UNSPLIT_MIN_BYTES_STAT, plan.peak_bytes)
+        return {
+            "planned": "whole",
+            "recomputed": recomputed,
+            "baseline_bytes": plan.baseline_peak_bytes,
+            "peak_bytes": plan.peak_bytes,
+            "unsplit_min_bytes": smallest,
+            "splits": [[s.module, s.pieces] for s in plan.graph.splits],
+        }
     block_plans = [c.plan for c in plan.calls if c.plan is not None]
     reasons = sorted(
         {

@@ -38,7 +38,7 @@ _SIZES: dict[str, int] = {
     ),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
     **dict.fromkeys(("num_experts_per_tok", "moe_topk"), 2),
-    "vocab_size": 128,
+    "vocab_size": 2048,
     "max_position_embeddings": 64,
     "n_positions": 64,
     "image_size": 64,
@@ -49,7 +49,7 @@ _WIDTHS = ("hidden_sizes", "embed_dims", "neck_hidden_sizes", "hidden_dims", "en
 _DEPTHS = ("depths", "layers", "num_conv_layers")
 _TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "decoder_start_token_id": 1}
 
-ROWS, TOKENS = 2, 24
+ROWS, TOKENS = 8, 24
 
 KINDS = {
     "causal": ("MODEL_FOR_CAUSAL_LM_MAPPING", "AutoModelForCausalLM"),

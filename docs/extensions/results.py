@@ -32,6 +32,7 @@ from software_gpu_results import (
 from solver_results import baselines, published, random, search, table2, traced
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
+from split_results import split_coverage, split_models, split_peers, split_steps
 from tables import inline, table
 
 _UNIT = re.compile(r"(?<=\d) (?=(?:s|ms|MiB)\b)")
@@ -62,6 +63,10 @@ TABLES: dict[str, Callable[[], Table]] = {
         software_gpu_budgets,
         software_gpu_memory,
         software_gpu_missed,
+        split_models,
+        split_steps,
+        split_peers,
+        split_coverage,
     )
 }
 

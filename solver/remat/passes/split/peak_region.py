@@ -12,7 +12,7 @@ from remat.documents.trace import Trace
 from remat.graph import Graph
 from remat.passes.split.regions import Region, find_region
 from remat.passes.split.stages import split_bytes
-from remat.passes.split.states import candidate_rows
+from remat.passes.split.states import PartialSum, candidate_rows
 
 _MAX_SEEDS = 4
 """The number of tensors of the operation, largest first, that are tried."""
@@ -23,7 +23,8 @@ def find_peak_region(trace: Trace) -> Region | None:
     cannot be split.
 
     Of all ways to count rows, it is the one that leaves the fewest bytes whole; of those that leave
-    as many, the one with the most rows.
+    as many, the one that adds up the fewest elements in the forward, whose other values are then
+    equal bit for bit; then the one with the most rows.
     """
     graph = trace.graph_of_sizes
     operation = graph.operations[largest_operation(graph)]
@@ -31,10 +32,23 @@ def find_peak_region(trace: Trace) -> Region | None:
     by_size = sorted({*operation.inputs, *operation.outputs}, key=lambda v: -values[v].size_bytes)
     for value in by_size[:_MAX_SEEDS]:
         regions = _regions_around(trace, values[value].name)
-        best = max(regions, key=lambda r: (split_bytes(r), r.rows), default=None)
+        best = max(regions, key=_preference, default=None)
         if best is not None and split_bytes(best):
             return best
     return None
+
+
+def _preference(region: Region) -> tuple[int, int, int]:
+    """Return the sort key of a region; the largest is the best."""
+    nodes = region.trace.nodes
+    forward_sums = (
+        prod(result.tensor.shape)
+        for index, call in region.split_calls.items()
+        if not nodes[index].backward
+        for result, state in zip(nodes[index].results, call.results, strict=True)
+        if isinstance(state, PartialSum)
+    )
+    return split_bytes(region), -sum(forward_sums), region.rows
 
 
 def largest_operation(graph: Graph) -> int:
