@@ -26,7 +26,7 @@ from remat.view.html import comparison_fragment
 BUDGETS = ("90%", "70%", "50%", "30%", "min")
 """The budgets that `compare` solves for by default."""
 
-SPLIT_ROWS = "auto, in pieces"
+SPLIT_ROWS = "auto+split"
 """The name of the rows of plans whose largest operations may be split."""
 
 
@@ -49,7 +49,7 @@ def compare(
     budgets: Iterable[int | float | str | Budget] | None = None,
     strategies: Iterable[Strategy] | None = None,
     *,
-    measure: Callable[[Trace], Trace] | None = None,
+    measure_pieces: Callable[[Trace], Trace] | None = None,
     progress: ProgressCallback | None = None,
     cancel: Cancel | None = None,
     on_row: Callable[[ComparisonRow[Plan]], None] | None = None,
@@ -62,8 +62,10 @@ def compare(
     reason. After any other error than that of a budget, a strategy is not run for further budgets.
     `on_row` is called with each row. Once `cancel` is set, the remaining rows are omitted.
 
-    With `measure`, which adds costs to a trace (`remat.measure`), the last rows are those of `Auto`
-    with the largest operations in pieces (`SPLIT_ROWS`); `graph` must be a trace then.
+    With `measure_pieces`, the last rows are those of `Auto` with the largest operations in pieces
+    (`SPLIT_ROWS`), and `graph` must be a trace. The function adds costs to a trace in which
+    operations were split, from the same source: `lambda t: remat.measure(t,
+    remat.Roofline("h100"))`.
 
     Raises `BudgetError`.
     """
@@ -75,17 +77,22 @@ def compare(
     parsed = map(Budget.parse, BUDGETS if budgets is None else budgets)
     sized = [(b, b.in_bytes(baseline.peak_bytes, graph.library_bytes)) for b in parsed]
     rows: list[ComparisonRow[Plan]] = []
-    if measure is not None and not isinstance(traced, Trace):
-        raise wrong_type("compare", "a Trace", traced, "leave `measure` out for another graph")
-    compared = [(s, None) for s in (compared_by_default() if strategies is None else strategies)]
-    compared += [] if measure is None else [(Auto(), measure)]
-    for strategy, measure_pieces in compared:
+    if measure_pieces is not None and not isinstance(traced, Trace):
+        raise wrong_type(
+            "compare", "a Trace", traced, "leave `measure_pieces` out for another graph"
+        )
+    compared = [
+        (strategy, None)
+        for strategy in (compared_by_default() if strategies is None else strategies)
+    ]
+    compared += [] if measure_pieces is None else [(Auto(), measure_pieces)]
+    for strategy, measure in compared:
         failed_row: ComparisonRow[Plan] | None = None
         for budget, size in sized:
             if cancel is not None and cancel.is_set():
                 break
             if failed_row is None:
-                row = _row(traced, budget, strategy, measure_pieces, progress, cancel)
+                row = _row(traced, budget, strategy, measure, progress, cancel)
                 if row.plan is None and cancel is not None and cancel.is_set():
                     break
                 failed_row = None if row.is_applicable else row

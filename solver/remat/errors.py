@@ -79,7 +79,7 @@ class UnknownName(RematError, KeyError):
 
 
 class OutputNotComputed(RematError, AttributeError):
-    """An output was read that a step planned with `outputs="loss"` does not return."""
+    """An output was used that a step planned with `outputs="loss"` does not return."""
 
 
 class TraceError(RematError):

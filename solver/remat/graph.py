@@ -76,8 +76,8 @@ class Split:
     """Operations around a tensor that the step runs on some of its rows at a time, in `pieces`.
 
     The rows are `dimension_count` dimensions of the tensor `seed`, from `first_dimension` on. The
-    name is that of the tensor before the split, which may exist no more. `split_bytes` are those of
-    the tensors that no longer exist as a whole.
+    name is that of the tensor before the split, which the split graph may not have. `split_bytes`
+    are those of the tensors that no longer exist as a whole.
     """
 
     seed: str

@@ -1,8 +1,8 @@
 """The choice of what to split, and into how many pieces, for a step and a budget.
 
-From the peak downwards: the operations that need the most memory are split into 2, 4, 8 or 16
-pieces. Each number is judged by a schedule that takes a fraction of a second (the relaxation and
-eviction), and only the best is solved in full.
+The operations that need the most memory are split into 2, 4, 8 or 16 pieces. Each number is judged
+by a schedule that takes a fraction of a second (the relaxation and eviction), and only the best is
+solved in full.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CHOICE_LIMIT_S = 60.0
 """After this time no more numbers of pieces are tried."""
 
 _MAX_ROUNDS = 4
-"""How often the then largest operations are split to reach a budget."""
+"""The maximum number of times that the largest operations are split to reach a budget."""
 
 _LEAST_GAIN = 0.005
 """The share of the step's time that splitting must save, at least."""
@@ -91,10 +91,10 @@ def solve_with_splits(
 ) -> SplitPlan:
     """Return the plan of a measured trace, or of it with operations split where that is faster.
 
-    With one number of `pieces`, the largest operations are split in any case. `measure` adds costs
-    to a trace, and `solve_in_full` returns its plan within `budget`. Statistics of the plan of a
-    split trace have what is proved for the trace as it was: a bound of its time, or the smallest
-    peak. After `limit_s`, or once `cancel` is set, no more numbers are tried. Raises the errors of
+    With one number of `pieces`, the largest operations are split if they can be. `measure` adds
+    costs to a trace, and `solve_in_full` returns its plan within `budget`. Statistics of the plan
+    of a split trace have the bound of the unsplit step's time, or the smallest peak found for it.
+    After `limit_s`, or once `cancel` is set, no more numbers are tried. Raises the errors of
     `solve_in_full`.
     """
     search = _Search(budget, measure, cancel, time.monotonic() + limit_s)
@@ -196,7 +196,7 @@ def _is_better(split_plan: Plan, unsplit_plan: Plan, budget: Budget) -> bool:
 def _with_unsplit_stats(
     plan: Plan, unsplit: _Estimate, unsplit_plan: Plan | None, is_min: bool
 ) -> Plan:
-    """Return the plan with what is proved for the step as it was before the splits."""
+    """Return the plan with the bound of the unsplit step's time, or its smallest peak found."""
     stats = dict(plan.stats)
     if unsplit_plan is not None and unsplit_plan.lower_bound is not None:
         stats[UNSPLIT_BOUND_STAT] = unsplit_plan.lower_bound

@@ -44,8 +44,8 @@ def compare(
     time_limit: command_options.TimeLimit = None,
     solver: command_options.Solver = None,
     device: command_options.PlotDevice = None,
-    split: Annotated[
-        bool, typer.Option("--split", help="Add plans whose largest operations run in pieces.")
+    also_split: Annotated[
+        bool, typer.Option("--also-split", help="Add plans whose largest operations are split.")
     ] = False,
     output: command_options.Output = None,
     as_json: command_options.Json = False,
@@ -75,12 +75,12 @@ def compare(
             trace_document,
             budgets,
             selected,
-            measure=with_costs_of_pieces if split else None,
+            measure_pieces=with_costs_of_pieces if also_split else None,
             cancel=cancel,
             on_row=show_row,
         )
 
-    steps = len(budgets) * (len(selected) + split)
+    steps = len(budgets) * (len(selected) + also_split)
     comparison, signum = run_with_progress("compare", steps, work)
     if output is not None:
         files.write_output(

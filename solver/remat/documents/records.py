@@ -82,7 +82,7 @@ class Node(Record):
     piece_of: DottedPath = ""
     """The operation before the split of which this is, or belongs to, one piece."""
     piece: Natural = 0
-    """The number of the piece."""
+    """The index of the piece, from 0."""
     cost_s: Cost | None = None
     launch_s: float | None = Field(default=None, ge=0)
     """CPU time to launch it on an accelerator that is busy with other operations."""

@@ -18,13 +18,14 @@ OUTPUTS_DROPPED = "dropped"
 """The caller releases all outputs but the loss before the backward."""
 
 OUTPUTS_LOSS = "loss"
-"""The step returns the loss only: outputs without a gradient are not returned in training."""
+"""A training step returns only what gradients come from, and tensors of one element."""
 
 OUTPUTS = (OUTPUTS_HELD, OUTPUTS_DROPPED, OUTPUTS_LOSS)
 
 
 SCALARS = "scalars"
-"""The value of `differentiate` that stands for all scalar outputs with a gradient."""
+"""The value of `differentiate` for all outputs of one element that require a gradient. It is
+internal: the meaning of "auto" with `outputs="loss"`."""
 
 
 def differentiated_with(outputs: str, differentiate: str | Sequence[str]) -> str | Sequence[str]:

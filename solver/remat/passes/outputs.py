@@ -32,7 +32,7 @@ def _without_other_outputs(trace: Trace) -> Trace:
     """Return the step without the outputs that no gradient comes from, and without the operations
     that only they need."""
     tangents = {p.name: p.tensor for p in trace.placeholders if p.kind == "tangent"}
-    if all(tangents[o.tangent].shape for o in trace.outputs if o.tangent):
+    if all(prod(tangents[o.tangent].shape) != 1 for o in trace.outputs if o.tangent):
         raise no_loss_returned(trace.model or "the model")
     dropped = {n for n, output in enumerate(trace.outputs) if not _is_returned(trace, output)}
     if not dropped:
@@ -45,7 +45,7 @@ def _without_other_outputs(trace: Trace) -> Trace:
         writes = not node.view and (
             not node.results or any(result.storage in mutable for result in node.results)
         )
-        # A generator's next numbers depend on how many it drew before.
+        # Without a random operation, later ones would sample other numbers.
         if node.random or writes or any(result.name in needed for result in node.results):
             needed.update(node.operand_names)
             nodes.append(node)
@@ -57,5 +57,6 @@ def _without_other_outputs(trace: Trace) -> Trace:
 
 
 def _is_returned(trace: Trace, output: Output) -> bool:
-    """True if `outputs="loss"` returns this output: gradients come from it, or it is a number."""
+    """True if `outputs="loss"` returns this output: gradients come from it, or it has one
+    element."""
     return bool(output.tangent) or prod(trace.tensors[output.name].shape) == 1

@@ -15,6 +15,7 @@ from remat.limits.units import format_bytes, format_seconds
 from remat.plan_data import PlanData
 from remat.report.describe import SCOPE_TEXT
 from remat.report.module_lines import module_lines, phase, plural
+from remat.report.pieces import operation_labels
 from remat.report.tables import fold_layer_numbers
 from remat.schedule import Schedule
 from remat.simulate import Timeline, simulate
@@ -128,7 +129,8 @@ def _explain_operation(plan: PlanData, op: int) -> list[str]:
         f"{format_seconds(operation.cost_s)}, output {format_bytes(size)}"
     ]
     if operation.piece_of:
-        lines.append(f"  piece {operation.piece} of {operation.piece_of}, which is split")
+        label = operation_labels(graph)[op]
+        lines.append(f"  piece {operation.piece + 1} of {label}")
     if len(runs) == 1:
         lines.append(f"  not recomputed: runs once (run {runs[0]})")
         lines += _why_retained(plan, op, timeline)

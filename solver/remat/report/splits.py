@@ -19,8 +19,7 @@ def split_lines(plan: PlanData) -> list[str]:
 
 
 def split_lines_of(plan: PlanData, ops: Sequence[int]) -> list[str]:
-    """Return the same lines about the splits of the modules of some operations, and about what the
-    splits are for."""
+    """Return the lines about the splits of the modules that contain `ops`, indented."""
     pieces = [o for op in ops if (o := plan.graph.operations[op]).piece_of]
     modules = {o.module for o in pieces}
     lines = _lines(plan, [s for s in plan.graph.splits if s.module in modules])
@@ -32,7 +31,7 @@ def _lines(plan: PlanData, splits: Sequence[Split]) -> list[str]:
         return []
     kinds: dict[tuple[str, int, int], list[Split]] = {}
     for split in splits:
-        key = fold_layer_numbers(split.module), split.rows, split.pieces
+        key = fold_layer_numbers(split.module or split.seed), split.rows, split.pieces
         kinds.setdefault(key, []).append(split)
     texts = [_kind_text(*kind, alike) for kind, alike in kinds.items()]
     if len(texts) > _MAX_LINES:
@@ -42,12 +41,13 @@ def _lines(plan: PlanData, splits: Sequence[Split]) -> list[str]:
 
 
 def _kind_text(module: str, rows: int, pieces: int, alike: Sequence[Split]) -> str:
-    """Return what is known of the splits of one module, or of that of all layers."""
+    """Return the text about the splits of one module, or of the modules of that name in all
+    layers."""
     size_bytes = max(split.split_bytes for split in alike)
-    layers = f", in {len(alike)} places" if len(alike) > 1 else ""
+    places = f" in each of {len(alike)} places" if len(alike) > 1 else ""
     return (
-        f"{module} x {pieces}: {_rows_text(rows, pieces)} at a time{layers}; "
-        f"{format_bytes(size_bytes)} of tensors exist only in pieces"
+        f"{module} x {pieces}: {_rows_text(rows, pieces)} at a time; "
+        f"{format_bytes(size_bytes)} of tensors exist only in pieces{places}"
     )
 
 
@@ -64,5 +64,5 @@ def _unsplit_text(plan: PlanData) -> str:
         share = smallest / plan.baseline_peak_bytes
         return f"the smallest peak known is {format_bytes(smallest)} ({share:.1%})"
     if isinstance(bound, int | float):
-        return f"{bound:+.3%} at least"
+        return f"{bound:+.3%} extra time at least"
     return ""

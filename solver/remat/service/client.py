@@ -95,15 +95,15 @@ class Client:
             service_costs = costs
 
         def plan(trace: Trace, budget: int | str) -> tuple[Plan, Program]:
-            # Where the costs are, there the pieces are chosen.
-            is_chosen = service_costs is None or trace.splits
+            # Pieces need costs: the side that determines these chooses the pieces.
+            is_split_locally = service_costs is None or trace.splits
             return self.plan(
                 trace,
                 budget,
                 strategy,
                 costs=service_costs,
                 progress=progress,
-                split=SPLIT_OFF if is_chosen else split,
+                split=SPLIT_OFF if is_split_locally else split,
             )
 
         return optimize(
@@ -149,7 +149,8 @@ class Client:
         split: str | int = SPLIT_OFF,
     ) -> tuple[Plan, Program]:
         """Return the plan for a trace, and the program for `remat.lower`. With `split`, the service
-        may split the trace's largest operations, whose costs it must determine: see `costs`."""
+        may split the trace's largest operations. Pass `costs`, too ("measure", "roofline:h200"): a
+        measured trace has no costs for the pieces."""
         plan, program = self._solve(trace, budget, strategy, costs, progress, cancel, split)
         if program is None:
             raise ServiceError("the service sent a plan without its program")

@@ -200,10 +200,10 @@ class SolveRequest(_Request):
 
     budget: BudgetData
     split: SplitData = SPLIT_OFF
-    """Into how many pieces the trace's largest operations may be split."""
+    """The number of pieces of the trace's largest operations, "auto", or "off"."""
 
     @model_validator(mode="after")
-    def _check_split(self) -> Self:
+    def _check_pieces_have_costs(self) -> Self:
         if not pieces_to_try(self.split):
             return self
         if self.trace is None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
+import torch.nn.functional as F
 from tests.helpers.cpp_compiler import needs_compiler
 from tests.helpers.training.compiled_steps import assert_same, step, two_steps, with_state
 from tests.helpers.training.models import Case, language_model
@@ -120,3 +121,56 @@ def test_without_inductor_pieces_compute_the_same() -> None:
 def test_an_unknown_value_is_refused() -> None:
     with pytest.raises(ValueError, match="split is 'of'; near are off"):
         remat.compile(nn.Linear(2, 2), "50%", split="of")
+
+
+def gated(x: torch.Tensor, labels: torch.Tensor, head: nn.Module) -> torch.Tensor:
+    left, right = head(x).chunk(2, -1)
+    return (F.silu(left) * right).square().mean()
+
+
+def attention(x: torch.Tensor, labels: torch.Tensor, head: nn.Module) -> torch.Tensor:
+    weights = torch.softmax(head(x) @ head(x).transpose(1, 2), -1)
+    return F.mse_loss(weights @ x, x.detach())
+
+
+def smoothed(x: torch.Tensor, labels: torch.Tensor, head: nn.Module) -> torch.Tensor:
+    logits = head(x).flatten(0, 1)
+    return F.cross_entropy(logits, labels.flatten(), label_smoothing=0.1, ignore_index=3)
+
+
+def binary(x: torch.Tensor, labels: torch.Tensor, head: nn.Module) -> torch.Tensor:
+    logits = F.layer_norm(head(x), (24,))
+    target = labels.unsqueeze(-1).expand_as(logits) / 24
+    return F.binary_cross_entropy_with_logits(logits, target.to(logits), reduction="sum")
+
+
+class Computed(nn.Module):
+    """A loss of a layer's output, an input and labels."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.head, self.function = nn.Linear(16, 24), function
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return self.function(x.tanh(), labels, self.head)
+
+
+@pytest.mark.parametrize("function", [gated, attention, smoothed, binary])
+@pytest.mark.parametrize("pieces", [4, 5])
+def test_pieces_of_a_joint_graph_compute_what_the_whole_computed(
+    function: Any, pieces: int
+) -> None:
+    torch.manual_seed(0)
+    model = Computed(function).double()
+    x = torch.randn(2, 10, 16, dtype=torch.float64, requires_grad=True)
+    labels = torch.randint(0, 24, (2, 10))
+    model(x, labels).backward()
+    expected = [t.grad.clone() for t in (x, *model.parameters())]
+    model.zero_grad(set_to_none=True)
+    x.grad = None
+    torch._dynamo.reset()
+    options = {"split": pieces, "inductor": False, "strategy": remat.Auto(time_limit=3.0, gap=0.2)}
+    remat.compile(model, "min", **options)(x, labels).backward()
+    assert remat.compiled_plans()[-1].plan.graph.splits
+    for actual, wanted in zip((x, *model.parameters()), expected, strict=True):
+        torch.testing.assert_close(actual.grad, wanted, rtol=1e-10, atol=1e-12)

@@ -194,8 +194,9 @@ Outputs = Annotated[
     str,
     typer.Option(
         "--outputs",
-        metavar="WHEN",
-        help="Outputs are held until the backward ends, dropped before it, or only the loss.",
+        metavar="held|dropped|loss",
+        help="Outputs are in memory to the end of the backward, or are released before it, or "
+        "only the loss is returned.",
     ),
 ]
 

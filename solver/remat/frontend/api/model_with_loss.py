@@ -14,8 +14,8 @@ Criterion = Callable[[Any, Any], Any]
 
 
 class ModelWithLoss(nn.Module):
-    """Computes `loss(model(*inputs, **kwargs), target)`. Its last positional argument is the
-    target.
+    """A module that returns `loss(model(*inputs, **kwargs), target)`. Its last positional argument
+    is the target.
 
     With the criterion in the planned step, the model's output is a value like any other: it may be
     recomputed, or exist only in pieces.

@@ -63,9 +63,10 @@ def optimize(
     will come from (see `remat.trace`). `service` plans in another process, as
     `remat.Client.optimize` does. With `cuda_graphs` no random operation is recomputed, so that the
     step can be captured in a CUDA graph. `outputs="dropped"` assumes that the caller releases the
-    model's outputs, except the loss, before the backward. With `outputs="loss"` the step in
-    training returns the loss only: the output keeps its class, and reading another tensor of it
-    raises `OutputNotComputed`; in evaluation the model returns everything. `split` says into how
+    model's outputs, except the loss, before the backward. With `outputs="loss"` a training step
+    returns only what gradients come from, and tensors of one element: the output keeps its class,
+    and using another tensor of it raises `OutputNotComputed`; in evaluation the model returns
+    everything. `split` says into how
     many pieces the operations that need the most memory may be split: "auto" if that makes the step
     faster, "off", or a number. Other keyword arguments are those of `remat.solve` and
     `remat.measure`.
@@ -73,7 +74,8 @@ def optimize(
     `loss` is the criterion of a training loop that computes the loss outside of the model, such as
     `torch.nn.CrossEntropyLoss()`. The result then computes `loss(model(*inputs), target)`: its
     last positional argument, in the example inputs too, is the target. The model's output is then
-    a value of the plan, which may be recomputed or split.
+    a value of the plan, which may be recomputed or split. The result has the submodules `model` and
+    `loss`; train and save the model through either.
 
     The result shares the model's parameters and hooks, and behaves like the model. If torch.compile
     compiled the model, the module inside is planned. Raises `InfeasibleBudget`, `BudgetError`,
@@ -124,7 +126,7 @@ def optimize_options(
     split: str | int = SPLIT_AUTO,
     **others: Any,
 ) -> OptimizeOptions:
-    """Return the options of `optimize` as data. Raises at once for an invalid budget, reserve or
+    """Return the options of `optimize` as data. Raises at once for an invalid budget, reserve,
     `outputs` or `split`."""
     are_dropped(outputs)  # raises for an unknown value
     pieces_to_try(split)  # likewise

@@ -12,11 +12,11 @@ from remat.frontend.common.pytree import flatten, unflatten
 
 def without_other_outputs(output: Any, differentiate: str | Sequence[str]) -> Any:
     """Return a model's output with a `DroppedOutput` in place of each tensor that no gradient comes
-    from, unless it is a single number. Raises `TraceError` if there is no loss, or where the output
+    from, unless it has one element. Raises `TraceError` if there is no loss, or where the output
     cannot be described by data."""
     tensors, structure = flatten(output, "the model's output")
     selected = outputs_to_differentiate(structure, tensors, differentiate)
-    if all(t.dim() for t, is_selected in zip(tensors, selected, strict=True) if is_selected):
+    if all(t.numel() != 1 for t, is_selected in zip(tensors, selected, strict=True) if is_selected):
         raise no_loss_returned("the model")
     returned = [s or t.numel() == 1 for t, s in zip(tensors, selected, strict=True)]
     dropped = {number for number, is_returned in enumerate(returned) if not is_returned}

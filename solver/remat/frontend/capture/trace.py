@@ -73,8 +73,9 @@ def trace(
 
     `outputs` are "held" by the caller while the backward runs, or "dropped" before it (by a loop
     that keeps only the loss): their memory is then planned like any other. With "loss", the step
-    returns only what gradients come from, and single numbers: reading another output raises
-    `OutputNotComputed`.
+    returns only what gradients come from, and tensors of one element: using another output raises
+    `OutputNotComputed`, and `differentiate="auto"` is every output of one element that requires a
+    gradient.
 
     `device` captures the step as if model and inputs were on it: "cpu", "cuda", or an absent GPU by
     its name, such as "h100" ("cuda" on a machine without a GPU is an H200). The trace then has the

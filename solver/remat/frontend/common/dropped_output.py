@@ -10,8 +10,8 @@ from remat.errors import OutputNotComputed
 
 
 class DroppedOutput:
-    """Takes the place of a tensor that the step did not return. Every use raises
-    `OutputNotComputed`, except for `repr`, `is None`, pickles and copies."""
+    """Placeholder for a tensor that the step did not return. Operators, functions of torch and
+    attributes raise `OutputNotComputed`; `repr`, `is None`, `hash`, pickles and copies do not."""
 
     __slots__ = ("_path",)
 

@@ -41,6 +41,7 @@ from remat.frontend.compile.registry import (
     PlannedSplit,
     ReplanFeedback,
     compiled_plans,
+    graph_title,
     register_plan,
 )
 from remat.limits.outputs import OUTPUTS_LOSS
@@ -49,8 +50,8 @@ from remat.limits.units import format_bytes
 from remat.report.describe import describe_peak
 
 _PIECES_IF_INFEASIBLE = (4, 16)
-"""The numbers of pieces that are tried where the budget cannot be met without: two, as each has to
-be compiled."""
+"""The numbers of pieces that are tried where no plan without pieces fits the budget: two, as each
+has to be compiled."""
 
 _MAX_ROUNDS = 3
 """Plans of one graph before its budget counts as infeasible."""
@@ -90,11 +91,11 @@ def compile(
     This is `torch.compile(model, backend="remat", options={"budget": budget, ...})`. Other options
     are `strategy`, or its `gap`, `time_limit` (8 s by default), `threads`, `solver` and `seed`;
     `reserve`, bytes of the budget for other users of the memory; `outputs`, "dropped" if the caller
-    releases the outputs before the backward, "loss" if a training step is to return no other tensor
-    that requires a gradient; `split`, "auto" to run the largest operations in pieces where the
-    budget cannot be met without, "off", or the number of pieces; `inductor=False`, to run the
-    planned graphs without Inductor; `fallback`; `progress`; and any option of Inductor. Errors in
-    options are raised at once, all others at the first call of the model.
+    releases the outputs before the backward, "loss" if a training step is to return no tensor with
+    a gradient but the loss; `split`, "auto" to run the largest operations in pieces where no plan
+    without that fits, "off", or the number of pieces; `inductor=False`, to run the planned graphs
+    without Inductor; `fallback`; `progress`; and any option of Inductor. Errors in options are
+    raised at once, all others at the first call of the model.
     """
     options = {"budget": budget, **options}
     read_options(options)
@@ -236,8 +237,8 @@ def _compile_within_budget(
 ) -> tuple[Any, Partitioner]:
     """Compile a graph, and return the code, and the partitioner that planned it.
 
-    With the option `split="auto"`, the largest operations run in pieces if the budget cannot be met
-    without. `feedback` and `split` are those of an earlier process.
+    With the option `split="auto"`, the largest operations run in pieces if no plan without that
+    fits the budget. `feedback` and `split` are those of an earlier process.
     """
     pieces = pieces_to_try(request.options.split)
     more_pieces = iter(_PIECES_IF_INFEASIBLE if pieces == PIECES and split is None else ())
@@ -262,7 +263,8 @@ def _compile_within_budget(
                 raise least_demanding_error(errors) from None
             unsplit = partitioners[-1].unsplit
             split = PlannedSplit(number, unsplit, errors[0].min_feasible_bytes)
-            reporting.log_split(number)
+            title = graph_title(current_object_name(), current_compile_id())
+            reporting.log_split(title, number)
 
 
 def _compile_in_rounds(

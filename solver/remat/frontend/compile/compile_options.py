@@ -78,8 +78,9 @@ class CompileOptions:
     they are known. `planning_s` is the time for planning one graph, in which the solver gets what
     is left after the capture; None if the strategy has a time limit of its own. `outputs` of the
     forward are "held" by the caller during the backward, "dropped" before it, or only the "loss" is
-    returned. `split` is the number of pieces of the largest operations. `progress` is a function
-    that receives the progress of a solve, or True for a line on a terminal.
+    returned. `split` is "auto", "off", or the number of pieces of the largest operations.
+    `progress` is a function that receives the progress of a solve, or True for a line on a
+    terminal.
     """
 
     limits: Limits

@@ -12,11 +12,11 @@ from remat.frontend.common.dropped_output import DroppedOutput
 
 
 def drop_other_outputs(gm: fx.GraphModule) -> dict[int, DroppedOutput]:
-    """Remove the outputs of Dynamo's graph that require a gradient, except for scalars, and return
-    what takes their places, by position.
+    """Remove the outputs of Dynamo's graph that require a gradient and have more than one element,
+    and return what takes their places, by position.
 
-    A graph without a scalar that requires a gradient is not the end of a training step, and stays
-    as it is.
+    A graph without an output of one element that requires a gradient is not the end of a training
+    step, and stays as it is. Outputs without a gradient stay, too: later code may need them.
     """
     (output,) = gm.graph.find_nodes(op="output")
     (values,) = output.args
@@ -59,4 +59,4 @@ def _requires_grad(value: Any) -> bool:
 
 
 def _is_scalar(value: Any) -> bool:
-    return _tensor(value).dim() == 0
+    return all(isinstance(size, int) and size == 1 for size in _tensor(value).shape)

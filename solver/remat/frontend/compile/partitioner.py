@@ -60,6 +60,7 @@ from remat.frontend.compile.registry import (
 )
 from remat.frontend.compile.solving import GraphSolver, explain_infeasible
 from remat.graph import Baseline, Split
+from remat.limits.pieces import pieces_to_try
 from remat.plan_data import UNSPLIT_MIN_BYTES_STAT
 from remat.simulate import baseline_of
 from remat.version import VERSION
@@ -72,7 +73,8 @@ class Partitioner(CustomPartitionerFn):
         torch.compile(model, options=remat.Partitioner("60%").settings())
 
     Options are those of `torch.compile(backend="remat")`. The backend also replans a graph whose
-    kernels need more memory than planned; with a partitioner alone this is an error.
+    kernels need more memory than planned, or whose budget needs pieces (`split="auto"`); with a
+    partitioner alone this is an error.
     """
 
     _has_fused_costs = True
@@ -84,7 +86,9 @@ class Partitioner(CustomPartitionerFn):
             raise ValueError(
                 f"{next(iter(inductor_options))} is an option of Inductor: pass it to torch.compile"
             )
-        self._initialize(compile_options)
+        pieces = pieces_to_try(compile_options.split)
+        split = PlannedSplit(pieces[0]) if len(pieces) == 1 else None
+        self._initialize(compile_options, split=split)
 
     def _initialize(
         self,
@@ -192,19 +196,22 @@ class Partitioner(CustomPartitionerFn):
         if self.split is not None:
             if self.unsplit is None:
                 unsplit = fx.GraphModule(gm, copy_graph(gm.graph))
-                self.unsplit = self._unsplit_step(
+                self.unsplit = self._build_unsplit_step(
                     self._joint_graph(unsplit, joint_inputs, num_fwd_outputs, static)
                 )
             try:
                 gm, self.splits = split_joint_graph(gm, num_fwd_outputs, self.split.pieces)
-            except CannotSplit:
+            except CannotSplit as error:
                 if self.split.unsplit is not None:
                     raise  # the graph does not fit without
+                reporting.log_not_split(title, one_line(error))
                 self.split = None
         joint = self._joint_graph(gm, joint_inputs, num_fwd_outputs, static)
         # The third plan of a graph keeps the kernels that Inductor generates without a plan.
         variants = find_variants(joint, baseline_only=self.rounds > 2)
-        if self.split is not None:  # Inductor may compute one thing of all pieces, then the next
+        if (
+            self.split is not None
+        ):  # Inductor may run one kernel for all pieces first, which then are all live
             variants = [
                 (joint, sort_by_dependencies(joint, groups, in_graph_order=True))
                 for joint, groups in variants
@@ -246,7 +253,7 @@ class Partitioner(CustomPartitionerFn):
             self.options.outputs,
         )
 
-    def _unsplit_step(self, joint: CompiledJointGraph) -> UnsplitStep:
+    def _build_unsplit_step(self, joint: CompiledJointGraph) -> UnsplitStep:
         """Return the step of a joint graph, without recomputation."""
         ((joint, groups), *_) = find_variants(joint, baseline_only=True)
         cost_model = KernelCostModel(joint, fused=self._has_fused_costs)

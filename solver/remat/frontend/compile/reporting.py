@@ -75,9 +75,18 @@ def log_cache_hit(compiled: CompiledPlan) -> None:
     logger.info("%s: plan and code are from torch's cache; planned peak %s", compiled.title, peak)
 
 
-def log_split(pieces: int) -> None:
-    """Log that the largest operations are split, as the budget cannot be met without."""
-    logger.info("the budget cannot be met; splitting the largest operations into %d", pieces)
+def log_split(title: str, pieces: int) -> None:
+    """Log that the largest operations are split, as no plan without that fits the budget."""
+    logger.info(
+        "%s: no plan fits the budget; splitting the largest operations into %d pieces",
+        title,
+        pieces,
+    )
+
+
+def log_not_split(title: str, reason: str) -> None:
+    """Log why the operations of a graph stay whole."""
+    logger.info("%s: not split: %s", title, reason)
 
 
 def log_replan(title: str, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""Splitting the operations that need the most memory, all that need about as much at once."""
+"""Splitting the operations that need at least 90% of the memory that the largest needs."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _MAX_REGIONS = 128
 
 
 def split_largest_operations(trace: Trace, pieces: int) -> Trace:
-    """Return the trace with its largest operations in so many pieces, or in as many as they have
-    rows; the same trace if they cannot be split. Pieces have no costs yet."""
+    """Return the trace with its largest operations in `pieces` pieces, at most one for each row;
+    the same trace if they cannot be split. Pieces have no costs yet."""
     least_bytes = _SHARE * max(operand_bytes(trace.graph_of_sizes), default=0)
     for _ in range(_MAX_REGIONS):
         large = _count_of_large(trace, least_bytes)

@@ -47,14 +47,14 @@ _COPIED_META = (
 def split_joint_graph(
     module: fx.GraphModule, num_fwd_outputs: int, pieces: int
 ) -> tuple[fx.GraphModule, tuple[Split, ...]]:
-    """Return the joint graph with its largest operations in so many pieces, and what was split.
+    """Return the joint graph with its largest operations in `pieces` pieces, and what was split.
 
     Raises `CannotSplit` if they have no rule, or the graph has symbolic sizes.
     """
     try:
         trace = _Reader(module, num_fwd_outputs).trace()
         split = split_largest_operations(trace, pieces)
-    except RematError as error:
+    except (RematError, ValueError) as error:  # a ValueError: it cannot be described by a trace
         raise CannotSplit(str(error)) from error
     if split is trace:
         raise CannotSplit("the largest operations cannot be split")
