@@ -277,3 +277,29 @@ def test_compiled_steps_return_the_loss_only() -> None:
         torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-4, atol=1e-6)
     with torch.no_grad():
         assert run(batch())["logits"].shape == (8, 64, 700)
+
+
+class Cache:
+    """An object that data cannot describe."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+class WithCache(Layers):
+    def forward(self, ids: torch.Tensor) -> Any:
+        outputs = super().forward(ids)
+        return {**outputs, "more": (outputs["logits"].sum(-1),), "cache": Cache(outputs["logits"])}
+
+
+def test_blocks_return_objects_as_they_are() -> None:
+    torch.manual_seed(0)
+    model = WithCache()
+    expected = gradients_of_step(copy.deepcopy(model))
+    remat.enable(model, "100%", scope="blocks", outputs="loss", costs="cpu")
+    assert_equal(gradients_of_step(model), expected)
+    output = model(batch())
+    assert isinstance(output["cache"], Cache)
+    for name in ("logits", "more"):
+        with pytest.raises(remat.OutputNotComputed, match=name):
+            torch.sum(output[name] if name == "logits" else output[name][0])
