@@ -31,6 +31,8 @@ BUDGETS = ("min", "75%", "50%", "30%")
 
 DTYPES = ("bfloat16", "float32")
 CUDA_GRAPHS_BUDGET = "75%"
+SPLIT_OPTIONS: tuple[dict[str, Any], ...] = ({"outputs": "loss"}, {"outputs": "loss", "split": 8})
+"""Options of steps that return the loss only, whole and in pieces."""
 CONVOLUTIONS = ("resnet", "unet2d")
 """The models with convolutions, which would run in cuDNN."""
 
@@ -57,6 +59,7 @@ def run_case(case: str) -> list[Row]:
     rows = [setting.inductor_row()]
     for budget in BUDGETS:
         rows.append(setting.plan_row(budget, rows))
+    rows += [setting.plan_row("min", rows, **options) for options in SPLIT_OPTIONS]
     return [*rows, setting.cuda_graphs_row(CUDA_GRAPHS_BUDGET, rows)]
 
 
@@ -101,11 +104,10 @@ class Setting:
         torch.cuda.empty_cache()
         return copy_sharing_parameters(self.workload.model)
 
-    def _planned(self, budget: str, mode: str = "default") -> Any:
+    def _planned(self, budget: str, mode: str = "default", **options: Any) -> Any:
         """Return the model compiled by remat, before its first step."""
-        return remat.compile(
-            self._model(), budget, mode=mode, time_limit=TIME_LIMIT_S, outputs="dropped"
-        )
+        options = {"time_limit": TIME_LIMIT_S, "outputs": "dropped", **options}
+        return remat.compile(self._model(), budget, mode=mode, **options)
 
     def _warm_up(self, compiled: Any) -> None:
         for _ in range(_WARM_STEPS):
@@ -128,12 +130,12 @@ class Setting:
         self._warm_up(compiled)
         return self._row("inductor") | self._measured_steps(compiled) | {"is_met": True}
 
-    def plan_row(self, budget: str, earlier_rows: Sequence[Row]) -> Row:
+    def plan_row(self, budget: str, earlier_rows: Sequence[Row], **options: Any) -> Row:
         """Compare the second and third step of remat's backend with the verified peak. A refusal
         must be of a budget below the smallest verified peak."""
-        row = self._row(budget)
+        row = self._row(budget) | options
         before = len(remat.compiled_plans())
-        compiled = self._planned(budget)
+        compiled = self._planned(budget, **options)
         try:
             self._warm_up(compiled)
         except BackendCompilerFailed as error:
@@ -175,6 +177,7 @@ class Setting:
         limit_bytes = plan.budget_bytes
         return {
             "rounds": plan.rounds,
+            "splits": [split.pieces for split in plan.plan.graph.splits],
             "budget_bytes": limit_bytes,
             "planned_bytes": plan.plan.peak_bytes,
             "verified_bytes": plan.verified_bytes + resident_bytes - plan.primals_bytes,

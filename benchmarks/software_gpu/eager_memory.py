@@ -31,6 +31,8 @@ from remat.frontend.memory.device_memory import library_bytes
 from remat.report.estimate import Estimate
 
 BUDGETS = ("100%", "75%", "50%", "min")
+LOSS_BUDGETS = ("30%", "min")
+"""The budgets of steps that return the loss only: their largest operations may run in pieces."""
 MIN_SHARE = 0.995
 """The least share of a prediction that the requested bytes must reach."""
 ESTIMATE_TOLERANCE = 0.005
@@ -55,7 +57,8 @@ def run_case(case: str) -> list[Row]:
         setting.eager_row(),
         *(setting.optimize_row(budget) for budget in BUDGETS),
         *(setting.enable_row(budget) for budget in BUDGETS),
-        setting.optimize_row("75%", drops_outputs=True),
+        setting.optimize_row("75%", outputs="dropped"),
+        *(setting.optimize_row(budget, outputs="loss") for budget in LOSS_BUDGETS),
         setting.optimize_row("75%", accumulates=True),
     ]
 
@@ -158,11 +161,9 @@ class Setting:
             predicted, peaks, None, max(errors) <= ESTIMATE_TOLERANCE
         )
 
-    def optimize_row(
-        self, budget: str, *, drops_outputs: bool = False, accumulates: bool = False
-    ) -> Row:
+    def optimize_row(self, budget: str, *, outputs: str = "held", accumulates: bool = False) -> Row:
         """Compare steps of `remat.optimize` with the plan's prediction."""
-        what = "accumulation" if accumulates else "dropped" if drops_outputs else "optimize"
+        what = "accumulation" if accumulates else "optimize" if outputs == "held" else outputs
         model, batch = self._model()
         if accumulates:
             self._step(model, batch)  # its gradients are there when the next step is planned
@@ -170,18 +171,20 @@ class Setting:
             with self._autocast():
                 gm = remat.optimize(
                     model, budget, (), batch, strategy=STRATEGY, costs=self._costs(),
-                    outputs="dropped" if drops_outputs else "held", namespaces=NAMESPACES,
+                    outputs=outputs, namespaces=NAMESPACES,
                 )  # fmt: skip
         except remat.RematError as error:
             return self._row(what, budget) | refusal(error)
+        drops_outputs = outputs != "held"
         peaks = self._peaks(gm, model, batch, drops_outputs=drops_outputs, accumulates=accumulates)
         assert gm.plan is not None
         assert gm.program is not None
         libraries = gm.plan.graph.library_bytes
         predicted_bytes = gm.program.predicted_peak_bytes
-        return self._row(what, budget) | judged(
+        row = self._row(what, budget) | judged(
             predicted_bytes, gm.plan.budget_bytes, libraries, peaks
         )
+        return row | {"splits": [split.pieces for split in gm.plan.graph.splits]}
 
     def enable_row(self, budget: str) -> Row:
         """Compare steps of `remat.enable` by blocks with the plan's prediction.

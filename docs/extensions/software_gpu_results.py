@@ -13,6 +13,7 @@ _WHATS = {
     "optimize": "`remat.optimize`",
     "enable": "`remat.enable` by blocks",
     "dropped": 'optimize, `outputs="dropped"`',
+    "loss": 'optimize, `outputs="loss"`',
     "accumulation": "optimize, accumulating",
 }
 
