@@ -41,7 +41,7 @@ class InfeasibleBudget(RematError):
 
     def with_hint(self, hint: str) -> InfeasibleBudget:
         """Return the error with one more sentence in its message."""
-        message = f"{str(self).removesuffix('.')}. {hint}"
+        message = f"{str(self).removesuffix('.')}. {hint}."
         return _infeasible(message, self.min_feasible_bytes, self.is_proved)
 
 

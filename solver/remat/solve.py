@@ -14,7 +14,7 @@ from remat.errors import InfeasibleBudget, SolverError, SolverWarning, wrong_typ
 from remat.graph import Graph
 from remat.limits.budget import Budget
 from remat.limits.units import format_bytes
-from remat.passes.outputs import unreturned_bytes
+from remat.passes.outputs import differentiated_bytes, unreturned_bytes
 from remat.plan import Plan
 from remat.plan_data import REQUESTED_GAP_STAT
 from remat.progress import Cancel, ProgressCallback, raise_progress_errors
@@ -91,12 +91,18 @@ def _hint_about_outputs(graph: Graph | HasGraph, baseline_bytes: int) -> str:
     if not isinstance(graph, Trace):
         return ""
     size_bytes = unreturned_bytes(graph)
-    if size_bytes < _MIN_UNRETURNED_FRACTION * baseline_bytes:
-        return ""
-    return (
-        f"{format_bytes(size_bytes)} are outputs other than the loss; with "
-        'outputs="loss" a training step does not return them'
-    )
+    if size_bytes >= _MIN_UNRETURNED_FRACTION * baseline_bytes:
+        return (
+            f"{format_bytes(size_bytes)} are outputs other than the loss; with "
+            'outputs="loss" a training step does not return them'
+        )
+    size_bytes = differentiated_bytes(graph)
+    if size_bytes >= _MIN_UNRETURNED_FRACTION * baseline_bytes:
+        return (
+            f"{format_bytes(size_bytes)} are outputs that gradients come from; pass the criterion "
+            "of the training loop to remat.optimize as `loss`, and they need not exist as a whole"
+        )
+    return ""
 
 
 def sweep(

@@ -28,6 +28,15 @@ def unreturned_bytes(trace: Trace) -> int:
     return sum(trace.allocated_bytes(storage) for storage in storages)
 
 
+def differentiated_bytes(trace: Trace) -> int:
+    """Return the bytes of the outputs that gradients come from, if none of them has one element: a
+    loss that is computed of them is not part of the step."""
+    outputs = [output.name for output in trace.outputs if output.tangent]
+    if any(prod(trace.tensors[name].shape) == 1 for name in outputs):
+        return 0
+    return sum(trace.allocated_bytes(s) for s in {trace.storage_of[name] for name in outputs})
+
+
 def _without_other_outputs(trace: Trace) -> Trace:
     """Return the step without the outputs that no gradient comes from, and without the operations
     that only they need."""

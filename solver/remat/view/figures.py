@@ -57,7 +57,7 @@ def timeline_figure(plan: PlanData, *, x: Literal["time", "runs"] = "time") -> F
     edges, columns = _edges(curves.baseline_columns())
     heights = [curves.baseline_bytes[run] for run in columns]
     if columns:
-        label = timeline.BASELINE_LABEL
+        label = curves.baseline_label
         axes.stairs(heights, edges, fill=True, color=colour("baseline"), label=label)
         axes.stairs(heights, edges, color="#b5b5b5", linewidth=0.5)
     edges, columns = _edges(curves.columns())

@@ -63,6 +63,7 @@ class MemoryCurves:
     by_time: bool
     top_bytes: int
     budget_fits: bool
+    baseline_label: str = BASELINE_LABEL
 
     @property
     def during_bytes(self) -> tuple[int, ...]:
@@ -117,6 +118,7 @@ def memory_curves(plan: PlanData, x: Literal["time", "runs"] = "time") -> Memory
         by_time=by_time,
         top_bytes=max(highest_bytes, plan.budget_bytes if budget_fits else 0),
         budget_fits=budget_fits,
+        baseline_label=f"in pieces, {BASELINE_LABEL}" if plan.graph.splits else BASELINE_LABEL,
     )
 
 
@@ -133,7 +135,7 @@ def timeline_svg(plan: PlanData, *, x: Literal["time", "runs"] = "time") -> str:
     body = svg.heading(TITLE, summary(plan))
     body += left_axis(y_axis, memory_unit, f"memory ({memory_unit.name})", _LEFT, right)
     area = _staircase_area(curves.baseline_columns(), curves.baseline_bytes, x_axis, y_axis)
-    tip = f"{BASELINE_LABEL}: {format_bytes(max(curves.baseline_bytes, default=0))}"
+    tip = f"{curves.baseline_label}: {format_bytes(max(curves.baseline_bytes, default=0))}"
     body.append(svg.path(area, "baseline", tip))
     # Each layer reaches down to zero, and the highest is drawn first.
     for layer, top in reversed(curves.layer_tops()):
@@ -148,7 +150,7 @@ def timeline_svg(plan: PlanData, *, x: Literal["time", "runs"] = "time") -> str:
     body += _budget(plan, y_axis, curves.budget_fits)
     body += _tips(plan, columns, during, x_axis)
     entries = [(layer, LAYERS[layer]) for layer in curves.memory.used]
-    entries.append(("baseline", BASELINE_LABEL))
+    entries.append(("baseline", curves.baseline_label))
     legend, below = svg.legend(entries, _LEFT, bottom + 62, _WIDTH - _LEFT)
     return svg.document(_WIDTH, below, TITLE, summary(plan), [*body, *legend])
 

@@ -59,6 +59,7 @@ def test_a_budget_that_is_infeasible_without_is_met() -> None:
     assert measured_peak(case, run) == plan.verified_bytes <= 0.7 * plan.baseline_bytes
     assert_same([step(case, run, seed) for seed in (1, 2)], expected, tolerance=1e-5)
     assert "head x 4: 16 rows at a time" in plan.plan.describe()
+    assert " x 4 " in plan.plan.explain("head")
 
 
 def test_inductor_keeps_one_piece_at_a_time() -> None:

@@ -147,8 +147,9 @@ def test_keyword_arguments_are_those_of_the_model() -> None:
     ids, labels = inputs()
     first, second = (step(ids, labels, scale=scale) for scale in (1.0, 3.0))
     assert first != second
-    with pytest.raises(remat.TraceError, match="the last positional argument is the target"):
-        step(scale=1.0)
+    for args in ((), (ids,)):
+        with pytest.raises(remat.TraceError, match="the last positional argument is the target"):
+            step(*args, **({} if args else {"scale": 1.0}))
 
 
 def test_copies_and_pickles_keep_the_loss() -> None:
@@ -159,6 +160,26 @@ def test_copies_and_pickles_keep_the_loss() -> None:
         assert torch.equal(copied(ids, target), step(ids, target))
 
 
-def test_what_is_no_function_is_refused() -> None:
-    with pytest.raises(TypeError, match="must be a function of the model's output and a target"):
-        remat.optimize(model(), "50%", inputs(), loss="cross_entropy")  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        ("cross_entropy", "must be a function of the model's output and a target"),
+        (nn.CrossEntropyLoss, "loss is the class CrossEntropyLoss; pass an instance of it"),
+    ],
+)
+def test_what_is_no_function_is_refused(loss: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        remat.optimize(model(), "50%", inputs(), loss=loss)
+
+
+def test_a_loss_of_several_elements_is_refused() -> None:
+    def unreduced(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+
+    with pytest.raises(remat.TraceError, match=r"the loss has the shape \(256,\): reduce it"):
+        remat.optimize(model(), "90%", inputs(), loss=unreduced, costs=COSTS)
+
+
+def test_an_infeasible_budget_of_a_model_without_a_loss_mentions_the_option() -> None:
+    with pytest.raises(remat.InfeasibleBudget, match=r"600 KiB are outputs .* as `loss`, and they"):
+        remat.optimize(model(), "20%", inputs()[:1], costs=COSTS)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+from pathlib import Path
 
 import pytest
+from tests.helpers.command_line import quick
 from tests.helpers.training.models import language_model
 
 import remat
@@ -64,6 +66,22 @@ def test_annotated_code_shows_the_first_piece(module: remat.RematModule, plan: r
     shown = [line for line in code.splitlines() if " = aten.mm.default(" in line]
     assert not [line for line in shown if line.split(" = ")[0].count("piece_1")]
     assert len(code.splitlines()) < len(annotated_code(module.program).splitlines())
+
+
+def test_the_curve_without_recomputation_is_that_of_the_pieces(plan: remat.Plan) -> None:
+    assert "in pieces, without recomputation" in plan.to_svg()
+
+
+def test_code_is_plotted_from_the_trace_as_it_was(plan: remat.Plan, tmp_path: Path) -> None:
+    case = language_model()
+    trace = remat.measure(remat.trace(case.model, case.args), COSTS)
+    trace.save(tmp_path / "trace.json.gz")
+    plan.save(tmp_path / "plan.json.gz")
+    code = tmp_path / "code.py"
+    paths = ("--trace", tmp_path / "trace.json.gz", "-o", code)
+    ended = quick("plot", tmp_path / "plan.json.gz", "--kind", "code", *paths)
+    assert ended.code == 0, ended.err
+    assert f"x {PIECES}" in code.read_text()
 
 
 def test_memory_snapshots_name_the_pieces_alike(plan: remat.Plan) -> None:

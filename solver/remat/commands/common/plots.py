@@ -5,14 +5,17 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from remat import view
 from remat.commands.common.exits import UsageError
 from remat.commands.common.frontier_files import FRONTIER_WRITERS, FrontierContent, figure_bytes
+from remat.commands.common.piece_costs import with_costs_of_pieces
 from remat.commands.common.summaries import frontier_table, plan_summary, to_csv_text
 from remat.documents.program import Program
 from remat.documents.trace import Trace
+from remat.passes.split.recorded_splits import with_recorded_splits
 from remat.plan import Plan
 from remat.rewrite import rewrite
 
@@ -39,10 +42,19 @@ class PlotInput:
             )
         return self.plans[0]
 
+    @cached_property
+    def plan_trace(self) -> Trace | None:
+        """The trace with the operations that the only plan splits; None without a trace."""
+        splits = self.plan.graph.splits
+        if self.trace is None or not splits or self.trace.splits:
+            return self.trace
+        return with_costs_of_pieces(with_recorded_splits(self.trace, splits))
+
     @property
     def program(self) -> Program | None:
         """The program of the only plan; None without a trace."""
-        return None if self.trace is None else rewrite(self.trace, self.plan.schedule)
+        trace = self.plan_trace
+        return None if trace is None else rewrite(trace, self.plan.schedule)
 
 
 PlotWriter = Callable[[PlotInput], str | bytes]
@@ -57,7 +69,7 @@ def _annotated_code(plot_input: PlotInput) -> str:
     program = plot_input.program
     if program is None:
         raise UsageError("--kind code needs the trace of the plan: --trace TRACE")
-    return view.annotated_code(program, plot_input.plan, plot_input.trace)
+    return view.annotated_code(program, plot_input.plan, plot_input.plan_trace)
 
 
 def _frontier_writer(suffix: str) -> PlotWriter:

@@ -18,6 +18,9 @@ from remat.frontend.common.aliases import is_getitem, is_view, mutated_args, sto
 from remat.frontend.common.operators import is_random
 from remat.frontend.compile.joint.symbolic_sizes import max_size
 
+PIECE_KEY = "remat_piece"
+"""The key in `meta` of the operation of which a node is a piece, and of the piece's index."""
+
 _MODEL_VARIABLE = re.compile(r"[LG]\['\w+'\]\.?")
 """The start of torch's module paths: the Python variable that holds the model."""
 

@@ -30,7 +30,7 @@ from remat.frontend.common.operators import (
     resolve,
 )
 from remat.frontend.compile.compat import is_tangent
-from remat.frontend.compile.joint.fx_utils import module_path
+from remat.frontend.compile.joint.fx_utils import PIECE_KEY, module_path
 from remat.graph import Split
 from remat.passes.split.largest_operations import split_largest_operations
 
@@ -249,6 +249,7 @@ class _GraphOfPieces:
         source = self.old_nodes.get(record.piece_of)
         if source is not None:
             node.meta = {key: source.meta[key] for key in _COPIED_META if key in source.meta}
+            node.meta[PIECE_KEY] = (record.piece_of, record.piece)
         fake_args, fake_kwargs = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
         with self.fake_mode:  # type: ignore[union-attr]
             node.meta["val"] = target(*fake_args, **fake_kwargs)

@@ -15,6 +15,7 @@ from remat.costs.trace_costs import MIN_COST_S
 from remat.documents.targets import BOUNDARY_NAME
 from remat.frontend.common.aliases import storage_base
 from remat.frontend.compile.joint.fx_utils import (
+    PIECE_KEY,
     is_recomputable,
     is_symbolic_scalar,
     module_path,
@@ -89,6 +90,7 @@ def build_problem(
         reads_no_mutated = joint.mutated.isdisjoint(storages_read_by(group.nodes))
         is_repeatable = reads_no_mutated and all(map(is_recomputable, group.nodes))
         cost = cost_model(group, moved_bytes(group))
+        piece_of, piece = group.all_nodes[-1].meta.get(PIECE_KEY, ("", 0))
         operations.append(
             Operation(
                 name=_unique_name(group, used_names),
@@ -101,6 +103,8 @@ def build_problem(
                 module=module_path(group.all_nodes[-1]),
                 order_sensitive=not joint.mutated.isdisjoint(storages_read_by(group.all_nodes))
                 or any(map(samples_generator, group.all_nodes)),
+                piece_of=piece_of,
+                piece=piece,
             )
         )
         group_of.append(group)
