@@ -7,6 +7,7 @@ variables that the backward reads.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import NamedTuple
 
 from remat.documents.arguments import Argument, rename_refs
@@ -248,3 +249,10 @@ class _ProgramWriter:
                 s.model_copy(update={"results": tuple(b for b in s.results if b.name in read)})
                 for s in statements
             ]
+
+
+def tensor_of_variable(variable: str, names: Container[str]) -> str:
+    """Return the tensor of a variable. Later copies of a tensor are `name__2`, `name__3`, ...;
+    `names` are tensors, which may end in this way, too."""
+    head, _, copy = variable.rpartition("__")
+    return head if variable not in names and head and copy.isdigit() else variable

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from remat.documents.program import Program
 from remat.documents.trace import Trace
+from remat.rewrite import tensor_of_variable
 from remat.schedule import Schedule
 from remat.simulate import simulate
 
@@ -53,7 +54,8 @@ class SavedInputs:
             assert node is not None  # the boundary runs once
             for name in node.operand_names:
                 last_read_of_storage[trace.storage_of[name]] = run
-        saved_storages = {trace.storage_of[name] for name in program.saved}
+        tensors = (tensor_of_variable(name, trace.storage_of) for name in program.saved)
+        saved_storages = {trace.storage_of[name] for name in tensors}
         return cls(
             last_reads={
                 int(p.target): last_read_of_storage.get(p.storage, NEVER_FREED)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import textwrap
 from collections import Counter
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from remat.documents.arguments import Argument, Literal, Ref
@@ -16,6 +16,7 @@ from remat.documents.trace import Trace
 from remat.graph import Graph, Operation
 from remat.limits.units import format_bytes, format_seconds
 from remat.plan_data import PlanData
+from remat.rewrite import tensor_of_variable
 from remat.view.drawing.text import plain
 
 _COMMENT_COLUMN = 76
@@ -52,7 +53,9 @@ def annotated_code(
             size = sum(graph.values[v].size_bytes for v in operation.outputs)
             notes += [format_bytes(size), format_seconds(operation.cost_s)]
             runs_so_far[op] += 1
-        if op is None and any(_tensor_name(b.name, views) in views for b in statement.results):
+        if op is None and any(
+            tensor_of_variable(b.name, views) in views for b in statement.results
+        ):
             notes.append("view")
         if statement.recomputation:
             number = "" if op is None else f", run {runs_so_far[op]} of {run_counts[op]}"
@@ -172,19 +175,12 @@ def _operations(
         operation_of.update((graph.values[v].name, op) for v in operation.outputs)
     operations: list[int | None] = []
     for statement in statements:
-        names = [_tensor_name(binding.name, operation_of) for binding in statement.results]
+        names = [tensor_of_variable(binding.name, operation_of) for binding in statement.results]
         if any(name in views for name in names):
             operations.append(None)
         else:
             operations.append(next((operation_of[n] for n in names if n in operation_of), None))
     return operations
-
-
-def _tensor_name(variable: str, names: Container[str]) -> str:
-    """Return the tensor of a variable. Later copies of a tensor are `name__2`, `name__3`, ...;
-    `names` are tensors, which may end in this way, too."""
-    head, _, copy = variable.rpartition("__")
-    return head if variable not in names and head and copy.isdigit() else variable
 
 
 def _are_in_order(operations: list[int | None], plan: PlanData) -> bool:
