@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import nn
 
@@ -28,3 +30,35 @@ def test_a_tensor_may_be_recomputed_in_the_forward_and_saved() -> None:
     program = remat.rewrite(trace, schedule)
     assert any(name.endswith("__2") for name in program.saved)
     assert SavedInputs.of(trace, schedule, program).last_reads == expected.last_reads
+
+
+class LayerOfParts(nn.Module):
+    """A layer whose second instance cannot be captured, but its parts can."""
+
+    def __init__(self, opaque: bool) -> None:
+        super().__init__()
+        self.opaque = opaque
+        self.first = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+        self.second = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.first(x)
+        if self.opaque and float(x.detach().sum()) > 1e9:  # a branch on data
+            x = 2 * x
+        return x + self.second(x)
+
+
+def test_a_layer_whose_parts_are_planned_is_not_checkpointed() -> None:
+    """Another layer of its class is planned as a whole."""
+    torch.manual_seed(0)
+    model = nn.Sequential(LayerOfParts(False), LayerOfParts(True), LayerOfParts(False))
+    x = torch.randn(32, 16)
+    eager = copy.deepcopy(model)
+    eager(x).sum().backward()
+    remat.enable(model, "min", scope="blocks", costs="cpu")
+    model(x).sum().backward()
+    (plan,) = remat.plans(model)
+    paths = {call.path for call in plan.calls}
+    assert {"0", "1.first", "1.second"} <= paths
+    for actual, expected in zip(model.parameters(), eager.parameters(), strict=True):
+        assert torch.equal(actual.grad, expected.grad)

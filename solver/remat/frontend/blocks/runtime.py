@@ -63,10 +63,13 @@ class BoundBlocks:
             module = model.get_submodule(call.path)
             block = self._blocks.setdefault(module, _BoundBlock(call.path, module))
             block.add_call(call)
+        planned_paths = {call.path for call in calls}
         for call in calls:
             if call.lowered is not None:
                 for path, module in _siblings(model, call.path):
-                    self._blocks.setdefault(module, _BoundBlock(path, module))
+                    # Blocks inside of it have plans of their own.
+                    if not any(planned.startswith(f"{path}.") for planned in planned_paths):
+                        self._blocks.setdefault(module, _BoundBlock(path, module))
 
     def run(self, call: ModelCall, original_forward: Callable[..., Any]) -> Any:
         """Run one call of the model with the planned forwards of its blocks."""
