@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import operator
 import pickle
 from collections import namedtuple
@@ -250,6 +251,15 @@ def test_an_infeasible_budget_mentions_the_option() -> None:
     with pytest.raises(remat.InfeasibleBudget) as error:
         remat.solve(loss_only, "5%")
     assert "outputs=" not in str(error.value)
+
+
+def test_a_graph_without_a_loss_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    """Dynamo may break the graph of a model before its loss: all of that graph is returned."""
+    torch._dynamo.reset()
+    run = remat.compile(OnlyLogits(), "100%", outputs="loss", inductor=False)
+    with caplog.at_level(logging.WARNING, logger="remat"):
+        assert run(batch()).shape == (8, 64, 700)
+    assert 'outputs="loss" has no effect on this graph' in caplog.text
 
 
 @needs_compiler

@@ -5,12 +5,11 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
-from torch._guards import CompileContext
 
 from remat.errors import InfeasibleBudget
 from remat.frontend.common.dropped_output import DroppedOutput
@@ -44,10 +43,10 @@ from remat.frontend.compile.registry import (
     graph_title,
     register_plan,
 )
+from remat.frontend.compile.replanning import add_feedback, infeasible_after_rounds
+from remat.frontend.compile.step_graphs import StepGraphs, current_step
 from remat.limits.outputs import OUTPUTS_LOSS
 from remat.limits.pieces import PIECES, pieces_to_try
-from remat.limits.units import format_bytes
-from remat.report.describe import describe_peak
 
 _PIECES_IF_INFEASIBLE = (4, 16)
 """The numbers of pieces that are tried where no plan without pieces fits the budget: two, as each
@@ -132,61 +131,17 @@ def _compile_graph(
             f"{next(iter(config_patches))} is an option of Inductor, and the option inductor is "
             "False"
         )
-    dropped: dict[int, DroppedOutput] = {}
+    dropped: dict[int, DroppedOutput] | None = None
     if compile_options.outputs == OUTPUTS_LOSS and torch.is_grad_enabled():
         gm = _copy_graph(gm)
         dropped = drop_other_outputs(gm)
-    step = _current_step(options)
+        if dropped is None:
+            reporting.log_no_loss(graph_title(current_object_name(), current_compile_id()))
+    step = current_step(options)
     request = _CompileRequest(gm, example_inputs, compile_options, config_patches, step)
     if compile_options.inductor:
         return with_dropped_outputs(_compile_with_inductor(request), dropped)
     return with_dropped_outputs(_compile_within_budget(request)[0], dropped)
-
-
-@dataclass(eq=False)
-class _StepGraphs:
-    """The graphs of one training step: torch.compile passes the same options object to all of them.
-
-    Each graph is a frame of Dynamo or, under DDP, a part of one. If a frame is recompiled for other
-    inputs, another step begins; the frames before it belong to that step, too, with the code that
-    they have until they are recompiled.
-    """
-
-    options: object
-    compilations: dict[int, object] = field(default_factory=dict[int, object])
-    """The compile context of each frame, by frame id, in the order of compilation."""
-
-
-_MAX_STEPS = 64
-_steps: list[_StepGraphs] = []
-"""The latest step of each options object; the one that was compiled last is at the end."""
-
-
-def _current_step(options: object) -> _StepGraphs:
-    """Return the step that the graph which is now compiled belongs to."""
-    context = CompileContext.try_get()  # compared by identity: ids repeat after a reset of Dynamo
-    frame_id = getattr(context and context.compile_id, "frame_id", None) or 0
-    if not torch.is_grad_enabled():
-        return _StepGraphs(options)  # not a training step
-    step = next((s for s in _steps if s.options is options), None) or _StepGraphs(options)
-    others = [s for s in _steps if s is not step]
-    if step.compilations.get(frame_id, context) is not context:
-        step = _step_from_frame(step, frame_id)
-    step.compilations[frame_id] = context
-    _steps[:] = [*others[1 - _MAX_STEPS :], step]
-    return step
-
-
-def _step_from_frame(old_step: _StepGraphs, frame_id: int) -> _StepGraphs:
-    """Return a new step that begins with the old step's frames before this one, and move their
-    plans to it."""
-    frame_ids = list(old_step.compilations)
-    unchanged = frame_ids[: frame_ids.index(frame_id)]
-    step = _StepGraphs(old_step.options, {f: old_step.compilations[f] for f in unchanged})
-    for plan in compiled_plans():
-        if plan.group is old_step and plan.frame_id in unchanged:
-            plan.group = step
-    return step
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,7 +153,7 @@ class _CompileRequest:
     inputs: Sequence[Any]
     options: CompileOptions
     config_patches: Mapping[str, Any]
-    step: _StepGraphs
+    step: StepGraphs
 
 
 def _compile_with_inductor(request: _CompileRequest) -> Any:
@@ -315,12 +270,12 @@ def _compile_in_rounds(
                 raise
             exceeded = without_frames(exceeded)
             rounds += 1
-            feedback = _add_feedback(feedback, exceeded)
+            feedback = add_feedback(feedback, exceeded)
             reporting.log_replan(exceeded.compiled.title, exceeded.summary)
         else:
             return code, partitioner
     assert exceeded is not None
-    raise _infeasible_after_rounds(exceeded, rounds, request.options)
+    raise infeasible_after_rounds(exceeded, rounds, request.options)
 
 
 def _copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
@@ -335,38 +290,6 @@ def _copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
             if hasattr(original, name):
                 setattr(copied, name, getattr(original, name))
     return graph_copy
-
-
-def _add_feedback(feedback: ReplanFeedback, exceeded: PeakOverBudget) -> ReplanFeedback:
-    """Return the feedback for the next plan.
-
-    Inductor's own kernels are no candidate once they exceed the budget. For other kernels, first
-    disable in-place reuse where Inductor did not apply it: this changes which schedules need more
-    memory. Then lower the budget by 17/16 of the excess; the margin is for the kernels of the next
-    plan, which differ again.
-    """
-    if exceeded.compiled.is_plain:
-        return feedback._replace(plain_exceeds=True)
-    if not exceeded.separate_buffers <= feedback.separate_buffers:
-        separate_buffers = feedback.separate_buffers | exceeded.separate_buffers
-        return feedback._replace(separate_buffers=separate_buffers)
-    excess_bytes = feedback.excess_bytes + exceeded.excess_bytes * 17 // 16
-    return feedback._replace(excess_bytes=excess_bytes)
-
-
-def _infeasible_after_rounds(
-    exceeded: PeakOverBudget, rounds: int, options: CompileOptions
-) -> InfeasibleBudget:
-    compiled = exceeded.compiled
-    external_bytes = compiled.external_bytes + options.limits.reserve_bytes
-    peak_bytes = (compiled.verified_bytes or 0) + external_bytes
-    external = f", of which {format_bytes(external_bytes)} are used outside this graph"
-    largest = describe_peak(compiled.plan.graph, compiled.plan.schedule)
-    return InfeasibleBudget(
-        f"{compiled.title}: {exceeded.summary}, after {rounds} plans; raise the budget to "
-        f"{peak_bytes:,} bytes{external if external_bytes else ''}. As planned, {largest}.",
-        min_feasible_bytes=peak_bytes,
-    )
 
 
 def _compile_without_inductor(

@@ -11,17 +11,18 @@ from torch import fx
 from remat.frontend.common.dropped_output import DroppedOutput
 
 
-def drop_other_outputs(gm: fx.GraphModule) -> dict[int, DroppedOutput]:
+def drop_other_outputs(gm: fx.GraphModule) -> dict[int, DroppedOutput] | None:
     """Remove the outputs of Dynamo's graph that require a gradient and have more than one element,
     and return what takes their places, by position.
 
     A graph without an output of one element that requires a gradient is not the end of a training
-    step, and stays as it is. Outputs without a gradient stay, too: later code may need them.
+    step: it stays as it is, and the result is None. Outputs without a gradient stay, too: later
+    code may need them.
     """
     (output,) = gm.graph.find_nodes(op="output")
     (values,) = output.args
     if not any(_requires_grad(value) and _is_scalar(value) for value in values):
-        return {}
+        return None
     dropped = {
         position: DroppedOutput(value.name)
         for position, value in enumerate(values)
@@ -33,7 +34,7 @@ def drop_other_outputs(gm: fx.GraphModule) -> dict[int, DroppedOutput]:
 
 
 def with_dropped_outputs(
-    code: Callable[..., Sequence[Any]], dropped: Mapping[int, DroppedOutput]
+    code: Callable[..., Sequence[Any]], dropped: Mapping[int, DroppedOutput] | None
 ) -> Callable[..., Sequence[Any]]:
     """Return a function that calls compiled code, and inserts the dropped outputs in what it
     returns."""

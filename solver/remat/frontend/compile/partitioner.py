@@ -13,12 +13,10 @@ from torch import fx
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 from remat.errors import InfeasibleBudget, RematError, TraceError, one_line
-from remat.frontend.common.aliases import storage_base
 from remat.frontend.compile import reporting
 from remat.frontend.compile.candidates import (
     CandidateSelection,
     StepBaseline,
-    keep_all_bytes,
 )
 from remat.frontend.compile.compat import min_cut_partition
 from remat.frontend.compile.compile_options import CompileOptions, read_options
@@ -28,7 +26,7 @@ from remat.frontend.compile.inductor.matmul_additions import fuse_matmul_additio
 from remat.frontend.compile.inductor.peak_check import PeakVerifier
 from remat.frontend.compile.inductor.probe import probe_kernels
 from remat.frontend.compile.joint.build import build_joint_graph
-from remat.frontend.compile.joint.fx_utils import copy_graph, node_bytes
+from remat.frontend.compile.joint.fx_utils import copy_graph
 from remat.frontend.compile.joint.joint_graph import CompiledJointGraph
 from remat.frontend.compile.joint.split import CannotSplit, split_joint_graph
 from remat.frontend.compile.joint.symbolic_sizes import (
@@ -59,10 +57,10 @@ from remat.frontend.compile.registry import (
     unregister_plan,
 )
 from remat.frontend.compile.solving import GraphSolver, explain_infeasible
-from remat.graph import Baseline, Split
+from remat.frontend.compile.unsplit import unsplit_step, with_unsplit_step
+from remat.graph import Split
 from remat.limits.pieces import pieces_to_try
 from remat.plan_data import UNSPLIT_MIN_BYTES_STAT
-from remat.simulate import baseline_of
 from remat.version import VERSION
 
 
@@ -257,7 +255,7 @@ class Partitioner(CustomPartitionerFn):
         """Return the step of a joint graph, without recomputation."""
         ((joint, groups), *_) = find_variants(joint, baseline_only=True)
         cost_model = KernelCostModel(joint, fused=self._has_fused_costs)
-        return _unsplit_step(build_problem(joint, groups, cost_model, self.options.outputs))
+        return unsplit_step(build_problem(joint, groups, cost_model, self.options.outputs))
 
     def _plan(
         self,
@@ -286,9 +284,9 @@ class Partitioner(CustomPartitionerFn):
                 build_problem(joint, groups, cost_model, outputs) for joint, groups in variants
             ]
             if self.split is None:
-                self.unsplit = _unsplit_step(built[0])
+                self.unsplit = unsplit_step(built[0])
                 return built
-            return [self._compared_to_unsplit(problem) for problem in built]
+            return [with_unsplit_step(problem, self.unsplit, self.splits) for problem in built]
 
         if unbounded and self.options.limits.budget.size_bytes is not None:
             with suppress(InfeasibleBudget):
@@ -351,13 +349,6 @@ class Partitioner(CustomPartitionerFn):
             is_plain=is_plain,
         )
 
-    def _compared_to_unsplit(self, problem: CompileProblem) -> CompileProblem:
-        """Return the problem of a split graph, with the step that its plans are compared to."""
-        assert self.unsplit is not None
-        peak_bytes, _, time_s = self.unsplit
-        unsplit = Baseline(peak_bytes, time_s)
-        return replace(problem, graph=replace(problem.graph, unsplit=unsplit, splits=self.splits))
-
     def discard_plan(self) -> None:
         """Remove the latest plan from the registry: its code does not run."""
         if self.compiled is not None:
@@ -376,13 +367,3 @@ class Partitioner(CustomPartitionerFn):
         key = (self.options, self._has_fused_costs, *feedback, others, self.group is None, pieces)
         allocated = allocated_share(self.options.limits.budget.size_bytes)
         return f"remat {VERSION} {key!r} {allocated}"
-
-
-def _unsplit_step(problem: CompileProblem) -> UnsplitStep:
-    """Return the step that plain torch.compile would run: the baseline of budgets and times."""
-    joint = problem.joint
-    peak_bytes = inductor_baseline_peak_bytes(problem) or 0
-    if joint.plain_halves is None:
-        peak_bytes = max(peak_bytes, keep_all_bytes(problem.graph))
-    saved = problem.retained_outputs.union(map(storage_base, joint.saved_tensors))
-    return UnsplitStep(peak_bytes, sum(map(node_bytes, saved)), baseline_of(problem.graph).time_s)

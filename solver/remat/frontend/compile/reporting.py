@@ -84,6 +84,15 @@ def log_split(title: str, pieces: int) -> None:
     )
 
 
+def log_no_loss(title: str) -> None:
+    """Warn that a graph returns all of its outputs, although only the loss was asked for."""
+    logger.warning(
+        '%s: outputs="loss" has no effect on this graph, none of whose outputs is a loss: either '
+        "the model returns none, or Dynamo breaks its graph before (see torch._dynamo.explain)",
+        title,
+    )
+
+
 def log_not_split(title: str, reason: str) -> None:
     """Log why the operations of a graph stay whole."""
     logger.info("%s: not split: %s", title, reason)

@@ -22,6 +22,7 @@ from remat.documents.targets import ADD_PRODUCT_TARGET, ADD_TARGET, WRITE_ROWS_T
 from remat.documents.trace import Trace
 from remat.errors import RematError
 from remat.passes.split.regions import Region
+from remat.passes.split.scalars import bytes_of_large_scalars
 from remat.passes.split.stages import completed_tensors, ordered_groups, split_bytes
 from remat.passes.split.states import (
     PartialSum,
@@ -33,9 +34,6 @@ from remat.passes.split.states import (
 )
 from remat.passes.split.trace_writer import TraceWriter
 from remat.simulate import baseline_of
-
-_MAX_SCALAR_BYTES = 8
-"""The bytes of a scalar in the largest dtype that gradients are computed in."""
 
 
 def split_region(region: Region, pieces: int) -> Trace:
@@ -83,7 +81,7 @@ class _Rewriting:
         self.piece_name: dict[tuple[str, int], str] = {}
         self.storage_of_piece: dict[tuple[int, int], int] = {}
         self.total: dict[str, str] = {}  # the running sum, or the buffer, of a tensor
-        self.scalar_bytes = self._scalars_in_large_storages()
+        self.scalar_bytes = bytes_of_large_scalars(region)
         for storage, size_bytes in self.scalar_bytes.items():
             self.writer.storage_bytes[storage] = size_bytes
 
@@ -104,20 +102,6 @@ class _Rewriting:
             unsplit = BaselineRecord(peak_bytes=baseline.peak_bytes, time_s=baseline.time_s)
         splits = (*old.splits, self._record())
         return self.writer.trace().replace(splits=splits, unsplit=unsplit)
-
-    def _scalars_in_large_storages(self) -> dict[int, int]:
-        """Return the bytes of each scalar whose storage has an element for each of the operand's,
-        by storage: torch's mean squared error. Its sum over the pieces is in a small one."""
-        old, scalars = self.old, dict[int, int]()
-        for index, split in self.region.split_calls.items():
-            node = old.nodes[index]
-            for result, state in zip(node.results, split.results, strict=True):
-                size_bytes = old.storage_bytes[result.storage]
-                is_scalar = isinstance(state, PartialSum) and not result.tensor.shape
-                if is_scalar and size_bytes > _MAX_SCALAR_BYTES:
-                    elements = prod(old.tensors[node.operand_names[0]].shape)
-                    scalars[result.storage] = size_bytes // elements
-        return scalars
 
     def _record(self) -> SplitRecord:
         region = self.region

@@ -164,6 +164,8 @@ class _GraphOfPieces:
         self.tensors: dict[str, fx.Node] = {}
         self.rows: dict[str, list[Ref]] = {}
         """The pieces that were written into a buffer so far, by the buffer's name."""
+        writers = [node for node in trace.nodes if node.target == WRITE_ROWS_TARGET]
+        self.unfinished_buffers = {n.args[0].name for n in writers if isinstance(n.args[0], Ref)}
         inputs = [n.meta["val"] for n in module.graph.find_nodes(op="placeholder")]
         self.fake_mode = detect_fake_mode(inputs)
 
@@ -217,7 +219,7 @@ class _GraphOfPieces:
         assert isinstance(piece, Ref)
         rows = [*self.rows.pop(before.name), piece] if isinstance(before, Ref) else [piece]
         self.rows[result.name] = rows
-        if any(result.name in n.operand_names for n in self._writers()):
+        if result.name in self.unfinished_buffers:
             return
         assert isinstance(first, int)
         assert isinstance(count, int)
@@ -225,9 +227,6 @@ class _GraphOfPieces:
         if count > 1:
             joined = self._node(record, torch.ops.aten.view.default, (joined, list(shape)), {})  # type: ignore[arg-type]
         self.tensors[result.name] = joined
-
-    def _writers(self) -> list[Node]:
-        return [node for node in self.trace.nodes if node.target == WRITE_ROWS_TARGET]
 
     def _call(
         self, record: Node, target: str, args: tuple[Argument, ...], kwargs: Mapping[str, Argument]
@@ -249,6 +248,7 @@ class _GraphOfPieces:
         source = self.old_nodes.get(record.piece_of)
         if source is not None:
             node.meta = {key: source.meta[key] for key in _COPIED_META if key in source.meta}
+        if record.piece_of:
             node.meta[PIECE_KEY] = (record.piece_of, record.piece)
         fake_args, fake_kwargs = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
         with self.fake_mode:  # type: ignore[union-attr]

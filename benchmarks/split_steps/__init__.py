@@ -1,0 +1,1 @@
+"""Real steps at small budgets, with and without pieces: `models`, `eager` and `compiled`."""
