@@ -7,7 +7,7 @@ variables that the backward reads.
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Set
 from typing import NamedTuple
 
 from remat.documents.arguments import Argument, rename_refs
@@ -18,7 +18,7 @@ from remat.documents.trace import Trace, storages_live_at_end
 from remat.errors import GraphError, wrong_type
 from remat.passes.gradient_accumulation import accumulation_operation_name
 from remat.schedule import Schedule
-from remat.simulate import simulate
+from remat.simulate import is_overwritten, simulate
 
 BATCH_NORM = "aten._native_batch_norm_legit_functional.default"
 BATCH_NORM_WITHOUT_STATS = "aten._native_batch_norm_legit.no_stats"
@@ -59,7 +59,8 @@ def rewrite(trace: Trace, schedule: Schedule) -> Program:
         raise wrong_type("rewrite", "a Schedule", schedule, "pass plan.schedule")
     graph = trace.graph()
     timeline = simulate(graph, schedule)
-    writer = _ProgramWriter(trace, schedule)
+    overwriting_runs = {c.end for c in timeline.copies if is_overwritten(graph, schedule, c)}
+    writer = _ProgramWriter(trace, schedule, overwriting_runs)
     writer.write()
     return Program(
         model=trace.model,
@@ -84,9 +85,10 @@ class _ProgramWriter:
     """Writes the statements of both phases; its state is which tensors have a variable at the
     current run."""
 
-    def __init__(self, trace: Trace, schedule: Schedule) -> None:
+    def __init__(self, trace: Trace, schedule: Schedule, overwriting_runs: Set[int]) -> None:
         self.trace = trace
         self.schedule = schedule
+        self._overwriting_runs = overwriting_runs
         self.statements: dict[str, list[Statement]] = {"forward": [], "backward": []}
         self._phase = self.statements["forward"]
         self.saved: dict[str, None] = {}
@@ -107,12 +109,12 @@ class _ProgramWriter:
 
     def write(self) -> None:
         """Write the statements of all runs, and the gradients."""
-        for op in self.schedule.runs:
+        for run, op in enumerate(self.schedule.runs):
             node = self.trace.operations[op]
             if node is None:
                 self._start_backward()
             else:
-                self._write_run(node, op)
+                self._write_run(node, op, run in self._overwriting_runs)
         self.gradients = tuple(
             Gradient(placeholder=g.placeholder, name=self._gradient_name(g))
             for g in self.trace.gradients
@@ -127,7 +129,7 @@ class _ProgramWriter:
 
     # -- one run ----------------------------------------------------------------------------
 
-    def _write_run(self, node: Node, op: int) -> None:
+    def _write_run(self, node: Node, op: int, overwrites: bool) -> None:
         is_recomputation = op in self._seen_operations
         self._seen_operations.add(op)
         replays = node.random and op in self._recomputed
@@ -137,6 +139,8 @@ class _ProgramWriter:
             results = tuple(r for r in results if r.position < recompute.results)
         args = tuple(self._rename_argument(item) for item in args)
         kwargs = {key: self._rename_argument(item) for key, item in node.kwargs.items()}
+        reusable = self.trace.reusable_arguments.get(node.name)
+        overwritten = self._read(reusable) if overwrites and reusable is not None else ""
         if is_recomputation:
             results = tuple(r for r in results if r.storage not in self._results)
         for storage in {r.storage for r in results}:
@@ -157,6 +161,7 @@ class _ProgramWriter:
                 rng_action=("replay" if is_recomputation else "save") if replays else "",
                 rng_state=self._rng_state_name(node, is_recomputation) if replays else "",
                 device=node.results[0].tensor.device if replays else "",
+                overwrites=overwritten,
                 module=node.module,
                 recomputation=is_recomputation,
             )

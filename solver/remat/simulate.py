@@ -86,6 +86,13 @@ def simulate(graph: Graph, schedule: Schedule) -> Timeline:
     )
 
 
+def is_overwritten(graph: Graph, schedule: Schedule, copy: Copy) -> bool:
+    """True if the last run that reads a copy writes its output into the copy's memory."""
+    if not copy.start < copy.end < len(schedule):
+        return False
+    return copy.value in graph.operations[schedule.runs[copy.end]].overwrites
+
+
 def peak_and_time(graph: Graph, schedule: Schedule) -> tuple[int, float]:
     """Return (peak in bytes, time in seconds) as `simulate` does, without the rest and without the
     check."""

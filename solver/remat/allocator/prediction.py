@@ -16,7 +16,7 @@ from remat.allocator.replay import AllocationEvent, replay_events
 from remat.documents.trace import Trace, trained_parameters
 from remat.plan_data import P, PlanData
 from remat.schedule import Schedule
-from remat.simulate import simulate
+from remat.simulate import is_overwritten, simulate
 
 _STEPS = 2
 """The number of replayed training steps."""
@@ -126,9 +126,16 @@ def step_allocation_events(
     value_bytes = [sizes[trace.storage_of[value.name]] for value in graph.values]
     produced: list[list[int]] = [[] for _ in schedule.runs]
     freed: list[list[int]] = [[] for _ in range(len(schedule) + 1)]
+    overwritten: dict[int, int] = {}  # the copy that each overwriting run writes over
     for index, copy in enumerate(timeline.copies):
         produced[copy.start].append(index)
-        freed[copy.end].append(index)
+        if is_overwritten(graph, schedule, copy):
+            overwritten[copy.end] = index
+        else:
+            freed[copy.end].append(index)
+    allocation = list(range(len(timeline.copies)))  # the copy whose allocation each copy is in
+    for run, index in sorted(overwritten.items()):
+        allocation[produced[run].pop()] = allocation[index]
     # True for the backward's cuBLAS workspace, False for the forward's.
     pending_cublas_workspaces = {False, True} if trace.library_bytes else set[bool]()
     for step in range(steps):
@@ -136,7 +143,9 @@ def step_allocation_events(
             node, operation = trace.operations[op], graph.operations[op]
             is_backward = operation.backward
             for index in produced[run]:
-                yield AllocationEvent((step, index), value_bytes[timeline.copies[index].value])
+                yield AllocationEvent(
+                    (step, allocation[index]), value_bytes[timeline.copies[index].value]
+                )
             if (
                 node is not None
                 and is_backward in pending_cublas_workspaces
@@ -148,6 +157,6 @@ def step_allocation_events(
                 yield AllocationEvent("workspace", operation.workspace_bytes)
                 yield AllocationEvent("workspace", None)
             for index in freed[run]:
-                yield AllocationEvent((step, index), None)
+                yield AllocationEvent((step, allocation[index]), None)
         for index in freed[-1]:
-            yield AllocationEvent((step, index), None)
+            yield AllocationEvent((step, allocation[index]), None)

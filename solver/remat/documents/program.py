@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 
 from remat.documents.arguments import Args, Kwargs, Ref, referenced_names
 from remat.documents.base import Document, DottedPath, Identifier, Record, Target, check_variable
+from remat.documents.memory_reuse import OUT_VARIANTS
 from remat.documents.records import Environment, Gradient, Output, Placeholder
 from remat.documents.structure import Structure
 from remat.documents.targets import ACCUMULATE_TARGET
@@ -41,6 +42,8 @@ class Statement(Record):
     rng_action: Literal["", "save", "replay"] = ""
     rng_state: str = Field(default="", max_length=200)
     device: str = Field(default="", max_length=40)
+    overwrites: str = Field(default="", max_length=200)
+    """The argument that the result is written over, which no later statement reads; "" if none."""
     module: DottedPath = ""
     recomputation: bool = False
     """True if the same operation ran before in this step."""
@@ -144,9 +147,10 @@ def _check_accumulation(program: Program, parameters: set[str]) -> None:
 
 
 def _check_statements(phase: str, statements: tuple[Statement, ...], inputs: set[str]) -> set[str]:
-    """Return all variables that are defined at the end, `inputs` included. Raises ValueError for a
-    variable that is read before it is defined, or defined twice."""
+    """Return all variables that can be read at the end, `inputs` included. Raises ValueError for a
+    variable that is read before it is defined or after it was overwritten, or defined twice."""
     defined = set(inputs)
+    overwritten: set[str] = set()
 
     def define(number: int, name: str) -> None:
         if name in defined:
@@ -161,8 +165,16 @@ def _check_statements(phase: str, statements: tuple[Statement, ...], inputs: set
             raise ValueError(
                 f"{phase} statement {number} reads {undefined[0]}, which is not defined"
             )
+        if lost := sorted(used & overwritten):
+            raise ValueError(f"{phase} statement {number} reads {lost[0]} after it was overwritten")
+        if statement.overwrites:
+            if statement.target not in OUT_VARIANTS or statement.overwrites not in used - inputs:
+                raise ValueError(
+                    f"{phase} statement {number} cannot write over {statement.overwrites}"
+                )
+            overwritten.add(statement.overwrites)
         if statement.rng_action == "save":
             define(number, check_variable(statement.rng_state))
         for binding in statement.results:
             define(number, binding.name)
-    return defined
+    return defined - overwritten

@@ -15,6 +15,7 @@ from pydantic import Field, model_validator
 
 from remat.documents.arguments import Ref, referenced_names
 from remat.documents.base import Document, DottedPath
+from remat.documents.memory_reuse import reusable_arguments
 from remat.documents.quantities import Size
 from remat.documents.records import (
     BaselineRecord,
@@ -65,6 +66,9 @@ class Trace(Document):
     outputs_dropped: bool = False
     """True if the caller releases the outputs before the backward starts: they stay in memory only
     until the backward has read them."""
+    reuses_memory: bool = False
+    """True if operations of the backward write over arguments that nothing reads later; see
+    `remat.documents.memory_reuse`. Traces of earlier versions do not."""
     library_bytes: Size = 0
     """Bytes that libraries allocate on the device for the whole step (cuBLAS workspaces)."""
     splits: tuple[SplitRecord, ...] = ()
@@ -162,6 +166,14 @@ class Trace(Document):
             )
         return _build_graph(self)
 
+    @cached_property
+    def reusable_arguments(self) -> dict[str, str]:
+        """The argument that an operation may write its result over if the schedule frees it with
+        this operation, by the operation's name; see `remat.documents.memory_reuse`."""
+        if not self.reuses_memory:
+            return {}
+        return reusable_arguments(self, storages_live_at_end(self))
+
     def overwritten_storages(self, node: Node) -> tuple[int, ...]:
         """Return the storage that an operation of `OVERWRITING_TARGETS` writes its result over."""
         match node.args:
@@ -212,6 +224,9 @@ def _build_graph(trace: Trace) -> Graph:
             continue
         read = {trace.storage_of[name] for name in node.operand_names}
         written = {r.storage: r.name for r in node.results}
+        overwritten = trace.overwritten_storages(node)
+        if node.name in trace.reusable_arguments:
+            overwritten = (trace.storage_of[trace.reusable_arguments[node.name]],)
         operations.append(
             Operation(
                 name=node.name,
@@ -220,10 +235,10 @@ def _build_graph(trace: Trace) -> Graph:
                 cost_s=node.cost_s or 0.0,
                 workspace_bytes=node.workspace_bytes or 0,
                 backward=node.backward,
-                recomputable=node.recomputable,
+                recomputable=node.recomputable and not overwritten,
                 module=node.module,
                 order_sensitive=node.random or not mutated.isdisjoint({*read, *written}),
-                overwrites=tuple(value_of[s] for s in trace.overwritten_storages(node)),
+                overwrites=tuple(value_of[s] for s in overwritten),
                 piece_of=node.piece_of,
                 piece=node.piece,
             )

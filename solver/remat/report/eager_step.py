@@ -52,7 +52,11 @@ def with_eager_masks(trace: Trace) -> Trace:
 def eager_graph(trace: Trace) -> Graph:
     """Return the graph of a step as autograd frees its tensors, for schedules that run each
     operation once."""
-    return _with_gradients_added_in_place(_with_retained_factors(trace.graph(), trace), trace)
+    graph = trace.graph()
+    # Autograd writes over no argument except for those sums.
+    operations = tuple(replace(operation, overwrites=()) for operation in graph.operations)
+    graph = _with_retained_factors(replace(graph, operations=operations), trace)
+    return _with_gradients_added_in_place(graph, trace)
 
 
 def value_of_storage(trace: Trace, graph: Graph) -> dict[int, int]:

@@ -17,12 +17,8 @@ from typing import Any
 from remat.documents.base import write_atomically
 from remat.plan_data import PlanData
 from remat.report.pieces import operation_labels
-from remat.view.drawing.memory_layers import (
-    LAYERS,
-    copy_layers,
-    is_overwritten_in_place,
-    run_start_times_s,
-)
+from remat.simulate import is_overwritten
+from remat.view.drawing.memory_layers import LAYERS, copy_layers, run_start_times_s
 from remat.view.drawing.text import plain
 
 _BASE_ADDRESS = 0x7F0000000000
@@ -61,7 +57,7 @@ def memory_snapshot(plan: PlanData) -> dict[str, Any]:
         filename = plain(operation.module) or "remat"
         frames = [{"name": plain(labels[op]), "filename": filename, "line": run}, *enclosing]
         for index in copies_by_end[run]:
-            if is_overwritten_in_place(plan, timeline.copies[index]):
+            if is_overwritten(graph, plan.schedule, timeline.copies[index]):
                 writer.free(index, start_us)
         for index in copies_by_start[run]:
             size = graph.values[timeline.copies[index].value].size_bytes

@@ -167,7 +167,7 @@ def test_wrong_use_raises_an_error() -> None:
     assert raised.value.min_feasible_bytes is not None
     refused = net()
     with pytest.raises(InfeasibleBudget):
-        remat.enable(refused, raised.value.min_feasible_bytes, (batch(),))
+        remat.enable(refused, raised.value.min_feasible_bytes, (batch(),), split="off")
     assert "forward" not in refused.__dict__
     assert_equal(gradients(refused), gradients(net()))
 

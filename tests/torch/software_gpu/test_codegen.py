@@ -29,14 +29,14 @@ needs_triton = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def results() -> list[CodegenResult]:
-    """The kernels of a step at 60% of its peak, for each GPU."""
+    """The kernels of a step at 60% of its peak, for two GPUs. `make gpu-in-software` has more."""
     model = ModelRequest(MODEL, budgets=("60%",), options={"time_limit": 2.0})
-    return generate_code(CodegenRequest(tuple(GPUS), model))
+    return generate_code(CodegenRequest(("a100", "h100"), model))
 
 
 @needs_triton
-def test_every_kernel_compiles_for_every_architecture(results: list[CodegenResult]) -> None:
-    assert [result.architecture for result in results] == ["sm_80", "sm_90", "sm_100"]
+def test_every_kernel_compiles_for_both_architectures(results: list[CodegenResult]) -> None:
+    assert [result.architecture for result in results] == ["sm_80", "sm_90"]
     for result in results:
         assert not result.failures
         assert {binary.kernel for binary in result.binaries} == {s.name for s in result.sources}

@@ -30,7 +30,12 @@ def split() -> Trace:
 def test_sums_and_buffers_take_their_memory_once(split: Trace) -> None:
     graph = remat.measure(split, remat.Roofline("cpu")).graph()
     timeline = remat.simulate(graph, remat.Schedule.keep_all(graph))
-    overwriting = [run for run, o in enumerate(graph.operations) if o.overwrites]
+    targets = [None if node is None else node.target for node in split.operations]
+    overwriting = [
+        run
+        for run, operation in enumerate(graph.operations)
+        if operation.overwrites and targets[run] in OVERWRITING_TARGETS
+    ]
     assert len(overwriting) == 6  # gradients of weight and input: three further pieces of each
     for run in overwriting:
         operation = graph.operations[run]

@@ -16,6 +16,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 
 from remat.documents.arguments import Argument, Literal, Ref
 from remat.documents.base import NAMESPACES, check_target
+from remat.documents.memory_reuse import OUT_VARIANTS
 from remat.documents.targets import COPY_TARGET
 from remat.errors import DocumentError, TraceError
 
@@ -65,6 +66,18 @@ def resolve(target: str, namespaces: Collection[str] = NAMESPACES) -> Operator:
     if operator is None:
         raise DocumentError(f"torch {torch.__version__} has no operation {target}")
     _check_functional(target, operator)
+    return operator
+
+
+def resolve_out_variant(target: str) -> Operator:
+    """Return the variant of a target of `OUT_VARIANTS` that writes its result into an argument.
+
+    Raises `DocumentError` where this version of torch has none.
+    """
+    namespace, name, overload = OUT_VARIANTS[target].target.split(".")
+    operator = _lookup(namespace, name, overload)
+    if operator is None:
+        raise DocumentError(f"torch {torch.__version__} has no operation {name}.{overload}")
     return operator
 
 

@@ -18,11 +18,18 @@ from torch import fx, nn
 from torch.fx.graph import _BoxedCodeGen
 
 from remat.documents.arguments import Argument, referenced_names
+from remat.documents.memory_reuse import OUT_VARIANTS
 from remat.documents.program import Program, Statement
 from remat.documents.records import Placeholder, TensorMeta
 from remat.documents.targets import ACCUMULATE_TARGET
 from remat.errors import DocumentError, GuardError
-from remat.frontend.common.operators import NAMESPACES, argument_to_torch, literal_to_torch, resolve
+from remat.frontend.common.operators import (
+    NAMESPACES,
+    argument_to_torch,
+    literal_to_torch,
+    resolve,
+    resolve_out_variant,
+)
 from remat.frontend.common.pytree import unflattener
 from remat.frontend.common.torch_modes import NEEDS_GRAD_MODE, run_with_grad_mode
 from remat.frontend.runtime.gradient_accumulation import accumulate_grad
@@ -199,6 +206,9 @@ def _append(
         operation: Any = resolve(statement.target, namespaces)
         decoded = tuple(decode(item) for item in args)
         kwargs = {key: decode(item) for key, item in statement.kwargs.items()}
+        if statement.overwrites:
+            operation = resolve_out_variant(statement.target)
+            kwargs[OUT_VARIANTS[statement.target].argument] = nodes[statement.overwrites]
         call_arguments = operation, decoded, kwargs
         if statement.rng_action == "save":
             state_node = graph.call_function(generator_state, (statement.device,))

@@ -138,6 +138,8 @@ class _Growth:
         """Add an operation if some states of its arguments fit those that are known, and `wanted`
         for its results. Return True if it was added."""
         node = self.trace.nodes[index]
+        if node.piece_of:  # pieces are not split further: more pieces would do the same
+            return False
         if any(self.trace.storage_of[name] in self.mutated for name in node.operand_names):
             return False
         fixed = {**self.states, **wanted}

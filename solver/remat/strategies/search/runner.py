@@ -60,9 +60,11 @@ class MilpRunner:
         time_limit: float = math.inf,
         is_good_enough: Callable[[float], bool] = lambda _: False,
         gap: float | None = None,
+        proved_bound_s: float = 0.0,
     ) -> tuple[SolverRun, float | None]:
         """Return the solver's answer, simulated, and the lower bound on the total time that it
-        proves.
+        proves. Where the slots cannot express every schedule, its bound is not that of the graph,
+        and `proved_bound_s` is reported as progress instead.
 
         The run ends at a schedule whose time in seconds `is_good_enough` accepts, or at the
         relative `gap` (by default the option's).
@@ -77,11 +79,11 @@ class MilpRunner:
             if self._may_overrun(program):
                 break
             unit_s = program.cost_unit_s
-            stall = StallDetector(
-                self.options.stall, self._progress_reporter("cost", unit_s), is_good_enough, unit_s
-            )
+            other_bound = None if slots.is_complete else proved_bound_s / unit_s
+            report = self._progress_reporter("cost", unit_s, bound=other_bound)
+            stall = StallDetector(self.options.stall, report, is_good_enough, unit_s)
             stall.best_objective = self.time_s(incumbent) / unit_s
-            self._progress_reporter("cost", unit_s)(stall.best_objective, None)
+            report(stall.best_objective, None)
             answer = self._run(
                 program,
                 gap=self.options.gap if gap is None else gap,
@@ -236,22 +238,25 @@ class MilpRunner:
         self.stats["solver_message"] = answer.message
         return answer
 
-    def _progress_reporter(self, phase: str, unit: float, offset: int = 0) -> BoundsCallback:
+    def _progress_reporter(
+        self, phase: str, unit: float, offset: int = 0, bound: float | None = None
+    ) -> BoundsCallback:
         """Return a function that reports the objective and its bound to the caller: as extra time,
-        or as a peak in bytes."""
+        or as a peak in bytes. The bound is that of the program, unless another one is passed."""
         scale, shift = (1.0, offset) if phase == "peak" else (self.graph.baseline_time_s or 1.0, -1)
 
         def displayed(objective: float | None) -> float | None:
             return None if objective is None else objective * unit / scale + shift
 
-        def report(incumbent: float | None, bound: float | None) -> None:
+        def report(incumbent: float | None, program_bound: float | None) -> None:
             if self.progress is None:
                 return
+            proved = program_bound if bound is None else bound
             gap = None
-            if incumbent is not None and bound is not None and incumbent * unit + offset > 0:
-                gap = max(0.0, (incumbent - bound) * unit / (incumbent * unit + offset))
+            if incumbent is not None and proved is not None and incumbent * unit + offset > 0:
+                gap = max(0.0, (incumbent - proved) * unit / (incumbent * unit + offset))
             elapsed_s = self.clock.elapsed_s
-            self.progress(Progress(phase, elapsed_s, displayed(incumbent), displayed(bound), gap))
+            self.progress(Progress(phase, elapsed_s, displayed(incumbent), displayed(proved), gap))
 
         return report
 

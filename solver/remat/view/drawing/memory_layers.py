@@ -7,7 +7,7 @@ from itertools import accumulate
 
 from remat.plan_data import PlanData
 from remat.schedule import Schedule
-from remat.simulate import Copy, Timeline
+from remat.simulate import Timeline, is_overwritten
 
 LAYERS = {
     "constant": "constant (parameters, buffers, batch)",
@@ -56,17 +56,11 @@ def memory_layers(plan: PlanData) -> MemoryLayers:
     layers |= {name: list(accumulate(delta[:count])) for name, delta in change.items()}
     layers["workspace"] = [graph.operations[op].workspace_bytes for op in runs]
     for copy, name in zip(timeline.copies, layer_names, strict=True):
-        if is_overwritten_in_place(plan, copy):  # its memory is counted as that of the output
+        if is_overwritten(
+            graph, plan.schedule, copy
+        ):  # its memory is counted as that of the output
             layers[name][copy.end] -= graph.values[copy.value].size_bytes
     return MemoryLayers(layers, timeline)
-
-
-def is_overwritten_in_place(plan: PlanData, copy: Copy) -> bool:
-    """True if the last run that reads a copy writes its output into the copy's memory."""
-    runs = plan.schedule.runs
-    if not copy.start < copy.end < len(runs):
-        return False
-    return copy.value in plan.graph.operations[runs[copy.end]].overwrites
 
 
 def copy_layers(plan: PlanData, timeline: Timeline) -> list[str]:

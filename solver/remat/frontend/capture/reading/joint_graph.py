@@ -75,6 +75,7 @@ class CapturedJointGraph:
             inputs=self._inputs,
             result=result,
             environment=self._environment,
+            reuses_memory=True,
             library_bytes=library_bytes(
                 device,
                 (node.target for node in builder.nodes),

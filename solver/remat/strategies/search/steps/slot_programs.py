@@ -116,7 +116,13 @@ def recombine(state: SearchState, schedules: Sequence[Schedule], clock: Clock) -
     )
     gap = _RECOMBINE_GAP_SHARE * state.options.gap
     answer, _ = state.runner.minimize_cost(
-        slot_set, state.budget_bytes, best, clock.remaining_s, state.is_good_enough, gap
+        slot_set,
+        state.budget_bytes,
+        best,
+        clock.remaining_s,
+        state.is_good_enough,
+        gap,
+        state.bound,
     )
     state.add_schedules([answer.schedule or best])
 
@@ -126,8 +132,9 @@ def minimize_cost_over_slots(state: SearchState, clock: Clock) -> None:
     that it proves."""
     best, slot_set = state.best, state.candidate_slots()
     answer, bound_s = state.runner.minimize_cost(
-        slot_set, state.budget_bytes, best, clock.remaining_s, state.is_good_enough
-    )
+        slot_set, state.budget_bytes, best, clock.remaining_s, state.is_good_enough,
+        proved_bound_s=state.bound,
+    )  # fmt: skip
     state.add_schedules([answer.schedule or best])
     state.slot_result = SlotProgramResult(answer.outcome, bound_s, slot_set.is_complete)
 

@@ -61,8 +61,9 @@ def improve_windows(state: SearchState, clock: Clock) -> None:
             continue
         time_limit_s = min(_WINDOW_TIME_S, clock.remaining_s)
         answer, _ = runner.minimize_cost(
-            slot_set, state.budget_bytes, best, time_limit_s, state.is_good_enough
-        )
+            slot_set, state.budget_bytes, best, time_limit_s, state.is_good_enough,
+            proved_bound_s=state.bound,
+        )  # fmt: skip
         state.add_schedules([answer.schedule or best])
         windows += 1
     state.stats |= milp_stats

@@ -1,0 +1,109 @@
+"""Memory reuse: elementwise operations of the backward write over their first argument, if nothing
+reads it later.
+
+Such an operation has a variant with `out=`, which may be one of its arguments: each element of the
+result depends on the same element of the argument. The result is the same, bit for bit. Operations
+of the forward are left as they are, because a schedule may run them twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import TYPE_CHECKING, NamedTuple
+
+from remat.documents.arguments import Ref
+from remat.documents.targets import ACCUMULATE_TARGET
+
+if TYPE_CHECKING:
+    from remat.documents.records import Node
+    from remat.documents.trace import Trace
+
+
+class OutVariant(NamedTuple):
+    """The overload of an operation that writes its result into the tensor `argument`."""
+
+    target: str
+    argument: str
+
+
+OUT_VARIANTS = {
+    "aten.abs.default": OutVariant("aten.abs.out", "out"),
+    "aten.add.Tensor": OutVariant("aten.add.out", "out"),
+    "aten.cos.default": OutVariant("aten.cos.out", "out"),
+    "aten.div.Tensor": OutVariant("aten.div.out", "out"),
+    "aten.elu_backward.default": OutVariant("aten.elu_backward.grad_input", "grad_input"),
+    "aten.exp.default": OutVariant("aten.exp.out", "out"),
+    "aten.gelu_backward.default": OutVariant("aten.gelu_backward.grad_input", "grad_input"),
+    "aten.hardsigmoid_backward.default": OutVariant(
+        "aten.hardsigmoid_backward.grad_input", "grad_input"
+    ),
+    "aten.hardtanh_backward.default": OutVariant("aten.hardtanh_backward.grad_input", "grad_input"),
+    "aten.log.default": OutVariant("aten.log.out", "out"),
+    "aten.mul.Tensor": OutVariant("aten.mul.out", "out"),
+    "aten.neg.default": OutVariant("aten.neg.out", "out"),
+    "aten.pow.Tensor_Scalar": OutVariant("aten.pow.Tensor_Scalar_out", "out"),
+    "aten.reciprocal.default": OutVariant("aten.reciprocal.out", "out"),
+    "aten.rsqrt.default": OutVariant("aten.rsqrt.out", "out"),
+    "aten.sgn.default": OutVariant("aten.sgn.out", "out"),
+    "aten.sigmoid.default": OutVariant("aten.sigmoid.out", "out"),
+    "aten.sigmoid_backward.default": OutVariant("aten.sigmoid_backward.grad_input", "grad_input"),
+    "aten.silu_backward.default": OutVariant("aten.silu_backward.grad_input", "grad_input"),
+    "aten.sin.default": OutVariant("aten.sin.out", "out"),
+    "aten.softplus_backward.default": OutVariant("aten.softplus_backward.grad_input", "grad_input"),
+    "aten.sqrt.default": OutVariant("aten.sqrt.out", "out"),
+    "aten.sub.Tensor": OutVariant("aten.sub.out", "out"),
+    "aten.tanh.default": OutVariant("aten.tanh.out", "out"),
+    "aten.tanh_backward.default": OutVariant("aten.tanh_backward.grad_input", "grad_input"),
+}
+"""Variants with `out=` that torch computes elementwise (TensorIterator), without a temporary.
+
+The result has the memory layout of the first argument. So operators are left out that take it from
+another one, such as `threshold_backward` (the saved input of a ReLU): the layout in a trace is that
+of a fake tensor, from which a kernel's may differ, and a later sum would add in another order.
+"""
+
+
+def reusable_arguments(trace: Trace, retained: Container[int]) -> dict[str, str]:
+    """Map each operation that may write its result over its first argument to that argument, by
+    names.
+
+    The argument is a temporary of the backward, and the operation is the last that reads it. It is
+    no parameter, saved tensor or tangent, none of the storages that are `retained` to the end
+    (outputs, gradients), and none that `AccumulateGrad` has read, which may retain it.
+    """
+    temporaries: set[int] = set()
+    last_reader: dict[int, str] = {}
+    for node in trace.nodes:
+        if node.view:
+            continue
+        read = {trace.storage_of[name] for name in node.operand_names}
+        last_reader.update(dict.fromkeys(read, node.name))
+        if node.backward:
+            temporaries.update(r.storage for r in node.results if r.storage not in retained)
+        if node.target == ACCUMULATE_TARGET:
+            temporaries -= read
+    return {
+        node.name: argument
+        for node in trace.nodes
+        if node.backward and node.target in OUT_VARIANTS
+        if (argument := _argument_like_the_result(trace, node)) is not None
+        if trace.storage_of[argument] in temporaries
+        and last_reader[trace.storage_of[argument]] == node.name
+    }
+
+
+def _argument_like_the_result(trace: Trace, node: Node) -> str | None:
+    """Return the first argument if it has the shape and size of the result, and a storage that no
+    other argument shares."""
+    match node.args, node.results:
+        case (Ref(name), *_), (result,):
+            meta, storage = trace.tensors[name], trace.storage_of[name]
+            others = {*node.operand_names} - {name}
+            is_alike = (
+                (meta.dtype, meta.shape, meta.stride)
+                == (result.tensor.dtype, result.tensor.shape, result.tensor.stride)
+                and trace.storage_bytes[storage] == trace.storage_bytes[result.storage]
+                and all(trace.storage_of[other] != storage for other in others)
+            )
+            return name if is_alike else None
+    return None
