@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch._ops import OpOverload
 
 import remat
 from remat.allocator.prediction import step_allocation_events
@@ -40,23 +41,30 @@ def measured_trace() -> Trace:
     return remat.measure(trace, remat.Roofline("cpu"))
 
 
+def overloads(target: str) -> tuple[OpOverload, OpOverload]:
+    """Return the functional overload of a target and the one with `out=`."""
+    operation, variant = resolve(target), resolve_out_variant(target)
+    assert isinstance(operation, OpOverload)
+    assert isinstance(variant, OpOverload)
+    return operation, variant
+
+
 @pytest.mark.parametrize("target", OUT_VARIANTS)
 def test_an_out_variant_takes_the_same_arguments(target: str) -> None:
-    variant = OUT_VARIANTS[target]
-    schema, out_schema = resolve(target)._schema, resolve_out_variant(target)._schema
-    assert torch.Tag.generated not in resolve_out_variant(target).tags  # would copy its result
-    *arguments, out = out_schema.arguments
+    operation, variant = overloads(target)
+    assert torch.Tag.generated not in variant.tags  # would copy its result
+    *arguments, out = variant._schema.arguments
     assert [(a.name, str(a.type)) for a in arguments] == [
-        (a.name, str(a.type)) for a in schema.arguments
+        (a.name, str(a.type)) for a in operation._schema.arguments
     ]
     assert out.is_out
-    assert out.name == variant.argument
+    assert out.name == OUT_VARIANTS[target].argument
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("target", OUT_VARIANTS)
 def test_a_result_over_an_argument_is_the_same(target: str, dtype: torch.dtype) -> None:
-    operation, variant = resolve(target), resolve_out_variant(target)
+    operation, variant = overloads(target)
     generator = torch.Generator().manual_seed(0)
 
     def argument(schema: torch.Argument) -> object:
