@@ -25,8 +25,9 @@ QUICK = remat.Auto(gap=0.05, time_limit=3.0)
 
 def run_trial(case: Case, budget: str = "80%", **options: Any) -> Trial:
     gm = remat.optimize(
-        case.model, budget, case.args, case.kwargs, strategy=QUICK, costs=remat.Roofline("cpu")
-    )
+        case.model, budget, case.args, case.kwargs, strategy=QUICK, costs=remat.Roofline("cpu"),
+        split="off",
+    )  # fmt: skip
     return run_eager_trial(case.model, gm, case.args, case.kwargs, rounds=2, **options)
 
 

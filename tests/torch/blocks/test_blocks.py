@@ -286,7 +286,7 @@ def test_a_block_that_gets_a_cache_is_never_recomputed() -> None:
 def test_auto_plans_a_capturable_model_as_a_whole() -> None:
     model, ids = net()
     expected = step(model, ids, 1)
-    enabled(model, "75%", "auto")
+    enabled(model, "75%", "auto", split="off")
     assert_same(step(model, ids, 1), expected)
     assert isinstance(remat.plans(model)[-1], remat.Plan)
 

@@ -34,8 +34,9 @@ class Module(lightning.LightningModule):
         self.seen: list[float] = []
         if budget:
             remat.enable(
-                self.model, budget, scope=scope, outputs="dropped", strategy=remat.Auto(gap=0.05)
-            )
+                self.model, budget, scope=scope, outputs="dropped", strategy=remat.Auto(gap=0.05),
+                split="off",
+            )  # fmt: skip
 
     def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
         loss = self.model(input_ids=batch, labels=batch).loss
@@ -128,7 +129,9 @@ def test_a_callback_enables_the_module_for_a_fit(tmp_path: Path) -> None:
 
     eager, enabled = Module(), Module()
     trained(eager, tmp_path, max_steps=3)
-    callback = RematCallback("70%", "model", outputs="dropped", strategy=remat.Auto(gap=0.05))
+    callback = RematCallback(
+        "70%", "model", outputs="dropped", strategy=remat.Auto(gap=0.05), split="off"
+    )
     trained(enabled, tmp_path, max_steps=3, callbacks=[callback, Looking()])
     assert enabled.seen == eager.seen
     assert all(plan.time_s > plan.baseline_time_s for plan in plans)

@@ -1,4 +1,8 @@
-"""The `Trainer` of Transformers with an enabled model: the same losses, weights and files."""
+"""The `Trainer` of Transformers with an enabled model: the same losses, weights and files.
+
+Nothing is split where results are compared bit for bit: the gradient of a split weight is rounded
+after each piece, and with measured costs a step may or may not be split.
+"""
 
 from __future__ import annotations
 
@@ -156,7 +160,7 @@ def test_a_callback_enables_the_model_for_a_run(
     eager = trainer(fresh_model(gpt2), tmp_path / "eager", 2, gradient_checkpointing=True)
     eager.train()
     model = fresh_model(gpt2)
-    callback = RematCallback("4MB", strategy=NEAR, costs=remat.Roofline("cpu"))
+    callback = RematCallback("4MB", strategy=NEAR, costs=remat.Roofline("cpu"), split="off")
     with_callback = trainer(model, tmp_path / "ours", 2, gradient_checkpointing=True)
     with_callback.add_callback(callback)
     plans: list[remat.Plan | BlocksPlan] = []
@@ -170,7 +174,7 @@ def test_a_callback_enables_the_model_for_a_run(
     assert state_bytes <= left_bytes <= 1.1 * state_bytes  # blocks of the allocator, and counts
     with pytest.raises(remat.TraceError, match="not enabled"):
         remat.plans(model)
-    enabled = remat.enable(fresh_model(gpt2), "70%")
+    enabled = remat.enable(fresh_model(gpt2), "70%", split="off")
     second_trainer = trainer(enabled, tmp_path / "again", 1)
     second_trainer.add_callback(RematCallback("1KB"))
     second_trainer.train()
@@ -206,7 +210,7 @@ def test_a_run_is_that_of_the_eager_model(
 ) -> None:
     eager = trainer(fresh_model(make), tmp_path / "eager")
     eager.train()
-    model = remat.enable(fresh_model(make), budget, strategy=NEAR, scope=scope)
+    model = remat.enable(fresh_model(make), budget, strategy=NEAR, scope=scope, split="off")
     with_remat = trainer(model, tmp_path / "ours")
     with_remat.train()
     assert with_remat.seen == eager.seen
@@ -223,7 +227,7 @@ def test_a_run_is_that_of_the_eager_model(
     # Resumed at the end of an epoch, the Trainer itself does not continue identically.
     resumed = [
         fresh_model(make),
-        remat.enable(fresh_model(make), budget, strategy=NEAR, scope=scope),
+        remat.enable(fresh_model(make), budget, strategy=NEAR, scope=scope, split="off"),
     ]
     resumed_trainers = [
         trainer(m, tmp_path / n) for m, n in zip(resumed, ("eager", "ours"), strict=True)
@@ -248,7 +252,7 @@ def test_lora_adapters_are_trained_saved_and_resumed(tmp_path: Path) -> None:
     eager = trainer(fresh(), tmp_path / "eager")
     eager.train()
     torch.manual_seed(1)
-    model = remat.enable(fresh(), "80%", strategy=NEAR)
+    model = remat.enable(fresh(), "80%", strategy=NEAR, split="off")
     assert isinstance(model, PeftModel)
     with_remat = trainer(model, tmp_path / "ours")
     with_remat.train()
@@ -260,7 +264,7 @@ def test_lora_adapters_are_trained_saved_and_resumed(tmp_path: Path) -> None:
     assert recomputes(plan)
     saved = PeftModel.from_pretrained(fresh_model(llama), tmp_path / "ours" / f"checkpoint-{STEPS}")
     assert_same_weights(saved, model)
-    resumed = [fresh(), remat.enable(fresh(), "80%", strategy=NEAR)]
+    resumed = [fresh(), remat.enable(fresh(), "80%", strategy=NEAR, split="off")]
     resumed_trainers = [
         trainer(m, tmp_path / n) for m, n in zip(resumed, ("eager", "ours"), strict=True)
     ]
@@ -284,7 +288,7 @@ def test_trainer_options_that_change_the_step_are_followed(
 ) -> None:
     eager = trainer(fresh_model(gpt2), tmp_path / "eager", 5, **options)
     eager.train()
-    model = remat.enable(fresh_model(gpt2), "70%")
+    model = remat.enable(fresh_model(gpt2), "70%", split="off")
     with_remat = trainer(model, tmp_path / "ours", 5, **options)
     with_remat.train()
     assert with_remat.seen == eager.seen
@@ -357,7 +361,7 @@ def test_a_loop_of_accelerate_trains_as_in_eager_mode(options: dict[str, Any], s
     eager.config.use_cache = False
     model = fresh_model(gpt2)
     model.config.use_cache = False
-    remat.enable(model, "70%", strategy=NEAR, scope=scope)
+    remat.enable(model, "70%", strategy=NEAR, scope=scope, split="off")
     assert losses(model) == losses(eager)
     assert_same_weights(model, eager)
     assert all(recomputes(plan) for plan in remat.plans(model))
@@ -415,7 +419,7 @@ def test_a_model_compiled_by_accelerate_is_within_the_budget() -> None:
 
 @pytest.mark.slow
 def test_a_step_of_the_trainer_has_the_planned_peak(tmp_path: Path) -> None:
-    model = remat.enable(fresh_model(gpt2), "70%")
+    model = remat.enable(fresh_model(gpt2), "70%", split="off")
     with_remat = trainer(model, tmp_path, 1)
     with_remat.train()
     (plan,) = remat.plans(model)
@@ -445,7 +449,7 @@ def test_the_result_of_optimize_trains_and_the_model_saves(
     as_eager = {k: v for k, v in options.items() if "compile" not in k}
     eager = trainer(fresh_model(gpt2), tmp_path / "eager", steps, save_strategy="no", **as_eager)
     eager.train()
-    fast = remat.optimize(fresh_model(gpt2), "70%", costs=remat.Roofline("cpu"))
+    fast = remat.optimize(fresh_model(gpt2), "70%", costs=remat.Roofline("cpu"), split="off")
     with_remat = trainer(fast, tmp_path / "ours", steps, save_strategy="no", **options)  # type: ignore[arg-type]
     with_remat.train()
     assert with_remat.seen == eager.seen
