@@ -39,6 +39,9 @@ _LEAST_GAIN = 0.005
 _LEAST_GAIN_OF_PIECES = 0.001
 """The share of the step's time that more pieces must save over fewer."""
 
+_LARGE_OVERHEAD = 0.1
+"""The extra time of the unsplit step above which many pieces are tried first."""
+
 _LEAST_PEAK_GAIN = 0.01
 """For the budget "min": the share of the peak that splitting must save."""
 
@@ -101,19 +104,7 @@ def solve_with_splits(
     unsplit = search.estimate(trace)
     if unsplit.plan is not None and unsplit.plan.overhead <= 0 and pieces == PIECES:
         return SplitPlan(trace, solve_in_full(trace))
-    best = deepest = unsplit
-    for number in pieces[-1:] if budget.is_min else pieces:  # more pieces have a smaller peak
-        if search.has_ended():
-            break
-        candidate = search.split_until_feasible(trace, number)
-        if candidate is None:
-            break
-        deepest = candidate
-        gain = _LEAST_GAIN if best is unsplit else _LEAST_GAIN_OF_PIECES
-        if len(pieces) == 1 or candidate.is_better_than(best, budget.is_min, gain):
-            best = candidate
-    if best.plan is None:
-        best = deepest
+    best = search.best_split(trace, unsplit, pieces)
     if best is unsplit:
         return SplitPlan(trace, solve_in_full(trace))
     try:
@@ -145,6 +136,36 @@ class _Search:
         """True if no more traces are to be estimated."""
         is_cancelled = self.cancel is not None and self.cancel.is_set()
         return is_cancelled or time.monotonic() >= self.deadline_s
+
+    def best_split(self, trace: Trace, unsplit: _Estimate, pieces: tuple[int, ...]) -> _Estimate:
+        """Return the estimate of the best number of pieces, or `unsplit` if none is better.
+
+        Numbers are tried from the fewest pieces on, or from the most if the unsplit step does not
+        fit or is slow, and no more once one is worse than the one before it.
+        """
+        if len(pieces) == 1:
+            return self.split_until_feasible(trace, pieces[0]) or unsplit
+        if self.budget.is_min:  # more pieces have a smaller peak
+            pieces = pieces[-1:]
+        is_descending = unsplit.plan is None or unsplit.plan.overhead > _LARGE_OVERHEAD
+        best = unsplit
+        for number in reversed(pieces) if is_descending else pieces:
+            if self.has_ended():
+                break
+            candidate = self.split_until_feasible(trace, number)
+            if candidate is None:
+                continue
+            if best is unsplit and unsplit.plan is None:
+                best = candidate  # if no number fits, the most pieces have the smallest peak
+                continue
+            least_gain = -_LEAST_GAIN_OF_PIECES if is_descending else _LEAST_GAIN_OF_PIECES
+            if best is unsplit:
+                least_gain = _LEAST_GAIN
+            if candidate.is_better_than(best, self.budget.is_min, least_gain):
+                best = candidate
+            elif best is not unsplit:
+                break
+        return best
 
     def split_until_feasible(self, trace: Trace, pieces: int) -> _Estimate | None:
         """Split the largest operations, then those that are the largest then, until a schedule

@@ -12,6 +12,10 @@ identical layers need the same."""
 
 _MAX_REGIONS = 128
 
+_MAX_PIECE_CALLS = 16_000
+"""The most operations and views that the pieces of a region may have together. A larger region is
+most of a deep network: its pieces are smaller batches, and take long to plan."""
+
 
 def split_largest_operations(trace: Trace, pieces: int) -> Trace:
     """Return the trace with its largest operations in `pieces` pieces, at most one for each row;
@@ -19,7 +23,7 @@ def split_largest_operations(trace: Trace, pieces: int) -> Trace:
     least_bytes = _SHARE * max(operand_bytes(trace.graph_of_sizes), default=0)
     for _ in range(_MAX_REGIONS):
         large = _count_of_large(trace, least_bytes)
-        region = find_peak_region(trace) if large else None
+        region = find_peak_region(trace, _MAX_PIECE_CALLS / pieces) if large else None
         if region is None:
             break
         smaller = split_region(region, min(pieces, region.rows))

@@ -6,7 +6,7 @@ what recomputation alone cannot pass.
 
 from __future__ import annotations
 
-from math import prod
+from math import inf, prod
 
 from remat.documents.trace import Trace
 from remat.graph import Graph
@@ -18,9 +18,9 @@ _MAX_SEEDS = 4
 """The number of tensors of the operation, largest first, that are tried."""
 
 
-def find_peak_region(trace: Trace) -> Region | None:
+def find_peak_region(trace: Trace, max_calls: float = inf) -> Region | None:
     """Return the region whose tensors are the largest part of what one operation needs; None if it
-    cannot be split.
+    cannot be split, or only with more than `max_calls` operations and views.
 
     Of all ways to count rows, it is the one that leaves the fewest bytes whole; of those that leave
     as many, the one that adds up the fewest elements in the forward, whose other values are then
@@ -31,7 +31,7 @@ def find_peak_region(trace: Trace) -> Region | None:
     values = graph.values
     by_size = sorted({*operation.inputs, *operation.outputs}, key=lambda v: -values[v].size_bytes)
     for value in by_size[:_MAX_SEEDS]:
-        regions = _regions_around(trace, values[value].name)
+        regions = _regions_around(trace, values[value].name, max_calls)
         best = max(regions, key=_preference, default=None)
         if best is not None and split_bytes(best):
             return best
@@ -65,11 +65,11 @@ def operand_bytes(graph: Graph) -> list[int]:
     ]
 
 
-def _regions_around(trace: Trace, name: str) -> list[Region]:
+def _regions_around(trace: Trace, name: str, max_calls: float) -> list[Region]:
     """Return a region around a tensor for each number of rows that it can have."""
     shapes = (r.tensor.shape for n in trace.nodes for r in n.results if r.name == name)
     shape = next(shapes, ())  # a tangent is no result
     sizes = {prod(shape[i:j]) for i in range(len(shape)) for j in range(i + 1, len(shape) + 1)}
     states = [state for rows in sizes if rows > 1 for state in candidate_rows(shape, rows)]
-    regions = (find_region(trace, name, state) for state in states)
+    regions = (find_region(trace, name, state, max_calls) for state in states)
     return [region for region in regions if region is not None]

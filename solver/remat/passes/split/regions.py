@@ -7,11 +7,11 @@ consumers, forward and backward.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice, product
-from math import prod
 
 from remat.documents.arguments import referenced_names
 from remat.documents.records import Node
@@ -71,10 +71,11 @@ def mutated_storages(trace: Trace, node: Node) -> set[int]:
     return {trace.storage_of[name] for name in referenced_names(mutated)}
 
 
-def find_region(trace: Trace, seed: str, rows: Rows) -> Region | None:
+def find_region(trace: Trace, seed: str, rows: Rows, max_calls: float = math.inf) -> Region | None:
     """Return the region around the tensor `seed`, split along these of its dimensions; None if the
-    operation that produces it cannot be split so."""
-    growth = _Growth(trace, seed, rows)
+    operation that produces it cannot be split so, or if the region has more than `max_calls`
+    operations and views."""
+    growth = _Growth(trace, seed, rows, max_calls)
     if not growth.grow():
         return None
     split_calls = dict(sorted(growth.split_calls.items()))
@@ -88,6 +89,7 @@ class _Growth:
     trace: Trace
     seed: str
     seed_rows: Rows
+    max_calls: float
     split_calls: dict[int, SplitCall] = field(default_factory=dict)
     states: dict[str, State] = field(default_factory=dict)
 
@@ -103,18 +105,18 @@ class _Growth:
                 self.consumers.setdefault(name, []).append(index)
         self.mutated = {s for node in self.trace.nodes for s in mutated_storages(self.trace, node)}
         shape = self.metas[self.seed].shape
-        self.rows = prod(shape[dimension] for dimension in self.seed_rows.dimensions)
+        self.rows = math.prod(shape[dimension] for dimension in self.seed_rows.dimensions)
         self.least_elements = MIN_SHARE * self._elements(self.seed)
 
     def grow(self) -> bool:
-        """Add all operations of the region. Return False if there is none."""
+        """Add all operations of the region. Return False if there is none, or too many."""
         if self.seed not in self.producer:
             return False
         if not self._add(self.producer[self.seed], {self.seed: self.seed_rows}):
             return False
         pending = [self.seed, *self._read_by(self.producer[self.seed])]
         visited: set[str] = set()
-        while pending:
+        while pending and len(self.split_calls) <= self.max_calls:
             name = pending.pop()
             if name in visited or not isinstance(self.states.get(name), Rows):
                 continue
@@ -125,11 +127,12 @@ class _Growth:
                 if index is not None and index not in self.split_calls and self._add(index, {}):
                     pending.extend(self._read_by(index))
                     pending.extend(r.name for r in self.trace.nodes[index].results)
-        self._add_bridges()
-        return True
+        if len(self.split_calls) <= self.max_calls:
+            self._add_bridges()
+        return len(self.split_calls) <= self.max_calls
 
     def _elements(self, name: str) -> int:
-        return prod(self.metas[name].shape)
+        return math.prod(self.metas[name].shape)
 
     def _read_by(self, index: int) -> list[str]:
         return list(dict.fromkeys(self.trace.nodes[index].operand_names))
