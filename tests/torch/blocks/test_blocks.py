@@ -409,7 +409,8 @@ def test_other_lengths_are_planned_and_evaluation_runs_eagerly() -> None:
     assert len(remat.plans(model)) == 2
 
 
-@pytest.mark.parametrize("budget", ["70%", pytest.param("min", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("budget", ["70%", "min"])
 def test_other_lengths_reuse_the_schedules_of_earlier_ones(budget: str) -> None:
     model, _ = net()
     other = copy.deepcopy(model)

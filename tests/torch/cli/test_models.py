@@ -145,6 +145,7 @@ def test_options_that_exclude_a_compiled_step_are_refused(tmp_path: Path) -> Non
     assert "needs a budget in bytes" in ended.error
 
 
+@pytest.mark.slow
 def test_a_model_larger_than_this_machine_is_estimated() -> None:
     """A layer as wide as those of the largest models: 11 billion parameters in bfloat16."""
     sizes = ("--set", "n_embd=28672", "--set", "n_head=64", "--set", "n_layer=1", "--batch", 1)

@@ -218,11 +218,16 @@ CASES: list[tuple[type[Trap], LossOf]] = [
     (Nested, once), (OwnFunction, once), (Spectral, once), (Routed, once), (RandomlyScaled, once),
     (Nested, twice_through_one_graph), (RandomlyScaled, two_at_once),
 ]  # fmt: skip
+QUICK = CASES[1:9:2] + CASES[-2:]
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize(("kind", "to_loss"), CASES, ids=lambda case: case.__name__)
+@pytest.mark.parametrize(
+    ("kind", "to_loss"),
+    [case if case in QUICK else pytest.param(*case, marks=pytest.mark.slow) for case in CASES],
+    ids=lambda case: case.__name__,
+)
 def test_three_optimizer_steps_are_those_of_the_unplanned_graph(
     kind: type[Trap], to_loss: LossOf
 ) -> None:

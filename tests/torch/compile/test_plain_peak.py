@@ -150,7 +150,7 @@ def test_plain_torch_compile_is_a_candidate(make: Callable[[], Case]) -> None:
     assert smallest.is_plain or smallest.plan.peak_bytes <= smallest.baseline_bytes
 
 
-@pytest.mark.parametrize("every_output", [False, True])
+@pytest.mark.parametrize("every_output", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_an_unrolled_cell_fits_in_half_of_its_plain_peak(every_output: bool) -> None:
     """Once, the gradients of all steps were in memory at the same time."""
     compiled = planned(unrolled(every_output=every_output), "50%")
@@ -198,6 +198,7 @@ def test_measured_peaks_are_within_that_of_plain_torch_compile(make: Callable[[]
     assert remat.compiled_plans()[-1].baseline_bytes <= 1.02 * plain_bytes
 
 
+@pytest.mark.slow
 def test_inductors_own_kernels_run_where_every_plan_would_recompute() -> None:
     """Their verified peak is the one that the budget was relative to."""
     case, state = with_state(random_module(4))

@@ -93,6 +93,7 @@ def test_what_cannot_be_split_is_planned_as_it_is() -> None:
         remat.compile(model, "10%", time_limit=5.0)(images)
 
 
+@pytest.mark.slow
 def test_a_second_process_loads_the_plan_with_its_pieces(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

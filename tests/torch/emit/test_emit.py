@@ -400,6 +400,7 @@ def test_under_autocast_the_peak_is_as_planned() -> None:
     assert peak_of(lower, ids) <= policies.peak_bytes
 
 
+@pytest.mark.slow
 def test_the_report_has_the_time_of_an_unrestricted_plan() -> None:
     model, ids = net()
     policies = emitted(model, "65%", ids, compare=True, costs=remat.Roofline("cpu"))

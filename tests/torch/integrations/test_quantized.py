@@ -91,7 +91,7 @@ def peak_of(model: Any) -> int:
     ("bits", "checkpoints"),
     [
         pytest.param(4, False, marks=pytest.mark.slow),
-        (4, True),
+        pytest.param(4, True, marks=pytest.mark.slow),
         pytest.param(8, False, marks=pytest.mark.slow),
         pytest.param(8, True, marks=pytest.mark.slow),
     ],

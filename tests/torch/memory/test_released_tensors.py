@@ -145,7 +145,9 @@ def cases(named: Mapping[str, object], *, slow: Collection[str]) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("make_run", RUNS.values(), ids=RUNS.keys())
+@pytest.mark.parametrize(
+    "make_run", cases(RUNS, slow={"eager", "optimize 100%", "optimize 80%", "enable blocks min"})
+)
 def test_nothing_of_a_step_outlives_it(
     make_run: Callable[[nn.Module], Run], model: Model, no_collector: None
 ) -> None:
@@ -192,7 +194,7 @@ COMPILED: dict[str, Callable[[nn.Module], Run]] = {
 }
 
 
-@pytest.mark.parametrize("make_run", cases(COMPILED, slow={"plain", "min", "90%"}))
+@pytest.mark.parametrize("make_run", cases(COMPILED, slow={"plain", "min", "90%", "100%"}))
 @pytest.mark.usefixtures("empty_compile_caches")
 def test_nothing_of_a_compiled_step_outlives_it(
     make_run: Callable[[nn.Module], Run], model: Model, no_collector: None

@@ -262,6 +262,17 @@ def test_a_graph_without_a_loss_is_warned_of(caplog: pytest.LogCaptureFixture) -
     assert 'outputs="loss" has no effect on this graph' in caplog.text
 
 
+@pytest.mark.parametrize("outputs", ["dropped", "loss"])
+def test_without_inductor_the_measured_peak_is_the_planned_one(outputs: str) -> None:
+    """Saved tensors are freed as soon as the backward has read them."""
+    torch._dynamo.reset()
+    model = loss_and_logits()
+    run = remat.compile(model, "95%", outputs=outputs, inductor=False, split="off")
+    gradients_of_step(run)
+    gradients_of_step(run)
+    assert measured_peak(model, run) == remat.compiled_plans()[-1].plan.peak_bytes
+
+
 @needs_compiler
 def test_compiled_steps_return_the_loss_only() -> None:
     model = loss_and_logits()

@@ -304,8 +304,13 @@ DENSE = {
     ),
 }
 
+QUICK_DENSE = {"arguments", "results", "one text", "long numbers", "some keys", "values"}
 
-@pytest.mark.parametrize("name", DENSE)
+
+@pytest.mark.parametrize(
+    "name",
+    [n if n in QUICK_DENSE else pytest.param(n, marks=pytest.mark.slow) for n in DENSE],
+)
 def test_dense_documents_cost_no_more_than_large_real_ones(
     server: Server, trace: dict[str, Any], name: str
 ) -> None:

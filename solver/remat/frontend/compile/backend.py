@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.graph import _BoxedCodeGen
 
 from remat.errors import InfeasibleBudget
 from remat.frontend.common.dropped_output import DroppedOutput
@@ -299,12 +300,19 @@ def _compile_without_inductor(
     partitioners: list[Partitioner],
 ) -> tuple[Any, Partitioner]:
     """Compile a graph with AOTAutograd alone: the planned graphs run one operation at a time."""
-    from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
     from torch._inductor.decomposition import select_decomp_table
 
     def run_as_is(module: fx.GraphModule, _: Sequence[Any]) -> Any:
-        return make_boxed_func(module.forward)
+        # The generated code empties the list of its arguments: a saved tensor is freed once read.
+        module.graph.set_codegen(_BoxedCodeGen())
+        module.recompile()
+
+        def run(arguments: list[Any]) -> Any:
+            return module(arguments)
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
 
     partitioner = Partitioner.of_backend(request.options, request.step, feedback, split=split)
     partitioners.append(partitioner)

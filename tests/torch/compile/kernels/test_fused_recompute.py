@@ -74,6 +74,7 @@ def test_recomputed_activations_are_not_retained() -> None:
     assert len(retained) == 4  # the input of each GELU; its output is recomputed
 
 
+@pytest.mark.slow
 def test_nothing_is_recomputed_where_everything_fits() -> None:
     (compiled,) = plans_of({"backend": "remat", "options": {"budget": "100%"}}, relu_case())
     assert len(compiled.plan.schedule) == len(compiled.plan.graph)

@@ -103,7 +103,7 @@ since_2_13 = pytest.mark.skipif(
 @pytest.mark.parametrize(
     "make",
     [
-        experts,
+        pytest.param(experts, marks=pytest.mark.slow),
         pytest.param(normed, marks=[pytest.mark.slow, since_2_13]),
         pytest.param(joined, marks=pytest.mark.slow),
     ],
