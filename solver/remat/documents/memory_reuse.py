@@ -73,10 +73,10 @@ def reusable_arguments(trace: Trace, retained: Container[int]) -> dict[str, str]
     """
     temporaries: set[int] = set()
     last_reader: dict[int, str] = {}
-    for node in trace.nodes:
+    for node, operands in zip(trace.nodes, trace.operands, strict=True):
         if node.view:
             continue
-        read = {trace.storage_of[name] for name in node.operand_names}
+        read = {trace.storage_of[name] for name in operands}
         last_reader.update(dict.fromkeys(read, node.name))
         if node.backward:
             temporaries.update(r.storage for r in node.results if r.storage not in retained)

@@ -131,6 +131,11 @@ class Trace(Document):
         return storages
 
     @cached_property
+    def operands(self) -> tuple[tuple[str, ...], ...]:
+        """The names of the tensors among the arguments of each node."""
+        return tuple(node.operand_names for node in self.nodes)
+
+    @cached_property
     def tensors(self) -> dict[str, TensorMeta]:
         """The metadata of each named tensor."""
         tensors = {p.name: p.tensor for p in self.placeholders}

@@ -31,11 +31,10 @@ def check_trace(trace: Trace) -> None:
     written_storages = {p.storage for p in trace.placeholders}
     backward_names = {p.name for p in trace.placeholders if p.kind == "tangent"}
     forward_storages = {p.storage for p in trace.placeholders if p.kind != "tangent"}
-    for node in trace.nodes:
+    for node, used in zip(trace.nodes, trace.operands, strict=True):
         if node.name in node_names:
             raise ValueError(f"the operation {node.name} is defined twice")
         node_names.add(node.name)
-        used = node.operand_names
         if undefined := [name for name in used if name not in defined]:
             raise ValueError(f"operation {node.name} uses {undefined[0]} before it is defined")
         if lost := [name for name in used if defined[name] in overwritten]:

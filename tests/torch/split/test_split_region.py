@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import remat
 from remat.documents.trace import Trace
-from remat.passes.split.regions import Region, find_region
+from remat.passes.split.regions import Region, TraceIndex, find_region
 from remat.passes.split.rewriting import split_region
 from remat.passes.split.stages import stages
 from remat.passes.split.states import PartialSum, Rows, candidate_rows
@@ -142,7 +142,7 @@ def regions(trace: Trace) -> list[Region]:
             sizes = {BATCH, TOKENS, BATCH * TOKENS}
             for rows in sorted(sizes):
                 for state in candidate_rows(result.tensor.shape, rows):
-                    region = find_region(trace, result.name, state)
+                    region = find_region(TraceIndex(trace), result.name, state)
                     candidates.extend([region] if region is not None else [])
     return candidates
 
@@ -250,7 +250,7 @@ def head_region(trace: Trace) -> Region:
         (r for n in trace.nodes for r in n.results if n.target == "aten.mm.default"),
         key=lambda r: r.tensor.shape[-1],
     )
-    region = find_region(trace, seed.name, Rows(0))
+    region = find_region(TraceIndex(trace), seed.name, Rows(0))
     assert region is not None
     return region
 
@@ -289,7 +289,7 @@ def test_a_region_is_the_same_from_each_of_its_large_tensors() -> None:
     ]
     assert len(large) > 5
     for name, state in large:
-        other = find_region(trace, name, state)
+        other = find_region(TraceIndex(trace), name, state)
         assert other is not None
         assert other.split_calls.keys() == region.split_calls.keys()
 

@@ -10,7 +10,7 @@ from math import inf, prod
 
 from remat.documents.trace import Trace
 from remat.graph import Graph
-from remat.passes.split.regions import Region, find_region
+from remat.passes.split.regions import Region, TraceIndex, find_region
 from remat.passes.split.stages import split_bytes
 from remat.passes.split.states import PartialSum, candidate_rows
 
@@ -28,10 +28,10 @@ def find_peak_region(trace: Trace, max_calls: float = inf) -> Region | None:
     """
     graph = trace.graph_of_sizes
     operation = graph.operations[largest_operation(graph)]
-    values = graph.values
+    values, index = graph.values, TraceIndex(trace)
     by_size = sorted({*operation.inputs, *operation.outputs}, key=lambda v: -values[v].size_bytes)
     for value in by_size[:_MAX_SEEDS]:
-        regions = _regions_around(trace, values[value].name, max_calls)
+        regions = _regions_around(index, values[value].name, max_calls)
         best = max(regions, key=_preference, default=None)
         if best is not None and split_bytes(best):
             return best
@@ -65,11 +65,12 @@ def operand_bytes(graph: Graph) -> list[int]:
     ]
 
 
-def _regions_around(trace: Trace, name: str, max_calls: float) -> list[Region]:
+def _regions_around(index: TraceIndex, name: str, max_calls: float) -> list[Region]:
     """Return a region around a tensor for each number of rows that it can have."""
-    shapes = (r.tensor.shape for n in trace.nodes for r in n.results if r.name == name)
-    shape = next(shapes, ())  # a tangent is no result
+    if name not in index.producer:  # a tangent
+        return []
+    shape = index.trace.tensors[name].shape
     sizes = {prod(shape[i:j]) for i in range(len(shape)) for j in range(i + 1, len(shape) + 1)}
     states = [state for rows in sizes if rows > 1 for state in candidate_rows(shape, rows)]
-    regions = (find_region(trace, name, state, max_calls) for state in states)
+    regions = (find_region(index, name, state, max_calls) for state in states)
     return [region for region in regions if region is not None]

@@ -8,7 +8,7 @@ from remat.documents.records import SplitRecord
 from remat.documents.trace import Trace
 from remat.errors import RematError
 from remat.graph import Split
-from remat.passes.split.regions import find_region
+from remat.passes.split.regions import TraceIndex, find_region
 from remat.passes.split.rewriting import split_region
 from remat.passes.split.states import Rows
 
@@ -23,7 +23,7 @@ def with_recorded_splits(trace: Trace, splits: Iterable[Split | SplitRecord]) ->
         tensor = trace.tensors.get(split.seed)
         dimensions = 0 if tensor is None else len(tensor.shape)
         exists = split.dimension_count and rows.dimensions.stop <= dimensions
-        region = find_region(trace, split.seed, rows) if exists else None
+        region = find_region(TraceIndex(trace), split.seed, rows) if exists else None
         if region is None:
             raise RematError(f"the operations around {split.seed} cannot be split")
         trace = split_region(region, split.pieces)

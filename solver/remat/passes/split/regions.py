@@ -71,22 +71,40 @@ def mutated_storages(trace: Trace, node: Node) -> set[int]:
     return {trace.storage_of[name] for name in referenced_names(mutated)}
 
 
-def find_region(trace: Trace, seed: str, rows: Rows, max_calls: float = math.inf) -> Region | None:
+class TraceIndex:
+    """Which operation of a trace, by its index in `trace.nodes`, produces a tensor, and which ones
+    read it; and the storages that operations write into."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self.producer: dict[str, int] = {}
+        self.consumers: dict[str, list[int]] = {}
+        for index, (node, operands) in enumerate(zip(trace.nodes, trace.operands, strict=True)):
+            for result in node.results:
+                self.producer[result.name] = index
+            for name in dict.fromkeys(operands):
+                self.consumers.setdefault(name, []).append(index)
+        self.mutated = {s for node in trace.nodes for s in mutated_storages(trace, node)}
+
+
+def find_region(
+    index: TraceIndex, seed: str, rows: Rows, max_calls: float = math.inf
+) -> Region | None:
     """Return the region around the tensor `seed`, split along these of its dimensions; None if the
     operation that produces it cannot be split so, or if the region has more than `max_calls`
     operations and views."""
-    growth = _Growth(trace, seed, rows, max_calls)
+    growth = _Growth(index, seed, rows, max_calls)
     if not growth.grow():
         return None
     split_calls = dict(sorted(growth.split_calls.items()))
-    return Region(trace, seed, rows, growth.rows, split_calls, growth.states)
+    return Region(index.trace, seed, rows, growth.rows, split_calls, growth.states)
 
 
 @dataclass
 class _Growth:
     """A region while it grows."""
 
-    trace: Trace
+    index: TraceIndex
     seed: str
     seed_rows: Rows
     max_calls: float
@@ -94,16 +112,10 @@ class _Growth:
     states: dict[str, State] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.trace = self.index.trace
         self.metas = self.trace.tensors
+        self.producer, self.consumers = self.index.producer, self.index.consumers
         self.produced: set[str] = set()
-        self.producer: dict[str, int] = {}
-        self.consumers: dict[str, list[int]] = {}
-        for index, node in enumerate(self.trace.nodes):
-            for result in node.results:
-                self.producer[result.name] = index
-            for name in self._read_by(index):
-                self.consumers.setdefault(name, []).append(index)
-        self.mutated = {s for node in self.trace.nodes for s in mutated_storages(self.trace, node)}
         shape = self.metas[self.seed].shape
         self.rows = math.prod(shape[dimension] for dimension in self.seed_rows.dimensions)
         self.least_elements = MIN_SHARE * self._elements(self.seed)
@@ -135,7 +147,7 @@ class _Growth:
         return math.prod(self.metas[name].shape)
 
     def _read_by(self, index: int) -> list[str]:
-        return list(dict.fromkeys(self.trace.nodes[index].operand_names))
+        return list(dict.fromkeys(self.trace.operands[index]))
 
     def _add(self, index: int, wanted: Mapping[str, State]) -> bool:
         """Add an operation if some states of its arguments fit those that are known, and `wanted`
@@ -143,7 +155,7 @@ class _Growth:
         node = self.trace.nodes[index]
         if node.piece_of:  # pieces are not split further: more pieces would do the same
             return False
-        if any(self.trace.storage_of[name] in self.mutated for name in node.operand_names):
+        if any(self.trace.storage_of[n] in self.index.mutated for n in self.trace.operands[index]):
             return False
         fixed = {**self.states, **wanted}
         for states in islice(self._combinations(index), _MAX_COMBINATIONS):

@@ -51,9 +51,9 @@ def completed_tensors(region: Region) -> tuple[set[str], set[int]]:
     them."""
     names_read = {
         name
-        for index, node in enumerate(region.trace.nodes)
+        for index, operands in enumerate(region.trace.operands)
         if index not in region.split_calls
-        for name in node.operand_names
+        for name in operands
     }
     names_read.update(o.name for o in region.trace.outputs)
     names_read.update(g.name for g in region.trace.gradients)
@@ -66,7 +66,7 @@ def completed_tensors(region: Region) -> tuple[set[str], set[int]]:
             needed |= names & names_read
         elif not names.isdisjoint(names_read):
             views.add(index)
-            names_read.update(node.operand_names)
+            names_read.update(region.trace.operands[index])
     return needed, views
 
 
@@ -103,7 +103,7 @@ def ordered_groups(region: Region, kept_views: Iterable[int]) -> list[tuple[Grou
     waits_for: dict[Group, set[Group]] = {}
     for group, indices in members.items():
         producers = by_piece if group.kind == "stage" else whole
-        read = {name for index in indices for name in nodes[index].operand_names}
+        read = {name for index in indices for name in region.trace.operands[index]}
         waits_for[group] = {producers[name] for name in read if name in producers} - {group}
     _order_mutations(region.trace, members, waits_for)
     priority = {g: (nodes[i[0]].backward, i[0]) for g, i in members.items()}
@@ -120,7 +120,7 @@ def _order_mutations(
     group_of = {i: g for g, indices in members.items() if g.kind != "view" for i in indices}
     touching: dict[int, list[int]] = {}
     for index, node in enumerate(trace.nodes):
-        storages = {trace.storage_of[name] for name in node.operand_names}
+        storages = {trace.storage_of[name] for name in trace.operands[index]}
         for storage in storages | {result.storage for result in node.results}:
             touching.setdefault(storage, []).append(index)
     for index, node in enumerate(trace.nodes):
