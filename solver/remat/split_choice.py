@@ -7,6 +7,7 @@ solved in full.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -40,7 +41,11 @@ _LEAST_GAIN_OF_PIECES = 0.001
 """The share of the step's time that more pieces must save over fewer."""
 
 _LARGE_OVERHEAD = 0.1
-"""The extra time of the unsplit step above which many pieces are tried first."""
+"""The extra time of the unsplit step, as a share, above which the most pieces are tried first."""
+
+_MAX_PIECE_NODES = 16_000
+"""The most trace nodes (operations and views) that the pieces of a region may have together. A
+larger region spans most of a deep network, and splitting it amounts to smaller batches."""
 
 _LEAST_PEAK_GAIN = 0.01
 """For the budget "min": the share of the peak that splitting must save."""
@@ -72,7 +77,7 @@ class _Estimate:
     def is_better_than(self, other: _Estimate, is_min: bool, least_gain: float) -> bool:
         """True if this trace promises a better plan by at least the gain, a share of the time."""
         if self.plan is None or other.plan is None:
-            return other.plan is None and self.plan is not None
+            return self.plan is not None or (other.plan is None and self._is_nearer_than(other))
         if is_min:
             smaller_bytes = (1 - _LEAST_PEAK_GAIN) * other.plan.peak_bytes
             if self.plan.peak_bytes < smaller_bytes:
@@ -80,6 +85,12 @@ class _Estimate:
             if self.plan.peak_bytes > other.plan.peak_bytes:
                 return False
         return self.score < other.score - least_gain
+
+    def _is_nearer_than(self, other: _Estimate) -> bool:
+        """True if the smallest peak found is below that of another trace, or if one of the two is
+        not known because the quick solve took too long."""
+        sizes = self.min_feasible_bytes, other.min_feasible_bytes
+        return None in sizes or sizes[0] < sizes[1]  # type: ignore[operator]  # both are int
 
 
 def solve_with_splits(
@@ -140,39 +151,45 @@ class _Search:
     def best_split(self, trace: Trace, unsplit: _Estimate, pieces: tuple[int, ...]) -> _Estimate:
         """Return the estimate of the best number of pieces, or `unsplit` if none is better.
 
-        Numbers are tried from the fewest pieces on, or from the most if the unsplit step does not
-        fit or is slow, and no more once one is worse than the one before it.
+        Numbers are tried in increasing order; in decreasing order for "min", or if the unsplit step
+        does not fit or has more than 10% of extra time. The search ends at the first number that is
+        worse than the best one so far, the unsplit step apart.
         """
         if len(pieces) == 1:
-            return self.split_until_feasible(trace, pieces[0]) or unsplit
-        if self.budget.is_min:  # more pieces have a smaller peak
-            pieces = pieces[-1:]
-        is_descending = unsplit.plan is None or unsplit.plan.overhead > _LARGE_OVERHEAD
+            return self.split_until_feasible(trace, pieces[0], math.inf) or unsplit
+        overhead = math.inf if unsplit.plan is None else unsplit.plan.overhead
+        is_descending = self.budget.is_min or overhead > _LARGE_OVERHEAD
         best = unsplit
         for number in reversed(pieces) if is_descending else pieces:
             if self.has_ended():
                 break
-            candidate = self.split_until_feasible(trace, number)
+            candidate = self.split_until_feasible(trace, number, _MAX_PIECE_NODES)
             if candidate is None:
                 continue
-            if best is unsplit and unsplit.plan is None:
-                best = candidate  # if no number fits, the most pieces have the smallest peak
-                continue
-            least_gain = -_LEAST_GAIN_OF_PIECES if is_descending else _LEAST_GAIN_OF_PIECES
             if best is unsplit:
-                least_gain = _LEAST_GAIN
-            if candidate.is_better_than(best, self.budget.is_min, least_gain):
+                is_better = unsplit.plan is None or candidate.is_better_than(
+                    unsplit, self.budget.is_min, _LEAST_GAIN
+                )
+            else:  # of two numbers that are as good, the smaller one
+                gain = -_LEAST_GAIN_OF_PIECES if is_descending else _LEAST_GAIN_OF_PIECES
+                is_better = candidate.is_better_than(best, self.budget.is_min, gain)
+            if is_better:
                 best = candidate
             elif best is not unsplit:
                 break
+            if self.budget.is_min:  # fewer pieces have a larger peak
+                break
         return best
 
-    def split_until_feasible(self, trace: Trace, pieces: int) -> _Estimate | None:
-        """Split the largest operations, then those that are the largest then, until a schedule
-        fits; for "min", while the smallest peak falls. None if the first cannot be split."""
+    def split_until_feasible(
+        self, trace: Trace, pieces: int, max_piece_nodes: float
+    ) -> _Estimate | None:
+        """Split the largest operations, then repeat with those that are the largest now, until a
+        schedule fits; for "min", while the smallest peak falls. None if the first cannot be split.
+        """
         best = None
         for _ in range(_MAX_ROUNDS):
-            smaller = split_largest_operations(trace, pieces)
+            smaller = split_largest_operations(trace, pieces, max_piece_nodes)
             if smaller is trace:
                 break
             trace = self.measure(smaller)

@@ -126,14 +126,14 @@ def step_allocation_events(
     value_bytes = [sizes[trace.storage_of[value.name]] for value in graph.values]
     produced: list[list[int]] = [[] for _ in schedule.runs]
     freed: list[list[int]] = [[] for _ in range(len(schedule) + 1)]
-    overwritten: dict[int, int] = {}  # the copy that each overwriting run writes over
+    overwritten: dict[int, int] = {}  # by run, the copy that it writes over
     for index, copy in enumerate(timeline.copies):
         produced[copy.start].append(index)
         if is_overwritten(graph, schedule, copy):
             overwritten[copy.end] = index
         else:
             freed[copy.end].append(index)
-    allocation = list(range(len(timeline.copies)))  # the copy whose allocation each copy is in
+    allocation = list(range(len(timeline.copies)))  # by copy, the one that allocated its memory
     for run, index in sorted(overwritten.items()):
         allocation[produced[run].pop()] = allocation[index]
     # True for the backward's cuBLAS workspace, False for the forward's.

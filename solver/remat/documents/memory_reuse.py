@@ -1,9 +1,9 @@
 """Memory reuse: elementwise operations of the backward write over their first argument, if nothing
 reads it later.
 
-Such an operation has a variant with `out=`, which may be one of its arguments: each element of the
-result depends on the same element of the argument. The result is the same, bit for bit. Operations
-of the forward are left as they are, because a schedule may run them twice.
+Such an operation has an overload with `out=`, and `out` may be the argument itself: each element of
+the result depends on the same element of the argument. The result is the same, bit for bit.
+Operations of the forward are left as they are: recomputing one needs its original arguments.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 class OutVariant(NamedTuple):
-    """The overload of an operation that writes its result into the tensor `argument`."""
+    """The overload of an operation that writes its result into the tensor passed as `out_name`."""
 
     target: str
-    argument: str
+    out_name: str
 
 
 OUT_VARIANTS = {
@@ -55,11 +55,12 @@ OUT_VARIANTS = {
     "aten.tanh.default": OutVariant("aten.tanh.out", "out"),
     "aten.tanh_backward.default": OutVariant("aten.tanh_backward.grad_input", "grad_input"),
 }
-"""Variants with `out=` that torch computes elementwise (TensorIterator), without a temporary.
+"""Variants with `out=` that torch computes elementwise, without a temporary.
 
-The result has the memory layout of the first argument. So operators are left out that take it from
-another one, such as `threshold_backward` (the saved input of a ReLU): the layout in a trace is that
-of a fake tensor, from which a kernel's may differ, and a later sum would add in another order.
+The result has the memory layout of the first argument. Operators whose result takes its layout from
+another argument, such as `threshold_backward`, are left out. A trace records the layout from a fake
+tensor, and a kernel may choose another one: overwriting a different argument would change the
+result's strides, and with them the order in which a later reduction adds.
 """
 
 
@@ -67,9 +68,10 @@ def reusable_arguments(trace: Trace, retained: Container[int]) -> dict[str, str]
     """Map each operation that may write its result over its first argument to that argument, by
     names.
 
-    The argument is a temporary of the backward, and the operation is the last that reads it. It is
-    no parameter, saved tensor or tangent, none of the storages that are `retained` to the end
-    (outputs, gradients), and none that `AccumulateGrad` has read, which may retain it.
+    The argument is a temporary of the backward: it is not a parameter, saved tensor, tangent,
+    output or gradient (`retained`), and `AccumulateGrad` has not read it, since that may keep it as
+    `.grad`. The operation is its last reader in the trace. A schedule in which another operation
+    reads it later overwrites nothing there.
     """
     temporaries: set[int] = set()
     last_reader: dict[int, str] = {}
@@ -86,15 +88,15 @@ def reusable_arguments(trace: Trace, retained: Container[int]) -> dict[str, str]
         node.name: argument
         for node in trace.nodes
         if node.backward and node.target in OUT_VARIANTS
-        if (argument := _argument_like_the_result(trace, node)) is not None
+        if (argument := _overwritable_first_argument(trace, node)) is not None
         if trace.storage_of[argument] in temporaries
         and last_reader[trace.storage_of[argument]] == node.name
     }
 
 
-def _argument_like_the_result(trace: Trace, node: Node) -> str | None:
-    """Return the first argument if it has the shape and size of the result, and a storage that no
-    other argument shares."""
+def _overwritable_first_argument(trace: Trace, node: Node) -> str | None:
+    """Return the first argument if it has the dtype, shape, strides and storage size of the result,
+    and a storage that no other argument shares. Complex tensors may be lazily conjugated views."""
     match node.args, node.results:
         case (Ref(name), *_), (result,):
             meta, storage = trace.tensors[name], trace.storage_of[name]
@@ -102,6 +104,7 @@ def _argument_like_the_result(trace: Trace, node: Node) -> str | None:
             is_alike = (
                 (meta.dtype, meta.shape, meta.stride)
                 == (result.tensor.dtype, result.tensor.shape, result.tensor.stride)
+                and not meta.dtype.startswith("complex")
                 and trace.storage_bytes[storage] == trace.storage_bytes[result.storage]
                 and all(trace.storage_of[other] != storage for other in others)
             )

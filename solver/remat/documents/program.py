@@ -43,7 +43,8 @@ class Statement(Record):
     rng_state: str = Field(default="", max_length=200)
     device: str = Field(default="", max_length=40)
     overwrites: str = Field(default="", max_length=200)
-    """The argument that the result is written over, which no later statement reads; "" if none."""
+    """The name of the first argument if its memory receives the result (it is passed as `out=`); no
+    later statement reads it. "" if the result has memory of its own."""
     module: DottedPath = ""
     recomputation: bool = False
     """True if the same operation ran before in this step."""
@@ -146,6 +147,15 @@ def _check_accumulation(program: Program, parameters: set[str]) -> None:
         raise ValueError(f"{ACCUMULATE_TARGET} needs a parameter and a gradient")
 
 
+def _may_overwrite(statement: Statement, inputs: set[str]) -> bool:
+    """True if the result of a statement may be written over the argument that it names."""
+    match statement.args, statement.results:
+        case (Ref(name), *_), (Binding(position=-1),):
+            is_temporary = name == statement.overwrites and name not in inputs
+            return is_temporary and statement.target in OUT_VARIANTS
+    return False
+
+
 def _check_statements(phase: str, statements: tuple[Statement, ...], inputs: set[str]) -> set[str]:
     """Return all variables that can be read at the end, `inputs` included. Raises ValueError for a
     variable that is read before it is defined or after it was overwritten, or defined twice."""
@@ -168,9 +178,11 @@ def _check_statements(phase: str, statements: tuple[Statement, ...], inputs: set
         if lost := sorted(used & overwritten):
             raise ValueError(f"{phase} statement {number} reads {lost[0]} after it was overwritten")
         if statement.overwrites:
-            if statement.target not in OUT_VARIANTS or statement.overwrites not in used - inputs:
+            if not _may_overwrite(statement, inputs):
                 raise ValueError(
-                    f"{phase} statement {number} cannot write over {statement.overwrites}"
+                    f"{phase} statement {number} cannot write over {statement.overwrites}: only an "
+                    "elementwise operation may, over its first argument, if that is a variable of "
+                    "the same phase"
                 )
             overwritten.add(statement.overwrites)
         if statement.rng_action == "save":

@@ -53,7 +53,7 @@ def eager_graph(trace: Trace) -> Graph:
     """Return the graph of a step as autograd frees its tensors, for schedules that run each
     operation once."""
     graph = trace.graph()
-    # Autograd writes over no argument except for those sums.
+    # Autograd writes over no argument, except when it adds gradients in place (below).
     operations = tuple(replace(operation, overwrites=()) for operation in graph.operations)
     graph = _with_retained_factors(replace(graph, operations=operations), trace)
     return _with_gradients_added_in_place(graph, trace)

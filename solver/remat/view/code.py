@@ -195,7 +195,7 @@ def _call_parts(statement: Statement) -> tuple[str, list[str], str]:
     arguments = [_argument(item) for item in statement.args]
     arguments += [f"{key}={_argument(item)}" for key, item in statement.kwargs.items()]
     if statement.overwrites:
-        arguments.append(f"{OUT_VARIANTS[statement.target].argument}={statement.overwrites}")
+        arguments.append(f"{OUT_VARIANTS[statement.target].out_name}={statement.overwrites}")
     name_at = {binding.position: binding.name for binding in statement.results}
     if not name_at:
         return f"{statement.target}(", arguments, ")"

@@ -19,6 +19,7 @@ from remat.documents.trace import Trace
 from remat.errors import DocumentError
 from remat.frontend.common.operators import resolve, resolve_out_variant
 from remat.frontend.memory.meter import measure_step
+from remat.frontend.runtime.lower import lower_program
 
 
 class Activations(nn.Module):
@@ -58,42 +59,53 @@ def test_an_out_variant_takes_the_same_arguments(target: str) -> None:
         (a.name, str(a.type)) for a in operation._schema.arguments
     ]
     assert out.is_out
-    assert out.name == OUT_VARIANTS[target].argument
+    assert out.name == OUT_VARIANTS[target].out_name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("target", OUT_VARIANTS)
-def test_a_result_over_an_argument_is_the_same(target: str, dtype: torch.dtype) -> None:
+def test_writing_over_the_first_argument_gives_the_same_result(
+    target: str, dtype: torch.dtype
+) -> None:
+    """Small and large enough for several threads, transposed, and with a second operand of one
+    row."""
     operation, variant = overloads(target)
+    *schemas, out = variant._schema.arguments
     generator = torch.Generator().manual_seed(0)
 
-    def argument(schema: torch.Argument) -> object:
-        match str(schema.type), schema.name:
-            case "Tensor", "condition":
-                return torch.rand(33, 65, generator=generator) > 0.5
-            case "Tensor", _:
-                return torch.rand(33, 65, generator=generator).to(dtype)
-            case "bool", _:
-                return False
-            case "str", _:
-                return "none"
-            case _, name:
-                return {"exponent": 3, "lambd": 1, "threshold": 0.5}.get(name, 1.0)
+    def arguments_of(shape: tuple[int, ...], is_transposed: bool, second_rows: int) -> list[object]:
+        arguments: list[object] = []
+        for schema in schemas:
+            if str(schema.type) == "Tensor":
+                rows = second_rows if arguments else shape[0]
+                tensor = torch.rand(rows, shape[1], generator=generator).to(dtype)
+                arguments.append(tensor.t().contiguous().t() if is_transposed else tensor)
+            elif not schema.kwarg_only and str(schema.type) != "bool":
+                arguments.append({"exponent": 3, "threshold": 0.5}.get(schema.name, 1))
+            elif not schema.kwarg_only:
+                arguments.append(False)
+        return arguments
 
-    *schemas, out = variant._schema.arguments
-    arguments = {s.name: argument(s) for s in schemas}
-    expected = operation(**arguments)
-    overwritable = [
-        name
-        for name, value in arguments.items()
-        if isinstance(value, torch.Tensor) and value.dtype == dtype
-    ]
-    assert overwritable
-    for name in overwritable:
-        copies = {n: v.clone() if torch.is_tensor(v) else v for n, v in arguments.items()}
-        result = variant(**copies, **{out.name: copies[name]})
-        assert result is copies[name]
-        assert torch.equal(result, expected)
+    names = {schema.name for schema in schemas}
+    options = (
+        [{"approximate": word} for word in ("none", "tanh")] if "approximate" in names else [{}]
+    )
+    for shape, is_transposed, rows in [
+        ((33, 65), False, 33), ((1100, 64), False, 1100),
+        ((33, 65), True, 33), ((33, 65), False, 1),
+    ]:  # fmt: skip
+        if rows != shape[0] and target.rpartition(".")[0].endswith("_backward"):
+            continue  # takes tensors of one shape
+        for keywords in options:
+            arguments = arguments_of(shape, is_transposed, rows)
+            expected = operation(*arguments, **keywords)
+            first = arguments[0]
+            assert isinstance(first, torch.Tensor)
+            copied = torch.empty_like(first).copy_(first)  # preserves the strides
+            result = variant(copied, *arguments[1:], **keywords, **{out.name: copied})
+            assert result is copied
+            assert torch.equal(result, expected)
+            assert result.stride() == expected.stride()
 
 
 def test_reuse_lowers_the_peak_and_changes_no_gradient() -> None:
@@ -173,8 +185,24 @@ def test_a_program_cannot_overwrite_what_it_reads_later() -> None:
         with_statement(program, index, target="aten.mm.default")
     with pytest.raises(ValueError, match="cannot write over"):
         with_statement(program, index, overwrites=saved)
+    with pytest.raises(ValueError, match="cannot write over"):
+        with_statement(program, index, args=tuple(reversed(statement.args)))
     with pytest.raises(ValueError, match=f"reads {statement.overwrites} after it was overwritten"):
         with_statement(program, index + 1, args=(Ref(statement.overwrites),))
+
+
+def test_a_program_cannot_overwrite_a_view_of_a_saved_tensor() -> None:
+    trace = measured_trace()
+    program = remat.rewrite(trace, remat.Schedule.keep_all(trace.graph()))
+    statement = next(s for s in program.backward if s.overwrites)
+    index = next(
+        i for i, s in enumerate(program.backward)
+        if statement.overwrites in {binding.name for binding in s.results}
+    )  # fmt: skip
+    saved = program.saved[0]
+    viewed = with_statement(program, index, target="aten.alias.default", args=(Ref(saved),))
+    with pytest.raises(DocumentError, match=f"{statement.overwrites}, which is a view of {saved}"):
+        lower_program(viewed)
 
 
 def test_a_variant_that_torch_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

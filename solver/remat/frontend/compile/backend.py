@@ -304,7 +304,8 @@ def _compile_without_inductor(
     from torch._inductor.decomposition import select_decomp_table
 
     def run_as_is(module: fx.GraphModule, _: Sequence[Any]) -> Any:
-        # The generated code empties the list of its arguments: a saved tensor is freed once read.
+        # The generated code empties the list of its arguments, so that a saved tensor is freed
+        # after its last use.
         module.graph.set_codegen(_BoxedCodeGen())
         module.recompile()
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._ops import OpOverload
 from torch.fx.graph import _BoxedCodeGen
 
 from remat.documents.arguments import Argument, referenced_names
@@ -207,8 +208,9 @@ def _append(
         decoded = tuple(decode(item) for item in args)
         kwargs = {key: decode(item) for key, item in statement.kwargs.items()}
         if statement.overwrites:
+            _check_temporary(nodes[statement.overwrites])
             operation = resolve_out_variant(statement.target)
-            kwargs[OUT_VARIANTS[statement.target].argument] = nodes[statement.overwrites]
+            kwargs[OUT_VARIANTS[statement.target].out_name] = nodes[statement.overwrites]
         call_arguments = operation, decoded, kwargs
         if statement.rng_action == "save":
             state_node = graph.call_function(generator_state, (statement.device,))
@@ -229,6 +231,24 @@ def _append(
             # Tuple elements are read at once, or the tuple would keep all of them alive.
             result_node = graph.call_function(operator.getitem, (call, result.position))
         nodes[result.name] = _named(result_node, result.name)
+
+
+def _check_temporary(node: fx.Node) -> None:
+    """Raise `DocumentError` if a node views an input of the graph: a saved tensor, or one of the
+    caller's."""
+    base = node
+    while base.op == "call_function" and _is_view(base):
+        base = base.all_input_nodes[0]
+    if base.op == "placeholder":
+        raise DocumentError(f"the program writes over {node.name}, which is a view of {base.name}")
+
+
+def _is_view(node: fx.Node) -> bool:
+    target = node.target
+    aliases = (
+        (r.alias_info for r in target._schema.returns) if isinstance(target, OpOverload) else ()
+    )
+    return any(alias is not None and not alias.is_write for alias in aliases)
 
 
 def _named(node: fx.Node, name: str) -> fx.Node:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 from remat.documents.trace import Trace
 from remat.passes.split.peak_region import find_peak_region, operand_bytes
 from remat.passes.split.rewriting import split_region
@@ -12,18 +14,15 @@ identical layers need the same."""
 
 _MAX_REGIONS = 128
 
-_MAX_PIECE_CALLS = 16_000
-"""The most operations and views that the pieces of a region may have together. A larger region is
-most of a deep network: its pieces are smaller batches, and take long to plan."""
 
-
-def split_largest_operations(trace: Trace, pieces: int) -> Trace:
+def split_largest_operations(trace: Trace, pieces: int, max_piece_nodes: float = inf) -> Trace:
     """Return the trace with its largest operations in `pieces` pieces, at most one for each row;
-    the same trace if they cannot be split. Pieces have no costs yet."""
+    the same trace if they cannot be split. Pieces have no costs yet. A region whose pieces have
+    more than `max_piece_nodes` operations and views together is not split."""
     least_bytes = _SHARE * max(operand_bytes(trace.graph_of_sizes), default=0)
     for _ in range(_MAX_REGIONS):
         large = _count_of_large(trace, least_bytes)
-        region = find_peak_region(trace, _MAX_PIECE_CALLS / pieces) if large else None
+        region = find_peak_region(trace, max_piece_nodes / pieces) if large else None
         if region is None:
             break
         smaller = split_region(region, min(pieces, region.rows))

@@ -18,9 +18,9 @@ _MAX_SEEDS = 4
 """The number of tensors of the operation, largest first, that are tried."""
 
 
-def find_peak_region(trace: Trace, max_calls: float = inf) -> Region | None:
+def find_peak_region(trace: Trace, max_nodes: float = inf) -> Region | None:
     """Return the region whose tensors are the largest part of what one operation needs; None if it
-    cannot be split, or only with more than `max_calls` operations and views.
+    cannot be split, or only with more than `max_nodes` operations and views.
 
     Of all ways to count rows, it is the one that leaves the fewest bytes whole; of those that leave
     as many, the one that adds up the fewest elements in the forward, whose other values are then
@@ -31,7 +31,7 @@ def find_peak_region(trace: Trace, max_calls: float = inf) -> Region | None:
     values, index = graph.values, TraceIndex(trace)
     by_size = sorted({*operation.inputs, *operation.outputs}, key=lambda v: -values[v].size_bytes)
     for value in by_size[:_MAX_SEEDS]:
-        regions = _regions_around(index, values[value].name, max_calls)
+        regions = _regions_around(index, values[value].name, max_nodes)
         best = max(regions, key=_preference, default=None)
         if best is not None and split_bytes(best):
             return best
@@ -65,12 +65,12 @@ def operand_bytes(graph: Graph) -> list[int]:
     ]
 
 
-def _regions_around(index: TraceIndex, name: str, max_calls: float) -> list[Region]:
+def _regions_around(index: TraceIndex, name: str, max_nodes: float) -> list[Region]:
     """Return a region around a tensor for each number of rows that it can have."""
     if name not in index.producer:  # a tangent
         return []
     shape = index.trace.tensors[name].shape
     sizes = {prod(shape[i:j]) for i in range(len(shape)) for j in range(i + 1, len(shape) + 1)}
     states = [state for rows in sizes if rows > 1 for state in candidate_rows(shape, rows)]
-    regions = (find_region(index, name, state, max_calls) for state in states)
+    regions = (find_region(index, name, state, max_nodes) for state in states)
     return [region for region in regions if region is not None]

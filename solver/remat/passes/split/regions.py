@@ -73,7 +73,7 @@ def mutated_storages(trace: Trace, node: Node) -> set[int]:
 
 class TraceIndex:
     """Which operation of a trace, by its index in `trace.nodes`, produces a tensor, and which ones
-    read it; and the storages that operations write into."""
+    read it. `mutated` are the storages that an operation modifies in place."""
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
@@ -88,12 +88,12 @@ class TraceIndex:
 
 
 def find_region(
-    index: TraceIndex, seed: str, rows: Rows, max_calls: float = math.inf
+    index: TraceIndex, seed: str, rows: Rows, max_nodes: float = math.inf
 ) -> Region | None:
     """Return the region around the tensor `seed`, split along these of its dimensions; None if the
-    operation that produces it cannot be split so, or if the region has more than `max_calls`
+    operation that produces it cannot be split so, or if the region has more than `max_nodes`
     operations and views."""
-    growth = _Growth(index, seed, rows, max_calls)
+    growth = _Growth(index, seed, rows, max_nodes)
     if not growth.grow():
         return None
     split_calls = dict(sorted(growth.split_calls.items()))
@@ -107,7 +107,7 @@ class _Growth:
     index: TraceIndex
     seed: str
     seed_rows: Rows
-    max_calls: float
+    max_nodes: float
     split_calls: dict[int, SplitCall] = field(default_factory=dict)
     states: dict[str, State] = field(default_factory=dict)
 
@@ -128,7 +128,7 @@ class _Growth:
             return False
         pending = [self.seed, *self._read_by(self.producer[self.seed])]
         visited: set[str] = set()
-        while pending and len(self.split_calls) <= self.max_calls:
+        while pending and len(self.split_calls) <= self.max_nodes:
             name = pending.pop()
             if name in visited or not isinstance(self.states.get(name), Rows):
                 continue
@@ -139,9 +139,9 @@ class _Growth:
                 if index is not None and index not in self.split_calls and self._add(index, {}):
                     pending.extend(self._read_by(index))
                     pending.extend(r.name for r in self.trace.nodes[index].results)
-        if len(self.split_calls) <= self.max_calls:
+        if len(self.split_calls) <= self.max_nodes:
             self._add_bridges()
-        return len(self.split_calls) <= self.max_calls
+        return len(self.split_calls) <= self.max_nodes
 
     def _elements(self, name: str) -> int:
         return math.prod(self.metas[name].shape)

@@ -63,8 +63,8 @@ class MilpRunner:
         proved_bound_s: float = 0.0,
     ) -> tuple[SolverRun, float | None]:
         """Return the solver's answer, simulated, and the lower bound on the total time that it
-        proves. Where the slots cannot express every schedule, its bound is not that of the graph,
-        and `proved_bound_s` is reported as progress instead.
+        proves. If the slots have only some of the schedules, the solver's bound says nothing about
+        the others, and `proved_bound_s`, a bound for all, is reported as progress instead.
 
         The run ends at a schedule whose time in seconds `is_good_enough` accepts, or at the
         relative `gap` (by default the option's).
@@ -79,8 +79,9 @@ class MilpRunner:
             if self._may_overrun(program):
                 break
             unit_s = program.cost_unit_s
-            other_bound = None if slots.is_complete else proved_bound_s / unit_s
-            report = self._progress_reporter("cost", unit_s, bound=other_bound)
+            is_proof = slots.is_complete and tightened_bytes == budget_bytes
+            bound_to_report = None if is_proof else proved_bound_s / unit_s
+            report = self._progress_reporter("cost", unit_s, bound=bound_to_report)
             stall = StallDetector(self.options.stall, report, is_good_enough, unit_s)
             stall.best_objective = self.time_s(incumbent) / unit_s
             report(stall.best_objective, None)
@@ -152,9 +153,16 @@ class MilpRunner:
         return answer.schedule
 
     def minimize_peak(
-        self, slots: Slots, incumbent: Schedule, time_limit: float, target_bytes: int | None = None
+        self,
+        slots: Slots,
+        incumbent: Schedule,
+        time_limit: float,
+        target_bytes: int | None = None,
+        proved_bound_bytes: float = 0.0,
     ) -> tuple[SolverRun, float | None]:
-        """Return the solver's answer, and the lower bound on the peak in bytes that it proves."""
+        """Return the solver's answer, and the lower bound on the peak in bytes that it proves.
+        `proved_bound_bytes` is reported as progress if the slots have only some of the schedules.
+        """
         if self.is_stopped() or self.clock.is_over():
             return _no_answer("no program was solved"), None
         program = self._build(slots, None)
@@ -163,7 +171,8 @@ class MilpRunner:
         constant, unit = self.graph.constant_bytes, program.unit_bytes
         target = None if target_bytes is None else (target_bytes - constant) / unit
         target_excluded = threading.Event()
-        report_progress = self._progress_reporter("peak", unit, constant)
+        bound_to_report = None if slots.is_complete else (proved_bound_bytes - constant) / unit
+        report_progress = self._progress_reporter("peak", unit, constant, bound_to_report)
         report_progress((self.peak_bytes(incumbent) - constant) / unit, None)
         stall = StallDetector(self.options.stall, report_progress)
 
@@ -252,6 +261,8 @@ class MilpRunner:
             if self.progress is None:
                 return
             proved = program_bound if bound is None else bound
+            if proved is not None and incumbent is not None:
+                proved = min(proved, incumbent)
             gap = None
             if incumbent is not None and proved is not None and incumbent * unit + offset > 0:
                 gap = max(0.0, (incumbent - proved) * unit / (incumbent * unit + offset))

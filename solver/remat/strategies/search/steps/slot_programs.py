@@ -146,7 +146,7 @@ def minimize_peak_over_slots(state: SearchState, clock: Clock) -> None:
     if not slot_set.is_complete and state.target_bytes is None:
         return
     answer, bound_bytes = state.runner.minimize_peak(
-        slot_set, state.best, clock.remaining_s, state.target_bytes
+        slot_set, state.best, clock.remaining_s, state.target_bytes, state.bound
     )
     state.add_schedules([answer.schedule or state.best])
     state.slot_result = SlotProgramResult(answer.outcome, bound_bytes, slot_set.is_complete)
