@@ -43,10 +43,10 @@ class Operation:
     `workspace_bytes` are allocated only while it runs. `recomputable=False` means that it runs
     exactly once. `module` is the path of the module that it belongs to, or "". `order_sensitive`
     operations sample random numbers or touch a buffer that changes: they keep their relative order
-    in every order of the graph. The outputs are written over those of the inputs `overwrites` that
-    no later run reads, which then take no additional memory; only operations that run once
-    overwrite. `piece_of` is the operation before the split of which this is piece number `piece`,
-    or "".
+    in every order of the graph. The first run writes the outputs over those of the inputs
+    `overwrites` that no later run reads, which then take no additional memory; a recomputation
+    overwrites nothing. `piece_of` is the operation before the split of which this is piece number
+    `piece`, or "".
     """
 
     name: str
@@ -310,10 +310,6 @@ def _check_totals(graph: Graph) -> None:
 
 def _check_overwrites(graph: Graph, operation: Operation, where: str) -> None:
     over = operation.overwrites
-    if operation.recomputable:
-        raise GraphError(
-            f"{where} overwrites an input and is recomputable; it must have recomputable=False"
-        )
     if len(set(over)) != len(over) or not set(over) <= set(operation.inputs):
         raise GraphError(f"{where} overwrites values {over}; they must be inputs, each once")
     if not graph.results.isdisjoint(over):

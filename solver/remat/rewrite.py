@@ -18,7 +18,7 @@ from remat.documents.trace import Trace, storages_live_at_end
 from remat.errors import GraphError, wrong_type
 from remat.passes.gradient_accumulation import accumulation_operation_name
 from remat.schedule import Schedule
-from remat.simulate import is_overwritten, simulate
+from remat.simulate import overwritten_copies, simulate
 
 BATCH_NORM = "aten._native_batch_norm_legit_functional.default"
 BATCH_NORM_WITHOUT_STATS = "aten._native_batch_norm_legit.no_stats"
@@ -59,7 +59,8 @@ def rewrite(trace: Trace, schedule: Schedule) -> Program:
         raise wrong_type("rewrite", "a Schedule", schedule, "pass plan.schedule")
     graph = trace.graph()
     timeline = simulate(graph, schedule)
-    overwriting_runs = {c.end for c in timeline.copies if is_overwritten(graph, schedule, c)}
+    overwritten = overwritten_copies(graph, schedule, timeline.copies)
+    overwriting_runs = {timeline.copies[index].end for index in overwritten}
     writer = _ProgramWriter(trace, schedule, overwriting_runs)
     writer.write()
     return Program(

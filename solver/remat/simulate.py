@@ -9,7 +9,7 @@ are those of the runtime:
   from recomputing its operation for another output, is freed right after that run;
 * while an operation runs, live memory is constant memory + all live copies (its inputs included)
   + all its outputs + its workspace, less those inputs that it overwrites and that are freed with
-  it. The peak is the largest such sum.
+  it; only the first run of an operation overwrites. The peak is the largest such sum.
 
 Linear in the number of (run, operand) pairs.
 """
@@ -17,6 +17,7 @@ Linear in the number of (run, operand) pairs.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
@@ -86,11 +87,15 @@ def simulate(graph: Graph, schedule: Schedule) -> Timeline:
     )
 
 
-def is_overwritten(graph: Graph, schedule: Schedule, copy: Copy) -> bool:
-    """True if the last run that reads a copy writes its output into the copy's memory."""
-    if not copy.start < copy.end < len(schedule):
-        return False
-    return copy.value in graph.operations[schedule.runs[copy.end]].overwrites
+def overwritten_copies(graph: Graph, schedule: Schedule, copies: Sequence[Copy]) -> frozenset[int]:
+    """Return the indices of the copies that their last reader overwrites: the first run of an
+    operation that may, whose output takes the copy's memory."""
+    overwrites = overwritten_in_run(graph, schedule)
+    return frozenset(
+        index
+        for index, (value, start, end) in enumerate(copies)
+        if start < end < len(schedule) and value in overwrites[end]
+    )
 
 
 def peak_and_time(graph: Graph, schedule: Schedule) -> tuple[int, float]:
@@ -161,13 +166,21 @@ def _during_bytes(
     ]
     during = [live[run] + produced_bytes[op] for run, op in enumerate(schedule.runs)]
     if any(operation.overwrites for operation in graph.operations):
+        overwrites = overwritten_in_run(graph, schedule)
         for value, start, end in zip(*spans, strict=True):
-            if (
-                start < end < len(during)
-                and value in graph.operations[schedule.runs[end]].overwrites
-            ):
+            if start < end < len(during) and value in overwrites[end]:
                 during[end] -= graph.values[value].size_bytes
     return during
+
+
+def overwritten_in_run(graph: Graph, schedule: Schedule) -> list[tuple[int, ...]]:
+    """Return the inputs that each run may overwrite: none if it is a recomputation."""
+    seen = [False] * len(graph)
+    overwrites: list[tuple[int, ...]] = []
+    for op in schedule.runs:
+        overwrites.append(() if seen[op] else graph.operations[op].overwrites)
+        seen[op] = True
+    return overwrites
 
 
 def _total_time_s(graph: Graph, schedule: Schedule) -> float:

@@ -37,14 +37,14 @@ def chain(length: int, size: int = 1, cost: float = 1.0) -> Graph:
 def overwriting(
     draw_from: st.DrawFn, operations: list[Operation], values: list[Value], results: set[int]
 ) -> tuple[Operation, ...]:
-    """Let some operations that run once overwrite values that they read."""
+    """Let some operations overwrite values that they read."""
     result: list[Operation] = []
     for operation in operations:
         over: list[int] = []
         room = sum(values[v].size_bytes for v in operation.outputs)
         for v in operation.inputs:
             fits = v not in results and values[v].size_bytes <= room
-            if not operation.recomputable and fits and draw_from(st.booleans()):
+            if fits and draw_from(st.booleans()):
                 over.append(v)
                 room -= values[v].size_bytes
         result.append(replace(operation, overwrites=tuple(over)))

@@ -38,7 +38,6 @@ def test_networkx_round_trip_keeps_single_output_graphs() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"recomputable": True}, "it must have recomputable=False"),
         ({"overwrites": (1,)}, "must be inputs"),
         ({"overwrites": (0, 0)}, "must be inputs"),
         ({"overwrites": (0, 1), "inputs": (0, 1)}, "overwrites 8 bytes; its outputs have 4"),

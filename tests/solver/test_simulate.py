@@ -111,7 +111,8 @@ def _explicit(graph: Graph, runs: list[int]) -> list[int]:
                     live += graph.values[value].size_bytes
         operation = graph.operations[runs[now]]
         live += sum(graph.values[v].size_bytes for v in operation.outputs)
-        for value in operation.overwrites:  # unless a later run reads this copy
+        is_first = runs.index(runs[now]) == now
+        for value in operation.overwrites if is_first else ():  # unless a later run reads this copy
             later_runs = [r for r in range(now + 1, len(runs)) if runs[r] == graph.producer[value]]
             readers = range(now + 1, later_runs[0] if later_runs else len(runs))
             if all(value not in graph.operations[runs[r]].inputs for r in readers):

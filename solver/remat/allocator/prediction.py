@@ -16,7 +16,7 @@ from remat.allocator.replay import AllocationEvent, replay_events
 from remat.documents.trace import Trace, trained_parameters
 from remat.plan_data import P, PlanData
 from remat.schedule import Schedule
-from remat.simulate import is_overwritten, simulate
+from remat.simulate import overwritten_copies, simulate
 
 _STEPS = 2
 """The number of replayed training steps."""
@@ -126,10 +126,11 @@ def step_allocation_events(
     value_bytes = [sizes[trace.storage_of[value.name]] for value in graph.values]
     produced: list[list[int]] = [[] for _ in schedule.runs]
     freed: list[list[int]] = [[] for _ in range(len(schedule) + 1)]
+    overwritten_indices = overwritten_copies(graph, schedule, timeline.copies)
     overwritten: dict[int, int] = {}  # by run, the copy that it writes over
     for index, copy in enumerate(timeline.copies):
         produced[copy.start].append(index)
-        if is_overwritten(graph, schedule, copy):
+        if index in overwritten_indices:
             overwritten[copy.end] = index
         else:
             freed[copy.end].append(index)

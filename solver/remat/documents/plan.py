@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import fields
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from remat.documents.base import Document, Record
 from remat.documents.quantities import Amount, Cost, Natural, Size
@@ -22,12 +22,6 @@ from remat.solution import BoundScope
 _Values = Annotated[tuple[Natural, ...], Field(json_schema_extra={"uniqueItems": True})]
 """Different values of a graph, by their indices."""
 
-_OVERWRITES_SCHEMA: dict[str, Any] = {
-    "if": {"properties": {"recomputable": {"const": True}}},
-    "then": {"properties": {"overwrites": {"maxItems": 0}}},
-}
-"""Only operations that run once overwrite their inputs."""
-
 
 class ValueRecord(Record):
     """The JSON form of a `remat.graph.Value`."""
@@ -38,8 +32,6 @@ class ValueRecord(Record):
 
 class OperationRecord(Record):
     """The JSON form of a `remat.graph.Operation`."""
-
-    model_config = ConfigDict(json_schema_extra=_OVERWRITES_SCHEMA)
 
     name: str
     inputs: _Values

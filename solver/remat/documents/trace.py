@@ -240,7 +240,7 @@ def _build_graph(trace: Trace) -> Graph:
                 cost_s=node.cost_s or 0.0,
                 workspace_bytes=node.workspace_bytes or 0,
                 backward=node.backward,
-                recomputable=node.recomputable and not overwritten,
+                recomputable=node.recomputable,
                 module=node.module,
                 order_sensitive=node.random or not mutated.isdisjoint({*read, *written}),
                 overwrites=tuple(value_of[s] for s in overwritten),

@@ -208,7 +208,9 @@ class _EvictionAttempt:
             # An earlier copy is replaced by the new one.
             if self.resident[v] and not self.is_result[v]:
                 self._free(v)
-        overwritten = [v for v in operation.overwrites if self._may_overwrite(v, stage)]
+        overwritten: list[int] = []
+        if op == stage:  # a recomputation overwrites nothing
+            overwritten = [v for v in operation.overwrites if self._may_overwrite(v, stage)]
         excess = (
             self.live_bytes
             + self.required_bytes[op]

@@ -9,7 +9,7 @@ import numpy as np
 
 from remat.graph import Graph
 from remat.schedule import Schedule
-from remat.simulate import simulate
+from remat.simulate import overwritten_in_run, simulate
 
 
 def prune(graph: Graph, schedule: Schedule) -> Schedule:
@@ -57,6 +57,7 @@ def _with_more_retained(graph: Graph, schedule: Schedule, budget_bytes: int) -> 
     during_bytes = np.array(timeline.during_bytes, dtype=np.int64 if is_small else object)
     free_bytes = budget_bytes - during_bytes
     end = [copy.end for copy in timeline.copies]
+    overwrites = overwritten_in_run(graph, schedule)
     before: list[int] = []
     """The copy before each copy of the same value, -1 for the first."""
     latest = [-1] * len(graph.values)
@@ -87,7 +88,7 @@ def _with_more_retained(graph: Graph, schedule: Schedule, budget_bytes: int) -> 
             size_bytes = graph.values[value].size_bytes
             last_read = end[earlier_copy(copy_index)]
             # An overwritten value takes no memory while it is overwritten; a retained one does.
-            is_overwritten = value in graph.operations[schedule.runs[last_read]].overwrites
+            is_overwritten = value in overwrites[last_read]
             idle = slice(last_read + (not is_overwritten), run + 1)
             free_bytes[idle] -= size_bytes
             reserved.append((idle, size_bytes))

@@ -64,6 +64,9 @@ class ProgramBuilder:
         for slot, op in enumerate(slots.operations):
             for v in graph.operations[op].inputs:
                 self.last_reader[v] = slot
+        self.first_slot = {op: slot for slot, op in reversed([*enumerate(slots.operations)])}
+        """The slot of the first run of each operation: a recomputation overwrites nothing, since
+        whether it runs is a variable, too."""
         self._retained: list[BinaryTerm] = [0] * len(graph.values)
         self._live: dict[pulp.LpVariable, float] = {}
         self._live_constant = 0.0
@@ -78,17 +81,18 @@ class ProgramBuilder:
         for slot, op in enumerate(self.slots.operations):
             run = self.run_variables.get(slot, 1)
             operation = self.graph.operations[op]
+            overwrites = operation.overwrites if slot == self.first_slot[op] else ()
             self._writes_rows = self.has_rows(slot)
-            if not operation.overwrites:
-                self._write_peak(slot, run, op)
+            if not overwrites:
+                self._write_peak(slot, run, op, ())
             change: dict[pulp.LpVariable, float] = {}
             constant = 0.0
             for value in operation.inputs:
                 if not self.has_no_variable(value):
                     old, new = self._write_consume(slot, run, value)
                     constant += self._add_change(change, value, old, new)
-            if operation.overwrites:  # whether an overwritten value is retained is decided now
-                self._write_peak(slot, run, op)
+            if overwrites:  # whether an overwritten value is retained is decided now
+                self._write_peak(slot, run, op, overwrites)
             for value in operation.outputs:
                 if not self.has_no_variable(value):
                     old, new = self._write_produce(slot, run, value)
@@ -159,7 +163,7 @@ class ProgramBuilder:
             self.add_le(f"once_{slot}_{value}", [run, old], [], 1)
         return old, self._set_retained(slot, value, new)
 
-    def _write_peak(self, slot: int, run: BinaryTerm, op: int) -> None:
+    def _write_peak(self, slot: int, run: BinaryTerm, op: int, overwrites: tuple[int, ...]) -> None:
         operation = self.graph.operations[op]
         need = (
             sum(self.sizes[v] for v in operation.outputs)
@@ -168,7 +172,7 @@ class ProgramBuilder:
         terms = dict(self._live)
         rhs = -self._live_constant
         # An overwritten value takes no memory in addition to the outputs unless it is retained.
-        for value in operation.overwrites:
+        for value in overwrites:
             need -= self.sizes[value]
             term = self._retained[value]
             if isinstance(term, int):

@@ -17,7 +17,7 @@ from typing import Any
 from remat.documents.base import write_atomically
 from remat.plan_data import PlanData
 from remat.report.pieces import operation_labels
-from remat.simulate import is_overwritten
+from remat.simulate import overwritten_copies
 from remat.view.drawing.memory_layers import LAYERS, copy_layers, run_start_times_s
 from remat.view.drawing.text import plain
 
@@ -38,6 +38,7 @@ def memory_snapshot(plan: PlanData) -> dict[str, Any]:
     graph, runs = plan.graph, plan.schedule.runs
     timeline = plan.timeline()
     layer_names = copy_layers(plan, timeline)
+    overwritten = overwritten_copies(graph, plan.schedule, timeline.copies)
     starts_s = run_start_times_s(plan)
     copies_by_start: dict[int, list[int]] = defaultdict(list)
     copies_by_end: dict[int, list[int]] = defaultdict(list)
@@ -57,7 +58,7 @@ def memory_snapshot(plan: PlanData) -> dict[str, Any]:
         filename = plain(operation.module) or "remat"
         frames = [{"name": plain(labels[op]), "filename": filename, "line": run}, *enclosing]
         for index in copies_by_end[run]:
-            if is_overwritten(graph, plan.schedule, timeline.copies[index]):
+            if index in overwritten:
                 writer.free(index, start_us)
         for index in copies_by_start[run]:
             size = graph.values[timeline.copies[index].value].size_bytes

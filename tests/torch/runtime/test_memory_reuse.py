@@ -125,7 +125,8 @@ def test_reuse_lowers_the_peak_and_changes_no_gradient() -> None:
     assert measure_step(step, [*gm.parameters(), x]).peak_bytes == plan.peak_bytes
     assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), eager, strict=True))
     without = remat.solve(without_reuse(plan.graph), "min")
-    assert plan.peak_bytes < without.peak_bytes
+    assert plan.peak_bytes <= without.peak_bytes
+    assert plan.overhead < without.overhead
 
 
 def test_a_backward_that_runs_twice_reads_the_same_tensors() -> None:

@@ -7,7 +7,7 @@ from itertools import accumulate
 
 from remat.plan_data import PlanData
 from remat.schedule import Schedule
-from remat.simulate import Timeline, is_overwritten
+from remat.simulate import Timeline, overwritten_copies
 
 LAYERS = {
     "constant": "constant (parameters, buffers, batch)",
@@ -55,11 +55,9 @@ def memory_layers(plan: PlanData) -> MemoryLayers:
     layers = {"constant": [graph.constant_bytes] * count}
     layers |= {name: list(accumulate(delta[:count])) for name, delta in change.items()}
     layers["workspace"] = [graph.operations[op].workspace_bytes for op in runs]
-    for copy, name in zip(timeline.copies, layer_names, strict=True):
-        if is_overwritten(
-            graph, plan.schedule, copy
-        ):  # its memory is counted as that of the output
-            layers[name][copy.end] -= graph.values[copy.value].size_bytes
+    for index in overwritten_copies(graph, plan.schedule, timeline.copies):
+        copy = timeline.copies[index]  # its memory is counted as that of the output
+        layers[layer_names[index]][copy.end] -= graph.values[copy.value].size_bytes
     return MemoryLayers(layers, timeline)
 
 
