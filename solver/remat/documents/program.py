@@ -150,7 +150,7 @@ def _check_accumulation(program: Program, parameters: set[str]) -> None:
 def _may_overwrite(statement: Statement, inputs: set[str]) -> bool:
     """True if the result of a statement may be written over the argument that it names."""
     match statement.args, statement.results:
-        case (Ref(name), *_), (Binding(position=-1),):
+        case (Ref(name), *_), ((Binding(position=-1),) | ()):  # none if nothing reads it
             is_temporary = name == statement.overwrites and name not in inputs
             return is_temporary and statement.target in OUT_VARIANTS
     return False

@@ -151,7 +151,7 @@ DOCUMENTS: list[tuple[bool, str, str, Any]] = [
     (True, "graph", "operations.1.inputs", [0.0]),
     (False, "graph", "operations.1.inputs", [0, 0]),
     (False, "graph", "operations.1.inputs", [-1]),
-    (False, "graph", "operations.1.overwrites", [0]),
+    (True, "graph", "operations.1.overwrites", [0]),
     (True, "graph", "boundary", None),
     (True, "graph", "boundary", 4.0),
     (False, "graph", "boundary", -1),
