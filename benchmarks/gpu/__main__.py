@@ -4,6 +4,7 @@
     python -m benchmarks.gpu --all              # also what the software GPU proves
     python -m benchmarks.gpu --steps 3 6        # only these steps, in full
     python -m benchmarks.gpu --minutes 9        # what fits; a second call does the rest
+    python -m benchmarks.gpu --jobs 8           # eight parts at a time, but those of times
     python -m benchmarks.gpu --dry              # the same code on the CPU, with tiny shapes
 
 Each part runs in a process of its own, and its checks are stored in build/gpu. A part that has
@@ -29,7 +30,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 MINUTES = 25.0
 NO_DEVICE = 3
-STEPS = range(11)
+STEPS = range(15)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         part
         for part in PARTS
         if part.step in (options.steps or STEPS)
-        and (options.all or options.steps or not part.is_proved_without_gpu)
+        and (options.all or options.steps or options.only or not part.is_proved_without_gpu)
+        and (not options.only or part.key in options.only)
     ]
     results = run_all(
         parts,
@@ -61,6 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         60 * options.minutes,
         dry=options.dry,
         repeat=options.again,
+        jobs=options.jobs,
         on_result=_print_result,
     )
     rows = [row for result in results for row in result.rows()]
@@ -137,8 +140,10 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
     add("--steps", nargs="+", type=int, choices=STEPS, metavar="STEP", help="only these, in full")
+    add("--only", nargs="+", metavar="PART", help="only these parts, as 08-resnet50-b128")
     add("--all", action="store_true", help="also the parts that the software GPU proves")
     add("--minutes", type=float, default=MINUTES, help=f"total time (default {MINUTES:g})")
+    add("--jobs", type=int, default=1, help="processes at once, if none measures time (default 1)")
     add("--again", action="store_true", help="repeat parts that finished in an earlier run")
     add("--dry", action="store_true", help="run on the CPU with tiny shapes, to test this command")
     add("--folder", type=Path, default=ROOT / "build" / "gpu", help="folder of finished parts")

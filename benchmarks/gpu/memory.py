@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -36,20 +37,7 @@ def check_library_workspaces(setting: Setting, report: Report) -> None:
     """
     device = setting.device
     expected_bytes = library_bytes(device, ["aten.mm.default"]) if keeps_workspaces() else 0
-    bytes_left: dict[str, tuple[int, int]] = {}
-    for kind in ("matmul", "linear"):
-        # Up to 1 MiB, the allocator's blocks are as large as the request.
-        x, w = (torch.randn(256, 256, device=device, requires_grad=True) for _ in range(2))
-        bias = torch.randn(256, device=device)
-        before = allocated_bytes(device)
-        y = x @ w if kind == "matmul" else F.linear(x, w, bias)
-        forward_bytes = allocated_bytes(device) - before - _rounded(y)
-        gradient = torch.ones_like(y)
-        y.backward(gradient)
-        assert x.grad is not None
-        assert w.grad is not None
-        tensor_bytes = sum(map(_rounded, (y, gradient, x.grad, w.grad)))
-        bytes_left[kind] = forward_bytes, allocated_bytes(device) - before - tensor_bytes
+    bytes_left = {kind: _bytes_left(kind, device) for kind in ("matmul", "linear")}
     subject = "bytes left by a matmul in forward, and in backward"
     requirement = f"{format_bytes(expected_bytes)} in total, within 2 MiB"
     if not is_cuda(device):
@@ -60,6 +48,22 @@ def check_library_workspaces(setting: Setting, report: Report) -> None:
     is_met = abs(total_bytes - expected_bytes) <= TOLERANCE_BYTES
     report.judge(subject, requirement, observed, is_met, bytes_left=bytes_left)
     report.info("linear layers add", format_bytes(bytes_left["linear"][1]))
+
+
+def _bytes_left(kind: str, device: torch.device) -> tuple[int, int]:
+    """Return the bytes that stay allocated after a product, and after its backward too."""
+    # Up to 1 MiB, the allocator's blocks are as large as the request.
+    x, w = (torch.randn(256, 256, device=device, requires_grad=True) for _ in range(2))
+    bias = torch.randn(256, device=device)
+    before = allocated_bytes(device)
+    y = x @ w if kind == "matmul" else F.linear(x, w, bias)
+    forward_bytes = allocated_bytes(device) - before - _rounded(y)
+    gradient = torch.ones_like(y)
+    y.backward(gradient)
+    assert x.grad is not None
+    assert w.grad is not None
+    tensor_bytes = sum(map(_rounded, (y, gradient, x.grad, w.grad)))
+    return forward_bytes, allocated_bytes(device) - before - tensor_bytes
 
 
 def _rounded(tensor: torch.Tensor) -> int:
@@ -75,8 +79,13 @@ def optimize_workload(
     solve_s: float = 10.0,
     cache: str = "",
     cuda_graphs: bool = False,
+    outputs: str = "dropped",
+    **options: Any,
 ) -> remat.RematModule:
-    """Return `remat.optimize` of the workload's model, with costs measured on this device."""
+    """Return `remat.optimize` of the workload's model, with costs measured on this device.
+
+    The step of a workload references only the loss in the backward: its outputs are dropped.
+    """
     workload.model.zero_grad(set_to_none=True)  # existing gradients would plan for accumulation
     with workload.autocast_context():
         return remat.optimize(
@@ -87,6 +96,8 @@ def optimize_workload(
             strategy=remat.Auto(gap=0.02, time_limit=setting.solve_limit_s(solve_s)),
             cache=cache or setting.costs,
             cuda_graphs=cuda_graphs,
+            outputs=outputs,
+            **options,
         )
 
 

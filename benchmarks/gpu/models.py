@@ -96,9 +96,11 @@ def llama(setting: Setting, *, rows: int = 2, tokens: int = 2048) -> Workload:
         eos_token_id=2,
     )  # fmt: skip
     ids = torch.randint(0, vocabulary, (rows, tokens))
+    with setting.device:  # initializing a billion parameters takes long on a CPU
+        model = LlamaForCausalLM(config)
     return _to_workload(
         setting, f"Llama, {layers} layers of width {width}, {rows} x {tokens} tokens",
-        LlamaForCausalLM(config), {"input_ids": ids, "labels": ids},
+        model, {"input_ids": ids, "labels": ids},
         lambda model: list(model.get_submodule("model.layers").children()), True,
     )  # fmt: skip
 

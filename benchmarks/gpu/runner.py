@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -54,23 +55,47 @@ def run_all(
     *,
     dry: bool = False,
     repeat: bool = False,
+    jobs: int = 1,
     on_result: Callable[[Result], None] = lambda result: None,
 ) -> list[Result]:
-    """Run parts one after the other until `limit_s` seconds are over.
+    """Run parts until `limit_s` seconds are over: first one after the other those that run alone,
+    then the others, `jobs` at a time.
 
     A part that finished in an earlier run is read from `folder`, unless `repeat` is set.
     """
     folder.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + limit_s
-    results = []
-    for part in parts:
-        result = None if repeat else _read_finished(folder / f"{part.key}.json")
+
+    def result_of(part: Part) -> Result:
+        path = folder / f"{part.key}.json"
+        result = None if repeat else _read_finished(path)
         if result is None:
             result = _run(part, folder, deadline - time.monotonic(), dry)
             if result.ended != NO_TIME:
-                (folder / f"{part.key}.json").write_text(json.dumps(asdict(result), indent=1))
+                path.write_text(json.dumps(asdict(result), indent=1))
+        return result
+
+    results: list[Result] = []
+
+    def add(result: Result) -> None:
         on_result(result)
         results.append(result)
+
+    sequential: list[Part] = []
+    others: list[list[Part]] = []  # lists of parts that run one after the other
+    for part in parts:
+        if part.runs_alone:
+            sequential.append(part)
+        elif part.follows and others:
+            others[-1].append(part)
+        else:
+            others.append([part])
+    for part in sequential:
+        add(result_of(part))
+    with ThreadPoolExecutor(jobs) as pool:
+        for group in pool.map(lambda group: [result_of(part) for part in group], others):
+            for result in group:
+                add(result)
     return results
 
 

@@ -6,7 +6,6 @@ import statistics
 from collections.abc import Callable, Mapping
 
 import torch
-import torch._dynamo
 from torch import nn
 
 import remat
@@ -23,11 +22,8 @@ from benchmarks.gpu.setting import PartFunction, Setting, WorkloadBuilder
 from benchmarks.gpu.verdicts import Report
 from benchmarks.harness.measurement import resident_tensors
 from benchmarks.harness.methods import (
-    Method,
     per_block_method,
     run_step,
-    torch_budget_method,
-    try_method,
 )
 from benchmarks.models.workloads import Workload
 from remat.limits.units import format_bytes
@@ -57,7 +53,7 @@ def check_keep_all(build_workload: WorkloadBuilder, limit: float) -> PartFunctio
         report.info("model", workload.size)
         gm = optimize_workload(workload, "100%", setting)
         rounds, steps = setting.sized((15, 10), (2, 1))
-        steps_by_name = _step_functions({"eager": workload.model, "remat": gm}, workload)
+        steps_by_name = step_functions({"eager": workload.model, "remat": gm}, workload)
         times = interleaved_step_times(steps_by_name, device, rounds, steps)
         ratio = time_ratio(times, "remat", "eager")
         observed = f"{ratio:.3f} of eager's {median_ms(times, 'eager')}"
@@ -100,7 +96,7 @@ def check_predicted_times(build_workload: WorkloadBuilder) -> PartFunction:
                 report.judge(f"{budget}: a plan", "there is one", str(error), False)
         rounds, steps = setting.sized((9, 5), (2, 1))
         times = interleaved_step_times(
-            _step_functions(modules, workload), setting.device, rounds, steps
+            step_functions(modules, workload), setting.device, rounds, steps
         )
         for budget, gm in modules.items():
             plan = gm.plan
@@ -130,10 +126,7 @@ def check_predicted_times(build_workload: WorkloadBuilder) -> PartFunction:
 
 
 def compare_methods(build_workload: WorkloadBuilder) -> PartFunction:
-    """Step 8 for one model: compare the extra time at the peak of per-block checkpointing.
-
-    Then report torch.compile and torch's own budget, which may take long or fail.
-    """
+    """Step 8 for one model: compare the extra time at the peak of per-block checkpointing."""
 
     def run(setting: Setting, report: Report) -> None:
         torch.manual_seed(0)
@@ -141,7 +134,7 @@ def compare_methods(build_workload: WorkloadBuilder) -> PartFunction:
         report.info("model", workload.size)
         per_block = per_block_method(workload)
         assert per_block.module is not None
-        peak_bytes = _peak(per_block.module, workload, device)
+        peak_bytes = peak_of(per_block.module, workload, device)
         gm = optimize_workload(workload, peak_bytes, setting, solve_s=30.0)
         modules: dict[str, nn.Module] = {
             "eager": workload.model,
@@ -149,10 +142,10 @@ def compare_methods(build_workload: WorkloadBuilder) -> PartFunction:
             "remat": gm,
         }
         peak_bytes_by_name = {
-            name: _peak(module, workload, device) for name, module in modules.items()
+            name: peak_of(module, workload, device) for name, module in modules.items()
         }
         rounds, steps = setting.sized((9, 2), (2, 1))
-        times = interleaved_step_times(_step_functions(modules, workload), device, rounds, steps)
+        times = interleaved_step_times(step_functions(modules, workload), device, rounds, steps)
         for name in modules:
             extra = time_ratio(times, name, "eager") - 1
             size_bytes = peak_bytes_by_name[name]
@@ -173,40 +166,11 @@ def compare_methods(build_workload: WorkloadBuilder) -> PartFunction:
             remat_extra <= 0.75 * per_block_extra,
             **plan_figures(gm),
         )
-        del modules, gm, per_block
-        for share in (1.0, 0.5):
-            _report_torch_compile(setting, report, workload, share)
 
     return run
 
 
-def _report_torch_compile(
-    setting: Setting, report: Report, workload: Workload, share: float
-) -> None:
-    """Report torch.compile with `share` as torch's activation memory budget; 1 is its default."""
-    name = "torch.compile" if share == 1 else f"torch.compile, budget {share:g}"
-    torch._dynamo.reset()
-    free_unused_memory(setting.device)
-    backend = setting.sized("inductor", "aot_eager_decomp_partition")
-    method: Method = try_method(name, lambda: torch_budget_method(workload, share, backend))
-    if method.module is None:
-        report.info(name, f"failed: {method.failure[:200]}")
-        return
-    modules = {"eager": workload.model, name: method.module}
-    rounds, steps = setting.sized((5, 2), (1, 1))
-    times = interleaved_step_times(
-        _step_functions(modules, workload), setting.device, rounds, steps
-    )
-    extra = time_ratio(times, name, "eager") - 1
-    observed = f"{median_ms(times, name)} ({extra:+.1%})"
-    figures: dict[str, object] = {"step_s": times[name], **method.setup_s}
-    if is_cuda(setting.device):  # on a CPU, the memory of compiled code is not counted
-        figures["requested_bytes"] = size = _peak(method.module, workload, setting.device)
-        observed += f", {format_bytes(size)}"
-    report.info(name, observed, **figures)
-
-
-def _step_functions(
+def step_functions(
     modules: Mapping[str, nn.Module], workload: Workload
 ) -> dict[str, Callable[[], object]]:
     """Return for each module a function that runs one training step of the workload."""
@@ -215,7 +179,7 @@ def _step_functions(
     }
 
 
-def _peak(module: nn.Module, workload: Workload, device: torch.device) -> int:
+def peak_of(module: nn.Module, workload: Workload, device: torch.device) -> int:
     """Return the peak of the requested bytes in a warm step."""
     run_step(module, workload)
     workload.model.zero_grad(set_to_none=True)

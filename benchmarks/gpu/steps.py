@@ -10,7 +10,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
-from benchmarks.gpu import correctness, marked_tests, memory, models, speed
+from benchmarks.gpu import (
+    compiled,
+    correctness,
+    data_sheet,
+    link,
+    marked_tests,
+    memory,
+    models,
+    speed,
+    splitting,
+)
 from benchmarks.gpu.setting import PartFunction, WorkloadBuilder
 
 TITLES = {
@@ -25,6 +35,10 @@ TITLES = {
     8: "extra time at the peak of per-block checkpointing",
     9: "steps with recomputation as CUDA graphs",
     10: "the first step of a second process",
+    11: "splitting the largest operation",
+    12: "seconds by data sheet and measured",
+    13: "the link between device and host",
+    14: "torch.compile at the peak of torch's own budget",
 }
 
 
@@ -42,6 +56,16 @@ class Part:
     limit_s: float = 120.0
     env: Mapping[str, str] = field(default_factory=dict)
     is_proved_without_gpu: bool = False
+
+    @property
+    def runs_alone(self) -> bool:
+        """True if no other process may run during this part, because it measures time."""
+        return self.step in TIMED_STEPS or self.name.endswith("-times")
+
+    @property
+    def follows(self) -> bool:
+        """True if this part needs what the part before it left."""
+        return self.step == 10 and self.name.startswith("b-")
 
     @property
     def key(self) -> str:
@@ -67,11 +91,13 @@ _PLANNED: dict[str, WorkloadBuilder] = {
     "vit-bf16": models.vit,
 }
 _SMALL: WorkloadBuilder = partial(models.gpt2, half=True, rows=1, tokens=64)
+_COMPILED: WorkloadBuilder = partial(models.gpt2, layers=6, half=True, rows=16, tokens=1024)
 _LARGE: WorkloadBuilder = partial(models.gpt2, half=True, rows=16, tokens=1024)
 _RESNET: WorkloadBuilder = partial(models.resnet50, rows=128, half=True)
 
 
-RUN_ORDER = (6, 7, 8, 0, 1, 5, 3, 4, 10, 9, 2)
+TIMED_STEPS = (6, 7, 11, 8, 12, 13, 14)
+RUN_ORDER = (*TIMED_STEPS, 0, 1, 5, 3, 4, 10, 9, 2)
 """Steps in the order in which they run: times first."""
 
 
@@ -137,7 +163,7 @@ def _number_parts() -> list[Part]:
 
 
 def _time_parts() -> list[Part]:
-    """Return the parts of steps 6, 7 and 8."""
+    """Return the parts of steps 6, 7, 8 and 11 to 14."""
     gpt2: WorkloadBuilder = partial(models.gpt2, half=True, tokens=1024)
     return [
         Part(6, "gpt2-1x64", speed.check_keep_all(_SMALL, 1.05)),
@@ -147,6 +173,12 @@ def _time_parts() -> list[Part]:
         Part(8, "gpt2-16x1024", speed.compare_methods(_LARGE), 240.0),
         Part(8, "resnet50-b128", speed.compare_methods(_RESNET), 240.0),
         Part(8, "llama-1b-2x2048", speed.compare_methods(models.llama), 300.0),
+        Part(11, "llama-1b-2x2048", splitting.check_split(models.llama), 150.0),
+        Part(12, "gpt2-bf16", data_sheet.compare_costs(gpt2)),
+        Part(12, "llama-1b-bf16", data_sheet.compare_costs(models.llama)),
+        Part(12, "resnet50-bf16", data_sheet.compare_costs(_RESNET)),
+        Part(13, "pinned-memory", link.measure_link, 60.0),
+        Part(14, "gpt2-16x1024", compiled.compare_compiled(_COMPILED), 300.0),
     ]
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 
 from coverage_results import coverage, coverage_left
 from docutils import nodes
+from gpu_results import gpu_missed, gpu_steps, gpu_times
 from length_results import lengths
 from measured import Table, load, newest
 from run_results import (
@@ -63,6 +64,9 @@ TABLES: dict[str, Callable[[], Table]] = {
         software_gpu_budgets,
         software_gpu_memory,
         software_gpu_missed,
+        gpu_steps,
+        gpu_times,
+        gpu_missed,
         split_models,
         split_steps,
         split_peers,

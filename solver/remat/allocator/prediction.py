@@ -77,6 +77,11 @@ def uses_cublas(target: str) -> bool:
     return target.rpartition(".")[0] in _CUBLAS_OPERATIONS
 
 
+def uses_cublaslt(target: str) -> bool:
+    """True if an operation is a matrix product with a bias, which torch computes by cuBLASLt."""
+    return target.rpartition(".")[0] in ("aten.addmm", "aten._addmm_activation", "aten.linear")
+
+
 def predict_allocator_peaks(trace: Trace, schedule: Schedule) -> AllocatorPrediction:
     """Return the predicted peaks of two steps of a measured trace under a schedule. Raises
     `GraphError` for a schedule of another trace."""

@@ -48,7 +48,7 @@ class Around(Net):
         return Output(F.cross_entropy(logits, ids), logits)
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("reentrant", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("place", ["inside", "around", "around what is captured"])
 def test_the_plan_overrides_checkpoints_in_the_model(
     place: str, reentrant: bool, monkeypatch: pytest.MonkeyPatch

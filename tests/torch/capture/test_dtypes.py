@@ -61,7 +61,7 @@ def test_every_model_is_exact_in_lower_precision(name: str, mode: str) -> None:
 @pytest.mark.parametrize(
     ("attention", "dropout", "mode"),
     [
-        pytest.param(*case, marks=[] if case[2] in ("bfloat16", "autocast") else pytest.mark.slow)
+        pytest.param(*case, marks=[] if case[2] == "autocast" else pytest.mark.slow)
         for case in itertools.product(("sdpa", "eager"), (0.0, 0.1), MODES)
     ],
 )

@@ -186,6 +186,7 @@ def test_a_trace_for_an_absent_gpu_is_priced_by_its_data_sheet(tmp_path: Path) -
     assert "`remat measure --roofline a100` estimates" in ended.error
 
 
+@pytest.mark.slow
 def test_a_failing_factory_is_an_error(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)

@@ -112,6 +112,7 @@ def test_samples_are_plain_inductors(group: str) -> None:
         assert_same(model, compiled_step(model, x, budget), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", [name for name in GROUPS if name != "common"])
 def test_without_inductor_samples_are_eager_modes(group: str) -> None:
     model, x = chain_of_group(group)

@@ -158,7 +158,7 @@ class Computed(nn.Module):
 
 
 @pytest.mark.parametrize("function", [gated, attention, smoothed, binary])
-@pytest.mark.parametrize("pieces", [4, 5])
+@pytest.mark.parametrize("pieces", [pytest.param(4, marks=pytest.mark.slow), 5])
 def test_pieces_of_a_joint_graph_compute_what_the_whole_computed(
     function: Any, pieces: int
 ) -> None:

@@ -639,7 +639,8 @@ def test_convolutions_that_cudnn_tunes_run_once_in_a_process(
         lambda self, node: (ran.append(node.target), tune(self, node)),
     )
     measure(chain())
-    assert ran == [], "measuring has run it"
+    assert ran == ["aten.relu.default"], "measuring has run it, but not in the backward"
+    ran.clear()
     pricing._autotuned_keys.clear()  # another process
     measure(chain())
     assert ran == ["aten.relu.default"]

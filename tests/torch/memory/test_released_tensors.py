@@ -173,7 +173,7 @@ CALLS: dict[str, Callable[[nn.Module], object]] = {
 }
 
 
-@pytest.mark.parametrize("call", cases(CALLS, slow={"max_batch"}))
+@pytest.mark.parametrize("call", cases(CALLS, slow={"max_batch", "measure", "solve", "estimate"}))
 def test_planning_leaves_no_tensor(
     call: Callable[[nn.Module], object], model: Model, no_collector: None
 ) -> None:
@@ -245,7 +245,9 @@ FAILURES: dict[str, Callable[[nn.Module, torch.Tensor], object]] = {
 }
 
 
-@pytest.mark.parametrize("call", FAILURES.values(), ids=FAILURES.keys())
+@pytest.mark.parametrize(
+    "call", cases(FAILURES, slow={"optimize", "max_batch", "no model", "another operation"})
+)
 def test_an_error_releases_the_tensors_of_its_callers(
     call: Callable[[nn.Module, torch.Tensor], object], model: Model, no_collector: None
 ) -> None:

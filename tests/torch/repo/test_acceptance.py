@@ -22,7 +22,7 @@ from benchmarks.gpu import marked_tests, memory, speed, verdicts
 from benchmarks.gpu.device import StepPeaks
 from benchmarks.gpu.runner import FINISHED, NO_TIME, run_all, run_command
 from benchmarks.gpu.setting import Setting
-from benchmarks.gpu.steps import PARTS, RUN_ORDER, TITLES, Part
+from benchmarks.gpu.steps import PARTS, RUN_ORDER, TIMED_STEPS, TITLES, Part
 from benchmarks.gpu.verdicts import Check, Report
 from scripts import gpu_wheels
 from tests.helpers.paths import ROOT
@@ -31,6 +31,7 @@ BY_KEY = {part.key: part for part in PARTS}
 QUICK = {
     "01-gpt2-bf16-mask", "02-products", "09-gpt2-dropout-0.1", "10-b-second-process",
 }  # fmt: skip
+TIMED = [part for part in PARTS if part.step in TIMED_STEPS]
 SAME_ON_A_CPU = (1, 3, 4, 5, 9, 10)
 """Steps that a CPU must pass as well: they are neither about seconds nor about CUDA's allocator."""
 
@@ -79,7 +80,8 @@ def test_times_come_first_and_what_the_software_gpu_proves_last() -> None:
     proved = [part.is_proved_without_gpu for part in PARTS]
     assert proved == sorted(proved)
     needed = [part for part in PARTS if not part.is_proved_without_gpu]
-    assert {part.step for part in needed[:7]} == {6, 7, 8}
+    assert all(part.runs_alone for part in needed[: len(TIMED)])
+    assert {part.step for part in needed[: len(TIMED)]} == set(TIMED_STEPS)
     assert {part.step for part in PARTS} - {part.step for part in needed} == {2}
     assert {p.name for p in needed if p.step in (3, 4) and "expandable" in p.name} == {
         "resnet50-expandable"  # for cuDNN

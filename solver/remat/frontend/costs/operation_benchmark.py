@@ -9,6 +9,7 @@ import torch
 from remat.costs.roofline import traffic_bytes
 from remat.documents.records import Node, TensorMeta
 from remat.errors import RematError, one_line
+from remat.frontend.common.backward_thread import run_in_backward
 from remat.frontend.common.operators import resolve
 from remat.frontend.common.torch_modes import NEEDS_GRAD_MODE, run_with_grad_mode
 from remat.frontend.costs.cost_cache import MeasuredCost
@@ -100,8 +101,12 @@ class OperationBenchmark:
         return lambda: operator(*args, **kwargs)
 
     def autotune(self, node: Node) -> None:
-        """Run an operation once, so that its library selects an algorithm for it."""
-        self.prepare(node)()
+        """Run an operation on each thread of a step, so that its library selects an algorithm for
+        it: cuDNN's choice belongs to a thread, and the backward, with its recomputations, has its
+        own."""
+        call = self.prepare(node)
+        call()
+        run_in_backward(call, self._device)
 
     def copy_s_per_byte(self) -> float:
         """Return the seconds that a large `copy_` takes per byte read or written."""

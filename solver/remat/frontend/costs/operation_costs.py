@@ -28,7 +28,7 @@ from remat.limits.units import format_bytes
 log = logging.getLogger("remat")
 
 _autotuned_keys: set[str] = set()
-"""Keys of the operations that cuDNN has autotuned in this process."""
+"""Keys of the operations that cuDNN has autotuned in this process, on both threads of a step."""
 
 _OUT_OF_TIME = "no time was left"
 
@@ -76,12 +76,9 @@ def measure_operations(
                     continue
                 if cache is not None:
                     cache.put(keys[key_text], cost)
-            elif uses_cudnn_autotuning(nodes[0], device) and key_text not in _autotuned_keys:
-                with suppress(
-                    Exception
-                ):  # the cost is from the cache, so that a failure is no loss
+            if uses_cudnn_autotuning(nodes[0], device) and key_text not in _autotuned_keys:
+                with suppress(Exception):  # the cost is known, so that a failure is no loss
                     benchmark.autotune(nodes[0])
-            if uses_cudnn_autotuning(nodes[0], device):
                 _autotuned_keys.add(key_text)
             measured[key_text] = cost
         report(len(groups), len(groups), "")

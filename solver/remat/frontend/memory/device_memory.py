@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from remat.allocator.prediction import uses_cublas
+from remat.allocator.prediction import uses_cublas, uses_cublaslt
+from remat.frontend.common.backward_thread import run_in_backward
 
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -70,13 +71,14 @@ def library_bytes(
     Up to torch 2.14 the thread of the forward and that of the backward each have a workspace, which
     stays allocated. From 2.15 on a workspace is allocated for each product and freed after it, so
     that one counts, unless TORCH_CUBLAS_WORKSPACE_CACHE=1. (Measured with the allocators of both
-    versions; see `scripts/allocator`.)
+    versions; see `scripts/allocator`.) A product with a bias runs in cuBLASLt, whose workspace may
+    be another one.
     """
-    device = torch.device(device)
+    device, targets = torch.device(device), set(targets)
     if (device.type != "cuda" and capability is None) or not any(map(uses_cublas, targets)):
         return 0
     threads = 2 if keeps_workspaces() else 1
-    return threads * _workspace_bytes(device, capability)
+    return threads * _workspace_bytes(device, capability, any(map(uses_cublaslt, targets)))
 
 
 def allocated_workspace_bytes(device: torch.device) -> int:
@@ -84,42 +86,57 @@ def allocated_workspace_bytes(device: torch.device) -> int:
     measurements of the device's memory do not count; 0 where nothing is kept."""
     if device.type != "cuda" or not keeps_workspaces():
         return 0
-    with torch.enable_grad(), torch.autocast("cuda", enabled=False):
-        x = torch.ones(1, 1, device=device, requires_grad=True)
-        (x @ x).backward()  # on the thread of the backward, too
-    return library_bytes(device, ["aten.mm.default"])
+    matrix, bias = torch.ones(16, 16, device=device), torch.ones(16, device=device)
+
+    def multiply() -> None:
+        with torch.no_grad(), torch.autocast("cuda", enabled=False):
+            torch.addmm(bias, matrix, matrix)
+            torch.mm(matrix, matrix)
+
+    multiply()
+    run_in_backward(multiply, device)
+    return library_bytes(device, ["aten.mm.default", "aten.addmm.default"])
 
 
 def keeps_workspaces() -> bool:
     """True if torch keeps cuBLAS's workspaces after a matrix product. If False, each product
     allocates and frees one, and a measurement counts it as the product's own workspace."""
     cache_setting = os.environ.get("TORCH_CUBLAS_WORKSPACE_CACHE")
-    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    return version < (2, 15) or cache_setting == "1"
+    return _torch_version() < (2, 15) or cache_setting == "1"
 
 
-def _workspace_bytes(device: torch.device, capability: tuple[int, int] | None) -> int:
-    """Return the bytes of one thread's workspaces of cuBLAS and cuBLASLt."""
+def _workspace_bytes(device: torch.device, capability: tuple[int, int] | None, has_lt: bool) -> int:
+    """Return the bytes of one thread's workspaces of cuBLAS and, with `has_lt`, of cuBLASLt."""
     blas_size = getattr(torch.backends.cuda, "cublas_workspace_size", None)
     lt_size = getattr(torch.backends.cuda, "cublaslt_workspace_size", None)
     is_local = capability is None and torch.cuda.is_available()
     if is_local and blas_size is not None and lt_size is not None:  # torch 2.13
         with torch.cuda.device(device):
-            return _combined_bytes(blas_size(), lt_size())
+            return _combined_bytes(blas_size(), lt_size() if has_lt else 0)
     lt_kib = os.environ.get("CUBLASLT_WORKSPACE_SIZE", "")
     lt_bytes = int(lt_kib) << 10 if lt_kib.isdigit() else _DEFAULT_LT_BYTES
     configured = configured_workspace_bytes(os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
     if configured is None:
         major, _ = capability or torch.cuda.get_device_capability(device)
         configured = default_workspace_bytes(major)
-    return _combined_bytes(configured, lt_bytes)
+    return _combined_bytes(configured, lt_bytes if has_lt else 0)
 
 
 def _combined_bytes(blas_bytes: int, lt_bytes: int) -> int:
-    """Return the bytes of both workspaces. cuBLASLt shares that of cuBLAS, unless the environment
-    says that it must not."""
-    is_shared = os.environ.get("TORCH_CUBLASLT_UNIFIED_WORKSPACE", "1") != "0"
+    """Return the bytes of both workspaces.
+
+    From torch 2.13 on cuBLASLt shares that of cuBLAS, unless the environment says that it must not.
+    Before, it shares it only if the environment says so: torch 2.11 was measured to keep another
+    megabyte for each thread (H200, 2026-11-27).
+    """
+    setting = os.environ.get("TORCH_CUBLASLT_UNIFIED_WORKSPACE", "")
+    is_shared = setting == "1" if _torch_version() < (2, 13) else setting != "0"
     return blas_bytes if is_shared else blas_bytes + lt_bytes
+
+
+def _torch_version() -> tuple[int, ...]:
+    """Return the major and minor version of torch."""
+    return tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
 _DEFAULT_LT_BYTES = 1 << 20
