@@ -15,7 +15,7 @@ Copy = Callable[[], object]
 
 
 def measure_link(setting: Setting, report: Report) -> None:
-    """Step 13: bandwidth each way, both at once, during a matrix product, and of pageable memory."""
+    """Step 13: bandwidth each way, both at once, during a matrix product, and unpinned."""
     device = setting.device
     subject, requirement = "copies between device and host", "at least 10 GB/s each way"
     if not is_cuda(device):
