@@ -2,9 +2,9 @@
 is longer, plus a launch.
 
 Williams, Waterman and Patterson, "Roofline: an insightful visual performance model for multicore
-architectures", CACM 52(4), 2009. It needs no device and no torch. It is accurate enough to choose
-between schedules, not to predict times: attainable rates replace a model of tiling, wave and cache
-effects. What torch's kernels allocate while they run is in `workspaces`, without cuDNN's.
+architectures", CACM 52(4), 2009. It needs no device and no torch. Attainable rates replace a model
+of tiling, wave and cache effects; where torch's CUDA kernels are known to be slower, `cuda_kernels`
+says by how much. What torch's kernels allocate while they run is in `workspaces`, without cuDNN's.
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 
+from remat.costs import cuda_kernels
 from remat.costs.devices import DeviceSpec, find_device
 from remat.costs.flops import count_flops
 from remat.documents.arguments import Argument, Ref, referenced_names
 from remat.documents.records import Node, TensorMeta
-from remat.documents.targets import WRITE_ROWS_TARGET
+from remat.documents.targets import OFFLOAD_TARGETS, WRITE_ROWS_TARGET
 from remat.errors import DocumentError
 
-COMPUTE_EFFICIENCY = 0.7
-"""Share of the peak that large matrix products reach (cuBLAS on H100, bfloat16: 600 to 750 of 989
-TFLOP/s, limited by power)."""
+COMPUTE_EFFICIENCY = 0.75
+"""Share of the peak that large matrix products reach (cuBLAS on H200, bfloat16: 690 to 830 of 989
+TFLOP/s measured in steps of GPT-2 and Llama)."""
 
 BANDWIDTH_EFFICIENCY = 0.85
 """Share of the peak bandwidth that element-wise kernels on large tensors reach (STREAM-like)."""
@@ -36,6 +37,15 @@ _ITEM_BYTES = {
 
 _LOOKUPS = frozenset({"embedding", "index_select", "gather", "index", "_unsafe_index"})
 """Operations that read only those elements of their first operand that they return."""
+
+_SECTOR_BYTES = 32
+"""Bytes that a GPU reads for a single element: a sector."""
+
+_PICKS = {"nll_loss_forward": (0, 1), "nll_loss2d_forward": (0, 1)}
+"""Operations that read one element of an operand for each element of another: positions of both."""
+
+_NOT_READ = {"nll_loss_backward": 1, "nll_loss2d_backward": 1}
+"""Operations with an operand that they do not read, by its position: they need its shape."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +127,35 @@ def operation_seconds(node: Node, metas: Mapping[str, TensorMeta], roofline: Roo
     dtype = node.results[0].tensor.dtype if node.results else "float32"
     try:
         flops = operation_flops(node, metas.__getitem__)
-        return roofline.seconds(flops, traffic_bytes(node, metas), dtype)
-    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        size_bytes = traffic_bytes(node, metas)
+        if roofline.device.capability is None:
+            return roofline.seconds(flops, size_bytes, dtype)
+        return _cuda_seconds(node, metas, roofline, flops, size_bytes, dtype)
+    except (ArithmeticError, IndexError, LookupError, TypeError, ValueError) as error:
         raise DocumentError(
             f"operation {node.name} has other arguments than {node.target} takes ({error})"
         ) from None
+
+
+def _cuda_seconds(
+    node: Node,
+    metas: Mapping[str, TensorMeta],
+    roofline: Roofline,
+    flops: int,
+    size_bytes: int,
+    dtype: str,
+) -> float:
+    """Return the seconds of an operation on a CUDA device, by the rules of `cuda_kernels`."""
+    device = roofline.device
+    if node.operand_names:
+        first_bytes = tensor_traffic_bytes(metas[node.operand_names[0]])
+        size_bytes += cuda_kernels.reread_bytes(node, metas, first_bytes)
+    efficiency = cuda_kernels.compute_efficiency(node, metas) if flops else 1.0
+    elements = cuda_kernels.unvectorized_elements(node, metas)
+    elements_s = elements / (cuda_kernels.ELEMENTS_PER_S * device.multiprocessors)
+    launch_s = device.launch_s * cuda_kernels.launches(node, metas)
+    seconds = roofline.seconds(int(flops / efficiency), size_bytes, dtype) - device.launch_s
+    return launch_s + max(seconds, elements_s)
 
 
 def operation_flops(node: Node, meta_of: Callable[[str], TensorMeta]) -> int:
@@ -140,13 +174,25 @@ def operation_flops(node: Node, meta_of: Callable[[str], TensorMeta]) -> int:
 def traffic_bytes(node: Node, metas: Mapping[str, TensorMeta]) -> int:
     """Return the bytes that an operation must read and write: each operand and result once; of a
     buffer, the rows that are written into it."""
+    if node.target in OFFLOAD_TARGETS:
+        return 0  # a link copies, while other operations run
     if node.target == WRITE_ROWS_TARGET:
         return 2 * sum(tensor_traffic_bytes(metas[n]) for n in referenced_names(node.args[1]))
     written_bytes = sum(tensor_traffic_bytes(result.tensor) for result in node.results)
     read_bytes = {name: tensor_traffic_bytes(metas[name]) for name in node.operand_names}
-    if node.target.split(".")[1] in _LOOKUPS and node.args and isinstance(node.args[0], Ref):
+    name = node.target.split(".")[1]
+    if name in _LOOKUPS and node.args and isinstance(node.args[0], Ref):
         table = node.args[0].name
         read_bytes[table] = min(read_bytes[table], written_bytes)
+    if name in _PICKS and len(node.args) > max(_PICKS[name]):
+        table, index = (node.args[position] for position in _PICKS[name])
+        if isinstance(table, Ref) and isinstance(index, Ref):
+            picked_bytes = _SECTOR_BYTES * prod(metas[index.name].shape)
+            read_bytes[table.name] = min(read_bytes[table.name], picked_bytes)
+    if name in _NOT_READ and len(node.args) > _NOT_READ[name]:
+        unread = node.args[_NOT_READ[name]]
+        if isinstance(unread, Ref):
+            read_bytes[unread.name] = 0
     return written_bytes + sum(read_bytes.values())
 
 

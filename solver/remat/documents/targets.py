@@ -24,6 +24,23 @@ ADD_PRODUCT_TARGET = "remat.add_product.default"
 WRITE_ROWS_TARGET = "remat.write_rows.default"
 """Writes some rows into a buffer, in place, and returns it. Without a buffer, allocates one."""
 
-OVERWRITING_TARGETS = frozenset({ADD_TARGET, ADD_PRODUCT_TARGET, WRITE_ROWS_TARGET})
+OFFLOAD_TARGET = "remat.offload.default"
+"""Starts the copy of a tensor to the host, and returns a handle of it: a tensor of one number."""
+
+RELEASE_TARGET = "remat.release.default"
+"""Waits until a copy to the host has ended, so that the tensor, its second argument, may be freed.
+Returns a handle of the copy."""
+
+RELOAD_TARGET = "remat.reload.default"
+"""Allocates a tensor, and starts the copy from the host into it. Its arguments are the handle, the
+shape, the strides and the dtype."""
+
+ARRIVE_TARGET = "remat.arrive.default"
+"""Waits until a copy from the host has ended, and returns the tensor that it filled."""
+
+OFFLOAD_TARGETS = frozenset({OFFLOAD_TARGET, RELEASE_TARGET, RELOAD_TARGET, ARRIVE_TARGET})
+"""Operations that move tensors between device and host while other operations run."""
+
+OVERWRITING_TARGETS = frozenset({ADD_TARGET, ADD_PRODUCT_TARGET, WRITE_ROWS_TARGET, ARRIVE_TARGET})
 """Operations that write their result over their first argument, which nothing reads later. In a
 trace the result has a storage of its own, like that of any other operation."""

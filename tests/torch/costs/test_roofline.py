@@ -13,6 +13,7 @@ from torch.utils.flop_counter import flop_registry
 from remat.costs.devices import DEVICES, find_device, match_device
 from remat.costs.flops import count_flops
 from remat.costs.roofline import (
+    COMPUTE_EFFICIENCY,
     Roofline,
     operation_flops,
     operation_seconds,
@@ -97,7 +98,7 @@ def test_matrix_products_are_bound_by_arithmetic_and_additions_by_memory() -> No
     metas = {"a": big, "b": big}
     assert operation_flops(mm, metas.__getitem__) == 2 * n**3
     seconds = operation_seconds(mm, metas, h200)
-    assert seconds == pytest.approx(2 * n**3 / (989.4e12 * 0.7), rel=0.05)
+    assert seconds == pytest.approx(2 * n**3 / (989.4e12 * COMPUTE_EFFICIENCY), rel=0.05)
     add = node("aten.add.Tensor", big, Ref("a"), Ref("b"))
     assert traffic_bytes(add, metas) == 3 * 2 * n * n
     assert operation_seconds(add, metas, h200) == pytest.approx(
@@ -110,9 +111,11 @@ def test_matrix_products_are_bound_by_arithmetic_and_additions_by_memory() -> No
 
 
 def test_single_precision_uses_tensor_cores_only_if_allowed() -> None:
-    assert Roofline("a100", allow_tf32=True).flops_per_s("float32") == pytest.approx(156e12 * 0.7)
-    assert Roofline("a100").flops_per_s("float32") == pytest.approx(19.5e12 * 0.7)
-    assert Roofline("a100").flops_per_s("float64") == pytest.approx(9.7e12 * 0.7)
+    assert Roofline("a100", allow_tf32=True).flops_per_s("float32") == pytest.approx(
+        156e12 * COMPUTE_EFFICIENCY
+    )
+    assert Roofline("a100").flops_per_s("float32") == pytest.approx(19.5e12 * COMPUTE_EFFICIENCY)
+    assert Roofline("a100").flops_per_s("float64") == pytest.approx(9.7e12 * COMPUTE_EFFICIENCY)
     assert Roofline("v100").flops_per_s("float16") > Roofline("v100").flops_per_s("float32")
 
 
@@ -143,7 +146,7 @@ def test_unknown_devices_are_refused_with_a_list_of_names() -> None:
 def test_custom_devices_can_be_described() -> None:
     custom = Roofline.custom("mine", fp32_flops_per_s=1e12, bytes_per_s=1e11, launch_s=0)
     assert custom.seconds(0, 10**11, "float32") == pytest.approx(1 / 0.85)
-    assert custom.flops_per_s("float64") == pytest.approx(0.5e12 * 0.7)
+    assert custom.flops_per_s("float64") == pytest.approx(0.5e12 * COMPUTE_EFFICIENCY)
 
 
 def test_devices_are_looked_up_by_name_and_by_description() -> None:

@@ -1,0 +1,153 @@
+"""Where torch's CUDA kernels are slower than the roofline: rules with figures measured on an H200.
+
+Each figure is from single operations of GPT-2 and Llama steps in bfloat16 autocast, with operands
+outside of the L2 cache (torch 2.11, CUDA 13.0, 27 November 2026;
+`tests/data/measured_costs/h200.json`). Other GPUs were not measured: their figures are scaled by
+the number of multiprocessors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+
+from remat.documents.records import Node, TensorMeta
+
+ELEMENTS_PER_S = 2.5e9
+"""Elements per second and multiprocessor of an element-wise kernel that torch does not vectorize
+(1.7e9 to 3.4e9 measured): one whose operands are converted, broadcast or strided."""
+
+MISALIGNED_EFFICIENCY = 0.19
+"""Rate of a product in half precision, as a share of that of large aligned products, if a matrix
+has rows whose bytes are no multiple of 16 (0.14 to 0.22 measured, for a vocabulary of 50,257)."""
+
+ALIGNMENT = 8
+"""Elements of half precision in 16 bytes."""
+
+CACHED_ROW_BYTES = 48 << 10
+"""Rows up to this size stay in shared memory while a softmax kernel needs them."""
+
+PASSES: Mapping[str, float] = {
+    "native_layer_norm": 1.2,
+    "native_layer_norm_backward": 2.8,
+    "embedding_dense_backward": 7.0,
+}
+"""Passes over the elements of the first operand, at `ELEMENTS_PER_S`, by operation: of norms, and
+of an embedding's gradient, which sorts its indices."""
+
+LAUNCHES: Mapping[str, int] = {
+    "native_layer_norm_backward": 2,
+    "embedding_dense_backward": 10,
+    "nll_loss_forward": 3,
+}
+"""Launches of operations that launch more than one kernel."""
+
+TALL_RATIO, TALL_LAUNCHES = 4, 5
+"""A sum over more than `TALL_RATIO` rows for each result is shared by several blocks, which takes
+as long as `TALL_LAUNCHES` (16,384 rows of 768 to 3,072)."""
+
+_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "add_product"})
+_ELEMENTWISE = frozenset(
+    {"_to_copy", "clone", "cat", "neg", "add", "sub", "mul", "div", "slice_backward"}
+)
+_NO_CONVERSION = frozenset({"bool"})
+"""Dtypes that a kernel reads without a conversion, whatever the other operands have: masks."""
+_WIDTHS = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+
+
+def compute_efficiency(node: Node, metas: Mapping[str, TensorMeta]) -> float:
+    """Return the share of the attainable arithmetic rate that a product reaches; 1 for others."""
+    matrices = [t for t in _tensors(node, metas) if len(t.shape) >= 2]
+    if operation_name(node) not in _PRODUCTS or not _is_half(matrices):
+        return 1.0
+    is_aligned = all(max(t.stride[-2:]) % ALIGNMENT == 0 for t in matrices)
+    return 1.0 if is_aligned else MISALIGNED_EFFICIENCY
+
+
+def unvectorized_elements(node: Node, metas: Mapping[str, TensorMeta]) -> float:
+    """Return the elements that a kernel handles one by one, by which its time is bound from below:
+    0 for a kernel that torch vectorizes, and for products."""
+    name = operation_name(node)
+    operands = [metas[operand] for operand in node.operand_names]
+    if name in PASSES:
+        return PASSES[name] * prod(operands[0].shape)
+    if name not in _ELEMENTWISE:
+        return 0.0
+    results = [result.tensor for result in node.results]
+    tensors = [t for t in (*operands, *results) if prod(t.shape) > 1]
+    if not tensors or not (_converts(operands, results) or _is_strided(name, operands, results)):
+        return 0.0
+    counted = operands if name == "slice_backward" else tensors
+    return max(prod(t.shape) for t in counted)
+
+
+def launches(node: Node, metas: Mapping[str, TensorMeta]) -> int:
+    """Return the number of launches whose time an operation takes."""
+    name = operation_name(node)
+    if name == "sum" and node.operand_names:
+        results = prod(node.results[0].tensor.shape)
+        summed = prod(metas[node.operand_names[0]].shape) // max(results, 1)
+        is_over_rows = metas[node.operand_names[0]].shape[-1:] == node.results[0].tensor.shape[-1:]
+        return TALL_LAUNCHES if is_over_rows and summed > TALL_RATIO * results else 1
+    return LAUNCHES.get(name, 1)
+
+
+def reread_bytes(node: Node, metas: Mapping[str, TensorMeta], size_bytes: int) -> int:
+    """Return the bytes that a softmax reads more than once, for an operand of `size_bytes`.
+
+    With rows above `CACHED_ROW_BYTES`, the forward reads its operand three times (maximum, sum,
+    result), and the backward the gradient twice.
+    """
+    times = {"_softmax": 2, "_log_softmax": 2}.get(operation_name(node), 0)
+    if operation_name(node) in ("_softmax_backward_data", "_log_softmax_backward_data"):
+        times = 1
+    if not times:
+        return 0
+    rows = prod(metas[node.operand_names[0]].shape[:-1])
+    return times * size_bytes if size_bytes > rows * CACHED_ROW_BYTES else 0
+
+
+def operation_name(node: Node) -> str:
+    """Return the name of an operation without its namespace and overload."""
+    return node.target.split(".")[1]
+
+
+def _tensors(node: Node, metas: Mapping[str, TensorMeta]) -> list[TensorMeta]:
+    return [*(metas[n] for n in node.operand_names), *(r.tensor for r in node.results)]
+
+
+def _is_half(tensors: Sequence[TensorMeta]) -> bool:
+    return any(t.dtype in ("float16", "bfloat16") for t in tensors)
+
+
+def _converts(operands: Sequence[TensorMeta], results: Sequence[TensorMeta]) -> bool:
+    """True if an operand is converted to another dtype, except by a copy to a narrower one, which
+    torch vectorizes."""
+    dtypes = {t.dtype for t in (*operands, *results)} - _NO_CONVERSION
+    if len(dtypes) < 2:
+        return False
+    is_narrowing = len(operands) == 1 and (
+        _WIDTHS.get(operands[0].dtype, 0) > _WIDTHS.get(results[0].dtype, 0)
+    )
+    return not is_narrowing
+
+
+def _is_strided(name: str, operands: Sequence[TensorMeta], results: Sequence[TensorMeta]) -> bool:
+    """True if an operand is broadcast, or has other strides than the result."""
+    if name in ("cat", "slice_backward"):
+        return any(not _is_dense(t) for t in operands)
+    result = results[0]
+    return any(
+        prod(t.shape) > 1 and (t.shape != result.shape or t.stride != result.stride)
+        for t in operands
+    )
+
+
+def _is_dense(tensor: TensorMeta) -> bool:
+    """True if a tensor's elements are contiguous."""
+    expected = 1
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride), strict=True):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
