@@ -1,0 +1,72 @@
+"""Tensors that a step can move to the host between their last reader in the forward and their
+first in the backward."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+from remat.costs.roofline import item_bytes
+from remat.documents.records import TensorMeta
+from remat.documents.targets import OFFLOAD_TARGETS
+from remat.documents.trace import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A tensor, and indices of `Trace.nodes`: its producer, its last reader in the forward (or the
+    producer), and its first reader in the backward."""
+
+    tensor: str
+    size_bytes: int
+    producer: int
+    last_forward_reader: int
+    first_backward_reader: int
+
+
+def offload_candidates(trace: Trace) -> tuple[Candidate, ...]:
+    """Return the tensors that may wait on the host, in the order of their producers.
+
+    They are results of the forward that the backward reads, and that fill their storage. Tensors of
+    the caller, outputs, gradients, and storages that an operation writes over are left out.
+    """
+    readers: dict[int, list[int]] = defaultdict(list)
+    excluded = {p.storage for p in trace.placeholders}
+    excluded |= {trace.storage_of[item.name] for item in (*trace.outputs, *trace.gradients)}
+    for index, (node, operands) in enumerate(zip(trace.nodes, trace.operands, strict=True)):
+        for storage in {trace.storage_of[name] for name in operands}:
+            readers[storage].append(index)
+            if node.target in OFFLOAD_TARGETS:
+                excluded.add(storage)
+        excluded.update(trace.overwritten_storages(node))
+    return tuple(_candidates(trace, readers, excluded))
+
+
+def _candidates(
+    trace: Trace, readers: dict[int, list[int]], excluded: set[int]
+) -> Iterator[Candidate]:
+    for index, node in enumerate(trace.nodes):
+        if node.view or node.backward or node.target in OFFLOAD_TARGETS:
+            continue
+        for result in node.results:
+            size = trace.storage_bytes[result.storage]
+            if result.storage in excluded or not fills_storage(result.tensor, size):
+                continue
+            forward = [i for i in readers[result.storage] if not trace.nodes[i].backward]
+            backward = [i for i in readers[result.storage] if trace.nodes[i].backward]
+            if backward:
+                last = max(forward, default=index)
+                yield Candidate(result.name, size, index, last, min(backward))
+
+
+def fills_storage(tensor: TensorMeta, size_bytes: int) -> bool:
+    """True if a tensor's elements are all bytes of its storage, in any order of dimensions."""
+    elements = 1
+    for stride, size in sorted(zip(tensor.stride, tensor.shape, strict=True)):
+        if size > 1 and stride != elements:
+            return False
+        elements *= size
+    is_whole = prod(tensor.shape) * item_bytes(tensor.dtype) == size_bytes
+    return is_whole and tensor.offset == 0 and size_bytes > 0

@@ -1,0 +1,275 @@
+"""Offloading tensors to the host: the same numbers, the predicted memory, and copies in order."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tests.helpers.training.models import FAMILIES, Case
+from torch import nn
+
+import remat
+from remat.costs.link import Link
+from remat.documents.targets import OFFLOAD_TARGET, RELOAD_TARGET
+from remat.documents.trace import Trace
+from remat.errors import RematError
+from remat.frontend.memory.meter import measure_step
+from remat.frontend.runtime import host_file as files
+from remat.frontend.runtime.host_file import DIRECTORY_VARIABLE, HostFile, host_file
+from remat.passes.offload.candidates import offload_candidates
+from remat.passes.offload.copies import CopyTimes, copy_times
+from remat.passes.offload.rewriting import offload_tensors
+
+FAST, SLOW = Link(1e12, 1e12), Link(2e9, 1e9)
+QUICK = {"gpt2", "unet"}
+SMALL_BYTES = 256
+
+
+@pytest.fixture(autouse=True)
+def _own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
+    host_file.cache_clear()
+    yield
+    host_file.cache_clear()
+
+
+class Net(nn.Module):
+    def __init__(self, layers: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            *(
+                nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 96), nn.GELU(), nn.Dropout(0.1),
+                              nn.Linear(96, 32))
+                for _ in range(layers)
+            )
+        )  # fmt: skip
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).square().mean()
+
+
+def net_case() -> Case:
+    torch.manual_seed(0)
+    return Case(Net(), (torch.randn(64, 32),), loss=lambda loss: loss)
+
+
+def measured(case: Case) -> Trace:
+    trace = remat.trace(case.model, case.args, case.kwargs)
+    return remat.measure(trace, remat.Roofline("cpu"))
+
+
+def offloaded(trace: Trace, link: Link) -> Trace:
+    names = [c.tensor for c in offload_candidates(trace) if c.size_bytes >= SMALL_BYTES]
+    return offload_tensors(trace, names, link)
+
+
+def run(module: nn.Module, case: Case) -> torch.Tensor:
+    module.zero_grad(set_to_none=True)
+    torch.manual_seed(3)
+    loss = case.loss(module(*case.args, **case.kwargs))
+    loss.backward()
+    return loss.detach()
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in FAMILIES]
+)
+@pytest.mark.parametrize("link", [FAST, SLOW], ids=["fast", "slow"])
+def test_offloaded_steps_have_eager_modes_numbers(name: str, link: Link) -> None:
+    torch.manual_seed(0)
+    case = FAMILIES[name]()
+    reference = copy.deepcopy(case.model)
+    trace = offloaded(measured(case), link)
+    assert any(node.target == OFFLOAD_TARGET for node in trace.nodes)
+    schedule = remat.Schedule.keep_all(trace.graph())
+    module = remat.lower(remat.rewrite(trace, schedule), case.model)
+    for _ in range(2):
+        assert torch.equal(run(reference, case), run(module, case))
+        for p, q in zip(reference.parameters(), case.model.parameters(), strict=True):
+            if p.grad is not None:
+                assert torch.equal(p.grad, q.grad)
+
+
+@pytest.mark.parametrize("budget", ["100%", "min"])
+def test_the_measured_peak_is_the_predicted_one(budget: str) -> None:
+    case = net_case()
+    trace = offloaded(measured(case), FAST)
+    plan = remat.solve(trace, budget, remat.Auto(time_limit=3))
+    program = remat.rewrite(trace, plan.schedule)
+    module = remat.lower(program, case.model)
+    run(module, case)
+    case.model.zero_grad(set_to_none=True)
+    constants = [*case.model.parameters(), *case.args]
+    usage = measure_step(lambda: module(*case.args).backward(), constants)
+    assert usage.peak_bytes == program.predicted_peak_bytes == plan.peak_bytes
+
+
+def test_offloading_lowers_the_peak_without_recomputation() -> None:
+    trace = measured(net_case())
+    peaks = [
+        remat.simulate(t.graph(), remat.Schedule.keep_all(t.graph())).peak_bytes
+        for t in (trace, offloaded(trace, FAST))
+    ]
+    assert peaks[1] < 0.7 * peaks[0]
+
+
+def test_a_second_backward_reads_the_same_copies() -> None:
+    case = net_case()
+    trace = offloaded(measured(case), FAST)
+    schedule = remat.Schedule.keep_all(trace.graph())
+    module = remat.lower(remat.rewrite(trace, schedule), case.model)
+    loss = module(*case.args)
+    loss.backward(retain_graph=True)
+    first = [p.grad.clone() for p in case.model.parameters()]
+    case.model.zero_grad(set_to_none=True)
+    loss.backward()
+    assert all(torch.equal(p.grad, g) for p, g in zip(case.model.parameters(), first, strict=True))
+    del loss
+    gc.collect()
+    assert host_file().used_bytes == 0
+
+
+@pytest.mark.parametrize("ends", ["backward", "dropped", "error"])
+def test_slots_are_free_when_the_step_has_ended(ends: str) -> None:
+    case = net_case()
+    trace = offloaded(measured(case), FAST)
+    schedule = remat.Schedule.keep_all(trace.graph())
+    module = remat.lower(remat.rewrite(trace, schedule), case.model)
+    for _ in range(3):
+        loss = module(*case.args)
+        assert host_file().used_bytes > 0
+        if ends == "backward":
+            loss.backward()
+        elif ends == "error":
+            loss.register_hook(_raise)
+            with pytest.raises(ZeroDivisionError):
+                loss.backward()
+        del loss
+        gc.collect()
+        assert host_file().used_bytes == 0
+
+
+def _raise(gradient: torch.Tensor) -> torch.Tensor:
+    raise ZeroDivisionError
+
+
+# -- times ----------------------------------------------------------------------------------------
+
+
+def keep_all_times(trace: Trace, link: Link) -> CopyTimes:
+    return copy_times(trace, remat.Schedule.keep_all(trace.graph()).runs, link)
+
+
+@pytest.mark.parametrize("link", [FAST, SLOW], ids=["fast", "slow"])
+def test_the_copies_of_an_engine_follow_each_other(link: Link) -> None:
+    trace = offloaded(measured(net_case()), link)
+    times = keep_all_times(trace, link)
+    for direction, rate in (
+        ("to_host", link.to_host_bytes_per_s),
+        ("to_device", link.to_device_bytes_per_s),
+    ):
+        copies = [c for c in times.copies if c.direction == direction]
+        assert len(copies) == sum(node.target == OFFLOAD_TARGET for node in trace.nodes)
+        for c in copies:
+            assert c.end_s - c.start_s == pytest.approx(c.size_bytes / rate)
+        assert all(a.end_s <= b.start_s for a, b in itertools.pairwise(copies))
+    costs_s = trace.graph().total_cost_s
+    assert times.step_s == pytest.approx(costs_s + times.waiting_s)
+    assert times.waiting_s <= times.copying_s
+    assert times.host_bytes == sum(c.size_bytes for c in times.copies) // 2
+
+
+def test_a_fast_link_hides_all_copies_but_the_last() -> None:
+    trace = offloaded(measured(net_case()), FAST)
+    assert keep_all_times(trace, FAST).waiting_s < 0.01 * trace.graph().total_cost_s
+    assert keep_all_times(trace, Link(1e6, 1e6)).waiting_s > trace.graph().total_cost_s
+
+
+def test_the_runtime_starts_copies_in_the_simulated_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = net_case()
+    trace = offloaded(measured(case), SLOW)
+    schedule = remat.Schedule.keep_all(trace.graph())
+    module = remat.lower(remat.rewrite(trace, schedule), case.model)
+    started: list[tuple[str, int]] = []
+    write, read = HostFile.write, HostFile.read
+    monkeypatch.setattr(
+        HostFile, "write", lambda f, t: (started.append(("to_host", t.nbytes)), write(f, t))[1]
+    )
+    monkeypatch.setattr(
+        HostFile,
+        "read",
+        lambda f, s, t: (started.append(("to_device", t.nbytes)), read(f, s, t))[1],
+    )
+    run(module, case)
+    simulated = copy_times(trace, schedule.runs, SLOW).copies
+    assert started == [(c.direction, c.size_bytes) for c in simulated]
+
+
+# -- what can be offloaded, and errors ------------------------------------------------------------
+
+
+def test_tensors_of_the_caller_stay_on_the_device() -> None:
+    trace = measured(net_case())
+    names = {c.tensor for c in offload_candidates(trace)}
+    assert names
+    assert names.isdisjoint({p.name for p in trace.placeholders})
+    assert names.isdisjoint({item.name for item in (*trace.outputs, *trace.gradients)})
+    parameter = trace.placeholders[0].name
+    with pytest.raises(RematError, match=f"{parameter} cannot wait on the host"):
+        offload_tensors(trace, [parameter], FAST)
+
+
+def test_a_tensor_is_offloaded_once() -> None:
+    trace = measured(net_case())
+    once = offloaded(trace, FAST)
+    further = {c.tensor for c in offload_candidates(once)}
+    sent = {c.tensor for c in keep_all_times(once, FAST).copies if c.direction == "to_host"}
+    assert sent
+    assert further.isdisjoint(sent)
+
+
+def test_what_the_backward_needs_too_soon_stays_on_the_device() -> None:
+    trace = offloaded(measured(net_case()), Link(1e3, 1e3))
+    assert not any(node.target in (OFFLOAD_TARGET, RELOAD_TARGET) for node in trace.nodes)
+
+
+def test_the_file_has_no_name_while_it_is_open(tmp_path: Path) -> None:
+    file = HostFile(str(tmp_path))
+    tensor = torch.randn(5000)
+    slot, future = file.write(tensor)
+    future.result()
+    assert list(tmp_path.iterdir()) == []
+    result = torch.empty(5000)
+    file.read(slot, result).result()
+    assert torch.equal(tensor, result)
+
+
+def test_a_directory_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RematError, match=rf"nowhere: No such file .*Set {DIRECTORY_VARIABLE}"):
+        HostFile(str(tmp_path / "nowhere"))
+
+
+def test_a_full_disk_is_an_error_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int, data: memoryview, offset: int) -> int:
+        raise OSError(28, "No space left on device")
+
+    case = net_case()
+    trace = offloaded(measured(case), FAST)
+    schedule = remat.Schedule.keep_all(trace.graph())
+    module = remat.lower(remat.rewrite(trace, schedule), case.model)
+    with monkeypatch.context() as patch:
+        patch.setattr(files.os, "pwrite", full)
+        with pytest.raises(RematError, match=r"cannot move .* bytes .*: No space left on device"):
+            module(*case.args)
+    gc.collect()
+    run(module, case)  # the next step works
+
+
+def test_links_need_bandwidth() -> None:
+    with pytest.raises(ValueError, match="above zero"):
+        Link(1.0, 0.0)
