@@ -189,6 +189,7 @@ def test_sigterm_ends_streams_and_gives_jobs_back(tmp_path: Path) -> None:
     database.close()
 
 
+@pytest.mark.slow
 def test_sigterm_finishes_running_jobs_and_starts_none(tmp_path: Path) -> None:
     server = servers.start(tmp_path, REMAT_DRAIN_S="60", REMAT_CONCURRENT_SOLVES="1")
     with server.http() as http:

@@ -166,7 +166,10 @@ def test_a_sweep_goes_on_where_its_solver_is_killed() -> None:
 
 @needs_cbc
 @needs_procfs
-@pytest.mark.parametrize("limit", [0.2, 0.3, 0.5])
+@pytest.mark.parametrize(
+    "limit",
+    [0.2, *(pytest.param(limit, marks=pytest.mark.slow) for limit in (0.3, 0.5))],
+)
 def test_short_time_limits_give_a_plan(limit: float) -> None:
     """CBC 2.10.3 ends with SIGSEGV at some of these."""
     with warnings.catch_warnings():

@@ -149,6 +149,7 @@ def test_explain_prints_what_the_library_explains(documents: Documents) -> None:
     assert name in unknown.error
 
 
+@pytest.mark.slow
 def test_explain_solve_prints_the_steps(documents: Documents, tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     plan = remat.solve(remat.Trace.load(documents.trace), "min", remat.Auto(time_limit=5.0))

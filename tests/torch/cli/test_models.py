@@ -156,6 +156,7 @@ def test_a_model_larger_than_this_machine_is_estimated() -> None:
     assert decoded["peak_bytes"] >= decoded["parameter_bytes"] + decoded["gradient_bytes"]
 
 
+@pytest.mark.slow
 def test_estimates_are_available_for_an_absent_gpu(tmp_path: Path) -> None:
     output = tmp_path / "h100.json.gz"
     device_options = ("--device", "h100", "--autocast", "bfloat16")

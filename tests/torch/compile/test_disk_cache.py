@@ -126,6 +126,7 @@ def test_missing_and_damaged_plans_are_replanned(
     assert solved(caplog) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the budget")
 def test_steps_without_a_plan_are_cached() -> None:
     for _ in range(2):

@@ -150,6 +150,7 @@ def test_plain_torch_compile_is_a_candidate(make: Callable[[], Case]) -> None:
     assert smallest.is_plain or smallest.plan.peak_bytes <= smallest.baseline_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every_output", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_an_unrolled_cell_fits_in_half_of_its_plain_peak(every_output: bool) -> None:
     """Once, the gradients of all steps were in memory at the same time."""

@@ -92,6 +92,7 @@ def assert_same(model: RandomChain, actual: Step, expected: Step) -> None:
     assert not difference(model.names, actual, expected, TOLERANCE)
 
 
+@pytest.mark.slow
 @EACH_GROUP
 def test_with_fallback_random_samples_are_eager_modes(group: str) -> None:
     model, x = chain_of_group(group)
@@ -121,6 +122,7 @@ def test_without_inductor_samples_are_eager_modes(group: str) -> None:
     assert_same(model, actual, expected)
 
 
+@pytest.mark.slow
 def test_masks_of_dropout2d_are_sampled_in_order() -> None:
     """Inductor's scheduler names the node of the first mask only. The others had no place among its
     kernels, and were sampled before the first."""

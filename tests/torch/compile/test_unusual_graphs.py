@@ -46,6 +46,7 @@ def test_random_operations_without_a_seed_run_once() -> None:
     assert 0.4 < (output != 0).double().mean() < 0.6
 
 
+@pytest.mark.slow
 def test_eager_random_operations_sample_once_within_the_budget() -> None:
     """torch also leaves those in the backward whose inputs are available there: they take memory,
     and random numbers that belong to the next step."""
@@ -73,6 +74,7 @@ def test_eager_random_operations_sample_once_within_the_budget() -> None:
     assert allocated_peak(lambda: step(fast)) + constant_bytes <= compiled.budget_bytes
 
 
+@pytest.mark.slow
 def test_bfloat16_products_have_a_workspace() -> None:
     """On CPUs, in torch's allocator: eager mode accumulates in float32."""
     torch.manual_seed(0)

@@ -118,6 +118,7 @@ def test_a_run_can_be_resumed(tmp_path: Path) -> None:
     assert_same_weights(*runs)
 
 
+@pytest.mark.slow
 def test_a_callback_enables_the_module_for_a_fit(tmp_path: Path) -> None:
     from remat.integrations.lightning import RematCallback
 

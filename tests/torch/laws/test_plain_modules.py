@@ -24,7 +24,7 @@ STRATEGY = remat.Auto(time_limit=3.0)
 EXTERNAL_LOSS = {"two-heads", "alias"}
 
 
-@pytest.mark.parametrize("budget", ["100%", "min"])
+@pytest.mark.parametrize("budget", [pytest.param("100%", marks=pytest.mark.slow), "min"])
 @pytest.mark.parametrize("name", PLAIN)
 def test_plain_modules_train_as_eager_mode(name: str, budget: str) -> None:
     torch.manual_seed(0)

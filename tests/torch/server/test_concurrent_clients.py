@@ -152,6 +152,7 @@ def is_watched(http: httpx2.Client, path: str) -> bool:
 # -- lost answers -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_waiting_client_sends_one_request(tmp_path: Path) -> None:
     """As long as the service reports that it is alive."""
     with ExitStack() as stack:

@@ -51,6 +51,7 @@ def test_fused_recomputation_saves_memory_without_extra_kernels(
     assert compiled.verified_bytes <= share * compiled.baseline_bytes
 
 
+@pytest.mark.slow
 def test_recomputed_activations_are_not_retained() -> None:
     """By the allocator, and by name: each activation is computed in the forward and in the
     backward."""
@@ -84,6 +85,7 @@ def test_nothing_is_recomputed_where_everything_fits() -> None:
     assert len(truths) <= 1
 
 
+@pytest.mark.slow
 def test_an_infeasible_budget_names_the_smallest_of_all_variants() -> None:
     with pytest.raises(BackendCompilerFailed) as caught:
         plans_of({"backend": "remat", "options": {"budget": "10%", "split": "off"}}, dropout_case())

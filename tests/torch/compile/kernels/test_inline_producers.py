@@ -126,6 +126,7 @@ def test_the_planned_peak_is_the_measured_one(make: Callable[[], Case]) -> None:
     assert measured_peak(case, run) == pytest.approx(compiled.verified_bytes, rel=0.01)
 
 
+@pytest.mark.slow
 def test_gathered_weights_are_never_written_to_memory() -> None:
     """On CPUs, where Inductor generates kernels for matrix-vector products. They cost no time
     either."""
