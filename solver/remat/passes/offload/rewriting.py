@@ -17,11 +17,12 @@ from itertools import accumulate
 
 from remat.costs.link import Link
 from remat.documents.arguments import Argument, Literal, Ref, rename_refs
-from remat.documents.records import Node, Result, TensorMeta
+from remat.documents.records import BaselineRecord, Node, Result, TensorMeta
 from remat.documents.targets import ARRIVE_TARGET, OFFLOAD_TARGET, RELEASE_TARGET, RELOAD_TARGET
 from remat.documents.trace import Trace
 from remat.errors import RematError
 from remat.passes.offload.candidates import Candidate, offload_candidates
+from remat.simulate import baseline_of
 
 _HANDLE = TensorMeta(dtype="int64", shape=(1,), stride=(1,), device="cpu")
 _HANDLE_BYTES = 8
@@ -66,7 +67,13 @@ class _Rewriting:
             nodes += self.before[index]
             nodes += self._backward_node(node) if node.backward else [node]
             nodes += self.after[index]
-        return self.old.replace(nodes=tuple(nodes), storage_bytes=tuple(self.storage_bytes))
+        old, unsplit = self.old, self.old.unsplit
+        if unsplit is None and old.measured:
+            baseline = baseline_of(old.graph())
+            unsplit = BaselineRecord(peak_bytes=baseline.peak_bytes, time_s=baseline.time_s)
+        return old.replace(
+            nodes=tuple(nodes), storage_bytes=tuple(self.storage_bytes), unsplit=unsplit
+        )
 
     # -- where copies start and end ---------------------------------------------------------------
 
