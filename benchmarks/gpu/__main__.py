@@ -148,7 +148,14 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--dry", action="store_true", help="run on the CPU with tiny shapes, to test this command")
     add("--folder", type=Path, default=ROOT / "build" / "gpu", help="folder of finished parts")
     add("--out", help="folder for the result (default benchmarks/results; if dry, none)")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if options.only:
+        from benchmarks.gpu.steps import PARTS
+
+        keys = [part.key for part in PARTS]
+        if unknown := sorted({*options.only} - {*keys}):
+            parser.error(f"there is no part {unknown[0]}; there are {', '.join(keys)}")
+    return options
 
 
 if __name__ == "__main__":

@@ -20,11 +20,13 @@ class Setting:
     """Device and sizes of the run.
 
     `folder` holds files that one part writes and another one reads; `part` names the running part.
+    `is_timed` is True if no other part runs at the same time.
     """
 
     folder: Path
     dry: bool = False
     part: str = ""
+    is_timed: bool = True
 
     @property
     def device(self) -> torch.device:
@@ -33,8 +35,9 @@ class Setting:
 
     @property
     def costs(self) -> str:
-        """The path of the cost cache that all parts share."""
-        return str(self.folder / "costs.sqlite")
+        """The path of a cost cache: parts that measure time share one, all others another. Costs
+        that are measured while other processes use the GPU are wrong by factors."""
+        return str(self.folder / ("costs.sqlite" if self.is_timed else "costs-concurrent.sqlite"))
 
     def sized(self, full: T, dry: T) -> T:
         """Return `full` on a GPU, and `dry` in a dry run."""

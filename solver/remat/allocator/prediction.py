@@ -78,8 +78,10 @@ def uses_cublas(target: str) -> bool:
 
 
 def uses_cublaslt(target: str) -> bool:
-    """True if an operation is a matrix product with a bias, which torch computes by cuBLASLt."""
-    return target.rpartition(".")[0] in ("aten.addmm", "aten._addmm_activation", "aten.linear")
+    """True if torch may compute a matrix product by cuBLASLt: one with a bias, in integers or
+    scaled."""
+    names = ("addmm", "_addmm_activation", "linear", "_int_mm", "_scaled_mm")
+    return target.rpartition(".")[0] in {f"aten.{name}" for name in names}
 
 
 def predict_allocator_peaks(trace: Trace, schedule: Schedule) -> AllocatorPrediction:

@@ -138,9 +138,14 @@ def _is_strided(name: str, operands: Sequence[TensorMeta], results: Sequence[Ten
         return any(not _is_dense(t) for t in operands)
     result = results[0]
     return any(
-        prod(t.shape) > 1 and (t.shape != result.shape or t.stride != result.stride)
+        prod(t.shape) > 1 and (t.shape != result.shape or _strides(t) != _strides(result))
         for t in operands
     )
+
+
+def _strides(tensor: TensorMeta) -> list[int]:
+    """Return the strides of dimensions with several elements: those of others mean nothing."""
+    return [s for s, n in zip(tensor.stride, tensor.shape, strict=True) if n > 1]
 
 
 def _is_dense(tensor: TensorMeta) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Bytes per second of copies to the host and to the device, which do not slow each other down.
+    """Bytes per second of copies to the host and to the device, each as if the other were idle.
 
     Raises ValueError for rates that are not above zero.
     """

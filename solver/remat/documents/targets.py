@@ -25,15 +25,14 @@ WRITE_ROWS_TARGET = "remat.write_rows.default"
 """Writes some rows into a buffer, in place, and returns it. Without a buffer, allocates one."""
 
 OFFLOAD_TARGET = "remat.offload.default"
-"""Starts the copy of a tensor to the host, and returns a handle of it: a tensor of one number."""
+"""Starts the copy of a tensor to the host, and returns a handle: an int64 tensor of one element."""
 
 RELEASE_TARGET = "remat.release.default"
 """Waits until a copy to the host has ended, so that the tensor, its second argument, may be freed.
 Returns a handle of the copy."""
 
 RELOAD_TARGET = "remat.reload.default"
-"""Allocates a tensor, and starts the copy from the host into it. Its arguments are the handle, the
-shape, the strides and the dtype."""
+"""Allocates a tensor, and starts the copy from the host into it. Its argument is a handle."""
 
 ARRIVE_TARGET = "remat.arrive.default"
 """Waits until a copy from the host has ended, and returns the tensor that it filled."""

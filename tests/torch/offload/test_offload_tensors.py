@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +16,12 @@ from torch import nn
 
 import remat
 from remat.costs.link import Link
-from remat.documents.targets import OFFLOAD_TARGET, RELOAD_TARGET
+from remat.documents.targets import (
+    ARRIVE_TARGET,
+    OFFLOAD_TARGET,
+    RELEASE_TARGET,
+    RELOAD_TARGET,
+)
 from remat.documents.trace import Trace
 from remat.errors import RematError
 from remat.frontend.memory.meter import measure_step
@@ -26,16 +32,16 @@ from remat.passes.offload.copies import CopyTimes, copy_times
 from remat.passes.offload.rewriting import offload_tensors
 
 FAST, SLOW = Link(1e12, 1e12), Link(2e9, 1e9)
-QUICK = {"gpt2", "unet"}
+QUICK = {"unet"}
 SMALL_BYTES = 256
 
 
 @pytest.fixture(autouse=True)
 def _own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
-    host_file.cache_clear()
+    files._host_file.cache_clear()
     yield
-    host_file.cache_clear()
+    files._host_file.cache_clear()
 
 
 class Net(nn.Module):
@@ -80,11 +86,13 @@ def run(module: nn.Module, case: Case) -> torch.Tensor:
     "name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in FAMILIES]
 )
 @pytest.mark.parametrize("link", [FAST, SLOW], ids=["fast", "slow"])
-def test_offloaded_steps_have_eager_modes_numbers(name: str, link: Link) -> None:
+def test_offloaded_steps_have_the_numbers_of_those_that_are_not(name: str, link: Link) -> None:
     torch.manual_seed(0)
     case = FAMILIES[name]()
-    reference = copy.deepcopy(case.model)
-    trace = offloaded(measured(case), link)
+    plain = measured(case)
+    schedule = remat.Schedule.keep_all(plain.graph())
+    reference = remat.lower(remat.rewrite(plain, schedule), copy.deepcopy(case.model))
+    trace = offloaded(plain, link)
     assert any(node.target == OFFLOAD_TARGET for node in trace.nodes)
     schedule = remat.Schedule.keep_all(trace.graph())
     module = remat.lower(remat.rewrite(trace, schedule), case.model)
@@ -118,9 +126,13 @@ def test_offloading_lowers_the_peak_without_recomputation() -> None:
     assert peaks[1] < 0.7 * peaks[0]
 
 
-def test_a_second_backward_reads_the_same_copies() -> None:
+@pytest.mark.parametrize("link", [FAST, Link(2e9, 1e12)], ids=["fast", "late"])
+def test_a_second_backward_reads_the_same_copies(link: Link) -> None:
+    """With the slower link, the backward waits for some copies to the host."""
     case = net_case()
-    trace = offloaded(measured(case), FAST)
+    trace = offloaded(measured(case), link)
+    late = [node for node in trace.nodes if node.target == RELEASE_TARGET and node.backward]
+    assert bool(late) == (link is not FAST)
     schedule = remat.Schedule.keep_all(trace.graph())
     module = remat.lower(remat.rewrite(trace, schedule), case.model)
     loss = module(*case.args)
@@ -181,7 +193,7 @@ def test_the_copies_of_an_engine_follow_each_other(link: Link) -> None:
     costs_s = trace.graph().total_cost_s
     assert times.step_s == pytest.approx(costs_s + times.waiting_s)
     assert times.waiting_s <= times.copying_s
-    assert times.host_bytes == sum(c.size_bytes for c in times.copies) // 2
+    assert 0 < times.host_bytes <= sum(c.size_bytes for c in times.copies) // 2
 
 
 def test_a_fast_link_hides_all_copies_but_the_last() -> None:
@@ -201,13 +213,24 @@ def test_the_runtime_starts_copies_in_the_simulated_order(monkeypatch: pytest.Mo
         HostFile, "write", lambda f, t: (started.append(("to_host", t.nbytes)), write(f, t))[1]
     )
     monkeypatch.setattr(
-        HostFile,
-        "read",
-        lambda f, s, t: (started.append(("to_device", t.nbytes)), read(f, s, t))[1],
+        HostFile, "read", lambda f, slot: (started.append(("to_device", slot)), read(f, slot))[1]
     )
     run(module, case)
     simulated = copy_times(trace, schedule.runs, SLOW).copies
-    assert started == [(c.direction, c.size_bytes) for c in simulated]
+    sent = [c.tensor for c in simulated if c.direction == "to_host"]
+    expected: list[tuple[str, int]] = []
+    for c in simulated:
+        tensor = c.tensor.removesuffix("_buffer")
+        is_sent = c.direction == "to_host"
+        expected.append((c.direction, c.size_bytes if is_sent else sent.index(tensor)))
+    assert started == expected
+
+
+def test_tensors_are_reloaded_in_the_order_in_which_they_are_needed() -> None:
+    trace = offloaded(measured(net_case()), FAST)
+    needed = [n.args[0].name for n in trace.nodes if n.target == ARRIVE_TARGET]
+    copies = keep_all_times(trace, FAST).copies
+    assert [c.tensor for c in copies if c.direction == "to_device"] == needed
 
 
 # -- what can be offloaded, and errors ------------------------------------------------------------
@@ -220,7 +243,7 @@ def test_tensors_of_the_caller_stay_on_the_device() -> None:
     assert names.isdisjoint({p.name for p in trace.placeholders})
     assert names.isdisjoint({item.name for item in (*trace.outputs, *trace.gradients)})
     parameter = trace.placeholders[0].name
-    with pytest.raises(RematError, match=f"{parameter} cannot wait on the host"):
+    with pytest.raises(RematError, match=f"{parameter} cannot be offloaded"):
         offload_tensors(trace, [parameter], FAST)
 
 
@@ -240,13 +263,62 @@ def test_what_the_backward_needs_too_soon_stays_on_the_device() -> None:
 
 def test_the_file_has_no_name_while_it_is_open(tmp_path: Path) -> None:
     file = HostFile(str(tmp_path))
-    tensor = torch.randn(5000)
-    slot, future = file.write(tensor)
-    future.result()
+    tensor = torch.randn(50, 100).t()
+    slot = file.write(tensor)
+    file.wait(slot)
     assert list(tmp_path.iterdir()) == []
-    result = torch.empty(5000)
-    file.read(slot, result).result()
+    result, future = file.read(slot)
+    future.result()
     assert torch.equal(tensor, result)
+    assert tensor.stride() == result.stride()
+
+
+def test_a_slot_is_not_reused_while_it_is_read(tmp_path: Path) -> None:
+    file = HostFile(str(tmp_path))
+    large, first = torch.randn(20_000_000), torch.full((1000,), 1.0)
+    slots = [file.write(large), file.write(first)]
+    for slot in slots:
+        file.wait(slot)
+    file.read(slots[0])  # the next read waits for this one
+    result, future = file.read(slots[1])
+    file.drop_reference(slots[1])
+    file.wait(file.write(torch.full((1000,), 2.0)))
+    future.result()
+    assert torch.equal(result, first)
+
+
+def test_slots_of_similar_sizes_are_reused(tmp_path: Path) -> None:
+    file = HostFile(str(tmp_path))
+    for pages in range(1, 100):
+        slot = file.write(torch.zeros(1024 * pages))
+        file.wait(slot)
+        file.drop_reference(slot)
+    assert file._end_bytes < 20 * 100 * 4096
+
+
+def test_a_forked_process_has_a_file_of_its_own() -> None:
+    tensor = torch.randn(1000)
+    host_file().wait(host_file().write(tensor))
+    process = os.fork()
+    if not process:
+        number = host_file().write(tensor)
+        host_file().wait(number)
+        result, future = host_file().read(number)
+        future.result()
+        os._exit(0 if torch.equal(result, tensor) else 1)
+    assert os.waitpid(process, 0)[1] == 0
+
+
+def test_a_copied_handle_is_an_error_that_says_so() -> None:
+    case = net_case()
+    trace = offloaded(measured(case), FAST)
+    schedule = remat.Schedule.keep_all(trace.graph())
+    module = remat.lower(remat.rewrite(trace, schedule), case.model)
+    with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.clone, lambda tensor: tensor):
+        loss = module(*case.args)
+    gc.collect()
+    with pytest.raises(RematError, match="no longer in the file: its handle was copied"):
+        loss.backward()
 
 
 def test_a_directory_that_does_not_exist_is_named(tmp_path: Path) -> None:
@@ -267,6 +339,7 @@ def test_a_full_disk_is_an_error_of_the_step(monkeypatch: pytest.MonkeyPatch) ->
         with pytest.raises(RematError, match=r"cannot move .* bytes .*: No space left on device"):
             module(*case.args)
     gc.collect()
+    assert host_file().used_bytes == 0
     run(module, case)  # the next step works
 
 

@@ -9,7 +9,6 @@ import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from textwrap import shorten
 
 import torch
@@ -77,9 +76,7 @@ def measure_operations(
                 if cache is not None:
                     cache.put(keys[key_text], cost)
             if uses_cudnn_autotuning(nodes[0], device) and key_text not in _autotuned_keys:
-                with suppress(Exception):  # the cost is known, so that a failure is no loss
-                    benchmark.autotune(nodes[0])
-                _autotuned_keys.add(key_text)
+                _autotune(benchmark, nodes[0], key_text)
             measured[key_text] = cost
         report(len(groups), len(groups), "")
         del benchmark
@@ -131,6 +128,21 @@ def uses_cudnn_autotuning(node: Node, device: torch.device) -> bool:
     must not happen inside a step, since the memory that it takes is not part of the plan."""
     is_convolution = "convolution" in node.target
     return device.type == "cuda" and is_convolution and torch.backends.cudnn.benchmark
+
+
+def _autotune(benchmark: OperationBenchmark, node: Node, key_text: str) -> None:
+    """Let cuDNN select an algorithm for an operation, on both threads of a step."""
+    try:
+        benchmark.autotune(node)
+    except Exception as error:  # the cost is known, so planning continues
+        reason = _failure_reason(error)
+        log.warning(
+            "cuDNN cannot tune %s before the step (%s): the first step may exceed its budget",
+            node.target,
+            reason,
+        )
+        return
+    _autotuned_keys.add(key_text)
 
 
 def _failure_reason(error: Exception) -> str:

@@ -126,8 +126,8 @@ def _combined_bytes(blas_bytes: int, lt_bytes: int) -> int:
     """Return the bytes of both workspaces.
 
     From torch 2.13 on cuBLASLt shares that of cuBLAS, unless the environment says that it must not.
-    Before, it shares it only if the environment says so: torch 2.11 was measured to keep another
-    megabyte for each thread (H200, 2026-11-27).
+    Before, it shares it only if the environment says so. With torch 2.11, plans without it were
+    exceeded by one or two megabytes (H200, 2026-11-27); that 2.12 is like 2.11 is an assumption.
     """
     setting = os.environ.get("TORCH_CUBLASLT_UNIFIED_WORKSPACE", "")
     is_shared = setting == "1" if _torch_version() < (2, 13) else setting != "0"

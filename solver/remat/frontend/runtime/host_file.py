@@ -1,7 +1,8 @@
-"""`HostFile`: tensors in a file of the host, written and read by a thread each.
+"""`HostFile`: tensors in a file, which stands in for a GPU's host memory where steps run on a CPU.
 
-The file is in `REMAT_OFFLOAD_DIR` (by default the directory for temporary files) and has no name
-once it is open, so the system frees it when the process ends, however it ends.
+The file is in `REMAT_OFFLOAD_DIR` (by default the directory for temporary files, which on some
+systems is in memory itself). It has no name once it is open, so the system frees it when the
+process ends, however it ends. A thread writes and another one reads.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ import os
 import tempfile
 import threading
 from collections import defaultdict
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
 
 import torch
 
@@ -23,11 +25,26 @@ DIRECTORY_VARIABLE = "REMAT_OFFLOAD_DIR"
 _PAGE_BYTES = 4096
 
 
-class HostFile:
-    """Slots of a file, by number. A slot is free again after `free`; the file grows as needed.
+@dataclass
+class _Slot:
+    """A part of the file, and the tensor that is in it. `references` counts its handles, `pending`
+    its copies that have not ended."""
 
-    `write` and `read` return at once; their futures end when the bytes have been copied, and hold
-    the error if that failed. The tensor must not change before.
+    offset: int
+    size_bytes: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    references: int = 1
+    pending: int = 0
+    written: Future[None] = field(default_factory=Future)
+
+
+class HostFile:
+    """A file of slots. A slot can be reused when nothing refers to it and its copies have ended.
+
+    `write` and `read` return at once. The tensor that is written must not change until `wait`
+    returns; the future of `read` ends when the tensor is complete, or holds the error.
     """
 
     def __init__(self, directory: str) -> None:
@@ -43,42 +60,94 @@ class HostFile:
         self._directory = directory
         self._writer = ThreadPoolExecutor(1, "remat-offload")
         self._reader = ThreadPoolExecutor(1, "remat-reload")
-        self._lock = threading.Lock()
-        self._offsets: dict[int, tuple[int, int]] = {}  # offset and size by slot
+        self._lock = threading.RLock()
+        self._slots: dict[int, _Slot] = {}
         self._free: dict[int, list[int]] = defaultdict(list)  # offsets by size
-        self._end = self._next_slot = 0
+        self._end_bytes = self._next_number = 0
 
     @property
     def used_bytes(self) -> int:
-        """The bytes of all slots that are not free."""
+        """The bytes of all slots that cannot be reused."""
         with self._lock:
-            return sum(size for _, size in self._offsets.values())
+            return sum(slot.size_bytes for slot in self._slots.values())
 
-    def write(self, tensor: torch.Tensor) -> tuple[int, Future[None]]:
-        """Start to write a tensor that fills its storage; return its slot, and a future."""
-        size = -(-tensor.nbytes // _PAGE_BYTES) * _PAGE_BYTES
+    def write(self, tensor: torch.Tensor) -> int:
+        """Start to write a dense tensor, and return the number of its slot, with one reference."""
+        size_bytes = _rounded_bytes(tensor.nbytes)
         with self._lock:
-            slot, self._next_slot = self._next_slot, self._next_slot + 1
-            if self._free[size]:
-                offset = self._free[size].pop()
+            number, self._next_number = self._next_number, self._next_number + 1
+            if self._free[size_bytes]:
+                offset = self._free[size_bytes].pop()
             else:
-                offset, self._end = self._end, self._end + size
-            self._offsets[slot] = offset, size
-        return slot, self._writer.submit(self._copy, os.pwrite, tensor, offset)
+                offset, self._end_bytes = self._end_bytes, self._end_bytes + size_bytes
+            slot = _Slot(offset, size_bytes, tuple(tensor.shape), tensor.stride(), tensor.dtype)
+            self._slots[number] = slot
+        slot.written = self._start(self._writer, os.pwrite, number, tensor)
+        return number
 
-    def read(self, slot: int, tensor: torch.Tensor) -> Future[None]:
-        """Start to read a slot into a tensor that fills its storage."""
+    def wait(self, number: int) -> None:
+        """Wait until a slot is written. Raises the error of writing it."""
+        error = self._slot(number).written.exception()
+        if error is not None:
+            # A new error: the slot refers to this one, which would refer to the frames of the step,
+            # and with them to the handle that keeps the slot.
+            raise RematError(str(error))
+
+    def read(self, number: int) -> tuple[torch.Tensor, Future[None]]:
+        """Start to read a slot into a new tensor of the same strides."""
+        slot = self._slot(number)
+        tensor = torch.empty_strided(slot.shape, slot.stride, dtype=slot.dtype)
+        return tensor, self._start(self._reader, _read_into, number, tensor)
+
+    def add_reference(self, number: int) -> None:
+        """Count one more handle of a slot."""
         with self._lock:
-            offset, _ = self._offsets[slot]
-        return self._reader.submit(self._copy, _read_into, tensor, offset)
+            self._slot(number).references += 1
 
-    def free(self, slot: int) -> None:
-        """Let another tensor have the slot's bytes."""
+    def drop_reference(self, number: int) -> None:
+        """Count one handle less. Without any, the slot is free once its copies have ended."""
         with self._lock:
-            offset, size = self._offsets.pop(slot)
-            self._free[size].append(offset)
+            self._slots[number].references -= 1
+            self._free_if_unused(number)
 
-    def _copy(self, call: Any, tensor: torch.Tensor, offset: int) -> None:
+    def _slot(self, number: int) -> _Slot:
+        if number not in self._slots:
+            raise RematError(
+                "an offloaded tensor is no longer in the file: its handle was copied, by "
+                "saved_tensors_hooks or in another process, and the original was freed"
+            )
+        return self._slots[number]
+
+    def _start(
+        self,
+        executor: ThreadPoolExecutor,
+        call: Callable[[int, memoryview, int], int],
+        number: int,
+        tensor: torch.Tensor,
+    ) -> Future[None]:
+        """Start a copy between a tensor and its slot."""
+        slot = self._slots[number]
+        with self._lock:
+            slot.pending += 1
+
+        def ended(_: Future[None]) -> None:
+            with self._lock:
+                slot.pending -= 1
+                self._free_if_unused(number)
+
+        future = executor.submit(self._copy, call, tensor, slot.offset)
+        future.add_done_callback(ended)
+        return future
+
+    def _free_if_unused(self, number: int) -> None:
+        slot = self._slots.get(number)
+        if slot is not None and not slot.references and not slot.pending:
+            del self._slots[number]
+            self._free[slot.size_bytes].append(slot.offset)
+
+    def _copy(
+        self, call: Callable[[int, memoryview, int], int], tensor: torch.Tensor, offset: int
+    ) -> None:
         copied, data = 0, _bytes_of(tensor)
         while copied < len(data):
             try:
@@ -94,17 +163,28 @@ class HostFile:
             copied += count
 
 
+def _rounded_bytes(size_bytes: int) -> int:
+    """Return the size of a slot: one of eight for each power of two, so that slots can be reused
+    for tensors of similar sizes."""
+    unit = max(_PAGE_BYTES, 1 << max(0, size_bytes.bit_length() - 4))
+    return -(-size_bytes // unit) * unit
+
+
 def _read_into(descriptor: int, data: memoryview, offset: int) -> int:
     return os.preadv(descriptor, [data], offset)
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a tensor on the CPU that fills its storage."""
+    """Return the memory of a dense tensor on the CPU."""
     array = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
     return memoryview(array).cast("B")
 
 
-@cache
 def host_file() -> HostFile:
-    """Return the file of this process, created at the first call."""
+    """Return the file of this process, created at the first call. A forked process has its own."""
+    return _host_file(os.getpid())
+
+
+@cache
+def _host_file(process: int) -> HostFile:
     return HostFile(os.environ.get(DIRECTORY_VARIABLE) or tempfile.gettempdir())

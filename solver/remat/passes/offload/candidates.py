@@ -1,5 +1,5 @@
-"""Tensors that a step can move to the host between their last reader in the forward and their
-first in the backward."""
+"""Tensors that can be offloaded between their last reader in the forward and their first in the
+backward."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from remat.documents.trace import Trace
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A tensor, and indices of `Trace.nodes`: its producer, its last reader in the forward (or the
-    producer), and its first reader in the backward."""
+    """A tensor that can be offloaded, with indices of `Trace.nodes`: its producer, its last reader
+    in the forward (or the producer), and its first reader in the backward."""
 
     tensor: str
     size_bytes: int
@@ -27,10 +27,10 @@ class Candidate:
 
 
 def offload_candidates(trace: Trace) -> tuple[Candidate, ...]:
-    """Return the tensors that may wait on the host, in the order of their producers.
+    """Return the tensors that can be offloaded, in the order of their producers.
 
-    They are results of the forward that the backward reads, and that fill their storage. Tensors of
-    the caller, outputs, gradients, and storages that an operation writes over are left out.
+    They are results of the forward that the backward reads, and that fill their storage. Inputs of
+    the graph, outputs, gradients, and storages that an operation writes over are left out.
     """
     readers: dict[int, list[int]] = defaultdict(list)
     excluded = {p.storage for p in trace.placeholders}

@@ -12,7 +12,6 @@ from typing import Literal
 
 from remat.costs.link import Link
 from remat.documents.arguments import Argument, Ref
-from remat.documents.records import Node
 from remat.documents.targets import (
     ARRIVE_TARGET,
     OFFLOAD_TARGET,
@@ -37,8 +36,8 @@ class TimedCopy:
 
 @dataclass(frozen=True, slots=True)
 class CopyTimes:
-    """A step with copies: its seconds, those that it waits for copies, the copies, and the largest
-    number of bytes on the host at once."""
+    """Simulated times of one step with copies. `waiting_s` is the part of `step_s` in which it
+    waits for copies, `host_bytes` the largest number of bytes on the host at once."""
 
     step_s: float
     waiting_s: float
@@ -47,7 +46,7 @@ class CopyTimes:
 
     @property
     def copying_s(self) -> float:
-        """The sum of the seconds of all copies. Without those of waiting, they are hidden."""
+        """The sum of the seconds of all copies; beyond `waiting_s`, they are hidden."""
         return sum(copy.end_s - copy.start_s for copy in self.copies)
 
 
@@ -58,9 +57,8 @@ def copy_times(trace: Trace, runs: Iterable[int], link: Link) -> CopyTimes:
     free_s: dict[Direction, float] = {"to_host": 0.0, "to_device": 0.0}
     rates = {"to_host": link.to_host_bytes_per_s, "to_device": link.to_device_bytes_per_s}
     end_s: dict[str, float] = {}  # by the handle or buffer of a copy
-    size_of: dict[str, int] = {}
     copies: list[TimedCopy] = []
-    host_bytes = 0
+    host_bytes = largest_host_bytes = 0
 
     def start(direction: Direction, key: str, tensor: str, size_bytes: int) -> None:
         begin_s = max(now_s, free_s[direction])
@@ -74,29 +72,23 @@ def copy_times(trace: Trace, runs: Iterable[int], link: Link) -> CopyTimes:
         if node.target == OFFLOAD_TARGET:
             tensor = referenced(node.args[0])
             size = trace.storage_bytes[trace.storage_of[tensor]]
-            size_of[node.results[0].name] = size
             host_bytes += size
+            largest_host_bytes = max(host_bytes, largest_host_bytes)
             start("to_host", node.results[0].name, tensor, size)
         elif node.target == RELOAD_TARGET:
             buffer = node.results[0]
             start("to_device", buffer.name, buffer.name, trace.storage_bytes[buffer.storage])
+            host_bytes -= trace.storage_bytes[buffer.storage]
         elif node.target in (RELEASE_TARGET, ARRIVE_TARGET):
             wait_s = max(0.0, end_s[referenced(node.args[0])] - now_s)
             waiting_s += wait_s
             now_s += wait_s
         else:
             now_s += node.cost_s or 0.0
-    return CopyTimes(now_s, waiting_s, tuple(copies), host_bytes)
+    return CopyTimes(now_s, waiting_s, tuple(copies), largest_host_bytes)
 
 
 def referenced(argument: Argument) -> str:
     """Return the name of the tensor that an argument is."""
     assert isinstance(argument, Ref)
     return argument.name
-
-
-def moves_tensors(node: Node | None) -> bool:
-    """True if an operation starts or awaits a copy between device and host."""
-    return node is not None and node.target in (
-        OFFLOAD_TARGET, RELEASE_TARGET, RELOAD_TARGET, ARRIVE_TARGET,
-    )  # fmt: skip

@@ -1,11 +1,11 @@
-"""The rewriting: a trace in which tensors wait on the host until the backward reads them.
+"""Rewrite a trace so that tensors are on the host until the backward reads them.
 
 Each of them gets four operations. `offload` starts the copy to the host behind its producer.
 `release` waits for that copy, at the first point of the schedule where it will have ended, so that
-the memory is free from there on. `reload` allocates memory and starts the copy back, as late as it
-can and still end in time. `arrive` waits for it before the first reader of the backward. Memory
-thus depends on the order of operations only, never on how fast a copy is: the solver and the
-simulator need no notion of copies.
+the memory is free from there on. `reload` allocates memory and starts the copy back: as late as it
+can and still end in time, or right behind `release`. `arrive` waits for it before the first reader
+of the backward. Memory thus depends on the order of operations only, never on how fast a copy is:
+the solver and the simulator need no notion of copies.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from itertools import accumulate
 
 from remat.costs.link import Link
-from remat.documents.arguments import Argument, Literal, Ref, rename_refs
+from remat.documents.arguments import Argument, Ref, rename_refs
 from remat.documents.records import BaselineRecord, Node, Result, TensorMeta
 from remat.documents.targets import ARRIVE_TARGET, OFFLOAD_TARGET, RELEASE_TARGET, RELOAD_TARGET
 from remat.documents.trace import Trace
@@ -29,18 +29,21 @@ _HANDLE_BYTES = 8
 
 
 def offload_tensors(trace: Trace, tensors: Iterable[str], link: Link) -> Trace:
-    """Return the trace in which these tensors wait on the host; the costs of its operations decide
+    """Return the trace in which these tensors are offloaded; the costs of its operations decide
     where copies start and end.
 
-    A tensor whose copies would overlap, because the backward needs it too soon, stays on the
-    device. Raises `RematError` for a tensor that is not one of `offload_candidates(trace)`.
+    A tensor that the backward needs before its copy to the host has ended stays on the device.
+    Raises `RematError` for a tensor that is not one of `offload_candidates(trace)`.
     """
     if [n.backward for n in trace.nodes] != sorted(n.backward for n in trace.nodes):
         trace = trace.replace(nodes=tuple(sorted(trace.nodes, key=lambda node: node.backward)))
     by_name = {candidate.tensor: candidate for candidate in offload_candidates(trace)}
     names = list(dict.fromkeys(tensors))
     if unknown := [name for name in names if name not in by_name]:
-        raise RematError(f"{unknown[0]} cannot wait on the host: see offload_candidates")
+        raise RematError(
+            f"{unknown[0]} cannot be offloaded: it is an input, an output or a gradient, is "
+            "written over, does not fill its storage, or is not read in the backward"
+        )
     return _Rewriting(trace, [by_name[name] for name in names], link).trace()
 
 
@@ -50,7 +53,8 @@ class _Rewriting:
     def __init__(self, trace: Trace, candidates: list[Candidate], link: Link) -> None:
         self.old = trace
         self.storage_bytes = list(trace.storage_bytes)
-        self.before: dict[int, list[Node]] = defaultdict(list)
+        self.reloads: dict[int, list[Node]] = defaultdict(list)
+        self.arrivals: dict[int, list[Node]] = defaultdict(list)
         self.after: dict[int, list[Node]] = defaultdict(list)
         self.renamed: dict[str, str] = {}  # tensors of offloaded storages, for the backward
         self.new_storage: dict[int, int] = {}
@@ -64,7 +68,8 @@ class _Rewriting:
         """Return the new trace."""
         nodes: list[Node] = []
         for index, node in enumerate(self.old.nodes):
-            nodes += self.before[index]
+            nodes += reversed(self.reloads[index])  # they were added from the last one needed on
+            nodes += reversed(self.arrivals[index])
             nodes += self._backward_node(node) if node.backward else [node]
             nodes += self.after[index]
         old, unsplit = self.old, self.old.unsplit
@@ -111,7 +116,6 @@ class _Rewriting:
         stored = self._result(f"{name}_stored", _HANDLE, _HANDLE_BYTES)
         buffer = self._result(f"{name}_buffer", tensor, candidate.size_bytes)
         arrived = self._result(f"{name}_reloaded", tensor, candidate.size_bytes)
-        dtype = Literal("dtype", tensor.dtype)
         at_release = self.old.nodes[released].backward
         self.after[candidate.producer].append(
             _operation(OFFLOAD_TARGET, (Ref(name),), sent, producer, backward=False)
@@ -121,11 +125,10 @@ class _Rewriting:
                 RELEASE_TARGET, (Ref(sent.name), Ref(name)), stored, producer, backward=at_release
             )
         )
-        reload_args = (Ref(stored.name), tensor.shape, tensor.stride, dtype)
-        self.before[start].append(
-            _operation(RELOAD_TARGET, reload_args, buffer, reader, backward=True)
+        self.reloads[start].append(
+            _operation(RELOAD_TARGET, (Ref(stored.name),), buffer, reader, backward=True)
         )
-        self.before[candidate.first_backward_reader].append(
+        self.arrivals[candidate.first_backward_reader].append(
             _operation(ARRIVE_TARGET, (Ref(buffer.name),), arrived, reader, backward=True)
         )
         self.renamed[name] = arrived.name
