@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import torch
-import torch._functorch.config
 from torch import nn
-from torch._dynamo.backends.registry import lookup_backend
 
 from benchmarks.gpu.device import free_unused_memory, interleaved_step_times, is_cuda
 from benchmarks.gpu.setting import PartFunction, Setting, WorkloadBuilder
@@ -18,6 +15,7 @@ from benchmarks.harness.methods import (
     Method,
     copy_sharing_parameters,
     run_step,
+    torch_budget_method,
     try_method,
 )
 from benchmarks.models.workloads import Workload
@@ -46,7 +44,7 @@ def compare_compiled(build_workload: WorkloadBuilder, share: float = 0.5) -> Par
                 method = try_method(name, lambda b=budget: _remat_method(workload, b))
             else:
                 part = 1.0 if name == "Inductor" else share
-                method = try_method(name, lambda n=name, p=part: _method(workload, n, p, backend))
+                method = try_method(name, lambda p=part: torch_budget_method(workload, p, backend))
             if method.module is None:
                 report.judge(name, "runs", f"failed: {method.failure[:300]}", False)
                 continue
@@ -75,22 +73,6 @@ def compare_compiled(build_workload: WorkloadBuilder, share: float = 0.5) -> Par
             )  # fmt: skip
 
     return run
-
-
-def _method(workload: Workload, name: str, share: float, backend: str) -> Method:
-    """Return the model compiled with `share` as torch's activation memory budget, after its first
-    step."""
-
-    # A new function for each share: for the same one, dynamo would use the code of another share.
-    def with_share(gm: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
-        with torch._functorch.config.patch(activation_memory_budget=share):
-            return lookup_backend(backend)(gm, inputs)
-
-    workload.model.zero_grad(set_to_none=True)
-    began_s = time.perf_counter()
-    module = torch.compile(copy_sharing_parameters(workload.model), backend=with_share)
-    run_step(module, workload)  # type: ignore[arg-type]
-    return Method(name, module, setup_s={"total": time.perf_counter() - began_s})  # type: ignore[arg-type]
 
 
 def _remat_method(workload: Workload, budget: int | str) -> Method:

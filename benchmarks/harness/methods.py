@@ -12,6 +12,7 @@ import torch
 import torch._dynamo
 import torch._functorch.config
 from torch import nn
+from torch._dynamo.backends.registry import lookup_backend
 from torch.utils.checkpoint import checkpoint
 
 import remat
@@ -90,13 +91,19 @@ def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 def torch_budget_method(workload: Workload, share: float, backend: str) -> Method:
     """Return the method of torch's own partitioner with `activation_memory_budget`, compiled."""
-    model = copy_sharing_parameters(workload.model)
-    compiled = torch.compile(model, backend=backend)
-    began = time.perf_counter()
     settings = {"activation_memory_budget": share, "enable_autograd_cache": False}
+
+    # A function for each share, with the share inside: dynamo uses the code of a function once
+    # more, and compiles later for other shapes.
+    def with_share(gm: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        with torch._functorch.config.patch(settings):
+            return lookup_backend(backend)(gm, inputs)
+
+    compiled = torch.compile(copy_sharing_parameters(workload.model), backend=with_share)
+    began = time.perf_counter()
     limits = {"recompile_limit": 256, "fail_on_recompile_limit_hit": True}
     torch._dynamo.utils.counters.clear()
-    with torch._functorch.config.patch(settings), torch._dynamo.config.patch(limits):
+    with torch._dynamo.config.patch(limits):
         run_step(compiled, workload)  # type: ignore[arg-type]
     if not torch._dynamo.utils.counters["stats"]["unique_graphs"]:
         raise RuntimeError(

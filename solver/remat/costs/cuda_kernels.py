@@ -27,6 +27,11 @@ ALIGNMENT = 8
 CACHED_ROW_BYTES = 48 << 10
 """Rows up to this size stay in shared memory while a softmax kernel needs them."""
 
+REREADS: Mapping[str, int] = {
+    "_softmax": 2, "_log_softmax": 2, "_softmax_backward_data": 1, "_log_softmax_backward_data": 1,
+}  # fmt: skip
+"""How often a softmax over long rows reads its first operand once more."""
+
 PASSES: Mapping[str, float] = {
     "native_layer_norm": 1.2,
     "native_layer_norm_backward": 2.8,
@@ -98,9 +103,7 @@ def reread_bytes(node: Node, metas: Mapping[str, TensorMeta], size_bytes: int) -
     With rows above `CACHED_ROW_BYTES`, the forward reads its operand three times (maximum, sum,
     result), and the backward the gradient twice.
     """
-    times = {"_softmax": 2, "_log_softmax": 2}.get(operation_name(node), 0)
-    if operation_name(node) in ("_softmax_backward_data", "_log_softmax_backward_data"):
-        times = 1
+    times = REREADS.get(operation_name(node), 0)
     if not times:
         return 0
     rows = prod(metas[node.operand_names[0]].shape[:-1])

@@ -123,5 +123,15 @@ def test_rules_are_for_cuda_only() -> None:
     (product,) = [o for o in operations() if o.target == "aten.mm.default" and o.measured_s > 13e-3]
     on_cpu = operation_seconds(product.node, product.metas, Roofline("cpu"))
     assert on_cpu == pytest.approx(2 * 16384 * 768 * 50257 / Roofline("cpu").flops_per_s("x"), 0.01)
-    aligned = {n: m.model_copy(update={"stride": (1, 1)}) for n, m in product.metas.items()}
-    assert cuda_kernels.compute_efficiency(product.node, aligned) < 1
+
+
+@pytest.mark.parametrize(("width", "efficiency"), [(50257, 0.19), (50304, 1.0)])
+def test_products_are_slow_where_a_row_is_no_multiple_of_16_bytes(
+    width: int, efficiency: float
+) -> None:
+    def tensor(*shape: int) -> dict[str, object]:
+        return {"dtype": "bfloat16", "shape": shape, "stride": (shape[1], 1)}
+
+    row = {"target": "aten.mm.default", "args": [tensor(64, 768), tensor(768, width)], "kwargs": {}}
+    product = Operation(row | {"microseconds": 1.0})
+    assert cuda_kernels.compute_efficiency(product.node, product.metas) == efficiency
