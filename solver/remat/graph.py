@@ -45,8 +45,9 @@ class Operation:
     operations sample random numbers or touch a buffer that changes: they keep their relative order
     in every order of the graph. The first run writes the outputs over those of the inputs
     `overwrites` that no later run reads, which then take no additional memory; a recomputation
-    overwrites nothing. `piece_of` is the operation before the split of which this is piece number
-    `piece`, or "".
+    overwrites nothing. `renews` are outputs that an earlier operation produced: this one makes a
+    new copy of them from elsewhere (the host's memory), once. `piece_of` is the operation before
+    the split of which this is piece number `piece`, or "".
     """
 
     name: str
@@ -59,6 +60,7 @@ class Operation:
     module: str = ""
     order_sensitive: bool = False
     overwrites: tuple[int, ...] = ()
+    renews: tuple[int, ...] = ()
     piece_of: str = ""
     piece: int = 0
 
@@ -93,7 +95,7 @@ class Split:
 class Graph:
     """Operations in execution order with their values; validated on construction.
 
-    Raises `GraphError` if a value is produced twice or never, is consumed before it is produced, or
+    Raises `GraphError` if a value is computed twice or never, is consumed before it is produced, or
     if a size or cost is negative or not finite.
     """
 
@@ -119,12 +121,17 @@ class Graph:
 
     @cached_property
     def producer(self) -> tuple[int, ...]:
-        """The operation that produces each value."""
+        """The operation that computes each value."""
         producer = [-1] * len(self.values)
         for index, operation in enumerate(self.operations):
-            for value in operation.outputs:
+            for value in set(operation.outputs) - set(operation.renews):
                 producer[value] = index
         return tuple(producer)
+
+    @cached_property
+    def renewal(self) -> Mapping[int, int]:
+        """The operation that renews each value that one does."""
+        return {v: index for index, o in enumerate(self.operations) for v in o.renews}
 
     @cached_property
     def consumers(self) -> tuple[tuple[int, ...], ...]:
@@ -323,10 +330,22 @@ def _check_overwrites(graph: Graph, operation: Operation, where: str) -> None:
         )
 
 
+def _check_renews(operation: Operation, where: str, renewable: set[int]) -> None:
+    renews = operation.renews
+    if not set(renews) <= renewable or not set(renews) <= set(operation.outputs):
+        raise GraphError(
+            f"{where} renews values {renews}; they must be among its outputs, produced before by "
+            "another operation, not renewed before, and no results"
+        )
+    if operation.recomputable or not set(renews).isdisjoint(operation.inputs):
+        raise GraphError(f"{where} renews values, so it runs only once and does not read them")
+
+
 def _validate(graph: Graph) -> None:
     count = len(graph.values)
     names: set[str] = set()
     produced: set[int] = set()
+    renewed: set[int] = set()
     for value in graph.values:
         if value.size_bytes < 0:
             raise GraphError(
@@ -354,8 +373,11 @@ def _validate(graph: Graph) -> None:
                     f"{where} consumes value {graph.values[v].name} before any operation "
                     "produces it: the order is not topological, or there is a cycle"
                 )
+        if operation.renews:
+            _check_renews(operation, where, produced - graph.results - renewed)
+            renewed.update(operation.renews)
         for v in operation.outputs:
-            if v in produced:
+            if v in produced and v not in operation.renews:
                 raise GraphError(f"{where} produces value {graph.values[v].name} a second time")
             produced.add(v)
         if operation.overwrites:

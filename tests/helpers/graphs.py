@@ -51,10 +51,32 @@ def overwriting(
     return tuple(result)
 
 
+def renewing(
+    draw_from: st.DrawFn, operations: tuple[Operation, ...], results: set[int]
+) -> tuple[Operation, ...]:
+    """Let some operations that run once renew a value of before, which is no result."""
+    result: list[Operation] = []
+    renewed, produced = set(results), set[int]()
+    for operation in operations:
+        renewable = sorted(produced - renewed - set(operation.inputs))
+        if not operation.recomputable and renewable and draw_from(st.booleans()):
+            value = draw_from(st.sampled_from(renewable))
+            renewed.add(value)
+            operation = replace(
+                operation, outputs=(*operation.outputs, value), renews=(value,), overwrites=()
+            )
+        produced.update(operation.outputs)
+        result.append(operation)
+    return tuple(result)
+
+
 @st.composite
-def small_graphs(draw_from: st.DrawFn, max_operations: int = 7, max_values: int = 9) -> Graph:
+def small_graphs(
+    draw_from: st.DrawFn, max_operations: int = 7, max_values: int = 9, *, renews: bool = True
+) -> Graph:
     """Graphs of up to 7 operations: several outputs, results, workspace, constant memory, values
-    of zero bytes, operations that run once, some whose order is fixed, a boundary."""
+    of zero bytes, operations that run once, some of which renew a value, some whose order is fixed,
+    a boundary."""
     count = draw_from(st.integers(2, max_operations))
     boundary = draw_from(st.one_of(st.none(), st.integers(1, count - 1)))
     operations: list[Operation] = []
@@ -81,8 +103,9 @@ def small_graphs(draw_from: st.DrawFn, max_operations: int = 7, max_values: int 
             )
         )
     results = draw_from(st.sets(st.sampled_from(range(len(values))), max_size=3))
+    changed = overwriting(draw_from, operations, values, results)
     return Graph(
-        overwriting(draw_from, operations, values, results),
+        renewing(draw_from, changed, results) if renews else changed,
         tuple(values),
         results=frozenset(results),
         constant_bytes=draw_from(st.sampled_from((0, 0, 5))),
@@ -135,7 +158,7 @@ def tight_cases(
         )
     chosen = draw_from(st.sets(st.sampled_from(range(len(values))), max_size=2))
     graph = Graph(
-        overwriting(draw_from, operations, values, chosen),
+        renewing(draw_from, overwriting(draw_from, operations, values, chosen), chosen - {early}),
         tuple(values),
         results=frozenset(chosen - {early}),
         constant_bytes=draw_from(st.sampled_from((0, 0, 5))),
@@ -179,7 +202,7 @@ def training_graphs(draw_from: st.DrawFn, max_operations: int = 6) -> Graph:
         )
     results = {2 * depth - 1, *draw_from(st.sampled_from(((), (), (), (0,), (1,))))}
     return Graph(
-        overwriting(draw_from, operations, values, results),
+        renewing(draw_from, overwriting(draw_from, operations, values, results), results),
         tuple(values),
         results=frozenset(results),
         constant_bytes=draw_from(st.sampled_from((0, 0, 5))),

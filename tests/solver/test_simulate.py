@@ -96,15 +96,16 @@ def _explicit(graph: Graph, runs: list[int]) -> list[int]:
     during: list[int] = []
     for now in range(len(runs)):
         live = graph.constant_bytes
-        for value, made_by in enumerate(graph.producer):
-            makings = [r for r in range(now) if runs[r] == made_by]
+        for value in range(len(graph.values)):
+            all_makings = [r for r in range(len(runs)) if _makes(graph, runs[r], value)]
+            makings = [r for r in all_makings if r < now]
             if not makings:
                 continue
             if value in graph.results:
                 live += graph.values[value].size_bytes
                 continue
             for making in makings:
-                later = [r for r in range(making + 1, len(runs)) if runs[r] == made_by]
+                later = [r for r in all_makings if r > making]
                 end = later[0] if later else len(runs)
                 readers = range(now, end)
                 if any(value in graph.operations[runs[r]].inputs for r in readers):
@@ -113,12 +114,16 @@ def _explicit(graph: Graph, runs: list[int]) -> list[int]:
         live += sum(graph.values[v].size_bytes for v in operation.outputs)
         is_first = runs.index(runs[now]) == now
         for value in operation.overwrites if is_first else ():  # unless a later run reads this copy
-            later_runs = [r for r in range(now + 1, len(runs)) if runs[r] == graph.producer[value]]
+            later_runs = [r for r in range(now + 1, len(runs)) if _makes(graph, runs[r], value)]
             readers = range(now + 1, later_runs[0] if later_runs else len(runs))
             if all(value not in graph.operations[runs[r]].inputs for r in readers):
                 live -= graph.values[value].size_bytes
         during.append(live + operation.workspace_bytes)
     return during
+
+
+def _makes(graph: Graph, op: int, value: int) -> bool:
+    return value in graph.operations[op].outputs
 
 
 def test_the_simulator_takes_linear_time() -> None:

@@ -43,6 +43,7 @@ class OperationRecord(Record):
     module: str
     order_sensitive: bool = False
     overwrites: _Values = ()
+    renews: _Values = ()
     piece_of: str = ""
     piece: Natural = 0
 

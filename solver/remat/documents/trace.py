@@ -28,7 +28,12 @@ from remat.documents.records import (
     TensorMeta,
 )
 from remat.documents.structure import Structure
-from remat.documents.targets import ACCUMULATE_TARGET, BOUNDARY_NAME, OVERWRITING_TARGETS
+from remat.documents.targets import (
+    ACCUMULATE_TARGET,
+    ARRIVE_TARGET,
+    BOUNDARY_NAME,
+    OVERWRITING_TARGETS,
+)
 from remat.documents.trace_checks import check_trace
 from remat.errors import RematError
 from remat.graph import Graph, Operation, Value
@@ -38,7 +43,8 @@ CUDA_ALIGNMENT_BYTES = 512
 
 
 class Trace(Document):
-    """A captured training step as data. `nodes` are in execution order, and names are unique.
+    """A captured training step as data. `nodes` are in execution order. Names are unique, except
+    that the result of `remat.arrive` has the name of the tensor that it brings back.
 
     `inputs` is the structure of the model's arguments, `result` that of what it returns; the leaves
     of `result` are indices of `outputs`.
@@ -244,6 +250,7 @@ def _build_graph(trace: Trace) -> Graph:
                 module=node.module,
                 order_sensitive=node.random or not mutated.isdisjoint({*read, *written}),
                 overwrites=tuple(value_of[s] for s in overwritten),
+                renews=tuple(value_of[s] for s in written) if node.target == ARRIVE_TARGET else (),
                 piece_of=node.piece_of,
                 piece=node.piece,
             )

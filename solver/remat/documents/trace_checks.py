@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from remat.documents.arguments import referenced_names
-from remat.documents.targets import ACCUMULATE_TARGET, BOUNDARY_NAME
+from remat.documents.targets import ACCUMULATE_TARGET, ARRIVE_TARGET, BOUNDARY_NAME
 
 if TYPE_CHECKING:
     from remat.documents.records import Node
@@ -17,6 +17,7 @@ def check_trace(trace: Trace) -> None:
     exists."""
     defined: dict[str, int] = {}  # storage by name
     overwritten: set[int] = set()
+    arrived: set[str] = set()
 
     def define(name: str, storage: int) -> None:
         if name in defined or name == BOUNDARY_NAME:
@@ -48,6 +49,9 @@ def check_trace(trace: Trace) -> None:
             backward_names.update(r.name for r in node.results)
         if node.target == ACCUMULATE_TARGET and (len(node.args) != 2 or len(used) != 2):
             raise ValueError(f"operation {node.name} needs a parameter and a gradient")
+        if node.target == ARRIVE_TARGET:
+            _check_arrival(node, defined, arrived)
+            continue
         storages = {r.storage for r in node.results}
         if not node.backward and node.view and not storages <= forward_storages:
             raise ValueError(f"operation {node.name} of the forward views a tensor of the backward")
@@ -71,6 +75,19 @@ def check_trace(trace: Trace) -> None:
             raise ValueError(f"the gradient {gradient.name} is not defined")
     if sorted(set(trace.result.leaves())) != list(range(len(trace.outputs))):
         raise ValueError("the result's leaves are not the outputs")
+
+
+def _check_arrival(node: Node, defined: dict[str, int], arrived: set[str]) -> None:
+    """Raise ValueError unless the result is a tensor of the forward that has not arrived before.
+    Adds it to `arrived`."""
+    match node.results:
+        case (result,) if defined.get(result.name) == result.storage and result.name not in arrived:
+            if node.backward and not node.recomputable and not node.view:
+                arrived.add(result.name)
+                return
+    raise ValueError(
+        f"operation {node.name} of the backward brings back, once, a tensor that the forward made"
+    )
 
 
 def _checked_overwriting(trace: Trace, node: Node) -> tuple[int, ...]:

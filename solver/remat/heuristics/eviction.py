@@ -119,6 +119,7 @@ class _EvictionAttempt:
         for v in graph.results:
             self.is_result[v] = True
         self.required_bytes = graph.produced_bytes
+        self.renewal = graph.renewal
         self.min_cost_s = graph.total_cost_s / max(1, len(graph)) * 1e-2 or 1e-12
         self.live_bytes = 0
         self.resident = [False] * len(self.size)
@@ -172,7 +173,8 @@ class _EvictionAttempt:
         to what the last of them reads. The group then restarts from nothing, so this needs no more
         memory than recomputing everything."""
         for v in sorted(self.evictable):
-            if not self.is_backward[v] and self._recompute_cost_s(v) < _INFINITE:
+            next_use = self._next_use(v, stage)
+            if not self.is_backward[v] and self._recompute_cost_s(v, stage, next_use) < _INFINITE:
                 self._evict(v, stage)
 
     def _apply_next_advice(self) -> None:
@@ -225,6 +227,8 @@ class _EvictionAttempt:
         for v in operation.outputs:
             if not self.resident[v]:
                 self._allocate(v)
+        for v in operation.renews:
+            self.next_indirect_use[v] = min(self._indirect_uses(v, stage), default=_INFINITE)
         for v in overwritten:
             self._evict(v, stage)
         return True
@@ -267,7 +271,7 @@ class _EvictionAttempt:
             if next_use == _INFINITE:
                 unused.append(v)
                 continue
-            cost_s = self._recompute_cost_s(v)
+            cost_s = self._recompute_cost_s(v, stage, next_use)
             if cost_s == _INFINITE or not self.score_factor[v]:
                 continue
             score = (next_use - stage + 1) ** rule.idle_exponent * self.score_factor[v]
@@ -281,7 +285,7 @@ class _EvictionAttempt:
             if excess <= 0:
                 break
             # An earlier victim may have been needed to recompute this one.
-            if self._recompute_cost_s(v) == _INFINITE:
+            if self._recompute_cost_s(v, stage, self._next_use(v, stage)) == _INFINITE:
                 continue
             victims.append(v)
             excess -= self.size[v]
@@ -304,6 +308,8 @@ class _EvictionAttempt:
         stack = [v]
         while stack:
             for u in self.graph.operations[self.graph.producer[stack.pop()]].inputs:
+                if self._is_renewed(u, stage, next_use):
+                    continue
                 if next_use < self.next_indirect_use[u]:
                     self.next_indirect_use[u] = next_use
                     if not self.resident[u]:
@@ -316,10 +322,17 @@ class _EvictionAttempt:
         return min(self._next_direct_use(v, stage), self.next_indirect_use[v])
 
     def _next_direct_use(self, v: int, stage: int) -> float:
-        """Return the next operation that reads `v` at its first run; infinity if there is none."""
+        """Return the next operation that reads this copy of `v` at its first run; infinity if there
+        is none, or `v` is renewed before."""
         users = self.graph.consumers[v]
         position = bisect_right(users, stage)
-        return users[position] if position < len(users) else _INFINITE
+        if position == len(users) or self._is_renewed(v, stage, users[position]):
+            return _INFINITE
+        return users[position]
+
+    def _is_renewed(self, v: int, stage: int, next_use: float) -> bool:
+        """True if `v` is renewed after `stage`, and not later than `next_use`."""
+        return bool(self.renewal) and stage < self.renewal.get(v, -1) <= next_use
 
     def _indirect_uses(self, v: int, stage: int) -> Iterator[float]:
         """Yield the stages that read evicted values which are recomputed from `v`."""
@@ -333,16 +346,19 @@ class _EvictionAttempt:
                     if not self.resident[w] and w not in seen:
                         seen.add(w)
                         stack.append(w)
-                        yield self._next_direct_use(w, stage)
+                        next_use = self._next_direct_use(w, stage)
+                        if not self._is_renewed(v, stage, next_use):
+                            yield next_use
 
-    def _recompute_cost_s(self, v: int) -> float:
-        """Return the cost of recomputing `v` from what is in memory; infinity if that is
-        impossible."""
+    def _recompute_cost_s(self, v: int, stage: int, next_use: float) -> float:
+        """Return the cost of recomputing `v` for `next_use` from what is in memory, or is renewed
+        before; infinity if that is impossible."""
         cached = self.cached_cost_s.get(v)
         if cached is not None:
             return cached
         operations, producer = self.graph.operations, self.graph.producer
         cost_s = 0.0
+        reads_renewed = False
         seen = {producer[v]}
         stack = [producer[v]]
         while stack:
@@ -352,7 +368,11 @@ class _EvictionAttempt:
             for u in operation.inputs:
                 self.cost_dependents.setdefault(u, []).append(v)
                 if not self.resident[u] and producer[u] not in seen:
+                    if self._is_renewed(u, stage, next_use):
+                        reads_renewed = True
+                        continue
                     seen.add(producer[u])
                     stack.append(producer[u])
-        self.cached_cost_s[v] = cost_s
+        if not reads_renewed:  # else it depends on the stage
+            self.cached_cost_s[v] = cost_s
         return cost_s

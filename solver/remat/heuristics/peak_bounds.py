@@ -21,6 +21,8 @@ def largest_operation(graph: Graph) -> tuple[int, int | None]:
     """
     size = [value.size_bytes for value in graph.values]
     last_read = [max(users, default=-1) for users in graph.consumers]
+    for v, op in graph.renewal.items():  # its first copy is read until then
+        last_read[v] = max((user for user in graph.consumers[v] if user < op), default=-1)
     is_permanent = [
         v in graph.results or not graph.operations[graph.producer[v]].recomputable
         for v in range(len(size))
@@ -35,7 +37,11 @@ def largest_operation(graph: Graph) -> tuple[int, int | None]:
         if largest is None or needed_bytes > peak_bytes:
             peak_bytes, largest = needed_bytes, op
         for v in operation.outputs:
-            if is_permanent[v] and (v in graph.results or last_read[v] > op):
+            if (
+                v not in operation.renews
+                and is_permanent[v]
+                and (v in graph.results or last_read[v] > op)
+            ):
                 retained.add(v)
                 retained_bytes += size[v]
                 if v not in graph.results:

@@ -18,6 +18,8 @@ from t_k to t_l, k < l:
     sum_d size_d h_{d,k} <= budget - (constant memory, results so far, outputs and workspace of t_k)
     h_{d,k} = 1 for inputs d of t_k; all in {0, 1}
 
+A value that an operation of the span renews has rows only for the first runs before that one.
+
 Every schedule of the order gives a solution of no larger cost, so the optimum, and the bound that a
 solver proves on the way to it, hold for all of them. What is relaxed is the memory between the
 cuts. With one cut there is a single knapsack row next to a closure problem: the linear relaxation
@@ -27,7 +29,7 @@ backward pass, the bound is often the optimum.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -168,15 +170,12 @@ class _CutProgram:
         self.cost_unit_s = graph.total_cost_s / COST_SCALE or 1.0
         self._rows: list[tuple[str, dict[pulp.LpVariable, float], int, float]] = []
         count = len(self.cut_operations)
-        reads = [
-            {v for o in graph.operations[a:b] for v in o.inputs}
-            for a, b in pairwise((*self.cut_operations, len(graph)))
-        ]
+        borders = (*self.cut_operations, len(graph))
         # From the last cut to the first: the spans that end at a cut need the values that are
         # retained across it.
         for start in reversed(range(count)):
             for end in range(count, start, -1):
-                self._add_span(start, end, set[int]().union(*reads[start:end]))
+                self._add_span(start, end, borders[end])
             self._add_memory_row(start, budget_bytes)
         self.problem.setObjective(
             expression(
@@ -213,27 +212,40 @@ class _CutProgram:
             values |= {y: float(op in operations) for op, y in span.recomputed.items()}
         return values
 
-    def _add_span(self, start: int, end: int, read_values: Iterable[int]) -> None:
-        """Add the rows of the span from cut `start` to cut `end`, whose first runs read these
-        values."""
+    def _add_span(self, start: int, end: int, end_operation: int) -> None:
+        """Add the rows of the span from cut `start` to cut `end`, before the first run of
+        `end_operation`."""
         span = _Span(start, end)
         cut = self.cut_operations[start]
         producer = self.graph.producer
-        for value in sorted(v for v in read_values if producer[v] < cut):
+        renewed = {v for v, op in self.graph.renewal.items() if cut <= op < end_operation}
+        for value in sorted(self._read_values(cut, end_operation)):
             self._add_demand(span, value, None)
         if end < len(self.cut_operations):
             for value, retained in self.retained[end].items():
-                if producer[value] < cut:
+                if producer[value] < cut and value not in renewed:
                     self._add_demand(span, value, retained)
         while span.pending:
             op = span.pending.pop()
             for value in self.graph.operations[op].inputs:
-                self._add_demand(span, value, span.recomputed[op])
+                if value not in renewed:
+                    self._add_demand(span, value, span.recomputed[op])
         if end > start + 1:
             self.spans.append(span)
             for op, y in span.recomputed.items():
                 runs = [self._recomputed_variable(j, op) for j in range(start, end)]
                 self._add_row(dict.fromkeys(runs, 1.0) | {y: -1.0}, 0.0)
+
+    def _read_values(self, cut: int, end_operation: int) -> set[int]:
+        """Return the values from before a cut that first runs from there on read, before they are
+        renewed."""
+        graph = self.graph
+        return {
+            v
+            for op in range(cut, end_operation)
+            for v in graph.operations[op].inputs
+            if graph.producer[v] < cut and not cut <= graph.renewal.get(v, -1) <= op
+        }
 
     def _add_demand(self, span: _Span, value: int, condition: pulp.LpVariable | None) -> None:
         """Add the row that `value` is retained at the start of the span or recomputed in it:

@@ -33,7 +33,10 @@ def add_group_cuts(builder: ProgramBuilder) -> None:
                 continue
             producer_slots = slots_of.get(builder.graph.producer[value], [])
             retained = builder.retained_before[group[0], value]
+            renewed = builder.first_slot.get(builder.graph.renewal.get(value, -1), -1)
             for count, last_slot in enumerate(group[1:], start=2):
+                if group[0] < renewed < last_slot:
+                    break  # from there on, the value is live without a recomputation
                 producer_runs = [
                     builder.run_variables[q] for q in producer_slots if group[0] < q < last_slot
                 ]

@@ -208,7 +208,7 @@ def _idle_reads(
     values: set[int] = set()
     for op, operation in enumerate(graph.operations):
         idle_inputs = [v for v in operation.inputs if op - last_event[v] > min_idle]
-        for v in operation.inputs:
+        for v in (*operation.inputs, *operation.renews):
             last_event[v] = op
         if not idle_inputs:
             continue
@@ -241,6 +241,8 @@ def _ancestors(graph: Graph, values: set[int], max_distance: int, *, before: int
             ancestors.add(op)
         for v in graph.operations[op].inputs:
             parent = graph.producer[v]
+            if graph.renewal.get(v, before) < before:
+                continue  # renewed, and probably live
             limit = earliest[op]
             is_reached = parent >= limit and limit < earliest.get(parent, parent + 1)
             if v not in graph.results and is_reached:

@@ -159,7 +159,7 @@ def test_no_baseline_is_cheaper_than_auto_on_a_chain(share: float) -> None:
 
 
 @settings(LAWS, max_examples=8)
-@hypothesis.given(small_graphs(max_operations=8, max_values=10), st.floats(0, 1))
+@hypothesis.given(small_graphs(max_operations=8, max_values=10, renews=False), st.floats(0, 1))
 def test_checkmates_program_finds_the_same_optimum(graph: Graph, share: float) -> None:
     try:
         exact = solve(graph, "min", Exact())

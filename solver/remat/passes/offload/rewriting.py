@@ -3,20 +3,25 @@
 Each of them gets four operations. `offload` starts the copy to the host behind its producer.
 `release` waits for that copy, at the first point of the schedule where it will have ended, so that
 the memory is free from there on. `reload` allocates memory and starts the copy back: as late as it
-can and still end in time, or right behind `release`. `arrive` waits for it before the first reader
-of the backward. Memory thus depends on the order of operations only, never on how fast a copy is:
-the solver and the simulator need no notion of copies.
+can and still end in time, or right behind `release`. `arrive` waits for it before the first
+operation of the backward that needs it. Memory thus depends on the order of operations only, never
+on how fast a copy is: the solver and the simulator need no notion of copies.
+
+What arrives is a new copy of the same value, as after a recomputation (`Operation.renews`):
+operations that run later read it, recomputations among them.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from itertools import accumulate
+from types import MappingProxyType
 
 from remat.costs.link import Link
-from remat.documents.arguments import Argument, Ref, rename_refs
+from remat.documents.arguments import Argument, Ref
 from remat.documents.records import BaselineRecord, Node, Result, TensorMeta
 from remat.documents.targets import ARRIVE_TARGET, OFFLOAD_TARGET, RELEASE_TARGET, RELOAD_TARGET
 from remat.documents.trace import Trace
@@ -28,12 +33,19 @@ _HANDLE = TensorMeta(dtype="int64", shape=(1,), stride=(1,), device="cpu")
 _HANDLE_BYTES = 8
 
 
-def offload_tensors(trace: Trace, tensors: Iterable[str], link: Link) -> Trace:
+def offload_tensors(
+    trace: Trace,
+    tensors: Iterable[str],
+    link: Link,
+    needed_by: Mapping[str, str] = MappingProxyType({}),
+) -> Trace:
     """Return the trace in which these tensors are offloaded; the costs of its operations decide
     where copies start and end.
 
-    A tensor that the backward needs before its copy to the host has ended stays on the device.
-    Raises `RematError` for a tensor that is not one of `offload_candidates(trace)`.
+    A tensor is back before the first operation of the backward that reads it, or before the one
+    that `needed_by` names if that comes earlier: for recomputations that read it. A tensor that is
+    needed before its copy to the host has ended stays on the device. Raises `RematError` for a
+    tensor that is not one of `offload_candidates(trace)`.
     """
     if [n.backward for n in trace.nodes] != sorted(n.backward for n in trace.nodes):
         trace = trace.replace(nodes=tuple(sorted(trace.nodes, key=lambda node: node.backward)))
@@ -44,7 +56,15 @@ def offload_tensors(trace: Trace, tensors: Iterable[str], link: Link) -> Trace:
             f"{unknown[0]} cannot be offloaded: it is an input, an output or a gradient, is "
             "written over, does not fill its storage, or is not read in the backward"
         )
-    return _Rewriting(trace, [by_name[name] for name in names], link).trace()
+    index = {node.name: i for i, node in enumerate(trace.nodes)}
+    first_backward = next(i for i, node in enumerate(trace.nodes) if node.backward)
+    chosen: list[Candidate] = []
+    for name in names:
+        candidate = by_name[name]
+        needed = index[needed_by[name]] if name in needed_by else candidate.first_backward_reader
+        needed = max(first_backward, min(needed, candidate.first_backward_reader))
+        chosen.append(replace(candidate, first_backward_reader=needed))
+    return _Rewriting(trace, chosen, link).trace()
 
 
 class _Rewriting:
@@ -56,10 +76,7 @@ class _Rewriting:
         self.reloads: dict[int, list[Node]] = defaultdict(list)
         self.arrivals: dict[int, list[Node]] = defaultdict(list)
         self.after: dict[int, list[Node]] = defaultdict(list)
-        self.renamed: dict[str, str] = {}  # tensors of offloaded storages, for the backward
-        self.new_storage: dict[int, int] = {}
         self.names = {n.name for n in trace.nodes} | set(trace.storage_of)
-        self.producer = {r.name: node for node in trace.nodes for r in node.results}
         costs = [0.0 if node.view else node.cost_s or 0.0 for node in trace.nodes]
         self.end_s = list(accumulate(costs))
         self._place(candidates, link)
@@ -70,8 +87,7 @@ class _Rewriting:
         for index, node in enumerate(self.old.nodes):
             nodes += reversed(self.reloads[index])  # they were added from the last one needed on
             nodes += reversed(self.arrivals[index])
-            nodes += self._backward_node(node) if node.backward else [node]
-            nodes += self.after[index]
+            nodes += [node, *self.after[index]]
         old, unsplit = self.old, self.old.unsplit
         if unsplit is None and old.measured:
             baseline = baseline_of(old.graph())
@@ -115,24 +131,22 @@ class _Rewriting:
         sent = self._result(f"{name}_sent", _HANDLE, _HANDLE_BYTES)
         stored = self._result(f"{name}_stored", _HANDLE, _HANDLE_BYTES)
         buffer = self._result(f"{name}_buffer", tensor, candidate.size_bytes)
-        arrived = self._result(f"{name}_reloaded", tensor, candidate.size_bytes)
+        arrived = Result(name=name, tensor=tensor, storage=self.old.storage_of[name])
         at_release = self.old.nodes[released].backward
         self.after[candidate.producer].append(
-            _operation(OFFLOAD_TARGET, (Ref(name),), sent, producer, backward=False)
+            self._operation(OFFLOAD_TARGET, name, (Ref(name),), sent, producer)
         )
         self.after[released].append(
-            _operation(
-                RELEASE_TARGET, (Ref(sent.name), Ref(name)), stored, producer, backward=at_release
+            self._operation(
+                RELEASE_TARGET, name, (Ref(sent.name), Ref(name)), stored, producer, at_release
             )
         )
         self.reloads[start].append(
-            _operation(RELOAD_TARGET, (Ref(stored.name),), buffer, reader, backward=True)
+            self._operation(RELOAD_TARGET, name, (Ref(stored.name),), buffer, reader, True)
         )
         self.arrivals[candidate.first_backward_reader].append(
-            _operation(ARRIVE_TARGET, (Ref(buffer.name),), arrived, reader, backward=True)
+            self._operation(ARRIVE_TARGET, name, (Ref(buffer.name),), arrived, reader, True)
         )
-        self.renamed[name] = arrived.name
-        self.new_storage[self.old.storage_of[name]] = arrived.storage
 
     def _result(self, name: str, tensor: TensorMeta, size_bytes: int) -> Result:
         self.storage_bytes.append(size_bytes)
@@ -146,68 +160,25 @@ class _Rewriting:
         self.names.add(unique)
         return unique
 
-    # -- readers in the backward ------------------------------------------------------------------
-
-    def _backward_node(self, node: Node) -> list[Node]:
-        """Return an operation of the backward that reads reloaded tensors, after the views of them
-        that the forward had made."""
-        views: list[Node] = []
-
-        def new_name(name: str) -> str:
-            return self._reloaded(name, views)
-
-        args = tuple(rename_refs(item, new_name) for item in node.args)
-        kwargs = {key: rename_refs(item, new_name) for key, item in node.kwargs.items()}
-        results = tuple(
-            r.model_copy(update={"storage": self.new_storage.get(r.storage, r.storage)})
-            for r in node.results
+    def _operation(
+        self,
+        target: str,
+        tensor: str,
+        args: tuple[Argument, ...],
+        result: Result,
+        like: Node,
+        backward: bool = False,
+    ) -> Node:
+        """Return an operation that starts or awaits a copy. It takes no time of the device."""
+        return Node(
+            name=self._new_name(f"{target.split('.')[1]}_{tensor}"),
+            target=target,
+            args=args,
+            results=(result,),
+            backward=backward,
+            recomputable=False,
+            module=like.module,
+            cost_s=0.0,
+            workspace_bytes=0,
+            cost_source="link",
         )
-        changed = node.model_copy(update={"args": args, "kwargs": kwargs, "results": results})
-        return [*views, changed]
-
-    def _reloaded(self, name: str, views: list[Node]) -> str:
-        """Return the name of a tensor for a reader in the backward; add the views that it needs."""
-        if self.old.storage_of[name] not in self.new_storage or name in self.renamed:
-            return self.renamed.get(name, name)
-        node = self.producer[name]
-        if node.backward:
-            return name  # a view that the backward makes, of the reloaded tensor
-        args = tuple(rename_refs(a, lambda n: self._reloaded(n, views)) for a in node.args)
-        kwargs = {
-            k: rename_refs(a, lambda n: self._reloaded(n, views)) for k, a in node.kwargs.items()
-        }
-        results = []
-        for result in node.results:
-            self.renamed[result.name] = self._new_name(f"{result.name}_reloaded")
-            changes = {
-                "name": self.renamed[result.name],
-                "storage": self.new_storage[result.storage],
-            }
-            results.append(result.model_copy(update=changes))
-        views.append(
-            node.model_copy(
-                update={
-                    "name": self._new_name(f"{node.name}_reloaded_op"), "args": args,
-                    "kwargs": kwargs, "results": tuple(results), "backward": True,
-                }
-            )
-        )  # fmt: skip
-        return self.renamed[name]
-
-
-def _operation(
-    target: str, args: tuple[Argument, ...], result: Result, like: Node, *, backward: bool
-) -> Node:
-    """Return an operation that starts or awaits a copy. It takes no time of the device itself."""
-    return Node(
-        name=f"{result.name}_op",
-        target=target,
-        args=args,
-        results=(result,),
-        backward=backward,
-        recomputable=False,
-        module=like.module,
-        cost_s=0.0,
-        workspace_bytes=0,
-        cost_source="link",
-    )

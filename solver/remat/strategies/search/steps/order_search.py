@@ -43,8 +43,10 @@ SolveInOrder = Callable[[Task, float], Solution]
 
 
 def may_reorder(graph: Graph) -> bool:
-    """True if the order is likely to matter. In a training step it is nearly forced."""
-    return graph.boundary is None and not any(o.backward for o in graph.operations)
+    """True if the order is likely to matter. In a training step it is nearly forced, and where
+    values are renewed it is fixed."""
+    is_training_step = graph.boundary is not None or any(o.backward for o in graph.operations)
+    return not is_training_step and not graph.renewal
 
 
 def minimize_cost_in_any_order(
