@@ -25,11 +25,11 @@ from torch import nn
 
 import remat
 from benchmarks.harness import machine, report
+from remat.choice.split import solve_with_splits
 from remat.limits.budget import Budget
 from remat.limits.pieces import PIECES as SPLIT_CHOICES
 from remat.passes.split.peak_region import find_peak_region
 from remat.passes.split.rewriting import split_region
-from remat.split_choice import solve_with_splits
 
 Row = dict[str, Any]
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
+from remat.choice.split import solve_with_splits
 from remat.documents.trace import Trace
 from remat.errors import InfeasibleBudget, RematError, wrong_type
 from remat.graph import Graph
@@ -16,7 +17,6 @@ from remat.progress import Cancel, ProgressCallback
 from remat.report.comparison import ComparisonData, ComparisonRow
 from remat.simulate import baseline_of
 from remat.solve import HasGraph, check_budgets, check_graph, solve
-from remat.split_choice import solve_with_splits
 from remat.strategies.auto import Auto
 from remat.strategies.base import Strategy
 from remat.strategies.registry import compared_by_default

@@ -46,8 +46,10 @@ class Operation:
     in every order of the graph. The first run writes the outputs over those of the inputs
     `overwrites` that no later run reads, which then take no additional memory; a recomputation
     overwrites nothing. `renews` are outputs that an earlier operation produced: this one makes a
-    new copy of them from elsewhere (the host's memory), once. `piece_of` is the operation before
-    the split of which this is piece number `piece`, or "".
+    new copy of them from elsewhere (the host's memory), once. `copy_since` is an operation before:
+    of the inputs of both, this one needs the same copies, which are not recomputed in between; -1
+    for none. `piece_of` is the operation before the split of which this is piece number `piece`, or
+    "".
     """
 
     name: str
@@ -61,6 +63,7 @@ class Operation:
     order_sensitive: bool = False
     overwrites: tuple[int, ...] = ()
     renews: tuple[int, ...] = ()
+    copy_since: int = -1
     piece_of: str = ""
     piece: int = 0
 
@@ -132,6 +135,24 @@ class Graph:
     def renewal(self) -> Mapping[int, int]:
         """The operation that renews each value that one does."""
         return {v: index for index, o in enumerate(self.operations) for v in o.renews}
+
+    @cached_property
+    def locks(self) -> Mapping[int, tuple[tuple[int, int], ...]]:
+        """The spans in which operations are not recomputed, by operation: after the first run of
+        one operation (`copy_since`), up to that of another."""
+        locks: dict[int, tuple[tuple[int, int], ...]] = {}
+        for index, operation in enumerate(self.operations):
+            if operation.copy_since >= 0:
+                shared = set(operation.inputs) & set(self.operations[operation.copy_since].inputs)
+                for op in {self.producer[v] for v in shared}:
+                    locks[op] = (*locks.get(op, ()), (operation.copy_since, index))
+        return locks
+
+    def may_recompute(self, op: int, stage: int) -> bool:
+        """True if an operation may be recomputed before the first run of `stage`."""
+        return self.operations[op].recomputable and not any(
+            start < stage <= end for start, end in self.locks.get(op, ())
+        )
 
     @cached_property
     def consumers(self) -> tuple[tuple[int, ...], ...]:
@@ -373,6 +394,8 @@ def _validate(graph: Graph) -> None:
                     f"{where} consumes value {graph.values[v].name} before any operation "
                     "produces it: the order is not topological, or there is a cycle"
                 )
+        if not -1 <= operation.copy_since < index:
+            raise GraphError(f"{where} needs the copies of an operation that is not before it")
         if operation.renews:
             _check_renews(operation, where, produced - graph.results - renewed)
             renewed.update(operation.renews)

@@ -34,6 +34,17 @@ UNSPLIT_MIN_BYTES_STAT = "unsplit_min_bytes"
 """Key of `PlanData.stats`, for a step with split operations whose budget is "min" or was not met
 without: the smallest peak known without splitting."""
 
+HOST_BYTES_STAT = "host_bytes"
+"""Key of `PlanData.stats`, for a step with offloaded tensors: the most bytes on the host at once.
+"""
+
+COPIES_S_STAT = "copies_s"
+"""Key of `PlanData.stats`: the seconds of all copies between device and host."""
+
+WAITING_S_STAT = "waiting_s"
+"""Key of `PlanData.stats`: the seconds that the step waits for copies, a part of its time. All
+other copies are hidden."""
+
 
 class Status(Enum):
     """OPTIMAL if a plan is proved to be within the requested gap, else FEASIBLE."""

@@ -35,10 +35,11 @@ class Schedule:
         return cls(tuple(runs))
 
     def check(self, graph: Graph) -> None:
-        """Raise `GraphError` unless every operation runs, after its inputs, and only recomputable
-        operations run several times."""
+        """Raise `GraphError` unless every operation runs, after its inputs, only recomputable
+        operations run several times, and none where the copies before are needed."""
         count = len(graph.operations)
         seen = [0] * count
+        latest_run = [-1] * count
         for position, op in enumerate(self.runs):
             if not 0 <= op < count:
                 raise GraphError(f"run {position} names operation {op}; the graph has {count}")
@@ -51,7 +52,15 @@ class Schedule:
                         f"run {position}: {operation.name} reads {graph.values[v].name} "
                         "before it was ever produced"
                     )
+            if operation.copy_since >= 0 and not seen[op]:
+                for v in set(operation.inputs) & set(graph.operations[operation.copy_since].inputs):
+                    if latest_run[graph.producer[v]] > latest_run[operation.copy_since]:
+                        raise GraphError(
+                            f"run {position}: {operation.name} needs the copy of "
+                            f"{graph.values[v].name} from before it was recomputed"
+                        )
             seen[op] += 1
+            latest_run[op] = position
         for op, count_of_op in enumerate(seen):
             if not count_of_op:
                 raise GraphError(f"{graph.operations[op].name} never runs")

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator
+from itertools import combinations
 
 from remat.graph import Graph
 
@@ -61,12 +62,26 @@ def _moves(graph: Graph, state: _State, free: bool) -> Iterator[tuple[float, int
     for value in resident - graph.results:
         yield 0.0, 0, (first, recomputable, resident - {value})
     for op in range(0 if free else recomputable, first):
+        if _is_locked(graph, op, first):
+            continue
         if graph.operations[op].recomputable and resident.issuperset(graph.operations[op].inputs):
             yield _run(graph, op, resident, (first, 0 if free else op + 1))
     if resident.issuperset(graph.operations[first].inputs):
-        yield _run(graph, first, resident, (first + 1, 0))
-        if over := graph.operations[first].overwrites:
-            yield _run(graph, first, resident, (first + 1, 0), frozenset(over))
+        over = graph.operations[first].overwrites
+        for count in range(len(over) + 1):
+            for written in combinations(over, count):
+                yield _run(graph, first, resident, (first + 1, 0), frozenset(written))
+
+
+def _is_locked(graph: Graph, op: int, first: int) -> bool:
+    """True if a later operation needs a copy that this operation made before: `first` is next."""
+    for later in graph.operations[first:]:
+        since = later.copy_since
+        if 0 <= since < first:
+            shared = set(later.inputs) & set(graph.operations[since].inputs)
+            if shared & (set(graph.operations[op].outputs) - set(graph.operations[op].renews)):
+                return True
+    return False
 
 
 def _run(

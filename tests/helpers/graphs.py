@@ -54,10 +54,14 @@ def overwriting(
 def renewing(
     draw_from: st.DrawFn, operations: tuple[Operation, ...], results: set[int]
 ) -> tuple[Operation, ...]:
-    """Let some operations that run once renew a value of before, which is no result."""
+    """Let some operations that run once renew a value of before, which is no result, and some need
+    the copies that another one read."""
     result: list[Operation] = []
     renewed, produced = set(results), set[int]()
-    for operation in operations:
+    for index, operation in enumerate(operations):
+        earlier = [i for i in range(index) if set(operations[i].inputs) & set(operation.inputs)]
+        if not operation.recomputable and earlier and draw_from(st.booleans()):
+            operation = replace(operation, copy_since=draw_from(st.sampled_from(earlier)))
         renewable = sorted(produced - renewed - set(operation.inputs))
         if not operation.recomputable and renewable and draw_from(st.booleans()):
             value = draw_from(st.sampled_from(renewable))

@@ -10,6 +10,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from remat.choice.offload import OffloadLimits
+from remat.choice.step import solve_step
 from remat.costs.roofline import Roofline
 from remat.costs.trace_costs import with_roofline_costs
 from remat.documents.base import validate_json
@@ -17,6 +19,7 @@ from remat.documents.plan import PlanDocument
 from remat.documents.trace import Trace
 from remat.errors import InfeasibleBudget, RematError
 from remat.limits.budget import Budget
+from remat.limits.offload import is_offload_allowed, parse_host_budget
 from remat.limits.pieces import pieces_to_try
 from remat.plan import Plan
 from remat.progress import Progress, ProgressCallback
@@ -24,7 +27,6 @@ from remat.rewrite import rewrite
 from remat.service import wire
 from remat.solution import FAILURES
 from remat.solve import solve, sweep
-from remat.split_choice import solve_with_splits
 from remat.strategies.base import Strategy
 from remat_server.problems import make_problem, problem_from_error
 from remat_server.work.messages import AnswerMessage, FailureMessage, ProgressMessage
@@ -78,12 +80,14 @@ def solve_request(
             answer = wire.SweepResult(plans=documents, costs=costs).model_dump_json()
         else:
             pieces = pieces_to_try(request.split)
-            if isinstance(graph, Trace) and pieces:
-                graph, plan = solve_with_splits(
+            offload = _offload_limits(request, device)
+            if isinstance(graph, Trace) and (pieces or offload is not None):
+                graph, plan = solve_step(
                     graph,
                     Budget.parse(request.budget),
-                    pieces,
-                    solve_in_full=_solve_in_part_of_the_time(request, strategy, progress),
+                    pieces=pieces,
+                    offload=offload,
+                    solve_in_full=_solve_in_part_of_the_time(strategy, progress),
                     measure=lambda trace: _with_costs(trace, request, device, are_pieces=True),
                     limit_s=_CHOICE_SHARE * time_limit_s,
                 )
@@ -154,16 +158,34 @@ def _with_costs(trace: Trace, request: Request, device: str, *, are_pieces: bool
     return trace
 
 
+def _offload_limits(request: wire.SolveRequest, device: str) -> OffloadLimits | None:
+    """Return the limits of offloading; None if nothing may be offloaded."""
+    if not is_offload_allowed(request.offload):
+        return None
+    if request.link is not None:
+        link = request.link.to_link()
+    elif request.needs_measurement:
+        import torch
+
+        from remat.frontend.planning.host_limits import measured_link
+
+        link = measured_link(torch.device(device))
+    else:
+        assert request.options.costs is not None
+        link = Roofline(request.options.costs.partition(":")[2]).link
+    return OffloadLimits(link, parse_host_budget(request.host_budget))
+
+
 def _solve_in_part_of_the_time(
-    request: wire.SolveRequest, strategy: Strategy, progress: ProgressCallback
-) -> Callable[[Trace], Plan]:
+    strategy: Strategy, progress: ProgressCallback
+) -> Callable[[Trace, Budget], Plan]:
     """Return a function that solves a trace. It leaves time to choose the pieces, and to solve the
     trace without them, too."""
     time_limit = getattr(strategy, "time_limit", None)
     if is_dataclass(strategy) and time_limit is not None:
         shorter: dict[str, Any] = {"time_limit": _SOLVE_SHARE * time_limit}
         strategy = replace(strategy, **shorter)
-    return lambda trace: solve(trace, request.budget, strategy, progress=progress)
+    return lambda trace, budget: solve(trace, budget, strategy, progress=progress)
 
 
 def _throttled(on_progress: ProgressSink) -> ProgressCallback:

@@ -15,8 +15,10 @@ from remat.commands.common.interruptible_solve import (
     exit_if_interrupted,
     solve_trace,
 )
+from remat.commands.common.offload_limits import check_offload_options, offload_limits
 from remat.commands.common.progress_line import show_progress
 from remat.commands.common.summaries import compiled_plan_summary, plan_summary, to_json_text
+from remat.limits.offload import OFFLOAD_OFF
 from remat.limits.outputs import OUTPUTS_HELD
 from remat.limits.pieces import SPLIT_AUTO
 from remat.limits.units import format_bytes
@@ -54,10 +56,13 @@ def run(
     reserve: command_options.Reserve = None,
     outputs: command_options.Outputs = OUTPUTS_HELD,
     split: command_options.Split = SPLIT_AUTO,
+    offload: command_options.Offload = OFFLOAD_OFF,
+    host_budget: command_options.HostBudget = None,
 ) -> None:
     """Run a training step without and with remat: plan, peak, time, loss and gradients."""
     limits = command_options.limits_from_options(budget, reserve)
     pieces = command_options.pieces_from_option(split)
+    check_offload_options(offload, host_budget)
     command_options.check_local_device(
         device, "run", "remat trace SOURCE --device {name} plans for it"
     )
@@ -70,6 +75,10 @@ def run(
     )
     command_options.check_autocast(autocast)
     command_options.check_outputs_option(outputs)
+    if compiled and offload != OFFLOAD_OFF:
+        raise UsageError(
+            "--offload cannot be combined with --compile, whose plans do not offload; leave one out"
+        )
     if compiled and program is not None:
         raise UsageError(
             "--program cannot be combined with --compile, which makes no program; leave one out"
@@ -108,7 +117,12 @@ def run(
         predicted_eager_bytes = eager_peak_bytes(traced)
         with limits.infeasible_with_reserve():
             (traced, plan), signum = solve_trace(
-                traced, limits.budget_after_reserve, selected_strategy, pieces, measure_pieces
+                traced,
+                limits.budget_after_reserve,
+                selected_strategy,
+                pieces,
+                measure_pieces,
+                offload_limits(offload, host_budget, traced),
             )
         plan = with_reserve_stat(plan, limits.reserve_bytes)
         rewritten_program = rewrite(traced, plan.schedule)

@@ -9,7 +9,9 @@ from remat.commands.common.interruptible_solve import (
     hint_how_to_save,
     solve_trace,
 )
+from remat.commands.common.offload_limits import check_offload_options, offload_limits
 from remat.commands.common.piece_costs import with_costs_of_pieces
+from remat.limits.offload import OFFLOAD_OFF
 from remat.limits.pieces import SPLIT_OFF
 from remat.plan_data import with_reserve_stat
 from remat.rewrite import rewrite
@@ -28,13 +30,17 @@ def solve(
     as_json: command_options.Json = False,
     reserve: command_options.Reserve = None,
     split: command_options.Split = SPLIT_OFF,
+    offload: command_options.Offload = OFFLOAD_OFF,
+    host_budget: command_options.HostBudget = None,
 ) -> None:
     """Find the schedule with the least extra time whose peak is within the budget.
 
-    With --split, operations may run in pieces: --program has them then, too. The costs of pieces
-    come from where those of the trace came from: a data sheet, or this machine.
+    With --split, operations may run in pieces, and with --offload, tensors may wait on the host:
+    --program has them then, too. The costs of pieces and copies come from where those of the trace
+    came from: a data sheet, or this machine.
     """
     pieces = command_options.pieces_from_option(split)
+    check_offload_options(offload, host_budget)
     limits = command_options.limits_from_options(budget, reserve)
     selected_strategy = command_options.strategy_from_options(
         strategy, option, gap, time_limit, solver
@@ -48,6 +54,7 @@ def solve(
             selected_strategy,
             pieces,
             with_costs_of_pieces,
+            offload_limits(offload, host_budget, traced),
         )
     plan = with_reserve_stat(plan, limits.reserve_bytes)
     if output is not None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from remat.costs.link import GRACE_HOPPER, PCIE_3, PCIE_4, PCIE_5, Link
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceSpec:
@@ -30,6 +32,8 @@ class DeviceSpec:
     multiprocessors: int = 0
     """The number of streaming multiprocessors, by which CUDA kernels choose their grids; 0 for a
     device without CUDA."""
+    link: Link = PCIE_4
+    """The link to the host."""
 
     @property
     def multiprocessor_threads(self) -> int:
@@ -50,13 +54,26 @@ _CUDA: dict[str, tuple[tuple[int, int], int]] = {
     "rtx4090": ((8, 9), 128),
     "h100": ((9, 0), 132),
     "h200": ((9, 0), 132),
+    "gh200": ((9, 0), 132),
     "b200": ((10, 0), 148),
 }
 """CUDA compute capabilities, from NVIDIA's list of CUDA GPUs (developer.nvidia.com/cuda-gpus), and
 numbers of multiprocessors, from the architectures' white papers."""
 
+_LINKS = {
+    **dict.fromkeys(("v100", "t4"), PCIE_3),
+    **dict.fromkeys(("h100", "h200", "b200", "mi300x"), PCIE_5),
+    "gh200": GRACE_HOPPER,
+}
+"""The links to the host of devices that have another one than PCIe 4."""
+
 DEVICES: dict[str, DeviceSpec] = {
-    device.name: replace(device, capability=capability, multiprocessors=multiprocessors)
+    device.name: replace(
+        device,
+        capability=capability,
+        multiprocessors=multiprocessors,
+        link=_LINKS.get(device.name, PCIE_4),
+    )
     for device in (
         # NVIDIA V100 SXM2 data sheet, January 2020. No bfloat16 units: torch emulates it.
         DeviceSpec("v100", 125 * _T, 15.7 * _T, 15.7 * _T, 7.8 * _T, 0.9 * _T, 32 * _GIB),
@@ -74,6 +91,8 @@ DEVICES: dict[str, DeviceSpec] = {
         DeviceSpec("h100", 989.4 * _T, 494.7 * _T, 67 * _T, 34 * _T, 3.35 * _T, 80 * _GIB),
         # NVIDIA H200 SXM data sheet: H100's rates, 141 GB at 4.8 TB/s.
         DeviceSpec("h200", 989.4 * _T, 494.7 * _T, 67 * _T, 34 * _T, 4.8 * _T, 141 * 10**9),
+        # NVIDIA GH200 data sheet: H100's rates, 96 GB of HBM3 at 4.0 TB/s.
+        DeviceSpec("gh200", 989.4 * _T, 494.7 * _T, 67 * _T, 34 * _T, 4.0 * _T, 96 * 10**9),
         # NVIDIA HGX B200 data sheet, per GPU, dense.
         DeviceSpec("b200", 2250 * _T, 1100 * _T, 75 * _T, 37 * _T, 8.0 * _T, 180 * 10**9),
         # AMD Instinct MI300X data sheet: vector rates for FP32 and FP64.

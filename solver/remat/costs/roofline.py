@@ -16,6 +16,7 @@ from math import prod
 from remat.costs import cuda_kernels
 from remat.costs.devices import DeviceSpec, find_device
 from remat.costs.flops import count_flops
+from remat.costs.link import PCIE_4, Link
 from remat.documents.arguments import Argument, Ref, referenced_names
 from remat.documents.records import Node, TensorMeta
 from remat.documents.targets import OFFLOAD_TARGETS, WRITE_ROWS_TARGET
@@ -83,9 +84,11 @@ class Roofline:
         memory_bytes: int = 0,
         launch_s: float = 4e-6,
         allow_tf32: bool = False,
+        link: Link = PCIE_4,
     ) -> Roofline:
         """Return a roofline for a device by its rates; omitted ones are derived from
-        `fp32_flops_per_s` (half precision and TF32 as fast, double precision half as fast)."""
+        `fp32_flops_per_s` (half precision and TF32 as fast, double precision half as fast). `link`
+        has the bandwidth of copies between device and host, for offloading."""
         device = DeviceSpec(
             name,
             half_flops_per_s=half_flops_per_s or fp32_flops_per_s,
@@ -95,11 +98,17 @@ class Roofline:
             bytes_per_s=bytes_per_s,
             memory_bytes=memory_bytes,
             launch_s=launch_s,
+            link=link,
         )
         rates = (device.fp32_flops_per_s, device.bytes_per_s, device.half_flops_per_s)
         if min(*rates, device.tf32_flops_per_s, device.fp64_flops_per_s) <= 0 or launch_s < 0:
             raise ValueError(f"device {name!r}: rates must be above zero")
         return cls(name, allow_tf32=allow_tf32, device=device)
+
+    @property
+    def link(self) -> Link:
+        """The link between the device and its host."""
+        return self.device.link
 
     def flops_per_s(self, dtype: str) -> float:
         """Return the attainable arithmetic rate for matrix products in a dtype."""

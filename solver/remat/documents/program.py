@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 
 from remat.documents.arguments import Args, Kwargs, Ref, referenced_names
 from remat.documents.base import Document, DottedPath, Identifier, Record, Target, check_variable
+from remat.documents.copy_checks import check_copies
 from remat.documents.memory_reuse import OUT_VARIANTS
 from remat.documents.records import Environment, Gradient, Output, Placeholder
 from remat.documents.structure import Structure
@@ -120,6 +121,7 @@ class Program(Document):
         for gradient in self.gradients:
             if gradient.placeholder not in kinds or gradient.name not in defined:
                 raise ValueError(f"the gradient {gradient.name} is not defined in the backward")
+        check_copies(self)
         _check_accumulation(self, {name for name, kind in kinds.items() if kind == "parameter"})
         if sorted(set(self.result.leaves())) != list(range(len(self.outputs))):
             raise ValueError("the result's leaves are not the outputs")

@@ -32,7 +32,9 @@ from remat.documents.targets import (
     ACCUMULATE_TARGET,
     ARRIVE_TARGET,
     BOUNDARY_NAME,
+    OFFLOAD_TARGET,
     OVERWRITING_TARGETS,
+    RELEASE_TARGET,
 )
 from remat.documents.trace_checks import check_trace
 from remat.errors import RematError
@@ -214,6 +216,7 @@ def _build_graph(trace: Trace) -> Graph:
         return value_of[storage]
 
     operations: list[Operation] = []
+    sender_of: dict[str, int] = {}  # the operation that made each handle
     boundary = 0
     mutated = {r.storage for node in trace.nodes if not node.view for r in node.results} & constants
     for node in trace.operations:
@@ -251,10 +254,15 @@ def _build_graph(trace: Trace) -> Graph:
                 order_sensitive=node.random or not mutated.isdisjoint({*read, *written}),
                 overwrites=tuple(value_of[s] for s in overwritten),
                 renews=tuple(value_of[s] for s in written) if node.target == ARRIVE_TARGET else (),
+                copy_since=(
+                    sender_of[node.operand_names[0]] if node.target == RELEASE_TARGET else -1
+                ),
                 piece_of=node.piece_of,
                 piece=node.piece,
             )
         )
+        if node.target == OFFLOAD_TARGET:
+            sender_of[node.results[0].name] = len(operations) - 1
     constant_bytes = sum(trace.allocated_bytes(s) for s in constants)
     constant_bytes += trace.library_bytes
     if trace.accumulates_gradients:

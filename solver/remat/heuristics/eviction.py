@@ -120,6 +120,7 @@ class _EvictionAttempt:
             self.is_result[v] = True
         self.required_bytes = graph.produced_bytes
         self.renewal = graph.renewal
+        self.locks = graph.locks
         self.min_cost_s = graph.total_cost_s / max(1, len(graph)) * 1e-2 or 1e-12
         self.live_bytes = 0
         self.resident = [False] * len(self.size)
@@ -197,7 +198,7 @@ class _EvictionAttempt:
             for v in operations[stack.pop()].inputs:
                 producer_op = producer[v]
                 if not self.resident[v] and producer_op not in required:
-                    if not operations[producer_op].recomputable:
+                    if not self.graph.may_recompute(producer_op, stage):
                         return None
                     required.add(producer_op)
                     stack.append(producer_op)
@@ -330,6 +331,11 @@ class _EvictionAttempt:
             return _INFINITE
         return users[position]
 
+    def _may_recompute_later(self, op: int, stage: int, next_use: float) -> bool:
+        """True if no span in which `op` is not recomputed includes `next_use`, or `stage` with a
+        read of its outputs at the end of the span."""
+        return all(next_use <= start or stage >= end for start, end in self.locks[op])
+
     def _is_renewed(self, v: int, stage: int, next_use: float) -> bool:
         """True if `v` is renewed after `stage`, and not later than `next_use`."""
         return bool(self.renewal) and stage < self.renewal.get(v, -1) <= next_use
@@ -358,21 +364,25 @@ class _EvictionAttempt:
             return cached
         operations, producer = self.graph.operations, self.graph.producer
         cost_s = 0.0
-        reads_renewed = False
+        depends_on_stage = False
         seen = {producer[v]}
         stack = [producer[v]]
         while stack:
             producer_op = stack.pop()
             operation = operations[producer_op]
             cost_s += operation.cost_s if operation.recomputable else _INFINITE
+            if producer_op in self.locks:
+                depends_on_stage = True
+                if not self._may_recompute_later(producer_op, stage, next_use):
+                    cost_s = _INFINITE
             for u in operation.inputs:
                 self.cost_dependents.setdefault(u, []).append(v)
                 if not self.resident[u] and producer[u] not in seen:
                     if self._is_renewed(u, stage, next_use):
-                        reads_renewed = True
+                        depends_on_stage = True
                         continue
                     seen.add(producer[u])
                     stack.append(producer[u])
-        if not reads_renewed:  # else it depends on the stage
+        if not depends_on_stage:
             self.cached_cost_s[v] = cost_s
         return cost_s

@@ -255,7 +255,9 @@ class _CutProgram:
             return
         terms = {self._retained_variable(span.start, value): 1.0}
         op = graph.producer[value]
-        if graph.operations[op].recomputable:
+        cut = self.cut_operations[span.start]
+        is_locked = condition is None and any(a < cut <= b for a, b in graph.locks.get(op, ()))
+        if graph.operations[op].recomputable and not is_locked:
             if op not in span.recomputed:
                 span.recomputed[op] = (
                     self._recomputed_variable(span.start, op)

@@ -79,11 +79,16 @@ def solve_offload_cut(
     *,
     gap: float = 0.0,
     time_limit: float = 60.0,
+    copy_cost: float = 0.0,
     is_cancelled: Callable[[], bool] | None = None,
 ) -> OffloadCut | None:
     """Solve the relaxation at an operation: the integer program to `gap`, or its linear relaxation
-    if that is 0. None if nothing fits, or the solver fails or finds nothing in time."""
-    program = _CutProgram(graph, budget_bytes, operation, limits)
+    if that is 0. None if nothing fits, or the solver fails or finds nothing in time.
+
+    `copy_cost` are seconds for each second of copies that are added to the time that is minimised,
+    so that of two solutions the one with fewer copies is taken; `bound_s` is proved only for 0.
+    """
+    program = _CutProgram(graph, budget_bytes, operation, limits, copy_cost)
     arrays = pulp_versions.read_arrays(program.problem)
     highs = HighsSolver(
         gap=gap,
@@ -116,7 +121,14 @@ class _CutProgram:
     """The program of the module's docstring: `retained` are h, `offloaded` are o, `recomputed`
     are y."""
 
-    def __init__(self, graph: Graph, budget_bytes: int, operation: int, limits: HostLimits) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        budget_bytes: int,
+        operation: int,
+        limits: HostLimits,
+        copy_cost: float,
+    ) -> None:
         self.graph = graph
         self.operation = operation
         self.limits = limits
@@ -145,7 +157,11 @@ class _CutProgram:
             | {self._waits[1]: 1.0},
             0.0,
         )
+        link = limits.link
+        byte_s = copy_cost * (1 / link.to_host_bytes_per_s + 1 / link.to_device_bytes_per_s)
         costs = dict.fromkeys(self._waits, 1.0)
+        for value, offloaded in self.offloaded.items():
+            costs[offloaded] = byte_s * graph.values[value].size_bytes / self.cost_unit_s
         self.problem.setObjective(expression(costs, graph.total_cost_s / self.cost_unit_s))
         pulp_versions.add_rows(self.problem, self._rows)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+from remat.errors import GraphError
 from remat.graph import Graph
 from remat.heuristics.eviction import EvictionAdvice
 from remat.milp import checkpoint_cuts
@@ -136,7 +137,10 @@ class RetentionAdvisor:
 
     def _worst_operation(self, schedule: Schedule) -> int | None:
         """Return the operation whose first run is furthest over the budget; None if all fit."""
-        during_bytes = simulate(self._graph, schedule).during_bytes
+        try:
+            during_bytes = simulate(self._graph, schedule).during_bytes
+        except GraphError:  # it recomputes what has to be the copy of before
+            return None
         seen: set[int] = set()
         worst, worst_bytes = None, self._budget_bytes
         for run, op in enumerate(schedule.runs):

@@ -277,7 +277,7 @@ def _build(
     `required`."""
     sequence: list[tuple[int, int, bool]] = []
     for stage, ops in enumerate(by_stage):
-        sequence += [(op, stage, True) for op in sorted(ops)]
+        sequence += [(op, stage, True) for op in sorted(ops) if graph.may_recompute(op, stage)]
         sequence.append((stage, stage, False))
     sequence = _without_unread(graph, sequence)
     slots = Slots(

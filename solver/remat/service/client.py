@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
+from remat.costs.link import Link
 from remat.costs.roofline import Roofline
 from remat.documents.base import R
 from remat.documents.plan import GraphRecord
@@ -16,6 +19,7 @@ from remat.documents.trace import Trace
 from remat.errors import InfeasibleBudget, RematError, ServiceError
 from remat.graph import Graph
 from remat.limits.budget import Budget
+from remat.limits.offload import OFFLOAD_OFF, parse_host_budget
 from remat.limits.outputs import OUTPUTS_HELD
 from remat.limits.pieces import SPLIT_AUTO, SPLIT_OFF
 from remat.plan import Plan
@@ -80,6 +84,9 @@ class Client:
         cuda_graphs: bool = False,
         outputs: str = OUTPUTS_HELD,
         split: str | int = SPLIT_AUTO,
+        offload: str = OFFLOAD_OFF,
+        host_budget: int | str | None = None,
+        link: Link | None = None,
         loss: Criterion | None = None,
     ) -> RematModule:
         """Like `remat.optimize`, but the service computes the plan.
@@ -120,6 +127,9 @@ class Client:
             cuda_graphs=cuda_graphs,
             outputs=outputs,
             split=split,
+            offload=offload,
+            host_budget=host_budget,
+            link=link,
             loss=loss,
         )
 
@@ -147,11 +157,21 @@ class Client:
         progress: ProgressCallback | None = None,
         cancel: Cancel | None = None,
         split: str | int = SPLIT_OFF,
+        offload: str = OFFLOAD_OFF,
+        host_budget: int | str | None = None,
+        link: Link | None = None,
     ) -> tuple[Plan, Program]:
         """Return the plan for a trace, and the program for `remat.lower`. With `split`, the service
         may split the trace's largest operations. Pass `costs`, too ("measure", "roofline:h200"): a
-        measured trace has no costs for the pieces."""
-        plan, program = self._solve(trace, budget, strategy, costs, progress, cancel, split)
+        measured trace has no costs for the pieces. With `offload="auto"`, tensors may wait on the
+        host: pass `costs`, too, or the `link` between device and host."""
+        options: dict[str, Any] = {
+            "split": split,
+            "offload": offload,
+            "host_budget": parse_host_budget(host_budget),
+            "link": None if link is None else wire.LinkRecord(**asdict(link)),
+        }
+        plan, program = self._solve(trace, budget, strategy, costs, progress, cancel, options)
         if program is None:
             raise ServiceError("the service sent a plan without its program")
         return plan, program
@@ -222,9 +242,9 @@ class Client:
         costs: str | None,
         progress: ProgressCallback | None,
         cancel: Cancel | None,
-        split: str | int = SPLIT_OFF,
+        options: Mapping[str, Any] = MappingProxyType({}),
     ) -> tuple[Plan, Program | None]:
-        fields = _problem(graph) | {"budget": Budget.parse(budget), "split": split}
+        fields = _problem(graph) | {"budget": Budget.parse(budget)} | dict(options)
         job = self.submit(_checked(wire.SolveRequest, options=_options(strategy, costs), **fields))
         result = self._service.read(self._finish(job, progress, cancel), wire.SolveResult)
         return _with_warning(result.plan.to_plan(Plan)), result.program

@@ -20,6 +20,7 @@ from pydantic import (
 
 from remat import errors
 from remat.costs.devices import DEVICES
+from remat.costs.link import Link
 from remat.costs.roofline import Roofline
 from remat.documents.base import Record, check_header
 from remat.documents.plan import GraphRecord, PlanDocument
@@ -27,6 +28,7 @@ from remat.documents.program import Program
 from remat.documents.trace import Trace
 from remat.graph import Graph
 from remat.limits.budget import Budget
+from remat.limits.offload import OFFLOAD_AUTO, OFFLOAD_OFF, is_offload_allowed
 from remat.limits.pieces import MAX_PIECES, SPLIT_AUTO, SPLIT_OFF, pieces_to_try
 from remat.strategies.auto import Auto
 from remat.strategies.base import Strategy
@@ -71,6 +73,12 @@ def _check_split(split: str | int) -> str | int:
     """Return `split` if it is a valid option. Raises ValueError."""
     pieces_to_try(split)
     return split
+
+
+def _check_offload(offload: str) -> str:
+    """Return `offload` if it is a valid option. Raises ValueError."""
+    is_offload_allowed(offload)
+    return offload
 
 
 def _read_strategy(data: object) -> Strategy:
@@ -124,6 +132,23 @@ SplitData = Annotated[
         }
     ),
 ]
+
+
+OffloadData = Annotated[
+    str, AfterValidator(_check_offload), WithJsonSchema({"enum": [OFFLOAD_AUTO, OFFLOAD_OFF]})
+]
+HostBudgetData = Annotated[Annotated[int, Field(ge=0, lt=2**62)] | None, Field()]
+
+
+class LinkRecord(Record):
+    """The JSON form of a `remat.Link`."""
+
+    to_host_bytes_per_s: Annotated[float, Field(gt=0, le=1e18)]
+    to_device_bytes_per_s: Annotated[float, Field(gt=0, le=1e18)]
+
+    def to_link(self) -> Link:
+        """Return the link."""
+        return Link(self.to_host_bytes_per_s, self.to_device_bytes_per_s)
 
 
 class Options(Record):
@@ -201,6 +226,26 @@ class SolveRequest(_Request):
     budget: BudgetData
     split: SplitData = SPLIT_OFF
     """The number of pieces of the trace's largest operations, "auto", or "off"."""
+    offload: OffloadData = OFFLOAD_OFF
+    """"auto" if tensors may wait on the host between forward and backward, or "off"."""
+    host_budget: HostBudgetData = None
+    """The most bytes on the host at once; null for any number."""
+    link: LinkRecord | None = None
+    """The bandwidth between device and host; by default that of the data sheet or the device that
+    the costs come from."""
+
+    @model_validator(mode="after")
+    def _check_copies_have_costs(self) -> Self:
+        if not is_offload_allowed(self.offload):
+            return self
+        if self.trace is None:
+            raise ValueError("only tensors of a trace can be offloaded: post it, not its graph")
+        if self.link is None and self.options.costs is None and self.trace.measured:
+            raise ValueError(
+                "copies between device and host need costs, too: add a link, or options.costs, "
+                '"roofline:DEVICE" or "measure"'
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_pieces_have_costs(self) -> Self:

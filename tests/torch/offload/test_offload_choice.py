@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -16,10 +15,18 @@ from tests.torch.offload.test_offload_tensors import (
 )
 
 import remat
+from remat.choice.offload import OffloadLimits
+from remat.choice.step import solve_step
+from remat.choice.trace_plan import TracePlan
 from remat.costs.link import Link
+from remat.documents.targets import OFFLOAD_TARGET
 from remat.documents.trace import Trace
-from remat.offload_choice import OffloadedPlan, solve_with_offload
+from remat.limits.budget import Budget
+from remat.passes.offload.copies import copy_times
 from remat.plan import Plan
+from remat.plan_data import HOST_BYTES_STAT, WAITING_S_STAT
+
+SLOWEST = Link(1e6, 1e6)
 
 
 @pytest.fixture(scope="module")
@@ -27,51 +34,89 @@ def trace() -> Trace:
     return measured(net_case())
 
 
-def solver(budget: int | str) -> Callable[[Trace], Plan]:
-    return lambda trace: remat.solve(trace, budget, remat.Auto(time_limit=3))
+def solve_in_full(trace: Trace, budget: Budget) -> Plan:
+    return remat.solve(trace, budget, remat.Auto(time_limit=3))
 
 
-def choose(trace: Trace, budget: int | str, link: Link, **options: int) -> OffloadedPlan:
-    return solve_with_offload(trace, link, solver(budget), min_bytes=SMALL_BYTES, **options)
+def choose(
+    trace: Trace,
+    budget: int | str,
+    link: Link,
+    host_bytes: int | None = None,
+    pieces: tuple[int, ...] = (),
+) -> TracePlan:
+    return solve_step(
+        trace,
+        Budget.parse(budget),
+        pieces=pieces,
+        offload=OffloadLimits(link, host_bytes, SMALL_BYTES),
+        solve_in_full=solve_in_full,
+        measure=lambda split: remat.measure(split, remat.Roofline("cpu")),
+    )
+
+
+def offloaded_tensors(trace: Trace) -> list[str]:
+    return [n.operand_names[0] for n in trace.nodes if n.target == OFFLOAD_TARGET]
 
 
 @pytest.mark.parametrize("budget", ["80%", "60%"])
 def test_a_fast_link_is_cheaper_than_recomputation(trace: Trace, budget: str) -> None:
-    without = remat.solve(trace, budget, remat.Auto(time_limit=3))
+    without = solve_in_full(trace, Budget.parse(budget))
     chosen = choose(trace, budget, FAST)
     assert without.overhead > 0
-    assert chosen.offloaded
-    assert chosen.times.step_s < without.time_s
+    assert offloaded_tensors(chosen.trace)
+    assert chosen.plan.time_s < without.time_s
     assert chosen.plan.peak_bytes <= without.budget_bytes
     assert chosen.plan.budget_bytes == without.budget_bytes, "percentages are of the same peak"
+    assert chosen.plan.lower_bound is not None
+    assert chosen.plan.lower_bound <= chosen.plan.overhead
 
 
 @pytest.mark.parametrize("budget", ["100%", "70%"])
 def test_nothing_is_offloaded_where_it_does_not_pay(trace: Trace, budget: str) -> None:
-    slow = Link(1e6, 1e6) if budget == "70%" else FAST
-    chosen = choose(trace, budget, slow)
-    assert chosen.offloaded == ()
+    chosen = choose(trace, budget, SLOWEST if budget == "70%" else FAST)
     assert chosen.trace is trace
-    assert chosen.times.step_s == pytest.approx(
-        remat.solve(trace, budget, remat.Auto(time_limit=3)).time_s
+    assert chosen.plan.time_s == pytest.approx(solve_in_full(trace, Budget.parse(budget)).time_s)
+
+
+@pytest.mark.parametrize("link", [FAST, Link(3e9, 2e9)], ids=["fast", "slow"])
+def test_the_time_of_a_plan_includes_waiting_for_copies(trace: Trace, link: Link) -> None:
+    chosen = choose(trace, "70%", link)
+    assert offloaded_tensors(chosen.trace)
+    free = chosen.trace.replace(
+        nodes=tuple(
+            n.model_copy(update={"cost_s": 0.0}) if n.cost_source == "link" else n
+            for n in chosen.trace.nodes
+        )
     )
+    times = copy_times(free, chosen.plan.schedule.runs, link)
+    assert chosen.plan.time_s == pytest.approx(times.step_s)
+    assert chosen.plan.stats[WAITING_S_STAT] == pytest.approx(times.waiting_s)
+    assert chosen.plan.stats[HOST_BYTES_STAT] == times.host_bytes
 
 
 def test_the_host_has_a_budget(trace: Trace) -> None:
     full = choose(trace, "60%", FAST)
-    half_bytes = full.times.host_bytes // 2
-    half = choose(trace, "60%", FAST, host_budget_bytes=half_bytes)
-    assert 0 < half.times.host_bytes <= half_bytes
-    assert full.times.step_s <= half.times.step_s
-    assert choose(trace, "60%", FAST, host_budget_bytes=0).offloaded == ()
+    half_bytes = int(full.plan.stats[HOST_BYTES_STAT]) // 2
+    half = choose(trace, "60%", FAST, half_bytes)
+    assert 0 < int(half.plan.stats[HOST_BYTES_STAT]) <= half_bytes
+    assert full.plan.time_s <= half.plan.time_s
+    assert choose(trace, "60%", FAST, 0).trace is trace
+
+
+def test_the_smallest_peak_does_not_take_more_time(trace: Trace) -> None:
+    smallest = solve_in_full(trace, Budget.parse("min"))
+    chosen = choose(trace, "min", FAST)
+    assert chosen.plan.peak_bytes <= smallest.peak_bytes
+    assert chosen.plan.overhead <= smallest.overhead + 1e-9
 
 
 def test_an_infeasible_budget_is_that_of_the_step_without_copies(trace: Trace) -> None:
-    smallest = remat.solve(trace, "min", remat.Auto(time_limit=3)).peak_bytes
+    smallest = solve_in_full(trace, Budget.parse("min")).peak_bytes
     with pytest.raises(remat.InfeasibleBudget) as chosen:
-        choose(trace, smallest // 2, FAST)
+        choose(trace, smallest // 3, FAST)
     with pytest.raises(remat.InfeasibleBudget) as without:
-        solver(smallest // 2)(trace)
+        solve_in_full(trace, Budget.parse(smallest // 3))
     assert chosen.value.min_feasible_bytes == without.value.min_feasible_bytes
 
 
@@ -79,7 +124,7 @@ def test_the_chosen_plan_runs_with_eager_modes_numbers() -> None:
     case = net_case()
     reference = copy.deepcopy(case.model)
     chosen = choose(measured(case), "60%", FAST)
-    assert chosen.offloaded
+    assert offloaded_tensors(chosen.trace)
     module = remat.lower(remat.rewrite(chosen.trace, chosen.plan.schedule), case.model)
     assert torch.equal(run(reference, case), run(module, case))
     for p, q in zip(reference.parameters(), case.model.parameters(), strict=True):

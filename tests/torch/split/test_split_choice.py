@@ -10,6 +10,8 @@ from tests.helpers.training.models import language_model
 from tests.helpers.training.recorded_steps import assert_same, eager_step, relative_error, run_step
 
 import remat
+from remat.choice.split import solve_with_splits
+from remat.choice.trace_plan import TracePlan
 from remat.documents.plan import PlanDocument
 from remat.limits.budget import Budget
 from remat.limits.pieces import PIECES
@@ -17,7 +19,6 @@ from remat.passes.split.recorded_splits import with_recorded_splits
 from remat.plan import Plan
 from remat.plan_data import UNSPLIT_MIN_BYTES_STAT
 from remat.simulate import baseline_of
-from remat.split_choice import SplitPlan, solve_with_splits
 
 COSTS = remat.Roofline("cpu")
 STRATEGY = remat.Auto(time_limit=5.0)
@@ -30,7 +31,7 @@ def trace() -> remat.Trace:
     return remat.measure(remat.trace(case.model, case.args), COSTS)
 
 
-def choose(trace: remat.Trace, budget: str, pieces: tuple[int, ...] = PIECES) -> SplitPlan:
+def choose(trace: remat.Trace, budget: str, pieces: tuple[int, ...] = PIECES) -> TracePlan:
     """Return the plan for a budget, and the trace with the splits that are chosen for it."""
     result = solve_with_splits(
         trace,

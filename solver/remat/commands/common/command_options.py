@@ -211,6 +211,25 @@ Split = Annotated[
 ]
 
 
+Offload = Annotated[
+    str,
+    typer.Option(
+        "--offload",
+        metavar="auto|off",
+        help="Let tensors wait on the host between forward and backward where that pays.",
+    ),
+]
+HostBudget = Annotated[
+    str | None,
+    typer.Option(
+        "--host-budget",
+        metavar="SIZE",
+        help="The most bytes of offloaded tensors, e.g. 16GiB; by default half of what is free.",
+        show_default=False,
+    ),
+]
+
+
 def split_from_option(split: str) -> str | int:
     """Return the library's option `split` for `--split`."""
     return int(split) if split.isdecimal() else split

@@ -11,6 +11,9 @@ from typing import TypeVar
 import typer
 
 from remat.allocator.budget_fitting import solve_within_allocator_budget
+from remat.choice.offload import OffloadLimits
+from remat.choice.step import solve_step
+from remat.choice.trace_plan import TracePlan
 from remat.commands.common.exits import describe_signal, print_message, signal_exit_code
 from remat.commands.common.interrupt import run_interruptibly
 from remat.commands.common.progress_line import ProgressLine, show_progress
@@ -20,7 +23,6 @@ from remat.limits.budget import Budget
 from remat.plan import Plan
 from remat.progress import Cancel
 from remat.solve import solve
-from remat.split_choice import SplitPlan, solve_with_splits
 from remat.strategies.base import Strategy
 
 _T = TypeVar("_T")
@@ -30,17 +32,18 @@ def solve_trace(
     trace: Trace,
     budget: Budget,
     strategy: Strategy,
-    pieces: tuple[int, ...] = (),
-    measure: Callable[[Trace], Trace] | None = None,
-) -> tuple[SplitPlan, int | None]:
+    pieces: tuple[int, ...],
+    measure: Callable[[Trace], Trace],
+    offload: OffloadLimits | None,
+) -> tuple[TracePlan, int | None]:
     """Return a plan within the budget and the trace that it is for, and the signal that ended the
     solve early, if any.
 
     With `pieces`, operations of the trace are split into one of these numbers of pieces, to which
-    `measure` adds costs.
+    `measure` adds costs; with `offload`, tensors may be offloaded within these limits.
     """
 
-    def solve_in_full(trace: Trace, line: ProgressLine, cancel: Cancel) -> Plan:
+    def solve_in_full(trace: Trace, budget: Budget, line: ProgressLine, cancel: Cancel) -> Plan:
         return solve_within_allocator_budget(
             trace,
             budget,
@@ -50,14 +53,13 @@ def solve_trace(
             cancel=cancel,
         )
 
-    def work(line: ProgressLine, cancel: Cancel) -> SplitPlan:
-        if measure is None or not pieces:
-            return SplitPlan(trace, solve_in_full(trace, line, cancel))
-        return solve_with_splits(
+    def work(line: ProgressLine, cancel: Cancel) -> TracePlan:
+        return solve_step(
             trace,
             budget,
-            pieces,
-            solve_in_full=lambda split: solve_in_full(split, line, cancel),
+            pieces=pieces,
+            offload=offload,
+            solve_in_full=lambda step, budget: solve_in_full(step, budget, line, cancel),
             measure=measure,
             cancel=cancel,
         )

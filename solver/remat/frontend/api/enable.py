@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from remat.blockwise.blocks_plan import BlocksPlan
+from remat.costs.link import Link
 from remat.costs.roofline import Roofline
 from remat.errors import InfeasibleBudget, TraceError, similar_names_hint
 from remat.frontend.api.nested_plans import FORWARD_ATTRIBUTE, check_no_planned_submodule
@@ -33,6 +34,7 @@ from remat.frontend.runtime.autograd_function import exclude_from_compile
 from remat.frontend.runtime.guards import CallSignature, ModelCall, ModelTracker
 from remat.frontend.runtime.module import RematModule, StepDispatcher
 from remat.limits.budget import Budget, is_auto, missing_percent_sign_hint
+from remat.limits.offload import OFFLOAD_OFF, is_offload_allowed
 from remat.limits.pieces import SPLIT_AUTO, pieces_to_try
 from remat.limits.units import format_bytes
 from remat.plan import Plan
@@ -58,6 +60,9 @@ class EnableOptions(TypedDict, total=False):
     cuda_graphs: bool
     outputs: str
     split: str | int
+    offload: str
+    host_budget: int | str | None
+    link: Link | None
     scope: str
     in_flight: int
 
@@ -81,8 +86,8 @@ def enable(
     "auto" (the default): the whole model if it can be captured, else its blocks, with the rest in
     eager mode and a warning with a table. `in_flight` (only with "blocks") is the number of batches
     whose forward runs before the backward of the first, as in pipeline parallelism: with 1F1B it is
-    the number of stages from this one on. `split` applies to plans of the whole model: operations
-    of blocks stay whole.
+    the number of stages from this one on. `split` and `offload` apply to plans of the whole model:
+    operations of blocks stay whole, and their tensors on the device.
 
     Raises `TraceError` if the model is enabled, optimised or compiled already, `InfeasibleBudget`
     if its parameters alone do not fit, and the errors of `remat.optimize`.
@@ -268,6 +273,7 @@ def check_options(budget: int | str, options: EnableOptions) -> None:
     _check_scope(scope)
     _check_in_flight(options.get("in_flight", 1), scope)
     _check_split(options.get("split", SPLIT_AUTO), scope)
+    _check_offload(options.get("offload", OFFLOAD_OFF), scope)
     if not is_auto(budget):
         Budget.parse(budget)
 
@@ -296,6 +302,14 @@ def _check_split(split: object, scope: str) -> None:
         raise ValueError(
             f"split={split!r} needs a plan of the whole model, scope={MODEL!r}: operations of "
             "blocks stay whole"
+        )
+
+
+def _check_offload(offload: object, scope: str) -> None:
+    if is_offload_allowed(offload) and scope == BLOCKS:
+        raise ValueError(
+            f"offload={offload!r} needs a plan of the whole model, scope={MODEL!r}: tensors of "
+            "blocks stay on the device"
         )
 
 

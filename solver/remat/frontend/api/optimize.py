@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from remat.costs.link import Link
 from remat.costs.roofline import Roofline
 from remat.errors import TraceError
 from remat.frontend.api.model_with_loss import Criterion, ModelWithLoss
@@ -16,12 +17,13 @@ from remat.frontend.capture.trace import check_differentiable, normalise_inputs
 from remat.frontend.common.operators import NAMESPACES
 from remat.frontend.costs.cost_cache import CostCache
 from remat.frontend.memory.reserve import Reserve, reserve_size
-from remat.frontend.planning.optimize_options import OptimizeOptions, Service
+from remat.frontend.planning.optimize_options import MEASURED_BY_SERVICE, OptimizeOptions, Service
 from remat.frontend.planning.planner import Planner
 from remat.frontend.runtime.guards import ModelCall, ModelTracker
 from remat.frontend.runtime.module import RematModule
 from remat.limits.budget import Budget, is_auto
 from remat.limits.limits import Limits
+from remat.limits.offload import OFFLOAD_OFF, is_offload_allowed, parse_host_budget
 from remat.limits.outputs import OUTPUTS_HELD, are_dropped
 from remat.limits.pieces import SPLIT_AUTO, pieces_to_try
 from remat.progress import Progress
@@ -46,6 +48,9 @@ def optimize(
     cuda_graphs: bool = False,
     outputs: str = OUTPUTS_HELD,
     split: str | int = SPLIT_AUTO,
+    offload: str = OFFLOAD_OFF,
+    host_budget: int | str | None = None,
+    link: Link | None = None,
     loss: Criterion | None = None,
 ) -> RematModule:
     """Return the model with a training step whose peak memory is at most `budget`.
@@ -68,8 +73,12 @@ def optimize(
     and using another tensor of it raises `OutputNotComputed`; in evaluation the model returns
     everything. `split` says into how
     many pieces the operations that need the most memory may be split: "auto" if that makes the step
-    faster, "off", or a number. Other keyword arguments are those of `remat.solve` and
-    `remat.measure`.
+    faster, "off", or a number. With `offload="auto"`, tensors wait on the host between forward and
+    backward where that makes the step faster than recomputation does, or the budget feasible: in
+    pinned memory for a GPU, in a file in `REMAT_OFFLOAD_DIR` for a CPU. At most `host_budget`
+    ("16GiB") of them are there at once, by default a half of what is free. `link` has the bandwidth
+    of the copies, which is measured by default. Other keyword arguments are those of `remat.solve`
+    and `remat.measure`.
 
     `loss` is the criterion of a training loop that computes the loss outside of the model, such as
     `torch.nn.CrossEntropyLoss()`. The result then computes `loss(model(*inputs), target)`: its
@@ -104,6 +113,9 @@ def optimize(
             cuda_graphs=cuda_graphs,
             outputs=outputs,
             split=split,
+            offload=offload,
+            host_budget=host_budget,
+            link=link,
         )
     )
     if example_inputs is None and example_kwargs is None:
@@ -124,12 +136,20 @@ def optimize_options(
     reserve: Reserve | None = None,
     outputs: str = OUTPUTS_HELD,
     split: str | int = SPLIT_AUTO,
+    offload: str = OFFLOAD_OFF,
+    host_budget: int | str | None = None,
     **others: Any,
 ) -> OptimizeOptions:
     """Return the options of `optimize` as data. Raises at once for an invalid budget, reserve,
-    `outputs` or `split`."""
+    `outputs`, `split`, `offload` or `host_budget`."""
     are_dropped(outputs)  # raises for an unknown value
     pieces_to_try(split)  # likewise
+    parse_host_budget(host_budget)
+    if is_offload_allowed(offload) and others.get("costs") == MEASURED_BY_SERVICE:
+        raise ValueError(
+            'offload="auto" needs the bandwidth between the device and the host of this machine: '
+            "leave out `costs`, so that they are measured here"
+        )
     parsed_budget = None if is_auto(budget) else Budget.parse(budget)
     if reserve is not None:
         reserve_bytes = reserve_size(reserve).total_bytes
@@ -142,5 +162,7 @@ def optimize_options(
         reserve=reserve,
         outputs=outputs,
         split=split,
+        offload=offload,
+        host_budget=host_budget,
         **others,
     )

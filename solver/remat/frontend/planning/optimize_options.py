@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from remat.costs.link import Link
 from remat.costs.roofline import Roofline
 from remat.documents.program import Program
 from remat.documents.trace import Trace
@@ -12,6 +13,7 @@ from remat.frontend.common.operators import NAMESPACES
 from remat.frontend.costs.cost_cache import CostCache
 from remat.frontend.memory.reserve import Reserve
 from remat.limits.budget import Budget
+from remat.limits.offload import OFFLOAD_OFF
 from remat.limits.outputs import OUTPUTS_HELD
 from remat.limits.pieces import SPLIT_AUTO
 from remat.plan import Plan
@@ -45,3 +47,6 @@ class OptimizeOptions:
     scope: str = "model"
     in_flight: int = 1
     split: str | int = SPLIT_AUTO
+    offload: str = OFFLOAD_OFF
+    host_budget: int | str | None = None
+    link: Link | None = None

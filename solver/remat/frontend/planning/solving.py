@@ -8,19 +8,21 @@ from typing import NamedTuple
 import torch
 
 from remat.allocator.budget_fitting import solve_within_allocator_budget
+from remat.choice.step import solve_step
 from remat.costs.roofline import Roofline
 from remat.costs.trace_costs import OperationCost, with_costs
 from remat.documents.program import Program
 from remat.documents.trace import Trace
 from remat.frontend.costs.measure import measure, measure_pieces
+from remat.frontend.planning.host_limits import check_host_has_room, host_limits
 from remat.frontend.planning.optimize_options import MEASURED_BY_SERVICE, OptimizeOptions
 from remat.limits.budget import Budget
 from remat.limits.pieces import pieces_to_try
 from remat.passes.split.recorded_splits import with_recorded_splits
 from remat.plan import Plan
+from remat.plan_data import HOST_BYTES_STAT
 from remat.schedule import Schedule
 from remat.solve import solve
-from remat.split_choice import solve_with_splits
 
 
 class PlanningResult(NamedTuple):
@@ -48,30 +50,40 @@ def solve_trace(
     """
     if options.costs == MEASURED_BY_SERVICE:
         return _split_and_solved_by_service(options, trace, budget, segments_bytes)
-    programs: dict[tuple[object, Schedule], Program] = {}
+    programs: dict[tuple[tuple[str, ...], Schedule], Program] = {}
 
-    def solve_in_full(trace: Trace) -> Plan:
+    def solve_in_full(trace: Trace, budget: Budget) -> Plan:
         def solve_once(budget: Budget) -> Plan:
             if options.service is None:
                 return solve(trace, budget, options.strategy, progress=options.progress)
             plan, program = _solved_by_service(options, trace, budget)
-            programs[trace.splits, plan.schedule] = program
+            programs[_node_names(trace), plan.schedule] = program
             return plan
 
         return _within_allocator_budget(trace, budget, solve_once, segments_bytes)
 
-    pieces = pieces_to_try(options.split)
-    if not pieces:
-        plan = solve_in_full(trace)
-    else:
-        trace, plan = solve_with_splits(
+    trace, plan = solve_step(
+        trace,
+        budget,
+        pieces=pieces_to_try(options.split),
+        offload=host_limits(
+            options.offload,
+            options.host_budget,
+            options.link,
             trace,
-            budget,
-            pieces,
-            solve_in_full=solve_in_full,
-            measure=lambda split: _with_costs_of_pieces(options, split),
-        )
-    return PlanningResult(trace, plan, programs.get((trace.splits, plan.schedule)))
+            options.costs,
+            options.cache,
+        ),
+        solve_in_full=solve_in_full,
+        measure=lambda split: _with_costs_of_pieces(options, split),
+    )
+    if HOST_BYTES_STAT in plan.stats:
+        check_host_has_room(int(plan.stats[HOST_BYTES_STAT]), trace.device)
+    return PlanningResult(trace, plan, programs.get((_node_names(trace), plan.schedule)))
+
+
+def _node_names(trace: Trace) -> tuple[str, ...]:
+    return tuple(node.name for node in trace.nodes)
 
 
 def _cost_source(options: OptimizeOptions, trace: Trace) -> str | torch.device | Roofline:

@@ -13,8 +13,8 @@ import tempfile
 import threading
 from collections import defaultdict
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -37,14 +37,42 @@ class _Slot:
     dtype: torch.dtype
     references: int = 1
     pending: int = 0
-    written: Future[None] = field(default_factory=Future)
+    written: FileCopy | None = None
+
+
+class FileCopy:
+    """A copy between a tensor and the file, on a thread. The thread has no reference to the tensor:
+    it could free it later than the caller of `wait` expects."""
+
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        executor: ThreadPoolExecutor,
+        copy: Callable[[int, int], None],
+    ) -> None:
+        """Start `copy`, which takes the address of the tensor's memory and its bytes."""
+        self._tensor: torch.Tensor | None = tensor
+        self._future = executor.submit(copy, tensor.data_ptr(), tensor.nbytes)
+        self._future.add_done_callback(self._forget)
+
+    def wait(self) -> None:
+        """Wait until the copy has ended. Raises its error."""
+        error = self._future.exception()
+        self._forget()
+        if error is not None:
+            # A new error: the slot refers to this one, which would refer to the frames of the step,
+            # and with them to the handle that keeps the slot.
+            raise RematError(str(error))
+
+    def _forget(self, _: object = None) -> None:
+        self._tensor = None
 
 
 class HostFile:
     """A file of slots. A slot can be reused when nothing refers to it and its copies have ended.
 
     `write` and `read` return at once. The tensor that is written must not change until `wait`
-    returns; the future of `read` ends when the tensor is complete, or holds the error.
+    returns, and that of `read` is complete when its copy's `wait` returns.
     """
 
     def __init__(self, directory: str) -> None:
@@ -64,6 +92,12 @@ class HostFile:
         self._slots: dict[int, _Slot] = {}
         self._free: dict[int, list[int]] = defaultdict(list)  # offsets by size
         self._end_bytes = self._next_number = 0
+
+    def close(self) -> None:
+        """End the threads and free the file's space. For files without slots in use."""
+        self._writer.shutdown()
+        self._reader.shutdown()
+        os.close(self._descriptor)
 
     @property
     def used_bytes(self) -> int:
@@ -87,13 +121,11 @@ class HostFile:
 
     def wait(self, number: int) -> None:
         """Wait until a slot is written. Raises the error of writing it."""
-        error = self._slot(number).written.exception()
-        if error is not None:
-            # A new error: the slot refers to this one, which would refer to the frames of the step,
-            # and with them to the handle that keeps the slot.
-            raise RematError(str(error))
+        written = self._slot(number).written
+        assert written is not None
+        written.wait()
 
-    def read(self, number: int) -> tuple[torch.Tensor, Future[None]]:
+    def read(self, number: int) -> tuple[torch.Tensor, FileCopy]:
         """Start to read a slot into a new tensor of the same strides."""
         slot = self._slot(number)
         tensor = torch.empty_strided(slot.shape, slot.stride, dtype=slot.dtype)
@@ -124,20 +156,21 @@ class HostFile:
         call: Callable[[int, memoryview, int], int],
         number: int,
         tensor: torch.Tensor,
-    ) -> Future[None]:
+    ) -> FileCopy:
         """Start a copy between a tensor and its slot."""
         slot = self._slots[number]
         with self._lock:
             slot.pending += 1
 
-        def ended(_: Future[None]) -> None:
-            with self._lock:
-                slot.pending -= 1
-                self._free_if_unused(number)
+        def run(address: int, size_bytes: int) -> None:
+            try:
+                self._copy(call, address, size_bytes, slot.offset)
+            finally:
+                with self._lock:
+                    slot.pending -= 1
+                    self._free_if_unused(number)
 
-        future = executor.submit(self._copy, call, tensor, slot.offset)
-        future.add_done_callback(ended)
-        return future
+        return FileCopy(tensor, executor, run)
 
     def _free_if_unused(self, number: int) -> None:
         slot = self._slots.get(number)
@@ -146,15 +179,19 @@ class HostFile:
             self._free[slot.size_bytes].append(slot.offset)
 
     def _copy(
-        self, call: Callable[[int, memoryview, int], int], tensor: torch.Tensor, offset: int
+        self,
+        call: Callable[[int, memoryview, int], int],
+        address: int,
+        size_bytes: int,
+        offset: int,
     ) -> None:
-        copied, data = 0, _bytes_of(tensor)
+        copied, data = 0, _bytes_at(address, size_bytes)
         while copied < len(data):
             try:
                 count = call(self._descriptor, data[copied:], offset + copied)
             except OSError as error:
                 raise RematError(
-                    f"cannot move {tensor.nbytes:,} bytes between memory and the file in "
+                    f"cannot move {size_bytes:,} bytes between memory and the file in "
                     f"{self._directory}: {error.strerror}. Set {DIRECTORY_VARIABLE} to a "
                     "directory with enough space"
                 ) from None
@@ -174,10 +211,15 @@ def _read_into(descriptor: int, data: memoryview, offset: int) -> int:
     return os.preadv(descriptor, [data], offset)
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
+def _bytes_at(address: int, size_bytes: int) -> memoryview:
     """Return the memory of a dense tensor on the CPU."""
-    array = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    array = (ctypes.c_char * size_bytes).from_address(address)
     return memoryview(array).cast("B")
+
+
+def offload_directory() -> str:
+    """Return the directory of the file: `REMAT_OFFLOAD_DIR`, or that of temporary files."""
+    return os.environ.get(DIRECTORY_VARIABLE) or tempfile.gettempdir()
 
 
 def host_file() -> HostFile:
@@ -187,4 +229,4 @@ def host_file() -> HostFile:
 
 @cache
 def _host_file(process: int) -> HostFile:
-    return HostFile(os.environ.get(DIRECTORY_VARIABLE) or tempfile.gettempdir())
+    return HostFile(offload_directory())

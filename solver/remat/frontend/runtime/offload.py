@@ -1,15 +1,17 @@
 """The operations that copy tensors to the host and back while other operations run.
 
-Where steps run on a CPU, a file stands in for the host's memory (`host_file`). A handle is an int64
-tensor with the number of a slot, so that it can be saved for the backward like any other tensor.
-The slot lives as long as a handle of it: through a second backward (`retain_graph=True`), and not
-beyond a step that fails or has no backward.
+The host is pinned memory for a GPU (`pinned_memory`), and a file where steps run on a CPU
+(`host_file`). A handle is an int64 tensor with the number of a slot, so that it can be saved for
+the backward like any other tensor. The slot lives as long as a handle of it: through a second
+backward (`retain_graph=True`), and not beyond a step that fails or has no backward.
 """
 
 from __future__ import annotations
 
 import weakref
-from concurrent.futures import Future
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Protocol
 
 import torch
 
@@ -21,48 +23,85 @@ from remat.documents.targets import (
 )
 from remat.errors import RematError
 from remat.frontend.common.operators import register
-from remat.frontend.runtime.host_file import HostFile, host_file
+from remat.frontend.runtime.host_file import host_file
+from remat.frontend.runtime.pinned_memory import pinned_memory
 
-_reading: dict[int, Future[None]] = {}
+
+class _Copy(Protocol):
+    def wait(self) -> None: ...
+
+
+class _Host(Protocol):
+    """Slots for tensors on the host: see `HostFile` and `PinnedMemory`."""
+
+    def write(self, tensor: torch.Tensor) -> int: ...
+
+    def wait(self, number: int) -> None: ...
+
+    def read(self, number: int) -> tuple[torch.Tensor, _Copy]: ...
+
+    def add_reference(self, number: int) -> None: ...
+
+    def drop_reference(self, number: int) -> None: ...
+
+
+_HOSTS: dict[str, Callable[[], _Host]] = {"cpu": host_file, "cuda": pinned_memory}
+
+_reading: dict[int, _Copy] = {}
 """Copies from the host that `arrive` has not awaited, by the address of the tensor."""
 
 
 def offload(tensor: torch.Tensor) -> torch.Tensor:
     """Start the copy of a tensor to the host, and return a handle of it."""
-    if tensor.device.type != "cpu":
-        raise RematError(f"tensors on {tensor.device} cannot be offloaded yet, only those of a CPU")
-    if not torch.ops.aten.is_non_overlapping_and_dense(tensor):
-        tensor = tensor.contiguous()
-    file = host_file()
-    return _handle(file, file.write(tensor))
+    if tensor.device.type not in _HOSTS:
+        raise RematError(f"tensors on {tensor.device} cannot be offloaded")
+    host = _HOSTS[tensor.device.type]()
+    is_dense = torch.ops.aten.is_non_overlapping_and_dense(tensor)
+    return _handle(host, host.write(tensor if is_dense else tensor.contiguous()))
 
 
 def release(handle: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """Wait until a tensor's copy to the host has ended, and return a handle of the copy."""
-    file, number = host_file(), int(handle)
-    file.wait(number)
-    file.add_reference(number)
-    return _handle(file, number)
-
-
-def _handle(file: HostFile, number: int) -> torch.Tensor:
-    """Return a handle that has one of the slot's references."""
-    handle = torch.full((1,), number)
-    weakref.finalize(handle, file.drop_reference, number)
-    return handle
+    number = int(handle)
+    host = _host_of(number)
+    host.wait(number)
+    host.add_reference(number)
+    return _handle(host, number)
 
 
 def reload(handle: torch.Tensor) -> torch.Tensor:
     """Allocate a tensor, start the copy from the host into it, and return it."""
-    tensor, future = host_file().read(int(handle))
-    _reading[tensor.data_ptr()] = future
+    number = int(handle)
+    tensor, copy = _host_of(number).read(number)
+    _reading[tensor.data_ptr()] = copy
+    # A step that fails may free the tensor before the copy into it has ended.
+    weakref.finalize(tensor, _wait_if_reading, tensor.data_ptr(), copy)
     return tensor
 
 
 def arrive(tensor: torch.Tensor) -> torch.Tensor:
     """Wait until a tensor's copy from the host has ended, and return the tensor."""
-    _reading.pop(tensor.data_ptr()).result()
+    _reading.pop(tensor.data_ptr()).wait()
     return tensor
+
+
+def _wait_if_reading(address: int, copy: _Copy) -> None:
+    if _reading.get(address) is copy:
+        del _reading[address]
+        with suppress(RematError):  # the step has failed already
+            copy.wait()
+
+
+def _host_of(number: int) -> _Host:
+    """Return the host of a slot: numbers of pinned memory are negative."""
+    return pinned_memory() if number < 0 else host_file()
+
+
+def _handle(host: _Host, number: int) -> torch.Tensor:
+    """Return a handle that has one of the slot's references."""
+    handle = torch.full((1,), number)
+    weakref.finalize(handle, host.drop_reference, number)
+    return handle
 
 
 register(OFFLOAD_TARGET, offload)

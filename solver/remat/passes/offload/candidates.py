@@ -17,11 +17,13 @@ from remat.documents.trace import Trace
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """A tensor that can be offloaded, with indices of `Trace.nodes`: its producer, its last reader
-    in the forward (or the producer), and its first reader in the backward."""
+    in the forward (or the producer), and its first reader in the backward. `result` is its index
+    among the producer's results."""
 
     tensor: str
     size_bytes: int
     producer: int
+    result: int
     last_forward_reader: int
     first_backward_reader: int
 
@@ -36,6 +38,8 @@ def offload_candidates(trace: Trace) -> tuple[Candidate, ...]:
     excluded = {p.storage for p in trace.placeholders}
     excluded |= {trace.storage_of[item.name] for item in (*trace.outputs, *trace.gradients)}
     for index, (node, operands) in enumerate(zip(trace.nodes, trace.operands, strict=True)):
+        if node.view:
+            continue  # a view reads nothing, and exists where an operation reads it
         for storage in {trace.storage_of[name] for name in operands}:
             readers[storage].append(index)
             if node.target in OFFLOAD_TARGETS:
@@ -50,7 +54,7 @@ def _candidates(
     for index, node in enumerate(trace.nodes):
         if node.view or node.backward or node.target in OFFLOAD_TARGETS:
             continue
-        for result in node.results:
+        for number, result in enumerate(node.results):
             size = trace.storage_bytes[result.storage]
             if result.storage in excluded or not fills_storage(result.tensor, size):
                 continue
@@ -58,7 +62,7 @@ def _candidates(
             backward = [i for i in readers[result.storage] if trace.nodes[i].backward]
             if backward:
                 last = max(forward, default=index)
-                yield Candidate(result.name, size, index, last, min(backward))
+                yield Candidate(result.name, size, index, number, last, min(backward))
 
 
 def fills_storage(tensor: TensorMeta, size_bytes: int) -> bool:

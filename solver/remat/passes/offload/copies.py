@@ -6,12 +6,12 @@ step waits where it needs the end of a copy: to free the tensor, or to read it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from remat.costs.link import Link
-from remat.documents.arguments import Argument, Ref
 from remat.documents.targets import (
     ARRIVE_TARGET,
     OFFLOAD_TARGET,
@@ -36,13 +36,18 @@ class TimedCopy:
 
 @dataclass(frozen=True, slots=True)
 class CopyTimes:
-    """Simulated times of one step with copies. `waiting_s` is the part of `step_s` in which it
-    waits for copies, `host_bytes` the largest number of bytes on the host at once."""
+    """Simulated times of one step with copies. `waits_s` are the seconds that operations wait for
+    copies, by their names; `host_bytes` is the largest number of bytes on the host at once."""
 
     step_s: float
-    waiting_s: float
+    waits_s: Mapping[str, float]
     copies: tuple[TimedCopy, ...]
     host_bytes: int
+
+    @property
+    def waiting_s(self) -> float:
+        """The part of `step_s` in which the step waits for copies."""
+        return math.fsum(self.waits_s.values())
 
     @property
     def copying_s(self) -> float:
@@ -53,10 +58,12 @@ class CopyTimes:
 def copy_times(trace: Trace, runs: Iterable[int], link: Link) -> CopyTimes:
     """Return the times of a step whose operations run in this order: indices of
     `trace.operations`."""
-    now_s = waiting_s = 0.0
+    now_s = 0.0
+    waits_s: dict[str, float] = {}
     free_s: dict[Direction, float] = {"to_host": 0.0, "to_device": 0.0}
     rates = {"to_host": link.to_host_bytes_per_s, "to_device": link.to_device_bytes_per_s}
     end_s: dict[str, float] = {}  # by the handle or buffer of a copy
+    tensor_of: dict[str, str] = {}  # by handle
     copies: list[TimedCopy] = []
     host_bytes = largest_host_bytes = 0
 
@@ -70,25 +77,22 @@ def copy_times(trace: Trace, runs: Iterable[int], link: Link) -> CopyTimes:
         if node is None:
             continue
         if node.target == OFFLOAD_TARGET:
-            tensor = referenced(node.args[0])
+            handle, tensor = node.results[0].name, node.operand_names[0]
             size = trace.storage_bytes[trace.storage_of[tensor]]
             host_bytes += size
             largest_host_bytes = max(host_bytes, largest_host_bytes)
-            start("to_host", node.results[0].name, tensor, size)
+            tensor_of[handle] = tensor
+            start("to_host", handle, tensor, size)
         elif node.target == RELOAD_TARGET:
             buffer = node.results[0]
-            start("to_device", buffer.name, buffer.name, trace.storage_bytes[buffer.storage])
+            tensor_name = tensor_of[node.operand_names[0]]
+            start("to_device", buffer.name, tensor_name, trace.storage_bytes[buffer.storage])
             host_bytes -= trace.storage_bytes[buffer.storage]
         elif node.target in (RELEASE_TARGET, ARRIVE_TARGET):
-            wait_s = max(0.0, end_s[referenced(node.args[0])] - now_s)
-            waiting_s += wait_s
-            now_s += wait_s
+            waits_s[node.name] = max(0.0, end_s[node.operand_names[0]] - now_s)
+            now_s += waits_s[node.name]
+            if node.target == RELEASE_TARGET:
+                tensor_of[node.results[0].name] = tensor_of[node.operand_names[0]]
         else:
             now_s += node.cost_s or 0.0
-    return CopyTimes(now_s, waiting_s, tuple(copies), largest_host_bytes)
-
-
-def referenced(argument: Argument) -> str:
-    """Return the name of the tensor that an argument is."""
-    assert isinstance(argument, Ref)
-    return argument.name
+    return CopyTimes(now_s, waits_s, tuple(copies), largest_host_bytes)

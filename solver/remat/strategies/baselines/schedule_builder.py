@@ -56,8 +56,9 @@ def segmented_count(graph: Graph) -> int:
 class ScheduleBuilder:
     """A sequence under construction, with the values that are retained at its end.
 
-    Values that cannot be recomputed (results, outputs of operations that run once), values without
-    bytes and values of the backward pass are never dropped.
+    Values that cannot be recomputed (results, outputs of operations that run once or, for a part of
+    the step, are not recomputed), values without bytes and values of the backward pass are never
+    dropped.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -66,6 +67,7 @@ class ScheduleBuilder:
         count = segmented_count(graph)
         self.is_droppable = [
             graph.operations[op].recomputable
+            and op not in graph.locks
             and op < count
             and v not in graph.results
             and value.size_bytes > 0

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from remat.errors import GraphError
 from remat.graph import Graph
 from remat.heuristics.local_search import EvaluatedSchedule
 from remat.heuristics.peak_bounds import peak_lower_bound_bytes
@@ -95,6 +96,8 @@ class SearchState:
         """Polish and simulate the schedules, and make those that fit and are among the best
         incumbents. Thread-safe."""
         for schedule in schedules:
+            if self.graph.locks and not _is_valid(self.graph, schedule):
+                continue
             evaluated = self._polish(self.graph, schedule, self.budget_bytes)
             if evaluated.peak_bytes <= self.budget_bytes:
                 with self._lock:
@@ -216,3 +219,12 @@ class SearchState:
         return SearchState(
             task, self.options, self._build_slots, target_bytes=target_bytes, runner=runner
         )
+
+
+def _is_valid(graph: Graph, schedule: Schedule) -> bool:
+    """True if a schedule recomputes no value whose earlier copy is needed."""
+    try:
+        schedule.check(graph)
+    except GraphError:
+        return False
+    return True

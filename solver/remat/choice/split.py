@@ -11,8 +11,8 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
+from remat.choice.trace_plan import TracePlan
 from remat.documents.trace import Trace
 from remat.errors import InfeasibleBudget, SolverTimeout
 from remat.limits.budget import Budget
@@ -43,19 +43,12 @@ _LEAST_GAIN_OF_PIECES = 0.001
 _LARGE_OVERHEAD = 0.1
 """The extra time of the unsplit step, as a share, above which the most pieces are tried first."""
 
-_MAX_PIECE_NODES = 16_000
+MAX_PIECE_NODES = 16_000
 """The most trace nodes (operations and views) that the pieces of a region may have together. A
 larger region spans most of a deep network, and splitting it amounts to smaller batches."""
 
 _LEAST_PEAK_GAIN = 0.01
 """For the budget "min": the share of the peak that splitting must save."""
-
-
-class SplitPlan(NamedTuple):
-    """A plan and the trace that it is for, in which operations are split."""
-
-    trace: Trace
-    plan: Plan
 
 
 @dataclass(frozen=True)
@@ -102,7 +95,7 @@ def solve_with_splits(
     measure: Callable[[Trace], Trace],
     cancel: Cancel | None = None,
     limit_s: float = CHOICE_LIMIT_S,
-) -> SplitPlan:
+) -> TracePlan:
     """Return the plan of a measured trace, or of it with operations split where that is faster.
 
     With one number of `pieces`, the largest operations are split if they can be. `measure` adds
@@ -114,22 +107,22 @@ def solve_with_splits(
     search = _Search(budget, measure, cancel, time.monotonic() + limit_s)
     unsplit = search.estimate(trace)
     if unsplit.plan is not None and unsplit.plan.overhead <= 0 and pieces == PIECES:
-        return SplitPlan(trace, solve_in_full(trace))
+        return TracePlan(trace, solve_in_full(trace))
     best = search.best_split(trace, unsplit, pieces)
     if best is unsplit:
-        return SplitPlan(trace, solve_in_full(trace))
+        return TracePlan(trace, solve_in_full(trace))
     try:
         split_plan = solve_in_full(best.trace)
     except (InfeasibleBudget, SolverTimeout):
         if unsplit.plan is None or len(pieces) == 1:
             raise
-        return SplitPlan(trace, solve_in_full(trace))
+        return TracePlan(trace, solve_in_full(trace))
     unsplit_plan = unsplit.plan
     if len(pieces) > 1 and _may_be_better(unsplit, split_plan, budget):
         unsplit_plan = solve_in_full(trace)
         if not _is_better(split_plan, unsplit_plan, budget):
-            return SplitPlan(trace, unsplit_plan)
-    return SplitPlan(
+            return TracePlan(trace, unsplit_plan)
+    return TracePlan(
         best.trace, _with_unsplit_stats(split_plan, unsplit, unsplit_plan, budget.is_min)
     )
 
@@ -163,7 +156,7 @@ class _Search:
         for number in reversed(pieces) if is_descending else pieces:
             if self.has_ended():
                 break
-            candidate = self.split_until_feasible(trace, number, _MAX_PIECE_NODES)
+            candidate = self.split_until_feasible(trace, number, MAX_PIECE_NODES)
             if candidate is None:
                 continue
             if best is unsplit:

@@ -1,0 +1,104 @@
+"""`solve_step`: the plan of a measured step, with operations split and tensors offloaded or not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from remat.choice.offload import OffloadLimits, solve_with_offload
+from remat.choice.split import CHOICE_LIMIT_S, MAX_PIECE_NODES, solve_with_splits
+from remat.choice.trace_plan import TracePlan
+from remat.documents.trace import Trace
+from remat.errors import InfeasibleBudget, SolverTimeout
+from remat.heuristics.peak_bounds import peak_lower_bound_bytes
+from remat.limits.budget import Budget
+from remat.passes.split.largest_operations import split_largest_operations
+from remat.plan import Plan
+from remat.progress import Cancel
+from remat.simulate import baseline_of
+
+_MAX_ROUNDS = 4
+"""The maximum number of times that the largest operations are split to reach a budget."""
+
+
+def solve_step(
+    trace: Trace,
+    budget: Budget,
+    *,
+    pieces: tuple[int, ...],
+    offload: OffloadLimits | None,
+    solve_in_full: Callable[[Trace, Budget], Plan],
+    measure: Callable[[Trace], Trace],
+    cancel: Cancel | None = None,
+    limit_s: float = CHOICE_LIMIT_S,
+) -> TracePlan:
+    """Return the fastest plan of a measured trace within a budget.
+
+    Operations may be split into one of these numbers of `pieces`, to which `measure` adds costs,
+    and tensors offloaded within the limits of `offload`; nothing of that for () and None. `cancel`
+    and `limit_s` end the choice of pieces early. Raises the errors of `solve_in_full`.
+    """
+
+    def solve_without_offload() -> TracePlan:
+        if not pieces:
+            return TracePlan(trace, solve_in_full(trace, budget))
+        return solve_with_splits(
+            trace,
+            budget,
+            pieces,
+            solve_in_full=lambda split: solve_in_full(split, budget),
+            measure=measure,
+            cancel=cancel,
+            limit_s=limit_s,
+        )
+
+    if offload is None or offload.host_bytes == 0:
+        return solve_without_offload()
+    traces, solve_without = (trace,), solve_without_offload
+    if pieces:
+        try:
+            chosen = solve_without_offload()
+        except (InfeasibleBudget, SolverTimeout) as error:
+            traces = (trace, *_split_until_operations_fit(trace, budget, max(pieces), measure))
+            solve_without = _raising(error)
+        else:
+            traces = (chosen.trace,) if chosen.trace is trace else (chosen.trace, trace)
+            solve_without = _returning(chosen)
+    return solve_with_offload(
+        traces,
+        budget,
+        offload,
+        solve_in_full=solve_in_full,
+        solve_without=solve_without,
+        cancel=cancel,
+    )
+
+
+def _returning(chosen: TracePlan) -> Callable[[], TracePlan]:
+    return lambda: chosen
+
+
+def _raising(error: Exception) -> Callable[[], TracePlan]:
+    def raise_error() -> TracePlan:
+        raise error
+
+    return raise_error
+
+
+def _split_until_operations_fit(
+    trace: Trace, budget: Budget, pieces: int, measure: Callable[[Trace], Trace]
+) -> tuple[Trace, ...]:
+    """Return the trace with its largest operations split until each fits the budget; none if that
+    cannot be reached, or is so already."""
+    graph = trace.graph()
+    budget_bytes = budget.in_bytes(baseline_of(graph).peak_bytes, graph.library_bytes)
+    if budget_bytes is None:
+        return ()
+    split = trace
+    for _ in range(_MAX_ROUNDS):
+        if peak_lower_bound_bytes(split.graph()) <= budget_bytes:
+            break
+        smaller = split_largest_operations(split, pieces, MAX_PIECE_NODES)
+        if smaller is split:
+            return ()
+        split = measure(smaller)
+    return () if split is trace else (split,)

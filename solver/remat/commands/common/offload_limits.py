@@ -1,0 +1,32 @@
+"""The limits of offloading that `--offload` and `--host-budget` set for a trace."""
+
+from __future__ import annotations
+
+from remat.choice.offload import OffloadLimits
+from remat.commands.common.exits import UsageError
+from remat.costs.roofline import Roofline
+from remat.documents.trace import Trace
+from remat.errors import BudgetError
+from remat.limits.offload import is_offload_allowed, parse_host_budget
+
+
+def check_offload_options(offload: str, host_budget: str | None) -> None:
+    """Raise `UsageError` for an unknown value of `--offload` or `--host-budget`."""
+    try:
+        is_offload_allowed(offload)
+        parse_host_budget(host_budget)
+    except (ValueError, BudgetError) as error:
+        raise UsageError(f"--{error}") from None
+
+
+def offload_limits(offload: str, host_budget: str | None, trace: Trace) -> OffloadLimits | None:
+    """Return the limits for a trace; None if nothing may be offloaded. The bandwidth comes from
+    where the costs of the trace came from: a data sheet, or this machine."""
+    if not is_offload_allowed(offload):
+        return None
+    source = next((node.cost_source for node in trace.nodes if node.cost_source), "")
+    method, _, device = source.partition(" ")
+    costs = Roofline(device) if method == "roofline" else None
+    from remat.frontend.planning.host_limits import host_limits
+
+    return host_limits(offload, host_budget, None, trace, costs, None)

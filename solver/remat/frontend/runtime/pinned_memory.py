@@ -1,0 +1,229 @@
+"""`PinnedMemory`: tensors of a GPU in pinned host memory, copied while other operations run.
+
+Each device has a stream for each direction. The CPU never waits: streams wait for events. Pinned
+memory is allocated in large chunks that are reused for the rest of the process, since pinning takes
+milliseconds and is rounded up to powers of two.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from functools import cache
+from itertools import count
+from typing import NamedTuple
+
+import torch
+
+from remat.errors import RematError
+
+_CHUNK_BYTES = 256 << 20
+_ALIGNMENT_BYTES = 512
+
+
+class _Region(NamedTuple):
+    """Bytes of a chunk."""
+
+    chunk: int
+    start: int
+    end: int
+
+
+class PinnedChunks:
+    """Regions of pinned chunks: the first free one that is large enough is taken."""
+
+    def __init__(self) -> None:
+        self._chunks: list[torch.Tensor] = []
+        self._free: list[_Region] = []
+
+    @property
+    def pinned_bytes(self) -> int:
+        """The bytes of all chunks."""
+        return sum(chunk.nbytes for chunk in self._chunks)
+
+    def take(self, size_bytes: int) -> _Region:
+        """Return a region that nothing else has. Raises `RematError` if no memory can be pinned."""
+        size_bytes = -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        region = next((r for r in self._free if r.end - r.start >= size_bytes), None)
+        if region is None:
+            region = self._new_chunk(size_bytes)
+        else:
+            self._free.remove(region)
+        if region.end - region.start > size_bytes:
+            self._free.append(region._replace(start=region.start + size_bytes))
+        return region._replace(end=region.start + size_bytes)
+
+    def give(self, region: _Region) -> None:
+        """Make a region free, and merge it with those next to it."""
+        chunk, start, end = region
+        for other in [
+            r for r in self._free if r.chunk == chunk and (r.end == start or r.start == end)
+        ]:
+            self._free.remove(other)
+            start, end = min(start, other.start), max(end, other.end)
+        self._free.append(_Region(chunk, start, end))
+
+    def bytes_of(self, region: _Region, size_bytes: int) -> torch.Tensor:
+        """Return the first bytes of a region."""
+        return self._chunks[region.chunk][region.start : region.start + size_bytes]
+
+    def _new_chunk(self, size_bytes: int) -> _Region:
+        size_bytes = max(_CHUNK_BYTES, 1 << (size_bytes - 1).bit_length())
+        try:
+            chunk = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError as error:
+            raise RematError(
+                f"cannot pin {size_bytes:,} bytes of host memory for offloaded tensors, "
+                f"{self.pinned_bytes:,} are pinned already: pass a smaller host_budget ({error})"
+            ) from None
+        self._chunks.append(chunk)
+        return _Region(len(self._chunks) - 1, 0, size_bytes)
+
+
+class _Event(NamedTuple):
+    """An event of a stream. One that was recorded while a CUDA graph was captured means nothing
+    outside of that graph, and the reverse."""
+
+    event: torch.cuda.Event | torch._C.Event
+    is_captured: bool
+
+
+def _record(stream: torch.cuda.Stream) -> _Event:
+    return _Event(stream.record_event(), torch.cuda.is_current_stream_capturing())
+
+
+def _wait(stream: torch.cuda.Stream, event: _Event | None) -> None:
+    if event is not None and event.is_captured == torch.cuda.is_current_stream_capturing():
+        stream.wait_event(event.event)  # type: ignore[arg-type]  # of CUDA, both
+
+
+@dataclass
+class _Slot:
+    """A region with the bytes of a tensor. `references` counts its handles; `source` is in memory
+    until the copy to the host has ended."""
+
+    region: _Region
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    size_bytes: int
+    source: torch.Tensor | None
+    written: _Event
+    references: int = 1
+
+
+class StreamCopy:
+    """A copy into a tensor on a stream."""
+
+    def __init__(self, device: torch.device, end: _Event) -> None:
+        self._device, self._end = device, end
+
+    def wait(self) -> None:
+        """Let the current stream wait until the copy has ended."""
+        _wait(torch.cuda.current_stream(self._device), self._end)
+
+
+class PinnedMemory:
+    """Slots of pinned memory, with negative numbers. `write`, `wait` and `read` only order the work
+    of streams: the current stream, and those of copies."""
+
+    def __init__(self) -> None:
+        self._chunks = PinnedChunks()
+        self._slots: dict[int, _Slot] = {}
+        self._numbers = count(-1, -1)
+        self._lock = threading.RLock()
+        self._last_read: dict[torch.device, _Event] = {}
+
+    @property
+    def used_bytes(self) -> int:
+        """The bytes of all slots that cannot be reused."""
+        with self._lock:
+            return sum(slot.size_bytes for slot in self._slots.values())
+
+    def write(self, tensor: torch.Tensor) -> int:
+        """Start to copy a dense tensor, and return the number of its slot, with one reference. The
+        tensor must not be freed or changed before the current stream has waited."""
+        stream = _streams(tensor.device).to_host
+        with self._lock:
+            region = self._chunks.take(tensor.nbytes)
+            target = self._chunks.bytes_of(region, tensor.nbytes)
+        _wait(stream, _record(torch.cuda.current_stream(tensor.device)))
+        _wait(
+            stream, self._last_read.get(tensor.device)
+        )  # the region may have been read until then
+        with torch.cuda.stream(stream):
+            target.copy_(_flat_bytes(tensor), non_blocking=True)
+        slot = _Slot(
+            region, tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device,
+            tensor.nbytes, tensor, _record(stream),
+        )  # fmt: skip
+        with self._lock:
+            number = next(self._numbers)
+            self._slots[number] = slot
+        return number
+
+    def wait(self, number: int) -> None:
+        """Let the current stream wait until a slot is written."""
+        slot = self._slot(number)
+        _wait(torch.cuda.current_stream(slot.device), slot.written)
+        slot.source = None
+
+    def read(self, number: int) -> tuple[torch.Tensor, StreamCopy]:
+        """Start to copy a slot into a new tensor of the same strides."""
+        slot = self._slot(number)
+        tensor = torch.empty_strided(slot.shape, slot.stride, dtype=slot.dtype, device=slot.device)
+        stream = _streams(slot.device).to_device
+        # The tensor's memory belongs to the current stream, which may still use it.
+        _wait(stream, _record(torch.cuda.current_stream(slot.device)))
+        _wait(stream, slot.written)
+        with torch.cuda.stream(stream):
+            source = self._chunks.bytes_of(slot.region, slot.size_bytes)
+            _flat_bytes(tensor).copy_(source, non_blocking=True)
+        end = self._last_read[slot.device] = _record(stream)
+        return tensor, StreamCopy(slot.device, end)
+
+    def add_reference(self, number: int) -> None:
+        """Count one more handle of a slot."""
+        with self._lock:
+            self._slot(number).references += 1
+
+    def drop_reference(self, number: int) -> None:
+        """Count one handle less. Without any, the slot is free: later copies into it wait for those
+        that read it."""
+        with self._lock:
+            slot = self._slots[number]
+            slot.references -= 1
+            if not slot.references:
+                del self._slots[number]
+                self._chunks.give(slot.region)
+
+    def _slot(self, number: int) -> _Slot:
+        if number not in self._slots:
+            raise RematError(
+                "an offloaded tensor is no longer in pinned memory: its handle was copied, by "
+                "saved_tensors_hooks or in another process, and the original was freed"
+            )
+        return self._slots[number]
+
+
+class _Streams(NamedTuple):
+    to_host: torch.cuda.Stream
+    to_device: torch.cuda.Stream
+
+
+@cache
+def _streams(device: torch.device) -> _Streams:
+    """Return the streams of a device's copies."""
+    return _Streams(torch.cuda.Stream(device), torch.cuda.Stream(device))
+
+
+def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a dense tensor as bytes."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+@cache
+def pinned_memory() -> PinnedMemory:
+    """Return the pinned memory of this process, which is created at the first call."""
+    return PinnedMemory()

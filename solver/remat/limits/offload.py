@@ -1,0 +1,45 @@
+"""The options `offload` and `host_budget`: whether tensors may wait on the host, and how many
+bytes."""
+
+from __future__ import annotations
+
+from remat.errors import BudgetError, similar_names_hint
+from remat.limits.budget import Budget
+
+OFFLOAD_AUTO = "auto"
+"""Tensors are offloaded where that makes the step faster, or the budget feasible."""
+
+OFFLOAD_OFF = "off"
+"""No tensor is offloaded."""
+
+
+def is_offload_allowed(offload: object) -> bool:
+    """Return whether tensors may be offloaded, for a value of the option. Raises ValueError for
+    anything else than "auto" and "off"."""
+    if offload in (OFFLOAD_AUTO, OFFLOAD_OFF):
+        return offload == OFFLOAD_AUTO
+    near = (
+        similar_names_hint(offload, (OFFLOAD_AUTO, OFFLOAD_OFF)) if isinstance(offload, str) else ""
+    )
+    raise ValueError(
+        f"offload is {offload!r}{near}; it is {OFFLOAD_AUTO!r} to copy tensors to the host where "
+        f"that pays, or {OFFLOAD_OFF!r}"
+    )
+
+
+def parse_host_budget(host_budget: int | str | None) -> int | None:
+    """Return the bytes that may be on the host at once; None for the default. Raises `BudgetError`
+    unless it is a number of bytes, such as "16GiB"; 0 is one, too."""
+    if host_budget is None:
+        return None
+    if host_budget in (0, "0"):
+        return 0
+    try:
+        if (size_bytes := Budget.parse(host_budget).size_bytes) is not None:
+            return size_bytes
+    except BudgetError:
+        pass
+    raise BudgetError(
+        f"the host budget {str(host_budget)[:80]!r} is not a number of bytes; pass bytes, such as "
+        '"16GiB"'
+    )

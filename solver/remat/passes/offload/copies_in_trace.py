@@ -1,0 +1,189 @@
+"""Insert the operations that copy tensors to the host and back into a trace.
+
+Each tensor gets four. `offload` starts the copy to the host behind its producer. `release` waits
+for that copy: the memory is free from there on, and not before (`Operation.copy_since`). `reload`
+allocates memory and starts the copy back. `arrive` waits for it before the first operation of the
+backward that needs it. Memory thus depends on the order of operations only, never on how fast a
+copy is: the solver and the simulator need no notion of copies.
+
+What arrives is a new copy of the same value, as after a recomputation (`Operation.renews`):
+operations that run later read it, recomputations among them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from remat.documents.arguments import Argument, Ref
+from remat.documents.records import BaselineRecord, Node, Result, TensorMeta
+from remat.documents.targets import (
+    ARRIVE_TARGET,
+    OFFLOAD_TARGET,
+    OFFLOAD_TARGETS,
+    RELEASE_TARGET,
+    RELOAD_TARGET,
+)
+from remat.documents.trace import Trace
+from remat.errors import RematError
+from remat.simulate import baseline_of
+
+_HANDLE = TensorMeta(dtype="int64", shape=(1,), stride=(1,), device="cpu")
+_HANDLE_BYTES = 8
+
+
+class CopyPlaces(NamedTuple):
+    """Where a tensor's copies start and end: indices of nodes, in which the forward comes first.
+
+    The tensor is result number `result` of the node `producer`. Its memory is free after the node
+    `released`; the copy back starts before `start`, and has ended before `needed`.
+    """
+
+    producer: int
+    result: int
+    released: int
+    start: int
+    needed: int
+
+
+def forward_first(trace: Trace) -> Trace:
+    """Return the trace with the nodes of the forward before those of the backward."""
+    nodes = tuple(sorted(trace.nodes, key=lambda node: node.backward))
+    return trace if nodes == trace.nodes else trace.replace(nodes=nodes)
+
+
+def insert_copies(trace: Trace, places: Iterable[CopyPlaces]) -> Trace:
+    """Return the trace with these tensors offloaded. Copies that start at the same place do so in
+    the reverse order of `places`, and end so."""
+    return _Insertion(forward_first(trace), places).trace()
+
+
+def with_copies_of(trace: Trace, solved: Trace) -> Trace:
+    """Return the trace with the tensors offloaded that `solved` offloads, at the same places.
+
+    Apart from those that copy, the operations of both are the same. Raises `RematError` if their
+    numbers differ.
+    """
+    places = _places_in(solved)
+    if not places:
+        return trace
+    if sum(node.target not in OFFLOAD_TARGETS for node in solved.nodes) != len(trace.nodes):
+        raise RematError("tensors are offloaded in a step with other operations")
+    return insert_copies(trace, places)
+
+
+def _places_in(trace: Trace) -> list[CopyPlaces]:
+    """Return the places of the copies in a trace, as `insert_copies` takes them."""
+    made_by: dict[str, tuple[int, int]] = {}
+    tensor_of: dict[str, str] = {}  # by handle or buffer
+    found: dict[str, list[int]] = defaultdict(list)
+    arrived: list[str] = []
+    count = 0
+    for node in trace.nodes:
+        if node.target not in OFFLOAD_TARGETS:
+            made_by.update((r.name, (count, i)) for i, r in enumerate(node.results))
+            count += 1
+            continue
+        first = node.operand_names[0]
+        if node.target == OFFLOAD_TARGET:
+            tensor_of[node.results[0].name] = first
+            found[first] += made_by[first]
+        elif node.target == RELEASE_TARGET:
+            tensor_of[node.results[0].name] = tensor_of[first]
+            found[tensor_of[first]].append(count - 1)
+        else:
+            tensor_of[node.results[0].name] = tensor_of[first]
+            found[tensor_of[first]].append(count)
+            if node.target == ARRIVE_TARGET:
+                arrived.append(tensor_of[first])
+    return [CopyPlaces(*found[tensor]) for tensor in reversed(arrived)]
+
+
+class _Insertion:
+    """The state of an insertion: operations to add before and after others, and new storages."""
+
+    def __init__(self, trace: Trace, places: Iterable[CopyPlaces]) -> None:
+        self.old = trace
+        self.storage_bytes = list(trace.storage_bytes)
+        self.reloads: dict[int, list[Node]] = defaultdict(list)
+        self.arrivals: dict[int, list[Node]] = defaultdict(list)
+        self.after: dict[int, list[Node]] = defaultdict(list)
+        self.names = {n.name for n in trace.nodes} | set(trace.storage_of)
+        for place in places:
+            self._add_operations(place)
+
+    def trace(self) -> Trace:
+        """Return the new trace."""
+        nodes: list[Node] = []
+        for index, node in enumerate(self.old.nodes):
+            nodes += reversed(self.reloads[index])
+            nodes += reversed(self.arrivals[index])
+            nodes += [node, *self.after[index]]
+        old, unsplit = self.old, self.old.unsplit
+        if unsplit is None and old.measured:
+            baseline = baseline_of(old.graph())
+            unsplit = BaselineRecord(peak_bytes=baseline.peak_bytes, time_s=baseline.time_s)
+        return old.replace(
+            nodes=tuple(nodes), storage_bytes=tuple(self.storage_bytes), unsplit=unsplit
+        )
+
+    def _add_operations(self, place: CopyPlaces) -> None:
+        """Add the four operations of a tensor."""
+        producer, reader = self.old.nodes[place.producer], self.old.nodes[place.needed]
+        result = producer.results[place.result]
+        name, tensor = result.name, result.tensor
+        size_bytes = self.old.storage_bytes[result.storage]
+        sent = self._result(f"{name}_sent", _HANDLE, _HANDLE_BYTES)
+        stored = self._result(f"{name}_stored", _HANDLE, _HANDLE_BYTES)
+        buffer = self._result(f"{name}_buffer", tensor, size_bytes)
+        arrived = result.model_copy(update={"position": -1})
+        at_release = self.old.nodes[place.released].backward
+        self.after[place.producer].append(
+            self._operation(OFFLOAD_TARGET, name, [name], sent, producer)
+        )
+        self.after[place.released].append(
+            self._operation(RELEASE_TARGET, name, [sent.name, name], stored, producer, at_release)
+        )
+        self.reloads[place.start].append(
+            self._operation(RELOAD_TARGET, name, [stored.name], buffer, reader, True)
+        )
+        self.arrivals[place.needed].append(
+            self._operation(ARRIVE_TARGET, name, [buffer.name], arrived, reader, True)
+        )
+
+    def _result(self, name: str, tensor: TensorMeta, size_bytes: int) -> Result:
+        self.storage_bytes.append(size_bytes)
+        return Result(name=self._new_name(name), tensor=tensor, storage=len(self.storage_bytes) - 1)
+
+    def _new_name(self, name: str) -> str:
+        unique, number = name, 1
+        while unique in self.names:
+            number += 1
+            unique = f"{name}_{number}"
+        self.names.add(unique)
+        return unique
+
+    def _operation(
+        self,
+        target: str,
+        tensor: str,
+        operands: list[str],
+        result: Result,
+        like: Node,
+        backward: bool = False,
+    ) -> Node:
+        """Return an operation that starts or awaits a copy. It takes no time of the device."""
+        args: tuple[Argument, ...] = tuple(map(Ref, operands))
+        return Node(
+            name=self._new_name(f"{target.split('.')[1]}_{tensor}"),
+            target=target,
+            args=args,
+            results=(result,),
+            backward=backward,
+            recomputable=False,
+            module=like.module,
+            cost_s=0.0,
+            workspace_bytes=0,
+            cost_source="link",
+        )
