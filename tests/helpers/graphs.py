@@ -175,7 +175,7 @@ def tight_cases(
 
 
 @st.composite
-def training_graphs(draw_from: st.DrawFn, max_operations: int = 6) -> Graph:
+def training_graphs(draw_from: st.DrawFn, max_operations: int = 6, *, renews: bool = True) -> Graph:
     """Graphs of a forward and its backward, on most of which recomputing lowers the peak: the
     backward of an operation reads its output and the gradient before it, most forward operations
     may be recomputed, and some values have one more reader."""
@@ -205,8 +205,9 @@ def training_graphs(draw_from: st.DrawFn, max_operations: int = 6) -> Graph:
             )
         )
     results = {2 * depth - 1, *draw_from(st.sampled_from(((), (), (), (0,), (1,))))}
+    changed = overwriting(draw_from, operations, values, results)
     return Graph(
-        renewing(draw_from, overwriting(draw_from, operations, values, results), results),
+        renewing(draw_from, changed, results) if renews else changed,
         tuple(values),
         results=frozenset(results),
         constant_bytes=draw_from(st.sampled_from((0, 0, 5))),

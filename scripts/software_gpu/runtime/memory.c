@@ -96,6 +96,7 @@ EXPORT cudaError_t cudaMalloc(void **pointer, size_t bytes) {
 }
 
 EXPORT cudaError_t cudaFree(void *pointer) {
+  do_late_copies_of_all_streams(); /* it synchronizes */
   if (!pointer) return cudaSuccess;
   Range range = remove_range((uintptr_t)pointer, cudaMemoryTypeDevice);
   if (!range.bytes) return fail(cudaErrorInvalidValue);
@@ -119,6 +120,7 @@ EXPORT cudaError_t cudaHostAlloc(void **pointer, size_t bytes, unsigned flags) {
 }
 
 EXPORT cudaError_t cudaFreeHost(void *pointer) {
+  do_late_copies_of_all_streams();
   if (!pointer) return cudaSuccess;
   if (!remove_range((uintptr_t)pointer, cudaMemoryTypeHost).bytes) return fail(cudaErrorInvalidValue);
   free(pointer);
@@ -206,7 +208,8 @@ void set_bytes(void *to, int value, size_t bytes) { memset(to, value, bytes); }
 
 EXPORT cudaError_t cudaMemcpyAsync(
     void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind, cudaStream_t stream) {
-  if (!record_copy(stream, to, from, bytes)) copy_bytes(to, from, bytes);
+  if (!record_copy(stream, to, from, bytes) && !defer_copy(stream, to, from, bytes))
+    copy_bytes(to, from, bytes);
   return cudaSuccess;
 }
 EXPORT cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind) {

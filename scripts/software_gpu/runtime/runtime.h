@@ -43,13 +43,19 @@ int is_any_stream_capturing(void);
 
 /* streams.c */
 typedef struct StreamState StreamState;
+typedef struct LateCopy LateCopy;
 StreamState *stream_state(cudaStream_t stream);
 struct StreamState {
   Graph *graph; /* being captured, or NULL */
   int priority;
   unsigned flags;
+  LateCopy *first, *last;        /* copies that are not done yet */
+  unsigned long long submitted; /* copies so far */
 };
 void end_capture_of_streams(Graph *graph);
+int defer_copy(cudaStream_t stream, void *to, const void *from, size_t bytes); /* 1 if deferred */
+void do_late_copies_of_all_streams(void);
+void do_late_copies(cudaStream_t stream);
 
 /* kernels.c */
 const char *kernel_name(const void *host_function);

@@ -53,7 +53,7 @@ _INTEGER_TIME_LIMIT_S = 2.0
 
 _COPY_COST = 0.01
 """Seconds that each second of a copy costs where it is hidden: on an H200, copies in both
-directions slow down the matrix products beside them by 2%."""
+directions slow down concurrent matrix products by 2%."""
 
 _SLACK_SHARES = (0.0, 0.03, 0.08, 0.15)
 """Shares of the memory above the constant that the relaxation leaves free, for copies on their way

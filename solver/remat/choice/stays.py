@@ -1,4 +1,4 @@
-"""What the relaxation says about offloading, as stays on the host of a trace's tensors."""
+"""From a solution of the relaxation to stays on the host, by the names of a trace's tensors."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ _MAX_COPY_ROWS = 60
 
 @dataclass(frozen=True, slots=True)
 class HostLimits:
-    """What copies are limited by: the link, the bytes on the host, and the values that can be
+    """The limits of copies: the link, the bytes on the host, and the values that can be
     offloaded."""
 
     link: Link
@@ -61,7 +61,7 @@ class OffloadCut:
 
     No schedule of the order within the budget takes less than `bound_s` in total, copies included.
     In the cheapest solution the values of `offloaded` are on the host at the cut, those of
-    `retained` on the device, and the operations of `recomputed` run again afterwards.
+    `retained` on the device, and the operations of `recomputed` are recomputed afterwards.
     """
 
     operation: int
@@ -83,7 +83,8 @@ def solve_offload_cut(
     is_cancelled: Callable[[], bool] | None = None,
 ) -> OffloadCut | None:
     """Solve the relaxation at an operation: the integer program to `gap`, or its linear relaxation
-    if that is 0. None if nothing fits, or the solver fails or finds nothing in time.
+    if that is 0. None if nothing fits, or the solver fails or finds nothing in time. The graph is
+    that of a step without copies: no operation renews a value.
 
     `copy_cost` are seconds for each second of copies that are added to the time that is minimised,
     so that of two solutions the one with fewer copies is taken; `bound_s` is proved only for 0.

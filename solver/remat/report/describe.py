@@ -10,6 +10,7 @@ from remat.errors import wrong_type
 from remat.graph import Graph
 from remat.limits.units import format_bytes, format_seconds
 from remat.plan_data import REQUESTED_GAP_STAT, RESERVED_BYTES_STAT, PlanData, Status
+from remat.report.offloads import offload_lines
 from remat.report.solve_progress import describe_solve_steps
 from remat.report.splits import split_lines
 from remat.report.tables import align_columns, fold_layer_numbers, largest_rows
@@ -44,6 +45,7 @@ def describe(plan: PlanData, solve: bool = False) -> str:
         *_launch_line(plan),
         f"bound     {_bound_text(plan)}",
         *_labelled("split", split_lines(plan)),
+        *_labelled("offload", offload_lines(plan)),
         f"recompute {sum(recomputed.values())} runs of {len(recomputed)} of {len(graph)} "
         "operations",
     ]

@@ -15,6 +15,7 @@ from remat.limits.units import format_bytes, format_seconds
 from remat.plan_data import PlanData
 from remat.report.describe import SCOPE_TEXT
 from remat.report.module_lines import module_lines, phase, plural
+from remat.report.offloads import host_lines
 from remat.report.pieces import operation_labels
 from remat.report.tables import fold_layer_numbers
 from remat.schedule import Schedule
@@ -131,12 +132,13 @@ def _explain_operation(plan: PlanData, op: int) -> list[str]:
     if operation.piece_of:
         label = operation_labels(graph)[op]
         lines.append(f"  piece {operation.piece + 1} of {label}")
+    on_host = host_lines(plan, op)
     if len(runs) == 1:
         lines.append(f"  not recomputed: runs once (run {runs[0]})")
-        lines += _why_retained(plan, op, timeline)
+        lines += on_host or _why_retained(plan, op, timeline)
     else:
         lines.append(f"  recomputed: runs {len(runs)} times (runs {', '.join(map(str, runs))})")
-        lines += _why_recomputed(plan, op, timeline)
+        lines += [*on_host, *_why_recomputed(plan, op, timeline)]
     if operation.order_sensitive and operation.recomputable:
         lines.append(
             "  it samples random numbers or reads or writes a mutated buffer: a recomputation "
@@ -250,6 +252,8 @@ def _why_not_recomputable(graph: Graph, op: int) -> str:
     operation = graph.operations[op]
     if op == graph.boundary:
         return "it marks the start of the backward pass and cannot be recomputed"
+    if operation.renews:
+        return "it waits for a copy from the host, which is made once"
     if not operation.recomputable:
         return (
             "it cannot be recomputed (recomputable=False): it mutates memory, a second run would "

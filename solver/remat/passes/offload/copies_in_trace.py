@@ -77,7 +77,7 @@ def _places_in(trace: Trace) -> list[CopyPlaces]:
     """Return the places of the copies in a trace, as `insert_copies` takes them."""
     made_by: dict[str, tuple[int, int]] = {}
     tensor_of: dict[str, str] = {}  # by handle or buffer
-    found: dict[str, list[int]] = defaultdict(list)
+    indices: dict[str, list[int]] = defaultdict(list)
     arrived: list[str] = []
     count = 0
     for node in trace.nodes:
@@ -88,16 +88,16 @@ def _places_in(trace: Trace) -> list[CopyPlaces]:
         first = node.operand_names[0]
         if node.target == OFFLOAD_TARGET:
             tensor_of[node.results[0].name] = first
-            found[first] += made_by[first]
+            indices[first] += made_by[first]
         elif node.target == RELEASE_TARGET:
             tensor_of[node.results[0].name] = tensor_of[first]
-            found[tensor_of[first]].append(count - 1)
+            indices[tensor_of[first]].append(count - 1)
         else:
             tensor_of[node.results[0].name] = tensor_of[first]
-            found[tensor_of[first]].append(count)
+            indices[tensor_of[first]].append(count)
             if node.target == ARRIVE_TARGET:
                 arrived.append(tensor_of[first])
-    return [CopyPlaces(*found[tensor]) for tensor in reversed(arrived)]
+    return [CopyPlaces(*indices[tensor]) for tensor in reversed(arrived)]
 
 
 class _Insertion:

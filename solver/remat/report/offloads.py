@@ -1,0 +1,51 @@
+"""A plan's text about the tensors that wait on the host between forward and backward."""
+
+from __future__ import annotations
+
+from remat.limits.units import format_bytes, format_seconds
+from remat.plan_data import COPIES_S_STAT, HOST_BYTES_STAT, WAITING_S_STAT, PlanData
+
+
+def offload_lines(plan: PlanData) -> list[str]:
+    """Return the lines about all offloaded tensors; none for a step without any."""
+    graph = plan.graph
+    if not graph.renewal:
+        return []
+    lines = [
+        f"{len(graph.renewal)} tensors of "
+        f"{format_bytes(sum(graph.values[v].size_bytes for v in graph.renewal))} wait on the host"
+    ]
+    host_bytes = plan.stats.get(HOST_BYTES_STAT)
+    if isinstance(host_bytes, int):
+        lines[0] += f", at most {format_bytes(host_bytes)} at once"
+    copies_s, waiting_s = plan.stats.get(COPIES_S_STAT), plan.stats.get(WAITING_S_STAT)
+    if isinstance(copies_s, int | float) and isinstance(waiting_s, int | float):
+        lines.append(
+            f"copies take {format_seconds(copies_s)}, for {format_seconds(waiting_s)} of which the "
+            f"step waits ({waiting_s / (plan.time_s or 1.0):.2%} of its time)"
+        )
+    return lines
+
+
+def host_lines(plan: PlanData, op: int) -> list[str]:
+    """Return a line for each output of an operation that waits on the host, indented."""
+    graph = plan.graph
+    run_of = {o: run for run, o in reversed([*enumerate(plan.schedule.runs)])}  # first runs
+    lines: list[str] = []
+    for value in graph.operations[op].outputs:
+        arrival = graph.renewal.get(value)
+        if arrival is None or arrival == op:
+            continue
+        released = next(
+            i for i, o in enumerate(graph.operations) if o.copy_since >= 0 and value in o.inputs
+        )
+        reload = graph.producer[graph.operations[arrival].inputs[0]]
+        waits_s = sum(graph.operations[o].cost_s for o in (released, arrival))
+        lines.append(
+            f"  {graph.values[value].name} ({format_bytes(graph.values[value].size_bytes)}) is "
+            f"offloaded: it leaves the device by run {run_of[released]} and starts to come back in "
+            f"run {run_of[reload]}, for run {run_of[arrival] + 1} "
+            f"({graph.operations[plan.schedule.runs[run_of[arrival] + 1]].name}); the step waits "
+            f"{format_seconds(waits_s)} for its copies"
+        )
+    return lines
