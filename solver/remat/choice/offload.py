@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 from remat.choice.stays import stays_of_cut, values_of_candidates
 from remat.choice.trace_plan import TracePlan
@@ -86,11 +87,13 @@ class OffloadLimits:
 @dataclass(frozen=True, slots=True)
 class _Choice:
     """A trace with offloaded tensors. `score_s` is a guess of its plan's time: a bound, and the
-    waiting of its copies. No plan takes less than `bound_s`, whatever it offloads."""
+    waiting of its copies. No plan takes less than `bound_s`, whatever it offloads. `plain_s` is the
+    time without recomputation, infinity if that does not fit the budget."""
 
     trace: Trace
     score_s: float
     bound_s: float
+    plain_s: float
 
 
 def solve_with_offload(
@@ -164,14 +167,21 @@ def _first_plan(
     link: Link,
     solve_in_full: Callable[[Trace, Budget], Plan],
 ) -> TracePlan | None:
-    """Return the plan of the best choice that fits the budget."""
+    """Return the plan of the best choice that fits the budget, or that of a choice without
+    recomputation if it is faster."""
+    best: TracePlan | None = None
     for choice in choices[:_MAX_ATTEMPTS]:
         try:
-            plan = solve_in_full(choice.trace, budget)
+            best = _with_waiting(choice, solve_in_full(choice.trace, budget), link)
+            break
         except (InfeasibleBudget, SolverTimeout):
             continue
-        return _with_waiting(choice, plan, link)
-    return None
+    plain = min(choices, key=lambda choice: choice.plain_s, default=None)
+    if plain is None or plain.plain_s == float("inf"):
+        return best
+    if best is not None and best.plan.time_s <= plain.plain_s * (1 + _LEAST_GAIN):
+        return best
+    return _with_waiting(plain, solve_in_full(plain.trace, budget), link)
 
 
 def _choices(
@@ -200,28 +210,45 @@ def _choices_of_trace(
         cut = solve_offload_cut(graph, budget_bytes, moment, host_limits)
         if cut is not None:
             bound_s = max(bound_s, cut.bound_s)
-    for moment in moments:
-        host_limits = _limits_at(graph, moment, values, limits)
-        for slack in _SLACK_SHARES:
-            if cancel is not None and cancel.is_set():
-                return
-            cut = solve_offload_cut(
-                graph,
-                budget_bytes - int(slack * range_bytes),
-                moment,
-                host_limits,
-                gap=_INTEGER_GAP,
-                copy_cost=_COPY_COST,
-                time_limit=_INTEGER_TIME_LIMIT_S,
-            )
-            if cut is None or cut.offloaded in seen:
-                continue
-            seen.add(cut.offloaded)
-            planned = stays_of_cut(trace, cut, values)
-            offloaded = offload_tensors(trace, planned.stays, limits.link, planned.recomputed_s)
-            waiting_s = _expected_waiting_s(offloaded, planned.recomputed_s, limits.link)
-            score_s = _bound_s(offloaded.graph(), budget_bytes) + waiting_s
-            yield _Choice(offloaded, score_s, bound_s)
+    for recomputes, moment, slack in product((True, False), moments, _SLACK_SHARES):
+        if cancel is not None and cancel.is_set():
+            return
+        cut = solve_offload_cut(
+            graph,
+            budget_bytes - int(slack * range_bytes),
+            moment,
+            _limits_at(graph, moment, values, limits),
+            gap=_INTEGER_GAP,
+            copy_cost=_COPY_COST,
+            time_limit=_INTEGER_TIME_LIMIT_S,
+            recomputes=recomputes,
+        )
+        if cut is None or cut.offloaded in seen:
+            continue
+        seen.add(cut.offloaded)
+        planned = stays_of_cut(trace, cut, values, budget_bytes)
+        offloaded = offload_tensors(trace, planned.stays, limits.link, planned.recomputed_s)
+        choice = _judged(offloaded, planned.recomputed_s, bound_s, budget_bytes, limits.link)
+        yield choice
+        if choice.score_s <= bound_s * (1 + _LEAST_GAIN):
+            return
+
+
+def _judged(
+    trace: Trace,
+    recomputed_s: dict[str, float],
+    bound_s: float,
+    budget_bytes: int,
+    link: Link,
+) -> _Choice:
+    """Return a trace with offloaded tensors as a choice."""
+    graph = trace.graph()
+    score_s = _bound_s(graph, budget_bytes) + _expected_waiting_s(trace, recomputed_s, link)
+    plain_s = float("inf")
+    keep_all = Schedule.keep_all(graph)
+    if simulate(graph, keep_all).peak_bytes <= budget_bytes:
+        plain_s = copy_times(trace, keep_all.runs, link).step_s
+    return _Choice(trace, score_s, bound_s, plain_s)
 
 
 def _limits_at(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from typing import NamedTuple
 
 from remat.documents.trace import Trace
@@ -27,26 +28,62 @@ def values_of_candidates(
     return {v: by_name[value.name] for v, value in enumerate(graph.values) if value.name in by_name}
 
 
-def stays_of_cut(trace: Trace, cut: OffloadCut, values: dict[int, Candidate]) -> PlannedStays:
+def stays_of_cut(
+    trace: Trace, cut: OffloadCut, values: dict[int, Candidate], budget_bytes: int
+) -> PlannedStays:
     """Return the stays of the values that the cut's solution offloads.
 
-    A tensor is back before the first operation that reads it, or for which an operation that reads
-    it is recomputed.
+    A tensor has left the device by the cut, or earlier where the memory before would exceed the
+    budget. It is back before the first operation that reads it, or for which an operation that
+    reads it is recomputed.
     """
     graph = trace.graph()
     needed_by = _needs(graph, cut)
-    during = _node_name(graph, cut.operation)
+    gone_by = _departures(graph, cut, budget_bytes)
+    until = _node_name(graph, cut.operation)
     stays: list[HostStay] = []
     for value in sorted(cut.offloaded):
         needed = _need_of_value(graph, cut, value, needed_by)
         name = "" if needed == math.inf else _node_name(graph, int(needed))
-        stays.append(HostStay(values[value].tensor, during, name))
+        gone = _node_name(graph, gone_by[value])
+        stays.append(HostStay(values[value].tensor, gone, until, name))
     recomputed_s: dict[str, float] = {}
     for op, needed in needed_by.items():
         if needed < math.inf:
             name = _node_name(graph, int(needed))
             recomputed_s[name] = recomputed_s.get(name, 0.0) + graph.operations[op].cost_s
     return PlannedStays(tuple(stays), recomputed_s)
+
+
+def _departures(graph: Graph, cut: OffloadCut, budget_bytes: int) -> dict[int, int]:
+    """Return, for each offloaded value, the operation before which it has to be gone: the cut, or
+    an earlier one that does not fit the budget otherwise. Values leave in the order in which they
+    are produced; others are freed after their last reader before the cut, unless they are live at
+    the cut."""
+    size = [value.size_bytes for value in graph.values]
+    staying = graph.results | cut.retained
+    last_reader = {
+        v: max((op for op in graph.consumers[v] if op < cut.operation), default=graph.producer[v])
+        for v in range(len(graph.values))
+        if graph.producer[v] < cut.operation
+    }
+    freed: list[list[int]] = [[] for _ in range(cut.operation)]
+    for v, op in last_reader.items():
+        if v not in staying and v not in cut.offloaded:
+            freed[op].append(v)
+    gone_by = dict.fromkeys(cut.offloaded, cut.operation)
+    queue = deque(sorted(cut.offloaded, key=lambda v: graph.producer[v]))
+    live_bytes = graph.constant_bytes
+    for op in range(cut.operation):
+        needed_bytes = live_bytes + graph.min_produced_bytes[op]
+        while needed_bytes > budget_bytes and queue and last_reader[queue[0]] < op:
+            value = queue.popleft()
+            gone_by[value] = op
+            needed_bytes -= size[value]
+            live_bytes -= size[value]
+        live_bytes += sum(size[v] for v in graph.operations[op].outputs)
+        live_bytes -= sum(size[v] for v in freed[op])
+    return gone_by
 
 
 def _needs(graph: Graph, cut: OffloadCut) -> dict[int, float]:

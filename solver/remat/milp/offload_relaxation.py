@@ -80,6 +80,7 @@ def solve_offload_cut(
     gap: float = 0.0,
     time_limit: float = 60.0,
     copy_cost: float = 0.0,
+    recomputes: bool = True,
     is_cancelled: Callable[[], bool] | None = None,
 ) -> OffloadCut | None:
     """Solve the relaxation at an operation: the integer program to `gap`, or its linear relaxation
@@ -87,9 +88,10 @@ def solve_offload_cut(
     that of a step without copies: no operation renews a value.
 
     `copy_cost` are seconds for each second of copies that are added to the time that is minimised,
-    so that of two solutions the one with fewer copies is taken; `bound_s` is proved only for 0.
+    so that of two solutions the one with fewer copies is taken; `bound_s` is proved only for 0, and
+    not without `recomputes`, which leaves recomputation out.
     """
-    program = _CutProgram(graph, budget_bytes, operation, limits, copy_cost)
+    program = _CutProgram(graph, budget_bytes, operation, limits, copy_cost, recomputes)
     arrays = pulp_versions.read_arrays(program.problem)
     highs = HighsSolver(
         gap=gap,
@@ -129,10 +131,12 @@ class _CutProgram:
         operation: int,
         limits: HostLimits,
         copy_cost: float,
+        recomputes: bool,
     ) -> None:
         self.graph = graph
         self.operation = operation
         self.limits = limits
+        self.recomputes = recomputes
         self.cost_unit_s = graph.total_cost_s / COST_SCALE or 1.0
         self.problem = pulp.LpProblem("offload", pulp.LpMinimize)
         self.retained: dict[int, pulp.LpVariable] = {}
@@ -186,7 +190,7 @@ class _CutProgram:
         if value in self.limits.values:
             terms[self._variable(self.offloaded, f"o{value}", value)] = 1.0
         op = graph.producer[value]
-        if graph.operations[op].recomputable:
+        if self.recomputes and graph.operations[op].recomputable:
             if op not in self.recomputed:
                 self._pending.append(op)
             terms[self._variable(self.recomputed, f"y{op}", op)] = 1.0

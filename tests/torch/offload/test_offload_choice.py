@@ -96,12 +96,12 @@ def test_the_time_of_a_plan_includes_waiting_for_copies(trace: Trace, link: Link
 
 
 def test_the_host_has_a_budget(trace: Trace) -> None:
-    full = choose(trace, "60%", FAST)
+    full = choose(trace, "75%", FAST)
     half_bytes = int(full.plan.stats[HOST_BYTES_STAT]) // 2
-    half = choose(trace, "60%", FAST, half_bytes)
+    half = choose(trace, "75%", FAST, half_bytes)
     assert 0 < int(half.plan.stats[HOST_BYTES_STAT]) <= half_bytes
     assert full.plan.time_s <= half.plan.time_s
-    assert choose(trace, "60%", FAST, 0).trace is trace
+    assert choose(trace, "75%", FAST, 0).trace is trace
 
 
 def test_the_smallest_peak_does_not_take_more_time(trace: Trace) -> None:

@@ -25,14 +25,15 @@ from remat.passes.offload.copies_in_trace import CopyPlaces, forward_first, inse
 class HostStay:
     """A tensor that is on the host for a part of the step.
 
-    It has left the device before the operation `during` runs, and starts to come back at that
-    operation or later; "" leaves this to the times of the copies. It is back before the operation
-    `needed_by` of the backward, or before its first reader there if that is earlier or `needed_by`
-    is "": recomputations may read it before.
+    It has left the device before the operation `gone_by` runs, and starts to come back at the
+    operation `away_until` or later; "" leaves this to the times of the copies. It is back before
+    the operation `needed_by` of the backward, or before its first reader there if that is earlier
+    or `needed_by` is "": recomputations may read it before.
     """
 
     tensor: str
-    during: str = ""
+    gone_by: str = ""
+    away_until: str = ""
     needed_by: str = ""
 
 
@@ -63,18 +64,20 @@ def offload_tensors(
         needed = candidate.first_backward_reader
         if stay.needed_by:
             needed = min(needed, index[stay.needed_by])
-        during = index[stay.during] if stay.during else None
-        absences[stay.tensor] = _Absence(candidate, during, needed)
+        gone = index[stay.gone_by] if stay.gone_by else None
+        until = index[stay.away_until] if stay.away_until else 0
+        absences[stay.tensor] = _Absence(candidate, gone, until, needed)
     places = _places(trace, list(absences.values()), link, recomputed_s)
     return insert_copies(trace, places)
 
 
 class _Absence(NamedTuple):
-    """A tensor to offload, with the node during which it is away, and the one before which it is
-    back."""
+    """A tensor to offload, with the nodes before which it has left, at which it may start to come
+    back, and before which it is back."""
 
     candidate: Candidate
-    during: int | None
+    gone: int | None
+    until: int
     needed: int
 
 
@@ -90,24 +93,24 @@ def _places(
     end_s = list(accumulate(costs))
     released: dict[str, int] = {}  # the node after which the memory is free
     free_s = 0.0
-    for candidate, during, needed in sorted(absences, key=lambda a: a.candidate.producer):
+    for candidate, gone, _, needed in sorted(absences, key=lambda a: a.candidate.producer):
         copied_s = max(free_s, end_s[candidate.producer])
         copied_s += candidate.size_bytes / link.to_host_bytes_per_s
         index = bisect_left(end_s, copied_s)
-        if during is not None:
-            index = min(index, during - 1)
+        if gone is not None:
+            index = min(index, gone - 1)
         index = max(index, candidate.last_forward_reader)
         if index < needed - 1:
             released[candidate.tensor] = index
             free_s = copied_s
     next_start_s = end_s[-1]
-    for candidate, during, needed in sorted(absences, key=lambda a: -a.needed):
+    for candidate, _, until, needed in sorted(absences, key=lambda a: -a.needed):
         if candidate.tensor not in released or needed < first_backward:
             continue
         needed_s = min(next_start_s, end_s[needed - 1])
         start_s = needed_s - candidate.size_bytes / link.to_device_bytes_per_s
         start = bisect_right(end_s, start_s)  # starts at or before start_s
-        start = max(start, released[candidate.tensor] + 1, first_backward, during or 0)
+        start = max(start, released[candidate.tensor] + 1, first_backward, until)
         start = min(start, needed)
         if start > released[candidate.tensor]:
             next_start_s = start_s
