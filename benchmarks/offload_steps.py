@@ -1,0 +1,211 @@
+"""Training steps on a CPU with activations in a file: peak, time, waiting and gradients.
+
+    python -m benchmarks.offload_steps                       # to benchmarks/results
+    python -m benchmarks.offload_steps --only gpt2 --budgets 50% least --rounds 3 --out DIR
+
+Each model is planned for a budget with recomputation, and with offloading. "least" is the smallest
+peak that recomputation alone reaches, "below" 95% of that. Eager mode, a plan that retains
+everything and both plans take turns step by step, each from the same state of the random generator.
+`is_exact` compares gradients with those of the plan that retains everything, bit for bit. `waits_s`
+is the time that the step waited for copies, `waiting_s` the predicted one. One thread computes, so
+that copies have a core of their own; the file is in REMAT_OFFLOAD_DIR.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import remat
+from benchmarks.harness import machine, report
+from benchmarks.harness.measurement import keep_freed_memory
+from benchmarks.models import workloads
+from benchmarks.models.workloads import Workload
+from remat.frontend.memory.meter import measure_step
+from remat.frontend.planning.host_limits import measured_link
+from remat.frontend.runtime.host_file import FileCopy, offload_directory
+from remat.plan_data import COPIES_S_STAT, HOST_BYTES_STAT, WAITING_S_STAT
+
+Row = dict[str, Any]
+
+RESULTS = Path(__file__).parent / "results"
+CPU = torch.device("cpu")
+MODELS = {"gpt2": workloads.gpt2, "unet": workloads.unet2d}
+BUDGETS = ("50%", "30%", "least", "below")
+
+
+@dataclass
+class Side:
+    """One way to run a step, and the seconds of its steps."""
+
+    name: str
+    module: Any
+    seconds: list[float] = field(default_factory=list)
+    waits_s: list[float] = field(default_factory=list)
+    gradients: list[torch.Tensor] = field(default_factory=list)
+
+
+def rows_of(name: str, budgets: Sequence[str], rounds: int) -> list[Row]:
+    """Return a row for each budget and way to run a step."""
+    torch.manual_seed(0)
+    workload = MODELS[name](CPU, False)
+    rows: list[Row] = []
+    for requested in budgets:
+        budget: int | str = requested
+        if requested in ("least", "below"):
+            smallest = plan_for(workload, "min", offload="off")
+            assert smallest is not None
+            least_bytes = smallest.plan.peak_bytes
+            budget = int(0.95 * least_bytes) if requested == "below" else least_bytes
+        modules = {
+            "eager": copy.deepcopy(workload.model),
+            "retain": plan_for(workload, "100%", offload="off"),
+            "recompute": plan_for(workload, budget, offload="off"),
+            "offload": plan_for(workload, budget, offload="auto"),
+        }
+        sides = [Side(n, module) for n, module in modules.items() if module is not None]
+        for turn in range(rounds + 1):
+            for side in sides:
+                run_step(side, workload, turn)
+        for side in sides:
+            row = {"model": name, "budget": requested}
+            rows.append(row | figures(side, sides[0], sides[1], workload))
+            print(_line(rows[-1]), flush=True)
+    return rows
+
+
+def plan_for(workload: Workload, budget: int | str, *, offload: str) -> Any:
+    """Return a copy of the model that is planned within a budget; None if that is infeasible."""
+    try:
+        return remat.optimize(
+            copy.deepcopy(workload.model),
+            budget,
+            (),
+            workload.batch,
+            outputs="dropped",
+            split="off",
+            offload=offload,
+            strategy=remat.Auto(time_limit=20),
+        )
+    except remat.InfeasibleBudget:
+        return None
+
+
+def run_step(side: Side, workload: Workload, turn: int) -> None:
+    """Run a step, and record its time and its gradients."""
+    side.module.zero_grad(set_to_none=True)
+    torch.manual_seed(turn)
+    waits: list[float] = []
+    with _TimedWaits(waits):
+        start_s = time.perf_counter()
+        _loss(side.module, workload).backward()
+        seconds = time.perf_counter() - start_s
+    if turn:  # the first step allocates
+        side.seconds.append(seconds)
+        side.waits_s.append(sum(waits))
+    side.gradients = [p.grad for p in side.module.parameters() if p.grad is not None]
+
+
+def _loss(module: Any, workload: Workload) -> torch.Tensor:
+    output = module(**workload.batch)
+    return output if isinstance(output, torch.Tensor) else output.loss
+
+
+class _TimedWaits:
+    """Add the seconds of each wait for a copy to a list."""
+
+    def __init__(self, waits: list[float]) -> None:
+        self._waits = waits
+        self._wait = FileCopy.wait
+
+    def __enter__(self) -> None:
+        def wait(copy: FileCopy) -> None:
+            start_s = time.perf_counter()
+            self._wait(copy)
+            self._waits.append(time.perf_counter() - start_s)
+
+        setattr(FileCopy, "wait", wait)  # noqa: B010  # the type of a method is not assignable
+
+    def __exit__(self, *error: object) -> None:
+        setattr(FileCopy, "wait", self._wait)  # noqa: B010
+
+
+def figures(side: Side, eager: Side, retained: Side, workload: Workload) -> Row:
+    """Return the figures of one way to run a step, next to those of eager mode."""
+    constants = [*side.module.parameters(), *side.module.buffers(), *workload.batch.values()]
+    side.module.zero_grad(set_to_none=True)
+    torch.manual_seed(0)
+    usage = measure_step(lambda: _loss(side.module, workload).backward(), constants)
+    ratios = [a / b for a, b in zip(side.seconds, eager.seconds, strict=True)]
+    row: Row = {
+        "method": side.name,
+        "peak_bytes": usage.peak_bytes,
+        "step_s": statistics.median(side.seconds),
+        "overhead": round(statistics.median(ratios) - 1, 4),
+        "is_exact": all(map(torch.equal, side.gradients, retained.gradients)),
+    }
+    if side.name == "eager":
+        return row
+    plan = side.module.plan
+    return row | {
+        "budget_bytes": plan.budget_bytes,
+        "predicted_peak_bytes": plan.peak_bytes,
+        "predicted_overhead": round(plan.overhead, 4),
+        "waits_s": statistics.median(side.waits_s),
+        "waiting_s": plan.stats.get(WAITING_S_STAT, 0.0),
+        "copies_s": plan.stats.get(COPIES_S_STAT, 0.0),
+        "host_bytes": plan.stats.get(HOST_BYTES_STAT, 0),
+    }
+
+
+def _line(row: Row) -> str:
+    text = (
+        f"{row['model']} {row['budget']} {row['method']}: peak {row['peak_bytes']:,}, "
+        f"{row['step_s']:.3f} s ({row['overhead']:+.1%}), exact {row['is_exact']}"
+    )
+    if row["method"] == "eager":
+        return text
+    return (
+        f"{text}; predicted {row['predicted_peak_bytes']:,}, {row['predicted_overhead']:+.1%}, "
+        f"waits {row['waits_s']:.3f} s of {row['waiting_s']:.3f} predicted"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark, and write its result."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--only", nargs="+", choices=MODELS, default=tuple(MODELS), metavar="MODEL")
+    add("--budgets", nargs="+", default=BUDGETS, help="percentages of the peak, or least")
+    add("--rounds", type=int, default=5, help="timed steps of each way")
+    add("--out", type=Path, default=RESULTS, help="folder of the result file")
+    options = parser.parse_args(argv)
+    keep_freed_memory()
+    torch.set_num_threads(1)
+    link = measured_link(CPU)
+    result = {
+        "benchmark": "offload-steps",
+        "machine": machine.describe(CPU),
+        "link": [link.to_host_bytes_per_s, link.to_device_bytes_per_s],
+        "directory": offload_directory(),
+        "rows": [
+            row for name in options.only for row in rows_of(name, options.budgets, options.rounds)
+        ],
+    }
+    print("written:", report.write_result(options.out, "offload-steps-cpu", result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
