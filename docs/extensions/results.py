@@ -30,6 +30,7 @@ from software_gpu_results import (
     software_gpu_memory,
     software_gpu_missed,
 )
+from offload_results import offload_steps, offloading
 from solver_results import baselines, published, random, search, table2, traced
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
@@ -71,6 +72,8 @@ TABLES: dict[str, Callable[[], Table]] = {
         split_steps,
         split_peers,
         split_coverage,
+        offloading,
+        offload_steps,
     )
 }
 

@@ -179,7 +179,7 @@ def _first_plan(
     plain = min(choices, key=lambda choice: choice.plain_s, default=None)
     if plain is None or plain.plain_s == float("inf"):
         return best
-    if best is not None and best.plan.time_s <= plain.plain_s * (1 + _LEAST_GAIN):
+    if best is not None and best.plan.time_s <= plain.plain_s:
         return best
     return _with_waiting(plain, solve_in_full(plain.trace, budget), link)
 
@@ -210,28 +210,30 @@ def _choices_of_trace(
         cut = solve_offload_cut(graph, budget_bytes, moment, host_limits)
         if cut is not None:
             bound_s = max(bound_s, cut.bound_s)
-    for recomputes, moment, slack in product((True, False), moments, _SLACK_SHARES):
-        if cancel is not None and cancel.is_set():
-            return
-        cut = solve_offload_cut(
-            graph,
-            budget_bytes - int(slack * range_bytes),
-            moment,
-            _limits_at(graph, moment, values, limits),
-            gap=_INTEGER_GAP,
-            copy_cost=_COPY_COST,
-            time_limit=_INTEGER_TIME_LIMIT_S,
-            recomputes=recomputes,
-        )
-        if cut is None or cut.offloaded in seen:
-            continue
-        seen.add(cut.offloaded)
-        planned = stays_of_cut(trace, cut, values, budget_bytes)
-        offloaded = offload_tensors(trace, planned.stays, limits.link, planned.recomputed_s)
-        choice = _judged(offloaded, planned.recomputed_s, bound_s, budget_bytes, limits.link)
-        yield choice
-        if choice.score_s <= bound_s * (1 + _LEAST_GAIN):
-            return
+    for recomputes in (True, False):
+        for moment, slack in product(moments, _SLACK_SHARES):
+            if cancel is not None and cancel.is_set():
+                return
+            cut = solve_offload_cut(
+                graph,
+                budget_bytes - int(slack * range_bytes),
+                moment,
+                _limits_at(graph, moment, values, limits),
+                gap=_INTEGER_GAP,
+                copy_cost=_COPY_COST,
+                time_limit=_INTEGER_TIME_LIMIT_S,
+                recomputes=recomputes,
+            )
+            if cut is None or cut.offloaded in seen:
+                continue
+            seen.add(cut.offloaded)
+            planned = stays_of_cut(trace, cut, values, budget_bytes)
+            offloaded = offload_tensors(trace, planned.stays, limits.link, planned.recomputed_s)
+            choice = _judged(offloaded, planned.recomputed_s, bound_s, budget_bytes, limits.link)
+            yield choice
+            expected_s = choice.score_s if recomputes else choice.plain_s
+            if expected_s <= bound_s * (1 + _LEAST_GAIN):
+                break
 
 
 def _judged(
