@@ -30,7 +30,7 @@ from software_gpu_results import (
     software_gpu_memory,
     software_gpu_missed,
 )
-from offload_results import offload_steps, offloading
+from offload_results import offloading
 from solver_results import baselines, published, random, search, table2, traced
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
@@ -73,7 +73,6 @@ TABLES: dict[str, Callable[[], Table]] = {
         split_peers,
         split_coverage,
         offloading,
-        offload_steps,
     )
 }
 
