@@ -14,6 +14,7 @@ from docutils import nodes
 from gpu_results import gpu_missed, gpu_steps, gpu_times
 from length_results import lengths
 from measured import Table, load, newest
+from offload_results import offloading
 from run_results import (
     at_peaks,
     compile_time,
@@ -30,7 +31,6 @@ from software_gpu_results import (
     software_gpu_memory,
     software_gpu_missed,
 )
-from offload_results import offloading
 from solver_results import baselines, published, random, search, table2, traced
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
