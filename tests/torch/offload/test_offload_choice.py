@@ -15,7 +15,7 @@ from tests.torch.offload.test_offload_tensors import (
 )
 
 import remat
-from remat.choice.offload import OffloadLimits
+from remat.choice.offloaded_traces import OffloadLimits
 from remat.choice.step import solve_step
 from remat.choice.trace_plan import TracePlan
 from remat.costs.link import Link

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from remat.choice.offload import OffloadLimits
+from remat.choice.offloaded_traces import OffloadLimits
 from remat.costs.link import Link
 from remat.costs.roofline import Roofline
 from remat.documents.trace import Trace

@@ -1,0 +1,212 @@
+"""Traces of a step with offloaded tensors, for a budget, each with a guess of its plan's time.
+
+The relaxation (`remat.milp.offload_relaxation`) is solved at the moments that need the most memory,
+for the budget and for somewhat less. Each solution is rewritten into a trace, and judged by a bound
+and the waiting of its copies, which takes a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from remat.choice.stays import stays_of_cut, values_of_candidates
+from remat.costs.link import Link
+from remat.documents.trace import Trace
+from remat.graph import Graph
+from remat.milp.checkpoint_cuts import candidate_operations, solve_linear
+from remat.milp.offload_relaxation import HostLimits, OffloadCut, solve_offload_cut
+from remat.passes.offload.candidates import Candidate, offload_candidates
+from remat.passes.offload.copies import copy_times
+from remat.passes.offload.rewriting import offload_tensors
+from remat.progress import Cancel
+from remat.schedule import Schedule
+from remat.simulate import simulate
+
+MIN_BYTES = 1 << 20
+"""The smallest tensor that is offloaded: smaller ones cost more launches than memory."""
+
+LEAST_GAIN = 0.001
+"""The share of the step's time that offloading must save, at least."""
+
+_CANDIDATE_CUTS = 12
+_MOMENTS = 3
+"""Moments at which the relaxation is solved."""
+
+_JUDGED_CUTS = 4
+"""Cuts whose bounds judge a rewritten trace."""
+
+_INTEGER_GAP = 0.002
+_INTEGER_TIME_LIMIT_S = 2.0
+
+_COPY_COST = 0.01
+"""Seconds that each second of a copy costs where it is hidden: on an H200, copies in both
+directions slow down concurrent matrix products by 2%."""
+
+_SLACK_SHARES = (0.0, 0.03, 0.08, 0.15)
+"""Shares of the memory above the constant that the relaxation leaves free, for copies on their way
+and for recomputation."""
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadLimits:
+    """The link, the bytes that may be on the host at once (None: any), and the smallest tensor that
+    is offloaded."""
+
+    link: Link
+    host_bytes: int | None = None
+    min_bytes: int = MIN_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadedTrace:
+    """A trace with offloaded tensors. `score_s` is a guess of its plan's time: a bound, and the
+    waiting of its copies. No plan takes less than `bound_s`, whatever it offloads. `plain_s` is the
+    time without recomputation, infinity if that does not fit the budget."""
+
+    trace: Trace
+    score_s: float
+    bound_s: float
+    plain_s: float
+
+
+def offloaded_traces(
+    traces: Sequence[Trace], budget_bytes: int, limits: OffloadLimits, cancel: Cancel | None
+) -> list[OffloadedTrace]:
+    """Return forms of a step with offloaded tensors, the most promising first. None if the step
+    fits without recomputation."""
+    results = [
+        result
+        for trace in traces
+        for result in _Search(trace, budget_bytes, limits, cancel).results()
+    ]
+    return sorted(results, key=lambda result: result.score_s)
+
+
+class _Search:
+    """The traces with offloaded tensors of one form of a step."""
+
+    def __init__(
+        self, trace: Trace, budget_bytes: int, limits: OffloadLimits, cancel: Cancel | None
+    ) -> None:
+        self.trace = trace
+        self.graph = trace.graph()
+        self.budget_bytes = budget_bytes
+        self.limits = limits
+        self.cancel = cancel
+        self.values = values_of_candidates(self.graph, offload_candidates(trace), limits.min_bytes)
+        during_bytes = simulate(self.graph, Schedule.keep_all(self.graph)).during_bytes
+        self.range_bytes = max(during_bytes, default=0) - self.graph.constant_bytes
+        moments = candidate_operations(during_bytes, budget_bytes, _CANDIDATE_CUTS)[:_MOMENTS]
+        self.host_limits = {m: _limits_at(self.graph, m, self.values, limits) for m in moments}
+        self.bound_s = self._bound_s(recomputes=True)
+        self._seen: set[frozenset[int]] = {frozenset()}
+
+    def results(self) -> Iterator[OffloadedTrace]:
+        """Yield traces for solutions with recomputation, then without, unless that is slower."""
+        best_s = math.inf
+        for result in self._results_of_moments(recomputes=True):
+            best_s = min(best_s, result.score_s)
+            yield result
+        if self._bound_s(recomputes=False) < best_s:
+            yield from self._results_of_moments(recomputes=False)
+
+    def _results_of_moments(self, *, recomputes: bool) -> Iterator[OffloadedTrace]:
+        """Yield traces for each moment, with more and more memory left free as long as that helps.
+        Ends with one that is as fast as the bound."""
+        for moment in self.host_limits:
+            last_s = math.inf
+            for slack in _SLACK_SHARES:
+                if self.cancel is not None and self.cancel.is_set():
+                    return
+                cut = self._integral_cut(moment, slack, recomputes=recomputes)
+                if cut is None or cut.offloaded in self._seen:
+                    continue
+                self._seen.add(cut.offloaded)
+                result = self._rewritten(cut)
+                yield result
+                expected_s = result.score_s if recomputes else result.plain_s
+                if expected_s <= self.bound_s * (1 + LEAST_GAIN):
+                    return
+                if last_s < expected_s < math.inf:
+                    break
+                last_s = expected_s
+
+    def _bound_s(self, *, recomputes: bool) -> float:
+        """Return the time that every plan takes, whatever it offloads; infinity if none fits."""
+        bound_s = self.graph.total_cost_s
+        for moment, host_limits in self.host_limits.items():
+            cut = solve_offload_cut(
+                self.graph, self.budget_bytes, moment, host_limits, recomputes=recomputes
+            )
+            if cut is not None:
+                bound_s = max(bound_s, cut.bound_s)
+            elif not recomputes:
+                return math.inf
+        return bound_s
+
+    def _integral_cut(self, moment: int, slack: float, *, recomputes: bool) -> OffloadCut | None:
+        return solve_offload_cut(
+            self.graph,
+            self.budget_bytes - int(slack * self.range_bytes),
+            moment,
+            self.host_limits[moment],
+            gap=_INTEGER_GAP,
+            copy_cost=_COPY_COST,
+            time_limit=_INTEGER_TIME_LIMIT_S,
+            recomputes=recomputes,
+        )
+
+    def _rewritten(self, cut: OffloadCut) -> OffloadedTrace:
+        """Return the trace with what a solution offloads."""
+        link = self.limits.link
+        planned = stays_of_cut(self.trace, cut, self.values, self.budget_bytes)
+        trace = offload_tensors(self.trace, planned.stays, link, planned.recomputed_s)
+        graph = trace.graph()
+        keep_all = Schedule.keep_all(graph)
+        fits = simulate(graph, keep_all).peak_bytes <= self.budget_bytes
+        return OffloadedTrace(
+            trace,
+            score_s=least_time_s(graph, self.budget_bytes)
+            + _expected_waiting_s(trace, planned.recomputed_s, link),
+            bound_s=self.bound_s,
+            plain_s=copy_times(trace, keep_all.runs, link).step_s if fits else math.inf,
+        )
+
+
+def _limits_at(
+    graph: Graph, moment: int, values: dict[int, Candidate], limits: OffloadLimits
+) -> HostLimits:
+    """Return the limits of copies at a moment: only values that no operation of the forward reads
+    from then on can be on the host."""
+    allowed = {
+        v
+        for v in values
+        if all(op < moment or graph.operations[op].backward for op in graph.consumers[v])
+    }
+    return HostLimits(limits.link, limits.host_bytes, frozenset(allowed))
+
+
+def _expected_waiting_s(trace: Trace, recomputed_s: dict[str, float], link: Link) -> float:
+    """Return the time that a step waits for copies if recomputations take this time before
+    operations."""
+    nodes = tuple(
+        node.model_copy(update={"cost_s": (node.cost_s or 0.0) + recomputed_s[node.name]})
+        if node.name in recomputed_s
+        else node
+        for node in trace.nodes
+    )
+    longer = trace.replace(nodes=nodes)
+    return copy_times(longer, range(len(longer.operations)), link).waiting_s
+
+
+def least_time_s(graph: Graph, budget_bytes: int) -> float:
+    """Return a lower bound on the time of every schedule of a graph within a budget, from a few
+    cuts; infinity if one shows that none fits."""
+    during_bytes = simulate(graph, Schedule.keep_all(graph)).during_bytes
+    bound_s = graph.total_cost_s
+    for op in candidate_operations(during_bytes, budget_bytes, _CANDIDATE_CUTS)[:_JUDGED_CUTS]:
+        cut = solve_linear(graph, budget_bytes, [op])
+        bound_s = math.inf if cut is None else max(bound_s, cut.bound_s)
+    return bound_s
