@@ -44,3 +44,27 @@ def _extra(row: dict[str, Any] | None) -> str:
     if row is None:
         return ""
     return f"{100 * row['overhead']:+.1f}%" if row["is_feasible"] else "infeasible"
+
+
+def offload_steps() -> Table:
+    """Return the peaks and times of real steps on a CPU, with activations in a file."""
+    rows = tuple(
+        (
+            row["model"],
+            row["budget"],
+            row["method"],
+            f"{row['peak_bytes']:,}",
+            f"{row['step_s']:.2f} s",
+            f"{100 * row['overhead']:+.1f}%",
+            ""
+            if row["method"] in ("eager", "retain")
+            else f"{100 * row['predicted_overhead']:+.1f}%",
+            "yes" if row["is_exact"] else "no",
+        )
+        for row in load("offload-steps-cpu")["rows"]
+    )
+    header = (
+        "model", "budget", "method", "peak in bytes", "step", "over eager", "predicted",
+        "bit for bit",
+    )  # fmt: skip
+    return Table(("offload-steps-cpu",), header, rows)

@@ -3,8 +3,8 @@ bytes."""
 
 from __future__ import annotations
 
-from remat.errors import BudgetError, similar_names_hint
-from remat.limits.budget import Budget
+from remat.errors import similar_names_hint
+from remat.limits.reserve import parse_bytes
 
 OFFLOAD_AUTO = "auto"
 """Tensors are offloaded where that makes the step faster, or the budget feasible."""
@@ -32,14 +32,4 @@ def parse_host_budget(host_budget: int | str | None) -> int | None:
     unless it is a number of bytes, such as "16GiB"; 0 is one, too."""
     if host_budget is None:
         return None
-    if host_budget in (0, "0"):
-        return 0
-    try:
-        if (size_bytes := Budget.parse(host_budget).size_bytes) is not None:
-            return size_bytes
-    except BudgetError:
-        pass
-    raise BudgetError(
-        f"the host budget {str(host_budget)[:80]!r} is not a number of bytes; pass bytes, such as "
-        '"16GiB"'
-    )
+    return parse_bytes(host_budget, "host budget", "16GiB")

@@ -162,3 +162,18 @@ def test_regions_of_chunks_are_never_shared() -> None:
         chunks.give(region)
     assert [chunks.take(256 << 20).start, chunks.take(512 << 20).start] == [0, 0]
     assert chunks.pinned_bytes == pinned_bytes == (256 + 512) << 20
+
+
+def test_memory_is_pinned_before_it_is_needed() -> None:
+    chunks = PinnedChunks()
+    chunks.reserve(600 << 20)
+    pinned_bytes = chunks.pinned_bytes
+    assert 600 << 20 <= pinned_bytes < 900 << 20
+    for _ in range(6):
+        chunks.take(100 << 20)
+    assert chunks.pinned_bytes == pinned_bytes
+
+
+def test_memory_that_cannot_be_pinned_is_an_error_that_says_so() -> None:
+    with pytest.raises(remat.RematError, match=r"cannot pin .* pass a smaller host_budget"):
+        PinnedChunks().take(1 << 60)

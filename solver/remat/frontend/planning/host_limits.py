@@ -22,6 +22,7 @@ from remat.errors import BudgetError, InfeasibleBudget
 from remat.frontend.costs.cost_cache import CostCache, MeasuredCost
 from remat.frontend.costs.cost_key import device_name
 from remat.frontend.runtime.host_file import HostFile, offload_directory
+from remat.frontend.runtime.pinned_memory import pinned_memory
 from remat.limits.offload import is_offload_allowed, parse_host_budget
 from remat.limits.units import format_bytes
 
@@ -49,16 +50,13 @@ def host_limits(
     host_bytes = parse_host_budget(host_budget)
     if host_bytes == 0:
         return None
-    if link is None and isinstance(costs, Roofline):
-        link = costs.link
-    elif link is None and trace.gpu and not torch.cuda.is_available():
-        link = Roofline(trace.gpu).link
-    is_here = link is None
+    if not isinstance(costs, Roofline) and trace.gpu and not torch.cuda.is_available():
+        costs = Roofline(trace.gpu)
+    if isinstance(costs, Roofline):
+        return OffloadLimits(link or costs.link, host_bytes)
     if link is None:
         link = measured_link(torch.device(trace.device), cache)
-    return OffloadLimits(
-        link, _checked_host_bytes(host_bytes, trace.device) if is_here else host_bytes
-    )
+    return OffloadLimits(link, _checked_host_bytes(host_bytes, trace.device))
 
 
 def _checked_host_bytes(host_bytes: int | None, device: str) -> int:
@@ -153,11 +151,14 @@ def _seconds_on_cuda(device: torch.device) -> list[float]:
     ]
 
 
-def check_host_has_room(host_bytes: int, device: str) -> None:
-    """Raise `InfeasibleBudget` unless as many bytes are free on the host, before the first step."""
+def prepare_host(host_bytes: int, device: str) -> None:
+    """Pin memory for a plan's offloaded tensors, before the first step. Raises `InfeasibleBudget`
+    if fewer bytes are free on the host, and `RematError` if they cannot be pinned."""
     free_bytes = _checked_host_bytes(None, device) / _FREE_SHARE
     if host_bytes > free_bytes:
         raise InfeasibleBudget(
             f"the plan offloads {format_bytes(host_bytes)}, and {format_bytes(int(free_bytes))} "
             "are free on the host: pass a smaller host_budget"
         )
+    if device.startswith("cuda") and torch.cuda.is_available():
+        pinned_memory().reserve(host_bytes)

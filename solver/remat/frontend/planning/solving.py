@@ -14,7 +14,7 @@ from remat.costs.trace_costs import OperationCost, with_costs
 from remat.documents.program import Program
 from remat.documents.trace import Trace
 from remat.frontend.costs.measure import measure, measure_pieces
-from remat.frontend.planning.host_limits import check_host_has_room, host_limits
+from remat.frontend.planning.host_limits import host_limits, prepare_host
 from remat.frontend.planning.optimize_options import MEASURED_BY_SERVICE, OptimizeOptions
 from remat.limits.budget import Budget
 from remat.limits.pieces import pieces_to_try
@@ -78,7 +78,7 @@ def solve_trace(
         measure=lambda split: _with_costs_of_pieces(options, split),
     )
     if HOST_BYTES_STAT in plan.stats:
-        check_host_has_room(int(plan.stats[HOST_BYTES_STAT]), trace.device)
+        prepare_host(int(plan.stats[HOST_BYTES_STAT]), trace.device)
     return PlanningResult(trace, plan, programs.get((_node_names(trace), plan.schedule)))
 
 

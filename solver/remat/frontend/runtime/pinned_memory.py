@@ -41,6 +41,11 @@ class PinnedChunks:
         """The bytes of all chunks."""
         return sum(chunk.nbytes for chunk in self._chunks)
 
+    def reserve(self, size_bytes: int) -> None:
+        """Pin chunks until they have this size together. Raises `RematError` if that fails."""
+        while self.pinned_bytes < size_bytes:
+            self._free.append(self._new_chunk(_CHUNK_BYTES))
+
     def take(self, size_bytes: int) -> _Region:
         """Return a region that nothing else has. Raises `RematError` if no memory can be pinned."""
         size_bytes = -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
@@ -140,6 +145,11 @@ class PinnedMemory:
         """The bytes of all slots that cannot be reused."""
         with self._lock:
             return sum(slot.size_bytes for slot in self._slots.values())
+
+    def reserve(self, size_bytes: int) -> None:
+        """Pin memory for slots of this size together, before a step needs it."""
+        with self._lock:
+            self._chunks.reserve(size_bytes)
 
     def write(self, tensor: torch.Tensor) -> int:
         """Start to copy a dense tensor, and return the number of its slot, with one reference. The
