@@ -26,7 +26,8 @@ def gpu_environment(
 ) -> dict[str, str]:
     """Return the variables of a process on the software GPU: those of `base`, with the library's
     folder `library` preloaded. `is_expandable` selects expandable segments, `has_numbers` right
-    numbers (see `scripts.software_gpu.numbers`)."""
+    numbers (see `scripts.software_gpu.numbers`), with copies on other streams as late as the events
+    allow, so that a missing wait gives wrong ones."""
     search_path = [
         str(SITE) if has_numbers else "",
         str(ROOT),
@@ -43,5 +44,6 @@ def gpu_environment(
         "PYTORCH_CUDA_ALLOC_CONF": f"expandable_segments:{is_expandable}",
         "TORCH_CUBLAS_WORKSPACE_CACHE": "1",  # the default up to torch 2.14
         "REMAT_SOFTWARE_GPU": "numbers" if has_numbers else "memory",
+        **({"REMAT_SOFTWARE_GPU_LATE_COPIES": "1"} if has_numbers else {}),
         "REMAT_SOFTWARE_GPU_DEVICE": device,
     }

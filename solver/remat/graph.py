@@ -46,10 +46,10 @@ class Operation:
     in every order of the graph. The first run writes the outputs over those of the inputs
     `overwrites` that no later run reads, which then take no additional memory; a recomputation
     overwrites nothing. `renews` are outputs that an earlier operation produced: this one makes a
-    new copy of them from elsewhere (the host's memory), once. `copy_since` is an operation before:
-    of the inputs of both, this one needs the same copies, which are not recomputed in between; -1
-    for none. `piece_of` is the operation before the split of which this is piece number `piece`, or
-    "".
+    new copy of them from elsewhere (the host's memory), once. `same_copy_as` is the index of an
+    earlier operation, -1 for none: inputs that both read are not recomputed between them, so that
+    both read the same copy. `piece_of` is the operation before the split of which this is piece
+    number `piece`, or "".
     """
 
     name: str
@@ -63,7 +63,7 @@ class Operation:
     order_sensitive: bool = False
     overwrites: tuple[int, ...] = ()
     renews: tuple[int, ...] = ()
-    copy_since: int = -1
+    same_copy_as: int = -1
     piece_of: str = ""
     piece: int = 0
 
@@ -137,21 +137,24 @@ class Graph:
         return {v: index for index, o in enumerate(self.operations) for v in o.renews}
 
     @cached_property
-    def locks(self) -> Mapping[int, tuple[tuple[int, int], ...]]:
-        """The spans in which operations are not recomputed, by operation: after the first run of
-        one operation (`copy_since`), up to that of another."""
-        locks: dict[int, tuple[tuple[int, int], ...]] = {}
+    def no_recompute_spans(self) -> Mapping[int, tuple[tuple[int, int], ...]]:
+        """The spans in which operations are not recomputed (see `same_copy_as`), by operation:
+        after the first run of one operation, up to that of another."""
+        spans: dict[int, tuple[tuple[int, int], ...]] = {}
         for index, operation in enumerate(self.operations):
-            if operation.copy_since >= 0:
-                shared = set(operation.inputs) & set(self.operations[operation.copy_since].inputs)
-                for op in {self.producer[v] for v in shared}:
-                    locks[op] = (*locks.get(op, ()), (operation.copy_since, index))
-        return locks
+            if operation.same_copy_as >= 0:
+                for op in {self.producer[v] for v in self.shared_inputs(operation)}:
+                    spans[op] = (*spans.get(op, ()), (operation.same_copy_as, index))
+        return spans
+
+    def shared_inputs(self, operation: Operation) -> set[int]:
+        """Return the inputs that an operation shares with its `same_copy_as`."""
+        return set(operation.inputs) & set(self.operations[operation.same_copy_as].inputs)
 
     def may_recompute(self, op: int, stage: int) -> bool:
         """True if an operation may be recomputed before the first run of `stage`."""
         return self.operations[op].recomputable and not any(
-            start < stage <= end for start, end in self.locks.get(op, ())
+            start < stage <= end for start, end in self.no_recompute_spans.get(op, ())
         )
 
     @cached_property
@@ -394,7 +397,7 @@ def _validate(graph: Graph) -> None:
                     f"{where} consumes value {graph.values[v].name} before any operation "
                     "produces it: the order is not topological, or there is a cycle"
                 )
-        if not -1 <= operation.copy_since < index:
+        if not -1 <= operation.same_copy_as < index:
             raise GraphError(f"{where} needs the copies of an operation that is not before it")
         if operation.renews:
             _check_renews(operation, where, produced - graph.results - renewed)

@@ -36,7 +36,8 @@ class Schedule:
 
     def check(self, graph: Graph) -> None:
         """Raise `GraphError` unless every operation runs, after its inputs, only recomputable
-        operations run several times, and none where the copies before are needed."""
+        operations run several times, and no input that two operations must share (see
+        `Operation.same_copy_as`) is recomputed between them."""
         count = len(graph.operations)
         seen = [0] * count
         latest_run = [-1] * count
@@ -52,9 +53,9 @@ class Schedule:
                         f"run {position}: {operation.name} reads {graph.values[v].name} "
                         "before it was ever produced"
                     )
-            if operation.copy_since >= 0 and not seen[op]:
-                for v in set(operation.inputs) & set(graph.operations[operation.copy_since].inputs):
-                    if latest_run[graph.producer[v]] > latest_run[operation.copy_since]:
+            if operation.same_copy_as >= 0 and not seen[op]:
+                for v in graph.shared_inputs(operation):
+                    if latest_run[graph.producer[v]] > latest_run[operation.same_copy_as]:
                         raise GraphError(
                             f"run {position}: {operation.name} needs the copy of "
                             f"{graph.values[v].name} from before it was recomputed"

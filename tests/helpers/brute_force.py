@@ -76,7 +76,7 @@ def _moves(graph: Graph, state: _State, free: bool) -> Iterator[tuple[float, int
 def _is_locked(graph: Graph, op: int, first: int) -> bool:
     """True if a later operation needs a copy that this operation made before: `first` is next."""
     for later in graph.operations[first:]:
-        since = later.copy_since
+        since = later.same_copy_as
         if 0 <= since < first:
             shared = set(later.inputs) & set(graph.operations[since].inputs)
             if shared & (set(graph.operations[op].outputs) - set(graph.operations[op].renews)):

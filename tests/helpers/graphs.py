@@ -61,7 +61,7 @@ def renewing(
     for index, operation in enumerate(operations):
         earlier = [i for i in range(index) if set(operations[i].inputs) & set(operation.inputs)]
         if not operation.recomputable and earlier and draw_from(st.booleans()):
-            operation = replace(operation, copy_since=draw_from(st.sampled_from(earlier)))
+            operation = replace(operation, same_copy_as=draw_from(st.sampled_from(earlier)))
         renewable = sorted(produced - renewed - set(operation.inputs))
         if not operation.recomputable and renewable and draw_from(st.booleans()):
             value = draw_from(st.sampled_from(renewable))

@@ -19,7 +19,7 @@ from remat.documents.plan import PlanDocument
 from remat.documents.trace import Trace
 from remat.errors import InfeasibleBudget, RematError
 from remat.limits.budget import Budget
-from remat.limits.offload import is_offload_allowed, parse_host_budget
+from remat.limits.offload import is_offload_allowed
 from remat.limits.pieces import pieces_to_try
 from remat.plan import Plan
 from remat.progress import Progress, ProgressCallback
@@ -36,8 +36,9 @@ ProgressSink = Callable[[ProgressMessage], None]
 Request = wire.SolveRequest | wire.SweepRequest
 
 _PROGRESS_INTERVAL_S = 0.5
-_CHOICE_SHARE, _SOLVE_SHARE = 0.2, 0.4
-"""Shares of a solve's time limit: to choose the number of pieces, and for each of two solves."""
+_CHOICE_SHARE, _SOLVE_SHARE, _OFFLOAD_SOLVE_SHARE = 0.2, 0.4, 0.1
+"""Shares of a solve's time limit: to choose pieces or tensors, for each of two solves, and for each
+of up to six solves where tensors may be offloaded."""
 _REMEDY = "/docs describes requests, and remat.Client sends them"
 
 
@@ -87,7 +88,11 @@ def solve_request(
                     Budget.parse(request.budget),
                     pieces=pieces,
                     offload=offload,
-                    solve_in_full=_solve_in_part_of_the_time(strategy, progress),
+                    solve_in_full=_solve_in_part_of_the_time(
+                        strategy,
+                        progress,
+                        _SOLVE_SHARE if offload is None else _OFFLOAD_SOLVE_SHARE,
+                    ),
                     measure=lambda trace: _with_costs(trace, request, device, are_pieces=True),
                     limit_s=_CHOICE_SHARE * time_limit_s,
                 )
@@ -173,17 +178,17 @@ def _offload_limits(request: wire.SolveRequest, device: str) -> OffloadLimits | 
     else:
         assert request.options.costs is not None
         link = Roofline(request.options.costs.partition(":")[2]).link
-    return OffloadLimits(link, parse_host_budget(request.host_budget))
+    return OffloadLimits(link, request.host_budget)
 
 
 def _solve_in_part_of_the_time(
-    strategy: Strategy, progress: ProgressCallback
+    strategy: Strategy, progress: ProgressCallback, share: float
 ) -> Callable[[Trace, Budget], Plan]:
-    """Return a function that solves a trace. It leaves time to choose the pieces, and to solve the
-    trace without them, too."""
+    """Return a function that solves a trace in a share of the strategy's time limit: the rest is
+    for the choice, and for other solves."""
     time_limit = getattr(strategy, "time_limit", None)
     if is_dataclass(strategy) and time_limit is not None:
-        shorter: dict[str, Any] = {"time_limit": _SOLVE_SHARE * time_limit}
+        shorter: dict[str, Any] = {"time_limit": share * time_limit}
         strategy = replace(strategy, **shorter)
     return lambda trace, budget: solve(trace, budget, strategy, progress=progress)
 

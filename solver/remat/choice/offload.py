@@ -6,6 +6,7 @@ plan without offloading is returned where it is as fast.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -20,7 +21,7 @@ from remat.choice.trace_plan import TracePlan
 from remat.costs.link import Link
 from remat.documents.targets import ARRIVE_TARGET, RELEASE_TARGET
 from remat.documents.trace import Trace
-from remat.errors import InfeasibleBudget, SolverTimeout
+from remat.errors import GraphError, InfeasibleBudget, SolverTimeout
 from remat.heuristics.peak_bounds import peak_lower_bound_bytes
 from remat.limits.budget import Budget
 from remat.passes.offload.copies import copy_times
@@ -54,24 +55,28 @@ def solve_with_offload(
     solve_in_full: Callable[[Trace, Budget], Plan],
     solve_without: Callable[[], TracePlan],
     cancel: Cancel | None = None,
+    limit_s: float = math.inf,
 ) -> TracePlan:
     """Return the fastest plan, with tensors on the host or without.
 
     `traces` are forms of one measured step, such as whole and with operations split. Waiting for
     copies is part of the plan's time, as costs of the operations that wait. `solve_without` solves
-    without offloading; it is not called if no such plan of `traces` can be faster. Raises its
-    errors if no plan with offloading fits the budget either.
+    without offloading; it is not called if no such plan of `traces` can be faster. `cancel` and
+    `limit_s` end the choice early. Raises the errors of `solve_without` if no plan with offloading
+    fits the budget either.
     """
     graph = traces[0].graph()
     budget_bytes = budget.in_bytes(baseline_of(graph).peak_bytes, graph.library_bytes)
     if budget_bytes is None:
-        return _solve_smallest(limits, solve_in_full, solve_without, cancel)
-    choices = offloaded_traces(traces, budget_bytes, limits, cancel)
+        return _solve_smallest(limits, solve_in_full, solve_without, cancel, limit_s)
+    choices = offloaded_traces(traces, budget_bytes, limits, cancel, limit_s)
     offloaded = _first_plan(choices, budget, limits.link, solve_in_full)
-    if offloaded is not None and len(traces) == 1:
-        least_s = min(least_time_s(trace.graph(), budget_bytes) for trace in traces)
-        if offloaded.plan.time_s <= least_s:
-            return offloaded
+    if (
+        offloaded is not None
+        and len(traces) == 1
+        and offloaded.plan.time_s <= least_time_s(graph, budget_bytes)
+    ):
+        return offloaded
     try:
         without = solve_without()
     except (InfeasibleBudget, SolverTimeout):
@@ -92,22 +97,23 @@ def _solve_smallest(
     solve_in_full: Callable[[Trace, Budget], Plan],
     solve_without: Callable[[], TracePlan],
     cancel: Cancel | None,
+    limit_s: float,
 ) -> TracePlan:
-    """Return the plan with the smallest peak: without offloading, below that, or at that in less
-    time."""
+    """Return a plan with a smaller peak than without offloading, or with that peak in less time, or
+    else the plan without. It is not proved that there is no smaller peak."""
     without = solve_without()
     peak_bytes = without.plan.peak_bytes
     least_bytes = peak_lower_bound_bytes(without.trace.graph())
     shares = _MIN_SHARES if least_bytes < (1 - _LEAST_PEAK_GAIN) * peak_bytes else ()
     for share in (*shares, 1.0):
         size_bytes = least_bytes + int(share * (peak_bytes - least_bytes))
-        choices = offloaded_traces((without.trace,), size_bytes, limits, cancel)
+        choices = offloaded_traces((without.trace,), size_bytes, limits, cancel, limit_s)
         budget = Budget.parse(size_bytes)
         offloaded = _first_plan(choices, budget, limits.link, solve_in_full)
         if offloaded is None:
             continue
         if size_bytes < peak_bytes or not _is_as_fast(without.plan, offloaded.plan):
-            return offloaded
+            return offloaded._replace(plan=replace(offloaded.plan, status=Status.FEASIBLE))
     return without
 
 
@@ -119,19 +125,21 @@ def _first_plan(
 ) -> TracePlan | None:
     """Return the plan of the best choice that fits the budget, or that of a choice without
     recomputation if it is faster."""
-    best: TracePlan | None = None
-    for choice in choices[:_MAX_ATTEMPTS]:
+
+    def solve(choice: OffloadedTrace) -> TracePlan | None:
         try:
-            best = _with_waiting(choice, solve_in_full(choice.trace, budget), link)
-            break
-        except (InfeasibleBudget, SolverTimeout):
-            continue
-    plain = min(choices, key=lambda choice: choice.plain_s, default=None)
-    if plain is None or plain.plain_s == float("inf"):
+            return _with_waiting(choice, solve_in_full(choice.trace, budget), link)
+        except (InfeasibleBudget, SolverTimeout, GraphError):
+            return None  # GraphError: published strategies do not know `Operation.same_copy_as`
+
+    attempts = map(solve, choices[:_MAX_ATTEMPTS])
+    best = next((attempt for attempt in attempts if attempt is not None), None)
+    kept = min(choices, key=lambda choice: choice.without_recompute_s, default=None)
+    best_s = math.inf if best is None else best.plan.time_s
+    if kept is None or kept.without_recompute_s >= best_s:
         return best
-    if best is not None and best.plan.time_s <= plain.plain_s:
-        return best
-    return _with_waiting(plain, solve_in_full(plain.trace, budget), link)
+    plans = [plan for plan in (best, solve(kept)) if plan is not None]
+    return min(plans, key=lambda plan: plan.plan.time_s, default=None)
 
 
 def _with_waiting(choice: OffloadedTrace, plan: Plan, link: Link) -> TracePlan:

@@ -8,7 +8,8 @@ and the waiting of its copies, which takes a fraction of a second.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from remat.choice.stays import stays_of_cut, values_of_candidates
@@ -61,25 +62,38 @@ class OffloadLimits:
 
 @dataclass(frozen=True, slots=True)
 class OffloadedTrace:
-    """A trace with offloaded tensors. `score_s` is a guess of its plan's time: a bound, and the
-    waiting of its copies. No plan takes less than `bound_s`, whatever it offloads. `plain_s` is the
-    time without recomputation, infinity if that does not fit the budget."""
+    """A trace with offloaded tensors.
+
+    `score_s` is a guess of its plan's time: a bound, and the waiting of its copies. No plan takes
+    less than `bound_s`, whichever candidates it offloads. `without_recompute_s` is the time without
+    recomputation, infinity if that does not fit the budget.
+    """
 
     trace: Trace
     score_s: float
     bound_s: float
-    plain_s: float
+    without_recompute_s: float
 
 
 def offloaded_traces(
-    traces: Sequence[Trace], budget_bytes: int, limits: OffloadLimits, cancel: Cancel | None
+    traces: Sequence[Trace],
+    budget_bytes: int,
+    limits: OffloadLimits,
+    cancel: Cancel | None,
+    limit_s: float,
 ) -> list[OffloadedTrace]:
-    """Return forms of a step with offloaded tensors, the most promising first. None if the step
-    fits without recomputation."""
+    """Return forms of a step with offloaded tensors, the most promising first. Empty if the step
+    fits without recomputation. `cancel` ends the search, or the end of `limit_s`."""
+    deadline_s = time.monotonic() + limit_s
+
+    def has_ended() -> bool:
+        is_cancelled = cancel is not None and cancel.is_set()
+        return is_cancelled or time.monotonic() >= deadline_s
+
     results = [
         result
         for trace in traces
-        for result in _Search(trace, budget_bytes, limits, cancel).results()
+        for result in _Search(trace, budget_bytes, limits, has_ended).results()
     ]
     return sorted(results, key=lambda result: result.score_s)
 
@@ -88,13 +102,17 @@ class _Search:
     """The traces with offloaded tensors of one form of a step."""
 
     def __init__(
-        self, trace: Trace, budget_bytes: int, limits: OffloadLimits, cancel: Cancel | None
+        self,
+        trace: Trace,
+        budget_bytes: int,
+        limits: OffloadLimits,
+        has_ended: Callable[[], bool],
     ) -> None:
         self.trace = trace
         self.graph = trace.graph()
         self.budget_bytes = budget_bytes
         self.limits = limits
-        self.cancel = cancel
+        self.has_ended = has_ended
         self.values = values_of_candidates(self.graph, offload_candidates(trace), limits.min_bytes)
         during_bytes = simulate(self.graph, Schedule.keep_all(self.graph)).during_bytes
         self.range_bytes = max(during_bytes, default=0) - self.graph.constant_bytes
@@ -118,7 +136,7 @@ class _Search:
         for moment in self.host_limits:
             last_s = math.inf
             for slack in _SLACK_SHARES:
-                if self.cancel is not None and self.cancel.is_set():
+                if self.has_ended():
                     return
                 cut = self._integral_cut(moment, slack, recomputes=recomputes)
                 if cut is None or cut.offloaded in self._seen:
@@ -126,7 +144,7 @@ class _Search:
                 self._seen.add(cut.offloaded)
                 result = self._rewritten(cut)
                 yield result
-                expected_s = result.score_s if recomputes else result.plain_s
+                expected_s = result.score_s if recomputes else result.without_recompute_s
                 if expected_s <= self.bound_s * (1 + LEAST_GAIN):
                     return
                 if last_s < expected_s < math.inf:
@@ -156,6 +174,7 @@ class _Search:
             copy_cost=_COPY_COST,
             time_limit=_INTEGER_TIME_LIMIT_S,
             recomputes=recomputes,
+            is_cancelled=self.has_ended,
         )
 
     def _rewritten(self, cut: OffloadCut) -> OffloadedTrace:
@@ -171,7 +190,7 @@ class _Search:
             score_s=least_time_s(graph, self.budget_bytes)
             + _expected_waiting_s(trace, planned.recomputed_s, link),
             bound_s=self.bound_s,
-            plain_s=copy_times(trace, keep_all.runs, link).step_s if fits else math.inf,
+            without_recompute_s=copy_times(trace, keep_all.runs, link).step_s if fits else math.inf,
         )
 
 

@@ -35,8 +35,9 @@ def solve_step(
     """Return the fastest plan of a measured trace within a budget.
 
     Operations may be split into one of these numbers of `pieces`, to which `measure` adds costs,
-    and tensors offloaded within the limits of `offload`; nothing of that for () and None. `cancel`
-    and `limit_s` end the choice of pieces early. Raises the errors of `solve_in_full`.
+    and tensors offloaded within the limits of `offload`: () splits nothing, None offloads nothing.
+    `cancel` and `limit_s` end the choice of pieces, and that of tensors, early. Raises the errors
+    of `solve_in_full`.
     """
 
     def solve_without_offload() -> TracePlan:
@@ -71,6 +72,7 @@ def solve_step(
         solve_in_full=solve_in_full,
         solve_without=solve_without,
         cancel=cancel,
+        limit_s=limit_s,
     )
 
 

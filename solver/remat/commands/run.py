@@ -122,7 +122,7 @@ def run(
                 selected_strategy,
                 pieces,
                 measure_pieces,
-                offload_limits(offload, host_budget, traced),
+                offload_limits(offload, host_budget, traced, is_here=True),
             )
         plan = with_reserve_stat(plan, limits.reserve_bytes)
         rewritten_program = rewrite(traced, plan.schedule)

@@ -54,7 +54,7 @@ def solve(
             selected_strategy,
             pieces,
             with_costs_of_pieces,
-            offload_limits(offload, host_budget, traced),
+            offload_limits(offload, host_budget, traced, is_here=False),
         )
     plan = with_reserve_stat(plan, limits.reserve_bytes)
     if output is not None:

@@ -44,7 +44,7 @@ class OperationRecord(Record):
     order_sensitive: bool = False
     overwrites: _Values = ()
     renews: _Values = ()
-    copy_since: Annotated[int, Field(ge=-1)] = -1
+    same_copy_as: Annotated[int, Field(ge=-1)] = -1
     piece_of: str = ""
     piece: Natural = 0
 

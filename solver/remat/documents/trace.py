@@ -254,7 +254,7 @@ def _build_graph(trace: Trace) -> Graph:
                 order_sensitive=node.random or not mutated.isdisjoint({*read, *written}),
                 overwrites=tuple(value_of[s] for s in overwritten),
                 renews=tuple(value_of[s] for s in written) if node.target == ARRIVE_TARGET else (),
-                copy_since=(
+                same_copy_as=(
                     sender_of[node.operand_names[0]] if node.target == RELEASE_TARGET else -1
                 ),
                 piece_of=node.piece_of,

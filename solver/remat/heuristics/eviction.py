@@ -120,7 +120,7 @@ class _EvictionAttempt:
             self.is_result[v] = True
         self.required_bytes = graph.produced_bytes
         self.renewal = graph.renewal
-        self.locks = graph.locks
+        self.no_recompute_spans = graph.no_recompute_spans
         self.min_cost_s = graph.total_cost_s / max(1, len(graph)) * 1e-2 or 1e-12
         self.live_bytes = 0
         self.resident = [False] * len(self.size)
@@ -334,7 +334,7 @@ class _EvictionAttempt:
     def _may_recompute_later(self, op: int, stage: int, next_use: float) -> bool:
         """True if no span in which `op` is not recomputed includes `next_use`, or `stage` with a
         read of its outputs at the end of the span."""
-        return all(next_use <= start or stage >= end for start, end in self.locks[op])
+        return all(next_use <= start or stage >= end for start, end in self.no_recompute_spans[op])
 
     def _is_renewed(self, v: int, stage: int, next_use: float) -> bool:
         """True if `v` is renewed after `stage`, and not later than `next_use`."""
@@ -371,7 +371,7 @@ class _EvictionAttempt:
             producer_op = stack.pop()
             operation = operations[producer_op]
             cost_s += operation.cost_s if operation.recomputable else _INFINITE
-            if producer_op in self.locks:
+            if producer_op in self.no_recompute_spans:
                 depends_on_stage = True
                 if not self._may_recompute_later(producer_op, stage, next_use):
                     cost_s = _INFINITE

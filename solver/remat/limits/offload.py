@@ -14,8 +14,7 @@ OFFLOAD_OFF = "off"
 
 
 def is_offload_allowed(offload: object) -> bool:
-    """Return whether tensors may be offloaded, for a value of the option. Raises ValueError for
-    anything else than "auto" and "off"."""
+    """True if `offload` is "auto", False if it is "off". Raises ValueError for anything else."""
     if offload in (OFFLOAD_AUTO, OFFLOAD_OFF):
         return offload == OFFLOAD_AUTO
     near = (
@@ -29,7 +28,7 @@ def is_offload_allowed(offload: object) -> bool:
 
 def parse_host_budget(host_budget: int | str | None) -> int | None:
     """Return the bytes that may be on the host at once; None for the default. Raises `BudgetError`
-    unless it is a number of bytes, such as "16GiB"; 0 is one, too."""
+    unless it is a number of bytes, such as "16GiB"; 0 is valid."""
     if host_budget is None:
         return None
     return parse_bytes(host_budget, "host budget", "16GiB")

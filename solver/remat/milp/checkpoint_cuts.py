@@ -49,7 +49,7 @@ COST_SCALE = 1000.0
 BOUND_TOLERANCE = 1e-7
 """Share of the total cost that the solver's tolerances may have added to a bound."""
 
-_INTEGER_OPTIONS = {"presolve": "off"}
+INTEGER_OPTIONS = {"presolve": "off"}
 """For integer programs: 0.1 s instead of 1.3 (ResNet-50), 0.4 instead of 3.0 (DenseNet-121), 4.8
 instead of 6.9 (Checkmate's ResNet-50), to the same bounds; nothing was slower."""
 
@@ -130,7 +130,7 @@ def _solve(
         threads=1,
         start=start,
         is_cancelled=is_cancelled,
-        options=_INTEGER_OPTIONS if gap else None,
+        options=INTEGER_OPTIONS if gap else None,
     )
     try:
         answer = highs.solve(program)
@@ -256,8 +256,10 @@ class _CutProgram:
         terms = {self._retained_variable(span.start, value): 1.0}
         op = graph.producer[value]
         cut = self.cut_operations[span.start]
-        is_locked = condition is None and any(a < cut <= b for a, b in graph.locks.get(op, ()))
-        if graph.operations[op].recomputable and not is_locked:
+        is_recomputable = graph.operations[op].recomputable
+        if condition is None:  # a first run reads it, at the end of such a span perhaps
+            is_recomputable = graph.may_recompute(op, cut)
+        if is_recomputable:
             if op not in span.recomputed:
                 span.recomputed[op] = (
                     self._recomputed_variable(span.start, op)

@@ -34,12 +34,10 @@ import pulp
 from remat.costs.link import Link
 from remat.errors import SolverError
 from remat.graph import Graph
-from remat.milp.checkpoint_cuts import BOUND_TOLERANCE, COST_SCALE
+from remat.milp.checkpoint_cuts import BOUND_TOLERANCE, COST_SCALE, INTEGER_OPTIONS
 from remat.milp.solvers import pulp_versions
 from remat.milp.solvers.highs import HighsSolver
 from remat.milp.solvers.pulp_versions import expression
-
-_INTEGER_OPTIONS = {"presolve": "off"}
 
 _MAX_COPY_ROWS = 60
 """Rows for the copies of one direction, at most: each has a term for every value before it."""
@@ -98,7 +96,7 @@ def solve_offload_cut(
         time_limit=time_limit,
         threads=1,
         is_cancelled=is_cancelled,
-        options=_INTEGER_OPTIONS if gap else None,
+        options=INTEGER_OPTIONS if gap else None,
     )
     try:
         answer = highs.solve(arrays if gap else arrays.relaxed())

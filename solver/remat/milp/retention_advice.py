@@ -139,7 +139,7 @@ class RetentionAdvisor:
         """Return the operation whose first run is furthest over the budget; None if all fit."""
         try:
             during_bytes = simulate(self._graph, schedule).during_bytes
-        except GraphError:  # it recomputes what has to be the copy of before
+        except GraphError:  # it recomputes a value that is being offloaded
             return None
         seen: set[int] = set()
         worst, worst_bytes = None, self._budget_bytes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from remat.limits.units import format_bytes, format_seconds
-from remat.plan_data import COPIES_S_STAT, HOST_BYTES_STAT, WAITING_S_STAT, PlanData
+from remat.plan_data import COPIES_S_STAT, WAITING_S_STAT, PlanData
 
 
 def offload_lines(plan: PlanData) -> list[str]:
@@ -15,9 +15,6 @@ def offload_lines(plan: PlanData) -> list[str]:
         f"{len(graph.renewal)} tensors of "
         f"{format_bytes(sum(graph.values[v].size_bytes for v in graph.renewal))} wait on the host"
     ]
-    host_bytes = plan.stats.get(HOST_BYTES_STAT)
-    if isinstance(host_bytes, int):
-        lines[0] += f", at most {format_bytes(host_bytes)} at once"
     copies_s, waiting_s = plan.stats.get(COPIES_S_STAT), plan.stats.get(WAITING_S_STAT)
     if isinstance(copies_s, int | float) and isinstance(waiting_s, int | float):
         lines.append(
@@ -37,15 +34,20 @@ def host_lines(plan: PlanData, op: int) -> list[str]:
         if arrival is None or arrival == op:
             continue
         released = next(
-            i for i, o in enumerate(graph.operations) if o.copy_since >= 0 and value in o.inputs
+            i for i, o in enumerate(graph.operations) if o.same_copy_as >= 0 and value in o.inputs
         )
         reload = graph.producer[graph.operations[arrival].inputs[0]]
+        reader = next(
+            run
+            for run in range(run_of[arrival] + 1, len(plan.schedule))
+            if value in graph.operations[plan.schedule.runs[run]].inputs
+        )
         waits_s = sum(graph.operations[o].cost_s for o in (released, arrival))
         lines.append(
             f"  {graph.values[value].name} ({format_bytes(graph.values[value].size_bytes)}) is "
             f"offloaded: it leaves the device by run {run_of[released]} and starts to come back in "
-            f"run {run_of[reload]}, for run {run_of[arrival] + 1} "
-            f"({graph.operations[plan.schedule.runs[run_of[arrival] + 1]].name}); the step waits "
+            f"run {run_of[reload]}, for run {reader} "
+            f"({graph.operations[plan.schedule.runs[reader]].name}); the step waits "
             f"{format_seconds(waits_s)} for its copies"
         )
     return lines

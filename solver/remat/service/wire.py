@@ -137,7 +137,7 @@ SplitData = Annotated[
 OffloadData = Annotated[
     str, AfterValidator(_check_offload), WithJsonSchema({"enum": [OFFLOAD_AUTO, OFFLOAD_OFF]})
 ]
-HostBudgetData = Annotated[Annotated[int, Field(ge=0, lt=2**62)] | None, Field()]
+HostBudgetData = Annotated[int, Field(ge=0, lt=2**62)]
 
 
 class LinkRecord(Record):
@@ -228,7 +228,7 @@ class SolveRequest(_Request):
     """The number of pieces of the trace's largest operations, "auto", or "off"."""
     offload: OffloadData = OFFLOAD_OFF
     """"auto" if tensors may wait on the host between forward and backward, or "off"."""
-    host_budget: HostBudgetData = None
+    host_budget: HostBudgetData | None = None
     """The most bytes on the host at once; null for any number."""
     link: LinkRecord | None = None
     """The bandwidth between device and host; by default that of the data sheet or the device that

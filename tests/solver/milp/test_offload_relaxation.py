@@ -129,15 +129,14 @@ def test_a_fast_link_needs_no_recomputation_and_a_slow_one_is_not_used() -> None
     assert slow.bound_s > graph.total_cost_s
 
 
-def test_copies_have_a_cost_if_asked_for() -> None:
-    graph = chain(8, size=10)
-    link = Link(30.0, 30.0)
-    limits = HostLimits(link, None, offloadable(graph))
-    free, dear = (
-        solve_offload_cut(graph, 80, len(graph) // 2, limits, gap=1e-6, copy_cost=cost)
-        for cost in (0.0, 0.01)
+def test_of_two_solutions_the_one_with_fewer_copies_is_taken() -> None:
+    """Recomputing a value of no cost is as good as offloading it."""
+    graph = chain(8, size=10, cost=0.0)
+    graph = replace(
+        graph, operations=tuple(replace(o, cost_s=float(o.backward)) for o in graph.operations)
     )
-    assert free is not None
-    assert dear is not None
-    assert len(dear.offloaded) <= len(free.offloaded)
-    assert not dear.recomputed
+    limits = HostLimits(Link(1e6, 1e6), None, offloadable(graph))
+    solved = solve_offload_cut(graph, 60, len(graph) // 2, limits, gap=1e-6, copy_cost=0.01)
+    assert solved is not None
+    assert solved.recomputed
+    assert not solved.offloaded

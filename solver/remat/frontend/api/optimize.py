@@ -144,8 +144,16 @@ def optimize_options(
     `outputs`, `split`, `offload` or `host_budget`."""
     are_dropped(outputs)  # raises for an unknown value
     pieces_to_try(split)  # likewise
-    parse_host_budget(host_budget)
-    if is_offload_allowed(offload) and others.get("costs") == MEASURED_BY_SERVICE:
+    has_host_options = parse_host_budget(host_budget) is not None or others.get("link") is not None
+    is_allowed = is_offload_allowed(offload)
+    if has_host_options and not is_allowed:
+        raise ValueError('host_budget and link are for offloaded tensors: pass offload="auto"')
+    if is_allowed and others.get("cuda_graphs"):
+        raise ValueError(
+            "the copies of offloaded tensors cannot be captured in CUDA graphs: pass "
+            'offload="off" or cuda_graphs=False'
+        )
+    if is_allowed and others.get("costs") == MEASURED_BY_SERVICE:
         raise ValueError(
             'offload="auto" needs the bandwidth between the device and the host of this machine: '
             "leave out `costs`, so that they are measured here"

@@ -1,6 +1,8 @@
 """The limits of offloading: the link of a device to its host, measured once, and the host's memory.
 
-Where steps run on a CPU, the host is a file in `REMAT_OFFLOAD_DIR`, and its disk is the link.
+Where steps run on a CPU, the host is a file in `REMAT_OFFLOAD_DIR`. Its bandwidth is measured as
+steps use it, with the page cache of the system: steps that offload more than that has room for are
+slower.
 """
 
 from __future__ import annotations
@@ -17,10 +19,12 @@ import torch
 from remat.choice.offloaded_traces import OffloadLimits
 from remat.costs.link import Link
 from remat.costs.roofline import Roofline
+from remat.documents.targets import OFFLOAD_TARGET
 from remat.documents.trace import Trace
-from remat.errors import BudgetError, InfeasibleBudget
+from remat.errors import BudgetError
 from remat.frontend.costs.cost_cache import CostCache, MeasuredCost
 from remat.frontend.costs.cost_key import device_name
+from remat.frontend.memory.device_memory import free_bytes
 from remat.frontend.runtime.host_file import HostFile, offload_directory
 from remat.frontend.runtime.pinned_memory import pinned_memory
 from remat.limits.offload import is_offload_allowed, parse_host_budget
@@ -39,48 +43,58 @@ def host_limits(
     trace: Trace,
     costs: str | Roofline | None,
     cache: CostCache | str | os.PathLike[str] | None,
+    *,
+    is_here: bool = True,
 ) -> OffloadLimits | None:
     """Return the limits of offloading for a trace; None if nothing may be offloaded.
 
     Without `link`, it is that of a data sheet if the costs are, or the GPU is absent; else it is
-    measured on this machine, once. Raises `BudgetError` for a host budget above what is free.
+    measured on this machine, once. `is_here` says that the step will run on this machine: its free
+    memory limits the host budget. Raises `BudgetError` for a host budget above what is free.
     """
     if not is_offload_allowed(offload):
         return None
     host_bytes = parse_host_budget(host_budget)
-    if host_bytes == 0:
-        return None
     if not isinstance(costs, Roofline) and trace.gpu and not torch.cuda.is_available():
-        costs = Roofline(trace.gpu)
-    if isinstance(costs, Roofline):
-        return OffloadLimits(link or costs.link, host_bytes)
+        costs, is_here = Roofline(trace.gpu), False
     if link is None:
-        link = measured_link(torch.device(trace.device), cache)
-    return OffloadLimits(link, _checked_host_bytes(host_bytes, trace.device))
+        is_estimated = isinstance(costs, Roofline)
+        link = costs.link if is_estimated else measured_link(torch.device(trace.device), cache)
+    if is_here and host_bytes != 0:
+        host_bytes = _checked_host_bytes(host_bytes, torch.device(trace.device))
+    return OffloadLimits(link, host_bytes)
 
 
-def _checked_host_bytes(host_bytes: int | None, device: str) -> int:
-    """Return the host budget in bytes: by default a half of what is free now."""
-    is_cpu = device.startswith("cpu")
-    free_bytes = shutil.disk_usage(offload_directory()).free if is_cpu else _free_memory_bytes()
+def _checked_host_bytes(host_bytes: int | None, device: torch.device) -> int | None:
+    """Return the host budget in bytes: by default a half of what is free now; None where the system
+    does not report that."""
+    free_bytes = _free_host_bytes(device)
+    if free_bytes is None:
+        return host_bytes
     if host_bytes is None:
         return int(_FREE_SHARE * free_bytes)
     if host_bytes > free_bytes:
-        place = f"in {offload_directory()}" if is_cpu else "of this machine's memory"
         raise BudgetError(
             f"the host budget is {format_bytes(host_bytes)}, and {format_bytes(free_bytes)} "
-            f"{place} are free: pass a smaller host_budget"
+            f"{_host_name(device)} are free: pass a smaller host_budget"
         )
     return host_bytes
 
 
-def _free_memory_bytes() -> int:
-    """Return the memory of this machine that processes can still allocate."""
-    info = Path("/proc/meminfo")
-    if info.exists():
-        fields = dict(line.split(":") for line in info.read_text().splitlines())
-        return int(fields["MemAvailable"].split()[0]) * 1024
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+def _free_host_bytes(device: torch.device) -> int | None:
+    """Return the bytes that offloaded tensors can take: on the disk of the file for a CPU, else in
+    memory. What earlier plans have pinned counts as free: their steps do not run at the same
+    time."""
+    if device.type == "cpu":
+        return shutil.disk_usage(offload_directory()).free
+    free = free_bytes("cpu")
+    if free is None or not torch.cuda.is_available():
+        return free
+    return free + pinned_memory(device).pinned_bytes
+
+
+def _host_name(device: torch.device) -> str:
+    return f"in {offload_directory()}" if device.type == "cpu" else "of this machine's memory"
 
 
 def measured_link(
@@ -111,7 +125,7 @@ def measured_link(
 def _seconds_on_cpu() -> list[float]:
     """Return the median seconds to write a tensor to the file, and to read it."""
     file = HostFile(offload_directory())
-    tensor = torch.ones(_COPY_BYTES, dtype=torch.uint8)
+    tensor = torch.ones(_COPY_BYTES, dtype=torch.uint8, device="cpu")
     written_s: list[float] = []
     read_s: list[float] = []
     numbers: list[int] = []
@@ -132,7 +146,7 @@ def _seconds_on_cpu() -> list[float]:
 
 def _seconds_on_cuda(device: torch.device) -> list[float]:
     """Return the median seconds of a copy to pinned memory, and of one from it."""
-    pinned = torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
+    pinned = torch.empty(_COPY_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
     on_device = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device)
 
     def median_s(copy: Callable[[], object]) -> float:
@@ -151,14 +165,22 @@ def _seconds_on_cuda(device: torch.device) -> list[float]:
     ]
 
 
-def prepare_host(host_bytes: int, device: str) -> None:
-    """Pin memory for a plan's offloaded tensors, before the first step. Raises `InfeasibleBudget`
-    if fewer bytes are free on the host, and `RematError` if they cannot be pinned."""
-    free_bytes = _checked_host_bytes(None, device) / _FREE_SHARE
-    if host_bytes > free_bytes:
-        raise InfeasibleBudget(
-            f"the plan offloads {format_bytes(host_bytes)}, and {format_bytes(int(free_bytes))} "
-            "are free on the host: pass a smaller host_budget"
+def prepare_host(trace: Trace) -> None:
+    """Pin memory for the offloaded tensors of a plan's trace, before its first step. Raises
+    `BudgetError` if less is free on the host, and `RematError` if it cannot be pinned."""
+    sizes_bytes = [
+        trace.storage_bytes[trace.storage_of[node.operand_names[0]]]
+        for node in trace.nodes
+        if node.target == OFFLOAD_TARGET
+    ]
+    if not sizes_bytes:
+        return
+    device = torch.device(trace.device)
+    free_bytes = _free_host_bytes(device)
+    if free_bytes is not None and sum(sizes_bytes) > free_bytes:
+        raise BudgetError(
+            f"the plan offloads {format_bytes(sum(sizes_bytes))}, and {format_bytes(free_bytes)} "
+            f"{_host_name(device)} are free: pass a smaller host_budget"
         )
-    if device.startswith("cuda") and torch.cuda.is_available():
-        pinned_memory().reserve(host_bytes)
+    if device.type == "cuda" and torch.cuda.is_available():
+        pinned_memory(device).reserve(sizes_bytes)

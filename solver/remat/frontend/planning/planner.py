@@ -33,7 +33,6 @@ from remat.frontend.runtime.module import BoundProgram, PlannedStep, StepProvide
 from remat.limits.budget import Budget
 from remat.limits.limits import Limits
 from remat.passes.gradient_accumulation import with_gradient_accumulation
-from remat.passes.offload.copies_in_trace import with_copies_of
 from remat.passes.random_operations import without_random_recomputation
 from remat.passes.split.recorded_splits import with_recorded_splits
 from remat.plan import Plan
@@ -143,7 +142,7 @@ class Planner:
         with self._timed("lower"):
             step = BoundProgram(lower_program(program, self.options.namespaces), model, plan)
         self._log(plan, is_reused=is_reused, accumulates_gradients=accumulates_gradients)
-        captured = with_copies_of(with_recorded_splits(captured, traced.splits), traced)
+        captured = with_recorded_splits(captured, traced.splits)
         return PlanEntry(step, traced, plan, captured.storage_bytes, is_reused)
 
     def _plan_trace(self, traced: Trace, accumulates_gradients: bool) -> PlanningResult:

@@ -26,7 +26,6 @@ from remat.errors import RematError
 from remat.frontend.planning.plan_cache import PlanEntry
 from remat.frontend.runtime.guards import CallSignature
 from remat.limits.budget import Budget
-from remat.passes.offload.copies_in_trace import with_copies_of
 from remat.passes.split.recorded_splits import with_recorded_splits
 from remat.passes.trace_equality import topology_key
 from remat.plan import Plan
@@ -216,8 +215,9 @@ def _reused_plan(
 def _latest_of_same_step(
     trace: Trace, entries: Sequence[PlanEntry]
 ) -> tuple[PlanEntry, Trace] | None:
-    """Return the latest entry for the same operations, and the trace with that entry's splits and
-    offloaded tensors; None where there is none."""
+    """Return the latest entry for the same operations, and the trace with that entry's splits; None
+    where there is none. A plan that offloads is not reused: where copies start and end depends on
+    sizes."""
     split_traces: dict[tuple[SplitRecord, ...], Trace | None] = {}
     for entry in reversed(entries):
         if entry.trace is None:
@@ -229,14 +229,8 @@ def _latest_of_same_step(
             except RematError:  # fewer rows than pieces, or other operations
                 split_traces[splits] = None
         split = split_traces[splits]
-        if split is None:
-            continue
-        try:
-            changed = with_copies_of(split, entry.trace)
-        except RematError:  # other operations
-            continue
-        if topology_key(changed) == entry.topology_key:
-            return entry, changed
+        if split is not None and topology_key(split) == entry.topology_key:
+            return entry, split
     return None
 
 

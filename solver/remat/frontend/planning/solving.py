@@ -20,7 +20,6 @@ from remat.limits.budget import Budget
 from remat.limits.pieces import pieces_to_try
 from remat.passes.split.recorded_splits import with_recorded_splits
 from remat.plan import Plan
-from remat.plan_data import HOST_BYTES_STAT
 from remat.schedule import Schedule
 from remat.solve import solve
 
@@ -77,8 +76,7 @@ def solve_trace(
         solve_in_full=solve_in_full,
         measure=lambda split: _with_costs_of_pieces(options, split),
     )
-    if HOST_BYTES_STAT in plan.stats:
-        prepare_host(int(plan.stats[HOST_BYTES_STAT]), trace.device)
+    prepare_host(trace)
     return PlanningResult(trace, plan, programs.get((_node_names(trace), plan.schedule)))
 
 

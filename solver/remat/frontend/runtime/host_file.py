@@ -128,7 +128,7 @@ class HostFile:
     def read(self, number: int) -> tuple[torch.Tensor, FileCopy]:
         """Start to read a slot into a new tensor of the same strides."""
         slot = self._slot(number)
-        tensor = torch.empty_strided(slot.shape, slot.stride, dtype=slot.dtype)
+        tensor = torch.empty_strided(slot.shape, slot.stride, dtype=slot.dtype, device="cpu")
         return tensor, self._start(self._reader, _read_into, number, tensor)
 
     def add_reference(self, number: int) -> None:
@@ -146,7 +146,8 @@ class HostFile:
         if number not in self._slots:
             raise RematError(
                 "an offloaded tensor is no longer in the file: its handle was copied, by "
-                "saved_tensors_hooks or in another process, and the original was freed"
+                "saved_tensors_hooks or in another process, and the original was freed; run the "
+                'step outside of these hooks, or plan it with offload="off"'
             )
         return self._slots[number]
 

@@ -9,7 +9,6 @@ backward (`retain_graph=True`), and not beyond a step that fails or has no backw
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
 
@@ -24,7 +23,7 @@ from remat.documents.targets import (
 from remat.errors import RematError
 from remat.frontend.common.operators import register
 from remat.frontend.runtime.host_file import host_file
-from remat.frontend.runtime.pinned_memory import pinned_memory
+from remat.frontend.runtime.pinned_memory import pinned_memory, pinned_memory_of
 
 
 class _Copy(Protocol):
@@ -45,17 +44,15 @@ class _Host(Protocol):
     def drop_reference(self, number: int) -> None: ...
 
 
-_HOSTS: dict[str, Callable[[], _Host]] = {"cpu": host_file, "cuda": pinned_memory}
-
 _reading: dict[int, _Copy] = {}
 """Copies from the host that `arrive` has not awaited, by the address of the tensor."""
 
 
 def offload(tensor: torch.Tensor) -> torch.Tensor:
     """Start the copy of a tensor to the host, and return a handle of it."""
-    if tensor.device.type not in _HOSTS:
-        raise RematError(f"tensors on {tensor.device} cannot be offloaded")
-    host = _HOSTS[tensor.device.type]()
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise RematError(f'tensors on {tensor.device} cannot be offloaded: pass offload="off"')
+    host: _Host = pinned_memory(tensor.device) if tensor.is_cuda else host_file()
     is_dense = torch.ops.aten.is_non_overlapping_and_dense(tensor)
     return _handle(host, host.write(tensor if is_dense else tensor.contiguous()))
 
@@ -94,12 +91,12 @@ def _wait_if_reading(address: int, copy: _Copy) -> None:
 
 def _host_of(number: int) -> _Host:
     """Return the host of a slot: numbers of pinned memory are negative."""
-    return pinned_memory() if number < 0 else host_file()
+    return pinned_memory_of(number) if number < 0 else host_file()
 
 
 def _handle(host: _Host, number: int) -> torch.Tensor:
     """Return a handle that has one of the slot's references."""
-    handle = torch.full((1,), number)
+    handle = torch.full((1,), number, device="cpu")
     weakref.finalize(handle, host.drop_reference, number)
     return handle
 

@@ -8,6 +8,7 @@ milliseconds and is rounded up to powers of two.
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from itertools import count
@@ -18,6 +19,10 @@ import torch
 from remat.errors import RematError
 
 _CHUNK_BYTES = 256 << 20
+_MAX_CHUNK_BYTES = 4 << 30
+"""The largest chunk for several tensors: a larger one may be refused where smaller ones are not."""
+
+_MAX_DEVICES = 64
 _ALIGNMENT_BYTES = 512
 
 
@@ -41,17 +46,24 @@ class PinnedChunks:
         """The bytes of all chunks."""
         return sum(chunk.nbytes for chunk in self._chunks)
 
-    def reserve(self, size_bytes: int) -> None:
-        """Pin chunks until they have this size together. Raises `RematError` if that fails."""
-        while self.pinned_bytes < size_bytes:
-            self._free.append(self._new_chunk(_CHUNK_BYTES))
+    def reserve(self, sizes_bytes: Iterable[int]) -> None:
+        """Pin as much as regions of these sizes need together. Raises `RematError` if that
+        fails."""
+        remaining_bytes = sum(sizes_bytes := sorted(sizes_bytes, reverse=True))
+        regions: list[_Region] = []
+        for size_bytes in sizes_bytes:
+            regions.append(self.take(size_bytes, min(remaining_bytes, _MAX_CHUNK_BYTES)))
+            remaining_bytes -= size_bytes
+        for region in regions:
+            self.give(region)
 
-    def take(self, size_bytes: int) -> _Region:
-        """Return a region that nothing else has. Raises `RematError` if no memory can be pinned."""
+    def take(self, size_bytes: int, expected_bytes: int = 0) -> _Region:
+        """Return a region that nothing else has. A new chunk has room for about `expected_bytes`.
+        Raises `RematError` if no memory can be pinned."""
         size_bytes = -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         region = next((r for r in self._free if r.end - r.start >= size_bytes), None)
         if region is None:
-            region = self._new_chunk(size_bytes)
+            region = self._new_chunk(size_bytes, expected_bytes)
         else:
             self._free.remove(region)
         if region.end - region.start > size_bytes:
@@ -72,10 +84,12 @@ class PinnedChunks:
         """Return the first bytes of a region."""
         return self._chunks[region.chunk][region.start : region.start + size_bytes]
 
-    def _new_chunk(self, size_bytes: int) -> _Region:
+    def _new_chunk(self, size_bytes: int, expected_bytes: int) -> _Region:
+        """Pin a power of two: what torch's allocator would round the size up to."""
         size_bytes = max(_CHUNK_BYTES, 1 << (size_bytes - 1).bit_length())
+        size_bytes = max(size_bytes, 1 << (max(1, expected_bytes).bit_length() - 1))
         try:
-            chunk = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+            chunk = torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         except RuntimeError as error:
             raise RematError(
                 f"cannot pin {size_bytes:,} bytes of host memory for offloaded tensors, "
@@ -130,15 +144,15 @@ class StreamCopy:
 
 
 class PinnedMemory:
-    """Slots of pinned memory, with negative numbers. `write`, `wait` and `read` only order the work
-    of streams: the current stream, and those of copies."""
+    """Slots of pinned memory for one GPU. Their numbers are negative, and say which GPU. `write`,
+    `wait` and `read` only order the work of streams: the current stream, and those of copies."""
 
-    def __init__(self) -> None:
+    def __init__(self, index: int) -> None:
         self._chunks = PinnedChunks()
         self._slots: dict[int, _Slot] = {}
-        self._numbers = count(-1, -1)
+        self._numbers = count(-1 - index, -_MAX_DEVICES)
         self._lock = threading.RLock()
-        self._last_read: dict[torch.device, _Event] = {}
+        self._last_read: _Event | None = None
 
     @property
     def used_bytes(self) -> int:
@@ -146,10 +160,15 @@ class PinnedMemory:
         with self._lock:
             return sum(slot.size_bytes for slot in self._slots.values())
 
-    def reserve(self, size_bytes: int) -> None:
-        """Pin memory for slots of this size together, before a step needs it."""
+    @property
+    def pinned_bytes(self) -> int:
+        """The bytes of pinned memory, used or not."""
+        return self._chunks.pinned_bytes
+
+    def reserve(self, sizes_bytes: Iterable[int]) -> None:
+        """Pin memory for slots of these sizes, before a step needs it."""
         with self._lock:
-            self._chunks.reserve(size_bytes)
+            self._chunks.reserve(sizes_bytes)
 
     def write(self, tensor: torch.Tensor) -> int:
         """Start to copy a dense tensor, and return the number of its slot, with one reference. The
@@ -159,9 +178,7 @@ class PinnedMemory:
             region = self._chunks.take(tensor.nbytes)
             target = self._chunks.bytes_of(region, tensor.nbytes)
         _wait(stream, _record(torch.cuda.current_stream(tensor.device)))
-        _wait(
-            stream, self._last_read.get(tensor.device)
-        )  # the region may have been read until then
+        _wait(stream, self._last_read)  # the region may have been read until then
         with torch.cuda.stream(stream):
             target.copy_(_flat_bytes(tensor), non_blocking=True)
         slot = _Slot(
@@ -190,7 +207,7 @@ class PinnedMemory:
         with torch.cuda.stream(stream):
             source = self._chunks.bytes_of(slot.region, slot.size_bytes)
             _flat_bytes(tensor).copy_(source, non_blocking=True)
-        end = self._last_read[slot.device] = _record(stream)
+        end = self._last_read = _record(stream)
         return tensor, StreamCopy(slot.device, end)
 
     def add_reference(self, number: int) -> None:
@@ -212,7 +229,8 @@ class PinnedMemory:
         if number not in self._slots:
             raise RematError(
                 "an offloaded tensor is no longer in pinned memory: its handle was copied, by "
-                "saved_tensors_hooks or in another process, and the original was freed"
+                "saved_tensors_hooks or in another process, and the original was freed; run the "
+                'step outside of these hooks, or plan it with offload="off"'
             )
         return self._slots[number]
 
@@ -233,7 +251,16 @@ def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
+def pinned_memory(device: torch.device) -> PinnedMemory:
+    """Return this process's pinned memory for a GPU, which is created at the first call."""
+    return _pinned_memory(torch.cuda.current_device() if device.index is None else device.index)
+
+
+def pinned_memory_of(number: int) -> PinnedMemory:
+    """Return the pinned memory that has a slot."""
+    return _pinned_memory((-1 - number) % _MAX_DEVICES)
+
+
 @cache
-def pinned_memory() -> PinnedMemory:
-    """Return the pinned memory of this process, which is created at the first call."""
-    return PinnedMemory()
+def _pinned_memory(index: int) -> PinnedMemory:
+    return PinnedMemory(index)

@@ -1,7 +1,7 @@
 """Insert the operations that copy tensors to the host and back into a trace.
 
 Each tensor gets four. `offload` starts the copy to the host behind its producer. `release` waits
-for that copy: the memory is free from there on, and not before (`Operation.copy_since`). `reload`
+for that copy: the memory is free from there on, and not before (`Operation.same_copy_as`). `reload`
 allocates memory and starts the copy back. `arrive` waits for it before the first operation of the
 backward that needs it. Memory thus depends on the order of operations only, never on how fast a
 copy is: the solver and the simulator need no notion of copies.
@@ -21,12 +21,10 @@ from remat.documents.records import BaselineRecord, Node, Result, TensorMeta
 from remat.documents.targets import (
     ARRIVE_TARGET,
     OFFLOAD_TARGET,
-    OFFLOAD_TARGETS,
     RELEASE_TARGET,
     RELOAD_TARGET,
 )
 from remat.documents.trace import Trace
-from remat.errors import RematError
 from remat.simulate import baseline_of
 
 _HANDLE = TensorMeta(dtype="int64", shape=(1,), stride=(1,), device="cpu")
@@ -57,47 +55,6 @@ def insert_copies(trace: Trace, places: Iterable[CopyPlaces]) -> Trace:
     """Return the trace with these tensors offloaded. Copies that start at the same place do so in
     the reverse order of `places`, and end so."""
     return _Insertion(forward_first(trace), places).trace()
-
-
-def with_copies_of(trace: Trace, solved: Trace) -> Trace:
-    """Return the trace with the tensors offloaded that `solved` offloads, at the same places.
-
-    Apart from those that copy, the operations of both are the same. Raises `RematError` if their
-    numbers differ.
-    """
-    places = _places_in(solved)
-    if not places:
-        return trace
-    if sum(node.target not in OFFLOAD_TARGETS for node in solved.nodes) != len(trace.nodes):
-        raise RematError("tensors are offloaded in a step with other operations")
-    return insert_copies(trace, places)
-
-
-def _places_in(trace: Trace) -> list[CopyPlaces]:
-    """Return the places of the copies in a trace, as `insert_copies` takes them."""
-    made_by: dict[str, tuple[int, int]] = {}
-    tensor_of: dict[str, str] = {}  # by handle or buffer
-    indices: dict[str, list[int]] = defaultdict(list)
-    arrived: list[str] = []
-    count = 0
-    for node in trace.nodes:
-        if node.target not in OFFLOAD_TARGETS:
-            made_by.update((r.name, (count, i)) for i, r in enumerate(node.results))
-            count += 1
-            continue
-        first = node.operand_names[0]
-        if node.target == OFFLOAD_TARGET:
-            tensor_of[node.results[0].name] = first
-            indices[first] += made_by[first]
-        elif node.target == RELEASE_TARGET:
-            tensor_of[node.results[0].name] = tensor_of[first]
-            indices[tensor_of[first]].append(count - 1)
-        else:
-            tensor_of[node.results[0].name] = tensor_of[first]
-            indices[tensor_of[first]].append(count)
-            if node.target == ARRIVE_TARGET:
-                arrived.append(tensor_of[first])
-    return [CopyPlaces(*indices[tensor]) for tensor in reversed(arrived)]
 
 
 class _Insertion:

@@ -67,7 +67,7 @@ class ScheduleBuilder:
         count = segmented_count(graph)
         self.is_droppable = [
             graph.operations[op].recomputable
-            and op not in graph.locks
+            and op not in graph.no_recompute_spans
             and op < count
             and v not in graph.results
             and value.size_bytes > 0

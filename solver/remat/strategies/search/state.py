@@ -96,7 +96,7 @@ class SearchState:
         """Polish and simulate the schedules, and make those that fit and are among the best
         incumbents. Thread-safe."""
         for schedule in schedules:
-            if self.graph.locks and not _is_valid(self.graph, schedule):
+            if self.graph.no_recompute_spans and not _is_valid(self.graph, schedule):
                 continue
             evaluated = self._polish(self.graph, schedule, self.budget_bytes)
             if evaluated.peak_bytes <= self.budget_bytes:

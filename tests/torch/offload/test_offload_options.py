@@ -1,0 +1,218 @@
+"""The options of offloading: in `optimize`, `enable`, the command line, the service and the checks
+of programs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tests.helpers.command_line import quick
+from tests.helpers.training.models import Case
+from tests.torch.offload.test_offload_choice import choose, offloaded_tensors
+from tests.torch.offload.test_offload_tensors import FAST, Net, measured, net_case, run
+
+import remat
+from remat.documents.program import Program, Statement
+from remat.documents.targets import ARRIVE_TARGET, OFFLOAD_TARGET, RELEASE_TARGET
+from remat.frontend.planning.host_limits import host_limits, measured_link, prepare_host
+from remat.plan_data import HOST_BYTES_STAT
+from remat.service import wire
+
+COSTS = remat.Roofline("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _own_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("REMAT_OFFLOAD_DIR", str(tmp_path))
+
+
+def large_case() -> Case:
+    """Return a case whose tensors have a mebibyte and more."""
+    torch.manual_seed(0)
+    return Case(Net(2), (torch.randn(16384, 32),), loss=lambda loss: loss)
+
+
+def test_an_enabled_model_trains_accumulates_and_evaluates() -> None:
+    case = large_case()
+    reference = copy.deepcopy(case.model)
+    model = remat.enable(
+        case.model, "70%", case.args, costs=COSTS, link=FAST, offload="auto", split="off"
+    )
+    assert HOST_BYTES_STAT in remat.plans(model)[-1].stats
+    for x in (case.args[0], case.args[0][:9000], case.args[0]):
+        torch.manual_seed(5)
+        reference(x).backward()
+        torch.manual_seed(5)
+        model(x).backward()
+        for p, q in zip(reference.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=0)
+    with torch.no_grad():
+        torch.manual_seed(5)
+        expected = reference(case.args[0])
+        torch.manual_seed(5)
+        assert torch.equal(expected, model(case.args[0]))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"offload": "yes"}, "offload is 'yes'.*'auto'.*'off'"),
+        ({"host_budget": "abc", "offload": "auto"}, "'abc' is not a number of bytes; pass bytes"),
+        ({"host_budget": "1GiB"}, 'pass offload="auto"'),
+        ({"link": FAST}, 'pass offload="auto"'),
+        ({"offload": "auto", "cuda_graphs": True}, "CUDA graphs: pass"),
+        ({"offload": "auto", "scope": "blocks"}, "needs a plan of the whole model"),
+    ],
+)
+def test_wrong_options_are_errors_that_say_what_to_do(
+    options: dict[str, object], text: str
+) -> None:
+    with pytest.raises((ValueError, remat.BudgetError), match=text):
+        remat.enable(net_case().model, "70%", **options)
+
+
+def test_a_host_budget_above_what_is_free_is_an_error_before_the_first_step() -> None:
+    case = large_case()
+    with pytest.raises(
+        remat.BudgetError, match=r"the host budget is .* in .* are free: pass a smaller host_budget"
+    ):
+        remat.optimize(
+            case.model, "70%", case.args, costs=COSTS, offload="auto", host_budget="900TiB"
+        )
+
+
+def test_a_plan_that_the_host_has_no_room_for_is_an_error_before_the_first_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trace = choose(measured(net_case()), "70%", FAST).trace
+    prepare_host(trace)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.raises(remat.BudgetError, match=r"the plan offloads .* pass a smaller host_budget"):
+        prepare_host(trace)
+
+
+def test_the_link_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = tmp_path / "costs.sqlite"
+    first = measured_link(torch.device("cpu"), cache)
+    monkeypatch.delattr("remat.frontend.planning.host_limits._seconds_on_cpu")
+    assert measured_link(torch.device("cpu"), cache) == first
+
+
+def test_the_link_is_that_of_the_costs() -> None:
+    trace = measured(net_case())
+    limits = host_limits("auto", "1MiB", None, trace, remat.Roofline("gh200"), None, is_here=False)
+    assert limits is not None
+    assert limits.link == remat.Roofline("gh200").link
+    assert limits.host_bytes == 1 << 20
+    assert host_limits("off", None, None, trace, COSTS, None) is None
+
+
+def test_a_strategy_that_does_not_know_copies_plans_without_them() -> None:
+    case = large_case()
+    module = remat.optimize(
+        case.model, "90%", case.args, costs=COSTS, link=FAST, offload="auto", split="off",
+        strategy=remat.Selective(),
+    )  # fmt: skip
+    run(module, case)
+
+
+def test_the_command_line_offloads(tmp_path: Path) -> None:
+    case = large_case()
+    trace = remat.measure(remat.trace(case.model, case.args), remat.Roofline("gh200"))
+    path, program = tmp_path / "trace.json", tmp_path / "program.json"
+    trace.save(path)
+    arguments = ("solve", path, "--budget", "70%", "--program", program)
+    done = quick(*arguments, "--offload", "auto", "--host-budget", "1GiB")
+    assert done.code == 0, done.err
+    assert "wait on the host" in done.out
+    assert any(s.target == OFFLOAD_TARGET for s in remat.Program.load(program).forward)
+    done = quick(*arguments, "--host-budget", "1GiB")
+    assert done.code == 2
+    assert "add --offload auto" in done.err
+    done = quick(*arguments, "--offload", "auto", "--host-budget", "abc")
+    assert done.code == 2
+    assert "'abc' is not a number of bytes" in done.err
+
+
+def test_a_request_to_offload_needs_the_bandwidth() -> None:
+    trace = measured(net_case())
+    with pytest.raises(ValueError, match=r"add a link, or options\.costs"):
+        wire.SolveRequest(trace=trace, budget="70%", offload="auto")
+    request = wire.SolveRequest(
+        trace=trace,
+        budget="70%",
+        offload="auto",
+        link=wire.LinkRecord(to_host_bytes_per_s=1e9, to_device_bytes_per_s=2e9),
+    )
+    assert request.link is not None
+    assert request.link.to_link() == remat.Link(1e9, 2e9)
+    with pytest.raises(ValueError, match="offload"):
+        wire.SolveRequest(trace=trace, budget="70%", offload="yes")
+
+
+# -- programs whose copies have not ended ----------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def program() -> Program:
+    chosen = choose(measured(net_case()), "70%", FAST)
+    assert offloaded_tensors(chosen.trace)
+    return remat.rewrite(chosen.trace, chosen.plan.schedule)
+
+
+def of_target(program: Program, target: str) -> Statement:
+    return next(s for s in (*program.forward, *program.backward) if s.target == target)
+
+
+def without(program: Program, target: str) -> Program:
+    left_out = of_target(program, target)
+    forward = tuple(s for s in program.forward if s is not left_out)
+    backward = tuple(s for s in program.backward if s is not left_out)
+    return changed(program, forward, backward)
+
+
+def changed(
+    program: Program, forward: tuple[Statement, ...], backward: tuple[Statement, ...]
+) -> Program:
+    fields = {name: getattr(program, name) for name in Program.model_fields}
+    return Program(**(fields | {"forward": forward, "backward": backward}))
+
+
+def reading_a_buffer(program: Program) -> Program:
+    """Let a statement read a buffer before its copy has ended."""
+    arrive = of_target(program, ARRIVE_TARGET)
+    early = Statement(target="aten.relu.default", args=arrive.args)
+    at = program.backward.index(arrive)
+    return changed(
+        program, program.forward, (*program.backward[:at], early, *program.backward[at:])
+    )
+
+
+def releasing_another_tensor(program: Program) -> Program:
+    first, second = [s for s in program.forward if s.target == RELEASE_TARGET][:2]
+    swapped = first.model_copy(update={"args": (first.args[0], second.args[1])})
+    return changed(
+        program, tuple(swapped if s is first else s for s in program.forward), program.backward
+    )
+
+
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        (lambda p: without(p, RELEASE_TARGET), "offloaded and never released|not defined"),
+        (lambda p: without(p, ARRIVE_TARGET), "never arrives|not defined"),
+        (lambda p: without(p, OFFLOAD_TARGET), "not defined"),
+        (reading_a_buffer, "reads a buffer before its copy has ended"),
+        (releasing_another_tensor, "needs a handle and the tensor that was offloaded"),
+    ],
+    ids=["no release", "no arrival", "no offload", "early read", "another tensor"],
+)
+def test_programs_that_touch_a_tensor_before_its_copy_has_ended_are_refused(
+    program: Program, fault: Callable[[Program], Program], text: str
+) -> None:
+    with pytest.raises(ValueError, match=text):
+        fault(program)
