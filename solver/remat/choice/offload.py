@@ -134,11 +134,11 @@ def _first_plan(
 
     attempts = map(solve, choices[:_MAX_ATTEMPTS])
     best = next((attempt for attempt in attempts if attempt is not None), None)
-    kept = min(choices, key=lambda choice: choice.without_recompute_s, default=None)
+    fastest_retained = min(choices, key=lambda choice: choice.without_recompute_s, default=None)
     best_s = math.inf if best is None else best.plan.time_s
-    if kept is None or kept.without_recompute_s >= best_s:
+    if fastest_retained is None or fastest_retained.without_recompute_s >= best_s:
         return best
-    plans = [plan for plan in (best, solve(kept)) if plan is not None]
+    plans = [plan for plan in (best, solve(fastest_retained)) if plan is not None]
     return min(plans, key=lambda plan: plan.plan.time_s, default=None)
 
 

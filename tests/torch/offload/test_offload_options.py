@@ -126,16 +126,16 @@ def test_the_command_line_offloads(tmp_path: Path) -> None:
     path, program = tmp_path / "trace.json", tmp_path / "program.json"
     trace.save(path)
     arguments = ("solve", path, "--budget", "70%", "--program", program)
-    done = quick(*arguments, "--offload", "auto", "--host-budget", "1GiB")
-    assert done.code == 0, done.err
-    assert "wait on the host" in done.out
+    ended = quick(*arguments, "--offload", "auto", "--host-budget", "1GiB")
+    assert ended.code == 0, ended.err
+    assert "wait on the host" in ended.out
     assert any(s.target == OFFLOAD_TARGET for s in remat.Program.load(program).forward)
-    done = quick(*arguments, "--host-budget", "1GiB")
-    assert done.code == 2
-    assert "add --offload auto" in done.err
-    done = quick(*arguments, "--offload", "auto", "--host-budget", "abc")
-    assert done.code == 2
-    assert "'abc' is not a number of bytes" in done.err
+    ended = quick(*arguments, "--host-budget", "1GiB")
+    assert ended.code == 2
+    assert "add --offload auto" in ended.err
+    ended = quick(*arguments, "--offload", "auto", "--host-budget", "abc")
+    assert ended.code == 2
+    assert "'abc' is not a number of bytes" in ended.err
 
 
 def test_a_request_to_offload_needs_the_bandwidth() -> None:
@@ -194,9 +194,9 @@ def reading_a_buffer(program: Program) -> Program:
 
 def releasing_another_tensor(program: Program) -> Program:
     first, second = [s for s in program.forward if s.target == RELEASE_TARGET][:2]
-    swapped = first.model_copy(update={"args": (first.args[0], second.args[1])})
+    other = first.model_copy(update={"args": (first.args[0], second.args[1])})
     return changed(
-        program, tuple(swapped if s is first else s for s in program.forward), program.backward
+        program, tuple(other if s is first else s for s in program.forward), program.backward
     )
 
 
