@@ -30,6 +30,8 @@ from remat.plan_data import (
     COPIES_S_STAT,
     HOST_BYTES_STAT,
     REQUESTED_GAP_STAT,
+    TO_DEVICE_RATE_STAT,
+    TO_HOST_RATE_STAT,
     WAITING_S_STAT,
     Status,
 )
@@ -38,6 +40,11 @@ from remat.simulate import baseline_of, simulate
 
 _MAX_ATTEMPTS = 3
 """Rewritten traces that are solved in full, as long as none fits the budget."""
+
+_MAX_PLANS = 2
+_WORTHWHILE_GAIN = 0.01
+"""Rewritten traces that are solved in full where some fit, and the share of the time that the guess
+for another has to be below the plan of the best."""
 
 _MIN_SHARES = (0.3, 0.7)
 """For the budget "min": places between the largest operation's need and the smallest peak without
@@ -70,7 +77,7 @@ def solve_with_offload(
     if budget_bytes is None:
         return _solve_smallest(limits, solve_in_full, solve_without, cancel, limit_s)
     choices = offloaded_traces(traces, budget_bytes, limits, cancel, limit_s)
-    offloaded = _first_plan(choices, budget, limits.link, solve_in_full)
+    offloaded = _best_plan(choices, budget, limits.link, solve_in_full)
     if (
         offloaded is not None
         and len(traces) == 1
@@ -109,7 +116,7 @@ def _solve_smallest(
         size_bytes = least_bytes + int(share * (peak_bytes - least_bytes))
         choices = offloaded_traces((without.trace,), size_bytes, limits, cancel, limit_s)
         budget = Budget.parse(size_bytes)
-        offloaded = _first_plan(choices, budget, limits.link, solve_in_full)
+        offloaded = _best_plan(choices, budget, limits.link, solve_in_full)
         if offloaded is None:
             continue
         if size_bytes < peak_bytes or not _is_as_fast(without.plan, offloaded.plan):
@@ -117,14 +124,14 @@ def _solve_smallest(
     return without
 
 
-def _first_plan(
+def _best_plan(
     choices: Sequence[OffloadedTrace],
     budget: Budget,
     link: Link,
     solve_in_full: Callable[[Trace, Budget], Plan],
 ) -> TracePlan | None:
-    """Return the plan of the best choice that fits the budget, or that of a choice without
-    recomputation if it is faster."""
+    """Return the fastest plan of the most promising choices that fit the budget, or that of a
+    choice without recomputation if it is faster."""
 
     def solve(choice: OffloadedTrace) -> TracePlan | None:
         try:
@@ -132,20 +139,24 @@ def _first_plan(
         except (InfeasibleBudget, SolverTimeout, GraphError):
             return None  # GraphError: published strategies do not know `Operation.same_copy_as`
 
-    attempts = map(solve, choices[:_MAX_ATTEMPTS])
-    best = next((attempt for attempt in attempts if attempt is not None), None)
+    plans: list[TracePlan] = []
+    best_s = math.inf
+    for choice in choices[:_MAX_ATTEMPTS]:
+        if len(plans) == _MAX_PLANS or choice.score_s > (1 - _WORTHWHILE_GAIN) * best_s:
+            break
+        if (plan := solve(choice)) is not None:
+            plans.append(plan)
+            best_s = min(best_s, plan.plan.time_s)
     fastest_retained = min(choices, key=lambda choice: choice.without_recompute_s, default=None)
-    best_s = math.inf if best is None else best.plan.time_s
-    if fastest_retained is None or fastest_retained.without_recompute_s >= best_s:
-        return best
-    plans = [plan for plan in (best, solve(fastest_retained)) if plan is not None]
+    if fastest_retained is not None and fastest_retained.without_recompute_s < best_s:
+        plans += [plan for plan in (solve(fastest_retained),) if plan is not None]
     return min(plans, key=lambda plan: plan.plan.time_s, default=None)
 
 
 def _with_waiting(choice: OffloadedTrace, plan: Plan, link: Link) -> TracePlan:
     """Return the plan of a choice with the simulated waiting for copies as the cost of operations
     that wait, and the bound that holds whatever is offloaded."""
-    times = copy_times(choice.trace, plan.schedule.runs, link)
+    times = copy_times(choice.trace.graph(), plan.schedule.runs, link)
     nodes = tuple(
         node.model_copy(update={"cost_s": times.waits_s.get(node.name, 0.0)})
         if node.target in (RELEASE_TARGET, ARRIVE_TARGET)
@@ -166,9 +177,11 @@ def _with_waiting(choice: OffloadedTrace, plan: Plan, link: Link) -> TracePlan:
         status=Status.OPTIMAL if is_proved else Status.FEASIBLE,
         stats={
             **plan.stats,
-            HOST_BYTES_STAT: times.host_bytes,
+            HOST_BYTES_STAT: times.largest_host_bytes,
             COPIES_S_STAT: times.copying_s,
             WAITING_S_STAT: times.waiting_s,
+            TO_HOST_RATE_STAT: link.to_host_bytes_per_s,
+            TO_DEVICE_RATE_STAT: link.to_device_bytes_per_s,
         },
     )
     return TracePlan(trace, changed)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from remat.choice.stays import stays_of_cut, values_of_candidates
 from remat.costs.link import Link
@@ -38,14 +38,21 @@ _MOMENTS = 3
 _JUDGED_CUTS = 4
 """Cuts whose bounds judge a rewritten trace."""
 
-_INTEGER_GAP = 0.002
+_INTEGER_GAP = 0.01
+_REFINED_GAP = 0.002
+"""The gap of integer programs, and of a second one at the place of the best solution."""
+
 _INTEGER_TIME_LIMIT_S = 2.0
 
 _COPY_COST = 0.01
 """Seconds that each second of a copy costs where it is hidden: on an H200, copies in both
 directions slow down concurrent matrix products by 2%."""
 
-_SLACK_SHARES = (0.0, 0.03, 0.08, 0.15)
+_USED_BANDWIDTH = 0.95
+"""The share of the bandwidth that the relaxation chooses tensors for: copies start and are awaited
+between operations, so that their engines idle at times."""
+
+_SLACK_SHARES = (0.03, 0.08, 0.15)
 """Shares of the memory above the constant that the relaxation leaves free, for copies on their way
 and for recomputation."""
 
@@ -118,38 +125,56 @@ class _Search:
         self.range_bytes = max(during_bytes, default=0) - self.graph.constant_bytes
         moments = candidate_operations(during_bytes, budget_bytes, _CANDIDATE_CUTS)[:_MOMENTS]
         self.host_limits = {m: _limits_at(self.graph, m, self.values, limits) for m in moments}
+        self.used_limits = {
+            moment: replace(limits, link=limits.link.slower(_USED_BANDWIDTH))
+            for moment, limits in self.host_limits.items()
+        }
         self.bound_s = self._bound_s(recomputes=True)
         self._seen: set[frozenset[int]] = {frozenset()}
 
     def results(self) -> Iterator[OffloadedTrace]:
-        """Yield traces for solutions with recomputation, then without, unless that is slower."""
-        best_s = math.inf
-        for result in self._results_of_moments(recomputes=True):
-            best_s = min(best_s, result.score_s)
+        """Yield traces for solutions with recomputation, then without, unless that is slower. The
+        first are for coarse solutions; the place of the best is then solved to a smaller gap."""
+        best_s, best = math.inf, None
+        for place, result in self._results_of_moments(recomputes=True):
+            if result.score_s < best_s:
+                best_s, best = result.score_s, place
             yield result
+        if best is not None and best_s > self.bound_s * (1 + LEAST_GAIN):
+            cut = self._integral_cut(*best, recomputes=True, gap=_REFINED_GAP)
+            if cut is not None and self._is_new(cut):
+                yield self._rewritten(cut)
         if self._bound_s(recomputes=False) < best_s:
-            yield from self._results_of_moments(recomputes=False)
+            yield from (result for _, result in self._results_of_moments(recomputes=False))
 
-    def _results_of_moments(self, *, recomputes: bool) -> Iterator[OffloadedTrace]:
-        """Yield traces for each moment, with more and more memory left free as long as that helps.
-        Ends with one that is as fast as the bound."""
+    def _results_of_moments(
+        self, *, recomputes: bool
+    ) -> Iterator[tuple[tuple[int, float], OffloadedTrace]]:
+        """Yield traces for each moment, with more and more memory left free as long as that helps,
+        each with its place: the moment, and the share of memory left free. Ends with one that is
+        as fast as the bound."""
         for moment in self.host_limits:
             last_s = math.inf
             for slack in _SLACK_SHARES:
                 if self.has_ended():
                     return
                 cut = self._integral_cut(moment, slack, recomputes=recomputes)
-                if cut is None or cut.offloaded in self._seen:
+                if cut is None or not self._is_new(cut):
                     continue
-                self._seen.add(cut.offloaded)
                 result = self._rewritten(cut)
-                yield result
+                yield (moment, slack), result
                 expected_s = result.score_s if recomputes else result.without_recompute_s
                 if expected_s <= self.bound_s * (1 + LEAST_GAIN):
                     return
                 if last_s < expected_s < math.inf:
                     break
                 last_s = expected_s
+
+    def _is_new(self, cut: OffloadCut) -> bool:
+        """True the first time that these values are offloaded."""
+        is_new = cut.offloaded not in self._seen
+        self._seen.add(cut.offloaded)
+        return is_new
 
     def _bound_s(self, *, recomputes: bool) -> float:
         """Return the time that every plan takes, whatever it offloads; infinity if none fits."""
@@ -164,13 +189,15 @@ class _Search:
                 return math.inf
         return bound_s
 
-    def _integral_cut(self, moment: int, slack: float, *, recomputes: bool) -> OffloadCut | None:
+    def _integral_cut(
+        self, moment: int, slack: float, *, recomputes: bool, gap: float = _INTEGER_GAP
+    ) -> OffloadCut | None:
         return solve_offload_cut(
             self.graph,
             self.budget_bytes - int(slack * self.range_bytes),
             moment,
-            self.host_limits[moment],
-            gap=_INTEGER_GAP,
+            self.used_limits[moment],
+            gap=gap,
             copy_cost=_COPY_COST,
             time_limit=_INTEGER_TIME_LIMIT_S,
             recomputes=recomputes,
@@ -183,14 +210,14 @@ class _Search:
         planned = stays_of_cut(self.trace, cut, self.values, self.budget_bytes)
         trace = offload_tensors(self.trace, planned.stays, link, planned.recomputed_s)
         graph = trace.graph()
-        keep_all = Schedule.keep_all(graph)
-        fits = simulate(graph, keep_all).peak_bytes <= self.budget_bytes
+        runs = range(len(graph))
+        fits = simulate(graph, Schedule.keep_all(graph)).peak_bytes <= self.budget_bytes
+        expected = copy_times(graph, runs, link, planned.recomputed_s)
         return OffloadedTrace(
             trace,
-            score_s=least_time_s(graph, self.budget_bytes)
-            + _expected_waiting_s(trace, planned.recomputed_s, link),
+            score_s=least_time_s(graph, self.budget_bytes) + expected.waiting_s,
             bound_s=self.bound_s,
-            without_recompute_s=copy_times(trace, keep_all.runs, link).step_s if fits else math.inf,
+            without_recompute_s=copy_times(graph, runs, link).step_s if fits else math.inf,
         )
 
 
@@ -205,19 +232,6 @@ def _limits_at(
         if all(op < moment or graph.operations[op].backward for op in graph.consumers[v])
     }
     return HostLimits(limits.link, limits.host_bytes, frozenset(allowed))
-
-
-def _expected_waiting_s(trace: Trace, recomputed_s: dict[str, float], link: Link) -> float:
-    """Return the time that a step waits for copies if recomputations take this time before
-    operations."""
-    nodes = tuple(
-        node.model_copy(update={"cost_s": (node.cost_s or 0.0) + recomputed_s[node.name]})
-        if node.name in recomputed_s
-        else node
-        for node in trace.nodes
-    )
-    longer = trace.replace(nodes=nodes)
-    return copy_times(longer, range(len(longer.operations)), link).waiting_s
 
 
 def least_time_s(graph: Graph, budget_bytes: int) -> float:

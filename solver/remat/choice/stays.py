@@ -44,7 +44,9 @@ def stays_of_cut(
     stays: list[HostStay] = []
     for value in sorted(cut.offloaded):
         needed = _need_of_value(graph, cut, value, needed_by)
-        name = "" if needed == math.inf else _node_name(graph, int(needed))
+        if needed == math.inf:
+            continue
+        name = _node_name(graph, int(needed))
         gone = _node_name(graph, gone_by[value])
         stays.append(HostStay(values[value].tensor, gone, until, name))
     recomputed_s: dict[str, float] = {}

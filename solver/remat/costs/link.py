@@ -22,6 +22,10 @@ class Link:
         if not all(0 < rate < math.inf for rate in rates):
             raise ValueError("the bandwidths of a link are above zero, and finite")
 
+    def slower(self, share: float) -> Link:
+        """Return a link with this share of the bandwidth in both directions."""
+        return Link(self.to_host_bytes_per_s * share, self.to_device_bytes_per_s * share)
+
 
 PCIE_3 = Link(12e9, 12e9)
 """PCIe 3 x16: 15.75e9 bytes a second before the overhead of packets; about 12e9 are reached."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from remat.limits.units import format_bytes, format_seconds
+from remat.passes.offload.copies import offloaded_values
 from remat.plan_data import COPIES_S_STAT, WAITING_S_STAT, PlanData
 
 
@@ -25,28 +26,24 @@ def offload_lines(plan: PlanData) -> list[str]:
 
 
 def host_lines(plan: PlanData, op: int) -> list[str]:
-    """Return a line for each output of an operation that waits on the host, indented."""
+    """Return a line for each output of an operation that is offloaded, indented."""
     graph = plan.graph
     run_of = {o: run for run, o in reversed([*enumerate(plan.schedule.runs)])}  # first runs
     lines: list[str] = []
-    for value in graph.operations[op].outputs:
-        arrival = graph.renewal.get(value)
-        if arrival is None or arrival == op:
+    for offloaded in offloaded_values(graph):
+        if graph.producer[offloaded.value] != op:
             continue
-        released = next(
-            i for i, o in enumerate(graph.operations) if o.same_copy_as >= 0 and value in o.inputs
-        )
-        reload = graph.producer[graph.operations[arrival].inputs[0]]
+        value = graph.values[offloaded.value]
         reader = next(
             run
-            for run in range(run_of[arrival] + 1, len(plan.schedule))
-            if value in graph.operations[plan.schedule.runs[run]].inputs
+            for run in range(run_of[offloaded.arrive] + 1, len(plan.schedule))
+            if offloaded.value in graph.operations[plan.schedule.runs[run]].inputs
         )
-        waits_s = sum(graph.operations[o].cost_s for o in (released, arrival))
+        waits_s = sum(graph.operations[o].cost_s for o in (offloaded.release, offloaded.arrive))
         lines.append(
-            f"  {graph.values[value].name} ({format_bytes(graph.values[value].size_bytes)}) is "
-            f"offloaded: it leaves the device by run {run_of[released]} and starts to come back in "
-            f"run {run_of[reload]}, for run {reader} "
+            f"  {value.name} ({format_bytes(value.size_bytes)}) is offloaded: it leaves the device "
+            f"by run {run_of[offloaded.release]} and starts to come back in run "
+            f"{run_of[offloaded.reload]}, for run {reader} "
             f"({graph.operations[plan.schedule.runs[reader]].name}); the step waits "
             f"{format_seconds(waits_s)} for its copies"
         )

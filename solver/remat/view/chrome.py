@@ -10,6 +10,7 @@ import json
 from collections import Counter
 
 from remat.plan_data import PlanData
+from remat.view.drawing.copy_lanes import copy_lanes
 from remat.view.drawing.memory_layers import (
     LAYERS,
     earlier_run_counts,
@@ -20,6 +21,7 @@ from remat.view.drawing.memory_layers import (
 
 _PID = 1
 _FORWARD, _BACKWARD = 1, 2
+_COPY_TRACKS = {"to host": 3, "to device": 4}
 
 Event = dict[str, "str | int | float | dict[str, str | int | float]"]
 
@@ -28,7 +30,8 @@ def chrome_trace(plan: PlanData) -> str:
     """Return a plan as Chrome trace events, in JSON.
 
     Each run is a complete event (in microseconds) on the track "forward" or "backward", with the
-    category "run" or "recompute". A counter has the live bytes of each memory layer.
+    category "run" or "recompute". A counter has the live bytes of each memory layer. Copies of
+    offloaded tensors have a track for each direction, and a counter of the bytes on the host.
     """
     graph = plan.graph
     memory = memory_layers(plan)
@@ -68,6 +71,7 @@ def chrome_trace(plan: PlanData) -> str:
             "results": sum(graph.values[v].size_bytes for v in results),
         }
         events.append(_counter(starts_us[-1], {layer: at_end[layer] for layer in memory.used}))
+    events += _copy_events(plan)
     facts = {
         "budget_bytes": plan.budget_bytes,
         "peak_bytes": plan.peak_bytes,
@@ -75,6 +79,24 @@ def chrome_trace(plan: PlanData) -> str:
         "layers": LAYERS,
     }
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": facts})
+
+
+def _copy_events(plan: PlanData) -> list[Event]:
+    """Return the events of the copies of offloaded tensors; none without any."""
+    lanes = copy_lanes(plan)
+    if lanes is None:
+        return []
+    events: list[Event] = []
+    for lane, track in _COPY_TRACKS.items():
+        events.append(_name("thread_name", track, f"copies {lane}"))
+        for bar in lanes.lanes[lane]:
+            start_us, end_us = round(bar.start_s * 1e6, 3), round(bar.end_s * 1e6, 3)
+            span = {"ts": start_us, "dur": round(end_us - start_us, 3), "pid": _PID, "tid": track}
+            events.append({"name": bar.tip, "cat": "copy", "ph": "X", **span, "args": {}})
+    for start_s, size_bytes in lanes.host_bytes:
+        counter = _counter(round(start_s * 1e6, 3), {"on_host": size_bytes})
+        events.append({**counter, "name": "host memory"})
+    return events
 
 
 def _counter(start_us: float, bytes_by_layer: dict[str, int]) -> Event:
@@ -90,7 +112,8 @@ def _track_names() -> list[Event]:
         ("thread_name", _FORWARD, "forward"),
         ("thread_name", _BACKWARD, "backward"),
     )
-    return [
-        {"name": kind, "ph": "M", "ts": 0, "pid": _PID, "tid": track, "args": {"name": name}}
-        for kind, track, name in names
-    ]
+    return [_name(kind, track, name) for kind, track, name in names]
+
+
+def _name(kind: str, track: int, name: str) -> Event:
+    return {"name": kind, "ph": "M", "ts": 0, "pid": _PID, "tid": track, "args": {"name": name}}

@@ -15,6 +15,7 @@ from remat.plan_data import PlanData
 from remat.report.comparison import ComparisonData, ComparisonRow
 from remat.view import frontier, modules, schedule, timeline
 from remat.view.drawing.axes import PERCENT, RUNS, Unit, byte_unit, second_unit
+from remat.view.drawing.copy_lanes import CopyLanes, copy_lanes
 from remat.view.drawing.marks import matplotlib_marker, strategy_colour
 from remat.view.drawing.memory_layers import LAYERS, first_backward_run
 from remat.view.drawing.schedule_grid import ROLES, ScheduleGrid, schedule_strokes
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 
 _WIDTH, _HEIGHT = 7.2, 3.6
 """Size of a figure in inches; the width is that of a page of text."""
+
+_COPIES_HEIGHT = 0.6
+"""Height in inches of the copies of a plan with offloaded tensors."""
 
 _SMALL, _TEXT = 7.0, 8.0
 """Font sizes in points."""
@@ -52,8 +56,10 @@ _MAX_VECTOR_STROKES = 20_000
 def timeline_figure(plan: PlanData, *, x: Literal["time", "runs"] = "time") -> Figure:
     """Return the picture of memory over the step, as `timeline_svg`. Raises `RematError` if
     matplotlib is not installed."""
-    figure, axes = _figure(timeline.TITLE, timeline.summary(plan))
     curves = timeline.memory_curves(plan, x)
+    lanes = copy_lanes(plan) if curves.by_time else None
+    height = _HEIGHT if lanes is None else _HEIGHT + _COPIES_HEIGHT
+    figure, axes = _figure(timeline.TITLE, timeline.summary(plan), height)
     edges, columns = _edges(curves.baseline_columns())
     heights = [curves.baseline_bytes[run] for run in columns]
     if columns:
@@ -72,6 +78,8 @@ def timeline_figure(plan: PlanData, *, x: Literal["time", "runs"] = "time") -> F
     memory_unit = byte_unit(curves.top_bytes * 1.06)
     _ticks(axes, "y", memory_unit, f"memory ({memory_unit.name})")
     _ticks(axes, "x", curves.unit, f"time ({curves.unit.name})" if curves.by_time else "runs")
+    if lanes is not None:
+        _copies(figure, axes, lanes)
     boundary = first_backward_run(plan)
     if boundary is not None:
         _pass_boundary(axes, curves.starts[boundary])
@@ -86,8 +94,25 @@ def timeline_figure(plan: PlanData, *, x: Literal["time", "runs"] = "time") -> F
     if columns:
         middle = (curves.starts[run] + curves.starts[run + 1]) / 2
         axes.plot(middle, curves.during_bytes[run], "o", color=colour("mark"), markersize=3)
-    _legend(figure, axes.get_legend_handles_labels()[0], 4)
+    _legend(figure, axes.get_legend_handles_labels()[0], 4 if lanes is None else 3)
     return figure
+
+
+def _copies(figure: Figure, memory_axes: Axes, lanes: CopyLanes) -> None:
+    """Add axes with the lanes of copies below those of the memory, over the same seconds."""
+    grid = figure.add_gridspec(2, 1, height_ratios=(_HEIGHT, _COPIES_HEIGHT))
+    memory_axes.set_subplotspec(grid[0])
+    axes = figure.add_subplot(grid[1], sharex=memory_axes)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    names = list(lanes.lanes)
+    for row, name in enumerate(names):
+        spans = [(bar.start_s, bar.end_s - bar.start_s) for bar in lanes.lanes[name]]
+        axes.broken_barh(spans, (row - 0.4, 0.8), color=colour(timeline.LANE_ROLES[name]))
+    axes.set_ylim(len(names) - 0.4, -0.6)
+    axes.set_yticks(range(len(names)), names, fontsize=_SMALL)
+    axes.tick_params(length=0, labelbottom=False)
+    label = f"on the host: at most {format_bytes(lanes.largest_host_bytes)}"
+    axes.set_title(label, loc="right", fontsize=_SMALL, color=colour("label"), pad=2)
 
 
 def schedule_figure(plan: PlanData) -> Figure:

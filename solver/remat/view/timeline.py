@@ -1,6 +1,8 @@
 """`timeline_svg`: memory over the step, stacked by what it is used for, under the budget.
 
-Behind the stack is the memory of the baseline (without recomputation), whose time is shorter. The
+Behind the stack is the memory of the baseline (without recomputation), whose time is shorter. Below
+a step with offloaded tensors are its copies, the times at which it waits for them, and the bytes on
+the host. The
 picture has at most 1,500 columns. A column shows the run with the most memory among those that
 overlap it: so a short peak is visible, and the layers of a column belong to one run.
 """
@@ -9,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Literal
 
 from remat.limits.units import format_bytes, format_seconds
@@ -27,6 +29,7 @@ from remat.view.drawing.axes import (
     pass_boundary,
     second_unit,
 )
+from remat.view.drawing.copy_lanes import CopyLanes, copy_lanes
 from remat.view.drawing.memory_layers import (
     LAYERS,
     MemoryLayers,
@@ -40,8 +43,13 @@ MAX_COLUMNS = 1500
 TITLE = "Memory over the step"
 BASELINE_LABEL = "without recomputation"
 _WIDTH, _HEIGHT = 960.0, 400.0
-_LEFT, _RIGHT, _TOP = 60.0, 24.0, 88.0
+_LEFT, _RIGHT, _TOP = 68.0, 24.0, 88.0
 _MAX_TIPS = 240
+
+_LANE_HEIGHT, _LANE_GAP, _HOST_HEIGHT = 13.0, 5.0, 48.0
+_MIN_BAR_WIDTH = 0.8
+LANE_ROLES = {"to host": "activations", "to device": "reloaded", "waiting": "waiting"}
+"""The colours of the lanes of copies: those of the memory that is copied."""
 
 Columns = list[tuple[float, float, int]]
 """Columns of the picture from left to right: (left edge, right edge, run that is shown)."""
@@ -118,8 +126,14 @@ def memory_curves(plan: PlanData, x: Literal["time", "runs"] = "time") -> Memory
         by_time=by_time,
         top_bytes=max(highest_bytes, plan.budget_bytes if budget_fits else 0),
         budget_fits=budget_fits,
-        baseline_label=f"in pieces, {BASELINE_LABEL}" if plan.graph.splits else BASELINE_LABEL,
+        baseline_label=", ".join((*_changes(plan), BASELINE_LABEL)),
     )
+
+
+def _changes(plan: PlanData) -> list[str]:
+    """Return what was changed about the step whose baseline is drawn."""
+    graph = plan.graph
+    return ["in pieces"] * bool(graph.splits) + ["offloaded"] * bool(graph.renewal)
 
 
 def timeline_svg(plan: PlanData, *, x: Literal["time", "runs"] = "time") -> str:
@@ -142,17 +156,50 @@ def timeline_svg(plan: PlanData, *, x: Literal["time", "runs"] = "time") -> str:
         tip = f"{LAYERS[layer]}: at most {format_bytes(max(curves.memory.layers[layer]))}"
         body.append(svg.path(_staircase_area(columns, top, x_axis, y_axis), layer, tip))
     name = f"time ({curves.unit.name})" if curves.by_time else "runs"
-    body += bottom_axis(x_axis, curves.unit, curves.unit.ticks(0, curves.end), bottom, name)
+    lanes = copy_lanes(plan) if curves.by_time else None
+    lowest = bottom
+    if lanes is not None:
+        body.append(svg.line(_LEFT, bottom, right, bottom, "axis"))
+        strip, lowest = _copy_strip(lanes, x_axis, bottom)
+        body += strip
+    body += bottom_axis(x_axis, curves.unit, curves.unit.ticks(0, curves.end), lowest, name)
     boundary = first_backward_run(plan)
     if boundary is not None:
-        body += pass_boundary(x_axis.at(curves.starts[boundary]), _LEFT, right, _TOP, bottom)
+        body += pass_boundary(x_axis.at(curves.starts[boundary]), _LEFT, right, _TOP, lowest)
     body += _peak(curves.memory.timeline.peak_run, during, curves.starts, x_axis, y_axis)
     body += _budget(plan, y_axis, curves.budget_fits)
     body += _tips(plan, columns, during, x_axis)
     entries = [(layer, LAYERS[layer]) for layer in curves.memory.used]
     entries.append(("baseline", curves.baseline_label))
-    legend, below = svg.legend(entries, _LEFT, bottom + 62, _WIDTH - _LEFT)
+    legend, below = svg.legend(entries, _LEFT, lowest + 62, _WIDTH - _LEFT)
     return svg.document(_WIDTH, below, TITLE, summary(plan), [*body, *legend])
+
+
+def _copy_strip(lanes: CopyLanes, x_axis: Axis, top: float) -> tuple[list[str], float]:
+    """Return the lanes of the copies below `top`, with the bytes on the host below them, and the y
+    of their lower edge."""
+    parts: list[str] = []
+    y = top + _LANE_GAP
+    for name, bars in lanes.lanes.items():
+        parts.append(svg.text(_LEFT - 6, y + _LANE_HEIGHT - 3, name, anchor="end"))
+        for bar in bars:
+            left = x_axis.at(bar.start_s)
+            width = max(x_axis.at(bar.end_s) - left, _MIN_BAR_WIDTH)
+            role = LANE_ROLES[name]
+            parts.append(svg.rectangle(left, y, width, _LANE_HEIGHT, role, bar.tip))
+        y += _LANE_HEIGHT + _LANE_GAP
+    most_bytes = lanes.largest_host_bytes
+    bottom = y + _HOST_HEIGHT
+    host_axis = Axis(0, most_bytes, bottom, -_HOST_HEIGHT)
+    changes = [*lanes.host_bytes, (x_axis.high, 0)]
+    columns = [(s, after_s, i) for i, ((s, _), (after_s, _)) in enumerate(pairwise(changes))]
+    heights = [size for _, size in lanes.host_bytes]
+    area = _staircase_area(columns, heights, x_axis, host_axis)
+    parts.append(svg.path(area, "on-host", f"on the host: at most {format_bytes(most_bytes)}"))
+    parts.append(svg.text(_LEFT - 6, bottom - _HOST_HEIGHT / 2 + 4, "on host", anchor="end"))
+    label = f"at most {format_bytes(most_bytes)}"
+    parts.append(svg.text(x_axis.at(x_axis.high), y + 12, label, anchor="end"))
+    return parts, bottom
 
 
 def peak_columns(

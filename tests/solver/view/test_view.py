@@ -83,6 +83,7 @@ def test_layers_of_the_timeline_are_those_counted_by_hand() -> None:
         "activations": [10, 20, 20, 20, 10, 0, 0],
         "activation-gradients": [0, 0, 0, 10, 20, 10, 10],
         "recomputed": [0, 0, 0, 0, 0, 10, 10],
+        "reloaded": [0] * 7,
         "workspace": [0, 0, 0, 0, 5, 0, 0],
     }
 

@@ -97,10 +97,10 @@ def test_the_time_of_a_plan_includes_waiting_for_copies(trace: Trace, link: Link
             for n in chosen.trace.nodes
         )
     )
-    times = copy_times(free, chosen.plan.schedule.runs, link)
+    times = copy_times(free.graph(), chosen.plan.schedule.runs, link)
     assert chosen.plan.time_s == pytest.approx(times.step_s)
     assert chosen.plan.stats[WAITING_S_STAT] == pytest.approx(times.waiting_s)
-    assert chosen.plan.stats[HOST_BYTES_STAT] == times.host_bytes
+    assert chosen.plan.stats[HOST_BYTES_STAT] == times.largest_host_bytes
 
 
 def test_the_host_has_a_budget(trace: Trace) -> None:

@@ -70,7 +70,11 @@ def measured(case: Case) -> Trace:
 
 
 def offloaded(trace: Trace, link: Link) -> Trace:
-    names = [c.tensor for c in offload_candidates(trace) if c.size_bytes >= SMALL_BYTES]
+    names = [
+        c.tensor
+        for c in offload_candidates(trace)
+        if c.size_bytes >= SMALL_BYTES and c.first_backward_reader is not None
+    ]
     return offload_tensors(trace, map(HostStay, names), link)
 
 
@@ -174,7 +178,7 @@ def _raise(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def keep_all_times(trace: Trace, link: Link) -> CopyTimes:
-    return copy_times(trace, remat.Schedule.keep_all(trace.graph()).runs, link)
+    return copy_times(trace.graph(), range(len(trace.graph())), link)
 
 
 @pytest.mark.parametrize("link", [FAST, SLOW], ids=["fast", "slow"])
@@ -193,7 +197,7 @@ def test_the_copies_of_an_engine_follow_each_other(link: Link) -> None:
     costs_s = trace.graph().total_cost_s
     assert times.step_s == pytest.approx(costs_s + times.waiting_s)
     assert times.waiting_s <= times.copying_s
-    assert times.host_bytes == sum(c.size_bytes for c in times.copies) // 2 > 0
+    assert times.largest_host_bytes == sum(c.size_bytes for c in times.copies) // 2 > 0
 
 
 def test_a_fast_link_hides_all_copies_but_the_last() -> None:
@@ -216,7 +220,7 @@ def test_the_runtime_starts_copies_in_the_simulated_order(monkeypatch: pytest.Mo
         HostFile, "read", lambda f, slot: (started.append(("to_device", slot)), read(f, slot))[1]
     )
     run(module, case)
-    simulated = copy_times(trace, schedule.runs, SLOW).copies
+    simulated = copy_times(trace.graph(), schedule.runs, SLOW).copies
     sent = [c.tensor for c in simulated if c.direction == "to_host"]
     expected: list[tuple[str, int]] = []
     for c in simulated:
@@ -244,6 +248,40 @@ def test_tensors_of_the_caller_stay_on_the_device() -> None:
     parameter = trace.placeholders[0].name
     with pytest.raises(RematError, match=f"{parameter} cannot be offloaded"):
         offload_tensors(trace, [HostStay(parameter)], FAST)
+
+
+def test_what_only_recomputations_read_is_offloaded_for_them() -> None:
+    """`only` is not read by the backward, but its successor `read` is recomputed from it."""
+    case = net_case()
+    plain = measured(case)
+    graph = plain.graph()
+    by_name = {c.tensor: c for c in offload_candidates(plain)}
+    only, read = next(
+        (c, by_name[reader.results[0].name])
+        for c in by_name.values()
+        if c.first_backward_reader is None and c.size_bytes >= SMALL_BYTES
+        for reader in plain.nodes[c.producer + 1 : c.last_forward_reader + 1]
+        if c.tensor in reader.operand_names and reader.results[0].name in by_name
+        if by_name[reader.results[0].name].first_backward_reader is not None
+    )
+    with pytest.raises(RematError, match="nothing in the backward needs it"):
+        offload_tensors(plain, [HostStay(only.tensor)], FAST)
+    needed_by = plain.nodes[read.first_backward_reader or 0].name
+    trace = offload_tensors(plain, [HostStay(only.tensor, needed_by=needed_by)], FAST)
+    graph = trace.graph()
+    index = {o.name: i for i, o in enumerate(graph.operations)}
+    runs = list(range(len(graph)))
+    runs.insert(runs.index(index[needed_by]), index[plain.nodes[read.producer].name])
+    schedule = remat.Schedule.of(runs)
+    baseline = remat.simulate(plain.graph(), remat.Schedule.keep_all(plain.graph()))
+    assert remat.simulate(graph, schedule).after_bytes[graph.boundary or 0] < max(
+        baseline.after_bytes
+    )
+    reference = copy.deepcopy(case.model)
+    module = remat.lower(remat.rewrite(trace, schedule), case.model)
+    assert torch.equal(run(reference, case), run(module, case))
+    for p, q in zip(reference.parameters(), case.model.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
 
 
 def test_a_tensor_is_offloaded_once() -> None:

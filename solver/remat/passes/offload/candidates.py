@@ -1,5 +1,4 @@
-"""Tensors that can be offloaded between their last reader in the forward and their first in the
-backward."""
+"""Tensors of the forward that can be offloaded after their last reader there."""
 
 from __future__ import annotations
 
@@ -17,22 +16,23 @@ from remat.documents.trace import Trace
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """A tensor that can be offloaded, with indices of `Trace.nodes`: its producer, its last reader
-    in the forward (or the producer), and its first reader in the backward. `result` is its index
-    among the producer's results."""
+    in the forward (or the producer), and its first reader in the backward, None if there is none:
+    then only recomputations read what comes back. `result` is its index among the producer's
+    results."""
 
     tensor: str
     size_bytes: int
     producer: int
     result: int
     last_forward_reader: int
-    first_backward_reader: int
+    first_backward_reader: int | None
 
 
 def offload_candidates(trace: Trace) -> tuple[Candidate, ...]:
     """Return the tensors that can be offloaded, in the order of their producers.
 
-    They are results of the forward that the backward reads, and that fill their storage. Inputs of
-    the graph, outputs, gradients, and storages that an operation writes over are left out.
+    They are results of the forward that fill their storage. Inputs of the graph, outputs,
+    gradients, and storages that an operation writes over are left out.
     """
     readers: dict[int, list[int]] = defaultdict(list)
     excluded = {p.storage for p in trace.placeholders}
@@ -60,9 +60,8 @@ def _candidates(
                 continue
             forward = [i for i in readers[result.storage] if not trace.nodes[i].backward]
             backward = [i for i in readers[result.storage] if trace.nodes[i].backward]
-            if backward:
-                last = max(forward, default=index)
-                yield Candidate(result.name, size, index, number, last, min(backward))
+            last, first = max(forward, default=index), min(backward, default=None)
+            yield Candidate(result.name, size, index, number, last, first)
 
 
 def fills_storage(tensor: TensorMeta, size_bytes: int) -> bool:

@@ -9,18 +9,29 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
 from remat.costs.link import Link
-from remat.documents.targets import (
-    ARRIVE_TARGET,
-    OFFLOAD_TARGET,
-    RELEASE_TARGET,
-    RELOAD_TARGET,
-)
-from remat.documents.trace import Trace
+from remat.graph import Graph
 
 Direction = Literal["to_host", "to_device"]
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadedValue:
+    """A value that is on the host for a part of the step, with the four operations of its copies
+    (see `remat.passes.offload.copies_in_trace`): indices of values and operations of a graph.
+
+    `buffer` is the memory on the device that it is copied back to.
+    """
+
+    value: int
+    buffer: int
+    offload: int
+    release: int
+    reload: int
+    arrive: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +47,16 @@ class TimedCopy:
 
 @dataclass(frozen=True, slots=True)
 class CopyTimes:
-    """Simulated times of one step with copies. `waits_s` are the seconds that operations wait for
-    copies, by their names; `host_bytes` is the largest number of bytes on the host at once."""
+    """Simulated times of one step with copies.
+
+    `waits_s` are the seconds that operations wait for copies, by their names. `host_bytes` are the
+    bytes on the host from a time on, in order: (seconds, bytes) at each change.
+    """
 
     step_s: float
     waits_s: Mapping[str, float]
     copies: tuple[TimedCopy, ...]
-    host_bytes: int
+    host_bytes: tuple[tuple[float, int], ...]
 
     @property
     def waiting_s(self) -> float:
@@ -54,45 +68,74 @@ class CopyTimes:
         """The sum of the seconds of all copies; beyond `waiting_s`, they are hidden."""
         return sum(copy.end_s - copy.start_s for copy in self.copies)
 
+    @property
+    def largest_host_bytes(self) -> int:
+        """The largest number of bytes on the host at once."""
+        return max((size for _, size in self.host_bytes), default=0)
 
-def copy_times(trace: Trace, runs: Iterable[int], link: Link) -> CopyTimes:
-    """Return the times of a step whose operations run in this order: indices of
-    `trace.operations`."""
-    now_s = 0.0
-    waits_s: dict[str, float] = {}
-    free_s: dict[Direction, float] = {"to_host": 0.0, "to_device": 0.0}
-    rates = {"to_host": link.to_host_bytes_per_s, "to_device": link.to_device_bytes_per_s}
-    end_s: dict[str, float] = {}  # by the handle or buffer of a copy
-    tensor_of: dict[str, str] = {}  # by handle
-    copies: list[TimedCopy] = []
-    host_bytes = largest_host_bytes = 0
 
-    def start(direction: Direction, key: str, tensor: str, size_bytes: int) -> None:
-        begin_s = max(now_s, free_s[direction])
-        end_s[key] = free_s[direction] = begin_s + size_bytes / rates[direction]
-        copies.append(TimedCopy(tensor, direction, size_bytes, begin_s, end_s[key]))
-
-    for run in runs:
-        node = trace.operations[run]
-        if node is None:
+def offloaded_values(graph: Graph) -> tuple[OffloadedValue, ...]:
+    """Return the values of a graph that are offloaded, in the order of their copies to the host."""
+    offloaded: list[OffloadedValue] = []
+    for release, operation in enumerate(graph.operations):
+        if operation.same_copy_as < 0:
             continue
-        if node.target == OFFLOAD_TARGET:
-            handle, tensor = node.results[0].name, node.operand_names[0]
-            size = trace.storage_bytes[trace.storage_of[tensor]]
-            host_bytes += size
-            largest_host_bytes = max(host_bytes, largest_host_bytes)
-            tensor_of[handle] = tensor
-            start("to_host", handle, tensor, size)
-        elif node.target == RELOAD_TARGET:
-            buffer = node.results[0]
-            tensor_name = tensor_of[node.operand_names[0]]
-            start("to_device", buffer.name, tensor_name, trace.storage_bytes[buffer.storage])
-            host_bytes -= trace.storage_bytes[buffer.storage]
-        elif node.target in (RELEASE_TARGET, ARRIVE_TARGET):
-            waits_s[node.name] = max(0.0, end_s[node.operand_names[0]] - now_s)
-            now_s += waits_s[node.name]
-            if node.target == RELEASE_TARGET:
-                tensor_of[node.results[0].name] = tensor_of[node.operand_names[0]]
+        for value in graph.shared_inputs(operation) & set(graph.renewal):
+            arrive = graph.renewal[value]
+            for buffer in graph.operations[arrive].inputs[:1]:
+                reload = graph.producer[buffer]
+                offload = operation.same_copy_as
+                offloaded.append(OffloadedValue(value, buffer, offload, release, reload, arrive))
+    return tuple(sorted(offloaded, key=lambda o: o.offload))
+
+
+def copy_times(
+    graph: Graph,
+    runs: Iterable[int],
+    link: Link,
+    recomputed_s: Mapping[str, float] = MappingProxyType({}),
+) -> CopyTimes:
+    """Return the times of a step whose operations run in this order.
+
+    The costs of operations that wait for copies are replaced by what they wait. `recomputed_s` are
+    seconds that operations take longer, by their names, for recomputations that `runs` lacks.
+    """
+    offloaded = offloaded_values(graph)
+    starts_to_host = {o.offload: o for o in offloaded}
+    starts_to_device = {o.reload: o for o in offloaded}
+    awaited = {o.release: ("to_host", o.value) for o in offloaded}
+    awaited |= {o.arrive: ("to_device", o.value) for o in offloaded}
+    rates: dict[Direction, float] = {
+        "to_host": link.to_host_bytes_per_s,
+        "to_device": link.to_device_bytes_per_s,
+    }
+    now_s = 0.0
+    free_s: dict[Direction, float] = {"to_host": 0.0, "to_device": 0.0}
+    end_s: dict[tuple[str, int], float] = {}
+    waits_s: dict[str, float] = {}
+    copies: list[TimedCopy] = []
+    host_bytes = [(0.0, 0)]
+
+    def start(direction: Direction, value: int) -> None:
+        size_bytes = graph.values[value].size_bytes
+        begin_s = max(now_s, free_s[direction])
+        free_s[direction] = begin_s + size_bytes / rates[direction]
+        end_s[direction, value] = free_s[direction]
+        name = graph.values[value].name
+        copies.append(TimedCopy(name, direction, size_bytes, begin_s, free_s[direction]))
+        change_bytes = size_bytes if direction == "to_host" else -size_bytes
+        host_bytes.append((now_s, host_bytes[-1][1] + change_bytes))
+
+    for op in runs:
+        operation = graph.operations[op]
+        if op in starts_to_host:
+            start("to_host", starts_to_host[op].value)
+        elif op in starts_to_device:
+            start("to_device", starts_to_device[op].value)
+        elif op in awaited:
+            waits_s[operation.name] = max(0.0, end_s[awaited[op]] - now_s)
+            now_s += waits_s[operation.name]
         else:
-            now_s += node.cost_s or 0.0
-    return CopyTimes(now_s, waits_s, tuple(copies), largest_host_bytes)
+            now_s += operation.cost_s
+        now_s += recomputed_s.get(operation.name, 0.0)
+    return CopyTimes(now_s, waits_s, tuple(copies), tuple(host_bytes))

@@ -28,7 +28,8 @@ class HostStay:
     It has left the device before the operation `gone_by` runs, and starts to come back at the
     operation `away_until` or later; "" leaves this to the times of the copies. It is back before
     the operation `needed_by` of the backward, or before its first reader there if that is earlier
-    or `needed_by` is "": recomputations may read it before.
+    or `needed_by` is "": recomputations may read it before. It is not "" for a tensor that the
+    backward does not read.
     """
 
     tensor: str
@@ -48,7 +49,8 @@ def offload_tensors(
 
     `recomputed_s` are seconds of recomputation that are expected before operations. A tensor that
     is needed before its copy to the host has ended stays on the device. Raises `RematError` for a
-    tensor that is not one of `offload_candidates(trace)`, and `KeyError` for an unknown operation.
+    tensor that is not one of `offload_candidates(trace)`, or that nothing needs, and `KeyError` for
+    an unknown operation.
     """
     trace = forward_first(trace)
     by_name = {candidate.tensor: candidate for candidate in offload_candidates(trace)}
@@ -58,12 +60,15 @@ def offload_tensors(
         if stay.tensor not in by_name:
             raise RematError(
                 f"{stay.tensor} cannot be offloaded: it is an input, an output or a gradient, is "
-                "written over, does not fill its storage, or is not read in the backward"
+                "written over, or does not fill its storage"
             )
         candidate = by_name[stay.tensor]
-        needed = candidate.first_backward_reader
-        if stay.needed_by:
-            needed = min(needed, index[stay.needed_by])
+        needs = [index[stay.needed_by]] if stay.needed_by else []
+        if candidate.first_backward_reader is not None:
+            needs.append(candidate.first_backward_reader)
+        if not needs:
+            raise RematError(f"{stay.tensor} cannot be offloaded: nothing in the backward needs it")
+        needed = min(needs)
         gone = index[stay.gone_by] if stay.gone_by else None
         until = index[stay.away_until] if stay.away_until else 0
         absences[stay.tensor] = _Absence(candidate, gone, until, needed)

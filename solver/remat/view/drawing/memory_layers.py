@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import accumulate
 
+from remat.passes.offload.copies import offloaded_values
 from remat.plan_data import PlanData
 from remat.schedule import Schedule
 from remat.simulate import Timeline, overwritten_copies
@@ -15,13 +16,15 @@ LAYERS = {
     "activations": "retained activations",
     "activation-gradients": "gradients of activations",
     "recomputed": "recomputed",
+    "reloaded": "copied back from the host",
     "workspace": "workspace",
 }
 """The layers of the memory picture, bottom first: the key of each, and its label.
 
 *Constant* memory is a single number in a plan. *Results* stay in memory to the end. *Activations*
 are the first copies of what forward operations write, *activation gradients* those of what backward
-operations write, and *recomputed* are all later copies. *Workspace* is live while its operation
+operations write. *Reloaded* is the memory of tensors on their way back from the host, and that of
+those which are back. *Recomputed* are all other copies. *Workspace* is live while its operation
 runs.
 """
 
@@ -45,7 +48,7 @@ def memory_layers(plan: PlanData) -> MemoryLayers:
     graph, runs = plan.graph, plan.schedule.runs
     timeline = plan.timeline()
     count = len(runs)
-    of_copies = ("results", "activations", "activation-gradients", "recomputed")
+    of_copies = ("results", "activations", "activation-gradients", "recomputed", "reloaded")
     change = {name: [0] * (count + 2) for name in of_copies}
     layer_names = copy_layers(plan, timeline)
     for copy, name in zip(timeline.copies, layer_names, strict=True):
@@ -64,9 +67,13 @@ def memory_layers(plan: PlanData) -> MemoryLayers:
 def copy_layers(plan: PlanData, timeline: Timeline) -> list[str]:
     """Return the name of the layer that each copy of the timeline belongs to."""
     graph, count = plan.graph, len(plan.schedule)
+    buffers = {offloaded.buffer for offloaded in offloaded_values(graph)}
     seen: set[int] = set()
     names: list[str] = []
     for copy in timeline.copies:
+        if copy.value in buffers or graph.renewal.get(copy.value) == plan.schedule.runs[copy.start]:
+            names.append("reloaded")
+            continue
         if copy.value in seen:
             names.append("recomputed")
             continue

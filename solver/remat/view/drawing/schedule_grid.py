@@ -32,6 +32,7 @@ _ROLE_OF_LAYER = {
     "activation-gradients": "live",
     "results": "live-result",
     "recomputed": "live-recomputed",
+    "reloaded": "live",
 }
 """The role of the cells in which a copy of this memory layer is live."""
 
