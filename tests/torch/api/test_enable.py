@@ -106,6 +106,7 @@ def test_copies_pickles_and_saved_files_stay_enabled(is_planned: bool, tmp_path:
     assert len(remat.plans(model)) == 1
 
 
+@pytest.mark.slow
 def test_averaged_models_stay_enabled() -> None:
     model = remat.enable(net(), "50%", (batch(),), split="off")
     average = torch.optim.swa_utils.AveragedModel(model)

@@ -77,6 +77,7 @@ def test_the_largest_batch_is_the_one_that_exhaustive_search_finds(budget: int, 
         assert words in largest.describe()
 
 
+@pytest.mark.slow
 def test_max_overhead_limits_the_batch() -> None:
     largest = remat.max_batch(_mlp, BUDGET, costs=COSTS, strategy=STRATEGY, max_overhead=0.2)
     assert (

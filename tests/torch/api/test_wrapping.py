@@ -87,7 +87,9 @@ not_a_leaf = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor 
 
 @not_a_leaf  # dynamo asks
 @pytest.mark.parametrize("compile_it", [around, in_place, in_a_function])
-@pytest.mark.parametrize("plan", [remat.optimize, remat.enable])
+@pytest.mark.parametrize(
+    "plan", [pytest.param(remat.optimize, marks=pytest.mark.slow), remat.enable]
+)
 def test_torch_compile_breaks_the_graph_once_around_the_step(plan: Any, compile_it: Any) -> None:
     """It compiles evaluation as a whole."""
     torch._dynamo.reset()

@@ -372,6 +372,7 @@ def test_batches_in_flight_need_the_scope_blocks() -> None:
         enabled(model, "60%", in_flight=0)
 
 
+@pytest.mark.slow
 def test_existing_gradients_are_accumulated_into() -> None:
     model, ids = net()
     other = copy.deepcopy(model)
@@ -435,6 +436,7 @@ def test_other_lengths_reuse_the_schedules_of_earlier_ones(budget: str) -> None:
     assert REUSED_SCHEDULE not in strategies
 
 
+@pytest.mark.slow
 def test_copies_and_pickles_stay_enabled_with_their_plans() -> None:
     model, ids = net()
     expected = step(model, ids, 1)
@@ -589,6 +591,7 @@ def test_an_unknown_scope_is_refused() -> None:
     step(model, torch.randint(0, 50, (8,)), 1)
 
 
+@pytest.mark.slow
 def test_the_plan_prints_a_table_of_its_blocks() -> None:
     model, ids = net()
     enabled(model, "75%")

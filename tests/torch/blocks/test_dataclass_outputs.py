@@ -59,7 +59,7 @@ class Stated(Net):
         return Output(F.cross_entropy(logits, ids), logits)
 
 
-@pytest.mark.parametrize("is_seen", [True, False])
+@pytest.mark.parametrize("is_seen", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_blocks_may_exchange_dataclasses(is_seen: bool) -> None:
     torch.manual_seed(0)
     model, ids = Stated([Passed(is_seen) for _ in range(3)]), torch.randint(0, 50, (256,))

@@ -63,6 +63,7 @@ class Residual(nn.Module):
         return x + self.narrow(torch.tanh(self.wide(self.norm(x)))).float()
 
 
+@pytest.mark.slow
 def test_autocast_enabled_inside_of_the_model_is_followed() -> None:
     torch.manual_seed(0)
     model, other = enabled(Chain(*(Residual() for _ in range(3)), inside_autocast=True))

@@ -734,6 +734,7 @@ def test_convolutions_have_cudnns_layouts_at_every_batch_size(
 # -- prices and devices ---------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_trace_for_the_cpu_priced_for_a_gpu_warns_of_differences(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

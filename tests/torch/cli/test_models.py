@@ -33,7 +33,7 @@ def test_a_model_becomes_a_measured_trace(tmp_path: Path) -> None:
     assert "not measured yet" in ended.out
     traced = remat.Trace.load(bare)
     assert not traced.measured
-    ended = run("measure", bare, "-o", measured)
+    ended = quick("measure", bare, "-o", measured)
     assert ended.code == 0, ended.err
     assert "costs measured cpu" in ended.out
     assert remat.Trace.load(measured).measured

@@ -40,7 +40,7 @@ from remat.heuristics.peak_bounds import peak_lower_bound_bytes
 pytestmark = pytest.mark.usefixtures("empty_compile_caches")
 
 
-QUICK = {"mlp", "mlp-bf16", "tied", "norms", "two-heads", "checkpointed"}
+QUICK = {"mlp-bf16", "tied", "norms", "two-heads", "checkpointed"}
 
 
 # -- without Inductor -----------------------------------------------------------------------------
@@ -54,7 +54,7 @@ QUICK = {"mlp", "mlp-bf16", "tied", "norms", "two-heads", "checkpointed"}
             (name, "min") if name in QUICK else pytest.param(name, "min", marks=pytest.mark.slow)
             for name in (*PLAIN, "gpt2", "llama")
         ),
-        ("norms", "100%"),
+        pytest.param("norms", "100%", marks=pytest.mark.slow),
     ],
 )
 def test_gradients_without_inductor_are_bitwise_those_of_the_same_graph(
@@ -150,8 +150,15 @@ class Counting(nn.Module):
         return (x * self.weight * self.steps).square().mean()
 
 
-@pytest.mark.parametrize("by_a_view", [False, True])
-@pytest.mark.parametrize("inductor", [False, pytest.param(True, marks=needs_compiler)])
+@pytest.mark.parametrize(
+    ("inductor", "by_a_view"),
+    [
+        (False, False),
+        pytest.param(False, True, marks=pytest.mark.slow),
+        pytest.param(True, False, marks=[needs_compiler, pytest.mark.slow]),
+        pytest.param(True, True, marks=needs_compiler),
+    ],
+)
 def test_reads_of_a_mutated_buffer_are_not_recomputed(inductor: bool, by_a_view: bool) -> None:
     case, state = with_state(Case(Counting(by_a_view), (torch.randn(4, 8),), loss=lambda out: out))
     expected = [step(case, case.model, seed) for seed in (1, 2)]

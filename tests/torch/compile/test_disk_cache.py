@@ -139,6 +139,7 @@ def test_steps_without_a_plan_are_cached() -> None:
         assert len(remat.compiled_plans()) == before
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the budget")
 def test_an_evaluation_does_not_replace_a_plan_in_the_cache() -> None:
     """It is an evaluation of the same graph, at the same budget."""

@@ -83,6 +83,7 @@ def test_inductors_verified_peak_is_logged(caplog: pytest.LogCaptureFixture) -> 
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_plans_have_the_name_of_their_module() -> None:
     class Broken(nn.Module):
@@ -160,6 +161,7 @@ def test_a_terminal_shows_progress_on_request(
         assert shown == b"end"
 
 
+@pytest.mark.slow
 def test_progress_is_not_written_to_files(monkeypatch: pytest.MonkeyPatch) -> None:
     stderr = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stderr)

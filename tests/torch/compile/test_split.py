@@ -159,7 +159,10 @@ class Computed(nn.Module):
         return self.function(x.tanh(), labels, self.head)
 
 
-@pytest.mark.parametrize("function", [gated, attention, smoothed, binary])
+@pytest.mark.parametrize(
+    "function",
+    [gated, attention, *(pytest.param(f, marks=pytest.mark.slow) for f in (smoothed, binary))],
+)
 @pytest.mark.parametrize("pieces", [pytest.param(4, marks=pytest.mark.slow), 5])
 def test_pieces_of_a_joint_graph_compute_what_the_whole_computed(
     function: Any, pieces: int

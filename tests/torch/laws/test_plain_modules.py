@@ -20,12 +20,17 @@ import remat
 COSTS = remat.Roofline("cpu")
 STRATEGY = remat.Auto(time_limit=3.0)
 
+LATE = {"mlp", "shared", "weights"}
+"""Modules whose structure others have, too."""
+
 # The loss is outside of these models; its memory is not planned.
 EXTERNAL_LOSS = {"two-heads", "alias"}
 
 
 @pytest.mark.parametrize("budget", [pytest.param("100%", marks=pytest.mark.slow), "min"])
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in LATE)) for n in PLAIN]
+)
 def test_plain_modules_train_as_eager_mode(name: str, budget: str) -> None:
     torch.manual_seed(0)
     case = PLAIN[name]()

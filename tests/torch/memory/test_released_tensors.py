@@ -147,7 +147,17 @@ def cases(named: Mapping[str, object], *, slow: Collection[str]) -> list[Any]:
 
 @pytest.mark.parametrize(
     "make_run",
-    cases(RUNS, slow={"eager", "optimize 100%", "optimize 80%", "enable 80%", "enable blocks min"}),
+    cases(
+        RUNS,
+        slow={
+            "eager",
+            "optimize 100%",
+            "optimize 80%",
+            "optimize min",
+            "enable 80%",
+            "enable blocks min",
+        },
+    ),
 )
 def test_nothing_of_a_step_outlives_it(
     make_run: Callable[[nn.Module], Run], model: Model, no_collector: None

@@ -254,6 +254,7 @@ def test_smaller_sizes_may_use_the_budget_of_the_largest() -> None:
         assert "none" in str(shortest.stats["strategy"])
 
 
+@pytest.mark.slow
 def test_steps_planned_before_the_largest_are_replanned_after_it() -> None:
     torch.manual_seed(0)
     case = gpt2(layers=1, dropout=0.0)

@@ -137,6 +137,7 @@ def test_double_backward_is_refused() -> None:
         gm(torch.randn(64, 32))["loss"].backward(create_graph=True)
 
 
+@pytest.mark.slow
 def test_two_forwards_may_precede_their_backwards() -> None:
     torch.manual_seed(0)
     case = FAMILIES["resnet"]()
@@ -434,6 +435,7 @@ def test_an_infeasible_budget_names_the_smallest() -> None:
     assert gm.plan.peak_bytes <= smallest
 
 
+@pytest.mark.slow
 def test_auto_is_the_free_memory_of_the_device() -> None:
     for word in ("auto", " AUTO "):
         gm = optimized(Mlp(), word, (torch.randn(64, 32),))

@@ -115,7 +115,13 @@ def test_every_distribution_has_a_sample() -> None:
     assert is_distribution - abstract == DISTRIBUTIONS.keys()
 
 
-@pytest.mark.parametrize("start", range(0, len(CAPTURED), GROUP_SIZE), ids=CAPTURED.__getitem__)
+@pytest.mark.parametrize(
+    "start",
+    [
+        pytest.param(start, id=CAPTURED[start], marks=[pytest.mark.slow] * (start > GROUP_SIZE))
+        for start in range(0, len(CAPTURED), GROUP_SIZE)
+    ],
+)
 def test_operators_sample_as_in_eager_mode(start: int) -> None:
     assert is_replayed(assert_eager(*chain_of(*existing(CAPTURED[start : start + GROUP_SIZE]))))
 
@@ -191,7 +197,13 @@ IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("layout", DESTINATIONS)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name == "every second row, transposed"))
+        for name in DESTINATIONS
+    ],
+)
 def test_samples_of_any_layout_are_eager_modes(layout: str) -> None:
     def sampled(name: str, h: Tensor) -> Tensor:
         samples = IN_PLACE[name](DESTINATIONS[layout]())

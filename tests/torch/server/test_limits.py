@@ -240,6 +240,7 @@ def test_a_sweep_is_at_the_address_of_its_answer(http: httpx2.Client) -> None:
     assert http.get(response.headers["Location"]).json()["kind"] == "sweep"
 
 
+@pytest.mark.slow
 def test_a_starting_worker_deletes_old_jobs_and_fails_lost_ones(tmp_path: Path) -> None:
     """It does so before it claims a job."""
     database = Database(f"sqlite:///{tmp_path / 'jobs.sqlite'}")

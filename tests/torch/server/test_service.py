@@ -174,7 +174,10 @@ def test_the_service_prices_traces_by_a_data_sheet(server: Server) -> None:
     assert plan.schedule == local.schedule
 
 
-@pytest.mark.parametrize("costs", [remat.Roofline("cpu"), "roofline:cpu", "measure"])
+@pytest.mark.parametrize(
+    "costs",
+    [pytest.param(remat.Roofline("cpu"), marks=pytest.mark.slow), "roofline:cpu", "measure"],
+)
 def test_the_client_splits_what_a_budget_requires(
     server: Server, costs: str | remat.Roofline
 ) -> None:

@@ -74,7 +74,7 @@ def squares(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("criterion", "budget"),
     [
-        (cross_entropy, "50%"),
+        pytest.param(cross_entropy, "50%", marks=pytest.mark.slow),
         (cross_entropy, "30%"),
         (LearnedTemperature(), "30%"),
         (squares, "50%"),
