@@ -1,0 +1,98 @@
+"""Plans with offloading against brute force over all schedules with copies, on small steps."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from tests.helpers.offload_brute_force import cheapest_with_offload
+from torch import nn
+
+import remat
+from remat.choice.offloaded_traces import OffloadLimits
+from remat.choice.step import solve_step
+from remat.choice.trace_plan import TracePlan
+from remat.costs.link import Link
+from remat.documents.trace import Trace
+from remat.heuristics.peak_bounds import peak_lower_bound_bytes
+from remat.limits.budget import Budget
+from remat.passes.offload.candidates import offload_candidates
+
+UNLIMITED = 1 << 40
+MIN_BYTES = 4096
+ROUNDING = 1e-6
+
+
+class Chain(nn.Module):
+    """Large tensors that the backward needs late, and smaller ones that it needs at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = x * self.weight
+        h = torch.cat([h, h, h, h]).sin().sum(0, keepdim=True)
+        h = x * h
+        return torch.cat([h, h, h]).sin().sum()
+
+
+@pytest.fixture(scope="module")
+def captured() -> Trace:
+    return remat.measure(remat.trace(Chain(), (torch.randn(4, 64),)), remat.Roofline("cpu"))
+
+
+def with_costs(trace: Trace, costs: random.Random) -> Trace:
+    nodes = tuple(
+        node if node.view else node.model_copy(update={"cost_s": costs.choice((0.5, 1.0, 3.0))})
+        for node in trace.nodes
+    )
+    return trace.replace(nodes=nodes)
+
+
+def plan(trace: Trace, budget_bytes: int, limits: OffloadLimits) -> TracePlan:
+    return solve_step(
+        trace,
+        Budget.parse(budget_bytes),
+        pieces=(),
+        offload=limits,
+        solve_in_full=lambda t, b: remat.solve(t, b, remat.Auto(time_limit=2, gap=0.0)),
+        measure=lambda t: t,
+    )
+
+
+@pytest.mark.parametrize(
+    ("rates", "examples"),
+    [
+        ((20000.0,), 2),
+        pytest.param(
+            (500.0, 2000.0, 20000.0), 20, marks=[pytest.mark.slow, pytest.mark.timeout(1200)]
+        ),
+    ],
+)
+def test_no_plan_beats_brute_force_and_most_are_optimal(
+    captured: Trace, rates: tuple[float, ...], examples: int
+) -> None:
+    choices = random.Random(0)
+    ratios: list[float] = []
+    offload_count = 0
+    for _ in range(examples):
+        trace, rate = with_costs(captured, choices), choices.choice(rates)
+        graph, limits = trace.graph(), OffloadLimits(Link(rate, rate), None, MIN_BYTES)
+        baseline = remat.simulate(graph, remat.Schedule.keep_all(graph))
+        least_bytes = peak_lower_bound_bytes(graph)
+        share = choices.choice((0.0, 0.3, 0.7))
+        budget_bytes = least_bytes + int(share * (baseline.peak_bytes - least_bytes))
+        names = {c.tensor for c in offload_candidates(trace) if c.size_bytes >= MIN_BYTES}
+        values = frozenset(v for v, value in enumerate(graph.values) if value.name in names)
+        assert len(values) == 2
+        optimum = cheapest_with_offload(graph, budget_bytes, limits.link, values, UNLIMITED)
+        chosen = plan(trace, budget_bytes, limits)
+        assert optimum is not None
+        assert chosen.plan.peak_bytes <= budget_bytes
+        ratios.append(chosen.plan.time_s / optimum)
+        offload_count += chosen.trace is not trace
+    assert min(ratios) >= 1 - ROUNDING
+    assert sum(ratio <= 1 + ROUNDING for ratio in ratios) >= 0.9 * len(ratios)
+    assert offload_count
