@@ -2,7 +2,8 @@
 
 One training step of GPT-2 (124 million parameters, 8 x 512 tokens, bfloat16) with the costs that
 the roofline model gives for an H200, at half of its memory. No GPU is needed, and the weights need
-not be initialised: nothing is computed.
+not be initialised: nothing is computed. The picture of offloading is of four layers with the shapes
+of Llama 3 8B (32,768 tokens) on an H100.
 """
 
 from __future__ import annotations
@@ -12,11 +13,14 @@ from typing import cast
 
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from transformers.initialization import no_init_weights
 
 import remat
 from remat import view
+from remat.choice.offloaded_traces import OffloadLimits
+from remat.choice.step import solve_step
+from remat.limits.budget import Budget
 
 HERE = Path(__file__).parent
 BUDGETS = ("40%", "55%", "70%", "85%", "100%")
@@ -41,5 +45,33 @@ def draw_plan(plan: remat.Plan, folder: Path) -> None:
     (folder / "frontier.svg").write_text(view.frontier_svg(plans))
 
 
+def offloading_plan_of_llama() -> remat.Plan:
+    """The plan that is drawn for offloading."""
+    config = LlamaConfig(
+        num_hidden_layers=4, vocab_size=1024, hidden_size=4096, intermediate_size=14336,
+        num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=32768,
+        use_cache=False,
+    )  # fmt: skip
+    costs = remat.Roofline("h100")
+    with torch.device("meta"):
+        model = cast(nn.Module, LlamaForCausalLM(config)).to(torch.bfloat16)
+        ids = torch.zeros(1, 32768, dtype=torch.long)
+        trace = remat.trace(model, (), {"input_ids": ids, "labels": ids}, device="h100")
+    return solve_step(
+        remat.measure(trace, costs),
+        Budget.parse("35%"),
+        pieces=(),
+        offload=OffloadLimits(costs.link),
+        solve_in_full=remat.solve,
+        measure=lambda step: step,
+    ).plan
+
+
+def draw_offloading(plan: remat.Plan, folder: Path) -> None:
+    """Write the picture of a plan with offloading into a folder."""
+    (folder / "offloading.svg").write_text(view.timeline_svg(plan))
+
+
 if __name__ == "__main__":
     draw_plan(plan_of_gpt2(), HERE)
+    draw_offloading(offloading_plan_of_llama(), HERE)

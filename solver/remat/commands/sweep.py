@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
+from remat.choice.offloaded_sweep import sweep_with_offload
 from remat.commands.common import command_options, files
 from remat.commands.common.exits import UsageError
 from remat.commands.common.frontier_files import FRONTIER_WRITERS, FrontierContent
@@ -12,6 +14,7 @@ from remat.commands.common.interruptible_solve import (
     hint_how_to_save,
     run_with_progress,
 )
+from remat.commands.common.offload_limits import check_offload_options, offload_limits
 from remat.commands.common.progress_line import ProgressLine
 from remat.commands.common.summaries import (
     frontier_table,
@@ -21,14 +24,36 @@ from remat.commands.common.summaries import (
     to_json_text,
 )
 from remat.documents.sweep import SweepDocument
+from remat.documents.trace import Trace
 from remat.limits.budget import Budget
+from remat.limits.offload import OFFLOAD_OFF
 from remat.limits.units import format_bytes, format_seconds
 from remat.plan import Plan
 from remat.progress import Cancel
-from remat.solve import SWEEP_BUDGETS
+from remat.report.comparison import ComparisonRow
+from remat.solve import SWEEP_BUDGETS, solve
 from remat.solve import sweep as solve_all
 
-SweepWriter = Callable[[list[Plan], str | None], str | bytes]
+WITHOUT_OFFLOADING = "without offloading"
+
+
+@dataclass(frozen=True)
+class SweepResult:
+    """The plans of a sweep; with `--offload`, also `without`: those that offload nothing."""
+
+    plans: list[Plan]
+    without: list[Plan]
+
+    @property
+    def rows(self) -> list[ComparisonRow[Plan]]:
+        """The plans of `without` as points of the picture."""
+        return [
+            ComparisonRow(WITHOUT_OFFLOADING, plan.budget_bytes, plan.budget_bytes, plan, "", 0.0)
+            for plan in self.without
+        ]
+
+
+SweepWriter = Callable[[SweepResult, str | None], str | bytes]
 """Returns the content of an output file for plans and the name of a device, if any."""
 
 
@@ -43,12 +68,15 @@ def sweep(
     device: command_options.PlotDevice = None,
     output: command_options.Output = None,
     as_json: command_options.Json = False,
+    offload: command_options.Offload = OFFLOAD_OFF,
+    host_budget: command_options.HostBudget = None,
 ) -> None:
     """Solve for several budgets: the extra time that each saved byte costs.
 
     The output is .json (for `remat plot`), .csv, .svg, .html, .png or .pdf. The time limit applies
-    to each budget.
+    to each budget. With --offload, a picture also has the plans that offload nothing.
     """
+    check_offload_options(offload, host_budget)
     budgets = [*map(Budget.parse, budget or SWEEP_BUDGETS)]
     command_options.check_device(device)
     selected_strategy = command_options.strategy_from_options(
@@ -61,9 +89,10 @@ def sweep(
             "file name endings"
         )
     traced = files.read_measured_trace(trace)
+    limits = offload_limits(offload, host_budget, traced, is_here=False)
 
-    def work(line: ProgressLine, cancel: Cancel) -> list[Plan]:
-        return solve_all(
+    def work(line: ProgressLine, cancel: Cancel) -> SweepResult:
+        without = solve_all(
             traced,
             budgets,
             selected_strategy,
@@ -71,11 +100,26 @@ def sweep(
             cancel=cancel,
             on_plan=lambda plan: line.advance(),
         )
+        if limits is None:
+            return SweepResult(without, [])
 
-    plans, signum = run_with_progress("sweep", len(budgets), work)
+        def solve_in_full(step: Trace, size: Budget) -> Plan:
+            return solve(
+                step, size, selected_strategy, progress=line.on_solve_progress, cancel=cancel
+            )
+
+        plans = sweep_with_offload(
+            traced, budgets, limits, without,
+            solve_in_full=solve_in_full, on_plan=lambda plan: line.advance(), cancel=cancel,
+        )  # fmt: skip
+        return SweepResult(plans, without)
+
+    steps = len(budgets) * (1 if limits is None else 2)
+    result, signum = run_with_progress("sweep", steps, work)
+    plans = result.plans
     require_feasible_plan(plans, budget)
     if output is not None:
-        files.write_output(output, _SWEEP_WRITERS[files.suffix_without_gz(output)](plans, device))
+        files.write_output(output, _SWEEP_WRITERS[files.suffix_without_gz(output)](result, device))
     if as_json:
         summary = {
             "baseline_peak_bytes": plans[0].baseline_peak_bytes,
@@ -98,13 +142,13 @@ def describe(plans: list[Plan]) -> str:
 
 
 def _frontier_writer(suffix: str) -> SweepWriter:
-    return lambda plans, device: FRONTIER_WRITERS[suffix](
-        FrontierContent(plans, describe(plans), device=device)
+    return lambda result, device: FRONTIER_WRITERS[suffix](
+        FrontierContent(result.plans, describe(result.plans), result.rows, device=device)
     )
 
 
 _SWEEP_WRITERS: dict[str, SweepWriter] = {
-    ".json": lambda plans, device: SweepDocument.of(plans).to_json(),
-    ".csv": lambda plans, device: to_csv_text([plan_summary(plan) for plan in plans]),
+    ".json": lambda result, device: SweepDocument.of(result.plans).to_json(),
+    ".csv": lambda result, device: to_csv_text([plan_summary(plan) for plan in result.plans]),
     **{suffix: _frontier_writer(suffix) for suffix in FRONTIER_WRITERS},
 }

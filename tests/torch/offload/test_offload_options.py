@@ -4,6 +4,7 @@ of programs."""
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -130,6 +131,16 @@ def test_the_command_line_offloads(tmp_path: Path) -> None:
     assert ended.code == 0, ended.err
     assert "wait on the host" in ended.out
     assert any(s.target == OFFLOAD_TARGET for s in remat.Program.load(program).forward)
+    sweep = ("sweep", path, "--budget", "70%", "--budget", "100%", "--offload", "auto")
+    ended = quick(*sweep, "--output", tmp_path / "frontier.svg")
+    assert ended.code == 0, ended.err
+    assert len(ended.out.splitlines()) == 5
+    assert "without offloading" in (tmp_path / "frontier.svg").read_text()
+    ended = quick(*sweep, "--json")
+    plans = json.loads(ended.out)["plans"]
+    assert [plan["overhead"] for plan in plans] == sorted(
+        (p["overhead"] for p in plans), reverse=True
+    )
     ended = quick(*arguments, "--host-budget", "1GiB")
     assert ended.code == 2
     assert "add --offload auto" in ended.err

@@ -248,10 +248,12 @@ def test_the_readme_has_the_measured_figures(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_pictures_of_the_docs_are_up_to_date(tmp_path: Path) -> None:
     """After a change of the library's style the script has to draw them once more."""
-    draw_plan = runpy.run_path(str(DOCS / "images" / "draw.py"))["draw_plan"]
+    script = runpy.run_path(str(DOCS / "images" / "draw.py"))
     model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
     trace = remat.measure(remat.trace(model, (torch.randn(64, 8),)), remat.Roofline("h200"))
-    draw_plan(remat.solve(trace, "100%"), tmp_path)
+    plan = remat.solve(trace, "100%")
+    script["draw_plan"](plan, tmp_path)
+    script["draw_offloading"](plan, tmp_path)
     assert {p.name for p in tmp_path.iterdir()} == {p.name for p in (DOCS / "images").glob("*.svg")}
     for new_picture in tmp_path.iterdir():
         committed_picture = DOCS / "images" / new_picture.name
