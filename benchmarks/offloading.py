@@ -40,6 +40,9 @@ RESULTS = Path(__file__).parent / "results"
 GPUS = ("h100", "gh200")
 BUDGETS = ("50%", "30%", "20%", "10%")
 METHODS = ("recompute", "offload", "both", "both and split")
+WITH_PIECES = ("gpt2",)
+"""Models whose largest operation is split as well: the others' heads are small."""
+
 TIME_LIMIT_S = 10.0
 CHOICE_LIMIT_S = 15.0
 
@@ -168,12 +171,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--out", type=Path, default=RESULTS, help="folder of the result file")
     options = parser.parse_args(argv)
     rows: list[Row] = []
-    for name in options.only or MODELS:
-        for gpu in options.gpus:
-            for budget in options.budgets:
-                for method in options.methods:
-                    rows.append(row_of(name, gpu, budget, method))
-                    print(_line(rows[-1]), flush=True)
     result = {
         "benchmark": "offloading",
         "machine": machine.describe(torch.device("cpu")),
@@ -181,7 +178,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         "models": {name: MODELS[name][0] for name in options.only or MODELS},
         "rows": rows,
     }
-    print("written:", report.write_result(options.out, "offloading", result))
+    for name in options.only or MODELS:
+        for gpu in options.gpus:
+            for budget in options.budgets:
+                for method in options.methods:
+                    if method == "both and split" and name not in WITH_PIECES:
+                        continue
+                    rows.append(row_of(name, gpu, budget, method))
+                    print(_line(rows[-1]), flush=True)
+        print("written:", report.write_result(options.out, "offloading", result))
     return 0
 
 

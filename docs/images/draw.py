@@ -56,7 +56,9 @@ def offloading_plan_of_llama() -> remat.Plan:
     with torch.device("meta"):
         model = cast(nn.Module, LlamaForCausalLM(config)).to(torch.bfloat16)
         ids = torch.zeros(1, 32768, dtype=torch.long)
-        trace = remat.trace(model, (), {"input_ids": ids, "labels": ids}, device="h100")
+        trace = remat.trace(
+            model, (), {"input_ids": ids, "labels": ids}, device="h100"
+        )
     return solve_step(
         remat.measure(trace, costs),
         Budget.parse("35%"),

@@ -45,7 +45,7 @@ TO_HOST_RATE_STAT = "to_host_bytes_per_s"
 """Key of `PlanData.stats`: the bandwidth of copies to the host that the plan is for."""
 
 TO_DEVICE_RATE_STAT = "to_device_bytes_per_s"
-"""Key of `PlanData.stats`: that of copies to the device."""
+"""Key of `PlanData.stats`: the bandwidth of copies to the device that the plan is for."""
 
 WAITING_S_STAT = "waiting_s"
 """Key of `PlanData.stats`: the seconds that the step waits for copies, a part of its time. All

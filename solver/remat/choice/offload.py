@@ -1,7 +1,8 @@
 """The choice of the tensors to offload, for a step and a budget.
 
-Of the traces with offloaded tensors (`offloaded_traces`), the most promising is solved in full. The
-plan without offloading is returned where it is as fast.
+Of the traces with offloaded tensors (`offloaded_traces`), up to two of the most promising are
+solved in full, and one without recomputation if that may be faster. The plan without offloading is
+returned where it is as fast.
 """
 
 from __future__ import annotations
@@ -42,9 +43,10 @@ _MAX_ATTEMPTS = 3
 """Rewritten traces that are solved in full, as long as none fits the budget."""
 
 _MAX_PLANS = 2
+"""Rewritten traces that are solved in full, at most, once one fits."""
+
 _WORTHWHILE_GAIN = 0.01
-"""Rewritten traces that are solved in full where some fit, and the share of the time that the guess
-for another has to be below the plan of the best."""
+"""Another trace is solved only if its guessed time is at least this share below the best plan's."""
 
 _MIN_SHARES = (0.3, 0.7)
 """For the budget "min": places between the largest operation's need and the smallest peak without
@@ -140,16 +142,19 @@ def _best_plan(
             return None  # GraphError: published strategies do not know `Operation.same_copy_as`
 
     plans: list[TracePlan] = []
+    tried: list[OffloadedTrace] = []
     best_s = math.inf
     for choice in choices[:_MAX_ATTEMPTS]:
         if len(plans) == _MAX_PLANS or choice.score_s > (1 - _WORTHWHILE_GAIN) * best_s:
             break
+        tried.append(choice)
         if (plan := solve(choice)) is not None:
             plans.append(plan)
             best_s = min(best_s, plan.plan.time_s)
-    fastest_retained = min(choices, key=lambda choice: choice.without_recompute_s, default=None)
-    if fastest_retained is not None and fastest_retained.without_recompute_s < best_s:
-        plans += [plan for plan in (solve(fastest_retained),) if plan is not None]
+    others = (c for c in choices if not any(c is choice for choice in tried))
+    retaining = min(others, key=lambda choice: choice.without_recompute_s, default=None)
+    if retaining is not None and retaining.without_recompute_s < best_s:
+        plans += [plan for plan in [solve(retaining)] if plan is not None]
     return min(plans, key=lambda plan: plan.plan.time_s, default=None)
 
 
@@ -157,8 +162,9 @@ def _with_waiting(choice: OffloadedTrace, plan: Plan, link: Link) -> TracePlan:
     """Return the plan of a choice with the simulated waiting for copies as the cost of operations
     that wait, and the bound that holds whatever is offloaded."""
     times = copy_times(choice.trace.graph(), plan.schedule.runs, link)
+    waits_s = {wait.operation: wait.end_s - wait.start_s for wait in times.waits}
     nodes = tuple(
-        node.model_copy(update={"cost_s": times.waits_s.get(node.name, 0.0)})
+        node.model_copy(update={"cost_s": waits_s.get(node.name, 0.0)})
         if node.target in (RELEASE_TARGET, ARRIVE_TARGET)
         else node
         for node in choice.trace.nodes

@@ -1,8 +1,10 @@
 """Traces of a step with offloaded tensors, for a budget, each with a guess of its plan's time.
 
-The relaxation (`remat.milp.offload_relaxation`) is solved at the moments that need the most memory,
-for the budget and for somewhat less. Each solution is rewritten into a trace, and judged by a bound
-and the waiting of its copies, which takes a fraction of a second.
+The relaxation (`remat.milp.offload_relaxation`) is solved at the moments that need the most memory.
+Its linear program is solved for the whole budget and bandwidth, which gives a bound; the integer
+programs for a budget that is lower by 3%, 8% and 15% of the memory that is not constant, and for
+95% of the bandwidth. Each of their solutions is rewritten into a trace, and judged by a bound and
+the waiting of its copies, which takes a fraction of a second.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from remat.choice.stays import stays_of_cut, values_of_candidates
 from remat.costs.link import Link
@@ -39,8 +42,10 @@ _JUDGED_CUTS = 4
 """Cuts whose bounds judge a rewritten trace."""
 
 _INTEGER_GAP = 0.01
+"""Relative gap of the integer programs."""
+
 _REFINED_GAP = 0.002
-"""The gap of integer programs, and of a second one at the place of the best solution."""
+"""Relative gap of the second solve, at the cut and with the slack of the best solution."""
 
 _INTEGER_TIME_LIMIT_S = 2.0
 
@@ -105,6 +110,14 @@ def offloaded_traces(
     return sorted(results, key=lambda result: result.score_s)
 
 
+class _Place(NamedTuple):
+    """Where an integer program is solved: at a moment, an operation, with a share of the memory
+    left free."""
+
+    moment: int
+    slack: float
+
+
 class _Search:
     """The traces with offloaded tensors of one form of a step."""
 
@@ -126,43 +139,41 @@ class _Search:
         moments = candidate_operations(during_bytes, budget_bytes, _CANDIDATE_CUTS)[:_MOMENTS]
         self.host_limits = {m: _limits_at(self.graph, m, self.values, limits) for m in moments}
         self.used_limits = {
-            moment: replace(limits, link=limits.link.slower(_USED_BANDWIDTH))
-            for moment, limits in self.host_limits.items()
+            moment: replace(at_moment, link=at_moment.link.scaled(_USED_BANDWIDTH))
+            for moment, at_moment in self.host_limits.items()
         }
         self.bound_s = self._bound_s(recomputes=True)
         self._seen: set[frozenset[int]] = {frozenset()}
 
     def results(self) -> Iterator[OffloadedTrace]:
-        """Yield traces for solutions with recomputation, then without, unless that is slower. The
-        first are for coarse solutions; the place of the best is then solved to a smaller gap."""
-        best_s, best = math.inf, None
+        """Yield traces with recomputation, then one for the place of the best, solved to a smaller
+        gap; then, if the bound without recomputation is lower, traces without."""
+        best_s, best_place = math.inf, None
         for place, result in self._results_of_moments(recomputes=True):
             if result.score_s < best_s:
-                best_s, best = result.score_s, place
+                best_s, best_place = result.score_s, place
             yield result
-        if best is not None and best_s > self.bound_s * (1 + LEAST_GAIN):
-            cut = self._integral_cut(*best, recomputes=True, gap=_REFINED_GAP)
+        if best_place is not None and best_s > self.bound_s * (1 + LEAST_GAIN):
+            cut = self._integral_cut(best_place, recomputes=True, gap=_REFINED_GAP)
             if cut is not None and self._is_new(cut):
                 yield self._rewritten(cut)
         if self._bound_s(recomputes=False) < best_s:
             yield from (result for _, result in self._results_of_moments(recomputes=False))
 
-    def _results_of_moments(
-        self, *, recomputes: bool
-    ) -> Iterator[tuple[tuple[int, float], OffloadedTrace]]:
-        """Yield traces for each moment, with more and more memory left free as long as that helps,
-        each with its place: the moment, and the share of memory left free. Ends with one that is
-        as fast as the bound."""
+    def _results_of_moments(self, *, recomputes: bool) -> Iterator[tuple[_Place, OffloadedTrace]]:
+        """Yield traces for each moment, with more and more memory left free as long as that helps.
+        Ends with one that is as fast as the bound."""
         for moment in self.host_limits:
             last_s = math.inf
             for slack in _SLACK_SHARES:
                 if self.has_ended():
                     return
-                cut = self._integral_cut(moment, slack, recomputes=recomputes)
+                place = _Place(moment, slack)
+                cut = self._integral_cut(place, recomputes=recomputes)
                 if cut is None or not self._is_new(cut):
                     continue
                 result = self._rewritten(cut)
-                yield (moment, slack), result
+                yield place, result
                 expected_s = result.score_s if recomputes else result.without_recompute_s
                 if expected_s <= self.bound_s * (1 + LEAST_GAIN):
                     return
@@ -190,13 +201,13 @@ class _Search:
         return bound_s
 
     def _integral_cut(
-        self, moment: int, slack: float, *, recomputes: bool, gap: float = _INTEGER_GAP
+        self, place: _Place, *, recomputes: bool, gap: float = _INTEGER_GAP
     ) -> OffloadCut | None:
         return solve_offload_cut(
             self.graph,
-            self.budget_bytes - int(slack * self.range_bytes),
-            moment,
-            self.used_limits[moment],
+            self.budget_bytes - int(place.slack * self.range_bytes),
+            place.moment,
+            self.used_limits[place.moment],
             gap=gap,
             copy_cost=_COPY_COST,
             time_limit=_INTEGER_TIME_LIMIT_S,

@@ -35,7 +35,7 @@ def stays_of_cut(
 
     A tensor has left the device by the cut, or earlier where the memory before would exceed the
     budget. It is back before the first operation that reads it, or for which an operation that
-    reads it is recomputed.
+    reads it is recomputed. Values that nothing reads after the cut are left out.
     """
     graph = trace.graph()
     needed_by = _needs(graph, cut)

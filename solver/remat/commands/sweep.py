@@ -34,27 +34,31 @@ from remat.report.comparison import ComparisonRow
 from remat.solve import SWEEP_BUDGETS, solve
 from remat.solve import sweep as solve_all
 
-WITHOUT_OFFLOADING = "without offloading"
-
 
 @dataclass(frozen=True)
 class SweepResult:
-    """The plans of a sweep; with `--offload`, also `without`: those that offload nothing."""
+    """The plans of a sweep, and those that offload nothing: empty without `--offload auto`."""
 
     plans: list[Plan]
-    without: list[Plan]
+    plans_without: list[Plan]
 
-    @property
-    def rows(self) -> list[ComparisonRow[Plan]]:
-        """The plans of `without` as points of the picture."""
+    def rows_without_offloading(self) -> list[ComparisonRow[Plan]]:
+        """Return the plans that offload nothing as points of a picture."""
         return [
-            ComparisonRow(WITHOUT_OFFLOADING, plan.budget_bytes, plan.budget_bytes, plan, "", 0.0)
-            for plan in self.without
+            ComparisonRow(
+                strategy="without offloading",
+                budget=plan.budget_bytes,
+                budget_bytes=plan.budget_bytes,
+                plan=plan,
+                reason="",
+                solve_s=0.0,
+            )
+            for plan in self.plans_without
         ]
 
 
 SweepWriter = Callable[[SweepResult, str | None], str | bytes]
-"""Returns the content of an output file for plans and the name of a device, if any."""
+"""Returns the content of an output file for a result and the name of a device, if any."""
 
 
 def sweep(
@@ -74,7 +78,8 @@ def sweep(
     """Solve for several budgets: the extra time that each saved byte costs.
 
     The output is .json (for `remat plot`), .csv, .svg, .html, .png or .pdf. The time limit applies
-    to each budget. With --offload, a picture also has the plans that offload nothing.
+    to each budget. With --offload auto, a picture also has the plans that offload nothing; "min"
+    is the smallest peak without offloading.
     """
     check_offload_options(offload, host_budget)
     budgets = [*map(Budget.parse, budget or SWEEP_BUDGETS)]
@@ -92,7 +97,7 @@ def sweep(
     limits = offload_limits(offload, host_budget, traced, is_here=False)
 
     def work(line: ProgressLine, cancel: Cancel) -> SweepResult:
-        without = solve_all(
+        plans_without = solve_all(
             traced,
             budgets,
             selected_strategy,
@@ -100,8 +105,8 @@ def sweep(
             cancel=cancel,
             on_plan=lambda plan: line.advance(),
         )
-        if limits is None:
-            return SweepResult(without, [])
+        if limits is None or cancel.is_set():
+            return SweepResult(plans_without, [])
 
         def solve_in_full(step: Trace, size: Budget) -> Plan:
             return solve(
@@ -109,10 +114,10 @@ def sweep(
             )
 
         plans = sweep_with_offload(
-            traced, budgets, limits, without,
-            solve_in_full=solve_in_full, on_plan=lambda plan: line.advance(), cancel=cancel,
+            traced, budgets, limits, plans_without,
+            solve_in_full=solve_in_full, on_plan=line.advance, cancel=cancel,
         )  # fmt: skip
-        return SweepResult(plans, without)
+        return SweepResult(plans, plans_without)
 
     steps = len(budgets) * (1 if limits is None else 2)
     result, signum = run_with_progress("sweep", steps, work)
@@ -143,7 +148,9 @@ def describe(plans: list[Plan]) -> str:
 
 def _frontier_writer(suffix: str) -> SweepWriter:
     return lambda result, device: FRONTIER_WRITERS[suffix](
-        FrontierContent(result.plans, describe(result.plans), result.rows, device=device)
+        FrontierContent(
+            result.plans, describe(result.plans), result.rows_without_offloading(), device=device
+        )
     )
 
 

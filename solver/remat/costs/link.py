@@ -22,9 +22,9 @@ class Link:
         if not all(0 < rate < math.inf for rate in rates):
             raise ValueError("the bandwidths of a link are above zero, and finite")
 
-    def slower(self, share: float) -> Link:
-        """Return a link with this share of the bandwidth in both directions."""
-        return Link(self.to_host_bytes_per_s * share, self.to_device_bytes_per_s * share)
+    def scaled(self, factor: float) -> Link:
+        """Return a link with both bandwidths multiplied by `factor`."""
+        return Link(self.to_host_bytes_per_s * factor, self.to_device_bytes_per_s * factor)
 
 
 PCIE_3 = Link(12e9, 12e9)

@@ -1,4 +1,4 @@
-"""A plan's text about the tensors that wait on the host between forward and backward."""
+"""A plan's text about the tensors that are offloaded to the host."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ def offload_lines(plan: PlanData) -> list[str]:
         return []
     lines = [
         f"{len(graph.renewal)} tensors of "
-        f"{format_bytes(sum(graph.values[v].size_bytes for v in graph.renewal))} wait on the host"
+        f"{format_bytes(sum(graph.values[v].size_bytes for v in graph.renewal))} are offloaded to "
+        "the host"
     ]
     copies_s, waiting_s = plan.stats.get(COPIES_S_STAT), plan.stats.get(WAITING_S_STAT)
     if isinstance(copies_s, int | float) and isinstance(waiting_s, int | float):
@@ -34,17 +35,20 @@ def host_lines(plan: PlanData, op: int) -> list[str]:
         if graph.producer[offloaded.value] != op:
             continue
         value = graph.values[offloaded.value]
-        reader = next(
+        readers = (
             run
             for run in range(run_of[offloaded.arrive] + 1, len(plan.schedule))
             if offloaded.value in graph.operations[plan.schedule.runs[run]].inputs
         )
+        if (reader := next(readers, None)) is None:
+            purpose = "and nothing reads it then"
+        else:
+            purpose = f"for run {reader} ({graph.operations[plan.schedule.runs[reader]].name})"
         waits_s = sum(graph.operations[o].cost_s for o in (offloaded.release, offloaded.arrive))
         lines.append(
             f"  {value.name} ({format_bytes(value.size_bytes)}) is offloaded: it leaves the device "
             f"by run {run_of[offloaded.release]} and starts to come back in run "
-            f"{run_of[offloaded.reload]}, for run {reader} "
-            f"({graph.operations[plan.schedule.runs[reader]].name}); the step waits "
+            f"{run_of[offloaded.reload]}, {purpose}; the step waits "
             f"{format_seconds(waits_s)} for its copies"
         )
     return lines

@@ -21,7 +21,7 @@ from remat.view.drawing.memory_layers import (
 
 _PID = 1
 _FORWARD, _BACKWARD = 1, 2
-_COPY_TRACKS = {"to host": 3, "to device": 4}
+_COPY_TRACKS = {"to_host": 3, "to_device": 4}
 
 Event = dict[str, "str | int | float | dict[str, str | int | float]"]
 
@@ -87,22 +87,33 @@ def _copy_events(plan: PlanData) -> list[Event]:
     if lanes is None:
         return []
     events: list[Event] = []
-    for lane, track in _COPY_TRACKS.items():
-        events.append(_name("thread_name", track, f"copies {lane}"))
-        for bar in lanes.lanes[lane]:
-            start_us, end_us = round(bar.start_s * 1e6, 3), round(bar.end_s * 1e6, 3)
-            span = {"ts": start_us, "dur": round(end_us - start_us, 3), "pid": _PID, "tid": track}
-            events.append({"name": bar.tip, "cat": "copy", "ph": "X", **span, "args": {}})
-    for start_s, size_bytes in lanes.host_bytes:
-        counter = _counter(round(start_s * 1e6, 3), {"on_host": size_bytes})
-        events.append({**counter, "name": "host memory"})
+    for direction, track in _COPY_TRACKS.items():
+        name = f"copies {direction.replace('_', ' ')}"
+        events.append(_metadata("thread_name", track, name))
+    for copy in lanes.times.copies:
+        start_us, end_us = round(copy.start_s * 1e6, 3), round(copy.end_s * 1e6, 3)
+        events.append(
+            {
+                "name": copy.tensor,
+                "cat": "copy",
+                "ph": "X",
+                "ts": start_us,
+                "dur": round(end_us - start_us, 3),
+                "pid": _PID,
+                "tid": _COPY_TRACKS[copy.direction],
+                "args": {"bytes": copy.size_bytes},
+            }
+        )
+    for start_s, size_bytes in lanes.times.host_bytes:
+        start_us = round(start_s * 1e6, 3)
+        events.append(_counter(start_us, {"on_host": size_bytes}, "host memory"))
     return events
 
 
-def _counter(start_us: float, bytes_by_layer: dict[str, int]) -> Event:
+def _counter(start_us: float, bytes_by_layer: dict[str, int], name: str = "memory") -> Event:
     """Return a counter event with the live bytes of each layer."""
     args: dict[str, str | int | float] = {**bytes_by_layer}
-    return {"name": "memory", "ph": "C", "ts": start_us, "pid": _PID, "tid": 0, "args": args}
+    return {"name": name, "ph": "C", "ts": start_us, "pid": _PID, "tid": 0, "args": args}
 
 
 def _track_names() -> list[Event]:
@@ -112,8 +123,9 @@ def _track_names() -> list[Event]:
         ("thread_name", _FORWARD, "forward"),
         ("thread_name", _BACKWARD, "backward"),
     )
-    return [_name(kind, track, name) for kind, track, name in names]
+    return [_metadata(kind, track, name) for kind, track, name in names]
 
 
-def _name(kind: str, track: int, name: str) -> Event:
+def _metadata(kind: str, track: int, name: str) -> Event:
+    """Return the event that gives a track, or the process, its name."""
     return {"name": kind, "ph": "M", "ts": 0, "pid": _PID, "tid": track, "args": {"name": name}}

@@ -54,8 +54,8 @@ _MAX_VECTOR_STROKES = 20_000
 
 
 def timeline_figure(plan: PlanData, *, x: Literal["time", "runs"] = "time") -> Figure:
-    """Return the picture of memory over the step, as `timeline_svg`. Raises `RematError` if
-    matplotlib is not installed."""
+    """Return the picture of memory over the step, as `timeline_svg`, but with only the largest
+    number of bytes on the host. Raises `RematError` if matplotlib is not installed."""
     curves = timeline.memory_curves(plan, x)
     lanes = copy_lanes(plan) if curves.by_time else None
     height = _HEIGHT if lanes is None else _HEIGHT + _COPIES_HEIGHT
@@ -79,7 +79,7 @@ def timeline_figure(plan: PlanData, *, x: Literal["time", "runs"] = "time") -> F
     _ticks(axes, "y", memory_unit, f"memory ({memory_unit.name})")
     _ticks(axes, "x", curves.unit, f"time ({curves.unit.name})" if curves.by_time else "runs")
     if lanes is not None:
-        _copies(figure, axes, lanes)
+        _add_copy_axes(figure, axes, lanes)
     boundary = first_backward_run(plan)
     if boundary is not None:
         _pass_boundary(axes, curves.starts[boundary])
@@ -98,7 +98,7 @@ def timeline_figure(plan: PlanData, *, x: Literal["time", "runs"] = "time") -> F
     return figure
 
 
-def _copies(figure: Figure, memory_axes: Axes, lanes: CopyLanes) -> None:
+def _add_copy_axes(figure: Figure, memory_axes: Axes, lanes: CopyLanes) -> None:
     """Add axes with the lanes of copies below those of the memory, over the same seconds."""
     grid = figure.add_gridspec(2, 1, height_ratios=(_HEIGHT, _COPIES_HEIGHT))
     memory_axes.set_subplotspec(grid[0])
@@ -111,7 +111,7 @@ def _copies(figure: Figure, memory_axes: Axes, lanes: CopyLanes) -> None:
     axes.set_ylim(len(names) - 0.4, -0.6)
     axes.set_yticks(range(len(names)), names, fontsize=_SMALL)
     axes.tick_params(length=0, labelbottom=False)
-    label = f"on the host: at most {format_bytes(lanes.largest_host_bytes)}"
+    label = f"on the host: at most {format_bytes(lanes.times.largest_host_bytes)}"
     axes.set_title(label, loc="right", fontsize=_SMALL, color=colour("label"), pad=2)
 
 

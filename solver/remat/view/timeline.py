@@ -1,10 +1,10 @@
 """`timeline_svg`: memory over the step, stacked by what it is used for, under the budget.
 
-Behind the stack is the memory of the baseline (without recomputation), whose time is shorter. Below
-a step with offloaded tensors are its copies, the times at which it waits for them, and the bytes on
-the host. The
-picture has at most 1,500 columns. A column shows the run with the most memory among those that
-overlap it: so a short peak is visible, and the layers of a column belong to one run.
+Behind the stack is the memory of the baseline (without recomputation and offloading), whose time is
+shorter. Below a step with offloaded tensors are its copies, the times at which it waits for them,
+and the bytes on the host. The picture has at most 1,500 columns. A column shows the run with the
+most memory among those that overlap it: so a short peak is visible, and the layers of a column
+belong to one run.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from itertools import accumulate, pairwise
 from typing import Literal
 
 from remat.limits.units import format_bytes, format_seconds
+from remat.passes.offload.copies import without_copies
 from remat.plan_data import PlanData
 from remat.schedule import Schedule
 from remat.simulate import simulate
@@ -49,7 +50,7 @@ _MAX_TIPS = 240
 _LANE_HEIGHT, _LANE_GAP, _HOST_HEIGHT = 13.0, 5.0, 48.0
 _MIN_BAR_WIDTH = 0.8
 LANE_ROLES = {"to host": "activations", "to device": "reloaded", "waiting": "waiting"}
-"""The colours of the lanes of copies: those of the memory that is copied."""
+"""The CSS role of each lane of copies."""
 
 Columns = list[tuple[float, float, int]]
 """Columns of the picture from left to right: (left edge, right edge, run that is shown)."""
@@ -111,9 +112,10 @@ def memory_curves(plan: PlanData, x: Literal["time", "runs"] = "time") -> Memory
     """Return the memory of the plan and of the baseline, over time or over runs."""
     memory = memory_layers(plan)
     during = memory.timeline.during_bytes
-    baseline = simulate(plan.graph, Schedule.keep_all(plan.graph)).during_bytes
+    baseline_graph = without_copies(plan.graph) if plan.graph.renewal else plan.graph
+    baseline = simulate(baseline_graph, Schedule.keep_all(baseline_graph)).during_bytes
     by_time = x == "time" and plan.time_s > 0
-    costs = (operation.cost_s for operation in plan.graph.operations)
+    costs = (operation.cost_s for operation in baseline_graph.operations)
     highest_bytes = max((*during, *baseline, 1))
     budget_fits = plan.budget_bytes <= 1.3 * highest_bytes
     return MemoryCurves(
@@ -126,14 +128,8 @@ def memory_curves(plan: PlanData, x: Literal["time", "runs"] = "time") -> Memory
         by_time=by_time,
         top_bytes=max(highest_bytes, plan.budget_bytes if budget_fits else 0),
         budget_fits=budget_fits,
-        baseline_label=", ".join((*_changes(plan), BASELINE_LABEL)),
+        baseline_label=f"in pieces, {BASELINE_LABEL}" if plan.graph.splits else BASELINE_LABEL,
     )
-
-
-def _changes(plan: PlanData) -> list[str]:
-    """Return what was changed about the step whose baseline is drawn."""
-    graph = plan.graph
-    return ["in pieces"] * bool(graph.splits) + ["offloaded"] * bool(graph.renewal)
 
 
 def timeline_svg(plan: PlanData, *, x: Literal["time", "runs"] = "time") -> str:
@@ -188,12 +184,12 @@ def _copy_strip(lanes: CopyLanes, x_axis: Axis, top: float) -> tuple[list[str], 
             role = LANE_ROLES[name]
             parts.append(svg.rectangle(left, y, width, _LANE_HEIGHT, role, bar.tip))
         y += _LANE_HEIGHT + _LANE_GAP
-    most_bytes = lanes.largest_host_bytes
+    most_bytes = lanes.times.largest_host_bytes
     bottom = y + _HOST_HEIGHT
     host_axis = Axis(0, most_bytes, bottom, -_HOST_HEIGHT)
-    changes = [*lanes.host_bytes, (x_axis.high, 0)]
+    changes = [*lanes.times.host_bytes, (x_axis.high, 0)]
     columns = [(s, after_s, i) for i, ((s, _), (after_s, _)) in enumerate(pairwise(changes))]
-    heights = [size for _, size in lanes.host_bytes]
+    heights = [size for _, size in lanes.times.host_bytes]
     area = _staircase_area(columns, heights, x_axis, host_axis)
     parts.append(svg.path(area, "on-host", f"on the host: at most {format_bytes(most_bytes)}"))
     parts.append(svg.text(_LEFT - 6, bottom - _HOST_HEIGHT / 2 + 4, "on host", anchor="end"))

@@ -15,7 +15,7 @@ from remat.schedule import Schedule
 from remat.view.chrome import chrome_trace
 from remat.view.drawing.copy_lanes import Bar, copy_lanes
 from remat.view.drawing.memory_layers import memory_layers
-from remat.view.timeline import timeline_svg
+from remat.view.timeline import memory_curves, timeline_svg
 
 SIZES = {"a": 100, "sent": 0, "stored": 0, "y": 10, "buffer": 100, "grad": 10, "result": 10}
 A, SENT, STORED, Y, BUFFER, GRAD, RESULT = range(len(SIZES))
@@ -53,7 +53,7 @@ def test_copies_and_waiting_are_those_counted_by_hand() -> None:
         "to device": [Bar(3.0, 7.0, "a to device: 100 B in 4 s")],
         "waiting": [Bar(2.0, 3.0, "waits 1 s for a"), Bar(4.0, 7.0, "waits 3 s for a")],
     }
-    assert lanes.host_bytes == ((0.0, 0), (1.0, 100), (3.0, 0))
+    assert lanes.times.host_bytes == ((0.0, 0), (1.0, 100), (7.0, 0))
 
 
 def test_what_comes_back_is_a_layer() -> None:
@@ -68,16 +68,22 @@ def test_the_timeline_shows_copies_only_where_there_are_some() -> None:
     picture = timeline_svg(plan)
     for label in ("to host", "to device", "waiting", "on host", "at most 100 B"):
         assert f">{label}</text>" in picture
-    assert "offloaded, without recomputation" in picture
+    assert ">without recomputation</text>" in picture
     for other in (timeline_svg(plan, x="runs"), timeline_svg(replace(plan, stats={}))):
         assert ">to host</text>" not in other
 
 
-@pytest.mark.parametrize("rate", ["fast", 0.0, -1.0, None])
+@pytest.mark.parametrize("rate", ["fast", 0.0, -1.0, None, 10**400, float("inf")])
 def test_a_document_without_a_valid_bandwidth_has_no_copies(rate: object) -> None:
     plan = offloading_plan()
     stats = {**plan.stats, TO_HOST_RATE_STAT: rate}
     assert copy_lanes(replace(plan, stats=stats)) is None  # type: ignore[arg-type]
+
+
+def test_the_baseline_is_the_step_without_copies() -> None:
+    curves = memory_curves(offloading_plan())
+    assert curves.baseline_bytes == (100, 110, 120, 120)
+    assert curves.baseline_starts == [0.0, 1.0, 2.0, 3.0, 5.0]
 
 
 def test_perfetto_shows_copies_on_tracks_of_their_own() -> None:
@@ -85,4 +91,4 @@ def test_perfetto_shows_copies_on_tracks_of_their_own() -> None:
     copies = [(e["tid"], e["ts"], e["dur"]) for e in events if e.get("cat") == "copy"]
     assert copies == [(3, 1e6, 2e6), (4, 3e6, 4e6)]
     on_host = [(e["ts"], e["args"]["on_host"]) for e in events if e["name"] == "host memory"]
-    assert on_host == [(0.0, 0), (1e6, 100), (3e6, 0)]
+    assert on_host == [(0.0, 0), (1e6, 100), (7e6, 0)]

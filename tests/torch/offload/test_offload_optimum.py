@@ -43,15 +43,15 @@ def captured() -> Trace:
     return remat.measure(remat.trace(Chain(), (torch.randn(4, 64),)), remat.Roofline("cpu"))
 
 
-def with_costs(trace: Trace, costs: random.Random) -> Trace:
+def with_costs(trace: Trace, rng: random.Random) -> Trace:
     nodes = tuple(
-        node if node.view else node.model_copy(update={"cost_s": costs.choice((0.5, 1.0, 3.0))})
+        node if node.view else node.model_copy(update={"cost_s": rng.choice((0.5, 1.0, 3.0))})
         for node in trace.nodes
     )
     return trace.replace(nodes=nodes)
 
 
-def plan(trace: Trace, budget_bytes: int, limits: OffloadLimits) -> TracePlan:
+def plan_with_offload(trace: Trace, budget_bytes: int, limits: OffloadLimits) -> TracePlan:
     return solve_step(
         trace,
         Budget.parse(budget_bytes),
@@ -74,21 +74,21 @@ def plan(trace: Trace, budget_bytes: int, limits: OffloadLimits) -> TracePlan:
 def test_no_plan_beats_brute_force_and_most_are_optimal(
     captured: Trace, rates: tuple[float, ...], examples: int
 ) -> None:
-    choices = random.Random(0)
+    rng = random.Random(0)
     ratios: list[float] = []
     offload_count = 0
     for _ in range(examples):
-        trace, rate = with_costs(captured, choices), choices.choice(rates)
+        trace, rate = with_costs(captured, rng), rng.choice(rates)
         graph, limits = trace.graph(), OffloadLimits(Link(rate, rate), None, MIN_BYTES)
         baseline = remat.simulate(graph, remat.Schedule.keep_all(graph))
         least_bytes = peak_lower_bound_bytes(graph)
-        share = choices.choice((0.0, 0.3, 0.7))
+        share = rng.choice((0.0, 0.3, 0.7))
         budget_bytes = least_bytes + int(share * (baseline.peak_bytes - least_bytes))
         names = {c.tensor for c in offload_candidates(trace) if c.size_bytes >= MIN_BYTES}
         values = frozenset(v for v, value in enumerate(graph.values) if value.name in names)
         assert len(values) == 2
         optimum = cheapest_with_offload(graph, budget_bytes, limits.link, values, UNLIMITED)
-        chosen = plan(trace, budget_bytes, limits)
+        chosen = plan_with_offload(trace, budget_bytes, limits)
         assert optimum is not None
         assert chosen.plan.peak_bytes <= budget_bytes
         ratios.append(chosen.plan.time_s / optimum)

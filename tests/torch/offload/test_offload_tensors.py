@@ -264,9 +264,10 @@ def test_what_only_recomputations_read_is_offloaded_for_them() -> None:
         if c.tensor in reader.operand_names and reader.results[0].name in by_name
         if by_name[reader.results[0].name].first_backward_reader is not None
     )
-    with pytest.raises(RematError, match="nothing in the backward needs it"):
+    with pytest.raises(RematError, match="no operation of the backward reads it"):
         offload_tensors(plain, [HostStay(only.tensor)], FAST)
-    needed_by = plain.nodes[read.first_backward_reader or 0].name
+    assert read.first_backward_reader is not None
+    needed_by = plain.nodes[read.first_backward_reader].name
     trace = offload_tensors(plain, [HostStay(only.tensor, needed_by=needed_by)], FAST)
     graph = trace.graph()
     index = {o.name: i for i, o in enumerate(graph.operations)}

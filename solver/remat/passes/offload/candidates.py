@@ -1,4 +1,4 @@
-"""Tensors of the forward that can be offloaded after their last reader there."""
+"""Tensors of the forward that can be offloaded after their last use in the forward."""
 
 from __future__ import annotations
 

@@ -7,8 +7,10 @@ step waits where it needs the end of a copy: to free the tensor, or to read it.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from types import MappingProxyType
 from typing import Literal
 
@@ -33,6 +35,11 @@ class OffloadedValue:
     reload: int
     arrive: int
 
+    @property
+    def operations(self) -> tuple[int, int, int, int]:
+        """The four operations of its copies."""
+        return self.offload, self.release, self.reload, self.arrive
+
 
 @dataclass(frozen=True, slots=True)
 class TimedCopy:
@@ -46,22 +53,30 @@ class TimedCopy:
 
 
 @dataclass(frozen=True, slots=True)
-class CopyTimes:
-    """Simulated times of one step with copies.
+class Wait:
+    """The seconds in which an operation waits for a copy of a tensor."""
 
-    `waits_s` are the seconds that operations wait for copies, by their names. `host_bytes` are the
-    bytes on the host from a time on, in order: (seconds, bytes) at each change.
-    """
+    operation: str
+    tensor: str
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class CopyTimes:
+    """Simulated times of one step with copies. `host_bytes` has (seconds, bytes on the host) at
+    each change: memory for a tensor is taken where the step starts its copy, and free when the
+    copy back has ended."""
 
     step_s: float
-    waits_s: Mapping[str, float]
+    waits: tuple[Wait, ...]
     copies: tuple[TimedCopy, ...]
     host_bytes: tuple[tuple[float, int], ...]
 
     @property
     def waiting_s(self) -> float:
         """The part of `step_s` in which the step waits for copies."""
-        return math.fsum(self.waits_s.values())
+        return math.fsum(wait.end_s - wait.start_s for wait in self.waits)
 
     @property
     def copying_s(self) -> float:
@@ -75,18 +90,51 @@ class CopyTimes:
 
 
 def offloaded_values(graph: Graph) -> tuple[OffloadedValue, ...]:
-    """Return the values of a graph that are offloaded, in the order of their copies to the host."""
+    """Return the values of a graph that are offloaded, in the order of their copies to the host.
+
+    A graph does not say what its operations do, so that their relations tell: `release` needs the
+    copy that `offload` read, and `arrive` renews the value from the result of `reload`.
+    """
     offloaded: list[OffloadedValue] = []
     for release, operation in enumerate(graph.operations):
         if operation.same_copy_as < 0:
             continue
-        for value in graph.shared_inputs(operation) & set(graph.renewal):
+        for value in graph.shared_inputs(operation) & graph.renewal.keys():
             arrive = graph.renewal[value]
-            for buffer in graph.operations[arrive].inputs[:1]:
-                reload = graph.producer[buffer]
+            if buffers := graph.operations[arrive].inputs:
+                reload = graph.producer[buffers[0]]
                 offload = operation.same_copy_as
-                offloaded.append(OffloadedValue(value, buffer, offload, release, reload, arrive))
+                offloaded.append(
+                    OffloadedValue(value, buffers[0], offload, release, reload, arrive)
+                )
     return tuple(sorted(offloaded, key=lambda o: o.offload))
+
+
+def without_copies(graph: Graph) -> Graph:
+    """Return the graph of the step in which offloaded values stay on the device."""
+    offloaded = offloaded_values(graph)
+    removed = {op for o in offloaded for op in o.operations}
+    operations = [o for op, o in enumerate(graph.operations) if op not in removed]
+    produced = {v for o in operations for v in o.outputs}
+    new_index = dict(zip(sorted(produced), range(len(produced)), strict=True))
+    index = {op: i for i, op in enumerate(op for op in range(len(graph)) if op not in removed)}
+    return replace(
+        graph,
+        operations=tuple(
+            replace(
+                operation,
+                inputs=tuple(new_index[v] for v in operation.inputs if v in produced),
+                outputs=tuple(new_index[v] for v in operation.outputs),
+                overwrites=tuple(new_index[v] for v in operation.overwrites if v in produced),
+                renews=tuple(new_index[v] for v in operation.renews),
+                same_copy_as=index.get(operation.same_copy_as, -1),
+            )
+            for operation in operations
+        ),
+        values=tuple(value for v, value in enumerate(graph.values) if v in produced),
+        results=frozenset(new_index[v] for v in graph.results if v in produced),
+        boundary=None if graph.boundary is None else index.get(graph.boundary),
+    )
 
 
 def copy_times(
@@ -97,45 +145,45 @@ def copy_times(
 ) -> CopyTimes:
     """Return the times of a step whose operations run in this order.
 
-    The costs of operations that wait for copies are replaced by what they wait. `recomputed_s` are
-    seconds that operations take longer, by their names, for recomputations that `runs` lacks.
+    The costs of `release` and `arrive` are replaced by the simulated waiting. `recomputed_s` are
+    seconds of recomputation that are expected before operations, by their names.
     """
-    offloaded = offloaded_values(graph)
-    starts_to_host = {o.offload: o for o in offloaded}
-    starts_to_device = {o.reload: o for o in offloaded}
-    awaited = {o.release: ("to_host", o.value) for o in offloaded}
-    awaited |= {o.arrive: ("to_device", o.value) for o in offloaded}
     rates: dict[Direction, float] = {
         "to_host": link.to_host_bytes_per_s,
         "to_device": link.to_device_bytes_per_s,
     }
+    starts: dict[int, list[tuple[Direction, int]]] = defaultdict(list)
+    awaited: dict[int, list[tuple[Direction, int]]] = defaultdict(list)
+    for o in offloaded_values(graph):
+        starts[o.offload].append(("to_host", o.value))
+        starts[o.reload].append(("to_device", o.value))
+        awaited[o.release].append(("to_host", o.value))
+        awaited[o.arrive].append(("to_device", o.value))
     now_s = 0.0
     free_s: dict[Direction, float] = {"to_host": 0.0, "to_device": 0.0}
-    end_s: dict[tuple[str, int], float] = {}
-    waits_s: dict[str, float] = {}
+    end_s: dict[tuple[Direction, int], float] = {}
+    waits: list[Wait] = []
     copies: list[TimedCopy] = []
-    host_bytes = [(0.0, 0)]
-
-    def start(direction: Direction, value: int) -> None:
-        size_bytes = graph.values[value].size_bytes
-        begin_s = max(now_s, free_s[direction])
-        free_s[direction] = begin_s + size_bytes / rates[direction]
-        end_s[direction, value] = free_s[direction]
-        name = graph.values[value].name
-        copies.append(TimedCopy(name, direction, size_bytes, begin_s, free_s[direction]))
-        change_bytes = size_bytes if direction == "to_host" else -size_bytes
-        host_bytes.append((now_s, host_bytes[-1][1] + change_bytes))
-
+    changes: list[tuple[float, int]] = [(0.0, 0)]
     for op in runs:
         operation = graph.operations[op]
-        if op in starts_to_host:
-            start("to_host", starts_to_host[op].value)
-        elif op in starts_to_device:
-            start("to_device", starts_to_device[op].value)
-        elif op in awaited:
-            waits_s[operation.name] = max(0.0, end_s[awaited[op]] - now_s)
-            now_s += waits_s[operation.name]
-        else:
-            now_s += operation.cost_s
         now_s += recomputed_s.get(operation.name, 0.0)
-    return CopyTimes(now_s, waits_s, tuple(copies), tuple(host_bytes))
+        for direction, value in starts.get(op, ()):
+            name, size_bytes = graph.values[value].name, graph.values[value].size_bytes
+            begin_s = max(now_s, free_s[direction])
+            free_s[direction] = end_s[direction, value] = begin_s + size_bytes / rates[direction]
+            copies.append(TimedCopy(name, direction, size_bytes, begin_s, free_s[direction]))
+            if direction == "to_host":
+                changes.append((now_s, size_bytes))
+            else:
+                changes.append((free_s[direction], -size_bytes))
+        for copy in awaited.get(op, ()):
+            until_s = max(now_s, end_s.get(copy, now_s))
+            waits.append(Wait(operation.name, graph.values[copy[1]].name, now_s, until_s))
+            now_s = until_s
+        if op not in starts and op not in awaited:
+            now_s += operation.cost_s
+    changes.sort()
+    sizes = accumulate(change for _, change in changes)
+    host_bytes = tuple(zip((seconds for seconds, _ in changes), sizes, strict=True))
+    return CopyTimes(now_s, tuple(waits), tuple(copies), host_bytes)

@@ -28,8 +28,8 @@ class HostStay:
     It has left the device before the operation `gone_by` runs, and starts to come back at the
     operation `away_until` or later; "" leaves this to the times of the copies. It is back before
     the operation `needed_by` of the backward, or before its first reader there if that is earlier
-    or `needed_by` is "": recomputations may read it before. It is not "" for a tensor that the
-    backward does not read.
+    or `needed_by` is "": recomputations may read it before. A tensor that the backward
+    does not read requires it.
     """
 
     tensor: str
@@ -67,7 +67,10 @@ def offload_tensors(
         if candidate.first_backward_reader is not None:
             needs.append(candidate.first_backward_reader)
         if not needs:
-            raise RematError(f"{stay.tensor} cannot be offloaded: nothing in the backward needs it")
+            raise RematError(
+                f"{stay.tensor} cannot be offloaded: no operation of the backward reads it, and "
+                "nothing says before which operation a recomputation does; set needed_by"
+            )
         needed = min(needs)
         gone = index[stay.gone_by] if stay.gone_by else None
         until = index[stay.away_until] if stay.away_until else 0

@@ -23,9 +23,8 @@ LAYERS = {
 
 *Constant* memory is a single number in a plan. *Results* stay in memory to the end. *Activations*
 are the first copies of what forward operations write, *activation gradients* those of what backward
-operations write. *Reloaded* is the memory of tensors on their way back from the host, and that of
-those which are back. *Recomputed* are all other copies. *Workspace* is live while its operation
-runs.
+operations write. *Reloaded* are tensors that are being copied back from the host, or were.
+*Recomputed* are all other copies. *Workspace* is live while its operation runs.
 """
 
 
