@@ -46,7 +46,7 @@ def draw_plan(plan: remat.Plan, folder: Path) -> None:
 
 
 def offloading_plan_of_llama() -> remat.Plan:
-    """The plan that is drawn for offloading."""
+    """Return the plan of the picture of offloading."""
     config = LlamaConfig(
         num_hidden_layers=4, vocab_size=1024, hidden_size=4096, intermediate_size=14336,
         num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=32768,

@@ -35,7 +35,7 @@ def solve(
 ) -> None:
     """Find the schedule with the least extra time whose peak is within the budget.
 
-    With --split, operations may run in pieces, and with --offload, tensors may wait on the host:
+    With --split, operations may run in pieces, and with --offload, tensors may be offloaded:
     --program has them then, too. The costs of pieces and copies come from where those of the trace
     came from: a data sheet, or this machine.
     """

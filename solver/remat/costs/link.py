@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from remat.errors import wrong_type
+
 
 @dataclass(frozen=True, slots=True)
 class Link:
     """Bytes per second of copies to the host and to the device, from and to pinned memory, each as
     if the other direction were idle.
 
-    Raises ValueError for rates that are not above zero.
+    Raises TypeError unless they are numbers, and ValueError for rates that are not above zero.
     """
 
     to_host_bytes_per_s: float
@@ -19,6 +21,11 @@ class Link:
 
     def __post_init__(self) -> None:
         rates = (self.to_host_bytes_per_s, self.to_device_bytes_per_s)
+        for rate in rates:
+            if isinstance(rate, bool) or not isinstance(rate, int | float):
+                raise wrong_type(
+                    "Link", "numbers of bytes per second", rate, "pass Link(55e9, 55e9)"
+                )
         if not all(0 < rate < math.inf for rate in rates):
             raise ValueError("the bandwidths of a link are above zero, and finite")
 

@@ -1,5 +1,5 @@
-"""The options `offload` and `host_budget`: whether tensors may wait on the host, and how many
-bytes."""
+"""The options `offload` and `host_budget`: whether tensors may be offloaded to the host, and how
+many bytes."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ def is_offload_allowed(offload: object) -> bool:
     """True if `offload` is "auto", False if it is "off". Raises ValueError for anything else."""
     if offload in (OFFLOAD_AUTO, OFFLOAD_OFF):
         return offload == OFFLOAD_AUTO
-    near = (
-        similar_names_hint(offload, (OFFLOAD_AUTO, OFFLOAD_OFF)) if isinstance(offload, str) else ""
-    )
+    names = (OFFLOAD_AUTO, OFFLOAD_OFF)
+    near = similar_names_hint(offload, names, "; near: ") if isinstance(offload, str) else ""
     raise ValueError(
         f"offload is {offload!r}{near}; it is {OFFLOAD_AUTO!r} to copy tensors to the host where "
         f"that pays, or {OFFLOAD_OFF!r}"

@@ -9,6 +9,7 @@ from remat.allocator.prediction import AllocatorPrediction
 from remat.errors import wrong_type
 from remat.graph import Graph
 from remat.limits.units import format_bytes, format_seconds
+from remat.passes.offload.copies import count_without_copies
 from remat.plan_data import REQUESTED_GAP_STAT, RESERVED_BYTES_STAT, PlanData, Status
 from remat.report.offloads import offload_lines
 from remat.report.solve_progress import describe_solve_steps
@@ -46,7 +47,8 @@ def describe(plan: PlanData, solve: bool = False) -> str:
         f"bound     {_bound_text(plan)}",
         *_labelled("split", split_lines(plan)),
         *_labelled("offload", offload_lines(plan)),
-        f"recompute {sum(recomputed.values())} runs of {len(recomputed)} of {len(graph)} "
+        f"recompute {sum(recomputed.values())} runs of {len(recomputed)} of "
+        f"{count_without_copies(graph)} "
         "operations",
     ]
     if plan.stats.get("cuda_graphs"):

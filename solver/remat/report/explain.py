@@ -12,6 +12,7 @@ from itertools import pairwise
 from remat.errors import UnknownName, similar_names_hint, wrong_type
 from remat.graph import Graph
 from remat.limits.units import format_bytes, format_seconds
+from remat.passes.offload.copies import offloaded_values
 from remat.plan_data import PlanData
 from remat.report.describe import SCOPE_TEXT
 from remat.report.module_lines import module_lines, phase, plural
@@ -252,8 +253,8 @@ def _why_not_recomputable(graph: Graph, op: int) -> str:
     operation = graph.operations[op]
     if op == graph.boundary:
         return "it marks the start of the backward pass and cannot be recomputed"
-    if operation.renews:
-        return "it waits for a copy from the host, which is made once"
+    if any(op in offloaded.operations for offloaded in offloaded_values(graph)):
+        return "it starts a copy between device and host, or waits for one, which is made once"
     if not operation.recomputable:
         return (
             "it cannot be recomputed (recomputable=False): it mutates memory, a second run would "
@@ -281,7 +282,9 @@ def _copy_lines(plan: PlanData, op: int, timeline: Timeline) -> list[str]:
             last_reader = graph.operations[plan.schedule.runs[copy.end]].name
             end = f"freed after run {copy.end} ({last_reader})"
         size = format_bytes(value.size_bytes)
-        lines.append(f"  {value.name} ({size}): produced in run {copy.start}, {end}")
+        is_reloaded = graph.renewal.get(copy.value) == plan.schedule.runs[copy.start]
+        verb = "copied back by" if is_reloaded else "produced in"
+        lines.append(f"  {value.name} ({size}): {verb} run {copy.start}, {end}")
     return lines
 
 

@@ -70,6 +70,8 @@ def plural(word: str, count: int) -> str:
 def _retained_text(graph: Graph, op: int) -> str:
     """Return the state of an operation that is not recomputed, as text."""
     operation = graph.operations[op]
+    if op not in graph.renewal.values() and not graph.renewal.keys().isdisjoint(operation.outputs):
+        return "offloaded"
     if operation.outputs and all(v in graph.results for v in operation.outputs):
         return "retained (result)"
     if not operation.recomputable:

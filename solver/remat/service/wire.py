@@ -227,7 +227,7 @@ class SolveRequest(_Request):
     split: SplitData = SPLIT_OFF
     """The number of pieces of the trace's largest operations, "auto", or "off"."""
     offload: OffloadData = OFFLOAD_OFF
-    """"auto" if tensors may wait on the host between forward and backward, or "off"."""
+    """"auto" if tensors may be offloaded to the host between forward and backward, or "off"."""
     host_budget: HostBudgetData | None = None
     """The most bytes on the host at once; null for any number."""
     link: LinkRecord | None = None

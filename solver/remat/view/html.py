@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from remat.allocator.prediction import AllocatorPrediction
 from remat.documents.program import Program
 from remat.limits.units import format_bytes, format_seconds
+from remat.passes.offload.copies import count_without_copies
 from remat.plan_data import PlanData
 from remat.report.comparison import ComparisonData, ComparisonRow
 from remat.report.describe import describe
@@ -139,6 +140,7 @@ def _allocator_text(plan: PlanData) -> str:
 def _figures(plan: PlanData) -> str:
     """Return four boxes with the peak, extra time, lower bound and recomputations of a plan."""
     recomputed = plan.schedule.recomputed(plan.graph)
+    operation_count = count_without_copies(plan.graph)
     bound, gap = "none", "no bound is proved"
     if plan.lower_bound is not None and plan.gap is not None:
         bound = f"{plan.lower_bound:+.2%}"
@@ -157,7 +159,7 @@ def _figures(plan: PlanData) -> str:
         (bound, gap),
         (
             f"{sum(recomputed.values()):,}",
-            f"recomputations of {len(recomputed):,} of {len(plan.graph):,} operations",
+            f"recomputations of {len(recomputed):,} of {operation_count:,} operations",
         ),
     ]
     boxes = (

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from remat.limits.units import format_bytes, format_seconds
+from remat.passes.offload.copies import count_without_copies
 from remat.plan_data import PlanData
 from remat.report.pieces import operation_labels
 from remat.view.drawing import svg
@@ -141,7 +142,9 @@ def _tips(plan: PlanData, grid: ScheduleGrid, left: float, row_height: int) -> l
 def summary(plan: PlanData) -> str:
     """Return the numbers of runs, operations and recomputations, as text."""
     recomputed = plan.schedule.recomputed(plan.graph)
+    copy_count = len(plan.graph) - count_without_copies(plan.graph)
+    copies = f" ({copy_count:,} of them for copies)" if copy_count else ""
     return (
-        f"{len(plan.schedule):,} runs of {len(plan.graph):,} operations; {len(recomputed):,} "
-        f"operations are recomputed, {sum(recomputed.values()):,} times in all"
+        f"{len(plan.schedule):,} runs of {len(plan.graph):,} operations{copies}; "
+        f"{len(recomputed):,} operations are recomputed, {sum(recomputed.values()):,} times in all"
     )

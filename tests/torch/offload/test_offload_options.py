@@ -20,6 +20,8 @@ import remat
 from remat.documents.program import Program, Statement
 from remat.documents.targets import ARRIVE_TARGET, OFFLOAD_TARGET, RELEASE_TARGET
 from remat.frontend.planning.host_limits import host_limits, measured_link, prepare_host
+from remat.frontend.runtime.host_file import DIRECTORY_VARIABLE
+from remat.passes.offload.copies import offloaded_values
 from remat.plan_data import HOST_BYTES_STAT
 from remat.service import wire
 
@@ -94,6 +96,51 @@ def test_a_plan_that_the_host_has_no_room_for_is_an_error_before_the_first_step(
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
     with pytest.raises(remat.BudgetError, match=r"the plan offloads .* pass a smaller host_budget"):
         prepare_host(trace)
+
+
+def test_a_directory_that_does_not_exist_is_an_error_of_planning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case = net_case()
+    monkeypatch.setenv(DIRECTORY_VARIABLE, "/nowhere")
+    with pytest.raises(remat.RematError, match=rf"/nowhere: No such file .*{DIRECTORY_VARIABLE}"):
+        remat.optimize(case.model, "70%", case.args, costs=COSTS, offload="auto")
+
+
+def test_a_full_disk_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = measured(net_case())
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.warns(UserWarning, match="nothing is offloaded: 1000 B in .* are free"):
+        limits = host_limits("auto", None, FAST, trace, COSTS, None)
+    assert limits is not None
+    assert limits.host_bytes == 500
+
+
+@pytest.mark.parametrize("link", [5e9, (1e9, 1e9), "fast"])
+def test_a_link_is_a_link(link: object) -> None:
+    with pytest.raises(TypeError, match=r"pass link=remat.Link\(55e9, 55e9\)"):
+        host_limits("auto", None, link, measured(net_case()), COSTS, None)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="Link needs numbers of bytes per second; got a str"):
+        remat.Link("12GB/s", 1e9)  # type: ignore[arg-type]
+
+
+def test_what_is_offloaded_is_explained() -> None:
+    chosen = choose(measured(net_case()), "70%", FAST)
+    plan = chosen.plan
+    offloaded = offloaded_values(plan.graph)[0]
+    operations = plan.graph.operations
+    producer = operations[plan.graph.producer[offloaded.value]]
+    explained = plan.explain(producer.name)
+    assert f"{plan.graph.values[offloaded.value].name} (" in explained
+    assert "is offloaded: it leaves the device by run" in explained
+    assert "copied back by run" in explained
+    row = next(x for x in plan.explain(producer.module).splitlines() if producer.name in x)
+    assert "offloaded" in row
+    for op in offloaded.operations:
+        assert operations[op].module == producer.module
+        assert "copy between device and host" in plan.explain(operations[op].name)
+    count = len(measured(net_case()).graph())
+    assert f"of {count} operations" in plan.describe()
 
 
 def test_the_link_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -216,7 +216,7 @@ Offload = Annotated[
     typer.Option(
         "--offload",
         metavar="auto|off",
-        help="Let tensors wait on the host between forward and backward where that pays.",
+        help="Offload tensors to the host between forward and backward where that pays.",
     ),
 ]
 HostBudget = Annotated[

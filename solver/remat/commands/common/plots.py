@@ -126,7 +126,7 @@ def find_plot_writer(kind: str | None, suffix: str, is_sweep: bool) -> PlotWrite
         kind = "frontier"
     kinds = [k for k, s in PLOT_WRITERS if s == suffix]
     if kind is None and kinds:
-        kind = kinds[0]
+        kind = "timeline" if "timeline" in kinds else kinds[0]
     if kind is None:
         raise UsageError(
             f"the file name ending {suffix!r} does not select a kind: use one of "

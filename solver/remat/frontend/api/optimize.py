@@ -73,7 +73,7 @@ def optimize(
     and using another tensor of it raises `OutputNotComputed`; in evaluation the model returns
     everything. `split` says into how
     many pieces the operations that need the most memory may be split: "auto" if that makes the step
-    faster, "off", or a number. With `offload="auto"`, tensors wait on the host between forward and
+    faster, "off", or a number. With `offload="auto"`, tensors are on the host between forward and
     backward where that makes the step faster than recomputation does, or the budget feasible: in
     pinned memory for a GPU, in a file in `REMAT_OFFLOAD_DIR` for a CPU. At most `host_budget`
     ("16GiB") of them are there at once, by default a half of what is free. `link` has the bandwidth

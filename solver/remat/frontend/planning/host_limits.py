@@ -11,17 +11,18 @@ import os
 import shutil
 import statistics
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from remat.choice.offloaded_traces import OffloadLimits
+from remat.choice.offloaded_traces import MIN_BYTES, OffloadLimits
 from remat.costs.link import Link
 from remat.costs.roofline import Roofline
-from remat.documents.targets import OFFLOAD_TARGET
+from remat.documents.targets import ARRIVE_TARGET, OFFLOAD_TARGET
 from remat.documents.trace import Trace
-from remat.errors import BudgetError
+from remat.errors import BudgetError, wrong_type
 from remat.frontend.costs.cost_cache import CostCache, MeasuredCost
 from remat.frontend.costs.cost_key import device_name
 from remat.frontend.memory.device_memory import free_bytes
@@ -50,10 +51,13 @@ def host_limits(
 
     Without `link`, it is that of a data sheet if the costs are, or the GPU is absent; else it is
     measured on this machine, once. `is_here` says that the step will run on this machine: its free
-    memory limits the host budget. Raises `BudgetError` for a host budget above what is free.
+    memory limits the host budget. Raises `BudgetError` for a host budget above what is free, and
+    `RematError` for a directory in which no file can be created.
     """
     if not is_offload_allowed(offload):
         return None
+    if link is not None and not isinstance(link, Link):
+        raise wrong_type("offload", "a remat.Link", link, "pass link=remat.Link(55e9, 55e9)")
     host_bytes = parse_host_budget(host_budget)
     if not isinstance(costs, Roofline) and trace.gpu and not torch.cuda.is_available():
         costs, is_here = Roofline(trace.gpu), False
@@ -72,7 +76,13 @@ def _checked_host_bytes(host_bytes: int | None, device: torch.device) -> int | N
     if free_bytes is None:
         return host_bytes
     if host_bytes is None:
-        return int(_FREE_SHARE * free_bytes)
+        host_bytes = int(_FREE_SHARE * free_bytes)
+        if host_bytes < MIN_BYTES:
+            warnings.warn(
+                f"nothing is offloaded: {format_bytes(free_bytes)} {_host_name(device)} are free",
+                stacklevel=2,
+            )
+        return host_bytes
     if host_bytes > free_bytes:
         raise BudgetError(
             f"the host budget is {format_bytes(host_bytes)}, and {format_bytes(free_bytes)} "
@@ -86,6 +96,7 @@ def _free_host_bytes(device: torch.device) -> int | None:
     memory. What earlier plans have pinned counts as free: their steps do not run at the same
     time."""
     if device.type == "cpu":
+        HostFile(offload_directory()).close()  # raises an error that names the directory
         return shutil.disk_usage(offload_directory()).free
     free = free_bytes("cpu")
     if free is None or not torch.cuda.is_available():
@@ -168,18 +179,22 @@ def _seconds_on_cuda(device: torch.device) -> list[float]:
 def prepare_host(trace: Trace) -> None:
     """Pin memory for the offloaded tensors of a plan's trace, before its first step. Raises
     `BudgetError` if less is free on the host, and `RematError` if it cannot be pinned."""
-    sizes_bytes = [
-        trace.storage_bytes[trace.storage_of[node.operand_names[0]]]
-        for node in trace.nodes
-        if node.target == OFFLOAD_TARGET
-    ]
+    sizes_bytes: list[int] = []
+    host_bytes = most_bytes = 0
+    for node in trace.nodes:
+        if node.target == OFFLOAD_TARGET:
+            sizes_bytes.append(trace.storage_bytes[trace.storage_of[node.operand_names[0]]])
+            host_bytes += sizes_bytes[-1]
+            most_bytes = max(most_bytes, host_bytes)
+        elif node.target == ARRIVE_TARGET:
+            host_bytes -= trace.storage_bytes[node.results[0].storage]
     if not sizes_bytes:
         return
     device = torch.device(trace.device)
     free_bytes = _free_host_bytes(device)
-    if free_bytes is not None and sum(sizes_bytes) > free_bytes:
+    if free_bytes is not None and most_bytes > free_bytes:
         raise BudgetError(
-            f"the plan offloads {format_bytes(sum(sizes_bytes))}, and {format_bytes(free_bytes)} "
+            f"the plan offloads {format_bytes(most_bytes)}, and {format_bytes(free_bytes)} "
             f"{_host_name(device)} are free: pass a smaller host_budget"
         )
     if device.type == "cuda" and torch.cuda.is_available():

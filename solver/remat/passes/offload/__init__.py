@@ -1,1 +1,1 @@
-"""Offloading: tensors that wait on the host between the forward and the backward."""
+"""Offloading: tensors that are on the host between the forward and the backward."""

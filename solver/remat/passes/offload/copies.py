@@ -110,6 +110,11 @@ def offloaded_values(graph: Graph) -> tuple[OffloadedValue, ...]:
     return tuple(sorted(offloaded, key=lambda o: o.offload))
 
 
+def count_without_copies(graph: Graph) -> int:
+    """Return the number of operations, without those that start copies or wait for them."""
+    return len(graph) - len({op for o in offloaded_values(graph) for op in o.operations})
+
+
 def without_copies(graph: Graph) -> Graph:
     """Return the graph of the step in which offloaded values stay on the device."""
     offloaded = offloaded_values(graph)

@@ -87,7 +87,7 @@ class _Insertion:
 
     def _add_operations(self, place: CopyPlaces) -> None:
         """Add the four operations of a tensor."""
-        producer, reader = self.old.nodes[place.producer], self.old.nodes[place.needed]
+        producer = self.old.nodes[place.producer]
         result = producer.results[place.result]
         name, tensor = result.name, result.tensor
         size_bytes = self.old.storage_bytes[result.storage]
@@ -103,10 +103,10 @@ class _Insertion:
             self._operation(RELEASE_TARGET, name, [sent.name, name], stored, producer, at_release)
         )
         self.reloads[place.start].append(
-            self._operation(RELOAD_TARGET, name, [stored.name], buffer, reader, True)
+            self._operation(RELOAD_TARGET, name, [stored.name], buffer, producer, True)
         )
         self.arrivals[place.needed].append(
-            self._operation(ARRIVE_TARGET, name, [buffer.name], arrived, reader, True)
+            self._operation(ARRIVE_TARGET, name, [buffer.name], arrived, producer, True)
         )
 
     def _result(self, name: str, tensor: TensorMeta, size_bytes: int) -> Result:
