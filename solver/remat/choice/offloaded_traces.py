@@ -19,6 +19,7 @@ from remat.choice.stays import stays_of_cut, values_of_candidates
 from remat.costs.link import Link
 from remat.documents.trace import Trace
 from remat.graph import Graph
+from remat.heuristics.peak_bounds import peak_lower_bound_bytes
 from remat.milp.checkpoint_cuts import candidate_operations, solve_linear
 from remat.milp.offload_relaxation import HostLimits, OffloadCut, solve_offload_cut
 from remat.passes.offload.candidates import Candidate, offload_candidates
@@ -95,7 +96,8 @@ def offloaded_traces(
     limit_s: float,
 ) -> list[OffloadedTrace]:
     """Return forms of a step with offloaded tensors, the most promising first. Empty if the step
-    fits without recomputation. `cancel` ends the search, or the end of `limit_s`."""
+    fits without recomputation, or one operation does not fit. `cancel` ends the search, or the end
+    of `limit_s`."""
     deadline_s = time.monotonic() + limit_s
 
     def has_ended() -> bool:
@@ -105,9 +107,17 @@ def offloaded_traces(
     results = [
         result
         for trace in traces
+        if _smallest_need_bytes(trace.graph()) <= budget_bytes
         for result in _Search(trace, budget_bytes, limits, has_ended).results()
     ]
     return sorted(results, key=lambda result: result.score_s)
+
+
+def _smallest_need_bytes(graph: Graph) -> int:
+    """Return a lower bound on the peak of every plan of the order, whatever it offloads: no output
+    of the forward has to stay on the device, recomputable or not, but for results."""
+    operations = (o if o.backward else replace(o, recomputable=True) for o in graph.operations)
+    return peak_lower_bound_bytes(replace(graph, operations=tuple(operations)))
 
 
 class _Place(NamedTuple):
