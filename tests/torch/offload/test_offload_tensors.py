@@ -7,6 +7,7 @@ import gc
 import itertools
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,12 @@ from remat.frontend.memory.meter import measure_step
 from remat.frontend.runtime import host_file as files
 from remat.frontend.runtime.host_file import DIRECTORY_VARIABLE, HostFile, host_file
 from remat.passes.offload.candidates import offload_candidates
-from remat.passes.offload.copies import CopyTimes, copy_times
+from remat.passes.offload.copies import (
+    CopyTimes,
+    copy_times,
+    count_without_copies,
+    without_copies,
+)
 from remat.passes.offload.rewriting import HostStay, offload_tensors
 
 FAST, SLOW = Link(1e12, 1e12), Link(2e9, 1e9)
@@ -227,6 +233,14 @@ def test_the_runtime_starts_copies_in_the_simulated_order(monkeypatch: pytest.Mo
         is_sent = c.direction == "to_host"
         expected.append((c.direction, c.size_bytes if is_sent else sent.index(c.tensor)))
     assert started == expected
+
+
+@pytest.mark.parametrize("link", [FAST, SLOW], ids=["fast", "slow"])
+def test_without_copies_the_graph_is_the_one_before(link: Link) -> None:
+    plain = measured(net_case())
+    before, graph = plain.graph(), offloaded(plain, link).graph()
+    assert len(graph) > len(before) == count_without_copies(graph)
+    assert replace(without_copies(graph), unsplit=None) == before
 
 
 def test_tensors_are_reloaded_in_the_order_in_which_they_are_needed() -> None:

@@ -116,8 +116,10 @@ def count_without_copies(graph: Graph) -> int:
 
 
 def without_copies(graph: Graph) -> Graph:
-    """Return the graph of the step in which offloaded values stay on the device."""
+    """Return the graph of the step in which offloaded values stay on the device. Operations write
+    over what came back from the host, but not over the values of such a step."""
     offloaded = offloaded_values(graph)
+    values = {o.value for o in offloaded}
     removed = {op for o in offloaded for op in o.operations}
     operations = [o for op, o in enumerate(graph.operations) if op not in removed]
     produced = {v for o in operations for v in o.outputs}
@@ -130,7 +132,9 @@ def without_copies(graph: Graph) -> Graph:
                 operation,
                 inputs=tuple(new_index[v] for v in operation.inputs if v in produced),
                 outputs=tuple(new_index[v] for v in operation.outputs),
-                overwrites=tuple(new_index[v] for v in operation.overwrites if v in produced),
+                overwrites=tuple(
+                    new_index[v] for v in operation.overwrites if v in produced - values
+                ),
                 renews=tuple(new_index[v] for v in operation.renews),
                 same_copy_as=index.get(operation.same_copy_as, -1),
             )
