@@ -119,10 +119,10 @@ def without_copies(graph: Graph) -> Graph:
     """Return the graph of the step in which offloaded values stay on the device. Operations write
     over what came back from the host, but not over the values of such a step."""
     offloaded = offloaded_values(graph)
-    values = {o.value for o in offloaded}
     removed = {op for o in offloaded for op in o.operations}
     operations = [o for op, o in enumerate(graph.operations) if op not in removed]
     produced = {v for o in operations for v in o.outputs}
+    overwritable = produced - {o.value for o in offloaded}
     new_index = dict(zip(sorted(produced), range(len(produced)), strict=True))
     index = {op: i for i, op in enumerate(op for op in range(len(graph)) if op not in removed)}
     return replace(
@@ -132,9 +132,7 @@ def without_copies(graph: Graph) -> Graph:
                 operation,
                 inputs=tuple(new_index[v] for v in operation.inputs if v in produced),
                 outputs=tuple(new_index[v] for v in operation.outputs),
-                overwrites=tuple(
-                    new_index[v] for v in operation.overwrites if v in produced - values
-                ),
+                overwrites=tuple(new_index[v] for v in operation.overwrites if v in overwritable),
                 renews=tuple(new_index[v] for v in operation.renews),
                 same_copy_as=index.get(operation.same_copy_as, -1),
             )
