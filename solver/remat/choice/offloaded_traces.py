@@ -2,9 +2,9 @@
 
 The relaxation (`remat.milp.offload_relaxation`) is solved at the moments that need the most memory.
 Its linear program is solved for the whole budget and bandwidth, which gives a bound; the integer
-programs for a budget that is lower by 3%, 8% and 15% of the memory that is not constant, and for
-95% of the bandwidth. Each of their solutions is rewritten into a trace, and judged by a bound and
-the waiting of its copies, which takes a fraction of a second.
+programs for a budget that is lower by 3%, 8% and 15% of the memory that is not constant (not lower
+where that has no solution), and for 95% of the bandwidth. Each of their solutions is rewritten into
+a trace, and judged by a bound and the waiting of its copies, which takes a fraction of a second.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ _USED_BANDWIDTH = 0.95
 """The share of the bandwidth that the relaxation chooses tensors for: copies start and are awaited
 between operations, so that their engines idle at times."""
 
-_SLACK_SHARES = (0.03, 0.08, 0.15)
+_SLACK_SHARES = (0.03, 0.08, 0.15, 0.0)
 """Shares of the memory above the constant that the relaxation leaves free, for copies on their way
-and for recomputation."""
+and for recomputation. The last is for budgets that are too tight for the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,12 +174,15 @@ class _Search:
         """Yield traces for each moment, with more and more memory left free as long as that helps.
         Ends with one that is as fast as the bound."""
         for moment in self.host_limits:
-            last_s = math.inf
+            last_s, is_solved = math.inf, False
             for slack in _SLACK_SHARES:
                 if self.has_ended():
                     return
+                if slack == 0.0 and is_solved:
+                    break
                 place = _Place(moment, slack)
                 cut = self._integral_cut(place, recomputes=recomputes)
+                is_solved |= cut is not None
                 if cut is None or not self._is_new(cut):
                     continue
                 result = self._rewritten(cut)
