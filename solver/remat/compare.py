@@ -13,7 +13,7 @@ from remat.graph import Graph
 from remat.limits.budget import Budget
 from remat.limits.pieces import PIECES
 from remat.plan import Plan
-from remat.progress import Cancel, ProgressCallback
+from remat.progress import Cancel, ProgressCallback, is_cancelled
 from remat.report.comparison import ComparisonData, ComparisonRow
 from remat.simulate import baseline_of
 from remat.solve import HasGraph, check_budgets, check_graph, solve
@@ -89,11 +89,11 @@ def compare(
     for strategy, measure in compared:
         failed_row: ComparisonRow[Plan] | None = None
         for budget, size in sized:
-            if cancel is not None and cancel.is_set():
+            if is_cancelled(cancel):
                 break
             if failed_row is None:
                 row = _row(traced, budget, strategy, measure, progress, cancel)
-                if row.plan is None and cancel is not None and cancel.is_set():
+                if row.plan is None and is_cancelled(cancel):
                     break
                 failed_row = None if row.is_applicable else row
             else:

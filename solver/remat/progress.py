@@ -38,6 +38,11 @@ class Cancel(Protocol):
         ...
 
 
+def is_cancelled(cancel: Cancel | None) -> bool:
+    """True if there is a `cancel`, and it is set."""
+    return cancel is not None and cancel.is_set()
+
+
 @contextmanager
 def raise_progress_errors(
     progress: ProgressCallback | None, cancel: Cancel | None
@@ -83,4 +88,4 @@ class _GuardedCallbacks:
                 self.error = None
 
     def is_set(self) -> bool:
-        return self.error is not None or (self._cancel is not None and self._cancel.is_set())
+        return self.error is not None or is_cancelled(self._cancel)

@@ -17,7 +17,7 @@ from remat.limits.units import format_bytes
 from remat.passes.outputs import differentiated_bytes, unreturned_bytes
 from remat.plan import Plan
 from remat.plan_data import REQUESTED_GAP_STAT
-from remat.progress import Cancel, ProgressCallback, raise_progress_errors
+from remat.progress import Cancel, ProgressCallback, is_cancelled, raise_progress_errors
 from remat.schedule import Schedule
 from remat.simulate import baseline_of, peak_and_time, simulate
 from remat.solution import Solution, Stats, merge_stats
@@ -134,7 +134,7 @@ def sweep(
         for size in sorted(sizes, key=lambda size: size or 0):  # "min" is None, and comes first
             if plans and size is not None and size < plans[0].budget_bytes:
                 continue
-            if plans and cancel is not None and cancel.is_set():
+            if plans and is_cancelled(cancel):
                 break
             start = plans[-1].schedule if plans else None
             try:
@@ -217,7 +217,7 @@ def _solve(
         solution = Solution(start)
         if isinstance(error, SolverError):
             stats["solver_error"] = str(error)
-        elif cancel is None or not cancel.is_set():
+        elif not is_cancelled(cancel):
             warn_of_failure(stats, strategy.name, error)
     stats = merge_stats(stats, solution.stats)
     stats["total_s"] = time.monotonic() - started_at

@@ -18,7 +18,7 @@ from remat.documents.trace import Trace
 from remat.errors import InfeasibleBudget, RematError, SolverTimeout
 from remat.limits.budget import Budget
 from remat.plan_data import P
-from remat.progress import Cancel
+from remat.progress import Cancel, is_cancelled
 
 MAX_BUDGET_REDUCTIONS = 3
 """Upper limit of the solves for a lower budget."""
@@ -61,20 +61,17 @@ def solve_within_allocator_budget(
     best, lower_bytes = plan, requested_budget_bytes
     for _ in range(MAX_BUDGET_REDUCTIONS):
         excess = excess_bytes(plan)
-        is_cancelled = cancel is not None and cancel.is_set()
-        if excess <= 0 or is_cancelled:
+        if excess <= 0 or is_cancelled(cancel):
             break
         lower_bytes -= excess
         try:
             plan = best
             if lower_bytes > 0:
                 plan = _with_prediction_if_missing(solve(Budget.parse(lower_bytes)), trace)
-        except (InfeasibleBudget, SolverTimeout):
-            break
-        except RematError:
-            if cancel is None or not cancel.is_set():
-                raise
-            break
+        except RematError as error:
+            if is_cancelled(cancel) or isinstance(error, InfeasibleBudget | SolverTimeout):
+                break
+            raise
         if excess_bytes(plan) < excess_bytes(best):
             best = plan
     if best.budget_bytes == requested_budget_bytes:

@@ -12,7 +12,7 @@ from remat.documents.trace import Trace
 from remat.errors import InfeasibleBudget, RematError, SolverTimeout
 from remat.limits.budget import Budget
 from remat.plan import Plan
-from remat.progress import Cancel
+from remat.progress import Cancel, is_cancelled
 from remat.simulate import baseline_of
 
 
@@ -55,14 +55,12 @@ def sweep_with_offload(
                 cancel=cancel,
                 limit_s=CHOICE_LIMIT_S,
             )
-        except (InfeasibleBudget, SolverTimeout):
-            break
-        except RematError:
-            if cancel is None or not cancel.is_set():
-                raise
-            break
+        except RematError as error:
+            if is_cancelled(cancel) or isinstance(error, InfeasibleBudget | SolverTimeout):
+                break
+            raise
         plans[size_bytes] = chosen.plan
         on_plan()
-        if cancel is not None and cancel.is_set():
+        if is_cancelled(cancel):
             break
     return [plans[size_bytes] for size_bytes in sorted(plans)]

@@ -25,7 +25,7 @@ from remat.milp.offload_relaxation import HostLimits, OffloadCut, solve_offload_
 from remat.passes.offload.candidates import Candidate, offload_candidates
 from remat.passes.offload.copies import copy_times
 from remat.passes.offload.rewriting import offload_tensors
-from remat.progress import Cancel
+from remat.progress import Cancel, is_cancelled
 from remat.schedule import Schedule
 from remat.simulate import simulate
 
@@ -101,8 +101,7 @@ def offloaded_traces(
     deadline_s = time.monotonic() + limit_s
 
     def has_ended() -> bool:
-        is_cancelled = cancel is not None and cancel.is_set()
-        return is_cancelled or time.monotonic() >= deadline_s
+        return is_cancelled(cancel) or time.monotonic() >= deadline_s
 
     results = [
         result

@@ -20,7 +20,7 @@ from remat.limits.pieces import PIECES
 from remat.passes.split.largest_operations import split_largest_operations
 from remat.plan import Plan
 from remat.plan_data import UNSPLIT_BOUND_STAT, UNSPLIT_MIN_BYTES_STAT
-from remat.progress import Cancel
+from remat.progress import Cancel, is_cancelled
 from remat.simulate import baseline_of
 from remat.solve import solve
 from remat.strategies.auto import Auto
@@ -138,8 +138,7 @@ class _Search:
 
     def has_ended(self) -> bool:
         """True if no more traces are to be estimated."""
-        is_cancelled = self.cancel is not None and self.cancel.is_set()
-        return is_cancelled or time.monotonic() >= self.deadline_s
+        return is_cancelled(self.cancel) or time.monotonic() >= self.deadline_s
 
     def best_split(self, trace: Trace, unsplit: _Estimate, pieces: tuple[int, ...]) -> _Estimate:
         """Return the estimate of the best number of pieces, or `unsplit` if none is better.

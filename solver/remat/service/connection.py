@@ -10,7 +10,7 @@ from typing import Any
 
 from remat.documents.base import R, validate_json
 from remat.errors import DocumentError, RematError, ServiceError
-from remat.progress import Cancel, Progress, ProgressCallback
+from remat.progress import Cancel, Progress, ProgressCallback, is_cancelled
 from remat.service import wire
 from remat.version import VERSION
 
@@ -74,7 +74,7 @@ class Connection:
                 silence_s = _MAX_SILENCE_S if cancel is None else _CANCEL_CHECK_S
                 for kind, data, number in self._events(id, last_event, silence_s):
                     last_event, unreachable_since = number, None
-                    if cancel is not None and cancel.is_set():
+                    if is_cancelled(cancel):
                         raise RematError(_CANCELLED)
                     if kind == "done":
                         return
@@ -88,7 +88,7 @@ class Connection:
                 unreachable_since = unreachable_since or time.monotonic()
                 if time.monotonic() > unreachable_since + MAX_OUTAGE_S:
                     raise self._unreachable_error(error) from None
-            if cancel is not None and cancel.is_set():
+            if is_cancelled(cancel):
                 raise RematError(_CANCELLED)
             if unreachable_since is not None:
                 time.sleep(_RETRY_PAUSE_S)

@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterable, Sequence
 from remat.errors import RematError
 from remat.graph import Graph
 from remat.limits.units import format_bytes
+from remat.progress import is_cancelled
 from remat.schedule import Schedule
 from remat.simulate import peak_and_time
 from remat.solution import Solution
@@ -244,7 +245,7 @@ def select_cheapest(
                 best = (key, choice, schedule)
         if best is not None and is_sorted and budget_bytes is not None:
             break
-        if cancel is not None and cancel.is_set():
+        if is_cancelled(cancel):
             if best is None:
                 raise RematError(f"{strategy} was cancelled before it found a schedule that fits")
             break
