@@ -31,15 +31,13 @@ import torch
 import remat
 from benchmarks.harness import machine, report
 from benchmarks.harness.measurement import keep_freed_memory
+from benchmarks.harness.offloading import offload_everything
 from benchmarks.models import workloads
 from benchmarks.models.workloads import Workload
-from remat.choice.offloaded_traces import MIN_BYTES
 from remat.frontend.memory.meter import measure_step
 from remat.frontend.planning.host_limits import measured_link
 from remat.frontend.runtime.host_file import FileCopy, offload_directory
-from remat.passes.offload.candidates import offload_candidates
 from remat.passes.offload.copies import copy_times
-from remat.passes.offload.rewriting import HostStay, offload_tensors
 from remat.plan_data import COPIES_S_STAT, HOST_BYTES_STAT, WAITING_S_STAT
 
 Row = dict[str, Any]
@@ -114,13 +112,8 @@ def waits_for_everything(name: str, rounds: int) -> Row:
         workload = MODELS[name](CPU, False)
     model = workload.model
     trace = remat.measure(remat.trace(model, (), workload.batch))
-    stays = [
-        HostStay(c.tensor, gone_by=trace.nodes[c.last_forward_reader + 1].name)
-        for c in offload_candidates(trace)
-        if c.size_bytes >= MIN_BYTES and c.first_backward_reader is not None
-    ]
     link = measured_link(CPU)
-    trace = offload_tensors(trace, stays, link)
+    trace = offload_everything(trace, link)
     graph = trace.graph()
     times = copy_times(graph, range(len(graph)), link)
     program = remat.rewrite(trace, remat.Schedule.keep_all(graph))

@@ -4,7 +4,7 @@
     python -m benchmarks.gpu --all              # also what the software GPU proves
     python -m benchmarks.gpu --steps 3 6        # only these steps, in full
     python -m benchmarks.gpu --minutes 9        # what fits; a second call does the rest
-    python -m benchmarks.gpu --jobs 8           # eight parts at a time, but those of times
+    python -m benchmarks.gpu --jobs 8           # eight parts at a time, their times in turns
     python -m benchmarks.gpu --dry              # the same code on the CPU, with tiny shapes
 
 Each part runs in a process of its own, and its checks are stored in build/gpu. A part that has
@@ -30,7 +30,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 MINUTES = 25.0
 NO_DEVICE = 3
-STEPS = range(15)
+STEPS = range(16)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -143,7 +143,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--only", nargs="+", metavar="PART", help="only these parts, as 08-resnet50-b128")
     add("--all", action="store_true", help="also the parts that the software GPU proves")
     add("--minutes", type=float, default=MINUTES, help=f"total time (default {MINUTES:g})")
-    add("--jobs", type=int, default=1, help="processes at once, if none measures time (default 1)")
+    add("--jobs", type=int, default=1, help="processes at once (default 1)")
     add("--again", action="store_true", help="repeat parts that finished in an earlier run")
     add("--dry", action="store_true", help="run on the CPU with tiny shapes, to test this command")
     add("--folder", type=Path, default=ROOT / "build" / "gpu", help="folder of finished parts")

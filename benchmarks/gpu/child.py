@@ -18,7 +18,7 @@ def main(argv: list[str]) -> int:
     key, folder, *dry = argv
     (part,) = (part for part in PARTS if part.key == key)
     part.run(
-        Setting(Path(folder), dry == ["--dry"], key, part.runs_alone),
+        Setting(Path(folder), dry == ["--dry"], key, part.is_timed),
         json_lines_report(Path(folder, f"{key}.jsonl")),
     )
     return 0

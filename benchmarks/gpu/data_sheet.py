@@ -35,14 +35,15 @@ def compare_costs(build_workload: WorkloadBuilder) -> PartFunction:
             spec = match_device(torch.cuda.get_device_name(device))
             name = spec.name if spec else "h100"
         by_sheet = remat.measure(trace, remat.Roofline(name))
-        by_device = remat.measure(trace, cache=setting.costs)
         rounds, steps = setting.sized((7, 5), (2, 1))
-        times = interleaved_step_times(
-            {"eager": lambda: run_step(workload.model, workload)}, device, rounds, steps
-        )
+        with setting.gpu():
+            by_device = remat.measure(trace, cache=setting.costs)
+            times = interleaved_step_times(
+                {"eager": lambda: run_step(workload.model, workload)}, device, rounds, steps
+            )
+            kernels_s = _kernel_seconds(workload) if is_cuda(device) else {}
         measured_s = statistics.median(times["eager"])
         sheet_s, device_s = (t.graph().total_cost_s for t in (by_sheet, by_device))
-        kernels_s = _kernel_seconds(workload) if is_cuda(device) else {}
         figures = {
             "step_s": times["eager"],
             "sheet_s": sheet_s,

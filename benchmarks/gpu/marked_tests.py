@@ -34,16 +34,17 @@ def run_marked_tests(file: Path, has_times: bool) -> Callable[[Setting, Report],
     def run(setting: Setting, report: Report) -> None:
         results = setting.folder / f"{file.stem}.xml"
         results.unlink(missing_ok=True)
-        completed = subprocess.run(
-            [
-                sys.executable, "-m", "pytest",
-                "-m", "gpu and " + ("device_times" if has_times else "not device_times"),
-                "-q", "-rfE", "--tb=short",
-                "-p", "no:cacheprovider", f"--junitxml={results}", str(file),
-            ],
-            cwd=ROOT,
-            check=False,
-        )  # fmt: skip
+        with setting.gpu():
+            completed = subprocess.run(
+                [
+                    sys.executable, "-m", "pytest",
+                    "-m", "gpu and " + ("device_times" if has_times else "not device_times"),
+                    "-q", "-rfE", "--tb=short",
+                    "-p", "no:cacheprovider", f"--junitxml={results}", str(file),
+                ],
+                cwd=ROOT,
+                check=False,
+            )  # fmt: skip
         subject, requirement = file.name, "all pass"
         if not results.exists():
             observed = f"pytest ended with {completed.returncode}, no results"

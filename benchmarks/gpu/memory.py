@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -84,21 +85,30 @@ def optimize_workload(
 ) -> remat.RematModule:
     """Return `remat.optimize` of the workload's model, with costs measured on this device.
 
-    The step of a workload references only the loss in the backward: its outputs are dropped.
+    The step of a workload references only the loss in the backward: its outputs are dropped. Costs
+    of unsplit operations are measured first, so that with split="off" other parts can use the GPU
+    during the solve.
     """
     workload.model.zero_grad(set_to_none=True)  # existing gradients would plan for accumulation
+    cache = cache or setting.costs
+    is_measured_first = setting.is_timed and options.get("split") == "off"
     with workload.autocast_context():
-        return remat.optimize(
-            workload.model,
-            budget,
-            (),
-            workload.batch,
-            strategy=remat.Auto(gap=0.02, time_limit=setting.solve_limit_s(solve_s)),
-            cache=cache or setting.costs,
-            cuda_graphs=cuda_graphs,
-            outputs=outputs,
-            **options,
-        )
+        if is_measured_first:
+            trace = remat.trace(workload.model, (), workload.batch, outputs=outputs)
+            with setting.gpu():
+                remat.measure(trace, cache=cache)
+        with contextlib.nullcontext() if is_measured_first else setting.gpu():
+            return remat.optimize(
+                workload.model,
+                budget,
+                (),
+                workload.batch,
+                strategy=remat.Auto(gap=0.02, time_limit=setting.solve_limit_s(solve_s)),
+                cache=cache,
+                cuda_graphs=cuda_graphs,
+                outputs=outputs,
+                **options,
+            )
 
 
 def plan_figures(gm: remat.RematModule) -> dict[str, object]:

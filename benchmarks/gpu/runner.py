@@ -58,8 +58,8 @@ def run_all(
     jobs: int = 1,
     on_result: Callable[[Result], None] = lambda result: None,
 ) -> list[Result]:
-    """Run parts until `limit_s` seconds are over: first one after the other those that run alone,
-    then the others, `jobs` at a time.
+    """Run parts until `limit_s` seconds are over, `jobs` at a time: first those that measure time,
+    which use the GPU in turns, then the others.
 
     A part that finished in an earlier run is read from `folder`, unless `repeat` is set.
     """
@@ -70,7 +70,7 @@ def run_all(
         path = folder / f"{part.key}.json"
         result = None if repeat else _read_finished(path)
         if result is None:
-            result = _run(part, folder, deadline - time.monotonic(), dry)
+            result = _run(part, folder, deadline - time.monotonic(), dry, jobs)
             if result.ended != NO_TIME:
                 path.write_text(json.dumps(asdict(result), indent=1))
         return result
@@ -81,21 +81,20 @@ def run_all(
         on_result(result)
         results.append(result)
 
-    sequential: list[Part] = []
-    others: list[list[Part]] = []  # lists of parts that run one after the other
+    timed: list[list[Part]] = []  # lists of parts that run one after the other
+    others: list[list[Part]] = []
     for part in parts:
-        if part.runs_alone:
-            sequential.append(part)
+        if part.is_timed:
+            timed.append([part])
         elif part.follows and others:
             others[-1].append(part)
         else:
             others.append([part])
-    for part in sequential:
-        add(result_of(part))
-    with ThreadPoolExecutor(jobs) as pool:
-        for group in pool.map(lambda group: [result_of(part) for part in group], others):
-            for result in group:
-                add(result)
+    for groups in (timed, others):
+        with ThreadPoolExecutor(jobs) as pool:
+            for group in pool.map(lambda group: [result_of(part) for part in group], groups):
+                for result in group:
+                    add(result)
     return results
 
 
@@ -109,18 +108,20 @@ def _read_finished(path: Path) -> Result | None:
     return Result(**fields | {"checks": tuple(Check(**check) for check in fields["checks"])})
 
 
-def _run(part: Part, folder: Path, remaining_s: float, dry: bool) -> Result:
-    """Run one part in a process of its own, within the remaining seconds."""
+def _run(part: Part, folder: Path, remaining_s: float, dry: bool, jobs: int) -> Result:
+    """Run one part in a process of its own, within the remaining seconds. It may wait for the GPU
+    as long as `jobs` - 1 others use it."""
     if remaining_s < MIN_PART_S:
         return Result(part.step, part.name, NO_TIME, 0.0, ())
     checks_path = folder / f"{part.key}.jsonl"
     checks_path.unlink(missing_ok=True)
     command = [sys.executable, "-m", "benchmarks.gpu.child", part.key, str(folder.resolve())]
     start = time.monotonic()
-    limit_s = min(part.limit_s, remaining_s)
+    part_limit_s = part.limit_s * (jobs if part.is_timed else 1)
+    limit_s = min(part_limit_s, remaining_s)
     log = folder / f"{part.key}.log"
     ended = run_command(command + ["--dry"] * dry, limit_s, log, part.env)
-    if ended != FINISHED and limit_s < part.limit_s and time.monotonic() - start >= limit_s:
+    if ended != FINISHED and limit_s < part_limit_s and time.monotonic() - start >= limit_s:
         ended = NO_TIME
     seconds = round(time.monotonic() - start, 1)
     return Result(part.step, part.name, ended, seconds, tuple(read_checks(checks_path)))

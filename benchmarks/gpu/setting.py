@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import fcntl
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 
+from benchmarks.gpu.device import free_unused_memory
 from benchmarks.gpu.verdicts import Report
 from benchmarks.models.workloads import Workload
 
 T = TypeVar("T")
+
+
+_is_locked = False
+"""True while this process has the lock of the GPU."""
 
 
 @dataclass(frozen=True)
@@ -20,13 +27,33 @@ class Setting:
     """Device and sizes of the run.
 
     `folder` holds files that one part writes and another one reads; `part` names the running part.
-    `is_timed` is True if no other part runs at the same time.
+    `is_timed` is True if the part measures time, and no part that does not runs at the same time.
     """
 
     folder: Path
     dry: bool = False
     part: str = ""
     is_timed: bool = True
+
+    @contextlib.contextmanager
+    def gpu(self) -> Iterator[None]:
+        """Use the GPU while no other part does: parts that measure time take turns.
+
+        They import, trace and solve at the same time, which takes most of their time and no GPU. At
+        the end, the cached blocks of the allocator are freed for the others.
+        """
+        global _is_locked
+        if not self.is_timed or _is_locked:
+            yield
+            return
+        with (self.folder / "gpu.lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            _is_locked = True
+            try:
+                yield
+                free_unused_memory(self.device)
+            finally:
+                _is_locked = False
 
     @property
     def device(self) -> torch.device:
@@ -51,3 +78,13 @@ class Setting:
 WorkloadBuilder = Callable[[Setting], Workload]
 PartFunction = Callable[[Setting, Report], None]
 """The work of a part: make checks in a setting, and report them."""
+
+
+def without_turns(run: PartFunction) -> PartFunction:
+    """Return the part with the GPU for itself from beginning to end."""
+
+    def run_with_gpu(setting: Setting, report: Report) -> None:
+        with setting.gpu():
+            run(setting, report)
+
+    return run_with_gpu

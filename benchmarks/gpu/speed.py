@@ -54,15 +54,19 @@ def check_keep_all(build_workload: WorkloadBuilder, limit: float) -> PartFunctio
         gm = optimize_workload(workload, "100%", setting)
         rounds, steps = setting.sized((15, 10), (2, 1))
         steps_by_name = step_functions({"eager": workload.model, "remat": gm}, workload)
-        times = interleaved_step_times(steps_by_name, device, rounds, steps)
+        with setting.gpu():
+            times = interleaved_step_times(steps_by_name, device, rounds, steps)
         ratio = time_ratio(times, "remat", "eager")
         observed = f"{ratio:.3f} of eager's {median_ms(times, 'eager')}"
         report.judge("100%", f"<= {limit:g} of eager", observed, ratio <= limit, times=times)
         names, args = tuple(workload.batch), tuple(workload.batch.values())
         capturable = optimize_workload(workload, "100%", setting, cuda_graphs=True)
-        module = make_cuda_graphs(Positional(capturable, names), args, device)
-        steps_by_name["graphed"] = lambda: _positional_step(module, args, workload)
-        times = interleaved_step_times(steps_by_name, device, rounds, steps)
+        with setting.gpu():
+            # A cache of casts would be filled outside of the graph that reads it.
+            with workload.autocast_context(has_cache=False):
+                module = make_cuda_graphs(Positional(capturable, names), args, device)
+            steps_by_name["graphed"] = lambda: _positional_step(module, args, workload)
+            times = interleaved_step_times(steps_by_name, device, rounds, steps)
         ratio, requirement = time_ratio(times, "graphed", "eager"), "< 1 of eager"
         if is_cuda(device):
             observed = f"{ratio:.3f} of eager's {median_ms(times, 'eager')}"
@@ -95,9 +99,10 @@ def check_predicted_times(build_workload: WorkloadBuilder) -> PartFunction:
             except remat.InfeasibleBudget as error:
                 report.judge(f"{budget}: a plan", "there is one", str(error), False)
         rounds, steps = setting.sized((9, 5), (2, 1))
-        times = interleaved_step_times(
-            step_functions(modules, workload), setting.device, rounds, steps
-        )
+        with setting.gpu():
+            times = interleaved_step_times(
+                step_functions(modules, workload), setting.device, rounds, steps
+            )
         for budget, gm in modules.items():
             plan = gm.plan
             assert plan is not None
@@ -134,18 +139,20 @@ def compare_methods(build_workload: WorkloadBuilder) -> PartFunction:
         report.info("model", workload.size)
         per_block = per_block_method(workload)
         assert per_block.module is not None
-        peak_bytes = peak_of(per_block.module, workload, device)
+        with setting.gpu():
+            peak_bytes = peak_of(per_block.module, workload, device)
         gm = optimize_workload(workload, peak_bytes, setting, solve_s=30.0)
         modules: dict[str, nn.Module] = {
             "eager": workload.model,
             "per-block": per_block.module,
             "remat": gm,
         }
-        peak_bytes_by_name = {
-            name: peak_of(module, workload, device) for name, module in modules.items()
-        }
         rounds, steps = setting.sized((9, 2), (2, 1))
-        times = interleaved_step_times(step_functions(modules, workload), device, rounds, steps)
+        with setting.gpu():
+            peak_bytes_by_name = {
+                name: peak_of(module, workload, device) for name, module in modules.items()
+            }
+            times = interleaved_step_times(step_functions(modules, workload), device, rounds, steps)
         for name in modules:
             extra = time_ratio(times, name, "eager") - 1
             size_bytes = peak_bytes_by_name[name]

@@ -18,10 +18,11 @@ from benchmarks.gpu import (
     marked_tests,
     memory,
     models,
+    offloading,
     speed,
     splitting,
 )
-from benchmarks.gpu.setting import PartFunction, WorkloadBuilder
+from benchmarks.gpu.setting import PartFunction, WorkloadBuilder, without_turns
 
 TITLES = {
     0: "the tests marked gpu; without --all, those of times",
@@ -39,6 +40,7 @@ TITLES = {
     12: "seconds by data sheet and measured",
     13: "the link between device and host",
     14: "torch.compile at the peak of torch's own budget",
+    15: "offloading to the host",
 }
 
 
@@ -58,8 +60,8 @@ class Part:
     is_proved_without_gpu: bool = False
 
     @property
-    def runs_alone(self) -> bool:
-        """True if no other process may run during this part, because it measures time."""
+    def is_timed(self) -> bool:
+        """True if this part measures time: such parts run first, and use the GPU in turns."""
         return self.step in TIMED_STEPS or self.name.endswith("-times")
 
     @property
@@ -96,7 +98,7 @@ _LARGE: WorkloadBuilder = partial(models.gpt2, half=True, rows=16, tokens=1024)
 _RESNET: WorkloadBuilder = partial(models.resnet50, rows=128, half=True)
 
 
-TIMED_STEPS = (6, 7, 11, 8, 12, 13, 14)
+TIMED_STEPS = (6, 7, 8, 12, 15, 11, 13, 14)
 RUN_ORDER = (*TIMED_STEPS, 0, 1, 5, 3, 4, 10, 9, 2)
 """Steps in the order in which they run: times first."""
 
@@ -163,7 +165,7 @@ def _number_parts() -> list[Part]:
 
 
 def _time_parts() -> list[Part]:
-    """Return the parts of steps 6, 7, 8 and 11 to 14."""
+    """Return the parts of steps 6, 7, 8 and 11 to 15."""
     gpt2: WorkloadBuilder = partial(models.gpt2, half=True, tokens=1024)
     return [
         Part(6, "gpt2-1x64", speed.check_keep_all(_SMALL, 1.05)),
@@ -173,12 +175,14 @@ def _time_parts() -> list[Part]:
         Part(8, "gpt2-16x1024", speed.compare_methods(_LARGE), 240.0),
         Part(8, "resnet50-b128", speed.compare_methods(_RESNET), 240.0),
         Part(8, "llama-1b-2x2048", speed.compare_methods(models.llama), 300.0),
-        Part(11, "llama-1b-2x2048", splitting.check_split(models.llama), 150.0),
+        Part(11, "llama-1b-2x2048", without_turns(splitting.check_split(models.llama)), 150.0),
         Part(12, "gpt2-bf16", data_sheet.compare_costs(gpt2)),
         Part(12, "llama-1b-bf16", data_sheet.compare_costs(models.llama)),
         Part(12, "resnet50-bf16", data_sheet.compare_costs(_RESNET)),
-        Part(13, "pinned-memory", link.measure_link, 60.0),
-        Part(14, "gpt2-16x1024", compiled.compare_compiled(_COMPILED), 300.0),
+        Part(13, "pinned-memory", without_turns(link.measure_link), 60.0),
+        Part(14, "gpt2-16x1024", without_turns(compiled.compare_compiled(_COMPILED)), 300.0),
+        Part(15, "gpt2-16x1024", offloading.check_offload(_LARGE, ("50%", "30%")), 200.0),
+        Part(15, "llama-1b-2x2048", offloading.check_offload(models.llama, ("60%",)), 200.0),
     ]
 
 

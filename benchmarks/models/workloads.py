@@ -30,11 +30,14 @@ class Workload:
     blocks: Callable[[nn.Module], list[nn.Module]]
     autocast: torch.dtype | None = None
 
-    def autocast_context(self) -> contextlib.AbstractContextManager[object]:
+    def autocast_context(
+        self, *, has_cache: bool = True
+    ) -> contextlib.AbstractContextManager[object]:
         """Return the autocast context of the forward, or a null context."""
         if self.autocast is None:
             return contextlib.nullcontext()
-        return torch.autocast(next(self.model.parameters()).device.type, dtype=self.autocast)
+        device_type = next(self.model.parameters()).device.type
+        return torch.autocast(device_type, dtype=self.autocast, cache_enabled=has_cache)
 
 
 class DenoisingLoss(nn.Module):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import itertools
 import os
 
 import pytest
@@ -157,31 +156,6 @@ def test_a_cuda_graph_replays_the_copies() -> None:
     torch.cuda.synchronize()
     for p, gradient in zip(module.parameters(), expected, strict=True):
         torch.testing.assert_close(p.grad, gradient)
-
-
-def test_regions_of_chunks_are_never_shared() -> None:
-    chunks = PinnedChunks()
-    regions = [chunks.take(size) for size in (1000, 512, 3000, 1, 300 << 20)]
-    spans = sorted(regions)
-    for one, other in itertools.pairwise(spans):
-        assert one.chunk != other.chunk or one.end <= other.start
-    pinned_bytes = chunks.pinned_bytes
-    for region in regions:
-        chunks.give(region)
-    assert [chunks.take(256 << 20).start, chunks.take(512 << 20).start] == [0, 0]
-    assert chunks.pinned_bytes == pinned_bytes == (256 + 512) << 20
-
-
-@pytest.mark.parametrize("mebibytes", [100, 272, 896])
-def test_memory_is_pinned_before_it_is_needed(mebibytes: int) -> None:
-    sizes = [mebibytes << 20] * 6
-    chunks = PinnedChunks()
-    chunks.reserve(sizes)
-    pinned_bytes = chunks.pinned_bytes
-    assert sum(sizes) <= pinned_bytes < 1.6 * sum(sizes)
-    for size in sizes:
-        chunks.take(size)
-    assert chunks.pinned_bytes == pinned_bytes
 
 
 def test_memory_that_cannot_be_pinned_is_an_error_that_says_so() -> None:

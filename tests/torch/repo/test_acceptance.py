@@ -80,7 +80,7 @@ def test_times_come_first_and_what_the_software_gpu_proves_last() -> None:
     proved = [part.is_proved_without_gpu for part in PARTS]
     assert proved == sorted(proved)
     needed = [part for part in PARTS if not part.is_proved_without_gpu]
-    assert all(part.runs_alone for part in needed[: len(TIMED)])
+    assert all(part.is_timed for part in needed[: len(TIMED)])
     assert {part.step for part in needed[: len(TIMED)]} == set(TIMED_STEPS)
     assert {part.step for part in PARTS} - {part.step for part in needed} == {2}
     assert {p.name for p in needed if p.step in (3, 4) and "expandable" in p.name} == {

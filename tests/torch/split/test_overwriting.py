@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.torch.split.test_split_region import built, head_region
+from torch import nn
+from torch.nn.functional import cross_entropy
 
 import remat
 from remat.costs.roofline import operation_flops, operation_seconds
@@ -122,3 +124,30 @@ def test_rows_are_written_in_the_buffers_layout() -> None:
     assert buffer is not None
     assert torch.equal(buffer, columns)
     assert buffer.stride() == (1, 4)
+
+
+class Head(nn.Module):
+    """A projection to many classes and the loss, large enough that products take most time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(256, 256)
+        self.head = nn.Linear(256, 2048, bias=False)
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return cross_entropy(self.head(self.layer(x)), target)
+
+
+def test_a_product_that_is_added_is_timed_like_any_product() -> None:
+    batch = (torch.randn(1024, 256), torch.randint(0, 2048, (1024,)))
+    whole = remat.trace(Head(), batch)
+    trace = remat.measure(split_region(head_region(whole), 2), cache=False)
+    (added,) = (n for n in trace.nodes if n.target == ADD_PRODUCT_TARGET)
+    product = next(
+        node
+        for node in trace.nodes
+        if node.target == "aten.mm.default" and node.results[0].tensor == added.results[0].tensor
+    )
+    assert added.cost_s is not None
+    assert product.cost_s is not None
+    assert 0.4 <= added.cost_s / product.cost_s <= 2.5

@@ -14,6 +14,7 @@ import torch
 
 from remat.documents.arguments import Argument, Literal, Ref, encode_argument
 from remat.documents.records import Node, TensorMeta
+from remat.documents.targets import ADD_PRODUCT_TARGET
 
 _OFFSET_MODULUS = 64
 """Storage offsets count modulo this number of elements, as when operands are created."""
@@ -44,8 +45,10 @@ def cost_key(
             case _:
                 return encode_argument(argument)
 
+    # Until version 0.2 a product was estimated by its bytes: such entries of a cache are wrong.
+    suffix = ", timed" if node.target == ADD_PRODUCT_TARGET else ""
     return {
-        "op": node.target,
+        "op": node.target + suffix,
         "args": [describe(item) for item in node.args],
         "kwargs": {key: describe(value) for key, value in node.kwargs.items()},
     }

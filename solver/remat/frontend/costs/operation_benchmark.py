@@ -8,6 +8,7 @@ import torch
 
 from remat.costs.roofline import traffic_bytes
 from remat.documents.records import Node, TensorMeta
+from remat.documents.targets import ADD_PRODUCT_TARGET
 from remat.errors import RematError, one_line
 from remat.frontend.common.backward_thread import run_in_backward
 from remat.frontend.common.operators import resolve
@@ -50,6 +51,12 @@ def l2_cache_bytes(device: torch.device) -> int:
     return getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0) or 64 << 20
 
 
+def only_moves_bytes(node: Node) -> bool:
+    """True for an operation of remat whose time is that of the bytes that it moves: all but a
+    product, which computes as well."""
+    return node.target.startswith("remat.") and node.target != ADD_PRODUCT_TARGET
+
+
 class OperationBenchmark:
     """Measures operations of `nodes` on `device`.
 
@@ -72,9 +79,8 @@ class OperationBenchmark:
     def measure(self, node: Node) -> MeasuredCost:
         """Return the measured cost of an operation. Raises `MemoryError` if its operands do not
         fit, and any error of the operation."""
-        if node.target.startswith("remat."):
-            # remat's operations move tensors (save, restore, accumulate) and may change the model's
-            # state, so they are estimated by the bytes that they move and never run here.
+        if only_moves_bytes(node):
+            # These may change the model's state (save, restore), so they never run here.
             return MeasuredCost(traffic_bytes(node, self._metas) * self.copy_s_per_byte(), 0)
         operations = [node, *self._operands.required_forwards(node)]
         required_bytes = sum(operand_and_result_bytes(n, self._metas) for n in operations)

@@ -8,7 +8,7 @@ milliseconds and is rounded up to powers of two.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from itertools import count
@@ -34,10 +34,20 @@ class _Region(NamedTuple):
     end: int
 
 
-class PinnedChunks:
-    """Regions of pinned chunks: the first free one that is large enough is taken."""
+def _pin(size_bytes: int) -> torch.Tensor:
+    return torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
-    def __init__(self) -> None:
+
+class PinnedChunks:
+    """Regions of pinned chunks: the smallest free one that is large enough is taken.
+
+    A freed region remains as it is: each step takes regions of the same sizes, so all but the first
+    find theirs, and pin nothing. Only where none is large enough, free neighbors become one. `pin`
+    returns pinned memory of a size in bytes.
+    """
+
+    def __init__(self, pin: Callable[[int], torch.Tensor] = _pin) -> None:
+        self._pin = pin
         self._chunks: list[torch.Tensor] = []
         self._free: list[_Region] = []
 
@@ -61,7 +71,10 @@ class PinnedChunks:
         """Return a region that nothing else has. A new chunk has room for about `expected_bytes`.
         Raises `RematError` if no memory can be pinned."""
         size_bytes = -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        region = next((r for r in self._free if r.end - r.start >= size_bytes), None)
+        region = self._smallest(size_bytes)
+        if region is None:
+            self._join_neighbors()
+            region = self._smallest(size_bytes)
         if region is None:
             region = self._new_chunk(size_bytes, expected_bytes)
         else:
@@ -71,14 +84,23 @@ class PinnedChunks:
         return region._replace(end=region.start + size_bytes)
 
     def give(self, region: _Region) -> None:
-        """Make a region free, and merge it with those next to it."""
-        chunk, start, end = region
-        for other in [
-            r for r in self._free if r.chunk == chunk and (r.end == start or r.start == end)
-        ]:
-            self._free.remove(other)
-            start, end = min(start, other.start), max(end, other.end)
-        self._free.append(_Region(chunk, start, end))
+        """Make a region free."""
+        self._free.append(region)
+
+    def _smallest(self, size_bytes: int) -> _Region | None:
+        """Return the smallest free region of at least this size; None if there is none."""
+        regions = (r for r in self._free if r.end - r.start >= size_bytes)
+        return min(regions, key=lambda r: (r.end - r.start, r), default=None)
+
+    def _join_neighbors(self) -> None:
+        """Make one region of free regions that are next to one another."""
+        joined: list[_Region] = []
+        for region in sorted(self._free):
+            if joined and joined[-1].chunk == region.chunk and joined[-1].end == region.start:
+                joined[-1] = joined[-1]._replace(end=region.end)
+            else:
+                joined.append(region)
+        self._free = joined
 
     def bytes_of(self, region: _Region, size_bytes: int) -> torch.Tensor:
         """Return the first bytes of a region."""
@@ -89,7 +111,7 @@ class PinnedChunks:
         size_bytes = max(_CHUNK_BYTES, 1 << (size_bytes - 1).bit_length())
         size_bytes = max(size_bytes, 1 << (max(1, expected_bytes).bit_length() - 1))
         try:
-            chunk = torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+            chunk = self._pin(size_bytes)
         except RuntimeError as error:
             raise RematError(
                 f"cannot pin {size_bytes:,} bytes of host memory for offloaded tensors, "
