@@ -14,6 +14,9 @@ from benchmarks.gpu.verdicts import Report
 
 ROOT = Path(__file__).parents[2]
 
+_REPORT_LENGTH = 4000
+"""Characters of the report of a failed test that are stored."""
+
 _MARKED = re.compile(r"^(@|pytestmark = )pytest\.mark\.gpu$", re.MULTILINE)
 _MARKED_TIMES = re.compile(r"^@pytest\.mark\.device_times$", re.MULTILINE)
 
@@ -50,7 +53,8 @@ def run_marked_tests(file: Path, has_times: bool) -> Callable[[Setting, Report],
             observed = f"pytest ended with {completed.returncode}, no results"
             report.judge(subject, requirement, observed, False)
             return
-        counts, failed = read_results(results)
+        counts, failures = read_results(results)
+        failed = list(failures)
         run_count = counts["tests"] - counts["skipped"]
         passed = run_count - counts["failures"] - counts["errors"]
         observed = f"{passed} of {run_count} passed"
@@ -62,20 +66,20 @@ def run_marked_tests(file: Path, has_times: bool) -> Callable[[Setting, Report],
             report.skip(subject, requirement, observed)
         else:
             is_met = completed.returncode == 0
-            report.judge(subject, requirement, observed, is_met, **counts, failed=failed)
+            report.judge(subject, requirement, observed, is_met, **counts, failures=failures)
 
     return run
 
 
-def read_results(results: Path) -> tuple[dict[str, int], list[str]]:
-    """Return the counts of a JUnit XML file, and the names of the tests that failed."""
+def read_results(results: Path) -> tuple[dict[str, int], dict[str, str]]:
+    """Return the counts of a JUnit XML file, and the end of the report of each test that failed."""
     suites = list(ElementTree.parse(results).getroot().iter("testsuite"))
     names = ("tests", "skipped", "failures", "errors")
     counts = {name: sum(int(s.get(name, 0)) for s in suites) for name in names}
     cases = [case for suite in suites for case in suite.iter("testcase")]
-    failed = [
-        case.get("name", "")
+    failures = {
+        case.get("name", ""): f"{report.get('message', '')}\n{report.text or ''}"[-_REPORT_LENGTH:]
         for case in cases
-        if case.find("failure") is not None or case.find("error") is not None
-    ]
-    return counts, failed
+        for report in (*case.findall("failure"), *case.findall("error"))
+    }
+    return counts, failures

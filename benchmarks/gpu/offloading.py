@@ -85,8 +85,8 @@ def _check_plans(
         extra = time_ratio(times, name, "eager") - 1
         copied = (
             f"; {format_bytes(int(plan.stats.get(HOST_BYTES_STAT, 0)))} on the host, copies of "
-            f"{plan.stats.get(COPIES_S_STAT, 0.0) * 1e3:.1f} ms, "
-            f"{plan.stats.get(WAITING_S_STAT, 0.0) * 1e3:.1f} ms of waiting predicted"
+            f"{float(plan.stats.get(COPIES_S_STAT, 0.0)) * 1e3:.1f} ms, "
+            f"{float(plan.stats.get(WAITING_S_STAT, 0.0)) * 1e3:.1f} ms of waiting predicted"
         )
         report.judge(
             f"{budget}, {name}: time",

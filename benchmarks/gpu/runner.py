@@ -13,12 +13,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.gpu.steps import Part
+from benchmarks.gpu.steps import PARTS, Part
 from benchmarks.gpu.verdicts import Check, Verdict, read_checks
 
 ROOT = Path(__file__).parents[2]
@@ -92,10 +92,15 @@ def run_all(
             others.append([part])
     for groups in (timed, others):
         with ThreadPoolExecutor(jobs) as pool:
-            for group in pool.map(lambda group: [result_of(part) for part in group], groups):
-                for result in group:
+            running = [
+                pool.submit(lambda group=group: [result_of(part) for part in group])
+                for group in groups
+            ]
+            for finished in as_completed(running):  # shown at once: a run may be interrupted
+                for result in finished.result():
                     add(result)
-    return results
+    order = {part.key: index for index, part in enumerate(PARTS)}
+    return sorted(results, key=lambda r: order.get(f"{r.step:02d}-{r.name}", 0))
 
 
 def _read_finished(path: Path) -> Result | None:

@@ -33,5 +33,6 @@ def run_case(case: str) -> list[Row]:
             return [
                 {"file": case, "is_met": False, "why": f"pytest ended with {completed.returncode}"}
             ]
-        counts, failed = read_results(results)
+        counts, failures = read_results(results)
+        failed = list(failures)
     return [{"file": case, **counts, "failed": failed, "is_met": completed.returncode == 0}]

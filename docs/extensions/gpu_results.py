@@ -30,7 +30,7 @@ def gpu_times() -> Table:
     rows = tuple(
         (part["name"], row["subject"], row["requirement"], row["observed"])
         for step in load(_FILE)["steps"]
-        if step["step"] in (6, 8, 11, 13)
+        if step["step"] in (6, 7, 8, 11, 12, 13, 15)
         for part in step["parts"]
         for row in part["rows"]
         if _is_figure(row)

@@ -36,9 +36,11 @@ PASSES: Mapping[str, float] = {
     "native_layer_norm": 1.2,
     "native_layer_norm_backward": 2.8,
     "embedding_dense_backward": 7.0,
+    "max_pool2d_with_indices": 1.2,
+    "max_pool2d_with_indices_backward": 14.0,
 }
-"""Passes over the elements of the first operand, at `ELEMENTS_PER_S`, by operation: of norms, and
-of an embedding's gradient, which sorts its indices."""
+"""Passes over the elements of the first operand, at `ELEMENTS_PER_S`, by operation: of norms, of
+an embedding's gradient, which sorts its indices, and of pooling."""
 
 LAUNCHES: Mapping[str, int] = {
     "native_layer_norm_backward": 2,

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from math import prod
 
 from remat.costs import cuda_kernels
+from remat.costs.cuda_images import image_seconds
 from remat.costs.devices import DeviceSpec, find_device
 from remat.costs.flops import count_flops
 from remat.costs.link import PCIE_4, Link
@@ -164,7 +165,8 @@ def _cuda_seconds(
     elements_s = elements / (cuda_kernels.ELEMENTS_PER_S * device.multiprocessors)
     launch_s = device.launch_s * cuda_kernels.launches(node, metas)
     seconds = roofline.seconds(int(flops / efficiency), size_bytes, dtype) - device.launch_s
-    return launch_s + max(seconds, elements_s)
+    images_s = image_seconds(node, metas, device.multiprocessors)
+    return launch_s + images_s + max(seconds, elements_s)
 
 
 def operation_flops(node: Node, meta_of: Callable[[str], TensorMeta]) -> int:

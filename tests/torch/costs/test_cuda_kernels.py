@@ -44,6 +44,7 @@ class Operation:
             results=tuple(
                 Result(name=f"out{i}", tensor=self._meta(r), storage=i, position=i)
                 for i, r in enumerate(results)
+                if r is not None
             ),
         )
 
@@ -82,8 +83,8 @@ class Operation:
 
 
 @cache
-def operations() -> list[Operation]:
-    text = (ROOT / "tests/data/measured_costs/h200.json").read_text()
+def operations(name: str = "h200") -> list[Operation]:
+    text = (ROOT / f"tests/data/measured_costs/{name}.json").read_text()
     return [Operation(row) for row in json.loads(text)["operations"]]
 
 
@@ -135,3 +136,32 @@ def test_products_are_slow_where_a_row_is_no_multiple_of_16_bytes(
     row = {"target": "aten.mm.default", "args": [tensor(64, 768), tensor(768, width)], "kwargs": {}}
     product = Operation(row | {"microseconds": 1.0})
     assert cuda_kernels.compute_efficiency(product.node, product.metas) == efficiency
+
+
+def test_operations_of_images_are_predicted() -> None:
+    images = operations("h200_images")
+    wrong = [(o.target, o.node.args, o.ratio) for o in images if not 0.4 <= o.ratio <= 2]
+    assert not wrong
+    errors = [abs(o.ratio - 1) for o in images]
+    assert statistics.median(errors) < 0.2
+    for target in {o.target for o in images}:
+        predicted_s, measured_s = (
+            sum(s)
+            for s in zip(
+                *((o.predicted_s, o.measured_s) for o in images if o.target == target), strict=True
+            )
+        )
+        assert predicted_s == pytest.approx(measured_s, rel=0.25), target
+
+
+def test_images_in_channels_last_need_no_conversion() -> None:
+    """There, cuDNN's kernels run without conversions, and norms have other kernels."""
+    convolution = next(o for o in operations("h200_images") if "convolution" in o.target)
+    contiguous_s = convolution.predicted_s
+    name = convolution.node.operand_names[0]
+    images = convolution.metas[name]
+    _, channels, height, width = images.shape
+    stride = (channels * height * width, 1, width * channels, channels)
+    convolution.metas[name] = images.model_copy(update={"stride": stride})
+    assert convolution.predicted_s < 0.7 * contiguous_s
+    convolution.metas[name] = images

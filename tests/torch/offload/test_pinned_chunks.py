@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 
+import hypothesis
 import pytest
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
 
 from remat.frontend.runtime.pinned_memory import PinnedChunks
@@ -31,12 +31,12 @@ def test_regions_are_never_shared() -> None:
     assert chunks.pinned_bytes == pinned_bytes == (256 + 512) * MIB
 
 
-@given(
+@hypothesis.given(
     st.lists(st.integers(1, 2048), min_size=1, max_size=30),
     st.booleans(),
 )
 def test_all_steps_but_the_first_pin_nothing(mebibytes: list[int], is_reversed: bool) -> None:
-    """Otherwise small regions would be taken from where a large one was, in each step anew."""
+    """Otherwise small regions would be taken from where a large one was, in every step."""
     chunks = unpinned_chunks()
     pinned_bytes = 0
     for step in range(5):
@@ -47,7 +47,7 @@ def test_all_steps_but_the_first_pin_nothing(mebibytes: list[int], is_reversed: 
         assert chunks.pinned_bytes == pinned_bytes, step
 
 
-@given(st.lists(st.lists(st.integers(1, 2048), max_size=12), min_size=2, max_size=4))
+@hypothesis.given(st.lists(st.lists(st.integers(1, 2048), max_size=12), min_size=2, max_size=4))
 def test_programs_in_turns_pin_a_limited_size(sizes_of_programs: list[list[int]]) -> None:
     """Programs of other sizes, of batches of other shapes say, share the memory."""
     chunks = unpinned_chunks()

@@ -3,8 +3,9 @@
 Torch selects one of four kernels by dtypes, shapes, mask, dropout and GPU. The rules here are those
 of torch 2.15 (`select_sdp_backend` in aten/src/ATen/native/transformers/cuda/sdp_utils.cpp; the
 operations before and after the kernels are in attention.cpp of the same source folder), with the
-cuDNN of its wheels. `_IS_TORCH_2_14` marks what older versions do not do yet. The user's switches
-count (`torch.backends.cuda.enable_flash_sdp`, `torch.nn.attention.sdpa_kernel`).
+cuDNN of its wheels. `_IS_TORCH_2_12` and `_IS_TORCH_2_14` mark what older versions do not do yet.
+The user's switches count (`torch.backends.cuda.enable_flash_sdp`,
+`torch.nn.attention.sdpa_kernel`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 Tensor = torch.Tensor
 _aten = torch.ops.aten
 
-_IS_TORCH_2_14 = tuple(int(n) for n in torch.__version__.split(".")[:2]) >= (2, 14)
+_VERSION = tuple(int(n) for n in torch.__version__.split(".")[:2])
+_IS_TORCH_2_12 = _VERSION >= (2, 12)
+"""True from torch 2.12 on. There, cuDNN refuses a dropout that is no multiple of 1/16, to which
+some of its kernels round (pytorch 174245)."""
+_IS_TORCH_2_14 = _VERSION >= (2, 14)
 """True from torch 2.14 on. There, efficient attention supports grouped heads, cuDNN supports heads
 of 256, and all kernels support one key head for all query heads."""
 
@@ -191,7 +196,7 @@ def _is_cudnn_supported(call: AttentionCall) -> bool:
         and max(call.query.shape[:2]) <= 65535
         and call.key.shape[2] != 1
         and (call.dropout_p == 0 or call.query.shape[2] != 1)
-        and (call.dropout_p * 16).is_integer()
+        and (not _IS_TORCH_2_12 or (call.dropout_p * 16).is_integer())
         and not _is_determinism_required()
         and (call.mask is None or _is_mask_broadcastable(call.mask, call))
     )
