@@ -250,6 +250,20 @@ def test_new_shapes_are_replanned_and_logged(caplog: pytest.LogCaptureFixture) -
     assert "replanned" in caplog.text
 
 
+def test_a_warning_says_what_changed(caplog: pytest.LogCaptureFixture) -> None:
+    x = torch.randn(8, 16)
+    gm = remat.optimize(nn.Sequential(nn.Linear(16, 16), nn.ReLU()), "100%", x)
+    with caplog.at_level(logging.WARNING, logger="remat"):
+        with torch.autocast("cpu", torch.bfloat16):
+            gm(x)
+        gm(x).sum().backward()
+        gm(x)
+    messages = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert [m.split(":")[0] for m in messages] == [
+        "autocast changed", "gradient accumulation changed",
+    ]  # fmt: skip
+
+
 def test_a_replaced_module_is_replanned() -> None:
     """In sizes that were planned before, and in others."""
     torch.manual_seed(0)

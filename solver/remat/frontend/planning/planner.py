@@ -27,7 +27,13 @@ from remat.frontend.planning.plan_cache import PlanEntry, PlannerState
 from remat.frontend.planning.schedule_reuse import ScheduleReuse, superseded_keys
 from remat.frontend.planning.solving import PlanningResult, solve_trace, with_measured_costs
 from remat.frontend.planning.trace_cache import TraceCache
-from remat.frontend.runtime.guards import CallSignature, ModelCall, ModelTracker, call_signature
+from remat.frontend.runtime.guards import (
+    CallSignature,
+    ModelCall,
+    ModelTracker,
+    call_signature,
+    changes_between,
+)
 from remat.frontend.runtime.lower import lower_program
 from remat.frontend.runtime.module import BoundProgram, PlannedStep, StepProvider
 from remat.limits.budget import Budget
@@ -141,7 +147,7 @@ class Planner:
                 program = rewrite(traced, plan.schedule)
         with self._timed("lower"):
             step = BoundProgram(lower_program(program, self.options.namespaces), model, plan)
-        self._log(plan, is_reused=is_reused, accumulates_gradients=accumulates_gradients)
+        self._log(plan, key, is_reused=is_reused)
         captured = with_recorded_splits(captured, traced.splits)
         return PlanEntry(step, traced, plan, captured.storage_bytes, is_reused)
 
@@ -238,14 +244,18 @@ class Planner:
         if len(reused) > _MAX_REUSED_PLANS:
             del self._entries[reused[0]]
 
-    def _log(self, plan: Plan, *, is_reused: bool, accumulates_gradients: bool) -> None:
-        """Log a new plan: as a warning where changed inputs caused a full planning."""
+    def _log(self, plan: Plan, key: CallSignature, *, is_reused: bool) -> None:
+        """Log a new plan: as a warning where a changed call caused a full planning."""
         phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.timings_s.items())
-        purpose = " for gradient accumulation" if accumulates_gradients else ""
+        purpose = " for gradient accumulation" if key.accumulates_gradients else ""
+        changes = min((changes_between(k, key) for k in self._entries), key=len, default=[])
+        changed = f"{' and '.join(changes) or 'inputs'} changed"
+        if "gradient accumulation" in changes:
+            purpose = ""
         if not self._entries:
             logger.info("planned%s: %r (%s)", purpose, plan, phases)
         elif is_reused:
             strategy = plan.stats["strategy"]
-            logger.info("inputs changed%s: %r by %s (%s)", purpose, plan, strategy, phases)
+            logger.info("%s%s: %r by %s (%s)", changed, purpose, plan, strategy, phases)
         else:
-            logger.warning("inputs changed: replanned%s: %r (%s)", purpose, plan, phases)
+            logger.warning("%s: replanned%s: %r (%s)", changed, purpose, plan, phases)

@@ -49,6 +49,26 @@ class CallSignature(NamedTuple):
     hook_ids: tuple[int, ...] = ()
 
 
+_CHANGES = {
+    "structure": "inputs",
+    "inputs": "inputs",
+    "parameters": "parameters",
+    "module_types": "modules",
+    "training": "training mode",
+    "training_exceptions": "training mode",
+    "autocast": "autocast",
+    "accumulates_gradients": "gradient accumulation",
+    "buffers": "buffers",
+    "hook_ids": "hooks",
+}
+
+
+def changes_between(one: CallSignature, other: CallSignature) -> list[str]:
+    """Return what differs between two signatures, in words: "inputs", "autocast"."""
+    names = [n for n, a, b in zip(one._fields, one, other, strict=True) if a != b]
+    return list(dict.fromkeys(_CHANGES[name] for name in names))
+
+
 class ModelCall(NamedTuple):
     """One call of a model: its arguments, their tensors (`leaves`), and the nested containers
     without the tensors (`structure`)."""
