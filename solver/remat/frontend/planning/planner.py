@@ -249,13 +249,13 @@ class Planner:
         phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.timings_s.items())
         purpose = " for gradient accumulation" if key.accumulates_gradients else ""
         changes = min((changes_between(k, key) for k in self._entries), key=len, default=[])
-        changed = f"{' and '.join(changes) or 'inputs'} changed"
+        changed = " and ".join(changes or ["inputs"])
         if "gradient accumulation" in changes:
             purpose = ""
         if not self._entries:
             logger.info("planned%s: %r (%s)", purpose, plan, phases)
         elif is_reused:
             strategy = plan.stats["strategy"]
-            logger.info("%s%s: %r by %s (%s)", changed, purpose, plan, strategy, phases)
+            logger.info("%s changed%s: %r by %s (%s)", changed, purpose, plan, strategy, phases)
         else:
-            logger.warning("%s: replanned%s: %r (%s)", changed, purpose, plan, phases)
+            logger.warning("%s changed: replanned%s: %r (%s)", changed, purpose, plan, phases)
