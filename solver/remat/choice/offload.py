@@ -8,6 +8,7 @@ returned where it is as fast.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -71,15 +72,16 @@ def solve_with_offload(
     `traces` are forms of one measured step, such as whole and with operations split. Waiting for
     copies is part of the plan's time, as costs of the operations that wait. `solve_without` solves
     without offloading; it is not called if no such plan of `traces` can be faster. `cancel` and
-    `limit_s` end the choice early. Raises the errors of `solve_without` if no plan with offloading
-    fits the budget either.
+    `limit_s` end the choice early: after that time, one trace is solved in full at most. Raises the
+    errors of `solve_without` if no plan with offloading fits the budget either.
     """
     graph = traces[0].graph()
     budget_bytes = budget.in_bytes(baseline_of(graph).peak_bytes, graph.library_bytes)
     if budget_bytes is None:
         return _solve_smallest(limits, solve_in_full, solve_without, cancel, limit_s)
+    deadline = time.monotonic() + limit_s
     choices = offloaded_traces(traces, budget_bytes, limits, cancel, limit_s)
-    offloaded = _best_plan(choices, budget, limits.link, solve_in_full)
+    offloaded = _best_plan(choices, budget, limits.link, solve_in_full, deadline)
     if (
         offloaded is not None
         and len(traces) == 1
@@ -116,9 +118,10 @@ def _solve_smallest(
     shares = _MIN_SHARES if least_bytes < (1 - _LEAST_PEAK_GAIN) * peak_bytes else ()
     for share in (*shares, 1.0):
         size_bytes = least_bytes + int(share * (peak_bytes - least_bytes))
+        deadline = time.monotonic() + limit_s
         choices = offloaded_traces((without.trace,), size_bytes, limits, cancel, limit_s)
         budget = Budget.parse(size_bytes)
-        offloaded = _best_plan(choices, budget, limits.link, solve_in_full)
+        offloaded = _best_plan(choices, budget, limits.link, solve_in_full, deadline)
         if offloaded is None:
             continue
         if size_bytes < peak_bytes or not _is_as_fast(without.plan, offloaded.plan):
@@ -131,9 +134,10 @@ def _best_plan(
     budget: Budget,
     link: Link,
     solve_in_full: Callable[[Trace, Budget], Plan],
+    deadline: float,
 ) -> TracePlan | None:
     """Return the fastest plan of the most promising choices that fit the budget, or that of a
-    choice without recomputation if it is faster."""
+    choice without recomputation if it is faster. After the deadline, no second one is solved."""
 
     def solve(choice: OffloadedTrace) -> TracePlan | None:
         try:
@@ -147,13 +151,16 @@ def _best_plan(
     for choice in choices[:_MAX_ATTEMPTS]:
         if len(plans) == _MAX_PLANS or choice.score_s > (1 - _WORTHWHILE_GAIN) * best_s:
             break
+        if tried and time.monotonic() > deadline:
+            break
         tried.append(choice)
         if (plan := solve(choice)) is not None:
             plans.append(plan)
             best_s = min(best_s, plan.plan.time_s)
     others = (c for c in choices if not any(c is choice for choice in tried))
     retaining = min(others, key=lambda choice: choice.without_recompute_s, default=None)
-    if retaining is not None and retaining.without_recompute_s < best_s:
+    is_in_time = not tried or time.monotonic() <= deadline
+    if retaining is not None and is_in_time and retaining.without_recompute_s < best_s:
         plans += [plan for plan in [solve(retaining)] if plan is not None]
     return min(plans, key=lambda plan: plan.plan.time_s, default=None)
 
