@@ -54,6 +54,10 @@ _COPY_COST = 0.01
 """Seconds that each second of a copy costs where it is hidden: on an H200, copies in both
 directions slow down concurrent matrix products by 2%."""
 
+_PRUNED_ABOVE = 0.02
+"""A solution of the relaxation that takes longer than the best trace by more than this share is not
+rewritten: its trace might be faster only because the relaxation counts hidden copies."""
+
 _USED_BANDWIDTH = 0.95
 """The share of the bandwidth that the relaxation chooses tensors for: copies start and are awaited
 between operations, so that their engines idle at times."""
@@ -171,7 +175,9 @@ class _Search:
 
     def _results_of_moments(self, *, recomputes: bool) -> Iterator[tuple[_Place, OffloadedTrace]]:
         """Yield traces for each moment, with more and more memory left free as long as that helps.
-        Ends with one that is as fast as the bound."""
+        Solutions that are slower than the best trace are not rewritten. Ends with a trace that is
+        as fast as the bound."""
+        best_s = math.inf
         for moment in self.host_limits:
             last_s, is_solved = math.inf, False
             for slack in _SLACK_SHARES:
@@ -184,9 +190,12 @@ class _Search:
                 is_solved |= cut is not None
                 if cut is None or not self._is_new(cut):
                     continue
+                if recomputes and cut.bound_s > (1 + _PRUNED_ABOVE) * best_s:
+                    break
                 result = self._rewritten(cut)
                 yield place, result
                 expected_s = result.score_s if recomputes else result.without_recompute_s
+                best_s = min(best_s, expected_s)
                 if expected_s <= self.bound_s * (1 + LEAST_GAIN):
                     return
                 if last_s < expected_s < math.inf:
