@@ -17,6 +17,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from remat.graph import Graph
 from remat.schedule import Schedule
@@ -86,6 +87,14 @@ def evict(
     return Schedule.of(attempt.runs) if attempt.run_to_end(max_time_s, stop) else None
 
 
+class _RecomputeCost(NamedTuple):
+    """The seconds to recompute a value, for a next use (None: for any), before the stage `end`."""
+
+    cost_s: float
+    next_use: float | None
+    end: float
+
+
 class _EvictionAttempt:
     """One walk over the graph; its state is what is in memory at the current stage.
 
@@ -129,7 +138,7 @@ class _EvictionAttempt:
         self.pending_reads = [0] * len(self.size)
         self.next_indirect_use: list[float] = [_INFINITE] * len(self.size)
         """The stage at which a value is next needed to recompute one that was evicted."""
-        self.cached_cost_s: dict[int, float] = {}
+        self.cached_costs: dict[int, _RecomputeCost] = {}
         self.cost_dependents: dict[int, list[int]] = {}
         self.runs: list[int] = []
 
@@ -258,7 +267,7 @@ class _EvictionAttempt:
 
     def _invalidate_costs(self, v: int) -> None:
         for dependent in self.cost_dependents.pop(v, ()):
-            self.cached_cost_s.pop(dependent, None)
+            self.cached_costs.pop(dependent, None)
 
     def _make_room(self, excess: int, stage: int) -> bool:
         """Free or evict values of at least `excess` bytes; False if that is impossible."""
@@ -359,12 +368,13 @@ class _EvictionAttempt:
     def _recompute_cost_s(self, v: int, stage: int, next_use: float) -> float:
         """Return the cost of recomputing `v` for `next_use` from what is in memory, or is renewed
         before; infinity if that is impossible."""
-        cached = self.cached_cost_s.get(v)
-        if cached is not None:
-            return cached
+        cached = self.cached_costs.get(v)
+        if cached is not None and stage < cached.end and cached.next_use in (None, next_use):
+            return cached.cost_s
         operations, producer = self.graph.operations, self.graph.producer
         cost_s = 0.0
-        depends_on_stage = False
+        depends_on_use = False
+        end = _INFINITE
         seen = {producer[v]}
         stack = [producer[v]]
         while stack:
@@ -372,17 +382,20 @@ class _EvictionAttempt:
             operation = operations[producer_op]
             cost_s += operation.cost_s if operation.recomputable else _INFINITE
             if producer_op in self.no_recompute_spans:
-                depends_on_stage = True
+                depends_on_use = True
+                ends = (e for _, e in self.no_recompute_spans[producer_op] if e > stage)
+                end = min(end, min(ends, default=_INFINITE))
                 if not self._may_recompute_later(producer_op, stage, next_use):
                     cost_s = _INFINITE
             for u in operation.inputs:
                 self.cost_dependents.setdefault(u, []).append(v)
                 if not self.resident[u] and producer[u] not in seen:
+                    if stage < self.renewal.get(u, -1):
+                        depends_on_use = True
+                        end = min(end, self.renewal[u])
                     if self._is_renewed(u, stage, next_use):
-                        depends_on_stage = True
                         continue
                     seen.add(producer[u])
                     stack.append(producer[u])
-        if not depends_on_stage:
-            self.cached_cost_s[v] = cost_s
+        self.cached_costs[v] = _RecomputeCost(cost_s, next_use if depends_on_use else None, end)
         return cost_s
