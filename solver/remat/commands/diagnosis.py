@@ -1,4 +1,5 @@
-"""The checks of `remat doctor`: Python, torch, devices, packages, solvers, cost cache, extras.
+"""The checks of `remat doctor`: Python, torch, devices, packages, solvers, cost cache, directory of
+offloaded tensors, extras.
 
 No check raises: a torch that cannot be imported is a line of the report. Therefore no module that
 imports torch is imported before the check that needs it.
@@ -21,7 +22,7 @@ from pathlib import Path
 
 from remat.commands.requirements import Requirement, State, requirements, version_of
 from remat.costs.devices import match_device
-from remat.errors import one_line
+from remat.errors import RematError, one_line
 from remat.frontend.costs.cost_cache import default_cache_path
 from remat.limits.units import format_bytes
 from remat.milp.solvers.availability import usable_backends
@@ -51,7 +52,7 @@ class Check:
 
 
 def run_checks() -> list[Check]:
-    """Check Python, torch, devices, packages, solvers, the cost cache and extras; never raises.
+    """Check what the module's docstring lists; never raises.
 
     Takes a few seconds at most, most of them to import torch.
     """
@@ -63,6 +64,7 @@ def run_checks() -> list[Check]:
         ("packages", _packages),
         ("solvers", _solvers),
         ("cost cache", _cost_cache),
+        ("offloading", _offloading),
         ("extras", _extras),
     ]
     return [check for name, group in groups for check in _guarded(name, group)]
@@ -223,6 +225,22 @@ def _solvers() -> Iterator[Check]:
             yield Check(name, "ok", text or "works")
         else:
             yield Check(name, "missing", fact.reason.removesuffix(f" ({remedy})"), remedy)
+
+
+def _offloading() -> Iterator[Check]:
+    try:
+        from remat.frontend.runtime.host_file import DIRECTORY_VARIABLE, HostFile, offload_directory
+    except Exception:
+        return  # torch is broken: the report has a separate line for it
+    directory = offload_directory()
+    try:
+        HostFile(directory).close()
+    except RematError as error:
+        remedy = f"set {DIRECTORY_VARIABLE} to a directory on a local disk"
+        yield Check("offloading", "wrong", one_line(error), remedy)
+        return
+    free = format_bytes(shutil.disk_usage(directory).free)
+    yield Check("offloading", "ok", f"{_home(directory)}, {free} free, for steps on a CPU")
 
 
 def _extras() -> Iterator[Check]:

@@ -47,6 +47,17 @@ def test_the_report_covers_this_machine(report: dict[str, Check]) -> None:
         assert report["CUDA"].state in ("missing", "wrong")
 
 
+def test_the_directory_of_offloaded_tensors_is_checked(
+    report: dict[str, Check], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "free, for steps on a CPU" in report["offloading"].text
+    monkeypatch.setenv("REMAT_OFFLOAD_DIR", str(tmp_path / "absent"))
+    (check,) = doctor._offloading()
+    assert check.state == "wrong"
+    assert str(tmp_path / "absent") in check.text
+    assert "REMAT_OFFLOAD_DIR" in check.remedy
+
+
 def test_every_failed_check_has_a_remedy(report: dict[str, Check]) -> None:
     for check in report.values():
         assert "\n" not in check.text + check.remedy
