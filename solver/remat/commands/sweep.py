@@ -131,6 +131,9 @@ def sweep(
             "baseline_time_s": plans[0].baseline_time_s,
             "plans": [plan_summary(plan) for plan in plans],
         }
+        if result.plans_without:
+            without = [plan_summary(plan) for plan in result.plans_without]
+            summary["plans_without_offloading"] = without
         files.print_json(to_json_text(summary))
     else:
         files.print_text(describe(plans))

@@ -182,9 +182,14 @@ def test_the_command_line_offloads(tmp_path: Path) -> None:
     ended = quick(*sweep, "--output", tmp_path / "frontier.svg")
     assert ended.code == 0, ended.err
     assert len(ended.out.splitlines()) == 5
+    assert "on the host" in ended.out
     assert "without offloading" in (tmp_path / "frontier.svg").read_text()
     ended = quick(*sweep, "--json")
-    plans = json.loads(ended.out)["plans"]
+    summary = json.loads(ended.out)
+    plans, without = summary["plans"], summary["plans_without_offloading"]
+    assert max(plan["host_bytes"] for plan in plans) > 0
+    assert [plan["host_bytes"] for plan in without] == [0] * len(plans)
+    assert all(p["overhead"] <= w["overhead"] for p, w in zip(plans, without, strict=True))
     assert [plan["overhead"] for plan in plans] == sorted(
         (p["overhead"] for p in plans), reverse=True
     )

@@ -6,7 +6,7 @@ import csv
 import io
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from remat.costs.trace_costs import OperationCost, with_costs
 from remat.documents.trace import Trace
@@ -14,7 +14,7 @@ from remat.errors import RematError
 from remat.frontend.compile.registry import CompiledPlan
 from remat.limits.units import format_bytes, format_seconds
 from remat.plan import Plan
-from remat.plan_data import RESERVED_BYTES_STAT
+from remat.plan_data import HOST_BYTES_STAT, RESERVED_BYTES_STAT
 from remat.report.tables import align_columns, largest_rows
 from remat.simulate import baseline_of
 
@@ -48,6 +48,7 @@ def plan_summary(plan: Plan) -> JsonObject:
         "operations": len(plan.graph),
         "recomputed_operations": len(recomputed),
         "recomputations": sum(recomputed.values()),
+        "host_bytes": host_bytes(plan),
         "solved_in_s": plan.stats.get("total_s"),
         "cost_source": plan.stats.get("cost_source"),
     }
@@ -85,8 +86,15 @@ def to_csv_text(rows: Sequence[Mapping[str, object]]) -> str:
     return text.getvalue()
 
 
-def frontier_table(plans: Iterable[Plan]) -> str:
-    """Return a table of plans, one line each."""
+def host_bytes(plan: Plan) -> int:
+    """Return the largest number of bytes that a plan has on the host at once; 0 if it offloads
+    nothing."""
+    return int(plan.stats.get(HOST_BYTES_STAT, 0))
+
+
+def frontier_table(plans: Sequence[Plan]) -> str:
+    """Return a table of plans, one line each. It has the bytes on the host if any plan offloads."""
+    has_offload = any(host_bytes(plan) for plan in plans)
     table = [
         [
             "budget",
@@ -96,6 +104,7 @@ def frontier_table(plans: Iterable[Plan]) -> str:
             "lower bound",
             "gap",
             "recomputed",
+            *["on the host"] * has_offload,
             "solved in",
         ]
     ]
@@ -110,6 +119,7 @@ def frontier_table(plans: Iterable[Plan]) -> str:
                 "" if plan.lower_bound is None else f"{plan.lower_bound:+.2%}",
                 "" if plan.gap is None else f"{plan.gap:.2%}",
                 str(sum(plan.schedule.recomputed(plan.graph).values())),
+                *[format_bytes(host_bytes(plan))] * has_offload,
                 format_seconds(solved_s) if isinstance(solved_s, float) else "",
             ]
         )
